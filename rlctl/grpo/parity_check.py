@@ -11,7 +11,7 @@ from rlctl.grpo.logprob_mismatch import Mismatch, mismatch
 from rlctl.rollout.types import Sampling
 from rlctl.training.micro_batching import TrainingSample
 
-# At least so many prompts in all, and of each engine.
+# Fewest prompts of a comparison, fewest of each engine, and the most tokens of each answer.
 PROMPTS, PER_ENGINE, TOKENS = 8, 2, 16
 # Largest acceptable mean of exp|trainer - generator|: float32 differs by rounding alone; for bfloat16 the field's
 # own bound (NeMo-RL's documentation calls more than 1.05 a defect of the framework).
