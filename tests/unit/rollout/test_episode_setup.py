@@ -57,7 +57,11 @@ def test_every_problem_is_told_at_once_by_its_key(tokenizer: Any, tmp_path: Path
     (tmp_path / "adder.py").write_text(ADDER)
     chosen = config(f"environment.name={tmp_path}/adder.py:Adder")
     assert problems(chosen, Chat(tokenizer, CHATML, None), Task("r0", [], "", None)) == [
-        ("environment.name", "has no get_reward, and rewards is empty: nothing values its episodes"),
+        (
+            "environment.name",
+            "has no get_reward, and rewards is empty: nothing values its episodes; name a function of yours in "
+            "rewards, as `def reward(environments, **kwargs)`",
+        ),
         (
             "environment.tool_format",
             "the chat template has no format of tool calls that is known: set hermes, llama3, mistral, qwen3_coder",

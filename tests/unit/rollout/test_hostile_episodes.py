@@ -1,0 +1,85 @@
+"""Hostile turns and answers: an episode goes on or fails by itself, and an error of the pool is raised, never lost."""
+
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlctl.bench.simulated_engine import VirtualClock
+from rlctl.data.chat import Chat
+from rlctl.environments.outcomes import EnvironmentSpec, ToolResult
+from rlctl.environments.pool import EnvironmentPool
+from rlctl.rollout.player import EpisodePlayer
+from tests.unit.data.conftest import CHATML, tokenizer
+from tests.unit.data.test_turn_link import TOOLS
+from tests.unit.environments.test_hostile import OWN
+from tests.unit.rollout.test_player import LIMITS, ScriptedEngines, ScriptedPool, Taken, played, player_of, start
+
+__all__ = ["tokenizer"]
+
+
+def test_an_error_of_the_pool_is_raised_to_whoever_plays_on(tokenizer: Any) -> None:
+    chat, clock = Chat(tokenizer, CHATML, None), VirtualClock(lambda: None)
+    pool = ScriptedPool(lambda kind, payload: None)
+    refused: Future[Any] = Future()
+    refused.set_exception(RecursionError("a defect"))
+    pool.reset = lambda *_: refused  # type: ignore[method-assign]
+    player = player_of(chat, ScriptedEngines(chat, None), pool, clock=clock)
+    player.play([start()], Taken())
+    while clock.steps[0]():
+        pass
+    with pytest.raises(RecursionError, match="a defect"):
+        player.check()
+
+
+def test_messages_that_the_template_refuses_fail_their_own_episode(tokenizer: Any) -> None:
+    template = "{% if messages[0].role == 'odd' %}{{ raise_exception('no such role') }}{% endif %}" + CHATML
+    chat = Chat(tokenizer, template, None)
+    odd = [{"role": "odd", "content": "x"}]
+    pool = ScriptedPool(lambda kind, payload: odd if kind == "reset" else None)
+    player, taken = player_of(chat, ScriptedEngines(chat, None), pool), Taken()
+    player.play([start(messages=[])], taken)
+    for _ in range(5):
+        player.play_next()
+    player.check()
+    assert "refuses the messages of this episode: TemplateError: no such role" in str(taken.rollouts[0].episode)
+
+
+DEEP = '<tool_call>\n{"name": "echo", "arguments": {"value": ' + "[" * 500 + "]" * 500 + "}}\n</tool_call><|im_end|>"
+
+
+def test_a_call_of_500_levels_is_answered_and_its_episode_goes_on(tokenizer: Any, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    chat, turns, taken = Chat(tokenizer, CHATML, None), iter([DEEP, "well<|im_end|>"]), Taken()
+    with EnvironmentPool({"game": EnvironmentSpec(f"{tmp_path}/own.py:Own", 60.0)}, 2048, 1) as pool:
+        contracts = pool.contracts()
+        engines: Any = ScriptedEngines(chat, lambda request: next(turns))
+        player = EpisodePlayer(engines, pool, contracts, chat, LIMITS, "hermes")
+        player.play([start(turn=5_000)], taken)
+        for _ in range(3000):
+            player.check()
+            if taken.rollouts:
+                break
+            time.sleep(0.02)
+        player.close()
+    episode = taken.rollouts[0].episode
+    assert episode and (episode.ending, episode.tool_calls, episode.tool_errors) == ("answered", 1, 1)
+    assert episode.messages[-2]["content"] == (
+        "Error: no tool was called: arguments of 'echo' are nested too deep: at most 64 levels are allowed"
+    )
+
+
+def test_a_turn_that_looks_like_a_call_is_answered_and_does_not_end_the_episode(tokenizer: Any) -> None:
+    chat = Chat(tokenizer, TOOLS, None)
+    bare = '{"name": "add", "arguments": {"a": 1}}<|im_end|>'
+    turns = iter([bare, "it is 4<|im_end|>"])
+
+    def acts(kind: str, payload: Any) -> Any:
+        return [ToolResult("", each.error, failed=True) for each in payload] if kind == "call" else None
+
+    pool = ScriptedPool(acts)
+    _, episode = played(chat, ScriptedEngines(chat, lambda request: next(turns)), pool, False, turn=200)
+    assert (episode.ending, episode.turns, episode.tool_errors, episode.malformed_calls) == ("answered", 2, 1, 1)
+    assert episode.messages[2]["content"].startswith("JSON that names add, and no whole call; a call is JSON with name")
