@@ -1,0 +1,61 @@
+"""The prose of docstrings, comments and pages gets no worse: four figures have ceilings, which only fall.
+
+Whoever mends sentences lowers the ceilings to what is left: `python -m tests.unit.test_prose` prints the figures.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from tests.prose import FIGURES, Measure, measure
+
+ROOT = Path(__file__).parents[2]
+# Share of sentences with two relative words in percent, then hits in 10,000 words. The goal is 1, 8, 5 and 2.
+CEILINGS = {
+    "rlctl": {"relative": 3.4, "what": 58, "of-it": 42, "archaic": 17},
+    "tests": {"relative": 6.6, "what": 186, "of-it": 57, "archaic": 24},
+    # Of 1,900 words: one sentence is 0.7%, one word 5 in 10,000.
+    "recipes": {"relative": 8.0, "what": 71, "of-it": 41, "archaic": 26},
+}
+_SHOWN = 8
+
+
+def figures_of(part: str) -> Measure:
+    """Measure a folder's modules and pages; the first page counts with the recipes'."""
+    files = sorted(path for path in (ROOT / part).rglob("*") if path.suffix in (".py", ".md"))
+    return measure([*files, *([ROOT / "README.md"] if part == "recipes" else [])], ROOT)
+
+
+@pytest.mark.parametrize("part", CEILINGS)
+def test_the_prose_of_a_part_is_within_its_ceilings(part: str) -> None:
+    found = figures_of(part)
+    for figure, most in CEILINGS[part].items():
+        worst = "\n".join(found.worst(figure, _SHOWN))
+        assert found.value(figure) <= most, f"{figure} of {part}: {found.value(figure):.1f}, at most {most}\n{worst}"
+
+
+def test_each_habit_is_counted_where_it_is_and_named_with_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "x.py"
+    file.write_text(
+        '"""The file that holds it, which is what one reads."""\n\n'
+        "# One comment for them\n# on two lines, so many that nobody counts.\nX = 1  # noqa: X\n"
+        'def f():\n    """Return x."""\n'
+    )
+    page = tmp_path / "x.md"
+    page.write_text(
+        "# Title here\n\n```\nwhat which that\n```\n\n| what that which |\n\nThe part of its own is\nalike.\n"
+    )
+    found = measure([file, page], tmp_path)
+    assert dict(found.counts) == {"what": 1, "of-it": 2, "archaic": 2, "relative": 1}
+    assert found.worst("relative", 3) == ["x.py:1: The file that holds it, which is what one reads."]
+    assert found.worst("archaic", 3) == [
+        "x.py:3: One comment for them on two lines, so many that nobody counts.",
+        "x.md:9: The part of its own is alike.",
+    ]
+    assert (found.words, found.sentences) == (34, 4)
+
+
+if __name__ == "__main__":
+    for name in CEILINGS:
+        found = figures_of(name)
+        print(name, {figure: round(found.value(figure), 2) for figure in FIGURES})
