@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import urllib.error
+import urllib.parse
 import urllib.request
 import zipfile
 from pathlib import Path
@@ -202,7 +203,7 @@ def _http(request: dict[str, Any], path: str, body: Any = None, method: str = "G
     # A pod has the token in its environment.
     token = file.read_text(encoding="utf-8").strip() if file.is_file() else os.environ["RAY_AUTH_TOKEN"]
     asked = urllib.request.Request(
-        f"http://127.0.0.1:{request['dashboard']}{path}",
+        f"http://127.0.0.1:{request['dashboard']}{urllib.parse.quote(path)}",
         data=None if body is None else json.dumps(body).encode(),
         headers={"Authorization": f"Bearer {token}", "Content-Type": "application/json"},
         method=method,
