@@ -105,7 +105,7 @@ MUTATIONS: dict[str, tuple[type, str, Callable[..., Any]]] = {
     "2 groups that teach nothing are not told": (RolloutBuffer, "waste", lambda self: Waste()),
     "2 groups that teach nothing fill the step": (GroupTable, "scored", fill_every_place),
     "2 whoever ends first trains": (GroupTable, "_first_drawn", first_to_end),
-    "3 a torn engine goes on": (engine.Engine, "_poison", nothing),
+    "3 a torn engine goes on": (engine.VllmEngine, "_poison", nothing),
     "3 an engine that missed a version is kept": (GeneratorPool, "_rebuild", lambda *arguments: []),
     "3 engines are rebuilt beside the optimizer": (RolloutBuffer, "drain", repair_beside_the_trainer),
     "3 nobody notes when weights changed": (active_requests.ActiveRequests, "change", nothing),
