@@ -82,8 +82,6 @@ def _plot_problems(path: Path | None) -> Iterator[Problem]:
 
 def _measured(bench: Bench) -> Results:
     """Measure in a folder that is removed when all is well and after Ctrl-C; after an error its logs stay."""
-    from rlctl.workers.errors import WorkerDied, WorkerError, WorkerTimeout
-
     folder = Path(tempfile.mkdtemp(prefix="rlctl-bench-"))
     try:
         with _progress() as say:
@@ -95,7 +93,7 @@ def _measured(bench: Bench) -> Results:
     except ConfigError:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    except (WorkerError, WorkerDied, WorkerTimeout, RuntimeError, OSError) as error:
+    except (RuntimeError, OSError) as error:
         typer.echo(f"error: {error}\nlogs: {folder}", err=True)
         raise typer.Exit(FAILED) from None
     if results.errors():

@@ -6,8 +6,9 @@ from typing import Annotated, Literal
 import typer
 
 from rlctl.cli.completion import complete_run
-from rlctl.cli.output import BAD_INPUT, FAILED, busy, examples, note, say
+from rlctl.cli.output import busy, examples, note, refuse, say
 from rlctl.config.builtin import runs_folder
+from rlctl.config.errors import UserError
 
 EPILOG = examples(
     "rlctl export sums sums-hf                          the newest checkpoint of a run",
@@ -39,23 +40,16 @@ def export(
     private: Annotated[bool, typer.Option("--private", help="With --push: make the repository private.")] = False,
 ) -> None:
     """Write weights as a Hugging Face folder with a model card: recipe, data, figures."""
-    from rlctl.config.errors import ModelError
     from rlctl.evaluation import export as exporter
-    from rlctl.evaluation.store import EvaluationError
-    from rlctl.evaluation.target import TargetError, find_target
+    from rlctl.evaluation.target import find_target
 
     try:
         with busy("writing"):
             folder = exporter.export(find_target(target, runs_folder(), step), to, dtype, lambda what: note([what]))
         say(f"{folder}: loads in transformers and vLLM; its README.md says what made it")
-    except (TargetError, exporter.ExportError, ModelError, EvaluationError) as error:
-        say(f"error: {error}", err=True)
-        raise typer.Exit(BAD_INPUT) from None
-    if repository is not None:
-        try:
+        if repository is not None:
             with busy("uploading"):
                 address = exporter.push(folder, repository, private)
-        except exporter.ExportError as error:
-            say(f"error: {error}", err=True)
-            raise typer.Exit(FAILED) from None
-        say(f"pushed to {address}")
+            say(f"pushed to {address}")
+    except UserError as error:
+        refuse(error)

@@ -17,7 +17,7 @@ import typer
 from rlctl.cli import bench, chat, cluster, config, data, doctor, env, evaluate, export, loss, recipes, runs, train
 from rlctl.cli.commands import Commands
 from rlctl.cli.output import BAD_INPUT, FAILED, examples, report, say
-from rlctl.config.errors import ConfigError, Problem
+from rlctl.config.errors import ConfigError, Problem, UserError
 
 _UNUSABLE = (
     errno.ENAMETOOLONG,
@@ -148,16 +148,9 @@ def answer() -> None:
         sys.exit(BAD_INPUT)
     try:
         app()
-    except ConfigError as error:
-        report(error.problems)
-        sys.exit(BAD_INPUT)
-    except ValueError as error:
-        from rlctl.run.run_dir import RunDirError
-
-        if not isinstance(error, RunDirError):
-            raise
-        report([Problem("", "", str(error))])
-        sys.exit(BAD_INPUT)
+    except UserError as error:
+        report(error.problems if isinstance(error, ConfigError) else [Problem("", "", str(error))])
+        sys.exit(error.exit_code)
     except ModuleNotFoundError as error:
         if (missing := _package(error)) is None:
             raise

@@ -3,11 +3,11 @@
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
-from rlctl.config.errors import Problem
+from rlctl.config.errors import Problem, UserError
 from rlctl.utils.escapes import neutral
 
 if TYPE_CHECKING:
@@ -69,16 +69,21 @@ def note(lines: Iterable[str]) -> None:
         console(stderr=True).print(Text.assemble(("note: ", "yellow"), line))
 
 
+def refuse(error: UserError) -> NoReturn:
+    """Print the error's line and end the command with its exit code."""
+    sys.stdout.flush()
+    say(f"error: {error}", err=True)
+    raise typer.Exit(error.exit_code) from None
+
+
 @contextmanager
 def explained() -> Iterator[None]:
     """End a command that a cluster's error or Ctrl-C ends with one line and the right exit code."""
-    from rlctl.cluster.state import ClusterError, NoSuchCluster
+    from rlctl.cluster.state import ClusterError
 
     try:
         yield
     except ClusterError as error:
-        sys.stdout.flush()
-        say(f"error: {error}", err=True)
-        raise typer.Exit(BAD_INPUT if isinstance(error, NoSuchCluster) else FAILED) from None
+        refuse(error)
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None

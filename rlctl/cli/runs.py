@@ -11,7 +11,7 @@ import typer
 
 from rlctl.cli.arguments import AsJson, Follow, Lines
 from rlctl.cli.completion import complete_run
-from rlctl.cli.output import BAD_INPUT, FAILED, INTERRUPTED, examples, explained, note, say
+from rlctl.cli.output import BAD_INPUT, FAILED, INTERRUPTED, examples, explained, note, refuse, say
 from rlctl.config.builtin import runs_folder
 
 if TYPE_CHECKING:
@@ -285,5 +285,4 @@ def _find(run: str, root: Path | None) -> Path:
     try:
         return find_run(run, folder)
     except RunDirError as error:
-        say(f"error: {error}", err=True)
-        raise typer.Exit(BAD_INPUT) from None
+        refuse(error)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from rlctl.cli.output import BAD_INPUT, FAILED, INTERRUPTED, say
-from rlctl.config.errors import ConfigError, Problem
+from rlctl.cli.output import FAILED, INTERRUPTED, refuse, say
+from rlctl.config.errors import ConfigError, Problem, UserError
 
 if TYPE_CHECKING:
     from rlctl.config.schema import GrpoConfig
@@ -76,22 +76,12 @@ def explained_weights(interrupted: str) -> Iterator[None]:
 
     interrupted: the line for Ctrl-C.
     """
-    from rlctl.config.errors import ModelError
-    from rlctl.data.files import DataError
-    from rlctl.environments.pool import UnusableEnvironmentError
-    from rlctl.evaluation.comparison import NotComparable
-    from rlctl.evaluation.store import EvaluationError
-    from rlctl.evaluation.target import TargetError
-    from rlctl.preflight.placement import PlacementError
-    from rlctl.rewards.base import RewardError
-
-    bad = (TargetError, EvaluationError, NotComparable, DataError, ModelError)
-    unusable = (PlacementError, RewardError, UnusableEnvironmentError)
     try:
         yield
-    except (*bad, *unusable) as error:
-        say(f"error: {error}", err=True)
-        raise typer.Exit(BAD_INPUT) from None
+    except ConfigError:
+        raise
+    except UserError as error:
+        refuse(error)
     except RuntimeError as error:
         say(f"error: {error}", err=True)
         raise typer.Exit(FAILED) from None

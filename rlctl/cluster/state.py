@@ -23,17 +23,21 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.cluster.hosts import Host, pod_host, slurm_host, ssh_host
-from rlctl.config.errors import did_you_mean
+from rlctl.config.errors import UserError, did_you_mean
 
 _VERSION = 2
 
 
-class ClusterError(Exception):
+class ClusterError(UserError):
     """A command cannot do its work; the message is one line with the remedy."""
+
+    exit_code = 1
 
 
 class NoSuchCluster(ClusterError):
     """There is no cluster of this name: bad input rather than a failure."""
+
+    exit_code = 2
 
 
 @dataclass

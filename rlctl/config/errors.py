@@ -26,15 +26,25 @@ class Problem:
         return line.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-class ConfigError(Exception):
-    """All problems of one config at once, at least one; the command line turns it into exit code 2."""
+class UserError(ValueError):
+    """A mistake that the user can mend; the message is one line, or one a mistake. Root of all such errors.
+
+    The command line prints it without a traceback and ends with `exit_code`.
+    """
+
+    # 1 where the input was right and the work failed.
+    exit_code = 2
+
+
+class ConfigError(UserError):
+    """All problems of one config at once, at least one."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = list(problems)
         super().__init__("\n".join(map(str, self.problems)))
 
 
-class ModelError(ValueError):
+class ModelError(UserError):
     """A model or weights that rlctl cannot use; one line for the user."""
 
 

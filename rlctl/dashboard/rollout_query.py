@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from rlctl.config.errors import UserError
 from rlctl.telemetry.jsonl import Record
 from rlctl.telemetry.rollouts_file import GroupPlace, index, read_groups
 
 POLL_S = 0.5
 
 
-class NoSuchGroup(ValueError):
+class NoSuchGroup(UserError):
     """A question that no recorded group answers; one line for the user."""
 
 

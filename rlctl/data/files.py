@@ -12,6 +12,8 @@ from glob import glob, has_magic
 from os.path import isfile
 from typing import Any
 
+from rlctl.config.errors import UserError
+
 # Levels of nesting in a row. Rows are pickled and written as JSON on their way through a run; both recurse.
 MAX_DEPTH = 100
 # Rows of Parquet that are read at a time.
@@ -24,7 +26,7 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 Read = Iterator[tuple[str, dict[str, Any]]]
 
 
-class DataError(ValueError):
+class DataError(UserError):
     """Something wrong with the data; one line for the user."""
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+from rlctl.config.errors import UserError
 from rlctl.config.plugins import ENVIRONMENT_COLUMN
 from rlctl.environments.child import MAX_REPLY
 from rlctl.environments.contract import (
@@ -44,7 +45,7 @@ _READ = "the model reads the error, and the episode goes on"
 _CLOSED = EnvironmentFailure("died", "the pool was closed")
 
 
-class UnusableEnvironmentError(ValueError):
+class UnusableEnvironmentError(UserError):
     """Environments that cannot be used. problems: (key of the environment, reason)."""
 
     def __init__(self, problems: list[tuple[str, str]]) -> None:

@@ -8,6 +8,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from rlctl.config.errors import UserError
 from rlctl.evaluation.statistics import Bounds, paired
 from rlctl.evaluation.store import MADE_AGAIN, DamagedResult, EvaluationError, EvaluationFolder
 from rlctl.evaluation.target import find_target
@@ -21,7 +22,7 @@ SETTINGS = ("generations", "temperature", "top_p", "top_k", "max_new_tokens", "s
 LEVEL = 0.05
 
 
-class NotComparable(ValueError):
+class NotComparable(UserError):
     """Two evaluations that share no task; one line for the user."""
 
 

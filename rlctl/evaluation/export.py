@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import yaml
 
+from rlctl.config.errors import UserError
 from rlctl.data.datasets import shown
 from rlctl.evaluation.store import EvaluationFolder
 from rlctl.evaluation.target import Target
@@ -18,8 +19,14 @@ ExportDtype = Literal["float32", "bfloat16", "float16"]
 _DIGITS = {"float32": 24, "float16": 11, "bfloat16": 8}
 
 
-class ExportError(ValueError):
-    """An export that cannot be made; one line for the user."""
+class ExportError(UserError):
+    """An export that cannot be made."""
+
+
+class PushError(ExportError):
+    """An export that is written, but not uploaded."""
+
+    exit_code = 1
 
 
 def export(target: Target, to: Path, dtype: ExportDtype | None, warn: Callable[[str], None]) -> Path:
@@ -57,7 +64,7 @@ def export(target: Target, to: Path, dtype: ExportDtype | None, warn: Callable[[
 def push(folder: Path, repository: str, private: bool) -> str:
     """Upload the folder to `repository` (owner/name) of the hub and return its address.
 
-    The hub and the login are those of huggingface_hub (HF_ENDPOINT, `hf auth login`). Raises ExportError with the
+    The hub and the login are those of huggingface_hub (HF_ENDPOINT, `hf auth login`). Raises PushError with the
     reason where there is no hub, no login or no right to write.
     """
     from huggingface_hub import HfApi
@@ -68,7 +75,7 @@ def push(folder: Path, repository: str, private: bool) -> str:
         hub.upload_folder(folder_path=str(folder), repo_id=repository, commit_message="Export of rlctl")
     except Exception as error:  # Network, login, rights, names: the hub's library has an error for each.
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ExportError(f"{folder} is written, but not pushed to {repository}: {reason}") from error
+        raise PushError(f"{folder} is written, but not pushed to {repository}: {reason}") from error
     return str(address)
 
 

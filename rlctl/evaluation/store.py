@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rlctl.config.errors import UserError
 from rlctl.dashboard.formats import count
 from rlctl.data.tasks import Task
 from rlctl.rollout.buffer_checkpoint import load_groups, save_groups
@@ -34,7 +35,7 @@ _FINISHED = ("rollouts.jsonl", "result.json")
 MADE_AGAIN = "the command that made the evaluation makes it again from its answers"
 
 
-class EvaluationError(ValueError):
+class EvaluationError(UserError):
     """An evaluation that cannot be begun or read; one line for the user."""
 
 

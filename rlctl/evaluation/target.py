@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlctl.config.errors import UserError
 from rlctl.config.run_weights import is_checkpoint, is_model
 from rlctl.run.checkpoints import Checkpoint, Checkpoints, damage_of_weights
 from rlctl.run.manifest import MANIFEST
@@ -15,7 +16,7 @@ _ENDS = 1 << 20
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-class TargetError(ValueError):
+class TargetError(UserError):
     """A text that names no weights; one line for the user."""
 
 

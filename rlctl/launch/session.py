@@ -19,19 +19,14 @@ from typing import Any
 
 import yaml
 
-from rlctl.config.errors import ModelError
+from rlctl.config.errors import UserError
 from rlctl.config.schema import RunConfig
 from rlctl.dashboard.view import RunView, show_run
 from rlctl.data.datasets import shown
 from rlctl.data.files import DataError
-from rlctl.environments.pool import UnusableEnvironmentError
 from rlctl.grpo.advantages.base import AdvantageError
-from rlctl.grpo.advantages.trial import UnusableAdvantageError
 from rlctl.launch.next_steps import next_commands
-from rlctl.preflight.placement import PlacementError
 from rlctl.preflight.version import earlier_version
-from rlctl.refit.protocol import RefitError
-from rlctl.rewards.base import RewardError
 from rlctl.run.checkpoints import Checkpoint, EarlierVersion, NoWholeCheckpoint
 from rlctl.run.fingerprint import contradictions
 from rlctl.run.interrupts import Interrupts
@@ -47,17 +42,7 @@ from rlctl.workers.errors import NoEngineLeft, WorkerDied, WorkerError, WorkerTi
 from rlctl.workers.waits import Waits
 
 # Faults that a message explains. Anything else is a defect of rlctl, and only its traceback helps.
-_EXPLAINED = (WorkerError, WorkerDied, WorkerTimeout, RefitError, OSError, RuntimeError, AdvantageError)
-_BAD_INPUT = (
-    DataError,
-    ModelError,
-    PlacementError,
-    RewardError,
-    RunDirError,
-    NoWholeCheckpoint,
-    UnusableAdvantageError,
-    UnusableEnvironmentError,
-)
+_EXPLAINED = (OSError, RuntimeError, AdvantageError)
 _LONGEST_PAUSE_S = 60.0
 # The submitter of a job releases the run's lock once Ray has accepted it. The driver may start before that.
 _HANDED_OVER_S = 30.0
@@ -292,8 +277,8 @@ def _run(session: Session, body: Callable[[Session], None]) -> tuple[int, str, s
                 session.find_checkpoint()
             body(session)
             break
-        except _BAD_INPUT as error:
-            return _failed(session, str(error), 2)
+        except UserError as error:
+            return _failed(session, str(error), error.exit_code)
         except KeyboardInterrupt:
             return 130, session.interrupts.status, session.interrupts.by
         except Exception as error:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from rlctl.config.errors import UserError
 from rlctl.config.schema import GrpoConfig, RunConfig
 from rlctl.preflight.resolved import Device, Resolved
 
@@ -18,7 +19,7 @@ Transport = Literal["shm", "ipc", "broadcast"]
 _MOST_ON_CPU = 256
 
 
-class PlacementError(ValueError):
+class PlacementError(UserError):
     """A run that does not fit the machine or cluster; the message is one line with the arithmetic."""
 
 

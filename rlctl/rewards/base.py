@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from rlctl.config.errors import UserError
 from rlctl.config.grpo_schema import RewardSection
 from rlctl.utils.user_code import defined_at, error_text, finite_number, raised_at, shortened, trace_of
 
@@ -13,7 +14,7 @@ NEEDS_EPISODE = "takes environments, and there is no episode"
 RewardFunction = Callable[[str, str, str | None, dict[str, Any]], float]
 
 
-class RewardError(ValueError):
+class RewardError(UserError):
     """A reward that cannot be used; one line for the user."""
 
 

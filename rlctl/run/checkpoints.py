@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlctl.config.errors import UserError
 from rlctl.preflight.version import earlier_version
 from rlctl.run.manifest import MANIFEST, find_damage, is_as_written, write_manifest
 from rlctl.utils.files import sync
@@ -54,7 +55,7 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written; nothing of it is left."""
 
 
-class NoWholeCheckpoint(RuntimeError):
+class NoWholeCheckpoint(UserError):
     """All checkpoints of a run are damaged; the message is one line that names each."""
 
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from shlex import quote
 
-from rlctl.config.errors import did_you_mean
+from rlctl.config.errors import UserError, did_you_mean
 from rlctl.config.run_weights import is_run, run_names
 from rlctl.utils.files import sync, write_whole
 
@@ -23,7 +23,7 @@ _LONGEST_MODEL = 80
 _CHECKPOINT = re.compile(r"([^/]+)/checkpoints/(step_\d+)/hf/*$")
 
 
-class RunDirError(ValueError):
+class RunDirError(UserError):
     """A run directory that cannot be used as asked. The message is one line with the remedy."""
 
 

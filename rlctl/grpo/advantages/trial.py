@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from rlctl.config.errors import UserError
 from rlctl.config.plugins import OVERLONG, reward_names
 from rlctl.config.schema import GrpoConfig
 from rlctl.grpo.advantages.base import (
@@ -14,7 +15,7 @@ from rlctl.grpo.advantages.base import (
 from rlctl.utils.user_code import looks_like_bug
 
 
-class UnusableAdvantageError(AdvantageError):
+class UnusableAdvantageError(AdvantageError, UserError):
     """An advantage that no run can use; one line for the user."""
 
 

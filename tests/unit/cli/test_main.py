@@ -8,6 +8,10 @@ from pathlib import Path
 import pytest
 
 import rlctl as rlctl_package
+from rlctl.cli import main
+from rlctl.cluster.state import ClusterError
+from rlctl.config.errors import UserError
+from rlctl.data.files import DataError
 from tests.unit.cli.conftest import Rlctl
 from tests.unit.dashboard.synthetic import write_run
 
@@ -51,6 +55,20 @@ def test_every_command_has_help_with_an_example(rlctl: Rlctl) -> None:
 
 def test_version(rlctl: Rlctl) -> None:
     assert rlctl("--version").out == "rlctl 0.1.0\n"
+
+
+@pytest.mark.parametrize(("error", "code"), [(DataError("no rows"), 2), (ClusterError("no answer"), 1)])
+def test_an_error_of_the_user_that_no_command_expects_is_one_line(
+    error: UserError, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(main, "app", fail)
+    with pytest.raises(SystemExit) as end:
+        main.answer()
+    assert end.value.code == code
+    assert capsys.readouterr().err.splitlines()[0] == f"error: {error}"
 
 
 def test_a_source_tree_that_pip_knows_nothing_of_runs_as_a_module(home: Path) -> None:
