@@ -6,7 +6,6 @@ Contract 2: every prompt drawn is trained, filtered (with the reason) or dropped
 from collections.abc import Container, Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,12 +13,12 @@ from numpy.typing import NDArray
 from rlctl.config.grpo_schema import GrpoSection
 from rlctl.grpo.advantages.base import Advantage, ScoredRollouts, token_advantages
 from rlctl.grpo.group_filter import why_left_out, why_nothing
+from rlctl.preflight.columns import ADVANTAGE, AGE, ROLLOUT_LOG_PROB
 from rlctl.rollout.conversation import TrajectoryRow
 from rlctl.rollout.types import Rollout, RolloutGroup
 from rlctl.training.micro_batching import TrainingSample
 
 NOT_FINITE = "log-probs that are not finite"
-Source = Literal["generator", "trainer", "reference"]
 
 
 @dataclass
@@ -47,15 +46,12 @@ class LeftOut:
     rollout: int
     # Index among the tokens that were sampled.
     token: int
-    # "nan", "inf" or "-inf".
-    log_prob: str
-    # Who computed it.
-    source: Source
+    # Name of the column, and its value there: "nan", "inf" or "-inf".
+    column: str
+    value: str
 
     def __str__(self) -> str:
-        return (
-            f"prompt {self.prompt_id}, rollout {self.rollout}, token {self.token}: {self.log_prob} of the {self.source}"
-        )
+        return f"prompt {self.prompt_id}, rollout {self.rollout}, token {self.token}: {self.column} is {self.value}"
 
 
 @dataclass(frozen=True)
@@ -171,41 +167,37 @@ def _not_finite(group: RolloutGroup) -> dict[int, LeftOut]:
     """Return the rollouts that the generator gave a log-prob that is not finite, by their index."""
     found = {}
     for rollout in group.rollouts:
-        if left_out := _left_out(group.task.id, rollout.id.index, rollout.log_probs, rollout.sampled, "generator"):
+        at = group.task.id, rollout.id.index
+        if left_out := _left_out(*at, ROLLOUT_LOG_PROB.name, rollout.log_probs, rollout.sampled):
             found[rollout.id.index] = left_out
     return found
 
 
 def _left_out(
-    task: str, index: int, log_probs: NDArray[np.float32], sampled: NDArray[np.bool_], source: Source
+    task: str, index: int, column: str, values: NDArray[np.float32], sampled: NDArray[np.bool_]
 ) -> LeftOut | None:
-    """Name the first sampled token whose log-prob is not finite. log_probs, sampled: [T] of a trajectory."""
-    finite = np.isfinite(log_probs)
+    """Name the first sampled token at which a column is not finite. values, sampled: [T] of a trajectory."""
+    finite = np.isfinite(values)
     # As nearly always: an array fewer for each of a step's rollouts.
     if finite.all() or not len(bad := np.flatnonzero(sampled & ~finite)):
         return None
-    return LeftOut(task, index, int(np.count_nonzero(sampled[: bad[0]])), str(float(log_probs[bad[0]])), source)
+    return LeftOut(task, index, int(np.count_nonzero(sampled[: bad[0]])), column, str(float(values[bad[0]])))
 
 
-def add_log_probs(
-    batch: TrainingBatch,
-    columns: Rows[NDArray[np.float32]],
-    source: Literal["trainer", "reference"],
-    config: GrpoSection,
-    advantage: Advantage,
+def add_column(
+    batch: TrainingBatch, name: str, values: Rows[NDArray[np.float32]], config: GrpoSection, advantage: Advantage
 ) -> TrainingBatch:
-    """Return the batch with a field "proximal_log_prob" or "reference_log_prob".
+    """Return the batch with one more column, of values float32 [T] for each sequence.
 
     A rollout whose values are not finite is left out, as `make_batch` does with one of the generator: its reward
     counts in no baseline.
     """
-    name = "proximal_log_prob" if source == "trainer" else "reference_log_prob"
     found = dict[int, LeftOut]()
-    for row, place, sequence, column in zip(batch.rows, batch.places, batch.sequences, columns):
-        if bad := _left_out(*place, column, sequence.mask, source):
+    for row, place, sequence, own in zip(batch.rows, batch.places, batch.sequences, values):
+        if bad := _left_out(*place, name, own, sequence.mask):
             found.setdefault(int(row), bad)
     kept = np.flatnonzero(~np.isin(batch.rows, list(found)))
-    sequences = with_field(batch.sequences, name, columns)
+    sequences = with_field(batch.sequences, name, values)
     more = replace(batch, sequences=sequences, left_out=[*batch.left_out, *found.values()])
     return _only(more, kept, config, advantage) if found else more
 
@@ -231,7 +223,7 @@ def _only(batch: TrainingBatch, kept: NDArray[np.int64], config: GrpoSection, ad
     sequences = []
     for one, row in zip((batch.sequences[i] for i in kept), rows.tolist()):
         values, left[row] = np.split(left[row], [int(one.mask.sum())])
-        sequences.append(replace(one, fields={**one.fields, "advantage": _at(one.mask, values)}))
+        sequences.append(replace(one, fields={**one.fields, ADVANTAGE.name: _at(one.mask, values)}))
     places = [batch.places[i] for i in kept]
     outcomes = _without(batch.outcomes, {name for name, _ in places}, filtered)
     return TrainingBatch(sequences, scored, rows, outcomes, places, batch.left_out)
@@ -275,9 +267,9 @@ def training_sample(
 
     advantage: float32 [sampled tokens], or one of all tokens. rollout: see `TrainingSample`.
     """
-    fields = {"advantage": _at(row.sampled, advantage), "rollout_log_prob": row.log_probs}
+    fields = {ADVANTAGE.name: _at(row.sampled, advantage), ROLLOUT_LOG_PROB.name: row.log_probs}
     if version is not None:
-        fields["age"] = np.where(row.sampled, version - row.versions, 0).astype(np.float32)
+        fields[AGE.name] = np.where(row.sampled, version - row.versions, 0).astype(np.float32)
     return TrainingSample(row.tokens, row.sampled, fields, rollout)
 
 

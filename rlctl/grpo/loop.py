@@ -10,7 +10,7 @@ from functools import partial
 
 from rlctl.config.schema import GrpoConfig
 from rlctl.grpo.advantages.base import make_advantage
-from rlctl.grpo.batch import TrainingBatch, add_log_probs, why_it_teaches_nothing
+from rlctl.grpo.batch import TrainingBatch, add_column, why_it_teaches_nothing
 from rlctl.grpo.components import GrpoComponents
 from rlctl.grpo.group_record import group_records
 from rlctl.grpo.health import PARITY, grpo_health
@@ -21,6 +21,7 @@ from rlctl.grpo.overlong import training_score
 from rlctl.grpo.parity_check import compare, sample_parity
 from rlctl.grpo.step import GrpoStep
 from rlctl.grpo.validation import Validation
+from rlctl.preflight.columns import PROXIMAL_LOG_PROB, ROLLOUT_LOG_PROB, computed
 from rlctl.preflight.resolved import Resolved
 from rlctl.rollout.buffer import RolloutBuffer
 from rlctl.run.checkpoints import Checkpoint
@@ -37,11 +38,11 @@ class GrpoLoop(Loop):
         super().__init__(config.grpo.num_steps, parts.recorder, parts.source.cursor, parts.trainer.save, stop, health)
         self._config, self._parts = config, parts
         self._loss, self._advantage = make_loss(config), make_advantage(config)
-        needs = self._loss.needs
-        self._needs_log_probs = needs.proximal or needs.reference
+        # Name -> role.
+        self._columns = computed(self._loss.needs.columns)
         # An update has several parts, its groups as they come, in an asynchronous run with one update a step, no
-        # log-prob pass, and advantages of a group's scope.
-        self._streams = Resolved(config).streams_training and not self._needs_log_probs
+        # column to compute, and advantages of a group's scope.
+        self._streams = Resolved(config).streams_training and not self._columns
         self._warned_of_budget = False
         self._drains = config.async_.enabled and not config.async_.in_flight_weight_updates
         self._buffer = RolloutBuffer(
@@ -105,10 +106,10 @@ class GrpoLoop(Loop):
             with step.phase("sleep"):
                 self._parts.pool.rest()
         self._compare_parity(step, compared)
-        # All of the step's log-probs are computed before its first update changes the weights.
-        if self._needs_log_probs and batch.sequences:
+        # The columns of the whole step are computed before its first update changes the weights.
+        if self._columns and batch.sequences:
             with step.phase("log_probs"):
-                batch = self._with_log_probs(batch, step)
+                batch = self._with_columns(batch, step)
         step.collect(groups, batch)
         yield from ([samples] for samples in batch.shares(self._config.grpo.updates_per_step))
 
@@ -122,17 +123,16 @@ class GrpoLoop(Loop):
             step.collect(groups, batch := step.batch(groups))
             yield batch.sequences
 
-    def _with_log_probs(self, batch: TrainingBatch, step: GrpoStep) -> TrainingBatch:
-        """Add the proximal and the reference policy's log-probs, where the loss needs them."""
-        trainer, rules = self._parts.trainer, (self._config.grpo, self._advantage)
-        if self._loss.needs.proximal:
-            batch = add_log_probs(batch, trainer.log_probs(batch.sequences), "trainer", *rules)
+    def _with_columns(self, batch: TrainingBatch, step: GrpoStep) -> TrainingBatch:
+        """Add the columns that the loss reads, as long as a rollout is left: the log-probs of each one's role."""
+        for name, role in self._columns.items():
             if batch.sequences:
-                ours, theirs = (batch.column(name) for name in ("proximal_log_prob", "rollout_log_prob"))
+                values = self._parts.trainer.log_probs(batch.sequences, role)
+                batch = add_column(batch, name, values, self._config.grpo, self._advantage)
+            if batch.sequences and name == PROXIMAL_LOG_PROB.name:
+                theirs, ours = (batch.column(each) for each in (ROLLOUT_LOG_PROB.name, name))
                 gap = mismatch(theirs, ours, [sequence.mask for sequence in batch.sequences])
                 step.measured |= {"mismatch/token_mult_prob_error": gap.token_mult_prob_error, "mismatch/kl": gap.kl}
-        if self._loss.needs.reference and batch.sequences:
-            batch = add_log_probs(batch, trainer.log_probs(batch.sequences, reference=True), "reference", *rules)
         return batch
 
     def _not_finite(self, step: GrpoStep, error: FloatingPointError) -> Exception:

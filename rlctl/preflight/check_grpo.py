@@ -25,6 +25,7 @@ from rlctl.config.schema import GrpoConfig
 from rlctl.models.model_sizes import ModelSizes
 from rlctl.preflight.backend import Violation, Violations
 from rlctl.preflight.check_inputs import check_reward, missing_plugin
+from rlctl.preflight.columns import columns_problem
 from rlctl.preflight.engines.vllm import model_limits
 from rlctl.preflight.resolved import Resolved
 from rlctl.utils.plugins import load_object
@@ -68,6 +69,8 @@ def check_algorithm(config: GrpoConfig, away: bool) -> Violations:
             if plugin is None:
                 yield Violation(f"{key}.name", what)
                 continue
+            if unknown := columns_problem(getattr(plugin, "columns", ())):
+                yield Violation(f"{key}.name", unknown)
             problems = plugin_options(plugin, load_object(base), section.further, key)[1]
             yield from (Violation(each.key, each.what, (f"{key}.name",)) for each in problems)
 

@@ -169,8 +169,8 @@ def trainer_bytes(resolved: Resolved, sizes: ModelSizes) -> dict[str, int]:
         # The sum over the chunks is float32, the product that each adds is of the compute dtype.
         "output's gradient": (FLOAT32 + size) * sizes.embedding_parameters // shared.tensor,
     }
-    if cpu and isinstance(config, GrpoConfig) and Resolved(config).needs_reference:
-        items["reference"] = shared.of(sizes) * size
+    if cpu and isinstance(config, GrpoConfig):
+        items |= {role: shared.of(sizes) * size for role in Resolved(config).frozen_roles}
     return {name: count for name, count in items.items() if count}
 
 

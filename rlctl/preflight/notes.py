@@ -88,7 +88,7 @@ def _idle_offload(config: RunConfig) -> dict[str, str]:
     if trainer.offload_optimizer_for_logprob:
         if isinstance(config, SftConfig):
             idle[LOG_PROBS] = "kind is sft"
-        elif not resolved.needs_log_probs:
+        elif not resolved.computed_columns:
             idle[LOG_PROBS] = "no log-probs are computed before an update"
         elif trainer.offload_optimizer_for_generation and resolved.shares_devices:
             idle[LOG_PROBS] = f"{GENERATION} keeps it on the host until the update"

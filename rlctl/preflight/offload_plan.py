@@ -51,6 +51,6 @@ def phases(config: RunConfig) -> tuple[Phase, ...]:
         left_out.add("refit")
     if not Resolved(config).shares_devices:
         left_out.add("generate")
-    if not isinstance(config, GrpoConfig) or not Resolved(config).needs_log_probs:
+    if not isinstance(config, GrpoConfig) or not Resolved(config).computed_columns:
         left_out.add("log_probs")
     return tuple(phase for phase in PHASES if phase not in left_out)

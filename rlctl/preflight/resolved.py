@@ -17,6 +17,7 @@ from rlctl.config.algorithm_schema import (
 from rlctl.config.plugins import BATCH_SCOPED
 from rlctl.config.schema import GrpoConfig, RunConfig
 from rlctl.models.model_sizes import ModelSizes
+from rlctl.preflight.columns import PROXIMAL_LOG_PROB, REFERENCE_LOG_PROB, Role, columns_problem, computed
 from rlctl.utils.plugins import load_object
 
 Device = Literal["cpu", "cuda"]
@@ -159,10 +160,23 @@ class Resolved:
         return self.proximal == "recompute" and (once if own is None else own)
 
     @property
-    def needs_reference(self) -> bool:
-        """True if the loss reads the reference's log-probs: for its KL term, or because the user's class says so."""
+    def computed_columns(self) -> dict[str, Role]:
+        """Name -> role of the columns that a step computes before its updates."""
+        recomputed = self.proximal == "recompute" and not self.on_policy_ratio
+        return computed({PROXIMAL_LOG_PROB.name, *self._own_columns} if recomputed else self._own_columns)
+
+    @property
+    def frozen_roles(self) -> tuple[Role, ...]:
+        """Roles besides the policy whose log-probs the loss reads."""
+        return tuple(role for role in computed(self._own_columns).values() if role != "policy")
+
+    @property
+    def _own_columns(self) -> set[str]:
+        """Columns that the loss reads for its KL term, or because the user's class names them."""
         loss = self.grpo.grpo.loss
-        return loss.kl_coef > 0 or (isinstance(loss, UserLossSection) and bool(_declared(loss.name, "reference")))
+        named = (_declared(loss.name, "columns") or ()) if isinstance(loss, UserLossSection) else ()
+        own = set() if columns_problem(named) else set(named)
+        return own | {REFERENCE_LOG_PROB.name} if loss.kl_coef > 0 else own
 
     @property
     def whole_rollouts(self) -> bool:
@@ -174,18 +188,12 @@ class Resolved:
         return averaged or isinstance(loss, GspoLossSection) or loss.sequence_mask is not None
 
     @property
-    def needs_log_probs(self) -> bool:
-        """True if a step computes log-probs, of the policy or of the reference, before its updates."""
-        recomputed = self.proximal == "recompute" and not self.on_policy_ratio
-        return recomputed or self.needs_reference
-
-    @property
     def streams_training(self) -> bool:
         """True if a step's gradients begin before all of its groups are sampled.
 
         This takes one update a step, of values that are known when a group is: no advantage of the step's whole batch.
         """
-        once = self.grpo.grpo.updates_per_step == 1 and not self.needs_log_probs and self.advantage_scope == "group"
+        once = self.grpo.grpo.updates_per_step == 1 and not self.computed_columns and self.advantage_scope == "group"
         return self.grpo.async_.enabled and self.grpo.async_.streamed_training and once
 
     @property

@@ -176,7 +176,7 @@ def _vocabulary(folder: Path) -> str | None:
 
 def _weights(config: RunConfig, folder: Path | None) -> str | None:
     """Return the digest of names, sizes, first and last bytes of a reference policy's files; None without one."""
-    if not isinstance(config, GrpoConfig) or not Resolved(config).needs_reference:
+    if not isinstance(config, GrpoConfig) or "reference" not in Resolved(config).frozen_roles:
         return None
     if config.model.random_init:
         return f"random, of seed {config.run.seed}"

@@ -33,12 +33,10 @@ class Totals:
 
 @dataclass(frozen=True)
 class LossNeeds:
-    """Needs of a loss beyond the samples themselves. The loop provides them, and nothing else."""
+    """Needs of a loss beyond tokens and mask. The loop provides them, and nothing else."""
 
-    # "reference_log_prob": log-probs of the reference policy.
-    reference: bool = False
-    # "proximal_log_prob": the policy's log-probs before the step's first update, from a pass of their own.
-    proximal: bool = False
+    # Names of `preflight.columns.COLUMNS`.
+    columns: frozenset[str] = frozenset()
     # All rows of a rollout in one micro-batch.
     whole_rollouts: bool = False
 
@@ -56,7 +54,7 @@ class TokenBatch:
     entropy: Tensor
     # bool [T]: true at the tokens that count.
     mask: Tensor
-    # name -> float32 [T]: the samples' own fields.
+    # Name -> [T, *shape]: the samples' columns.
     fields: dict[str, Tensor]
     # int64 [T]: index of the token's sequence within the micro-batch, 0 to S - 1.
     sequence: Tensor
@@ -86,7 +84,7 @@ class Loss(Protocol):
 
     @property
     def needs(self) -> LossNeeds:
-        """Needs of the loss beyond the samples themselves."""
+        """Needs of the loss beyond tokens and mask."""
         ...
 
     def __call__(self, batch: TokenBatch) -> LossOutput:

@@ -24,7 +24,7 @@ class TrainingSample:
     tokens: NDArray[np.int32]
     # bool [T]: true where the token counts.
     mask: NDArray[np.bool_]
-    # name -> float32 [T].
+    # Name -> [T, *shape], the columns of `preflight.columns.COLUMNS`.
     fields: dict[str, NDArray[np.float32]] = field(default_factory=dict)
     # Number of the rollout among those of an update's part, alike in all of its rows; None: a rollout of its own.
     rollout: int | None = None

@@ -207,8 +207,8 @@ def _unlock(buffer: Tensor, stream: DeviceStream) -> None:
     torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())  # type: ignore[no-untyped-call]
 
 
-class Reference:
-    """The reference policy: the run's first weights on the host, put in the policy's place while they are needed."""
+class FrozenWeights:
+    """Weights of a role that is not trained: on the host, put in the policy's place while they are needed."""
 
     def __init__(self, weights: dict[str, Tensor]) -> None:
         """weights: this rank's part of them, by name, in the compute dtype (forward passes round to it anyway)."""
@@ -216,7 +216,7 @@ class Reference:
 
     @contextmanager
     def in_place_of(self, live: dict[str, Tensor]) -> Iterator[None]:
-        """Have `live` hold the reference weights within the block; after it, bit by bit what it held before."""
+        """Have `live` hold these weights within the block; after it, bit by bit what it held before."""
         kept = {name: _host(tensor) for name, tensor in live.items()}
         try:
             for name, tensor in live.items():

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlctl.preflight.columns import COLUMNS
 from rlctl.training.interface import MicroBatch, TokenBatch
 from rlctl.training.micro_batching import TrainingSample, rollout_index
 
@@ -28,7 +29,7 @@ class Packed:
     num_rollouts: int
     # bool [T]: false at each sequence's first token.
     mask: Tensor
-    # name -> float32 [T].
+    # Name -> [T, *shape].
     fields: dict[str, Tensor]
     # int32 [S + 1]: where each sequence begins, and the end.
     cu_seqlens: Tensor
@@ -68,7 +69,7 @@ def pack(micro_batch: MicroBatch, device: torch.device) -> Packed:
         rollout=sequence if count == len(lengths) else put(np.repeat(rollouts, lengths)),
         num_rollouts=count,
         mask=put(mask),
-        fields={name: put(values.astype(np.float32)) for name, values in fields.items()},
+        fields={name: put(values.astype(COLUMNS[name].dtype)) for name, values in fields.items()},
         cu_seqlens=put(starts.astype(np.int32)),
         max_len=int(lengths.max()),
         lengths=tuple(lengths.tolist()),

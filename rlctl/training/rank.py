@@ -11,6 +11,7 @@ import importlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,9 +29,10 @@ from rlctl.config.schema import TrainerSection
 from rlctl.models.hf_folder import Layout
 from rlctl.models.model_sizes import read_sizes
 from rlctl.preflight.backend import backend_of
+from rlctl.preflight.columns import Role
 from rlctl.refit.source import Shard
 from rlctl.training.interface import Loss, MicroBatch, Totals
-from rlctl.training.offload import OffloadManager, Reference
+from rlctl.training.offload import FrozenWeights, OffloadManager
 from rlctl.training.profile import ProfileSpec
 from rlctl.training.update import MetricAccumulator, learning_rate
 from rlctl.utils.cores import usable_cores
@@ -63,7 +65,7 @@ class TrainerSpec:
 
 
 class TrainerRank(ABC):
-    """The policy, its optimizer and, once asked for, its reference.
+    """The policy, its optimizer and, once asked for, the weights of other roles.
 
     An update is `accumulate` for each of its parts, then `step`; `train` is both for an update of one part. From the
     first `accumulate` to `step` or `discard` only `accumulate`, `layout`, `shards` and `memory` may be called.
@@ -87,7 +89,9 @@ class TrainerRank(ABC):
         for finding in backend_of(spec.config).check_model(spec.config, self._sizes):
             raise ValueError(finding.what)
         self._join()
-        self._reference: Reference | None = None
+        # Hugging Face folder of each role whose weights do not change, and those weights once they were asked for.
+        self._folders: dict[Role, Path] = {"reference": self._folder}
+        self._frozen: dict[Role, FrozenWeights] = {}
         # Updates made: what the learning rate follows.
         self._updates = 0
         # Metrics of the update under way.
@@ -106,22 +110,24 @@ class TrainerRank(ABC):
 
     # Log-probs.
 
-    def log_probs(self, micro_batches: list[MicroBatch]) -> list[list[NDArray[np.float32]]]:
+    def log_probs(self, micro_batches: list[MicroBatch], role: Role = "policy") -> list[list[NDArray[np.float32]]]:
         """Return the log-probs float32 [T] of every sequence, in the order given, 0 at its first token.
 
+        role: the model whose weights are used. The first call for a role other than the policy loads its weights.
         Nothing keeps a gradient, and no state changes.
         """
-        self._state.enter("log_probs")
-        with torch.no_grad():
+        with self._weights_of(role), torch.no_grad():
+            self._state.enter("log_probs")
             return self._log_probs(micro_batches)
 
-    def reference_log_probs(self, micro_batches: list[MicroBatch]) -> list[list[NDArray[np.float32]]]:
-        """Return `log_probs` under the reference policy, the weights of version 0. The first call loads them."""
+    def _weights_of(self, role: Role) -> AbstractContextManager[None]:
+        """Return a context in which the live weights are those of `role`."""
+        if role == "policy":
+            return nullcontext()
         live = self._weights()
-        if self._reference is None:
-            self._reference = Reference(self._first_weights(live))
-        with self._reference.in_place_of(live):
-            return self.log_probs(micro_batches)
+        if role not in self._frozen:
+            self._frozen[role] = FrozenWeights(self._read_weights(self._folders[role], live))
+        return self._frozen[role].in_place_of(live)
 
     # Updates.
 
@@ -300,8 +306,8 @@ class TrainerRank(ABC):
         """Return this rank's live weights by the backend's own names, in its own memory."""
 
     @abstractmethod
-    def _first_weights(self, live: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Read the model folder's weights, cut and named as `live`, onto the host in the compute dtype."""
+    def _read_weights(self, folder: Path, live: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Read the weights of a Hugging Face folder, cut and named as `live`, onto the host in the compute dtype."""
 
     @abstractmethod
     def _run(self, micro_batches: list[MicroBatch], loss: Loss, metrics: MetricAccumulator, *, backward: bool) -> None:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from rlctl.config.fields import stated
 from rlctl.config.schema import TrainerSection
 from rlctl.preflight.backend import layout_of
+from rlctl.preflight.columns import Role
 from rlctl.training.interface import Loss, LossNeeds, Totals
 from rlctl.training.micro_batching import TrainingSample, plan_micro_batches, plan_whole_rollouts, rollout_index
 from rlctl.training.worker import RankBatch, TrainerWorker
@@ -156,10 +157,10 @@ class TrainerGroup:
         if log_probs:
             self.log_probs(sequences)
 
-    def log_probs(self, sequences: Rows[TrainingSample], reference: bool = False) -> list[NDArray[np.float32]]:
-        """Return log-probs float32 [T] of each sequence, in order; of the reference policy if asked."""
+    def log_probs(self, sequences: Rows[TrainingSample], role: Role = "policy") -> list[NDArray[np.float32]]:
+        """Return log-probs float32 [T] of each sequence under the weights of `role`, in order."""
         plan = self._plan(sequences)
-        found = self.group.run(TrainerWorker.log_probs, [(share, reference) for share in self._shares(plan, sequences)])
+        found = self.group.run(TrainerWorker.log_probs, [(share, role) for share in self._shares(plan, sequences)])
         answers: list[Any] = [None] * len(sequences)
         for shard, columns in dict(zip(self._shards, found)).items():
             start = 0

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlctl.config.fields import stated
+from rlctl.preflight.columns import COLUMNS, Role
 from rlctl.refit.sending import SendsWeights
 from rlctl.training.interface import Loss, MicroBatch, Totals
 from rlctl.training.micro_batching import TrainingSample
@@ -20,7 +21,7 @@ from rlctl.utils.code_cache import keep_code
 class RankBatch:
     """A rank's micro-batches as columns: few arrays to ship, whatever the number of sequences."""
 
-    # int32 [N], bool [N], name -> float32 [N]: of all sequences, one after the other.
+    # int32 [N], bool [N], name -> [N, *shape]: of all sequences, one after the other.
     tokens: NDArray[np.int32]
     mask: NDArray[np.bool_]
     fields: dict[str, NDArray[np.float32]]
@@ -40,7 +41,10 @@ class RankBatch:
         return cls(
             _join([sequence.tokens for sequence in sequences], np.dtype(np.int32)),
             _join([sequence.mask for sequence in sequences], np.dtype(np.bool_)),
-            {name: _join([sequence.fields[name] for sequence in sequences], np.dtype(np.float32)) for name in names},
+            {
+                name: np.concatenate([each.fields[name] for each in sequences], dtype=COLUMNS[name].dtype)
+                for name in names
+            },
             np.array([len(sequence) for sequence in sequences], np.int32),
             np.array([len(batch) for batch in micro_batches], np.int32),
             np.array(rollouts, np.int32) if any(each >= 0 for each in rollouts) else None,
@@ -88,10 +92,9 @@ class TrainerWorker(SendsWeights):
     def evaluate(self, share: RankBatch, loss: Loss) -> dict[str, float]:
         return self._trainer.evaluate(share.micro_batches(), loss)
 
-    def log_probs(self, share: RankBatch, reference: bool = False) -> NDArray[np.float32]:
-        """Return log-probs float32 [N] in the order of the share's tokens; of the reference policy if asked."""
-        compute = self._trainer.reference_log_probs if reference else self._trainer.log_probs
-        batches = compute(share.micro_batches())
+    def log_probs(self, share: RankBatch, role: Role = "policy") -> NDArray[np.float32]:
+        """Return log-probs float32 [N] under the weights of `role`, in the order of the share's tokens."""
+        batches = self._trainer.log_probs(share.micro_batches(), role)
         joined: NDArray[np.float32] = _join([row for batch in batches for row in batch], np.dtype(np.float32))
         return joined
 

@@ -48,7 +48,7 @@ def steps(one: FsdpTrainer) -> list[Any]:
     """Three as a run on shared devices has them."""
     found: list[Any] = []
     for _ in range(3):
-        found += [one.log_probs(share(DATA, 64)), one.reference_log_probs(share(DATA, 64))]
+        found += [one.log_probs(share(DATA, 64)), one.log_probs(share(DATA, 64), "reference")]
         found.append(one.train(share(DATA, 45), LOSS, totals(DATA)))
         one.rest()
     return [*found, {name: tensor.cpu().numpy() for name, tensor in weights(one).items()}]
@@ -84,7 +84,7 @@ def test_each_phase_moves_eight_bytes_a_parameter_and_frees_as_many(model: Path,
         tensors = 2 * len(one.layout())
         assert size <= freed <= size + tensors * BLOCK
         assert moved(one) == (2 * size, size)
-        one.reference_log_probs([DATA])
+        one.log_probs([DATA], "reference")
         assert moved(one) == (2 * size, size)
         told = one.train([DATA], LOSS, totals(DATA))
         assert moved(one) == (2 * size, 2 * size)

@@ -22,6 +22,7 @@ from rlctl.config.plugin_options import checked_options
 from rlctl.config.plugins import LOSSES
 from rlctl.config.schema import GrpoConfig
 from rlctl.grpo.losses.pieces import Bounds, Estimator, bounded_exp, kl_estimate, kl_term, weighted_sums, within
+from rlctl.preflight.columns import ADVANTAGE, AGE, PROXIMAL_LOG_PROB, REFERENCE_LOG_PROB, ROLLOUT_LOG_PROB
 from rlctl.preflight.resolved import Resolved
 from rlctl.training.interface import LossNeeds, LossOutput, TokenBatch, Totals
 from rlctl.utils.plugins import load_module, load_object
@@ -133,8 +134,8 @@ class PolicyLoss(ABC):
       importance_cap - 1.
     """
 
-    # True: `policy` reads the reference's log-probs, at kl_coef 0 too.
-    reference: ClassVar[bool] = False
+    # Names of `preflight.columns.COLUMNS` that `policy` reads, whatever the fields below are.
+    columns: ClassVar[tuple[str, ...]] = ()
     # True: `policy` reads `rollout_mean` or `rollout_lengths`.
     whole_rollouts: ClassVar[bool] = False
 
@@ -172,9 +173,15 @@ class PolicyLoss(ABC):
 
     @property
     def needs(self) -> LossNeeds:
-        """Fields and placement that the loop provides beyond the samples themselves."""
+        """Columns and placement that the loop provides."""
+        asked = {
+            AGE: self.max_age > 0,
+            PROXIMAL_LOG_PROB: self.proximal == "recompute",
+            REFERENCE_LOG_PROB: self.kl_coef > 0,
+        }
+        own = {column.name for column, asks in asked.items() if asks}
         whole = self.whole_rollouts or self.sequence_mask is not None or self.mean_over == "rollouts"
-        return LossNeeds(self.reference or self.kl_coef > 0, self.proximal == "recompute", whole)
+        return LossNeeds(frozenset({ADVANTAGE.name, ROLLOUT_LOG_PROB.name, *own, *self.columns}), whole)
 
     @abstractmethod
     def policy(self, tokens: PolicyTokens) -> PolicyTerm:

@@ -13,13 +13,20 @@ import torch
 from torch import Tensor
 
 from rlctl.grpo.losses.base import PolicyLoss, PolicyTerm, PolicyTokens
+from rlctl.preflight.columns import (
+    COLUMNS,
+    PROXIMAL_LOG_PROB,
+    REFERENCE_LOG_PROB,
+    ROLLOUT_LOG_PROB,
+    columns_problem,
+    computed,
+)
 from rlctl.training.interface import LossOutput, TokenBatch, Totals
 from rlctl.training.micro_batching import rollout_index
 from rlctl.utils.user_code import defined_at, error_text, raised_at
 
-# Fields that samples always have, and those that a loss has to declare.
-_GIVEN = ("advantage", "rollout_log_prob", "age")
-_DECLARED = {"reference_log_prob": "reference", "proximal_log_prob": "proximal"}
+# Log-probs that a sample may have, in the order in which they are drawn.
+_LOG_PROBS = [each.name for each in (ROLLOUT_LOG_PROB, REFERENCE_LOG_PROB, PROXIMAL_LOG_PROB)]
 _TOLERANCE = 1e-9
 # MadeUpRow lengths of each rollout, the smallest first: what fails there is the counterexample that is shown.
 _SHAPES = [[[2], [3]], [[3], [3], [2]], [[5], [2], [9], [4]], [[7], [7], [3], [12], [2], [6]]]
@@ -77,7 +84,7 @@ def made_up_rows(seed: int, lengths: Sequence[Sequence[int]], spread: float = 0.
         advantage = normal(1, 1.0).mul(torch.rand(1, generator=random) < 0.8)
         for size in sizes:
             base = -1.0 + normal(size, 0.3)
-            values = {name: base + normal(size, spread) for name in ("rollout_log_prob", *_DECLARED)}
+            values = {name: base + normal(size, spread) for name in _LOG_PROBS}
             values["age"] = torch.randint(0, 3, (size,), generator=random).double()
             values["advantage"] = advantage.expand(size).clone()
             mask = torch.rand(size, generator=random) < 0.7
@@ -278,7 +285,7 @@ def _outliers(loss: PolicyLoss) -> str | None:
 def one_token(policy: float, others: float, advantage: float) -> MadeUpRow:
     """Return a rollout of one masked token: log pi, and one log-prob for generator, old policy and reference."""
     column = torch.full((1,), others, dtype=torch.float64)
-    values = dict.fromkeys(("rollout_log_prob", *_DECLARED), column)
+    values = dict.fromkeys(_LOG_PROBS, column)
     values |= {"advantage": torch.full_like(column, advantage), "age": torch.zeros_like(column)}
     log_prob = torch.full_like(column, policy).requires_grad_()
     return MadeUpRow(log_prob, torch.ones_like(column).requires_grad_(), torch.ones(1, dtype=torch.bool), values, 0)
@@ -303,10 +310,11 @@ def _additive(loss: PolicyLoss) -> str | None:
 
 
 def _declared(loss: PolicyLoss) -> str | None:
-    rows = made_up_rows(0, _SHAPES[1])
-    declared = {name for name, need in _DECLARED.items() if getattr(loss.needs, need)}
+    if problem := columns_problem(loss.columns):
+        return problem
+    rows, named = made_up_rows(0, _SHAPES[1]), loss.needs.columns
     for row in rows:
-        row.fields = {name: values for name, values in row.fields.items() if name in {*_GIVEN, *declared}}
+        row.fields = {name: values for name, values in row.fields.items() if name in named}
     batch, read = pack_rows(rows), set[str]()
 
     class Recorded(dict[str, Tensor]):
@@ -317,11 +325,11 @@ def _declared(loss: PolicyLoss) -> str | None:
     batch.fields = Recorded(batch.fields)
     with suppress(KeyError):
         loss(batch)
-    for name in sorted(read - {*_GIVEN, *declared}):
-        need = _DECLARED.get(name)
-        return f"reads {name}, which " + (f"`needs.{need}` does not declare" if need else "no sample has")
-    unread = sorted(declared - read)
-    return f"declares {unread[0]}, which costs a pass a step, and never reads it" if unread else None
+    for name in sorted(read - named):
+        told = f"`columns` does not name: columns = ({name!r},)" if name in COLUMNS else "no sample has"
+        return f"reads {name}, which {told}"
+    unread = sorted(computed(named).keys() - read)
+    return f"names {unread[0]} in `columns`, which costs a pass a step, and never reads it" if unread else None
 
 
 def _close(one: float, other: float) -> bool:

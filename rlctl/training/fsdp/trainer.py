@@ -82,8 +82,8 @@ class FsdpTrainer(TrainerRank):
     def _weights(self) -> dict[str, Tensor]:
         return {name: local(p).detach() for name, p in self._parameters.items()}
 
-    def _first_weights(self, live: dict[str, Tensor]) -> dict[str, Tensor]:
-        return read_shards(self._folder, self._parameters, self._dtype)
+    def _read_weights(self, folder: Path, live: dict[str, Tensor]) -> dict[str, Tensor]:
+        return read_shards(folder, self._parameters, self._dtype)
 
     def _run(self, micro_batches: list[MicroBatch], loss: Loss, metrics: MetricAccumulator, *, backward: bool) -> None:
         for micro_batch in micro_batches:

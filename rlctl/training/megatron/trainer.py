@@ -67,7 +67,7 @@ class MegatronTrainer(TrainerRank):
         for name, p in self._named.items():
             # Megatron says so only where it draws weights at random; what is not marked, the gradient norm counts once.
             p.tensor_model_parallel = not self._mapping.replicated(name)  # type: ignore[attr-defined]
-        self._read(self._weights())
+        self._read(self._folder, self._weights())
         # One reduction at the end of the update; the factor by which gradients are scaled before it is 1, of experts
         # too, with `calculate_per_token_loss`.
         reduction = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
@@ -127,9 +127,9 @@ class MegatronTrainer(TrainerRank):
     def _weights(self) -> dict[str, Tensor]:
         return {name: p.detach() for name, p in self._named.items()}
 
-    def _first_weights(self, live: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _read_weights(self, folder: Path, live: dict[str, Tensor]) -> dict[str, Tensor]:
         weights = {name: torch.empty(p.shape, dtype=p.dtype) for name, p in live.items()}
-        self._read(weights)
+        self._read(folder, weights)
         return weights
 
     def _run(self, micro_batches: list[MicroBatch], loss: Loss, metrics: MetricAccumulator, *, backward: bool) -> None:
@@ -216,9 +216,9 @@ class MegatronTrainer(TrainerRank):
         )
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
-    def _read(self, weights: dict[str, Tensor]) -> None:
-        """Fill tensors that are shaped like the parameters from the model's folder."""
-        files = hf_folder.WeightFiles(self._folder)
+    def _read(self, folder: Path, weights: dict[str, Tensor]) -> None:
+        """Fill tensors that are shaped like the parameters from a Hugging Face folder."""
+        files = hf_folder.WeightFiles(folder)
         for name, tensor in weights.items():
             read(self._mapping.parts(name, tensor), files.part)
 

@@ -295,7 +295,7 @@ def test_the_reference_stays_at_version_0_and_leaves_the_policy_alone(models: di
         at_start = one.log_probs([DATA])[0]
         one.train(share(DATA, 64), LOSS, totals(DATA))
         trained, before = one.log_probs([DATA])[0], weights(one)
-        reference = one.reference_log_probs([DATA])[0]
+        reference = one.log_probs([DATA], "reference")[0]
         assert all(np.array_equal(a, b) for a, b in zip(reference, at_start))
         assert_close(weights(one), before, atol=0)
         again = one.log_probs([DATA])[0]

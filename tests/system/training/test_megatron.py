@@ -91,7 +91,7 @@ def two_ranks(rank: int, folder: Path, device: str = "cpu") -> None:
             seen["weights"] = on_host(weights(one))
             one.save(own / "state")
             one.export_folder(own / "exported")
-            reference = one.reference_log_probs(mine)
+            reference = one.log_probs(mine, "reference")
             seen["reference"] = [torch.from_numpy(x) for b in reference for x in b]
             seen["next"] = one.train(mine, LOSS, totals(DATA))
             refusal = refused(one, DATA, 48, rank % shards, shards)

@@ -38,7 +38,7 @@ def steps(one: FsdpTrainer, count: int) -> list[Any]:
     found: list[Any] = []
     for _ in range(count):
         found.append(one.log_probs(share(DATA, 64)))
-        found.append(one.reference_log_probs(share(DATA, 64)))
+        found.append(one.log_probs(share(DATA, 64), "reference"))
         found.append(one.train(share(DATA, 45), LOSS, totals(DATA)))
         one.rest()
         one.shards()
@@ -77,7 +77,7 @@ def test_each_phase_moves_eight_bytes_a_parameter_at_most_once(model: Path, tmp_
         size = 8 * one.info()["parameters"]
         moved = [_moved(one)]
         one.log_probs([DATA])
-        one.reference_log_probs([DATA])
+        one.log_probs([DATA], "reference")
         moved.append(_moved(one))
         one.train([DATA], LOSS, totals(DATA))
         one.train([DATA], LOSS, totals(DATA))

@@ -41,7 +41,7 @@ def two_ranks(rank: int, folder: Path) -> None:
             seen["listed"] = one.layout() == [(n, tuple(t.shape), "float32") for n, t in one.export()]
             one.save(folder / kind / "state")
             one.export_folder(folder / kind / "exported")
-            reference = one.reference_log_probs(mine)
+            reference = one.log_probs(mine, "reference")
             seen["reference"] = [torch.from_numpy(x) for batch in reference for x in batch]
             # Everything is on rank 0: rank 1 sees no sequence, yet takes part and learns the metrics' names.
             seen["lopsided"] = one.evaluate([DATA] if rank == 0 else [[]], LOSS)

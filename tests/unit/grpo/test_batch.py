@@ -1,7 +1,6 @@
 """Every prompt ends in exactly one state, and what is trained is what was sampled."""
 
 from dataclasses import replace
-from typing import Literal
 
 import numpy as np
 import pytest
@@ -14,7 +13,8 @@ from rlctl.data.tasks import Task
 from rlctl.generation.requests import Completion
 from rlctl.grpo.advantages.batch_normalized import BatchNormalized
 from rlctl.grpo.advantages.group_mean import GroupMean
-from rlctl.grpo.batch import NOT_FINITE, TrainingBatch, add_log_probs, make_batch, with_field
+from rlctl.grpo.batch import NOT_FINITE, TrainingBatch, add_column, make_batch, with_field
+from rlctl.preflight.columns import COLUMNS, computed
 from rlctl.rewards.scorer import Score
 from rlctl.rollout.types import Rollout, RolloutGroup
 from tests.turns import turn
@@ -151,8 +151,8 @@ def test_a_rollout_whose_log_prob_is_not_finite_is_named_left_out_and_in_no_base
     ]
     batch = make_batch(groups, config(skip=False), ADVANTAGE)
     assert list(map(str, batch.left_out)) == [
-        "prompt a, rollout 0, token 2: nan of the generator",
-        "prompt b, rollout 0, token 0: -inf of the generator",
+        "prompt a, rollout 0, token 2: rollout_log_prob is nan",
+        "prompt b, rollout 0, token 0: rollout_log_prob is -inf",
     ]
     assert batch.places == [("a", 1), ("a", 2)]
     assert [sequence.fields["advantage"][-1] for sequence in batch.sequences] == [-0.5, 0.5]
@@ -161,39 +161,36 @@ def test_a_rollout_whose_log_prob_is_not_finite_is_named_left_out_and_in_no_base
     assert all(np.isfinite(sequence.fields["rollout_log_prob"]).all() for sequence in batch.sequences)
 
 
-@pytest.mark.parametrize("source", ["trainer", "reference"])
-def test_a_pass_whose_log_prob_is_not_finite_leaves_the_rollout_out(source: Literal["trainer", "reference"]) -> None:
+@pytest.mark.parametrize("name", computed(COLUMNS))
+def test_a_pass_whose_log_prob_is_not_finite_leaves_the_rollout_out(name: str) -> None:
     batch = make_batch([group("a", [1.0, 0.0]), group("b", [1.0]), group("c", [0.0])], config(skip=False), ADVANTAGE)
     columns = [np.full(5, -0.5, np.float32) for _ in batch.sequences]
     # Where the prompt stands nothing is read.
     columns[0][0] = np.nan
     columns[1][4], columns[2][2] = np.inf, np.nan
-    after = add_log_probs(batch, columns, source, config(skip=False), ADVANTAGE)
+    after = add_column(batch, name, columns, config(skip=False), ADVANTAGE)
     assert list(map(str, after.left_out)) == [
-        f"prompt a, rollout 1, token 2: inf of the {source}",
-        f"prompt b, rollout 0, token 0: nan of the {source}",
+        f"prompt a, rollout 1, token 2: {name} is inf",
+        f"prompt b, rollout 0, token 0: {name} is nan",
     ]
     assert (after.places, after.owners.tolist()) == ([("a", 0), ("c", 0)], [0, 2])
     assert after.outcomes.trained == ["a", "c"]
     assert after.outcomes.dropped == {NOT_FINITE: ["b"]}
-    name = {"trainer": "proximal_log_prob", "reference": "reference_log_prob"}[source]
     assert [sequence.fields[name] is columns[row] for sequence, row in zip(after.sequences, (0, 3))] == [True, True]
     # What is left of its group is compared with nothing.
     assert after.sequences[0].fields["advantage"][-1] == 0
 
 
 @pytest.mark.parametrize("skip", [False, True])
-@pytest.mark.parametrize("source", ["trainer", "reference"])
-def test_whoever_finds_a_log_prob_that_is_not_finite_the_others_advantages_are_the_same(
-    source: Literal["trainer", "reference"], skip: bool
-) -> None:
+@pytest.mark.parametrize("name", computed(COLUMNS))
+def test_whoever_finds_a_log_prob_that_is_not_finite_the_others_advantages_are_the_same(name: str, skip: bool) -> None:
     groups = [group("a", [1.0, 0.0, 0.5, 1.0]), group("b", [1.0, 0.0, 1.0]), group("c", [0.0, 2.0])]
     places = {0: {0: (1, np.nan)}, 1: {1: (0, np.inf)}}
     expected = make_batch([spoiled(each, places.get(i, {})) for i, each in enumerate(groups)], config(skip), ADVANTAGE)
     batch = make_batch(groups, config(skip), ADVANTAGE)
     columns = [np.full(5, -0.5, np.float32) for _ in batch.sequences]
     columns[0][3], columns[5][2] = np.nan, np.inf
-    after = add_log_probs(batch, columns, source, config(skip), ADVANTAGE)
+    after = add_column(batch, name, columns, config(skip), ADVANTAGE)
     assert (after.places, after.outcomes) == (expected.places, expected.outcomes)
     assert after.owners.tolist() == expected.owners.tolist()
     assert after.scored.reward.tolist() == expected.scored.reward.tolist()
@@ -222,7 +219,7 @@ def test_an_advantage_of_the_whole_step_is_computed_again_of_what_a_pass_left_in
     assert sum(float(one.fields["advantage"].sum()) for one in batch.sequences) == pytest.approx(0, abs=1e-5)
     columns = [np.full(5, -0.5, np.float32) for _ in batch.sequences]
     columns[0][3] = np.nan
-    after = add_log_probs(batch, columns, "trainer", config(skip=True), advantage)
+    after = add_column(batch, "proximal_log_prob", columns, config(skip=True), advantage)
     expected = make_batch([spoiled(groups[0], {0: (1, np.nan)}), *groups[1:]], config(skip=True), advantage)
     for one, other in zip(after.sequences, expected.sequences, strict=True):
         assert one.fields["advantage"].tolist() == other.fields["advantage"].tolist()
@@ -262,8 +259,8 @@ def test_a_row_that_is_not_finite_leaves_its_whole_rollout_out() -> None:
     batch = make_batch([rewritten("p0", 1.0), rewritten("p1", 1.0)], config(skip=False), ADVANTAGE)
     columns = [np.zeros(len(each), np.float32) for each in batch.sequences]
     columns[1][4] = np.nan
-    after = add_log_probs(batch, columns, "trainer", config(skip=False), ADVANTAGE)
-    assert [str(each) for each in after.left_out] == ["prompt p0, rollout 0, token 2: nan of the trainer"]
+    after = add_column(batch, "proximal_log_prob", columns, config(skip=False), ADVANTAGE)
+    assert [str(each) for each in after.left_out] == ["prompt p0, rollout 0, token 2: proximal_log_prob is nan"]
     assert after.rows.tolist() == [0, 1, 1, 2] and after.scored.reward.tolist() == [0.0, 1.0, 0.0]
     worth = [set(each.fields["advantage"][each.mask].tolist()) for each in after.sequences]
     assert worth == [{0.0}, {0.5}, {0.5}, {-0.5}]

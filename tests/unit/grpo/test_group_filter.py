@@ -12,7 +12,7 @@ from rlctl.config.grpo_schema import DynamicSamplingSection, GrpoSection, Overlo
 from rlctl.data.tasks import Task
 from rlctl.generation.requests import Completion
 from rlctl.grpo.advantages.group_mean import GroupMean
-from rlctl.grpo.batch import add_log_probs, make_batch, why_it_teaches_nothing
+from rlctl.grpo.batch import add_column, make_batch, why_it_teaches_nothing
 from rlctl.grpo.group_filter import RIGHT, TRUNCATED, UNIFORM, WRONG, Filter, why_nothing
 from rlctl.rewards.scorer import Score
 from rlctl.rollout.types import Rollout, RolloutGroup
@@ -90,7 +90,7 @@ def test_a_group_that_teaches_nothing_once_a_pass_left_a_rollout_out_is_filtered
     assert batch.places == [("a", 0), ("a", 1), ("a", 2), ("b", 0), ("b", 2), ("c", 0), ("c", 1)]
     columns = [np.full(5, -0.5, np.float32) for _ in batch.sequences]
     columns[1][4] = columns[3][4] = np.nan
-    after = add_log_probs(batch, columns, "trainer", config(by, mask=True), ADVANTAGE)
+    after = add_column(batch, "proximal_log_prob", columns, config(by, mask=True), ADVANTAGE)
     # What was masked in b still tells its rollouts apart.
     assert after.places == [("b", 2), ("c", 0), ("c", 1)]
     assert after.outcomes.filtered == {UNIFORM if by == "rewards" else RIGHT: ["a"]}

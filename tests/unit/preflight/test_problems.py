@@ -381,21 +381,35 @@ def test_a_bound_of_a_ratio_that_is_1_is_a_note(home: Path) -> None:
         assert notes == (said if idle else [])
 
 
-def test_a_users_loss_that_reads_the_reference_has_its_log_probs_computed(home: Path) -> None:
-    text = (
-        "from dataclasses import dataclass\nfrom rlctl.grpo.losses.base import PolicyLoss, PolicyTerm\n\n"
-        "@dataclass(frozen=True)\nclass Mine(PolicyLoss):\n    reference = {}\n\n"
-        "    def policy(self, tokens):\n        return PolicyTerm(-tokens.advantage * tokens.log_prob)\n"
-    )
-    for reads in (True, False):
-        (home / f"reads_{reads}.py").write_text(text.format(reads))
-        config = load("grpo", "grpo.recipe.yaml", [f"grpo.loss=reads_{reads}.py:Mine", ASYNC]).config
-        resolved = Resolved(config)
-        assert (resolved.needs_reference, resolved.needs_log_probs, resolved.streams_training) == (
-            reads,
-            reads,
-            not reads,
-        )
+LOSS = (
+    "from dataclasses import dataclass\nfrom rlctl.grpo.losses.base import PolicyLoss, PolicyTerm\n\n"
+    "@dataclass(frozen=True)\nclass Mine(PolicyLoss):\n    columns = {}\n\n"
+    "    def policy(self, tokens):\n        return PolicyTerm(-tokens.advantage * tokens.log_prob)\n"
+)
+
+
+def test_a_users_loss_has_the_columns_that_it_names_computed(home: Path) -> None:
+    for number, columns in enumerate([(), ("reference_log_prob",)]):
+        (home / f"mine{number}.py").write_text(LOSS.format(columns))
+        resolved = Resolved(load("grpo", "grpo.recipe.yaml", [f"grpo.loss=mine{number}.py:Mine", ASYNC]).config)
+        assert resolved.frozen_roles == ("reference",) * len(columns)
+        assert resolved.computed_columns == dict.fromkeys(columns, "reference")
+        assert resolved.streams_training is not bool(columns)
+
+
+@pytest.mark.parametrize(
+    ("columns", "told"),
+    [
+        ("('teacher',)", "`columns` names 'teacher'; there are advantage, rollout_log_prob, age, proximal_log_prob"),
+        ("'age'", "`columns` is 'age': give a tuple of names, for example ('reference_log_prob',)"),
+    ],
+)
+def test_a_users_loss_that_names_a_column_that_is_none_is_told_so(home: Path, columns: str, told: str) -> None:
+    (home / "mine.py").write_text(LOSS.format(columns))
+    with pytest.raises(ConfigError) as caught:
+        load("grpo", "grpo.recipe.yaml", ["grpo.loss=mine.py:Mine"])
+    [problem] = caught.value.problems
+    assert problem.key == "grpo.loss.name" and problem.what.startswith(told)
 
 
 MEGATRON = ["trainer.backend=megatron", "trainer.megatron.optimizer_cpu_offload=true"]

@@ -16,12 +16,12 @@ def sequence(*tokens: int, **fields: list[float]) -> TrainingSample:
 
 
 def test_sequences_lie_end_to_end_and_positions_start_again() -> None:
-    packed = pack([sequence(5, 6, 7, adv=[1, 2, 3]), sequence(8, 9, adv=[4, 5])], CPU)
+    packed = pack([sequence(5, 6, 7, advantage=[1, 2, 3]), sequence(8, 9, advantage=[4, 5])], CPU)
     assert packed.tokens.tolist() == [5, 6, 7, 8, 9]
     assert packed.positions.tolist() == [0, 1, 2, 0, 1]
     assert packed.sequence.tolist() == [0, 0, 0, 1, 1]
     assert packed.cu_seqlens.tolist() == [0, 3, 5] and packed.cu_seqlens.dtype == torch.int32
-    assert packed.fields["adv"].tolist() == [1, 2, 3, 4, 5]
+    assert packed.fields["advantage"].tolist() == [1, 2, 3, 4, 5]
     assert packed.max_len == 3 and packed.lengths == (3, 2)
 
 
@@ -49,4 +49,4 @@ def test_an_empty_sequence_is_refused() -> None:
 
 def test_sequences_with_different_fields_are_refused() -> None:
     with pytest.raises(ValueError, match="differ in their fields"):
-        pack([sequence(5, adv=[1]), sequence(6)], CPU)
+        pack([sequence(5, advantage=[1]), sequence(6)], CPU)

@@ -3,10 +3,14 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlctl.preflight.columns import COLUMNS, Column
 from rlctl.training.micro_batching import TrainingSample
+from rlctl.training.packing import pack
 from rlctl.training.worker import RankBatch
 
 
@@ -46,3 +50,13 @@ def test_sequences_that_come_back_are_views_of_the_columns() -> None:
 
 def test_a_rank_without_sequences_has_empty_columns() -> None:
     assert RankBatch.of([[], []]).micro_batches() == [[], []]
+
+
+def test_a_column_travels_and_is_packed_with_its_own_dtype_and_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(COLUMNS, "routes", Column("routes", "int16", (2,)))
+    rows = [np.arange(2 * length, dtype=np.int16).reshape(length, 2) for length in (3, 2)]
+    sent = [replace(sequence(len(row), 0), fields={"routes": row}) for row in rows]
+    [back] = RankBatch.of([sent]).micro_batches()
+    assert [each.fields["routes"].tolist() for each in back] == [row.tolist() for row in rows]
+    packed = pack(back, torch.device("cpu")).fields["routes"]
+    assert packed.dtype == torch.int16 and packed.tolist() == [*rows[0].tolist(), *rows[1].tolist()]

@@ -56,7 +56,7 @@ class Undeclared(Plain):
 
 
 class DeclaresTooMuch(Plain):
-    reference: ClassVar[bool] = True
+    columns: ClassVar[tuple[str, ...]] = ("reference_log_prob",)
 
 
 class Descends(Plain):
@@ -97,8 +97,8 @@ def test_every_loss_of_rlctl_keeps_the_contract(name: str) -> None:
         (ReadsTheBatch, "unmasked tokens", "read the fields of `PolicyTokens`, not the batch"),
         (Explodes, "outliers", "use `bounded_exp`"),
         (CountsTheEmpty, "normalizer", "two parts have 13 together, the update 12"),
-        (Undeclared, "needs", "reads reference_log_prob, which `needs.reference` does not declare"),
-        (DeclaresTooMuch, "needs", "declares reference_log_prob, which costs a pass a step, and never reads it"),
+        (Undeclared, "needs", "reads reference_log_prob, which `columns` does not name: columns = ("),
+        (DeclaresTooMuch, "needs", "names reference_log_prob in `columns`, which costs a pass a step"),
         (Descends, "sign", "a step changes the log-prob of a rollout of advantage 1 by -"),
         (ForgetsTheAdvantage, "sign", "a step raises the log-prob of a rollout of advantage -1, by "),
         (HasNoGradient, "policy", "value has no gradient at"),

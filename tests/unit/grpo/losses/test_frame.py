@@ -153,14 +153,19 @@ def test_weights_of_tis_icepop_and_both(cap: float | None, mask: tuple[float, fl
     assert outcome(by_sequence, [rows], rows).loss == pytest.approx(-weight)
 
 
-def test_a_loss_needs_what_its_options_read() -> None:
+def needs(*columns: str, whole: bool = False) -> LossNeeds:
+    return LossNeeds(frozenset({"advantage", "rollout_log_prob", *columns}), whole)
+
+
+def test_a_loss_needs_the_columns_that_its_options_read() -> None:
     assert {name: loss.needs for name, loss in DEFAULTS.items()} == {
-        name: LossNeeds(whole_rollouts=name == "gspo") for name in LOSSES
+        name: needs(whole=name == "gspo") for name in LOSSES
     }
-    assert replace(GRPO, kl_coef=0.1).needs == LossNeeds(reference=True)
-    assert replace(GRPO, proximal="recompute").needs == LossNeeds(proximal=True)
-    assert replace(GRPO, sequence_mask=(0.5, 2.0)).needs == LossNeeds(whole_rollouts=True)
-    assert configured("grpo.loss.reduction=sequence").needs == LossNeeds(whole_rollouts=True)
+    assert replace(GRPO, kl_coef=0.1).needs == needs("reference_log_prob")
+    assert replace(GRPO, proximal="recompute").needs == needs("proximal_log_prob")
+    assert replace(GRPO, max_age=2).needs == needs("age")
+    assert replace(GRPO, sequence_mask=(0.5, 2.0)).needs == needs(whole=True)
+    assert configured("grpo.loss.reduction=sequence").needs == needs(whole=True)
 
 
 def test_is_made_from_the_config_of_a_run() -> None:
@@ -174,9 +179,8 @@ def test_is_made_from_the_config_of_a_run() -> None:
 def test_gspo_has_the_trainers_own_log_probs_without_a_pass_where_a_step_makes_one_update() -> None:
     explicit = "grpo.loss={name: gspo, proximal: auto}"
     assert [configured(key).proximal for key in ("grpo.loss=gspo", explicit)] == ["current", "current"]
-    assert configured("grpo.loss=gspo", "grpo.updates_per_step=2").needs == LossNeeds(
-        proximal=True, whole_rollouts=True
-    )
+    several = configured("grpo.loss=gspo", "grpo.updates_per_step=2")
+    assert several.needs == needs("proximal_log_prob", whole=True)
 
 
 def test_keys_of_a_users_class_become_values_of_its_fields_types() -> None:
