@@ -17,10 +17,10 @@ from rlctl.refit.protocol import EngineReport, Header, Mode, TransportSpec
 
 # Device memory that an engine gives back when it sleeps, and takes again part by part.
 MemoryPart = Literal["weights", "kv_cache"]
-# Answers of so many seconds leave together while others run: a call costs the driver about 1 ms, and takes time of the
-# engine's process, in which its steps stand still.
+# Seconds for which answers gather, to leave together, while others run: a call costs the driver about 1 ms, and takes
+# time of the engine's process, in which its steps stand still.
 GATHER_S = 0.02
-# They gather in so many such rounds while requests enough wait in the engine, since no step lacks any then.
+# Number of such rounds while enough requests wait in the engine: no step lacks any then.
 GATHER_ROUNDS = 10
 GATHER_MOST_S = GATHER_ROUNDS * GATHER_S
 # Answers, or requests, that gather at most.
@@ -38,7 +38,7 @@ class EngineStats:
     # Sampled tokens: one a step for each sequence in it.
     tokens: int = 0
     steps: int = 0
-    # Prompt tokens of requests that began, and those of them that the prefix cache held.
+    # Prompt tokens of requests that began, and the part found in the prefix cache.
     prompt_tokens: int = 0
     cached_tokens: int = 0
     # Capacity: sequences of the longest kind that the key-value cache holds; 0 where that is unknown.
@@ -64,7 +64,7 @@ class LoadMode:
     mode: Literal["staged", "direct"]
     # Reason of the choice, for a reader.
     why: str
-    # Device memory that it holds for that, bytes.
+    # Device memory held by the cache, bytes.
     extra_bytes: int
     # A refit writes every tensor but buffers, so that nothing of the version before it has to be kept.
     overwrites: bool
@@ -76,17 +76,17 @@ class Engine(Protocol):
     def submit(self, requests: list[TurnRequest]) -> None:
         """Begin to sample; `collect` hands out each answer. Return at once.
 
-        A turn is a function of its seed and of the weights, whatever else runs. Requests submitted together begin in
-        their order. Raises ValueError for a prompt that does not fit the model and for a request that is being sampled
-        already; nothing of the call has begun then. Raises RuntimeError if the live weights must not be used.
+        A turn is a function of its seed and of the weights alone; other requests do not change it. Requests submitted
+        together begin in their order. Raises ValueError for a prompt too long for the model and for a request already
+        in flight; nothing of the call has begun then. Raises RuntimeError if the live weights must not be used.
         """
 
     def collect(self, patience_s: float) -> FinishedTurns:
         """Return the answers that ended since the last call, each once; wait at most `patience_s` for the first.
 
-        Each token has its log-prob under the distribution that it was sampled from, and the version of the weights that
-        computed it: versions of a turn never fall. Raises the error that ended requests otherwise than by their last
-        token or by `abort`.
+        Each token has its log-prob under the distribution it was drawn from, and the version of the weights in use:
+        versions of a turn never fall. Raises the error that ended requests otherwise than by their last token or by
+        `abort`.
         """
 
     def abort(self, ids: list[RequestId]) -> int:
@@ -104,7 +104,8 @@ class Engine(Protocol):
         """
 
     def refit_receive(self, header: Header) -> EngineReport:
-        """Make a version live between two steps. Requests go on with it, their keys and values kept or recomputed.
+        """Make a version live between two steps. Requests continue under the new version, their keys and values kept or
+        recomputed.
 
         The engine serves the old version or the new one, never a mixture. A failure leaves the engine unusable (every
         later `submit` raises), unless it is `Untouched`: the old version is live then.
@@ -120,4 +121,4 @@ class Engine(Protocol):
         """Return bytes: device_allocated and device_peak, summed over the engine's devices, and host_rss."""
 
     def notes(self) -> list[str]:
-        """Return sentences about this engine that a person should read once, such as a shortcut that is off."""
+        """Return sentences about this engine for a person to read once, such as a shortcut that is off."""

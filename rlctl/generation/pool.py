@@ -1,4 +1,4 @@
-"""The generator: a pool of engines at one weight version, which replaces an engine that dies.
+"""The generator: a pool of engines at one weight version. It replaces an engine that dies.
 
 An engine that dies or hangs is rebuilt at the trainer's version. One whose node is gone is not: the pool goes on with
 the others. An error that two engines raise before any token is no accident, and ends the run.
@@ -28,7 +28,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 # Calls of an engine that may run at the same time: collecting, submitting, a refit, memory, an abort.
 _THREADS = 6
-# How often a start-up under way asks whether its node still lives.
+# Interval at which a start-up asks whether its node still lives.
 _SLICE_S = 5.0
 
 
@@ -68,7 +68,7 @@ class GeneratorPool:
         return [worker for worker in self.slots if worker]
 
     def wait_until_built(self) -> None:
-        """Wait for the construction of every engine, and warn of their notes once. Raises what construction raised."""
+        """Wait until every engine is built, and warn of their notes once. Raises the error of a construction."""
         for engine in self.engines:
             engine.built().wait(self._deadline_s)
         for note in dict.fromkeys(chain.from_iterable(self.call(Engine.notes))):
@@ -89,7 +89,7 @@ class GeneratorPool:
         try:
             choices = refit.open(self.ends())
         except EnginesLost as error:
-            # Nothing is to be saved yet: whoever failed says why.
+            # Nothing is to be saved yet: the part that failed says why.
             raise next(iter(error.reasons.values())) from error
         for engine, choice in zip(self.engines, choices):
             self._emit("refit_opened", engine=engine.name, transport=refit.options.kind, **vars(choice))
@@ -99,7 +99,7 @@ class GeneratorPool:
 
         Where engines sleep, the trainer rests first and engines are awake afterwards. checks: other than the run's own.
         Call it, like every method that replaces engines, while the trainer is at `version` and does nothing else.
-        Raises RuntimeError when `generation.max_restarts` are used up, and what a trainer raised.
+        Raises RuntimeError when `generation.max_restarts` are used up, and the error of a trainer.
         """
         refit, rest, wake = self._opened, 0.0, 0.0
         if self.asleep:
@@ -149,7 +149,7 @@ class GeneratorPool:
     def replace(self, lost: dict[int, Exception], early: Collection[int] = ()) -> None:
         """Rebuild lost engines (slot to the reason of its loss) at the pool's version, which the trainer still has.
 
-        early: slots of those that have sampled no token. Raises RuntimeError when `generation.max_restarts` are used
+        early: slots of engines that have sampled no token. Raises RuntimeError when `generation.max_restarts` are used
         up, and EngineUnusable for an error that an engine before it raised too, both before any token.
         """
         for index, reason in lost.items():
@@ -160,7 +160,7 @@ class GeneratorPool:
 
     @property
     def sleeps(self) -> bool:
-        """True if engines share GPUs with the trainer (colocated) and take turns with it."""
+        """True if engines share GPUs with the trainer (colocated), in turns."""
         return self._spec.sleeps
 
     def rest(self) -> None:
@@ -174,9 +174,9 @@ class GeneratorPool:
             raise RuntimeError("the generator sleeps: sync it with the trainer before it samples")
 
     def call(self, method: Callable[Concatenate[Engine, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Make one control call (`sleep`, `wake`, `memory`) on every engine; return the answers of those that live.
+        """Make one control call (`sleep`, `wake`, `memory`) on every engine; return the answers of live engines.
 
-        Whatever next samples or changes weights finds out an engine that is gone, and replaces it.
+        The next sampling or weight change detects an engine that is gone, and replaces it.
         """
         answers = []
         for part in [engine.start(method, *args, **kwargs) for engine in self.engines]:

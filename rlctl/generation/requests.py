@@ -16,14 +16,14 @@ Finish = Literal["stop", "length", "abort"]
 FINISHES: tuple[Finish, ...] = ("stop", "length", "abort")
 # parity: trainer and engine are compared, so the engine samples from the whole distribution, without top_p and top_k.
 Purpose = Literal["train", "validation", "parity"]
-# Streams of seeds that must not share draws; a group that is resampled has one of its own.
+# Streams of seeds that must not share draws; a resampled group has a separate one.
 _STREAMS: dict[Purpose, int] = {"train": 0, "validation": 1, "parity": 2}
 _RESAMPLED = 3
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class RolloutId:
-    """Identity of one attempt at a task. A rollout's seed is a function of it and of the run's seed."""
+    """Identity of one attempt at a task. A rollout's seed is a function of this identity and the run's seed."""
 
     purpose: Purpose
     # Id of the task's draw.
@@ -77,7 +77,9 @@ def _group_seeds(run_seed: int, stream: int, step: int, count: int) -> list[int]
 
 @dataclass(frozen=True, slots=True)
 class TurnRequest:
-    """One turn to sample. Temperature 0 is greedy; else the turn is a function of its seed, whatever else runs."""
+    """One turn to sample. Temperature 0 is greedy; else the turn is a function of its seed alone; other requests do not
+    change it.
+    """
 
     id: RequestId
     prompt_tokens: list[int]

@@ -40,7 +40,7 @@ class EngineSpec:
     tensor_parallel_size: int
     max_num_seqs: int
     gpu_memory_utilization: float
-    # Key-value cache of each device. None: what `gpu_memory_utilization` leaves, as vLLM measures it.
+    # Key-value cache of each device. None: the memory that `gpu_memory_utilization` leaves, as vLLM measures it.
     kv_cache_mib: int | None
     enforce_eager: bool
     # Cuts of the distribution. Greedy and parity requests have none.

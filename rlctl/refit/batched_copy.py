@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-# Above this a launch of its own costs nothing.
+# Above this a separate launch costs nothing.
 _LARGE = 32 << 20
 
 
@@ -28,7 +28,7 @@ class BatchedCopy:
             if same and not beside_requests and target.numel() * target.element_size() >= _LARGE:
                 self._large.append((target, source))
                 continue
-            # What has no common kernel would keep the others of a group from theirs.
+            # Copies without a common kernel would keep the rest of their group from one.
             targets, sources = groups.setdefault((target.dtype, source.dtype, dense), ([], []))
             targets.append(target)
             sources.append(source)

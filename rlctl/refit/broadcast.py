@@ -61,7 +61,7 @@ class BroadcastSender(SenderTransport):
         if not number:
             self._first = packed[1]
             with self._wire:
-                # The first chunk is packed while the header is under way.
+                # The first chunk is packed while the header travels.
                 self._broadcast([self._header.to(self._device, non_blocking=True)], "the header")
         if (number, slot) not in self._pieces:
             self._pieces[number, slot] = _pieces(chunk, slot, self.buffers, self._source.view)
@@ -110,12 +110,12 @@ class BroadcastSender(SenderTransport):
 
 
 class _Owner:
-    """An engine worker's part in one trainer rank's group: the stream of its wire, and words that come by it."""
+    """An engine worker's part in one trainer rank's group: the stream of its wire, and the words received on that wire."""
 
     def __init__(self, group: BroadcastGroup, most: int) -> None:
         """most: words that come at a time."""
         self.group, self.wire = group, DeviceStream(group.device, urgent=True)
-        # Now, while no refit is under way: asking for memory may wait for the device, and so for a wire.
+        # Now, while no refit runs: asking for memory may wait for the device, and so for a wire.
         with self.wire:
             self._words = torch.empty(most, dtype=torch.int64, device=group.device)
         self._host = _host_words(most, group.device)
@@ -164,7 +164,7 @@ class BroadcastReceiver(ReceiverTransport):
             self.extra_bytes = self._ring.nbytes
         for stream in (*(owner.wire for owner in self._owners.values()), self._loading):
             stream.follow()
-        # Every owner must be about to send what was announced: found out before any weight is overwritten.
+        # Every owner must be about to send the announced version and plan: found out before any weight is overwritten.
         for owner in self._owners.values():
             owner.listen(_HEADER_WORDS, "the header")
         expected = _words(header)
@@ -248,6 +248,6 @@ def _pieces(chunk: Chunk, slot: int, ring: StagingBuffers, place: Callable[[int]
         else:
             tensor = place(segment.first)
             assert tensor is not None, "items without a place pass through the ring"
-            # Bytes, flat: what a broadcast carries has no dtype.
+            # Bytes, flat: a broadcast carries no dtype.
             pieces.append(tensor.detach().flatten().view(torch.uint8))
     return pieces

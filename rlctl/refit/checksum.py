@@ -1,4 +1,4 @@
-"""Checksums of tensors' bytes that CPU and GPU compute alike: one pass, integer arithmetic, places count.
+"""Checksums of tensors' bytes, equal on CPU and GPU: one pass, integer arithmetic, places count.
 
 Words of 8 bytes are summed in rows of 4 KiB; the rows' sums, their high bits folded in, count by the row's odd
 factor, modulo 2^64. A flipped bit always changes it, and so do rows that changed places. Bytes beyond the last
@@ -66,7 +66,8 @@ class ChecksumTable:
 
 
 class StreamingChecksums:
-    """Checksums of what one end sends or receives, one refit after the other, taken while other chunks travel.
+    """Checksums of the items that one end sends or receives, one refit after the other, taken while other chunks
+    travel.
 
     Queue items with `here` and `beside`, then ask for all.
     """
@@ -97,7 +98,7 @@ class StreamingChecksums:
         self._numbers += numbers
 
     def beside(self, tensors: dict[int, Tensor], arrived: DeviceEvent, slot: int = 0) -> None:
-        """Queue the checksums of items that stay where they are, on a stream of their own once `arrived` is reached."""
+        """Queue the checksums of items that are not moved, on a separate stream once `arrived` is reached."""
         if tensors:
             with self._stream as stream:
                 stream.after(arrived)
@@ -110,7 +111,7 @@ class StreamingChecksums:
     def values(self, queued_on: DeviceStream | None = None) -> dict[int, int]:
         """Return every item's checksum, computed at the first call of a refit; nothing is queued afterwards.
 
-        queued_on: stream on which `here` was called, unless the device has done all of it.
+        queued_on: stream on which `here` was called, unless the device has finished it.
         """
         if self._values is None:
             with self._stream as stream:
@@ -142,7 +143,7 @@ def _rest(raw: Tensor) -> Tensor:
 
 
 def _weighted(sums: list[Tensor]) -> Tensor:
-    """Return int64 [n]: each tensor's row sums (int64 [its rows], n of them), folded, times the rows' factors, summed.
+    """Return int64 [n]: each of n tensors' row sums (int64 [its rows]), folded, times the rows' factors, summed.
 
     As differences of a running sum, exact modulo 2^64: few operations, however many tensors.
     """

@@ -15,7 +15,7 @@ _ROWS = 8
 def add(raw: Tensor, totals: Tensor, place: int, row: int, factor: int) -> None:
     """Add to totals[place] (int64) the checksum of `raw`, uint8 [n], which begins at a multiple of 8 bytes.
 
-    row: words of a row. factor: weight of what lies beyond the last whole row.
+    row: words of a row. factor: weight of the words beyond the last whole row.
     """
     size = raw.numel()
     if size:

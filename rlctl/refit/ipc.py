@@ -28,8 +28,8 @@ from rlctl.refit.source import WeightSource
 from rlctl.refit.staging import StagingBuffers
 from rlctl.utils.device_stream import DeviceEvent, DeviceStream, Span
 
-# Words of an owner: version and plan that it sends, parts that are ready, then parts that each receiver has taken, then
-# its items' checksums. Parts are its chunks and, last, the checksums; they are counted over all versions.
+# Words of an owner: version and plan sent, parts ready, then the parts taken by each receiver, then its items'
+# checksums. Parts are its chunks and, last, the checksums; they are counted over all versions.
 _VERSION, _DIGEST, _READY, _FIRST = range(4)
 
 
@@ -171,7 +171,7 @@ class IpcReceiver(ReceiverTransport):
         return found
 
     def times(self, loading: dict[int, float]) -> tuple[float, float]:
-        # Loading is what crosses the link; the owners' links do so at the same time.
+        # Loading crosses the link; the owners' links do so at the same time.
         return max(loading.values()), 0.0
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Places of Hugging Face tensors in an engine: which box of a tensor is in which part of which parameter.
+"""Places of Hugging Face tensors in an engine: the box of a tensor, the parameter, and the part there.
 
 A `ParamSlice` is one plain copy that the engine's own loader would make. Known regions turn a refit into copies
 straight into the live parameters, or into a second copy (shadow) that replaces them later, in one short copy.
@@ -64,7 +64,7 @@ class ParamSliceSink:
 
 
 class ShadowParams:
-    """A second copy of every parameter, and regions of it in place of the live ones."""
+    """A second copy of every parameter, and its regions in place of the live ones."""
 
     def __init__(self, parameters: Mapping[str, Tensor], regions: Iterable[ParamSlice]) -> None:
         # Copies, not empty memory: padding that no refit ever writes must survive the commit.
@@ -82,7 +82,7 @@ class ShadowParams:
 def verify_complete(regions: Iterable[ParamSlice], parameters: Mapping[str, Tensor], padded: set[str]) -> None:
     """Raise RefitError naming a parameter that a refit would not fill.
 
-    padded: names of parameters that hold rows of their own beyond the tensor's.
+    padded: names of parameters that hold further rows beyond the tensor's.
     """
     written: dict[int, int] = {}
     for region in regions:

@@ -1,11 +1,11 @@
 """The way of a chunk from a trainer rank to an engine worker, the same for every transport.
 
-    sender:    await a free buffer -> pack the chunk -> make it visible -> sum what is checked of it
-    receiver:  await the chunk -> load it -> sum what is checked of it -> give its buffer back
+    sender:    await a free buffer -> pack the chunk -> make it visible -> sum its checked items
+    receiver:  await the chunk -> load it -> sum its checked items -> give its buffer back
 
 All checksums follow as a last part, which the receiver compares. A transport (`SenderTransport`, `ReceiverTransport`)
-is only how a chunk becomes visible and how its buffer comes back. On CUDA packing, the wire and loading are streams of
-their own: the host queues work and does not wait, except where a transport says so.
+is only how a chunk becomes visible and how its buffer comes back. On CUDA packing, the wire and loading have separate
+streams: the host queues work and does not wait, except where a transport says so.
 """
 
 import time
@@ -51,7 +51,7 @@ class SenderTransport(ABC):
 
     @abstractmethod
     def begin(self, header: Header, deadline: Deadline) -> None:
-        """Prepare to send a version, before anything of it is packed."""
+        """Prepare to send a version, before any chunk is packed."""
 
     @abstractmethod
     def await_buffer(self, number: int, packing: DeviceStream) -> int:
@@ -63,19 +63,19 @@ class SenderTransport(ABC):
 
     @abstractmethod
     def publish_sums(self, sums: StreamingChecksums, packing: DeviceStream) -> None:
-        """Make the checksums visible; what they are taken of is queued on the packing stream."""
+        """Make the checksums visible; the work that they cover is queued on the packing stream."""
 
     def finish(self) -> None:  # noqa: B027
         """Wait until the weights may change again. Raises PeerLost naming the receiver and tensor at fault."""
 
     def drop(self, receivers: list[int], reason: str) -> None:  # noqa: B027
-        """Wait no longer for these receivers (ranks from 1) in the refit under way; called from another thread.
+        """Wait no longer for these receivers (ranks from 1) in the current refit; called from another thread.
 
-        A transport that cannot go on without them ends the refit with a RefitError of that reason.
+        A transport that needs every receiver ends the refit with a RefitError of that reason.
         """
 
     def abort(self) -> None:  # noqa: B027
-        """End what is under way after a PeerLost."""
+        """End the current refit after a PeerLost."""
 
     @abstractmethod
     def close(self) -> None:
@@ -98,7 +98,7 @@ class ReceiverTransport(ABC):
 
     @abstractmethod
     def arrive(self, number: int, chunk: Chunk, meanwhile: Callable[[], object]) -> tuple[int, DeviceStream]:
-        """Return the buffer in which chunk `number` arrives, and the stream on which it can be loaded once it is there.
+        """Return the buffer in which chunk `number` arrives, and the stream to load it on after its arrival.
 
         meanwhile: to be called while the host waits.
         """
@@ -129,7 +129,7 @@ class ReceiverTransport(ABC):
         """Raise RefitError if the version was overwritten while it was read."""
 
     def abort(self) -> None:  # noqa: B027
-        """End what is under way after a RefitError."""
+        """End the current refit after a RefitError."""
 
     @abstractmethod
     def close(self) -> None:
@@ -184,7 +184,7 @@ class ChunkSender:
         self._packing.follow()
         with self._packing as stream:
             # Processes take turns on a device: checksums come first and to the end if receivers share it, so that
-            # nothing of this process runs while they copy; else last, since receivers need not wait for them.
+            # nothing of this process runs while they copy; else last, since no receiver needs to wait.
             if when == "first":
                 self._sum_unbuffered(apart, checked)
                 self._sums.values(stream)
@@ -247,15 +247,15 @@ class ChunkReceiver:
     def receive(self, header: Header, sink: WeightSink) -> ReceiveReport:
         """Put every item of the plan into `sink`, whole and checked when this returns (device work included).
 
-        Raises RefitError: another version or plan than announced, a checksum that differs (names the tensor), a sender
-        that did not come in time (names its rank and tensor).
+        Raises RefitError: another version or plan than announced, a wrong checksum (names the tensor), a sender out of
+        time (names its rank and tensor).
         """
         begin, deadline, transport = time.perf_counter(), Deadline(self._timeout_s), self._transport
         self._plan.verify(header)
         if self._sink is not sink:
             self._sink, self._copies, self._sums = sink, {}, StreamingChecksums(self._device)
         checked = self._plan.checked(header)
-        # Before the header comes: from then on the wire waits for what is queued.
+        # Before the header comes: from then on the wire waits for queued work.
         self._sums.start(len(checked))
         self._loading = {owner: deque() for owner in self._plan.owners}
         self._seconds = dict.fromkeys(self._plan.owners, 0.0)
@@ -286,7 +286,7 @@ class ChunkReceiver:
         self._copies = {}
 
     def _load(self, number: int, chunk: Chunk, checked: Collection[int], sink: WeightSink) -> None:
-        """Queue what brings a chunk to where it belongs, and its checksums."""
+        """Queue the loading of a chunk, and its checksums."""
         transport = self._transport
         slot, stream = transport.arrive(number, chunk, self._give_back)
         with stream:

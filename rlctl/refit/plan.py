@@ -1,9 +1,8 @@
 """The refit plan: items, owners, order and chunks of one transfer; made once, verified by every receiver.
 
 Pure. A trainer rank holds boxes (rectangular parts) of Hugging Face tensors; a box, cut so that it fits a buffer,
-is an item, the unit of checking; a chunk is what one rank sends at a time. The plan's `digest` travels with every
-refit, so that two sides which disagree about a name, a shape, a dtype, an owner or a boundary stop before a
-single byte is loaded.
+is an item, the unit of checking; a chunk is sent by one rank at a time. The plan's `digest` travels with every refit.
+Two sides that disagree about a name, a shape, a dtype, an owner or a boundary stop before a single byte is loaded.
 """
 
 import hashlib
@@ -19,8 +18,8 @@ from rlctl.refit.protocol import Header, RefitError
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 ALIGNMENT = 512
 # Items below this size are packed and travel together; larger ones travel each on its own, from and into place.
-# Grouped NCCL broadcasts of Qwen3-8B's own tensors reached 100% of a raw broadcast's rate (two H200s); a broadcast
-# of its own costs a small tensor more than a copy through a buffer.
+# Grouped NCCL broadcasts of Qwen3-8B's own tensors reached 100% of a raw broadcast's rate (two H200s); a separate
+# broadcast costs a small tensor more than a copy through a buffer.
 PACKED_BYTES = 16 << 20
 # Owners whose chunks a receiver has buffers for at a time. Not more: their kernels, which wait for each other across
 # devices, must all find room.
@@ -240,7 +239,7 @@ def _entries(layout: Iterable[tuple[str, tuple[int, ...], str]]) -> tuple[Tensor
 def _assign(
     entries: tuple[TensorEntry, ...], index: dict[str, int], boxes: Sequence[Sequence[TensorSlice]]
 ) -> list[list[TensorSlice]]:
-    """Return each rank's boxes to send, in the entries' order; what several ranks hold goes to the least loaded."""
+    """Return each rank's boxes to send, in the entries' order; a box held by several ranks goes to the least loaded."""
     holders: dict[TensorSlice, list[int]] = {}
     for rank, share in enumerate(boxes):
         for box in share:

@@ -39,7 +39,7 @@ class BroadcastGroup:
     def broadcast(self, tensors: list[Tensor], what: str) -> None:
         """Send contiguous tensors from rank 0 into the others' memory; on CUDA queued on the current stream.
 
-        Raises PeerLost, which says that `what` was under way.
+        Raises PeerLost, whose message names the transfer.
         """
         options = dist.BroadcastOptions()
         options.rootRank = 0
@@ -56,7 +56,7 @@ class BroadcastGroup:
             raise PeerLost(f"{self._who}: the group broke at {what}: {_brief(error)}") from error
 
     def abort(self) -> None:
-        """End what is under way on this rank; the group is of no use afterwards. gloo ends by its own timeout."""
+        """End pending transfers on this rank; the group is of no use afterwards. gloo ends after its timeout."""
         if self.device.type == "cuda" and self._aborted.acquire(blocking=False):
             self._group.abort()
 

@@ -24,7 +24,7 @@ class TransportSpec:
     """A transport, and how its two ends find each other."""
 
     kind: Kind
-    # Engine workers in all; their ranks are 1 to `receivers`.
+    # Number of engine workers; their ranks are 1 to `receivers`.
     receivers: int
     # Longest that one end waits for another.
     timeout_s: float

@@ -31,7 +31,7 @@ from rlctl.workers.group import Pending, Worker, WorkerGroup, as_completed
 R = TypeVar("R")
 KNOB = "refit.timeout_s"
 MAX_BUFFER_BYTES = 5 << 30
-# Both ends give up by themselves after timeout_s; the driver waits a little longer for what they have to say.
+# Both ends give up by themselves after timeout_s; the driver waits a little longer for their reports.
 _GRACE_S = 10.0
 _SETTLE_S = 10.0
 # All weights travel in about this many chunks, and a rank's share in at least a quarter of as many, unless they become
@@ -47,7 +47,7 @@ _CACHED_BYTES = 8 << 20
 
 
 class ReceivesWeights(Protocol):
-    """The methods that a hosted engine offers the driver's `Refit`, whoever samples."""
+    """The methods that a hosted engine of any kind offers the driver's `Refit`."""
 
     def refit_open(self, spec: TransportSpec, plan: RefitPlan, first_rank: int, mode: Mode, in_flight: bool) -> Any:
         """Join the refit transport, and return how new weights are taken in.
@@ -56,7 +56,8 @@ class ReceivesWeights(Protocol):
         """
 
     def refit_receive(self, header: Header) -> EngineReport:
-        """Bring the engine to a version between two steps; running requests go on with it, their KV kept.
+        """Bring the engine to a version between two steps; running requests continue under the new version, their KV
+        kept.
 
         A failure leaves the engine poisoned (it samples no more), unless it raises `Untouched`.
         """
@@ -129,7 +130,7 @@ class Refit:
     def open(self, engines: list[EngineEnd]) -> list[Any]:
         """Connect both ends, again after an engine was rebuilt; return each engine's `weight_loader.LoadMode`.
 
-        Raises EnginesLost, or what a trainer raised.
+        Raises EnginesLost, or a trainer's error.
         """
         options = self.options
         spec = self._spec(sum(engine.ranks for engine in engines))
@@ -147,7 +148,7 @@ class Refit:
     def run(self, engines: list[EngineEnd], version: int, checks: Checks | None = None) -> RefitReport:
         """Send `version` and make it live everywhere; `checks` other than the run's own if given.
 
-        Raises EnginesLost for engines that failed, and what a trainer raised if no engine was the cause.
+        Raises EnginesLost for engines that failed, and a trainer's error if no engine was the cause.
         """
         header = Header(version, self.plan.digest, checks or self.options.checks)
         firsts = _first_ranks(engines)
@@ -163,13 +164,13 @@ class Refit:
         written = time.perf_counter() - begin
         receiving = [engine.worker.start(ReceivesWeights.refit_receive, header) for engine in engines]
         report = _merged(*self._await(receiving, [sending], drop))
-        # Engines that read what lies in memory know nothing of the time that it took to get there.
+        # Engines that read from memory do not know the time taken to write there.
         return report if self._spec(0).rendezvous else replace(report, seconds=report.seconds + written)
 
     def resend(self, engines: list[EngineEnd], fresh: list[EngineEnd], behind: list[EngineEnd], version: int) -> None:
         """Bring `fresh` (rebuilt) engines and those `behind` to `version`, which the others already have.
 
-        Raises EnginesLost by the place in `engines`, or what a trainer raised.
+        Raises EnginesLost by the place in `engines`, or a trainer's error.
         """
         if self._spec(0).rendezvous:
             self.open(engines)
@@ -211,8 +212,8 @@ class Refit:
     ) -> tuple[list[R], list[Any]]:
         """Return each engine's answer, and the trainers' if engines meet them in this call.
 
-        drop: tells the trainers of an engine that failed, so that they wait for it no longer. Without it nobody waits
-        for those that wait for one that failed. Raises EnginesLost by the place in `engines`, or what a trainer raised.
+        drop: tells the trainers of a failed engine, so that they wait no longer. Without it the call leaves ranks
+        behind that wait for a failed one. Raises EnginesLost by the place in `engines`, or a trainer's error.
         """
         answers, failed = dict[int, list[Any]](), dict[int, Exception]()
         for index, outcome in as_completed([*engines, *trainers], self._patience, KNOB):
@@ -256,7 +257,7 @@ def _blames_others(failure: Exception) -> bool:
 
 
 def _verdict(failed: dict[int, Exception], trainers: int) -> Exception:
-    """Return what a failed refit raises: engines are to blame unless only the trainers (index `trainers`) failed."""
+    """Return the error of a failed refit: engines are to blame unless only the trainers (index `trainers`) failed."""
     lost = {index: reason for index, reason in failed.items() if index != trainers}
     for index, reason in lost.items():
         if isinstance(reason, WorkerTimeout) and trainers in failed:

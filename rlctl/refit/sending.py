@@ -1,4 +1,4 @@
-"""A trainer rank's end of the refit, whatever trains behind it: says what it holds, then sends it when asked."""
+"""A trainer rank's end of the refit, for any backend: reports its boxes, then sends them when asked."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ class Holding:
 
     # (Hugging Face name, shape, dtype) of every whole tensor.
     layout: list[tuple[str, tuple[int, ...], str]]
-    # The rank's own parts of them.
+    # The rank's own parts of the tensors.
     boxes: list[TensorSlice]
     # Memory of its device.
     device_bytes: int
@@ -31,7 +31,7 @@ class SendsWeights:
         self._sender: ChunkSender | None = None
 
     def refit_holding(self, dtype: str) -> Holding:
-        """Return what the plan is made of; `dtype` is what every tensor travels as."""
+        """Return the input of the plan; every tensor travels as `dtype`."""
         if self._sending_device.type == "cuda":
             memory = torch.cuda.get_device_properties(self._sending_device).total_memory
         else:

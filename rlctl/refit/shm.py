@@ -1,8 +1,8 @@
 """Refit through host shared memory: trainer ranks write flat files in /dev/shm, every engine maps them.
 
-The simplest correct transport, and the fast one on CPU, where the mapping is the only copy. Two slots take turns
-and are reused for ever: a version stays readable until the next but one is written, so that an engine that was rebuilt
-can be brought to it, and writing goes into pages that exist (fresh ones of a tmpfs cost several times the copy).
+The simplest correct transport, and the fast one on CPU, where the mapping is the only copy. Two slots take turns and
+are reused: a version stays readable until the next but one is written, for engines rebuilt meanwhile, and writing goes
+into existing pages (fresh ones of a tmpfs cost several times the copy).
 """
 
 import mmap
@@ -55,7 +55,7 @@ class ShmSender(SenderTransport):
         return self._header.version % _SLOTS
 
     def publish(self, number: int, slot: int, packed: Span) -> None:
-        """Nothing is left to do: what is packed is in the slot."""
+        """Nothing is left to do: a packed chunk is already in the slot."""
 
     def publish_sums(self, sums: StreamingChecksums, packing: DeviceStream) -> None:
         first = 1 + len(self._source.plan.owners)
@@ -97,7 +97,7 @@ class ShmReceiver(ReceiverTransport):
         return None if self._adopted else self._view(number, slot)
 
     def placed(self, number: int, slot: int, sink: WeightSink) -> Tensor | None:
-        # Checksums are taken on the host, whatever device the sink is on.
+        # Checksums are taken on the host, for a sink on any device.
         return self._view(number, slot) if self._adopted else None
 
     def sums(self, owner: int, header: Header) -> dict[int, int]:
@@ -126,7 +126,7 @@ class ShmReceiver(ReceiverTransport):
 
 
 class _Slots:
-    """Both slots, mapped, and the words that say what is in them."""
+    """Both slots, mapped, and the words that describe their contents."""
 
     # The files belong to the run, not to one end.
     nbytes = 0

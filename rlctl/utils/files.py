@@ -32,7 +32,7 @@ def sync(path: Path) -> None:
 
 
 class Reserve:
-    """Disk space that is released when a run ends, so that its last records fit on a full disk."""
+    """Disk space released at the end of a run, so that its last records fit on a full disk."""
 
     def __init__(self, path: Path, nbytes: int) -> None:
         """Reserve the space, unless the disk is full already."""

@@ -18,7 +18,7 @@ def load_object(name: str) -> Any:
 def load_module(name: str) -> ModuleType:
     """Import a module by its name, looked up in the current directory too, or by its file.
 
-    A file inside a package is imported as part of it, so that its siblings are found. Raises the import's errors.
+    A file inside a package is imported as its submodule, so that its siblings are found. Raises the import's errors.
     """
     path = Path(name)
     folder = path.resolve().parent if path.suffix == ".py" else Path.cwd()

@@ -1,4 +1,4 @@
-"""Ports at which processes meet, and torch's store, which listens on one address alone."""
+"""Ports at which processes meet, and torch's store, bound to one address alone."""
 
 import random
 import socket
@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 LOOPBACK = "127.0.0.1"
-# Linux hands out those from 32768 on to whoever asks for any port; Ray's workers take those below 20000.
+# Linux hands out those from 32768 on to callers that ask for any port; Ray's workers take those below 20000.
 _LEFT_ALONE = range(20_000, 30_000)
 _TRIES = 100
 
@@ -15,7 +15,7 @@ _TRIES = 100
 def free_port(address: str = LOOPBACK) -> int:
     """Return a TCP port of an address of this machine that nobody listens on at this moment.
 
-    Whoever asked listens on it only after seconds of imports. Until then no other program is given it by chance.
+    The caller listens there only after seconds of imports. Until then no other program is given it by chance.
     """
     # Not the generator that a run's seed sets: runs side by side would try the same ports.
     for port in (*random.SystemRandom().sample(_LEFT_ALONE, _TRIES), 0):
@@ -28,8 +28,8 @@ def free_port(address: str = LOOPBACK) -> int:
 def open_store(host: str, port: int, *, server: bool, timeout: timedelta, world: int | None = None) -> Any:
     """Return torch's TCPStore at host:port; its server listens on that address alone.
 
-    torch's own server listens on every interface, and whoever connects may read and write without a token. world:
-    processes that the server waits for; None waits for nobody.
+    torch's own server listens on every interface, and any client may read and write without a token. world: processes
+    that the server waits for; None waits for nobody.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 

@@ -66,7 +66,7 @@ def _boot_id() -> str:
 
 
 def _start_without_proc(pid: int) -> str:
-    """Return what psutil knows on a system without /proc. A clock that is set may change it."""
+    """Return psutil's value on a system without /proc. A clock that is set may change it."""
     import psutil
 
     try:

@@ -1,4 +1,4 @@
-"""Processes of a run, and calls to them. Ray reads its environment at import, so it is set here, before any part."""
+"""Processes of a run, and calls between them. Ray reads its environment at import, so it is set here, before any part."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -8,16 +8,16 @@ ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",
-    # Workers at the driver's own priority: at Ray's default nice 15 they starve beside it on few cores.
+    # Workers at the driver's own priority: at Ray's default nice 15 they starve on few cores.
     "RAY_worker_niceness": "0",
     # Workers choose their devices by the run's placement, not by Ray's.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    # A thread that still waits for an answer after the end must not start a new Ray for it.
+    # A thread that still waits for an answer after the end must not start a new Ray.
     "RAY_ENABLE_AUTO_CONNECT": "0",
     # A run does not answer for the memory of other programs on the machine.
     "RAY_memory_monitor_refresh_ms": "0",
-    # Ray's metrics are readable without the token: nodes collect none, and the head's two servers of them, which have
-    # no switch, are given a port that does not exist.
+    # Ray's metrics are readable without the token: nodes collect none. The head's two metrics servers have no switch,
+    # and are given a port that does not exist.
     "RAY_enable_metrics_collection": "0",
     "AUTOSCALER_METRIC_PORT": "-1",
     "DASHBOARD_METRIC_PORT": "-1",

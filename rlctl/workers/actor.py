@@ -1,8 +1,8 @@
-"""The one actor class: hosts a plain worker object in a process of its own.
+"""The one actor class: hosts a plain worker object in a separate process.
 
-Worker methods run on threads that the host owns (one for trainers, so that thread-locals such as the grad mode
-and the CUDA device agree in every call). Errors travel as values with the worker's name and traceback, so that
-a raised exception never looks like a dead process. Output of the process goes to a log file of its own.
+Worker methods run on threads of the host. A trainer has one thread, so thread-locals such as the grad mode and the CUDA
+device agree in every call. Errors travel as values with the worker's name and traceback, so that a raised exception
+never looks like a dead process. Each process has its own log file for output.
 """
 
 import contextlib
@@ -79,13 +79,13 @@ class WorkerActor:
         return None, free_port(address)
 
     def _guarded(self, work: Callable[[], Any]) -> Answer:
-        """Run `work` on a thread of the worker; return what it raised as a Failure."""
+        """Run `work` on a thread of the worker; return its exception as a Failure."""
 
         def run() -> Answer:
             try:
                 return None, work()
             except BaseException as error:
-                # A worker that calls sys.exit must not take its thread, and whoever waits for it, along.
+                # A worker that calls sys.exit must not end its thread and leave a caller waiting.
                 with contextlib.suppress(Exception):  # the log may be on the disk that is full
                     traceback.print_exc()
                 trace = format_trace(error, error.__traceback__)
@@ -95,7 +95,7 @@ class WorkerActor:
 
 
 def _one_thread(name: str) -> Run:
-    """Return a function that runs work in turn on a thread of its own.
+    """Return a function that runs work in turn on a new thread.
 
     The work is handed over in 16 us, where an executor of one thread takes 26.
     """
@@ -125,11 +125,11 @@ def _redirect_output(log: Path) -> None:
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    # `kill -USR1 PID` writes what every thread is doing into the log: for a process that seems to hang. One that runs
-    # may crash by it, since CPython then reads frames while they change.
+    # `kill -USR1 PID` writes every thread's stack into the log: for a process that seems to hang. A running process may
+    # crash, since CPython then reads frames while they change.
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-    # Ray gives its workers streams of their own: bring Python's back to the two descriptors.
+    # Ray replaces the streams of its workers: bring Python's back to the two descriptors.
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Failure:
-    """One worker's exception. traceback: that of its own process."""
+    """One worker's exception. traceback: text of the traceback in the worker's process."""
 
     worker: str
     type: str
@@ -28,7 +28,7 @@ class WorkerError(RuntimeError):
 
 
 class WorkerDied(RuntimeError):
-    """The process of one or more workers is gone; the call's other answers are lost with it."""
+    """The process of one or more workers is gone; the call's other answers are lost too."""
 
     def __init__(self, call: str, workers: list[str], reason: str) -> None:
         self.call, self.workers, self.reason = call, workers, reason

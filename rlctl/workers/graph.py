@@ -1,8 +1,8 @@
 """Calls to a group of workers through a Ray Compiled Graph: the only place that knows Ray's `dag`.
 
-Every rank reads the same message from shared memory, takes its own arguments out of it and answers through a channel of
-its own. So one call costs the driver one write, whatever the number of ranks. Upstream keeps compiled graphs in
-maintenance (ray PR 61747): nothing depends on them, and `GraphUnavailable` says why there is none.
+Every rank reads the same message from shared memory, takes its arguments and answers through its own channel. So one
+call costs the driver one write for any number of ranks. Upstream keeps compiled graphs in maintenance (ray PR 61747):
+nothing depends on them, and `GraphUnavailable` says why there is none.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from ray.exceptions import RayActorError, RayChannelError, RayChannelTimeoutErro
 
 from rlctl.workers.errors import Failure
 
-# Releases of Ray that the tests ran with, up to the first that is not allowed.
+# Releases of Ray from the first tested, up to the first not allowed.
 TESTED = ((2, 60), (2, 61))
 # The first execution proves the graph: an actor that never reads compiles all the same.
 _PROOF_S = 120.0
@@ -74,7 +74,7 @@ class Graph:
     def call(self, message: Message, deadline_s: float) -> list[Answer]:
         """Return every rank's answer. Raises TimeoutError, RayActorError when a rank is gone, or another error of Ray.
 
-        Each of them breaks the graph, except TypeError: an argument that cannot be sent.
+        Each error breaks the graph, except TypeError: an argument that cannot be sent.
         """
         if self._broken:
             raise GraphBroken("an earlier call through the graph was given up")
@@ -91,13 +91,13 @@ class Graph:
         return [unpacked(answer) for answer in answers]
 
     def submit(self, message: Message) -> Callable[[], object]:
-        """Start a call; the returned function waits for it, and must be called before the next. For measuring."""
+        """Start a call; the returned function waits for the answer, and must be called before the next. For measuring."""
         answers = self._graph.execute(packed(message))
         self.calls += 1
         return lambda: ray.get(answers, timeout=_PROOF_S)
 
     def close(self) -> None:
-        """End the graph; at once if its actors were killed before, else after the call under way."""
+        """End the graph; at once if its actors were killed before, else after the current call."""
         graph, self._graph, self._broken = self._graph, None, True
         if graph is not None:
             with contextlib.suppress(RayActorError, RayChannelError):
@@ -105,7 +105,7 @@ class Graph:
 
 
 def idle(worker: object) -> None:
-    """Do nothing: the method of a call that only shows that its worker answers."""
+    """Do nothing: the method of a call that only proves its worker answers."""
 
 
 def packed(value: Any) -> Any:
@@ -127,7 +127,7 @@ def packed(value: Any) -> Any:
 
 
 def unpacked(value: Any) -> Any:
-    """Return the value that `packed` was given, in memory of its own; arrays are read-only, as in ordinary calls."""
+    """Return the value given to `packed`, copied into new memory; arrays are read-only, as in ordinary calls."""
     if not isinstance(value, bytes):
         return own(value)
     data, arrays = pickle.loads(value)
@@ -214,7 +214,7 @@ def _compiled(actors: Sequence[Any], buffer_bytes: int) -> Any:
 def _is_news(record: logging.LogRecord) -> bool:
     """Return False for a traceback of a graph's end.
 
-    Ray tears a graph down from a thread of its own as soon as an actor is gone, with a traceback for each. `WorkerDied`
-    names who died, and an end that was asked for is no error.
+    Ray's own thread tears a graph down as soon as an actor is gone, with a traceback for each. `WorkerDied` names the
+    dead worker, and a requested end is no error.
     """
     return not (record.exc_info and isinstance(record.exc_info[1], RayActorError | RayChannelError))

@@ -30,7 +30,7 @@ R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
 DEADLINE_KNOB = "run.deadline_s"
 _ASK_S = 60.0
-# Once a rank has failed, the others have so long to fail too, or to end.
+# Time that the other ranks have to fail or end, once one has failed.
 _OTHERS_S = 10.0
 
 
@@ -69,7 +69,7 @@ class Worker:
         return self.spec.name
 
     def built(self) -> "Pending[None]":
-        """Return the construction under way."""
+        """Return the pending construction."""
         return Pending("start-up", [self], [self._built])
 
     def start(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> "Pending[R]":
@@ -105,7 +105,7 @@ class Worker:
 
 @dataclass
 class Pending(Generic[R]):
-    """Calls under way on several workers, each of which returns an R."""
+    """Pending calls on several workers, with an R from each."""
 
     call: str
     workers: list[Worker]
@@ -115,7 +115,7 @@ class Pending(Generic[R]):
         """Return all results in the workers' order.
 
         Raises WorkerError if any worker raised, WorkerDied if any process is gone (both though others still work:
-        ranks may wait for the one that failed for ever), WorkerTimeout after `deadline_s` seconds.
+        ranks may wait for the failed one without end), WorkerTimeout after `deadline_s` seconds.
         """
         end = time.monotonic() + deadline_s
         waiting, failures = list(self.refs), list[Failure]()
@@ -139,7 +139,7 @@ class Pending(Generic[R]):
         return [worker for worker, ref in zip(self.workers, self.refs) if ref in waiting]
 
     def dead(self) -> list[str]:
-        """Return the names of the workers whose answers say that their process is gone."""
+        """Return the names of the workers whose processes are gone, by their answers."""
         names = []
         for worker, ref in zip(self.workers, self.refs):
             try:
@@ -172,7 +172,7 @@ def _explained(
 
 
 def _results(call: str, answers: Sequence[Answer]) -> list[Any]:
-    """Return what every worker returned. Raises WorkerError if any raised."""
+    """Return every worker's result. Raises WorkerError if any raised."""
     if failures := [failure for failure, _ in answers if failure]:
         raise WorkerError(call, failures)
     return [result for _, result in answers]
@@ -209,7 +209,7 @@ def as_completed(
 
 
 def _outcome(pending: Pending[Any], failed: bool) -> list[Any] | Exception:
-    """Return a call's results or exception; of a failed one that is still under way elsewhere, the exception."""
+    """Return a call's results or exception; the exception of a failed call, though other workers are still busy."""
     if failed:
         ready, _ = ray.wait(pending.refs, num_returns=len(pending.refs), timeout=0)
         pairs = [(worker, ref) for worker, ref in zip(pending.workers, pending.refs) if ref in ready]
@@ -221,7 +221,7 @@ def _outcome(pending: Pending[Any], failed: bool) -> list[Any] | Exception:
 
 
 class WorkerGroup:
-    """The ranks of one trainer: every call goes to all of them together."""
+    """The ranks of one trainer: every call goes to all ranks together."""
 
     def __init__(self, specs: Sequence[WorkerSpec], deadline_s: float) -> None:
         self.workers = [Worker(spec) for spec in specs]
@@ -242,11 +242,11 @@ class WorkerGroup:
         return self._start((method.__name__, [args] * len(self), kwargs))
 
     def call(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Return what `method` gives on each rank with the same arguments."""
+        """Return each rank's result of `method` with the same arguments."""
         return self._answers((method.__name__, [args] * len(self), kwargs))
 
     def run(self, method: Callable[[Any, *Ts], R], per_rank: Sequence[tuple[*Ts]]) -> list[R]:
-        """Return what `method` gives on each rank with that rank's own arguments."""
+        """Return each rank's result of `method` with that rank's own arguments."""
         return self._answers((method.__name__, per_rank, {}))
 
     def compile(self, buffer_bytes: int, lost: Callable[[str], None] = lambda why: None) -> None:
@@ -266,13 +266,13 @@ class WorkerGroup:
             self.graph = None
 
     def aside(self, method: Callable[[Any, *Ts], object], *args: *Ts) -> None:
-        """Call a short method while others run (see `WorkerActor.aside`); nobody waits for it."""
+        """Call a short method while others run (see `WorkerActor.aside`); nobody waits for its answer."""
         for worker in self.workers:
             worker.handle.aside.remote(method.__name__, args)
 
     def kill(self) -> None:
         """End all processes at once."""
-        # Before the graph's end, which would wait for a step under way.
+        # Before the graph's end, which would wait for the current step.
         for worker in self.workers:
             worker.kill()
         if self.graph:
@@ -316,6 +316,6 @@ class WorkerGroup:
 
 
 def _reason(error: RayError) -> str:
-    # Ray's text is a page on why workers die in general; one sentence of it is about this one.
+    # Ray's text is a page on why workers die in general; one sentence there is about this one.
     detail = re.search(r"exit detail: ([^.\n]*)", str(error))
     return detail.group(1).strip() if detail else "its process is gone"

@@ -1,8 +1,7 @@
-"""The parent's side of a process that runs code which may hang, fork or crash.
+"""The parent's side of a process for code that may hang, fork or crash.
 
 Requests are pickled, and read by rlctl's own code in the child. Replies are lines of JSON of bounded length: they come
-from a process in which the user's code runs, so they are never unpickled, and whoever asked checks that they answer
-what was asked.
+from a process that runs the user's code, so they are never unpickled. The caller checks that they answer its request.
 """
 
 import json
@@ -21,7 +20,7 @@ ENDING_TIMEOUT_S = 10.0
 
 
 class BadReply(Exception):
-    """Bytes that are no reply to what was asked."""
+    """Bytes that are no reply to the request."""
 
 
 class Channel:
@@ -74,15 +73,16 @@ class Channel:
 class GuardedProcess:
     """One process below two supervisors, see supervisor.py.
 
-    module: the program. max_reply: bytes of a reply. output: descriptor for what it prints; None: the standard error.
-    variables: those of its environment; None: what they are now.
+    module: the program. max_reply: bytes of a reply. output: descriptor for its output; None: the standard error.
+    variables: its environment; None: the current one.
     """
 
     def __init__(
         self, module: str, max_reply: int, output: int | None, variables: Mapping[str, str] | None = None
     ) -> None:
         self._module, self._max_reply, self._output = module, max_reply, output
-        # Taken now: while Ray starts, this process has Ray's, and whoever has that ends with Ray's folder.
+        # Taken now: while Ray starts, this process has Ray's, and a process with Ray's environment ends with Ray's
+        # folder.
         self._environment = {**(os.environ if variables is None else variables), "OMP_NUM_THREADS": "1"}
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Channel | None = None
@@ -102,12 +102,12 @@ class GuardedProcess:
         return None
 
     def start(self) -> Channel:
-        """Start the process, and return the channel to it."""
+        """Start the process, and return its channel."""
         self._channel = Channel(self.launch(), self._max_reply)
         return self._channel
 
     def launch(self) -> socket.socket:
-        """Start the process, and return the connection to it, for a caller with a channel of its own."""
+        """Start the process, and return its connection, for a caller that brings a channel."""
         ours, theirs = socket.socketpair()
         self._process = subprocess.Popen(
             [sys.executable, "-m", self._module, str(theirs.fileno())],
@@ -122,7 +122,7 @@ class GuardedProcess:
         return ours
 
     def stop(self) -> None:
-        """End the process, and whatever it started."""
+        """End the process, and all that it started."""
         if self._process is not None:
             assert self._process.stdin
             self._process.stdin.close()
@@ -136,7 +136,7 @@ class GuardedProcess:
         self._process = self._channel = None
 
     def ending(self) -> str:
-        """End what is left of the process, and return how it ended, in words."""
+        """End the rest of the process, and return in words how it ended."""
         assert self._process is not None
         try:
             code = self._process.wait(ENDING_TIMEOUT_S)

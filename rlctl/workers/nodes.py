@@ -1,8 +1,8 @@
 """Nodes of a Ray cluster as a run uses them: the living ones, a reservation on them, and a helper process on each.
 
-A reservation is one placement group with a bundle a node: all of it or nothing. The helper holds the bundle's GPUs, so
-that Ray says which they are. A run's processes ask Ray for no GPUs and are given their devices, since several may share
-one.
+A reservation is one placement group with a bundle a node: all bundles or none. The helper holds the bundle's GPUs,
+since Ray names them to their holder. A run's processes ask Ray for no GPUs and are given their devices, since several
+may share one.
 """
 
 import shutil
@@ -61,7 +61,7 @@ class NodeLease:
     # As CUDA_VISIBLE_DEVICES names them.
     gpus: tuple[str, ...]
     cores: int
-    # Bytes of the smallest of them; None without GPUs.
+    # Bytes of the smallest GPU; None without GPUs.
     memory: int | None
     # Ray handle of its `NodeHelper`.
     helper: Any

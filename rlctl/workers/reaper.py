@@ -1,11 +1,11 @@
-"""A small process that outlives a killed driver by two seconds, and removes what it left.
+"""A small process that outlives a killed driver by two seconds, and removes its remains.
 
 Ray's own processes notice a dead driver, but two of its agents live on (seen with Ray 2.60), and nobody removes
 the folders. The reaper waits at the other end of a pipe; when the driver is gone it ends every process that holds
-a file of the watched folders open, and removes the folders. It is a program of its own: `python reaper.py`.
+a file of the watched folders open, and removes the folders. It is a separate program: `python reaper.py`.
 
-If both are killed, the folders stay. Each has a file that its driver holds a lock on: a folder whose lock is free
-is a dead driver's, whatever its process id says, and the next run removes it.
+If both are killed, the folders stay. Each has a file that its driver holds a lock on: a folder whose lock is free is a
+dead driver's, even if its process id is in use again, and the next run removes it.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ _LENGTH_BYTES = 4
 
 
 class Reaper:
-    """The driver's end: makes folders that are removed, with the processes that use them, when the driver is gone."""
+    """The driver's end: makes folders to be removed, with the processes in them, when the driver is gone."""
 
     def __init__(self) -> None:
         self._locks: dict[Path, int] = {}
@@ -75,7 +75,7 @@ class Leftover:
     path: Path
     # The driver, in words.
     owner: str
-    # (pid, name) of those that still use the folder.
+    # (pid, name) of processes that still use the folder.
     processes: tuple[tuple[int, str], ...]
     nbytes: int
 
@@ -190,7 +190,7 @@ def _messages(data: bytes) -> Iterator[Path]:
 
 def main() -> None:
     """Read folders until the driver's end of the pipe closes; then remove those that still exist."""
-    # Ray ends a worker's children with it, but not theirs.
+    # Ray ends a worker's children too, but not their children.
     if os.fork():
         os.wait()
         return

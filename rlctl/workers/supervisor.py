@@ -1,14 +1,14 @@
-"""Supervisors of a guarded process, which runs the user's code: whatever that starts ends with it.
+"""Supervisors of a guarded process, which runs the user's code: every descendant of that code ends with the process.
 
-A supervisor adopts whatever its descendants leave behind, also what has a session of its own, and ends all of it when
-the process below it ends. There are two, one below the other, since the user's code may kill one by signal:
+A supervisor adopts all orphans among its descendants, also those in a new session, and ends them when the process below
+it ends. There are two, one below the other, since the user's code may kill one by signal:
 
     outer -> inner -> worker
 
-The outer one ends everything when the parent asks for it and when the parent is gone (its standard input closes). It
-adopts what a killed inner one leaves. The inner one ends everything when the outer one is gone (its pipe closes).
-A child of another program, such as a container that a daemon starts, is out of their reach.
-The first argument of the program is the connection's descriptor, see guarded.py.
+The outer one ends everything at the parent's request and when the parent is gone (its standard input closes). It adopts
+the orphans of a killed inner one. The inner one ends everything when the outer one is gone (its pipe closes). A child
+of another program, such as a container that a daemon starts, is out of their reach. The first argument of the program
+is the connection's descriptor, see guarded.py.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ def run_guarded(work: Callable[[socket.socket], None]) -> NoReturn:
         os._exit(1)
     os.close(outer_gone)
     _stay_silent_when_forked(connection)
-    # It ends by SIGKILL: what was printed into a buffer until then would be lost.
+    # It ends by SIGKILL: text printed into a buffer until then would be lost.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
     work(connection)
@@ -59,7 +59,7 @@ def run_guarded(work: Callable[[socket.socket], None]) -> NoReturn:
 
 
 def _fork() -> int:
-    """Fork, and adopt whatever the child's descendants leave. Returns the child's pid, and 0 in the child."""
+    """Fork, and adopt the orphans of the child's descendants. Returns the child's pid, and 0 in the child."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     return os.fork()
 
@@ -83,7 +83,7 @@ def _supervise(child: int, asked: int, connection: socket.socket) -> NoReturn:
     """Wait until `child` ends or the descriptor `asked` closes, end the family, and exit as shells report `child`."""
     connection.close()
     for number in (signal.SIGINT, signal.SIGTERM):
-        # The parent finishes its step. The worker keeps the defaults, which whatever it starts inherits.
+        # The parent finishes its step. The worker keeps the defaults, and its children inherit them.
         signal.signal(number, signal.SIG_IGN)
     status = _wait(child, asked)
     _end_family(child)

@@ -1,4 +1,4 @@
-"""Logs of a user's code in processes of its own: failures counted by cause (contract 11), and bounded output."""
+"""Logs of a user's code in separate processes: failures counted by cause (contract 11), and bounded output."""
 
 import os
 import threading
@@ -14,7 +14,7 @@ _OTHER = "other causes"
 # Bytes of output in an attempt. A line a rollout would fill a disk in the weeks that a run may take.
 MAX_LOG_BYTES = 4 << 20
 _READ_BYTES = 1 << 16
-# A process that a user's code left behind may hold the pipe open for ever.
+# An orphan of the user's code may hold the pipe open without end.
 _ENDING_S = 2.0
 
 
@@ -74,7 +74,7 @@ class FailureLog:
             self._emit("warning", what=f"{what}; {then or self._then}, {self._metric}{told}")
 
     def note(self, name: str, what: str) -> None:
-        """Emit a warning of what is no failure, once for each `name`."""
+        """Emit a warning of something short of a failure, once for each `name`."""
         with self._lock:
             first = name not in self._noted
             self._noted.add(name)

@@ -1,4 +1,4 @@
-"""Explanations of calls that take long: who waits for whom, long before the deadline (contract 8).
+"""Explanations of calls that take long: the waiting part and its partner, long before the deadline (contract 8).
 
 The driver's threads open a wait around each call; one thread looks at the open ones. A call is explained once it takes
 longer than `explain_after_s` and three times as long as any earlier call of its name. If a worker's process is stopped,

@@ -4,7 +4,7 @@ r"""Requests that an engine is sampling, one record each, from `submit` until `c
                  |  \--- engine poisoned -> FAILED -- collect raises --> gone
                  \------ abort -----------------------------------> gone
 
-Pure bookkeeping but for the lock: the engine's thread changes records, a caller's thread waits for those that ended.
+Pure bookkeeping but for the lock: the engine's thread changes records, a caller's thread waits for finished ones.
 """
 
 import threading
@@ -40,8 +40,8 @@ def after_step(stats: EngineStats, seconds: float, sequences: int, cache: Any) -
 
 
 def stall(steps: list[float], begin: float, end: float) -> float:
-    """Return what a change of weights in [begin, end] costs running requests: seconds of the longest gap between two
-    steps that touches it, beyond the median gap before it.
+    """Return the cost of a change of weights in [begin, end] for running requests: seconds of the longest gap between
+    two steps that touches it, beyond the median gap before it.
 
     steps: ascending times; 0 where nothing was sampled before or after.
     """
@@ -88,7 +88,7 @@ class ActiveRequests:
 
     def __init__(self) -> None:
         self._turns: dict[str, ActiveTurn] = {}
-        # Those of them that are DONE or FAILED.
+        # Records that are DONE or FAILED.
         self._ended: dict[str, ActiveTurn] = {}
         self._failure: BaseException | None = None
         self._changed = threading.Condition()
@@ -138,7 +138,7 @@ class ActiveRequests:
             return {name: turn for name, turn in found.items() if turn}
 
     def fail(self, error: BaseException) -> None:
-        """End what runs with an error, which the next `collect` raises."""
+        """End running requests with an error, which the next `collect` raises."""
         with self._changed:
             self._failure = error
             for name, turn in self._turns.items():
@@ -147,8 +147,9 @@ class ActiveRequests:
             self._changed.notify_all()
 
     def collect(self, patience_s: float, waiting: Callable[[], int] = lambda: 0) -> list[ActiveTurn]:
-        """Wait until a request is DONE, but no longer than that, and take all that are. Raises what `fail` was given
-        if it ended a request. waiting: returns how many requests of the engine have not begun."""
+        """Wait until a request is DONE, at most for the patience, and take all that are. Raises the error given to
+        `fail` if it ended a request. waiting: returns how many requests of the engine have not begun.
+        """
         with self._changed:
             if self._changed.wait_for(lambda: self._ended, patience_s):
                 self._gather(waiting)
@@ -161,7 +162,7 @@ class ActiveRequests:
             return list(ended.values())
 
     def _gather(self, waiting: Callable[[], int]) -> None:
-        """Wait for answers that leave together with the one that is there."""
+        """Wait for further answers, to leave with the first."""
         for _ in range(GATHER_ROUNDS):
             if self._changed.wait_for(lambda: not self, GATHER_S):
                 return

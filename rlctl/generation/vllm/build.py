@@ -33,8 +33,8 @@ def build_llm(spec: EngineSpec, extension: str) -> tuple[Any, list[str]]:
         extra |= {
             # Prompts share their prefix by whole blocks, and CPU's own default of 128 shares next to none.
             "block_size": 32,
-            # A seeded request whose prompt is prefilled in chunks rewinds its generator by an offset, which CPU
-            # generators do not have: vLLM 0.32 then fails in the step.
+            # A seeded request with a prompt prefilled in chunks rewinds its generator by an offset. CPU generators have
+            # none: vLLM 0.32 then fails in the step.
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(spec.max_model_len, _CPU_BATCH_TOKENS),
         }
@@ -45,7 +45,7 @@ def build_llm(spec: EngineSpec, extension: str) -> tuple[Any, list[str]]:
             # sequences, takes 13 ms instead of 6 (Qwen3-1.7B, H200). FlashAttention 3 lets all steps have them.
             extra["compilation_config"] = {"cudagraph_mode": "FULL"}
         if spec.tensor_parallel_size > 1:
-            # In a placement group vLLM would choose Ray, and wants one of its own making.
+            # In a placement group vLLM would choose Ray, and asks for a group that it made itself.
             extra["distributed_executor_backend"] = "mp"
     llm = llm_engine.from_engine_args(
         engine_args(
@@ -92,7 +92,7 @@ def _classes() -> tuple[Any, Any]:
 
 
 def _hopper() -> bool:
-    """Ask the driver, since CUDA must not be initialized before vLLM starts processes of its own."""
+    """Ask the driver, since CUDA must not be initialized before vLLM starts its processes."""
     from vllm.platforms import current_platform
 
     capability = current_platform.get_device_capability()
@@ -126,7 +126,7 @@ def _sampling_params(spec: EngineSpec, request: TurnRequest) -> Any:
     from vllm.sampling_params import RequestOutputKind
 
     greedy, forced = request.temperature == 0, spec.forced_lengths
-    # Trainer and engine are compared on whole distributions: the trainer does not know what top_p and top_k cut.
+    # Trainer and engine are compared on whole distributions: the trainer does not know the cuts of top_p and top_k.
     whole = greedy or request.id.rollout.purpose == "parity"
     longest = request.max_new_tokens
     return SamplingParams(

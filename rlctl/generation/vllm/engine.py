@@ -24,11 +24,11 @@ from rlctl.refit.protocol import EngineReport, Header, Mode, ReceiveReport, Tran
 _IDLE_POLL_S = 0.05
 _STAGED_POLL_S = 0.002
 _STEPS_REMEMBERED = 4096
-# Requests that vLLM has beyond those that it decodes at a time.
+# Requests handed to vLLM beyond the number it decodes at a time.
 _SPARE = 16
 # Requests that enter vLLM in a step, where it has those.
 _ENTER = 2
-# Whoever calls the engine lets its thread go on after so many requests, for so many seconds.
+# A caller's thread pauses after each four requests, for 0.1 ms, so that the engine's thread runs.
 _TOGETHER, _YIELD_S = 4, 1e-4
 
 
@@ -50,7 +50,7 @@ class VllmEngine(Engine):
         self._notes = list[str]()
         self._commands: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._requests = ActiveRequests()
-        # Those of them that vLLM has not been handed yet.
+        # Requests not handed to vLLM yet.
         self._entering: deque[Any] = deque()
         self._stats = EngineStats()
         self._version = spec.version
@@ -144,7 +144,7 @@ class VllmEngine(Engine):
         return answers
 
     def _beside(self, work: Callable[[Any], Any], each: Sequence[Any]) -> list[Any]:
-        """Return what `work` makes of each, on the caller's thread.
+        """Return `work` applied to each, on the caller's thread.
 
         Python lets the engine's thread go on after 5 ms of another's, which is a whole step; so this one stands back
         in between.
@@ -166,7 +166,7 @@ class VllmEngine(Engine):
             self._llm, self._notes = build_llm(self._spec, self._extension)
             self._stats = replace(self._stats, holds=cached_sequences(self._llm))
         except BaseException as error:
-            # Whoever asks learns why: construction waits for the first command's answer.
+            # A caller learns why: construction waits for the first command's answer.
             while True:
                 self._commands.get()[1].set_exception(error)
         while True:
@@ -189,11 +189,11 @@ class VllmEngine(Engine):
         try:
             self._sample_tokens()
         except BaseException as error:
-            # The thread lives on: whoever asks next gets an answer, not silence.
+            # The thread lives on: the next caller gets an answer, not silence.
             self._poison(f"vLLM failed in a step: {error}", error)
 
     def _sample_tokens(self) -> None:
-        """Make one step of vLLM, and take note of what ended."""
+        """Make one step of vLLM, and record finished requests."""
         begin = time.perf_counter()
         self._let_in()
         outputs = self._llm.step()
@@ -221,7 +221,7 @@ class VllmEngine(Engine):
             self._entering.append(own)
 
     def _let_in(self) -> None:
-        """Hand requests to vLLM: all that it has a place for, and few in each step of those that would wait there."""
+        """Hand requests to vLLM: all that have a place there, and a few per step of the others."""
         scheduler = self._scheduler
         room = scheduler.max_num_running_reqs + _SPARE - len(scheduler.running) - len(scheduler.waiting)
         for _ in range(min(len(self._entering), max(room, _ENTER))):
@@ -235,12 +235,12 @@ class VllmEngine(Engine):
         """Hand a request to vLLM. request: from `vllm_request`."""
         if self._spec.reset_prefix_cache:
             # The salt keeps prefixes that older weights computed out of reach. vLLM's own reset does nothing while
-            # requests run, or begins all of them again.
+            # requests run, or restarts them all.
             request.cache_salt = f"v{self._version}"
         add_request(self._llm, request)
 
     def _stage(self, header: Header) -> list[ReceiveReport]:
-        """Receive beside the live weights while requests go on. Raises Untouched."""
+        """Receive into shadow parameters while requests continue. Raises Untouched."""
         self._advance(RefitState.RECEIVING)
         try:
             self._on_thread(lambda: self._workers("rl_stage", header))
@@ -252,13 +252,15 @@ class VllmEngine(Engine):
         return list(reports)
 
     def _change(self, header: Header, load: Callable[[], float]) -> float:
-        """Make a version live by `load`, and let what runs go on with it; return the seconds that `load` says."""
+        """Make a version live by `load`; running requests continue under the new weights; return the seconds that
+        `load` says.
+        """
         self._require_sound()
         self._advance(RefitState.CHANGING)
         try:
             seconds = load()
         except BaseException as error:
-            # Weights may be a mixture: what runs must not go on with them.
+            # Weights may be a mixture: running requests must not continue.
             self._poison(f"the refit to version {header.version} failed: {error}", error)
             raise
         self._advance(RefitState.SERVING)
@@ -274,7 +276,7 @@ class VllmEngine(Engine):
             self._state = state
 
     def _poison(self, why: str, error: BaseException) -> None:
-        """Sample nothing from now on, and end what runs with the error."""
+        """Sample nothing from now on, and end running requests with the error."""
         self._state, self._poisoned = RefitState.POISONED, why
         self._entering.clear()
         self._requests.fail(error)
@@ -282,7 +284,7 @@ class VllmEngine(Engine):
     def _workers(self, method: str, *arguments: Any) -> list[Any]:
         """Return the answers of all workers to a method of `RefitWorker`. Raises the first failure once all answered.
 
-        vLLM itself stops reading at the first failure, and takes what is left for the answers of the next call.
+        vLLM itself stops reading at the first failure, and mistakes the remaining answers for those of the next call.
         """
         answers: list[Any] = self._llm.collective_rpc(method, args=arguments)
         for answer in answers:

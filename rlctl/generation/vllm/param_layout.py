@@ -1,7 +1,7 @@
 """Layout of tensors in an engine, found by watching its own loader load tensors that hold nothing.
 
-Every architecture and parallel layout has loaders of its own in vLLM (fused projections, expert stacks, slices of
-a tensor-parallel rank, replicated heads). They end in plain copies, which are recorded here instead of made.
+vLLM has separate loaders for every architecture and parallel layout (fused projections, expert stacks, slices of a
+tensor-parallel rank, replicated heads). They end in plain copies, which are recorded here instead of made.
 """
 
 import re
@@ -17,7 +17,7 @@ from rlctl.models.hf_folder import WeightFiles
 from rlctl.refit.param_slices import ParamSlice
 from rlctl.refit.plan import RefitPlan, TensorSlice
 
-# Attributes of a module that are no weights of its own: what torch registers, and what vLLM binds to attention.
+# Attributes of a module that are not its weights: those registered by torch, and those that vLLM binds to attention.
 _NO_WEIGHTS = ("_parameters", "_buffers", "_modules", "kv_cache")
 
 
@@ -60,8 +60,8 @@ def record_regions(model: Any, plan: RefitPlan) -> list[ParamSlice]:
 def prove(regions: list[ParamSlice], files: WeightFiles) -> None:
     """Compare an engine's weights with the files that it loaded, one tensor of each kind, bit by bit.
 
-    A model may rearrange weights after its loaders are through, which copies of theirs cannot show.
-    Raises UnsupportedLayout.
+    A model may rearrange weights after its loaders are through; the recorded copies cannot show this. Raises
+    UnsupportedLayout.
     """
     kinds = {re.sub(r"\d+", "*", region.box.name): region for region in regions}
     for region in kinds.values():

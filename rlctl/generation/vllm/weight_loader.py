@@ -1,8 +1,8 @@
 """Ways in which a vLLM worker takes new weights in: where they are received, and how they become the live ones.
 
-staged: received beside the live weights, on a thread, while the engine samples; then one short commit. direct:
-received into the live weights, nothing sampled meanwhile. Either way the receiver has checked every item before
-`commit` returns; what fails before a staged commit leaves the live weights untouched.
+staged: received into shadow parameters, on a thread, while the engine samples; then one short commit. direct: received
+into the live weights, nothing sampled meanwhile. Either way the receiver has checked every item before `commit`
+returns; a failure before a staged commit leaves the live weights untouched.
 """
 
 import threading
@@ -20,7 +20,7 @@ from rlctl.refit.plan import RefitPlan
 from rlctl.refit.protocol import Header, Mode, ReceiveReport, RefitError
 from rlctl.refit.sink import WeightSink, WholeTensorSink
 
-# Left free beside the shadow parameters, for the engine's own temporary memory.
+# Left free, apart from the shadow parameters, for the engine's own temporary memory.
 _SPARE_BYTES = 2 << 30
 
 
@@ -31,7 +31,7 @@ class WeightLoader(Protocol):
     choice: LoadMode
 
     def commit(self) -> None:
-        """Make what the sink received the live weights; queued on the current stream or done."""
+        """Make the received weights live; queued on the current stream or done."""
 
 
 class WeightReceiver:
@@ -59,7 +59,7 @@ class WeightReceiver:
         self._staging.start()
 
     def staged(self) -> ReceiveReport | None:
-        """Return the receiver's report once everything arrived, None before. Raises what receiving raised."""
+        """Return the receiver's report once everything arrived, None before. Raises the error of receiving."""
         if isinstance(self._staged, Exception):
             raise self._staged
         return self._staged
@@ -78,7 +78,7 @@ class WeightReceiver:
         return time.perf_counter() - begin
 
     def close(self) -> None:
-        """Leave the transport; a thread that still receives ends with an error of its own."""
+        """Leave the transport; a thread that still receives ends with an error."""
         self._receiver.close()
 
     def _stage(self, header: Header) -> None:
@@ -116,7 +116,7 @@ class ShadowLoader:
         parameters: dict[str, Tensor],
     ) -> None:
         self._shadow = ShadowParams(parameters, regions)
-        # Made on this thread's stream; what is received comes on others.
+        # Made on this thread's stream; received items come on others.
         torch.cuda.synchronize()
         self.sink: WeightSink = ParamSliceSink(plan, self._shadow.regions, beside_requests=True)
         self.choice = LoadMode("staged", why, self._shadow.nbytes, overwrites)
@@ -154,8 +154,8 @@ def choose_loading(
     runner: vLLM's model runner. regions: from `find_regions`. in_flight: sampling goes on during a refit. room: bytes
     free on the device of every worker of the engine, after the transport's buffers.
 
-    Raises RefitError for `direct` where the engine rearranges its weights, `staged` without the memory for it,
-    or parameters that the plan does not fill.
+    Raises RefitError for `direct` where the engine rearranges its weights, `staged` without enough memory, or
+    parameters that the plan does not fill.
     """
     if isinstance(regions, UnsupportedLayout):
         if mode == "direct":

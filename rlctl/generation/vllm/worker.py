@@ -39,7 +39,7 @@ listen_on_the_address_alone()
 
 
 def answered(method: Method) -> Method:
-    """Have the method return what it raises, see `VllmEngine._workers`."""
+    """Have the method return its error, for `VllmEngine._workers`."""
 
     @wraps(method)
     def answer(*args: Any, **kwargs: Any) -> Any:
@@ -101,7 +101,7 @@ class RefitWorker:
 
     @answered
     def rl_stage(self, header: Header) -> None:
-        """Begin to receive beside the live weights."""
+        """Begin to receive into shadow parameters."""
         self._rl.stage(header)
 
     @answered
@@ -111,7 +111,7 @@ class RefitWorker:
 
     @answered
     def rl_commit(self) -> float:
-        """Make what was received the live weights; return the seconds that took."""
+        """Make the received weights live; return the seconds that took."""
         return self._rl.commit()
 
     def rl_memory(self) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """Steps of vLLM's model runner without the work that no request of rlctl's needs.
 
-vLLM writes the state of a new request by four kernels, each with lists and copies of its own. In every step it writes
+vLLM writes the state of a new request by four kernels, each with separate lists and copies. In every step it writes
 sampling parameters, looks for penalties, biases and banned words, and ranks each sampled token among the whole
 vocabulary. The device waits for that: a step of 128 sequences takes the host 4 to 6 ms (Qwen3-1.7B, H200).
 """
@@ -108,7 +108,7 @@ class StateWrites:
         self._states.prefill_len.copy_to_uva()
 
     def _write(self) -> None:
-        """Write what was staged: the runner's last write before it prepares the step's inputs."""
+        """Write staged values: the runner's last write before it prepares the step's inputs."""
         addresses = [each.gpu.data_ptr() for each in self._tensors]
         if addresses != self._addresses:
             self._addresses, self._layout = addresses, self._make_layout(addresses)
@@ -136,7 +136,7 @@ def _copy_to_device(data: Any, device: Any, dtype: Any = None) -> Any:
 
 
 def _skip_what_none_asks_for(runner: Any) -> None:
-    """Spare each step vLLM's looks at what `vllm_build.vllm_request` never asks for."""
+    """Skip vLLM's checks for options that `build.vllm_request` never sets."""
 
     def nothing(*arguments: Any) -> None:
         pass
@@ -147,7 +147,7 @@ def _skip_what_none_asks_for(runner: Any) -> None:
     sampler.bad_words_state.apply_bad_words = nothing
     sampler.sampling_states.apply_min_p = nothing
     sampler.logprob_token_ids_state.max_num_token_ids = lambda rows: 0
-    # Each request asks for the log-prob of its own tokens.
+    # Each request asks for the log-probs of its sampled tokens.
     sampler.sampling_states.max_num_logprobs = lambda rows: 0
     runner.prompt_logprobs_worker.compute_prompt_logprobs = lambda *arguments: {}
 
@@ -155,7 +155,7 @@ def _skip_what_none_asks_for(runner: Any) -> None:
 def _keep_log_probs_alone() -> None:
     """Have vLLM's sampler compute and copy the log-probs of sampled tokens, and no ranks, where nothing else was asked.
 
-    The lists of its outputs have no ranks and no tokens then; tokens come beside them.
+    The lists of its outputs have no ranks and no tokens then; tokens come separately.
     """
     import torch
     from vllm.v1.outputs import LogprobsTensors

@@ -1,4 +1,4 @@
-"""One more token for each request that goes on, without the work that vLLM does for all that a request might need.
+"""One more token for each request that goes on, without vLLM's work for everything a request might need.
 
 Nearly all requests of a step need nothing but their next token: they do not end, and their last block has room. vLLM
 looks at some fifty properties of each, asks four layers for blocks, and makes an output for each token.
@@ -8,7 +8,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
-# What rlctl's engines have not. A scheduler that has any of it, in vLLM 0.25 or 0.32, is left alone.
+# Features that rlctl's engines lack. A scheduler with any of these, in vLLM 0.25 or 0.32, is left alone.
 _FEATURES = (
     "connector",
     "ec_connector",
@@ -40,8 +40,8 @@ class NextTokens:
     """Stands before a scheduler's `schedule`, and takes in the tokens of requests that go on.
 
     Made for vLLM 0.25 and 0.32, requests of `vllm_request`, and models whose layers all attend to the whole
-    sequence; of others it takes nothing in. It does what vLLM's schedulers do for a running request that gets one more
-    token, in their order.
+    sequence; of others it takes nothing in. It repeats the steps of vLLM's schedulers for a running request with one
+    more token, in their order.
     """
 
     def __init__(self, scheduler: Any) -> None:
@@ -53,7 +53,7 @@ class NextTokens:
         self._running, self._unpaused = RequestStatus.RUNNING, PauseState.UNPAUSED
         # The next step is scheduled before this one's tokens are known: they have placeholders meanwhile.
         self._ahead = isinstance(scheduler, AsyncScheduler)
-        # What vLLM 0.32 has, and 0.25 has not.
+        # Attributes of vLLM 0.32 that 0.25 lacks.
         self._counts_in_flight = "num_in_flight_tokens" in Request.__init__.__code__.co_names
         # Tokens that were sampled before a request was preempted, and are yet to come.
         self._stale = "num_stale_output_tokens" if self._counts_in_flight else "async_tokens_to_discard"
@@ -66,7 +66,7 @@ class NextTokens:
             self._schedule, scheduler.schedule = scheduler.schedule, self._schedule_next
 
     def _schedule_next(self, throttle_prefills: bool = False) -> Any:
-        """Give the running requests a token each, and have vLLM schedule those that wait, with what they leave."""
+        """Give each running request a token, and have vLLM schedule waiting requests with the remaining budget."""
         scheduler = self._scheduler
         held = throttle_prefills or scheduler._pause_state != self._unpaused
         if held or not (going := self._going()):
@@ -89,7 +89,7 @@ class NextTokens:
         return step
 
     def _going(self) -> list[Any]:
-        """Return the running requests that get one token; none where vLLM has more to decide about one of them."""
+        """Return the running requests that get one token; none where vLLM has more to decide about any request."""
         scheduler, blocks, size = self._scheduler, self._blocks, self._size
         before = None if scheduler.use_v2_model_runner else scheduler.prev_step_scheduled_req_ids
         going, short, longest = [], 0, scheduler.max_model_len
@@ -99,7 +99,7 @@ class NextTokens:
             if missing != 1 or request.is_prefill_chunk or (before is not None and request.request_id not in before):
                 return []
             if computed + 1 >= longest or (ahead and len(request._output_token_ids) + 1 >= request.max_tokens):
-                # Its last token is under way: vLLM passes it over too.
+                # Its last token is being computed: vLLM passes it over too.
                 continue
             short += computed >= len(blocks[request.request_id]) * size
             going.append(request)
@@ -118,7 +118,7 @@ class NextTokens:
             names.append(name)
             computed.append(before)
             sampled.append(len(request._output_token_ids) + ahead)
-            # Tokens whose keys and values the cache will have, and that are known: whether they fill one more block.
+            # Known tokens with keys and values in the cache after this step: whether they fill one more block.
             known = before + 1 - ahead
             if before < len(blocks[name]) * size and not (caching and known // size > cached.get(name, 0)):
                 new_blocks.append(None)
@@ -134,7 +134,7 @@ class NextTokens:
         return names, new_blocks, computed, sampled
 
     def take(self, scheduled: Any, sampled: Any, log_probs: list[float], kept: dict[str, SampledTokens]) -> Any:
-        """Append the step's token to each request that has one already and surely goes on, and to what is `kept` of it.
+        """Append the step's token to each request that already has one and surely goes on, and to its entry in `kept`.
 
         log_probs: of each row of `sampled`. Returns the step without those requests, for `update_from_output`.
         """

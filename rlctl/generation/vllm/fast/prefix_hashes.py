@@ -9,8 +9,8 @@ from typing import Any
 
 from rlctl.generation.vllm.fast.next_token import whole_sequences
 
-# Rollouts whose hashes are kept, for each sequence that an engine decodes. Most rollouts wait: for the engine, or for
-# their environment. A token of a rollout takes 36 bytes.
+# Rollouts with kept hashes, for each sequence decoded at a time. Most rollouts wait: for the engine, or for their
+# environment. A token of a rollout takes 36 bytes.
 _KEPT = 4
 
 
@@ -18,7 +18,7 @@ class PrefixHashes:
     """Stands before an engine core's `request_block_hasher`, for requests that begin.
 
     Made for vLLM 0.25 and 0.32, and models whose layers all attend to the whole sequence. Tokens and salt are compared:
-    a history that was rewritten is hashed anew.
+    a rewritten history is hashed again.
     """
 
     def __init__(self, core: Any) -> None:

@@ -20,7 +20,7 @@ class StepOutputs:
     def __init__(self, scheduler: Any, states: Mapping[str, Any], next_tokens: NextTokens | None = None) -> None:
         """Take the place of the scheduler's `update_from_output`. states: of the output processor, by request.
 
-        next_tokens: takes in what it can before the scheduler does.
+        next_tokens: takes in its share before the scheduler does.
         """
         self._states, self._next = states, next_tokens
         self._running: dict[str, SampledTokens] = {}

@@ -1,7 +1,7 @@
-"""The switch of vLLM's shortened steps, `generation.fast_path`: all of them, or vLLM's own.
+"""The switch of vLLM's shortened steps, `generation.fast_path`: all shortened steps, or vLLM's own.
 
-They take the place of vLLM's private code. So they are on only for exact versions that they were compared with bit by
-bit (`tests/system/test_next_token.py`, `tests/gpu/test_next_token.py`), and where every name that they rely on exists.
+They take the place of vLLM's private code. So they are on only for the exact versions compared with vLLM's steps bit by
+bit (`tests/system/test_next_token.py`, `tests/gpu/test_next_token.py`), and where every name that they need exists.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,7 +14,7 @@ from rlctl.generation.vllm.fast.next_token import NextTokens
 from rlctl.generation.vllm.fast.prefix_hashes import PrefixHashes
 from rlctl.generation.vllm.fast.step_outputs import StepOutputs
 
-# By device, versions of vLLM: a new one is added when both tests pass with it.
+# By device, versions of vLLM: a new one is added when it passes both tests.
 COMPARED = {"cpu": ("0.32.0",), "cuda": ("0.25.1", "0.33.0")}
 # Names of a scheduler, and of its parts, that the shortened steps read or set.
 SCHEDULER = (
