@@ -110,7 +110,7 @@ class BroadcastSender(SenderTransport):
 
 
 class _Owner:
-    """An engine worker's part in one trainer rank's group: the stream of its wire, and the words received on that wire."""
+    """An engine worker's part in one trainer rank's group: the stream of its wire, and the words received."""
 
     def __init__(self, group: BroadcastGroup, most: int) -> None:
         """most: words that come at a time."""

@@ -1,4 +1,4 @@
-"""Destinations of a refit in an engine: its parameters, a copy of its parameters, or whole tensors for vLLM's loader."""
+"""Destinations of a refit in an engine: its parameters, a copy, or whole tensors for vLLM's loader."""
 
 from collections.abc import Iterable, Iterator
 from typing import Protocol

@@ -1,4 +1,4 @@
-"""Processes of a run, and calls between them. Ray reads its environment at import, so it is set here, before any part."""
+"""Processes of a run, and calls between them. Ray reads its environment at import, so it is set here first."""
 
 import os
 from collections.abc import Iterator, Mapping

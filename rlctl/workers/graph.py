@@ -91,7 +91,7 @@ class Graph:
         return [unpacked(answer) for answer in answers]
 
     def submit(self, message: Message) -> Callable[[], object]:
-        """Start a call; the returned function waits for the answer, and must be called before the next. For measuring."""
+        """Start a call; the returned function waits for the answer; call it before the next. For measuring."""
         answers = self._graph.execute(packed(message))
         self.calls += 1
         return lambda: ray.get(answers, timeout=_PROOF_S)
