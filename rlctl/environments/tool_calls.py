@@ -185,7 +185,8 @@ def _llama3(text: str, parameters: Parameters) -> list[FoundCall]:
     return found
 
 
-_MISTRAL_HEAD = re.compile(r"\s*([^\[\]{}]*?)\s*(?:\[CALL_ID\][^\[\]{}]*)?(?:\[ARGS\]\s*)?(?=\{)")
+# Possessive: a turn of blanks alone would cost the cube of its length to go back through.
+_MISTRAL_HEAD = re.compile(r"([^\[\]{}]*+)(?:\[CALL_ID\][^\[\]{}]*+)?(?:\[ARGS\]\s*+)?(?=\{)")
 
 
 def _mistral(text: str, parameters: Parameters) -> list[FoundCall]:
@@ -198,7 +199,8 @@ def _mistral(text: str, parameters: Parameters) -> list[FoundCall]:
     while (start := text.find(mark, at)) >= 0:
         begin = start + len(mark)
         head = _MISTRAL_HEAD.match(text, begin)
-        listed = head is None or not head[1]
+        name = head[1].strip() if head else ""
+        listed = not name
         while listed and begin < len(text) and text[begin].isspace():
             begin += 1
         value, end = _json(text, begin if listed or head is None else head.end())
@@ -207,7 +209,7 @@ def _mistral(text: str, parameters: Parameters) -> list[FoundCall]:
             at = len(text) if at < 0 else at
             found.append(FoundCall(value, start, at))
             continue
-        named = value if listed else {"name": head and head[1], "arguments": value}
+        named = value if listed else {"name": name, "arguments": value}
         for each in named if isinstance(named, list) else [named]:
             found.append(FoundCall(_checked(each, "arguments"), max(start, at), end))
             at = end

@@ -259,10 +259,13 @@ def test_coder_texts_come_back_as_they_were_written(calls: list[ToolCall]) -> No
 
 
 @pytest.mark.parametrize("format", sorted(PARSERS))
-@pytest.mark.parametrize("part", ["<tool_call>", "<parameter=a>", "[TOOL_CALLS]", "<think>", "</think>", '{"name": '])
-def test_a_turn_that_repeats_itself_is_parsed_in_no_time(format: str, part: str) -> None:
+@pytest.mark.parametrize(
+    "part", ["<tool_call>", "<parameter=a>", "[TOOL_CALLS]", "<think>", "</think>", '{"name": ', " "]
+)
+@pytest.mark.parametrize("opening", ["<tool_call><function=move>", "[TOOL_CALLS]"])
+def test_a_turn_that_repeats_itself_is_parsed_in_no_time(format: str, part: str, opening: str) -> None:
     start = time.process_time()
-    calls_of(f"<tool_call><function=move>{part * 10_000}</function>", format)
+    calls_of(f"{opening}{part * 10_000}</function>", format)
     assert time.process_time() - start < 20
 
 
