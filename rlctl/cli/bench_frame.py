@@ -45,10 +45,10 @@ def run_bench(bench: Bench, as_json: bool, plot: Path | None, problems: Iterable
 
 def show(results: Results, out: "Console") -> None:
     """Print the report, as wide as the terminal is."""
-    from rich.table import Column, Table
     from rich.text import Text
 
     from rlctl.dashboard.console import PIPE_WIDTH
+    from rlctl.dashboard.tables import figures, make_table, texts
 
     if not out.is_terminal:
         out.width = PIPE_WIDTH
@@ -57,11 +57,7 @@ def show(results: Results, out: "Console") -> None:
             out.print(Text(part.text, part.style, overflow="ellipsis" if part.cut else None, no_wrap=part.cut or None))
             continue
         first, *others = (name for name, _ in part.rows[0])
-        columns = (Column(name, justify="right", no_wrap=True) for name in others)
-        padding = (0, part.gap - 1, 0, 1)
-        table = Table(
-            Column(first, overflow="fold"), *columns, box=None, pad_edge=False, padding=padding, header_style="bold"
-        )
+        table = make_table(texts(first), *map(figures, others), titles="bold", gap=part.gap)
         for index, cells in enumerate(part.rows):
             table.add_row(*(text for _, text in cells), style="bold" if index in part.bold else "")
         out.print(table)

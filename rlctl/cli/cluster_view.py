@@ -12,6 +12,7 @@ from rlctl.cluster.requirements import GIB
 from rlctl.cluster.state import ClusterState
 from rlctl.cluster.status import open_ports, summary
 from rlctl.dashboard.formats import number
+from rlctl.dashboard.tables import figures, make_table, names, texts
 
 _SIGNS = {"ok": ("ok", "green"), "bad": ("failed", "bold red"), "warning": ("warning", "yellow")}
 _COLOURS = {"up": "green", "partly up": "yellow", "not joined": "yellow", "waiting": "yellow"}
@@ -41,9 +42,8 @@ class Progress:
         word, style = _SIGNS[sign]
         if self._console.is_terminal:
             # Continued lines are below the text, not below the sign.
-            table = Table.grid(Column(width=7), Column(overflow="fold"), padding=(0, 1))
-            table.add_row(Text(word, style=style), Text(text))
-            self._console.print(table)
+            row = Text(word, style=style), Text(text)
+            self._console.print(make_table(names(style="", width=7), texts(), rows=[row], gap=1))
         else:
             self._console.print(Text(f"{word:7} {text}"))
 
@@ -91,8 +91,7 @@ def render(state: ClusterState, seen: ClusterStatus) -> RenderableType:
 def runs_table(runs: list[dict[str, Any]]) -> Table:
     """Return the runs on a cluster, a row each, with the devices that each of its pools has."""
     titles = ("status", "step", "tok/s/device", "train", "generate")
-    columns = (Column(title, justify="right", no_wrap=True) for title in titles)
-    table = Table(Column("run", overflow="fold"), *columns, box=None, pad_edge=False, header_style="bold")
+    table = make_table(texts("run"), *map(figures, titles), titles="bold")
     for run in runs:
         step = f"{run['step']}/{run['num_steps']}" if run.get("num_steps") else "–"
         status = run.get("status", "starting")
@@ -104,8 +103,7 @@ def runs_table(runs: list[dict[str, Any]]) -> Table:
 
 def clusters_table(entries: list[dict[str, Any]]) -> Table:
     """Return all clusters, a row each."""
-    columns = (Column(title, overflow="fold") for title in ("cluster", "kind", "state", "nodes", "address"))
-    table = Table(*columns, box=None, pad_edge=False, header_style="bold")
+    table = make_table(*map(texts, ("cluster", "kind", "state", "nodes", "address")), titles="bold")
     for each in entries:
         colour = _COLOURS.get(each["condition"], "dim" if each["condition"] == "down" else "red")
         state = Text(each["condition"], style=colour)
@@ -114,13 +112,8 @@ def clusters_table(entries: list[dict[str, Any]]) -> Table:
 
 
 def _nodes_table(seen: ClusterStatus) -> Table:
-    columns = (
-        Column("node", overflow="fold"),
-        Column("state", no_wrap=True),
-        *(Column(title, justify="right") for title in ("CPUs free", "GPUs free", "GiB free", "disk")),
-        Column("versions", overflow="fold"),
-    )
-    table = Table(*columns, box=None, pad_edge=False, header_style="bold")
+    free = (Column(title, justify="right") for title in ("CPUs free", "GPUs free", "GiB free", "disk"))
+    table = make_table(texts("node"), names("state", ""), *free, texts("versions"), titles="bold")
     for each in seen.nodes:
         state = Text(each.condition, style=_COLOURS.get(each.condition, "bold red"))
         name = Text(each.node.name + (" *" if each.node.head and len(seen.nodes) > 1 else ""), style="cyan")

@@ -13,6 +13,7 @@ from rlctl.config import paths
 from rlctl.config.fields import generic, schema_keys
 from rlctl.config.provenance import ConfigNode, dump, leaves, node_at, plain
 from rlctl.config.schema import KINDS
+from rlctl.dashboard.tables import make_table, names, texts
 
 _FIELDS: Mapping[str, Any] = {key: each.metadata for kind in KINDS.values() for key, each in schema_keys(kind)}
 _ABSENT = object()
@@ -31,12 +32,9 @@ def print_lines(remarks: list[tuple[str, str]], out: Console) -> None:
     """Print each (line, remark) as YAML with a comment: on one line in a pipe, in a column of its own on a terminal."""
     width = min(MOST_INDENT, max((len(text) for text, remark in remarks if remark), default=0))
     if not out.soft_wrap and width:
-        grid = Table.grid(padding=(0, 2, 0, 0))
-        grid.add_column(min_width=width, max_width=MOST_INDENT, overflow="fold")
-        grid.add_column(style="dim")
-        for text, remark in remarks:
-            grid.add_row(Text(text), Text(f"# {remark}" if remark else ""))
-        out.print(grid)
+        columns = Column(min_width=width, max_width=MOST_INDENT, overflow="fold"), Column(style="dim")
+        rows = ((Text(text), Text(f"# {remark}" if remark else "")) for text, remark in remarks)
+        out.print(make_table(*columns, rows=rows))
         return
     for text, remark in remarks:
         out.print(Text.assemble(text.ljust(width) if remark else text, (f"  # {remark}" if remark else "", "dim")))
@@ -48,8 +46,7 @@ def difference(name_a: str, a: ConfigNode, name_b: str, b: ConfigNode) -> Table 
     keys = [key for key in {**left, **right} if left.get(key, _ABSENT) != right.get(key, _ABSENT)]
     if not keys:
         return None
-    titles = (Column(name_a, style="red", overflow="fold"), Column(name_b, style="green", overflow="fold"))
-    table = Table(Column("key", style="cyan", no_wrap=True), *titles, box=None, pad_edge=False, header_style="bold")
+    table = make_table(names("key"), texts(name_a, "red"), texts(name_b, "green"), titles="bold")
     for key in keys:
         table.add_row(key, *(_yaml(side[key]) if key in side else "–" for side in (left, right)))
     return table

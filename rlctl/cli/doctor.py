@@ -19,23 +19,22 @@ def doctor(as_json: AsJson = False) -> None:
 
     Exit code 1 if something that a run needs is broken.
     """
-    from rich.table import Column, Table
     from rich.text import Text
 
+    from rlctl.dashboard.tables import make_table, names, texts
     from rlctl.preflight.doctor import examine
 
     checks = examine(Path.cwd())
     if as_json:
         typer.echo(json.dumps([asdict(check) for check in checks], indent=2))
     else:
-        columns = Column(no_wrap=True), Column(no_wrap=True), Column(overflow="fold")
-        table = Table(*columns, box=None, pad_edge=False, show_header=False)
+        table = make_table(names(style=""), names(), texts())
         for check in checks:
             sign, style = _SIGNS[check.state]
             found = Text(check.found)
             if check.fix:
                 found.append(f"\n{check.fix}", style="bold")
-            table.add_row(Text(sign, style=style), Text(check.name, style="cyan"), found)
+            table.add_row(Text(sign, style=style), Text(check.name), found)
         console().print(table, soft_wrap=False)
     if any(check.state == "broken" for check in checks):
         raise typer.Exit(FAILED)

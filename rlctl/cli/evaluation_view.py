@@ -4,30 +4,23 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rich.console import Group
-from rich.table import Table
+from rich.table import Column
 from rich.text import Text
 
 from rlctl.dashboard.formats import count, number, percent
+from rlctl.dashboard.tables import figures, make_table, names, texts
 
 
 def result_table(result: Mapping[str, Any]) -> Group:
     """Return the figures of one data set, with intervals at 95%."""
     title = f"{count(result['figures']['tasks'], 'task')}, {_sampling(result)}"
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(style="bright_black", no_wrap=True)
-    table.add_column(no_wrap=True, justify="right")
-    table.add_column(overflow="fold")
-    for label, value, more in _rows(result):
-        table.add_row(label, value, more)
+    table = make_table(*_columns(), rows=_rows(result))
     return Group(Text.assemble((f"{result['target']} on {result['data']}", "bold"), f": {title}"), table, "")
 
 
 def comparison_table(result: Mapping[str, Any]) -> Group:
     """Return the difference of two results, and whether it is more than chance."""
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(style="bright_black", no_wrap=True)
-    table.add_column(no_wrap=True, justify="right")
-    table.add_column(overflow="fold")
+    table = make_table(*_columns())
     for label, show in (("accuracy", _points), ("reward", _signed)):
         found = result[label]
         table.add_row(label, show(found["mean"]), _range(found, show))
@@ -39,6 +32,10 @@ def comparison_table(result: Mapping[str, Any]) -> Group:
         table.add_row("left out", f"{result['left_out']}", "without a score in both")
     title = Text.assemble((f"{result['second']} minus {result['first']}", "bold"), f" on {result['data']}")
     return Group(title, *_settings(result), table, "")
+
+
+def _columns() -> tuple[Column, ...]:
+    return names(style="bright_black"), figures(), texts()
 
 
 def _settings(result: Mapping[str, Any]) -> Iterator[Text]:

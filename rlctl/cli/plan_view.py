@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING
 
 from rich.console import Group
 from rich.padding import Padding
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
 from rlctl.config.provenance import show_path
 from rlctl.dashboard.formats import count
+from rlctl.dashboard.tables import figures, make_table, names, texts
 from rlctl.preflight.backend import STATES
 from rlctl.preflight.memory import Memory, PlacedState
 from rlctl.preflight.placement import Placement
@@ -54,11 +55,7 @@ def data_rows(rows: "RunRows | None", ends: "EndTokens | None") -> list[tuple[st
 
 
 def _rows(rows: list[tuple[str, str]]) -> Table:
-    columns = (Column(style="cyan", width=16, no_wrap=True), Column(overflow="fold"))
-    table = Table(*columns, box=None, show_header=False, pad_edge=False)
-    for name, text in rows:
-        table.add_row(name, text)
-    return table
+    return make_table(names(width=16), texts(), rows=rows)
 
 
 def _where(plan: RunPlan) -> list[tuple[str, str]]:
@@ -112,9 +109,7 @@ def _step(plan: RunPlan) -> list[tuple[str, str]]:
 
 def _chosen(choices: Sequence[Choice]) -> Table:
     """Return each value with its reason. Writing it into the recipe keeps it on any machine."""
-    table = Table(
-        Column(style="cyan", no_wrap=True), Column(overflow="fold"), box=None, show_header=False, pad_edge=False
-    )
+    table = make_table(names(), texts())
     for each in choices:
         value = str(each.value).lower() if isinstance(each.value, bool) else f"{each.value:g}"
         table.add_row(f"{each.key}={value}", each.why)
@@ -122,8 +117,7 @@ def _chosen(choices: Sequence[Choice]) -> Table:
 
 
 def _memory(memory: Memory) -> Table:
-    columns = (Column(style="cyan", width=26, no_wrap=True), Column(justify="right"))
-    table = Table(*columns, box=None, show_header=False, pad_edge=False)
+    table = make_table(names(width=26), figures())
     for part, items in (("trainer: ", memory.trainer), ("engine: ", memory.engine)):
         for name, amount in items.items():
             table.add_row(name if name.startswith("engines: ") else part + name, size(amount))
@@ -137,8 +131,7 @@ def _memory(memory: Memory) -> Table:
 def _placed_states(memory: Memory) -> Table:
     """Return the place of each state in each phase, and the sum on the device."""
     on_device = memory.state_peak > 0
-    columns = (Column(name, justify="right", no_wrap=True) for name in (*STATES, *["on the device"] * on_device))
-    table = Table(Column(style="cyan", no_wrap=True), *columns, box=None, pad_edge=False, header_style="")
+    table = make_table(names(), *map(figures, (*STATES, *["on the device"] * on_device)), titles="")
     for phase, states in memory.placed_states.items():
         total = size(sum(each.device for each in states.values()))
         table.add_row(phase, *map(_place, states.values()), *[total] * on_device)

@@ -25,15 +25,13 @@ Name = Annotated[
 @app.command("list", epilog=examples("rlctl recipes list"))
 def list_() -> None:
     """List every recipe with its result, and the algorithms for any recipe."""
-    from rich.table import Column, Table
+    from rlctl.dashboard.tables import make_table, names, texts
 
     out = console()
     algorithms = [f"{ALGORITHMS.name}/{name}" for name in algorithm_names()]
-    for what, names in (("recipe", recipe_names()), ("algorithm", algorithms)):
-        table = Table(
-            Column(what, no_wrap=True, style="cyan"), "what it is", box=None, pad_edge=False, header_style="bold"
-        )
-        for name in names:
+    for what, listed in (("recipe", recipe_names()), ("algorithm", algorithms)):
+        table = make_table(names(what), texts("what it is"), titles="bold")
+        for name in listed:
             lines = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
             opening = takewhile(lambda line: line.startswith("#"), lines)
             table.add_row(name, " ".join(line.lstrip("# ") for line in opening))

@@ -9,12 +9,13 @@ from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.rule import Rule
-from rich.table import Table
+from rich.table import Column
 from rich.text import Text
 
 from rlctl.dashboard.event_text import one_line
 from rlctl.dashboard.formats import NONE, count, duration
 from rlctl.dashboard.rollout_query import mean_reward
+from rlctl.dashboard.tables import make_table
 from rlctl.telemetry.exact_tokens import unpack
 from rlctl.telemetry.jsonl import Record
 from rlctl.utils.escapes import neutral
@@ -33,9 +34,7 @@ def shown(group: Record, console: Console, pattern: Pattern = None, tokens: bool
     width, rollouts = console.width, group["rollouts"]
     columns = max(1, min(len(rollouts), width // LEAST_WIDTH))
     room = (width - 2 * (columns - 1)) // columns
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    for _ in range(columns):
-        grid.add_column(width=room, no_wrap=True)
+    grid = make_table(*(Column(width=room, no_wrap=True) for _ in range(columns)))
     cells = [_cell(rollout, room, console, pattern) for rollout in rollouts]
     for start in range(0, len(cells), columns):
         grid.add_row(*cells[start : start + columns])

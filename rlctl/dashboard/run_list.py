@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from rlctl.dashboard.event_text import ENDS
 from rlctl.dashboard.formats import count, number, percent, span
 from rlctl.dashboard.state import RunState, best_checkpoint, read_state
+from rlctl.dashboard.tables import figures, make_table, names, texts
 from rlctl.telemetry.metrics import meaning
 from rlctl.utils.escapes import neutral
 
@@ -82,16 +83,14 @@ def table(entries: list[RunEntry], width: int) -> Table:
     for least_needed in ("tok/s/device", "kind", "started", "accuracy"):
         if sum(widths.values()) > width:
             del widths[least_needed]
-    grid = Table(box=None, padding=(0, _GAP, 0, 0), header_style="bright_black")
-    for title in widths:
-        if title == "name":
-            grid.add_column(title, overflow="fold")
-        else:
-            least = widths[title] - _GAP
-            grid.add_column(title, justify="left" if title in ("kind", "status") else "right", min_width=least)
-    for row in rows:
-        grid.add_row(*(row[title] for title in widths))
-    return grid
+    columns = [
+        texts(title)
+        if title == "name"
+        else Column(title, justify="left" if title in ("kind", "status") else "right", min_width=least - _GAP)
+        for title, least in widths.items()
+    ]
+    shown = ([row[title] for title in widths] for row in rows)
+    return make_table(*columns, rows=shown, titles="bright_black", gap=_GAP)
 
 
 def as_dict(state: RunState) -> dict[str, Any]:
@@ -115,13 +114,9 @@ def as_dict(state: RunState) -> dict[str, Any]:
 def metrics_table(state: RunState) -> Table:
     """Return every metric of the last step and validation with its meaning."""
     values = {name: value for name, value in {**state.last, **state.validations.last}.items() if "/" in name}
-    grid = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black")
-    grid.add_column("metric of the last step", no_wrap=True)
-    grid.add_column("value", justify="right", no_wrap=True)
-    grid.add_column("meaning", style="bright_black")
-    for name in sorted(values):
-        grid.add_row(name, number(values[name]), meaning(name))
-    return grid
+    columns = names("metric of the last step", ""), figures("value"), Column("meaning", style="bright_black")
+    rows = ((name, number(values[name]), meaning(name)) for name in sorted(values))
+    return make_table(*columns, rows=rows, titles="bright_black")
 
 
 def entry(folder: Path, state: RunState) -> RunEntry:

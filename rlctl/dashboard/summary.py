@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 from rich.console import Console, Group
-from rich.table import Table
 from rich.text import Text
 
 from rlctl.dashboard.balance_hint import hint
 from rlctl.dashboard.event_text import ENDS, one_line
 from rlctl.dashboard.formats import duration, error_factor, gib, number, percent, span
 from rlctl.dashboard.state import RunState, best_checkpoint
+from rlctl.dashboard.tables import make_table, names, texts
 from rlctl.telemetry.throughput import split
 
 # The share of groups whose rollouts all had one reward, mean over the steps, from which the summary tells it.
@@ -43,12 +43,7 @@ def summary_table(state: RunState) -> Group:
     style = ENDS.get(state.status, "bold red" if state.status == "died" else "cyan")
     reason = one_line(state.end.get("reason") or "")
     title = Text.assemble((f"{state.name} ", "bold"), (state.status, style), f": {reason}" if reason else "")
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(style="bright_black", no_wrap=True)
-    table.add_column(overflow="fold")
-    for label, value in facts_of(state):
-        table.add_row(label, value)
-    return Group(title, table)
+    return Group(title, make_table(names(style="bright_black"), texts(), rows=facts_of(state)))
 
 
 def print_next_steps(state: RunState, console: Console) -> None:

@@ -106,6 +106,17 @@ def test_engines_and_terminals_are_touched_in_their_own_folders_alone() -> None:
     assert wrong == []
 
 
+def test_tables_of_a_terminal_are_made_in_one_module() -> None:
+    made = [
+        path.relative_to(PACKAGE).as_posix()
+        for path in FILES
+        if "rich.table" in imports(path)
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("Table", "Table.grid")
+    ]
+    assert made == ["dashboard/tables.py"]
+
+
 def test_a_backend_is_named_in_its_own_folders_alone() -> None:
     wrong = []
     for path in FILES:
