@@ -7,7 +7,7 @@ import typer
 
 from rlctl.cli.arguments import Arguments, split
 from rlctl.cli.completion import complete_config
-from rlctl.cli.output import console, examples, note, say
+from rlctl.cli.output import busy, console, examples, note, say
 from rlctl.config.errors import ConfigError
 
 app = typer.Typer(help="Show, check and compare the configs of runs.", no_args_is_help=True)
@@ -62,13 +62,18 @@ def check(
     Only the first row of the data is read. `rlctl train KIND --dry-run` reads all rows, calls rewards of one's own, and
     begins an episode; `rlctl data preview` tokenizes all rows.
     """
-    from rlctl.cli.try_first_row import try_all
     from rlctl.config.provenance import show_path
     from rlctl.preflight.load import load
 
     recipe, overrides = split(arguments)
     composed = load(None, recipe or DEFAULT, overrides)
-    note([*composed.notes, *try_all(composed, rewards=rewards, environments=environments, fetch=True)])
+    tried = list[str]()
+    if rewards or environments:
+        from rlctl.launch.first_row import try_all
+
+        with busy("trying the first row"):
+            tried = try_all(composed, rewards=rewards, environments=environments, fetch=True)
+    note([*composed.notes, *tried])
     command = shlex.join(["rlctl", "train", composed.config.kind, *([recipe] if recipe else []), *overrides])
     say(f"{show_path(composed.recipe)}: no problems; run it: {command}")
 

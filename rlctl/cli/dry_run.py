@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from rlctl.cli.data import ends_of, read_ahead
-from rlctl.cli.output import OK, console, note, say
+from rlctl.cli.output import OK, console, note, reading, say
 from rlctl.config.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -21,17 +20,24 @@ def show_plan(composed: "Composed", plan: "RunPlan", resumed: "Resumed | None", 
     from rlctl.cli.plan_view import data_rows, format_plan, format_rows
     from rlctl.cli.resume import plan_of_resume
     from rlctl.data.files import files_of
+    from rlctl.data.load import RowReader
+    from rlctl.launch.data_preview import local_ends
 
     note(composed.notes)
     console().print(format_plan(plan))
     refuse(composed, plan.too_large)
     refuse(composed, plan.unserved, "model.path")
     if not where:
-        data, ends = composed.config.data, ends_of(composed.config)
+        data = composed.config.data
+        with reading("loading the tokenizer"):
+            ends = local_ends(composed.config)
         is_here = all(
             Path(each).exists() for path in (data.train.paths, data.validation.path) if path for each in files_of(path)
         )
-        rows = read_ahead(composed.config)[1] if is_here else None
+        rows = None
+        if is_here:
+            with reading("reading the data"):
+                rows = RowReader(composed.config).read()
         console().print(format_rows("data", data_rows(rows, ends)))
         note(ends.warnings if ends else [])
     if resumed:

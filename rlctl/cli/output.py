@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
-from rlctl.config.errors import Problem, UserError
+from rlctl.config.errors import Problem, UserError, located
 from rlctl.utils.escapes import neutral
 
 if TYPE_CHECKING:
@@ -45,6 +45,15 @@ def busy(what: str) -> Iterator[None]:
     """Show a moving line on a terminal's stderr while something slow is done; elsewhere nothing."""
     out = console(stderr=True)
     with out.status(what) if out.is_terminal else nullcontext():
+        yield
+
+
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Show that data are read; turn their first mistake into a ConfigError."""
+    from rlctl.data.files import DataError
+
+    with located("data", DataError), busy(what):
         yield
 
 

@@ -9,11 +9,9 @@ import typer
 
 from rlctl.cli.arguments import Arguments, split
 from rlctl.cli.completion import complete_run
-from rlctl.cli.data import read_ahead, read_recipe, run_chat
 from rlctl.cli.dry_run import refuse, show_plan
-from rlctl.cli.output import FAILED, examples, note, say
+from rlctl.cli.output import FAILED, busy, examples, note, reading, say
 from rlctl.cli.train_there import Where, train_there
-from rlctl.cli.try_first_row import runs_others_code, try_all, try_environments
 from rlctl.config.errors import ConfigError, Problem
 from rlctl.config.schema import GrpoConfig
 
@@ -141,6 +139,9 @@ def load_run(
 
 def _check_here(composed: "Composed", resumed: "Resumed | None", dry_run: bool, elsewhere: bool) -> "RowReader":
     """End the command if nothing is to start: a dry run, too few devices, missing packages, bad rows."""
+    from rlctl.data.load import RowReader, part_of
+    from rlctl.launch.data_preview import local_chat
+    from rlctl.launch.first_row import runs_others_code, try_all, try_environments
     from rlctl.models.model_sizes import sizes_of
     from rlctl.preflight.machine import read_machine
     from rlctl.preflight.plan import make_plan
@@ -152,7 +153,8 @@ def _check_here(composed: "Composed", resumed: "Resumed | None", dry_run: bool, 
     plan = make_plan(config, sizes_of(config.model.path), len(machine.gpus), memory)
     if dry_run:
         played = sampling is not None and sampling.has_turns
-        tried = try_all(composed, rewards=runs_others_code(sampling), environments=played, fetch=False)
+        with busy("trying the first row"):
+            tried = try_all(composed, rewards=runs_others_code(sampling), environments=played, fetch=False)
         show_plan(replace(composed, notes=[*composed.notes, *tried]), plan, resumed)
     if not elsewhere:
         refuse(composed, plan.misplaced or plan.too_large)
@@ -164,12 +166,17 @@ def _check_here(composed: "Composed", resumed: "Resumed | None", dry_run: bool, 
         mend = f"pip install 'rlctl[{extra}]'; see rlctl doctor"
         say(f"error: {', '.join(absent)} not installed: {mend}", err=True)
         raise typer.Exit(FAILED)
-    reader, rows = read_ahead(config)
+    reader = RowReader(config)
+    with reading("reading the data"):
+        rows = reader.read()
     if isinstance(config, GrpoConfig):
         section, first = config.data.train.of(rows.train[0].source), rows.train[0]
     elif sampling:
-        part = read_recipe(sampling)[0]
+        with reading("reading the recipe's data"):
+            part = part_of(sampling, "validation")[0]
         section, first = part.section, part.rows[0]
     if sampling and sampling.has_turns and not elsewhere:
-        note(try_environments(composed, section, first, run_chat(sampling)).notes)
+        with busy("reading the environments"):
+            setup = try_environments(composed, section, first, local_chat(sampling))
+        note(setup.notes)
     return reader

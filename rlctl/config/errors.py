@@ -1,6 +1,7 @@
 """Mistakes in a config: one line a problem, with place, key, mistake and remedy."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, NoReturn
@@ -42,6 +43,15 @@ class ConfigError(UserError):
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = list(problems)
         super().__init__("\n".join(map(str, self.problems)))
+
+
+@contextmanager
+def located(where: str, *kinds: type[UserError]) -> Iterator[None]:
+    """Turn an error of these kinds into a ConfigError. where: a key, an option or a file."""
+    try:
+        yield
+    except kinds as error:
+        raise ConfigError([Problem(where, "", str(error))]) from error
 
 
 class ModelError(UserError):

@@ -15,6 +15,7 @@ from rlctl.config.plugins import needs_answers
 from rlctl.config.schema import DataSection, DatasetSection, GrpoConfig, RunConfig, SftConfig, TrainDataSection
 from rlctl.data.chat import Chat, load_tokenizer, make_chat
 from rlctl.data.datasets import Row, load_rows, shown
+from rlctl.data.ends import EndTokens
 from rlctl.data.files import DataError
 from rlctl.data.rows import conversation, is_plain, question
 from rlctl.data.tasks import SupervisedSample, Task
@@ -159,6 +160,12 @@ def load_chat(config: RunConfig, model: str) -> Chat:
     """Load the tokenizer and template of a run. model: the policy's folder or hub name. Raises DataError."""
     folder = Path(model) if Path(model).is_dir() else None
     return make_chat(load_tokenizer(config.model.tokenizer or model), config.data, folder)
+
+
+def end_tokens(config: RunConfig, chat: Chat) -> EndTokens:
+    """Return the tokens that end an answer, `generation.stop_token_ids` of a GRPO run too. Raises DataError."""
+    further = config.generation.stop_token_ids if isinstance(config, GrpoConfig) else None
+    return chat.ends if further is None else chat.ends.with_further(further, chat.tokenizer)
 
 
 def load_prompts(

@@ -7,19 +7,22 @@ own.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from math import lcm
 from typing import Any
 
 import numpy as np
 
-from rlctl.config.schema import RunConfig
+from rlctl.config.schema import RunConfig, SftConfig
 from rlctl.data.cursor import Cursor, Draw, Drawn, DrawOrder
 from rlctl.data.files import DataError
+from rlctl.data.tasks import SupervisedSample
 
 # Weights are used in millionths.
 _PRECISION = 10**6
+# First steps of a run from which its packing is estimated.
+_STEPS = 200
 
 
 def order_of(rows: Sequence[Drawn], config: RunConfig) -> DrawOrder:
@@ -30,6 +33,14 @@ def order_of(rows: Sequence[Drawn], config: RunConfig) -> DrawOrder:
         return Cursor(len(rows), seed, shuffle)
     weights = [section.weight for section in sources.values()]
     return MixedCursor({name: found[name] for name in sources}, weights, seed, shuffle)
+
+
+def step_lengths(samples: list[SupervisedSample], config: SftConfig) -> Iterator[list[int]]:
+    """Yield the lengths of the sequences of each of the run's first steps."""
+    lengths = [len(sample.tokens) for sample in samples]
+    cursor = order_of(samples, config)
+    for _ in range(min(_STEPS, config.sft.num_steps)):
+        yield [lengths[draw.row] for draw in cursor.draw(config.sft.batch_size)]
 
 
 def first_of_each(rows: Sequence[Drawn], most: int | None) -> list[Drawn]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from rlctl.config.schema import GrpoConfig
 from rlctl.data.chat import Chat
-from rlctl.data.load import load_chat
+from rlctl.data.load import end_tokens, load_chat
 from rlctl.environments.contract import Message, opening
 from rlctl.environments.outcomes import EnvironmentFailure, EnvironmentSpec
 from rlctl.environments.pool import EnvironmentPool, UnusableEnvironmentError
@@ -66,7 +66,7 @@ def chat_session(
     """
     files = ModelFiles.find(config.model, logs, config.run.seed)
     chat = load_chat(config, files.folder)
-    stops = chat.ends.with_further(config.generation.stop_token_ids, chat.tokenizer).stops
+    stops = end_tokens(config, chat).stops
     most, temperature = sampling
     limits = TalkLimits(most, Resolved(config).max_length(files.max_length), temperature, config.run.seed)
     with ExitStack() as stack:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rlctl.config.schema import DatasetSection, GrpoConfig
 from rlctl.data.datasets import Row
-from rlctl.data.load import load_chat, load_prompts
+from rlctl.data.load import end_tokens, load_chat, load_prompts
 from rlctl.grpo.group_record import group_records
 from rlctl.launch.engines import engines
 from rlctl.launch.sampling import decoder, make_player
@@ -51,7 +51,7 @@ def play_episodes(
     begin = time.perf_counter()
     files = ModelFiles.find(config.model, logs, config.run.seed)
     chat = load_chat(config, files.folder)
-    stops = chat.ends.with_further(config.generation.stop_token_ids, chat.tokenizer).stops
+    stops = end_tokens(config, chat).stops
     tasks, _ = load_prompts(config, section, chat, list(rows))
     tasks = [replace(tasks[index % len(tasks)], id=f"episode {index + 1}") for index in range(count)]
     generation = config.generation

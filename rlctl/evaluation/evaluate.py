@@ -8,7 +8,7 @@ from typing import Any
 
 from rlctl.config.schema import GrpoConfig
 from rlctl.data.chat import Chat
-from rlctl.data.load import load_chat
+from rlctl.data.load import end_tokens, load_chat
 from rlctl.data.tasks import Task
 from rlctl.evaluation.figures import result_of
 from rlctl.evaluation.store import DamagedResult, EvaluationFolder, digest_of, digest_of_rows
@@ -54,7 +54,7 @@ class Evaluation:
         first = _config(next(iter(settings.values())))
         self._files = ModelFiles.find(first.model, root, first.run.seed)
         self._chat = load_chat(first, self._files.folder)
-        self._stops = self._chat.ends.with_further(first.generation.stop_token_ids, self._chat.tokenizer).stops
+        self._stops = end_tokens(first, self._chat).stops
         weights = digest_of_weights(Path(self._files.folder))
         self.sets = [self._data_set(name, each, root, weights) for name, each in settings.items()]
 

@@ -13,8 +13,7 @@ from rlctl.data.chat import Chat
 from rlctl.data.cursor import SampleSource
 from rlctl.data.ends import EndTokens
 from rlctl.data.load import RunRows, load_samples
-from rlctl.data.mixture import first_of_each
-from rlctl.data.preview import step_lengths
+from rlctl.data.mixture import first_of_each, step_lengths
 from rlctl.data.tasks import SupervisedSample, Task
 from rlctl.launch.loading import DataLoading, RunData, load_run_chat
 from rlctl.launch.runtime import Allocation

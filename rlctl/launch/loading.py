@@ -4,11 +4,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Generic
 
-from rlctl.config.schema import GrpoConfig, RunConfig
+from rlctl.config.schema import RunConfig
 from rlctl.data.chat import Chat
 from rlctl.data.cursor import Drawn
 from rlctl.data.ends import EndTokens
-from rlctl.data.load import load_chat
+from rlctl.data.load import end_tokens, load_chat
 from rlctl.launch.session import Session
 from rlctl.models.model_files import ModelFiles
 
@@ -34,9 +34,7 @@ def load_run_chat(session: Session, config: RunConfig, files: ModelFiles) -> tup
     whose = "" if config.kind == session.config.kind else "validation.recipe: "
     with session.starting(f"{whose}tokenizer"):
         chat = load_chat(config, files.folder)
-        ends = chat.ends
-        if isinstance(config, GrpoConfig):
-            ends = ends.with_further(config.generation.stop_token_ids, chat.tokenizer)
+        ends = end_tokens(config, chat)
     session.events.emit("data", what=f"{whose}answers end at {ends}")
     for warning in ends.warnings:
         session.events.emit("warning", what=warning)

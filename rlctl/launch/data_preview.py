@@ -1,0 +1,164 @@
+"""Preview of a run's data before it starts: counts, lengths, packs, and text with trained tokens apart from others."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import reduce
+from itertools import pairwise
+from operator import add
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlctl.config.errors import ConfigError, Problem
+from rlctl.config.fields import stated
+from rlctl.config.schema import GrpoConfig, RunConfig, SftConfig
+from rlctl.data.chat import Chat
+from rlctl.data.cursor import Drawn, RowSource
+from rlctl.data.ends import EndTokens
+from rlctl.data.load import DataPart, end_tokens, load_chat, load_prompts, load_samples, part_of
+from rlctl.data.mixture import order_of, step_lengths
+from rlctl.data.tasks import SupervisedSample
+from rlctl.data.tokenize import LengthReport
+from rlctl.launch.first_row import try_environments
+from rlctl.models.model_sizes import config_file, sizes_of
+from rlctl.preflight.backend import layout_of
+from rlctl.preflight.load import Composed
+from rlctl.preflight.resolved import device_of, longest_sequence
+from rlctl.preflight.tuning import tune
+from rlctl.training.micro_batching import PackingStats, packing
+from rlctl.utils.devices import count_gpus, device_memory
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Lengths of sequences, in tokens, after cutting."""
+
+    total: int
+    mean: float
+    median: float
+    p90: float
+    longest: int
+
+    @classmethod
+    def of(cls, lengths: Sequence[int]) -> "Lengths":
+        """Return those of at least one sequence."""
+        median, p90 = np.percentile(lengths, (50, 90))
+        return cls(sum(lengths), float(np.mean(lengths)), float(median), float(p90), max(lengths))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive tokens that are all trained on, or all not."""
+
+    text: str
+    trained: bool
+    # True if more follows that is not shown.
+    truncated: bool = False
+
+
+@dataclass(frozen=True)
+class DataPreview:
+    """Facts about one data set."""
+
+    # By part: train, or each source of it.
+    reports: dict[str, LengthReport]
+    # Tokens that end an answer.
+    ends: EndTokens
+    lengths: Lengths
+    # (title, text) of the rows that the run draws first.
+    rows: list[tuple[str, list[Piece]]]
+    # Only of samples: the share of the tokens that is trained on, and how they pack.
+    trained: float | None = None
+    packs: PackingStats | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def report(self) -> LengthReport:
+        """Counts of all parts."""
+        return reduce(add, self.reports.values())
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the counts."""
+        ends = {"trained": self.ends.trained, "stops": self.ends.stops, "warnings": self.ends.warnings}
+        counts = {name: asdict(report) for name, report in self.reports.items()}
+        facts = {**asdict(self.report), "ends": ends, "lengths": asdict(self.lengths)}
+        facts |= {"parts": counts} if len(counts) > 1 else {}
+        return facts if self.packs is None else facts | {"trained_share": self.trained, "packing": asdict(self.packs)}
+
+
+def preview(composed: Composed, of: Literal["train", "validation"], count: int, most: int) -> DataPreview:
+    """Read a data set of a config. count: rows whose text is kept. most: tokens of each.
+
+    Raises DataError at the first bad row, ConfigError for unusable environments and an unknown longest sequence.
+    """
+    config = composed.config
+    parts, chat = part_of(config, of), local_chat(config)
+    if isinstance(config, SftConfig):
+        return _samples(config, parts, chat, count, most)
+    assert isinstance(config, GrpoConfig)
+    ends = end_tokens(config, chat)
+    rows, reports = _all(parts, lambda part: load_prompts(config, part.section, chat, part.rows))
+    if config.environment.enabled:
+        # The first row is begun: its prompt with the tools.
+        setup = try_environments(composed, parts[0].section, parts[0].rows[0], chat)
+        prompt = chat.prompt(setup.first, setup.tools)
+        first = [("first row", [Piece(prompt.text, False)])] * bool(count)
+        return DataPreview(reports, ends, Lengths.of([len(prompt.tokens)]), first, notes=setup.notes)
+    shown = [
+        (_title(task), [Piece(f"{task.text}\nanswer: {task.answer}", False)]) for task in _first(rows, config, count)
+    ]
+    return DataPreview(reports, ends, Lengths.of([len(task.tokens) for task in rows]), shown)
+
+
+def local_chat(config: RunConfig) -> Chat:
+    """Return the tokenizer and template of a config, with its model's end tokens if that is on this machine."""
+    file = config_file(config.model.path)
+    return load_chat(config, str(file.parent) if file else config.model.path)
+
+
+def local_ends(config: RunConfig) -> EndTokens | None:
+    """Return the tokens that end an answer; None if the model is not on this machine. Raises DataError."""
+    return end_tokens(config, local_chat(config)) if config_file(config.model.path) else None
+
+
+def _samples(config: SftConfig, parts: list[DataPart], chat: Chat, count: int, most: int) -> DataPreview:
+    sizes = sizes_of(config.model.path)
+    longest = longest_sequence(config, sizes)
+    if longest is None:
+        what = f"{config.model.path} is not on this machine, so its longest sequence is not known; set it"
+        raise ConfigError([Problem("model.max_length", "", what)])
+    rows, reports = _all(parts, lambda part: load_samples(config, part.section, chat, part.rows, longest))
+    shown = [(_title(sample), _pieces(sample, chat.tokenizer, most)) for sample in _first(rows, config, count)]
+    tuned = tune(config, device_of(count_gpus()), sizes, device_memory()).config
+    tokens = stated(tuned.trainer.micro_batch_tokens)
+    packs = packing(step_lengths(rows, config), layout_of(config.trainer).data, tokens)
+    lengths = Lengths.of([len(sample.tokens) for sample in rows])
+    trained = sum(int(sample.mask.sum()) for sample in rows) / lengths.total
+    return DataPreview(reports, chat.ends, lengths, shown, trained, packs)
+
+
+def _all(
+    parts: list[DataPart], load: Callable[[DataPart], tuple[list[Drawn], LengthReport]]
+) -> tuple[list[Drawn], dict[str, LengthReport]]:
+    """Return the rows of all parts, and the report of each."""
+    loaded = [(part.name, load(part)) for part in parts]
+    return [row for _, (rows, _) in loaded for row in rows], {name: report for name, (_, report) in loaded}
+
+
+def _first(rows: list[Drawn], config: RunConfig, count: int) -> list[Drawn]:
+    """Return the rows that the run draws first; of held-out rows those of each source in turn."""
+    return RowSource(rows, order_of(rows, config)).draw(min(count, len(rows)))
+
+
+def _title(row: Drawn) -> str:
+    return f"{row.id} ({row.source})" if row.source else row.id
+
+
+def _pieces(sample: SupervisedSample, tokenizer: Any, most: int) -> list[Piece]:
+    """Return the text of a sample's first `most` tokens, cut where the mask changes."""
+    mask: NDArray[np.bool_] = sample.mask[:most]
+    cuts = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(mask)]
+    spans = [(start, end) for start, end in pairwise(cuts) if end > start]
+    found = [Piece(tokenizer.decode(sample.tokens[start:end].tolist()), bool(mask[start])) for start, end in spans]
+    return [*found, Piece("", False, truncated=True)] if len(sample.tokens) > most else found
