@@ -3,10 +3,13 @@
 Order, the later winning: the files of `defaults:` from left to right (each with its own `defaults:` first), the
 file itself, the overrides. Mappings merge, everything else is replaced. `section: null` brings back the defaults of a
 section. Then `${other.key}` is filled in.
+
+A section or an entry that has a `name` takes its defaults by it, see `NAMED`.
 """
 
 import os
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import NoneType
@@ -14,7 +17,6 @@ from types import NoneType
 from rlctl.config.builtin import CONFIGS, find, recipe_names
 from rlctl.config.errors import ConfigError, Problem, did_you_mean
 from rlctl.config.fields import RECIPE, alternatives, is_section, schema_keys
-from rlctl.config.named import NAMED_SECTIONS, complete, merge_named
 from rlctl.config.provenance import (
     MOST_DEPTH,
     MOST_VALUES,
@@ -34,6 +36,16 @@ from rlctl.config.schema import KINDS
 # Files that one inherits from, one through the other.
 _MOST_PARENTS = 32
 _RECIPE = RECIPE.split(".")
+# Key -> file of defaults in configs/: `all` for every name, and a section for each name that has keys of its own.
+NAMED_SECTIONS = {"grpo.loss": "loss", "grpo.advantage": "advantage"}
+# The same of lists, and of sections whose keys are any.
+_NAMED_ENTRIES = {
+    "rewards": "reward",
+    "telemetry.trackers": "tracker",
+    "environment.choices": "environment",
+    "data.train.sources": "source",
+}
+NAMED = {**NAMED_SECTIONS, **_NAMED_ENTRIES}
 
 
 def compose(recipe: Path, overrides: list[str], within: str = "") -> ConfigNode:
@@ -42,7 +54,7 @@ def compose(recipe: Path, overrides: list[str], within: str = "") -> ConfigNode:
     within: dotted key of a whole config inside the file: return that one. Raises ConfigError: a
     parent not found, unreadable YAML, a malformed override or reference, too many values.
     """
-    root = _with_recipe(complete(_inherit(recipe, (), {})))
+    root = _with_recipe(_complete(_inherit(recipe, (), {})))
     if within:
         found = node_at(root, within.split("."))
         assert found is not None, f"{recipe} has no {within}"
@@ -58,6 +70,72 @@ def compose(recipe: Path, overrides: list[str], within: str = "") -> ConfigNode:
     return put(root, _RECIPE, fill_references(inner))
 
 
+@cache
+def defaults_of(kind: str, name: str) -> ConfigNode:
+    """Return the defaults for this `name` in the file of a `kind`, such as "loss"."""
+    root = read_file(CONFIGS / f"{kind}.yaml")
+    assert isinstance(root.value, dict)
+    return merge(root.value["all"], root.value.get(name, ConfigNode({}, root.origin)))
+
+
+def _complete(root: ConfigNode) -> ConfigNode:
+    """Return the tree with every named section and entry over its defaults. A bare name is `{name: ...}`."""
+    recipe = node_at(root, _RECIPE)
+    if recipe is not None and isinstance(recipe.value, dict):
+        root = put(root, _RECIPE, _complete(recipe))
+    for key, kind in NAMED.items():
+        found = node_at(root, key.split("."))
+        if found is None:
+            continue
+        if key in NAMED_SECTIONS:
+            root = put(root, key.split("."), _over_defaults(kind, found))
+        elif isinstance(found.value, list):
+            entries = [_over_defaults(kind, entry) for entry in found.value]
+            root = put(root, key.split("."), ConfigNode(entries, found.origin))
+        elif isinstance(found.value, dict):
+            named = {name: _over_defaults(kind, entry) for name, entry in found.value.items()}
+            root = put(root, key.split("."), ConfigNode(named, found.origin))
+    return root
+
+
+def _over_defaults(kind: str, entry: ConfigNode) -> ConfigNode:
+    named = _with_name(entry)
+    name = node_at(named, ["name"])
+    return merge(defaults_of(kind, str(name.value) if name else ""), named)
+
+
+def _with_name(entry: ConfigNode) -> ConfigNode:
+    return ConfigNode({"name": entry}, entry.origin) if isinstance(entry.value, str) else entry
+
+
+def _merge_named(base: ConfigNode, over: ConfigNode) -> ConfigNode:
+    """Return `merge`, where a section that names another loss or advantage than before loses its earlier keys.
+
+    A key of the one before may mean something else in the new one. Its `name` has a note of the left-out keys.
+    """
+    for key in NAMED_SECTIONS:
+        path = key.split(".")
+        before, after = node_at(base, path), node_at(over, path)
+        if before is None or after is None:
+            continue
+        old, new = _with_name(before), _with_name(after)
+        over = put(over, path, new)
+        names = [node_at(each, ["name"]) for each in (old, new)]
+        if names[0] and names[1] and names[0].value != names[1].value:
+            base = put(base, path, ConfigNode({}, before.origin))
+            over = put(over, [*path, "name"], replace(names[1], note=_left_out(old, key)))
+    return merge(base, over)
+
+
+def _left_out(section: ConfigNode, path: str) -> str | None:
+    """Return a note of the keys of a section that were not its defaults; None without any."""
+    written = {key: node.origin for key, node in leaves(section) if key != "name"}
+    files = [CONFIGS / f"{kind}.yaml" for kind in NAMED_SECTIONS.values()]
+    lost = [f"{path}.{key} ({origin})" for key, origin in written.items() if origin.file not in files]
+    name = node_at(section, ["name"])
+    return f"left out, since they were for {name.value if name else path}: {', '.join(lost)}" if lost else None
+
+
 def _with_recipe(root: ConfigNode) -> ConfigNode:
     """Return the tree with the recipe that an SFT run is validated by, in place of its name. Raises ConfigError."""
     node, kind = node_at(root, _RECIPE), node_at(root, ["kind"])
@@ -70,7 +148,7 @@ def _with_recipe(root: ConfigNode) -> ConfigNode:
         if file is None:
             hint = did_you_mean(Path(name).stem, recipe_names()) or "; see `rlctl recipes list`"
             raise ConfigError([Problem(str(node.origin), RECIPE, f"no such recipe or file: {node.value}{hint}")])
-        root = put(root, _RECIPE, complete(_inherit(file, (), {})))
+        root = put(root, _RECIPE, _complete(_inherit(file, (), {})))
     stated = node_at(root, [*_RECIPE, "kind"])
     if stated is None or stated.value != "grpo":
         given = f"{node.text or 'it'} is {f'one for {stated.value}' if stated else 'none'}"
@@ -99,8 +177,8 @@ def _inherit(path: Path, below: tuple[Path, ...], known: dict[Path, ConfigNode])
             raise ConfigError([Problem(where, "defaults", f"{name} inherits from itself")])
         if len(below) >= _MOST_PARENTS:
             raise ConfigError([Problem(where, "defaults", f"more than {_MOST_PARENTS} files, each of the next")])
-        merged = _undone(merge_named(merged, _inherit(parent, (*below, path), known)))
-    known[path] = _undone(merge_named(merged, own))
+        merged = _undone(_merge_named(merged, _inherit(parent, (*below, path), known)))
+    known[path] = _undone(_merge_named(merged, own))
     return known[path]
 
 
@@ -155,7 +233,7 @@ def _apply(root: ConfigNode, overrides: list[str]) -> ConfigNode:
             try:
                 node = read_value(value, origin)
                 names = [*key.split("."), *["name"] * (key in NAMED_SECTIONS and isinstance(node.value, str))]
-                root = complete(_with_recipe(_undone(_put(root, names, node, origin))))
+                root = _complete(_with_recipe(_undone(_put(root, names, node, origin))))
             except ConfigError as error:
                 problems += error.problems
     if problems:
@@ -171,7 +249,7 @@ def _named_anew(root: ConfigNode, overrides: list[str]) -> ConfigNode:
         origin = Origin(override=number, text=text)
         if key.removesuffix(".name") in NAMED_SECTIONS:
             with suppress(ConfigError):  # Reported when it is put.
-                root = merge_named(root, put(ConfigNode({}, origin), key.split("."), read_value(value, origin)))
+                root = _merge_named(root, put(ConfigNode({}, origin), key.split("."), read_value(value, origin)))
     return root
 
 

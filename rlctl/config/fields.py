@@ -5,9 +5,11 @@ enforces both, `rlctl config show --doc` prints the meaning, and `configs/README
 """
 
 from collections.abc import Iterator
-from dataclasses import Field, field, fields, is_dataclass
+from dataclasses import Field, dataclass, field, fields, is_dataclass
 from types import UnionType
-from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin
+
+from rlctl.utils.plugins import load_object
 
 T = TypeVar("T")
 
@@ -64,8 +66,21 @@ def join(key: str, name: str) -> str:
     return f"{key}.{name}" if key else name
 
 
+@dataclass(frozen=True)
+class Elsewhere:
+    """The place of a section that stands beside the part it configures, above config/: `module:object`.
+
+    The object is a section, or a union of some that are told apart by their `name`. It is imported when it is needed.
+    A field has it as `Annotated[base, Elsewhere(...)]`. The base is what lower folders know of the section.
+    """
+
+    place: str
+
+
 def alternatives(hint: Any) -> tuple[Any, ...]:
     """Return the types that a type is a union of; itself if it is none."""
+    if get_origin(hint) is Annotated:
+        return alternatives(load_object(get_args(hint)[1].place))
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 

@@ -3,10 +3,9 @@
 # ruff: noqa: RUF009  (spec() makes a field, not a default)
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from rlctl.config.algorithm_schema import AnyAdvantageSection, AnyLossSection
-from rlctl.config.fields import MOST_PROCESSES, MOST_SEQUENCES, seconds, spec
+from rlctl.config.fields import MOST_PROCESSES, MOST_SEQUENCES, Elsewhere, seconds, spec
 
 
 @dataclass
@@ -54,6 +53,95 @@ class OverlongSection:
     )
 
 
+# Rollouts that one advantage depends on: those of its group, or all of the step.
+AdvantageScope = Literal["group", "batch"]
+
+
+@dataclass
+class UserClassSection:
+    """Keys of a user's class."""
+
+    name: str = spec(
+        "A class of one's own: module:Class or file.py:Class. The fields of the class are further keys.", path="plugin"
+    )
+    further: dict[str, Any] = spec("The fields of the class.")
+
+
+@dataclass
+class AdvantageSection:
+    """Keys that every advantage has."""
+
+    scope: ClassVar[AdvantageScope] = "group"
+
+    name: str = spec("The advantage.")
+
+    def teaches_nothing(self, size: int) -> tuple[str, str] | None:
+        """Return (key, why) if no rollout of a group of `size` would teach anything; None if they would."""
+        return None
+
+
+@dataclass
+class UserAdvantageSection(UserClassSection, AdvantageSection):
+    """An advantage of the user's own."""
+
+
+@dataclass
+class LossSection:
+    """Keys that every loss has."""
+
+    # True: `proximal` auto is recompute in every run.
+    recomputes: ClassVar[bool] = False
+    # True: the loss has bounds of the ratio.
+    clips: ClassVar[bool] = False
+
+    name: str = spec("The loss.")
+    proximal: Literal["auto", "rollout", "recompute"] = spec(
+        "The old policy of the ratio. rollout uses the log-probs that the generator sampled with. recompute uses the "
+        "trainer's log-probs before the update (the decoupled objective). auto is recompute in an asynchronous run, "
+        "for gspo, and under generation.top_p or top_k, and else rollout."
+    )
+    force_on_policy_ratio: bool | None = spec(
+        "Only with proximal recompute: take the policy that is being updated for the one before the update, which "
+        "saves a pass over all tokens. null does so where a step makes one update, so that the two are the same."
+    )
+    importance_cap: float | None = spec(
+        "Only with proximal recompute: weight each token by min(proximal / rollout, this value) (TIS). null weights "
+        "the tokens that a mask keeps by proximal / rollout, and no token where there is no mask.",
+        gt=0,
+    )
+    importance_mask: list[float] | None = spec(
+        "Only with proximal recompute: leave out tokens whose proximal / rollout is outside [low, high] (IcePop). "
+        "null leaves out none.",
+        ge=0,
+    )
+    sequence_mask: list[float] | None = spec(
+        "Only with proximal recompute: leave out rollouts whose geometric mean of proximal / rollout is outside "
+        "[low, high]. null leaves out none.",
+        ge=0,
+    )
+    age_decay: float = spec(
+        "clip_low, clip_high and importance_cap - 1 are multiplied by this value once for each step of age.", gt=0, le=1
+    )
+    kl_coef: float = spec("The weight of the KL divergence to the reference. At 0 no reference is loaded.", ge=0)
+    kl_estimator: Literal["k1", "k2", "k3"] = spec("The estimator of the KL divergence.")
+    kl_max: float | None = spec(
+        "The most that a token's KL term and its importance weight may be, without a gradient beyond. null bounds "
+        "neither.",
+        gt=0,
+    )
+    entropy_coef: float = spec("The weight of the entropy bonus.", ge=0)
+
+    @property
+    def whole_rollouts(self) -> bool:
+        """True if the loss reads all rows of a rollout together, so that one micro-batch must hold them."""
+        return self.sequence_mask is not None
+
+
+@dataclass
+class UserLossSection(UserClassSection, LossSection):
+    """A loss of the user's own."""
+
+
 @dataclass
 class GrpoSection:
     num_steps: int = spec("The steps of the whole run.", ge=1, most=10**9)
@@ -64,8 +152,12 @@ class GrpoSection:
     updates_per_step: int = spec("The optimizer updates of a step, each on an equal share of its groups.", ge=1)
     dynamic_sampling: DynamicSamplingSection = spec("Groups that teach nothing, and others in their place.")
     overlong: OverlongSection = spec("Answers that reach generation.max_new_tokens, or come near it.")
-    advantage: AnyAdvantageSection = spec("The advantage of each rollout, by its `name`.")
-    loss: AnyLossSection = spec("The policy loss, by its `name`.")
+    advantage: Annotated[AdvantageSection, Elsewhere("rlctl.grpo.advantages.sections:AnyAdvantageSection")] = spec(
+        "The advantage of each rollout, by its `name`."
+    )
+    loss: Annotated[LossSection, Elsewhere("rlctl.grpo.losses.sections:AnyLossSection")] = spec(
+        "The policy loss, by its `name`."
+    )
 
 
 @dataclass

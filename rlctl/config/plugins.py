@@ -23,8 +23,6 @@ ADVANTAGES = {
     "quantile": "rlctl.grpo.advantages.quantile:QuantileBaseline",
     "pass_at_k": "rlctl.grpo.advantages.pass_at_k:PassAtK",
 }
-# Those that depend on all rollouts of a step, as their `scope` says.
-BATCH_SCOPED = ("batch_normalized", "gdpo")
 # Name in the config -> class of the environment; each file is written by the contract in rlctl/environments/README.md.
 ENVIRONMENTS = {
     "calculator": "rlctl.environments.calculator:Calculator",

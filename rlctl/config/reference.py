@@ -10,10 +10,9 @@ from typing import Any, get_args, get_origin
 
 from rlctl.config.builtin import CONFIGS
 from rlctl.config.cluster_schema import CLUSTER_KINDS
-from rlctl.config.compose import compose
+from rlctl.config.compose import NAMED, compose, defaults_of
 from rlctl.config.convert import describe, describe_limits
 from rlctl.config.fields import FURTHER, alternatives, is_section, keys_of, literals, schema_keys, sections_of
-from rlctl.config.named import FILES_BY_PATH, defaults_of
 from rlctl.config.provenance import MISSING, ConfigNode, node_at
 from rlctl.config.schema import KINDS
 
@@ -91,7 +90,7 @@ def _sections(kinds: Mapping[str, type[Any]], roots: dict[str, ConfigNode], leve
                 _row(key, found, roots, fields.get(section.removesuffix(".N"), kinds))
             )
         if key in by_name:
-            tables[key].append(_named_tables(by_name[key], FILES_BY_PATH[key]))
+            tables[key].append(_named_tables(by_name[key], NAMED[key]))
     return [_table(lines) for lines in tables.values() if lines]
 
 

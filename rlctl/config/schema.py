@@ -6,10 +6,10 @@ A key that is a Python keyword has an underscore behind it here (`async_`), and 
 # ruff: noqa: RUF009  (spec() makes a field, not a default)
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from rlctl.config.environment_schema import EnvironmentSection
-from rlctl.config.fields import MOST_PROCESSES, MOST_SEQUENCES, seconds, spec
+from rlctl.config.fields import MOST_PROCESSES, MOST_SEQUENCES, Elsewhere, seconds, spec
 from rlctl.config.grpo_schema import AsyncSection, GenerationSection, GrpoSection, RefitSection, RewardSection
 from rlctl.config.telemetry_schema import TelemetrySection
 
@@ -154,27 +154,6 @@ class OptimizerSection:
 
 
 @dataclass
-class MegatronSection:
-    tensor_model_parallel_size: int = spec("The ranks that share each layer's matrices.", ge=1)
-    pipeline_model_parallel_size: int = spec("The ranks that share the layers, as stages (1F1B).", ge=1)
-    context_parallel_size: int = spec("The ranks that share the tokens of a pack.", ge=1)
-    expert_model_parallel_size: int = spec("The ranks that share the experts of a layer.", ge=1)
-    sequence_parallel: bool | None = spec(
-        "Tensor-parallel ranks also share the tokens between matrices. null is true if there are several such ranks."
-    )
-    fp32_residual_connection: bool = spec(
-        "In bfloat16, layers add to a float32 residual. Log-probs are more exact then, activations take more memory."
-    )
-    optimizer_cpu_offload: bool = spec("Optimizer state is on the host and is updated there. It never moves.")
-    optimizer_offload_fraction: float | None = spec(
-        "The share of the parameters whose optimizer state is on the host. null is all of them.", gt=0, le=1
-    )
-    overlap_cpu_optimizer_d2h_h2d: bool = spec(
-        "Copy gradients to the host and weights back while the host updates other parameters."
-    )
-
-
-@dataclass
 class TrainerSection:
     backend: Literal["fsdp", "megatron"] = spec("The training backend: torch FSDP2 or Megatron-core.")
     num_ranks: int = spec("The trainer processes, each with one device.", ge=1, most=MOST_PROCESSES)
@@ -210,7 +189,9 @@ class TrainerSection:
         "update."
     )
     optimizer: OptimizerSection = spec("The optimizer and the schedule of its learning rate.")
-    megatron: MegatronSection = spec("Only with backend megatron: how the ranks share the work.")
+    megatron: Annotated[Any, Elsewhere("rlctl.preflight.backends.megatron:MegatronSection")] = spec(
+        "Only with backend megatron: how the ranks share the work."
+    )
 
 
 @dataclass

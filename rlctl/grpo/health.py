@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rlctl.config.algorithm_schema import DppoLossSection
 from rlctl.config.schema import GrpoConfig
+from rlctl.grpo.losses.sections import DppoLossSection
 from rlctl.grpo.metrics import FIRST_CLIPPED
 from rlctl.preflight.resolved import Resolved
 from rlctl.run.health import Ceiling, Decline, Finding, Health, HealthCheck, Metrics, gradient_jump

@@ -10,15 +10,9 @@ holds the cut, and a mask's lower bound must leave room for it.
 
 from contextlib import suppress
 
-from rlctl.config.algorithm_schema import (
-    AdvantageSection,
-    ClippedLossSection,
-    DppoLossSection,
-    LossSection,
-    PassAtKSection,
-    UserClassSection,
-)
 from rlctl.config.errors import BrokenValueError
+from rlctl.config.fields import keys_of, literals
+from rlctl.config.grpo_schema import AdvantageSection, LossSection, UserClassSection
 from rlctl.config.plugin_options import load_plugin, plugin_options
 from rlctl.config.plugins import ADVANTAGE_BASE, ADVANTAGES, ENGINES, LOSS_BASE, LOSSES, OVERLONG, reward_names
 from rlctl.config.schema import GrpoConfig
@@ -77,17 +71,17 @@ def check_algorithm(config: GrpoConfig, away: bool) -> Violations:
 
 def check_advantage(config: GrpoConfig) -> Violations:
     """Find an advantage under which no rollout would teach anything."""
-    section, size = config.grpo.advantage, config.grpo.num_generations_per_prompt
-    if isinstance(section, PassAtKSection) and section.k >= size:
-        what = f"must be below grpo.num_generations_per_prompt={size}, not {section.k}: every advantage would be 0"
-        yield Violation("grpo.advantage.k", what, ("grpo.num_generations_per_prompt", "grpo.advantage.name"))
+    if found := config.grpo.advantage.teaches_nothing(config.grpo.num_generations_per_prompt):
+        key, what = found
+        others = "grpo.num_generations_per_prompt", "grpo.advantage.name"
+        yield Violation(f"grpo.advantage.{key}", what, others)
 
 
 def check_sampling(config: GrpoConfig) -> Violations:
     """Find cuts of the distribution under which the loss's ratios are wrong."""
     if Resolved(config).proximal == "rollout":
         why = "with grpo.loss.proximal=rollout the ratios would be off; keep {}"
-        if not isinstance(config.grpo.loss, DppoLossSection):
+        if "recompute" in literals(keys_of(type(config.grpo.loss))["proximal"].type):
             why += " or set grpo.loss.proximal=recompute"
         if config.generation.top_p < 1:
             yield Violation("generation.top_p", why.format("1"), (_PROXIMAL,))
@@ -142,8 +136,7 @@ def check_async(config: GrpoConfig) -> Violations:
             (recomputes,),
         )
     loss = config.grpo.loss
-    clips = isinstance(loss, ClippedLossSection)
-    if clips and Resolved(config).proximal == "rollout" and rules.max_trajectory_age_steps > 1:
+    if loss.clips and Resolved(config).proximal == "rollout" and rules.max_trajectory_age_steps > 1:
         what = (
             f"rollout clips around policies up to {rules.max_trajectory_age_steps} steps old, which lets training "
             "collapse (AReaL, arXiv 2505.24298, table 3); leave it auto, or set async.max_trajectory_age_steps=1"

@@ -31,7 +31,7 @@ COLUMNS = {each.name: each for each in (ADVANTAGE, ROLLOUT_LOG_PROB, AGE, PROXIM
 
 
 def computed(names: Container[str]) -> dict[str, Role]:
-    """Return name -> role of the named columns that a role computes, in the order in which a step does."""
+    """Return name -> role of the named columns with a role, in the order of `COLUMNS`."""
     return {name: each.role for name, each in COLUMNS.items() if each.role and name in names}
 
 

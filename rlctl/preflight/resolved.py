@@ -8,13 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
-from rlctl.config.algorithm_schema import (
-    GrpoLossSection,
-    GspoLossSection,
-    UserAdvantageSection,
-    UserLossSection,
-)
-from rlctl.config.plugins import BATCH_SCOPED
+from rlctl.config.grpo_schema import AdvantageScope, UserAdvantageSection, UserLossSection
 from rlctl.config.schema import GrpoConfig, RunConfig
 from rlctl.models.model_sizes import ModelSizes
 from rlctl.preflight.columns import PROXIMAL_LOG_PROB, REFERENCE_LOG_PROB, Role, columns_problem, computed
@@ -137,15 +131,11 @@ class Resolved:
 
     @property
     def proximal(self) -> Literal["rollout", "recompute"]:
-        """Old policy of the loss's ratio.
-
-        auto: GSPO's bounds of 3e-4 and 4e-4 are narrower than the gap between engine and trainer in bfloat16. Against
-        the engine's log-probs they held 37% of the tokens of `gspo-tiny` before the policy had moved.
-        """
+        """Old policy of the loss's ratio."""
         loss = self.grpo.grpo.loss
         if loss.proximal != "auto":
             return loss.proximal
-        own = self.grpo.async_.enabled or self.cuts_distribution or isinstance(loss, GspoLossSection)
+        own = self.grpo.async_.enabled or self.cuts_distribution or loss.recomputes
         return "recompute" if own else "rollout"
 
     @property
@@ -184,8 +174,7 @@ class Resolved:
         loss = self.grpo.grpo.loss
         if isinstance(loss, UserLossSection):
             return _user_loss_needs_whole_rollouts(self.grpo)
-        averaged = isinstance(loss, GrpoLossSection) and loss.reduction == "sequence"
-        return averaged or isinstance(loss, GspoLossSection) or loss.sequence_mask is not None
+        return loss.whole_rollouts
 
     @property
     def streams_training(self) -> bool:
@@ -197,12 +186,12 @@ class Resolved:
         return self.grpo.async_.enabled and self.grpo.async_.streamed_training and once
 
     @property
-    def advantage_scope(self) -> Literal["group", "batch"]:
+    def advantage_scope(self) -> AdvantageScope:
         """Rollouts that one advantage depends on: those of its group, or all of the step."""
         section = self.grpo.grpo.advantage
         if isinstance(section, UserAdvantageSection):
             return "batch" if _declared(section.name, "scope") == "batch" else "group"
-        return "batch" if section.name in BATCH_SCOPED else "group"
+        return section.scope
 
     @property
     def sequences_per_update(self) -> int:

@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from rlctl.config.algorithm_schema import UserAdvantageSection
+from rlctl.config.grpo_schema import AdvantageScope, UserAdvantageSection
 from rlctl.config.plugin_options import checked_options
 from rlctl.config.plugins import ADVANTAGES
 from rlctl.config.schema import GrpoConfig
@@ -179,7 +179,7 @@ class Advantage(ABC):
     """Advantage of rollouts, turns or tokens over others. The fields are the keys of its section."""
 
     # Rollouts that one advantage depends on: those of its group, or all of the step.
-    scope: ClassVar[Literal["group", "batch"]] = "group"
+    scope: ClassVar[AdvantageScope] = "group"
 
     @abstractmethod
     def __call__(self, rollouts: ScoredRollouts) -> Floats | Rows[Floats]:

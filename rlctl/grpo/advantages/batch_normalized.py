@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from rlctl.config.grpo_schema import AdvantageScope
 from rlctl.grpo.advantages.base import Advantage, Floats, ScoredRollouts, normalized
 
 
@@ -16,7 +17,7 @@ class BatchNormalized(Advantage):
     estimate is unbiased as the batch grows. Where all a_i are equal, each A_i is exactly 0.
     """
 
-    scope: ClassVar[Literal["group", "batch"]] = "batch"
+    scope: ClassVar[AdvantageScope] = "batch"
 
     baseline: Literal["none", "group_mean"]
 

@@ -1,10 +1,11 @@
 """Each reward normalised in its group before the sum: GDPO."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import numpy as np
 
+from rlctl.config.grpo_schema import AdvantageScope
 from rlctl.grpo.advantages.base import EPSILON, Advantage, Floats, ScoredRollouts, normalized
 
 
@@ -18,7 +19,7 @@ class Gdpo(Advantage):
     rollouts of a group share adds exactly 0 there; where all sums are equal, each advantage is exactly 0.
     """
 
-    scope: ClassVar[Literal["group", "batch"]] = "batch"
+    scope: ClassVar[AdvantageScope] = "batch"
 
     def __call__(self, rollouts: ScoredRollouts) -> Floats:
         total = np.zeros(len(rollouts))

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from rlctl.config.algorithm_schema import UserLossSection
+from rlctl.config.grpo_schema import UserLossSection
 from rlctl.config.plugin_options import checked_options
 from rlctl.config.plugins import LOSSES
 from rlctl.config.schema import GrpoConfig

@@ -15,8 +15,6 @@ from torch import Tensor
 from rlctl.grpo.losses.base import PolicyLoss, PolicyTerm, PolicyTokens
 from rlctl.preflight.columns import (
     COLUMNS,
-    PROXIMAL_LOG_PROB,
-    REFERENCE_LOG_PROB,
     ROLLOUT_LOG_PROB,
     columns_problem,
     computed,
@@ -26,7 +24,7 @@ from rlctl.training.micro_batching import rollout_index
 from rlctl.utils.user_code import defined_at, error_text, raised_at
 
 # Log-probs that a sample may have, in the order in which they are drawn.
-_LOG_PROBS = [each.name for each in (ROLLOUT_LOG_PROB, REFERENCE_LOG_PROB, PROXIMAL_LOG_PROB)]
+_LOG_PROBS = [ROLLOUT_LOG_PROB.name, *reversed(computed(COLUMNS))]
 _TOLERANCE = 1e-9
 # MadeUpRow lengths of each rollout, the smallest first: what fails there is the counterexample that is shown.
 _SHAPES = [[[2], [3]], [[3], [3], [2]], [[5], [2], [9], [4]], [[7], [7], [3], [12], [2], [6]]]

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Any, Self
 
-from rlctl.config.algorithm_schema import DrGrpoLossSection
 from rlctl.config.schema import GrpoConfig
 from rlctl.grpo.losses.base import Mean
 from rlctl.grpo.losses.grpo import ClippedLoss
+from rlctl.grpo.losses.sections import DrGrpoLossSection
 
 
 @dataclass(frozen=True, kw_only=True)

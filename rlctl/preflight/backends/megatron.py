@@ -5,9 +5,11 @@ construction: the distributed optimizer is always used, and AdamW is the only op
 """
 
 from contextlib import suppress
+from dataclasses import dataclass
 from json import dumps
 
 from rlctl.config.errors import BrokenValueError
+from rlctl.config.fields import spec
 from rlctl.config.schema import TrainerSection
 from rlctl.models.architectures import ARCHITECTURES
 from rlctl.models.model_sizes import ModelSizes
@@ -37,6 +39,35 @@ _NEUTRAL = {
 }
 
 
+@dataclass
+class MegatronSection:
+    """Keys of `trainer.megatron`. `configs/base.yaml` has the defaults."""
+
+    tensor_model_parallel_size: int = spec("The ranks that share each layer's matrices.", ge=1)
+    pipeline_model_parallel_size: int = spec("The ranks that share the layers, as stages (1F1B).", ge=1)
+    context_parallel_size: int = spec("The ranks that share the tokens of a pack.", ge=1)
+    expert_model_parallel_size: int = spec("The ranks that share the experts of a layer.", ge=1)
+    sequence_parallel: bool | None = spec(
+        "Tensor-parallel ranks also share the tokens between matrices. null is true if there are several such ranks."
+    )
+    fp32_residual_connection: bool = spec(
+        "In bfloat16, layers add to a float32 residual. Log-probs are more exact then, activations take more memory."
+    )
+    optimizer_cpu_offload: bool = spec("Optimizer state is on the host and is updated there. It never moves.")
+    optimizer_offload_fraction: float | None = spec(
+        "The share of the parameters whose optimizer state is on the host. null is all of them.", gt=0, le=1
+    )
+    overlap_cpu_optimizer_d2h_h2d: bool = spec(
+        "Copy gradients to the host and weights back while the host updates other parameters."
+    )
+
+
+def megatron_of(trainer: TrainerSection) -> MegatronSection:
+    """Return the keys of `trainer.megatron`."""
+    own: MegatronSection = trainer.megatron
+    return own
+
+
 def cpu_offload_problem(dtype: str) -> str | None:
     """Return why the CPU optimizer cannot update weights of `dtype`, or None. `auto` may be resolved to any.
 
@@ -50,7 +81,7 @@ def cpu_offload_problem(dtype: str) -> str | None:
 
 def hosted_share(trainer: TrainerSection) -> float:
     """Return the share of the parameters whose optimizer state lives on the host."""
-    own = trainer.megatron
+    own = megatron_of(trainer)
     if not own.optimizer_cpu_offload:
         return 0.0
     return 1.0 if own.optimizer_offload_fraction is None else own.optimizer_offload_fraction
@@ -62,7 +93,7 @@ class MegatronBackend(Backend):
     shard_name, has_layouts = "data-parallel shard", True
 
     def layout(self, trainer: TrainerSection) -> Layout:
-        sizes = trainer.megatron
+        sizes = megatron_of(trainer)
         return Layout(
             trainer.num_ranks,
             tensor=sizes.tensor_model_parallel_size,
@@ -80,7 +111,7 @@ class MegatronBackend(Backend):
         for name, neutral in _NEUTRAL.items():
             # A broken one hides no other.
             with suppress(BrokenValueError):
-                value = getattr(trainer.megatron, name)
+                value = getattr(megatron_of(trainer), name)
                 if value != neutral and value is not False:
                     why = f"{trainer.backend} has no such thing; set {dumps(neutral)} here"
                     what = f"{dumps(value)} needs trainer.backend=megatron: {why}"
@@ -117,7 +148,7 @@ class MegatronBackend(Backend):
 
     def check_optimizer(self, trainer: TrainerSection, sizes: ModelSizes | None) -> Violations:
         """Yield contradictions of `optimizer_cpu_offload`, and keys that need it."""
-        own, key = trainer.megatron, f"{_SECTION}.optimizer_cpu_offload"
+        own, key = megatron_of(trainer), f"{_SECTION}.optimizer_cpu_offload"
         if own.optimizer_cpu_offload:
             if what := cpu_offload_problem(trainer.dtype):
                 yield Violation(key, what, ("trainer.dtype",))
@@ -136,9 +167,9 @@ class MegatronBackend(Backend):
 
     def idle_keys(self, trainer: TrainerSection) -> dict[str, str]:
         idle = {}
-        if trainer.megatron.sequence_parallel and not self.layout(trainer).sequence_parallel:
+        if megatron_of(trainer).sequence_parallel and not self.layout(trainer).sequence_parallel:
             idle[KEYS["sequence"]] = f"{KEYS['tensor']} is 1"
-        if trainer.megatron.fp32_residual_connection and trainer.dtype == "float32":
+        if megatron_of(trainer).fp32_residual_connection and trainer.dtype == "float32":
             idle[f"{_SECTION}.fp32_residual_connection"] = "trainer.dtype is float32"
         return idle
 
@@ -147,7 +178,7 @@ class MegatronBackend(Backend):
 
     def shard_counts(self, trainer: TrainerSection) -> ShardCounts:
         """Share matrices over tensor ranks, layers over stages, optimizer state over ranks with the same weights."""
-        layout, ranks = trainer.megatron, trainer.num_ranks
+        layout, ranks = megatron_of(trainer), trainer.num_ranks
         tensor, stages = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
         # An expert is on one rank whole.
         experts = stages * layout.expert_model_parallel_size
@@ -172,11 +203,11 @@ class MegatronBackend(Backend):
 
     def optimizer_on_host(self, trainer: TrainerSection) -> bool:
         """Return `optimizer_cpu_offload`; the part that `optimizer_offload_fraction` leaves on the device stays too."""
-        return trainer.megatron.optimizer_cpu_offload
+        return megatron_of(trainer).optimizer_cpu_offload
 
     def residual_bytes(self, trainer: TrainerSection, size: int) -> int:
         """Return 4 with `fp32_residual_connection`."""
-        return FLOAT32 if trainer.megatron.fp32_residual_connection else size
+        return FLOAT32 if megatron_of(trainer).fp32_residual_connection else size
 
     def gathers_layers(self, trainer: TrainerSection, size: int) -> bool:
         """Return False: a rank's layers are whole, or cut for good."""

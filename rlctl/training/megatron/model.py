@@ -24,6 +24,7 @@ from rlctl.config.schema import TrainerSection
 from rlctl.models.architectures import ARCHITECTURES
 from rlctl.models.model_sizes import ModelSizes
 from rlctl.preflight.backend import layout_of
+from rlctl.preflight.backends.megatron import megatron_of
 from rlctl.training.megatron.attention import CoreAttention, Pack, turned
 from rlctl.training.packing import compile_for_packs
 
@@ -155,7 +156,7 @@ def build_policy(
 def _transformer_config(
     hf: Any, sizes: ModelSizes, section: TrainerSection, dtype: torch.dtype, device: torch.device
 ) -> TransformerConfig:
-    parallel = section.megatron
+    parallel = megatron_of(section)
     cuda = device.type == "cuda"
     recompute: dict[str, Any] = {}
     if stated(section.activation_checkpointing):

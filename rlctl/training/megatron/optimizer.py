@@ -16,7 +16,7 @@ from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDevice
 from torch import Tensor, nn
 
 from rlctl.config.schema import TrainerSection
-from rlctl.preflight.backends.megatron import hosted_share
+from rlctl.preflight.backends.megatron import hosted_share, megatron_of
 from rlctl.training.update import divide_and_clip
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -40,7 +40,7 @@ class Optimizer:
     def __init__(self, ddp: Any, section: TrainerSection, dtype: torch.dtype) -> None:
         self._section, self._ddp = section.optimizer, ddp
         # Where Megatron has a parameter's gradient, see `_config`.
-        self._gradient = "decoupled_grad" if section.megatron.optimizer_cpu_offload else "grad"
+        self._gradient = "decoupled_grad" if megatron_of(section).optimizer_cpu_offload else "grad"
         self._chained = get_megatron_optimizer(_config(section, dtype), [ddp], use_gloo_process_groups=False)
         self._members = [each for each in self._chained.chained_optimizers if not each.is_stub_optimizer]
         for member in self._members:
@@ -110,7 +110,7 @@ def gradients(ddp: Any) -> list[Tensor]:
 
 
 def _config(section: TrainerSection, dtype: torch.dtype) -> OptimizerConfig:
-    own, offload = section.optimizer, section.megatron
+    own, offload = section.optimizer, megatron_of(section)
     config = OptimizerConfig(
         optimizer="adam",
         lr=own.lr,

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rlctl.config.fields import stated
 from rlctl.models import hf_folder
-from rlctl.preflight.backends.megatron import cpu_offload_problem
+from rlctl.preflight.backends.megatron import cpu_offload_problem, megatron_of
 from rlctl.preflight.offload_plan import residency
 from rlctl.refit.source import Shard
 from rlctl.training.interface import Loss, LossOutput, MicroBatch
@@ -54,7 +54,7 @@ class MegatronTrainer(TrainerRank):
         """
         config = spec.config
         why = cpu_offload_problem(config.dtype)
-        if config.megatron.optimizer_cpu_offload and why:
+        if megatron_of(config).optimizer_cpu_offload and why:
             raise ValueError(f"trainer.megatron.optimizer_cpu_offload {why}")
         super().__init__(spec)
         self._kept_in = config.dtype
@@ -79,12 +79,12 @@ class MegatronTrainer(TrainerRank):
         self._optimizer = Optimizer(self._ddp, config, self._dtype)
         self._read_mains()
         self._head = Head(self._policy, config, spec.temperature)
-        cut = config.megatron.context_parallel_size
-        multiple = cut * config.megatron.tensor_model_parallel_size
+        cut = megatron_of(config).context_parallel_size
+        multiple = cut * megatron_of(config).tensor_model_parallel_size
         position = parallel_state.get_context_parallel_rank()
         self._slicer = PackSlicer(self._lm.model.rotary_emb, self._dtype, multiple, position, cut)
         self._exporter = Exporter(self._named, self._mapping, self._device)
-        if not config.megatron.optimizer_cpu_offload:
+        if not megatron_of(config).optimizer_cpu_offload:
             self._state.add("optimizer", self._optimizer.device_state())
         self._stage = checkpoint.Stage(
             self._named, self._mapping, self._optimizer, self._exporter.mirrored, self._state.at_hand
@@ -117,7 +117,7 @@ class MegatronTrainer(TrainerRank):
         lengths = [[len(sequence) for sequence in batch] for batch in micro_batches]
         # The last stage has them all.
         columns = torch.cat(found) if found else torch.empty(sum(map(sum, lengths)), device=self._device)
-        if self._config.megatron.pipeline_model_parallel_size > 1:
+        if megatron_of(self._config).pipeline_model_parallel_size > 1:
             source = parallel_state.get_pipeline_model_parallel_last_rank()
             dist.broadcast(columns, source, parallel_state.get_pipeline_model_parallel_group())
         ends = np.cumsum([sum(batch) for batch in lengths])[:-1]
@@ -204,7 +204,7 @@ class MegatronTrainer(TrainerRank):
         return [Shard(part.name, part.start, part.view) for part in parts]
 
     def _initialize_parallel(self) -> None:
-        seed, parallel = self._spec.seed + self._spec.rank, self._config.megatron
+        seed, parallel = self._spec.seed + self._spec.rank, megatron_of(self._config)
         torch.manual_seed(seed)
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor_model_parallel_size,

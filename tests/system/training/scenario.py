@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlctl.config.schema import GrpoConfig, MegatronSection, OptimizerSection, TrainerSection
+from rlctl.config.schema import GrpoConfig, OptimizerSection, TrainerSection
 from rlctl.grpo.losses.base import PolicyLoss, make_loss
+from rlctl.preflight.backends.megatron import MegatronSection
 from rlctl.preflight.load import load
 from rlctl.training.interface import LossNeeds, LossOutput, MicroBatch, TokenBatch, Totals
 from rlctl.training.micro_batching import TrainingSample, plan_micro_batches, plan_whole_rollouts, rollout_index

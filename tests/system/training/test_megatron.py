@@ -15,8 +15,8 @@ import torch
 import torch.multiprocessing as mp
 from filelock import FileLock
 
-from rlctl.config.schema import MegatronSection
 from rlctl.models.architectures import ARCHITECTURES
+from rlctl.preflight.backends.megatron import MegatronSection
 from tests.system.training.scenario import (
     MEGATRON,
     WeightedLoss,

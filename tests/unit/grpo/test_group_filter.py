@@ -7,13 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlctl.config.algorithm_schema import GroupMeanSection, GrpoLossSection
 from rlctl.config.grpo_schema import DynamicSamplingSection, GrpoSection, OverlongSection
 from rlctl.data.tasks import Task
 from rlctl.generation.requests import Completion
 from rlctl.grpo.advantages.group_mean import GroupMean
+from rlctl.grpo.advantages.sections import GroupMeanSection
 from rlctl.grpo.batch import add_column, make_batch, why_it_teaches_nothing
 from rlctl.grpo.group_filter import RIGHT, TRUNCATED, UNIFORM, WRONG, Filter, why_nothing
+from rlctl.grpo.losses.sections import GrpoLossSection
 from rlctl.rewards.scorer import Score
 from rlctl.rollout.types import Rollout, RolloutGroup
 from tests.turns import turn

@@ -5,13 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rlctl.config.algorithm_schema import GroupMeanSection, GrpoLossSection
 from rlctl.config.grpo_schema import DynamicSamplingSection, GrpoSection, OverlongSection
 from rlctl.data.tasks import Task
 from rlctl.generation.engine import EngineStats
 from rlctl.generation.requests import Completion, Finish
 from rlctl.grpo.advantages.group_mean import GroupMean
+from rlctl.grpo.advantages.sections import GroupMeanSection
 from rlctl.grpo.batch import make_batch
+from rlctl.grpo.losses.sections import GrpoLossSection
 from rlctl.grpo.metrics import (
     EngineInterval,
     generator_metrics,

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlctl.config.plugins import ADVANTAGES, BATCH_SCOPED
+from rlctl.config.fields import keys_of, literals, sections_of
+from rlctl.config.plugins import ADVANTAGES
 from rlctl.grpo.advantages.base import Advantage
 from rlctl.grpo.advantages.batch_normalized import BatchNormalized
 from rlctl.grpo.advantages.gdpo import Gdpo
@@ -20,6 +21,7 @@ from rlctl.grpo.advantages.group_mean import GroupMean
 from rlctl.grpo.advantages.leave_one_out import LeaveOneOut
 from rlctl.grpo.advantages.pass_at_k import PassAtK
 from rlctl.grpo.advantages.quantile import QuantileBaseline
+from rlctl.grpo.advantages.sections import AnyAdvantageSection
 from rlctl.utils.plugins import load_object
 from tests.scored import columns, first_tokens
 
@@ -138,7 +140,8 @@ steps = st.lists(ones, min_size=1, max_size=16)
 def test_every_name_has_a_reference_here_and_the_scope_that_the_config_knows() -> None:
     kinds = {name: load_object(where) for name, where in ADVANTAGES.items()}
     assert {type(each) for each in ALL} == set(kinds.values())
-    assert {name for name, kind in kinds.items() if kind.scope == "batch"} == set(BATCH_SCOPED)
+    scopes = {literals(keys_of(each)["name"].type)[0]: each.scope for each in sections_of(AnyAdvantageSection)[:-1]}
+    assert {name: kind.scope for name, kind in kinds.items()} == scopes
 
 
 @every

@@ -1,0 +1,73 @@
+"""The section of each advantage: its keys, their meanings and limits. No torch, as in every check of a config.
+
+`configs/advantage.yaml` has the defaults.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from rlctl.config.fields import spec
+from rlctl.config.grpo_schema import AdvantageScope, AdvantageSection, UserAdvantageSection
+
+
+@dataclass
+class GroupMeanSection(AdvantageSection):
+    name: Literal["group_mean"] = spec("A rollout's reward minus the mean of its group.")
+    normalize_std: bool = spec("Divide advantages by the standard deviation of the group's rewards.")
+
+
+@dataclass
+class LeaveOneOutSection(AdvantageSection):
+    name: Literal["leave_one_out"] = spec("A rollout's reward minus the mean of the others in its group (RLOO).")
+    normalize_std: bool = spec("Divide advantages by the standard deviation of the group's rewards.")
+
+
+@dataclass
+class BatchNormalizedSection(AdvantageSection):
+    scope: ClassVar[AdvantageScope] = "batch"
+    name: Literal["batch_normalized"] = spec("Rewards normalised over all sampled tokens of the step (REINFORCE++).")
+    baseline: Literal["none", "group_mean"] = spec(
+        "What is subtracted from a reward before: nothing (REINFORCE++), or the mean of its group (REINFORCE++ with "
+        "baseline)."
+    )
+
+
+@dataclass
+class GdpoSection(AdvantageSection):
+    scope: ClassVar[AdvantageScope] = "batch"
+    name: Literal["gdpo"] = spec(
+        "Each reward normalised within its group, their weighted sum over all rollouts of the step (GDPO)."
+    )
+
+
+@dataclass
+class QuantileSection(AdvantageSection):
+    name: Literal["quantile"] = spec("A rollout's reward minus a quantile of its group (QAE).")
+    quantile: float = spec(
+        "A group of which a share of more than 1 - quantile is right learns from its wrong rollouts, any other from "
+        "its right ones.",
+        gt=0,
+        lt=1,
+    )
+
+
+@dataclass
+class PassAtKSection(AdvantageSection):
+    name: Literal["pass_at_k"] = spec("The chance that one of k rollouts is right, as the reward (pass@k training).")
+    k: int = spec("The rollouts of a subset, fewer than num_generations_per_prompt. 1 is group_mean.", ge=1)
+
+    def teaches_nothing(self, size: int) -> tuple[str, str] | None:
+        if self.k < size:
+            return None
+        return "k", f"must be below grpo.num_generations_per_prompt={size}, not {self.k}: every advantage would be 0"
+
+
+AnyAdvantageSection = (
+    GroupMeanSection
+    | LeaveOneOutSection
+    | BatchNormalizedSection
+    | GdpoSection
+    | QuantileSection
+    | PassAtKSection
+    | UserAdvantageSection
+)
