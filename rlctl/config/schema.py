@@ -297,6 +297,12 @@ class GrpoHealthSection(HealthSection):
         ge=0,
         le=1,
     )
+    max_malformed_call_share: float = spec(
+        "Warn if more than this share of a step's tool calls are malformed: turns that look like a call and are none. "
+        "The model reads why, and the episodes go on. 1 warns never.",
+        ge=0,
+        le=1,
+    )
 
 
 @dataclass

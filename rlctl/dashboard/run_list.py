@@ -31,7 +31,7 @@ class RunEntry:
     status: str
     step: int
     num_steps: int
-    accuracy: float | None  # of the last validation, else of the last step; None where not measured
+    accuracy: float | None  # of the last validation, without any of the last step; None where not measured
     throughput: float | None  # effective where there is a generator, else of training
     age_s: float  # seconds since it started
     note: str = ""  # what of its files is damaged
@@ -121,7 +121,8 @@ def metrics_table(state: RunState) -> Table:
 
 def entry(folder: Path, state: RunState) -> RunEntry:
     """Return the entry of the run in `folder` from its state."""
-    accuracy = state.latest("validation/accuracy")
+    # One without scores is no reason to show an earlier one's.
+    accuracy = state.validations.last.get("validation/accuracy")
     rate = state.mean("throughput/effective")
     damaged = [f"{file}: {count(lines, 'damaged line')} left out" for file, lines in state.damaged.items() if lines]
     return RunEntry(
@@ -131,7 +132,7 @@ def entry(folder: Path, state: RunState) -> RunEntry:
         status=state.status,
         step=state.step,
         num_steps=state.num_steps,
-        accuracy=accuracy if accuracy is not None else state.latest("reward/accuracy"),
+        accuracy=accuracy if state.validations.last else state.latest("reward/accuracy"),
         throughput=rate if rate is not None else state.mean("throughput/training"),
         age_s=_age_s(folder, state.start.get("time")),
         note="; ".join(damaged),

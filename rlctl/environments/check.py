@@ -23,6 +23,12 @@ Value = TypeVar("Value")
 
 EPISODES = 3
 MESSAGES = ("1", "Hello.", "I do not know.", "8", "The answer is 3.")
+# Where neither the class nor a row begins an episode, and no rows are given.
+_PROMPT: Message = {"role": "user", "content": "prompt"}
+_MADE_UP = (
+    "reset returns no message, so each row of a run needs a column prompt; no rows are given here: the episodes begin "
+    "with a made-up one, and --data FILE plays rows of yours"
+)
 _VALUES: dict[str, tuple[Any, ...]] = {
     "integer": (1, 2, 3),
     "number": (1.0, 2.5, -1.0),
@@ -101,9 +107,23 @@ def check_environment(
             else:
                 episodes.append(_play(pool, contract, index, row, seed + index))
         again = [] if contract.is_function else _draws_anew(pool, episodes[0], rows[0], seed)
-    problems = [f"episode {index}: {each.failure}" for index, each in enumerate(episodes, 1) if each.failure]
-    notes = [*contract.notes, *again, *_doubts(episodes)]
-    return CheckReport(contract, episodes, [*problems, *_bugs(episodes)], notes, start_s)
+    made_up = [_MADE_UP] * any(each.opening == [_PROMPT] for each in episodes)
+    unused = [f"{name} takes no parameter `environments`: it is not tried here" for name in _unused(spec, contract)]
+    notes = [*contract.notes, *unused, *made_up, *again, *_doubts(episodes)]
+    return CheckReport(contract, episodes, [*_failures(episodes), *_bugs(episodes)], notes, start_s)
+
+
+def _unused(spec: EnvironmentSpec, contract: EnvironmentContract) -> list[str]:
+    return [name for name in spec.rewards if name not in contract.rewards]
+
+
+def _failures(episodes: Sequence[ScriptedEpisode]) -> list[str]:
+    """Return a line for each reason why episodes ended early."""
+    failed: dict[str, list[str]] = {}
+    for index, each in enumerate(episodes, 1):
+        if each.failure:
+            failed.setdefault(each.failure, []).append(str(index))
+    return [f"episode{'s' * (len(those) > 1)} {', '.join(those)}: {why}" for why, those in failed.items()]
 
 
 def _bugs(episodes: Sequence[ScriptedEpisode]) -> list[str]:
@@ -123,7 +143,8 @@ def _doubts(episodes: Sequence[ScriptedEpisode]) -> list[str]:
     notes = [f"tool {name} answered None, and the model reads that word: return its answer" for name in silent]
     rewards = [each.reward for each in episodes if each.reward is not None]
     if len(rewards) > 1 and all(each == rewards[0] for each in rewards):
-        same = rewards[0] if isinstance(rewards[0], dict) else f"{rewards[0]:g}"
+        parts = rewards[0].items() if isinstance(rewards[0], dict) else [("", rewards[0])]
+        same = ", ".join(f"{part} {value:g}".strip() for part, value in parts)
         notes.append(
             f"every episode has the same reward, {same}: equal rewards teach nothing; see with --model if a model's "
             "differ"
@@ -182,7 +203,9 @@ def _play(
     except ContractError as error:
         episode.failure = str(error)
         return episode
-    if not episode.opening:
+    if not episode.opening and not row:
+        episode.opening = [_PROMPT]
+    elif not episode.opening:
         episode.failure = "it begins with no message: return one from reset, or give the row a column prompt"
         return episode
     failure = _play_tools(pool, contract, index, row, episode)

@@ -9,7 +9,7 @@ import yaml
 
 from rlctl.config.errors import UserError
 from rlctl.data.datasets import shown
-from rlctl.evaluation.store import EvaluationFolder
+from rlctl.evaluation.store import MADE_AGAIN, DamagedResult, EvaluationFolder
 from rlctl.evaluation.target import Target
 from rlctl.run.run_dir import RunDir, model_name
 from rlctl.telemetry.jsonl import read_records
@@ -32,8 +32,8 @@ class PushError(ExportError):
 def export(target: Target, to: Path, dtype: ExportDtype | None, warn: Callable[[str], None]) -> Path:
     """Write the target's weights and model card into the new folder `to`, whole or not at all; return it.
 
-    dtype: of floating-point tensors; None: as they are. warn: called where a wider dtype adds no digits. Raises
-    ExportError, ModelError.
+    dtype: of floating-point tensors; None: as they are. warn: called where a wider dtype adds no digits, and
+    where an evaluation is damaged. Raises ExportError, ModelError.
     """
     from rlctl.models.hf_folder import WeightFiles, write_folder
 
@@ -53,7 +53,7 @@ def export(target: Target, to: Path, dtype: ExportDtype | None, warn: Callable[[
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         write_folder(source, temporary, layout, _tensors(files, layout))
-        (temporary / "README.md").write_text(model_card(target, sorted({kind for _, _, kind in layout})))
+        (temporary / "README.md").write_text(model_card(target, sorted({kind for _, _, kind in layout}), warn))
         temporary.replace(to)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -79,8 +79,11 @@ def push(folder: Path, repository: str, private: bool) -> str:
     return str(address)
 
 
-def model_card(target: Target, dtypes: list[str]) -> str:
-    """Return the README.md of an exported folder: what made the weights, from which data, and what was measured."""
+def model_card(target: Target, dtypes: list[str], warn: Callable[[str], None]) -> str:
+    """Return the README.md of an exported folder: what made the weights, from which data, and what was measured.
+
+    warn: called for each evaluation that is damaged, whose figures are left out.
+    """
     head: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["rlctl"]}
     config = yaml.safe_load(RunDir(target.run).config.read_text(encoding="utf-8")) if target.run else {}
     if config:
@@ -93,7 +96,7 @@ def model_card(target: Target, dtypes: list[str]) -> str:
         start = "random weights in the shape of " if config["model"].get("random_init") else ""
         start += model_name(config["model"]["path"])
         made = f"Trained by rlctl ({config['kind']}) from {start}, {target.step} steps."
-        parts += [made, "## Data", _data(config), "## Figures", *_figures(target, target.run)]
+        parts += [made, "## Data", _data(config), "## Figures", *_figures(target, target.run, warn)]
         recipe = yaml.safe_dump(_public(config), sort_keys=False).strip()
         parts += ["## Recipe", "Paths are shortened to their last part.", f"```yaml\n{recipe}\n```"]
     return "\n\n".join(parts) + "\n"
@@ -123,7 +126,7 @@ def _data(config: Mapping[str, Any]) -> str:
     return "\n".join([*lines, *([f"- rewards: {rewards}"] if rewards else [])])
 
 
-def _figures(target: Target, run: Path) -> Iterator[str]:
+def _figures(target: Target, run: Path, warn: Callable[[str], None]) -> Iterator[str]:
     """Yield the tables of what was measured of these weights."""
     records = read_records(RunDir(run).metrics)
     own = [each for each in records if each.get("step") == target.step and each["kind"] == "validation"]
@@ -131,7 +134,11 @@ def _figures(target: Target, run: Path) -> Iterator[str]:
     rows = [row for row in rows if "time/" not in row]
     yield "\n".join(["| the run's own validation | |", "| --- | --- |", *rows]) if rows else "The run did not validate."
     for folder in sorted((run / "evals").glob(f"step_{target.step}--*")):
-        result = EvaluationFolder(folder).result()
+        try:
+            result = EvaluationFolder(folder).result()
+        except DamagedResult as error:
+            warn(f"{error}; README.md leaves its figures out; {MADE_AGAIN}")
+            continue
         if result and "accuracy" in result["figures"]:
             yield _evaluated(result)
 

@@ -7,7 +7,7 @@ from rlctl.config.schema import GrpoConfig
 from rlctl.grpo.losses.sections import DppoLossSection
 from rlctl.grpo.metrics import FIRST_CLIPPED
 from rlctl.preflight.resolved import Resolved
-from rlctl.run.health import Ceiling, Decline, Finding, Health, HealthCheck, Metrics, gradient_jump
+from rlctl.run.health import Ceiling, Decline, Finding, Health, HealthCheck, Metrics, failed_validation, gradient_jump
 
 # Of tokens that were sampled and compared under equal weights, from the whole distribution. A step's own
 # `mismatch/token_mult_prob_error` holds the tokens' age in an asynchronous run, and else what top_p and top_k cut.
@@ -55,6 +55,13 @@ def grpo_health(config: GrpoConfig, cause: Callable[[], str] = str, tool_cause: 
             "tools raised in {value:.0%} of their calls, at most {bound:.0%} (health.max_tool_raised_share)",
             cause=tool_cause,
         ),
+        Ceiling(
+            "malformed_calls",
+            "environment/malformed_calls",
+            bounds.max_malformed_call_share,
+            "{value:.0%} of the tool calls are malformed, at most {bound:.0%} (health.max_malformed_call_share): "
+            "rlctl runs rollouts shows them; environment.tool_format names the format that is parsed",
+        ),
         FailedShare(
             "failed_rewards",
             "reward/failed_share",
@@ -71,6 +78,7 @@ def grpo_health(config: GrpoConfig, cause: Callable[[], str] = str, tool_cause: 
             0,
             "rollouts left out because a log-prob of theirs is not finite: {value:.0f}",
         ),
+        failed_validation(bounds.max_failed_reward_share),
         Decline(
             "accuracy",
             "validation/accuracy",

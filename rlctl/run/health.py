@@ -85,6 +85,16 @@ class Ceiling(HealthCheck):
 
 
 @dataclass
+class ShareCeiling(Ceiling):
+    """The share that `metric` has of another metric, at most `bound`."""
+
+    whole: str = field(kw_only=True)
+
+    def find(self, metrics: Metrics) -> Finding:
+        return super().find({self.metric: metrics[self.metric] / max(1.0, metrics[self.whole])})
+
+
+@dataclass
 class Jump(HealthCheck):
     """A metric that stays within `bound` times its median over the last `window` values, once half of them are there.
 
@@ -182,4 +192,16 @@ def gradient_jump(ratio: float, window: int) -> Jump:
         "the gradient norm is {value:.4g}, {ratio:.3g} times the median of the last {window} steps, at most {bound:g} "
         "times (health.max_grad_norm_ratio)",
         window=window,
+    )
+
+
+def failed_validation(bound: float) -> ShareCeiling:
+    """Return the check of a validation's rewards. bound: share of the held-out answers that may have no score."""
+    return ShareCeiling(
+        "failed_validation",
+        "validation/failed_rewards",
+        bound,
+        "{value:.0%} of the held-out answers have no score, because a reward or an environment failed, at most "
+        "{bound:.0%}: the others alone say little of these weights; logs/ has the errors",
+        whole="validation/answers",
     )

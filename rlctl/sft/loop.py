@@ -8,7 +8,7 @@ from typing import Protocol
 from rlctl.config.schema import SftConfig
 from rlctl.data.cursor import SampleSource
 from rlctl.data.tasks import SupervisedSample
-from rlctl.run.health import Decline, Health, gradient_jump
+from rlctl.run.health import Decline, Health, failed_validation, gradient_jump
 from rlctl.run.loop import Loop
 from rlctl.run.recorder import RunRecorder
 from rlctl.sft.loss import NllLoss
@@ -114,7 +114,9 @@ def _health(config: SftConfig) -> Health:
         "(health.max_loss_rise)",
         worse=1,
     )
-    return Health([gradient_jump(bounds.max_grad_norm_ratio, bounds.grad_norm_window), rise], stop=bounds.stop)
+    jump = gradient_jump(bounds.max_grad_norm_ratio, bounds.grad_norm_window)
+    # Where most answers to `validation.recipe` have no score, nothing was measured.
+    return Health([jump, rise, failed_validation(0.5)], stop=bounds.stop)
 
 
 def _sequences(samples: list[SupervisedSample]) -> list[TrainingSample]:

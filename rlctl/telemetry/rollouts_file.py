@@ -15,6 +15,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -113,8 +114,9 @@ def _places(path: Path) -> list[GroupPlace]:
         with path.open("rb") as file:
             for line in file:
                 if (head := _HEAD.match(line)) and line.endswith(b"\n"):
-                    task = json.loads(head[3])
-                    places.append(GroupPlace(int(head[1]), head[2].decode(), task, offset, len(line)))
+                    with suppress(ValueError):  # no JSON string, or a number of thousands of digits
+                        task = json.loads(head[3])
+                        places.append(GroupPlace(int(head[1]), head[2].decode(), task, offset, len(line)))
                 offset += len(line)
     except FileNotFoundError:
         pass
@@ -145,7 +147,7 @@ def newest_group(path: Path) -> Record | None:
 def _group(line: bytes) -> Record | None:
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     whole = isinstance(record, dict) and record.get("kind") == "group" and isinstance(record.get("rollouts"), list)
     return record if whole and all(isinstance(each, dict) for each in record["rollouts"]) else None

@@ -41,6 +41,14 @@ def test_list_shows_every_run_with_its_state(runs: Path) -> None:
     assert rows["b"][1:5] == ["grpo", "running", "12/20", "60.0%"]
 
 
+def test_a_last_validation_without_scores_has_no_accuracy_in_the_list(runs: Path) -> None:
+    record = {"kind": "validation", "step": 20, "time": START + 1e6, "validation/failed_rewards": 100.0}
+    with (runs / "a" / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(record) + "\n")
+    _, out, _ = call("list", "--dir", runs)
+    assert "80.0%" not in out and "60.0%" in out
+
+
 def test_list_for_scripts(runs: Path) -> None:
     code, out, _ = call("list", "--dir", runs, "--json")
     assert code == 0

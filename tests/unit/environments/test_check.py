@@ -106,6 +106,20 @@ def test_what_a_tool_raises_is_an_answer_and_no_problem() -> None:
     assert report.episodes[0].reward == {"a": 1.0, "b": 0.5}
 
 
+def test_without_rows_a_class_that_begins_with_no_message_is_played_after_a_made_up_one() -> None:
+    report = checked("own.py:Silent")
+    assert report.problems == [] and all(each.turns and each.reward is not None for each in report.episodes)
+    assert "each row of a run needs a column prompt" in report.notes[0] and "--data FILE" in report.notes[0]
+
+
+def test_a_reward_that_takes_no_environments_is_named() -> None:
+    with Path("own.py").open("a") as file:
+        file.write("\ndef valued(environment, **columns):\n    return [1.0]\n")
+    spec = EnvironmentSpec("own.py:Fine", 20.0, rewards=("own.py:valued",))
+    report = check_environment(spec, [{"prompt": "Say it."}], memory_mib=2048, seed=0)
+    assert "own.py:valued takes no parameter `environments`: it is not tried here" in report.notes
+
+
 def test_a_class_that_draws_its_task_from_elsewhere_is_noted() -> None:
     report = checked("own.py:Anew")
     assert report.problems == [] and "two resets of one row with one seed began differently" in report.notes[0]
@@ -118,7 +132,7 @@ def test_a_bug_in_a_tool_is_a_problem_with_its_line_and_silence_and_equal_reward
     assert line.endswith("it looks like a bug, since say(text='text') fits the tool's schema")
     silent, equal = report.notes
     assert silent == "tool hush answered None, and the model reads that word: return its answer"
-    assert equal.startswith("every episode has the same reward, {'a': 1.0, 'b': 0.5}: equal rewards teach nothing")
+    assert equal.startswith("every episode has the same reward, a 1, b 0.5: equal rewards teach nothing")
 
 
 def test_all_that_breaks_the_contract_is_told_at_once() -> None:
@@ -165,7 +179,10 @@ def test_a_rollout_function_is_called_with_scripted_answers() -> None:
     assert report.problems == [] and [len(each.samples) for each in report.episodes] == [9, 9, 9]
     assert report.episodes[0].samples[0] == (4, 1) and report.episodes[0].samples[-1][1] == 0
     assert report.notes[0].startswith("every episode has the same reward, 0: ")
-    assert tried("typo").problems[0] == "episode 1: typo raised NameError at mine.py:10: name 'polcy' is not defined"
+    assert (
+        tried("typo").problems[0]
+        == "episodes 1, 2, 3: typo raised NameError at mine.py:10: name 'polcy' is not defined"
+    )
     assert "sampled again after a budget was used up" in tried("deaf").problems[0]
     assert "returned without a sample" in tried("silent").problems[0]
     assert "must be `async def plain(task, policy)`" in tried("plain").problems[0]
@@ -173,9 +190,11 @@ def test_a_rollout_function_is_called_with_scripted_answers() -> None:
 
 def test_every_failure_is_a_problem() -> None:
     report = checked("own.py:Bad")
-    assert len(report.problems) == 3
-    assert report.problems[0].startswith("episode 1: reward broke the contract: get_reward must return a finite number")
-    assert "it begins with no message" in checked("own.py:Silent").problems[0]
+    assert len(report.problems) == 1
+    assert report.problems[0].startswith(
+        "episodes 1, 2, 3: reward broke the contract: get_reward must return a finite number"
+    )
+    assert "it begins with no message" in checked("own.py:Silent", {"a": 1}).problems[0]
     picture = {"messages": [{"role": "user", "content": [{"type": "image"}]}]}
     assert "content must be text" in checked("own.py:Fine", picture).problems[0]
     assert checked("own.py:Nothing").problems == ["own.py has no Nothing"]

@@ -94,11 +94,21 @@ def test_the_model_card_says_what_made_the_weights_and_what_was_measured(run: Pa
     assert str(Path(__file__).parents[3]) not in text
 
 
+def test_a_damaged_evaluation_costs_the_card_its_figures_and_is_named(run: Path, tmp_path: Path) -> None:
+    (damaged,) = (run / "evals").glob("step_4--*/result.json")
+    damaged.write_text(damaged.read_text() + " ")
+    said: list[str] = []
+    card = (export(find_target(str(run), Path("/")), tmp_path / "out", None, said.append) / "README.md").read_text()
+    assert "| validation/accuracy | 0.4 |" in card and "pass@2" not in card
+    (line,) = said
+    assert line.startswith(f"{damaged}: grown from ") and "leaves its figures out; the command that made" in line
+
+
 def test_the_card_of_random_weights_names_no_model_that_they_come_from(run: Path, tmp_path: Path) -> None:
     config = yaml.safe_load((run / "config.yaml").read_text())
     config["model"] |= {"path": "Qwen/Qwen3-0.6B", "random_init": True}
     (run / "config.yaml").write_text(yaml.safe_dump(config))
-    card = model_card(find_target(str(run), Path("/")), ["float32"])
+    card = model_card(find_target(str(run), Path("/")), ["float32"], nothing)
     assert "from random weights in the shape of Qwen3-0.6B, 4 steps." in card and "base_model" not in card
 
 
@@ -145,7 +155,7 @@ def test_every_source_of_a_mix_is_in_the_model_card(run: Path) -> None:
     train["sources"] = {"sums": {**train, "weight": 3.0}, "games": {**train, "path": "me/games", "weight": 0.5}}
     train["path"] = None
     (run / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
-    card = model_card(find_target(str(run), Path("/")), ["float32"])
+    card = model_card(find_target(str(run), Path("/")), ["float32"], nothing)
     assert "- train, sums: `train.jsonl`, weight 3\n- train, games: `games`, weight 0.5\n- validation: " in card
 
 
@@ -154,7 +164,7 @@ def test_a_model_card_names_the_run_and_step_whose_weights_it_started_from(run: 
     config = yaml.safe_load((run / "config.yaml").read_text())
     config["model"] |= {"path": str(start), "random_init": False}
     (run / "config.yaml").write_text(yaml.safe_dump(config))
-    card = model_card(find_target(str(run), Path("/")), ["float32"])
+    card = model_card(find_target(str(run), Path("/")), ["float32"], nothing)
     assert "Trained by rlctl (grpo) from start-step_800, 4 steps." in card
     recipe = yaml.safe_load(card.split("```yaml")[1].split("```")[0])
     assert recipe["model"]["path"] == "start-step_800"

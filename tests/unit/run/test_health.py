@@ -157,6 +157,28 @@ def test_tools_that_raise_in_many_of_their_calls_are_told_with_the_most_common_l
     )
 
 
+def test_calls_that_are_mostly_malformed_are_told_with_the_key_of_their_format() -> None:
+    config = load("grpo", None, ["health.max_malformed_call_share=0.5"]).config
+    assert isinstance(config, GrpoConfig)
+    health = grpo_health(config)
+    found = [health.look(step, {"environment/malformed_calls": share}) for step, share in enumerate([0.5, 0.9, 1.0], 1)]
+    assert [len(each) for each in found] == [0, 1, 0]
+    assert not found[1][0].fatal and found[1][0].what == (
+        "90% of the tool calls are malformed, at most 50% (health.max_malformed_call_share): rlctl runs rollouts shows "
+        "them; environment.tool_format names the format that is parsed"
+    )
+
+
+def test_a_validation_without_scores_is_told() -> None:
+    config = load("grpo", None, []).config
+    assert isinstance(config, GrpoConfig)
+    health = grpo_health(config)
+    of_200 = [{"validation/failed_rewards": failed, "validation/answers": 200.0} for failed in (0, 100, 200, 200)]
+    found = [health.look(step, metrics) for step, metrics in enumerate(of_200)]
+    assert [len(each) for each in found] == [0, 0, 1, 0]
+    assert not found[2][0].fatal and found[2][0].what.startswith("100% of the held-out answers have no score")
+
+
 @pytest.mark.parametrize("override", ["async.enabled=true", "generation.top_p=0.8", "generation.top_k=20"])
 def test_tokens_of_older_weights_or_of_a_cut_distribution_are_not_judged(override: str) -> None:
     config = load("grpo", None, [override]).config

@@ -46,6 +46,19 @@ def test_a_line_that_is_not_whole_is_no_group_yet(tmp_path: Path) -> None:
     assert index(tmp_path / "none") == [] and newest_group(tmp_path / "none") is None
 
 
+def test_a_damaged_line_is_no_group_and_hides_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    file, _ = writer(path)
+    file.groups(1, "train", [record("a")])
+    head = '{"kind": "group", "step": %s, "purpose": "train", "task": "%s", "rollouts": '
+    deep = "[" * 100_000
+    damaged = [head % (2, "b") + deep, head % (2, r"\x") + "[]}", head % ("9" * 5000, "c") + "[]}"]
+    path.write_text(path.read_text() + "".join(f"{line}\n" for line in damaged))
+    assert [group["task"] for group in read_groups(path, index(path))] == ["a"]
+    newest = newest_group(path)
+    assert newest is not None and newest["task"] in ("a", "c")
+
+
 def test_groups_stay_within_the_bound_the_older_the_sparser_and_it_is_said_once(tmp_path: Path) -> None:
     path, most = tmp_path / "rollouts.jsonl", 20_000
     file, said = writer(path, most)
