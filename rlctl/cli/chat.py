@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlctl.cli.completion import complete_run
-from rlctl.cli.env import require_environment
-from rlctl.cli.output import busy, console, examples, note, say
-from rlctl.cli.weights import arguments_of, config_of, explained_weights, tell
+from rlctl.cli.output import busy, console, examples, explained_weights, note, say, tell
 from rlctl.config.builtin import runs_folder
 from rlctl.config.errors import ConfigError, Problem
 from rlctl.utils.escapes import neutral
@@ -66,6 +64,7 @@ def chat(
     row: Annotated[str, typer.Option(metavar="JSON", help="The row for the environment's reset.")] = "{}",
 ) -> None:
     """Talk to a model. /new begins another conversation; /help says more; Ctrl-C stops an answer; Ctrl-D ends."""
+    from rlctl.evaluation.settings import config_of
     from rlctl.evaluation.target import find_target
 
     with explained_weights("interrupted"):
@@ -157,7 +156,10 @@ def _show(message: "Message") -> None:
 
 def _environment(name: str | None, config: "GrpoConfig") -> "EnvironmentSpec | None":
     """Return what the tools are of, with the arguments of the run if they are its own. Raises ConfigError."""
+    from rlctl.config.plugins import ENVIRONMENTS
     from rlctl.environments.outcomes import EnvironmentSpec
+    from rlctl.evaluation.settings import arguments_of
+    from rlctl.preflight.check_inputs import require_plugin
 
     own = config.environment
     if name is None:
@@ -165,7 +167,7 @@ def _environment(name: str | None, config: "GrpoConfig") -> "EnvironmentSpec | N
             names = ", ".join(each.name for each in own.named.values())
             note([f"the run's environment, {names}, takes no part: --tools offers the tools of one"])
         return None
-    require_environment(name, "--tools")
+    require_plugin("--tools", name, ENVIRONMENTS, "Class")
     return EnvironmentSpec(name, own.timeout_s, arguments_of(config, name))
 
 

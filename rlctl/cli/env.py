@@ -1,7 +1,7 @@
 """`rlctl env`: environments tried before a run, by a script or by a model."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,15 +9,13 @@ import typer
 
 from rlctl.cli.arguments import AsJson
 from rlctl.cli.completion import complete_run
-from rlctl.cli.output import FAILED, busy, console, examples, note, say
-from rlctl.cli.weights import arguments_of, config_of, explained_weights, tell
-from rlctl.config.errors import ConfigError, Problem
+from rlctl.cli.output import FAILED, busy, console, examples, explained_weights, note, say, tell
+from rlctl.config.errors import ConfigError, Problem, located
 
 if TYPE_CHECKING:
     from rlctl.config.schema import DatasetSection, GrpoConfig
     from rlctl.data.datasets import Row
     from rlctl.environments.check import CheckReport, ScriptedEpisode
-    from rlctl.environments.outcomes import EnvironmentSpec
     from rlctl.evaluation.episodes import PlayedEpisodes
     from rlctl.evaluation.target import Target
 
@@ -81,25 +79,37 @@ def check(
     """
     from dataclasses import asdict, replace
 
-    from rlctl.environments.check import EPISODES, check_environment
+    from rlctl.config.builtin import runs_folder
+    from rlctl.config.plugins import ENVIRONMENTS
+    from rlctl.data.files import DataError
+    from rlctl.environments.check import EPISODES, check_environment, rows_to_try
     from rlctl.environments.outcomes import EnvironmentSpec
+    from rlctl.evaluation.settings import arguments_of, config_of, episodes_config
+    from rlctl.evaluation.target import find_target
+    from rlctl.preflight.check_inputs import require_plugin
 
-    require_environment(name, "NAME")
+    require_plugin("NAME", name, ENVIRONMENTS, "Class")
     if episodes is not None and model is None:
         raise ConfigError([Problem("--episodes", "", "needs --model; without one, three scripted episodes are played")])
-    section, rows = _rows(name, data, seed, max(EPISODES, episodes or 1))
-    weights = _weights(model, seed) if model is not None else None
-    own = arguments_of(weights[1], name) if weights else {}
+    with located("--data", DataError):
+        section, rows = rows_to_try(name, str(data) if data else None, seed, max(EPISODES, episodes or 1))
+    own: dict[str, Any] = {}
+    if model is not None:
+        with explained_weights("interrupted"):
+            target = find_target(model, runs_folder())
+            config, longest = config_of(target, seed)
+        own = arguments_of(config, name)
     for each in reward or []:
-        require_reward(each)
+        require_plugin("--reward", each, (), "function")
     arguments = _arguments(arg) if arg else own
     spec = EnvironmentSpec(name, timeout, arguments, is_function=None, rewards=tuple(reward or ()))
     with busy(f"playing {name}"):
         report = check_environment(spec, [row.values for row in rows], memory, seed)
     played = None
-    if weights and not report.problems:
+    if model is not None and not report.problems:
         spec = replace(spec, is_function=report.contract is not None and report.contract.is_function)
-        played = _play(weights, spec, memory, (section, rows), episodes or 1)
+        config = episodes_config(config, spec, memory, longest)
+        played = _play(config, target, name, (section, rows), episodes or 1)
     if as_json:
         found = {"name": name, **asdict(report), **({"played": asdict(played)} if played else {})}
         typer.echo(json.dumps(found, indent=1, default=str))
@@ -126,92 +136,24 @@ def tasks(
 
     from rlctl.config.errors import did_you_mean
     from rlctl.config.plugins import ENVIRONMENTS
+    from rlctl.environments.check import shipped_tasks
 
     if name not in ENVIRONMENTS:
         what = f"must be {', '.join(ENVIRONMENTS)}, not {name}{did_you_mean(name, ENVIRONMENTS)}"
         raise ConfigError([Problem("NAME", "", what)])
-    for row in islice(_own_tasks(name, seed, held_out), count):
+    for row in islice(shipped_tasks(name, seed, held_out), count):
         typer.echo(json.dumps(row))
 
 
-def _own_tasks(name: str, seed: int, held_out: bool = False) -> Iterator[dict[str, Any]]:
-    """Yield tasks of an environment that ships."""
-    from rlctl.config.plugins import ENVIRONMENTS
-    from rlctl.utils.plugins import load_object
-
-    found: Iterator[dict[str, Any]] = load_object(f"{ENVIRONMENTS[name].partition(':')[0]}:tasks")(seed, held_out)
-    return found
-
-
-def require_environment(name: str, where: str) -> None:
-    """Raise ConfigError if there is no such environment, as far as its source says. where: the argument's name."""
-    from rlctl.config.plugins import ENVIRONMENTS
-    from rlctl.preflight.check_inputs import missing_plugin
-
-    if what := missing_plugin(name, ENVIRONMENTS, "Class"):
-        raise ConfigError([Problem(where, "", what)])
-
-
-def require_reward(name: str) -> None:
-    """Raise ConfigError if there is no such reward function, as far as its source says."""
-    from rlctl.preflight.check_inputs import missing_plugin
-
-    if what := missing_plugin(name, (), "function"):
-        raise ConfigError([Problem("--reward", "", what)])
-
-
-def _rows(name: str, data: Path | None, seed: int, count: int) -> "tuple[DatasetSection, list[Row]]":
-    """Return the first rows of the data; without any, tasks of an environment that ships, else one empty row."""
-    from itertools import islice
-
-    from rlctl.config.plugins import ENVIRONMENTS
-    from rlctl.config.schema import DatasetSection
-    from rlctl.data.datasets import Row, load_rows
-    from rlctl.data.files import DataError
-
-    section = DatasetSection(str(data) if data else None, "train", "prompt", "answer", "messages", count, {})
-    if data is None:
-        own = islice(_own_tasks(name, seed), count) if name in ENVIRONMENTS else [{}]
-        return section, [Row(number, f"task {number + 1}", values) for number, values in enumerate(own)]
-    try:
-        return section, load_rows(section)
-    except DataError as error:
-        raise ConfigError([Problem("--data", "", str(error))]) from error
-
-
-def _weights(model: str, seed: int) -> "tuple[Target, GrpoConfig]":
-    """Return the weights that `model` names, and the config to sample with; of a run its own."""
-    from dataclasses import replace
-
-    from rlctl.config.builtin import runs_folder
-    from rlctl.evaluation.target import find_target
-
-    with explained_weights("interrupted"):
-        target = find_target(model, runs_folder())
-        config, longest = config_of(target, seed)
-        return target, replace(config, generation=replace(config.generation, max_new_tokens=longest))
-
-
 def _play(
-    weights: "tuple[Target, GrpoConfig]",
-    spec: "EnvironmentSpec",
-    memory: int,
-    data: "tuple[DatasetSection, list[Row]]",
-    count: int,
+    config: "GrpoConfig", target: "Target", name: str, data: "tuple[DatasetSection, list[Row]]", count: int
 ) -> "PlayedEpisodes":
-    """Play episodes that are not tried again, and that no other reward values."""
     import tempfile
-    from dataclasses import replace
 
-    target, config = weights
-    rollout, name = (spec.name, None) if spec.is_function else (None, spec.name)
-    own = replace(config.environment, name=name, args=spec.args, choices={}, timeout_s=spec.timeout_s)
-    own = replace(own, max_retries=0, processes=1, memory_mib=memory)
-    config = replace(config, environment=own, rollout=rollout, rewards=[])
     with (
         explained_weights("interrupted"),
         tempfile.TemporaryDirectory(prefix="rlctl-env-") as logs,
-        busy(f"playing {spec.name} with {target.name}"),
+        busy(f"playing {name} with {target.name}"),
     ):
         # Torch comes with it, which takes seconds.
         from rlctl.evaluation.episodes import play_episodes

@@ -10,15 +10,12 @@ import typer
 
 from rlctl.cli.arguments import Arguments, AsJson, split
 from rlctl.cli.completion import complete_run
-from rlctl.cli.output import console, examples, say
-from rlctl.cli.weights import explained_weights, overrides_for, tell
+from rlctl.cli.output import busy, console, examples, explained_weights, say, tell
 from rlctl.config.builtin import runs_folder
 from rlctl.config.errors import ConfigError, Problem
-from rlctl.config.fields import RECIPE
 
 if TYPE_CHECKING:
-    from rlctl.evaluation.target import Target
-    from rlctl.preflight.load import Composed
+    pass
 
 EPILOG = examples(
     "rlctl eval sums                            a run's newest checkpoint",
@@ -96,10 +93,11 @@ def _evaluate(
     to: Path | None,
     save_every: int,
 ) -> list[dict[str, Any]]:
+    from rlctl.evaluation.settings import measured_configs
     from rlctl.evaluation.target import find_target
 
     target = find_target(text, runs_folder(), step)
-    settings = _settings(target, text, arguments, data, samples)
+    settings = measured_configs(target, text, *split(arguments), data, samples)
     # Torch comes with it, which takes seconds.
     from rlctl.evaluation.evaluate import Evaluation
 
@@ -109,78 +107,15 @@ def _evaluate(
         return evaluation.run(save_every, progress)
 
 
-def _settings(
-    target: "Target", text: str, arguments: list[str] | None, data: list[str], samples: int | None
-) -> "dict[str, Composed]":
-    """Return the config of each data set, by its name. text: the target as it was typed. Raises ConfigError."""
-    recipe, overrides = split(arguments)
-    own = overrides_for(target)
-    if samples is not None:
-        own.append(f"validation.num_generations={samples}")
-        own += ["validation.temperature=${generation.temperature}"] * (samples > 1)
-    base = recipe or _recipe_of(target)
-    composed = {}
-    for name, rows in _named(data):
-        path = [f"data.validation.path={json.dumps(rows)}", "data.validation.fraction=null"] if rows else []
-        composed[name] = _load(base, [*own, *path, *overrides], recipe is None, f"rlctl eval {text} RECIPE")
-        if not composed[name].config.data.has_validation:
-            what = f"is null in {base}: there is nothing to evaluate; name rows with --data PATH"
-            raise ConfigError([Problem("data.validation.path", "", what)])
-    return composed
-
-
-def _recipe_of(target: "Target") -> str:
-    """Return the config of the run that the weights are of. Raises ConfigError."""
-    if target.run is None:
-        what = "belongs to no run: name a recipe too, whose data and rewards it is measured by"
-        raise ConfigError([Problem(target.model, "", what)])
-    return str(target.run / "config.yaml")
-
-
-def _load(base: str, overrides: list[str], is_own: bool, remedy: str) -> "Composed":
-    """Load what measures: a recipe, or a run's own config. remedy: the command that names a recipe. Raises
-    ConfigError."""
-    from rlctl.preflight.load import OtherVersionError, load
-
-    try:
-        return load("grpo", base, overrides, resume=is_own, within=_measured_by(Path(base)) if is_own else "")
-    except OtherVersionError as error:
-        what = f"the run is of another version of rlctl ({error.sign}); name a recipe that measures it: {remedy}"
-        raise ConfigError([Problem(base, "", what)]) from None
-
-
-def _measured_by(config: Path) -> str:
-    """Return the key of the recipe by which a run is measured, empty for its own config. Raises ConfigError without
-    rewards."""
-    import yaml
-
-    kept = yaml.safe_load(config.read_text(encoding="utf-8"))
-    if kept.get("kind") == "grpo":
-        return ""
-    if (kept.get("validation") or {}).get("recipe"):
-        return RECIPE
-    what = "is a run without rewards: name a GRPO recipe too, whose data and rewards it is measured by"
-    raise ConfigError([Problem(str(config.parent), "", what)])
-
-
-def _named(data: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield (name, path) of each data set; an empty path means the config's own."""
-    used: dict[str, int] = {}
-    for path in data or [""]:
-        name = Path(path).name.partition(".")[0] if path else "validation"
-        used[name] = used.get(name, 0) + 1
-        yield (f"{name}-{used[name]}" if used[name] > 1 else name), path
-
-
 def _rescore(source: Path, arguments: list[str], step: int | None, to: Path | None) -> list[dict[str, Any]]:
-    from rlctl.cli.output import busy
     from rlctl.evaluation.rescore import find_answers, rescore
+    from rlctl.evaluation.settings import load_measured
 
     recipe, overrides = split(arguments)
     answers = find_answers(source, runs_folder(), step)
     overrides = ["telemetry.trackers=[]", "run.name=null", *overrides]
     remedy = f"rlctl eval --rescore {source} RECIPE"
-    composed = _load(recipe or str(answers.config), overrides, recipe is None, remedy)
+    composed = load_measured(recipe or str(answers.config), overrides, recipe is None, remedy)
     with busy("scoring"):
         return [rescore(answers, composed, to, tell)]
 

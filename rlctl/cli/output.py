@@ -3,11 +3,11 @@
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
-from rlctl.config.errors import Problem, UserError, located
+from rlctl.config.errors import ConfigError, Problem, UserError, located
 from rlctl.utils.escapes import neutral
 
 if TYPE_CHECKING:
@@ -95,4 +95,30 @@ def explained() -> Iterator[None]:
     except ClusterError as error:
         refuse(error)
     except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def tell(kind: str, **what: Any) -> None:
+    """Print warnings of engines that sample."""
+    if kind in ("warning", "engine_restarted", "engine_gone"):
+        say(f"note: {what.get('what') or f'{kind}: {what}'}", err=True)
+
+
+@contextmanager
+def explained_weights(interrupted: str) -> Iterator[None]:
+    """End a command with one line and the right exit code for bad weights, data or engines.
+
+    interrupted: the line for Ctrl-C.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except UserError as error:
+        refuse(error)
+    except RuntimeError as error:
+        say(f"error: {error}", err=True)
+        raise typer.Exit(FAILED) from None
+    except KeyboardInterrupt:
+        say(interrupted, err=True)
         raise typer.Exit(INTERRUPTED) from None

@@ -5,18 +5,23 @@ named like a column of the row gets the row's value, so that a script for a data
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Any, TypeVar
 
+from rlctl.config.plugins import ENVIRONMENTS
+from rlctl.config.schema import DatasetSection
+from rlctl.data.datasets import Row, load_rows
 from rlctl.environments.contract import ContractError, EnvironmentContract, Message, Observation, Reward, opening
 from rlctl.environments.function_trial import try_function
 from rlctl.environments.outcomes import EnvironmentFailure, EnvironmentSpec
 from rlctl.environments.pool import EnvironmentPool, UnusableEnvironmentError
 from rlctl.environments.tool_calls import ToolCall
 from rlctl.environments.tool_schema import Schema
+from rlctl.utils.plugins import load_object
 from rlctl.utils.user_code import looks_like_bug, shortened
 
 Value = TypeVar("Value")
@@ -277,6 +282,24 @@ def _timed(submit: Callable[[], "Future[Value]"]) -> tuple[Value, float]:
     """Return the outcome of an action, and the seconds that it took."""
     begin = time.perf_counter()
     return submit().result(), time.perf_counter() - begin
+
+
+def shipped_tasks(name: str, seed: int, held_out: bool = False) -> Iterator[dict[str, Any]]:
+    """Yield tasks of an environment that ships. held_out: those that are never among the others."""
+    found: Iterator[dict[str, Any]] = load_object(f"{ENVIRONMENTS[name].partition(':')[0]}:tasks")(seed, held_out)
+    return found
+
+
+def rows_to_try(name: str, data: str | None, seed: int, count: int) -> tuple[DatasetSection, list[Row]]:
+    """Return the first rows of the file `data`; without one, tasks of an environment that ships, else one empty row.
+
+    Raises DataError.
+    """
+    section = DatasetSection(data, "train", "prompt", "answer", "messages", count, {})
+    if data is not None:
+        return section, load_rows(section)
+    own = islice(shipped_tasks(name, seed), count) if name in ENVIRONMENTS else [{}]
+    return section, [Row(number, f"task {number + 1}", values) for number, values in enumerate(own)]
 
 
 def signature(tool: Schema) -> str:

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from shlex import quote
 
-from rlctl.config.errors import did_you_mean, shortened
+from rlctl.config.errors import ConfigError, Problem, did_you_mean, shortened
 from rlctl.config.grpo_schema import RewardSection
 from rlctl.config.plugins import REWARDS, needs_answers
 from rlctl.config.provenance import show_path
@@ -193,6 +193,12 @@ def missing_plugin(name: str, known: Iterable[str], kind: str) -> str:
     if attribute in defined:
         return ""
     return f"{show_path(file)} defines no {attribute or kind}{did_you_mean(attribute, defined)}"
+
+
+def require_plugin(where: str, name: str, known: Iterable[str], kind: str) -> None:
+    """Raise ConfigError if a plugin is missing, see `missing_plugin`. where: the option that named it."""
+    if what := missing_plugin(name, known, kind):
+        raise ConfigError([Problem(where, "", what)])
 
 
 def _defined_names(file: Path) -> set[str]:

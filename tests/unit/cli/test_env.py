@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.cli.weights import arguments_of
 from rlctl.config.schema import GrpoConfig
+from rlctl.evaluation.settings import arguments_of
 from rlctl.preflight.load import load
 from tests.unit.cli.conftest import Rlctl
 

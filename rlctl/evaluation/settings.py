@@ -1,0 +1,132 @@
+"""Configs of weights without a trainer: that by which they are measured, and that with which they are sampled."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlctl.config import paths
+from rlctl.config.builtin import CONFIGS
+from rlctl.config.compose import compose
+from rlctl.config.errors import ConfigError, Problem
+from rlctl.config.fields import RECIPE
+from rlctl.config.provenance import Origin, plain
+from rlctl.config.schema import GrpoConfig
+from rlctl.environments.outcomes import EnvironmentSpec
+from rlctl.evaluation.target import Target
+from rlctl.preflight.load import Composed, OtherVersionError, load
+
+
+def config_of(target: Target, seed: int, system: str | None = None) -> tuple[GrpoConfig, int]:
+    """Return the config of an engine with these weights, and the most tokens of an answer. Raises ConfigError.
+
+    Weights of no GRPO run have the tiny recipe's config, without its data, and the defaults of generation.
+    """
+    file = target.run / "config.yaml" if target.run else None
+    kept = yaml.safe_load(file.read_text(encoding="utf-8")) if file else {}
+    is_own = kept.get("kind") == "grpo"
+    given = [*overrides_for(target), "generation.num_engines=1", f"run.seed={seed}"]
+    defaults = plain(compose(CONFIGS / "grpo.yaml", []))["generation"]
+    if not is_own:
+        given.append(f"generation.kv_cache_mib={defaults['kv_cache_mib']}")
+        own = {name: kept.get("data", {}).get(name) for name in ("chat_template", "system_prompt", "special_tokens")}
+        given += [f"data.{name}={json.dumps(value)}" for name, value in own.items() if value is not None]
+    if system is not None:
+        given.append(f"data.system_prompt={json.dumps(system)}")
+    try:
+        config = load("grpo", str(file) if is_own else None, given, resume=is_own).config
+    except OtherVersionError as error:
+        what = f"the run is of another version of rlctl ({error.sign}); name its weights alone: {target.model}"
+        raise ConfigError([Problem(str(file), "", what)]) from None
+    assert isinstance(config, GrpoConfig)
+    # A model of few positions could not have the default in its config.
+    return config, config.generation.max_new_tokens if is_own else defaults["max_new_tokens"]
+
+
+def episodes_config(config: GrpoConfig, spec: EnvironmentSpec, memory_mib: int, max_new_tokens: int) -> GrpoConfig:
+    """Return the config by which episodes of `spec` are tried once, without further rewards."""
+    rollout, name = (spec.name, None) if spec.is_function else (None, spec.name)
+    own = replace(config.environment, name=name, args=spec.args, choices={}, timeout_s=spec.timeout_s)
+    own = replace(own, max_retries=0, processes=1, memory_mib=memory_mib)
+    generation = replace(config.generation, max_new_tokens=max_new_tokens)
+    return replace(config, environment=own, rollout=rollout, rewards=[], generation=generation)
+
+
+def arguments_of(config: GrpoConfig, environment: str) -> dict[str, Any]:
+    """Return the arguments that a run gives the environment of this name; none if it plays another one."""
+    names = (environment, paths.resolve(environment, "plugin", Origin()))
+    return next((each.args for each in config.environment.named.values() if each.name in names), {})
+
+
+def overrides_for(target: Target) -> list[str]:
+    """Return the overrides by which a config takes the weights of `target`, and is of no run of its own."""
+    own = [f"model.path={json.dumps(target.model)}", "model.tokenizer=null", "model.random_init=false"]
+    return [*own, "telemetry.trackers=[]", "run.name=null"]
+
+
+def measured_configs(
+    target: Target, text: str, recipe: str | None, overrides: Sequence[str], data: Sequence[str], samples: int | None
+) -> dict[str, Composed]:
+    """Return the config of each data set, by its name. text: the target as it was typed. Raises ConfigError.
+
+    recipe: None: the config of the run that the weights are of. data: paths of rows; empty: those of the config.
+    """
+    own = overrides_for(target)
+    if samples is not None:
+        own.append(f"validation.num_generations={samples}")
+        own += ["validation.temperature=${generation.temperature}"] * (samples > 1)
+    base = recipe or _recipe_of(target)
+    composed = {}
+    for name, rows in _named(data):
+        path = [f"data.validation.path={json.dumps(rows)}", "data.validation.fraction=null"] if rows else []
+        composed[name] = load_measured(base, [*own, *path, *overrides], recipe is None, f"rlctl eval {text} RECIPE")
+        if not composed[name].config.data.has_validation:
+            what = f"is null in {base}: there is nothing to evaluate; name rows with --data PATH"
+            raise ConfigError([Problem("data.validation.path", "", what)])
+    return composed
+
+
+def _recipe_of(target: Target) -> str:
+    """Return the config of the run that the weights are of. Raises ConfigError."""
+    if target.run is None:
+        what = "belongs to no run: name a recipe too, whose data and rewards it is measured by"
+        raise ConfigError([Problem(target.model, "", what)])
+    return str(target.run / "config.yaml")
+
+
+def load_measured(base: str, overrides: list[str], is_own: bool, remedy: str) -> Composed:
+    """Load a recipe, or a run's own config, to measure by. remedy: the command that names a recipe.
+
+    Raises ConfigError.
+    """
+    try:
+        return load("grpo", base, overrides, resume=is_own, within=_measured_by(Path(base)) if is_own else "")
+    except OtherVersionError as error:
+        what = f"the run is of another version of rlctl ({error.sign}); name a recipe that measures it: {remedy}"
+        raise ConfigError([Problem(base, "", what)]) from None
+
+
+def _measured_by(config: Path) -> str:
+    """Return the key of the recipe by which a run is measured, empty for its own config.
+
+    Raises ConfigError without rewards.
+    """
+    kept = yaml.safe_load(config.read_text(encoding="utf-8"))
+    if kept.get("kind") == "grpo":
+        return ""
+    if (kept.get("validation") or {}).get("recipe"):
+        return RECIPE
+    what = "is a run without rewards: name a GRPO recipe too, whose data and rewards it is measured by"
+    raise ConfigError([Problem(str(config.parent), "", what)])
+
+
+def _named(data: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield (name, path) of each data set; an empty path means the config's own."""
+    used: dict[str, int] = {}
+    for path in data or [""]:
+        name = Path(path).name.partition(".")[0] if path else "validation"
+        used[name] = used.get(name, 0) + 1
+        yield (f"{name}-{used[name]}" if used[name] > 1 else name), path
