@@ -359,14 +359,16 @@ def test_an_all_masked_micro_batch_is_no_surprise(models: dict[Kind, Path], tmp_
 
 
 def test_decay_reaches_matrices_only(models: dict[Kind, Path], tmp_path: Path) -> None:
-    """Without a gradient AdamW only decays: by lr * weight_decay."""
-    quiet = [replace(s, fields={"advantage": np.zeros_like(s.fields["advantage"])}) for s in DATA]
-    with trainer(models["qwen2"], tmp_path) as one:
-        before = weights(one)
-        one.train([quiet], WeightedLoss(entropy=0.0), totals(DATA))
-        for name, after in weights(one).items():
-            shrunk = before[name] * (1 - OPTIMIZER.lr * OPTIMIZER.weight_decay) if after.ndim > 1 else before[name]
-            torch.testing.assert_close(after, shrunk, atol=1e-7, rtol=0)
+    """Decay is apart from the gradient: a step with it differs from one without by lr * weight_decay of the weights."""
+    made = []
+    for decay in (0.0, OPTIMIZER.weight_decay):
+        with trainer(models["qwen2"], tmp_path, optimizer=replace(OPTIMIZER, weight_decay=decay)) as one:
+            before = weights(one)
+            one.train([DATA], WeightedLoss(), totals(DATA))
+            made.append(weights(one))
+    for name, after in made[1].items():
+        decayed = OPTIMIZER.lr * OPTIMIZER.weight_decay * before[name] if after.ndim > 1 else torch.zeros_like(after)
+        torch.testing.assert_close(made[0][name] - after, decayed, atol=1e-7, rtol=0)
 
 
 def test_other_architectures_are_refused_by_name(tmp_path: Path) -> None:
