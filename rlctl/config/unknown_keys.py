@@ -7,10 +7,14 @@ the same section, the nearest name of this kind, by its last word and its whole 
 
 from collections.abc import Iterator, Mapping
 from difflib import SequenceMatcher
+from functools import cache
 from itertools import takewhile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
 
 from rlctl.config.errors import did_you_mean
-from rlctl.config.peer_keys import FORMERLY, PEER_KEYS, PeerKey
 from rlctl.config.provenance import ConfigNode, children
 
 _NEAR = 0.6
@@ -18,6 +22,43 @@ _VERY_NEAR = 0.9
 _SHORTEST_FORM = 3
 # A name that says nothing without its section.
 _ANY_SECTION = ("type",)
+
+
+# Tool of a former key of rlctl itself.
+_FORMERLY = "rlctl"
+
+
+class PeerKey(NamedTuple):
+    """A key of another tool, and its equal here: see peer_keys.yaml."""
+
+    tool: str
+    key: str
+    # Keys joined by `and` or `or`; empty if there is none.
+    ours: str
+    note: str = ""
+
+
+@cache
+def _tables() -> dict[str, Any]:
+    tables: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("peer_keys.yaml").read_text(encoding="utf-8"))
+    return tables
+
+
+@cache
+def peer_keys() -> tuple[PeerKey, ...]:
+    """Return the keys of other tools and the former ones of rlctl, read once and only for an unknown key."""
+    return tuple(
+        PeerKey(tool, key, *([found] if isinstance(found, str) else found))
+        for tool, keys in _tables().items()
+        if tool != "former values"
+        for key, found in keys.items()
+    )
+
+
+def renamed_value(key: str, value: object) -> str:
+    """Return `; X is now Y` for a word that rlctl had for a value of `key`; nothing for any other."""
+    new = _tables()["former values"].get(key, {}).get(str(value))
+    return f"; {value} is now {new}" if new else ""
 
 
 class KnownKeys:
@@ -28,8 +69,12 @@ class KnownKeys:
 
     def __init__(self, own: Mapping[str, bool], every: Mapping[str, bool], peers: bool) -> None:
         self._own, self._every = own, every
-        self._peers = PEER_KEYS if peers else ()
+        self._knows_peers = peers
         self._last = {key.rpartition(".")[2] for key in every}
+
+    @property
+    def _peers(self) -> tuple[PeerKey, ...]:
+        return peer_keys() if self._knows_peers else ()
 
     def remark(self, path: str, here: list[str], section: bool = False) -> str:
         """Return the text after "unknown key" for the dotted `path`.
@@ -111,7 +156,7 @@ class KnownKeys:
     def _translated(self, peer: PeerKey) -> str:
         if not peer.ours:
             return f"; rlctl has no {peer.note}"
-        said = f"{peer.key} is now" if peer.tool == FORMERLY else f"{peer.tool}'s {peer.key} is"
+        said = f"{peer.key} is now" if peer.tool == _FORMERLY else f"{peer.tool}'s {peer.key} is"
         return f"; {said} {self._of_this_kind(peer.ours)}" + (f": {peer.note}" if peer.note else "")
 
     def _of_this_kind(self, ours: str) -> str:

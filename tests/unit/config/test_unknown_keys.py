@@ -8,8 +8,8 @@ import pytest
 
 from rlctl.config.errors import ConfigError
 from rlctl.config.fields import schema_keys
-from rlctl.config.peer_keys import PEER_KEYS
 from rlctl.config.schema import KINDS
+from rlctl.config.unknown_keys import peer_keys
 from rlctl.preflight.load import load
 from tests.unit.folders import GRPO
 
@@ -29,9 +29,9 @@ def named(text: str) -> list[str]:
 
 def test_every_key_of_another_tool_is_answered_with_one_of_ours_that_there_is(home: Path) -> None:
     """All at once, as a config of theirs has them."""
-    lines = problems([f"{peer.key}={number}" for number, peer in enumerate(PEER_KEYS)])
-    assert len(lines) == len(PEER_KEYS)
-    for number, peer in enumerate(PEER_KEYS):
+    lines = problems([f"{peer.key}={number}" for number, peer in enumerate(peer_keys())])
+    assert len(lines) == len(peer_keys())
+    for number, peer in enumerate(peer_keys()):
         [found] = [line for line in lines if f" {peer.key}={number}:" in line]
         assert set(named(peer.ours)) <= OURS and (peer.ours or peer.note) and peer.key not in OURS
         if not peer.ours:
