@@ -1,6 +1,6 @@
 """`rlctl bench generation`: what engines sample a second, in one turn and in several turns of as many tokens.
 
-No trainer runs, so weights do not change. Engines, dispatcher, player and environment processes are a run's own; all
+No trainer runs, so weights do not change. Engines, dispatcher, players and environment processes are a run's own; all
 rows share the same engines. Prompts are new in every round, so that caches hold a rollout's own turns and its group's
 prompt, and no more.
 """
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from rlctl.data.chat import Chat
     from rlctl.generation.engine import EngineStats
     from rlctl.rollout.dispatcher import RolloutDispatcher
-    from rlctl.rollout.types import RolloutPlayer
+    from rlctl.rollout.runner import RolloutRunner
 
 # A word marks who speaks, one ends a turn: as short as a template can be.
 _TEMPLATE = (
@@ -110,7 +110,7 @@ class GenerationBench(Bench):
     def measure(self, folder: Path, say: Say) -> "GenerationResults":
         from rlctl.data.load import load_chat
         from rlctl.launch.engines import engines
-        from rlctl.launch.sampling import make_player
+        from rlctl.launch.sampling import make_runner
         from rlctl.models.model_files import ModelFiles
         from rlctl.preflight.placement import PlacementError
         from rlctl.rollout.episode_setup import environment_pool, set_up
@@ -141,7 +141,7 @@ class GenerationBench(Bench):
                 for turns in self.turns:
                     played, own = environments if turns > 1 else None, _in_turns(config, turns)
                     lengths = TurnLengths(dispatcher, turns, self.spread, self.tokens)
-                    rows.append((lengths, make_player(own, files, chat, lengths, played, setup)))
+                    rows.append((lengths, make_runner(own, files, chat, lengths, played, setup)))
                     stack.callback(rows[-1][1].close)
                 rounds, interrupted = until_interrupted(self._measured(dispatcher, rows, prompts, say))
         except PlacementError as error:
@@ -179,24 +179,24 @@ class GenerationBench(Bench):
     def _measured(
         self,
         dispatcher: "RolloutDispatcher",
-        rows: "Sequence[tuple[TurnLengths, RolloutPlayer]]",
+        rows: "Sequence[tuple[TurnLengths, RolloutRunner]]",
         prompts: Iterator[Task],
         say: Say,
     ) -> "Iterator[Round]":
         """Yield the rounds, all rows in each, so that a device that gets slower slows all of them."""
         # The first rollouts compile what engines compile when it is first used.
         say("warm-up")
-        for lengths, player in rows:
-            self._round(dispatcher, player, lengths, prompts, 0, min(_WARM_UP, self.tokens // lengths.turns))
+        for lengths, runner in rows:
+            self._round(dispatcher, runner, lengths, prompts, 0, min(_WARM_UP, self.tokens // lengths.turns))
         for number in range(self.rounds):
-            for lengths, player in rows:
+            for lengths, runner in rows:
                 say(f"{count(lengths.turns, 'turn')}: round {number + 1} of {self.rounds}")
-                yield self._round(dispatcher, player, lengths, prompts, 1 + number, self.tokens // lengths.turns)
+                yield self._round(dispatcher, runner, lengths, prompts, 1 + number, self.tokens // lengths.turns)
 
     def _round(
         self,
         dispatcher: "RolloutDispatcher",
-        player: "RolloutPlayer",
+        runner: "RolloutRunner",
         lengths: TurnLengths,
         prompts: Iterator[Task],
         version: int,
@@ -207,7 +207,7 @@ class GenerationBench(Bench):
         sampling = Sampling("train", turns, self.prompts, self.generations, length, 1.0)
         tasks, before, cpu = list(islice(prompts, self.prompts)), dispatcher.stats(), time.process_time()
         begin = time.perf_counter()
-        groups = dispatcher.sample(sampling, tasks, version, player=player)
+        groups = dispatcher.sample(runner, sampling, tasks, version)
         seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         if any(rollout.num_sampled != turns * length for rollout in rollouts):

@@ -42,7 +42,10 @@ class VirtualClock(Clock):
         return self.time
 
     def wait(self, changed: threading.Condition, seconds: float) -> None:
-        # A thread that waits lets the others on: only the loop's wait makes anything happen.
+        self.something_happens()
+
+    def something_happens(self) -> None:
+        """Let something happen if the training thread waits: any other thread that waits lets the others go on."""
         if not self._depth:
             self.anything_happens()
 

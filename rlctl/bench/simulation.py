@@ -5,14 +5,14 @@ and engines do not slow each other down. A row's first steps are not counted, no
 run, as in `rlctl bench grpo`.
 """
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any, Literal, cast
 
 from rlctl.bench.simulated_engine import DecodeCost, SimulatedEngine, SimulatedPool, SimulatedWorker, VirtualClock
+from rlctl.bench.virtual_events import VirtualEvents
 from rlctl.config.fields import stated
 from rlctl.config.schema import GrpoConfig
 from rlctl.data.cursor import Cursor, TaskSource
@@ -26,11 +26,13 @@ from rlctl.preflight.resolved import Device, Resolved
 from rlctl.preflight.tuning import tune
 from rlctl.rollout.buffer import RolloutBuffer
 from rlctl.rollout.dispatcher import RolloutDispatcher
-from rlctl.rollout.single_turn import SingleTurnPlayer
+from rlctl.rollout.players.single_turn import SingleTurnPlayer
+from rlctl.rollout.runner import RolloutRunner
 from rlctl.rollout.types import Rollout, RolloutGroup, RolloutStart, RolloutTaker
 from rlctl.telemetry import throughput
 from rlctl.telemetry.clock import StepClock
 from rlctl.training.trainer_group import worthwhile_tokens
+from rlctl.utils.event_loop import EventLoop
 
 _MOST_LOOKS = 3
 
@@ -198,15 +200,15 @@ class SimulatedRun:
         self._pool = SimulatedPool(workers, most)
         self._dispatcher = RolloutDispatcher(cast(GeneratorPool, self._pool), tuned.run, _nothing, self._clock)
         rows = [Task(f"r{index}", [0] * prompt, "", None) for index in range(64 * tuned.grpo.num_prompts_per_step)]
-        self._player = _LatePlayer(self._dispatcher, costs.reward, self._clock)
+        self._events = VirtualEvents(self._clock)
         self._buffer = RolloutBuffer(
             tuned,
             TaskSource(rows, Cursor(len(rows), tuned.run.seed, tuned.data.shuffle)),
             self._dispatcher,
+            _LateRunner(self._dispatcher, costs.reward, self._events),
             list,
             _nothing,
             self._clock,
-            player=self._player,
         )
 
     def step(self) -> SimulatedStep:
@@ -264,44 +266,28 @@ class SimulatedRun:
         self._go_to(self._clock.now() if moment is None else moment)
 
     def _next_event(self) -> float | None:
-        moments = [*(engine.next_event() for engine in self._engines), self._player.next_event()]
+        moments = [*(engine.next_event() for engine in self._engines), self._events.loop.next_timer()]
         return min((moment for moment in moments if moment is not None), default=None)
 
     def _go_to(self, moment: float) -> None:
         """Let all threads do what they have to do at a moment."""
         self._clock.time = max(self._clock.time, moment)
         before = -1
-        self._player.hand_out()
-        while (calls := sum(engine.calls for engine in self._engines)) != before:
+        while (calls := sum(engine.calls for engine in self._engines) + self._events.ran) != before:
             before = calls
             for thread in self._clock.steps:
                 thread()
 
 
-class _LatePlayer(SingleTurnPlayer):
-    """Player whose rollouts come when their reward is known, so that the buffer's scoring takes no time."""
+class _LateRunner(RolloutRunner):
+    """Runner whose rollouts come when their reward is known, so that the buffer's scoring takes no time."""
 
-    def __init__(self, dispatcher: RolloutDispatcher, reward: float, clock: VirtualClock) -> None:
-        super().__init__(dispatcher)
-        self._reward, self._clock = reward, clock
-        # (when the reward is known, taker, rollouts), in this order.
-        self._late: deque[tuple[float, RolloutTaker, list[Rollout]]] = deque()
+    def __init__(self, dispatcher: RolloutDispatcher, reward: float, events: VirtualEvents) -> None:
+        super().__init__(SingleTurnPlayer(), dispatcher, events)
+        self._reward = reward
 
-    def play(self, starts: Sequence[RolloutStart], taker: RolloutTaker, *, ahead: bool = False) -> None:
-        super().play(starts, _LateTaker(taker, self._keep), ahead=ahead)
-
-    def next_event(self) -> float | None:
-        """Return when the next reward is known; None if none is missing."""
-        return self._late[0][0] if self._late else None
-
-    def hand_out(self) -> None:
-        """Hand out the rollouts whose reward is known."""
-        while self._late and self._late[0][0] <= self._clock.now():
-            _, taker, rollouts = self._late.popleft()
-            taker.ended(rollouts)
-
-    def _keep(self, taker: RolloutTaker, rollouts: list[Rollout]) -> None:
-        self._late.append((self._clock.now() + self._reward, taker, rollouts))
+    def begin(self, starts: Sequence[RolloutStart], taker: RolloutTaker, *, ahead: bool = False) -> None:
+        super().begin(starts, _LateTaker(taker, self._reward, self.events), ahead=ahead)
 
 
 @dataclass(frozen=True, eq=False)
@@ -309,10 +295,11 @@ class _LateTaker:
     """Taker in front of another one, which keeps rollouts for it."""
 
     taker: RolloutTaker
-    keep: Callable[[RolloutTaker, list[Rollout]], None]
+    reward: float
+    events: EventLoop
 
     def ended(self, rollouts: list[Rollout]) -> None:
-        self.keep(self.taker, rollouts)
+        self.events.loop.call_later(self.reward, self.taker.ended, rollouts)
 
     def restarted(self, rollouts: list[RolloutId], afresh: bool) -> None:
         self.taker.restarted(rollouts, afresh)

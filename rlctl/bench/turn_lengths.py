@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rlctl.generation.requests import RequestId, RolloutId, TurnRequest
-from rlctl.rollout.single_turn import Engines
+from rlctl.rollout.runner import Engines
 
 
 @dataclass

@@ -99,7 +99,7 @@ def _talk(
 
 def _converse(session: "ChatSession") -> None:
     """Read lines and answer them, until the input ends."""
-    from rlctl.rollout.talk import TalkError
+    from rlctl.rollout.players.chat import TalkError
 
     talk = None
     for line in _lines():

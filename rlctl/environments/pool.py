@@ -7,7 +7,6 @@ then the reward, then close. An `EnvironmentFailure` ends the episode; nothing m
 import asyncio
 import itertools
 import os
-import threading
 from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -32,6 +31,7 @@ from rlctl.environments.process import EnvironmentProcess
 from rlctl.environments.rollout_function import Answer, FunctionRequest, checked_request
 from rlctl.environments.tool_calls import Call, MalformedCall
 from rlctl.utils.cores import usable_cores
+from rlctl.utils.event_loop import EventLoop
 from rlctl.workers.guarded import GuardedProcess
 from rlctl.workers.user_logs import Emit, FailureLog, OutputLog
 
@@ -80,16 +80,14 @@ class EnvironmentPool:
             "tool", logs / "tool-errors.log" if logs else None, emit, _READ, "environment/tool_raised"
         )
         self._log = OutputLog("environment", logs / "environments.log", emit) if logs else None
+        # Rollouts are played on it too, see `rollout.runner`.
+        self.events = EventLoop("rollouts")
+        self._ended = False
         # Below here everything belongs to the loop's thread.
-        self._loop = asyncio.new_event_loop()
         self._processes: list[EnvironmentProcess] = []
         self._episodes: dict[Hashable, tuple[EnvironmentProcess, int, str]] = {}
         self._numbers = itertools.count()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._defect: BaseException | None = None
-        self._loop.set_exception_handler(lambda _, context: self._note(context.get("exception")))
-        self._thread = threading.Thread(target=self._loop.run_forever, name="environments", daemon=True)
-        self._thread.start()
         self._submit(self._begin())
 
     def contracts(self) -> dict[str, EnvironmentContract]:
@@ -144,8 +142,7 @@ class EnvironmentPool:
 
     def check(self) -> None:
         """Raise the first unexpected error of the pool's own, if there was one: somebody may wait in vain."""
-        if self._defect is not None:
-            raise self._defect
+        self.events.check()
 
     def pids(self) -> list[int]:
         """Return the process ids of the supervisors."""
@@ -154,9 +151,8 @@ class EnvironmentPool:
     def shutdown(self) -> None:
         """End all processes. Actions that still wait fail."""
         self._submit(self._end()).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._ended = True
+        self.events.close()
         if self._log is not None:
             self._log.close()
 
@@ -169,13 +165,18 @@ class EnvironmentPool:
         self.shutdown()
 
     def _submit(self, work: Coroutine[Any, Any, Value]) -> "Future[Value]":
-        if self._loop.is_closed():
+        if self._ended:
             work.close()
             raise RuntimeError("the pool of environments is shut down")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        # Whoever submitted may not look at it, as after `close`.
-        future.add_done_callback(lambda done: None if done.cancelled() else self._note(done.exception()))
-        return future
+        return self.events.submit(self._own(work))
+
+    async def _own(self, work: Coroutine[Any, Any, Value]) -> Value:
+        """Do an action in a task that `shutdown` ends."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return await work
 
     async def _begin(self) -> None:
         self._spawn(self._watch_memory())
@@ -304,18 +305,7 @@ class EnvironmentPool:
 
     def _spawn(self, work: Coroutine[Any, Any, Value]) -> "asyncio.Task[Value]":
         """Run a task that nobody need await: its error is kept for `check`."""
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._spawned)
-        return task
-
-    def _spawned(self, task: "asyncio.Task[Any]") -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            self._note(task.exception())
-
-    def _note(self, error: BaseException | None) -> None:
-        self._defect = self._defect or error
+        return self.events.spawn(self._own(work))
 
     async def _watch_memory(self) -> None:
         for count in itertools.count():
@@ -326,7 +316,7 @@ class EnvironmentPool:
     async def _end(self) -> None:
         await asyncio.gather(*(process.stop(_CLOSED) for process in self._processes), return_exceptions=True)
         await asyncio.sleep(0)  # whoever waited for an action gets its failure first
-        rest = asyncio.all_tasks() - {asyncio.current_task()}
+        rest = {task for task in self._tasks if task is not asyncio.current_task()}
         for task in rest:
             task.cancel()
         await asyncio.gather(*rest, return_exceptions=True)

@@ -69,7 +69,7 @@ class PlayTask:
     row: dict[str, Any]
 
 
-class Policy:
+class FunctionPolicy:
     """The policy, as a rollout function sees it."""
 
     def __init__(self, ask: Callable[[list[int]], "asyncio.Future[Sampled]"]) -> None:
@@ -177,7 +177,7 @@ class FunctionEpisode:
         self._look_soon()
 
     async def _played(self, task: PlayTask) -> Any:
-        return await self._function(task, Policy(self._ask))
+        return await self._function(task, FunctionPolicy(self._ask))
 
     def _ask(self, tokens: list[int]) -> "asyncio.Future[Sampled]":
         future: asyncio.Future[Sampled] = asyncio.get_running_loop().create_future()

@@ -18,7 +18,8 @@ from rlctl.models.model_files import ModelFiles
 from rlctl.preflight.resolved import Resolved
 from rlctl.rollout.episode_setup import format_of_calls, tool_problems
 from rlctl.rollout.patience import Emit
-from rlctl.rollout.talk import Sampler, Talk, TalkError, TalkLimits, TalkTools, talk_id
+from rlctl.rollout.players.chat import Talk, TalkEngines, TalkError, TalkLimits, TalkTools, talk_id
+from rlctl.utils.event_loop import EventLoop
 
 _KEY = "tools"
 
@@ -28,8 +29,10 @@ class ChatSession:
     """Engine and tools of one set of weights, for conversations one after another."""
 
     chat: Chat
-    sampler: Sampler
+    engines: TalkEngines
     limits: TalkLimits
+    # Rollouts are played on it: the loop of the tools' pool, where there are tools.
+    events: EventLoop
     tools: TalkTools | None
     # Columns for the environment's `reset`.
     row: Mapping[str, Any]
@@ -46,7 +49,7 @@ class ChatSession:
                 raise TalkError(f"the environment's reset failed: {observation}; --row gives it columns")
             self.opening = list(opening([], observation)) if observation else []
         self._begun += 1
-        return Talk(self.chat, self.sampler, self.limits, identity, self.tools, self.opening)
+        return Talk(self.chat, self.engines, self.limits, identity, self.events, self.tools, self.opening)
 
 
 @contextmanager
@@ -78,7 +81,9 @@ def chat_session(
             )
             tools = _tools(pool, chat, config.environment.tool_format)
         dispatcher = stack.enter_context(engines(config, files, stops, target.step, logs, emit))
-        yield ChatSession(chat, dispatcher, limits, tools, row)
+        events = tools.pool.events if tools else EventLoop("rollouts")
+        stack.callback(events.close)
+        yield ChatSession(chat, dispatcher, limits, events, tools, row)
 
 
 def _tools(pool: EnvironmentPool, chat: Chat, wanted: str) -> TalkTools:

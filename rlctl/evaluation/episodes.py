@@ -1,4 +1,4 @@
-"""Episodes of an environment with a real model: an engine without a trainer, and the player that a run has."""
+"""Episodes of an environment with a real model: an engine without a trainer, and the runner that a run has."""
 
 import time
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from rlctl.data.datasets import Row
 from rlctl.data.load import end_tokens, load_chat, load_prompts
 from rlctl.grpo.group_record import group_records
 from rlctl.launch.engines import engines
-from rlctl.launch.sampling import decoder, make_player
+from rlctl.launch.sampling import decoder, make_runner
 from rlctl.models.model_files import ModelFiles
 from rlctl.rewards.scorer import Scorer
 from rlctl.rollout.episode_setup import environment_pool, set_up
@@ -61,11 +61,11 @@ def play_episodes(
         setup = set_up(config, pool, chat, tasks[0], valued=False)
         scorer = stack.enter_context(Scorer([], logs, emit))
         dispatcher = stack.enter_context(engines(config, files, stops, version, logs, emit))
-        player = make_player(config, files, chat, dispatcher, pool, setup)
-        stack.callback(player.close)
+        runner = make_runner(config, files, chat, dispatcher, pool, setup)
+        stack.callback(runner.close)
         ready = time.perf_counter()
         shape = (count, 1, generation.max_new_tokens, generation.temperature)
-        groups = dispatcher.sample(Sampling("validation", config.run.seed, *shape), tasks, version, player=player)
+        groups = dispatcher.sample(runner, Sampling("validation", config.run.seed, *shape), tasks, version)
         ended = time.perf_counter()
         scored = GroupScorer(scorer, decoder(chat.tokenizer, special=False))(groups)
     records = group_records(scored, decoder(chat.tokenizer, special=True))

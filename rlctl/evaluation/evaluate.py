@@ -15,7 +15,7 @@ from rlctl.evaluation.store import DamagedResult, EvaluationFolder, digest_of, d
 from rlctl.evaluation.target import Target, digest_of_weights
 from rlctl.grpo.group_record import group_records
 from rlctl.grpo.validation import Validation
-from rlctl.launch.sampling import decoder, held_out_tasks, make_player
+from rlctl.launch.sampling import decoder, held_out_tasks, make_runner
 from rlctl.models.model_files import ModelFiles
 from rlctl.preflight.load import Composed
 from rlctl.rewards.scorer import Scorer
@@ -99,10 +99,10 @@ class Evaluation:
             if any(each.folder.missing(len(each.tasks), save_every) for each in sets):
                 started = engines(config, self._files, self._stops, self.target.step, logs, self._emit)
                 dispatcher = stack.enter_context(started)
-                player = make_player(config, self._files, self._chat, dispatcher, environments, setup)
-                stack.callback(player.close)
+                runner = make_runner(config, self._files, self._chat, dispatcher, environments, setup)
+                stack.callback(runner.close)
                 for each in sets:
-                    validation = Validation(each.config, dispatcher, score, each.tasks, player)
+                    validation = Validation(each.config, dispatcher, runner, score, each.tasks)
                     self._complete(each, validation, save_every, progress)
         for each in sets:
             self._finish(each)

@@ -7,8 +7,9 @@ from rlctl.data.cursor import TaskSource
 from rlctl.data.tasks import Task
 from rlctl.generation.pool import GeneratorPool
 from rlctl.rollout.dispatcher import RolloutDispatcher
+from rlctl.rollout.runner import RolloutRunner
 from rlctl.rollout.scoring import GroupScorer
-from rlctl.rollout.types import Decode, RolloutPlayer
+from rlctl.rollout.types import Decode
 from rlctl.run.recorder import RunRecorder
 from rlctl.telemetry.resource_monitor import ResourceMonitor
 from rlctl.training.trainer_group import TrainerGroup
@@ -35,7 +36,7 @@ class GrpoComponents:
     trainer: TrainerGroup
     pool: GeneratorPool
     dispatcher: RolloutDispatcher
-    player: RolloutPlayer
+    runner: RolloutRunner
     source: TaskSource
     validation: list[Task]
     score: GroupScorer

@@ -49,10 +49,10 @@ class GrpoLoop(Loop):
             config,
             parts.source,
             parts.dispatcher,
+            parts.runner,
             training_score(config, parts.score),
             parts.recorder.events.emit,
             teaches_nothing=partial(why_it_teaches_nothing, config.grpo),
-            player=parts.player,
         )
 
     def step(self) -> None:
@@ -168,7 +168,7 @@ class GrpoLoop(Loop):
         if not parts.validation:
             return
         with parts.recorder.validation(self.done) as metrics:
-            validation = Validation(self._config, parts.dispatcher, parts.score, parts.validation, parts.player)
+            validation = Validation(self._config, parts.dispatcher, parts.runner, parts.score, parts.validation)
             groups = validation.groups(self.done)
             metrics |= validation_metrics(groups)
         parts.recorder.groups(

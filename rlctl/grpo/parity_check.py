@@ -50,7 +50,7 @@ def sample_parity(config: GrpoConfig, parts: GrpoComponents, tasks: list[Task], 
     tasks = tasks[: max(PROMPTS, PER_ENGINE * len(parts.pool.engines))]
     length = min(TOKENS, config.generation.max_new_tokens)
     sampling = Sampling("parity", config.run.seed, len(tasks), 1, length, config.generation.temperature)
-    groups = parts.dispatcher.sample(sampling, tasks, version, player=parts.player)
+    groups = parts.dispatcher.sample(parts.runner, sampling, tasks, version)
     rows = [row for group in groups for rollout in group.rollouts for row in rollout.rows]
     return [training_sample(row, 0.0) for row in rows]
 

@@ -13,8 +13,9 @@ from rlctl.generation.pool import GeneratorPool
 from rlctl.grpo.group_record import group_records
 from rlctl.grpo.metrics import validation_metrics
 from rlctl.rollout.dispatcher import RolloutDispatcher
+from rlctl.rollout.runner import RolloutRunner
 from rlctl.rollout.scoring import GroupScorer
-from rlctl.rollout.types import Decode, RolloutGroup, RolloutPlayer, Sampling
+from rlctl.rollout.types import Decode, RolloutGroup, Sampling
 from rlctl.run.recorder import RunRecorder
 
 
@@ -24,10 +25,9 @@ class Validation:
 
     config: GrpoConfig
     dispatcher: RolloutDispatcher
+    runner: RolloutRunner
     score: GroupScorer
     tasks: Sequence[Task]
-    # Plays the rollouts with the dispatcher's engines; None: of one turn each.
-    player: RolloutPlayer | None = None
 
     def groups(self, version: int, places: range | None = None) -> list[RolloutGroup]:
         """Return the scored groups of the tasks at `places`, all of them for None, in order.
@@ -40,7 +40,7 @@ class Validation:
         shape = (len(self.tasks), config.num_generations, length)
         sampling = Sampling("validation", self.config.run.seed, *shape, config.temperature)
         tasks = [self.tasks[place] for place in places]
-        return self.score(self.dispatcher.sample(sampling, tasks, version, places.start, self.player))
+        return self.score(self.dispatcher.sample(self.runner, sampling, tasks, version, places.start))
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,5 @@ class SampledValidation:
 
     def close(self) -> None:
         """Sample no more."""
-        if self.validation.player:
-            self.validation.player.close()
+        self.validation.runner.close()
         self.validation.dispatcher.close()

@@ -125,7 +125,7 @@ class GrpoParts:
                 pool.sync(session.start)
             if self.probe_only:
                 return None
-            # From here on the loop closes the dispatcher and the player.
+            # From here on the loop closes the dispatcher and the runner.
             stack.pop_all()
         return GrpoLoop(config, components, session.stops)
 

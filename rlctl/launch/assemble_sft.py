@@ -131,8 +131,8 @@ class SftParts:
             sampling.pool.rest()
             if warms_up(self.config):
                 warm_up(session, self.config, trainer)
-        dispatcher, player = sampling.open(stack)
-        validation = Validation(sampling.config, dispatcher, sampling.score, self.tasks, player)
+        dispatcher, runner = sampling.open(stack)
+        validation = Validation(sampling.config, dispatcher, runner, sampling.score, self.tasks)
         return SampledValidation(validation, sampling.pool, session.recorder, sampling.decode)
 
     def _compile(self, trainer: "TrainerGroup", longest: int) -> None:

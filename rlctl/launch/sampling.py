@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from rlctl.rewards.scorer import Scorer
     from rlctl.rollout.dispatcher import RolloutDispatcher
     from rlctl.rollout.episode_setup import EpisodeSetup
+    from rlctl.rollout.runner import Engines, RolloutRunner
     from rlctl.rollout.scoring import GroupScorer
-    from rlctl.rollout.single_turn import Engines
-    from rlctl.rollout.types import Decode, RolloutPlayer
+    from rlctl.rollout.types import Decode
     from rlctl.training.trainer_group import TrainerGroup
 
 # Room in shared memory beside the weights in transit, for what else a run keeps there.
@@ -130,7 +130,7 @@ class SamplingParts:
             folder = self._transit(allocation, parameters, dtype) if len(placement.used) == 1 else ""
             self.pool.connect(Refit(trainer.group, refit_options(self.config, placement, dtype, folder)))
 
-    def open(self, stack: ExitStack) -> "tuple[RolloutDispatcher, RolloutPlayer]":
+    def open(self, stack: ExitStack) -> "tuple[RolloutDispatcher, RolloutRunner]":
         """Return what samples and what plays rollouts, which `stack` closes."""
         from rlctl.rollout.dispatcher import RolloutDispatcher
 
@@ -138,9 +138,9 @@ class SamplingParts:
         together = not self.config.async_.enabled and not self.config.grpo.dynamic_sampling.filter
         dispatcher = RolloutDispatcher(self.pool, self.config.run, self.session.events.emit, together=together)
         stack.callback(dispatcher.close)
-        player = make_player(self.config, self.files, self.chat, dispatcher, self.environments, self.setup)
-        stack.callback(player.close)
-        return dispatcher, player
+        runner = make_runner(self.config, self.files, self.chat, dispatcher, self.environments, self.setup)
+        stack.callback(runner.close)
+        return dispatcher, runner
 
     @property
     def score(self) -> "GroupScorer":
@@ -179,30 +179,34 @@ def held_out_tasks(config: GrpoConfig, chat: Chat, files: ModelFiles, emit: Emit
     return tasks
 
 
-def make_player(
+def make_runner(
     config: GrpoConfig,
     files: ModelFiles,
     chat: Chat,
     engines: "Engines",
     environments: "EnvironmentPool | None",
     setup: "EpisodeSetup | None",
-) -> "RolloutPlayer":
+) -> "RolloutRunner":
     """Return what plays rollouts: of one turn, or episodes where there are environments, whose `setup` is known."""
-    from rlctl.rollout.single_turn import SingleTurnPlayer
+    from rlctl.rollout.runner import RolloutRunner
 
     if environments is None or setup is None:
-        return SingleTurnPlayer(engines)
+        from rlctl.rollout.players.single_turn import SingleTurnPlayer
+
+        return RolloutRunner(SingleTurnPlayer(), engines)
     from rlctl.rollout.episode_setup import episode_limits
-    from rlctl.rollout.function_player import FunctionPlayer
-    from rlctl.rollout.player import EpisodePlayer
 
     limits = episode_limits(config, Resolved(config).max_length(files.max_length))
     if config.rollout is not None:
-        player = FunctionPlayer(engines, environments, setup.contracts, chat, limits, None)
-        player.must_value = not config.rewards
-        player.vocabulary = read_sizes(Path(files.folder) / "config.json").vocab
-        return player
-    return EpisodePlayer(engines, environments, setup.contracts, chat, limits, setup.tool_format)
+        from rlctl.rollout.players.function import FunctionPlayer
+
+        vocabulary = read_sizes(Path(files.folder) / "config.json").vocab
+        function = FunctionPlayer(environments, chat, limits, not config.rewards, vocabulary)
+        return RolloutRunner(function, engines, environments.events)
+    from rlctl.rollout.players.environment import EnvironmentPlayer
+
+    player = EnvironmentPlayer(environments, setup.contracts, chat, limits, setup.tool_format)
+    return RolloutRunner(player, engines, environments.events)
 
 
 def check_room(tasks: list[Task], answer: int, length: int) -> None:

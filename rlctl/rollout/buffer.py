@@ -22,9 +22,9 @@ from rlctl.rollout.groups import GroupRecord, GroupState, GroupTable
 from rlctl.rollout.patience import TICK_S, Clock, Emit, Patience, ThreadErrors
 from rlctl.rollout.prefetch import AdaptivePrefetch
 from rlctl.rollout.refill import RefillRule
-from rlctl.rollout.single_turn import SingleTurnPlayer
+from rlctl.rollout.runner import RolloutRunner
 from rlctl.rollout.staleness import StalenessRule
-from rlctl.rollout.types import Rollout, RolloutGroup, RolloutPlayer, RolloutStart, Sampling, Waste
+from rlctl.rollout.types import Rollout, RolloutGroup, RolloutStart, Sampling, Waste
 
 Span = Callable[[str], AbstractContextManager[None]]
 ScoreGroups = Callable[[Sequence[RolloutGroup]], list[RolloutGroup]]
@@ -35,8 +35,7 @@ WhyNothing = Callable[[RolloutGroup], str | None]
 class RolloutBuffer:
     """The groups of a run. Methods are called from the loop's thread; sampling and scoring go on meanwhile.
 
-    teaches_nothing: pure; called for every group that is scored. player: plays rollouts with the dispatcher's engines;
-    None: of one turn each.
+    runner: plays rollouts with the dispatcher's engines. teaches_nothing: pure; called for every group that is scored.
     """
 
     def __init__(
@@ -44,15 +43,16 @@ class RolloutBuffer:
         config: GrpoConfig,
         source: TaskSource,
         dispatcher: RolloutDispatcher,
+        runner: RolloutRunner,
         score: ScoreGroups,
         emit: Emit,
         clock: Clock | None = None,
         teaches_nothing: WhyNothing = lambda group: None,
-        player: RolloutPlayer | None = None,
     ) -> None:
-        self._config, self._source, self._dispatcher = config, source, dispatcher
+        self._config, self._source = config, source
+        self._dispatcher, self._runner = dispatcher, runner
         self._score, self._emit, self._clock = score, emit, clock or Clock()
-        self._teaches_nothing, self._player = teaches_nothing, player or SingleTurnPlayer(dispatcher)
+        self._teaches_nothing = teaches_nothing
         size, asynchronous = config.grpo.num_prompts_per_step, config.async_
         rule = StalenessRule(size, Resolved(config).max_age, asynchronous.policy, asynchronous.window_fraction)
         sampling = config.grpo.dynamic_sampling
@@ -185,7 +185,7 @@ class RolloutBuffer:
 
     def close(self) -> None:
         """Sample and score no more."""
-        self._player.close()
+        self._runner.close()
         self._dispatcher.close()
         with self._changed:
             self._closed = True
@@ -221,7 +221,7 @@ class RolloutBuffer:
                     self._groups.restart(number, self._version if afresh else group.version)
                     continue
                 self._groups.drop(number)
-            self._player.abort(self._ids(group))
+            self._runner.abort(self._ids(group))
             what = f"prompt {group.task.id} is dropped: its sampling failed {group.failures} times"
             self._emit("warning", what=what)
 
@@ -236,7 +236,7 @@ class RolloutBuffer:
             what += f"; the oldest, prompt {oldest.task.id}, began {since:.0f} s ago"
         counts = f"{len(sampling)} groups sampling, {len(sampled)} to score, {len(ready)} ready"
         counts += f", {len(filtered)} filtered" if filtered else ""
-        sampled_by = f"{self._dispatcher.describe()}{self._player.describe()}"
+        sampled_by = f"{self._dispatcher.describe()}{self._runner.describe()}"
         return f"{what}; {counts}, {len(taken)} taken for the step ({held}); {sampled_by}"
 
     def _admit(self) -> None:
@@ -272,7 +272,7 @@ class RolloutBuffer:
             return
         before = self._aborted_tokens
         with span("drain"):
-            self._player.abort([each for group in running for each in self._ids(group)])
+            self._runner.abort([each for group in running for each in self._ids(group)])
         # Not before they are gone may the same requests be submitted again.
         self.drain(span)
         aborted = self._aborted_tokens - before
@@ -283,7 +283,7 @@ class RolloutBuffer:
     def _submit(self, groups: list[GroupRecord]) -> None:
         for group in groups:
             group.began = self._clock.now()
-        self._player.play([start for group in groups for start in self._starts(group)], self)
+        self._runner.begin([start for group in groups for start in self._starts(group)], self)
 
     def _starts(self, group: GroupRecord) -> list[RolloutStart]:
         return self._sampling.starts(group.task, group.number, group.attempt)
@@ -293,7 +293,7 @@ class RolloutBuffer:
 
     @property
     def _aborted_tokens(self) -> int:
-        return self._dispatcher.aborted_tokens + self._player.aborted_tokens
+        return self._dispatcher.aborted_tokens + self._runner.aborted_tokens
 
     def _score_sampled(self) -> bool:
         """Score every group that is SAMPLED: together they keep all reward workers busy. Returns False at the end."""
@@ -345,13 +345,13 @@ class RolloutBuffer:
         """Wait a while; replace lost engines, resample what is overdue, explain or end a long silence."""
         with self._changed:
             self._clock.wait(self._changed, TICK_S)
-        self._player.check()
+        self._runner.check()
         if self._dispatcher.repair():
             # What the replacement took is no silence of the new engine.
             self._patience.news()
         if self._config.async_.enabled and self._config.async_.on_bound == "requeue":
             self._resample_overdue()
-        last_step = max(self._dispatcher.last_step(), self._player.last_step)
+        last_step = max(self._dispatcher.last_step(), self._runner.last_step)
         self._patience.check(last_step, self.explanation)
 
     def _resample_overdue(self) -> None:
@@ -360,7 +360,7 @@ class RolloutBuffer:
         if not overdue:
             return
         ids = [each for group in overdue for each in self._ids(group)]
-        stopped = {each.group for each in self._player.abort(ids)}
+        stopped = {each.group for each in self._runner.abort(ids)}
         with self._changed:
             again = [self._groups.resample(group.number, self._version) for group in overdue if group.number in stopped]
         for group in again:

@@ -36,8 +36,8 @@ from rlctl.generation.pool import GeneratorPool
 from rlctl.generation.requests import RequestId, RolloutId, TurnRequest
 from rlctl.rollout.engine_queue import EngineQueue, RequestState, SubmittedTurn, Submitter, handed_out_together
 from rlctl.rollout.patience import TICK_S, Clock, Emit, Patience, ThreadErrors
-from rlctl.rollout.single_turn import SingleTurnPlayer
-from rlctl.rollout.types import Rollout, RolloutGroup, RolloutPlayer, Sampling
+from rlctl.rollout.runner import RolloutRunner
+from rlctl.rollout.types import Rollout, RolloutGroup, Sampling
 from rlctl.workers.errors import WorkerDied, WorkerError, WorkerTimeout
 
 _LOST = (WorkerDied, WorkerError, WorkerTimeout)
@@ -110,34 +110,33 @@ class RolloutDispatcher:
 
     def sample(
         self,
+        runner: RolloutRunner,
         sampling: Sampling,
         tasks: Sequence[Task],
         version: int,
         first_place: int = 0,
-        player: RolloutPlayer | None = None,
     ) -> list[RolloutGroup]:
         """Sample a group of each task ahead of whatever is PENDING, wait, and return the groups in order.
 
-        first_place: place of the first task among the `sampling.groups_per_step` ones, from which seeds follow.
-        player: plays the rollouts with these engines; None: of one turn each.
+        runner: plays the rollouts with these engines. first_place: place of the first task among the
+        `sampling.groups_per_step` ones, from which seeds follow.
         For the loop's thread: engines that are lost meanwhile are replaced. Raises RuntimeError when nothing was
         sampled for `run.deadline_s`, or when `generation.max_restarts` are used up.
         """
         first = version * sampling.groups_per_step + first_place
         groups = [sampling.starts(task, first + place) for place, task in enumerate(tasks)]
         ended, wanted = _Ended(self._changed, self._patience), sum(map(len, groups))
-        player = player or SingleTurnPlayer(self)
         self._patience.news()
-        player.play(list(chain(*groups)), ended, ahead=True)
+        runner.begin(list(chain(*groups)), ended, ahead=True)
         while len(ended.found) < wanted:
             with self._changed:
                 self._clock.wait(self._changed, TICK_S)
-            player.check()
+            runner.check()
             if self.repair():
                 # What the replacement took is no silence of the new engine.
                 self._patience.news()
             self._patience.check(
-                max(self.last_step(), player.last_step),
+                max(self.last_step(), runner.last_step),
                 lambda: f"{sampling.purpose} waits for {wanted - len(ended.found)} rollouts; {self.describe()}",
             )
         return [RolloutGroup(task, [ended.found[each.id] for each in group]) for task, group in zip(tasks, groups)]

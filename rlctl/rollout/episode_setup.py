@@ -16,7 +16,7 @@ from rlctl.environments.outcomes import EnvironmentFailure, EnvironmentSpec
 from rlctl.environments.pool import EnvironmentPool, UnusableEnvironmentError
 from rlctl.environments.tool_calls import PARSERS, tool_format
 from rlctl.preflight.resolved import Resolved
-from rlctl.rollout.player import EpisodeLimits
+from rlctl.rollout.players.course import EpisodeLimits
 from rlctl.utils.user_code import looks_like_bug
 from rlctl.workers.user_logs import Emit
 

@@ -33,7 +33,7 @@ from itertools import accumulate
 from math import ceil
 from typing import Literal, Protocol, TypeVar
 
-Policy = Literal["windowed_fifo", "in_order", "ready_first"]
+TrainingOrder = Literal["windowed_fifo", "in_order", "ready_first"]
 
 
 class Aged(Protocol):
@@ -56,7 +56,7 @@ class StalenessRule:
 
     groups_per_step: int
     max_age: int
-    policy: Policy
+    policy: TrainingOrder
     # Share of the capacity that `windowed_fifo` looks beyond a step's worth.
     window_fraction: float
 

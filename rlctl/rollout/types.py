@@ -3,7 +3,7 @@
 Task -> RolloutStart -> TurnRequest -> Completion -> Rollout -> RolloutGroup -> TrainingSample -> MicroBatch -> loss
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, Protocol
@@ -202,40 +202,16 @@ class Waste:
 
 
 class RolloutTaker(Protocol):
-    """Whoever begins rollouts. Must not call the player from these methods, nor hold a lock when it plays."""
+    """Whoever begins rollouts. Must not call the runner from `ended`."""
 
     def ended(self, rollouts: list[Rollout]) -> None:
-        """Take rollouts that ended, on another thread."""
+        """Take rollouts that ended, on the event loop."""
 
     def restarted(self, rollouts: list[RolloutId], afresh: bool) -> None:
         """Learn that an engine was lost which sampled these rollouts, and that they go on with another one.
 
         afresh: nothing that was sampled of them is kept. Called on the thread that repairs or resumes.
         """
-
-
-class RolloutPlayer(Protocol):
-    """The way from a task to a rollout: one prompt and one answer, or an episode with an environment."""
-
-    # Tokens of turns that had ended, of rollouts that were aborted, so far.
-    aborted_tokens: int
-    # When it last did anything that engines do not do, by the clock.
-    last_step: float
-
-    def play(self, starts: Sequence[RolloutStart], taker: RolloutTaker, *, ahead: bool = False) -> None:
-        """Begin rollouts; `taker` gets each as it ends. ahead: before whatever waits for an engine."""
-
-    def abort(self, ids: Collection[RolloutId]) -> list[RolloutId]:
-        """Stop these rollouts; none of them is handed out afterwards. Returns those that had not ended."""
-
-    def check(self) -> None:
-        """Raise the error that ended a thread of its own, if there was one."""
-
-    def describe(self) -> str:
-        """Return what it waits for beside engines, for a human; empty if nothing."""
-
-    def close(self) -> None:
-        """Hand out nothing from now on."""
 
 
 def _joined(parts: list[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:

@@ -28,7 +28,9 @@ from rlctl.preflight.tuning import tune
 from rlctl.refit.refit import Refit
 from rlctl.rollout.dispatcher import RolloutDispatcher
 from rlctl.rollout.engine_queue import Answer
-from rlctl.rollout.player import EpisodeLimits, EpisodePlayer
+from rlctl.rollout.players.course import EpisodeLimits
+from rlctl.rollout.players.environment import EnvironmentPlayer
+from rlctl.rollout.runner import RolloutRunner
 from rlctl.rollout.types import Rollout, Sampling
 from rlctl.training.trainer_group import TrainerGroup
 from rlctl.workers.group import WorkerGroup, WorkerSpec
@@ -68,13 +70,13 @@ class Stage:
 
     trainer: TrainerGroup
     dispatcher: RolloutDispatcher
-    players: dict[str, EpisodePlayer]
+    runners: dict[str, RolloutRunner]
     # Engines that sampled each rollout.
     homes: dict[RolloutId, set[str]]
 
     def play(self, history: str, purpose: Any, temperature: float) -> list[Rollout]:
         sampling = Sampling(purpose, 0, len(TASKS), 4, TURN, temperature)
-        groups = self.dispatcher.sample(sampling, TASKS, 0, player=self.players[history])
+        groups = self.dispatcher.sample(self.runners[history], sampling, TASKS, 0)
         return [rollout for group in groups for rollout in group.rollouts]
 
     def agree(self, rollouts: list[Rollout]) -> float:
@@ -140,12 +142,13 @@ def stage(folder: Path, logs: Path, engines: int, transit: Path) -> Iterator[Sta
         homes = watched(pool)
         dispatcher = RolloutDispatcher(pool, config.run, lambda *_, **__: None)
         stack.callback(dispatcher.close)
-        players = {}
+        runners = {}
         for history in ("keep", "strip"):
             limits: Any = EpisodeLimits(TURNS, LENGTH, 600.0, 0, history)
-            players[history] = EpisodePlayer(dispatcher, games, games.contracts(), chat, limits, None)
-            stack.callback(players[history].close)
-        yield Stage(TrainerGroup(workers, config.trainer), dispatcher, players, homes)
+            player = EnvironmentPlayer(games, games.contracts(), chat, limits, None)
+            runners[history] = RolloutRunner(player, dispatcher, games.events)
+            stack.callback(runners[history].close)
+        yield Stage(TrainerGroup(workers, config.trainer), dispatcher, runners, homes)
 
 
 @pytest.mark.long  # an engine and a trainer for each architecture

@@ -17,7 +17,8 @@ from rlctl.preflight.load import load
 from rlctl.preflight.tuning import tune
 from rlctl.refit.refit import Refit
 from rlctl.rollout.dispatcher import RolloutDispatcher
-from rlctl.rollout.single_turn import SingleTurnPlayer
+from rlctl.rollout.players.single_turn import SingleTurnPlayer
+from rlctl.rollout.runner import RolloutRunner
 from rlctl.training.rank import TrainerSpec
 from rlctl.training.trainer_group import TrainerGroup
 from rlctl.training.worker import TrainerWorker
@@ -58,8 +59,8 @@ def parts_of(
         "tool_cause",
     )
     rest: Any = dict.fromkeys(unused)
-    player = SingleTurnPlayer(dispatcher)
-    return GrpoComponents(TrainerGroup(trainer, section), pool, dispatcher, player, **rest)
+    runner = RolloutRunner(SingleTurnPlayer(), dispatcher)
+    return GrpoComponents(TrainerGroup(trainer, section), pool, dispatcher, runner, **rest)
 
 
 @pytest.mark.slow

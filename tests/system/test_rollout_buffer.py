@@ -26,6 +26,8 @@ from rlctl.rewards.scorer import Score
 from rlctl.rollout.buffer import RolloutBuffer
 from rlctl.rollout.dispatcher import RolloutDispatcher
 from rlctl.rollout.engine_queue import Answer
+from rlctl.rollout.players.single_turn import SingleTurnPlayer
+from rlctl.rollout.runner import RolloutRunner
 from rlctl.rollout.types import RolloutGroup
 from rlctl.workers.group import WorkerGroup, WorkerSpec
 from tests.system.drifting import DriftingSource
@@ -67,7 +69,8 @@ class Stage:
         self.steps, self.events[:] = [], []
         self.parts, self.taken_early = False, 0
         self.dispatcher = RolloutDispatcher(self.pool, config.run, self._emit)
-        self.buffer = RolloutBuffer(config, source, self.dispatcher, score, self._emit)
+        runner = RolloutRunner(SingleTurnPlayer(), self.dispatcher)
+        self.buffer = RolloutBuffer(config, source, self.dispatcher, runner, score, self._emit)
         return self.buffer
 
     def step(self, drained: bool = False) -> None:

@@ -15,7 +15,7 @@ import pytest
 from rlctl.environments.episode import CoroutineLoop
 from rlctl.environments.outcomes import EnvironmentFailure, EnvironmentSpec
 from rlctl.environments.pool import EnvironmentPool, UnusableEnvironmentError
-from rlctl.environments.rollout_function import FunctionEpisode, FunctionRequest, Policy, checked_request
+from rlctl.environments.rollout_function import FunctionEpisode, FunctionPolicy, FunctionRequest, checked_request
 
 OWN = """
 import asyncio, random
@@ -127,13 +127,13 @@ class Here:
 
 
 def test_branches_ask_in_one_order_however_their_answers_come() -> None:
-    async def branch(policy: Policy, start: int) -> int:
+    async def branch(policy: FunctionPolicy, start: int) -> int:
         first = await policy.sample([start])
         for _ in range(start):  # branches do not take the same way through the event loop
             await asyncio.sleep(0)
         return (await policy.sample([start, *first.tokens])).tokens[0]
 
-    async def function(task: Any, policy: Policy) -> float:
+    async def function(task: Any, policy: FunctionPolicy) -> float:
         return float(sum(await asyncio.gather(*(branch(policy, each) for each in (30, 2, 9)))))
 
     def asked(*cuts: int) -> list[list[int]]:
@@ -150,7 +150,7 @@ def test_branches_ask_in_one_order_however_their_answers_come() -> None:
 
 
 def test_an_answer_that_nobody_waits_for_any_more_is_not_taken() -> None:
-    async def function(task: Any, policy: Policy) -> float:
+    async def function(task: Any, policy: FunctionPolicy) -> float:
         begun = [asyncio.create_task(policy.sample([each])) for each in (3, 4, 5)]
         first, _ = await asyncio.wait(begun, return_when=asyncio.FIRST_COMPLETED)
         return float(first.pop().result().tokens[0])
@@ -163,7 +163,7 @@ def test_an_answer_that_nobody_waits_for_any_more_is_not_taken() -> None:
 def test_what_is_asked_while_others_are_sampled_is_told_at_once() -> None:
     later = asyncio.Event()
 
-    async def function(task: Any, policy: Policy) -> None:
+    async def function(task: Any, policy: FunctionPolicy) -> None:
         async def after_a_while() -> None:
             await later.wait()
             await policy.sample([9])
@@ -181,7 +181,7 @@ def test_what_is_asked_while_others_are_sampled_is_told_at_once() -> None:
 
 
 def test_who_asks_again_after_each_learned_that_a_budget_is_used_up_is_found_out() -> None:
-    async def function(task: Any, policy: Policy) -> None:
+    async def function(task: Any, policy: FunctionPolicy) -> None:
         while True:
             await asyncio.gather(policy.sample([1]), policy.sample([2]))
 
@@ -193,7 +193,7 @@ def test_who_asks_again_after_each_learned_that_a_budget_is_used_up_is_found_out
 
 
 def test_an_error_of_a_callback_is_told_to_whoever_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def function(task: Any, policy: Policy) -> None:
+    async def function(task: Any, policy: FunctionPolicy) -> None:
         await policy.sample([1])
 
     def broken(self: Any) -> None:

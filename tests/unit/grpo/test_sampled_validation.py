@@ -14,7 +14,7 @@ class Told:
     def __init__(self, version: int, sleeps: bool) -> None:
         self.said: list[str] = []
         self.version, self.sleeps, self.asleep = version, sleeps, sleeps
-        self.player = SimpleNamespace(close=lambda: self.said.append("player"))
+        self.runner = SimpleNamespace(close=lambda: self.said.append("runner"))
         self.dispatcher = SimpleNamespace(close=lambda: self.said.append("dispatcher"))
 
     def sync(self, version: int) -> None:
@@ -47,4 +47,4 @@ def test_engines_get_the_weights_that_are_measured_and_rest_where_they_are_in_th
         assert validation.measure(version)["validation/prompts"] == 0
     assert told.said == expected
     validation.close()
-    assert told.said[-2:] == ["player", "dispatcher"]
+    assert told.said[-2:] == ["runner", "dispatcher"]

@@ -7,6 +7,7 @@ killed and resumed from its newest checkpoint; validation comes in between. Afte
 looked at.
 """
 
+import asyncio
 import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,6 +23,7 @@ import numpy as np
 import pytest
 
 from rlctl.bench.simulated_engine import VirtualClock
+from rlctl.bench.virtual_events import VirtualEvents
 from rlctl.config.grpo_schema import DynamicSamplingSection
 from rlctl.config.schema import GrpoConfig
 from rlctl.data.chat import TurnLink
@@ -39,10 +41,12 @@ from rlctl.rewards.scorer import Score
 from rlctl.rollout import buffer
 from rlctl.rollout.buffer import RolloutBuffer
 from rlctl.rollout.dispatcher import RolloutDispatcher
-from rlctl.rollout.function_player import FunctionPlayer
 from rlctl.rollout.groups import GroupRecord, GroupState
-from rlctl.rollout.player import EpisodeLimits, EpisodePlayer
-from rlctl.rollout.single_turn import SingleTurnPlayer
+from rlctl.rollout.players.course import EpisodeLimits
+from rlctl.rollout.players.environment import EnvironmentPlayer
+from rlctl.rollout.players.function import FunctionPlayer
+from rlctl.rollout.players.single_turn import SingleTurnPlayer
+from rlctl.rollout.runner import RolloutRunner
 from rlctl.rollout.types import RolloutGroup, Sampling
 from tests.unit.rollout.fake_engine import FakeRefit, FakeWorker, answer
 
@@ -64,6 +68,16 @@ class ContractBroken(AssertionError):
 
 class Killed(BaseException):
     """The driver's end in the midst of anything."""
+
+
+class WatchedClock(VirtualClock):
+    """Clock that knows whether anything on the event loop ever waited."""
+
+    blocked = False
+
+    def wait(self, changed: Any, seconds: float) -> None:
+        self.blocked |= asyncio._get_running_loop() is not None
+        super().wait(changed, seconds)
 
 
 class Schedule:
@@ -137,6 +151,9 @@ class Schedule:
         # Without a filter nothing is drawn that no step needs.
         waits = {group.state for group in left}
         self.demand(not waits or (bool(self.share) and waits == {GroupState.DEFERRED}), 2, f"{waits} are left")
+        while self.events.step():
+            pass
+        self.demand(not (tasks := asyncio.all_tasks(self.events.loop)), 2, f"nobody waits for {tasks}")
 
     def ends_explained(self, text: str) -> bool:
         used_up = "generation.max_restarts" in text
@@ -146,7 +163,7 @@ class Schedule:
     def start(self) -> None:
         """Begin, or begin again from the newest checkpoint."""
         FakeWorker.made = []
-        self.clock = VirtualClock(self.event)
+        self.clock = WatchedClock(self.event)
         spec = SimpleNamespace(
             kind="vllm", tensor_parallel_size=1, max_num_seqs=3, sleeps=False, dtype="float32", version=-1
         )
@@ -162,9 +179,10 @@ class Schedule:
         self.refit.trainer = self.version
         self.sync(self.version)
         self.dispatcher = RolloutDispatcher(self.pool, self.config.run, self.emit, self.clock)
-        parts = (self.config, self.source, self.dispatcher, self.score, self.emit, self.clock)
-        self.player = self.make_player()
-        self.buffer = RolloutBuffer(*parts, teaches_nothing=self.teaches_nothing, player=self.player)
+        self.events = VirtualEvents(self.clock, self.random)
+        self.runner = RolloutRunner(self.make_player(), self.dispatcher, self.events)
+        parts = (self.config, self.source, self.dispatcher, self.runner, self.score, self.emit, self.clock)
+        self.buffer = RolloutBuffer(*parts, teaches_nothing=self.teaches_nothing)
         self.ended = {number: step for number, step in self.ended.items() if step < self.version}
         self.filtered &= set(self.ended)
         if self.saved:
@@ -175,12 +193,15 @@ class Schedule:
     def make_player(self) -> Any:
         """Return what plays the rollouts."""
         if not self.episodes:
-            return SingleTurnPlayer(self.dispatcher)
-        self.games = LateGames(self.random, self.trouble)
+            return SingleTurnPlayer()
+        self.games = LateGames(self.random, self.trouble, self.events)
         limits = EpisodeLimits(3, 40, 1e9, 1, "keep")
         contract = EnvironmentContract("Game", [], True, True, False, [], [])
-        arguments: Any = (self.dispatcher, self.games, {"game": contract}, StubChat(), limits, None, self.clock)
-        return FunctionPlayer(*arguments) if self.seed % 2 else EpisodePlayer(*arguments)
+        games: Any = self.games
+        chat: Any = StubChat()
+        if self.seed % 2:
+            return FunctionPlayer(games, chat, limits)
+        return EnvironmentPlayer(games, {"game": contract}, chat, limits, None)
 
     def steps(self) -> None:
         while self.version < self.last:
@@ -230,7 +251,7 @@ class Schedule:
 
     def validate(self) -> None:
         sampling = Sampling("validation", 0, len(HELD_OUT), 2, 12, 1.0)
-        groups = self.dispatcher.sample(sampling, HELD_OUT, self.version, player=self.player)
+        groups = self.dispatcher.sample(self.runner, sampling, HELD_OUT, self.version)
         self.demand([group.task for group in groups] == HELD_OUT, 2, "validation got other answers")
         tokens = [one.sampled_tokens for group in groups for one in group.rollouts]
         self.demand(all((each == self.version).all() for each in tokens), 3, "validation mixes versions")
@@ -250,6 +271,7 @@ class Schedule:
             self.engines_step()
         else:
             self.a_while_passes()
+        self.loop_goes_on(8)
         self.look()
 
     def threads(self) -> list[Callable[[], bool]]:
@@ -267,8 +289,12 @@ class Schedule:
             worker.engine.step()
         for step in self.random.sample(self.threads(), len(self.threads())):
             step()
-        for _ in range(20 * self.episodes):
-            self.player.play_next()
+        self.loop_goes_on(80)
+
+    def loop_goes_on(self, most: int) -> None:
+        for _ in range(self.random.randint(0, most)):
+            if not self.events.step():
+                return
 
     def fault(self) -> None:
         worker, what = self.random.choice(FakeWorker.made), self.random.random()
@@ -344,12 +370,13 @@ class Schedule:
             # One that is being rebuilt has no weights yet, and no request.
             expected |= set() if worker.engine._requests else {-1}
             self.demand(worker.engine._version in expected, 3, f"{worker.name} serves {worker.engine._version}")
+        self.demand(not self.clock.blocked, 8, "the event loop is blocked")
         self.look_at_wait()
 
     def look_at_wait(self) -> None:
         """A wait in which nothing comes is explained, and ends at its deadline."""
         waits = (self.buffer._patience, self.dispatcher._patience)
-        news = max(self.player.last_step, *(wait._news for wait in waits))
+        news = max(self.runner.last_step, *(wait._news for wait in waits))
         silence, explained = self.clock.time - news, max(wait._explained for wait in waits) > news
         # An abort waits 5 s for engines, and what comes between two waits takes a while too.
         self.demand(explained or silence <= EXPLAIN + 9, 8, f"{silence} s without a word")
@@ -430,8 +457,8 @@ class StubChat:
 class LateGames:
     """Environments in this process that answer late, in any order, and may fail."""
 
-    def __init__(self, draw: random.Random, trouble: float) -> None:
-        self.random, self.trouble = draw, trouble
+    def __init__(self, draw: random.Random, trouble: float, events: VirtualEvents) -> None:
+        self.random, self.trouble, self.events = draw, trouble, events
         self.asked: list[tuple[Future[Any], Any]] = []
         # By episode: answers that a function has taken, those of which that was told, and an action that is open.
         self.calls: dict[Any, list[Any]] = {}

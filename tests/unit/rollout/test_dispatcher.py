@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rlctl.bench.simulated_engine import VirtualClock
+from rlctl.bench.virtual_events import VirtualEvents
 from rlctl.data.tasks import Task
 from rlctl.generation import pool
 from rlctl.generation.pool import EngineSlot, GeneratorPool
@@ -19,6 +20,8 @@ from rlctl.generation.requests import RequestId, TurnRequest
 from rlctl.generation.vllm import active_requests
 from rlctl.rollout.dispatcher import RolloutDispatcher
 from rlctl.rollout.engine_queue import Answer
+from rlctl.rollout.players.single_turn import SingleTurnPlayer
+from rlctl.rollout.runner import RolloutRunner
 from rlctl.rollout.types import Sampling
 from tests.turns import turn, turns
 from tests.unit.rollout.fake_engine import FakeRefit, FakeWorker, answer
@@ -61,6 +64,7 @@ class Stage:
         self.pool.sync(0)
         emit = self.pool._emit
         self.dispatcher = RolloutDispatcher(self.pool, RUN, emit, self.clock, together=together)
+        self.runner = RolloutRunner(SingleTurnPlayer(), self.dispatcher, VirtualEvents(self.clock))
 
     def threads(self) -> None:
         with self.clock.on_a_thread():
@@ -147,7 +151,7 @@ def test_turns_of_a_rollout_that_are_submitted_together_go_to_the_engine_that_ha
 def test_validation_goes_ahead_of_what_waits_and_each_gets_its_own_answers() -> None:
     stage, mine = Stage(1, at_a_time=2), Mine()
     stage.dispatcher.submit([one for group in range(6) for one in turns(group, 2, [1], 4)], mine)
-    found = stage.dispatcher.sample(SAMPLING, TASKS, 0)
+    found = stage.dispatcher.sample(stage.runner, SAMPLING, TASKS, 0)
     assert [group.task for group in found] == TASKS
     assert [[one.id.index for one in group.rollouts] for group in found] == [[0, 1]] * 3
     assert all(one.id.purpose == "validation" and one.num_sampled == 8 for g in found for one in g.rollouts)
@@ -168,7 +172,7 @@ def test_a_validation_outlives_its_engine() -> None:
         stage.all_go_on()
 
     stage.happen = kill_one
-    found = stage.dispatcher.sample(SAMPLING, TASKS, 0)
+    found = stage.dispatcher.sample(stage.runner, SAMPLING, TASKS, 0)
     assert lost and [len(group.rollouts) for group in found] == [2, 2, 2]
     assert [kind for kind, _ in stage.events if kind != "warning"] == ["engine_lost", "engine_restarted"]
 
@@ -185,7 +189,7 @@ def test_a_validation_that_gets_nothing_is_explained_and_ends_at_its_deadline() 
 
     stage.happen = nothing_comes
     with pytest.raises(RuntimeError, match=r"waited 10 s for engine-0 .* generation\.max_restarts=3 are used up"):
-        stage.dispatcher.sample(SAMPLING, TASKS, 0)
+        stage.dispatcher.sample(stage.runner, SAMPLING, TASKS, 0)
     warnings = [what["what"] for kind, what in stage.events if kind == "warning"]
     assert any(
         "s without a new group: validation waits for 6 rollouts; engine-0 samples 4" in what for what in warnings
@@ -198,7 +202,7 @@ def test_sampling_on_a_sleeping_pool_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="the generator sleeps: sync it with the trainer before it samples"):
         stage.dispatcher.submit([turn(0)], Mine())
     with pytest.raises(RuntimeError, match="the generator sleeps"):
-        stage.dispatcher.sample(SAMPLING, TASKS, 0)
+        stage.dispatcher.sample(stage.runner, SAMPLING, TASKS, 0)
 
 
 def test_what_is_aborted_is_delivered_no_more_wherever_it_was() -> None:
@@ -297,7 +301,7 @@ def test_tasks_sampled_in_parts_have_the_seeds_that_they_have_together() -> None
             submit(requests, *rest, **how),
         )[1]
         for part in parts:
-            stage.dispatcher.sample(SAMPLING, [TASKS[place] for place in part], 4, part.start)
+            stage.dispatcher.sample(stage.runner, SAMPLING, [TASKS[place] for place in part], 4, part.start)
         return seen
 
     assert seeds([range(1), range(1, 3)]) == seeds([range(3)]) != []

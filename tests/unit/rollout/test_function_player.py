@@ -12,17 +12,19 @@ import numpy as np
 import pytest
 
 from rlctl.bench.simulated_engine import VirtualClock
+from rlctl.bench.virtual_events import VirtualEvents
 from rlctl.data.chat import Chat
 from rlctl.environments.outcomes import EnvironmentFailure
-from rlctl.environments.rollout_function import FunctionRequest, Policy, checked_request
+from rlctl.environments.rollout_function import FunctionPolicy, FunctionRequest, checked_request
 from rlctl.generation.requests import RolloutId, TurnRequest, turn_seed
-from rlctl.rollout.function_player import FunctionPlayer
-from rlctl.rollout.player import EpisodeLimits
+from rlctl.rollout.players.course import EpisodeLimits
+from rlctl.rollout.players.function import FunctionPlayer
+from rlctl.rollout.runner import RolloutRunner
 from rlctl.rollout.types import PlayedEpisode, Rollout
 from rlctl.workers.user_logs import FailureLog
 from tests.unit.data.conftest import tokenizer
 from tests.unit.environments.test_rollout_function import Here
-from tests.unit.rollout.test_player import CHATML, LIMITS, ScriptedEngines, Taken, start
+from tests.unit.rollout.test_player import CHATML, LIMITS, ScriptedEngines, Taken, go_on, start
 
 __all__ = ["tokenizer"]
 
@@ -64,19 +66,21 @@ class Function:
         return future
 
 
-def player_of(engines: Any, pool: Any, limits: EpisodeLimits = LIMITS) -> FunctionPlayer:
-    return FunctionPlayer(engines, pool, {}, engines.chat, limits, None, VirtualClock(lambda: None))
+def player_of(
+    engines: Any, pool: Any, limits: EpisodeLimits = LIMITS, must_value: bool = False, vocabulary: int = 1 << 31
+) -> RolloutRunner:
+    pool.events = VirtualEvents(VirtualClock(lambda: None))
+    player = FunctionPlayer(pool, engines.chat, limits, must_value, vocabulary)
+    return RolloutRunner(player, engines, pool.events)
 
 
 def played(
     engines: ScriptedEngines, asks: Any, must_value: bool = False, **limits: Any
 ) -> tuple[Rollout, PlayedEpisode]:
     taken, own = Taken(), replace(LIMITS, **limits)
-    player = player_of(engines, Function(asks), own)
-    player.must_value, player.vocabulary = must_value, 1000
-    player.play([start()], taken)
-    for _ in range(200):
-        player.play_next()
+    player = player_of(engines, Function(asks), own, must_value, 1000)
+    player.begin([start()], taken)
+    go_on(player)
     (rollout,) = taken.rollouts
     assert rollout.episode
     return rollout, rollout.episode
@@ -169,9 +173,8 @@ def test_what_the_player_finds_wrong_is_told_once_and_counted_by_its_cause(engin
     function = Function(lambda sampled: {"reward": 1.0})
     function.failures = FailureLog("environment", emit=lambda kind, what: told.append(what))
     player = player_of(engines, function, LIMITS)
-    player.play([start(0), start(1)], Taken())
-    while player.play_next() and len(function.failures.counts) + len(told) < 2:
-        pass
+    player.begin([start(0), start(1)], Taken())
+    go_on(player)
     assert function.failures.most_common().startswith("rollout: the rollout function returned without a sample (")
     assert len(told) == 1 and "left out and counted" in told[0]
 
@@ -241,7 +244,7 @@ class Coroutine:
         return future
 
 
-async def search(task: Any, policy: Policy) -> float:
+async def search(task: Any, policy: FunctionPolicy) -> float:
     """Go on after three beginnings side by side, and once more after the best of them."""
 
     async def branch(start: int) -> list[int]:
@@ -253,17 +256,20 @@ async def search(task: Any, policy: Policy) -> float:
     return float(len(last.tokens))
 
 
+def settled(player: RolloutRunner) -> bool:
+    """Let all that may happen without an engine happen; return whether anything did."""
+    time.sleep(0.002)  # the function runs on a thread of its own
+    return player.events.step()  # type: ignore[attr-defined,no-any-return]
+
+
 def searched(chat: Chat, function: Any, order: Callable[[Any], int], **limits: Any) -> tuple[Rollout, HeldEngines]:
     """Play a function. `order` chooses which of the turns that are being sampled ends next."""
     engines, taken = HeldEngines(chat, lambda request: f"{request.seed % 97}<|im_end|>"), Taken()
     player = player_of(engines, Coroutine(function), replace(LIMITS, **limits))
-    player.play([start()], taken)
+    player.begin([start()], taken)
     end = time.monotonic() + 300
     while not taken.rollouts and time.monotonic() < end:
-        player.play_next()
-        if not player._events:
-            time.sleep(0.002)  # the function runs on a thread of its own
-        if not player._events and engines.held:
+        if not settled(player) and engines.held:
             engines.answer(order(engines.held))
     (rollout,) = taken.rollouts
     return rollout, engines
@@ -302,7 +308,7 @@ def test_a_budget_ends_the_same_branch_whichever_sample_ends_first(tokenizer: An
 def test_a_call_that_fails_is_made_again_when_nothing_is_sampled_for_it_any_more(tokenizer: Any) -> None:
     calls = []
 
-    async def function(task: Any, policy: Policy) -> float:
+    async def function(task: Any, policy: FunctionPolicy) -> float:
         calls.append(task)
         others = [asyncio.create_task(policy.sample([1, each])) for each in (2, 3, 4)]
         await others[0]
@@ -317,7 +323,7 @@ def test_a_call_that_fails_is_made_again_when_nothing_is_sampled_for_it_any_more
 
 
 def test_what_a_function_did_not_wait_for_trains_nothing(tokenizer: Any) -> None:
-    async def function(task: Any, policy: Policy) -> float:
+    async def function(task: Any, policy: FunctionPolicy) -> float:
         begun = [asyncio.create_task(policy.sample([1, each])) for each in (2, 3, 4)]
         await asyncio.wait(begun, return_when=asyncio.FIRST_COMPLETED)
         return 1.0
@@ -331,12 +337,13 @@ def test_what_a_function_did_not_wait_for_trains_nothing(tokenizer: Any) -> None
 def test_an_abort_stops_all_samples_of_a_call(tokenizer: Any) -> None:
     engines, taken = HeldEngines(Chat(tokenizer, CHATML, None), lambda request: "7<|im_end|>"), Taken()
     player = player_of(engines, Coroutine(search))
-    player.play([start()], taken)
+    player.begin([start()], taken)
     while len(engines.held) < 3:
-        player.play_next()
+        settled(player)
     player.restarted([request for request, _ in engines.held.values()])
     assert taken.again == [(start().id, False)]
     assert player.abort([start().id]) == [start().id]
     assert [each.turn for each in engines.aborted] == [0, 1, 2]
     engines.answer(0)
-    assert player.play_next() and not taken.rollouts
+    go_on(player)
+    assert not taken.rollouts

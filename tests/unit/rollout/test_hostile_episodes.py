@@ -7,29 +7,28 @@ from typing import Any
 
 import pytest
 
-from rlctl.bench.simulated_engine import VirtualClock
 from rlctl.data.chat import Chat
 from rlctl.environments.outcomes import EnvironmentSpec, ToolResult
 from rlctl.environments.pool import EnvironmentPool
-from rlctl.rollout.player import EpisodePlayer
+from rlctl.rollout.players.environment import EnvironmentPlayer
+from rlctl.rollout.runner import RolloutRunner
 from tests.unit.data.conftest import CHATML, tokenizer
 from tests.unit.data.test_turn_link import TOOLS
 from tests.unit.environments.test_hostile import OWN
-from tests.unit.rollout.test_player import LIMITS, ScriptedEngines, ScriptedPool, Taken, played, player_of, start
+from tests.unit.rollout.test_player import LIMITS, ScriptedEngines, ScriptedPool, Taken, go_on, played, player_of, start
 
 __all__ = ["tokenizer"]
 
 
 def test_an_error_of_the_pool_is_raised_to_whoever_plays_on(tokenizer: Any) -> None:
-    chat, clock = Chat(tokenizer, CHATML, None), VirtualClock(lambda: None)
+    chat = Chat(tokenizer, CHATML, None)
     pool = ScriptedPool(lambda kind, payload: None)
     refused: Future[Any] = Future()
     refused.set_exception(RecursionError("a defect"))
     pool.reset = lambda *_: refused  # type: ignore[method-assign]
-    player = player_of(chat, ScriptedEngines(chat, None), pool, clock=clock)
-    player.play([start()], Taken())
-    while clock.steps[0]():
-        pass
+    player = player_of(chat, ScriptedEngines(chat, None), pool)
+    player.begin([start()], Taken())
+    go_on(player)
     with pytest.raises(RecursionError, match="a defect"):
         player.check()
 
@@ -40,9 +39,8 @@ def test_messages_that_the_template_refuses_fail_their_own_episode(tokenizer: An
     odd = [{"role": "odd", "content": "x"}]
     pool = ScriptedPool(lambda kind, payload: odd if kind == "reset" else None)
     player, taken = player_of(chat, ScriptedEngines(chat, None), pool), Taken()
-    player.play([start(messages=[])], taken)
-    for _ in range(5):
-        player.play_next()
+    player.begin([start(messages=[])], taken)
+    go_on(player)
     player.check()
     assert "refuses the messages of this episode: TemplateError: no such role" in str(taken.rollouts[0].episode)
 
@@ -56,8 +54,8 @@ def test_a_call_of_500_levels_is_answered_and_its_episode_goes_on(tokenizer: Any
     with EnvironmentPool({"game": EnvironmentSpec(f"{tmp_path}/own.py:Own", 60.0)}, 2048, 1) as pool:
         contracts = pool.contracts()
         engines: Any = ScriptedEngines(chat, lambda request: next(turns))
-        player = EpisodePlayer(engines, pool, contracts, chat, LIMITS, "hermes")
-        player.play([start(turn=5_000)], taken)
+        player = RolloutRunner(EnvironmentPlayer(pool, contracts, chat, LIMITS, "hermes"), engines, pool.events)
+        player.begin([start(turn=5_000)], taken)
         for _ in range(3000):
             player.check()
             if taken.rollouts:

@@ -10,13 +10,16 @@ import numpy as np
 import pytest
 
 from rlctl.bench.simulated_engine import VirtualClock
+from rlctl.bench.virtual_events import VirtualEvents
 from rlctl.data.chat import Chat
 from rlctl.data.tasks import Task
 from rlctl.environments.contract import EnvironmentContract
 from rlctl.environments.outcomes import EnvironmentFailure, ToolResult
 from rlctl.environments.tool_calls import MalformedCall
 from rlctl.generation.requests import Completion, RequestId, RolloutId, TurnRequest, turn_seed
-from rlctl.rollout.player import EpisodeLimits, EpisodePlayer
+from rlctl.rollout.players.course import EpisodeLimits
+from rlctl.rollout.players.environment import EnvironmentPlayer
+from rlctl.rollout.runner import RolloutRunner
 from rlctl.rollout.types import PlayedEpisode, Rollout, RolloutStart
 from rlctl.workers.user_logs import FailureLog
 from tests.unit.data.conftest import CHATML, THINKING, UNMARKED, tokenizer
@@ -40,6 +43,8 @@ class ScriptedEngines:
     asked: list[tuple[TurnRequest, list[int]]] = field(default_factory=list)
     aborted: list[RequestId] = field(default_factory=list)
     finished: list[RolloutId] = field(default_factory=list)
+    # They answer nothing.
+    silent: bool = False
 
     def submit(
         self, requests: Sequence[TurnRequest], submitter: Any, *, ahead: bool = False, more: bool = False
@@ -52,6 +57,8 @@ class ScriptedEngines:
             log_probs = np.linspace(-1, -2, count, dtype=np.float32)
             finish = "stop" if tokens and tokens[-1] in self.chat.ends.stops else "length"
             versions = np.full(count, version, np.int32)
+            if self.silent:
+                continue
             submitter.completed([(request, Completion(np.array(tokens, np.int32), log_probs, versions, finish))])  # type: ignore[arg-type]
 
     def finish(self, rollouts: Collection[RolloutId]) -> None:
@@ -67,6 +74,7 @@ class ScriptedPool:
 
     def __init__(self, acts: Any) -> None:
         self.acts, self.closed, self.failures = acts, list[RolloutId](), FailureLog("environment")
+        self.events: Any = None
 
     def check(self) -> None:
         """Nothing goes wrong in this process."""
@@ -125,10 +133,25 @@ def player_of(
     has_step: bool = True,
     limits: EpisodeLimits = LIMITS,
     tool_format: str | None = None,
-    clock: Any = None,
-) -> EpisodePlayer:
-    scripted: Any = (engines, pool, {"game": contract(has_step)}, chat, limits, tool_format)
-    return EpisodePlayer(*scripted, clock or VirtualClock(lambda: None))
+) -> RolloutRunner:
+    """Return a runner of episodes whose event loop goes on when `go_on` is called."""
+    scripted: Any = (pool, {"game": contract(has_step)}, chat, limits, tool_format)
+    pool.events = VirtualEvents(VirtualClock(lambda: None))
+    return RolloutRunner(EnvironmentPlayer(*scripted), engines, pool.events)
+
+
+def drawn_player_of(chat: Chat, engines: ScriptedEngines, pool: ScriptedPool, seed: int = 0) -> RolloutRunner:
+    """Return a runner whose event loop makes one step at a time, drawn by a seed."""
+    pool.events = VirtualEvents(VirtualClock(lambda: None), random.Random(seed))
+    scripted: Any = (pool, {"game": contract(True)}, chat, LIMITS, None)
+    return RolloutRunner(EnvironmentPlayer(*scripted), engines, pool.events)
+
+
+def go_on(runner: Any, steps: int = 10_000) -> None:
+    """Let the event loop do what is to do."""
+    for _ in range(steps):
+        if not runner.events.step():
+            return
 
 
 def played(
@@ -141,9 +164,8 @@ def played(
 ) -> tuple[Rollout, PlayedEpisode]:
     taken = Taken()
     player = player_of(chat, engines, pool, has_step, limits, "hermes")
-    player.play([start(turn=turn)], taken)
-    for _ in range(200):
-        player.play_next()
+    player.begin([start(turn=turn)], taken)
+    go_on(player)
     (rollout,) = taken.rollouts
     assert rollout.episode
     return rollout, rollout.episode
@@ -322,9 +344,8 @@ def test_a_row_that_cannot_be_played_fails_its_episode_with_the_reason(tokenizer
     chat, taken = Chat(tokenizer, CHATML, None), Taken()
     engines, pool = ScriptedEngines(chat, lambda request: "7<|im_end|>"), ScriptedPool(lambda kind, payload: None)
     player = player_of(chat, engines, pool)
-    player.play([start(messages=[])], taken)
-    for _ in range(5):
-        player.play_next()
+    player.begin([start(messages=[])], taken)
+    go_on(player)
     episode = taken.rollouts[0].episode
     assert (
         episode and (episode.ending, episode.reward) == ("failed", None) and "nothing to answer" in str(episode.failure)
@@ -332,17 +353,16 @@ def test_a_row_that_cannot_be_played_fails_its_episode_with_the_reason(tokenizer
     assert pool.closed == [start().id]
 
 
-def test_an_error_of_the_players_thread_is_raised_to_whoever_plays_on(tokenizer: Any) -> None:
-    chat, clock = Chat(tokenizer, CHATML, None), VirtualClock(lambda: None)
+def test_a_defect_of_a_rollout_is_raised_to_whoever_plays_on(tokenizer: Any) -> None:
+    chat = Chat(tokenizer, CHATML, None)
 
     def acts(kind: str, payload: Any) -> Any:
         return 7  # Neither text, nor messages, nor None: the pool lets nothing of the kind through.
 
-    player = player_of(chat, ScriptedEngines(chat, None), ScriptedPool(acts), clock=clock)
-    player.play([start()], Taken())
-    while clock.steps[0]():
-        pass
-    for call in (lambda: player.play([start(1)], Taken()), lambda: player.abort([start().id])):
+    player = player_of(chat, ScriptedEngines(chat, None), ScriptedPool(acts))
+    player.begin([start()], Taken())
+    go_on(player)
+    for call in (lambda: player.begin([start(1)], Taken()), lambda: player.abort([start().id])):
         with pytest.raises(TypeError):
             call()
 
@@ -350,14 +370,12 @@ def test_an_error_of_the_players_thread_is_raised_to_whoever_plays_on(tokenizer:
 def test_an_aborted_episode_is_handed_out_no_more(tokenizer: Any) -> None:
     chat, taken = Chat(tokenizer, CHATML, None), Taken()
     engines, pool = ScriptedEngines(chat, lambda request: "7<|im_end|>"), ScriptedPool(lambda kind, payload: "more")
-    player = player_of(chat, engines, pool)
-    player.play([start(0), start(1)], taken)
-    for _ in range(5):
-        player.play_next()
+    player = drawn_player_of(chat, engines, pool)
+    player.begin([start(0), start(1)], taken)
+    go_on(player, 5)
     assert player.abort([start(0).id]) == [start(0).id]
     assert player.abort([start(0).id]) == [] and pool.closed == [start(0).id]
-    for _ in range(100):
-        player.play_next()
+    go_on(player)
     assert [rollout.id for rollout in taken.rollouts] == [start(1).id]
     assert engines.finished == [start(0).id, start(1).id]
 
@@ -367,10 +385,10 @@ def test_an_engine_that_is_lost_restarts_a_turn_and_whoever_began_the_episode_le
 ) -> None:
     chat, taken = Chat(tokenizer, CHATML, None), Taken()
     engines, pool = ScriptedEngines(chat, lambda request: "7<|im_end|>"), ScriptedPool(lambda kind, payload: "more")
+    engines.silent = True
     player = player_of(chat, engines, pool)
-    player.play([start(0), start(1)], taken)
-    for _ in range(6):
-        player.play_next()
+    player.begin([start(0), start(1)], taken)
+    go_on(player)
     player.restarted([request for request, _ in engines.asked[-2:]])
     assert taken.again == [(start(0).id, False), (start(1).id, False)]
 
@@ -384,8 +402,7 @@ def test_turns_of_an_episode_that_is_ahead_are_all_ahead(tokenizer: Any) -> None
     )[1]  # fmt: skip
     before = ahead
     player = player_of(chat, engines, pool)
-    player.play([start(0)], Taken(), ahead=True)
-    for _ in range(200):
-        player.play_next()
+    player.begin([start(0)], Taken(), ahead=True)
+    go_on(player)
     assert ahead == [True] * 16
     assert engines.finished == [start(0).id]

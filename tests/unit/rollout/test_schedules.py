@@ -4,17 +4,21 @@
 time: the schedules notice.
 """
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from rlctl.generation.pool import GeneratorPool
+from rlctl.generation.requests import Completion, TurnRequest
 from rlctl.generation.vllm import active_requests, engine
 from rlctl.rollout.buffer import RolloutBuffer
 from rlctl.rollout.dispatcher import RolloutDispatcher
 from rlctl.rollout.groups import GroupRecord, GroupState, GroupTable
 from rlctl.rollout.patience import TICK_S, Patience
+from rlctl.rollout.players import function
+from rlctl.rollout.runner import RolloutRunner, RunningRollout
 from rlctl.rollout.staleness import StalenessRule
 from rlctl.rollout.types import Waste
 from tests.unit.rollout.schedule import ContractBroken, run_all
@@ -86,13 +90,38 @@ def replace_none(self: RolloutBuffer, *arguments: Any) -> bool:
     return False
 
 
+async def swallow_a_cancellation(self: RunningRollout, request: TurnRequest) -> Completion:
+    try:
+        return await sample(self, request)
+    except asyncio.CancelledError:
+        return await sample(self, request)
+
+
+async def forget_tasks(tasks: Any) -> None:
+    pass
+
+
+async def forget_to_cancel(self: RolloutRunner, ids: Any) -> Any:
+    stopped = [self._running.pop(each) for each in ids if each in self._running]
+    turns = [request for rollout in stopped for request in rollout.asked]
+    return [rollout.start.id for rollout in stopped], turns
+
+
+def wait_on_the_loop(self: RolloutRunner, turns: Any, ahead: bool) -> None:
+    submit(self, turns, ahead)
+    dispatcher: Any = self._engines
+    with dispatcher._changed:
+        dispatcher._clock.wait(dispatcher._changed, 1.0)
+
+
 def nothing(*arguments: Any) -> None:
     pass
 
 
 adopt, load_state_dict, drain = RolloutDispatcher._adopt, GroupTable.load_state_dict, RolloutBuffer.drain
 note_scores = RolloutBuffer._note_scores
-MUTATIONS: dict[str, tuple[type, str, Callable[..., Any]]] = {
+sample, submit = RunningRollout.sample, RolloutRunner._submit
+MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "1 the rule keeps no deadline": (StalenessRule, "_latest", nothing),
     "1 the bound is a step wider": (StalenessRule, "deadline", lambda self, group: group.version + self.max_age + 1),
     "1 more is admitted than trains in time": (StalenessRule, "capacity", property(lambda self: 99)),  # type: ignore[dict-item]
@@ -112,6 +141,10 @@ MUTATIONS: dict[str, tuple[type, str, Callable[..., Any]]] = {
     "8 a wait has no deadline": (Patience, "check", nothing),
     "8 a long wait is not explained": (Patience, "check", deadline_alone),
     "8 no group is sampled in place of another": (RolloutBuffer, "_note_scores", replace_none),
+    "8 a cancellation is swallowed": (RunningRollout, "sample", swallow_a_cancellation),
+    "2 rollouts that were aborted go on": (RolloutRunner, "_stop", forget_to_cancel),
+    "2 tasks of a rollout are leaked": (function, "_all_ended", forget_tasks),
+    "8 the event loop is blocked": (RolloutRunner, "_submit", wait_on_the_loop),
     "8 an engine that does nothing is trusted": (RolloutDispatcher, "_lose_silent", nothing),
 }
 

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from rlctl.data.tasks import Task
 from rlctl.rollout.groups import GroupRecord, GroupState, GroupTable
-from rlctl.rollout.staleness import Policy, StalenessRule
+from rlctl.rollout.staleness import StalenessRule, TrainingOrder
 
 SAMPLING, SAMPLED = GroupState.SAMPLING, GroupState.SAMPLED
-POLICIES: tuple[Policy, ...] = ("windowed_fifo", "in_order", "ready_first")
+POLICIES: tuple[TrainingOrder, ...] = ("windowed_fifo", "in_order", "ready_first")
 
 
 def task(number: int) -> Task:
@@ -24,7 +24,7 @@ class Numbered(GroupTable):
 
     next = 0
 
-    def __init__(self, prompts: int, max_age: int, policy: Policy, window: float) -> None:
+    def __init__(self, prompts: int, max_age: int, policy: TrainingOrder, window: float) -> None:
         super().__init__(StalenessRule(prompts, max_age, policy, window))
 
     def fill(self, version: int) -> list[int]:
@@ -61,7 +61,7 @@ def step(staleness: Numbered, version: int, taken: list[int]) -> None:
 class Schedule:
     """A run of the state machine in which everything random is drawn from one seed."""
 
-    def __init__(self, seed: int, prompts: int, max_age: int, policy: Policy, parts: bool) -> None:
+    def __init__(self, seed: int, prompts: int, max_age: int, policy: TrainingOrder, parts: bool) -> None:
         self.parts = parts
         self.random, self.shape = random.Random(seed), (prompts, max_age, policy, 0.3)
         self.staleness = Numbered(*self.shape)
@@ -154,7 +154,7 @@ class Schedule:
     st.booleans(),
 )
 def test_no_group_is_trained_too_old_or_twice_or_never(
-    seed: int, prompts: int, max_age: int, policy: Policy, steps: int, parts: bool
+    seed: int, prompts: int, max_age: int, policy: TrainingOrder, steps: int, parts: bool
 ) -> None:
     schedule = Schedule(seed, prompts, max_age, policy, parts)
     schedule.run(steps)

@@ -1,6 +1,6 @@
 """A talk with a policy: exact tokens over its turns, tools that answer, and an interrupt that costs one turn."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,12 +10,20 @@ from rlctl.data.chat import Chat
 from rlctl.environments.outcomes import EnvironmentSpec
 from rlctl.environments.pool import EnvironmentPool
 from rlctl.generation.requests import Completion, RequestId, TurnRequest
-from rlctl.rollout.talk import Talk, TalkError, TalkLimits, TalkTools, talk_id
+from rlctl.rollout.players.chat import Talk, TalkError, TalkLimits, TalkTools, talk_id
+from rlctl.utils.event_loop import EventLoop
 from tests.unit.data.conftest import CHATML, tokenizer
 from tests.unit.data.test_turn_link import TOOLS
 
 __all__ = ["tokenizer"]
 LIMITS = TalkLimits(max_new_tokens=200, max_length=1000, temperature=0.0, seed=3)
+
+
+@pytest.fixture
+def events() -> Iterator[EventLoop]:
+    loop = EventLoop("rollouts")
+    yield loop
+    loop.close()
 
 
 class Says:
@@ -27,7 +35,9 @@ class Says:
         self.aborted: list[RequestId] = []
         self.pending: BaseException | None = None
 
-    def submit(self, requests: Sequence[TurnRequest], submitter: Any) -> None:
+    def submit(
+        self, requests: Sequence[TurnRequest], submitter: Any, *, ahead: bool = False, more: bool = False
+    ) -> None:
         (request,) = requests
         self.prompts.append(request.prompt_tokens)
         text = self.texts.pop(0)
@@ -39,8 +49,12 @@ class Says:
         zeros = np.zeros(len(tokens), np.float32)
         submitter.completed([(request, Completion(tokens, zeros, np.zeros(len(tokens), np.int32), finish))])
 
-    def abort(self, ids: Sequence[RequestId]) -> None:
+    def abort(self, ids: Collection[RequestId]) -> list[RequestId]:
         self.aborted += ids
+        return [*ids]
+
+    def finish(self, rollouts: Any) -> None:
+        pass
 
     def repair(self) -> bool:
         if self.pending:
@@ -48,10 +62,10 @@ class Says:
         return False
 
 
-def test_the_second_prompt_is_the_first_the_sampled_turn_and_what_was_said(tokenizer: Any) -> None:
+def test_the_second_prompt_is_the_first_the_sampled_turn_and_what_was_said(tokenizer: Any, events: EventLoop) -> None:
     chat = Chat(tokenizer, CHATML, "be brief")
     says = Says(chat, "hello<|im_end|>", "cut in", "bye<|im_end|>")
-    talk = Talk(chat, says, LIMITS, talk_id(0))
+    talk = Talk(chat, says, LIMITS, talk_id(0), events)
     assert [each["content"] for each in talk.say("hi")] == ["hello"]
     (cut,) = talk.say("more")
     assert cut == {"role": "assistant", "content": "cut in", "cut": True}
@@ -70,17 +84,17 @@ def test_tools_answer_until_the_policy_does(tokenizer: Any) -> None:
     with EnvironmentPool({"own": EnvironmentSpec("calculator", 5.0)}, 1024, 1) as pool:
         contract = pool.contracts()["own"]
         tools = TalkTools(pool, contract, "hermes")
-        talk = Talk(chat, Says(chat, call, "it is 42<|im_end|>"), LIMITS, talk_id(0), tools)
+        talk = Talk(chat, Says(chat, call, "it is 42<|im_end|>"), LIMITS, talk_id(0), pool.events, tools)
         pool.reset(talk_id(0), {"expression": "1 + 1"}, 0).result()
         roles = [(each["role"], each["content"]) for each in talk.say("6 times 7?")]
     assert roles[1:] == [("tool", "42"), ("assistant", "it is 42")]
     assert roles[0][0] == "assistant"
 
 
-def test_an_interrupt_stops_the_turn_and_the_talk_goes_on_without_it(tokenizer: Any) -> None:
+def test_an_interrupt_stops_the_turn_and_the_talk_goes_on_without_it(tokenizer: Any, events: EventLoop) -> None:
     chat = Chat(tokenizer, CHATML, None)
     says = Says(chat, "one<|im_end|>", KeyboardInterrupt(), "two<|im_end|>")
-    talk = Talk(chat, says, LIMITS, talk_id(0))
+    talk = Talk(chat, says, LIMITS, talk_id(0), events)
     list(talk.say("a"))
     with pytest.raises(KeyboardInterrupt):
         list(talk.say("lost"))
@@ -90,10 +104,12 @@ def test_an_interrupt_stops_the_turn_and_the_talk_goes_on_without_it(tokenizer: 
     assert "lost" not in tokenizer.decode(says.prompts[2])
 
 
-def test_an_interrupt_of_the_first_turn_keeps_what_the_conversation_begins_with(tokenizer: Any) -> None:
+def test_an_interrupt_of_the_first_turn_keeps_what_the_conversation_begins_with(
+    tokenizer: Any, events: EventLoop
+) -> None:
     chat = Chat(tokenizer, CHATML, None)
     says = Says(chat, KeyboardInterrupt(), "two<|im_end|>")
-    talk = Talk(chat, says, LIMITS, talk_id(0), opening=[{"role": "user", "content": "the task"}])
+    talk = Talk(chat, says, LIMITS, talk_id(0), events, opening=[{"role": "user", "content": "the task"}])
     with pytest.raises(KeyboardInterrupt):
         list(talk.say("lost"))
     says.pending = None
@@ -101,8 +117,8 @@ def test_an_interrupt_of_the_first_turn_keeps_what_the_conversation_begins_with(
     assert "the task" in (text := tokenizer.decode(says.prompts[1])) and "lost" not in text
 
 
-def test_a_conversation_without_room_says_how_to_begin_another(tokenizer: Any) -> None:
+def test_a_conversation_without_room_says_how_to_begin_another(tokenizer: Any, events: EventLoop) -> None:
     chat = Chat(tokenizer, CHATML, None)
-    talk = Talk(chat, Says(chat), TalkLimits(10, 20, 0.0, 0), talk_id(0))
+    talk = Talk(chat, Says(chat), TalkLimits(10, 20, 0.0, 0), talk_id(0), events)
     with pytest.raises(TalkError, match=r"would have \d+ tokens of 20: begin another with /new"):
         list(talk.say("word " * 30))

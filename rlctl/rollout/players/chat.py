@@ -1,0 +1,188 @@
+"""Player of `rlctl chat`: a person says something, and the policy answers, with the tools that it calls (contract 4).
+
+A conversation goes on from rollout to rollout: each one is the policy's answer to what was said last.
+"""
+
+import queue
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from rlctl.data.chat import Chat
+from rlctl.data.files import DataError
+from rlctl.data.tasks import Task
+from rlctl.environments.contract import EnvironmentContract, Message
+from rlctl.environments.outcomes import EnvironmentFailure
+from rlctl.environments.pool import EnvironmentPool
+from rlctl.generation.requests import RolloutId
+from rlctl.rollout.conversation import Conversation
+from rlctl.rollout.patience import TICK_S
+from rlctl.rollout.players.course import Course, EpisodeLimits
+from rlctl.rollout.players.episodes import EpisodeFailed, Episodes
+from rlctl.rollout.players.tool_loop import ToolLoop
+from rlctl.rollout.policy import Player, Policy
+from rlctl.rollout.runner import Engines, RolloutRunner
+from rlctl.rollout.types import Rollout, RolloutStart
+from rlctl.utils.event_loop import EventLoop
+
+# Turns in which the policy has to answer: all but the last may call tools.
+MAX_CALLS = 16
+
+
+class TalkError(RuntimeError):
+    """A turn that cannot be had; one line for the person. What was said before it stays."""
+
+
+@dataclass(frozen=True)
+class TalkTools:
+    """Tools of one environment, whose instance lasts as long as the talk."""
+
+    pool: EnvironmentPool
+    contract: EnvironmentContract
+    # Format of `tool_calls.PARSERS` in which the model calls.
+    format: str
+
+
+@dataclass(frozen=True)
+class TalkLimits:
+    """Bounds and sampling of a talk."""
+
+    # Tokens of one turn, and of the whole conversation.
+    max_new_tokens: int
+    max_length: int
+    # 0 is greedy.
+    temperature: float
+    seed: int
+
+
+def talk_id(number: int) -> RolloutId:
+    """Return the identity of a talk; the instance of its environment has it too. number: counts those of a process."""
+    return RolloutId("validation", "talk", number, 0)
+
+
+class ChatPlayer(Player):
+    """Plays the answers of one conversation. The text of a start's task is what the person says.
+
+    opening: messages that it begins with. tell: takes each message of the policy and of a tool as it comes.
+    """
+
+    several_turns = True
+
+    def __init__(
+        self,
+        chat: Chat,
+        max_length: int,
+        tools: TalkTools | None,
+        opening: Sequence[Message],
+        tell: Callable[[Message], None],
+    ) -> None:
+        self._limits = EpisodeLimits(MAX_CALLS, max_length, float("inf"), 0, "keep")
+        self._schemas, self._opening = tools.contract.tools if tools else [], list(opening)
+        episodes = Episodes(tools.pool, self._limits) if tools else None
+        self._loop = ToolLoop(chat, episodes, tools.format if tools else None, tell)
+        self._conversation, self._leaf = Conversation(), -1
+
+    @property
+    def length(self) -> int:
+        """Tokens of the conversation so far."""
+        return len(self._conversation.tokens(self._leaf)) if self._leaf >= 0 else 0
+
+    async def play(self, start: RolloutStart, policy: Policy) -> Rollout:
+        one, limits = self._conversation, self._limits
+        course = Course(start, replace(limits, max_turns=one.turns + limits.max_turns), one, self._leaf)
+        self._loop.add(course, [*([] if one.turns else self._opening), {"role": "user", "content": start.task.text}])
+        failure = None
+        try:
+            if await self._loop.answer(course, self._schemas, policy) is None:
+                failure = self._ended(course)
+        except EpisodeFailed as error:
+            failure = f"the environment failed: {error}"
+        except DataError as error:
+            failure = str(error)
+        finally:
+            self._forget_unanswered()
+        return course.rollout(None, EnvironmentFailure("contract", failure) if failure else None)
+
+    def _ended(self, course: Course) -> str:
+        if course.ending == "max_turns":
+            return f"called tools {MAX_CALLS} times without an answer"
+        length = len(course.conversation.tokens(course.leaf))
+        what = f"the conversation would have {length:,} tokens of {course.limits.max_length:,}"
+        return f"{what}: begin another with /new"
+
+    def _forget_unanswered(self) -> None:
+        """Leave out what was said after the policy's last turn."""
+        one = self._conversation
+        self._leaf = max((index for index, node in enumerate(one.nodes) if node.completion), default=-1)
+        del one.nodes[self._leaf + 1 :]
+        while one.messages and not (one.turns and one.messages[-1]["role"] == "assistant"):
+            one.messages.pop()
+
+
+class TalkEngines(Engines, Protocol):
+    """Interface that a talk needs of `RolloutDispatcher`."""
+
+    def repair(self) -> bool:
+        """Replace engines that are lost. Raises RuntimeError when none is left."""
+
+
+class Talk:
+    """One conversation. Methods are called from one thread.
+
+    opening: messages that it begins with. events: loop of the tools' pool, where there is one.
+    """
+
+    def __init__(
+        self,
+        chat: Chat,
+        engines: TalkEngines,
+        limits: TalkLimits,
+        identity: RolloutId,
+        events: EventLoop,
+        tools: TalkTools | None = None,
+        opening: Sequence[Message] = (),
+    ) -> None:
+        self._engines, self._limits, self._id = engines, limits, identity
+        # Messages, and the rollout that ends an answer.
+        self._told: queue.SimpleQueue[Message | Rollout] = queue.SimpleQueue()
+        self._player = ChatPlayer(chat, limits.max_length, tools, opening, lambda message: self._told.put(message))
+        self._runner = RolloutRunner(self._player, engines, events)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the conversation so far."""
+        return self._player.length
+
+    def say(self, text: str) -> Iterator[Message]:
+        """Say something, and yield the answers of the policy and its tools, message by message.
+
+        Raises TalkError; KeyboardInterrupt stops the turn in flight. Either leaves out what was said last.
+        """
+        limits, task = self._limits, Task("talk", [], text, None)
+        start = RolloutStart(self._id, task, limits.max_new_tokens, limits.temperature, limits.seed, 0)
+        try:
+            self._runner.begin([start], self)
+            while not isinstance(told := self._next(), Rollout):
+                yield told
+        except BaseException:
+            self._runner.abort([self._id])
+            self._told = queue.SimpleQueue()
+            raise
+        if told.episode and told.episode.failure:
+            raise TalkError(told.episode.failure)
+
+    def _next(self) -> Message | Rollout:
+        while True:
+            with suppress(queue.Empty):
+                return self._told.get(timeout=TICK_S)
+            self._runner.check()
+            self._engines.repair()
+
+    def ended(self, rollouts: list[Rollout]) -> None:
+        """Take an answer's end, see `RolloutTaker`."""
+        for each in rollouts:
+            self._told.put(each)
+
+    def restarted(self, rollouts: list[RolloutId], afresh: bool) -> None:
+        """Do nothing: another engine samples the turn again."""

@@ -1,0 +1,106 @@
+"""Course of one rollout of several turns: its conversation, its counts and its budgets, over all of its tries."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from rlctl.environments.contract import Message, Reward
+from rlctl.environments.outcomes import EnvironmentFailure
+from rlctl.environments.tool_calls import Call, MalformedCall
+from rlctl.generation.requests import RequestId, TurnRequest, turn_seed
+from rlctl.rollout.conversation import Conversation
+from rlctl.rollout.types import Ending, PlayedEpisode, Rollout, RolloutStart
+
+
+@dataclass(frozen=True)
+class EpisodeLimits:
+    """Budgets of one episode."""
+
+    max_turns: int
+    # Tokens of a whole conversation.
+    max_length: int
+    # Seconds from the reset on.
+    timeout_s: float
+    # How often an episode is tried again after a failure.
+    max_retries: int
+    # keep: earlier turns stay as they were sampled. strip: they are written as the template writes them, which begins a
+    # new row where the two differ.
+    history: Literal["keep", "strip"]
+    # Most tokens of all rows of an episode that trains, since a micro-batch must hold them; None: no bound.
+    max_trained: int | None = None
+
+
+@dataclass(eq=False)
+class Course:
+    """One rollout, as its player knows it."""
+
+    start: RolloutStart
+    limits: EpisodeLimits
+    conversation: Conversation = field(default_factory=Conversation)
+    # Node that the next turn follows; -1 before the first prompt.
+    leaf: int = -1
+    # Messages since the last turn, which are no tokens yet.
+    added: list[Message] = field(default_factory=list)
+    # Number of the messages of the first prompt.
+    opening: int = 0
+    ending: Ending = "failed"
+    # When this try began, by the event loop's clock.
+    began: float = 0.0
+    # Counts of all tries.
+    failures: int = 0
+    environment_s: float = 0.0
+    tool_calls: int = 0
+    tool_errors: int = 0
+    tool_raised: int = 0
+    malformed_calls: int = 0
+    # Control tokens that were spelled to the policy, and encoded as text.
+    spelled: int = 0
+
+    def begin(self, now: float) -> None:
+        """Begin a try."""
+        self.conversation, self.leaf, self.added, self.opening = Conversation(), -1, [], 0
+        self.began = now
+
+    @property
+    def messages(self) -> list[Message]:
+        """All that was said, in order."""
+        return [*self.conversation.messages, *self.added]
+
+    def used_up(self, turn: int, length: int, now: float) -> Ending | None:
+        """Return the budget that allows no turn of this number after so many tokens, as an ending."""
+        if turn >= self.limits.max_turns:
+            return "max_turns"
+        if length >= self.limits.max_length or self.start.max_new_tokens < 1:
+            return "max_length"
+        return "time" if now - self.began > self.limits.timeout_s else None
+
+    def request(self, turn: int, tokens: list[int]) -> TurnRequest:
+        """Return the request of a turn after these tokens."""
+        start = self.start
+        room = min(start.max_new_tokens, self.limits.max_length - len(tokens))
+        return TurnRequest(RequestId(start.id, turn), tokens, room, start.temperature, turn_seed(start.seed, turn))
+
+    def count_calls(self, calls: list[Call]) -> None:
+        """Count the tool calls of a turn."""
+        self.tool_calls += len(calls)
+        self.malformed_calls += sum(isinstance(each, MalformedCall) for each in calls)
+
+    def rollout(self, reward: Reward | None, failure: EnvironmentFailure | None) -> Rollout:
+        """Return the rollout that has ended; without rows if it failed. Raises nothing."""
+        one = self.conversation
+        episode = PlayedEpisode(
+            messages=self.messages,
+            opening=self.opening,
+            ending="failed" if failure else self.ending,
+            turns=one.turns,
+            reward=None if failure else reward,
+            failure=str(failure) if failure else None,
+            failures=self.failures,
+            environment_s=self.environment_s,
+            tool_calls=self.tool_calls,
+            tool_errors=self.tool_errors,
+            tool_raised=self.tool_raised,
+            spelled=self.spelled,
+            malformed_calls=self.malformed_calls,
+        )
+        finish = one.completions[-1].finish if one.turns else "stop"
+        return Rollout(self.start.id, [] if failure else one.rows(), finish, episode=episode)

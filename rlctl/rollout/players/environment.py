@@ -1,0 +1,75 @@
+"""Player of episodes: rollouts of several turns between the policy and an environment (contracts 4 and 11).
+
+    reset -> first prompt -> turn -- calls tools --> their answers -> turn -- calls none --> step -> turn ... -> reward
+
+An episode ends when the environment says so, when a turn calls no tool and there is no `step`, or at a budget.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from rlctl.data.chat import Chat
+from rlctl.data.files import DataError
+from rlctl.environments.contract import EnvironmentContract, Reward, opening
+from rlctl.environments.pool import EnvironmentPool
+from rlctl.rollout.players.course import Course, EpisodeLimits
+from rlctl.rollout.players.episodes import Episodes
+from rlctl.rollout.players.tool_loop import ToolLoop
+from rlctl.rollout.policy import Player, Policy
+from rlctl.rollout.types import Rollout, RolloutStart
+
+
+class EnvironmentPlayer(Player):
+    """Plays episodes with a pool of environments. contracts: by the key of a row's environment."""
+
+    def __init__(
+        self,
+        pool: EnvironmentPool,
+        contracts: Mapping[str, EnvironmentContract],
+        chat: Chat,
+        limits: EpisodeLimits,
+        tool_format: str | None,
+    ) -> None:
+        self._pool, self._contracts, self._episodes = pool, contracts, Episodes(pool, limits)
+        self._tools = ToolLoop(chat, self._episodes, tool_format, spelled=self._episodes.note_spelled)
+        self.several_turns = limits.max_turns > 1
+
+    @property
+    def last_step(self) -> float:
+        return self._episodes.last_step
+
+    def describe(self) -> str:
+        return self._episodes.describe()
+
+    async def play(self, start: RolloutStart, policy: Policy) -> Rollout:
+        return await self._episodes.play(start, partial(self._play, policy))
+
+    async def _play(self, policy: Policy, course: Course) -> Reward | None:
+        """Play one try; return the environment's value, None if it gives none."""
+        pool, own, row, ask = self._pool, course.start.id, course.start.task.row, self._episodes.ask
+        observation = await ask(course, pool.reset(own, row, course.start.group_seed))
+        # A row that names no environment fails in its reset.
+        contract = self._contracts[pool.key_of(row)]
+        messages = opening(course.start.task.messages, observation)
+        if not messages:
+            raise DataError("the row has no prompt, and reset returned None: there is nothing to answer")
+        self._tools.add(course, messages)
+        course.opening = len(messages)
+        while (said := await self._tools.answer(course, contract.tools, policy)) is not None:
+            if not contract.has_step:
+                course.ending = "answered"
+                break
+            answer = await ask(course, pool.step(own, said))
+            if answer is None:
+                course.ending = "done"
+                break
+            self._tools.add(course, [{"role": "user", "content": answer}])
+        if contract.rewards:
+            said_all = course.messages
+            columns = {"prompts": said_all[: course.opening], "completions": said_all[course.opening :]}
+            return await self._value(course, {**row, **columns})
+        return await self._value(course) if contract.has_reward else None
+
+    async def _value(self, course: Course, *said: Mapping[str, Any]) -> Reward:
+        return await self._episodes.ask(course, self._pool.reward(course.start.id, *said))

@@ -1,0 +1,111 @@
+"""Tries of an episode with the pool of environments: its actions are awaited, its failures are values (contract 11).
+
+A failure of the environment is no reward: the episode is played again from its task with the same seeds, or given up.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+from rlctl.data.files import DataError
+from rlctl.environments.contract import Reward
+from rlctl.environments.outcomes import EnvironmentFailure
+from rlctl.environments.pool import EnvironmentPool
+from rlctl.generation.requests import RolloutId
+from rlctl.rollout.players.course import Course, EpisodeLimits
+from rlctl.rollout.types import Rollout, RolloutStart
+from rlctl.utils.event_loop import done
+
+Value = TypeVar("Value")
+_POOL_CLOSED = EnvironmentFailure("died", "the pool was closed")
+_LEFT_OUT = "the episode is left out and counted"
+
+
+class EpisodeFailed(Exception):
+    """A failure that ends a try of an episode."""
+
+    def __init__(self, failure: EnvironmentFailure) -> None:
+        super().__init__(str(failure))
+        self.failure = failure
+
+
+class Episodes:
+    """Episodes of one pool, within budgets."""
+
+    def __init__(self, pool: EnvironmentPool, limits: EpisodeLimits) -> None:
+        self.pool, self.limits = pool, limits
+        self.last_step = 0.0
+        # When environments were asked what they have not answered yet, by episode.
+        self._asked: dict[RolloutId, float] = {}
+
+    async def play(self, start: RolloutStart, attempt: Callable[[Course], Awaitable[Reward | None]]) -> Rollout:
+        """Play an episode, again after a failure while tries are left; return it. attempt: one try from the task."""
+        course = Course(start, self.limits)
+        try:
+            while True:
+                course.begin(_now())
+                try:
+                    return self._fitting(course, course.rollout(await attempt(course), None))
+                except EpisodeFailed as error:
+                    course.failures += 1
+                    if course.failures > self.limits.max_retries:
+                        return course.rollout(None, error.failure)
+                except DataError as error:
+                    # A row or a template that cannot be played: another try would end alike.
+                    failure = EnvironmentFailure("contract", str(error))
+                    self.pool.failures.add("rollout", failure, then=_LEFT_OUT)
+                    return course.rollout(None, failure)
+        finally:
+            self._asked.pop(start.id, None)
+            # Without effect where a failure ended it.
+            self.pool.close(start.id)
+
+    async def ask(self, course: Course, action: "Future[Value | EnvironmentFailure]", *, waits: bool = True) -> Value:
+        """Return the outcome of an action. Raises EpisodeFailed. A cancelled wait leaves the action to its end.
+
+        waits: the episode waits for nothing else, so that the time is the environment's.
+        """
+        asked = _now()
+        if waits:
+            self._asked[course.start.id] = asked
+        await done(action)
+        self.last_step = _now()
+        if waits:
+            course.environment_s += self.last_step - asked
+            self._asked.pop(course.start.id, None)
+        answer = _POOL_CLOSED if action.cancelled() else action.result()
+        if isinstance(answer, EnvironmentFailure):
+            raise EpisodeFailed(answer)
+        return answer
+
+    def describe(self) -> str:
+        """Return how many episodes wait for their environment, and since when; empty if none does."""
+        asked = list(self._asked.values())
+        if not asked:
+            return ""
+        longest = self.pool.events.now() - min(asked)
+        return f"; {len(asked)} episodes wait for their environment, the longest for {longest:.0f} s"
+
+    def note_spelled(self, course: Course, spelled: list[str]) -> None:
+        """Count control tokens that were spelled to the policy; the first of an environment is told."""
+        course.spelled += len(spelled)
+        if spelled:
+            what = f"spells {spelled[0]}, which is encoded as text and not as that control token"
+            mend = "counted in environment/spelled_tokens; data.special_tokens=allow makes tokens of them"
+            self.pool.failures.note(self.pool.key_of(course.start.task.row), f"{what}; {mend}")
+
+    def _fitting(self, course: Course, rollout: Rollout) -> Rollout:
+        """Return a rollout; one that no micro-batch holds has failed, and the first is told."""
+        most, tokens, rows = self.limits.max_trained, rollout.num_tokens, len(rollout.rows)
+        if most is None or rows < 2 or tokens <= most or rollout.id.purpose != "train":
+            return rollout
+        cause = f"rows of an episode have more tokens than a micro-batch, {most}, and grpo.loss needs whole rollouts"
+        remedy = f"{rows} rows of {tokens}; raise trainer.micro_batch_tokens or lower environment.max_turns"
+        failure = EnvironmentFailure("too_long", cause, remedy)
+        self.pool.failures.add("history", failure, then=_LEFT_OUT)
+        return course.rollout(None, failure)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,45 @@
+"""Port of the policy: a rollout is a coroutine, `play(start, policy)`, and `await policy.sample` is a turn."""
+
+from typing import Protocol
+
+from rlctl.generation.requests import Completion, TurnRequest
+from rlctl.rollout.types import Rollout, RolloutStart
+
+
+class Policy(Protocol):
+    """The policy, as the player of one rollout sees it."""
+
+    async def sample(self, request: TurnRequest) -> Completion:
+        """Sample a turn.
+
+        Samples of one rollout that are awaited together are sampled side by side, on one engine. A lost engine is
+        hidden: another one samples the same request. The ids of a request may be sampled again once its sample has
+        ended. A cancelled sample ends at once, and `RolloutRunner.abort` returns when the engine has confirmed that it
+        stopped, or is lost. Any other exception is a defect of the program.
+        """
+
+
+class Player(Protocol):
+    """The way from a task to a rollout: one prompt and one answer, an episode with an environment, a user's function.
+
+    `play` runs on the event loop, once for each rollout, and must not block. A player that waits for something else
+    than the policy says so in `describe`.
+    """
+
+    # Turns may follow the first one. They stay when an engine is lost.
+    several_turns: bool = False
+
+    async def play(self, start: RolloutStart, policy: Policy) -> Rollout:
+        """Play a rollout and return it. A failure of the environment is a value of the rollout: only defects raise.
+
+        Cancelled, it frees what it holds and raises CancelledError.
+        """
+
+    @property
+    def last_step(self) -> float:
+        """When anything last happened that engines do not do, by the event loop's clock."""
+        return 0.0
+
+    def describe(self) -> str:
+        """Return what rollouts wait for beside engines, for a human; empty if nothing."""
+        return ""

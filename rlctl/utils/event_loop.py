@@ -1,0 +1,122 @@
+"""One asyncio event loop on a thread of its own, which other threads enter with a deadline (contract 8)."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, TypeVar
+
+Value = TypeVar("Value")
+# Seconds in which the loop does what another thread asks: far more than it takes, unless something blocks it.
+ANSWER_S = 300.0
+# Seconds in which tasks that were cancelled end.
+_END_S = 1.0
+
+
+class EventLoop:
+    """An event loop that runs until `close`. Nothing that runs on it may block.
+
+    An unexpected error is kept, and `check` raises it: a task that nobody awaits would lose it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._adopt(asyncio.new_event_loop())
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _adopt(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        # Tasks of `spawn` that have not ended.
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._defect: BaseException | None = None
+        loop.set_exception_handler(lambda _, context: self._note(context.get("exception")))
+
+    def now(self) -> float:
+        """Return seconds of a clock that only advances, the loop's."""
+        return self.loop.time()
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Have a function called on the loop, from any thread. Do nothing after `close`."""
+        with suppress(RuntimeError):  # closed meanwhile
+            self.loop.call_soon_threadsafe(function)
+
+    def submit(self, work: Coroutine[Any, Any, Value]) -> "Future[Value]":
+        """Begin a coroutine, from any thread; return its future. Keep its error. Raises RuntimeError after `close`."""
+        if self.loop.is_closed():
+            work.close()
+            raise RuntimeError("the event loop is closed")
+        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        # Whoever submitted may not look at it.
+        future.add_done_callback(lambda done: None if done.cancelled() else self._note(done.exception()))
+        return future
+
+    def run(self, work: Coroutine[Any, Any, Value], deadline_s: float = ANSWER_S) -> Value:
+        """Run a coroutine and return its value, from another thread. Raises RuntimeError at the deadline."""
+        future = self.submit(work)
+        try:
+            return future.result(deadline_s)
+        except TimeoutError:
+            if future.done() and not future.cancelled():
+                raise
+            future.cancel()
+            raise blocked(deadline_s) from None
+
+    def spawn(self, work: Coroutine[Any, Any, Value]) -> "asyncio.Task[Value]":
+        """Begin a task that nobody need await, on the loop's thread. Keep its error."""
+        task = self.loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._spawned)
+        return task
+
+    def check(self) -> None:
+        """Raise the first unexpected error, if there was one."""
+        if isinstance(self._defect, Exception):
+            raise self._defect
+        if self._defect:
+            raise RuntimeError(f"a task ended by {type(self._defect).__name__}") from self._defect
+
+    def close(self) -> None:
+        """Cancel all tasks and end the thread."""
+        if self.loop.is_closed():
+            return
+        self.call(self.loop.stop)
+        self._thread.join()
+        left = asyncio.all_tasks(self.loop)
+        for task in left:
+            task.cancel()
+        if left:
+            self.loop.run_until_complete(asyncio.wait(left, timeout=_END_S))
+        self.loop.close()
+
+    def _run(self) -> None:
+        try:
+            self.loop.run_forever()
+        except BaseException as error:  # what asyncio hands on, as SystemExit
+            self._note(error)
+
+    def _spawned(self, task: "asyncio.Task[Any]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            self._note(task.exception())
+
+    def _note(self, error: BaseException | None) -> None:
+        self._defect = self._defect or error
+
+
+def blocked(deadline_s: float) -> RuntimeError:
+    """Return the error of a loop that did not do in time what it was asked."""
+    return RuntimeError(f"the event loop did not answer for {deadline_s:.0f} s: something blocks it")
+
+
+async def done(future: "Future[Any]") -> None:
+    """Wait for a future of another thread. A wait that is cancelled leaves the future as it is."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[None] = loop.create_future()
+
+    def settle() -> None:
+        if not ended.done():
+            ended.set_result(None)
+
+    future.add_done_callback(lambda _: loop.call_soon_threadsafe(settle))
+    await ended
