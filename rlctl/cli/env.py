@@ -15,7 +15,7 @@ from rlctl.config.errors import ConfigError, Problem, located
 if TYPE_CHECKING:
     from rlctl.config.schema import DatasetSection, GrpoConfig
     from rlctl.data.datasets import Row
-    from rlctl.environments.check import CheckReport, ScriptedEpisode
+    from rlctl.evaluation.environment_check import CheckReport, ScriptedEpisode
     from rlctl.evaluation.episodes import PlayedEpisodes
     from rlctl.evaluation.target import Target
 
@@ -82,8 +82,8 @@ def check(
     from rlctl.config.builtin import runs_folder
     from rlctl.config.plugins import ENVIRONMENTS
     from rlctl.data.files import DataError
-    from rlctl.environments.check import EPISODES, check_environment, rows_to_try
     from rlctl.environments.outcomes import EnvironmentSpec
+    from rlctl.evaluation.environment_check import EPISODES, check_environment, rows_to_try
     from rlctl.evaluation.settings import arguments_of, config_of, episodes_config
     from rlctl.evaluation.target import find_target
     from rlctl.preflight.check_inputs import require_plugin
@@ -136,7 +136,7 @@ def tasks(
 
     from rlctl.config.errors import did_you_mean
     from rlctl.config.plugins import ENVIRONMENTS
-    from rlctl.environments.check import shipped_tasks
+    from rlctl.evaluation.environment_check import shipped_tasks
 
     if name not in ENVIRONMENTS:
         what = f"must be {', '.join(ENVIRONMENTS)}, not {name}{did_you_mean(name, ENVIRONMENTS)}"
@@ -178,7 +178,7 @@ def _arguments(given: list[str] | None) -> dict[str, Any]:
 
 
 def _show(name: str, data: str, report: "CheckReport", played: "PlayedEpisodes | None") -> None:
-    from rlctl.environments.check import signature
+    from rlctl.evaluation.environment_check import signature
 
     _line("check", f"{name}{f', tasks of {data}' if data else ''}; loaded in {report.start_s:.2f} s")
     for tool in report.contract.tools if report.contract else ():

@@ -11,7 +11,7 @@ from typing import Any
 
 from rlctl.data.chat import Chat
 from rlctl.data.files import DataError
-from rlctl.environments.contract import EnvironmentContract, Reward, opening
+from rlctl.environments.contract import ContractError, EnvironmentContract, Reward, opening
 from rlctl.environments.pool import EnvironmentPool
 from rlctl.rollout.players.course import Course, EpisodeLimits
 from rlctl.rollout.players.episodes import Episodes
@@ -51,9 +51,13 @@ class EnvironmentPlayer(Player):
         observation = await ask(course, pool.reset(own, row, course.start.group_seed))
         # A row that names no environment fails in its reset.
         contract = self._contracts[pool.key_of(row)]
-        messages = opening(course.start.task.messages, observation)
+        try:
+            messages = opening(course.start.task.messages, observation)
+        except ContractError as error:
+            raise DataError(str(error)) from error
         if not messages:
-            raise DataError("the row has no prompt, and reset returned None: there is nothing to answer")
+            what = "the row has no prompt, and reset returned None: there is nothing to answer"
+            raise DataError(f"{what}; return a message from reset, or give the row a column prompt")
         self._tools.add(course, messages)
         course.opening = len(messages)
         while (said := await self._tools.answer(course, contract.tools, policy)) is not None:

@@ -1,30 +1,35 @@
 """Scripted episodes of an environment or a rollout function, in the process that a run would use, without an engine.
 
-A script calls each tool once, with arguments made from its schema, or sends `step` a few plain messages. A parameter
-named like a column of the row gets the row's value, so that a script for a data set with the answers may even win.
+The player of a run plays them with a scripted policy. It calls each tool once, with arguments made from its schema, and
+then says a few plain messages to `step`. A parameter named like a column of the row gets the row's value, so that a
+script for a data set with the answers may even win.
 """
 
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, cast
 
 from rlctl.config.plugins import ENVIRONMENTS
 from rlctl.config.schema import DatasetSection
+from rlctl.data.chat import Chat
 from rlctl.data.datasets import Row, load_rows
-from rlctl.environments.contract import ContractError, EnvironmentContract, Message, Observation, Reward, opening
+from rlctl.data.tasks import Task
+from rlctl.environments.contract import EnvironmentContract, Message, Observation, Reward, opening
 from rlctl.environments.function_trial import try_function
 from rlctl.environments.outcomes import EnvironmentFailure, EnvironmentSpec
 from rlctl.environments.pool import EnvironmentPool, UnusableEnvironmentError
 from rlctl.environments.tool_calls import ToolCall
 from rlctl.environments.tool_schema import Schema
+from rlctl.evaluation.scripted_policy import FORMAT, PlainChat, ScriptedPolicy, TimedAction, TimedPool, call_text
+from rlctl.generation.requests import RolloutId
+from rlctl.rollout.players.course import EpisodeLimits
+from rlctl.rollout.players.environment import EnvironmentPlayer
+from rlctl.rollout.types import RolloutStart
 from rlctl.utils.plugins import load_object
 from rlctl.utils.user_code import looks_like_bug, shortened
-
-Value = TypeVar("Value")
 
 EPISODES = 3
 MESSAGES = ("1", "Hello.", "I do not know.", "8", "The answer is 3.")
@@ -196,65 +201,56 @@ def _value(schema: Schema, index: int) -> Any:
 
 
 def _play(
-    pool: EnvironmentPool, contract: EnvironmentContract, index: int, row: Mapping[str, Any], seed: int
+    pool: EnvironmentPool,
+    contract: EnvironmentContract,
+    index: int,
+    row: Mapping[str, Any],
+    seed: int,
+    made_up: Sequence[Message] = (),
 ) -> ScriptedEpisode:
-    episode = ScriptedEpisode()
-    observation, episode.reset_s = _timed(partial(pool.reset, index, row, seed))
-    if isinstance(observation, EnvironmentFailure):
-        episode.failure = str(observation)
-        return episode
-    try:
-        episode.opening = opening(_prompt(row), observation)
-    except ContractError as error:
-        episode.failure = str(error)
-        return episode
-    if not episode.opening and not row:
-        episode.opening = [_PROMPT]
-    elif not episode.opening:
-        episode.failure = "it begins with no message: return one from reset, or give the row a column prompt"
-        return episode
-    failure = _play_tools(pool, contract, index, row, episode)
-    if failure is None and contract.has_step:
-        failure = _play_steps(pool, index, episode)
-    if failure is None and contract.has_reward:
-        said = {**row, "prompts": episode.opening, "completions": []} if contract.rewards else None
-        reward, episode.reward_s = _timed(partial(pool.reward, index, said))
-        if isinstance(reward, EnvironmentFailure):
-            failure = reward
-        else:
-            episode.reward = reward
-    closed = pool.close(index).result()
-    episode.failure = None if (last := failure or closed) is None else str(last)
-    return episode
+    """Play an episode as a run does, with a policy that calls each tool once and then says a few messages.
+
+    made_up: prompt of a row that has none.
+    """
+    calls = scripted_calls(contract.tools, row, index)
+    said = [MESSAGES[(index + offset) % len(MESSAGES)] for offset in range(len(MESSAGES) * contract.has_step)]
+    limits = EpisodeLimits(len(calls) + len(said), sys.maxsize, float("inf"), 0, "keep")
+    timed, contracts = TimedPool(pool), {pool.key_of(row): contract}
+    player = EnvironmentPlayer(cast(EnvironmentPool, timed), contracts, cast(Chat, PlainChat()), limits, FORMAT)
+    task = Task(f"row {index}", [], "", None, dict(row), messages=_prompt(row) or [*made_up])
+    start = RolloutStart(RolloutId("validation", task.id, index, 0), task, sys.maxsize, 0.0, seed, seed)
+    policy = ScriptedPolicy([*map(call_text, calls), *said])
+    # Each action has a deadline of its own.
+    played = pool.events.submit(player.play(start, policy)).result().episode
+    assert played is not None
+    if not row and not played.messages and timed.actions[0].outcome.result() is None:
+        return _play(pool, contract, index, row, seed, [_PROMPT])
+    actions = {kind: [each for each in timed.actions if each.kind == kind] for kind in ("reset", "reward", "close")}
+    closed = actions["close"][0].outcome.result()
+    return ScriptedEpisode(
+        opening=played.messages[: played.opening],
+        turns=[turn for each in timed.actions if (turn := _turn(each))],
+        reward=played.reward,
+        failure=played.failure or (None if closed is None else str(closed)),
+        reset_s=actions["reset"][0].seconds,
+        reward_s=sum(each.seconds for each in actions["reward"]),
+    )
 
 
-def _play_tools(
-    pool: EnvironmentPool, contract: EnvironmentContract, index: int, row: Mapping[str, Any], episode: ScriptedEpisode
-) -> EnvironmentFailure | None:
-    for call in scripted_calls(contract.tools, row, index):
-        results, seconds = _timed(partial(pool.call, index, [call]))
-        said = f"{call.name}({', '.join(f'{key}={value!r}' for key, value in call.arguments.items())})"
-        if isinstance(results, EnvironmentFailure):
-            episode.turns.append(ScriptedTurn(said, None, True, seconds))
-            return results
-        one = results[0]
-        episode.turns.append(ScriptedTurn(said, one.content, one.failed, seconds, call.name, one.raised))
-    return None
-
-
-def _play_steps(pool: EnvironmentPool, index: int, episode: ScriptedEpisode) -> EnvironmentFailure | None:
-    for offset in range(len(MESSAGES)):
-        said = MESSAGES[(index + offset) % len(MESSAGES)]
-        answer, seconds = _timed(partial(pool.step, index, said))
-        failed = isinstance(answer, EnvironmentFailure)
-        episode.turns.append(
-            ScriptedTurn(said, None if isinstance(answer, EnvironmentFailure) else answer, failed, seconds)
-        )
-        if isinstance(answer, EnvironmentFailure):
-            return answer
-        if answer is None:
-            return None
-    return None
+def _turn(action: TimedAction) -> ScriptedTurn | None:
+    """Return a call or a message with its answer; None for another action."""
+    outcome, seconds = action.outcome.result(), action.seconds
+    failed = isinstance(outcome, EnvironmentFailure)
+    if action.kind == "step":
+        return ScriptedTurn(action.arguments[0], None if failed else outcome, failed, seconds)
+    if action.kind != "call":
+        return None
+    (call,) = action.arguments[0]
+    said = f"{call.name}({', '.join(f'{key}={value!r}' for key, value in call.arguments.items())})"
+    if failed:
+        return ScriptedTurn(said, None, True, seconds)
+    (result,) = outcome
+    return ScriptedTurn(said, result.content, result.failed, seconds, call.name, result.raised)
 
 
 def _draws_anew(pool: EnvironmentPool, first: ScriptedEpisode, row: Mapping[str, Any], seed: int) -> list[str]:
@@ -276,12 +272,6 @@ def _prompt(row: Mapping[str, Any]) -> list[Message]:
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
     return [each for each in prompt if isinstance(each, dict)] if isinstance(prompt, list) else []
-
-
-def _timed(submit: Callable[[], "Future[Value]"]) -> tuple[Value, float]:
-    """Return the outcome of an action, and the seconds that it took."""
-    begin = time.perf_counter()
-    return submit().result(), time.perf_counter() - begin
 
 
 def shipped_tasks(name: str, seed: int, held_out: bool = False) -> Iterator[dict[str, Any]]:

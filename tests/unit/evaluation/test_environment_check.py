@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from rlctl.config.plugins import ENVIRONMENTS
-from rlctl.environments.check import check_environment, scripted_calls, signature
 from rlctl.environments.outcomes import EnvironmentSpec
 from rlctl.environments.tool_schema import tool_schema
+from rlctl.evaluation.environment_check import check_environment, scripted_calls, signature
 from tests.unit.environments.test_tool_schema import Tools
 
 OWN = """
@@ -194,7 +194,7 @@ def test_every_failure_is_a_problem() -> None:
     assert report.problems[0].startswith(
         "episodes 1, 2, 3: reward broke the contract: get_reward must return a finite number"
     )
-    assert "it begins with no message" in checked("own.py:Silent", {"a": 1}).problems[0]
+    assert "there is nothing to answer" in checked("own.py:Silent", {"a": 1}).problems[0]
     picture = {"messages": [{"role": "user", "content": [{"type": "image"}]}]}
     assert "content must be text" in checked("own.py:Fine", picture).problems[0]
     assert checked("own.py:Nothing").problems == ["own.py has no Nothing"]

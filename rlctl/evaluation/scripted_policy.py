@@ -1,0 +1,102 @@
+"""Scripted policy: the text of each turn is given, so that a player plays an episode without a model or a tokenizer."""
+
+import json
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from time import perf_counter
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from rlctl.data.chat import Prompt, TurnLink
+from rlctl.environments.contract import Message
+from rlctl.environments.pool import EnvironmentPool
+from rlctl.environments.tool_calls import ToolCall
+from rlctl.generation.requests import Completion, TurnRequest
+
+# Parser of the calls that `call_text` writes.
+FORMAT = "hermes"
+_ACTIONS = ("reset", "call", "step", "reward", "close")
+
+
+@dataclass(frozen=True)
+class ScriptedPolicy:
+    """`Policy` that says these texts, one a turn. Tokens are the bytes of the text."""
+
+    texts: Sequence[str]
+
+    async def sample(self, request: TurnRequest) -> Completion:
+        tokens = np.frombuffer(_bytes(self.texts[request.id.turn]), np.uint8).astype(np.int32)
+        return Completion(tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32), "stop")
+
+
+class PlainChat:
+    """`Chat`, as far as a player calls it, whose template writes nothing but the texts."""
+
+    ends = SimpleNamespace(stops=())
+
+    def prompt(self, messages: list[Message], tools: Any = ()) -> Prompt:
+        """Return the texts of all messages."""
+        text = "".join(str(each.get("content") or "") for each in messages)
+        return Prompt(text, list(_bytes(text)), [])
+
+    def spelled(self, messages: list[Message], tools: Any = ()) -> list[str]:
+        """Return no control token: there is none."""
+        return []
+
+    def turn_text(self, tokens: Sequence[int]) -> str:
+        """Return the text of a turn."""
+        return bytes(tokens).decode(errors="surrogatepass")
+
+    def link(self, messages: list[Message], added: list[Message], tools: Any = ()) -> TurnLink:
+        """Return the texts of what was added."""
+        return TurnLink([], self.prompt(added).tokens)
+
+
+def call_text(call: ToolCall) -> str:
+    """Return a turn that calls a tool."""
+    called = json.dumps({"name": call.name, "arguments": call.arguments}, default=str)
+    # A text that spells the end mark must not end the call.
+    return f"<tool_call>{called.replace('<', chr(92) + 'u003c')}</tool_call>"
+
+
+@dataclass
+class TimedAction:
+    """One action that an episode asked its environment for."""
+
+    kind: str
+    arguments: tuple[Any, ...]
+    outcome: "Future[Any]"
+    began: float = field(default_factory=perf_counter)
+    # Until the outcome was known.
+    seconds: float = 0.0
+
+
+class TimedPool:
+    """`EnvironmentPool` that keeps the actions of an episode, in order."""
+
+    def __init__(self, pool: EnvironmentPool) -> None:
+        self._pool = pool
+        self.actions: list[TimedAction] = []
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._pool, name)
+        if name not in _ACTIONS:
+            return method
+
+        def act(*arguments: Any) -> "Future[Any]":
+            action = TimedAction(name, arguments[1:], method(*arguments))
+            self.actions.append(action)
+            action.outcome.add_done_callback(lambda _: self._end(action))
+            return action.outcome
+
+        return act
+
+    def _end(self, action: TimedAction) -> None:
+        action.seconds = perf_counter() - action.began
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode(errors="surrogatepass")
