@@ -137,8 +137,8 @@ def measure_steps(bench: SequencesBench, config: GrpoConfig, length: int, folder
     meeting = f"file://{folder / f'{length}.meeting'}"
     spec = TrainerSpec(section, str(model), str(model), 0, 1, meeting, bench.device, 1.0, 1 + bench.steps, 0, None)
     trainer = TrainerWorker(spec)
-    fields = ("advantage", "rollout_log_prob", "proximal_log_prob", "reference_log_prob")
-    share = random_batch(model, length, batch, stated(section.micro_batch_tokens), fields)
+    columns = ("advantage", "rollout_log_prob", "proximal_log_prob", "reference_log_prob")
+    share = random_batch(model, length, batch, stated(section.micro_batch_tokens), columns)
     totals = Totals((length - 1) * batch, batch, batch)
     seconds, losses = [], []
     for step in range(1 + bench.steps):

@@ -47,10 +47,10 @@ def _end_with(parent: int) -> None:
     Thread(target=watch, name="parent", daemon=True).start()
 
 
-def random_batch(model: Path, tokens: int, count: int, micro_batch: int, fields: Sequence[str] = ()) -> "RankBatch":
+def random_batch(model: Path, tokens: int, count: int, micro_batch: int, columns: Sequence[str] = ()) -> "RankBatch":
     """Return `count` random sequences of `tokens` tokens, packed into micro-batches of at most `micro_batch`.
 
-    All tokens but each sequence's first are trained on. fields: names of what each token has besides: `advantage` is
+    All tokens but each sequence's first are trained on. columns: names of the columns of each token: `advantage` is
     from -1 to 1, others are log-probs near those of random weights. Were ratios far from 1, clipping would leave no
     gradient, and a backward pass of zeros takes less power than a real one.
     """
@@ -64,7 +64,7 @@ def random_batch(model: Path, tokens: int, count: int, micro_batch: int, fields:
     samples = []
     for _ in range(count):
         words = rng.integers(vocabulary, size=tokens).astype(np.int32)
-        noise = {name: rng.uniform(-1.0, 1.0, tokens).astype(np.float32) for name in fields}
+        noise = {name: rng.uniform(-1.0, 1.0, tokens).astype(np.float32) for name in columns}
         own = {name: each if name == "advantage" else 0.1 * each - likely for name, each in noise.items()}
         samples.append(TrainingSample(words, mask, own))
     [plan] = plan_micro_batches([tokens] * count, 1, micro_batch)

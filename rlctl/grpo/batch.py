@@ -95,8 +95,8 @@ class TrainingBatch:
         return np.setdiff1d(np.arange(len(self.scored)), self.rows)
 
     def column(self, name: str) -> list[NDArray[np.float32]]:
-        """Return one field of every sequence."""
-        return [sequence.fields[name] for sequence in self.sequences]
+        """Return one column of every sequence."""
+        return [sequence.columns[name] for sequence in self.sequences]
 
     def shares(self, count: int) -> list[list[TrainingSample]]:
         """Return the sequences of `count` updates: whole groups, as even in number as possible, in drawing order."""
@@ -197,7 +197,7 @@ def add_column(
         if bad := _left_out(*place, name, own, sequence.mask):
             found.setdefault(int(row), bad)
     kept = np.flatnonzero(~np.isin(batch.rows, list(found)))
-    sequences = with_field(batch.sequences, name, values)
+    sequences = with_column(batch.sequences, name, values)
     more = replace(batch, sequences=sequences, left_out=[*batch.left_out, *found.values()])
     return _only(more, kept, config, advantage) if found else more
 
@@ -223,7 +223,7 @@ def _only(batch: TrainingBatch, kept: NDArray[np.int64], config: GrpoSection, ad
     sequences = []
     for one, row in zip((batch.sequences[i] for i in kept), rows.tolist()):
         values, left[row] = np.split(left[row], [int(one.mask.sum())])
-        sequences.append(replace(one, fields={**one.fields, ADVANTAGE.name: _at(one.mask, values)}))
+        sequences.append(replace(one, columns={**one.columns, ADVANTAGE.name: _at(one.mask, values)}))
     places = [batch.places[i] for i in kept]
     outcomes = _without(batch.outcomes, {name for name, _ in places}, filtered)
     return TrainingBatch(sequences, scored, rows, outcomes, places, batch.left_out)
@@ -241,9 +241,9 @@ def _without(outcomes: TaskOutcomes, left: set[str], filtered: Mapping[str, str]
     return now
 
 
-def with_field(sequences: Rows[TrainingSample], name: str, columns: Rows[NDArray[np.float32]]) -> list[TrainingSample]:
-    """Return the sequences with one more field."""
-    return [replace(one, fields={**one.fields, name: column}) for one, column in zip(sequences, columns)]
+def with_column(sequences: Rows[TrainingSample], name: str, values: Rows[NDArray[np.float32]]) -> list[TrainingSample]:
+    """Return the sequences with one more column."""
+    return [replace(one, columns={**one.columns, name: own}) for one, own in zip(sequences, values)]
 
 
 def _samples(
@@ -263,14 +263,14 @@ def training_sample(
     version: int | None = None,
     rollout: int | None = None,
 ) -> TrainingSample:
-    """Return a row to train on, with fields "advantage" and "rollout_log_prob", and with a version "age".
+    """Return a row to train on, with columns "advantage" and "rollout_log_prob", and with a version "age".
 
     advantage: float32 [sampled tokens], or one of all tokens. rollout: see `TrainingSample`.
     """
-    fields = {ADVANTAGE.name: _at(row.sampled, advantage), ROLLOUT_LOG_PROB.name: row.log_probs}
+    columns = {ADVANTAGE.name: _at(row.sampled, advantage), ROLLOUT_LOG_PROB.name: row.log_probs}
     if version is not None:
-        fields[AGE.name] = np.where(row.sampled, version - row.versions, 0).astype(np.float32)
-    return TrainingSample(row.tokens, row.sampled, fields, rollout)
+        columns[AGE.name] = np.where(row.sampled, version - row.versions, 0).astype(np.float32)
+    return TrainingSample(row.tokens, row.sampled, columns, rollout)
 
 
 def _at(sampled: NDArray[np.bool_], values: NDArray[np.float32] | float) -> NDArray[np.float32]:

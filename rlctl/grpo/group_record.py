@@ -50,7 +50,7 @@ def _advantages(batch: TrainingBatch, tasks: set[str]) -> Advantages:
     rows = defaultdict[tuple[str, int], list[NDArray[np.float32]]](list)
     for place, sample in zip(batch.places, batch.sequences):
         if place[0] in tasks:
-            rows[place].append(sample.fields["advantage"][sample.mask])
+            rows[place].append(sample.columns["advantage"][sample.mask])
     return {place: np.concatenate(parts) for place, parts in rows.items()}
 
 

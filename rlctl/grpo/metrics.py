@@ -110,7 +110,7 @@ def sampling_metrics(
 def advantage_metrics(batch: TrainingBatch) -> dict[str, float]:
     """Return mean and deviation of the samples' advantages, each the mean over its trained tokens, and the share of
     samples that teach nothing; empty without a sample."""
-    columns = [sequence.fields["advantage"][sequence.mask] for sequence in batch.sequences]
+    columns = [sequence.columns["advantage"][sequence.mask] for sequence in batch.sequences]
     if not columns:
         return {}
     means = np.array([column.mean() if len(column) else 0.0 for column in columns], np.float64)

@@ -57,5 +57,5 @@ def sample_parity(config: GrpoConfig, parts: GrpoComponents, tasks: list[Task], 
 
 def compare(parts: GrpoComponents, samples: list[TrainingSample]) -> Mismatch:
     """Return the gap of the samples' log-probs to those of the trainer, which still has their version."""
-    theirs = [sample.fields["rollout_log_prob"] for sample in samples]
+    theirs = [sample.columns["rollout_log_prob"] for sample in samples]
     return mismatch(theirs, parts.trainer.log_probs(samples), [sample.mask for sample in samples])

@@ -55,7 +55,7 @@ class TokenBatch:
     # bool [T]: true at the tokens that count.
     mask: Tensor
     # Name -> [T, *shape]: the samples' columns.
-    fields: dict[str, Tensor]
+    columns: dict[str, Tensor]
     # int64 [T]: index of the token's sequence within the micro-batch, 0 to S - 1.
     sequence: Tensor
     # S.

@@ -25,7 +25,7 @@ class TrainingSample:
     # bool [T]: true where the token counts.
     mask: NDArray[np.bool_]
     # Name -> [T, *shape], the columns of `preflight.columns.COLUMNS`.
-    fields: dict[str, NDArray[np.float32]] = field(default_factory=dict)
+    columns: dict[str, NDArray[np.float32]] = field(default_factory=dict)
     # Number of the rollout among those of an update's part, alike in all of its rows; None: a rollout of its own.
     rollout: int | None = None
 

@@ -30,7 +30,7 @@ class Packed:
     # bool [T]: false at each sequence's first token.
     mask: Tensor
     # Name -> [T, *shape].
-    fields: dict[str, Tensor]
+    columns: dict[str, Tensor]
     # int32 [S + 1]: where each sequence begins, and the end.
     cu_seqlens: Tensor
     # Tokens of the longest sequence, and of each; on the host.
@@ -41,20 +41,20 @@ class Packed:
 def pack(micro_batch: MicroBatch, device: torch.device) -> Packed:
     """Pack the sequences in their order. An empty micro-batch becomes two masked tokens, for the collectives' sake.
 
-    Raises ValueError for an empty sequence, or if sequences differ in the names of their fields.
+    Raises ValueError for an empty sequence, or if sequences differ in the names of their columns.
     """
     micro_batch = micro_batch or [_NOTHING]
     lengths = np.array([len(s) for s in micro_batch])
     if lengths.min() < 1:
         raise ValueError(f"sequence {int(lengths.argmin())} of the micro-batch has no tokens")
-    names = list(micro_batch[0].fields)
-    if any(s.fields.keys() != set(names) for s in micro_batch):
-        raise ValueError(f"sequences of a micro-batch differ in their fields: {sorted(names)} expected")
+    names = list(micro_batch[0].columns)
+    if any(s.columns.keys() != set(names) for s in micro_batch):
+        raise ValueError(f"sequences of a micro-batch differ in their columns: {sorted(names)} expected")
     starts = np.concatenate([[0], lengths.cumsum()])
     positions = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
     tokens = np.concatenate([s.tokens for s in micro_batch]).astype(np.int64)
     mask = np.concatenate([s.mask for s in micro_batch]).astype(bool) & (positions > 0)
-    fields = {name: np.concatenate([s.fields[name] for s in micro_batch]) for name in names}
+    columns = {name: np.concatenate([s.columns[name] for s in micro_batch]) for name in names}
     rollouts = rollout_index([s.rollout for s in micro_batch])
 
     def put(array: np.ndarray) -> Tensor:
@@ -69,7 +69,7 @@ def pack(micro_batch: MicroBatch, device: torch.device) -> Packed:
         rollout=sequence if count == len(lengths) else put(np.repeat(rollouts, lengths)),
         num_rollouts=count,
         mask=put(mask),
-        fields={name: put(values.astype(COLUMNS[name].dtype)) for name, values in fields.items()},
+        columns={name: put(values.astype(COLUMNS[name].dtype)) for name, values in columns.items()},
         cu_seqlens=put(starts.astype(np.int32)),
         max_len=int(lengths.max()),
         lengths=tuple(lengths.tolist()),
@@ -82,7 +82,7 @@ def token_batch(packed: Packed, log_probs: Tensor, entropy: Tensor) -> TokenBatc
         log_probs=log_probs,
         entropy=entropy,
         mask=packed.mask,
-        fields=packed.fields,
+        columns=packed.columns,
         sequence=packed.sequence,
         num_sequences=len(packed.lengths),
         rollout=packed.rollout,

@@ -24,7 +24,7 @@ class RankBatch:
     # int32 [N], bool [N], name -> [N, *shape]: of all sequences, one after the other.
     tokens: NDArray[np.int32]
     mask: NDArray[np.bool_]
-    fields: dict[str, NDArray[np.float32]]
+    columns: dict[str, NDArray[np.float32]]
     # int32 [S]: tokens of each sequence.
     lengths: NDArray[np.int32]
     # int32 [M]: sequences of each micro-batch.
@@ -34,15 +34,15 @@ class RankBatch:
 
     @classmethod
     def of(cls, micro_batches: list[MicroBatch]) -> "RankBatch":
-        """Return the columns of some micro-batches; all sequences hold the same fields."""
+        """Return the columns of some micro-batches; all sequences hold the same columns."""
         sequences = [sequence for batch in micro_batches for sequence in batch]
-        names = sequences[0].fields if sequences else {}
+        names = sequences[0].columns if sequences else {}
         rollouts = [-1 if sequence.rollout is None else sequence.rollout for sequence in sequences]
         return cls(
             _join([sequence.tokens for sequence in sequences], np.dtype(np.int32)),
             _join([sequence.mask for sequence in sequences], np.dtype(np.bool_)),
             {
-                name: np.concatenate([each.fields[name] for each in sequences], dtype=COLUMNS[name].dtype)
+                name: np.concatenate([each.columns[name] for each in sequences], dtype=COLUMNS[name].dtype)
                 for name in names
             },
             np.array([len(sequence) for sequence in sequences], np.int32),
@@ -55,9 +55,9 @@ class RankBatch:
         ends = np.cumsum(self.lengths)
         sequences = []
         for row, part in enumerate(slice(end - length, end) for end, length in zip(ends, self.lengths)):
-            fields = {name: column[part] for name, column in self.fields.items()}
+            columns = {name: column[part] for name, column in self.columns.items()}
             rollout = None if self.rollouts is None or self.rollouts[row] < 0 else int(self.rollouts[row])
-            sequences.append(TrainingSample(self.tokens[part], self.mask[part], fields, rollout))
+            sequences.append(TrainingSample(self.tokens[part], self.mask[part], columns, rollout))
         stops = np.cumsum(self.sizes)
         return [sequences[stop - size : stop] for stop, size in zip(stops, self.sizes)]
 

@@ -81,7 +81,7 @@ class Stage:
 
     def agree(self, rollouts: list[Rollout]) -> float:
         samples = [training_sample(row, 0.0) for rollout in rollouts for row in rollout.rows]
-        theirs = [sample.fields["rollout_log_prob"] for sample in samples]
+        theirs = [sample.columns["rollout_log_prob"] for sample in samples]
         gap = mismatch(theirs, self.trainer.log_probs(samples), [sample.mask for sample in samples])
         assert gap.tokens == sum(rollout.num_sampled for rollout in rollouts)
         return gap.token_mult_prob_error

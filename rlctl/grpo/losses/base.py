@@ -37,7 +37,7 @@ Mean = Literal["tokens", "rollouts"] | float
 class PolicyTokens:
     """The tokens of one micro-batch, as a policy loss reads them: [T] each, 0 at unmasked tokens.
 
-    Everything but `log_prob` and `ratio` is a constant. Reading a field that the loss did not declare raises KeyError.
+    Everything but `log_prob` and `ratio` is a constant. Reading a column that the loss does not name raises KeyError.
     """
 
     batch: TokenBatch
@@ -58,24 +58,24 @@ class PolicyTokens:
     @cached_property
     def advantage(self) -> Tensor:
         """A."""
-        return self.field("advantage")
+        return self.column("advantage")
 
     @cached_property
     def rollout_log_prob(self) -> Tensor:
         """log mu."""
-        return self.field("rollout_log_prob")
+        return self.column("rollout_log_prob")
 
     @cached_property
     def old_log_prob(self) -> Tensor:
         """log q: of mu, of the policy before the step's first update, or of the policy as it is, as `proximal` says."""
         if self.proximal == "rollout":
             return self.rollout_log_prob
-        return self.log_prob.detach() if self.proximal == "current" else self.field("proximal_log_prob")
+        return self.log_prob.detach() if self.proximal == "current" else self.column("proximal_log_prob")
 
     @cached_property
     def reference_log_prob(self) -> Tensor:
         """log ref."""
-        return self.field("reference_log_prob")
+        return self.column("reference_log_prob")
 
     @cached_property
     def ratio(self) -> Tensor:
@@ -94,9 +94,9 @@ class PolicyTokens:
         sums = zero.index_add(0, self.batch.rollout, values.where(self.mask, 0))
         return (sums / self.rollout_lengths)[self.batch.rollout]
 
-    def field(self, name: str) -> Tensor:
-        """Return a field of the samples."""
-        return self.batch.fields[name].detach().where(self.mask, 0)
+    def column(self, name: str) -> Tensor:
+        """Return a column of the samples."""
+        return self.batch.columns[name].detach().where(self.mask, 0)
 
 
 @dataclass(frozen=True)
@@ -207,11 +207,11 @@ class PolicyLoss(ABC):
         logprob_mismatch.py; for recompute and current importance/mean, of rho (1 in expectation), importance/truncated,
         the share above the cap, importance/masked, the share left out by either mask; with max_age, for every age k,
         age/share_k, its share of the tokens, and mismatch/age_k, the mean of exp|q - mu| over them. Maxima: ratio/max,
-        0 without a token. Raises KeyError for a field that is missing.
+        0 without a token. Raises KeyError for a column that is missing.
         """
         counted = batch.mask.to(batch.log_probs.dtype)
         count = counted.sum()
-        age = batch.fields["age"].detach().where(batch.mask, 0) if self.max_age else None
+        age = batch.columns["age"].detach().where(batch.mask, 0) if self.max_age else None
         tokens = PolicyTokens(batch, self.proximal, 1.0 if age is None or self.age_decay == 1 else self.age_decay**age)
         terms, metrics = self._terms(tokens)
         share, weight = counted, count

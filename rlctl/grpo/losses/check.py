@@ -40,7 +40,7 @@ class MadeUpRow:
     # bool [T].
     mask: Tensor
     # name -> [T].
-    fields: dict[str, Tensor]
+    columns: dict[str, Tensor]
     # Number of its rollout.
     rollout: int
 
@@ -97,7 +97,7 @@ def pack_rows(rows: Sequence[MadeUpRow]) -> TokenBatch:
     lengths = torch.tensor([len(row.mask) for row in rows])
     rollouts = torch.from_numpy(rollout_index([row.rollout for row in rows]))
     sequence = torch.arange(len(rows)).repeat_interleave(lengths)
-    values = {name: torch.cat([row.fields[name] for row in rows]) for name in rows[0].fields}
+    values = {name: torch.cat([row.columns[name] for row in rows]) for name in rows[0].columns}
     log_probs, entropy, mask = (
         torch.cat([getattr(row, name) for row in rows]) for name in ("log_probs", "entropy", "mask")
     )
@@ -198,7 +198,7 @@ def _sign(loss: PolicyLoss) -> str | None:
     """Look at a step on rollouts of advantage 1 and -1, sampled by the policy itself, without KL and entropy terms."""
     rows = made_up_rows(0, [[6], [6]], spread=0.0)
     for row, advantage in zip(rows, (1.0, -1.0)):
-        row.fields |= {"advantage": torch.full_like(row.entropy, advantage).detach(), "age": torch.zeros(6).double()}
+        row.columns |= {"advantage": torch.full_like(row.entropy, advantage).detach(), "age": torch.zeros(6).double()}
     found = outcome(replace(loss, kl_coef=0.0, entropy_coef=0.0), [rows], rows)
     raised, lowered = (-found.gradients[index].sum().item() for index in (0, 2))
     remedy = "policy is minimised: the usual term is `-tokens.advantage * tokens.ratio`"
@@ -251,7 +251,7 @@ def _unmasked(loss: PolicyLoss) -> str | None:
     for row in dirty:
         for tensor in (row.log_probs, row.entropy):
             tensor.data[~row.mask] = math.nan
-        row.fields = {name: values.where(row.mask, math.nan) for name, values in row.fields.items()}
+        row.columns = {name: values.where(row.mask, math.nan) for name, values in row.columns.items()}
     told = difference(outcome(loss, [clean], clean), outcome(loss, [dirty], dirty))
     return told and f"{told}, without and with NaN at unmasked tokens: read the fields of `PolicyTokens`, not the batch"
 
@@ -312,7 +312,7 @@ def _declared(loss: PolicyLoss) -> str | None:
         return problem
     rows, named = made_up_rows(0, _SHAPES[1]), loss.needs.columns
     for row in rows:
-        row.fields = {name: values for name, values in row.fields.items() if name in named}
+        row.columns = {name: values for name, values in row.columns.items() if name in named}
     batch, read = pack_rows(rows), set[str]()
 
     class Recorded(dict[str, Tensor]):
@@ -320,7 +320,7 @@ def _declared(loss: PolicyLoss) -> str | None:
             read.add(name)
             return super().__getitem__(name)
 
-    batch.fields = Recorded(batch.fields)
+    batch.columns = Recorded(batch.columns)
     with suppress(KeyError):
         loss(batch)
     for name in sorted(read - named):

@@ -46,7 +46,7 @@ class WeightedLoss:
     needs: ClassVar[LossNeeds] = LossNeeds()
 
     def __call__(self, batch: TokenBatch) -> LossOutput:
-        terms = batch.fields["advantage"] * batch.log_probs + self.entropy * batch.entropy
+        terms = batch.columns["advantage"] * batch.log_probs + self.entropy * batch.entropy
         loss = -terms[batch.mask].sum()
         highest = torch.where(batch.mask, batch.entropy, 0).max().detach()
         trained = torch.tensor(batch.sequence[batch.mask].unique().numel(), device=loss.device)
@@ -72,7 +72,7 @@ def rollouts_of(data: list[TrainingSample]) -> list[TrainingSample]:
         replace(
             one,
             rollout=index // 3 * 2 + (index % 3 == 2),
-            fields={**one.fields, "rollout_log_prob": rng.normal(-4, 0.3, len(one)).astype(np.float32)},
+            columns={**one.columns, "rollout_log_prob": rng.normal(-4, 0.3, len(one)).astype(np.float32)},
         )
         for index, one in enumerate(data)
     ]
@@ -133,7 +133,7 @@ def refused(one: Any, data: list[TrainingSample], max_tokens: int, rank: int = 0
     loss, poisoned = make_loss(config), []
     for index, sequence in enumerate(data):
         behaviour = np.where(sequence.mask & (index == 0), np.nan, -1.0).astype(np.float32)
-        poisoned.append(replace(sequence, fields={**sequence.fields, "rollout_log_prob": behaviour}))
+        poisoned.append(replace(sequence, columns={**sequence.columns, "rollout_log_prob": behaviour}))
     mine, first, last = (share(part, max_tokens, rank, world) for part in (poisoned, poisoned[:2], poisoned[2:]))
     seen: dict[str, Any] = {"before": weights(one), "said": []}
     for in_parts in (False, True):
@@ -200,7 +200,7 @@ def plain_loss(lm: Any, data: list[TrainingSample]) -> Tensor:
     loss = torch.zeros(())
     for sequence in data:
         log_probs, entropy = plain_log_probs(lm, sequence)
-        advantage = torch.from_numpy(sequence.fields["advantage"][1:])
+        advantage = torch.from_numpy(sequence.columns["advantage"][1:])
         mask = torch.from_numpy(sequence.mask[1:])
         loss = loss - (advantage * log_probs + 0.1 * entropy)[mask].sum()
     return loss / totals(data).tokens

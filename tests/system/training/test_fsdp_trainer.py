@@ -125,13 +125,13 @@ def test_discarded_parts_leave_nothing_behind(models: dict[Kind, Path], tmp_path
 @dataclass(frozen=True)
 class FailingLoss(WeightedLoss):
     def __call__(self, batch: TokenBatch) -> LossOutput:
-        if 7 in batch.fields["advantage"]:
+        if 7 in batch.columns["advantage"]:
             raise KeyError("seven")
         return super().__call__(batch)
 
 
 def test_an_update_that_fails_halfway_leaves_nothing_behind(models: dict[Kind, Path], tmp_path: Path) -> None:
-    bad = replace(DATA[0], fields={"advantage": np.full_like(DATA[0].fields["advantage"], 7)})
+    bad = replace(DATA[0], columns={"advantage": np.full_like(DATA[0].columns["advantage"], 7)})
     with trainer(models["qwen3"], tmp_path) as whole:
         expected = whole.train([DATA], LOSS, totals(DATA))
     with trainer(models["qwen3"], tmp_path) as one:
@@ -349,7 +349,7 @@ def test_a_loss_that_is_not_finite_stops_it_though_the_gradient_is(models: dict[
 
 
 def test_an_all_masked_micro_batch_is_no_surprise(models: dict[Kind, Path], tmp_path: Path) -> None:
-    silent = [TrainingSample(s.tokens, np.zeros_like(s.mask), s.fields) for s in DATA[:3]]
+    silent = [TrainingSample(s.tokens, np.zeros_like(s.mask), s.columns) for s in DATA[:3]]
     with trainer(models["qwen3"], tmp_path) as one:
         with_silent = one.train([silent, DATA], LOSS, totals(DATA))
         # The share alone counts sequences without a token.
@@ -413,7 +413,7 @@ def test_a_gradient_of_exactly_zero_makes_no_step(backend: str, models: dict[Kin
     """Momentum and decay would move the weights. Schedule and curve are those without it, after a resume too."""
     if backend == "megatron":
         pytest.importorskip("megatron.core")
-    flat = [replace(s, fields={"advantage": np.zeros_like(s.fields["advantage"])}) for s in DATA]
+    flat = [replace(s, columns={"advantage": np.zeros_like(s.columns["advantage"])}) for s in DATA]
     curves = []
     for way in ("plain", "flat", "resumed"):
         with trainer(models["qwen3"], tmp_path, backend=backend) as one:

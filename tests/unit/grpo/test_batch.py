@@ -13,7 +13,7 @@ from rlctl.generation.requests import Completion
 from rlctl.grpo.advantages.batch_normalized import BatchNormalized
 from rlctl.grpo.advantages.group_mean import GroupMean
 from rlctl.grpo.advantages.sections import GroupMeanSection
-from rlctl.grpo.batch import NOT_FINITE, TrainingBatch, add_column, make_batch, with_field
+from rlctl.grpo.batch import NOT_FINITE, TrainingBatch, add_column, make_batch, with_column
 from rlctl.grpo.losses.sections import GrpoLossSection
 from rlctl.preflight.columns import COLUMNS, computed
 from rlctl.rewards.scorer import Score
@@ -74,15 +74,15 @@ def test_rollouts_without_a_score_and_uniform_groups_say_why_they_are_missing() 
     first, second = batch.sequences
     assert first.tokens.tolist() == [7, 8, 0, 0, 0]
     assert first.mask.tolist() == [False, False, True, True, True]
-    assert first.fields["advantage"].tolist() == pytest.approx([0, 0, 0.5, 0.5, 0.5])
-    assert first.fields["rollout_log_prob"].tolist() == [0, 0, -0.5, -0.5, -0.5]
+    assert first.columns["advantage"].tolist() == pytest.approx([0, 0, 0.5, 0.5, 0.5])
+    assert first.columns["rollout_log_prob"].tolist() == [0, 0, -0.5, -0.5, -0.5]
     assert second.tokens[-1] == 2
 
 
 def test_a_uniform_group_is_trained_unless_it_is_to_be_skipped_and_pulls_nowhere() -> None:
     batch = make_batch([group("c", [1.0, 1.0])], config(skip=False), ADVANTAGE)
     assert batch.outcomes.trained == ["c"] and not batch.outcomes.filtered
-    assert [sequence.fields["advantage"].tolist() for sequence in batch.sequences] == [[0.0] * 5] * 2
+    assert [sequence.columns["advantage"].tolist() for sequence in batch.sequences] == [[0.0] * 5] * 2
 
 
 def test_failed_rollouts_do_not_hide_that_the_others_are_equal() -> None:
@@ -94,7 +94,7 @@ def test_failed_rollouts_do_not_hide_that_the_others_are_equal() -> None:
 def test_groups_are_told_apart_by_draw_though_their_prompts_are_equal() -> None:
     batch = make_batch([group("e0-r1", [1.0, 0.0]), group("e1-r1", [1.0, 1.0, 0.0, 0.0])], config(skip=True), ADVANTAGE)
     assert batch.owners.tolist() == [0, 0, 1, 1, 1, 1]
-    assert [one.fields["advantage"][-1] for one in batch.sequences] == pytest.approx([0.5, -0.5, 0.5, 0.5, -0.5, -0.5])
+    assert [one.columns["advantage"][-1] for one in batch.sequences] == pytest.approx([0.5, -0.5, 0.5, 0.5, -0.5, -0.5])
 
 
 def test_shares_keep_groups_whole_and_in_drawing_order() -> None:
@@ -113,12 +113,12 @@ def test_nothing_to_train_on_makes_no_update() -> None:
 def test_a_further_field_goes_to_its_own_sequence() -> None:
     batch = make_batch([group("a", [1.0, 0.0])], config(skip=True), ADVANTAGE)
     columns = [np.full(5, row, np.float32) for row in range(2)]
-    more = with_field(batch.sequences, "proximal_log_prob", columns)
-    assert [one.fields["proximal_log_prob"].tolist() for one in more] == [[0.0] * 5, [1.0] * 5]
-    assert [one.fields["advantage"].tolist() for one in more] == [
-        one.fields["advantage"].tolist() for one in batch.sequences
+    more = with_column(batch.sequences, "proximal_log_prob", columns)
+    assert [one.columns["proximal_log_prob"].tolist() for one in more] == [[0.0] * 5, [1.0] * 5]
+    assert [one.columns["advantage"].tolist() for one in more] == [
+        one.columns["advantage"].tolist() for one in batch.sequences
     ]
-    assert "proximal_log_prob" not in batch.sequences[0].fields
+    assert "proximal_log_prob" not in batch.sequences[0].columns
 
 
 def test_parts_joined_are_the_batch_of_all_groups() -> None:
@@ -132,7 +132,7 @@ def test_parts_joined_are_the_batch_of_all_groups() -> None:
     assert joined.outcomes == whole.outcomes
     for one, other in zip(joined.sequences, whole.sequences, strict=True):
         assert np.array_equal(one.tokens, other.tokens)
-        assert np.array_equal(one.fields["advantage"], other.fields["advantage"])
+        assert np.array_equal(one.columns["advantage"], other.columns["advantage"])
 
 
 def spoiled(whole: RolloutGroup, places: dict[int, tuple[int, float]]) -> RolloutGroup:
@@ -156,10 +156,10 @@ def test_a_rollout_whose_log_prob_is_not_finite_is_named_left_out_and_in_no_base
         "prompt b, rollout 0, token 0: rollout_log_prob is -inf",
     ]
     assert batch.places == [("a", 1), ("a", 2)]
-    assert [sequence.fields["advantage"][-1] for sequence in batch.sequences] == [-0.5, 0.5]
+    assert [sequence.columns["advantage"][-1] for sequence in batch.sequences] == [-0.5, 0.5]
     assert batch.outcomes.trained == ["a"]
     assert batch.outcomes.dropped == {NOT_FINITE: ["b"]}
-    assert all(np.isfinite(sequence.fields["rollout_log_prob"]).all() for sequence in batch.sequences)
+    assert all(np.isfinite(sequence.columns["rollout_log_prob"]).all() for sequence in batch.sequences)
 
 
 @pytest.mark.parametrize("name", computed(COLUMNS))
@@ -177,9 +177,9 @@ def test_a_pass_whose_log_prob_is_not_finite_leaves_the_rollout_out(name: str) -
     assert (after.places, after.owners.tolist()) == ([("a", 0), ("c", 0)], [0, 2])
     assert after.outcomes.trained == ["a", "c"]
     assert after.outcomes.dropped == {NOT_FINITE: ["b"]}
-    assert [sequence.fields[name] is columns[row] for sequence, row in zip(after.sequences, (0, 3))] == [True, True]
+    assert [sequence.columns[name] is columns[row] for sequence, row in zip(after.sequences, (0, 3))] == [True, True]
     # What is left of its group is compared with nothing.
-    assert after.sequences[0].fields["advantage"][-1] == 0
+    assert after.sequences[0].columns["advantage"][-1] == 0
 
 
 @pytest.mark.parametrize("skip", [False, True])
@@ -199,8 +199,8 @@ def test_whoever_finds_a_log_prob_that_is_not_finite_the_others_advantages_are_t
         (each.prompt_id, each.rollout, each.token) for each in expected.left_out
     ]
     for one, other in zip(after.sequences, expected.sequences, strict=True):
-        assert one.fields["advantage"].dtype == np.float32
-        assert one.fields["advantage"].tolist() == other.fields["advantage"].tolist()
+        assert one.columns["advantage"].dtype == np.float32
+        assert one.columns["advantage"].tolist() == other.columns["advantage"].tolist()
     # The batch that it was made of is as before.
     assert batch.outcomes == make_batch(groups, config(skip), ADVANTAGE).outcomes
 
@@ -217,15 +217,15 @@ def test_an_advantage_of_the_whole_step_is_computed_again_of_what_a_pass_left_in
     advantage = BatchNormalized("group_mean")
     groups = [group("a", [1.0, 0.0, 0.5]), group("b", [1.0, 0.0]), group("c", [1.0, 1.0])]
     batch = make_batch(groups, config(skip=True), advantage)
-    assert sum(float(one.fields["advantage"].sum()) for one in batch.sequences) == pytest.approx(0, abs=1e-5)
+    assert sum(float(one.columns["advantage"].sum()) for one in batch.sequences) == pytest.approx(0, abs=1e-5)
     columns = [np.full(5, -0.5, np.float32) for _ in batch.sequences]
     columns[0][3] = np.nan
     after = add_column(batch, "proximal_log_prob", columns, config(skip=True), advantage)
     expected = make_batch([spoiled(groups[0], {0: (1, np.nan)}), *groups[1:]], config(skip=True), advantage)
     for one, other in zip(after.sequences, expected.sequences, strict=True):
-        assert one.fields["advantage"].tolist() == other.fields["advantage"].tolist()
+        assert one.columns["advantage"].tolist() == other.columns["advantage"].tolist()
     # The other group's changed too: its mean and deviation are the step's.
-    assert after.sequences[2].fields["advantage"][-1] != batch.sequences[3].fields["advantage"][-1]
+    assert after.sequences[2].columns["advantage"][-1] != batch.sequences[3].columns["advantage"][-1]
 
 
 def test_advantages_of_a_scores_rewards_have_their_weights() -> None:
@@ -252,7 +252,7 @@ def test_rows_of_a_rollout_share_its_advantage_and_its_number_and_count_once_in_
     assert batch.scored.reward.tolist() == [1.0, 0.0] and batch.rows.tolist() == [0, 0, 1]
     assert [each.rollout for each in batch.sequences] == [0, 0, None]
     assert [len(each) for each in batch.sequences] == [5, 6, 5]
-    worth = [set(each.fields["advantage"][each.mask].tolist()) for each in batch.sequences]
+    worth = [set(each.columns["advantage"][each.mask].tolist()) for each in batch.sequences]
     assert worth == [{0.5}, {0.5}, {-0.5}] and len(batch.masked) == 0
 
 
@@ -263,5 +263,5 @@ def test_a_row_that_is_not_finite_leaves_its_whole_rollout_out() -> None:
     after = add_column(batch, "proximal_log_prob", columns, config(skip=False), ADVANTAGE)
     assert [str(each) for each in after.left_out] == ["prompt p0, rollout 0, token 2: proximal_log_prob is nan"]
     assert after.rows.tolist() == [0, 1, 1, 2] and after.scored.reward.tolist() == [0.0, 1.0, 0.0]
-    worth = [set(each.fields["advantage"][each.mask].tolist()) for each in after.sequences]
+    worth = [set(each.columns["advantage"][each.mask].tolist()) for each in after.sequences]
     assert worth == [{0.0}, {0.5}, {0.5}, {-0.5}]

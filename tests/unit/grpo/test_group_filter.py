@@ -45,7 +45,7 @@ rewards = st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=1, max_size=6)
 @given(rewards)
 def test_a_group_of_equal_rewards_has_no_gradient_and_any_other_has(values: list[float]) -> None:
     batch = make_batch([group("a", *((value, False, False) for value in values))], config(), ADVANTAGE)
-    still = all(not sequence.fields["advantage"].any() for sequence in batch.sequences)
+    still = all(not sequence.columns["advantage"].any() for sequence in batch.sequences)
     assert (why_nothing(values, [False] * len(values), "rewards") == UNIFORM) == still
 
 
@@ -74,7 +74,7 @@ def test_a_masked_rollout_is_not_trained_and_counts_in_the_baseline() -> None:
     ]
     batch = make_batch(groups, config(mask=True), ADVANTAGE)
     assert batch.places == [("a", 0), ("a", 2)]
-    assert [one.fields["advantage"][-1] for one in batch.sequences] == [0.5, 0.0]
+    assert [one.columns["advantage"][-1] for one in batch.sequences] == [0.5, 0.0]
     assert batch.masked.tolist() == [1] and batch.scored.reward.tolist() == [1.0, 0.0, 0.5]
     assert batch.outcomes.trained == ["a"] and batch.outcomes.filtered == {TRUNCATED: ["b"]}
     assert len(make_batch(groups, config(mask=False), ADVANTAGE).sequences) == 5
@@ -95,4 +95,4 @@ def test_a_group_that_teaches_nothing_once_a_pass_left_a_rollout_out_is_filtered
     # What was masked in b still tells its rollouts apart.
     assert after.places == [("b", 2), ("c", 0), ("c", 1)]
     assert after.outcomes.filtered == {UNIFORM if by == "rewards" else RIGHT: ["a"]}
-    assert [one.fields["advantage"][-1] for one in after.sequences] == [0.5, -0.5, 0.5]
+    assert [one.columns["advantage"][-1] for one in after.sequences] == [0.5, -0.5, 0.5]

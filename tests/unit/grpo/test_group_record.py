@@ -37,7 +37,7 @@ def test_advantages_that_differ_within_a_rollout_are_told_by_mean_and_range() ->
     batch = make_batch(groups, config(skip=False), ADVANTAGE)
     sample = batch.sequences[0]
     varied = np.where(sample.mask, np.arange(len(sample.mask), dtype=np.float32), np.float32(0))
-    sequences = [replace(sample, fields={**sample.fields, "advantage": varied}), batch.sequences[1]]
+    sequences = [replace(sample, columns={**sample.columns, "advantage": varied}), batch.sequences[1]]
     changed: TrainingBatch = replace(batch, sequences=sequences)
     (record,) = step_records(groups, changed, decode)
     assert record["rollouts"][0]["advantage"] == 3.0 and record["rollouts"][0]["advantages"] == [2.0, 4.0]

@@ -21,7 +21,7 @@ def test_sequences_lie_end_to_end_and_positions_start_again() -> None:
     assert packed.positions.tolist() == [0, 1, 2, 0, 1]
     assert packed.sequence.tolist() == [0, 0, 0, 1, 1]
     assert packed.cu_seqlens.tolist() == [0, 3, 5] and packed.cu_seqlens.dtype == torch.int32
-    assert packed.fields["advantage"].tolist() == [1, 2, 3, 4, 5]
+    assert packed.columns["advantage"].tolist() == [1, 2, 3, 4, 5]
     assert packed.max_len == 3 and packed.lengths == (3, 2)
 
 
@@ -47,6 +47,6 @@ def test_an_empty_sequence_is_refused() -> None:
         pack([sequence(5, 6), sequence()], CPU)
 
 
-def test_sequences_with_different_fields_are_refused() -> None:
-    with pytest.raises(ValueError, match="differ in their fields"):
+def test_sequences_with_different_columns_are_refused() -> None:
+    with pytest.raises(ValueError, match="differ in their columns"):
         pack([sequence(5, advantage=[1]), sequence(6)], CPU)

@@ -19,11 +19,11 @@ MU, PROXIMAL, REFERENCE = "rollout_log_prob", "proximal_log_prob", "reference_lo
 def old_log_prob(loss: PolicyLoss, row: MadeUpRow, t: int) -> Tensor:
     if loss.proximal == "current":
         return row.log_probs[t].detach()
-    return row.fields[MU if loss.proximal == "rollout" else PROXIMAL][t]
+    return row.columns[MU if loss.proximal == "rollout" else PROXIMAL][t]
 
 
 def shrink_of(loss: PolicyLoss, row: MadeUpRow, t: int) -> float:
-    return float(loss.age_decay ** row.fields["age"][t]) if loss.max_age else 1.0
+    return float(loss.age_decay ** row.columns["age"][t]) if loss.max_age else 1.0
 
 
 def clipped(loss: Any, r: Tensor, a: float, shrink: float) -> Tensor:
@@ -38,7 +38,7 @@ def clipped(loss: Any, r: Tensor, a: float, shrink: float) -> Tensor:
 
 def surrogate(loss: Any, rollout: Sequence[MadeUpRow], row: MadeUpRow, t: int) -> Tensor:
     r = (row.log_probs[t] - old_log_prob(loss, row, t)).exp()
-    return clipped(loss, r, row.fields["advantage"][t].item(), shrink_of(loss, row, t))
+    return clipped(loss, r, row.columns["advantage"][t].item(), shrink_of(loss, row, t))
 
 
 def gspo(loss: Any, rollout: Sequence[MadeUpRow], row: MadeUpRow, t: int) -> Tensor:
@@ -46,19 +46,19 @@ def gspo(loss: Any, rollout: Sequence[MadeUpRow], row: MadeUpRow, t: int) -> Ten
     s = (torch.stack(gaps).sum() / len(gaps)).exp()
     if loss.level == "token":
         s = s.detach() * row.log_probs[t].exp() / row.log_probs[t].exp().detach()
-    return clipped(loss, s, row.fields["advantage"][t].item(), shrink_of(loss, row, t))
+    return clipped(loss, s, row.columns["advantage"][t].item(), shrink_of(loss, row, t))
 
 
 def cispo(loss: Any, rollout: Sequence[MadeUpRow], row: MadeUpRow, t: int) -> Tensor:
     r = (row.log_probs[t] - old_log_prob(loss, row, t)).exp().item()
     shrink = shrink_of(loss, row, t)
     weight = min(max(r, 1 - loss.clip_low * shrink), 1 + loss.clip_high * shrink)
-    return -weight * row.fields["advantage"][t] * row.log_probs[t]
+    return -weight * row.columns["advantage"][t] * row.log_probs[t]
 
 
 def dppo(loss: Any, rollout: Sequence[MadeUpRow], row: MadeUpRow, t: int) -> Tensor:
     pi, q = row.log_probs[t].exp().item(), old_log_prob(loss, row, t).exp().item()
-    a, shrink = row.fields["advantage"][t].item(), shrink_of(loss, row, t)
+    a, shrink = row.columns["advantage"][t].item(), shrink_of(loss, row, t)
     outside = (a > 0 and pi - q > loss.mask_high * shrink) or (a < 0 and pi - q < -loss.mask_low * shrink)
     term = -(0.0 if outside else min(pi / q, loss.ratio_cap)) * a * row.log_probs[t]
     return term + loss.rollout_kl_coef * (row.log_probs[t] - old_log_prob(loss, row, t)) ** 2
@@ -86,8 +86,8 @@ def importance(loss: PolicyLoss, rollout: Sequence[MadeUpRow], row: MadeUpRow, t
     """w of one token."""
     if loss.proximal == "rollout":
         return 1.0
-    rho = (old_log_prob(loss, row, t) - row.fields[MU][t]).exp().item()
-    gaps = [(old_log_prob(loss, each, u) - each.fields[MU][u]).item() for each in rollout for u in masked(each)]
+    rho = (old_log_prob(loss, row, t) - row.columns[MU][t]).exp().item()
+    gaps = [(old_log_prob(loss, each, u) - each.columns[MU][u]).item() for each in rollout for u in masked(each)]
     geometric = math.exp(sum(gaps) / len(gaps))
     if not (inside(rho, loss.importance_mask) and inside(geometric, loss.sequence_mask)):
         return 0.0
@@ -97,7 +97,7 @@ def importance(loss: PolicyLoss, rollout: Sequence[MadeUpRow], row: MadeUpRow, t
 
 
 def kl(loss: PolicyLoss, w: float, row: MadeUpRow, t: int) -> Tensor:
-    x = row.fields[REFERENCE][t] - row.log_probs[t]
+    x = row.columns[REFERENCE][t] - row.log_probs[t]
     k = {"k1": -x, "k2": x**2 / 2, "k3": x.exp() - 1 - x}[loss.kl_estimator]
     carried = w * (row.log_probs[t] - old_log_prob(loss, row, t)).exp()
     if loss.kl_max is None:

@@ -37,7 +37,7 @@ class ReadsRollouts(Plain):
 
 class ReadsTheBatch(Plain):
     def policy(self, tokens: PolicyTokens) -> PolicyTerm:
-        return PolicyTerm(-tokens.batch.fields["advantage"] * tokens.batch.log_probs)
+        return PolicyTerm(-tokens.batch.columns["advantage"] * tokens.batch.log_probs)
 
 
 class Explodes(Plain):

@@ -70,8 +70,8 @@ def test_gspo_clips_a_rollout_whole() -> None:
     rows = made_up_rows(1, [[6], [6]])
     for row, gap in zip(rows, (0.1, 1e-4)):
         row.mask[1:] = True
-        row.fields["rollout_log_prob"] = row.log_probs.detach() - gap
-        row.fields["advantage"] = row.log_probs.detach() * 0 + 1.0
+        row.columns["rollout_log_prob"] = row.log_probs.detach() - gap
+        row.columns["advantage"] = row.log_probs.detach() * 0 + 1.0
     found = outcome(replace(DEFAULTS["gspo"], proximal="rollout"), [rows], rows)
     assert not found.gradients[0].any()
     assert found.gradients[2][1:].tolist() == pytest.approx([-math.exp(1e-4) / 5 / 2] * 5)
@@ -86,7 +86,7 @@ def first_update(loss: PolicyLoss, noise: float) -> dict[str, float]:
         row.mask[1:] = True
         exact = row.log_probs.detach().clone()
         rounded = exact + noise * torch.randn(len(exact), generator=random, dtype=exact.dtype)
-        row.fields |= {"proximal_log_prob": exact, "rollout_log_prob": rounded, "age": torch.zeros_like(exact)}
+        row.columns |= {"proximal_log_prob": exact, "rollout_log_prob": rounded, "age": torch.zeros_like(exact)}
     return update_metrics([outcome(loss, [rows], rows).means])
 
 
@@ -107,11 +107,11 @@ def share_of_outlier(loss: Any, mu: float, advantage: float, reference: float) -
     rows = made_up_rows(0, [[8]] * 64, spread=0.01)
     for row in rows:
         row.mask[1:] = True
-        row.fields["advantage"] = row.fields["advantage"].sign() + (row.fields["advantage"] == 0)
+        row.columns["advantage"] = row.columns["advantage"].sign() + (row.columns["advantage"] == 0)
     token = rows[0]
     token.log_probs.data[3] = -1.0
-    token.fields["rollout_log_prob"][3], token.fields["reference_log_prob"][3] = mu, reference
-    token.fields["advantage"][:] = advantage
+    token.columns["rollout_log_prob"][3], token.columns["reference_log_prob"][3] = mu, reference
+    token.columns["advantage"][:] = advantage
     gradients = [gradient.double() for gradient in outcome(loss, [rows], rows).gradients[::2]]
     norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients))
     return abs(gradients[0][3].item()) / norm

@@ -49,7 +49,7 @@ def test_the_rows_of_a_rollout_weigh_as_one_row(name: str) -> None:
     parts = [
         replace(
             first, log_probs=first.log_probs[part], entropy=first.entropy[part], mask=first.mask[part],
-            fields={key: column[part] for key, column in first.fields.items()},
+            columns={key: column[part] for key, column in first.columns.items()},
         )
         for part in (slice(0, 4), slice(4, 9))
     ]  # fmt: skip

@@ -35,8 +35,8 @@ def plain_metrics(loss: Any, rows: Sequence[MadeUpRow]) -> tuple[dict[str, float
     for row in rows:
         rollout = [each for each in rows if each.rollout == row.rollout]
         for t in masked(row):
-            pi, q, mu = (x.exp().item() for x in (row.log_probs[t], old_log_prob(loss, row, t), row.fields[MU][t]))
-            r, a, age = pi / q, row.fields["advantage"][t].item(), int(row.fields["age"][t])
+            pi, q, mu = (x.exp().item() for x in (row.log_probs[t], old_log_prob(loss, row, t), row.columns[MU][t]))
+            r, a, age = pi / q, row.columns["advantage"][t].item(), int(row.columns["age"][t])
             shrink = loss.age_decay**age if loss.max_age else 1.0
             found = {"ratio/mean": r, "ratio/clipped_low": float(a < 0 and r < 1 - loss.clip_low * shrink)}
             above = (a > 0 and r > 1 + loss.clip_high * shrink) or (a < 0 and r > (loss.dual_clip or math.inf))
@@ -103,12 +103,12 @@ def test_the_normalizer_is_tokens_rollouts_or_rollouts_times_a_constant() -> Non
 def test_constants_have_no_gradient_though_fields_come_with_one() -> None:
     rows = made_up_rows(0, [[6], [6]])
     batch = pack_rows(rows)
-    batch.fields = {name: value.requires_grad_() for name, value in batch.fields.items()}
+    batch.columns = {name: value.requires_grad_() for name, value in batch.columns.items()}
     output = FULL(batch)
     scalars = [*output.maxima.values(), *(each for pair in output.means.values() for each in pair)]
     assert not any(scalar.requires_grad for scalar in scalars)
     output.loss.backward()  # type: ignore[no-untyped-call]
-    assert all(value.grad is None for value in batch.fields.values())
+    assert all(value.grad is None for value in batch.columns.values())
 
 
 def test_a_nan_log_prob_is_not_hidden() -> None:
@@ -128,7 +128,7 @@ def test_entropy_is_measured_but_without_a_bonus_has_no_gradient() -> None:
 def test_current_is_recompute_without_the_pass_while_the_policy_is_unchanged() -> None:
     rows = made_up_rows(3, [[6], [4], [5]])
     for row in rows:
-        row.fields["proximal_log_prob"] = row.log_probs.detach().clone()
+        row.columns["proximal_log_prob"] = row.log_probs.detach().clone()
     for loss in (FULL, *DEFAULTS.values()):
         recompute, current = (outcome(replace(loss, proximal=each), [rows], rows) for each in ("recompute", "current"))
         assert current.loss == pytest.approx(recompute.loss)
@@ -144,9 +144,9 @@ def test_weights_of_tis_icepop_and_both(cap: float | None, mask: tuple[float, fl
     """A token with rho 4: truncated (TIS), kept at rho within the mask (IcePop), or left out."""
     rows = made_up_rows(0, [[2]])
     rows[0].mask[1] = True
-    rows[0].fields |= {"advantage": torch.ones(2, dtype=torch.float64)}
-    rows[0].fields["proximal_log_prob"] = rows[0].log_probs.detach().clone()
-    rows[0].fields[MU] = rows[0].log_probs.detach() - math.log(4)
+    rows[0].columns |= {"advantage": torch.ones(2, dtype=torch.float64)}
+    rows[0].columns["proximal_log_prob"] = rows[0].log_probs.detach().clone()
+    rows[0].columns[MU] = rows[0].log_probs.detach() - math.log(4)
     loss = replace(GRPO, proximal="recompute", importance_cap=cap, importance_mask=mask)
     assert outcome(loss, [rows], rows).loss == pytest.approx(-weight)
     by_sequence = replace(loss, importance_mask=None, sequence_mask=mask)

@@ -50,7 +50,7 @@ def test_a_bound_that_binds_leaves_no_gradient_and_never_turns_its_sign(estimato
     """Under a bound the term pulls towards the reference as before, or not at all."""
     for gap in torch.linspace(-16, 16, 65, dtype=torch.float64).tolist():
         row = one_token(-1.0, -1.0, 0.0)
-        row.fields["reference_log_prob"] = row.log_probs.detach() + gap
+        row.columns["reference_log_prob"] = row.log_probs.detach() + gap
         free, held = (
             outcome(replace(DEFAULTS["grpo"], kl_coef=1.0, kl_estimator=estimator, kl_max=most), [[row]], [row])
             for most in (None, 10.0)
