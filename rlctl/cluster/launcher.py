@@ -13,6 +13,7 @@ from typing import Any
 from rlctl.cluster.hosts import Host
 from rlctl.cluster.state import ClusterNode, ClusterState, ClusterStore
 from rlctl.config.cluster_schema import ClusterConfig
+from rlctl.workers.ray_token import token_environment
 
 # Reports progress: (sign, text), the sign one of ok, bad, warning, doing.
 Say = Callable[[str, str], None]
@@ -129,7 +130,7 @@ class Launcher(ABC):
     def environment(self, state: ClusterState) -> dict[str, str]:
         """Return the environment by which a Ray program of this machine finds the cluster."""
         self._store.check_token(state)
-        found = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self._store.token_path)}
+        found = token_environment(self._store.token_path)
         if state.dashboard:
             found["RAY_API_SERVER_ADDRESS"] = f"http://127.0.0.1:{state.dashboard}"
         return found

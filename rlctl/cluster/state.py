@@ -11,7 +11,6 @@ whoever finds it, however rlctl ended, can stop all that was started.
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
 import secrets
@@ -24,6 +23,7 @@ from typing import Any
 
 from rlctl.cluster.hosts import Host, pod_host, slurm_host, ssh_host
 from rlctl.config.errors import UserError, did_you_mean
+from rlctl.workers.ray_token import new_token, read_token, token_digest, write_token
 
 _VERSION = 2
 
@@ -161,18 +161,16 @@ class ClusterStore:
 
     def new_token(self) -> str:
         """Write a new token to its file and return its digest."""
-        return self.keep_token(secrets.token_hex(32))
+        return self.keep_token(new_token())
 
     def keep_token(self, token: str) -> str:
         """Write a token to its file and return its digest."""
         self._make()
-        self.token_path.unlink(missing_ok=True)
-        write_private(self.token_path, token)
-        return _digest(token)
+        return write_token(self.token_path, token)
 
     def token(self) -> str:
         """Return the token."""
-        return self.token_path.read_text(encoding="utf-8").strip()
+        return read_token(self.token_path)
 
     def check_token(self, state: ClusterState) -> None:
         """Raise ClusterError unless the token file is there, private and the one the cluster was started with."""
@@ -184,7 +182,7 @@ class ClusterStore:
             raise ClusterError(f"token {self.token_path} cannot be read: {reason}; mend it, or {restart}") from None
         if stat.S_IMODE(mode) & 0o077:
             raise ClusterError(f"token {self.token_path} is open to other users: chmod 600 it, or {restart}")
-        if _digest(token) != state.token_sha256:
+        if token_digest(token) != state.token_sha256:
             raise ClusterError(f"wrong token: {self.token_path} is not what {self.name} was started with; {restart}")
 
     def keep_logs_of(self, names: list[str]) -> None:
@@ -259,13 +257,3 @@ def not_up(name: str) -> str:
 def node_folder_name() -> str:
     """Return a new name for a node's folder on its host: short, since Ray puts Unix sockets below it."""
     return f"rlctl-{secrets.token_hex(4)}"
-
-
-def write_private(path: Path, text: str, mode: int = 0o600) -> None:
-    """Write a new file that only its owner reads."""
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
-        file.write(text)
-
-
-def _digest(token: str) -> str:
-    return hashlib.sha256(token.encode()).hexdigest()

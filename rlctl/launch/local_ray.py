@@ -7,14 +7,13 @@ run's log folder.
 import itertools
 import logging
 import os
-import secrets
 import signal
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from rlctl.preflight.placement import PlacementError
 from rlctl.utils.cores import usable_cores
 from rlctl.utils.ports import LOOPBACK
 from rlctl.workers import LOOPBACK_ONLY, changed_environment
+from rlctl.workers.ray_token import TOKEN_FILE, token_of_process, write_token
 from rlctl.workers.reaper import SHARED_MEMORY, Reaper, free_bytes
 
 _OBJECT_STORE_BYTES = 1 << 30
@@ -88,9 +88,8 @@ def local_ray(logs: Path, lost: Callable[[str], None] = lambda why: None, deadli
         stack.callback(reaper.close)
         # All attempts have one token: Ray reads it once a process.
         token = stack.enter_context(reaper.folder("rlctl-token-")) / "token"
-        token.touch(0o600, exist_ok=False)
-        token.write_text(_secret())
-        os.environ["RAY_AUTH_TOKEN_PATH"] = str(token)
+        write_token(token, token_of_process())
+        os.environ[TOKEN_FILE] = str(token)
         begin = time.monotonic()
         for attempt in itertools.count(1):
             started = stack.enter_context(ExitStack())
@@ -217,9 +216,3 @@ def _inherited(folder: Path) -> dict[str, str]:
     patience = {"RAY_gcs_rpc_server_reconnect_timeout_s": "86400"}
     # Engines leave files in the temporary folder, compiled kernels too: they are removed with the run's folder.
     return LOOPBACK_ONLY | faces | patience | {"TMPDIR": str(folder)}
-
-
-@cache
-def _secret() -> str:
-    # Ray reads it once a process: a second Ray in this process must have the same.
-    return secrets.token_hex(32)

@@ -56,3 +56,9 @@ def foreign_link(path: Path) -> Path | None:
         if stat.S_ISLNK(status.st_mode) and status.st_uid not in (0, os.geteuid()):
             return each
     return None
+
+
+def write_private(path: Path, text: str, mode: int = 0o600) -> None:
+    """Write a new file that only its owner reads."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
+        file.write(text)

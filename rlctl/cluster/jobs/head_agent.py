@@ -26,14 +26,14 @@ from typing import Any
 import psutil
 import yaml
 
-from rlctl.cluster.state import write_private
 from rlctl.dashboard.run_list import entry
 from rlctl.dashboard.state import read_state
 from rlctl.run.run_dir import JobRecord, RunDir, RunDirError, automatic_name
 from rlctl.telemetry.events import EventLog
 from rlctl.telemetry.jsonl import read_records
-from rlctl.utils.files import write_whole
+from rlctl.utils.files import write_private, write_whole
 from rlctl.utils.process import driver_lives
+from rlctl.workers.ray_token import token_here
 
 _HTTP_S = 20.0
 SECRETS = "job.env"
@@ -199,13 +199,14 @@ def _http(request: dict[str, Any], path: str, body: Any = None, method: str = "G
     job that it does not know. Ray's own client is not used: a status is asked for every few seconds, and importing Ray
     takes longer than the question.
     """
-    file = Path(request["token_path"])
-    # A pod has the token in its environment.
-    token = file.read_text(encoding="utf-8").strip() if file.is_file() else os.environ["RAY_AUTH_TOKEN"]
+    token = token_here(Path(request["token_path"]))
     asked = urllib.request.Request(
         f"http://127.0.0.1:{request['dashboard']}{urllib.parse.quote(path)}",
         data=None if body is None else json.dumps(body).encode(),
-        headers={"Authorization": f"Bearer {token}", "Content-Type": "application/json"},
+        headers={
+            "Authorization": f"Bearer {token}",
+            "Content-Type": "application/json",
+        },
         method=method,
     )
     try:

@@ -17,8 +17,9 @@ from typing import Any
 
 from rlctl.cluster.hosts import program_text, quoted_path
 from rlctl.cluster.ray_start import TOO_SLOW, Place, start_request
-from rlctl.cluster.state import ClusterError, ClusterNode, ClusterState, node_folder_name, write_private
+from rlctl.cluster.state import ClusterError, ClusterNode, ClusterState, node_folder_name
 from rlctl.config.cluster_schema import SlurmCluster
+from rlctl.utils.files import write_private
 
 # The task and its neighbours in `remote_scripts/`.
 _PROGRAMS = ("task", "check", "node")
