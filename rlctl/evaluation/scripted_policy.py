@@ -51,7 +51,7 @@ class PlainChat:
         return bytes(tokens).decode(errors="surrogatepass")
 
     def link(self, messages: list[Message], added: list[Message], tools: Any = ()) -> TurnLink:
-        """Return the texts of what was added."""
+        """Return the texts of the added messages."""
         return TurnLink([], self.prompt(added).tokens)
 
 

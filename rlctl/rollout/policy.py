@@ -12,7 +12,7 @@ class Policy(Protocol):
     async def sample(self, request: TurnRequest) -> Completion:
         """Sample a turn.
 
-        Samples of one rollout that are awaited together are sampled side by side, on one engine. A lost engine is
+        Samples of one rollout that are awaited together are sampled together, on one engine. A lost engine is
         hidden: another one samples the same request. The ids of a request may be sampled again once its sample has
         ended. A cancelled sample ends at once, and `RolloutRunner.abort` returns when the engine has confirmed that it
         stopped, or is lost. Any other exception is a defect of the program.
@@ -41,5 +41,5 @@ class Player(Protocol):
         return 0.0
 
     def describe(self) -> str:
-        """Return what rollouts wait for beside engines, for a human; empty if nothing."""
+        """Return the waits of rollouts for anything but engines, for a human; empty if there are none."""
         return ""

@@ -56,7 +56,7 @@ class RunningRollout:
     runner: "RolloutRunner"
     start: RolloutStart
     taker: RolloutTaker
-    # Its turns come before whatever waits for an engine.
+    # Its turns come before all that wait for an engine.
     ahead: bool
     task: "asyncio.Task[None]" = field(init=False)
     # Turns that it waits for.
@@ -81,7 +81,7 @@ class RunningRollout:
 class RolloutRunner:
     """Plays rollouts with a dispatcher's engines. Methods are called from any thread but the event loop's own.
 
-    events: loop of the player's environments; None: a loop of its own.
+    events: loop of the player's environments; None: a new one, which `close` ends.
     """
 
     def __init__(self, player: Player, engines: Engines, events: EventLoop | None = None) -> None:
@@ -98,7 +98,7 @@ class RolloutRunner:
         self._ended: list[tuple[RunningRollout, Rollout]] = []
 
     def begin(self, starts: Sequence[RolloutStart], taker: RolloutTaker, *, ahead: bool = False) -> None:
-        """Begin rollouts; `taker` gets each as it ends. ahead: before whatever waits for an engine.
+        """Begin rollouts; `taker` gets each as it ends. ahead: before all that wait for an engine.
 
         Raises the first defect of a rollout, see `check`.
         """
@@ -127,7 +127,7 @@ class RolloutRunner:
         return max(self._last_step, self._player.last_step)
 
     def describe(self) -> str:
-        """Return what rollouts wait for beside engines, for a human; empty if nothing."""
+        """Return the waits of rollouts for anything but engines, for a human; empty if there are none."""
         return self._player.describe()
 
     def close(self) -> None:
@@ -145,7 +145,7 @@ class RolloutRunner:
         self.events.call(partial(self._answered, answers))
 
     def restarted(self, requests: list[TurnRequest]) -> None:
-        """Tell whoever began these rollouts that their turns are sampled again; earlier turns stay."""
+        """Tell the takers of these rollouts that their turns are sampled again; earlier turns stay."""
         for taker, rollouts in self.events.run(self._takers(requests)):
             taker.restarted(rollouts, afresh=not self._player.several_turns)
 

@@ -1,4 +1,4 @@
-"""One asyncio event loop on a thread of its own, which other threads enter with a deadline (contract 8)."""
+"""An asyncio event loop on its own thread. Other threads enter it with a deadline (contract 8)."""
 
 import asyncio
 import threading
@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 Value = TypeVar("Value")
-# Seconds in which the loop does what another thread asks: far more than it takes, unless something blocks it.
+# Seconds in which the loop answers another thread. Only a loop that something blocks takes longer.
 ANSWER_S = 300.0
 # Seconds in which tasks that were cancelled end.
 _END_S = 1.0
@@ -47,7 +47,7 @@ class EventLoop:
             work.close()
             raise RuntimeError("the event loop is closed")
         future = asyncio.run_coroutine_threadsafe(work, self.loop)
-        # Whoever submitted may not look at it.
+        # The submitter may never look at it.
         future.add_done_callback(lambda done: None if done.cancelled() else self._note(done.exception()))
         return future
 
@@ -92,7 +92,7 @@ class EventLoop:
     def _run(self) -> None:
         try:
             self.loop.run_forever()
-        except BaseException as error:  # what asyncio hands on, as SystemExit
+        except BaseException as error:  # SystemExit, say, which asyncio lets through
             self._note(error)
 
     def _spawned(self, task: "asyncio.Task[Any]") -> None:
@@ -105,7 +105,7 @@ class EventLoop:
 
 
 def blocked(deadline_s: float) -> RuntimeError:
-    """Return the error of a loop that did not do in time what it was asked."""
+    """Return the error of a loop that did not answer in time."""
     return RuntimeError(f"the event loop did not answer for {deadline_s:.0f} s: something blocks it")
 
 

@@ -1,6 +1,6 @@
 """Player of `rlctl chat`: a person says something, and the policy answers, with the tools that it calls (contract 4).
 
-A conversation goes on from rollout to rollout: each one is the policy's answer to what was said last.
+A conversation goes on from rollout to rollout: each one is the policy's answer to the person's last message.
 """
 
 import queue
@@ -31,7 +31,7 @@ MAX_CALLS = 16
 
 
 class TalkError(RuntimeError):
-    """A turn that cannot be had; one line for the person. What was said before it stays."""
+    """An answer that cannot be given; one line for the person. Earlier turns stay."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def talk_id(number: int) -> RolloutId:
 
 
 class ChatPlayer(Player):
-    """Plays the answers of one conversation. The text of a start's task is what the person says.
+    """Plays the answers of one conversation. The text of a start's task is the person's message.
 
     opening: messages that it begins with. tell: takes each message of the policy and of a tool as it comes.
     """
@@ -112,7 +112,7 @@ class ChatPlayer(Player):
         return f"{what}: begin another with /new"
 
     def _forget_unanswered(self) -> None:
-        """Leave out what was said after the policy's last turn."""
+        """Remove the messages after the policy's last turn."""
         one = self._conversation
         self._leaf = max((index for index, node in enumerate(one.nodes) if node.completion), default=-1)
         del one.nodes[self._leaf + 1 :]
@@ -157,7 +157,7 @@ class Talk:
     def say(self, text: str) -> Iterator[Message]:
         """Say something, and yield the answers of the policy and its tools, message by message.
 
-        Raises TalkError; KeyboardInterrupt stops the turn in flight. Either leaves out what was said last.
+        Raises TalkError; KeyboardInterrupt stops the turn in flight. Either removes the person's last message.
         """
         limits, task = self._limits, Task("talk", [], text, None)
         start = RolloutStart(self._id, task, limits.max_new_tokens, limits.temperature, limits.seed, 0)

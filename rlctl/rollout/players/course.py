@@ -66,7 +66,7 @@ class Course:
         return [*self.conversation.messages, *self.added]
 
     def used_up(self, turn: int, length: int, now: float) -> Ending | None:
-        """Return the budget that allows no turn of this number after so many tokens, as an ending."""
+        """Return the budget that allows no turn of this number after `length` tokens, as an ending."""
         if turn >= self.limits.max_turns:
             return "max_turns"
         if length >= self.limits.max_length or self.start.max_new_tokens < 1:

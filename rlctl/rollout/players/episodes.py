@@ -36,7 +36,7 @@ class Episodes:
     def __init__(self, pool: EnvironmentPool, limits: EpisodeLimits) -> None:
         self.pool, self.limits = pool, limits
         self.last_step = 0.0
-        # When environments were asked what they have not answered yet, by episode.
+        # Time of each action without an answer, by episode.
         self._asked: dict[RolloutId, float] = {}
 
     async def play(self, start: RolloutStart, attempt: Callable[[Course], Awaitable[Reward | None]]) -> Rollout:
@@ -52,7 +52,7 @@ class Episodes:
                     if course.failures > self.limits.max_retries:
                         return course.rollout(None, error.failure)
                 except DataError as error:
-                    # A row or a template that cannot be played: another try would end alike.
+                    # No row or template gets better: another try would fail too.
                     failure = EnvironmentFailure("contract", str(error))
                     self.pool.failures.add("rollout", failure, then=_LEFT_OUT)
                     return course.rollout(None, failure)

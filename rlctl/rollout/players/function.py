@@ -1,12 +1,11 @@
 """Player of rollout functions: the user's coroutine decides each prompt, token by token (contracts 4 and 11).
 
-What is sampled is a tree of tokens that only grows. A prompt that begins with a path of the tree goes on with that
-path, so that one row trains it all; any other prompt begins a row of its own. A sampled token trains exactly once,
-whatever prompts it is in afterwards.
+Sampled tokens are nodes of a tree that only grows. A prompt that begins with a path of the tree goes on with that path,
+so that one row trains both. Any other prompt begins a new row. A sampled token trains exactly once, however often later
+prompts contain it.
 
-Samples that a function begins side by side are sampled side by side. Everything is in the order in which the function
-asked, whichever engine is faster: the numbers of the turns, from which seeds follow, the answers that the function
-gets, and the nodes of the tree.
+Samples that a function begins together are sampled together. Turn numbers, seeds, answers and nodes follow the order in
+which the function asked. No engine's speed changes it.
 """
 
 import asyncio
@@ -105,7 +104,7 @@ class FunctionCall:
         return value
 
     async def _end(self) -> None:
-        """Wait until no engine samples for the call; forget what its process has not replied to."""
+        """Wait until no engine samples for the call; drop the actions without a reply."""
         for action in self._open:
             action.cancel()
         await _all_ended([*self._sampling, *self._open])
@@ -163,7 +162,7 @@ class FunctionCall:
         self._side_by_side |= len(self._sampling) > 1
 
     def _send(self) -> None:
-        """Send the answers that are next, if there are any, and be told what the function asks for meanwhile."""
+        """Send the next answers, and ask the function's process for further samples."""
         answers: list[Any] = []
         for sample in list(self._samples)[self._sent :]:
             if sample.answer is None:
@@ -205,7 +204,7 @@ async def _all_ended(tasks: Collection["asyncio.Task[Any]"]) -> None:
         raise
     finally:
         for each in tasks:
-            # Whoever looks at an error keeps asyncio from telling it again.
+            # An error that is looked at is not reported again by asyncio.
             _ = each.done() and not each.cancelled() and each.exception()
 
 

@@ -1,7 +1,7 @@
 """The tool loop: turns of the policy, and the tools that it calls, until a turn calls none (contract 4).
 
-A turn's prompt is the conversation's tokens so far and the tokens of what was said since (`Chat.link`), so that nothing
-sampled is encoded again.
+A turn's prompt is the conversation's tokens so far and the tokens of the messages since (`Chat.link`). Nothing sampled
+is encoded again.
 """
 
 import asyncio
@@ -69,7 +69,7 @@ class ToolLoop:
         return None
 
     def _prompt(self, course: Course, tools: list[Schema]) -> list[int]:
-        """Put what was added into the conversation, and return the tokens of the next turn's prompt."""
+        """Move the added messages into the conversation, and return the tokens of the next turn's prompt."""
         one, added, course.added = course.conversation, course.added, []
         before = list(one.messages)
         one.messages += added
@@ -91,7 +91,7 @@ class ToolLoop:
             prompt = self.chat.prompt(course.conversation.messages, tools)
         except DataError:
             raise
-        except Exception as error:  # whatever a template raises, or a tokenizer for text that is none
+        except Exception as error:  # any error of a template, or of a tokenizer that refuses the text
             reason = shortened(f"{type(error).__name__}: {error}")
             raise DataError(f"the chat template refuses the messages of this episode: {reason}") from error
         if course.leaf < 0:

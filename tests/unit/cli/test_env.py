@@ -71,7 +71,7 @@ def test_check_of_a_rollout_function_shows_what_it_sampled(rlctl: Rlctl, home: P
     assert done.code == 0 and "sample     after 6 tokens, got 1 token" in done.out
     (home / "my_rollout.py").write_text(play.replace("len(", "length("))
     done = rlctl("env", "check", "my_rollout.py:play")
-    assert done.code == 1 and "episode 1: play raised NameError at my_rollout.py:3: name 'length' is" in done.err
+    assert done.code == 1 and "play raised NameError at my_rollout.py:3: name 'length' is" in done.err
 
 
 def test_check_in_json(rlctl: Rlctl) -> None:
