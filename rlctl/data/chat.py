@@ -1,4 +1,4 @@
-"""Chats as text and tokens: a prompt as the model reads it, and what stands between two of its turns."""
+"""Chats as text and tokens: a prompt as the model reads it, and the tokens between two of its turns."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from rlctl.utils.process import fewer_collections
 # JSON schemas of functions, as chat templates take them.
 Tools = Sequence[dict[str, Any]]
 
-# Stands for the text of a turn, where what a template writes around it is looked at.
+# Stands for the text of a turn, to find the template's text around a turn.
 _ANSWER = "the-text-of-an-answer"
 EMPTY_PROMPT = "the prompt is empty, and the tokenizer puts no token before it: an answer has nothing to follow"
 
@@ -35,15 +35,15 @@ def load_tokenizer(path: str) -> Any:
 
 @dataclass(frozen=True)
 class TurnLink:
-    """Tokens between two of the assistant's turns; none of them is sampled."""
+    """Tokens between two of the assistant's turns; none is sampled."""
 
     # Close a turn that was cut before it ended.
     close: list[int]
-    # What is said in between, and the opening of the next turn.
+    # The messages in between, and the opening of the next turn.
     between: list[int]
 
     def after(self, tokens: Sequence[int], stops: Collection[int]) -> list[int]:
-        """Return what follows a turn of these `tokens`. stops: tokens that end one."""
+        """Return the tokens that follow a turn of these `tokens`. stops: tokens that end one."""
         return self.between if tokens and tokens[-1] in stops else [*self.close, *self.between]
 
 
@@ -53,7 +53,7 @@ class Prompt:
 
     text: str
     tokens: list[int]
-    # Control tokens that the messages spell and that are encoded as text, in order.
+    # Control tokens spelled in the messages, and encoded as text, in order.
     spelled: list[str]
 
 
@@ -61,7 +61,7 @@ class Prompt:
 class Chat:
     """Rules by which prompts and chats become text and tokens.
 
-    Text of messages and tools comes from outside: no added token of the tokenizer comes out of it (`ControlTokens`).
+    Text of messages and tools comes from outside: it yields no added token of the tokenizer (`ControlTokens`).
     """
 
     tokenizer: Any
@@ -86,7 +86,7 @@ class Chat:
         return unmarked(self.render(messages, generation=True, tools=tools))
 
     def spelled(self, messages: Messages, tools: Tools = ()) -> list[str]:
-        """Return the control tokens that messages and tools spell and that are encoded as text, in order."""
+        """Return the control tokens spelled in messages and tools, and encoded as text, in order."""
         if self.special_tokens == "allow":
             return []
         return self._control.spelled([*map(self.marked, messages), *self._control.outside(list(tools))])
@@ -122,7 +122,7 @@ class Chat:
     def link(self, messages: Messages, added: Messages, tools: Tools = ()) -> TurnLink:
         """Return the tokens between the assistant's turn that follows `messages` and its next one.
 
-        added: what is said between the two. The turn itself is not rendered: its tokens are those that were sampled.
+        added: the messages between the two. The turn itself is not rendered: its tokens are those that were sampled.
         Raises DataError if the template cannot go on after a turn.
         """
         said = _ANSWER
@@ -131,7 +131,7 @@ class Chat:
         answer = {"role": "assistant", "content": said}
         try:
             text = self.render([*messages, answer, *added], generation=True, tools=tools)
-        except Exception as error:  # Whatever a template raises.
+        except Exception as error:  # Any error of a template.
             raise DataError(f"the chat template cannot go on after a turn: {' '.join(str(error).split())}") from error
         if said not in text:
             raise DataError("the chat template leaves out the assistant's text, so that no turn can follow it")
@@ -179,7 +179,7 @@ class Chat:
 
     @cached_property
     def _closing(self) -> Callable[[str], list[int]]:
-        """Encodes what closes a turn; it is the same after nearly every turn."""
+        """Encode the text that closes a turn; it is the same after nearly every turn."""
         return lru_cache(maxsize=16)(self.encode)
 
     @cached_property
@@ -230,7 +230,7 @@ class Chat:
         return None if marked else self.tokenizer.eos_token
 
     def begun(self, tokens: list[int]) -> list[int]:
-        """Return `tokens` with those before them that the tokenizer puts before plain text, once."""
+        """Return `tokens` after the tokens that the tokenizer puts before plain text, once."""
         prefix = self._prefix if self.template is None else []
         return tokens if tokens[: len(prefix)] == prefix else [*prefix, *tokens]
 

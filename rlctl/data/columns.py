@@ -1,4 +1,4 @@
-"""Columns of a row: nested ones by dotted names, and what other tools call them.
+"""Columns of a row: nested ones by dotted names, and the names that other tools use.
 
 `reward_model.ground_truth` is the key ground_truth in the column reward_model, as verl writes it; `choices.0` is the
 first of a list. A column whose own name has a dot comes first.
@@ -7,7 +7,7 @@ first of a list. A column whose own name has a dot comes first.
 from collections.abc import Mapping
 from typing import Any
 
-# What a chat's roles are called in ShareGPT's convention.
+# Names of a chat's roles in ShareGPT's convention.
 SHAREGPT_ROLES = {
     "human": "user",
     "user": "user",
@@ -42,7 +42,7 @@ def has_column(values: Mapping[str, Any], key: str) -> bool:
 
 
 def convention(values: Mapping[str, Any], section: str = "") -> str:
-    """Return whose convention a row's columns follow, with the keys that mend the config; empty if it is not known.
+    """Return the convention of a row's columns, with the keys that mend the config; empty if it is not known.
 
     section: the key that these keys are in, such as data.train.
     """
@@ -53,7 +53,7 @@ def convention(values: Mapping[str, Any], section: str = "") -> str:
     return ""
 
 
-# (columns, whose they are, what reads them), the most telling first.
+# (columns, their convention, keys that read them), the most telling first.
 _CONVENTIONS: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
     (("chosen", "rejected"), "these are preferences (DPO, reward models), which rlctl does not train on", ()),
     (("prompt", "reward_model.ground_truth"), "these are verl's columns", ("answer_key=reward_model.ground_truth",)),

@@ -42,7 +42,7 @@ class TextBackend:
     tokenizer: Any
     # Ids of the placeholders -> those of the tokens.
     ids: dict[int, int]
-    # Ids that no text may give. The token of unknown text is none of them.
+    # Ids that no text may give. The token of unknown text is not included.
     never: frozenset[int]
 
     def encode(self, text: str) -> list[int]:
@@ -85,7 +85,7 @@ class ControlTokens:
         return value
 
     def joined(self, texts: list[str]) -> str:
-        """Return marked texts as one, with marks also where only two of them together spell a token."""
+        """Return marked texts as one, with marks also where only two texts together spell a token."""
         whole = ""
         for text in texts:
             plain, behind = unmarked(whole), unmarked(text)
@@ -124,7 +124,7 @@ class ControlTokens:
         return list(self._tokenizer(text, add_special_tokens=False).input_ids)
 
     def _role(self, role: Any) -> Any:
-        """Return a role with marks throughout if a template could make a control token of it, as <|end|> of `end`."""
+        """Return a role with marks throughout if a template could make it a control token, as `end` to <|end|>."""
         if not isinstance(role, str) or role in _ROLES or not role:
             return self.outside(role)
         if role.replace("-", "_").isidentifier() and not any(role in token for token in self._added):

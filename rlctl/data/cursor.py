@@ -1,7 +1,7 @@
 """Cursor over a data set: an endless, resumable order of rows whose whole state is {epoch, index, rows}.
 
 The order of an epoch is a pure function of (seed, epoch), so a resume replays nothing. Every row comes exactly once an
-epoch, whatever the batch sizes. A batch may reach into the next epoch; none is cut short.
+epoch, for any batch sizes. A batch may reach into the next epoch; none is cut short.
 """
 
 from collections.abc import Sequence
@@ -115,7 +115,7 @@ class RowSource(Generic[Drawn]):
         return [self._named(draw) for draw in self.cursor.draw(n)]
 
     def at(self, number: int) -> Drawn:
-        """Return the row that the draw of that number gave, or will give."""
+        """Return the row of the draw with that number, past or to come."""
         return self._named(self.cursor.at(number))
 
     def ahead(self, first: int, n: int) -> list[Drawn]:

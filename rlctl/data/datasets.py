@@ -33,13 +33,13 @@ class RowGenerator(Protocol):
     """Library that makes the rows of a path NAME:DATASET from arguments, among them a seed; NAME is its own."""
 
     def problems(self, dataset: str, args: Mapping[str, Any]) -> list[tuple[str, str]]:
-        """Return (key below the data set's section, what is wrong) of each mistake; makes no rows."""
+        """Return (key below the data set's section, problem) of each mistake; makes no rows."""
 
     def seeds(self, dataset: str, args: Mapping[str, Any]) -> range:
         """Return the seeds of single rows: data sets of one name share the rows of seeds that both have."""
 
     def read(self, dataset: str, args: Mapping[str, Any], most: int | None) -> Read:
-        """Yield (origin, columns), at most so many rows, equal for equal arguments. Raises DataError."""
+        """Yield (origin, columns) of at most that number of rows, equal for equal arguments. Raises DataError."""
 
 
 def generator_of(path: str | Sequence[str] | None) -> tuple[RowGenerator, str] | None:
@@ -51,8 +51,8 @@ def generator_of(path: str | Sequence[str] | None) -> tuple[RowGenerator, str] |
 def load_rows(section: DatasetSection) -> list[Row]:
     """Return the rows of `section`, at most `limit`. Raises DataError.
 
-    `path` is one or several files, a folder that the datasets library saved, a generator and its data set
-    (`reasoning_gym:chain_sum`), or else a hub dataset, whose configuration follows a colon (`openai/gsm8k:main`).
+    `path` is one or several files, a folder saved by the datasets library, a generator and its data set
+    (`reasoning_gym:chain_sum`), or else a hub dataset, with its configuration after a colon (`openai/gsm8k:main`).
     """
     if section.path is None:
         raise DataError("no data set: path is null")
@@ -69,7 +69,7 @@ def shown(path: str | Sequence[str] | None) -> str:
 
 
 def _read(section: DatasetSection) -> Read:
-    """Yield (origin, columns). What has no splits is one, train; slices such as `train[:90%]` are of any split."""
+    """Yield (origin, columns). A data set without splits is one, train; slices (`train[:90%]`) fit any split."""
     path, split = section.path or (), section.split
     files = files_of(path)
     if not files:

@@ -1,4 +1,4 @@
-"""Tokens that end an answer: the one that SFT trains after it, and all at which GRPO stops sampling."""
+"""Tokens that end an answer: the one trained after an answer by SFT, and all at which GRPO stops sampling."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -59,11 +59,11 @@ class TurnEnd:
 
 
 def find_turn_end(render: Callable[[Messages], str], tokenizer: Any) -> TurnEnd:
-    """Return what follows the text of an answer where the template renders a chat of two messages."""
+    """Return the rendered text after an answer, in the template's chat of two messages."""
     text = "the-text-of-an-answer"
     try:
         rendered = render([{"role": "user", "content": "question"}, {"role": "assistant", "content": text}])
-    except Exception as error:  # Whatever a template raises; rows that it cannot render are named by their place.
+    except Exception as error:  # Any error of a template; rows that it cannot render are named by their place.
         reason = " ".join(str(error).split())
         return TurnEnd(warnings=(f"the chat template refuses a question and its answer: {reason}; {_UNKNOWN}",))
     if text not in rendered:

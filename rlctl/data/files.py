@@ -1,4 +1,4 @@
-"""Files of rows: JSON lines (also gzipped), JSON, CSV, Parquet. What is wrong is a `DataError` with its place."""
+"""Files of rows: JSON lines (also gzipped), JSON, CSV, Parquet. A mistake is a `DataError` with its place."""
 
 import codecs
 import csv
@@ -38,7 +38,7 @@ def is_file_of_rows(path: str) -> bool:
 def files_of(path: str | Sequence[str]) -> list[str]:
     """Return the files that `path` names: a file, a pattern such as `part-*.jsonl`, or a list of both.
 
-    A pattern's files come in the order of their names; what is no file and no pattern, such as a hub data set, stays.
+    A pattern's files come in the order of their names; a name of no file and no pattern, such as a hub data set, stays.
     """
     named = [path] if isinstance(path, str) else path
     found: list[str] = []
@@ -146,7 +146,7 @@ _TOO_DEEP = f"nested too deep: a row may have {MAX_DEPTH} levels; write what is 
 
 
 def _is_deep(value: Any) -> bool:
-    """Return True above MAX_DEPTH levels. It goes level by level, since recursion is what deep values break."""
+    """Return True above MAX_DEPTH levels. It goes level by level, since deep values would break recursion."""
     level = [value]
     for _ in range(MAX_DEPTH):
         holders = (each for each in level if isinstance(each, dict | list))

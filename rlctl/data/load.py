@@ -74,7 +74,7 @@ class RowReader:
         validated = data.has_validation and self._config.validation.every > 0
         train, held_out = read_train(self._config), list[Row]()
         if data.validation.fraction is not None:
-            # Also where nothing is validated: the rows stay apart whatever the run does.
+            # Also where nothing is validated: the rows stay apart in every kind of run.
             train, held_out = split_off(train, data.train, data.validation.fraction)
         elif validated:
             held_out = read_rows(self._config, data.validation)
@@ -134,7 +134,7 @@ def read_rows(config: RunConfig, section: DatasetSection) -> list[Row]:
     sft = isinstance(config, SftConfig)
     answered = isinstance(config, GrpoConfig) and needs_answers(config.rewards)
     played = isinstance(config, GrpoConfig) and config.environment.enabled
-    # One row a shape of chat that a template may refuse: who speaks first, who after whom, and that nothing is said.
+    # One row a shape of chat that a template may refuse: the first role, the order of the roles, and if all is empty.
     unusual: dict[tuple[object, ...], Row] = {}
     for row in rows:
         if played:

@@ -1,9 +1,8 @@
-"""Mixture of data sets: which source each draw is of, and which row of it, as functions of the draw's number.
+"""Mixture of data sets: each draw's source and row, as functions of the draw's number.
 
-Source i of weight w_i has, among the first n draws, n w_i / (w_1 + w_2 + ...) of them, to within one or two (the
+Source i of weight w_i has, among the first n draws, n w_i / (w_1 + w_2 + ...) draws, to within one or two (the
 Webster/Sainte-Lague method: its k-th draw, from 0 on, is due at (k + 1/2) / w_i). Nothing depends on which rollouts end
-first: a slow source keeps its share, and a resume needs the number alone. Each source has an order and epochs of its
-own.
+first: a slow source keeps its share, and a resume needs the number alone. Each source has a separate order and epochs.
 """
 
 from collections import Counter
@@ -44,7 +43,7 @@ def step_lengths(samples: list[SupervisedSample], config: SftConfig) -> Iterator
 
 
 def first_of_each(rows: Sequence[Drawn], most: int | None) -> list[Drawn]:
-    """Return at most so many rows, those of each source in turn."""
+    """Return at most `most` rows, from each source in turn."""
     seen: Counter[str] = Counter()
     ranks = []
     for row in rows:
@@ -67,7 +66,7 @@ class Shares:
 
     def counts(self, number: int) -> list[int]:
         """Return how many of the first `number` draws are of each source."""
-        # At this time no more than `number` draws are due; what is left is given out one by one.
+        # At this time no more than `number` draws are due; the rest is given out one by one.
         time = max(0, number - len(self._weights))
         counts = [(2 * weight * time + self._total) // (2 * self._total) for weight in self._weights]
         for _ in range(number - sum(counts)):

@@ -1,8 +1,8 @@
 """Tasks of the library reasoning-gym, which makes them from a seed: rows for `path: reasoning_gym:NAME`, and scores.
 
-Rows are made in a process of their own, whose hash seed is fixed: some data sets go through sets of text, so that equal
-seeds would else give other rows in another process. A row keeps what its score needs as a Python literal, since JSON
-has no tuples and no whole numbers as keys, and some data sets score with both.
+Rows are made in a separate process with a fixed hash seed: some data sets go through sets of text, so that equal seeds
+would else give other rows in another process. A row keeps the input of its score as a Python literal: JSON has no
+tuples and no whole numbers as keys, and some data sets score with both.
 """
 
 import ast
@@ -29,7 +29,7 @@ _LEFT_OUT = ("composite",)
 
 
 def missing_library() -> str:
-    """Return what to type if the library is not installed; empty if it is."""
+    """Return the command to type if the library is not installed; empty if it is."""
     absent = "reasoning_gym needs the library reasoning-gym: pip install 'rlctl[reasoning-gym]'"
     return absent if find_spec("reasoning_gym") is None else ""
 

@@ -151,7 +151,7 @@ def _messages(row: Row, section: DatasetSection) -> Messages:
 
 
 def _alpaca_input(row: Row, section: DatasetSection) -> str:
-    """Return what follows an instruction in Alpaca's files: its input, after a blank line."""
+    """Return the text after an instruction in Alpaca's files: its input, after a blank line."""
     more = row.values.get("input") if section.prompt_key == "instruction" else None
     return f"\n\n{more}" if isinstance(more, str) and more.strip() else ""
 

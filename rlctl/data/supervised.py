@@ -62,7 +62,7 @@ class ChatSamples:
 def chat_samples(
     chat: Chat, messages: Messages, train: Literal["all", "last"], history: History, tools: Tools = ()
 ) -> ChatSamples:
-    """Return the samples of a chat. Each trained turn is trained in one of them.
+    """Return the samples of a chat. Each trained turn is trained in one sample.
 
     train: all assistant turns, or the last. tools: JSON schemas that the prompt shows. Raises DataError if there is no
     assistant turn, or if the template does not write one as the model would say it.
@@ -147,7 +147,7 @@ def _turn(chat: Chat, messages: Messages, index: int, tools: Tools) -> TrainedTu
 
 
 def _thinking(chat: Chat, message: dict[str, Any], opened: bool) -> re.Match[str] | None:
-    """Return the thinking of a message. opened: its prompt opens one, so that a field of its own counts too."""
+    """Return the thinking of a message. opened: its prompt opens one, so that a separate field counts too."""
     marked = chat.marked(message)
     fields = (marked.get(name) for name in ("reasoning_content", "reasoning", "thinking"))
     apart = next((field for field in fields if isinstance(field, str) and field.strip()), None)

@@ -1,4 +1,4 @@
-"""Rows as `Task`s (GRPO) and `SupervisedSample`s (SFT), with a report of those that are cut or left out.
+"""Rows as `Task`s (GRPO) and `SupervisedSample`s (SFT), with a report of rows cut or left out.
 
 A row is a chat if it has the messages column, else a prompt text (a user message where there is a template).
 """
@@ -21,7 +21,7 @@ from rlctl.data.tasks import SupervisedSample, Task
 
 @dataclass
 class LengthReport:
-    """Counts of rows by what their lengths cost."""
+    """Counts of rows cut or left out for their lengths, and of other findings."""
 
     rows: int
     # Left out: the prompt is too long.
@@ -33,7 +33,7 @@ class LengthReport:
     unanswered: int = 0
     # Samples whose last token does not end an answer.
     unended: int = 0
-    # Rows that spell a control token, which is encoded as text; place of the first one, with the token.
+    # Rows with a spelled control token, encoded as text; place of the first one, with the token.
     spelled: int = 0
     first_spelled: str = ""
     # Rows whose earlier turns the chat template writes otherwise once the chat goes on, and their samples.
@@ -128,7 +128,8 @@ def tokenize_samples(
     max_prompt_length: int | None,
     max_length: int,
 ) -> tuple[list[SupervisedSample], LengthReport]:
-    """Return samples named `r{row}`, cut after `max_length` tokens. turns: which are trained on, and in what history.
+    """Return samples named `r{row}`, cut after `max_length` tokens. turns: the choice of trained turns, and their
+    history.
 
     Further samples of a row, of turns that the template rewrites, are named `r{row}.1` and so on.
     A sample whose first trained token comes after `max_prompt_length` or `max_length` is left out and counted.

@@ -35,7 +35,7 @@ class ModelFiles:
         """Return the facts of a folder or hub name. A hub model is downloaded once into the Hugging Face cache.
 
         With `random_init` the folder is made inside the run directory, once for all attempts. Raises ModelError for a
-        model that rlctl does not train, and for weights that are quantised, cut short or missing.
+        model that rlctl does not train, and for quantised, truncated or missing weights.
         """
         source = model.path
         if not Path(source).is_dir():
@@ -57,7 +57,7 @@ class ModelFiles:
 def _make_random(shape: str, folder: str, seed: int) -> None:
     if (Path(folder) / "config.json").exists():
         return
-    # In a process of its own: the driver stays free of torch.
+    # In a separate process: the driver stays free of torch.
     command = [sys.executable, "-m", "rlctl.models.meta_model", shape, folder, str(seed)]
     made = subprocess.run(command, capture_output=True, text=True, check=False)
     if made.returncode:

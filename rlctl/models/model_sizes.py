@@ -1,7 +1,7 @@
 """Sizes of one model folder, read from its config.json as plain JSON: dimensions, limits, number of parameters.
 
-Parameters are counted by formula, exactly as transformers builds the architectures that rlctl trains, so that checks
-and memory forecasts need neither torch nor the weights.
+Parameters are counted by formula, exactly as transformers builds the architectures. So checks and memory forecasts need
+neither torch nor the weights.
 """
 
 import json
@@ -74,7 +74,7 @@ class ModelSizes:
 
     @property
     def embedding_parameters(self) -> int:
-        """Parameters of the input embedding; the output has as many of its own unless tied."""
+        """Parameters of the input embedding; the output has the same number unless tied."""
         return self.vocab * self.hidden
 
     @property
@@ -100,7 +100,7 @@ class ModelSizes:
 def config_file(model: str) -> Path | None:
     """Return the config.json of a model folder, or of a hub name in the local hub cache; None when it is not here."""
     folder = Path(model)
-    # Path.is_dir would raise for what no file can be named.
+    # Path.is_dir would raise for a text that cannot name a file.
     if not os.path.isdir(folder):
         home = Path(os.environ.get("HF_HOME", Path.home() / ".cache/huggingface"))
         cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub")) / f"models--{model.replace('/', '--')}"
@@ -183,7 +183,7 @@ def _size(raw: dict[str, Any], name: str) -> int:
 
 
 def _quantised(raw: dict[str, Any]) -> str | None:
-    """Return what is wrong with weights that config.json calls quantised."""
+    """Return the problem with weights that config.json calls quantised."""
     key = next((name for name in ("quantization_config", "compression_config") if raw.get(name)), None)
     if key is None:
         return None
@@ -196,7 +196,7 @@ def _quantised(raw: dict[str, Any]) -> str | None:
 
 
 def _window(row: ArchitectureRow, raw: dict[str, Any]) -> str | None:
-    """Return what is wrong with attention that does not see the whole sequence, as transformers 5.19 and vLLM read it.
+    """Return the problem with attention to less than the whole sequence, as transformers 5.19 and vLLM read it.
 
     Raises KeyError without a num_hidden_layers that decides.
     """

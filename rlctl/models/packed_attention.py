@@ -23,7 +23,7 @@ def _varlen_options() -> dict[str, Any]:
     return causal | ({"enable_gqa": False} if "enable_gqa" in known else {})
 
 
-# Found once: what is compiled must not look.
+# Found once: compiled code must not look.
 _VARLEN = _varlen_options()
 
 

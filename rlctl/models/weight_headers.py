@@ -1,7 +1,7 @@
 """Headers of a folder's safetensors: names, dtypes, sizes. No torch, and no weight is read.
 
 Quantised weights need their scales, which rlctl does not apply. They are refused by the names and dtypes of tensors,
-whatever config.json says.
+even if config.json says nothing.
 """
 
 import json

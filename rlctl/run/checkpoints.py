@@ -2,7 +2,7 @@
 
 Each is written to `tmp_step_N`, synced, then renamed. The newest `keep_last` and the `keep_best` best by a metric stay.
 Apart from the trainer's state a checkpoint has one JSON file: version, data cursor, metric.
-A manifest holds the digest of every file; a resume compares a file with it before reading it.
+A manifest holds the digest of every file; a resume checks the digest before it reads the file.
 """
 
 import json
@@ -52,7 +52,7 @@ def damage_of_weights(model: Path) -> str:
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written; nothing of it is left."""
+    """A checkpoint could not be written; no part is left."""
 
 
 class NoWholeCheckpoint(UserError):
@@ -69,7 +69,7 @@ class Found:
 
     # None for a run without checkpoints.
     checkpoint: Checkpoint | None
-    # Newer ones that cannot be used, by folder, each with a line that says why.
+    # Newer ones that cannot be used: folder -> the reason in one line.
     damaged: dict[Path, str]
     # Further lines for the user.
     notes: list[str]
@@ -82,11 +82,11 @@ class Checkpoints:
         self._folder, self._keep_last, self._keep_best = folder, keep_last, keep_best
 
     def save(self, step: int, state: dict[str, Any], write: Callable[[Path], None]) -> Checkpoint:
-        """Save a checkpoint; `write` fills the folder that it is given.
+        """Save a checkpoint; `write` fills the folder given as its argument.
 
         `state["score"]` ranks checkpoints: the larger the better, among equals the earlier; None is not ranked.
-        Raises CheckpointError (a full disk, say), or the loss of a worker, after removing what was begun; earlier ones
-        stay untouched.
+        Raises CheckpointError (a full disk, say), or the loss of a worker, after removing the unfinished folder;
+        earlier ones stay untouched.
         """
         temporary, final = self._folder / f"tmp_step_{step}", self._folder / f"step_{step}"
         shutil.rmtree(temporary, ignore_errors=True)

@@ -69,7 +69,7 @@ class Contradiction:
 
 
 def made_with(config: RunConfig, model: Path | None) -> dict[str, Any]:
-    """Describe a run's model, tokenizer and data as plain values; None for those that are not on this machine.
+    """Describe a run's model, tokenizer and data as plain values; None for inputs that are not on this machine.
 
     model: a Hugging Face folder; None: not here yet.
     """

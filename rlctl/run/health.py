@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 Metrics = Mapping[str, float]
-# (metric's value, its bound, what is wrong), or None within the bound.
+# (metric's value, its bound, the warning's words), or None within the bound.
 Finding = tuple[float, float, str] | None
 
 
@@ -41,8 +41,8 @@ class HealthCheck(ABC):
     name: str
     metric: str
     bound: float
-    # The warning's words, with {value}, {bound} and what else the check knows.
-    what: str
+    # The warning's words, with {value}, {bound} and further fields of the check.
+    message: str
     # Leaving the bound stops the run, also without `health.stop`.
     fatal: bool = field(default=False, kw_only=True)
 
@@ -63,7 +63,7 @@ class HealthCheck(ABC):
 class Ceiling(HealthCheck):
     """A metric that stays at or below `bound`; it may exceed it in fewer than `patience` measured steps in a row.
 
-    `what` also knows {steps}. A NaN is above every bound.
+    `message` may also have {steps}. A NaN is above every bound.
     """
 
     patience: int = 1
@@ -74,7 +74,7 @@ class Ceiling(HealthCheck):
         self.above = 0 if value <= self.bound else self.above + 1
         if self.above < self.patience:
             return None
-        return value, self.bound, self.what.format(value=value, bound=self.bound, steps=self.above)
+        return value, self.bound, self.message.format(value=value, bound=self.bound, steps=self.above)
 
     def state_dict(self) -> Any:
         return self.above
@@ -96,9 +96,9 @@ class ShareCeiling(Ceiling):
 
 @dataclass
 class Jump(HealthCheck):
-    """A metric that stays within `bound` times its median over the last `window` values, once half of them are there.
+    """A metric that stays within `bound` times its median over the last `window` values, once half the window is there.
 
-    A value of 0 is not counted: nothing was learnt in such a step. `what` also knows {ratio} and {window}.
+    A value of 0 is not counted: nothing was learnt in such a step. `message` may also have {ratio} and {window}.
     """
 
     window: int = field(kw_only=True)
@@ -115,7 +115,7 @@ class Jump(HealthCheck):
         if not known or value <= self.bound * middle:
             return None
         ratio = value / middle
-        return ratio, self.bound, self.what.format(value=value, ratio=ratio, bound=self.bound, window=self.window)
+        return ratio, self.bound, self.message.format(value=value, ratio=ratio, bound=self.bound, window=self.window)
 
     def state_dict(self) -> Any:
         return list(self.values)
@@ -126,7 +126,7 @@ class Jump(HealthCheck):
 
 @dataclass
 class Decline(HealthCheck):
-    """A metric that gets worse than its first value by at most `bound`. `what` also knows {start} and {lost}."""
+    """A metric that gets worse than its first value by at most `bound`. `message` may also have {start} and {lost}."""
 
     # 1 if small is good, else -1.
     worse: int = field(kw_only=True)
@@ -139,7 +139,7 @@ class Decline(HealthCheck):
         # Shares of few prompts are coarse: a loss that equals the bound up to rounding is within it.
         if lost <= self.bound + 1e-9:
             return None
-        return lost, self.bound, self.what.format(value=value, start=self.start, lost=lost, bound=self.bound)
+        return lost, self.bound, self.message.format(value=value, start=self.start, lost=lost, bound=self.bound)
 
     def state_dict(self) -> Any:
         return self.start

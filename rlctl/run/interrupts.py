@@ -45,20 +45,20 @@ class Interrupts:
         if number == signal.SIGTERM:
             self.by, self.status = "asked to stop", "stopped"
         self.asked = True
-        # On a thread of its own: the interrupted main thread may hold a lock that this waits for.
+        # On a separate thread: the interrupted main thread may hold a lock that this waits for.
         threading.Thread(target=self._notify, name="interrupted").start()
 
 
 @contextmanager
 def stop_signals() -> Iterator[None]:
-    """Treat `kill` and a closed terminal as Ctrl-C, so that the block stops what it started."""
+    """Treat `kill` and a closed terminal as Ctrl-C, so that the block stops its processes."""
     with _handled_by(signal.default_int_handler, signal.SIGTERM, signal.SIGHUP):
         yield
 
 
 @contextmanager
 def unhurried() -> Iterator[None]:
-    """Ignore signals while the block clears up: it takes seconds, and nobody would stop what it leaves."""
+    """Ignore signals while the block clears up: it takes seconds, and nobody else would stop the rest."""
     with _handled_by(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         try:
             yield

@@ -26,7 +26,7 @@ class Loop(ABC):
     ) -> None:
         self._num_steps, self._recorder, self._cursor = num_steps, recorder, cursor
         self._write, self._stop, self._health = write, stop, health
-        # By a health check's name: what its warning says in addition, in the step just done.
+        # Name of a health check -> words added to its warning, in the step just done.
         self._details: dict[str, str] = {}
         # Steps done, which is the weight version.
         self.done = 0
@@ -85,7 +85,7 @@ class Loop(ABC):
             raise self._stopped(fatal[0], start)
 
     def _stopped(self, why: str, start: int) -> HealthStop:
-        """Save the last whole step, and return the error that ends a run which is not healthy."""
+        """Save the last whole step, and return the error that ends an unhealthy run."""
         try:
             if start < self.done and self._recorder.saved != self.done:
                 self.save()

@@ -1,7 +1,7 @@
 """The records of a loop in the run directory: steps, validations, rollouts, checkpoints.
 
-Order at the end of a step: its record, then validation, then the checkpoint. So whatever a kill cuts off
-belongs to steps after the newest checkpoint, which a resume drops and repeats.
+Order at the end of a step: its record, then validation, then the checkpoint. So a kill cuts off only steps after the
+newest checkpoint. A resume drops and repeats them.
 """
 
 import time
@@ -37,7 +37,7 @@ class RunRecorder:
         self._shown = {"train": telemetry.groups_per_step, "validation": telemetry.groups_per_validation}
         self._record_tokens = telemetry.record_tokens
         self.checkpoints = Checkpoints(run_dir.checkpoints, config.checkpoint.keep_last, config.checkpoint.keep_best)
-        # Metrics of the step just done: a checkpoint is ranked by metrics of its own weights alone.
+        # Metrics of the step just done: a checkpoint is ranked by metrics of the saved weights alone.
         self.measured: dict[str, float] = {}
         self.saved: int | None = None
         # The inputs that checkpoints depend on, see fingerprint.py.
@@ -64,7 +64,7 @@ class RunRecorder:
         self.metrics.write("step", step, metrics)
 
     def outcomes(self, step: int, outcomes: Mapping[str, Any]) -> None:
-        """Write what became of the step's tasks."""
+        """Write the outcome of the step's tasks."""
         self._rollouts.outcomes(step, outcomes)
 
     def groups(self, step: int, purpose: GroupPurpose, records: MakeRecords) -> None:

@@ -1,7 +1,7 @@
 """The run directory: the place of each file of a run, and the lock on its name.
 
-`runs/NAME/{config.yaml, events.jsonl, metrics.jsonl, rollouts.jsonl, checkpoints/, logs/attempt_N/}`. The start
-and each resume have logs of their own; `logs/latest` points to the newest.
+`runs/NAME/{config.yaml, events.jsonl, metrics.jsonl, rollouts.jsonl, checkpoints/, logs/attempt_N/}`. The start and
+each resume have separate logs; `logs/latest` points to the newest.
 """
 
 import fcntl
@@ -115,7 +115,7 @@ class RunDir:
             time.sleep(_CLAIM_POLL_S)
 
     def start_attempt(self) -> int:
-        """Make the next `logs/attempt_N`, point `logs/latest` to it, and return N."""
+        """Make the next `logs/attempt_N`, point `logs/latest` there, and return N."""
         number = self.attempt + 1
         folder = self.path / "logs" / f"attempt_{number}"
         folder.mkdir(parents=True)
@@ -148,7 +148,7 @@ class JobRecord:
     work: str
     # How often the run was submitted.
     attempt: int = 1
-    # Path of the run directory on the head, if this one is a copy of it.
+    # Path of the run directory on the head, if this one is a copy.
     remote: str | None = None
     # Path by which the submitter knows the run; None: its own.
     called: str | None = None

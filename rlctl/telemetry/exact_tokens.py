@@ -1,13 +1,13 @@
 """Exact tokens of recorded groups: columns of numbers as text in a line of rollouts.jsonl, and back.
 
-A group's field `exact` has the rows of all its rollouts, one after the other (contract 4: what trains is what was
-sampled). A rollout has one row, and several where its history was rewritten on the way. Fields of `exact`:
+A group's field `exact` has the rows of all its rollouts, one after the other (contract 4: the trained tokens are the
+sampled ones). A rollout has one row, and several where its history was rewritten on the way. Fields of `exact`:
 
 - rows: for each rollout the numbers of tokens of its rows
 - tokens, sampled, log_probs, versions: one column each, as base64 of zlib of little-endian numbers: int32, uint8,
   float32, int32. Columns are those of `TokenRow`.
 
-They take about 7.5 bytes a sampled token, half of them for the log-prob, and 0.3 s of a core for a million tokens.
+They take about 7.5 bytes a sampled token, half for the log-prob, and 0.3 s of a core for a million tokens.
 """
 
 import base64

@@ -1,4 +1,4 @@
-"""JSON lines on disk: a writer that survives a full disk, and readers that skip a half-written line.
+"""JSON lines on disk: a writer that survives a full disk, and readers of files with a half-written line.
 
 The run directory is readable at any instant: a record is one whole line, or it is skipped.
 """
@@ -44,7 +44,7 @@ class JsonlWriter:
                     print(f"warning: cannot write {self._path}: {error.strerror}; the run goes on", file=sys.stderr)
 
     def _append(self, data: bytes) -> None:
-        # Opened each time, so that a file which was replaced (truncate_metrics) is never written to.
+        # Opened each time, so that a replaced file (truncate_metrics) is never written to.
         descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
             while data:

@@ -128,7 +128,7 @@ MEANING = {
 
 
 def meaning(name: str) -> str:
-    """Return what a metric is, also one of a reward or an age; empty if there is no entry."""
+    """Return the description of a metric, also one of a reward or an age; empty if there is no entry."""
     general = re.sub(r"_\d+$", "_K", re.sub(r"^(reward|source|validation)/[^/]+/", r"\1/NAME/", name))
     general = re.sub(r"^environment/endings/.+", "environment/endings/NAME", general)
     return MEANING.get(name) or MEANING.get(general) or ("seconds" if name.startswith("time/") else "")

@@ -1,4 +1,4 @@
-"""Memory and device use of a run, read every few seconds at most, so that fast steps do not pay for it."""
+"""Memory and device use of a run, read every few seconds at most, so that fast steps stay fast."""
 
 import math
 import time

@@ -1,4 +1,4 @@
-"""rollouts.jsonl: what became of each step's tasks, and whole groups of its rollouts; its writer and its index.
+"""rollouts.jsonl: the outcome of each step's tasks, and whole groups of its rollouts; its writer and its index.
 
 Two kinds of lines, each of which begins with its kind and its step:
 
@@ -44,7 +44,7 @@ class RolloutsFile:
         self._warned = False
 
     def outcomes(self, step: int, outcomes: Mapping[str, Any]) -> None:
-        """Write what became of a step's tasks."""
+        """Write the outcome of a step's tasks."""
         self._writer.write({"kind": "prompts", "step": step, **outcomes})
 
     def groups(self, step: int, purpose: GroupPurpose, records: Sequence[Record]) -> None:
@@ -124,7 +124,7 @@ def _places(path: Path) -> list[GroupPlace]:
 
 
 def read_groups(path: Path, places: Sequence[GroupPlace]) -> Iterator[Record]:
-    """Yield the groups at these places; what was replaced meanwhile is left out."""
+    """Yield the groups at these places; groups replaced meanwhile are left out."""
     with path.open("rb") as file:
         for place in places:
             file.seek(place.offset)

@@ -20,8 +20,8 @@ def effective(trained_tokens: int, times: Mapping[str, float], devices: int) -> 
     """Return the end-to-end throughput, tokens/s/device.
 
     Tokens that went through the update, prompts included, divided by the step's wall time without validation and
-    checkpoint, divided by ALL distinct devices, trainer's and generator's. What was sampled and not trained counts in
-    the time alone.
+    checkpoint, divided by ALL distinct devices, trainer's and generator's. Tokens sampled and not trained count in the
+    time alone.
     """
     return _rate(trained_tokens, productive_seconds(dict(times)), devices)
 
@@ -73,7 +73,7 @@ def mfu(training: float, flops: float, device: str) -> float | None:
 def peak_flops(device: str) -> float | None:
     """Return the bf16 peak of a device such as NVIDIA H100 80GB HBM3; None if it is not known for certain.
 
-    Peaks of one chip differ: a PCIe or NVL card is slower than an SXM module, a MIG slice is a part of it. A wrong
+    Peaks of one chip differ: a PCIe or NVL card is slower than an SXM module, and a MIG slice is a part of one. A wrong
     MFU is worse than none.
     """
     words = set(re.findall(r"[A-Z0-9]+", device.upper()))

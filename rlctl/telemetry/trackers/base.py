@@ -4,10 +4,10 @@ A tracker is a class that is called with the run directory, the resolved config 
 `write(kind, step, metrics)` (kind: step or validation) and `close()`, and it may have `samples(purpose, step, groups)`
 (purpose: train or validation; groups: as in rollouts.jsonl).
 
-A record that a tracker fails to take is skipped for that tracker: metrics.jsonl has it. Each cause is one warning, the
-number of skipped records another at the end. The next record is tried; from the second failure in a row on there is a
-pause of 1 s, 2 s and so on up to 5 minutes, in which records are skipped too. A tracker that fails to start is started
-again in the same way, except where its package is missing.
+A record is skipped for a tracker that fails to take it: metrics.jsonl has it. Each cause is one warning, the number of
+skipped records another at the end. The next record is tried; from the second failure in a row on it pauses for 1 s, 2 s
+and so on up to 5 minutes, in which records are skipped too. A tracker that fails to start is started again in the same
+way, except where its package is missing.
 """
 
 import re

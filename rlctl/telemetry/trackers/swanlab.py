@@ -25,7 +25,7 @@ class SwanLab:
             mode=mode,
             config=dict(config),
             resume="allow",
-            # It would send what is printed, and stand between rlctl and the terminal.
+            # It would send printed text, and stand between rlctl and the terminal.
             settings=swanlab.Settings(terminal={"proxy_type": "none"}),
         )
 

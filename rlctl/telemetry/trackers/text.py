@@ -27,7 +27,7 @@ def as_text(groups: Sequence[Record]) -> str:
 
 
 def text_of(rollout: Record) -> str:
-    """Return what followed the prompt; what the policy did not sample is in brackets ⟦ ⟧."""
+    """Return the text after the prompt; text that the policy did not sample is in brackets ⟦ ⟧."""
     return "".join(text if sampled else f"⟦{text}⟧" for text, sampled in rollout.get("text", ()))
 
 

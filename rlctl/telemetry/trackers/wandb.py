@@ -43,7 +43,7 @@ class WandB:
         self._run.define_metric("*", step_metric="step")
 
     def write(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
-        # W&B refuses a step that it has seen, and validation has its step's number: the step is a field of its own.
+        # W&B refuses a step that it has seen, and validation has its step's number: the step is a separate field.
         self._run.log({"step": step, **metrics})
 
     def samples(self, purpose: str, step: int, groups: Sequence[Record]) -> None:
