@@ -1,6 +1,6 @@
 """`rlctl bench grpo --advise`: the division of the devices, the bound on age and the lookahead that suit a model.
 
-Costs are measured on one device, or given; every setup is simulated with them (`simulation.py`).
+Costs are measured on one device, or given; every setup is simulated with these costs (`simulation.py`).
 """
 
 from collections.abc import Iterator
@@ -23,12 +23,12 @@ from rlctl.preflight.load import load
 from rlctl.preflight.resolved import device_of
 from rlctl.utils.devices import device_memory
 
-# Largest bound on age that is tried. Age costs learning, so what is won beyond it is not wanted.
+# Largest bound on age that is tried. Age costs learning, so a gain beyond this bound is not wanted.
 MOST_BOUND = 4
 _MOST_GPUS = 64
 # Rates within this share of the best are as good, and the youngest samples win.
 _AS_GOOD = 0.02
-# Settings that `Setup.apply` replaces, and those that a simulation knows nothing of.
+# Settings that `Setup.apply` replaces, and settings unknown to a simulation.
 _TRIED = (
     "trainer.num_ranks",
     "generation.num_engines",
@@ -100,13 +100,13 @@ class AdviceBench(Bench):
 
 
 def setups(gpus: int) -> Iterator[Setup]:
-    """Yield every setup of so many devices, from 2 on: colocated, then even splits before uneven ones."""
+    """Yield every setup of `gpus` devices, at least 2: colocated, then even splits before uneven ones."""
     yield Setup(gpus, gpus, colocated=True)
     for trainers in sorted(range(1, gpus), key=lambda trainers: abs(2 * trainers - gpus)):
         engines = gpus - trainers
         yield Setup(trainers, engines)
         yield Setup(trainers, engines, bound=1)
-        # The bound 1 has but one lookahead: a step that trains, and one that is sampled.
+        # The bound 1 has but one lookahead: one step is trained while another is sampled.
         for bound in range(2, MOST_BOUND + 1):
             for prefetch in ("auto", "full"):
                 yield Setup(trainers, engines, bound=bound, prefetch=prefetch)
@@ -114,11 +114,11 @@ def setups(gpus: int) -> Iterator[Setup]:
 
 @dataclass(frozen=True)
 class AdviceResults(Results):
-    """Rows of all setups, the fastest first, and what follows from them."""
+    """Rows of all setups, the fastest first, and the advice."""
 
     model: str
     gpus: int
-    # What the costs were measured on; empty if they were given.
+    # Device of the measured costs; empty if they were given.
     measured: str
     # Mean, sigma and cap of the answers', in tokens.
     lengths: tuple[float, float, int]
@@ -128,7 +128,7 @@ class AdviceResults(Results):
 
     @property
     def advised(self) -> SimulatedRow:
-        """Row with the smallest bound, and then the smallest lookahead, of those as good as the best."""
+        """Row with the smallest bound, and then the smallest lookahead, among rows as good as the best."""
         good = [row for row in self.rows if row.effective >= (1 - _AS_GOOD) * self.fastest.effective]
         return min(good, key=lambda row: (*_lookahead(row), -row.effective))
 
@@ -143,7 +143,7 @@ class AdviceResults(Results):
 
     @property
     def most(self) -> tuple[float, SimulatedRow]:
-        """Largest share of the ceiling that whole devices allow, and a row of the split that allows it."""
+        """Largest share of the ceiling for whole devices, and a row of that split."""
         trainer, engine = self._needs
         fair = (trainer + engine) / self.gpus
         rows = [row for row in self.rows if not row.setup.colocated]
@@ -160,7 +160,7 @@ class AdviceResults(Results):
 
     @property
     def _tokens(self) -> tuple[float, float]:
-        """Tokens of a step: trained ones, and of them generated ones."""
+        """Tokens of a step: trained ones, and the generated part."""
         return fmean(row.trained for row in self.rows), fmean(row.generated for row in self.rows)
 
     def share(self, row: SimulatedRow) -> float:
@@ -178,7 +178,7 @@ class AdviceResults(Results):
 
     def report(self, wide: bool) -> list[Line | ResultTable]:
         shown = self.rows[:_SHOWN]
-        # The run that all others are compared with, and the one that is advised, are always there.
+        # The baseline of all comparisons and the advised run are always there.
         shown += [row for row in self.rows[_SHOWN:] if row.setup.colocated or row is self.advised]
         bold = [index for index, row in enumerate(shown) if row is self.advised]
         table = ResultTable([self._cells(row, wide) for row in shown], bold, 2 if wide else 1)
@@ -209,7 +209,7 @@ class AdviceResults(Results):
             yield f"as given: --rates {rates}; refits, rewards and the driver take no time"
 
     def _limits(self) -> Iterator[str]:
-        """Yield what keeps the rows below the ceiling."""
+        """Yield the limits that keep the rows below the ceiling."""
         share, row = self.most
         if share < 0.97:
             trainer, engine = (each / on for each, on in zip(self._needs, (row.setup.trainers, row.setup.engines)))
@@ -255,7 +255,7 @@ class AdviceResults(Results):
 
 
 def _lookahead(row: SimulatedRow) -> tuple[int, bool]:
-    """Return a key by which rows whose samples are younger come first."""
+    """Return a key that sorts rows by the age of their samples, youngest first."""
     return row.setup.bound, row.setup.prefetch == "full"
 
 

@@ -21,7 +21,7 @@ class LearningCurve:
     seconds: list[float]  # of the steps until then, without validation
     accuracy: list[float]
     tokens: int  # generated in the whole run
-    wasted: float  # share of them in groups that were not trained
+    wasted: float  # share in groups that were not trained
 
     def reached(self, target: float) -> int | None:
         """Return the index of the first validation at the target that the next one confirms; None without one.

@@ -57,7 +57,7 @@ class AlgorithmBench(Bench):
         return [Problem(", ".join(names), "", what) for what, names in found.items()]
 
     def measure(self, folder: Path, say: Say) -> AlgorithmResults:
-        """Measure seed by seed, so that whatever Ctrl-C leaves can be compared. A run that fails is left out."""
+        """Measure seed by seed, so that the rows before Ctrl-C can be compared. A run that fails is left out."""
         configs = {name: self._config(name, folder) for name in self.algorithms}
         progress = _Progress(say, [config.grpo.num_steps for config in configs.values()] * self.seeds)
         curves: dict[str, list[LearningCurve]] = {name: [] for name in self.algorithms}
@@ -149,7 +149,7 @@ class _Progress:
         self._done += 1
 
     def watch(self, records: Sequence[Record]) -> None:
-        """Take up what a run recorded; tell of each validation."""
+        """Read a run's new records; tell of each validation."""
         for record in records:
             self._step = int(record["step"])
             if record["kind"] == "validation":

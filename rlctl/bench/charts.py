@@ -1,4 +1,4 @@
-"""Charts that `rlctl bench --plot` writes: bars that compare figures, curves that compare runs.
+"""Charts that `rlctl bench --plot` writes: bars for figures, curves for runs.
 
 matplotlib is imported only when one is drawn.
 """
@@ -71,7 +71,7 @@ class BarChart(Chart):
 
 @dataclass(frozen=True)
 class Curve:
-    """Line through the means of several runs, with a band from the least to the greatest of them."""
+    """Line through the means of several runs, with a band from the least to the greatest run."""
 
     name: str
     x: dict[str, Sequence[float]]  # by the label of the panel

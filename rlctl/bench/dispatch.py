@@ -22,7 +22,7 @@ UNITS = {"": 1, "KB": 1 << 10, "MB": 1 << 20}
 _DEADLINE_S = 300.0
 _BUFFER_BYTES = 1 << 20
 _IDLE_S = 2.0
-# A row ends after so many seconds even if it has not made all of its calls.
+# A row ends after this time even with calls left to make.
 _ROW_S = 10.0
 _LEGEND = (
     "ordinary, compiled: round trip of a call that only takes its payload, median, and p99 of the compiled one; "
@@ -65,7 +65,7 @@ class DispatchBench(Bench):
 
     def measure(self, folder: Path, say: Say) -> "DispatchResults":
         with local_ray(folder):
-            # Bare graphs first: once a graph of ours exists, this process reads every channel as ours does.
+            # Bare graphs first: once an rlctl graph exists, this process reads every channel in the same way.
             floors = {size: self._floors(size, say) for size in self.workers}
             rows = [row for size in self.workers for row in self._rows(size, floors[size], folder, say)]
         return DispatchResults(rows)
@@ -81,7 +81,7 @@ class DispatchBench(Bench):
             with InputNode() as payload:
                 leaves = MultiOutputNode([actor.take.bind(payload) for actor in actors])
             graph = leaves.experimental_compile(_submit_timeout=60, _buffer_size_bytes=_BUFFER_BYTES)
-            # The first call waits for what the actors import.
+            # The first call waits for the actors' imports.
             ray.get(graph.execute(b""), timeout=_DEADLINE_S)
         except Exception:
             return [(None, None)] * len(self.payloads)
@@ -160,7 +160,7 @@ def _idle(group: WorkerGroup) -> float:
 class DispatchRow:
     """One size of group and payload. Without a compiled graph its figures are None, and `why` is the reason.
 
-    A bare actor has no thread of its own, copies nothing, and spins while it waits: its figures are the floors.
+    A bare actor starts no thread, copies nothing, and spins while it waits: its figures are the floors.
     """
 
     workers: int
@@ -169,8 +169,8 @@ class DispatchRow:
     compiled: Spread | None  # round trips
     submit: Spread | None  # the part of a compiled call before the driver waits
     plain: Spread | None  # round trips through a graph over bare actors
-    plain_submit: Spread | None  # its part before the driver waits, of bytes, which Ray hands on as they are
-    idle: float  # cores that the busiest worker burns while nobody calls it
+    plain_submit: Spread | None  # its part before the driver waits, for bytes, which Ray hands on unchanged
+    idle: float  # cores that the busiest worker burns between calls
     why: str
 
     @property

@@ -46,7 +46,7 @@ class BenchWorker(RefitWorker):
     def bench_scheme_rounds(
         self, scheme: Scheme, spec: TransportSpec, buffer_bytes: int, first_rank: int, plan: RefitPlan, rounds: int
     ) -> Measured:
-        """Join the group of the reference schemes, and receive by one of them."""
+        """Join the group of the reference schemes, and receive by one scheme."""
         wire = self._bench.open_wire(spec, buffer_bytes, first_rank + self.rank)
         layout = [(e.name, torch.Size(e.shape), getattr(torch, e.dtype)) for e in plan.entries]
 
@@ -84,7 +84,7 @@ class BenchWorker(RefitWorker):
             self.model_runner.get_model().load_weights(iter(tensors))
 
     def _bench_held(self, plan: RefitPlan) -> dict[str, list[tuple[Any, Tensor]]]:
-        """Return where each tensor is: parts of the live parameters, or on CPU what was delivered to the loader."""
+        """Return where each tensor is: parts of the live parameters, or on CPU the tensors delivered to the loader."""
         if self._rl_regions is None:
             self._rl_regions = find_regions(self.model_runner, plan, self.device)
         held: dict[str, list[tuple[Any, Tensor]]] = {}

@@ -13,7 +13,7 @@ from rlctl.bench.charts import Chart
 from rlctl.config.errors import Problem, did_you_mean
 
 Measured = TypeVar("Measured")
-# Receives one line about what begins, for the display of progress.
+# Receives one line about the part that begins, for the display of progress.
 Say = Callable[[str], None]
 # Cells of one table row, each as (column, text).
 Cells = list[tuple[str, str]]
@@ -30,8 +30,8 @@ class Bench(ABC):
     def measure(self, folder: Path, say: Say) -> "Results":
         """Measure, with logs and temporary files in the empty `folder`, which is removed afterwards.
 
-        Raises ConfigError for settings that only a run's own checks refuse, and RuntimeError, OSError or an error of
-        `rlctl.workers.errors` for a measurement that failed.
+        Raises ConfigError for settings refused by a run's own checks, and RuntimeError, OSError or an error of
+        `rlctl.workers.errors` for a failed measurement.
         """
 
 
@@ -57,16 +57,16 @@ class Results(ABC):
     """Measurements of one bench: a dataclass with `rows`, in the order measured."""
 
     rows: Sequence[Any]
-    # True after Ctrl-C: the rows are what was measured until then.
+    # True after Ctrl-C: the rows were measured until then.
     interrupted: bool = False
 
     @abstractmethod
     def report(self, wide: bool) -> list[Line | ResultTable]:
-        """Return what is printed. wide: the terminal has at least 120 columns."""
+        """Return the printed text. wide: the terminal has at least 120 columns."""
 
     @abstractmethod
     def chart(self) -> Chart:
-        """Return what `--plot` draws."""
+        """Return the chart of `--plot`."""
 
     def derived(self, row: Any) -> dict[str, Any]:
         """Return the figures of a row that follow from its fields, for JSON."""
@@ -83,7 +83,7 @@ class Results(ABC):
 
 
 def until_interrupted(measured: Iterable[Measured]) -> tuple[list[Measured], bool]:
-    """Return what was measured until the end or Ctrl-C, and whether it was Ctrl-C.
+    """Return the measured rows, and True if Ctrl-C ended the measurement.
 
     Raises KeyboardInterrupt if nothing was measured until then.
     """

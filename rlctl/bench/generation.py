@@ -1,4 +1,4 @@
-"""`rlctl bench generation`: what engines sample a second, in one turn and in several turns of as many tokens.
+"""`rlctl bench generation`: engines' tokens a second, in one turn and in several turns of the same total.
 
 No trainer runs, so weights do not change. Engines, dispatcher, players and environment processes are a run's own; all
 rows share the same engines. Prompts are new in every round, so that caches hold a rollout's own turns and its group's
@@ -54,9 +54,9 @@ _TEMPLATE = (
     "{% for m in messages %}{{ 'w4' if m.role == 'assistant' else 'w3' }} {{ m.content }} <end> {% endfor %}"
     "{% if add_generation_prompt %}w4 {% endif %}"
 )
-# Tokens between two turns: what is said, the marks of both, the end of both, and one to spare.
+# Tokens between two turns: the message, the marks of both, the end of both, and one to spare.
 _BETWEEN = len(ANSWER.split()) + 5
-# Forced lengths are drawn, and cut at a turn's tokens: they are drawn so many times as far.
+# Forced lengths are drawn, and cut at a turn's tokens: they are drawn from a range this much longer.
 _FAR = 1000
 # Tokens of a turn before anything is counted, for kernels that are compiled when they are first used.
 _WARM_UP = 4
@@ -116,7 +116,7 @@ class GenerationBench(Bench):
         from rlctl.rollout.episode_setup import environment_pool, set_up
 
         shape, logs, warnings = shape_folder(self.model, folder), folder / "logs", list[str]()
-        # What was written wrong is said before weights are made, which takes minutes.
+        # Mistakes are reported before weights are made, which takes minutes.
         config = self._config(shape, folder)
         say(f"random weights in the shape of {self.model}")
         make_random_model(shape, folder)
@@ -167,7 +167,7 @@ class GenerationBench(Bench):
             f"grpo.num_prompts_per_step={self.prompts}",
             f"grpo.num_generations_per_prompt={self.generations}",
             f"generation.max_new_tokens={self.tokens // max(self.turns)}",
-            # No turn ends before its tokens are sampled, whatever token a user's model ends one with.
+            # No turn ends before its tokens are sampled, for any end token of a user's model.
             f"generation.forced_lengths=[{_FAR * self.tokens},0.001]",
             "environment.name=rlctl.bench.slow_partner:SlowPartner",
             f"environment.args.seconds={self.pause}",
@@ -183,8 +183,8 @@ class GenerationBench(Bench):
         prompts: Iterator[Task],
         say: Say,
     ) -> "Iterator[Round]":
-        """Yield the rounds, all rows in each, so that a device that gets slower slows all of them."""
-        # The first rollouts compile what engines compile when it is first used.
+        """Yield the rounds, all rows in each, so that a device getting slower slows all rows."""
+        # The first rollouts trigger the compilation in the engines.
         say("warm-up")
         for lengths, runner in rows:
             self._round(dispatcher, runner, lengths, prompts, 0, min(_WARM_UP, self.tokens // lengths.turns))
@@ -236,7 +236,7 @@ class Round:
 
 @dataclass(frozen=True)
 class GenerationRow:
-    """Rollouts of so many turns."""
+    """Rollouts of a number of turns."""
 
     turns: int
     rollouts: int  # of a round
@@ -246,7 +246,7 @@ class GenerationRow:
     prefix: float  # share of the prompts' tokens that caches held
     at_once: float  # sequences in an engine's step, mean
     step: float  # seconds of one
-    floor: float  # seconds in which the device can read what a step reads
+    floor: float  # seconds in which the device can read a step's data
     idle: float  # share of the time in which an engine made no step, mean
     driver: float  # CPU seconds of this process a second
 
@@ -280,7 +280,7 @@ def _row(
 
 
 def copy_speed(gpu: bool) -> float:
-    """Return the bytes/s that this machine's first device reads, half of what a copy within its memory moves."""
+    """Return the bytes/s that this machine's first device reads, half the bytes moved by a copy within its memory."""
     import torch
 
     device, size = ("cuda:0", _COPIED) if gpu else ("cpu", _COPIED_CPU)
@@ -296,7 +296,7 @@ def copy_speed(gpu: bool) -> float:
 
 
 def _prompts(chat: "Chat") -> Iterator[Task]:
-    """Yield tasks without end, no two alike but by chance."""
+    """Yield tasks without end, all different but by chance."""
     rng = random.Random(0)
     for number in numbers_from():
         text = random_words(rng, PROMPT_WORDS)
@@ -323,7 +323,7 @@ class GenerationResults(Results):
     devices: int
     speed: float  # bytes/s that a device reads
     rows: list[GenerationRow]
-    warnings: list[str]  # what engines and environments complained of
+    warnings: list[str]  # complaints of engines and environments
     interrupted: bool = False
 
     def derived(self, row: GenerationRow) -> dict[str, Any]:

@@ -112,7 +112,7 @@ class ModeRow:
     effective: float
     training: float
     generation: float
-    idle: dict[str, float]  # share of the step by what the trainer waited for
+    idle: dict[str, float]  # share of the step by the cause of the trainer's wait
     trainer_idle: float
     generator_idle: float
     paused: float  # share of the step in which a refit kept engines from sampling
@@ -122,7 +122,7 @@ class ModeRow:
     wake: float  # and until the engines have theirs
     age: float
     sequences: float  # asynchronous only: sequences that an engine decoded at a time
-    decode_step: float  # asynchronous only: seconds of one token of each of them
+    decode_step: float  # asynchronous only: seconds of one token of each sequence
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ class CopyRates:
     nbytes: int  # of the state that the mover moves
     link: tuple[float, float]  # one large copy
     mover: tuple[float, float]  # the whole state
-    first: float  # seconds of the mover's first way out, which makes the host buffer
+    first: float  # seconds of the mover's first way out, host buffer included
 
     @property
     def shares(self) -> tuple[float, float]:

@@ -29,7 +29,7 @@ _DRIVER = ("time/data", "time/advantage", "time/other")
 def measure_costs(work: GrpoBench, folder: Path, say: Say) -> Costs:
     """Measure one device. work: its `gpus` is 0 or 1, and `make_prompts` was called in `folder`.
 
-    Raises what `run_all` raises.
+    Raises the errors of `run_all`.
     """
     rollouts = _GPU_ROLLOUTS if work.gpus else _CPU_ROLLOUTS
     most = max(1, min(work.prompts, rollouts // work.generations))

@@ -39,7 +39,7 @@ from rlctl.workers.group import Pending, Worker, WorkerGroup, WorkerSpec
 
 _DEADLINE_S = 600.0
 _PROMPT_TOKENS, _REQUESTS, _REQUEST_TOKENS = 64, 16, 192
-# Long enough for decoding to be under way, short enough for requests to outlast the update.
+# Long enough for decoding to begin, short enough for requests to outlast the update.
 _BEFORE_UPDATE_S = 0.25
 
 
@@ -256,7 +256,7 @@ class _Stage:
         """Refit as a run does, through the driver, while every engine samples."""
         stalls, seconds = [], []
         for number in range(self.bench.updates):
-            # Prompts that differ, so that no prefix is cached.
+            # Different prompts, so that no prefix is cached.
             ids = [RequestId(RolloutId("parity", "bench", number * _REQUESTS + i, 0)) for i in range(_REQUESTS)]
             requests = [
                 TurnRequest(each, [7 + each.rollout.group] * _PROMPT_TOKENS, _REQUEST_TOKENS, 1.0, i)

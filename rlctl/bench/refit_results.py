@@ -32,9 +32,9 @@ class SchemeRow:
     trainer_growth: int  # bytes of host memory that the rounds left behind
     engine_growth: int
     checked: bool  # delivered weights were compared
-    wrong: list[str] = field(default_factory=list)  # tensors of which a bit differs from what was sent
+    wrong: list[str] = field(default_factory=list)  # tensors that differ in a bit from the sent ones
     driver: float | None = None  # a whole refit while requests run, as the driver sees it
-    stall: float | None = None  # of those requests, beyond their ordinary gap between tokens
+    stall: float | None = None  # the requests' wait beyond their ordinary gap between tokens
 
     @property
     def pause(self) -> float:
@@ -129,7 +129,7 @@ def _ms(seconds: float | None) -> str:
 def make_row(
     label: str, sent: list[Measured], received: list[Measured], wrong: list[str] | None = None, mode: str = ""
 ) -> SchemeRow:
-    """Return the row of what every trainer rank and engine worker recorded. wrong: None if nothing was compared."""
+    """Return the row of the records of every trainer rank and engine worker. wrong: None if nothing was compared."""
     rounds = range(1 if len(received[0].ends) > 1 else 0, len(received[0].ends))
     seconds, commits = [], []
     for number in rounds:

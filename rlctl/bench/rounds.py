@@ -59,7 +59,7 @@ class BenchEnd:
         self._before = 0
 
     def clear(self) -> None:
-        """Leave the last scheme; later peaks count from what is allocated now."""
+        """Leave the last scheme; later peaks count from the memory allocated now."""
         if self.wire and self.wire.group:
             self.wire.group.abort()
         self.wire = None

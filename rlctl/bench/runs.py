@@ -14,7 +14,7 @@ from rlctl.config.errors import ConfigError, Problem
 from rlctl.telemetry.jsonl import Record, Tail, read_records
 
 _INTERRUPT_S = 60.0
-# Seconds between two looks at what a watched run recorded.
+# Seconds between two looks at a watched run's records.
 _WATCH_S = 0.5
 # Receives the records that a run added.
 Watch = Callable[[list[Record]], None]
@@ -34,8 +34,8 @@ def run_all(
     """Run `rlctl train KIND` with each of the settings (name -> overrides); yield each name with its step records.
 
     Each is the tiny recipe on one model with random weights, in the directory `run_folder(folder, name)`. Raises
-    ConfigError with everything that keeps any of them from starting, before weights are made, which takes minutes.
-    Raises RuntimeError for weights that cannot be made, and with a run's own reason if it fails.
+    ConfigError with every problem of every run, before weights are made, which takes minutes. Raises RuntimeError for
+    weights that cannot be made, and with a run's own reason if it fails.
     """
     shape = shape_folder(model, folder)
     say("checking what is asked for")
@@ -68,7 +68,7 @@ def train(name: str, command: Sequence[str], run: Path, watch: Watch | None = No
     output = run.parent / f"{run.name}.out"
     metrics, records = Tail(run / "metrics.jsonl"), list[Record]()
     with output.open("w") as out:
-        # In a session of its own it gets Ctrl-C once, from here.
+        # In a new session it gets Ctrl-C once, from here.
         process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
         try:
             while True:

@@ -1,6 +1,6 @@
-"""Both ends of the schemes that rlctl's own refit is measured against, from the plain link to the best that is public.
+"""Both ends of the reference schemes for rlctl's refit, from the plain link to the best public one.
 
-- `raw`: large buffers and nothing else: what the link gives.
+- `raw`: large buffers and nothing else: the rate of the link.
 - `each`: one broadcast a tensor, loaded as it arrives.
 - `packed`: tensors concatenated to chunks, broadcast, cut apart and loaded. With two chunks in turn on two streams it
   is the packed broadcast of NeMo-RL (after its public description: new memory for every chunk, boundaries found on
@@ -42,7 +42,7 @@ class Phases:
 
     @contextmanager
     def of(self, name: str, stream: DeviceStream) -> Iterator[None]:
-        """Count what the block queues on `stream` to phase `name`."""
+        """Count the block's work on `stream` to phase `name`."""
         begin = stream.mark()
         yield
         self.spans.setdefault(name, []).append((begin, stream.mark()))
@@ -59,7 +59,7 @@ class Wire:
     group: BroadcastGroup | None  # None on trainer ranks that only take part in gathering
     buffer_bytes: int  # of a chunk
     device: torch.device
-    scratch: Tensor | None = None  # what `raw` sends and receives
+    scratch: Tensor | None = None  # the data of `raw`
 
     def broadcast(self, tensor: Tensor) -> None:
         """Send one tensor's bytes from trainer rank 0."""

@@ -1,8 +1,8 @@
-"""`rlctl bench sequences`: GRPO's training step at several lengths of its sequences, with what is chosen for each.
+"""`rlctl bench sequences`: GRPO's training step at several lengths of its sequences, with the settings chosen for each.
 
 Each length is a fresh process with one trainer rank, as in a run on one device: packs, recomputation and the compiler
-are what `--dry-run` would choose. Weights, tokens and advantages are random. A row trains as many whole sequences as
-the tokens of a step hold, at least one.
+are chosen as by `--dry-run`. Weights, tokens and advantages are random. A row trains as many whole sequences as the
+tokens of a step hold, at least one.
 """
 
 from collections.abc import Iterator
@@ -64,7 +64,7 @@ class SequencesBench(Bench):
 
     def measure(self, folder: Path, say: Say) -> "SequencesResults":
         shape = shape_folder(self.model, folder)
-        # What was written wrong is said before weights are made, which takes minutes.
+        # Mistakes are reported before weights are made, which takes minutes.
         plans = {length: self._plan(shape, length) for length in self.lengths}
         say(f"random weights in the shape of {self.model}")
         make_random_model(shape, folder)
@@ -170,7 +170,7 @@ class SequencesResults(Results):
     model: str
     tokens: int
     rows: list[SequenceRow]
-    failed: list[str]  # what kept lengths from being measured
+    failed: list[str]  # lengths that were not measured, with the reason
     interrupted: bool = False
 
     def errors(self) -> list[str]:

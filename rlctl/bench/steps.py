@@ -1,4 +1,4 @@
-"""Training steps of one trainer rank in a process of its own, on random sequences of one length."""
+"""Training steps of one trainer rank in a separate process, on random sequences of one length."""
 
 import json
 import os
@@ -18,9 +18,9 @@ _LOOK_S = 1.0
 
 
 def in_process(work: Callable[..., Result], *arguments: Any) -> Result:
-    """Return `work(*arguments)` from a process of its own, whose end frees device memory and process groups.
+    """Return `work(*arguments)` from a separate process. Its end frees device memory and process groups.
 
-    The process ends with this one, and at Ctrl-C. Raises RuntimeError with the first line of what the work raised.
+    The process ends with this one, and at Ctrl-C. Raises RuntimeError with the first line of the work's error.
     """
     with ProcessPoolExecutor(
         1, mp_context=get_context("spawn"), initializer=_end_with, initargs=(os.getpid(),)

@@ -30,7 +30,7 @@ class BenchTrainer(SendsWeights):
         super().__init__(self._weights, rank, self._device)
 
     def layout(self, dtype: str) -> list[tuple[str, tuple[int, ...], str]]:
-        """Return the name, shape and dtype of what is sent."""
+        """Return the name, shape and dtype of each sent tensor."""
         return self._weights.layout(dtype)
 
     def rendezvous(self, port: int, parties: int, alone: int) -> None:
@@ -40,7 +40,7 @@ class BenchTrainer(SendsWeights):
         self._alone = Meeting(alone, self._world, server)
 
     def fill(self, version: int) -> None:
-        """Set the weights to those of a version."""
+        """Set the weights to a version's."""
         self._weights.fill(version)
 
     def copy_speed(self, payload: int, rounds: int) -> Measured:
@@ -73,7 +73,7 @@ class BenchTrainer(SendsWeights):
     def scheme_rounds(
         self, scheme: Scheme, spec: TransportSpec, buffer_bytes: int, dtype: str, payload: int, rounds: int
     ) -> Measured:
-        """Join the group of the reference schemes, and send by one of them."""
+        """Join the group of the reference schemes, and send by one scheme."""
         wire = self._end.open_wire(spec, buffer_bytes, 0 if self._rank == 0 else None)
 
         def work(number: int) -> Timing:

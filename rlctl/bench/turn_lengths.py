@@ -13,11 +13,11 @@ from rlctl.rollout.runner import Engines
 
 @dataclass
 class TurnLengths:
-    """Engines that give each turn of a rollout a length of its own, whatever length was asked for, see `Engines`."""
+    """Engines that draw each turn's length, in place of the requested one, see `Engines`."""
 
     engines: Engines
     turns: int
-    # Lengths are in the ratio of log-normal numbers, whose logarithm has this standard deviation. 0: all are alike.
+    # Lengths are in the ratio of log-normal numbers, whose logarithm has this standard deviation. 0: all are equal.
     spread: float
     # Tokens of all turns of a rollout.
     tokens: int
@@ -40,7 +40,7 @@ class TurnLengths:
 
 @lru_cache(maxsize=8192)
 def turn_lengths(rollout: RolloutId, turns: int, tokens: int, spread: float) -> tuple[int, ...]:
-    """Return the tokens of each turn of a rollout: at least 1, `tokens` in all, the same in each call."""
+    """Return the tokens of each turn of a rollout: at least 1, their sum is `tokens`, the same in each call."""
     weights = np.random.default_rng([rollout.group, rollout.index]).lognormal(0, spread, turns)
     # Each turn has one token. The others are shared out; their running sum is rounded, so that none is lost.
     ends = np.rint(np.cumsum(weights) / weights.sum() * (tokens - turns)).astype(int)

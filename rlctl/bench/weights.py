@@ -47,7 +47,7 @@ class RandomShards:
         }
 
     def fill(self, version: int) -> None:
-        """Overwrite the weights with those of a version."""
+        """Overwrite the weights with a version's."""
         for name, shape in self._rows:
             mine = self._own(name, shape)
             first = self._rank * self._padded(shape)[0]
