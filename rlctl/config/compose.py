@@ -17,6 +17,7 @@ from types import NoneType
 from rlctl.config.builtin import CONFIGS, find, recipe_names
 from rlctl.config.errors import ConfigError, Problem, did_you_mean
 from rlctl.config.fields import RECIPE, alternatives, is_section, schema_keys
+from rlctl.config.interpolation import interpolate
 from rlctl.config.provenance import (
     MOST_DEPTH,
     MOST_VALUES,
@@ -30,7 +31,6 @@ from rlctl.config.provenance import (
     read_value,
     show_path,
 )
-from rlctl.config.references import fill_references
 from rlctl.config.schema import KINDS
 
 # Files that one inherits from, one through the other.
@@ -64,10 +64,10 @@ def compose(recipe: Path, overrides: list[str], within: str = "") -> ConfigNode:
         raise ConfigError([Problem(show_path(recipe), "", f"more than {MOST_VALUES:,} values: no config is so large")])
     inner = node_at(root, _RECIPE)
     if inner is None or not isinstance(inner.value, dict):
-        return fill_references(root)
+        return interpolate(root)
     # A reference names a key of the config that it was written in.
-    root = fill_references(put(root, _RECIPE, ConfigNode(None, inner.origin)))
-    return put(root, _RECIPE, fill_references(inner))
+    root = interpolate(put(root, _RECIPE, ConfigNode(None, inner.origin)))
+    return put(root, _RECIPE, interpolate(inner))
 
 
 @cache

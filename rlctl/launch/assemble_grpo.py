@@ -12,10 +12,10 @@ from rlctl.data.load import RunRows, load_prompts
 from rlctl.data.mixture import first_of_each
 from rlctl.data.tasks import Task
 from rlctl.launch.loading import DataLoading, RunData
+from rlctl.launch.precompile import precompile, precompiles
 from rlctl.launch.runtime import Allocation
 from rlctl.launch.sampling import SamplingParts, check_room
 from rlctl.launch.session import Session
-from rlctl.launch.warm_up import warm_up, warms_up
 from rlctl.models.model_files import ModelFiles
 from rlctl.preflight.resolved import Device, Resolved
 from rlctl.preflight.tuning import Tuned
@@ -91,9 +91,9 @@ class GrpoParts:
         session, config, sampling, placement = self.session, self.config, self.sampling, allocation.placement
         pool = sampling.pool
         sampling.connect(allocation, trainer)
-        if pool.sleeps and warms_up(config):
+        if pool.sleeps and precompiles(config):
             pool.rest()
-            warm_up(session, config, trainer)
+            precompile(session, config, trainer)
         devices = Devices(
             placement.trainer_devices,
             placement.generator_devices,

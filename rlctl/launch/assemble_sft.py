@@ -16,10 +16,10 @@ from rlctl.data.load import RunRows, load_samples
 from rlctl.data.mixture import first_of_each, step_lengths
 from rlctl.data.tasks import SupervisedSample, Task
 from rlctl.launch.loading import DataLoading, RunData, load_run_chat
+from rlctl.launch.precompile import precompile, precompiles
 from rlctl.launch.runtime import Allocation
 from rlctl.launch.sampling import SamplingParts, held_out_tasks
 from rlctl.launch.session import Session
-from rlctl.launch.warm_up import warm_up, warms_up
 from rlctl.models.model_files import ModelFiles
 from rlctl.preflight.backend import layout_of
 from rlctl.preflight.resolved import Resolved
@@ -129,8 +129,8 @@ class SftParts:
         sampling.pool.sync(session.start)
         if sampling.pool.sleeps:
             sampling.pool.rest()
-            if warms_up(self.config):
-                warm_up(session, self.config, trainer)
+            if precompiles(self.config):
+                precompile(session, self.config, trainer)
         dispatcher, runner = sampling.open(stack)
         validation = Validation(sampling.config, dispatcher, runner, sampling.score, self.tasks)
         return SampledValidation(validation, sampling.pool, session.recorder, sampling.decode)

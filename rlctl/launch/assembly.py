@@ -20,10 +20,10 @@ from rlctl.data.mixture import order_of
 from rlctl.launch.assemble_grpo import GrpoParts
 from rlctl.launch.assemble_sft import SftParts
 from rlctl.launch.loading import DataLoading, RunData
+from rlctl.launch.precompile import precompile, precompiles
 from rlctl.launch.runtime import Allocation, Runtime
 from rlctl.launch.sampling import SamplingParts
 from rlctl.launch.session import Session, run_session
-from rlctl.launch.warm_up import warm_up, warms_up
 from rlctl.models.model_files import ModelFiles
 from rlctl.models.model_sizes import read_sizes
 from rlctl.preflight.placement import Placement, resources
@@ -137,9 +137,9 @@ def assemble(runtime: Runtime, reader: RowReader, probe_only: bool, session: Ses
         with session.starting("trainer"):
             group.built().wait(deadline_s)
         trainer = TrainerGroup(group, config.trainer)
-        if warms_up(config) and not (pool and pool.sleeps):
+        if precompiles(config) and not (pool and pool.sleeps):
             # Engines start meanwhile.
-            warm_up(session, config, trainer)
+            precompile(session, config, trainer)
         if pool:
             with session.starting("generator"):
                 pool.wait_until_built()

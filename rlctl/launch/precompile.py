@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 _TOKENS = 512
 
 
-def warms_up(config: RunConfig) -> bool:
+def precompiles(config: RunConfig) -> bool:
     """Return True if a run's trainer is compiled, and no warm-up of a compiled graph does the same."""
     return stated(config.trainer.compile) and (isinstance(config, GrpoConfig) or not config.ray_compiled_graph.enabled)
 
 
-def warm_up(session: Session, config: RunConfig, trainer: "TrainerGroup") -> None:
+def precompile(session: Session, config: RunConfig, trainer: "TrainerGroup") -> None:
     """Compile what a step needs: on full packs, since compilers choose kernels by the first sizes that they see."""
     from rlctl.sft.loss import NllLoss
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from rlctl.config.schema import RunConfig
+from rlctl.launch.precompile import precompile, precompiles
 from rlctl.launch.session import Session
-from rlctl.launch.warm_up import warm_up, warms_up
 from rlctl.preflight.load import load
 from rlctl.preflight.tuning import tune
 from rlctl.telemetry.events import EventLog
@@ -36,7 +36,7 @@ def session_in(folder: Path) -> Any:
     ],
 )
 def test_only_a_compiled_trainer_warms_up_and_none_twice(kind: str, overrides: list[str], expected: bool) -> None:
-    assert warms_up(settled(kind, *overrides)) is expected
+    assert precompiles(settled(kind, *overrides)) is expected
 
 
 @pytest.mark.parametrize("kl", [0.0, 0.1])
@@ -47,7 +47,7 @@ def test_each_rank_goes_through_a_full_pack_of_two_lengths(kl: float, tmp_path: 
         warm_up=lambda count, length, loss, log_probs: seen.append((count, length, log_probs))
     )
     session = session_in(tmp_path)
-    warm_up(session, settled("grpo", *sizes, "data.max_prompt_length=8", f"grpo.loss.kl_coef={kl}"), trainer)
+    precompile(session, settled("grpo", *sizes, "data.max_prompt_length=8", f"grpo.loss.kl_coef={kl}"), trainer)
     [(count, length, _), (_, second, _)] = seen
     assert count * length <= 3 * 600 < (count + 3) * length
     assert 2 <= second < length <= 50

@@ -1,4 +1,4 @@
-"""References in values, which OmegaConf fills in: `${a.b}` is another key, `${oc.env:NAME}` an environment variable.
+"""Interpolation of values by OmegaConf: `${a.b}` is another key, `${oc.env:NAME}` an environment variable.
 
 Sections that refer to sections that refer to sections grow by powers, so that sizes are added up before anything is
 filled in. The same walk finds what reads the environment: that is a secret, and no disk may hold it.
@@ -22,11 +22,11 @@ _INNERMOST = re.compile(r"\$\{([^{}]*)\}")
 _FILLED = "\ue000"
 
 
-class _ReferenceError(Exception):
+class _InterpolationError(Exception):
     """A reference that OmegaConf is not asked to fill in."""
 
 
-def fill_references(root: ConfigNode) -> ConfigNode:
+def interpolate(root: ConfigNode) -> ConfigNode:
     """Return the tree with its references filled in. Raises ConfigError with every one that leads nowhere."""
     marked = [(key, node) for key, node in leaves(root) if isinstance(node.value, str) and "${" in node.value]
     if not marked:
@@ -38,7 +38,7 @@ def fill_references(root: ConfigNode) -> ConfigNode:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    errors = (_ReferenceError, OmegaConfBaseException)
+    errors = (_InterpolationError, OmegaConfBaseException)
     walk, total, problems = _Walk(root), 0, []
     for key, node in marked:
         try:
@@ -83,19 +83,19 @@ def _rebuild(node: ConfigNode, filled: dict[int, ConfigNode]) -> ConfigNode:
 
 
 def _parse(text: str) -> tuple[list[str], bool]:
-    """Return the keys that a text refers to, and True if it reads the environment. Raises _ReferenceError."""
+    """Return the keys that a text refers to, and True if it reads the environment. Raises _InterpolationError."""
     keys, secret = [], False
     rest = _ESCAPED.sub(" ", text)
     while found := _INNERMOST.search(rest):
         name, is_resolver, _ = found[1].partition(":")
         if len(found[1]) > _MOST_LETTERS:
-            raise _ReferenceError(f"a reference of more than {_MOST_LETTERS:,} letters")
+            raise _InterpolationError(f"a reference of more than {_MOST_LETTERS:,} letters")
         if is_resolver and name.strip() != "oc.env":
-            raise _ReferenceError("only keys, ${a.b}, and variables, ${oc.env:NAME}, can be referred to")
+            raise _InterpolationError("only keys, ${a.b}, and variables, ${oc.env:NAME}, can be referred to")
         if _FILLED in found[1].partition(",")[0]:
-            raise _ReferenceError("a reference must name its key, not look it up by another reference")
+            raise _InterpolationError("a reference must name its key, not look it up by another reference")
         if name.lstrip().startswith("."):
-            raise _ReferenceError("a reference names the whole key, from the top of the config")
+            raise _InterpolationError("a reference names the whole key, from the top of the config")
         if is_resolver:
             secret = True
         else:
@@ -103,7 +103,7 @@ def _parse(text: str) -> tuple[list[str], bool]:
             keys.append(re.sub(r"\[(\w+)\]", r".\1", name).strip().removeprefix("."))
         rest = rest.replace(found[0], _FILLED, 1)
     if "${" in rest:
-        raise _ReferenceError("a reference without its closing bracket")
+        raise _InterpolationError("a reference without its closing bracket")
     return keys, secret
 
 
@@ -115,21 +115,21 @@ class _Walk:
         self._known: dict[int, tuple[int, bool]] = {}
 
     def find(self, key: str) -> ConfigNode:
-        """Return the node that `${key}` names. Raises _ReferenceError."""
+        """Return the node that `${key}` names. Raises _InterpolationError."""
         found = node_at(self._root, key.split("."))
         if found is None or found.value == MISSING:
-            raise _ReferenceError(f"{key} is not set" if found else f"there is no key {key!r}")
+            raise _InterpolationError(f"{key} is not set" if found else f"there is no key {key!r}")
         return found
 
     def measure(self, key: str, node: ConfigNode, above: tuple[int, ...] = ()) -> tuple[int, bool]:
         """Return the letters of a value once it is filled in, and True if it reads the environment.
 
-        above: ids of the nodes that lead here. Raises _ReferenceError.
+        above: ids of the nodes that lead here. Raises _InterpolationError.
         """
         if id(node) in above:
-            raise _ReferenceError(f"{key} refers to itself")
+            raise _InterpolationError(f"{key} refers to itself")
         if len(above) > _MOST_DEEP:
-            raise _ReferenceError(f"references nested deeper than {_MOST_DEEP} levels")
+            raise _InterpolationError(f"references nested deeper than {_MOST_DEEP} levels")
         if id(node) not in self._known:
             parts, secret, size = [(f"{key}.{name}", child) for name, child in children(node).items()], False, 0
             if not isinstance(node.value, dict | list):
