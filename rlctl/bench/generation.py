@@ -117,7 +117,7 @@ class GenerationBench(Bench):
 
         shape, logs, warnings = shape_folder(self.model, folder), folder / "logs", list[str]()
         # Mistakes are reported before weights are made, which takes minutes.
-        config = self._config(shape, folder)
+        config = self._write_config(shape, folder)
         say(f"random weights in the shape of {self.model}")
         make_random_model(shape, folder)
         config = replace(config, model=replace(config.model, path=str(folder / "model"), random_init=False))
@@ -153,8 +153,8 @@ class GenerationBench(Bench):
         devices = generation.num_engines * generation.tensor_parallel_size
         return GenerationResults(self.model, self.tokens, self.spread, devices, speed, found, warnings, interrupted)
 
-    def _config(self, shape: Path, folder: Path) -> GrpoConfig:
-        """Return the config of engines that serve all rows. Raises ConfigError."""
+    def _write_config(self, shape: Path, folder: Path) -> GrpoConfig:
+        """Write data and a template; return the config of engines that serve all rows. Raises ConfigError."""
         (folder / "train.jsonl").write_text('{"prompt": "w3", "answer": ""}\n')
         (folder / "chat.jinja").write_text(_TEMPLATE)
         settings = (

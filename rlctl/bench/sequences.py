@@ -65,7 +65,7 @@ class SequencesBench(Bench):
     def measure(self, folder: Path, say: Say) -> "SequencesResults":
         shape = shape_folder(self.model, folder)
         # Mistakes are reported before weights are made, which takes minutes.
-        plans = {length: self._plan(shape, length) for length in self.lengths}
+        plans = {length: self._write_plan(shape, length) for length in self.lengths}
         say(f"random weights in the shape of {self.model}")
         make_random_model(shape, folder)
 
@@ -85,8 +85,8 @@ class SequencesBench(Bench):
             raise RuntimeError("; ".join(failed))
         return SequencesResults(self.model, self.tokens, rows, failed, interrupted)
 
-    def _plan(self, shape: Path, length: int) -> GrpoConfig:
-        """Return the config of a run with sequences of that length, everything at `auto` chosen. Raises ConfigError."""
+    def _write_plan(self, shape: Path, length: int) -> GrpoConfig:
+        """Write data; return the config of a run with sequences of that length, settled. Raises ConfigError."""
         (shape / "train.jsonl").write_text('{"prompt": "w3", "answer": ""}\n')
         lengths = (f"data.max_prompt_length={_PROMPT}", f"generation.max_new_tokens={length - _PROMPT}")
         data = (f"data.train.path={shape / 'train.jsonl'}", "data.train.prompt_key=prompt", "rewards=[{name: exact}]")

@@ -69,7 +69,7 @@ def take_down(name: str, say: Say, forget: bool = False) -> ClusterState:
 
 
 def _repair(config: ClusterConfig, store: ClusterStore, say: Say) -> UpResult | None:
-    """Return the cluster if it is up, its lost nodes started again; clear the rest of one that is down."""
+    """Start the lost nodes of a cluster that is up, and return it; clear the rest of one that is down."""
     state = store.load()
     if state is None:
         return None

@@ -264,8 +264,8 @@ class RunReader:
         A restart replaces metrics.jsonl, without the steps that will be done again; what is reread is not new.
         """
         state = self.state
-        events = self._sound(self._events, "time")
-        metrics = [*map(_numbers, self._sound(self._metrics, "time", "step"))]
+        events = self._read_sound(self._events, "time")
+        metrics = [*map(_numbers, self._read_sound(self._metrics, "time", "step"))]
         # Events first: run_started of a resumed run clears what its metrics are about to record again.
         for event in events:
             try:
@@ -294,8 +294,8 @@ class RunReader:
             state.now = self._newest if state.status == "died" else time.time()
         return sorted([*events, *unseen], key=lambda record: float(record["time"]))
 
-    def _sound(self, tail: Tail, *needed: str) -> list[Record]:
-        """Return a file's new records without damaged ones, and count those."""
+    def _read_sound(self, tail: Tail, *needed: str) -> list[Record]:
+        """Read a file's new records; count damaged ones, and return the others."""
         records = tail.read()
         sound = [record for record in records if is_sound(record, needed)]
         self._unsound[tail] += len(records) - len(sound)

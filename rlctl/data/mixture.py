@@ -101,7 +101,7 @@ class MixedCursor:
         return self._position
 
     def draw(self, n: int) -> list[Draw]:
-        """Return the next n draws."""
+        """Draw the next n rows."""
         draws = [self.at(number) for number in range(self._position, self._position + n)]
         self._position += n
         return draws

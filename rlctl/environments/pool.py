@@ -182,14 +182,14 @@ class EnvironmentPool:
         self._spawn(self._watch_memory())
 
     async def _contracts(self) -> dict[str, EnvironmentContract] | EnvironmentFailure:
-        return await asyncio.shield(self._place().ready)
+        return await asyncio.shield(self._choose_process().ready)
 
     async def _reset(self, episode: Hashable, row: dict[str, Any], seed: int) -> Observation | EnvironmentFailure:
         key = self.key_of(row)
         if key not in self._specs:
             known = ", ".join(self._specs)
             failure = EnvironmentFailure("contract", f"no such environment: a row must name one of {known}", repr(key))
-            return self._failed(str(key), failure)
+            return self._count_failure(str(key), failure)
         return await self._start(episode, key, "reset", row, seed, checked_observation)
 
     async def _start(
@@ -203,10 +203,10 @@ class EnvironmentPool:
     ) -> Value | EnvironmentFailure:
         """Place an episode in a process, and return the checked value of its first action."""
         if episode in self._episodes:
-            return self._failed(
+            return self._count_failure(
                 key, EnvironmentFailure("contract", f"{kind} of an episode that is going on", repr(episode))
             )
-        process, number = self._place(), next(self._numbers)
+        process, number = self._choose_process(), next(self._numbers)
         process.episodes.add(number)
         self._episodes[episode] = (process, number, key)
         ready = await asyncio.shield(process.ready)
@@ -218,7 +218,7 @@ class EnvironmentPool:
             return await self._act(episode, kind, (key, row, seed), checked)
         self._episodes.pop(episode, None)
         process.episodes.discard(number)
-        return self._failed(key, refused)
+        return self._count_failure(key, refused)
 
     async def _call(self, episode: Hashable, calls: list[Call]) -> list[ToolResult] | EnvironmentFailure:
         formed = [(each.name, each.arguments) for each in calls if not isinstance(each, MalformedCall)]
@@ -264,14 +264,14 @@ class EnvironmentPool:
             return outcome
         del self._episodes[episode]
         self._spawn(self._leave(process, number, None if outcome.kind == "timeout" else key))
-        return self._failed(key, outcome)
+        return self._count_failure(key, outcome)
 
     async def _close(self, episode: Hashable) -> EnvironmentFailure | None:
         if episode not in self._episodes:
             return None
         process, number, key = self._episodes.pop(episode)
         failure = await self._leave(process, number, key)
-        return failure and self._failed(key, failure)
+        return failure and self._count_failure(key, failure)
 
     async def _leave(self, process: EnvironmentProcess, number: int, key: str | None) -> EnvironmentFailure | None:
         """Take an episode out of its process, closed first unless it hangs (key None). End a process that is to end."""
@@ -287,8 +287,8 @@ class EnvironmentPool:
         """Return the key of a row's environment: its column `environment` where there are several."""
         return row.get(ENVIRONMENT_COLUMN) if len(self._specs) > 1 else next(iter(self._specs))
 
-    def _place(self) -> EnvironmentProcess:
-        """Return the process with the fewest episodes; a new one while all have some and there may be more."""
+    def _choose_process(self) -> EnvironmentProcess:
+        """Choose the process with the fewest episodes; start a new one while all have some and there may be more."""
         self._processes = [each for each in self._processes if not each.ended]
         usable = [each for each in self._processes if not each.hangs]
         if usable and (len(usable) >= self._size or any(not each.episodes for each in usable)):
@@ -299,7 +299,7 @@ class EnvironmentPool:
         self._processes.append(process)
         return process
 
-    def _failed(self, key: str, failure: EnvironmentFailure) -> EnvironmentFailure:
+    def _count_failure(self, key: str, failure: EnvironmentFailure) -> EnvironmentFailure:
         self.failures.add(key, failure)
         return failure
 

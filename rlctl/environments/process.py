@@ -79,7 +79,9 @@ class EnvironmentProcess:
         except TimeoutError:
             failure = EnvironmentFailure("timeout", f"environments took longer than {START_TIMEOUT_S:g} s to load")
         except (EOFError, ConnectionError):
-            failure = EnvironmentFailure("died", "an environment ended its process while loading", await self._how())
+            failure = EnvironmentFailure(
+                "died", "an environment ended its process while loading", await self._note_end()
+            )
         except Exception as error:  # whatever was written: the user's code was imported there
             failure = EnvironmentFailure("died", f"an environment {_FOREIGN} while loading", _shown(error))
         else:
@@ -89,7 +91,7 @@ class EnvironmentProcess:
         return failure
 
     async def act(self, episode: int, kind: str, payload: Any, timeout_s: float | None) -> Any:
-        """Return the value of an action, or the EnvironmentFailure that ended its episode. timeout_s: None for none."""
+        """Act in an episode; return the value, or the EnvironmentFailure that ended it. timeout_s: None for none."""
         if self.ended or self._writer is None:
             return self._reason or EnvironmentFailure("died", "its process has ended")
         action = next(self._actions)
@@ -139,8 +141,8 @@ class EnvironmentProcess:
             if not outcome.done():
                 outcome.set_result(self._reason)
 
-    async def _how(self) -> str:
-        """Return how a process ended that has hung up, in words."""
+    async def _note_end(self) -> str:
+        """Note that the process has hung up; return in words how it ended."""
         self.ended = True
         if self._ending is None:
             self._ending = self._spawn(asyncio.to_thread(self._process.ending))
@@ -152,7 +154,7 @@ class EnvironmentProcess:
             while True:
                 self._deliver(await _message(reader))
         except (EOFError, ConnectionError):
-            reason = EnvironmentFailure("died", "its process ended", await self._how())
+            reason = EnvironmentFailure("died", "its process ended", await self._note_end())
         except Exception as error:  # whatever was written: nobody may wait for a reader that has ended
             reason = EnvironmentFailure("died", f"an environment of its process {_FOREIGN}", _shown(error))
         await self.stop(reason)

@@ -76,7 +76,7 @@ class GrpoLoop(Loop):
         self.done = version + 1
         if self._config.async_.enabled:
             self._compare_parity(step, self._sample_parity(step, self.done))
-        step.measured |= self._skipped_updates(self.done, step.skipped_updates)
+        step.measured |= self._count_skipped_updates(self.done, step.skipped_updates)
         step.record(self._buffer, refit)
         self._say_not_replaced(step)
         if step.left_out:

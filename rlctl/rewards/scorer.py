@@ -83,21 +83,21 @@ class Scorer:
         parts of the sum, each of weight 1.
         """
         given = given or [{}] * len(items)
-        columns = [self._values(reward, items, given) for reward in range(len(self._sections))]
+        columns = [self._score_by(reward, items, given) for reward in range(len(self._sections))]
         rows = zip(*columns, strict=True) if columns else [()] * len(items)
         called = {self._sections[reward].name for reward in self._elsewhere}
         further = [{name: part for name, part in one.items() if name not in called} for one in given]
-        return [self._sum(list(outcomes), own) for outcomes, own in zip(rows, further, strict=True)]
+        return [self._combine(list(outcomes), own) for outcomes, own in zip(rows, further, strict=True)]
 
     def try_on_sample(self, item: RewardInput) -> Score:
         """Score one item before the run starts. Raises UnusableError with a line for each reward that fails."""
         if any(section.name not in INLINE for section in self._sections):
             self.workers[0].start()
-        outcomes = [self._values(reward, [item], [{}])[0] for reward in range(len(self._sections))]
+        outcomes = [self._score_by(reward, [item], [{}])[0] for reward in range(len(self._sections))]
         failed = [(index, str(each)) for index, each in enumerate(outcomes) if isinstance(each, RewardFailure)]
         if failed:
             raise UnusableError([*failed], self._sections)
-        return self._sum(outcomes)
+        return self._combine(outcomes)
 
     def close(self) -> None:
         self._threads.shutdown()
@@ -114,8 +114,8 @@ class Scorer:
     ) -> None:
         self.close()
 
-    def _values(self, reward: int, items: list[RewardInput], given: Sequence[Mapping[str, float]]) -> list[Outcome]:
-        """Return the outcome of each item: of a call here, or the value that its environment gave."""
+    def _score_by(self, reward: int, items: list[RewardInput], given: Sequence[Mapping[str, float]]) -> list[Outcome]:
+        """Score items by one reward: by a call here, or by the value that their environment gave."""
         if reward not in self._elsewhere:
             outcomes = self._outcomes(reward, items)
             kinds = {each.kind for each in outcomes if isinstance(each, RewardFailure)}
@@ -138,8 +138,8 @@ class Scorer:
         finally:
             self._idle.put(worker)
 
-    def _sum(self, outcomes: list[Outcome], given: Mapping[str, float] = MappingProxyType({})) -> Score:
-        """Return the score of one item. given: see `score`; a name that a reward has too gets `environment.` before."""
+    def _combine(self, outcomes: list[Outcome], given: Mapping[str, float] = MappingProxyType({})) -> Score:
+        """Combine an item's outcomes to its score; count failures. given: see `score`; a shared name gets `environment.`."""
         own = {f"{ENVIRONMENT_REWARD}.{name}" if name in self.names else name: part for name, part in given.items()}
         named = dict(zip(self.names, outcomes, strict=True))
         parts = {name: None if isinstance(outcome, RewardFailure) else outcome for name, outcome in named.items()}

@@ -85,7 +85,7 @@ class RewardWorker:
         self._process.stop()
 
     def _call(self, channel: Channel, reward: int, items: list[RewardInput]) -> list[Outcome]:
-        """Return the outcomes of the items up to the last, or to the one that ended the process."""
+        """Send the items; return their outcomes up to the last, or to the one that ended the process."""
         self._calls += 1
         timeout_s = self._sections[reward].timeout_s
         outcomes: list[Outcome] = []

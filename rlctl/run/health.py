@@ -156,7 +156,7 @@ class Health:
         self._ill: set[str] = set()
 
     def look(self, step: int, metrics: Metrics) -> list[HealthWarning]:
-        """Return a warning for each bound that was left in this step."""
+        """Check a step's metrics; return a warning for each bound left in this step."""
         found = []
         for check in self._checks:
             if check.metric not in metrics:

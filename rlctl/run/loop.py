@@ -60,8 +60,8 @@ class Loop(ABC):
         """Restore the state that `save_with` wrote."""
         self._health.load_state_dict(checkpoint.state.get("health", {}))
 
-    def _skipped_updates(self, step: int, skipped: Sequence[str]) -> dict[str, float]:
-        """Return the metric of a step's updates without an optimizer step, and warn of the run's first of each cause.
+    def _count_skipped_updates(self, step: int, skipped: Sequence[str]) -> dict[str, float]:
+        """Count a step's updates without an optimizer step, as a metric; warn of the run's first of each cause.
 
         skipped: the cause of each, empty for an update that was made.
         """

@@ -77,7 +77,7 @@ class SftLoop(Loop):
         flops = self._parts.flops(throughput.length_of_a_token(batch.lengths))
         if (share := throughput.mfu(speed["throughput/training"], flops, self._parts.device)) is not None:
             speed["throughput/mfu"] = share
-        metrics = update.metrics | self._skipped_updates(number, [update.skipped]) | speed
+        metrics = update.metrics | self._count_skipped_updates(number, [update.skipped]) | speed
         self._parts.recorder.step(number, {"version": number, **metrics, **times})
 
     def close(self) -> None:

@@ -69,7 +69,7 @@ class Tail:
         return self._path.name
 
     def read(self) -> list[Record]:
-        """Return new complete records in file order; an unfinished last line waits for its end."""
+        """Read new complete records, in file order; an unfinished last line waits for its end."""
         try:
             status = self._path.stat()
         except OSError:

@@ -21,7 +21,7 @@ class ResourceMonitor:
         self._next = now()
 
     def read(self) -> dict[str, float]:
-        """Return the metrics; none if they were read less than `EVERY_S` seconds ago."""
+        """Read the metrics; none less than `EVERY_S` seconds after the last reading."""
         if self._now() < self._next:
             return {}
         self._next = self._now() + EVERY_S

@@ -76,8 +76,8 @@ class OffloadedTensors:
         """Wait until every copy is done: only then may the host read or write what `at_hand` gives."""
         self._stream.wait()
 
-    def seconds(self) -> float:
-        """Return the seconds of the copies that ended since the last call, whatever ran meanwhile."""
+    def take_seconds(self) -> float:
+        """Take the seconds of the copies that ended since the last call, with any work meanwhile."""
         ended = [span for span in self._copies if span[1].reached()]
         self._copies = self._copies[len(ended) :]
         return elapsed(ended)
@@ -169,8 +169,8 @@ class OffloadManager:
             f"moved_{way}": float(sum(each[way] for each in self.moved.values())) for way in ("to_host", "to_device")
         }
 
-    def metrics(self) -> dict[str, float]:
-        """Return offload/to_host_gb, offload/to_device_gb and offload/seconds since the last call.
+    def take_metrics(self) -> dict[str, float]:
+        """Take offload/to_host_gb, offload/to_device_gb and offload/seconds since the last call.
 
         Empty if no byte moved. Seconds are those of the copies: a step loses fewer, where computing goes on meanwhile.
         """
@@ -178,7 +178,7 @@ class OffloadManager:
         gigabytes = {name: (size - before[name]) / 1e9 for name, size in self._told.items()}
         if not any(gigabytes.values()):
             return {}
-        seconds = sum(offloaded.seconds() for offloaded in self._offloaded_sets.values())
+        seconds = sum(offloaded.take_seconds() for offloaded in self._offloaded_sets.values())
         ways = {f"offload/{name.removeprefix('moved_')}_gb": size for name, size in gigabytes.items()}
         return {**ways, "offload/seconds": seconds}
 

@@ -178,7 +178,7 @@ class TrainerRank(ABC):
             self._zero_gradients()
         self._updates += norm > 0
         made = metrics.join() | {"train/grad_norm": norm} | ({"train/lr": lr} if norm else {})
-        return made | self._state.metrics()
+        return made | self._state.take_metrics()
 
     def discard(self) -> None:
         """Forget what `accumulate` took."""

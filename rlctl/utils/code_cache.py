@@ -100,7 +100,7 @@ def _set_up(engine: bool) -> str | None:
         (folder / _USED).touch()
         kept = {"TORCHINDUCTOR_CACHE_DIR": folder / "inductor", "TRITON_CACHE_DIR": folder / "triton"}
         if engine:
-            kept["VLLM_CACHE_ROOT"] = _free_slot(folder)
+            kept["VLLM_CACHE_ROOT"] = _take_slot(folder)
         for name, path in kept.items():
             path.mkdir(mode=0o700, exist_ok=True)
             os.environ.setdefault(name, str(path))
@@ -133,8 +133,8 @@ def _processor() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
 
 
-def _free_slot(folder: Path) -> Path:
-    """Return the first of vLLM's folders that no living process has. Raises OSError if there is none."""
+def _take_slot(folder: Path) -> Path:
+    """Lock the first of vLLM's folders that no living process has, and return it. Raises OSError if there is none."""
     for index in range(_MOST_ENGINES):
         path = folder / f"vllm-{index}"
         path.mkdir(mode=0o700, exist_ok=True)

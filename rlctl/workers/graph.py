@@ -72,7 +72,7 @@ class Graph:
             raise GraphUnavailable(f"{failures[0].worker}: {failures[0].type}: {failures[0].text}")
 
     def call(self, message: Message, deadline_s: float) -> list[Answer]:
-        """Return every rank's answer. Raises TimeoutError, RayActorError when a rank is gone, or another error of Ray.
+        """Call every rank; return the answers. Raises TimeoutError, RayActorError (a rank is gone), or an error of Ray.
 
         Each error breaks the graph, except TypeError: an argument that cannot be sent.
         """

@@ -83,8 +83,8 @@ class Waits:
             what = self._explanation(wait, lasted)
         except Exception as error:
             # Later waits must be explained all the same.
-            wait.told = lasted
             what = f"the driver has waited {lasted:.0f} s, call {wait.call}; for whom cannot be told: {error!r}"
+        wait.told = lasted if what else wait.told
         if what and not wait.ended:
             with suppress(Exception):
                 self._warn(what)
@@ -97,7 +97,6 @@ class Waits:
         stopped = any("stopped" in state for _, state in late)
         if not late or (lasted < _UNUSUAL * self._longest.get(wait.call, 0.0) and not stopped):
             return ""
-        wait.told = lasted
         workers = ", ".join(f"{name} ({state})" if state else name for name, state in late)
         end = f"given up after {wait.deadline_s:g} s ({wait.knob})"
         return f"the driver has waited {lasted:.0f} s for {workers}, call {wait.call}; {self.where()}; {end}"

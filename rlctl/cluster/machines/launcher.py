@@ -126,7 +126,7 @@ class MachineLauncher(Launcher):
     def _start_again(
         self, config: MachineCluster, state: ClusterState, lost: list[ClusterNode], python: str
     ) -> list[ClusterNode]:
-        """Return the nodes that did not come up."""
+        """Start lost nodes again; return those that did not come up."""
         stuck = stop_nodes(self._store, state, self._say, lost)
         found = places_again(config, [node for node in lost if node.name not in stuck], python, self._say)
         fit = [node for node in lost if node.name in found]

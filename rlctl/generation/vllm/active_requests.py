@@ -109,7 +109,7 @@ class ActiveRequests:
         return name
 
     def restart(self, name: str, version: int) -> TurnRequest:
-        """Return a request that begins again, sampled by `version` from its first token on."""
+        """Begin a request again, sampled by `version` from its first token on, and return it."""
         turn = self._turns[name]
         turn.stretches = [(0, version)]
         return turn.request

@@ -82,7 +82,7 @@ class Guarded:
         self._attempts = {what: _Attempts(now) for what in ("start", _NUMBERS, _ROLLOUTS)}
         self._skipped: Counter[str] = Counter()
         self._causes: set[str] = set()
-        self._started()
+        self._try_start()
 
     def write(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
         self._pass(_NUMBERS, f"{kind} {step}", lambda: self._tracker.write(kind, step, metrics))
@@ -106,8 +106,8 @@ class Guarded:
                 "warning", what=f"{self._name} missed the {what} of {count} records; {_FILES[what]} has them"
             )
 
-    def _started(self) -> bool:
-        """Return True if the tracker is started, which is tried where it is due."""
+    def _try_start(self) -> bool:
+        """Start the tracker where that is due; return True if it is started."""
         attempts = self._attempts["start"]
         if self._tracker is None and not self._missing and attempts.due:
             try:
@@ -123,7 +123,7 @@ class Guarded:
     def _pass(self, what: str, which: str, call: Callable[[], None]) -> None:
         """Make a call that is due; count it as skipped where it is not, or fails. which: the record, for a person."""
         attempts = self._attempts[what]
-        if not self._started() or not attempts.due:
+        if not self._try_start() or not attempts.due:
             self._skipped[what] += 1
             return
         try:

@@ -56,7 +56,7 @@ class Diary(Loop):
         self._cursor.draw(1)
         self.done += 1
         self.book.append(f"step {self.done}")
-        skipped = self._skipped_updates(self.done, self._skips[self.done - 1]) if self._skips else {}
+        skipped = self._count_skipped_updates(self.done, self._skips[self.done - 1]) if self._skips else {}
         self._recorder.step(self.done, {"height": 3.0 if self.done == self._ill_at else 1.0, **skipped})
 
     def validate(self) -> None:

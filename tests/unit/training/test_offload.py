@@ -110,11 +110,11 @@ def test_a_phase_moves_what_the_table_says_and_counts_it(table: Residency) -> No
     assert ways.pop("train") == (0, OWN_BYTES)
     assert set(ways.values()) == {(0, 0)}
     assert offload_manager.totals() == {"moved_to_host": 2 * OWN_BYTES, "moved_to_device": OWN_BYTES}
-    told = offload_manager.metrics()
+    told = offload_manager.take_metrics()
     assert (told["offload/to_host_gb"], told["offload/to_device_gb"]) == (2 * OWN_BYTES / 1e9, OWN_BYTES / 1e9)
     assert 0 < told["offload/seconds"] < 1
     # Each move is told once.
-    assert offload_manager.metrics() == {}
+    assert offload_manager.take_metrics() == {}
     offload_manager.settle()
     assert torch.equal(offload_manager.at_hand(mine[0]), tensors()[0])
 
@@ -124,5 +124,5 @@ def test_what_stands_in_host_memory_anyway_stays(table: Residency) -> None:
     offload_manager = OffloadManager(table, {"optimizer": mine})
     offload_manager.enter("log_probs")
     assert held(mine) == OWN_BYTES and offload_manager.totals() == {"moved_to_host": 0, "moved_to_device": 0}
-    assert offload_manager.metrics() == {}
+    assert offload_manager.take_metrics() == {}
     assert offload_manager.at_hand(mine[0]) is mine[0]
