@@ -139,7 +139,7 @@ class Scorer:
             self._idle.put(worker)
 
     def _combine(self, outcomes: list[Outcome], given: Mapping[str, float] = MappingProxyType({})) -> Score:
-        """Combine an item's outcomes to its score; count failures. given: see `score`; a shared name gets `environment.`."""
+        """Combine an item's outcomes to its score; count failures. given: see `score`, prefixed for a shared name."""
         own = {f"{ENVIRONMENT_REWARD}.{name}" if name in self.names else name: part for name, part in given.items()}
         named = dict(zip(self.names, outcomes, strict=True))
         parts = {name: None if isinstance(outcome, RewardFailure) else outcome for name, outcome in named.items()}
