@@ -85,7 +85,7 @@ def test_the_backend_answers_what_preflight_asks(tmp_path: Path, monkeypatch: py
     assert backend.shard_counts(trainer).of(model) == model.parameters
     assert sum(state.device for state in backend.states(trainer, model, 4).values()) == 16 * model.parameters
     assert list(backend.check_layout(trainer, model, 8)) == []
-    named = re.findall(r"`(\w+)`", README[README.index("`TrainerRank`") : README.index("Everything that both backends share")])
+    named = re.findall(r"`(\w+)`", README[README.index("`TrainerRank`") : README.index("Everything that both")])
     assert set(named) - {"TrainerRank"} == TrainerRank.__abstractmethods__
 
 
