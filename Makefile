@@ -1,4 +1,4 @@
-# Two commands: `make train` and `make test`. Both set .venv up first if it is missing or out of date.
+# `make train`, `make test`, and `make quick` before a first patch. Each sets .venv up first if it is missing or out of date.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,7 +7,7 @@ READY := $(VENV)/ready
 # Containers often set it: then every process of a run compiles torch, vLLM and transformers again, 40 s of CPU a run.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test check setup clean
+.PHONY: train test quick check setup clean
 
 train: $(READY)
 	$(BIN)/rlctl train grpo $(ARGS)
@@ -15,6 +15,11 @@ train: $(READY)
 # Left out here, for time: `make test ARGS='-m long'`; with RLCTL_TEST_KILLS=10 before it, faults by the dozen.
 test: $(READY) check
 	$(BIN)/python -m pytest $(ARGS)
+
+# Linters, types, and unit tests without Ray and without engines. Left out: tests/system, tests/faults, tests/gpu, tests
+# marked slow, and the random schedules of rollouts.
+quick: $(READY) check
+	$(BIN)/python -m pytest tests/unit -m 'not slow and not long' --ignore tests/unit/rollout/test_schedules.py $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff check .
