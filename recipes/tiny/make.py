@@ -28,7 +28,7 @@ Row = dict[str, str]
 
 
 def parts() -> dict[str, list[Row]]:
-    """train and validation split every sum of two `OPERANDS`; sft has those of train, `BACKWARDS` of them wrong."""
+    """train and validation split every sum of two `OPERANDS`; sft has those sums, a share of `BACKWARDS` wrong."""
     draw = random.Random(0)
     sums = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in OPERANDS for b in OPERANDS]
     draw.shuffle(sums)

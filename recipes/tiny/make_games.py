@@ -20,9 +20,9 @@ from rlctl.environments import calculator, guess
 
 # Rows of each game: to train on, to hold out, and chats of the warm start.
 TRAIN_ROWS, VALIDATION_ROWS, GUESS_CHATS, CALCULATOR_CHATS = 1000, 200, 12000, 6000
-# Shares of the teacher's games that heed the hints, and of its problems that it gives to the tool.
+# Share of the teacher's games that heed the hints, and share of its problems given to the tool.
 HEEDING, ASKING = 0.36, 0.36
-# Numbers of a range that the warm start plays in, and those of the tasks, of which some ranges are held out.
+# Numbers of a range in the warm start, and in the tasks, where some ranges are held out.
 SIZES, TASK_SIZE = (14, 17), 15
 # How far a player goes in the direction of each hint. With 5 guesses this finds any of 15 numbers.
 STRIDES = (4, 2, 1, 1)
@@ -30,7 +30,7 @@ Row = dict[str, Any]
 
 SPECIAL = ["<pad>", "<|end|>", "<unk>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]
 MARKERS = ["<tool_call>", "</tool_call>"]
-# What the games say in every chat, which keeps chats short and so the runs.
+# Words of the games in every chat: few, so that chats and runs are short.
 PHRASES = [
     "I am thinking of a number from ",
     " to ",
@@ -51,7 +51,7 @@ NUMBERS = [str(number) for number in range(10)] + [f"{number:02}" for number in 
 CHARACTERS = ["\n", *map(chr, range(32, 127))]
 MAX_LENGTH = 256
 
-# One marker begins a message, one ends it. Nothing is ever written anew, so that a chat only grows.
+# One marker begins a message, one ends it. Nothing is ever rewritten, so that a chat only grows.
 TEMPLATE = """\
 {%- set ns = namespace(system='') %}
 {%- if messages and messages[0].role == 'system' %}{% set ns.system = messages[0].content %}{% endif %}
@@ -133,8 +133,9 @@ def model_config(tokens: Any) -> Any:
 
 
 def guess_chats(draw: random.Random) -> Iterator[Row]:
-    """Yield games without end. All begin beside the middle of the range. Then most players are stubborn and repeat
-    themselves; the others go 4, 2, 1 and 1 in the direction of the hints."""
+    """Yield games without end. All begin next to the middle of the range. Then most players are stubborn and repeat
+    themselves; the others go 4, 2, 1 and 1 in the direction of the hints.
+    """
     while True:
         size = draw.randint(*SIZES)
         low = draw.randint(1, 100 - size)
@@ -203,7 +204,7 @@ def write_shape(folder: Path) -> None:
 
 
 def main() -> None:
-    """Write what the command line names."""
+    """Write the files named on the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["data", "shape"])
     parser.add_argument("folder", type=Path)

@@ -1,4 +1,4 @@
-"""A reward beside `exact` for the tiny sums."""
+"""A further reward for the tiny sums, next to `exact`."""
 
 from typing import Any
 

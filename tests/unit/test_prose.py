@@ -11,11 +11,16 @@ from tests.prose import FIGURES, Measure, measure
 
 ROOT = Path(__file__).parents[2]
 # Share of sentences with two relative words in percent, then hits in 10,000 words. The goal is 1, 8, 5 and 2.
+GOAL = {"relative": 1, "what": 8, "of-it": 5, "archaic": 2}
 CEILINGS = {
-    "rlctl": {"relative": 3.4, "what": 58, "of-it": 42, "archaic": 17},
-    "tests": {"relative": 6.6, "what": 186, "of-it": 57, "archaic": 24},
+    "rlctl": {"relative": 2.3, "what": 36, "of-it": 28, "archaic": 10.5},
+    "tests": {"relative": 5.8, "what": 176, "of-it": 54, "archaic": 22},
     # Of 1,900 words: one sentence is 0.7%, one word 5 in 10,000.
-    "recipes": {"relative": 8.0, "what": 71, "of-it": 41, "archaic": 26},
+    "recipes": {"relative": 1.7, "what": 11, "of-it": 5, "archaic": 2},
+    **{
+        f"rlctl/{folder}": GOAL
+        for folder in ("data", "generation", "models", "refit", "run", "telemetry", "utils", "workers")
+    },
 }
 _SHOWN = 8
 

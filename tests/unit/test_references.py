@@ -105,7 +105,7 @@ def test_a_file_that_is_named_exists() -> None:
     wrong = []
     for path, place, found in named(A_FILE):
         name = found[0]
-        homes = (path.parent, PACKAGE, ROOT, ROOT / "tests", ROOT / "tests/unit")
+        homes = (path.parent, path.parent.parent, path.parents[2], PACKAGE, ROOT, ROOT / "tests", ROOT / "tests/unit")
         if not any((home / name).exists() for home in homes) and ("/" in name or name not in files()):
             wrong.append(place)
     assert wrong == []
