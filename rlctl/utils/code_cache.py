@@ -1,5 +1,4 @@
-"""Folder in which a user's runs keep the compiled code of torch, Triton and vLLM, so that the second run starts at
-once.
+"""Folder in which a user's runs keep the compiled code of torch, Triton and vLLM, for a fast second start.
 
 Its code is executed. So the folder is used only if nobody but this user can write there: a folder owned by another
 user, writable by others, or below one that others may change, is left alone, and the run keeps nothing. `rm -rf

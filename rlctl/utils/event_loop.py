@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 Value = TypeVar("Value")
 # Seconds in which the loop answers another thread. Only a loop that something blocks takes longer.
 ANSWER_S = 300.0
-# Seconds in which tasks that were cancelled end.
+# Seconds in which cancelled tasks end.
 _END_S = 1.0
 
 
