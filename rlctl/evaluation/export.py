@@ -85,7 +85,7 @@ def model_card(target: Target, dtypes: list[str], warn: Callable[[str], None]) -
     warn: called for each evaluation that is damaged, whose figures are left out.
     """
     head: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["rlctl"]}
-    config = yaml.safe_load(RunDir(target.run).config.read_text(encoding="utf-8")) if target.run else {}
+    config = RunDir(target.run).recorded_config() if target.run else {}
     if config:
         head["tags"].append(config["kind"])
         base = str(config["model"]["path"])

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from rlctl.config.schema import GrpoConfig
 from rlctl.dashboard.formats import count
@@ -90,9 +89,9 @@ def _missing(run: RunDir, step: int, found: int) -> str:
     """Return a line if the run's config has more answers of this validation recorded than were found."""
     validations = [each for each in read_records(run.metrics) if each["kind"] == "validation" and each["step"] == step]
     try:
-        most = yaml.safe_load(run.config.read_text(encoding="utf-8"))["telemetry"]["groups_per_validation"]
+        most = run.recorded_config()["telemetry"]["groups_per_validation"]
         recorded = min(int(most), int(validations[-1]["validation/prompts"]))
-    except (OSError, yaml.YAMLError, LookupError, TypeError, ValueError):
+    except (LookupError, TypeError, ValueError):
         return ""  # Nothing says how many there were.
     if found >= recorded:
         return ""

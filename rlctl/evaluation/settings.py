@@ -6,8 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from rlctl.config import paths
 from rlctl.config.builtin import CONFIGS
 from rlctl.config.compose import compose
@@ -18,6 +16,7 @@ from rlctl.config.schema import GrpoConfig
 from rlctl.environments.outcomes import EnvironmentSpec
 from rlctl.evaluation.target import Target
 from rlctl.preflight.load import Composed, OtherVersionError, load
+from rlctl.run.run_dir import RunDir
 
 
 def config_of(target: Target, seed: int, system: str | None = None) -> tuple[GrpoConfig, int]:
@@ -26,7 +25,7 @@ def config_of(target: Target, seed: int, system: str | None = None) -> tuple[Grp
     Weights of no GRPO run have the tiny recipe's config, without its data, and the defaults of generation.
     """
     file = target.run / "config.yaml" if target.run else None
-    kept = yaml.safe_load(file.read_text(encoding="utf-8")) if file else {}
+    kept = RunDir(target.run).recorded_config() if target.run else {}
     is_own = kept.get("kind") == "grpo"
     given = [*overrides_for(target), "generation.num_engines=1", f"run.seed={seed}"]
     defaults = plain(compose(CONFIGS / "grpo.yaml", []))["generation"]
@@ -114,7 +113,7 @@ def _measured_by(config: Path) -> str:
 
     Raises ConfigError without rewards.
     """
-    kept = yaml.safe_load(config.read_text(encoding="utf-8"))
+    kept = RunDir(config.parent).recorded_config()
     if kept.get("kind") == "grpo":
         return ""
     if (kept.get("validation") or {}).get("recipe"):

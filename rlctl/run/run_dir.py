@@ -12,6 +12,9 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from shlex import quote
+from typing import Any
+
+import yaml
 
 from rlctl.config.errors import UserError, did_you_mean
 from rlctl.config.run_weights import is_run, run_names
@@ -96,6 +99,20 @@ class RunDir:
         """Number of the newest attempt; 0 before the first."""
         names = (re.fullmatch(r"attempt_(\d+)", path.name) for path in (self.path / "logs").glob("attempt_*"))
         return max((int(name[1]) for name in names if name), default=0)
+
+    def recorded_config(self) -> dict[str, Any]:
+        """Return the config that the run was started with. Raises RunDirError for a damaged one."""
+        why = "no config of a run"
+        try:
+            found = yaml.safe_load(self.config.read_text(encoding="utf-8"))
+            sections = [found.get(name, {}) for name in ("model", "data")] if isinstance(found, dict) else [None]
+            if all(isinstance(each, dict) for each in sections) and isinstance(found.get("kind"), str):
+                return dict(found)
+        except OSError as error:
+            why = f"cannot be read: {error.strerror}"
+        except (ValueError, yaml.YAMLError, RecursionError):
+            why = "no YAML"
+        raise RunDirError(f"{self.config}: damaged, {why}; rename it to use the run's weights without it")
 
     def claim(self, wait_s: float = 0.0) -> int:
         """Lock the run for this process, until it closes the returned descriptor or ends.

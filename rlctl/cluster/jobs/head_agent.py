@@ -19,6 +19,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -245,7 +246,8 @@ def _mark_ended(run: Path, job: str, found: dict[str, Any]) -> None:
     if "run_ended" not in kinds[started:]:
         lines = (found.get("message") or "").strip().splitlines()
         reason = f"its driver is gone: {lines[-1] if lines else found['status']}"
-        kind = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))["kind"]
-        known = shlex.quote(record.called or str(run))
-        again = [f"rlctl train {kind} --resume {known} --cluster {record.cluster}"]
+        known, again = shlex.quote(record.called or str(run)), list[str]()
+        with suppress(RunDirError):  # a damaged config: nothing resumes the run
+            kind = RunDir(run).recorded_config()["kind"]
+            again.append(f"rlctl train {kind} --resume {known} --cluster {record.cluster}")
         EventLog(run / "events.jsonl").emit("run_ended", status="failed", reason=reason, next=again)

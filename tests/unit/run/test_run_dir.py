@@ -28,6 +28,25 @@ def test_what_holds_no_run_cannot_be_opened(tmp_path: Path) -> None:
         RunDir.open(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"\xff\xfe", "no YAML"),
+        (b"a: " + b"[" * 20_000, "no YAML"),
+        (b"- 1", "no config of a run"),
+        (b"kind: grpo\nmodel: null\ndata: {}", "no config of a run"),
+        (None, "cannot be read: No such file or directory"),
+    ],
+)
+def test_a_damaged_config_is_one_line_with_the_way_around_it(content: bytes | None, why: str, tmp_path: Path) -> None:
+    run = RunDir.create("a", tmp_path)
+    if content is not None:
+        run.config.write_bytes(content)
+    with pytest.raises(RunDirError) as refused:
+        run.recorded_config()
+    assert str(refused.value) == f"{run.config}: damaged, {why}; rename it to use the run's weights without it"
+
+
 def test_each_attempt_has_logs_of_its_own_and_latest_points_to_the_newest(tmp_path: Path) -> None:
     run = RunDir.create("a", tmp_path)
     assert run.start_attempt() == 1
