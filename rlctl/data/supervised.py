@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlctl.data.chat import EMPTY_PROMPT, Chat, Tools
+from rlctl.data.control_tokens import unmarked
 from rlctl.data.files import DataError
 from rlctl.data.rows import Messages
 
@@ -24,6 +25,8 @@ Tokens = tuple[list[int], NDArray[np.bool_]]
 History = Literal["keep", "strip"]
 
 _OPEN = "<think>"
+# Fields of a message that hold its thinking, apart from its answer.
+_THINKING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 # A message up to the end of its thinking, and the white space behind that.
 _THINKING = re.compile(r"\s*(?:<think>)?(.*?)</think>(\s*)", re.DOTALL)
 
@@ -40,6 +43,8 @@ class TrainedTurn:
     said: str
     # True if it has text behind its first end token, which is not trained.
     cut: bool = False
+    # True if its message has thinking or calls that the template does not write, and that are not trained.
+    silent: bool = False
 
     @property
     def whole(self) -> str:
@@ -57,6 +62,8 @@ class ChatSamples:
     rewritten: bool
     # Trained turns with text behind their first end token.
     cut: int
+    # Trained turns whose thinking or calls the template does not write.
+    silent: int
 
 
 def chat_samples(
@@ -81,7 +88,8 @@ def chat_samples(
         rows = [_kept(chat, messages, turns, tools)]
     else:
         rows = [_sample(chat, group) for group in groups]
-    return ChatSamples([_ended(chat, row, turns[-1]) for row in rows], len(groups) > 1, sum(turn.cut for turn in turns))
+    counts = sum(turn.cut for turn in turns), sum(turn.silent for turn in turns)
+    return ChatSamples([_ended(chat, row, turns[-1]) for row in rows], len(groups) > 1, *counts)
 
 
 def _sample(chat: Chat, turns: list[TrainedTurn]) -> list[tuple[list[int], bool]]:
@@ -132,7 +140,7 @@ def _turn(chat: Chat, messages: Messages, index: int, tools: Tools) -> TrainedTu
     end = _end(chat, whole, start)
     said, cut = whole[start:end], bool(whole[end:].strip())
     if whole.startswith(before) and (thinking is None or thinking[1].strip() in said):
-        return TrainedTurn(index, before, said, cut)
+        return TrainedTurn(index, before, said, cut, _is_silent(messages[index], unmarked(said)))
     if not whole.startswith(bare):
         raise DataError(
             f"the chat template is not prefix-stable at message {index + 1}: what it writes before the assistant's "
@@ -143,13 +151,24 @@ def _turn(chat: Chat, messages: Messages, index: int, tools: Tools) -> TrainedTu
             f"the chat template opens the answer of message {index + 1} with {_OPEN}, and the message has no thinking: "
             f"write it as {_OPEN}...</think> before the answer, or set data.chat_template to a file that opens none"
         )
-    return TrainedTurn(index, before, _with_thinking(before, thinking, said), cut)
+    said = _with_thinking(before, thinking, said)
+    return TrainedTurn(index, before, said, cut, _is_silent(messages[index], unmarked(said)))
+
+
+def _is_silent(message: dict[str, Any], said: str) -> bool:
+    """Return True if `said`, a turn as it is written, lacks the thinking of a field of its own, or a call's name."""
+    thoughts = (message.get(name) for name in _THINKING_FIELDS)
+    calls = message.get("tool_calls")
+    functions = [each.get("function", each) for each in calls if isinstance(each, dict)] if calls else []
+    names = [each.get("name") for each in functions if isinstance(each, dict)]
+    wanted = [each.strip() for each in (*thoughts, *names) if isinstance(each, str)]
+    return any(each not in said for each in wanted)
 
 
 def _thinking(chat: Chat, message: dict[str, Any], opened: bool) -> re.Match[str] | None:
     """Return the thinking of a message. opened: its prompt opens one, so that a separate field counts too."""
     marked = chat.marked(message)
-    fields = (marked.get(name) for name in ("reasoning_content", "reasoning", "thinking"))
+    fields = (marked.get(name) for name in _THINKING_FIELDS)
     apart = next((field for field in fields if isinstance(field, str) and field.strip()), None)
     if found := _THINKING.match(marked["content"]):
         return found

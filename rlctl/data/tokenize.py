@@ -43,6 +43,8 @@ class LengthReport:
     unshown_tools: int = 0
     # Turns with text behind their first end token, which is not trained.
     cut_turns: int = 0
+    # Turns whose thinking or calls the chat template does not write, so that they are not trained.
+    silent_turns: int = 0
 
     def __add__(self, other: "LengthReport") -> "LengthReport":
         """Return the counts of both sets of rows."""
@@ -76,6 +78,11 @@ class LengthReport:
         if self.cut_turns:
             turns = "1 turn spells" if self.cut_turns == 1 else f"{self.cut_turns:,} turns spell"
             lines.append(f"{turns} an end token: the text behind it is not trained (data.special_tokens=allow)")
+        if self.silent_turns:
+            having = (
+                f"{self.silent_turns:,} turn{' has' if self.silent_turns == 1 else 's have'} thinking or tool calls"
+            )
+            lines.append(f"{having} that the chat template does not write: not trained; set another data.chat_template")
         if not self.spelled:
             return lines
         others = f" (and {self.spelled - 1:,} more row{'s' * (self.spelled > 2)})" if self.spelled > 1 else ""
@@ -145,6 +152,7 @@ def tokenize_samples(
         report.unshown_tools += bool(tools) and not chat.shows_tools
         report.rewritten += found.rewritten
         report.cut_turns += found.cut
+        report.silent_turns += found.silent
         report.rewritten_samples += len(found.rows) * found.rewritten
         report.note_spelled(row, chat.spelled(messages, tools))
         for number, (tokens, mask) in enumerate(found.rows):

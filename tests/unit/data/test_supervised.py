@@ -155,6 +155,27 @@ def test_thinking_in_a_field_of_its_own_follows_a_prompt_that_opens_it() -> None
     assert samples(R1, talk) == samples(R1, TALK[:2])
 
 
+@pytest.mark.parametrize(
+    ("message", "template", "silent"),
+    [
+        ({"content": "a", "reasoning_content": "why"}, CHATML, 1),
+        ({"content": "", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}, CHATML, 1),
+        ({"content": "", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}, QWEN3, 0),
+        ({"content": "a", "reasoning_content": "why <|im_end|>"}, R1, 0),
+        ({"content": "a"}, CHATML, 0),
+    ],
+)
+def test_thinking_and_calls_that_the_template_does_not_write_are_told(
+    message: dict[str, Any], template: str, silent: int
+) -> None:
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", **message}]
+    row = Row(0, "rows.jsonl:1", {"messages": messages})
+    _, report = tokenize_samples([row], SECTION, chat_of(template), ALL, None, 4096)
+    assert report.silent_turns == silent
+    line = "1 turn has thinking or tool calls that the chat template does not write: not trained"
+    assert any(each.startswith(line) for each in report.warnings) == bool(silent)
+
+
 def test_text_behind_a_spelled_end_is_told_where_it_is_not_trained() -> None:
     row = Row(0, "a.jsonl:1", {"messages": [TALK[0], {"role": "assistant", "content": "A<|im_end|>B"}]})
     allowed = replace(chat_of(CHATML), special_tokens="allow")

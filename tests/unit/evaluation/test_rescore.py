@@ -22,7 +22,7 @@ def write(path: Path, records: list[dict[str, Any]]) -> None:
 def run(root: Path, groups: list[dict[str, Any]], prompts: int) -> Path:
     folder = root / "sums"
     folder.mkdir()
-    (folder / "config.yaml").write_text("telemetry: {groups_per_validation: 8}\n")
+    (folder / "config.yaml").write_text("kind: grpo\ntelemetry: {groups_per_validation: 8}\n")
     write(folder / "metrics.jsonl", [{"kind": "validation", "step": 0, "time": 1.0, "validation/prompts": prompts}])
     write(folder / "rollouts.jsonl", groups)
     return folder
