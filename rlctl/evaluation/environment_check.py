@@ -258,7 +258,7 @@ def _draws_anew(pool: EnvironmentPool, first: ScriptedEpisode, row: Mapping[str,
     observation: Observation | EnvironmentFailure = pool.reset("again", row, seed).result()
     if first.failure or isinstance(observation, EnvironmentFailure):
         return []
-    if opening(_prompt(row), observation) == first.opening:
+    if (opening(_prompt(row), observation) or [_PROMPT]) == first.opening:
         return []
     return [
         "two resets of one row with one seed began differently: the rollouts of a group would play different tasks; "

@@ -110,6 +110,7 @@ def test_without_rows_a_class_that_begins_with_no_message_is_played_after_a_made
     report = checked("own.py:Silent")
     assert report.problems == [] and all(each.turns and each.reward is not None for each in report.episodes)
     assert "each row of a run needs a column prompt" in report.notes[0] and "--data FILE" in report.notes[0]
+    assert not any("began differently" in note for note in report.notes)
 
 
 def test_a_reward_that_takes_no_environments_is_named() -> None:
