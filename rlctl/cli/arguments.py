@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from rlctl.cli.completion import complete_arguments
+from rlctl.cli.completion import complete_arguments, complete_run
 from rlctl.config.errors import ConfigError, Problem
 
 Arguments = Annotated[
@@ -16,6 +16,15 @@ Arguments = Annotated[
         show_default=False,
         autocompletion=complete_arguments,
     ),
+]
+WEIGHTS = typer.Argument(
+    metavar="CHECKPOINT | FOLDER | RUN",
+    help="A checkpoint, a Hugging Face folder or hub name, or a run: its newest checkpoint.",
+    show_default=False,
+    autocompletion=complete_run,
+)
+OfStep = Annotated[
+    int | None, typer.Option("--step", metavar="N", help="Of a run: the checkpoint of this step.", min=0)
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Print what is added, until Ctrl-C.")]

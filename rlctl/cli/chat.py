@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlctl.cli.completion import complete_run
+from rlctl.cli.arguments import WEIGHTS, OfStep
 from rlctl.cli.output import busy, console, examples, explained_weights, note, say, tell
 from rlctl.config.builtin import runs_folder
 from rlctl.config.errors import ConfigError, Problem
@@ -40,15 +40,8 @@ All else is said to the model. --temperature, --max-tokens, --system, --tools an
 
 
 def chat(
-    target: Annotated[
-        str,
-        typer.Argument(
-            metavar="CHECKPOINT | FOLDER | RUN",
-            help="A checkpoint, a Hugging Face folder or hub name, or a run: its newest checkpoint.",
-            autocompletion=complete_run,
-        ),
-    ],
-    step: Annotated[int | None, typer.Option(metavar="N", help="Of a run: the checkpoint of this step.", min=0)] = None,
+    target: Annotated[str, WEIGHTS],
+    step: OfStep = None,
     temperature: Annotated[
         float | None, typer.Option(help="0 is greedy; if left out, the run's.", min=0, show_default=False)
     ] = None,

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlctl.cli.arguments import Arguments, AsJson, split
-from rlctl.cli.completion import complete_run
+from rlctl.cli.arguments import WEIGHTS, Arguments, AsJson, OfStep, split
 from rlctl.cli.output import busy, console, examples, explained_weights, say, tell
 from rlctl.config.builtin import runs_folder
 from rlctl.config.errors import ConfigError, Problem
@@ -28,15 +27,7 @@ _SAVE_EVERY = 256
 
 
 def evaluate(
-    target: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="CHECKPOINT | FOLDER | RUN",
-            help="A checkpoint, a Hugging Face folder or hub name, or a run: its newest checkpoint.",
-            show_default=False,
-            autocompletion=complete_run,
-        ),
-    ] = None,
+    target: Annotated[str | None, WEIGHTS] = None,
     arguments: Arguments = None,
     data: Annotated[
         list[str] | None,
@@ -48,7 +39,7 @@ def evaluate(
             "--samples", "-k", help="Answers to each task, at generation.temperature: pass@1 to pass@k.", min=1
         ),
     ] = None,
-    step: Annotated[int | None, typer.Option(metavar="N", help="Of a run: the checkpoint of this step.", min=0)] = None,
+    step: OfStep = None,
     to: Annotated[
         Path | None,
         typer.Option(help="The folder of results; if left out, RUN/evals, or evals here.", show_default=False),

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from rlctl.cli.arguments import OfStep
 from rlctl.cli.completion import complete_run
 from rlctl.cli.output import busy, examples, note, refuse, say
 from rlctl.config.builtin import runs_folder
@@ -32,7 +33,7 @@ def export(
         Literal["float32", "bfloat16", "float16"] | None,
         typer.Option(help="The dtype of the weights; if left out, they stay as they are."),
     ] = None,
-    step: Annotated[int | None, typer.Option(metavar="N", help="Of a run: the checkpoint of this step.", min=0)] = None,
+    step: OfStep = None,
     repository: Annotated[
         str | None,
         typer.Option("--push", metavar="OWNER/NAME", help="Upload the folder to this repository of the hub."),

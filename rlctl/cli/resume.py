@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlctl.cli.output import busy
 from rlctl.config.builtin import runs_folder
-from rlctl.config.errors import ConfigError, Problem
+from rlctl.config.errors import ConfigError, Problem, located
 
 if TYPE_CHECKING:
     from rlctl.config.schema import RunConfig
@@ -52,10 +52,8 @@ def refuse_contradictions(composed: "Composed", run: Path) -> None:
     from rlctl.run.checkpoints import EarlierVersion
 
     checkpoints = _checkpoints(run)
-    try:
+    with located(f"--resume {run}", EarlierVersion):
         checkpoints.refuse_earlier()
-    except EarlierVersion as error:
-        raise ConfigError([Problem(f"--resume {run}", "", str(error))]) from None
     newest = checkpoints.latest_as_written()
     if newest is None:
         return
@@ -77,11 +75,8 @@ def plan_of_resume(composed: "Composed", run: Path) -> list[tuple[str, str]]:
     changed = [("changes" if not index else "", line) for index, line in enumerate(changes)]
     if record and record.remote:
         return [("goes on after", f"the newest whole checkpoint in {record.remote} on {record.cluster}"), *changed]
-    try:
-        with busy("reading the newest checkpoint"):
-            found = _checkpoints(run).newest_whole()
-    except NoWholeCheckpoint as error:
-        raise ConfigError([Problem(f"--resume {run}", "", str(error))]) from None
+    with located(f"--resume {run}", NoWholeCheckpoint), busy("reading the newest checkpoint"):
+        found = _checkpoints(run).newest_whole()
     done, steps = found.checkpoint.step if found.checkpoint else 0, Resolved(composed.config).num_steps
     rows = [("damaged", line) for line in found.damaged.values()] + [("note", line) for line in found.notes]
     where = f"step {done}: {found.checkpoint.path}" if found.checkpoint else "the start: it has no checkpoint"

@@ -58,8 +58,7 @@ def show(run: Run = "", root: Root = None, as_json: AsJson = False) -> None:
     from rlctl.dashboard.state import read_state
     from rlctl.dashboard.summary import print_next_steps, summary_table
 
-    folder = _find(run, root)
-    _bring_up_to_date(folder)
+    folder = _find_fresh(run, root)
     state = read_state(folder)
     if as_json:
         typer.echo(json.dumps(as_dict(state)))
@@ -86,8 +85,7 @@ def dash(
     from rlctl.dashboard.view import LiveDashboard
     from rlctl.run.run_dir import RunDir
 
-    folder = _find(run, root)
-    _bring_up_to_date(folder)
+    folder = _find_fresh(run, root)
     state = read_state(folder, samples=True)
     console = SafeConsole(width=width, height=height)
     if svg is not None:
@@ -116,8 +114,7 @@ def stop(run: Run = "", root: Root = None) -> None:
     from rlctl.dashboard.state import read_state
     from rlctl.run.run_dir import JobRecord
 
-    folder = _find(run, root)
-    _bring_up_to_date(folder)
+    folder = _find_fresh(run, root)
     state = read_state(folder)
     if state.status not in ("new", "running"):
         say(f"{folder.name} does not run: {state.status}")
@@ -180,8 +177,7 @@ def rollouts(
     from rlctl.cli.rollouts import Printer, make_query
 
     query = make_query(step, validation, worst, best, group, grep)
-    folder = _find(run, root)
-    _bring_up_to_date(folder)
+    folder = _find_fresh(run, root)
     printer = Printer(folder, query, as_json, tokens)
     if follow:
         printer.follow()
@@ -219,10 +215,7 @@ def report(
     """Write one HTML page that loads nothing: curves, step time, events, samples and config of one or more runs."""
     from rlctl.cli.report import write_report
 
-    folders = [_find(run, root) for run in runs or [""]]
-    for folder in folders:
-        _bring_up_to_date(folder)
-    write_report(folders, output, png, open_it)
+    write_report([_find_fresh(run, root) for run in runs or [""]], output, png, open_it)
 
 
 def _stop_driver(folder: Path, start: "dict[str, Any]") -> None:
@@ -268,6 +261,12 @@ def _print(table: "RenderableType") -> "Console":
     console = SafeConsole()
     console.print(table)
     return console
+
+
+def _find_fresh(run: str, root: Path | None) -> Path:
+    folder = _find(run, root)
+    _bring_up_to_date(folder)
+    return folder
 
 
 def _find(run: str, root: Path | None) -> Path:

@@ -63,6 +63,11 @@ def shortened(text: str, most: int = LONGEST) -> str:
     return text if len(text) <= most else f"{text[: most * 2 // 3]} ... {text[-(most // 4) :]}"
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or the name of its class."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return `; did you mean X?` for the nearest of `known`, or nothing if none is near."""
     if len(word) > LONGEST:

@@ -90,11 +90,8 @@ _WORDS: dict[str, Callable[[Record], str]] = {
         f"{event.get('token_mult_prob_error', 0.0):.6f} over {event.get('tokens')} tokens"
     ),
     "refit_opened": _opened,
-    "dispatch": lambda event: f"dispatch: {event.get('what')}",
-    "data": lambda event: f"data: {event.get('what')}",
     "validation_started": lambda event: f"validation at step {event.get('step', '')}",
-    "warning": lambda event: f"warning: {event.get('what')}",
-    "error": lambda event: f"error: {event.get('what')}",
+    **dict.fromkeys(("dispatch", "data", "warning", "error"), lambda event: f"{event['kind']}: {event.get('what')}"),
     "validation": _validation,
     "redrawn": lambda event: f"prompt {event.get('prompt')} resampled: its group reached the bound on age",
     "engine_lost": lambda event: f"engine {event.get('engine')} lost{_reason(event)}",

@@ -9,9 +9,10 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Protocol
 
+from rlctl.config.errors import first_line
 from rlctl.config.plugins import ROW_GENERATORS
 from rlctl.config.schema import DatasetSection
-from rlctl.data.files import FILE_SUFFIXES, DataError, Read, files_of, is_file_of_rows, read_file, reason
+from rlctl.data.files import FILE_SUFFIXES, DataError, Read, files_of, is_file_of_rows, read_file
 from rlctl.utils.plugins import load_object
 
 
@@ -97,7 +98,7 @@ def _rows_of(split: str, sizes: dict[str, int], path: str, needed: str) -> dict[
         for part in ReadInstruction.from_spec(split).to_absolute(sizes):
             found[part.splitname] += range(part.from_, part.to)
     except (AssertionError, ValueError) as error:
-        raise DataError(f"{path}: split {split}: {reason(error)} ({needed})") from error
+        raise DataError(f"{path}: split {split}: {first_line(error)} ({needed})") from error
     return found
 
 
@@ -112,7 +113,7 @@ def _read_saved(path: str, split: str) -> Read:
     try:
         loaded = datasets.load_from_disk(path)
     except Exception as error:  # as below: its errors have no common class
-        raise DataError(f"{path}: not what save_to_disk writes: {reason(error)}") from error
+        raise DataError(f"{path}: not what save_to_disk writes: {first_line(error)}") from error
     parts = dict(loaded) if isinstance(loaded, dict) else {"train": loaded}
     needed = f"it has {', '.join(parts)}, each whole or as train[:90%]"
     chosen = _rows_of(split, {name: len(rows) for name, rows in parts.items()}, path, needed)
@@ -133,5 +134,5 @@ def _read_hub(path: str, split: str) -> Read:
         rows = datasets.load_dataset(name, configuration or None, split=split)
     except Exception as error:  # the hub's errors have no common class; every one ends the run with its line
         files = ", ".join(FILE_SUFFIXES)
-        raise DataError(f"{path} is no file ({files}) and no hub dataset: {reason(error)}") from error
+        raise DataError(f"{path} is no file ({files}) and no hub dataset: {first_line(error)}") from error
     return _numbered(iter([(split, rows)]), path)

@@ -12,7 +12,7 @@ from glob import glob, has_magic
 from os.path import isfile
 from typing import Any
 
-from rlctl.config.errors import UserError
+from rlctl.config.errors import UserError, first_line
 
 # Levels of nesting in a row. Rows are pickled and written as JSON on their way through a run; both recurse.
 MAX_DEPTH = 100
@@ -64,11 +64,6 @@ def first_row(path: str) -> tuple[str, dict[str, Any]]:
     raise DataError(f"{path}: is empty")
 
 
-def reason(error: Exception) -> str:
-    """Return the first line of an error's message."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
 def _read_jsonl(path: str) -> Read:
     with open(path, "rb") as lines:
         yield from _json_lines(path, lines)
@@ -79,7 +74,7 @@ def _read_gzip(path: str) -> Read:
         with gzip.open(path, "rb") as lines:
             yield from _json_lines(path, lines)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise DataError(f"{path}: not gzip, or not whole: {reason(error)}") from error
+        raise DataError(f"{path}: not gzip, or not whole: {first_line(error)}") from error
 
 
 def _json_lines(path: str, lines: Any) -> Read:
@@ -170,7 +165,7 @@ def _read_csv(path: str) -> Read:
                 if cells:
                     yield origin, {name: cell or None for name, cell in zip(columns, cells)}
     except (csv.Error, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: not CSV in UTF-8: {reason(error)}") from error
+        raise DataError(f"{path}: not CSV in UTF-8: {first_line(error)}") from error
 
 
 def _read_parquet(path: str) -> Read:
@@ -181,13 +176,13 @@ def _read_parquet(path: str) -> Read:
     try:
         batches = pyarrow.parquet.ParquetFile(path, page_checksum_verification=True).iter_batches(_BATCH)
     except broken as error:
-        raise DataError(f"{path}: not Parquet: {reason(error)}") from error
+        raise DataError(f"{path}: not Parquet: {first_line(error)}") from error
     number = 1
     while True:
         try:
             batch = next(batches, None)
         except broken as error:
-            raise DataError(f"{path}:{number}: rows from this one on cannot be read: {reason(error)}") from error
+            raise DataError(f"{path}:{number}: rows from this one on cannot be read: {first_line(error)}") from error
         if batch is None:
             return
         for row in _arrow_rows(batch, path, number):
@@ -215,7 +210,7 @@ def _arrow_row(batch: Any, index: int, origin: str) -> dict[str, Any]:
     try:
         return dict(batch.slice(index, 1).to_pylist()[0])
     except (ValueError, OverflowError) as error:
-        raise DataError(f"{origin}: cannot be read: {reason(error)}") from error
+        raise DataError(f"{origin}: cannot be read: {first_line(error)}") from error
 
 
 _READERS: dict[str, Callable[[str], Read]] = {

@@ -17,8 +17,8 @@ from importlib.util import find_spec
 from subprocess import DEVNULL, PIPE, Popen
 from typing import Any
 
-from rlctl.config.errors import did_you_mean
-from rlctl.data.files import DataError, Read, reason
+from rlctl.config.errors import did_you_mean, first_line
+from rlctl.data.files import DataError, Read
 
 # Column with the name and the arguments of the data set that made a row, and with the entry's metadata.
 COLUMN = "reasoning_gym"
@@ -57,7 +57,7 @@ class ReasoningGym:
         try:
             _dataset(dataset, args)
         except Exception as error:  # Its checks are assertions, and others.
-            return [("args", f"{dataset}: {reason(error)}; it has {', '.join(known)}")]
+            return [("args", f"{dataset}: {first_line(error)}; it has {', '.join(known)}")]
         return []
 
     def seeds(self, dataset: str, args: Mapping[str, Any]) -> range:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 from rlctl.config.errors import UserError
@@ -159,9 +158,7 @@ class EnvironmentPool:
     def __enter__(self) -> "EnvironmentPool":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.shutdown()
 
     def _submit(self, work: Coroutine[Any, Any, Value]) -> "Future[Value]":

@@ -17,9 +17,9 @@ from rlctl.launch.engines import engines
 from rlctl.models.model_files import ModelFiles
 from rlctl.preflight.resolved import Resolved
 from rlctl.rollout.episode_setup import format_of_calls, tool_problems
-from rlctl.rollout.patience import Emit
 from rlctl.rollout.players.chat import Talk, TalkEngines, TalkError, TalkLimits, TalkTools, talk_id
 from rlctl.utils.event_loop import EventLoop
+from rlctl.workers.user_logs import Emit
 
 _KEY = "tools"
 

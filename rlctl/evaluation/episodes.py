@@ -15,10 +15,10 @@ from rlctl.launch.sampling import decoder, make_runner
 from rlctl.models.model_files import ModelFiles
 from rlctl.rewards.scorer import Scorer
 from rlctl.rollout.episode_setup import environment_pool, set_up
-from rlctl.rollout.patience import Emit
 from rlctl.rollout.scoring import GroupScorer
 from rlctl.rollout.types import Sampling
 from rlctl.telemetry.jsonl import Record
+from rlctl.workers.user_logs import Emit
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ from rlctl.models.model_files import ModelFiles
 from rlctl.preflight.load import Composed
 from rlctl.rewards.scorer import Scorer
 from rlctl.rollout.episode_setup import environment_pool, set_up
-from rlctl.rollout.patience import Emit
 from rlctl.rollout.scoring import GroupScorer, sample_item
 from rlctl.rollout.types import RolloutGroup
 from rlctl.utils.files import write_whole
+from rlctl.workers.user_logs import Emit
 
 # Damaged parts that are told one by one.
 _MOST_LINES = 5

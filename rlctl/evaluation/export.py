@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import yaml
 
-from rlctl.config.errors import UserError
+from rlctl.config.errors import UserError, first_line
 from rlctl.data.datasets import shown
 from rlctl.evaluation.store import MADE_AGAIN, DamagedResult, EvaluationFolder
 from rlctl.evaluation.target import Target
@@ -74,8 +74,7 @@ def push(folder: Path, repository: str, private: bool) -> str:
         address = hub.create_repo(repository, private=private, exist_ok=True)
         hub.upload_folder(folder_path=str(folder), repo_id=repository, commit_message="Export of rlctl")
     except Exception as error:  # Network, login, rights, names: the hub's library has an error for each.
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise PushError(f"{folder} is written, but not pushed to {repository}: {reason}") from error
+        raise PushError(f"{folder} is written, but not pushed to {repository}: {first_line(error)}") from error
     return str(address)
 
 

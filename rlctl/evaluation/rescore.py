@@ -25,13 +25,13 @@ from rlctl.generation.requests import Completion, RequestId, RolloutId, TurnRequ
 from rlctl.preflight.load import Composed
 from rlctl.rewards.base import RewardInput
 from rlctl.rewards.scorer import Scorer
-from rlctl.rollout.patience import Emit
 from rlctl.rollout.scoring import sample_item
 from rlctl.rollout.types import Rollout, RolloutGroup
 from rlctl.run.run_dir import RunDir, RunDirError, find_run
 from rlctl.telemetry.jsonl import Record, damaged_lines, read_records
 from rlctl.telemetry.rollouts_file import index, read_groups
 from rlctl.utils.files import write_whole
+from rlctl.workers.user_logs import Emit
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ from rlctl.refit.refit import EngineEnd, EnginesLost, Refit
 from rlctl.workers.errors import EngineUnusable, NoEngineLeft, WorkerDied, WorkerError, WorkerTimeout
 from rlctl.workers.group import Worker, WorkerSpec
 from rlctl.workers.nodes import NodeLease
+from rlctl.workers.user_logs import Emit
 from rlctl.workers.waits import Waits
 
-Emit = Callable[..., None]
 P = ParamSpec("P")
 R = TypeVar("R")
 # Calls of an engine that may run at the same time: collecting, submitting, a refit, memory, an abort.

@@ -16,8 +16,8 @@ from rlctl.preflight.placement import ResourceRequest, place, this_machine
 from rlctl.preflight.plan import require_served
 from rlctl.preflight.tuning import tune
 from rlctl.rollout.dispatcher import RolloutDispatcher
-from rlctl.rollout.patience import Emit
 from rlctl.utils.devices import count_gpus, device_memory
+from rlctl.workers.user_logs import Emit
 from rlctl.workers.waits import Waits
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from rlctl.config.errors import UserError
+from rlctl.config.errors import UserError, first_line
 from rlctl.config.schema import RunConfig
 from rlctl.dashboard.view import RunView, show_run
 from rlctl.data.datasets import shown
@@ -317,7 +317,7 @@ def _failed(session: Session, reason: str, code: int) -> tuple[int, str, str]:
 
 
 def _explain(error: BaseException) -> str:
-    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    first = first_line(error)
     return f"{first}; make room there, then resume" if os.strerror(errno.ENOSPC) in first else first
 
 

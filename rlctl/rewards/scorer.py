@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from queue import LifoQueue
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 
 from rlctl.config.grpo_schema import RewardSection
 from rlctl.config.plugins import ENVIRONMENT_REWARD, correctness, reward_names
@@ -109,9 +109,7 @@ class Scorer:
     def __enter__(self) -> "Scorer":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _score_by(self, reward: int, items: list[RewardInput], given: Sequence[Mapping[str, float]]) -> list[Outcome]:

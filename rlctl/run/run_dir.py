@@ -30,11 +30,16 @@ class RunDirError(UserError):
     """A run directory that cannot be used as asked. The message is one line with the remedy."""
 
 
-@dataclass(frozen=True)
 class RunDir:
     """The directory of one run."""
 
-    path: Path
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config, self.checkpoints = path / "config.yaml", path / "checkpoints"
+        self.events, self.metrics = path / "events.jsonl", path / "metrics.jsonl"
+        self.rollouts = path / "rollouts.jsonl"
+        # Logs of the newest attempt, one file a process.
+        self.logs = path / "logs" / "latest"
 
     @classmethod
     def create(cls, name: str, root: Path) -> "RunDir":
@@ -68,31 +73,6 @@ class RunDir:
     @property
     def name(self) -> str:
         return self.path.resolve().name
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def events(self) -> Path:
-        return self.path / "events.jsonl"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def rollouts(self) -> Path:
-        return self.path / "rollouts.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def logs(self) -> Path:
-        """Logs of the newest attempt, one file a process."""
-        return self.path / "logs" / "latest"
 
     @property
     def attempt(self) -> int:

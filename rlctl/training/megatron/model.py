@@ -153,6 +153,14 @@ def build_policy(
     return policy
 
 
+def parallel_sizes(section: TrainerSection) -> dict[str, int]:
+    """Return the sizes of Megatron's groups of ranks, by its names for them."""
+    names = ("tensor_model", "pipeline_model", "context", "expert_model")
+    return {f"{name}_parallel_size": getattr(megatron_of(section), f"{name}_parallel_size") for name in names} | {
+        "expert_tensor_parallel_size": 1
+    }
+
+
 def _transformer_config(
     hf: Any, sizes: ModelSizes, section: TrainerSection, dtype: torch.dtype, device: torch.device
 ) -> TransformerConfig:
@@ -177,11 +185,6 @@ def _transformer_config(
         add_qkv_bias=sizes.qkv_bias,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
-        context_parallel_size=parallel.context_parallel_size,
-        expert_model_parallel_size=parallel.expert_model_parallel_size,
-        expert_tensor_parallel_size=1,
         sequence_parallel=layout_of(section).sequence_parallel,
         params_dtype=dtype,
         fp32_residual_connection=parallel.fp32_residual_connection,
@@ -202,6 +205,7 @@ def _transformer_config(
         bias_activation_fusion=cuda,
         use_cpu_initialization=not cuda,
         perform_initialization=False,
+        **parallel_sizes(section),
         **recompute,
         **_experts(hf, sizes),
     )

@@ -28,7 +28,7 @@ from rlctl.training.interface import Loss, LossOutput, MicroBatch
 from rlctl.training.megatron import checkpoint
 from rlctl.training.megatron.emulation import Emulation
 from rlctl.training.megatron.mapping import Exporter, Mapping, read
-from rlctl.training.megatron.model import build_policy
+from rlctl.training.megatron.model import build_policy, parallel_sizes
 from rlctl.training.megatron.optimizer import Optimizer, gradients
 from rlctl.training.megatron.stage_io import Head, PackSlicer
 from rlctl.training.offload import OffloadManager
@@ -204,14 +204,10 @@ class MegatronTrainer(TrainerRank):
         return [Shard(part.name, part.start, part.view) for part in parts]
 
     def _initialize_parallel(self) -> None:
-        seed, parallel = self._spec.seed + self._spec.rank, megatron_of(self._config)
+        seed = self._spec.seed + self._spec.rank
         torch.manual_seed(seed)
         parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-            pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
-            context_parallel_size=parallel.context_parallel_size,
-            expert_model_parallel_size=parallel.expert_model_parallel_size,
-            expert_tensor_parallel_size=1,
+            **parallel_sizes(self._config),
             create_gloo_process_groups=False,
         )
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
