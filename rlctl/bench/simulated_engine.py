@@ -1,8 +1,8 @@
-"""Virtual clock, and engines on it that take the time of real ones: the product's own dispatcher samples with them.
+"""Virtual clock, and engines on it that take the time of real ones: the product's own dispatcher samples there.
 
 An engine decodes in steps, one token a sequence, as vLLM does. A step takes `base` seconds and `per_sequence` more for
-each sequence in it. The cost of a prompt is in that of its sequence's tokens. A key-value cache that is too small is
-not simulated, nor are answers that gather for longer than `GATHER_S`.
+each sequence in it. The cost of a prompt is in that of its sequence's tokens. Not simulated: a key-value cache that is
+too small, and answers that gather for longer than `GATHER_S`.
 """
 
 import heapq
@@ -29,7 +29,7 @@ _NOTHING = PackedCompletions.pack([])
 
 
 class VirtualClock(Clock):
-    """Time that passes when it is told to; the steps of threads are run by whoever waits.
+    """Time that passes when it is told to; a waiting thread runs the steps of all threads.
 
     happen: called by a wait of the loop's thread, to let something happen.
     """
@@ -77,7 +77,7 @@ class DecodeCost:
     per_sequence: float
 
     def step(self, sequences: int) -> float:
-        """Return the seconds of a step of so many sequences."""
+        """Return the seconds of a step with this number of sequences."""
         return self.base + self.per_sequence * sequences
 
 
@@ -98,7 +98,7 @@ class SimulatedEngine:
     def __init__(self, cost: DecodeCost, at_a_time: int, lengths: ForcedLengths, now: Callable[[], float]) -> None:
         self._cost, self._at_a_time, self._lengths, self._now = cost, at_a_time, lengths, now
         self._version = 0
-        # Steps so far, and when the one under way began.
+        # Steps so far, and the beginning of the current one.
         self._steps, self._began = 0, 0.0
         # See `EngineStats`.
         self._busy, self._paused, self._tokens = 0.0, 0.0, 0
@@ -164,7 +164,7 @@ class SimulatedEngine:
         if self._ended:
             last = max(end for end, _, _ in self._running) - self._steps
             if self._began + last * self._cost.step(1) >= self._leaves:
-                # More are running until then: it does not matter when one of them ends.
+                # More are running until then: it does not matter when one ends.
                 return self._leaves
         steps = 1 if self._arrived and len(self._running) < self._at_a_time else self._running[0][0] - self._steps
         end = self._began + steps * self._cost.step(len(self._running))
@@ -208,7 +208,7 @@ def _completion(sequence: _Sequence) -> Completion:
 
 @dataclass
 class SimulatedWorker:
-    """`Worker` whose engine is in this process, and which answers a call at once."""
+    """`Worker` with its engine in this process. It answers a call at once."""
 
     name: str
     engine: SimulatedEngine

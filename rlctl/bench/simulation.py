@@ -47,10 +47,10 @@ class Costs:
     decode: DecodeCost
     # More of an update, however many tokens it has.
     update: float = 0.0
-    # A refit, in which the trainer does nothing else; and the part of it in which engines sample nothing.
+    # A refit, in which the trainer does nothing else; and the part in which engines sample nothing.
     refit: float = 0.0
     pause: float = 0.0
-    # What trainer and engines take between them to change places on one device, each step.
+    # Seconds of trainer and engines together to change places on one device, each step.
     change: float = 0.0
     # From an answer to its reward.
     reward: float = 0.0
@@ -85,7 +85,7 @@ class Setup:
         return [*split, f"placement.colocated={str(self.colocated).lower()}"]
 
     def apply(self, config: GrpoConfig, steps: int) -> GrpoConfig:
-        """Return the config of such a run of so many steps."""
+        """Return the config of such a run with this number of steps."""
         bound, enabled = max(1, self.bound), self.bound > 0
         return replace(
             config,
@@ -123,7 +123,7 @@ class SimulatedRow:
     age: float
     # Sequences that an engine decoded at a time.
     sequences: float
-    # Tokens of a step: trained ones, and of them generated ones.
+    # Tokens of a step: trained ones, and the generated part.
     trained: float
     generated: float
 
@@ -146,7 +146,7 @@ class SimulatedStep:
 def simulate(
     config: GrpoConfig, setup: Setup, costs: Costs, machine: SimulatedMachine, prompt: int, steps: int
 ) -> SimulatedRow:
-    """Return what `steps` counted steps of a run take.
+    """Return the figures of `steps` counted steps of a run.
 
     config: with `generation.forced_lengths`. prompt: tokens of each prompt.
     """
@@ -190,7 +190,7 @@ class SimulatedRun:
         self._drains = tuned.async_.enabled and not tuned.async_.in_flight_weight_updates
         self.version = 0
         self._clock = VirtualClock(self._next)
-        # How often in a row the threads looked while nothing was under way.
+        # Number of looks of the threads in a row with nothing pending.
         self._looks = 0
         lengths, most = ForcedLengths(*tuned.generation.forced_lengths), stated(tuned.generation.max_num_seqs)
         self._engines = [
@@ -249,7 +249,7 @@ class SimulatedRun:
         return self._times.phase(f"idle_{why}")
 
     def _pass(self, seconds: float) -> None:
-        """Let so much time pass; the engines go on meanwhile."""
+        """Let time pass; the engines go on meanwhile."""
         end = self._clock.now() + seconds
         with self._clock.on_a_thread():
             while (moment := self._next_event()) is not None and moment <= end:
@@ -259,7 +259,7 @@ class SimulatedRun:
     def _next(self) -> None:
         """Let the next thing happen, while the loop waits. Raises RuntimeError if there is none: a defect."""
         moment = self._next_event()
-        # What the loop itself has just begun is not under way before the threads have looked.
+        # Work just begun by the loop itself is not pending before the threads have looked.
         self._looks = 0 if moment is not None else self._looks + 1
         if self._looks > _MOST_LOOKS:
             raise RuntimeError(f"nothing is under way: {self._buffer.explanation()}")
@@ -270,7 +270,7 @@ class SimulatedRun:
         return min((moment for moment in moments if moment is not None), default=None)
 
     def _go_to(self, moment: float) -> None:
-        """Let all threads do what they have to do at a moment."""
+        """Let all threads do their work of a moment."""
         self._clock.time = max(self._clock.time, moment)
         before = -1
         while (calls := sum(engine.calls for engine in self._engines) + self._events.ran) != before:
@@ -280,7 +280,7 @@ class SimulatedRun:
 
 
 class _LateRunner(RolloutRunner):
-    """Runner whose rollouts come when their reward is known, so that the buffer's scoring takes no time."""
+    """Runner whose rollouts come with their reward, so that the buffer's scoring takes no time."""
 
     def __init__(self, dispatcher: RolloutDispatcher, reward: float, events: VirtualEvents) -> None:
         super().__init__(SingleTurnPlayer(), dispatcher, events)
@@ -292,7 +292,7 @@ class _LateRunner(RolloutRunner):
 
 @dataclass(frozen=True, eq=False)
 class _LateTaker:
-    """Taker in front of another one, which keeps rollouts for it."""
+    """Taker in front of another one; it holds rollouts back."""
 
     taker: RolloutTaker
     reward: float

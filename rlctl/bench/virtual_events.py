@@ -58,7 +58,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
 
 class VirtualEvents(EventLoop):
-    """`EventLoop` whose steps are run by whoever waits on a virtual clock. draw: draws the callback of each step."""
+    """`EventLoop` whose steps are run by the thread that waits on a virtual clock. draw: draws the callback of each
+    step.
+    """
 
     loop: VirtualLoop
 
@@ -70,7 +72,7 @@ class VirtualEvents(EventLoop):
         clock.spawn("events", self.step)
 
     def step(self) -> bool:
-        """Run a callback that is ready, all of them without a seed; return whether there was one."""
+        """Run a ready callback, or all without a seed; return whether there was one."""
         with self._clock.on_a_thread():
             stepped = self.loop.step()
             while stepped and not self._draw and self.loop.step():

@@ -141,7 +141,7 @@ class GrpoParts:
         return ResourceMonitor(device, memories)
 
     def _failure_cause(self) -> str:
-        """Return what most episodes, or rewards, that failed failed of; empty where none did."""
+        """Return the most frequent failure of episodes or rewards; empty where none failed."""
         environments, scorer = self.sampling.environments, self.sampling.scorer
         return (environments.failures.most_common() if environments else "") or scorer.failures.most_common()
 

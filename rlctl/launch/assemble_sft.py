@@ -62,7 +62,7 @@ class SftParts:
             self.sampling.settle(tuned)
 
     def load_chat(self) -> tuple[Chat, EndTokens]:
-        """Load the tokenizer, and that of the recipe, whose template may be another."""
+        """Load the tokenizer, and the recipe's, perhaps with another template."""
         found = load_run_chat(self.session, self.config, self.files)
         if self.sampling:
             self.sampling.load_chat()
@@ -115,7 +115,7 @@ class SftParts:
                 self._compile(trainer, max(len(sample.tokens) for sample in [*data.train, *data.validation]))
             devices, cost = allocation.placement.trainer_devices, training_cost(self.files, trainer.info())
             components = SftComponents(trainer, source, data.validation, sampled, session.recorder, devices, *cost)
-            # From here on the loop closes what samples.
+            # From here on the loop closes the sampling parts.
             stack.pop_all()
         return SftLoop(config, components, session.stops)
 
@@ -183,8 +183,8 @@ def compile_group(graph: CompiledGraphSection, group: "WorkerGroup", session: Se
 def ordinary_if_it_fails(graph: CompiledGraphSection, group: "WorkerGroup", session: Session) -> Iterator[None]:
     """Have the run go on with ordinary calls, and say so, if the block's calls raise or break the graph.
 
-    The block changes no weights. Raises GraphUnavailable with `enabled: require`, and always what a worker that died or
-    hangs raises.
+    The block changes no weights. Raises GraphUnavailable with `enabled: require`, and always the error of a worker that
+    died or hangs.
     """
     from rlctl.workers.errors import WorkerError
     from rlctl.workers.graph import GraphBroken, GraphUnavailable

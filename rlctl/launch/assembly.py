@@ -1,7 +1,7 @@
-"""The assembly of a run, the same for every algorithm: what starts, in which order, who waits for it, and who ends it.
+"""The assembly of a run, the same for every algorithm: the parts, their order, their waits and their ends.
 
-Read `assemble` from top to bottom. It ends what it started, the last first, however the run ends. An algorithm adds its
-own parts, see `AlgorithmParts`.
+Read `assemble` from top to bottom. It ends its parts, the last first, at any end of the run. An algorithm adds its own
+parts, see `AlgorithmParts`.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -55,15 +55,15 @@ class AlgorithmParts(Protocol):
         """Load the tokenizer, and find the tokens that end an answer, on the thread of `load`. Raises DataError."""
 
     def load(self, chat: Chat, rows: RunRows) -> RunData[Any]:
-        """Tokenize the rows and check them, on a thread of their own. Raises DataError or RewardError."""
+        """Tokenize the rows and check them, on a separate thread. Raises DataError or RewardError."""
 
     def start_engines(self, allocation: Allocation, loading: DataLoading[Any]) -> "GeneratorPool | None":
-        """Start the engines, and wait for none of them. Returns None for an algorithm that does not sample."""
+        """Start the engines without waiting. Returns None for an algorithm that does not sample."""
 
     def make_loop(
         self, allocation: Allocation, trainer: "TrainerGroup", source: RowSource[Any], data: RunData[Any]
     ) -> "Loop | None":
-        """Connect what has started and check it. Returns the loop, or None if the check was all that was asked."""
+        """Connect the started parts and check them. Returns the loop, or None if only the check was wanted."""
 
 
 def launch(
@@ -161,14 +161,14 @@ def assemble(runtime: Runtime, reader: RowReader, probe_only: bool, session: Ses
                 session.started()
                 loop.run(session.start)
         if pool:
-            # Ranks free what the refit holds. After a failure they may not answer, and are only killed.
+            # Ranks free the refit's memory. After a failure they may not answer, and are only killed.
             group.call(TrainerWorker.close)
 
 
 def _find_model(session: Session) -> ModelFiles:
     """Return the files of the run's model. Raises ModelError for a checkpoint's weights that are damaged."""
     files = ModelFiles.find(session.config.model, session.run_dir.path, session.config.run.seed)
-    # A resumed run has weights of its own.
+    # A resumed run brings its weights.
     resumed = Checkpoints(session.run_dir.checkpoints, 1, 0).latest()
     if resumed is None and (damage := damage_of_weights(Path(files.source))):
         raise ModelError(f"model.path: {damage}; name another checkpoint")

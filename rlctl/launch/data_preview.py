@@ -61,7 +61,7 @@ class Piece:
 class DataPreview:
     """Facts about one data set."""
 
-    # By part: train, or each source of it.
+    # By part: train, or each source there.
     reports: dict[str, LengthReport]
     # Tokens that end an answer.
     ends: EndTokens

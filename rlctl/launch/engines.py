@@ -27,7 +27,7 @@ def engines(
 ) -> Iterator[RolloutDispatcher]:
     """Run `generation.num_engines` engines at the weights of `files` until the block is left.
 
-    Yields what samples. stops: tokens that end an answer. version: of the weights, which every token gets. Raises
+    Yields the sampling parts. stops: tokens that end an answer. version: of the weights, which every token gets. Raises
     PlacementError with the arithmetic for too few devices.
     """
     generation = config.generation

@@ -1,6 +1,6 @@
 """Rewards, the advantage and environments of a config tried on its first row, before anything starts.
 
-They run the user's code, in processes of its own: in a run, in a dry run, and where an option asks for it.
+They run the user's code in separate processes: in a run, in a dry run, and where an option asks.
 """
 
 from collections.abc import Iterator
@@ -31,9 +31,9 @@ def runs_others_code(config: GrpoConfig | None) -> bool:
 
 
 def try_all(composed: Composed, *, rewards: bool, environments: bool, fetch: bool) -> list[str]:
-    """Return a line or more on what rewards and environments gave, or why they were not tried.
+    """Return a line or more on the results of rewards and environments, or why they were not tried.
 
-    fetch: a model or data of a hub may be fetched for it. Raises ConfigError with every problem of both.
+    fetch: a model or data of a hub may be fetched. Raises ConfigError with every problem of both.
     """
     lines, problems = list[str](), list[Problem]()
     for wanted, tried in ((rewards, _try_rewards), (environments, _try_environments)):
@@ -48,7 +48,7 @@ def try_all(composed: Composed, *, rewards: bool, environments: bool, fetch: boo
 
 
 def try_environments(composed: Composed, section: DatasetSection, row: Row, chat: Chat) -> EpisodeSetup:
-    """Return the facts about the environments, each of which was imported in a process of its own.
+    """Return the facts about the environments, each imported in a separate process.
 
     section, row: the first row of the data, on which one episode is begun. Raises ConfigError with every problem.
     """
@@ -109,7 +109,7 @@ def _away(config: GrpoConfig, fetch: bool) -> str:
 
 
 def _score_of_first_row(config: GrpoConfig) -> Score:
-    """Score the first row of data.train, answered with its own answer.
+    """Score the reference answer of the first row of data.train.
 
     Raises UnusableError for unusable rewards, DataError for a bad row or tokenizer.
     """

@@ -29,9 +29,9 @@ from rlctl.workers.reaper import SHARED_MEMORY, Reaper, free_bytes
 _OBJECT_STORE_BYTES = 1 << 30
 # Ray refuses a smaller one.
 _LEAST_STORE_BYTES = 75 << 20
-# Ray gives its own node 30 s, a constant of its code, which is too short on a machine that is busy for a moment.
+# Ray gives its own node 30 s, a constant in its code. This is too short on a busy machine.
 _ATTEMPTS, _ATTEMPT_S = 2, 30.0
-# Bytes of a Unix socket's path at most, and of Ray's own part of it, with the name of the folder.
+# Most bytes of a Unix socket's path, and bytes of Ray's own part, with the name of the folder.
 _SOCKET_BYTES, _RAYS_BYTES = 107, 84
 _NEEDED, _LOOK_S = ("gcs_server", "raylet"), 0.5
 # Methods by which Ray's head starts its autoscaler, its log monitor and the server of its dashboard.
@@ -190,11 +190,11 @@ def _object_store(folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def _without_unused() -> Iterator[None]:
-    """Have a Ray that starts in the block leave out the processes that a private one has no use for.
+    """Have a Ray that starts in the block leave out processes of no use to a private one.
 
-    Ray has no switch for them, and they take 2 s of CPU at every start: an autoscaler, a log monitor that would send
-    output to the driver, and the server of a dashboard that is off, for statistics of usage that are off too. These
-    methods are private: a Ray without one of them starts in its own way.
+    Ray has no switch for these, and they take 2 s of CPU at every start: an autoscaler, a log monitor that would send
+    output to the driver, and the server of a disabled dashboard, for disabled statistics of usage. These methods are
+    private: a Ray without one starts in its own way.
     """
     try:
         from ray._private.node import Node

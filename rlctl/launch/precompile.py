@@ -1,7 +1,6 @@
 """Warm-up of compiled trainers at a run's start, so that step 1 takes as long as any other.
 
-It goes on beside engines that are starting. Where engines and trainer take turns with a device's memory it waits until
-they sleep.
+It runs while engines start. Where engines and trainer take turns with a device's memory it waits until they sleep.
 """
 
 from typing import TYPE_CHECKING
@@ -25,7 +24,7 @@ def precompiles(config: RunConfig) -> bool:
 
 
 def precompile(session: Session, config: RunConfig, trainer: "TrainerGroup") -> None:
-    """Compile what a step needs: on full packs, since compilers choose kernels by the first sizes that they see."""
+    """Compile the code of a step: on full packs, since compilers choose kernels by the first sizes that they see."""
     from rlctl.sft.loss import NllLoss
 
     pack = stated(config.trainer.micro_batch_tokens)

@@ -1,6 +1,6 @@
 """The place of a run: this machine with a private Ray, or a running cluster.
 
-Both yield an `Allocation`: slots that belong to this run alone, and what a process needs to start in one.
+Both yield an `Allocation`: slots for this run alone, and the means to start a process in one.
 """
 
 import time
@@ -48,7 +48,7 @@ class Runtime(Protocol):
     def allocation(
         self, session: "Session", resources: ResourceRequest, announce: Announce
     ) -> AbstractContextManager["Allocation"]:
-        """Hold slots for the time of the block. Calls `announce` with them before anything slow begins."""
+        """Hold slots for the time of the block. Calls `announce` with the slots before anything slow begins."""
         ...
 
 

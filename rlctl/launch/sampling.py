@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from rlctl.rollout.types import Decode
     from rlctl.training.trainer_group import TrainerGroup
 
-# Room in shared memory beside the weights in transit, for what else a run keeps there.
+# Room in shared memory for a run's other data there, apart from the weights in transit.
 _BESIDE_BYTES = 16 << 20
 
 
@@ -103,7 +103,7 @@ class SamplingParts:
                 self.scorer.try_on_sample(sample_item(first))
 
     def start_engines(self, allocation: Allocation) -> "GeneratorPool":
-        """Start the engines, which are made with the tokens that end an answer, and wait for none of them."""
+        """Start the engines, with the tokens that end an answer, without waiting."""
         from rlctl.generation.pool import GeneratorPool
         from rlctl.launch.worker_specs import engine_slots, engine_spec
 
@@ -131,7 +131,7 @@ class SamplingParts:
             self.pool.connect(Refit(trainer.group, refit_options(self.config, placement, dtype, folder)))
 
     def open(self, stack: ExitStack) -> "tuple[RolloutDispatcher, RolloutRunner]":
-        """Return what samples and what plays rollouts, which `stack` closes."""
+        """Return the dispatcher and the runner of rollouts; `stack` closes both."""
         from rlctl.rollout.dispatcher import RolloutDispatcher
 
         # With a filter, a step is over once enough groups teach something: it does not wait for the others.
@@ -187,7 +187,7 @@ def make_runner(
     environments: "EnvironmentPool | None",
     setup: "EpisodeSetup | None",
 ) -> "RolloutRunner":
-    """Return what plays rollouts: of one turn, or episodes where there are environments, whose `setup` is known."""
+    """Return the player of rollouts: of one turn, or episodes where there are environments, whose `setup` is known."""
     from rlctl.rollout.runner import RolloutRunner
 
     if environments is None or setup is None:
@@ -220,7 +220,7 @@ def check_room(tasks: list[Task], answer: int, length: int) -> None:
 
 
 def shared_memory(nbytes: int = 0) -> str | None:
-    """Return the folder of shared memory if it has room for so many bytes, else None."""
+    """Return the folder of shared memory if it has room for that number of bytes, else None."""
     return str(SHARED_MEMORY) if free_bytes(SHARED_MEMORY) > nbytes else None
 
 

@@ -1,4 +1,4 @@
-"""The session of a run: its directory, events, dashboard, Ctrl-C, restarts and exit code, whatever the algorithm.
+"""The session of a run: its directory, events, dashboard, Ctrl-C, restarts and exit code, for any algorithm.
 
 Every end leaves a `run_ended` event, the next commands to type, and no process behind.
 Exit codes: 0 done, 1 failed, 2 bad input, 130 interrupted or stopped with a checkpoint saved.
@@ -73,7 +73,7 @@ class Session:
     lost: str = ""
     # The checkpoint to continue from.
     checkpoint: Checkpoint | None = None
-    # Newer checkpoints, by folder, each with a line that says what is wrong with it.
+    # Newer checkpoints: folder -> its problem in one line.
     damaged: dict[Path, str] = field(default_factory=dict)
     # Seconds of each part of the start-up of this attempt.
     startup: dict[str, float] = field(default_factory=dict)
@@ -177,7 +177,7 @@ class Session:
 def run_session(
     config: RunConfig, resolved: str, resume: Path | None, body: Callable[[Session], None], refuse: Refuse
 ) -> int:
-    """Run `body` in a session of its own and return the exit code. resolved: the config as YAML, kept with the run."""
+    """Run `body` in a new session and return the exit code. resolved: the config as YAML, kept with the run."""
     with contextlib.ExitStack() as stack:
         events: EventLog | None = None
         view: RunView | None = None
@@ -192,7 +192,7 @@ def run_session(
             if view:
                 view.give_back(f"{why}; go on: {go_on}")
             if events and not (view and view.end):
-                # By a writer of its own: the interrupted thread may hold the lock of the other.
+                # By a separate writer: the interrupted thread may hold the lock of the other.
                 EventLog(run_dir.events).emit("run_ended", status=interrupts.status, reason=why, next=[go_on])
 
         try:

@@ -38,7 +38,7 @@ def trainer_specs(
     """Return the spec of every trainer rank."""
     placement, ranks = allocation.placement, config.trainer.num_ranks
     resolved = Resolved(config, placement.device)
-    # Without engines to make room for, nothing moves for them.
+    # Without engines on the device, nothing needs to move.
     for_engines = config.trainer.offload_optimizer_for_generation and resolved.shares_devices
     init_method = f"tcp://{allocation.meeting_point()}"
     updates = config.telemetry.profile_updates
@@ -142,8 +142,8 @@ def refit_options(config: GrpoConfig, placement: Placement, dtype: str, folder: 
 
 def trainer_environment(devices: list[str], threads: int) -> dict[str, str]:
     """Return the environment variables of a trainer rank's process. devices: its GPUs, none on a CPU."""
-    # Waiting threads sleep: spinning ones take a busy machine's cores from each other (a step of 0.4 s took 2 to 3 s
-    # beside other work), and cost nothing measurable on a quiet one.
+    # Waiting threads sleep: spinning ones take a busy machine's cores from each other: a step of 0.4 s took 2 to 3 s
+    # with other work. On a quiet machine neither costs anything measurable.
     env = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
     if devices:
         env |= {"CUDA_VISIBLE_DEVICES": ",".join(devices)}

@@ -1,7 +1,7 @@
 """Interface of a training backend before anything starts: layout rules, memory facts, checks. No torch.
 
-A backend NAME is two things: `preflight/backends/NAME.py`, whose `BACKEND` is a `Backend`, and
-`training/NAME/trainer.py`, whose `TRAINER` trains. Nothing else knows a backend by name.
+A backend NAME is two things: `BACKEND` in `preflight/backends/NAME.py`, a `Backend`, and `TRAINER` in
+`training/NAME/trainer.py`. Nothing else knows a backend by name.
 """
 
 import importlib
@@ -80,7 +80,7 @@ class Backend(ABC):
         """Return how the ranks share the work."""
 
     def check_keys(self, trainer: TrainerSection) -> Violations:
-        """Yield what the backend itself lacks, such as its package."""
+        """Yield the missing parts of the backend itself, such as its package."""
         yield from ()
 
     def check_unused(self, trainer: TrainerSection) -> Violations:

@@ -15,7 +15,7 @@ _MAX_LENGTH = "environment.max_length"
 
 
 def check_environment(config: GrpoConfig, sizes: ModelSizes | None) -> Violations:
-    """Find environments that do not exist, and values that do not go with episodes."""
+    """Find missing environments, and values that do not go with episodes."""
     section = config.environment
     if section.name is not None and section.choices:
         what = "names environments beside environment.name: leave one of the two empty"

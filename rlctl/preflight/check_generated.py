@@ -8,7 +8,7 @@ from rlctl.preflight.backend import Violation, Violations
 
 
 def check_generated(config: RunConfig) -> Violations:
-    """Find data sets that cannot be made, and held-out rows that are trained on."""
+    """Find data sets that cannot be made, and held-out rows in training."""
     usable: dict[str, range] = {}
     for key, section in _sections(config):
         made = generator_of(section.path)

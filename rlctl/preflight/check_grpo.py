@@ -1,4 +1,4 @@
-"""Checks of what only GRPO has: rewards, sampling, engines, asynchronous runs and the corrections they need.
+"""Checks of GRPO's own parts: rewards, sampling, engines, asynchronous runs and the corrections they need.
 
 `importance_cap` without `proximal: recompute` is a note (`notes.py`), not an error. The cap is in configs/grpo.yaml, so
 that switching to `recompute` corrects by itself. Under `rollout` the ratio is already taken against the policy that
@@ -47,7 +47,7 @@ def check_rewards(config: GrpoConfig) -> Violations:
 
 
 def check_algorithm(config: GrpoConfig, away: bool) -> Violations:
-    """Find a loss or an advantage that does not exist, and wrong keys of a class of the user's own, which is imported.
+    """Find a missing loss or advantage, and wrong keys of a user's class, which is imported.
 
     away: the run is to be elsewhere, where the class is imported.
     """
@@ -90,7 +90,7 @@ def check_sampling(config: GrpoConfig) -> Violations:
 
 
 def check_overlong(config: GrpoConfig) -> Violations:
-    """Find penalties that leave no answer without one, or that a reward has the name of."""
+    """Find penalties that hit every answer, and names shared with a reward."""
     tokens, longest = config.grpo.overlong.penalty_tokens, config.generation.max_new_tokens
     if tokens is None:
         return
@@ -103,7 +103,7 @@ def check_overlong(config: GrpoConfig) -> Violations:
 
 
 def check_engines(config: GrpoConfig, sizes: ModelSizes | None) -> Violations:
-    """Find an engine that does not exist, and models that vLLM does not sample from, or not on so many devices."""
+    """Find a missing engine, and models that vLLM does not sample from, or not on this number of devices."""
     if what := missing_plugin(config.generation.engine, ENGINES, "KIND"):
         yield Violation("generation.engine", what)
     size = config.generation.tensor_parallel_size
@@ -149,7 +149,7 @@ def check_async(config: GrpoConfig) -> Violations:
 
 
 def check_corrections(config: GrpoConfig) -> Violations:
-    """Find masks that are no range or have no ratio, and a pass left out that is needed."""
+    """Find masks without a range or a ratio, and a missing pass that is needed."""
     loss, updates = config.grpo.loss, config.grpo.updates_per_step
     for name, bounds in (("importance_mask", loss.importance_mask), ("sequence_mask", loss.sequence_mask)):
         key = f"grpo.loss.{name}"

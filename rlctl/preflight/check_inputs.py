@@ -1,4 +1,4 @@
-"""Checks of what a config names outside itself: data files, rewards, the run's directory. Nothing is imported or run.
+"""Checks of a config's names outside itself: data files, rewards, the run's directory. Nothing is imported or run.
 
 megatron-core, which only backend megatron needs, is looked for too.
 """
@@ -22,7 +22,7 @@ from rlctl.data.files import FILE_SUFFIXES, DataError, files_of, first_row, is_f
 from rlctl.data.reasoning_gym import missing_library
 from rlctl.preflight.backend import Violation, Violations
 
-# Bytes of a name in most file systems, less what is put before or after it.
+# Bytes of a name in most file systems, less the text added at its ends.
 _LONGEST_NAME = 200
 # Linux takes 4,096.
 _LONGEST_PATH = 3000
@@ -57,8 +57,8 @@ def check_validation(config: RunConfig) -> Violations:
 
 
 def _check_dataset(dataset: DatasetSection, asked: bool, answered: bool, key: str) -> Iterator[tuple[str, str, str]]:
-    """Yield (where, key, what) for files that cannot be used, by the first row of the first one; where: empty for the
-    config's own line.
+    """Yield (where, key, problem) for unusable files, by the first row of the first file; where: empty for the config's
+    own line.
 
     asked: rows need a prompt. answered: rows need an answer, which a chat holds itself. key: of the section.
     """
@@ -95,7 +95,7 @@ def _check_dataset(dataset: DatasetSection, asked: bool, answered: bool, key: st
 
 
 def check_reward(reward: RewardSection) -> Iterator[tuple[str, str]]:
-    """Yield (key, what) for a reward that cannot work."""
+    """Yield (key, problem) for a reward that cannot work."""
     if reward.name == "regex" and reward.pattern is None:
         yield "name", r"regex needs a pattern, for example 'answer is (\d+)'"
     elif reward.pattern is not None and reward.name != "regex":
@@ -115,7 +115,7 @@ def check_reward(reward: RewardSection) -> Iterator[tuple[str, str]]:
 
 
 def check_run_name(config: RunConfig) -> Violations:
-    """Find a name that is no folder name, or that another run has."""
+    """Find a name that is no folder name, or is taken by another run."""
     run = config.run
     if run.name is None:
         return
@@ -157,14 +157,16 @@ def _unwritable(directory: str) -> str:
 
 
 def missing_megatron() -> str | None:
-    """Return what to type if megatron-core is not installed. To look for more than its namespace would import it."""
+    """Return the command to type if megatron-core is not installed. To look for more than its namespace would import
+    it.
+    """
     return None if find_spec("megatron") else "megatron needs megatron-core: pip install 'rlctl[megatron]'"
 
 
 def missing_plugin(name: str, known: Iterable[str], kind: str) -> str:
-    """Return what is wrong with a name that must be `known`, `module:object` or `file.py:object`; empty if nothing.
+    """Return the problem with a name that must be `known`, `module:object` or `file.py:object`; empty if none.
 
-    Judged by the source alone. kind: what the object is, a function or a Class.
+    Judged by the source alone. kind: the object's kind, a function or a Class.
     """
     if name in known:
         return ""

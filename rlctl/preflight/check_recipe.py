@@ -13,12 +13,12 @@ from rlctl.preflight.check_inputs import check_data, check_validation
 from rlctl.preflight.check_model import check_chat, check_lengths
 from rlctl.preflight.resolved import Resolved
 
-# Keys that a recipe has too, and that the run's own values stand for.
+# Keys of a recipe that the run's own values replace.
 _OWN = ("model.path", "model.tokenizer", "trainer.", "run.")
 
 
 def check_recipe(config: SftConfig, sizes: ModelSizes | None, away: bool) -> Violations:
-    """Find recipes that have nothing to sample, another tokenizer, or values that do not go with the run's model.
+    """Find recipes with nothing to sample, another tokenizer, or values unfit for the run's model.
 
     away: the run is to be elsewhere, where installed packages are checked.
     """
@@ -41,7 +41,7 @@ def check_recipe(config: SftConfig, sizes: ModelSizes | None, away: bool) -> Vio
 
 
 def recipe_notes(config: SftConfig) -> Iterator[str]:
-    """Yield what differs between the run and its recipe, so that a figure may mean less than it seems to."""
+    """Yield differences between the run and its recipe that make a figure mean less than it seems to."""
     recipe = config.validation.recipe
     if recipe is None:
         return

@@ -36,7 +36,7 @@ def check_trackers(config: RunConfig) -> Violations:
 
 
 def _missing(tracker: TrackerSection) -> str:
-    """Return what an installed tracker lacks; empty if nothing."""
+    """Return the missing part of an installed tracker; empty if none."""
     if isinstance(tracker, WandbSection) and not _has_wandb_key(tracker.mode):
         return "no key for Weights & Biases: wandb login, or WANDB_API_KEY, or mode: offline"
     if isinstance(tracker, SwanlabSection) and tracker.mode == "online" and not _has_swanlab_key():

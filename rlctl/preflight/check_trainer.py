@@ -25,7 +25,7 @@ def check_profile(config: RunConfig) -> Violations:
 
 
 def check_offload(config: RunConfig) -> Violations:
-    """Find switches that move optimizer state which is always on the host."""
+    """Find switches that move optimizer state already on the host."""
     trainer = config.trainer
     moves = {LOG_PROBS: trainer.offload_optimizer_for_logprob, GENERATION: trainer.offload_optimizer_for_generation}
     for key, wanted in moves.items():
@@ -35,7 +35,7 @@ def check_offload(config: RunConfig) -> Violations:
 
 
 def check_backends(config: RunConfig, sizes: ModelSizes | None, sequences: int | None) -> Violations:
-    """Find what the backend cannot do, and keys of backends that do not train. A broken value ends one check alone.
+    """Find requests beyond the backend, and keys of other backends. A broken value ends one check alone.
 
     sequences: of an update; None when wrong.
     """
@@ -48,7 +48,7 @@ def check_backends(config: RunConfig, sizes: ModelSizes | None, sequences: int |
 
 
 def check_batch(config: RunConfig, sizes: ModelSizes | None) -> Violations:
-    """Find batches that cannot be split into updates, and shards of an update that would get nothing."""
+    """Find batches that cannot be split into updates, and shards of an update left empty."""
     trainer = config.trainer
     if isinstance(config, GrpoConfig):
         prompts, updates = config.grpo.num_prompts_per_step, config.grpo.updates_per_step

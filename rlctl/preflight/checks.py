@@ -1,7 +1,7 @@
 """All checks of a config: contradictions between values that are each fine alone. Pure but for the files it names.
 
 Every check is a generator of violations. A value that was already found wrong is `BROKEN`: a check that needs it ends
-there without a word, so that one mistake is reported once and all others still are.
+there without a word. So one mistake is reported once, and all others too.
 """
 
 from contextlib import suppress

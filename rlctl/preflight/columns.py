@@ -36,7 +36,7 @@ def computed(names: Container[str]) -> dict[str, Role]:
 
 
 def columns_problem(names: object) -> str | None:
-    """Return what is wrong with the `columns` of a user's loss; None if nothing is."""
+    """Return the problem with the `columns` of a user's loss; None if there is none."""
     if not isinstance(names, tuple | list | set | frozenset):
         return f"`columns` is {names!r}: give a tuple of names, for example ({REFERENCE_LOG_PROB.name!r},)"
     unknown = [name for name in names if name not in COLUMNS]

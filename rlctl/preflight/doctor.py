@@ -1,7 +1,6 @@
-"""Checks of this machine before a run, each with the command that mends what is missing.
+"""Checks of this machine before a run, each with the command that mends it.
 
-Packages are imported in a process of their own with a deadline: a broken native library ends that process, not this
-one.
+Packages are imported in a separate process with a deadline: a broken native library ends that process, not this one.
 """
 
 import json
@@ -83,13 +82,13 @@ def check_machine(machine: Machine) -> list[Check]:
 
 
 def check_leftovers(roots: Sequence[Path] | None = None) -> list[Check]:
-    """Return a row for each folder of a run whose driver was killed together with the process that cleans up."""
+    """Return a row for each folder of a run with both driver and clean-up process killed."""
     mend = "the next run here ends these processes and removes the folder"
     return [Check("killed run", "warning", str(each), mend) for each in leftovers(roots)]
 
 
 def check_kept_code() -> Check:
-    """Check the folder of compiled code: where it is, how large, and that nobody else can write to it."""
+    """Check the folder of compiled code: its place, its size, and that nobody else can write there."""
     root = cache_root()
     if not root.is_dir():
         return Check("compiled code", "ok", f"{root}: none yet")
@@ -99,7 +98,7 @@ def check_kept_code() -> Check:
 
 
 def check_packages(extra: str) -> list[Check]:
-    """Check that the engine's packages are there, at the version that rlctl asks for, and importable."""
+    """Check that the engine's packages are there, at the right version, and importable."""
     mend, names = f"pip install 'rlctl[{extra}]'", ("torch", "transformers", "ray", "vllm")
     present = [name for name in names if find_spec(name) is not None]
     errors = import_errors(present)

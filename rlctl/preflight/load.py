@@ -39,7 +39,7 @@ class Composed:
     recipe: Path
     # Dotted key -> place where its value was written.
     origins: dict[str, Origin]
-    # One line each, about overrides that change nothing and best checkpoints that are lost; no reason to stop.
+    # One line each, about overrides without effect and lost best checkpoints; no reason to stop.
     notes: list[str]
     # Dotted key -> the interpolation by which its value came from the environment.
     secrets: dict[str, str]
@@ -55,7 +55,7 @@ class Composed:
         return with_origins(dump(self.written(Interpolation)), self._origins_to_record())
 
     def written(self, kind: type[str] = str) -> dict[str, Any]:
-        """Return `values` with those of the environment as they were written, as text of a `kind`."""
+        """Return `values` as text of a `kind`, with references to the environment as written."""
         values = self.values()
         for key, text in self.secrets.items():
             *names, last = key.split(".")
@@ -157,7 +157,7 @@ def _checked(
 
 
 def _of_another_tool(kind: str | None, file: Path, root: ConfigNode, what: str, key: str = "") -> list[Problem]:
-    """Return a problem of a whole file, and the answer to each key of it that rlctl does not have.
+    """Return a problem of a whole file, and the answer to each unknown key there.
 
     The keys are answered for a run of `kind`. For None that is sft where there is data and nothing samples.
     """

@@ -1,8 +1,8 @@
 """Forecast of a run's memory, in bytes per device, from the model's sizes. Pure.
 
 `placed_states` counts weights, gradients and optimizer state: exactly for FSDP (float32, sharded over the ranks), for
-Megatron-core as if its stages were alike. Activations are an estimate after Korthikanti et al. (arXiv 2205.05198,
-section 4): what a layer keeps of each token for its backward pass, counted tensor by tensor for a gated MLP and
+Megatron-core as if its stages were equal. Activations are an estimate after Korthikanti et al. (arXiv 2205.05198,
+section 4): the bytes a layer keeps per token for its backward pass, counted tensor by tensor for a gated MLP and
 attention that stores no scores. The reference is left out where there are GPUs: it is in host memory, and its weights
 take the policy's own place while they are needed.
 """
@@ -102,7 +102,7 @@ def forecast(
 
 
 def placed_states(resolved: Resolved, sizes: ModelSizes) -> dict[Phase, dict[State, PlacedState]]:
-    """Return the states by phase of the run. Without a GPU all of them are in host memory."""
+    """Return the states by phase of the run. Without a GPU all states are in host memory."""
     config = resolved.config
     table = residency(config.trainer, resolved.shares_devices)
     held = backend_of(config.trainer).states(config.trainer, sizes, DTYPE_BYTES[resolved.dtype])
@@ -118,7 +118,7 @@ def _place_state(place: Place, held: StateBytes, cpu: bool) -> PlacedState:
         return PlacedState("none", 0, 0)
     if cpu:
         return PlacedState("host", 0, held.device + held.host)
-    # State that lives on the host may have a part on the device, which stays; state that moves there moves whole.
+    # State on the host may have a part on the device, which stays; state that moves there moves whole.
     moved = place == "host" and held.host == 0
     return PlacedState(place, 0, held.device) if moved else PlacedState(place, held.device, held.host)
 
@@ -133,9 +133,9 @@ def activation_bytes(sizes: ModelSizes, tokens: int, size: int, residual: int, c
 
     size: bytes of a number; residual: bytes of a number of the residual.
 
-    A layer keeps the inputs and outputs of its two norms, q, k and v (twice with norms of their own), the
-    attention's output, and of the MLP: gate, up, their activation and product. With checkpointing every layer
-    keeps its input, and one layer at a time everything. The residual is the input of layers and norms.
+    A layer keeps the inputs and outputs of its two norms, q, k and v (twice if these have norms), the attention's
+    output, and in the MLP: gate, up, their activation and product. With checkpointing every layer keeps its input, and
+    one layer at a time everything. The residual is the input of layers and norms.
     """
     hidden, queries = sizes.hidden, sizes.heads * sizes.head_dim
     keys = sizes.kv_heads * sizes.head_dim

@@ -1,6 +1,6 @@
-"""Notes on a config, no reason to stop: overrides that change nothing, best checkpoints that are lost.
+"""Notes on a config, no reason to stop: overrides without effect, lost best checkpoints.
 
-A checkpoint is ranked by metrics of its own weights alone, in its step's record or its validation. Pure.
+A checkpoint is ranked by metrics of the saved weights alone, in its step's record or its validation. Pure.
 """
 
 import re
@@ -70,7 +70,7 @@ def _idle_grpo(config: GrpoConfig) -> dict[str, str | bool | None]:
 
 
 def _advantage_notes(config: GrpoConfig) -> list[str]:
-    """Return notes on an advantage that adds nothing to a simpler one, or of whose groups too many are left out."""
+    """Return notes on an advantage that adds nothing to a simpler one, or leaves out too many groups."""
     name, by = config.grpo.advantage.name, config.grpo.dynamic_sampling.filter
     key, said = f"grpo.advantage.name={name}", []
     if name == "gdpo" and len(config.rewards) == 1 and config.grpo.overlong.penalty_tokens is None:
@@ -103,7 +103,7 @@ def _best_checkpoints(config: RunConfig) -> list[str]:
     metric, names = saved.metric.removeprefix("-"), _metrics(config)
     if not saved.keep_best:
         return []
-    # Phases have names of their own, ages are counted.
+    # Phases have separate names, ages are counted.
     if metric not in names and not re.fullmatch(r"time/\w+|\w+/(groups|age)_\d+", metric):
         near = did_you_mean(metric, names)
         return [f"checkpoint.metric={saved.metric}: no such metric is measured{near}; no best checkpoint is kept"]

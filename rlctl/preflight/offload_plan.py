@@ -1,6 +1,6 @@
 """Table of where a trainer's state is in each phase of a step, for any backend. Pure.
 
-A backend moves its tensors by it (`training.offload`), the forecast counts by it, `--dry-run` prints it.
+A backend moves its tensors by this table (`training.offload`), the forecast counts by it, `--dry-run` prints it.
 """
 
 from typing import Literal
@@ -21,8 +21,8 @@ def residency(trainer: TrainerSection, shared: bool) -> Residency:
     """Return the table. shared: engines are on the trainer's devices and sleep while it trains.
 
     generate: engines are awake, the trainer rests. A refit and a checkpoint come while engines are awake or wake up, so
-    state that made room for them stays away. log_probs: the pass of policy and reference before the update; state that
-    was away until then comes back for the update alone.
+    state on the host stays there. log_probs: the pass of policy and reference before the update; state that was away
+    until then comes back for the update alone.
     """
     pinned = backend_of(trainer).optimizer_on_host(trainer)
     for_engines = pinned or (shared and trainer.offload_optimizer_for_generation)

@@ -68,7 +68,7 @@ class Layout:
 
 
 def clashes(asked: Layout, sizes: ModelSizes | None) -> Iterator[tuple[str, str]]:
-    """Yield (field of the layout, what is wrong with it) for every contradiction."""
+    """Yield (field of the layout, its problem) for every contradiction."""
     ranks = asked.tensor * asked.pipeline * asked.context
     if asked.world % ranks:
         groups = f"tensor {asked.tensor} x pipeline {asked.pipeline} x context {asked.context}"
@@ -84,8 +84,8 @@ def clashes(asked: Layout, sizes: ModelSizes | None) -> Iterator[tuple[str, str]
 def nearest(asked: Layout, sizes: ModelSizes | None, sequences: int | None = None) -> Layout:
     """Return the layout without contradictions on as many ranks whose sizes are closest to `asked`.
 
-    sequences: number trained in one update, at least one a shard. Where they are too few for any layout of so many
-    ranks, the answer has the sizes asked for, or else the nearest, on as many ranks as they feed; at worst it has a
+    sequences: number trained in one update, at least one a shard. Where they are too few for any layout of these ranks,
+    the answer has the requested sizes, or else the nearest, on the number of ranks that they feed; at worst it has a
     rank a sequence.
     """
     working = [each for each in _candidates(asked, sizes) if _works(each, sizes, sequences)]
@@ -101,7 +101,7 @@ def nearest(asked: Layout, sizes: ModelSizes | None, sequences: int | None = Non
 
 
 def instead(asked: Layout, sizes: ModelSizes | None, sequences: int | None) -> str:
-    """Return `; try KEY=VALUE KEY=VALUE`, the overrides that make the nearest layout that works."""
+    """Return `; try KEY=VALUE KEY=VALUE`, the overrides for the nearest working layout."""
     better = nearest(asked, sizes, sequences)
     pairs = [(key, getattr(asked, name), getattr(better, name)) for name, key in KEYS.items()]
     changes = [f"{key}={'null' if new is None else new}" for key, old, new in pairs if new != old]

@@ -80,7 +80,7 @@ class RunPlan:
     notes: list[str]
 
 
-# Share of a device's memory above which a forecast, which is an estimate, is too close to it.
+# Share of a device's memory above which a forecast, an estimate, is too close.
 _TIGHT = 0.93
 
 
@@ -93,7 +93,7 @@ def make_plan(
 ) -> RunPlan:
     """Return the plan of `config` on a machine with `gpus` GPUs (0: its CPU) of `device_memory` bytes each.
 
-    nodes: those of a cluster instead, which have `gpus` in all.
+    nodes: those of a cluster instead, with a total of `gpus`.
     """
     tuned = tune(config, device_of(gpus), sizes, device_memory)
     config = tuned.config

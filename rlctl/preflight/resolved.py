@@ -23,8 +23,8 @@ DTYPE_BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2}
 class Resolved:
     """A config as it runs on a kind of device.
 
-    A property is computed when it is read, so that a broken value ends the checks that need it and no others.
-    Properties of generation and of the loss exist in a GRPO run alone.
+    A property is computed when it is read, so that a broken value ends only the checks that need it. Properties of
+    generation and of the loss exist in a GRPO run alone.
     """
 
     config: RunConfig
@@ -123,7 +123,7 @@ class Resolved:
 
     @property
     def compares_apart(self) -> bool:
-        """True if trainer and engines are compared on tokens that are sampled for it (`health.parity_every`).
+        """True if trainer and engines are compared on tokens sampled for the check (`health.parity_every`).
 
         A step's own tokens tell the gap where the whole distribution of the newest weights sampled them.
         """
@@ -140,7 +140,7 @@ class Resolved:
 
     @property
     def on_policy_ratio(self) -> bool:
-        """True if the proximal policy needs no pass of its own, because it is the one being updated.
+        """True if the proximal policy needs no separate pass: it is the policy being updated.
 
         That is so with one update a step: proximal and current log-probs are of the same weights, the ratio is 1 and
         only its gradient counts.
@@ -210,7 +210,7 @@ class Resolved:
     def trainer_threads(self, cores: int, ranks: int, engines: int) -> int:
         """Return the CPU threads of one of `ranks` trainer ranks that share a machine of `cores` with engines.
 
-        Engines that sample while it trains keep a core each: on two cores, two threads beside an engine made the tiny
+        Engines that sample while it trains keep a core each: on two cores, two threads next to an engine made the tiny
         run's asynchronous step 0.63 s, one thread 0.57 s.
         """
         beside = engines if isinstance(self.config, GrpoConfig) and self.config.async_.enabled else 0
@@ -238,7 +238,7 @@ def _loaded(name: str) -> Any:
 
 
 def _declared(name: str, what: str) -> Any:
-    """Return what a user's class declares; None if it declares nothing of the kind."""
+    """Return the declaration of a user's class; None if there is none."""
     return getattr(_loaded(name), what, None)
 
 
@@ -253,9 +253,8 @@ def _user_loss_needs_whole_rollouts(config: GrpoConfig) -> bool:
 def longest_rollout(config: RunConfig, sizes: ModelSizes | None) -> int | None:
     """Return the tokens that one micro-batch must hold, if they are known before the data is read.
 
-    They are those of the longest sequence. Where the loss needs whole rollouts and a template may write their history
-    anew at each turn, they are those of as many sequences as a rollout has turns. A rollout function has rows as it
-    likes: of one row here.
+    They are those of the longest sequence. Where the loss needs whole rollouts and a template may rewrite their history
+    at each turn, a rollout has a sequence for each turn. A rollout function has rows as it likes: of one row here.
     """
     longest = longest_sequence(config, sizes)
     if longest is None or not isinstance(config, GrpoConfig):

@@ -23,19 +23,20 @@ _PACKS = (32768, 16384, 8192)
 _LEAST_PACK_AWAKE = 16384
 # On a CPU no larger pack is made to hold the rows of a whole rollout: all packs get as large.
 _MOST_FOR_ROLLOUT = 32768
-# Tokens whose logits exist at a time, and the share of a device's memory that they may take. Each chunk adds to the
-# float32 gradient of the output, 0.4 ms for 152,000 x 1,024 numbers on an H200: few large chunks.
+# Tokens with logits at a time, and the share of a device's memory that these may take. Each chunk adds to the float32
+# gradient of the output, 0.4 ms for 152,000 x 1,024 numbers on an H200: few large chunks.
 _CHUNKS, _CHUNK_SHARE = (8192, 4096, 2048, 1024), 0.04
 # vLLM has whole CUDA graphs for 512 sequences at most.
 _LEAST_SEQUENCES, _MOST_SEQUENCES = 256, 512
 # Weights in transit and graphs are in the rest of an engine's own device.
 _OWN_DEVICE_SHARE = 0.85
-# Of a device that trainer and engine share in turns: what a sleeping engine, and a resting trainer, keep besides.
+# Of a device that trainer and engine share in turns: the memory that a sleeping engine, and a resting trainer, still
+# keep.
 _ASLEEP_BYTES, _RESTING_BYTES, _MOST_SHARE = 5 * GIB, 3 * GIB, 0.92
 # Tokens beyond the longest request, see `launch.worker_specs`; blocks of the cache are filled in part.
 _ROOM = 32
 # A hit changes no bit on a CPU while one head's keys of a sequence, in float32, are below 120 KiB; see
-# generation/README.md. Half of it allows for smaller caches.
+# generation/README.md. Half the figure allows for smaller caches.
 _EXACT_KEYS = 60 << 10
 # Share where sizes or memory are unknown, or nothing fits: half is for each side.
 _UNKNOWN_SHARE = 0.6
@@ -64,12 +65,12 @@ class Choice:
 
 @dataclass(frozen=True)
 class Tuned:
-    """A config in which no key at `auto` is left of those that this module chooses."""
+    """A config with a value for every key at `auto` that this module chooses."""
 
     config: RunConfig
     choices: tuple[Choice, ...]
-    # Key-value cache of an engine that shares its device with the trainer, per device. None: vLLM measures what is
-    # free, which it cannot beside a trainer that allocates meanwhile.
+    # Key-value cache of an engine that shares its device with the trainer, per device. None: vLLM measures free memory,
+    # which fails while a trainer allocates.
     kv_cache_mib: int | None
 
 
@@ -96,7 +97,7 @@ def tune(config: RunConfig, device: Device, sizes: ModelSizes | None, memory: in
 def _tune_both(
     config: SftConfig, sampling: GrpoConfig, device: Device, sizes: ModelSizes | None, memory: int | None
 ) -> Tuned:
-    """Tune the trainer of an SFT run, and then the engines that its validation samples with, beside it."""
+    """Tune the trainer of an SFT run, and then the engines of its validation on the same devices."""
     trainer = _tune(config, device, sizes, memory)
     engines = _tune(replace(sampling, trainer=trainer.config.trainer), device, sizes, memory)
     assert isinstance(trainer.config, SftConfig) and isinstance(engines.config, GrpoConfig) and config.validation.recipe
@@ -107,7 +108,7 @@ def _tune_both(
 
 
 def _tune(config: RunConfig, device: Device, sizes: ModelSizes | None, memory: int | None) -> Tuned:
-    """Return `tune` of a config without a recipe, or regardless of it."""
+    """Return `tune` of a config without a recipe, or regardless of one."""
     choices: list[Choice] = []
 
     def fill(config: RunConfig, section: str, values: Mapping[str, tuple[Any, str]]) -> RunConfig:
@@ -162,7 +163,7 @@ def _why_compiled(device: Device) -> str:
 
 
 def _caches(device: Device, sizes: ModelSizes | None, longest: int | None) -> tuple[bool, str]:
-    """Return True where a prefix hit saves work; on a CPU a run must also sample what it samples without one."""
+    """Return True where a prefix hit saves work; on a CPU a run must also sample the same tokens without a hit."""
     if device == "cuda":
         return True, "rollouts of a group share their prompt, turns of a rollout what was said"
     if sizes is None or longest is None:
@@ -179,7 +180,7 @@ def _chunk(sizes: ModelSizes, memory: int) -> tuple[int, str]:
 
 
 def _in_flight(config: GrpoConfig) -> int:
-    """Return the rollouts of an engine's share of the steps that are under way."""
+    """Return the rollouts of an engine's share of the steps in flight."""
     rules, step = config.grpo, Resolved(config)
     flight = rules.num_prompts_per_step * rules.num_generations_per_prompt * (1 + step.max_age)
     return -(-flight // config.generation.num_engines)
@@ -192,7 +193,7 @@ def _sequences(config: GrpoConfig) -> tuple[int, str]:
 
 
 def _fit(config: RunConfig, sizes: ModelSizes, longest: int, memory: int) -> _Fit:
-    """Return the first that fits: an engine that stays awake beside large packs, large packs, recomputed ones.
+    """Return the first that fits: an engine that stays awake next to large packs, large packs, recomputed ones.
 
     Where packs must hold whole rollouts, those that do come first; if none fits, longer rollouts are left out.
     """
@@ -227,7 +228,7 @@ def _fit(config: RunConfig, sizes: ModelSizes, longest: int, memory: int) -> _Fi
 
 
 def _left_out(tokens: int, whole: int) -> str:
-    """Return what becomes of rollouts that no micro-batch holds, where the loss needs them whole."""
+    """Return the fate of rollouts too long for any micro-batch, where the loss needs whole ones."""
     return "" if tokens >= whole else f"; rollouts whose rows have more, up to {whole:,}, are left out"
 
 
@@ -236,7 +237,7 @@ def _rounded(tokens: int) -> int:
 
 
 def _trained(config: RunConfig, sizes: ModelSizes, tokens: int, checkpointing: bool) -> int:
-    """Return the bytes of a rank's device while it trains packs of so many tokens."""
+    """Return the bytes of a rank's device while it trains packs of that number of tokens."""
     section: TrainerSection = replace(config.trainer, micro_batch_tokens=tokens, activation_checkpointing=checkpointing)
     return sum(trainer_bytes(Resolved(replace(config, trainer=section), "cuda"), sizes).values())
 

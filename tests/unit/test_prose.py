@@ -13,13 +13,16 @@ ROOT = Path(__file__).parents[2]
 # Share of sentences with two relative words in percent, then hits in 10,000 words. The goal is 1, 8, 5 and 2.
 GOAL = {"relative": 1, "what": 8, "of-it": 5, "archaic": 2}
 CEILINGS = {
-    "rlctl": {"relative": 2.3, "what": 36, "of-it": 28, "archaic": 10.5},
+    "rlctl": {"relative": 1.9, "what": 31, "of-it": 23, "archaic": 7.6},
     "tests": {"relative": 5.8, "what": 176, "of-it": 54, "archaic": 22},
     # Of 1,900 words: one sentence is 0.7%, one word 5 in 10,000.
     "recipes": {"relative": 1.7, "what": 11, "of-it": 5, "archaic": 2},
     **{
         f"rlctl/{folder}": GOAL
-        for folder in ("data", "generation", "models", "refit", "run", "telemetry", "utils", "workers")
+        for folder in (
+            *("bench", "data", "generation", "launch", "models", "preflight"),
+            *("refit", "run", "telemetry", "utils", "workers"),
+        )
     },
 }
 _SHOWN = 8

@@ -7,7 +7,7 @@ from rlctl.preflight.parallel_layout import Layout
 
 
 class FsdpBackend(Backend):
-    """torch FSDP2. It trains transformers' own layers on any number of ranks, and has no keys of its own."""
+    """torch FSDP2. It trains transformers' own layers on any number of ranks, and adds no keys."""
 
     shard_name, has_layouts = "rank", False
 

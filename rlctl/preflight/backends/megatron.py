@@ -18,7 +18,7 @@ from rlctl.preflight.check_inputs import missing_megatron
 from rlctl.preflight.parallel_layout import KEYS, Layout, clashes, instead, world_sizes
 
 _SECTION = "trainer.megatron"
-# Keys that each key may contradict, besides the model: the problem is shown where the last of them was written.
+# Keys that each key may contradict, besides the model: the problem is shown at the last one written.
 _AGAINST = {
     "world": ("tensor", "pipeline", "context"),
     "context": ("tensor",),
@@ -154,7 +154,8 @@ class MegatronBackend(Backend):
                 yield Violation(key, what, ("trainer.dtype",))
             stages = own.pipeline_model_parallel_size
             if sizes is not None and sizes.tied and stages > 1 and hosted_share(trainer) < 1:
-                # Each stage chooses what goes to the host, and the two round differently: the copies would drift apart.
+                # Each stage chooses its share for the host, and the two round differently: the copies would drift
+                # apart.
                 what = f"must be null with {stages} pipeline stages, whose first and last share the embedding"
                 others = (f"{_SECTION}.pipeline_model_parallel_size",)
                 yield Violation(f"{_SECTION}.optimizer_offload_fraction", what, others)
@@ -185,7 +186,7 @@ class MegatronBackend(Backend):
         return ShardCounts(tensor, layout.context_parallel_size, tensor * stages, experts, max(tensor * stages, ranks))
 
     def states(self, trainer: TrainerSection, sizes: ModelSizes, size: int) -> dict[State, StateBytes]:
-        """Return the bytes as if all stages were alike.
+        """Return the bytes as if all stages were equal.
 
         Weights are in the compute dtype. The optimizer has float32 masters too if that is a half. Where the host
         updates a share of the parameters, their masters, a copy of their gradients and their moments are all there.

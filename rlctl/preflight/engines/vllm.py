@@ -1,4 +1,4 @@
-"""Known limits of vLLM: of its models, and of its kernels by version. Imports nothing of it."""
+"""Known limits of vLLM: of its models, and of its kernels by version. vLLM is not imported."""
 
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -12,7 +12,7 @@ CPU_HEAD_SIZES = {"0.32": (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512
 
 
 def model_limits(sizes: ModelSizes) -> Iterator[str]:
-    """Yield what vLLM cannot sample from, on any device."""
+    """Yield problems with models that vLLM samples from on no device."""
     if sizes.activation != "silu":
         yield f"hidden_act {sizes.activation}: vLLM samples from silu models of this kind alone"
 
