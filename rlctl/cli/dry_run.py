@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from rlctl.cli.output import OK, console, note, reading, say
+from rlctl.cli.output import OK, busy, console, note, reading, say
 from rlctl.config.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
-    from rlctl.cli.resume import Resumed
+    from rlctl.launch.resume import Resumed
     from rlctl.preflight.load import Composed
     from rlctl.preflight.plan import RunPlan
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 def show_plan(composed: "Composed", plan: "RunPlan", resumed: "Resumed | None", where: str = "") -> None:
     """End a dry run. where: the options that name a cluster; empty on this machine, where the data is too."""
     from rlctl.cli.plan_view import data_rows, format_plan, format_rows
-    from rlctl.cli.resume import plan_of_resume
     from rlctl.data.files import files_of
     from rlctl.data.load import RowReader
     from rlctl.launch.data_preview import local_ends
+    from rlctl.launch.resume import plan_of_resume
 
     note(composed.notes)
     console().print(format_plan(plan))
@@ -41,7 +41,9 @@ def show_plan(composed: "Composed", plan: "RunPlan", resumed: "Resumed | None", 
         console().print(format_rows("data", data_rows(rows, ends)))
         note(ends.warnings if ends else [])
     if resumed:
-        console().print(format_rows("resume", plan_of_resume(composed, resumed.run)))
+        with busy("reading the newest checkpoint"):
+            rows_of_resume = plan_of_resume(composed, resumed.run)
+        console().print(format_rows("resume", rows_of_resume))
         say(f"\nrun it: {resumed.command(plan.kind, where)}")
         raise typer.Exit(OK)
     path = _write(composed)

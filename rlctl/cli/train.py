@@ -16,8 +16,8 @@ from rlctl.config.errors import ConfigError, Problem
 from rlctl.config.schema import GrpoConfig
 
 if TYPE_CHECKING:
-    from rlctl.cli.resume import Resumed
     from rlctl.data.load import RowReader
+    from rlctl.launch.resume import Resumed
     from rlctl.preflight.load import Composed
 
 app = typer.Typer(help="Train a model with GRPO or SFT.", no_args_is_help=True)
@@ -123,7 +123,7 @@ def load_run(
     kind: str, arguments: list[str] | None, resume: Path | None, away: bool
 ) -> "tuple[Composed, Resumed | None]":
     """Load the config of a command line, and the run that it continues. away: see `load`. Raises ConfigError."""
-    from rlctl.cli.resume import find_resumed, refuse_contradictions
+    from rlctl.launch.resume import find_resumed, refuse_contradictions
     from rlctl.preflight.load import load
 
     recipe, overrides = split(arguments)

@@ -12,8 +12,8 @@ from rlctl.cli.output import FAILED, INTERRUPTED, OK, explained, note, say
 from rlctl.config.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
-    from rlctl.cli.resume import Resumed
     from rlctl.cluster.jobs.submit import TargetCluster
+    from rlctl.launch.resume import Resumed
     from rlctl.launch.runtime import Runtime
     from rlctl.preflight.load import Composed
 

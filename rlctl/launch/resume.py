@@ -1,19 +1,21 @@
-"""`rlctl train --resume`: finds the run, checks it against its newest checkpoint, and shows the remaining steps."""
+"""A run that is to go on: found, checked against its newest checkpoint, and its remaining steps."""
 
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rlctl.cli.output import busy
 from rlctl.config.builtin import runs_folder
 from rlctl.config.errors import ConfigError, Problem, located
-
-if TYPE_CHECKING:
-    from rlctl.config.schema import RunConfig
-    from rlctl.preflight.load import Composed
-    from rlctl.run.checkpoints import Checkpoint, Checkpoints
+from rlctl.config.provenance import leaves
+from rlctl.config.schema import RunConfig
+from rlctl.models.model_sizes import config_file
+from rlctl.preflight.load import Composed, draft
+from rlctl.preflight.resolved import Resolved
+from rlctl.run.checkpoints import Checkpoint, Checkpoints, EarlierVersion, NoWholeCheckpoint
+from rlctl.run.fingerprint import contradictions, made_with
+from rlctl.run.run_dir import JobRecord, RunDir, RunDirError, find_run
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,6 @@ class Resumed:
 
 def find_resumed(text: Path, overrides: list[str]) -> Resumed:
     """Find a run by its name or directory. Raises ConfigError if it holds no config to go on with."""
-    from rlctl.run.run_dir import RunDirError, find_run
-
     try:
         run = find_run(str(text), runs_folder(overrides))
     except RunDirError as error:
@@ -44,13 +44,11 @@ def find_resumed(text: Path, overrides: list[str]) -> Resumed:
     return Resumed(run, text, overrides)
 
 
-def refuse_contradictions(composed: "Composed", run: Path) -> None:
+def refuse_contradictions(composed: Composed, run: Path) -> None:
     """Raise ConfigError with every value that the run's newest checkpoint contradicts, if its files are here.
 
     A state that is not as it was written contradicts nothing.
     """
-    from rlctl.run.checkpoints import EarlierVersion
-
     checkpoints = _checkpoints(run)
     with located(f"--resume {run}", EarlierVersion):
         checkpoints.refuse_earlier()
@@ -62,20 +60,16 @@ def refuse_contradictions(composed: "Composed", run: Path) -> None:
         raise ConfigError(Problem(str(composed.origins.get(key, "")), key, what) for key, what in wrong)
 
 
-def plan_of_resume(composed: "Composed", run: Path) -> list[tuple[str, str]]:
+def plan_of_resume(composed: Composed, run: Path) -> list[tuple[str, str]]:
     """Return rows on a resume: its checkpoint, the steps that are left, the changed keys.
 
     Raises ConfigError if no checkpoint is whole.
     """
-    from rlctl.preflight.resolved import Resolved
-    from rlctl.run.checkpoints import NoWholeCheckpoint
-    from rlctl.run.run_dir import JobRecord
-
     record, changes = JobRecord.read(run), list(_changes(composed, run)) or ["nothing"]
     changed = [("changes" if not index else "", line) for index, line in enumerate(changes)]
     if record and record.remote:
         return [("goes on after", f"the newest whole checkpoint in {record.remote} on {record.cluster}"), *changed]
-    with located(f"--resume {run}", NoWholeCheckpoint), busy("reading the newest checkpoint"):
+    with located(f"--resume {run}", NoWholeCheckpoint):
         found = _checkpoints(run).newest_whole()
     done, steps = found.checkpoint.step if found.checkpoint else 0, Resolved(composed.config).num_steps
     rows = [("damaged", line) for line in found.damaged.values()] + [("note", line) for line in found.notes]
@@ -86,19 +80,12 @@ def plan_of_resume(composed: "Composed", run: Path) -> list[tuple[str, str]]:
     return [*rows, *changed]
 
 
-def _checkpoints(run: Path) -> "Checkpoints":
-    from rlctl.run.checkpoints import Checkpoints
-    from rlctl.run.run_dir import RunDir
-
+def _checkpoints(run: Path) -> Checkpoints:
     # keep_last and keep_best matter to a run that saves alone.
     return Checkpoints(RunDir(run).checkpoints, 1, 0)
 
 
-def _contradictions(config: "RunConfig", newest: "Checkpoint") -> Iterator[tuple[str, str]]:
-    from rlctl.models.model_sizes import config_file
-    from rlctl.preflight.resolved import Resolved
-    from rlctl.run.fingerprint import contradictions, made_with
-
+def _contradictions(config: RunConfig, newest: Checkpoint) -> Iterator[tuple[str, str]]:
     file = config_file(config.model.path)
     then = newest.state.get("made_with")
     if then:
@@ -108,11 +95,8 @@ def _contradictions(config: "RunConfig", newest: "Checkpoint") -> Iterator[tuple
         yield f"{config.kind}.num_steps", f"must be at least {newest.step}, the step of the newest checkpoint"
 
 
-def _changes(composed: "Composed", run: Path) -> Iterator[str]:
+def _changes(composed: Composed, run: Path) -> Iterator[str]:
     """Yield `key: old -> new` for every value that is not the run's own."""
-    from rlctl.config.provenance import leaves
-    from rlctl.preflight.load import draft
-
     root, _ = draft(None, str(run / "config.yaml"), [])
     old = {key: node.value for key, node in leaves(root)}
     new = dict(_flat(composed.values(), ""))
