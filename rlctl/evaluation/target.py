@@ -56,7 +56,9 @@ def find_target(text: str, root: Path, step: int | None = None) -> Target:
     except RunDirError as error:
         if _HUB_NAME.fullmatch(text) and not Path(text).exists():
             return Target(text)
-        raise TargetError(f"{error}; or a checkpoint, or a folder with config.json and weights") from None
+        near = str(error).partition("; ")[2] or "`rlctl runs list` shows the runs"
+        what = "no run, no checkpoint, and no folder with config.json and weights"
+        raise TargetError(f"{text}: {what}; {near}") from None
     return _target(_chosen(run, step), run)
 
 

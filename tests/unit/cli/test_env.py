@@ -90,7 +90,7 @@ def test_check_in_json(rlctl: Rlctl) -> None:
         (["check", "my_env.py:Game", "--data", "none.jsonl"], "none.jsonl: no such file"),
         (["check", "my_env.py:Game", "--arg", "most"], "must be KEY=VALUE with a YAML value, not most"),
         (["check", "guess", "--episodes", "2"], "needs --model"),
-        (["check", "guess", "--model", "none"], "none: no such run"),
+        (["check", "guess", "--model", "none"], "none: no run, no checkpoint, and no folder"),
         (["tasks", "mase"], "did you mean maze?"),
     ],
 )

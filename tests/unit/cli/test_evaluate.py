@@ -27,7 +27,10 @@ def with_checkpoint(run: Path) -> Path:
     ("arguments", "error"),
     [
         ([], "error: CHECKPOINT | FOLDER | RUN: is missing; rlctl runs list shows the runs\n"),
-        (["frist"], "error: frist: no such run; did you mean first?; or a checkpoint, or a folder with config.json"),
+        (
+            ["frist"],
+            "error: frist: no run, no checkpoint, and no folder with config.json and weights; did you mean first?",
+        ),
         (["model"], "error: model: belongs to no run: name a recipe too, whose data and rewards it is measured by\n"),
         (["first"], "error: runs/first: is a run without rewards: name a GRPO recipe too, whose data and rewards"),
         (["first", "--step", "3"], "error: runs/first has no checkpoint of step 3; there are 4\n"),
