@@ -1,5 +1,6 @@
 """Chats as text and tokens: a prompt as the model reads it, and the tokens between two of its turns."""
 
+import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
@@ -17,6 +18,7 @@ from rlctl.utils.process import fewer_collections
 Tools = Sequence[dict[str, Any]]
 
 # Stands for the text of a turn, to find the template's text around a turn.
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _ANSWER = "the-text-of-an-answer"
 EMPTY_PROMPT = "the prompt is empty, and the tokenizer puts no token before it: an answer has nothing to follow"
 
@@ -243,8 +245,14 @@ class Chat:
         return whole[: next(starts, 0)]
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of rendered text, none before them."""
-        return self._control.encode(text)
+        """Return the tokens of rendered text, none before them. Raises DataError for a lone surrogate."""
+        try:
+            return self._control.encode(text)
+        except (TypeError, UnicodeEncodeError):  # tokenizers raise either
+            if half := _SURROGATE.search(text):
+                what = f"the text has the lone surrogate {half[0]!a}, half of a character, which no tokenizer takes"
+                raise DataError(what) from None
+            raise
 
 
 def make_chat(tokenizer: Any, data: DataSection, folder: Path | None) -> Chat:

@@ -59,7 +59,7 @@ def test_other_folders_and_hub_names_belong_to_no_run(tmp_path: Path, run: Path)
     (folder / "config.json").write_text("{}")
     assert find_target(str(folder), run.parent) == Target(str(folder))
     assert find_target("Qwen/Qwen3-0.6B", run.parent).name == "Qwen3-0.6B"
-    with pytest.raises(TargetError, match="sum: no run, no checkpoint, and no folder .*; did you mean sums"):
+    with pytest.raises(TargetError, match=r"sum: no run, no checkpoint, and no folder .*; did you mean sums"):
         find_target("sum", run.parent)
     with pytest.raises(TargetError, match=r"--step 2: .* is one set of weights"):
         find_target(str(folder), run.parent, 2)

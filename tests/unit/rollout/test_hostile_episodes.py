@@ -2,6 +2,7 @@
 
 import time
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,3 +82,15 @@ def test_a_turn_that_looks_like_a_call_is_answered_and_does_not_end_the_episode(
     _, episode = played(chat, ScriptedEngines(chat, lambda request: next(turns)), pool, False, turn=200)
     assert (episode.ending, episode.turns, episode.tool_errors, episode.malformed_calls) == ("answered", 2, 1, 1)
     assert episode.messages[2]["content"].startswith("JSON that names add, and no whole call; a call is JSON with name")
+
+
+@pytest.mark.parametrize("history", ["keep", "strip"])
+def test_half_of_a_character_in_an_answer_fails_its_own_episode(tokenizer: Any, history: Any) -> None:
+    chat = Chat(tokenizer, CHATML, None)
+    pool = ScriptedPool(lambda kind, payload: "\ud83d" if kind == "step" else None)
+    engines, taken = ScriptedEngines(chat, lambda request: "well<|im_end|>"), Taken()
+    player = player_of(chat, engines, pool, limits=replace(LIMITS, history=history))
+    player.begin([start()], taken)
+    go_on(player)
+    player.check()
+    assert "half of a character, which no tokenizer takes" in str(taken.rollouts[0].episode)
