@@ -140,7 +140,8 @@ class Schedule:
             except Killed:
                 self.files = dict(self.saved[2]) if self.saved else {}
             except RuntimeError as error:
-                # Only a reward that hangs or engines that die too often end a run, and both are named.
+                # Only a reward that hangs, engines that die too often, or two that break alike before their first token
+                # end a run, and each is named.
                 if "were sampled" in str(error) or not self.ends_explained(str(error)):
                     raise
                 self.scoring_hangs = False
@@ -156,7 +157,7 @@ class Schedule:
         self.demand(not (tasks := asyncio.all_tasks(self.events.loop)), 2, f"nobody waits for {tasks}")
 
     def ends_explained(self, text: str) -> bool:
-        used_up = "generation.max_restarts" in text
+        used_up = "generation.max_restarts" in text or "cannot sample, as the one before it" in text
         stuck = self.scoring_hangs and "nothing was sampled or scored" in text and "to score" in text
         return used_up or stuck
 

@@ -23,6 +23,8 @@ from rlctl.rollout.staleness import StalenessRule
 from rlctl.rollout.types import Waste
 from tests.unit.rollout.schedule import ContractBroken, run_all
 
+# A kill drops rollouts that had not begun.
+pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
 # 10,000 schedules, the first 1,400 of which are in every run of the suite.
 PER_CHUNK, CHUNKS, SHORT = 200, 50, 7
 # Schedules that miss rules which few others miss. They come first, to save time alone.
