@@ -11,6 +11,7 @@ import tokenize
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 _RELATIVE = re.compile(r"\b(that|which|who|whose|whom|what)\b", re.IGNORECASE)
@@ -84,9 +85,13 @@ def measure(files: Iterable[Path], root: Path) -> Measure:
     return found
 
 
-def passages(path: Path) -> Iterator[Passage]:
-    """Yield the prose of a Python file or a page; tables and code of a page are none."""
-    text = path.read_text(encoding="utf-8")
+@cache
+def passages(path: Path) -> list[Passage]:
+    """Return the prose of a Python file or a page; tables and code of a page are none."""
+    return list(_passages(path, path.read_text(encoding="utf-8")))
+
+
+def _passages(path: Path, text: str) -> Iterator[Passage]:
     if path.suffix == ".md":
         yield from _paragraphs(path, text)
         return
