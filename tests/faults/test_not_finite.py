@@ -69,17 +69,17 @@ def test_rollouts_with_a_nan_are_left_out_and_too_many_stop_the_run_before_the_u
     (said,) = warnings(run, "non_finite")
     assert said["step"] == 2
     assert said["what"].endswith("left out because a log-prob of theirs is not finite: 4: first prompt e0-r15, "
-                                 "rollout 0, token 0: nan of the generator")  # fmt: skip
+                                 "rollout 0, token 0: rollout_log_prob is nan")  # fmt: skip
     second = next(r for r in read(run.path / "rollouts.jsonl") if r["kind"] == "prompts" and r["step"] == 2)
-    assert [(each["prompt_id"], each["rollout"], each["source"]) for each in second["left_out"]] == [
-        ("e0-r15", rollout, "generator") for rollout in range(4)
+    assert [(each["prompt_id"], each["rollout"], each["column"]) for each in second["left_out"]] == [
+        ("e0-r15", rollout, "rollout_log_prob") for rollout in range(4)
     ]
     assert second["dropped"] == {"log-probs that are not finite": ["e0-r15"]}
     assert len(second["trained"]) == 7
 
     (end,) = (event for event in run.events() if event["kind"] == "run_ended")
     assert end["reason"].startswith("step 3: 32 of 32 rollouts have a log-prob that is not finite, at most 20%")
-    assert end["reason"].endswith("nan of the generator; the last checkpoint is of step 2")
+    assert end["reason"].endswith("rollout_log_prob is nan; the last checkpoint is of step 2")
     assert end["next"][0] == f"rlctl train grpo --resume {run.path}"
     assert unharmed(run.path / "checkpoints" / "step_2")
     assert "warnings non finite (step 2)" in " ".join(run.text().split())
