@@ -1,4 +1,4 @@
-"""An engine in a hundred lines: a transformers model samples one token of each request a step, on a CPU."""
+"""An engine in one file of 150 lines: a transformers model samples one token of each request a step, on a CPU."""
 
 import threading
 import time

@@ -170,7 +170,7 @@ def _problems(loss: PolicyLoss, check: Callable[[PolicyLoss], str | None]) -> It
 
 
 def _policy(loss: PolicyLoss) -> str | None:
-    """Return what is wrong with what `policy` returns, whatever the contract asks beyond that."""
+    """Return the mistake in the term of `policy`; None if each token has a number, with gradient."""
     batch = pack_rows(made_up_rows(0, _SHAPES[1]))
     try:
         term = loss.policy(PolicyTokens(batch, loss.proximal))
