@@ -1,108 +1,106 @@
 """Causal attention over packed sequences: one function for every backend, registered with transformers.
 
-On a GPU in half precision it is torch's variable-length flash kernel. Elsewhere it is exact SDPA over sequences grouped
-by length, so that hundreds of short ones cost a few calls.
+The fastest form that serves a call is taken (`attention_kernels.py`): on a GPU in half precision torch's
+variable-length flash kernel, or flex attention for capped scores and sinks; elsewhere exact SDPA or row blocks.
 """
 
-import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
+
+from rlctl.models.attention_kernels import (
+    FLASH_HAS_WINDOWS,
+    FLASH_MAX_DIM,
+    flash,
+    flex_eagerly,
+    grouped_eagerly,
+)
 
 NAME = "rlctl_packed"
+# Keywords of transformers that change nothing here: they speak of caches, outputs and other layers.
+_UNUSED = frozenset(
+    {
+        *("cu_seq_lens_k", "max_length_k", "seq_idx", "position_ids", "cache_position", "use_cache"),
+        *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
+    }
+)
 
 
-def _varlen_options() -> dict[str, Any]:
-    """Return the kernel's options for causality (torch 2.10: is_causal, later window_size) and GQA, where it has it."""
-    known = inspect.signature(varlen_attn).parameters
-    causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
-    return causal | ({"enable_gqa": False} if "enable_gqa" in known else {})
-
-
-# Found once: compiled code must not look.
-_VARLEN = _varlen_options()
-
-
-def packed_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_len: int, scale: float) -> Tensor:
+def packed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    max_len: int,
+    scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Attend causally within each sequence of a pack.
 
-    q: [T, heads, dim]; k, v: [T, kv_heads, dim], kv_heads dividing heads; cu_seqlens: int32 [S + 1], where
-    sequences begin; max_len: the longest; scale: factor of the scores. Returns [T, heads, dim].
+    q: [T, heads, dim]; k: [T, kv_heads, dim]; v: [T, kv_heads, v_dim]; kv_heads divides heads. cu_seqlens: int32
+    [S + 1], where sequences begin; max_len: the longest; scale: factor of the scores. window: tokens that a token
+    sees, itself included: key j counts for query i where 0 <= i - j < window. softcap: c of c * tanh(score / c).
+    sinks: [heads], a further logit in each softmax's sum, without a value. Returns [T, heads, v_dim].
     """
-    if not q.is_cuda or q.dtype not in (torch.float16, torch.bfloat16):
-        return _grouped_eagerly(q, k, v, cu_seqlens, max_len, scale)
-    options, repeat = _VARLEN, q.shape[1] // k.shape[1]
-    if "enable_gqa" in options:
-        options = options | {"enable_gqa": repeat > 1}
-    elif repeat > 1:
-        k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
-    attend: Any = varlen_attn
-    out: Tensor = attend(q, k, v, cu_seqlens, cu_seqlens, max_len, max_len, scale=scale, **options)
-    return out
-
-
-def _grouped(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_len: int, scale: float) -> Tensor:
-    """Attend by one padded SDPA call for all sequences whose lengths differ by a factor of at most two.
-
-    Padding comes after the tokens, where causality hides it from them, so no mask is needed.
-    """
-    starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
-    if int(lengths.min()) == max_len:
-        equal = [x.view(-1, max_len, *x.shape[1:]) for x in (q, k, v)]
-        return _sdpa(equal[0], equal[1], equal[2], scale).flatten(0, 1)
-    out = torch.empty_like(q)
-    high = max_len
-    while high > 0:
-        low = high // 2
-        chosen = ((lengths > low) & (lengths <= high)).nonzero()[:, 0]
-        if len(chosen):
-            offsets = torch.arange(int(lengths[chosen].max()), device=q.device)
-            rows = starts[chosen, None] + offsets
-            real = offsets < lengths[chosen, None]
-            within = rows.clamp(max=len(q) - 1)
-            padded = _sdpa(q[within], k[within], v[within], scale)
-            out = out.index_copy(0, rows[real], padded[real])
-        high = low
-    return out
-
-
-# Its shapes depend on data, which torch.compile cannot follow.
-_grouped_eagerly: Callable[..., Tensor] = torch.compiler.disable(_grouped)  # type: ignore[no-untyped-call]
-
-
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Attend causally. q, k, v: [S, L, heads, dim]; returns [S, L, heads, dim]."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    gqa = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa).transpose(1, 2)
+    half = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16)
+    if half and max(q.shape[2], v.shape[2]) <= FLASH_MAX_DIM:
+        if softcap is None and sinks is None and (window is None or FLASH_HAS_WINDOWS):
+            return flash(q, k, v, cu_seqlens, max_len, scale, window)
+        return flex_eagerly(q, k, v, cu_seqlens, scale, window, softcap, sinks)
+    return grouped_eagerly(q, k, v, cu_seqlens, max_len, scale, window, softcap, sinks)
 
 
 def register() -> str:
     """Make `packed_attention` known to transformers. Return the name to give as `attn_implementation`."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(NAME, _transformers_attention)
+    AttentionInterface.register(NAME, transformers_attention)
     # No mask is built: the kernel knows where sequences begin.
     AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
     return NAME
 
 
-def _transformers_attention(
+def transformers_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    scaling: float,
     cu_seq_lens_q: Tensor,
     max_length_q: int,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Adapt transformers' signature: query [1, heads, T, dim] in, [1, T, heads, dim] out."""
+    """Adapt transformers' signature: query [1, heads, T, dim] in, [1, T, heads, v_dim] out.
+
+    Raises ValueError for a keyword with a value that packed attention does not honour.
+    """
+    refuse_keywords(module, attention_mask=attention_mask, dropout=dropout, is_causal=is_causal, **kwargs)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return packed_attention(q, k, v, cu_seq_lens_q, max_length_q, scaling)[None], None
+    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+    out = packed_attention(
+        *(q, k, v, cu_seq_lens_q, max_length_q, scale), window=sliding_window, softcap=softcap, sinks=s_aux
+    )
+    return out[None], None
+
+
+def refuse_keywords(module: nn.Module, *, dropout: float = 0.0, is_causal: bool | None = None, **kwargs: Any) -> None:
+    """Raise ValueError for an attention module's keyword whose value would be ignored."""
+    name = type(module).__name__
+    if dropout:
+        raise ValueError(f"{name} drops {dropout:g} of its attention: packed attention has no dropout")
+    if is_causal is False or (is_causal is None and getattr(module, "is_causal", True) is False):
+        raise ValueError(f"{name} sees later tokens (is_causal is false): packed attention is causal")
+    unknown = [key for key, value in kwargs.items() if key not in _UNUSED and value is not None and value is not False]
+    if unknown:
+        raise ValueError(f"{name} passes {', '.join(unknown)} to attention, which packed attention does not honour")

@@ -1,0 +1,92 @@
+"""A pack equals its sequences alone, outputs and gradients, in families with windows, sinks, softcaps and scales."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from rlctl.models import packed_attention
+
+WINDOW = 5
+# One token, longer than the window, longest not first.
+LENGTHS = [7, 1, 16, 3]
+FOUR: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+LISTED: dict[str, Any] = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+MLA: dict[str, Any] = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}
+EXPERTS: dict[str, Any] = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+EXPERTS |= {"n_group": 1, "topk_group": 1}
+# By model_type: keys beyond the shared sizes.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mistral": FOUR | {"sliding_window": WINDOW},
+    "gemma2": FOUR | LISTED | {"attn_logit_softcapping": 3.0, "query_pre_attn_scalar": 9},
+    "gemma3_text": FOUR | LISTED | {"query_pre_attn_scalar": 9},
+    "gemma4_text": FOUR | LISTED | {"global_head_dim": 32, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+    "gpt_oss": FOUR | LISTED | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v3": MLA | EXPERTS | {"v_head_dim": 12, "num_attention_heads": 4, "num_key_value_heads": 4,
+        "first_k_dense_replace": 1},
+    "cohere2": FOUR | LISTED | {"logit_scale": 0.3},
+    "olmo3": FOUR | LISTED,
+    "exaone4": FOUR | LISTED,
+    "granite": FOUR | {"attention_multiplier": 0.1, "logits_scaling": 4.0},
+    "ministral3": FOUR | {"sliding_window": WINDOW},
+    "mimo_v2_flash": {"num_attention_heads": 4, "num_key_value_heads": 2, "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4, "head_dim": 16, "v_head_dim": 12, "swa_head_dim": 16, "swa_v_head_dim": 12,
+        } | EXPERTS | LISTED,
+}  # fmt: skip
+
+
+def make(family: str, attention: str) -> Any:
+    """Return a model of two layers whose parameters are drawn wide enough for masks and scales to show."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"vocab_size": 40, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "pad_token_id": 0}
+    config = AutoConfig.for_model(family, **sizes, **FAMILIES[family])
+    torch.manual_seed(0)
+    lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+    for parameter in lm.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return lm.train()
+
+
+def gradients(lm: Any) -> dict[str, Any]:
+    return {name: parameter.grad for name, parameter in lm.named_parameters() if parameter.grad is not None}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_pack_equals_its_sequences_alone(family: str) -> None:
+    packed, alone = make(family, packed_attention.register()), make(family, "eager")
+    tokens = torch.randint(3, 40, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
+    ends = torch.tensor([0, *LENGTHS]).cumsum(0).int()
+    got = packed(
+        input_ids=tokens[None],
+        position_ids=torch.cat([torch.arange(length) for length in LENGTHS])[None],
+        use_cache=False,
+        cu_seq_lens_q=ends,
+        max_length_q=max(LENGTHS),
+    ).logits[0]
+    want = torch.cat([alone(input_ids=own[None], use_cache=False).logits[0] for own in tokens.split(LENGTHS)])
+    assert want.std() > 0.05
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+    weight = torch.randn(want.shape, generator=torch.Generator().manual_seed(1))
+    for logits in (got, want):
+        (logits * weight).sum().backward()
+    expected = gradients(alone)
+    assert gradients(packed).keys() == expected.keys()
+    for name, gradient in gradients(packed).items():
+        torch.testing.assert_close(gradient, expected[name], atol=1e-4 * float(expected[name].abs().max()), rtol=1e-4)
+
+
+def test_a_keyword_that_would_be_ignored_is_refused() -> None:
+    q, k, v = (torch.randn(1, 2, 3, 8) for _ in range(3))
+    packs = {"cu_seq_lens_q": torch.tensor([0, 3], dtype=torch.int32), "max_length_q": 3}
+
+    def attend(**keywords: Any) -> None:
+        packed_attention.transformers_attention(torch.nn.Identity(), q, k, v, None, **packs, **keywords)
+
+    attend(position_bias=None, output_router_logits=False, use_cache=True)
+    with pytest.raises(ValueError, match="Identity passes position_bias, block_size to attention, which packed"):
+        attend(position_bias=torch.zeros(3), block_size=64)
+    with pytest.raises(ValueError, match=r"drops 0\.1 of its attention"):
+        attend(dropout=0.1)
+    with pytest.raises(ValueError, match="sees later tokens"):
+        attend(is_causal=False)
