@@ -21,6 +21,8 @@ _PLAIN = "use the checkpoint that it was quantised from (its name without -FP8, 
 
 def weight_files(folder: Path) -> list[Path]:
     """Return the safetensors of a Hugging Face folder. Raises ModelError: one is missing, or the index is broken."""
+    if re.search("[\ud800-\udfff]", str(folder)):
+        raise ModelError(f"{folder} has a name that is not UTF-8, which safetensors does not open: rename the folder")
     index = folder / "model.safetensors.index.json"
     names = ["model.safetensors"]
     if index.exists():

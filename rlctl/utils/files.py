@@ -11,11 +11,12 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
     Nothing is written through a symbolic link: a link at `path` is replaced.
     """
+    data = content.encode("utf-8") if isinstance(content, str) else content
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.unlink(missing_ok=True)
     try:
         with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666), "wb") as file:
-            file.write(content.encode("utf-8") if isinstance(content, str) else content)
+            file.write(data)
         temporary.replace(path)
     except OSError:
         temporary.unlink(missing_ok=True)

@@ -1,6 +1,7 @@
 """The report of runs as one HTML page that loads nothing: its texts, its tables, and its data for `report.js`."""
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
@@ -48,7 +49,7 @@ def page(runs: Sequence[ReportedRun], written: str) -> str:
         "charts": [*(_chart_data(chart, names) for chart in charts), *_health_data(runs)],
         "samples": [{"name": run.name, "groups": run.samples} for run in runs],
     }
-    return _PAGE.format(
+    text = _PAGE.format(
         policy=_POLICY,
         title=escape(title),
         style=(_HERE / "report.css").read_text(),
@@ -59,6 +60,8 @@ def page(runs: Sequence[ReportedRun], written: str) -> str:
         library=vega.script(),
         script=(_HERE / "report.js").read_text(),
     )
+    # A folder's name that is not UTF-8 is read with halves of characters, which no file takes.
+    return re.sub("[\ud800-\udfff]", "\ufffd", text)
 
 
 def _chart_data(chart: MetricChart, names: Sequence[str]) -> dict[str, Any]:

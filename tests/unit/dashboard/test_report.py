@@ -1,6 +1,7 @@
 """`rlctl runs report`: one page of one or more runs, as far as their files go, that loads nothing."""
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -239,6 +240,15 @@ def test_the_command_writes_the_page_beside_the_run_or_where_it_is_told(tmp_path
     assert code == 0 and out.startswith(f"{tmp_path / 'a' / 'report.html'} (0.") and "records no origins" in err
     assert call("a", "b", "--dir", tmp_path)[0] == 0 and (tmp_path / "a/report--b.html").is_file()
     assert call("a", "--dir", tmp_path, "-o", tmp_path / "it.html")[1].startswith(str(tmp_path / "it.html"))
+
+
+def test_a_run_whose_name_is_not_utf8_is_reported(tmp_path: Path, light: None) -> None:
+    name = os.fsdecode(b"a\xff")
+    write_run(tmp_path, "a")
+    (tmp_path / "a").rename(tmp_path / name)
+    code, out, _ = call(tmp_path / name)
+    assert code == 0 and "report.html" in out
+    assert "<h1>a\ufffd" in (tmp_path / name / "report.html").read_text(encoding="utf-8")
 
 
 def test_mistakes_are_one_line_with_the_remedy(tmp_path: Path, light: None, monkeypatch: pytest.MonkeyPatch) -> None:

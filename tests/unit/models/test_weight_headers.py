@@ -1,6 +1,7 @@
 """Weights are looked at before anything starts: quantised ones, cut files and pointers are refused by name."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -110,4 +111,11 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path, damage: Any, expect
     folder = make_model(tmp_path, "llama")
     damage(folder / "model.safetensors")
     with pytest.raises(ModelError, match=expected):
+        check_weights(folder)
+
+
+def test_a_folder_whose_name_is_not_utf8_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"m\xff")
+    folder.mkdir()
+    with pytest.raises(ModelError, match="not UTF-8, which safetensors does not open: rename the folder"):
         check_weights(folder)
