@@ -57,7 +57,7 @@ def _user_function(name: str) -> RewardFunction:
         raise RewardError(f"no such reward: use {', '.join(REWARDS)}, or a function of yours as module:function")
     try:
         module = load_module(module_name)
-    except BaseException as error:  # whatever the user's module does at import
+    except BaseException as error:  # any error of the user's module at import
         raise RewardError(import_error(error, __file__)) from error
     function = getattr(module, attribute, None)
     if not hasattr(module, attribute):

@@ -1,4 +1,4 @@
-"""Scorer of rollouts: a weighted sum of rewards. A reward that raises, hangs or crashes costs that rollout alone.
+"""Scorer of rollouts: a weighted sum of rewards. A reward that raises, hangs or crashes costs one rollout alone.
 
 `exact` runs here. All others run the user's code or pattern, so they run in worker processes.
 """
@@ -64,7 +64,7 @@ class Scorer:
         self.names = reward_names(sections)
         self._weights = {name: section.weight for name, section in zip(self.names, sections)}
         self._decides, self._correct_at = correctness(sections)
-        # An environment's own value decides what is right, unless a reward says that it does.
+        # An environment's own value decides if a rollout is right, unless a reward has a `correct_at`.
         self._stated = any(section.correct_at is not None for section in sections)
         self.failures = FailureLog("reward", logs / "reward-errors.log" if logs else None, emit)
         self._log = OutputLog("reward", logs / "rewards.log", emit) if logs else None
@@ -77,7 +77,7 @@ class Scorer:
             self._idle.put(worker)
 
     def score(self, items: list[RewardInput], given: Sequence[Mapping[str, float]] = ()) -> list[Score]:
-        """Return one score an item, in order. Never raises for what a reward does.
+        """Return one score an item, in order. Never raises an error of a reward.
 
         given: values of each item that an environment gave, by name: those of rewards that it calls, and further
         parts of the sum, each of weight 1.

@@ -1,6 +1,6 @@
-"""Handle of a process that runs rewards which may hang, fork or crash: it asks the process and replaces it.
+"""Handle of a process for rewards, which may hang, fork or crash: it asks the process and replaces it.
 
-The child answers one message an item, so that the parent always knows the item that it died or hung on.
+The child answers one message an item: the parent always knows at which item it died or hung.
     parent -> child: the RewardSections, once; then (call id, reward index, [RewardInput, ...]) a call
     child -> parent: {problems: [[index, reason], ...]} once; then {call, item, value or failure} an item
 A reply carries the ids of its call and its item. The user's code can write to the connection too: any other line is a
@@ -17,8 +17,8 @@ from rlctl.rewards.base import Outcome, RewardFailure, RewardInput, UnusableErro
 from rlctl.utils.user_code import MAX_DETAIL, MAX_TRACE, shortened
 from rlctl.workers.guarded import BadReply, Channel, GuardedProcess
 
-START_TIMEOUT_S = 120.0  # imports only (sympy takes seconds), on a machine that may be busy
-# A process that takes no request works on no item and cannot be trusted.
+START_TIMEOUT_S = 120.0  # imports only (sympy takes seconds), possibly on a busy machine
+# A process without room for a request works on no item, and is replaced.
 SEND_TIMEOUT_S = 60.0
 # Bytes. JSON escapes a character by six at most, one beyond the basic plane by twelve.
 MAX_REPLY = 12 * (MAX_TRACE + 2 * MAX_DETAIL) + 65536
@@ -46,7 +46,7 @@ class RewardWorker:
         while len(outcomes) < len(items):
             try:
                 outcomes += self._call(self.start(), reward, items[len(outcomes) :])
-                # Neither is about the item: whoever ends a job sends SIGTERM to all of its processes.
+                # Neither is about the item: a job's end sends SIGTERM to all of its processes.
                 if outcomes[-1] in (_TERMINATED, _NOT_TAKEN) and tried_again != len(outcomes):
                     tried_again = len(outcomes)
                     outcomes.pop()
@@ -94,7 +94,7 @@ class RewardWorker:
         except (TimeoutError, ConnectionError):
             self.stop()
             return [_NOT_TAKEN]
-        except Exception as error:  # a value that no pickle takes, as one that is nested too deep: nothing was sent
+        except Exception as error:  # a value that pickle refuses, such as one nested too deep: nothing was sent
             if len(items) > 1:
                 return self._call(channel, reward, items[: len(items) // 2])
             return [RewardFailure("was given a value that cannot be sent", detail=type(error).__name__)]

@@ -64,7 +64,7 @@ class SftLoop(Loop):
             self._next = self._prepare(cursor.position + size)
         with record.phase("train"), self._parts.trainer.update(NllLoss()) as update:
             update.accumulate(batch)
-        # Not before the update, which may be refused: a checkpoint knows what was trained.
+        # After the update, which may be refused: a checkpoint counts trained samples alone.
         cursor.draw(size)
         self.done = number
         tokens, times = sum(batch.lengths), record.finish()

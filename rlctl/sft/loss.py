@@ -13,7 +13,7 @@ class NllLoss:
     """Mean negative log-likelihood, nats a token: -sum over masked tokens of log p, over their number.
 
     The maximum-likelihood objective of InstructGPT's first stage (arXiv 2203.02155, section 3.5). Each token of the
-    update has the same weight, whatever sequence, micro-batch or rank it is in. Metric: loss/nll.
+    update has the same weight, in every sequence, micro-batch and rank. Metric: loss/nll.
     """
 
     needs: ClassVar[LossNeeds] = LossNeeds()

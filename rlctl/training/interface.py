@@ -1,9 +1,9 @@
-"""The interface between a loss and the trainers: what a loss reads, what it returns, and who divides what.
+"""The interface between a loss and the trainers: a loss's input and output, and the division of sums.
 
 A loss sees one packed micro-batch at a time and returns sums over it. The trainer adds those sums over micro-batches,
-ranks and parts of an update. It then divides once: the reduced gradients by `Loss.normalizer`, before their norm is
-taken and clipped, and each metric by its own weight. The result of an update therefore does not depend on how its
-samples were packed, shared out over ranks or split into parts.
+ranks and parts of an update. It then divides once: the reduced gradients by `Loss.normalizer`, before norm and
+clipping, and each metric by its weight. The result of an update therefore does not depend on how its samples were
+packed, shared out over ranks or split into parts.
 """
 
 from dataclasses import dataclass, field
@@ -95,5 +95,5 @@ class Loss(Protocol):
         ...
 
     def normalizer(self, totals: Totals) -> float:
-        """Return what the update's summed gradient is divided by, 0 where there is nothing to train on."""
+        """Return the divisor of the update's summed gradient; 0 where there is nothing to train on."""
         ...

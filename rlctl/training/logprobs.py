@@ -37,9 +37,9 @@ def chunked_log_probs(
     """Return the log-prob of each target, and entropy, under softmax(hidden @ weight.T / temperature).
 
     hidden: [N, h]. weight: [vocab, h]. targets: int64 [N]. chunk: rows whose logits exist at one time. compiled:
-    torch.compile fuses what is done to logits, so that they are read twice instead of eleven times. split: weight
-    holds a part of the vocabulary; results are of all of it, equal on all ranks, while the gradient to hidden is this
-    part's alone, to be summed over the ranks by the caller.
+    torch.compile fuses the work on logits, which are then read twice instead of eleven times. split: weight holds a
+    part of the vocabulary. Results are over the whole vocabulary, equal on all ranks. The gradient to hidden is this
+    part's alone; the caller sums it over the ranks.
 
     Both are float32 [N] with gradient to hidden and weight. With p the tempered softmax and H its entropy,
     d log p[y] / dz = onehot(y) - p and dH / dz = -p (log p + H), each over the temperature.

@@ -1,7 +1,7 @@
-"""Training samples, and the plan of which rank trains which of them in which micro-batch: pure, no torch.
+"""Training samples, and the plan that assigns each to a rank and a micro-batch. Pure, no torch.
 
-Ranks run their collectives in lockstep, so every rank gets the same number of micro-batches. Where several ranks train
-the same sequences, "rank" here means all of them together.
+Ranks run their collectives in lockstep, so every rank gets the same number of micro-batches. Ranks that train the same
+sequences count as one rank here.
 """
 
 import heapq
@@ -26,7 +26,7 @@ class TrainingSample:
     mask: NDArray[np.bool_]
     # Name -> [T, *shape], the columns of `preflight.columns.COLUMNS`.
     columns: dict[str, NDArray[np.float32]] = field(default_factory=dict)
-    # Number of the rollout among those of an update's part, alike in all of its rows; None: a rollout of its own.
+    # Number of the rollout within an update's part, equal in all of its rows. None: the row is a whole rollout.
     rollout: int | None = None
 
     def __len__(self) -> int:
@@ -40,7 +40,7 @@ class PackingStats:
     steps: int
     # Of a rank, mean over the steps.
     micro_batches: float
-    # Tokens over the room in all micro-batches, those that only keep ranks in step included.
+    # Tokens over the room of all micro-batches. Empty ones, which keep ranks in step, count too.
     filled: float
     # Tokens of the rank with most, over the mean.
     busiest: float
@@ -68,7 +68,7 @@ def packing(batches: Iterable[list[int]], ranks: int, max_tokens: int) -> Packin
 def rollout_index(rollouts: Sequence[int | None]) -> NDArray[np.int64]:
     """Return the index of each row's rollout, int64 [rows], counted from 0 in the order of first appearance.
 
-    rollouts: `TrainingSample.rollout` of each row; a row with None is a rollout of its own.
+    rollouts: `TrainingSample.rollout` of each row; a row with None is a whole rollout.
     """
     known: dict[int | tuple[int], int] = {}
     keys: list[int | tuple[int]] = [(row,) if each is None else each for row, each in enumerate(rollouts)]

@@ -1,7 +1,7 @@
 """Moves a trainer's state between its device and the host, so that it is where the table has it, phase by phase.
 
-Copies go through one page-locked buffer a state, made when it is first needed and kept, on a stream of their own: on
-the way out beside the pass over log-probs, on the way back beside forward and backward pass.
+Copies go through one page-locked buffer a state, made at its first use and kept, on a separate stream. The way out
+overlaps the pass over log-probs, the way back the forward and backward pass.
 """
 
 import weakref
@@ -15,15 +15,15 @@ from rlctl.preflight.backend import STATES, State
 from rlctl.preflight.offload_plan import PHASES, Phase, Place, Residency
 from rlctl.utils.device_stream import DeviceStream, Span, elapsed
 
-# Where each tensor begins in the buffer, in bytes: a multiple of what copy engines and every dtype like.
+# Bytes: each tensor begins at a multiple of this in the buffer, which suits copy engines and every dtype.
 _ALIGNED = 512
 
 
 class OffloadedTensors:
-    """A fixed set of tensors that are on the device, on the host, or nowhere, all of them together.
+    """A fixed set of tensors that move together: all are on the device, on the host, or nowhere.
 
-    They move by their storages: the tensors remain the same objects, empty while they are away. A storage must belong
-    to them alone. Every method is called from one thread.
+    They move by their storages: the tensors remain the same objects, empty while they are away. No other tensor may
+    share a storage. Every method is called from one thread.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -50,7 +50,7 @@ class OffloadedTensors:
         return sum(self._sizes)
 
     def move(self, place: Place) -> int:
-        """Bring the tensors to `place`; return the bytes that are copied for it, 0 if they are there already.
+        """Bring the tensors to `place`; return the bytes copied, 0 if they are there already.
 
         Nothing is waited for. On the way out the device's memory is free as soon as its copy is done. After the way
         back `wait` comes before the tensors are used. Tensors that were nowhere come back as zeros.
@@ -73,7 +73,7 @@ class OffloadedTensors:
         self._stream.lead()
 
     def settle(self) -> None:
-        """Wait until every copy is done: only then may the host read or write what `at_hand` gives."""
+        """Wait until every copy is done: only then may the host read or write a tensor of `at_hand`."""
         self._stream.wait()
 
     def take_seconds(self) -> float:
@@ -134,7 +134,7 @@ class OffloadManager:
                 self.add(state, states[state])
         # Bytes copied so far by phase, to the host and to the device.
         self.moved = {phase: {"to_host": 0, "to_device": 0} for phase in PHASES}
-        # What `metrics` has told of them.
+        # Totals at the last `take_metrics`.
         self._told = self.totals()
 
     def add(self, state: State, tensors: Iterable[Tensor]) -> None:
@@ -194,7 +194,7 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
 def _lock(buffer: Tensor) -> None:
     """Page-lock the buffer as it is: torch's own pinned memory comes in powers of two, up to twice as large.
 
-    Raises RuntimeError where the system does not let so much be locked.
+    Raises RuntimeError where the system refuses to lock this much.
     """
     code = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)  # type: ignore[no-untyped-call]
     if int(code):
@@ -211,12 +211,12 @@ class FrozenWeights:
     """Weights of a role that is not trained: on the host, put in the policy's place while they are needed."""
 
     def __init__(self, weights: dict[str, Tensor]) -> None:
-        """weights: this rank's part of them, by name, in the compute dtype (forward passes round to it anyway)."""
+        """weights: this rank's part, by name, in the compute dtype (forward passes round to that dtype anyway)."""
         self._weights = {name: _host(tensor) for name, tensor in weights.items()}
 
     @contextmanager
     def in_place_of(self, live: dict[str, Tensor]) -> Iterator[None]:
-        """Have `live` hold these weights within the block; after it, bit by bit what it held before."""
+        """Have `live` hold these weights within the block, and afterwards its own again, bit for bit."""
         kept = {name: _host(tensor) for name, tensor in live.items()}
         try:
             for name, tensor in live.items():

@@ -12,7 +12,7 @@ from rlctl.preflight.columns import COLUMNS
 from rlctl.training.interface import MicroBatch, TokenBatch
 from rlctl.training.micro_batching import TrainingSample, rollout_index
 
-# Two tokens: torch.compile takes a size of one for a constant, and compiles everything again for it.
+# Two tokens: torch.compile takes a size of one for a constant, and would compile everything again.
 _NOTHING = TrainingSample(tokens=np.zeros(2, np.int32), mask=np.zeros(2, np.bool_))
 
 
@@ -101,9 +101,9 @@ def compile_for_packs(function: Callable[..., Any]) -> Callable[..., Any]:
     from torch._inductor import config as inductor
 
     config.recompile_limit = max(config.recompile_limit, _VARIANTS)
-    # Without the fusion of a norm's two reductions, which Inductor chooses by the number of tokens: it compiles again
-    # for packs below 4096, and again for those below 5 Mi numbers, 10 s each (MixOrderReduction in
-    # inductor/scheduler.py; pytorch pull request 171941).
+    # Without the fusion of a norm's two reductions. Inductor chooses it by the number of tokens, and compiles again for
+    # packs below 4096 tokens and below 5 Mi numbers, 10 s each (MixOrderReduction in inductor/scheduler.py; pytorch
+    # pull request 171941).
     mix = "triton.mix_order_reduction"
     options: dict[str, Any] = {mix: False} if hasattr(inductor.triton, "mix_order_reduction") else {}
     return torch.compile(function, dynamic=True, options=options)

@@ -101,7 +101,7 @@ class Profiler:
 
 
 def _ran(event: Any) -> bool:
-    """Return true for work of the device, false for a label on a span of it."""
+    """Return true for work of the device, false for a label on a span of such work."""
     from torch.autograd import DeviceType  # type: ignore[attr-defined]
 
     return event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
@@ -117,7 +117,7 @@ def _union(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def _read(averages: Any, wall: float, busy: float, updates: list[int]) -> Profiled:
-    """Rank operations by the time that their own kernels took; without a device, by their own time on the CPU."""
+    """Rank operations by the time of their own kernels; without a device, by CPU time without their children."""
     from torch.autograd import DeviceType  # type: ignore[attr-defined]
 
     operations = [event for event in averages if event.device_type == DeviceType.CPU]

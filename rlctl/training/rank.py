@@ -1,10 +1,10 @@
-"""One rank of the trainer group, whatever trains in it: what every backend shares, and what each adds.
+"""One rank of the trainer group, for every backend: the shared part, and the methods that a backend adds.
 
 All ranks call every method together: there are collectives inside. Losses come in as picklable callables (see
 `interface.Loss`), so that the algorithms stay out of here.
 
-A rank's process imports this module before its environment is set, and the driver imports it too. So whatever imports
-torch's compiler (2.5 s) is imported where it is used.
+A rank's process imports this module before its environment is set, and the driver imports it too. Modules that import
+torch's compiler (2.5 s) are therefore imported where they are used.
 """
 
 import importlib
@@ -71,7 +71,7 @@ class TrainerRank(ABC):
     first `accumulate` to `step` or `discard` only `accumulate`, `layout`, `shards` and `memory` may be called.
     """
 
-    # Set by the backend's constructor: the state that moves, and the dtype of the weights that `export` reads.
+    # Set by the backend's constructor: the movable state, and the dtype of the weights that `export` reads.
     _state: OffloadManager
     _kept_in: str
 
@@ -92,9 +92,9 @@ class TrainerRank(ABC):
         # Hugging Face folder of each role whose weights do not change, and those weights once they were asked for.
         self._folders: dict[Role, Path] = {"reference": self._folder}
         self._frozen: dict[Role, FrozenWeights] = {}
-        # Updates made: what the learning rate follows.
+        # Updates made; the learning rate follows this count.
         self._updates = 0
-        # Metrics of the update under way.
+        # Metrics of the open update.
         self._metrics: MetricAccumulator | None = None
 
     def _join(self) -> None:
@@ -132,12 +132,12 @@ class TrainerRank(ABC):
     # Updates.
 
     def train(self, micro_batches: list[MicroBatch], loss: Loss, totals: Totals) -> dict[str, float]:
-        """Make one update of these samples and what `accumulate` took; see `step`. All ranks have equally many."""
+        """Make one update of these samples and those of `accumulate`; see `step`. All ranks have equally many."""
         self.accumulate(micro_batches, loss)
         return self.step(loss, totals)
 
     def accumulate(self, micro_batches: list[MicroBatch], loss: Loss) -> None:
-        """Add the gradients and metrics of some samples to the update under way; without one, begin it."""
+        """Add the gradients and metrics of some samples to the open update; without one, open it."""
         if not micro_batches:
             return
         self._state.enter("train")
@@ -181,13 +181,13 @@ class TrainerRank(ABC):
         return made | self._state.take_metrics()
 
     def discard(self) -> None:
-        """Forget what `accumulate` took."""
+        """Forget the gradients of `accumulate`."""
         if self._metrics is not None:
             self._metrics = None
             self._zero_gradients()
 
     def warm_up(self, micro_batches: list[MicroBatch], loss: Loss) -> None:
-        """Go through an update without making it: what is compiled, cached or allocated at first use is there then.
+        """Go through an update without making it, so that first uses compile, cache and allocate now.
 
         Weights, optimizer state and random number generators stay as they are, to the last bit.
         """
@@ -242,7 +242,7 @@ class TrainerRank(ABC):
         save_shards(folder, self._saved(), self._updates)
 
     def load(self, folder: Path) -> None:
-        """Read what `save` of any backend wrote. Raises FileNotFoundError if `folder` holds no state, OSError."""
+        """Read the files of any backend's `save`. Raises FileNotFoundError if `folder` holds no state, OSError."""
         from rlctl.training.sharded_checkpoint import load_progress
 
         self._reach_state()
@@ -265,8 +265,8 @@ class TrainerRank(ABC):
     # Memory and facts.
 
     def rest(self) -> None:
-        """Give device memory to the engines that share the device: cached memory that is not in use, and the states
-        that the table of `config.residency` has on the host while engines generate."""
+        """Give device memory to the engines that share the device: unused cached memory, and the states that the table
+        of `config.residency` has on the host during generation."""
         self._state.enter("generate")
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -295,7 +295,7 @@ class TrainerRank(ABC):
         """Leave the process group."""
         dist.destroy_process_group()
 
-    # What a backend adds.
+    # The methods that a backend adds.
 
     @abstractmethod
     def _log_probs(self, micro_batches: list[MicroBatch]) -> list[list[NDArray[np.float32]]]:
@@ -313,7 +313,7 @@ class TrainerRank(ABC):
     def _run(self, micro_batches: list[MicroBatch], loss: Loss, metrics: MetricAccumulator, *, backward: bool) -> None:
         """Pass every micro-batch forwards and, if `backward`, back; add to `metrics` the outputs this rank counts.
 
-        An empty micro-batch takes part in all collectives and counts nothing.
+        An empty micro-batch joins every collective and counts nothing.
         """
 
     @abstractmethod

@@ -1,6 +1,6 @@
 """Checkpoints of tensors that ranks hold parts of, through torch DCP as safetensors: nothing is pickled.
 
-Every rank writes the boxes it holds into one file; any number of ranks, cut in any other way, reads what it needs.
+Every rank writes its boxes into one file. Any number of ranks, on any layout, each reads its own boxes.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""The trainer group as the loops use it: whole batches in, results out, whatever the number of ranks."""
+"""The trainer group as the loops use it: whole batches in, results out, for any number of ranks."""
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
@@ -40,13 +40,13 @@ class PreparedBatch:
 
 
 class Update:
-    """One optimizer update under way, see `TrainerGroup.update`."""
+    """One open optimizer update, see `TrainerGroup.update`."""
 
     def __init__(self, trainer: "TrainerGroup", loss: Loss, in_parts: bool, timed: Timed) -> None:
         self._trainer, self._loss, self._in_parts, self._timed = trainer, loss, in_parts, timed
         self._totals = Totals(0, 0, 0)
         self._held: PreparedBatch | None = None
-        # Parts with samples, and how many of them the ranks have.
+        # Parts with samples, and the number of parts that the ranks have.
         self.parts, self._sent = 0, 0
         # The loss's, train/grad_norm and train/lr, once the update is made. Empty if nothing was accumulated, or
         # nothing that counts.
@@ -96,7 +96,7 @@ class Update:
 
 
 def worthwhile_tokens(section: TrainerSection) -> int:
-    """Return the tokens of a part of an update that are worth a call of their own.
+    """Return the fewest tokens of a part of an update that are worth a call.
 
     Whole groups fill the last of their micro-batches half, and a pipeline needs several to keep its stages busy.
     """
@@ -124,8 +124,9 @@ class TrainerGroup:
 
     @contextmanager
     def update(self, loss: Loss, *, in_parts: bool = False, timed: Timed = nullcontext) -> Iterator[Update]:
-        """Make one optimizer update of what the block accumulates; leaving the block makes the step and fills
-        `Update.metrics`, an exception in the block discards what was accumulated.
+        """Make one optimizer update of the samples that the block accumulates.
+
+        Leaving the block makes the step and fills `Update.metrics`. An exception in the block discards everything.
 
         in_parts: ranks get each part at once, to work on it while others are being sampled. Otherwise the last part
         is held back and travels with the step: an update of one part is one call. Raises FloatingPointError, with
@@ -150,7 +151,7 @@ class TrainerGroup:
 
         log_probs: compute their log-probs too.
         """
-        # All sorts of tokens: one alone would send every one of them to the same experts.
+        # Various tokens: equal tokens would all go to the same experts.
         tokens, mask = np.arange(length, dtype=np.int32) % self.info()["vocab_size"], np.ones(length, np.bool_)
         sequences = [TrainingSample(tokens, mask)] * count
         self._run(TrainerWorker.warm_up, sequences, loss)
@@ -172,7 +173,7 @@ class TrainerGroup:
     def save(self, folder: Path, export: Path | None, dtype: str | None) -> None:
         """Write training state into `folder`, a Hugging Face folder of `dtype` (None: the compute dtype) into `export`.
 
-        Raises RuntimeError if nothing of it is seen from here.
+        Raises RuntimeError if the folder is still empty as seen from here.
         """
         self.group.call(TrainerWorker.save, str(folder), str(export) if export else None, dtype)
         if not any(folder.iterdir()):

@@ -14,8 +14,8 @@ from rlctl.training.interface import LossOutput
 def learning_rate(update: int, section: OptimizerSection, total_updates: int) -> float:
     """Return the learning rate of update number `update`, counted from 0.
 
-    The rate rises linearly over `warmup_steps` updates and reaches `lr` with the last of them. Then it is constant,
-    or falls along a line or half a cosine to `min_lr_ratio * lr`, which update `total_updates` would have.
+    The rate rises linearly over `warmup_steps` updates, and reaches `lr` with the last one. Then it is constant, or
+    falls along a line or half a cosine to `min_lr_ratio * lr`, which update `total_updates` would have.
     """
     if update < section.warmup_steps:
         return section.lr * (update + 1) / section.warmup_steps

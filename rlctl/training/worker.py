@@ -19,7 +19,7 @@ from rlctl.utils.code_cache import keep_code
 
 @dataclass(frozen=True)
 class RankBatch:
-    """A rank's micro-batches as columns: few arrays to ship, whatever the number of sequences."""
+    """A rank's micro-batches as columns: few arrays to ship, for any number of sequences."""
 
     # int32 [N], bool [N], name -> [N, *shape]: of all sequences, one after the other.
     tokens: NDArray[np.int32]
@@ -119,7 +119,7 @@ class TrainerWorker(SendsWeights):
         return self._trainer.info()
 
     def close(self) -> None:
-        """Free what the refit holds."""
+        """Free the refit's buffers and connections."""
         self.refit_close()
 
 

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 # Share of sentences with two relative words in percent, then hits in 10,000 words. The goal is 1, 8, 5 and 2.
 GOAL = {"relative": 1, "what": 8, "of-it": 5, "archaic": 2}
 CEILINGS = {
-    "rlctl": {"relative": 1.9, "what": 31, "of-it": 23, "archaic": 7.6},
+    "rlctl": {"relative": 1.6, "what": 23, "of-it": 19, "archaic": 6},
     "tests": {"relative": 5.8, "what": 176, "of-it": 54, "archaic": 22},
     # Of 1,900 words: one sentence is 0.7%, one word 5 in 10,000.
     "recipes": {"relative": 1.7, "what": 11, "of-it": 5, "archaic": 2},
@@ -21,7 +21,7 @@ CEILINGS = {
         f"rlctl/{folder}": GOAL
         for folder in (
             *("bench", "data", "generation", "launch", "models", "preflight"),
-            *("refit", "run", "telemetry", "utils", "workers"),
+            *("refit", "rewards", "run", "sft", "telemetry", "training", "utils", "workers"),
         )
     },
 }

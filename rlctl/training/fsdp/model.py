@@ -62,7 +62,7 @@ def build_policy(
 ) -> FsdpPolicy:
     """Shard a `skeleton` over `mesh` and read its weights; computes in `dtype`, keeps float32 masters.
 
-    Raises what WeightFiles raises.
+    Raises the errors of `WeightFiles`.
     """
     cuda = mesh.device_type == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
@@ -81,7 +81,7 @@ def build_policy(
     for i, layer in enumerate(lm.get_submodule(row.layers)):
         _materialize(layer, f"{row.layers}.{i}.", files, device)
         if compiled:
-            # `forward` alone: what FSDP does before and after it stays outside. One graph serves all layers.
+            # `forward` alone: FSDP's work before and after stays outside. One graph serves all layers.
             layer.forward = compile_for_packs(layer.forward)
         fully_shard(layer, mesh=mesh, mp_policy=precision)
     _materialize(lm, "", files, device)

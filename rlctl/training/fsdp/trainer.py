@@ -55,7 +55,7 @@ class FsdpTrainer(TrainerRank):
         moved = [local(state[key]) for state in states for key in ("exp_avg", "exp_avg_sq")]
         table = residency(spec.config, shared=spec.config.offload_optimizer_for_generation)
         self._state = OffloadManager(table, {"optimizer": moved})
-        # Engines start beside, or measure what is free before the first step.
+        # Engines start meanwhile, or measure the free memory before the first step.
         self.rest()
 
     def export(self, dtype: str | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -113,7 +113,7 @@ class FsdpTrainer(TrainerRank):
     def _clip(self, loss: Tensor, normalizer: float) -> float:
         grads = {name: local(p.grad) for name, p in self._parameters.items() if p.grad is not None}
         squared = gradient_norm(list(grads.values())).to(self._device).square()
-        # The loss is reduced and read together with the norm, so that it costs no wait of its own.
+        # The loss is reduced and read together with the norm, which saves a second wait.
         both = torch.stack([squared, loss])
         dist.all_reduce(both)
         square, total = both.tolist()
@@ -140,13 +140,13 @@ class FsdpTrainer(TrainerRank):
         for name, p in self._parameters.items():
             mine, first = local(p).detach(), self._first_row(p)
             for part, view in hf_folder.unfuse(name, mine, first) if mine.numel() else ():
-                # Rows of experts stacked in one parameter are whole experts, each a tensor of its own.
+                # Rows of experts stacked in one parameter are whole experts, each its own tensor in the folder.
                 start = 0 if is_fused(name) else first
                 found.append(Shard(part, (start,) + (0,) * (view.ndim - 1), view))
         return found
 
     def _saved(self) -> dict[str, TensorShard]:
-        """Return the live tensors: what is loaded into them is loaded."""
+        """Return the live tensors: a load fills them."""
         found = {}
         for name, p in self._parameters.items():
             for kind, tensor in {"model": p.detach(), **self._optimizer.state[p]}.items():

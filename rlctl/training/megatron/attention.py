@@ -42,7 +42,7 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *, packed_seq_params: Pack, **kwargs: Any
     ) -> Tensor:
-        """Return [t, heads, dim]: each token attends to those before it in its sequence."""
+        """Return [t, heads, dim]: each token attends to the earlier tokens of its sequence."""
         pack = packed_seq_params
         assert pack.cu_seqlens is not None and pack.cos is not None and pack.sin is not None
         if self._group:
@@ -86,7 +86,7 @@ def _exchange(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class _Exchange(torch.autograd.Function):
-    """parts[r] goes to rank r; what comes from rank r is result[r]. Its own inverse, so its own gradient."""
+    """parts[r] goes to rank r, and result[r] comes from rank r. Its own inverse, so its own gradient."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:

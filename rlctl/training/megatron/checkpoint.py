@@ -44,7 +44,7 @@ def saved(stage: Stage, updates: int) -> dict[str, TensorShard]:
 
 
 def load(folder: Path, stage: Stage, updates: int) -> None:
-    """Read what either backend saved, on any layout. Raises OSError."""
+    """Read a checkpoint of either backend, on any layout. Raises OSError."""
     for kind in KINDS:
         _load_kind(folder, stage, kind)
     for slot in stage.optimizer.slots.values():
@@ -74,8 +74,8 @@ def _load_kind(folder: Path, stage: Stage, kind: str) -> None:
 def _own_parts(stage: Stage, kind: str) -> Iterator[Part]:
     """Yield the parts that this rank writes, on the host.
 
-    Ranks share parameters out by tensors of the checkpoint: of a layer's experts, which are one tensor, all that are
-    here have one writer.
+    Ranks share parameters out by tensors of the checkpoint. A layer's experts are one such tensor, so one rank writes
+    all that are here.
     """
     tensors = {
         name: stage.mapping.fused(stage.mapping.parts(name, p.detach())[0])[0] for name, p in stage.parameters.items()

@@ -1,4 +1,4 @@
-"""Megatron-core without a GPU: the CPU answers what it asks of CUDA. With CUDA nothing here does anything.
+"""Megatron-core without a GPU: the CPU answers its calls to CUDA. On a machine with CUDA this module does nothing.
 
 `torch.cuda` changes for the whole process, so this is for trainer processes only. A TorchFunctionMode holds for one
 thread, so it begins on the thread that trains. `stop` puts everything back.
@@ -54,11 +54,11 @@ class Emulation:
 
 
 class _CudaToCpu(TorchFunctionMode):
-    """Tensors asked for on a GPU are made on the CPU, and say that they are on a GPU where only that is looked at."""
+    """Tensors for a GPU are made on the CPU. They claim to be on a GPU where a caller asks for nothing else."""
 
     def __init__(self) -> None:
         super().__init__()
-        # While not empty, these count as a GPU's, and so does everything made of them except by `cpu`.
+        # By id: tensors that count as a GPU's, and so do their copies, except those by `cpu`.
         self.on_device: dict[int, Tensor] = {}
 
     def __torch_function__(
@@ -104,7 +104,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 class _Nothing:
-    """A stream or an event: whatever is done to it does nothing."""
+    """A stream or an event whose every method does nothing."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -160,7 +160,7 @@ def _numbers(sizes: Any) -> Any:
 
 
 def _on_a_device(mode: _CudaToCpu, split: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the host optimizer's choice of what it takes, so that all parameters pass for a GPU's."""
+    """Wrap the host optimizer's choice of parameters, so that all of them pass for a GPU's."""
 
     def on_a_device(optimizer: Any, fraction: float) -> Any:
         mode.on_device = {id(p): p for group in optimizer.param_groups for p in group["params"]}

@@ -28,7 +28,7 @@ from rlctl.preflight.backends.megatron import megatron_of
 from rlctl.training.megatron.attention import CoreAttention, Pack, turned
 from rlctl.training.packing import compile_for_packs
 
-# Without Transformer Engine 0.16.1 leaves this name undefined, and a router with a dtype of its own fails on it.
+# Without Transformer Engine 0.16.1 leaves this name undefined, and a router with another dtype than the model fails.
 moe_utils.te_general_gemm = None
 
 
@@ -55,10 +55,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def residual_add(training: bool, fused: bool) -> Callable[[tuple[Tensor, None], Tensor, float], Tensor]:
-    """Make the end of a sublayer as Megatron asks for it; without biases and dropout.
+    """Make the end of a sublayer, in the form of Megatron's; without biases and dropout.
 
-    Megatron's own brings the residual to the dtype of what is added to it, so that in 0.16.1
-    `fp32_residual_connection` is lost in the first layer.
+    Megatron's own casts the residual to the sublayer's dtype. In 0.16.1 this loses `fp32_residual_connection` in the
+    first layer.
     """
 
     def add(output_and_bias: tuple[Tensor, None], residual: Tensor, dropout: float) -> Tensor:
@@ -99,7 +99,7 @@ def _grouped(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 
 
 class MegatronPolicy(GPTModel):  # type: ignore[misc]
-    """The last stage returns the normed hidden states instead of logits: log-probs are made of them in chunks."""
+    """The last stage returns the normed hidden states, not logits. `chunked_log_probs` makes log-probs from these."""
 
     def forward(self, tokens: Tensor, positions: Tensor, pack: Pack) -> Tensor:
         """Return [t (or its sequence part), 1, hidden]. tokens, positions: int64 [t], this rank's part of the pack."""
@@ -154,7 +154,7 @@ def build_policy(
 
 
 def parallel_sizes(section: TrainerSection) -> dict[str, int]:
-    """Return the sizes of Megatron's groups of ranks, by its names for them."""
+    """Return the sizes of Megatron's groups of ranks, by its names."""
     names = ("tensor_model", "pipeline_model", "context", "expert_model")
     return {f"{name}_parallel_size": getattr(megatron_of(section), f"{name}_parallel_size") for name in names} | {
         "expert_tensor_parallel_size": 1

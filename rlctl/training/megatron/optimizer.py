@@ -1,8 +1,9 @@
 """Megatron's optimizers as rlctl uses them: AdamW behind the distributed optimizer, on the device or on the host.
 
 Megatron-core 0.16.1 leaves some things to its callers, or gets them wrong without Transformer Engine; they are settled
-here. Factors of decay and rate are applied each step. State is there from the start, each parameter with a step count
-of its own, and is filled in place: Megatron's own loading, which shares one step count among all, is not used.
+here. Factors of decay and rate are applied each step. State is there from the start, with a step count for each
+parameter, and a load fills it in place. Megatron's own loading is not used: it shares one step count among all
+parameters.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,13 +25,13 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class OptimizerShard:
-    """This rank's share of one parameter: elements `start` to `stop` of it, flat."""
+    """This rank's share of one parameter: its flat elements `start` to `stop`."""
 
     start: int
     stop: int
     # float32 [stop - start]: the weights that are updated.
     main: Tensor
-    # step, exp_avg, exp_avg_sq of it.
+    # step, exp_avg, exp_avg_sq of these elements.
     state: dict[str, Tensor]
 
 
@@ -58,7 +59,7 @@ class Optimizer:
         loss: this rank's share.
         """
         self._chained.prepare_grads()
-        # Ahead of the norm, for which the host waits in any case: to read the loss is no wait of its own then.
+        # Ahead of the norm. The host waits for the norm in any case, so reading the loss then costs no second wait.
         dist.all_reduce(loss)
         norm = float(self._chained.get_grad_norm())
         found = (getattr(p, self._gradient, None) for member in self._members for p in member.get_parameters())
@@ -141,7 +142,8 @@ def _prepare(optimizer: Any) -> None:
             group["fused"], group["foreach"] = True, False
             for main in group["params"]:
                 if main.device.type == "cpu" and torch.cuda.is_available():
-                    # Megatron pins what it replaces a line later: copies from pageable memory run at half the speed.
+                    # Megatron pins a tensor and replaces it a line later. Copies from pageable memory run at half the
+                    # speed.
                     main.data = main.data.pin_memory()
                 step = torch.zeros((), dtype=torch.float32, device=main.device)
                 each.state[main] = {"step": step} | {key: torch.zeros_like(main.detach()) for key in MOMENTS}

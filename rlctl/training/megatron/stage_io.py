@@ -39,10 +39,10 @@ class PackSlicer:
         self._rotary, self._dtype, self._multiple, self._rank, self._ranks = rotary, dtype, multiple, rank, ranks
 
     def __call__(self, packed: Packed) -> Inputs:
-        """Return this rank's part. Tokens that fill up are a sequence of their own, which no loss looks at."""
+        """Return this rank's part. Filler tokens are one more sequence, which no loss reads."""
         tokens, positions, cu_seqlens = packed.tokens, packed.positions, packed.cu_seqlens
-        # Two tokens a rank at least, where the whole pack of a rank without work has two: torch.compile takes a single
-        # one for a constant, and compiles for it while other ranks wait.
+        # At least two tokens a rank, as the pack of a rank without work has two in total. torch.compile takes a size of
+        # one for a constant, and would compile again while other ranks wait.
         filler = max(-len(tokens) % self._multiple, 2 * self._multiple - len(tokens))
         if filler:
             tokens = torch.cat((tokens, tokens.new_zeros(filler)))
@@ -92,7 +92,7 @@ class Head:
         return self._placed(log_probs, packed, mine), self._placed(entropy, packed, mine)
 
     def _placed(self, values: Tensor, packed: Packed, rows: Tensor) -> Tensor:
-        """Put values in the whole pack; each rank's gradient is that of its own rows."""
+        """Put values in the whole pack. Each rank gets the gradient of its own rows."""
         whole = values.new_zeros(len(packed.tokens)).index_copy(0, rows, values)
         placed: Tensor = reduce_from_tensor_model_parallel_region(whole, group=self._context)
         return placed

@@ -1,9 +1,9 @@
 """One rank of the Megatron-core trainer, over tensor, pipeline, context, expert and data ranks.
 
-A loss is computed on the last pipeline stage, alike on its tensor- and context-parallel ranks, of which each
-differentiates its own part and one counts its output. Gradients are added up over data- and context-parallel ranks when
-the update ends: no part of it knows that it is the last, so that Megatron's overlap of that reduction with the backward
-pass, which begins with the last micro-batch of each call to its schedule, stays off.
+The last pipeline stage computes the loss. Its tensor- and context-parallel ranks get equal values; each differentiates
+its own part, and one counts the output. Gradients are added up over data- and context-parallel ranks when the update
+ends. Megatron can overlap that reduction with the backward pass of a schedule's last micro-batch. The overlap stays
+off, because no part of an update knows if it is the last.
 """
 
 from collections.abc import Callable, Iterator
@@ -37,7 +37,7 @@ from rlctl.training.rank import TrainerRank, TrainerSpec
 from rlctl.training.sharded_checkpoint import TensorShard
 from rlctl.training.update import MetricAccumulator
 
-# (log-probs, entropy, the pack they belong to, whether it holds any sequence) -> loss and what is kept of it.
+# (log-probs, entropy, their pack, true if the pack holds a sequence) -> loss and the value to keep.
 Finish = Callable[[Tensor, Tensor, Packed, bool], tuple[Tensor, Any]]
 
 
@@ -65,7 +65,8 @@ class MegatronTrainer(TrainerRank):
         self._named = dict(self._policy.named_parameters())
         self._mapping = Mapping(self._policy, self._lm.config)
         for name, p in self._named.items():
-            # Megatron says so only where it draws weights at random; what is not marked, the gradient norm counts once.
+            # Megatron sets this mark only where it draws weights at random. The gradient norm counts unmarked weights
+            # once.
             p.tensor_model_parallel = not self._mapping.replicated(name)  # type: ignore[attr-defined]
         self._read(self._folder, self._weights())
         # One reduction at the end of the update; the factor by which gradients are scaled before it is 1, of experts
@@ -74,7 +75,7 @@ class MegatronTrainer(TrainerRank):
         self._ddp = DistributedDataParallel(self._policy.config, reduction, self._policy)
         table = residency(config, shared=config.offload_optimizer_for_generation)
         self._state = OffloadManager(table, {"gradients": gradients(self._ddp)})
-        # Before there is optimizer state: an engine that starts beside has what the forecast of generation leaves.
+        # Before there is optimizer state, so that an engine on this device can start within its forecast.
         self.rest()
         self._optimizer = Optimizer(self._ddp, config, self._dtype)
         self._read_mains()
@@ -89,7 +90,7 @@ class MegatronTrainer(TrainerRank):
         self._stage = checkpoint.Stage(
             self._named, self._mapping, self._optimizer, self._exporter.mirrored, self._state.at_hand
         )
-        # Engines start beside, or measure what is free before the first step.
+        # Engines start meanwhile, or measure the free memory before the first step.
         self.rest()
 
     def export(self, dtype: str | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -141,7 +142,7 @@ class MegatronTrainer(TrainerRank):
             return output.loss, output
 
         outputs = self._passes(micro_batches, of_loss, lambda packed: packed.mask, backward=backward)
-        # The ranks of the last stage have the same: one of them counts.
+        # The ranks of the last stage have equal outputs, and one rank counts.
         if parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0:
             for output in outputs:
                 metrics.add(output)
@@ -149,7 +150,8 @@ class MegatronTrainer(TrainerRank):
     def _passes(
         self, micro_batches: list[MicroBatch], finish: Finish, chosen: Callable[[Packed], Tensor], *, backward: bool
     ) -> list[Any]:
-        """Pass every micro-batch through all stages; return what `finish` kept, on the last stage, else nothing.
+        """Pass every micro-batch through all stages. Return the values that `finish` kept on the last stage, nothing
+        elsewhere.
 
         chosen: the tokens [T] whose log-probs are computed, where it is not 0.
         """
