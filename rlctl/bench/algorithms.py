@@ -45,7 +45,7 @@ class AlgorithmBench(Bench):
         with tempfile.TemporaryDirectory(prefix="rlctl-bench-") as folder:
             for name in dict.fromkeys(self.algorithms):
                 try:
-                    config = self._config(name, Path(folder))
+                    config = self.config_of(name, Path(folder))
                 except ConfigError as error:
                     for problem in error.problems:
                         # The user has not seen the command that the override's number refers to.
@@ -58,7 +58,7 @@ class AlgorithmBench(Bench):
 
     def measure(self, folder: Path, say: Say) -> AlgorithmResults:
         """Measure seed by seed, so that the rows before Ctrl-C can be compared. A run that fails is left out."""
-        configs = {name: self._config(name, folder) for name in self.algorithms}
+        configs = {name: self.config_of(name, folder) for name in self.algorithms}
         progress = _Progress(say, [config.grpo.num_steps for config in configs.values()] * self.seeds)
         curves: dict[str, list[LearningCurve]] = {name: [] for name in self.algorithms}
         failed = list[str]()
@@ -89,7 +89,7 @@ class AlgorithmBench(Bench):
         own = [f"run.dir={folder}", f"run.name={run.name}", f"run.seed={seed}"]
         return train(f"{name}, seed {seed}", train_command("grpo", recipe, [*overrides, *own]), run, watch)
 
-    def _config(self, name: str, folder: Path) -> GrpoConfig:
+    def config_of(self, name: str, folder: Path) -> GrpoConfig:
         """Return the config of an algorithm's runs. Raises ConfigError."""
         config = load("grpo", *self._recipe(name, folder)).config
         assert isinstance(config, GrpoConfig)

@@ -87,10 +87,10 @@ def _talk(
             session = stack.enter_context(chat_session(target, config, sampling, environment, row, logs, tell))
         said = f"{target.name}, temperature {sampling[1]:g}; {_NEW} begins another conversation, "
         say(f"{said}Ctrl-D ends, {_HELP} shows more", err=True)
-        _converse(session)
+        converse(session)
 
 
-def _converse(session: "ChatSession") -> None:
+def converse(session: "ChatSession") -> None:
     """Read lines and answer them, until the input ends."""
     from rlctl.rollout.players.chat import TalkError
 

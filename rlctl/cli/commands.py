@@ -20,7 +20,7 @@ _WEIGHTS = "a checkpoint is whole already: rlctl export RUN FOLDER copies it for
 _SERVE = "vllm serve RUN/checkpoints/step_N/hf serves a checkpoint, and rlctl chat RUN talks to it"
 _EVALUATE = "rlctl eval RUN measures it"
 # Word of another tool -> answer. A word that a group has is found there, without a row.
-_WORDS = {
+WORDS = {
     # TRL
     "dpo": _PREFERENCES,
     "kto": _PREFERENCES,
@@ -58,7 +58,7 @@ _WORDS = {
     "tokenize": "rlctl data preview RECIPE shows how rows become tokens",
     "help": "rlctl --help shows the commands",
 }
-_SAME = {"ls": "list", "ps": "list", "view": "show", "watch": "dash", "tail": "logs", "kill": "stop", "cp": "copy"}
+SAME = {"ls": "list", "ps": "list", "view": "show", "watch": "dash", "tail": "logs", "kill": "stop", "cp": "copy"}
 
 
 class Commands(TyperGroup):
@@ -84,17 +84,17 @@ def _remark(path: str, word: str, here: list[str], inside: dict[str, str]) -> st
 
     here: the commands of the group. inside: those of its groups, by GROUP COMMAND.
     """
-    if word in _WORDS and path in ("rlctl", "rlctl train"):
-        return _WORDS[word]
-    if (same := _SAME.get(word)) in here:
+    if word in WORDS and path in ("rlctl", "rlctl train"):
+        return WORDS[word]
+    if (same := SAME.get(word)) in here:
         return f"did you mean {same}?"
     if owners := [f"rlctl {full}" for full, each in inside.items() if each == word]:
         return f"did you mean {' or '.join(owners)}?"
     if found := _of_training(word):
         return found
-    for near in get_close_matches(word, [*here, *inside.values(), *_WORDS], n=1):
+    for near in get_close_matches(word, [*here, *inside.values(), *WORDS], n=1):
         full = next((full for full, each in inside.items() if each == near), "")
-        return f"did you mean {f'rlctl {full}' if full else near}?" if near in here or full else _WORDS[near]
+        return f"did you mean {f'rlctl {full}' if full else near}?" if near in here or full else WORDS[near]
     return f"{path} has {', '.join(here)}"
 
 

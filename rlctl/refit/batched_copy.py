@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 # Above this a separate launch costs nothing.
-_LARGE = 32 << 20
+LARGE = 32 << 20
 
 
 class BatchedCopy:
@@ -25,7 +25,7 @@ class BatchedCopy:
         for target, source in pairs:
             dense = target.is_contiguous() and source.is_contiguous()
             same = dense and target.dtype == source.dtype
-            if same and not beside_requests and target.numel() * target.element_size() >= _LARGE:
+            if same and not beside_requests and target.numel() * target.element_size() >= LARGE:
                 self._large.append((target, source))
                 continue
             # Copies without a common kernel would keep the rest of their group from one.

@@ -53,8 +53,8 @@ class IpcSender(SenderTransport):
         words = _FIRST + spec.receivers + len(self._items)
         self._words = SharedCounters(_words_file(spec, source.rank), words, create=True)
         torch.cuda.synchronize(device)
-        shared = {n: _share(source.view(n)) for n in self._items if n not in self.buffers.offsets}
-        rings = [_share(buffer) for buffer in self.buffers.buffers]
+        shared = {n: share(source.view(n)) for n in self._items if n not in self.buffers.offsets}
+        rings = [share(buffer) for buffer in self.buffers.buffers]
         file = _handles_file(spec, source.rank)
         partial = file.with_suffix(".partial")
         partial.write_bytes(pickle.dumps((source.plan.digest, shared, rings, self.buffers.offsets)))
@@ -192,8 +192,8 @@ class _Mapped:
         digest, shared, rings, self._offsets = pickle.loads(file.read_bytes())
         if digest != plan.digest:
             raise RefitError(f"trainer rank {owner} sends by plan {digest}, this end was given plan {plan.digest}")
-        self._shared = {n: _open(handle, device) for n, handle in shared.items()}
-        self._rings = [_open(handle, device) for handle in rings]
+        self._shared = {n: opened(handle, device) for n, handle in shared.items()}
+        self._rings = [opened(handle, device) for handle in rings]
         self._word = {n: word for word, n in enumerate(n for _, chunk in plan.of(owner) for n in chunk.numbers)}
         self._parts = sum(1 for _ in plan.of(owner)) + 1
         self._plan, self._first, self._rank, self._owner = plan, _FIRST + spec.receivers, rank, owner
@@ -236,13 +236,13 @@ class _Mapped:
         return int(self.words.array[self._first + self._word[number]])
 
 
-def _share(tensor: Tensor) -> Any:
+def share(tensor: Tensor) -> Any:
     from torch.multiprocessing.reductions import reduce_tensor
 
     return reduce_tensor(tensor)  # type: ignore[no-untyped-call]
 
 
-def _open(handle: tuple[Any, tuple[Any, ...]], device: torch.device) -> Tensor:
+def opened(handle: tuple[Any, tuple[Any, ...]], device: torch.device) -> Tensor:
     """Return a shared tensor on this process's own device: the sender's index means nothing here."""
     rebuild, args = handle
     storage_device = 6

@@ -133,7 +133,7 @@ class Refit:
         Raises EnginesLost, or a trainer's error.
         """
         options = self.options
-        spec = self._spec(sum(engine.ranks for engine in engines))
+        spec = self.transport(sum(engine.ranks for engine in engines))
         senders = []
         if spec.rendezvous or not self._opened:
             senders.append(self._trainers.start(SendsWeights.refit_open, spec, self.plan))
@@ -159,20 +159,20 @@ class Refit:
 
         begin = time.perf_counter()
         sending = self._trainers.start(SendsWeights.refit_send, header)
-        if not self._spec(0).rendezvous:
+        if not self.transport(0).rendezvous:
             sending.wait(self._patience, KNOB)
         written = time.perf_counter() - begin
         receiving = [engine.worker.start(ReceivesWeights.refit_receive, header) for engine in engines]
         report = _merged(*self._await(receiving, [sending], drop))
         # Engines that read from memory do not know the time taken to write there.
-        return report if self._spec(0).rendezvous else replace(report, seconds=report.seconds + written)
+        return report if self.transport(0).rendezvous else replace(report, seconds=report.seconds + written)
 
     def resend(self, engines: list[EngineEnd], fresh: list[EngineEnd], behind: list[EngineEnd], version: int) -> None:
         """Bring `fresh` (rebuilt) engines and those `behind` to `version`, which the others already have.
 
         Raises EnginesLost by the place in `engines`, or a trainer's error.
         """
-        if self._spec(0).rendezvous:
+        if self.transport(0).rendezvous:
             self.open(engines)
             self.run(engines, version, "all")
             return
@@ -193,7 +193,8 @@ class Refit:
     def _patience(self) -> float:
         return self.options.timeout_s + _GRACE_S
 
-    def _spec(self, receivers: int) -> TransportSpec:
+    def transport(self, receivers: int) -> TransportSpec:
+        """Return the transport of a refit to `receivers` engine workers."""
         options = self.options
         spec = TransportSpec(
             options.kind, receivers, options.timeout_s, options.num_buffers, options.folder, colocated=options.colocated

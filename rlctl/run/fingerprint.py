@@ -88,7 +88,7 @@ def made_with(config: RunConfig, model: Path | None) -> dict[str, Any]:
     if isinstance(config, SftConfig):
         keys |= {key: _value(config, key) for key in ("sft.mask", "sft.history", "model.max_length")}
     return {
-        "model": _sizes(model) if model else None,
+        "model": sizes_of(model) if model else None,
         "model_path": config.model.path,
         "weights": _weights(config, model),
         "tokenizer": _vocabulary(tokenizer) if tokenizer else None,
@@ -158,7 +158,7 @@ def _value(config: RunConfig, key: str) -> Any:
     return value
 
 
-def _sizes(folder: Path) -> dict[str, Any]:
+def sizes_of(folder: Path) -> dict[str, Any]:
     """Return the shapes and arithmetic that config.json sets."""
     try:
         raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))

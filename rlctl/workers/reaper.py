@@ -55,7 +55,7 @@ class Reaper:
         self._locks[path] = _own(path)
         assert self._process.stdin
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(_message(path))
+            self._process.stdin.write(packed_path(path))
         return path
 
     def close(self) -> None:
@@ -172,13 +172,13 @@ def _size(folder: Path) -> int:
     return total
 
 
-def _message(path: Path) -> bytes:
+def packed_path(path: Path) -> bytes:
     """Return a path as it goes through the pipe, after its length: a name may hold any byte but the null."""
     name = os.fsencode(path)
     return len(name).to_bytes(_LENGTH_BYTES, "big") + name
 
 
-def _messages(data: bytes) -> Iterator[Path]:
+def paths_of(data: bytes) -> Iterator[Path]:
     """Yield the paths of whole messages. A driver that was killed may leave the last one torn."""
     while len(data) >= _LENGTH_BYTES:
         end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "big")
@@ -194,7 +194,7 @@ def main() -> None:
     if os.fork():
         os.wait()
         return
-    left = [folder for folder in _messages(sys.stdin.buffer.read()) if folder.exists()]
+    left = [folder for folder in paths_of(sys.stdin.buffer.read()) if folder.exists()]
     if left:
         time.sleep(GRACE_S)
         sweep(left)

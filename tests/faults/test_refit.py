@@ -94,7 +94,7 @@ def an_engine_of_another_plan_serves_its_old_weights_and_comes_back(stage: Stage
     refit = stage.refit("shm")
     plan = refit.plan
     other = RefitPlan.build([(entry.name, entry.shape, entry.dtype) for entry in reversed(plan.entries)])
-    stage.pool.engines[1].start(Engine.refit_open, refit._spec(2), other, 2, "auto", False).wait(DEADLINE)
+    stage.pool.engines[1].start(Engine.refit_open, refit.transport(2), other, 2, "auto", False).wait(DEADLINE)
     with pytest.raises(EnginesLost, match=f"the trainer sends by plan {plan.digest}, this end was given plan") as lost:
         refit.run(stage.pool.ends(), 1)
     assert [*lost.value.reasons] == lost.value.intact == [1]

@@ -40,7 +40,7 @@ class FollowedRun:
 
 
 @dataclass
-class _ClusterRun(FollowedRun):
+class ClusterRun(FollowedRun):
     """A run of a cluster that is up."""
 
     run: Path
@@ -90,7 +90,7 @@ class _ClusterRun(FollowedRun):
                 have = {name: (len(text), hashlib.sha256(text).hexdigest()) for name, text in texts.items()}
                 request = {"folder": self.record.remote, "files": _FILES, "have": have, "follow": follow}
                 process = self.state.host_of(self.state.head).follow("mirror.run", request, stdout=subprocess.PIPE)
-                _copy_until(process, self.run, stop, end)
+                copy_until(process, self.run, stop, end)
 
 
 def cluster_of(record: JobRecord) -> ClusterState | None:
@@ -108,7 +108,7 @@ def follow_run(run: Path) -> Iterator[FollowedRun]:
     if record is None or state is None:
         yield FollowedRun()
         return
-    followed, stop = _ClusterRun(run, record, state), threading.Event()
+    followed, stop = ClusterRun(run, record, state), threading.Event()
     targets = [followed.watch_job, followed.mirror] if record.remote else [followed.watch_job]
     threads = [threading.Thread(target=followed.told, args=(target, stop), daemon=True) for target in targets]
     for thread in threads:
@@ -132,7 +132,7 @@ def refresh_run(run: Path) -> None:
             reason = f"cluster {record.cluster} is not up; what is known of it is from before"
             EventLog(run / "events.jsonl").emit("run_ended", status="failed", reason=reason, next=[])
         return
-    followed = _ClusterRun(run, record, state)
+    followed = ClusterRun(run, record, state)
     with suppress(ClusterError):
         followed.ask_status()
     if record.remote:
@@ -144,7 +144,7 @@ def stop_job(run: Path, record: JobRecord, now: bool) -> bool:
     state = cluster_of(record)
     if state is None:
         raise ClusterError(f"{record.cluster} is not up, and so nothing of it runs")
-    request = {"job": record.job, "run": _ClusterRun(run, record, state).path, "now": now}
+    request = {"job": record.job, "run": ClusterRun(run, record, state).path, "now": now}
     return bool(ask(state, "stop", request)["stopped"])
 
 
@@ -164,7 +164,7 @@ def show_run_logs(run: Path, process: str | None, follow: bool, lines: int) -> i
         running.kill()
 
 
-def _copy_until(process: "subprocess.Popen[str]", run: Path, stop: threading.Event, end: float | None) -> None:
+def copy_until(process: "subprocess.Popen[str]", run: Path, stop: threading.Event, end: float | None) -> None:
     """Write the head's output until it ends, or `stop` is set, or it is past `end`."""
 
     def kill_in_time() -> None:

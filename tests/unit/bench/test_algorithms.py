@@ -171,5 +171,5 @@ def test_a_file_of_ones_own_is_an_algorithm(home: Path) -> None:
     (home / "mine.yaml").write_text("grpo: {loss: {clip_high: 0.5}}\n")
     bench = AlgorithmBench(["mine.yaml"], "grpo-tiny", 1, 1, 0.9, [])
     assert bench.check() == []
-    config = bench._config("mine.yaml", home)
+    config = bench.config_of("mine.yaml", home)
     assert config.grpo.loss.clip_high == 0.5  # type: ignore[union-attr]

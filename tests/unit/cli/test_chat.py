@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rlctl.cli.chat import _converse
+from rlctl.cli.chat import converse
 
 
 def test_help_and_mistyped_words_are_answered_and_an_end_ends(
@@ -13,7 +13,7 @@ def test_help_and_mistyped_words_are_answered_and_an_end_ends(
     typed = iter(["/help", "  ", "/reset", "/quit", "never read"])
     monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
     nobody: Any = None
-    _converse(nobody)
+    converse(nobody)
     said = capsys.readouterr().err.splitlines()
     assert said[0].split() == ["/new", "begins", "another", "conversation"]
     assert said[-1] == "no command /reset; /help shows them"

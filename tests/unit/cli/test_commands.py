@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlctl.cli.commands import _SAME, _WORDS
+from rlctl.cli.commands import SAME, WORDS
 from tests.unit.cli.conftest import Rlctl
 
 
@@ -44,7 +44,7 @@ def test_a_word_of_another_tool_or_a_slip_is_answered_in_one_line(rlctl: Rlctl, 
 def test_no_word_of_the_table_is_a_command_and_each_answer_names_commands_that_are(rlctl: Rlctl) -> None:
     shown = rlctl("--help").out
     top = {line.split()[1] for line in shown.splitlines() if line.startswith("│ ") and line[2] != " "}
-    assert not (top & _WORDS.keys()) and not _SAME.keys() & set(_SAME.values())
-    for answer in _WORDS.values():
+    assert not (top & WORDS.keys()) and not SAME.keys() & set(SAME.values())
+    for answer in WORDS.values():
         words = answer.replace("'", " ").split()
         assert all(words[i + 1] in {*top, "--help"} for i, word in enumerate(words) if word == "rlctl"), answer

@@ -315,9 +315,10 @@ def test_a_view_that_fails_says_so_at_the_end_and_harms_nothing(
 ) -> None:
     run = write_run(tmp_path, steps=3, ended=None)
     out = io.StringIO()
-    monkeypatch.setattr("rlctl.dashboard.dashboard.header", lambda state, width: 1 / 0)
-    with LiveDashboard(run, Console(file=out, width=80, height=24, force_terminal=True)) as view:
-        until(lambda: view._failure)
+    drawn: list[int] = []
+    monkeypatch.setattr("rlctl.dashboard.dashboard.header", lambda state, width: drawn.append(width) or 1 / 0)
+    with LiveDashboard(run, Console(file=out, width=80, height=24, force_terminal=True)):
+        until(lambda: bool(drawn))
         EventLog(run.events).emit("run_ended", status="done")
     assert "the view stopped early: ZeroDivisionError" in out.getvalue()
     assert "3 of 20" in out.getvalue()

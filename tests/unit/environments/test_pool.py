@@ -5,7 +5,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -125,12 +124,11 @@ def pool_of(
 
 
 @contextmanager
-def hurried(pool: EnvironmentPool, timeout_s: float) -> Iterator[None]:
-    """Give what is submitted in the block less time than what comes before and after it."""
-    before = pool._specs["own"]
-    pool._specs["own"] = replace(before, timeout_s=timeout_s)
-    yield
-    pool._specs["own"] = before
+def pool_with_a_hurried_one(timeout_s: float) -> Iterator[EnvironmentPool]:
+    """Yield a pool of two environments in one process: `own`, and `hurried`, whose actions have less time."""
+    specs = {name: EnvironmentSpec("own.py:Own", s, {}) for name, s in (("own", 120.0), ("hurried", timeout_s))}
+    with EnvironmentPool(specs, 2048, 1) as pool:
+        yield pool
 
 
 @pytest.fixture(autouse=True)
@@ -202,15 +200,14 @@ def test_a_coroutine_draws_from_its_own_episodes_generator() -> None:
 
 
 def test_a_reset_that_hangs_costs_its_episode_and_its_process_takes_no_new_ones() -> None:
-    with pool_of() as pool:
-        begun(pool, "before")
+    with pool_with_a_hurried_one(1.5) as pool:
+        begun(pool, "before", environment="own")
         (first,) = pool.pids()
-        with hurried(pool, 1.5):
-            failure = failed(pool.reset("hangs", {"hang": True}, seed=1).result())
+        failure = failed(pool.reset("hangs", {"hang": True, "environment": "hurried"}, seed=1).result())
         assert (failure.kind, str(failure)) == ("timeout", "reset took longer than 1.5 s")
         # What was in it goes on; what is new begins elsewhere.
         assert select(pool, "before") == FINE
-        begun(pool, "after")
+        begun(pool, "after", environment="own")
         assert len(pool.pids()) == 2 and psutil.pid_exists(first)
         assert pool.close("before").result() is None
         assert not psutil.pid_exists(first)
@@ -218,12 +215,11 @@ def test_a_reset_that_hangs_costs_its_episode_and_its_process_takes_no_new_ones(
 
 
 def test_a_tool_that_hangs_is_no_answer_of_its_own_kind() -> None:
-    with pool_of() as pool:
-        begun(pool, "a")
-        with hurried(pool, 1.5):
-            failure = failed(pool.call("a", [ToolCall("sleep", {"seconds": 1000})]).result())
+    with pool_with_a_hurried_one(1.5) as pool:
+        begun(pool, "a", environment="hurried")
+        failure = failed(pool.call("a", [ToolCall("sleep", {"seconds": 1000})]).result())
         assert (failure.kind, failure.cause) == ("timeout", "call took longer than 1.5 s")
-        assert pool.failures.counts == {"own: call took longer than 1.5 s": 1}
+        assert pool.failures.counts == {"hurried: call took longer than 1.5 s": 1}
 
 
 def test_a_process_that_is_killed_costs_its_episodes_and_is_replaced() -> None:

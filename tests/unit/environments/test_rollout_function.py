@@ -6,7 +6,6 @@ import random
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,15 +91,13 @@ def test_it_asks_for_samples_and_returns_a_value(pool_of: Any) -> None:
 
 
 def test_samples_side_by_side_are_asked_for_together_and_have_no_deadline_while_they_are_sampled(
-    pool_of: Any, monkeypatch: pytest.MonkeyPatch
+    pool_of: Any,
 ) -> None:
-    pool = pool_of("beside")
+    pool = pool_of("beside", timeout_s=1.5)
     assert asks(pool, "a") == FunctionRequest([[3], [4], [5]], 0)
-    with monkeypatch.context() as hurried:
-        hurried.setitem(pool._specs, "rollout", replace(pool._specs["rollout"], timeout_s=0.2))
-        waiting = pool.resume("a", [turn(10)], waits=True)
-        with pytest.raises(TimeoutError):
-            waiting.result(0.4)
+    waiting = pool.resume("a", [turn(10)], waits=True)
+    with pytest.raises(TimeoutError):
+        waiting.result(2)
     end = asks(pool, "a", turn(20), turn(30))
     assert waiting.result() == FunctionRequest([], 1)
     assert end == FunctionRequest([], 2, ended=True, reward=60.0)

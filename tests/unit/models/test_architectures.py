@@ -132,4 +132,4 @@ def test_a_resume_compares_what_the_row_reads(kind: Kind, folder: Path) -> None:
     read = {flag for flag in (row.qkv_bias, row.output_bias, row.mlp_bias) if isinstance(flag, str)}
     if row.experts:
         read |= {*row.experts.number, row.experts.per_token[0], row.experts.width[0]}
-    assert {key for key in read if raw.get(key) is not None} <= fingerprint._sizes(folder).keys()
+    assert {key for key in read if raw.get(key) is not None} <= fingerprint.sizes_of(folder).keys()

@@ -8,7 +8,7 @@ import torch
 
 from rlctl.config.errors import ModelError
 from rlctl.models import hf_folder
-from rlctl.models.hf_folder import WeightFiles, _save, unfuse, write_folder
+from rlctl.models.hf_folder import WeightFiles, unfuse, write_folder
 from tests.tiny_models import make_model
 
 
@@ -69,6 +69,7 @@ def test_large_weights_are_written_in_several_files_with_an_index(
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").mkdir()
+    source, out = make_model(tmp_path / "source", "qwen3"), tmp_path / "out"
+    (out / "model.safetensors").mkdir(parents=True)
     with pytest.raises(IsADirectoryError, match=r"model\.safetensors"):
-        _save({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
+        write_folder(source, out, [("a", (1,), "float32")], [("a", torch.zeros(1))])

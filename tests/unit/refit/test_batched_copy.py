@@ -14,7 +14,7 @@ def test_every_kind_of_pair_is_copied_each_time() -> None:
         (wide[:, 2:5], torch.randn(6, 3)),
         (torch.zeros(4, 2), torch.randn(2, 4).T),
         (torch.zeros(()), torch.tensor(3.5)),
-        (torch.zeros(batched_copy._LARGE // 4), torch.randn(batched_copy._LARGE // 4)),
+        (torch.zeros(batched_copy.LARGE // 4), torch.randn(batched_copy.LARGE // 4)),
     ]
     prepared = BatchedCopy(pairs)
     for _ in range(2):

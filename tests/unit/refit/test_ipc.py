@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from rlctl.refit import ipc
+from rlctl.refit.checksum import StreamingChecksums
 from rlctl.refit.pipeline import ChunkReceiver
 from rlctl.refit.plan import RefitPlan
 from rlctl.refit.protocol import Checks, Header, PeerLost, RefitError, TransportSpec
@@ -30,8 +32,8 @@ def handles_are_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
         shared.append(tensor)
         return len(shared) - 1
 
-    monkeypatch.setattr(ipc, "_share", share)
-    monkeypatch.setattr(ipc, "_open", lambda handle, device: shared[handle])
+    monkeypatch.setattr(ipc, "share", share)
+    monkeypatch.setattr(ipc, "opened", lambda handle, device: shared[handle])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
 
 
@@ -96,9 +98,9 @@ def test_checksums_of_a_shared_device_are_taken_before_a_receiver_begins(
     plan, spec = plan_for(held), make_spec(tmp_path, colocated=True)
     sender = open_sender(spec, source_of(plan, held), CPU)
     order: list[str] = []
-    summed, published = sender._sums.values, sender._transport.publish
-    monkeypatch.setattr(sender._sums, "values", lambda queued_on=None: order.append("sums") or summed(queued_on))
-    monkeypatch.setattr(sender._transport, "publish", lambda *args: order.append("chunk") or published(*args))
+    summed, published = StreamingChecksums.values, ipc.IpcSender.publish
+    monkeypatch.setattr(StreamingChecksums, "values", lambda *args: order.append("sums") or summed(*args))
+    monkeypatch.setattr(ipc.IpcSender, "publish", lambda *args: order.append("chunk") or published(*args))
     sending = threads.submit(sender.send, Header(1, plan.digest, "all"))
     receive(open_receiver(spec, plan, 1, CPU), plan, 1, "all")
     sending.result(300)
@@ -106,23 +108,22 @@ def test_checksums_of_a_shared_device_are_taken_before_a_receiver_begins(
 
 
 def test_no_more_chunks_are_packed_than_there_are_buffers_until_they_are_taken(
-    tmp_path: Path, threads: ThreadPoolExecutor
+    tmp_path: Path, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = {"w": torch.randn(64, 256, dtype=torch.float64)}
     plan = RefitPlan.build([("w", (64, 256), "float32")], buffer_bytes=8192)
     spec = make_spec(tmp_path)
     sender = open_sender(spec, source_of(plan, held), CPU)
     packed: list[int] = []
-    assert isinstance(sender._transport, ipc.IpcSender)
-    publish, second, third = sender._transport.publish, threading.Event(), threading.Event()
+    publish, second, third = ipc.IpcSender.publish, threading.Event(), threading.Event()
 
-    def note(number: int, slot: int, span: Any) -> None:
+    def note(transport: ipc.IpcSender, number: int, slot: int, span: Any) -> None:
         packed.append(number)
-        publish(number, slot, span)
+        publish(transport, number, slot, span)
         if number in (1, 2):
             (second if number == 1 else third).set()
 
-    sender._transport.publish = note  # type: ignore[method-assign]
+    monkeypatch.setattr(ipc.IpcSender, "publish", note)
     sending = threads.submit(sender.send, Header(1, plan.digest, "all"))
     assert second.wait(300) and not third.wait(0.3)
     assert packed == [0, 1]
@@ -138,13 +139,21 @@ def failure(part: "Future[Any]") -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def test_what_arrived_changed_is_named_with_its_owner(tmp_path: Path, threads: ThreadPoolExecutor) -> None:
+def test_what_arrived_changed_is_named_with_its_owner(
+    tmp_path: Path, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     held = tensors()
     plan, spec = plan_for(held, 2), make_spec(tmp_path)
     senders = [open_sender(spec, source_of(plan, held, rank, 2), CPU) for rank in range(2)]
-    sums = senders[1]._sums
-    values = sums.values
-    sums.values = lambda queued_on=None: {n: value + 1 for n, value in values(queued_on).items()}  # type: ignore[method-assign]
+    announce = ipc.IpcSender.publish_sums
+
+    of_rank_1 = {n for _, chunk in plan.of(1) for n in chunk.numbers}
+
+    def wrong(transport: ipc.IpcSender, sums: StreamingChecksums, packing: Any) -> None:
+        changed = SimpleNamespace(values=lambda on: {n: sum_ + (n in of_rank_1) for n, sum_ in sums.values(on).items()})
+        announce(transport, changed, packing)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ipc.IpcSender, "publish_sums", wrong)
     sending = [threads.submit(one.send, Header(3, plan.digest, "all")) for one in senders]
     arriving = threads.submit(receive, open_receiver(spec, plan, 1, CPU), plan, 3, "all")
     assert failure(arriving) == "RefitError: matrix arrived changed from trainer rank 1 (version 3)"

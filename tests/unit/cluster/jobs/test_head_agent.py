@@ -3,8 +3,11 @@
 import json
 import os
 import re
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 import pytest
 
@@ -18,6 +21,35 @@ from rlctl.telemetry.events import EventLog
 CONFIG = "kind: sft\nrun: {dir: runs, name: mine}\nmodel: {path: some/model}\n"
 
 
+class JobApi(BaseHTTPRequestHandler):
+    """Ray's job API, as far as a head asks for it: every job has `status`, and bodies are kept."""
+
+    status: ClassVar[dict[str, Any]] = {}
+    sent: ClassVar[list[Any]] = []
+
+    def do_GET(self) -> None:
+        size = int(self.headers.get("Content-Length") or 0)
+        self.sent.append(json.loads(self.rfile.read(size) or "null"))
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(self.status).encode())
+
+    do_POST = do_GET
+
+    def log_message(self, *_: Any) -> None:
+        """Stay silent."""
+
+
+@pytest.fixture
+def job_api(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """The port of a job API."""
+    monkeypatch.setattr(JobApi, "sent", [])
+    with ThreadingHTTPServer(("127.0.0.1", 0), JobApi) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_port
+        server.shutdown()
+
+
 def run_of(folder: Path, *kinds: str) -> Path:
     run = folder / "mine"
     run.mkdir()
@@ -29,17 +61,20 @@ def run_of(folder: Path, *kinds: str) -> Path:
 
 
 @pytest.mark.parametrize("kinds", [("submitted",), ("submitted", "run_started"), ("run_ended", "submitted")])
-def test_a_driver_that_is_gone_without_a_word_is_marked(tmp_path: Path, kinds: tuple[str, ...]) -> None:
+def test_a_driver_that_is_gone_without_a_word_is_marked(
+    tmp_path: Path, job_api: int, monkeypatch: pytest.MonkeyPatch, kinds: tuple[str, ...]
+) -> None:
     run = run_of(tmp_path, *kinds)
-    before = read_state(run).status
-    head_agent._mark_ended(run, "mine-0", {"status": "FAILED"})
+    before, request = read_state(run).status, request_of(tmp_path, dashboard=job_api, run=str(run))
+    monkeypatch.setattr(JobApi, "status", {"status": "FAILED", "message": "line\nkilled by signal 9\n"})
+    head_agent.status({**request, "job": "mine-0"})
     assert read_state(run).status == before
-    head_agent._mark_ended(run, "mine-1", {"status": "FAILED", "message": "line\nkilled by signal 9\n"})
+    assert head_agent.status({**request, "job": "mine-1"})["message"] == "line\nkilled by signal 9"
     state = read_state(run)
     assert (state.status, state.end["reason"]) == ("failed", "its driver is gone: killed by signal 9")
     assert state.end["next"] == ["rlctl train sft --resume runs/mine --cluster lab"]
     events = (run / "events.jsonl").read_text()
-    head_agent._mark_ended(run, "mine-1", {"status": "FAILED"})
+    head_agent.status({**request, "job": "mine-1"})
     assert (run / "events.jsonl").read_text() == events
 
 
@@ -68,27 +103,28 @@ def request_of(folder: Path, **changes: Any) -> dict[str, Any]:
     }
 
 
-def test_secrets_rest_in_a_file_of_the_owners_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_rest_in_a_file_of_the_owners_alone(
+    tmp_path: Path, job_api: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    sent: list[Any] = []
-    monkeypatch.setattr(head_agent, "_http", lambda request, path, body=None, method="GET": sent.append(body))
-    path = Path(head_agent.accept(request_of(tmp_path))["run"]) / head_agent.SECRETS
+    request = request_of(tmp_path, dashboard=job_api)
+    path = Path(head_agent.accept(request)["run"]) / head_agent.SECRETS
     assert json.loads(path.read_text()) == {"KEY": "value"}
     assert path.stat().st_mode & 0o777 == 0o600
     other = CONFIG.replace("mine", "other")
-    path = Path(head_agent.accept(request_of(tmp_path, config=other, secrets={}))["run"]) / head_agent.SECRETS
+    path = Path(head_agent.accept({**request, "config": other, "secrets": {}})["run"]) / head_agent.SECRETS
     assert not path.exists()
-    assert len(sent) == 2
-    assert "value" not in json.dumps(sent)
+    assert len(JobApi.sent) == 2
+    assert "value" not in json.dumps(JobApi.sent)
 
 
-def test_a_job_of_any_run_name_is_asked_for_by_a_plain_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_of_any_run_name_is_asked_for_by_a_plain_url(
+    tmp_path: Path, job_api: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    sent: list[Any] = []
-    monkeypatch.setattr(head_agent, "_http", lambda request, path, body=None, method="GET": sent.append(body))
-    reply = head_agent.accept(request_of(tmp_path, config=CONFIG.replace("mine", "Ünïcode+1")))
+    reply = head_agent.accept(request_of(tmp_path, dashboard=job_api, config=CONFIG.replace("mine", "Ünïcode+1")))
     assert Path(reply["run"]).name == "Ünïcode+1" and Path(reply["run"]).is_dir()
-    assert re.fullmatch(r"_n_code_1-1-[0-9a-f]{6}", reply["job"]) and sent[-1]["submission_id"] == reply["job"]
+    assert re.fullmatch(r"_n_code_1-1-[0-9a-f]{6}", reply["job"]) and JobApi.sent[-1]["submission_id"] == reply["job"]
 
 
 def test_a_run_that_cannot_be_submitted_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

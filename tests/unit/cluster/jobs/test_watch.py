@@ -26,7 +26,7 @@ def program(there: Path, here: Path, follow: bool) -> "subprocess.Popen[str]":
 
 
 def copy(there: Path, here: Path) -> None:
-    watch._copy_until(program(there, here, follow=False), here, threading.Event(), time.monotonic() + 60)
+    watch.copy_until(program(there, here, follow=False), here, threading.Event(), time.monotonic() + 60)
 
 
 def folders(tmp_path: Path) -> tuple[Path, Path]:
@@ -60,7 +60,7 @@ def test_while_it_follows_what_is_added_and_cut_arrives(tmp_path: Path) -> None:
     there, here = folders(tmp_path)
     stop = threading.Event()
     thread = threading.Thread(
-        target=watch._copy_until, args=(program(there, here, follow=True), here, stop, None), daemon=True
+        target=watch.copy_until, args=(program(there, here, follow=True), here, stop, None), daemon=True
     )
     thread.start()
     for text in ("one\n", "one\ntwo\n", "cut\n", "cut\nmore\n"):
@@ -100,7 +100,7 @@ def test_a_file_that_was_emptied_is_empty_here_before_it_grows_again(tmp_path: P
     emptied.touch()
     stop = threading.Event()
     process = program(there, here, follow=True)
-    thread = threading.Thread(target=watch._copy_until, args=(process, here, stop, None), daemon=True)
+    thread = threading.Thread(target=watch.copy_until, args=(process, here, stop, None), daemon=True)
     thread.start()
     emptied.replace(there / "metrics.jsonl")
     end = time.monotonic() + 60
@@ -122,6 +122,6 @@ def test_a_thread_that_fails_is_why_nothing_more_is_heard(
     monkeypatch.setattr(watch, "_JOB_POLL_S", 0.01)
     monkeypatch.setattr(watch, "ask", broken)
     monkeypatch.setattr(watch, "try_lock", broken)
-    followed = watch._ClusterRun(run=tmp_path, record=JobRecord("lab", "job-1", "/work", remote="/far"), state=state)
+    followed = watch.ClusterRun(run=tmp_path, record=JobRecord("lab", "job-1", "/work", remote="/far"), state=state)
     followed.told(getattr(followed, ending), threading.Event())
     assert followed.is_lost() and followed.lost == "lab can no longer be followed: KeyError: 'status'"
