@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.faults.runs import RUNS
 
-# As in the Makefile: where containers set it, each of the many processes started here would compile vLLM anew.
+# As in the Makefile: where containers set it, each of the many processes started here would compile vLLM again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 # Containers set this one too, and with it whatever a process prints arrives: tests see what users see, who have it not.

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from rlctl.models import hf_folder, packed_attention
+from rlctl.models import grouped_experts, hf_folder, packed_attention
 from rlctl.models.architectures import ARCHITECTURES
 
 
@@ -33,7 +33,10 @@ def skeleton(folder: Path, device: torch.device) -> Any:
         raise ValueError(f"{folder} uses sliding-window attention, which packed attention does not do")
     with torch.device("meta"):
         lm = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation=packed_attention.register()
+            config,
+            dtype=torch.float32,
+            attn_implementation=packed_attention.register(),
+            experts_implementation=grouped_experts.register(),
         )
     backbone = lm.get_submodule(row.backbone)
     backbone.rotary_emb = type(backbone.rotary_emb)(config=lm.config).to(device)

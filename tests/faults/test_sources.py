@@ -27,7 +27,7 @@ def mix(folder: Path) -> list[str]:
     rows = [json.loads(line) for line in (RECIPES / "tiny-data/train.jsonl").read_text().splitlines()[:400]]
     sources = {}
     for place, (name, weight) in enumerate(WEIGHTS.items()):
-        # The smallest begins anew within the run.
+        # The smallest begins again within the run.
         own = rows[place::3][: 7 if name == "other" else None]
         texts = [json.dumps({**row, "slow": name == "slow"}) + "\n" for row in own]
         (folder / f"{name}.jsonl").write_text("".join(texts))

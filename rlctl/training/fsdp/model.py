@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from rlctl.config.fields import stated
 from rlctl.config.schema import TrainerSection
 from rlctl.models.architectures import ARCHITECTURES, ArchitectureRow
+from rlctl.models.grouped_experts import check_grouped
 from rlctl.models.hf_folder import WeightFiles
 from rlctl.training.logprobs import chunked_log_probs
 from rlctl.training.packing import Packed, compile_for_packs
@@ -62,10 +63,11 @@ def build_policy(
 ) -> FsdpPolicy:
     """Shard a `skeleton` over `mesh` and read its weights; computes in `dtype`, keeps float32 masters.
 
-    Raises the errors of `WeightFiles`.
+    Raises the errors of `WeightFiles`, and ValueError for experts that a GPU would multiply one at a time.
     """
     cuda = mesh.device_type == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    check_grouped(lm, device, dtype)
     # With a padding index torch would withhold that token's input gradient, and pad is often the end token.
     row = ARCHITECTURES[lm.config.model_type]
     embedding = lm.get_submodule(row.embedding)

@@ -1,0 +1,159 @@
+"""Mixtures of experts as grouped matrix products: one function for every family, registered with transformers.
+
+Rows are sorted by expert once, so that all experts of a layer take two products. Nothing waits for the device.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+NAME = "rlctl_grouped"
+
+
+class _Spread(torch.autograd.Function):
+    """Copies of every token, one for each of its experts, in the order of the experts.
+
+    The gradient is gathered and added up. PyTorch's own, of an index that may repeat, sorts all rows again or adds them
+    by atomic operations, both many times slower.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, order: Tensor, place: Tensor, copies: int) -> Tensor:
+        ctx.save_for_backward(place)
+        ctx.copies = copies
+        return tokens[order // copies]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (place,) = ctx.saved_tensors
+        return _summed(grad, place, ctx.copies), None, None, None
+
+
+class _Collect(torch.autograd.Function):
+    """Sum of every token's rows, which are in the order of the experts: the transpose of `_Spread`."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, place: Tensor, copies: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.copies = copies
+        return _summed(rows, place, copies)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (order,) = ctx.saved_tensors
+        return grad[order // ctx.copies], None, None, None
+
+
+def _summed(rows: Tensor, place: Tensor, copies: int) -> Tensor:
+    """Add up the `copies` rows of every token in float32. rows: [T copies, ...]; place: row of each copy."""
+    apart: Tensor = rows[place].view(-1, copies, *rows.shape[1:])
+    return apart.sum(1, dtype=torch.promote_types(rows.dtype, torch.float32)).to(rows.dtype)
+
+
+def grouped_experts(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Return the weighted sum of every token's experts.
+
+    experts: module of transformers that holds them stacked. hidden: [T, h]; chosen: int64 [T, k], indices of experts;
+    weights: [T, k]. Returns [T, h] in the dtype of `hidden`.
+
+    An expert's output is linear in its gated activation, so the weight is applied there: to rows that are narrower, and
+    that the backward pass keeps in any case.
+    """
+    copies = chosen.shape[1]
+    expert, order = chosen.flatten().sort(stable=True)
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    groups = _grouped(expert, experts.num_experts)
+    spread: Any = _Spread.apply
+    collect: Any = _Collect.apply
+    weight = spread(weights.flatten(), order, place, 1)[:, None]
+
+    name = "gate_up_proj" if experts.has_gate else "up_proj"
+    inner = _linear(experts, name, spread(hidden, order, place, copies), groups)
+    active = (experts._apply_gate if experts.has_gate else experts.act_fn)(inner) * weight
+    rows = _linear(experts, "down_proj", active, groups, weight)
+    collected: Tensor = collect(rows, order, place, copies)
+    return collected.to(hidden.dtype)
+
+
+def _linear(experts: Any, name: str, rows: Tensor, groups: "_Groups", weight: Tensor | None = None) -> Tensor:
+    """Apply each row's expert. rows: [S, in]; weight: [S, 1], factor of a bias."""
+    matrices: Tensor = getattr(experts, name)
+    matrices = matrices if experts.is_transposed else matrices.transpose(1, 2)
+    out = grouped_mm(rows.to(matrices.dtype), matrices, groups.ends)
+    if experts.has_bias:
+        # A product, not a look-up: the gradient of a look-up sorts all rows.
+        mine = groups.one_hot().to(out.dtype)
+        out = out + (mine if weight is None else (mine * weight).to(out.dtype)) @ getattr(experts, f"{name}_bias")
+    return out
+
+
+class _Groups(NamedTuple):
+    """Rows sorted by expert."""
+
+    # int64 [S]: each row's expert. int64 [E]: all experts. int32 [E]: the row where each one's rows end.
+    expert: Tensor
+    experts: Tensor
+    ends: Tensor
+
+    def one_hot(self) -> Tensor:
+        """Return true where a row is an expert's: [S, E]."""
+        return self.expert[:, None] == self.experts
+
+
+def _grouped(expert: Tensor, number: int) -> _Groups:
+    experts = torch.arange(number, device=expert.device)
+    return _Groups(expert, experts, torch.searchsorted(expert, experts, right=True, out_int32=True))
+
+
+def grouped_mm(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """Multiply each group of rows by its expert's matrix. rows: [S, in]; matrices: [E, in, out]; ends: int32 [E]."""
+    if rows.dtype == torch.bfloat16:
+        return _grouped_mm(rows, matrices, ends)
+    return _uncompiled(rows, matrices, ends)
+
+
+def _grouped_mm(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    product: Any = F.grouped_mm
+    out: Tensor = product(rows, matrices, offs=ends)
+    return out
+
+
+# Inductor takes bfloat16 alone.
+_uncompiled: Callable[..., Tensor] = torch.compiler.disable(_grouped_mm)  # type: ignore[no-untyped-call]
+
+
+def register() -> str:
+    """Make `grouped_experts` known to transformers. Return the name to give as `experts_implementation`."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(NAME, grouped_experts)
+    return NAME
+
+
+def check_grouped(lm: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Raise ValueError if a GPU would multiply the experts of a model one at a time."""
+    stacked = [module for module in lm.modules() if _holds_experts(module)]
+    if device.type != "cuda" or not stacked:
+        return
+    if own := next((module for module in stacked if not hasattr(module, "is_transposed")), None):
+        what = (
+            f"{type(own).__name__} of transformers goes through them by itself; grouped products need its own interface"
+        )
+    elif dtype != torch.bfloat16:
+        kind = str(dtype).removeprefix("torch.")
+        what = f"grouped products are bfloat16, not {kind}; set trainer.dtype=bfloat16"
+    elif (capability := torch.cuda.get_device_capability(device)) < (9, 0):
+        have = ".".join(map(str, capability))
+        what = f"grouped products need compute capability 9.0 (H100), not {have}; try trainer.backend=megatron"
+    else:
+        return
+    raise ValueError(f"this GPU would multiply the model's experts one at a time: {what}")
+
+
+def _holds_experts(module: nn.Module) -> bool:
+    """Return True for a module whose own parameters are matrices, one of each expert. A convolution's have one row."""
+    own = module.parameters(recurse=False)
+    return not isinstance(module, nn.Conv1d) and any(p.ndim == 3 and min(p.shape) > 1 for p in own)

@@ -1,0 +1,108 @@
+"""Grouped experts are transformers' own, family by family, in outputs and gradients, and never a loop on a GPU."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rlctl.models.grouped_experts import NAME, check_grouped, register
+
+COMMON = {
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64,
+    "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None,
+}  # fmt: skip
+# Interleaved, transposed and with biases in gpt_oss; without a gate, beside a shared expert, in nemotron_h.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 32, "num_experts_per_tok": 3, "moe_intermediate_size": 32},
+    "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "nemotron_h": {
+        "layers_block_type": ["attention", "moe"], "n_routed_experts": 8, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32,
+    },
+}  # fmt: skip
+
+
+def model(family: str, experts: str) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    register()
+    config = AutoConfig.for_model(family, **COMMON | FAMILIES[family])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32, experts_implementation=experts)
+        with torch.no_grad():
+            for parameter in lm.parameters():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return lm
+
+
+def results(family: str, experts: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """Log-probs of 21 tokens, fewer than experts have places for, and gradients of a loss."""
+    lm = model(family, experts)
+    tokens = torch.arange(21)[None] * 7 % 64
+    log_probs = lm(input_ids=tokens, use_cache=False).logits[0].log_softmax(-1)
+    log_probs.square().mean().backward()
+    return log_probs.detach(), {name: p.grad for name, p in lm.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_outputs_and_gradients_are_those_of_one_expert_at_a_time(family: str) -> None:
+    (own, gradients), (plain, expected) = results(family, NAME), results(family, "eager")
+    torch.testing.assert_close(own, plain, atol=1e-5, rtol=0)
+    assert gradients.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.linalg.vector_norm(gradients[name] - value) <= 1e-5 * torch.linalg.vector_norm(value), name
+
+
+def test_one_graph_holds_all_experts_of_a_layer_in_bfloat16() -> None:
+    experts = model("qwen3_moe", NAME).model.layers[0].mlp.experts.bfloat16()
+    hidden = torch.randn(5, 64, dtype=torch.bfloat16, requires_grad=True)
+    chosen, weights = torch.randint(0, 32, (5, 3)), torch.rand(5, 3, dtype=torch.bfloat16)
+    compiled = torch.compile(experts, fullgraph=True, dynamic=True, backend="aot_eager")
+    found = []
+    for function in (experts, compiled):
+        out = function(hidden, chosen, weights)
+        found.append((out, torch.autograd.grad(out.float().square().sum(), hidden)[0]))
+    torch.testing.assert_close(found[1], found[0], atol=0, rtol=0)
+
+
+class OwnExperts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrices = nn.Parameter(torch.zeros(4, 8, 8))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "own", "reason"),
+    [
+        (torch.float32, (9, 0), False, "grouped products are bfloat16, not float32; set trainer.dtype=bfloat16"),
+        (
+            torch.bfloat16,
+            (8, 0),
+            False,
+            "grouped products need compute capability 9.0 (H100), not 8.0; try trainer.backend=megatron",
+        ),
+        (
+            torch.bfloat16,
+            (9, 0),
+            True,
+            "OwnExperts of transformers goes through them by itself; grouped products need its own interface",
+        ),
+    ],
+)
+def test_a_gpu_that_would_go_through_experts_one_at_a_time_is_refused(
+    dtype: torch.dtype, capability: tuple[int, int], own: bool, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    lm = OwnExperts() if own else model("qwen3_moe", NAME)
+    with pytest.raises(ValueError) as raised:
+        check_grouped(lm, torch.device("cuda"), dtype)
+    assert str(raised.value) == f"this GPU would multiply the model's experts one at a time: {reason}"
+
+
+def test_dense_models_and_hopper_are_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    check_grouped(model("qwen3_moe", NAME), torch.device("cuda"), torch.bfloat16)
+    check_grouped(nn.Sequential(nn.Linear(4, 4), nn.Conv1d(8, 8, 4, groups=8)), torch.device("cuda"), torch.float32)
