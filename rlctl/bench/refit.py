@@ -140,6 +140,7 @@ class RefitBench(Bench):
     def _start_engine(self, model: Path, index: int, logs: Path) -> Worker:
         spec = EngineSpec(
             kind="vllm",
+            options={"fast_path": True, "enforce_eager": self.enforce_eager or self.cpu},
             model_path=str(model),
             dtype=self.dtype,
             device=self.placement.device,
@@ -149,14 +150,12 @@ class RefitBench(Bench):
             # The rest is for staging, and for a trainer on the same device.
             gpu_memory_utilization=0.5,
             kv_cache_mib=512 if self.cpu else None,
-            enforce_eager=self.enforce_eager or self.cpu,
             top_p=1.0,
             top_k=0,
             stop_token_ids=(),
             sleeps=False,
             seed=0,
             load_format="dummy",
-            fast_path=True,
             turns=False,
             prefix_caching=True,
             reset_prefix_cache=True,

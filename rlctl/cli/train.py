@@ -143,6 +143,7 @@ def _check_here(composed: "Composed", resumed: "Resumed | None", dry_run: bool, 
     from rlctl.launch.data_preview import local_chat
     from rlctl.launch.first_row import runs_others_code, try_all, try_environments
     from rlctl.models.model_sizes import sizes_of
+    from rlctl.preflight.engine import engine_rules
     from rlctl.preflight.machine import read_machine
     from rlctl.preflight.plan import make_plan
     from rlctl.preflight.resolved import Resolved
@@ -160,7 +161,9 @@ def _check_here(composed: "Composed", resumed: "Resumed | None", dry_run: bool, 
         refuse(composed, plan.misplaced or plan.too_large)
         refuse(composed, plan.unserved, "model.path")
     note(composed.notes)
-    needed = ["torch", "transformers", "ray"] + ["vllm"] * (sampling is not None)
+    needed = ["torch", "transformers", "ray"]
+    if sampling:
+        needed += engine_rules(sampling.generation.engine).packages
     if absent := [name for name in needed if find_spec(name) is None]:
         extra = "gpu" if plan.placement and plan.placement.device == "cuda" else "cpu"
         mend = f"pip install 'rlctl[{extra}]'; see rlctl doctor"

@@ -37,7 +37,7 @@ from rlctl.config.schema import KINDS
 _MOST_PARENTS = 32
 _RECIPE = RECIPE.split(".")
 # Key -> file of defaults in configs/: `all` for every name, and a section for each name that has keys of its own.
-NAMED_SECTIONS = {"grpo.loss": "loss", "grpo.advantage": "advantage"}
+NAMED_SECTIONS = {"grpo.loss": "loss", "grpo.advantage": "advantage", "generation.engine": "engine"}
 # The same of lists, and of sections whose keys are any.
 _NAMED_ENTRIES = {
     "rewards": "reward",
@@ -109,7 +109,7 @@ def _with_name(entry: ConfigNode) -> ConfigNode:
 
 
 def _merge_named(base: ConfigNode, over: ConfigNode) -> ConfigNode:
-    """Return `merge`, where a section that names another loss or advantage than before loses its earlier keys.
+    """Return `merge`, where a section that names another loss, advantage or engine than before loses its earlier keys.
 
     A key of the one before may mean something else in the new one. Its `name` has a note of the left-out keys.
     """
@@ -242,8 +242,10 @@ def _apply(root: ConfigNode, overrides: list[str]) -> ConfigNode:
 
 
 def _named_anew(root: ConfigNode, overrides: list[str]) -> ConfigNode:
-    """Return the tree with the losses and advantages that the overrides name, before any other key of theirs is put:
-    the order of overrides does not matter to them."""
+    """Return the tree with the losses, advantages and engines that the overrides name.
+
+    No other key of theirs is put yet: the order of overrides does not matter to them.
+    """
     for number, text in enumerate(overrides, start=1):
         key, _, value = text.partition("=")
         origin = Origin(override=number, text=text)

@@ -192,13 +192,28 @@ class AsyncSection:
 
 
 @dataclass
-class GenerationSection:
-    engine: str = spec(
-        "The engine that samples: vllm, or one of yours, the EngineKind of module:KIND or file.py:KIND.", path="plugin"
+class EngineSection:
+    """Keys that every engine has. Each engine's section adds its own."""
+
+    name: str = spec("The engine that samples.")
+
+
+@dataclass
+class UserEngineSection(EngineSection):
+    """An engine of the user's own."""
+
+    name: str = spec(
+        "An engine of one's own: the EngineKind of module:KIND or file.py:KIND. The fields of its options are further "
+        "keys.",
+        path="plugin",
     )
-    fast_path: Literal["auto", "off"] = spec(
-        "auto shortens vLLM's steps in versions that the shortened ones were compared with bit by bit, and says where "
-        "it does not. off leaves them as they are."
+    further: dict[str, Any] = spec("The options of the engine.")
+
+
+@dataclass
+class GenerationSection:
+    engine: Annotated[EngineSection, Elsewhere("rlctl.preflight.engines.sections:AnyEngineSection")] = spec(
+        "The engine that samples, by its `name`, with the keys that it alone has."
     )
     num_engines: int = spec("The number of engines.", ge=1, most=MOST_PROCESSES)
     tensor_parallel_size: int = spec("The devices of each engine.", ge=1, most=MOST_PROCESSES)
@@ -244,7 +259,6 @@ class GenerationSection:
     reset_prefix_cache_after_weight_updates: bool = spec(
         "After a refit no new request or turn reuses keys and values of older weights. If false, it does."
     )
-    enforce_eager: bool | None = spec("Run engines without CUDA graphs. null is true on a CPU and false on GPUs.")
     max_restarts: int = spec("The run stops when more engines than this have died; until then each is replaced.", ge=0)
     max_generation_failures: int = spec(
         "A group is dropped when it has lost its engine more times than this; until then it is sampled again.", ge=0

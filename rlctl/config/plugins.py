@@ -36,6 +36,8 @@ ENVIRONMENT_COLUMN = "environment"
 LOSS_BASE, ADVANTAGE_BASE = "rlctl.grpo.losses.base:PolicyLoss", "rlctl.grpo.advantages.base:Advantage"
 # Name in the config -> the engine's `EngineKind`.
 ENGINES = {"vllm": "rlctl.generation.vllm.kind:KIND"}
+# Class of a user's engine, and options of one without any.
+ENGINE_BASE, ENGINE_OPTIONS_BASE = "rlctl.generation.spec:EngineKind", "rlctl.generation.spec:NoOptions"
 # Name in the config -> class of the tracker; each is called with the run directory, the config and its entry's keys.
 TRACKERS = {
     "tensorboard": "rlctl.telemetry.trackers.tensorboard:TensorBoard",

@@ -1,13 +1,18 @@
 """Recipe of an engine: plain data that travels to its process; the kinds of engines by name."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from math import exp
+from typing import Any
 
 import numpy as np
 
+from rlctl.config.grpo_schema import EngineSection, UserEngineSection
+from rlctl.config.plugin_options import checked_options
 from rlctl.config.plugins import ENGINES
 from rlctl.generation.engine import Engine
+from rlctl.preflight.engine import engine_rules
+from rlctl.preflight.resolved import Device
 from rlctl.utils.plugins import load_object
 
 
@@ -30,8 +35,10 @@ class ForcedLengths:
 class EngineSpec:
     """One engine. Fields that a kind has no use for, it passes over."""
 
-    # `generation.engine`.
+    # `generation.engine.name`.
     kind: str
+    # The kind's keys: fields of `EngineKind.options`.
+    options: Mapping[str, Any]
     model_path: str
     # float32 or bfloat16.
     dtype: str
@@ -42,7 +49,6 @@ class EngineSpec:
     gpu_memory_utilization: float
     # Key-value cache of each device. None: the memory that `gpu_memory_utilization` leaves, as vLLM measures it.
     kv_cache_mib: int | None
-    enforce_eager: bool
     # Cuts of the distribution. Greedy and parity requests have none.
     top_p: float
     top_k: int
@@ -61,12 +67,15 @@ class EngineSpec:
     reset_prefix_cache: bool
     # Running requests recompute keys and values after a change of weights.
     recompute_kv_cache: bool
-    # The kind's shortened steps, where it has any.
-    fast_path: bool
     # Answers end by these instead of stop tokens.
     forced_lengths: ForcedLengths | None
     # Version of the weights in `model_path`; -1 where a refit brings the first.
     version: int = -1
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """Options of an engine that adds no key."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +87,8 @@ class EngineKind:
     # Returns the environment variables of its process, set before anything imports torch. Of: the device ("cpu" or
     # "cuda"), its own GPUs, and other GPUs of the node, whose memory it reads in a refit.
     environment: Callable[[str, Sequence[str], Sequence[str]], dict[str, str]]
+    # Dataclass of the keys that it adds. Those of a user's engine have their defaults there.
+    options: type[Any] = NoOptions
 
 
 def engine_kind(name: str) -> EngineKind:
@@ -86,6 +97,15 @@ def engine_kind(name: str) -> EngineKind:
     if not isinstance(kind, EngineKind):
         raise TypeError(f"{name} is no EngineKind, but {type(kind).__name__}")
     return kind
+
+
+def engine_options(section: EngineSection, device: Device) -> Mapping[str, Any]:
+    """Return the values of the keys that an engine adds. Raises ConfigError for a wrong key."""
+    if not isinstance(section, UserEngineSection):
+        return engine_rules(section).options(section, device)
+    options = engine_kind(section.name).options
+    given = checked_options(options, NoOptions, section.further, "generation.engine")
+    return asdict(options(**given))
 
 
 def build_engine(spec: EngineSpec) -> Engine:

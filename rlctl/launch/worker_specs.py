@@ -8,7 +8,7 @@ from typing import Any
 from rlctl.config.fields import stated
 from rlctl.config.schema import GrpoConfig, RunConfig
 from rlctl.generation.pool import EngineSlot
-from rlctl.generation.spec import EngineSpec, ForcedLengths, engine_kind
+from rlctl.generation.spec import EngineSpec, ForcedLengths, engine_kind, engine_options
 from rlctl.launch.runtime import Allocation
 from rlctl.launch.session import Session
 from rlctl.models.model_files import ModelFiles
@@ -77,7 +77,7 @@ def training_cost(files: ModelFiles, facts: dict[str, Any]) -> tuple[str, Callab
 def engine_slots(config: GrpoConfig, allocation: Allocation, waits: Waits) -> list[EngineSlot]:
     """Return the slot of each engine. waits: explains calls that an engine does not answer."""
     reads = transport_of(config, allocation.placement) == "ipc"
-    slots, environment = [], engine_kind(config.generation.engine).environment
+    slots, environment = [], engine_kind(config.generation.engine.name).environment
     for slot in allocation.placement.engines:
         beside = allocation.beside(slot) if reads else []
         env = environment(allocation.placement.device, allocation.devices(slot), beside) | allocation.environment(slot)
@@ -97,7 +97,8 @@ def engine_spec(
     if config.data.max_prompt_length:
         longest = min(longest, config.data.max_prompt_length + generation.max_new_tokens + _ROOM)
     return EngineSpec(
-        kind=generation.engine,
+        kind=generation.engine.name,
+        options=engine_options(generation.engine, placement.device),
         model_path=files.folder,
         dtype=resolved.generation_dtype,
         device=placement.device,
@@ -106,7 +107,6 @@ def engine_spec(
         max_num_seqs=stated(generation.max_num_seqs),
         gpu_memory_utilization=stated(generation.gpu_memory_utilization),
         kv_cache_mib=generation.kv_cache_mib if placement.device == "cpu" else kv_cache_mib,
-        enforce_eager=resolved.enforce_eager,
         top_p=generation.top_p,
         top_k=generation.top_k,
         stop_token_ids=stops,
@@ -117,7 +117,6 @@ def engine_spec(
         prefix_caching=stated(generation.prefix_caching),
         reset_prefix_cache=generation.reset_prefix_cache_after_weight_updates,
         recompute_kv_cache=config.async_.recompute_kv_cache_after_weight_updates,
-        fast_path=generation.fast_path == "auto",
         forced_lengths=ForcedLengths(*generation.forced_lengths) if generation.forced_lengths else None,
     )
 

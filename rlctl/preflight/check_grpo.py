@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from rlctl.config.errors import BrokenValueError
 from rlctl.config.fields import keys_of, literals
-from rlctl.config.grpo_schema import AdvantageSection, LossSection, UserClassSection
+from rlctl.config.grpo_schema import AdvantageSection, LossSection, UserClassSection, UserEngineSection
 from rlctl.config.plugin_options import load_plugin, plugin_options
 from rlctl.config.plugins import ADVANTAGE_BASE, ADVANTAGES, ENGINES, LOSS_BASE, LOSSES, OVERLONG, reward_names
 from rlctl.config.schema import GrpoConfig
@@ -20,7 +20,7 @@ from rlctl.models.model_sizes import ModelSizes
 from rlctl.preflight.backend import Violation, Violations
 from rlctl.preflight.check_inputs import check_reward, missing_plugin
 from rlctl.preflight.columns import columns_problem
-from rlctl.preflight.engines.vllm import model_limits
+from rlctl.preflight.engine import check_engine_options, engine_rules
 from rlctl.preflight.resolved import Resolved
 from rlctl.utils.plugins import load_object
 
@@ -102,15 +102,20 @@ def check_overlong(config: GrpoConfig) -> Violations:
         yield Violation(f"rewards.{names.index(OVERLONG)}.name", what, ("grpo.overlong.penalty_tokens",))
 
 
-def check_engines(config: GrpoConfig, sizes: ModelSizes | None) -> Violations:
-    """Find a missing engine, and models that vLLM does not sample from, or not on this number of devices."""
-    if what := missing_plugin(config.generation.engine, ENGINES, "KIND"):
-        yield Violation("generation.engine", what)
+def check_engines(config: GrpoConfig, sizes: ModelSizes | None, away: bool) -> Violations:
+    """Find a missing engine, its wrong keys, and models that it does not sample from, or not on these devices.
+
+    away: the run is to be elsewhere, where an engine of the user's is imported.
+    """
+    engine = config.generation.engine
+    if what := missing_plugin(engine.name, ENGINES, "KIND"):
+        yield Violation("generation.engine.name", what)
+    elif isinstance(engine, UserEngineSection) and not away:
+        yield from check_engine_options(engine)
     size = config.generation.tensor_parallel_size
     if sizes is None:
         return
-    if config.generation.engine == "vllm":
-        yield from (Violation(_PATH, what) for what in model_limits(sizes))
+    yield from (Violation(_PATH, what) for what in engine_rules(engine).check_model(sizes))
     if sizes.heads % size:
         fits = [count for count in range(1, sizes.heads + 1) if sizes.heads % count == 0]
         what = f"must divide the model's {sizes.heads} attention heads ({', '.join(map(str, fits))}), not {size}"

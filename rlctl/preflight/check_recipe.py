@@ -33,7 +33,7 @@ def check_recipe(config: SftConfig, sizes: ModelSizes | None, away: bool) -> Vio
         what = f"{theirs} is not the tokenizer that the run trains with, {ours}: set it to null, which is that one"
         yield Violation(f"{RECIPE}.model.tokenizer", what, ("model.tokenizer",))
     checks = [check_lengths(sampling, sizes), check_chat(sampling), check_validation(sampling), check_data(sampling)]
-    checks += [check_rewards(sampling), check_environment(sampling, sizes), check_engines(sampling, sizes)]
+    checks += [check_rewards(sampling), check_environment(sampling, sizes), check_engines(sampling, sizes, away)]
     checks += [] if away else [check_generated(sampling)]
     for violations in checks:
         for each in unbroken(violations):

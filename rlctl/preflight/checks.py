@@ -64,7 +64,7 @@ def check(config: RunConfig, origins: dict[str, Origin], *, resume: bool, away: 
             check_advantage(config),
             check_sampling(config),
             check_overlong(config),
-            check_engines(config, sizes),
+            check_engines(config, sizes, away),
         ]
         checks += [check_async(config), check_corrections(config)]
     else:

@@ -12,7 +12,7 @@ from rlctl.config.fields import stated
 from rlctl.config.schema import GrpoConfig, RunConfig
 from rlctl.models.model_sizes import ModelSizes
 from rlctl.preflight.backend import backend_of, layout_of
-from rlctl.preflight.engines.vllm import cpu_limit
+from rlctl.preflight.engine import engine_rules
 from rlctl.preflight.memory import Memory, forecast, refit_bytes
 from rlctl.preflight.parallel_layout import Layout
 from rlctl.preflight.placement import NodeResources, Placement, PlacementError, place, resources, this_machine
@@ -180,9 +180,9 @@ def _too_large(config: RunConfig, memory: Memory | None) -> str | None:
 def unserved(resolved: Resolved, sizes: ModelSizes | None) -> str | None:
     """Return why the engine cannot sample from the model on the run's device; None if it can, or is not known."""
     sampling = resolved.sampling
-    if sampling is None or sizes is None or sampling.generation.engine != "vllm" or resolved.device != "cpu":
+    if sampling is None or sizes is None or resolved.device is None:
         return None
-    return cpu_limit(sampling.model.path, sizes)
+    return engine_rules(sampling.generation.engine).unserved(resolved.device, sampling.model.path, sizes)
 
 
 def require_served(config: RunConfig, device: Device, sizes: ModelSizes) -> None:

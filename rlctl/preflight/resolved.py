@@ -85,12 +85,6 @@ class Resolved:
         return self.dtype if own == "auto" else own
 
     @property
-    def enforce_eager(self) -> bool:
-        """True if engines run without CUDA graphs."""
-        own = self.grpo.generation.enforce_eager
-        return self._known == "cpu" if own is None else own
-
-    @property
     def checksum(self) -> Literal["all", "sampled", "off"]:
         """Items whose bytes are compared at each refit."""
         own = self.grpo.refit.checksum

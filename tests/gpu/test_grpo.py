@@ -61,7 +61,11 @@ def check(records: list[dict[str, Any]], most: float = 1.02) -> None:
 def test_engine_and_trainer_share_one_device(sleep: str, model: Path, tmp_path: Path) -> None:
     """In turns, and side by side; the trainer is compiled, by default."""
     records = run(
-        "grpo-qwen3-0.6b-1gpu.yaml", tmp_path, model, "generation.enforce_eager=true", f"generation.sleep={sleep}"
+        "grpo-qwen3-0.6b-1gpu.yaml",
+        tmp_path,
+        model,
+        "generation.engine.enforce_eager=true",
+        f"generation.sleep={sleep}",
     )
     check(records)
     assert all(("refit/wake" in record) == (sleep == "true") for record in records)
@@ -79,7 +83,7 @@ def test_megatrons_tensor_ranks_share_two_devices_with_two_engines(model: Path, 
             "grpo-qwen3-0.6b-1gpu.yaml",
             tmp_path,
             model,
-            "generation.enforce_eager=true",
+            "generation.engine.enforce_eager=true",
             "generation.num_engines=2",
             *two,
         )
@@ -102,19 +106,19 @@ def test_megatrons_layouts_share_four_devices_with_four_engines(layout: str, lar
     )
     # bfloat16's rounding in random weights grows with width and depth: 1.008 for the 0.6B, 1.019 for a 1.7B, 1.034
     # here. On a CPU bfloat16 against float32 is 1.018 after 12 layers 2048 wide.
-    records = run("grpo-qwen3-0.6b-1gpu.yaml", tmp_path, large, "generation.enforce_eager=true", *four, *sizes)
+    records = run("grpo-qwen3-0.6b-1gpu.yaml", tmp_path, large, "generation.engine.enforce_eager=true", *four, *sizes)
     check(records, most=1.05)
 
 
 @pytest.mark.skipif("gpus() < 2", reason="needs two CUDA devices")
 def test_two_trainer_ranks_and_two_engines_share_two_devices(model: Path, tmp_path: Path) -> None:
     two = ("trainer.num_ranks=2", "generation.num_engines=2", "trainer.activation_checkpointing=false")
-    check(run("grpo-qwen3-0.6b-1gpu.yaml", tmp_path, model, "generation.enforce_eager=true", *two))
+    check(run("grpo-qwen3-0.6b-1gpu.yaml", tmp_path, model, "generation.engine.enforce_eager=true", *two))
 
 
 @pytest.mark.skipif("gpus() < 2", reason="needs two CUDA devices")
 def test_weights_go_by_nccl_between_devices(model: Path, tmp_path: Path) -> None:
-    settings = ("generation.enforce_eager=true", "refit.transport=broadcast")
+    settings = ("generation.engine.enforce_eager=true", "refit.transport=broadcast")
     check(run("grpo-qwen3-0.6b-2gpu.yaml", tmp_path, model, *settings))
 
 
@@ -127,7 +131,11 @@ def test_weights_change_in_flight_between_devices(model: Path, tmp_path: Path) -
         tmp_path,
         model,
         *("async.enabled=true", f"async.max_trajectory_age_steps={bound}", f"grpo.num_steps={steps}"),
-        *("generation.enforce_eager=true", "generation.max_new_tokens=512", "generation.forced_lengths=[128, 1.0]"),
+        *(
+            "generation.engine.enforce_eager=true",
+            "generation.max_new_tokens=512",
+            "generation.forced_lengths=[128, 1.0]",
+        ),
     )
     assert [record["step"] for record in records] == list(range(1, steps + 1))
     for record in records:

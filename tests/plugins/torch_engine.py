@@ -1,10 +1,11 @@
-"""An engine in one file of 150 lines: a transformers model samples one token of each request a step, on a CPU."""
+"""An engine in one file of 170 lines: a transformers model samples one token of each request a step, on a CPU."""
 
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import psutil
@@ -34,15 +35,26 @@ class Turn:
     versions: list[int] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class TorchOptions:
+    """The engine's own keys."""
+
+    attention: Literal["eager", "sdpa"] = "sdpa"
+
+
 class TorchEngine(Engine):
     """Samples from a transformers model, without a key-value cache."""
 
     def __init__(self, spec: EngineSpec) -> None:
+        options = TorchOptions(**spec.options)
         if spec.top_p != 1 or spec.top_k:
             raise ValueError("this engine samples by temperature alone")
         self._spec, self._version, self._stats = spec, spec.version, EngineStats()
         dtype = getattr(torch, spec.dtype)
-        self._model = AutoModelForCausalLM.from_pretrained(spec.model_path, dtype=dtype).eval()
+        model = AutoModelForCausalLM.from_pretrained(
+            spec.model_path, dtype=dtype, attn_implementation=options.attention
+        )
+        self._model = model.eval()
         self._turns: dict[RequestId, Turn] = {}
         self._ended: list[tuple[Turn, Finish]] = []
         self._receiver: ChunkReceiver | None = None
@@ -114,7 +126,8 @@ class TorchEngine(Engine):
         return {"device_allocated": 0.0, "device_peak": 0.0, "host_rss": float(psutil.Process().memory_info().rss)}
 
     def notes(self) -> list[str]:
-        return [f"{Path(__file__).name} samples without a key-value cache"]
+        attention = self._model.config._attn_implementation
+        return [f"{Path(__file__).name} samples without a key-value cache, by {attention} attention"]
 
     def _run(self) -> None:
         while True:
@@ -150,4 +163,4 @@ def environment(device: str, devices: Sequence[str], beside: Sequence[str] = ())
     return {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
-KIND = EngineKind(TorchEngine, environment)
+KIND = EngineKind(TorchEngine, environment, TorchOptions)

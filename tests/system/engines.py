@@ -25,6 +25,7 @@ SEAT = EngineSlot(environment("cpu", []))
 def spec_for(folder: Path, max_model_len: int = 64) -> EngineSpec:
     return EngineSpec(
         kind="vllm",
+        options={"fast_path": True, "enforce_eager": True},
         model_path=str(folder),
         dtype="float32",
         device="cpu",
@@ -33,7 +34,6 @@ def spec_for(folder: Path, max_model_len: int = 64) -> EngineSpec:
         max_num_seqs=64,
         gpu_memory_utilization=0.5,
         kv_cache_mib=32,
-        enforce_eager=True,
         top_p=1.0,
         top_k=0,
         stop_token_ids=(1,),
@@ -44,7 +44,6 @@ def spec_for(folder: Path, max_model_len: int = 64) -> EngineSpec:
         prefix_caching=True,
         reset_prefix_cache=True,
         recompute_kv_cache=False,
-        fast_path=True,
         forced_lengths=None,
     )
 

@@ -53,7 +53,8 @@ def two_engines(spec: EngineSpec, devices: list[str], logs: Path) -> list[Worker
     """Start an engine with shortened steps and one without."""
     made = []
     for name, shortened in (("shortened", True), ("plain", False)):
-        make, log = partial(watched, replace(spec, fast_path=shortened)), str(logs / f"{name}.log")
+        own = replace(spec, options={**spec.options, "fast_path": shortened})
+        make, log = partial(watched, own), str(logs / f"{name}.log")
         made.append(Worker(WorkerSpec(name, make, environment(spec.device, devices), log, 4)))
     return made
 

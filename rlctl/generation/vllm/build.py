@@ -6,6 +6,7 @@ from typing import Any
 from rlctl.generation.requests import TurnRequest
 from rlctl.generation.spec import EngineSpec
 from rlctl.generation.vllm.fast.switch import refuse_what_is_not_honoured, shorten_steps
+from rlctl.preflight.engines.vllm import VllmOptions
 
 # Fields of a spec that are passed on to vLLM as they are.
 _FIELDS = (
@@ -14,7 +15,6 @@ _FIELDS = (
     "max_model_len",
     "max_num_seqs",
     "tensor_parallel_size",
-    "enforce_eager",
     "load_format",
 )
 _CPU_BATCH_TOKENS = 8192
@@ -26,6 +26,7 @@ def build_llm(spec: EngineSpec, extension: str) -> tuple[Any, list[str]]:
     extension: class mixed into vLLM's workers, "module.Class".
     """
     engine_args, llm_engine = _classes()
+    options = VllmOptions(**spec.options)
     extra: dict[str, Any] = {}
     if spec.kv_cache_mib is not None:
         extra["kv_cache_memory_bytes"] = spec.kv_cache_mib << 20
@@ -40,7 +41,7 @@ def build_llm(spec: EngineSpec, extension: str) -> tuple[Any, list[str]]:
         }
     else:
         extra |= {"gpu_memory_utilization": spec.gpu_memory_utilization, "enable_sleep_mode": spec.sleeps}
-        if not spec.enforce_eager and _hopper():
+        if not options.enforce_eager and _hopper():
             # vLLM's default has whole graphs for decoding alone: a step in which a prompt begins, every fifth of 128
             # sequences, takes 13 ms instead of 6 (Qwen3-1.7B, H200). FlashAttention 3 lets all steps have them.
             extra["compilation_config"] = {"cudagraph_mode": "FULL"}
@@ -57,6 +58,7 @@ def build_llm(spec: EngineSpec, extension: str) -> tuple[Any, list[str]]:
             disable_log_stats=True,
             use_tqdm_on_load=False,
             worker_extension_cls=extension,
+            enforce_eager=options.enforce_eager,
             **{name: getattr(spec, name) for name in _FIELDS},
             **extra,
         )
@@ -108,7 +110,7 @@ def vllm_request(llm: Any, spec: EngineSpec, request: TurnRequest) -> Any:
     """Return a turn as vLLM's own request. Raises ValueError for a prompt that does not fit the model."""
     prompt = {"type": "token", "prompt_token_ids": request.prompt_tokens}
     params = _sampling_params(spec, request)
-    if spec.fast_path:
+    if VllmOptions(**spec.options).fast_path:
         refuse_what_is_not_honoured(params)
     return llm.input_processor.process_inputs(str(request.id), prompt, params, supported_tasks=("generate",))
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from rlctl.generation.engine import Engine
 from rlctl.generation.spec import EngineKind, EngineSpec
+from rlctl.preflight.engines.vllm import VllmOptions
 from rlctl.utils.code_cache import keep_code
 
 _QUIET = {
@@ -46,4 +47,4 @@ def environment(device: str, devices: Sequence[str], beside: Sequence[str] = ())
     return {**env, "CUDA_VISIBLE_DEVICES": ",".join([*devices, *beside])}
 
 
-KIND = EngineKind(make_vllm_engine, environment)
+KIND = EngineKind(make_vllm_engine, environment, VllmOptions)

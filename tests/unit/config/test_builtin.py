@@ -16,6 +16,7 @@ from rlctl.config.schema import KINDS, SourceSection
 from rlctl.config.telemetry_schema import TrackerSection
 from rlctl.grpo.advantages.sections import AnyAdvantageSection
 from rlctl.grpo.losses.sections import AnyLossSection
+from rlctl.preflight.engines.sections import AnyEngineSection
 
 FILES = sorted([*CONFIGS.glob("*.yaml"), *RECIPES.glob("*.yaml")])
 
@@ -31,6 +32,7 @@ NAMED = {
     "source": SourceSection,
     "tracker": TrackerSection,
     "loss": AnyLossSection,
+    "engine": AnyEngineSection,
     "advantage": AnyAdvantageSection,
 }
 

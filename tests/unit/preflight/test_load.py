@@ -6,6 +6,7 @@ import yaml
 from rlctl.config.provenance import dump
 from rlctl.config.recorded_origins import recorded_origins, with_origins
 from rlctl.config.schema import GrpoConfig
+from rlctl.preflight.engines.sections import VllmSection
 from rlctl.preflight.load import Composed, load
 
 
@@ -66,7 +67,8 @@ def test_values_have_the_types_of_the_schema(home: Path) -> None:
     assert isinstance(config.run.deadline_s, float)
     assert config.trainer.optimizer.betas == [0.0, 0.5]
     assert config.rewards[0].weight == 1.0
-    assert config.generation.enforce_eager is None
+    assert isinstance(config.generation.engine, VllmSection)
+    assert config.generation.engine.enforce_eager is None
 
 
 def test_paths_are_found_beside_the_recipe_before_the_current_directory(

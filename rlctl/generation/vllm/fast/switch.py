@@ -1,4 +1,4 @@
-"""The switch of vLLM's shortened steps, `generation.fast_path`: all shortened steps, or vLLM's own.
+"""The switch of vLLM's shortened steps, `generation.engine.fast_path`: all shortened steps, or vLLM's own.
 
 They take the place of vLLM's private code. So they are on only for the exact versions compared with vLLM's steps bit by
 bit (`tests/system/test_next_token.py`, `tests/gpu/test_next_token.py`), and where every name that they need exists.
@@ -13,6 +13,7 @@ from rlctl.generation.spec import EngineSpec
 from rlctl.generation.vllm.fast.next_token import NextTokens
 from rlctl.generation.vllm.fast.prefix_hashes import PrefixHashes
 from rlctl.generation.vllm.fast.step_outputs import StepOutputs
+from rlctl.preflight.engines.vllm import VllmOptions
 
 # By device, versions of vLLM: a new one is added when it passes both tests.
 COMPARED = {"cpu": ("0.32.0",), "cuda": ("0.25.1", "0.33.0")}
@@ -87,10 +88,10 @@ def shorten_steps(llm: Any, spec: EngineSpec) -> str | None:
 
     llm: vLLM's `LLMEngine`, freshly built.
     """
-    if not spec.fast_path:
+    if not VllmOptions(**spec.options).fast_path:
         return None
     if why := _why_not(llm, spec.device):
-        return f"generation.fast_path=auto uses vLLM's own steps: {why}"
+        return f"generation.engine.fast_path=auto uses vLLM's own steps: {why}"
     core = llm.engine_core.engine_core
     StepOutputs(core.scheduler, llm.output_processor.request_states, NextTokens(core.scheduler))
     llm.collective_rpc("rl_shorten_steps")
@@ -140,7 +141,9 @@ def refuse_what_is_not_honoured(params: Any) -> None:
     names, read, usual = _others()
     if (found := read(params)) != usual:
         name, value = next((name, mine) for name, mine, other in zip(names, found, usual) if mine != other)
-        raise ValueError(f"{name}={value!r} is not honoured by shortened steps; generation.fast_path=off honours it")
+        raise ValueError(
+            f"{name}={value!r} is not honoured by shortened steps; generation.engine.fast_path=off honours it"
+        )
 
 
 @cache

@@ -85,7 +85,7 @@ def llm(scheduler: Any) -> Any:
 def test_a_version_that_nobody_compared_has_vllms_own_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("vllm.__version__", "0.99.0+cpu")
     assert shorten_steps(llm(None), spec_for(tmp_path)) == (
-        "generation.fast_path=auto uses vLLM's own steps: shortened ones were compared with vLLM 0.32.0 on this "
+        "generation.engine.fast_path=auto uses vLLM's own steps: shortened ones were compared with vLLM 0.32.0 on this "
         "device, not with 0.99.0"
     )
 
@@ -96,8 +96,8 @@ def test_names_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(switch, "REQUEST", ("status", "was_renamed"))
     said = shorten_steps(llm(SimpleNamespace(running=[])), spec_for(tmp_path))
     assert said == (
-        "generation.fast_path=auto uses vLLM's own steps: vLLM 0.32.0 has no Scheduler.gone.part, Request.was_renamed, "
-        "GPUModelRunner.x"
+        "generation.engine.fast_path=auto uses vLLM's own steps: vLLM 0.32.0 has no Scheduler.gone.part, "
+        "Request.was_renamed, GPUModelRunner.x"
     )
 
 
@@ -114,5 +114,5 @@ def test_a_parameter_that_shortened_steps_pass_over_is_refused(name: str, value:
 
     made = SimpleNamespace(input_processor=SimpleNamespace(process_inputs=lambda *args, **named: args[2]))
     assert vllm_request(made, spec_for(tmp_path), turn(0)).max_tokens == turn(0).max_new_tokens
-    with pytest.raises(ValueError, match=f"{name}=.*is not honoured by shortened steps; generation.fast_path=off"):
+    with pytest.raises(ValueError, match=f"{name}=.*generation.engine.fast_path=off honours it"):
         switch.refuse_what_is_not_honoured(SamplingParams(**{name: value}))
