@@ -72,6 +72,8 @@ class AdvantageSection:
     """Keys that every advantage has."""
 
     scope: ClassVar[AdvantageScope] = "group"
+    # Names of `preflight.columns.COLUMNS` that the advantage reads.
+    columns: ClassVar[tuple[str, ...]] = ()
 
     name: str = spec("The advantage.")
 

@@ -1,6 +1,8 @@
 """From sampled groups to training sequences: scores, advantages, and the one state in which each prompt ends.
 
 Contract 2: every prompt drawn is trained, filtered (with the reason) or dropped (with the reason). Pure.
+
+A batch gets its advantages with the last column that they need: at once from `make_batch`, or from `add_column`.
 """
 
 from collections.abc import Container, Mapping
@@ -61,6 +63,9 @@ class TrainingBatch:
     sequences: list[TrainingSample]
     # Rollouts that count in baselines; their `group` is the index into `groups`.
     scored: ScoredRollouts
+    # bool [rollouts]: true for those that reach no update, being cut (`grpo.overlong.mask`). Their sequences are here
+    # only until advantages that read columns are computed.
+    cut: NDArray[np.bool_]
     # int64 [sequences]: the rollout of each, a row of `scored`.
     rows: NDArray[np.int64]
     outcomes: TaskOutcomes
@@ -77,22 +82,18 @@ class TrainingBatch:
             outcomes.add(part.outcomes)
         starts = np.cumsum([0, *groups[:-1]])
         scored = [replace(part.scored, group=part.scored.group + start) for part, start in zip(parts, starts)]
+        cut = np.concatenate([part.cut for part in parts])
         firsts = np.cumsum([0, *map(len, scored[:-1])])
         rows = np.concatenate([part.rows + first for part, first in zip(parts, firsts)])
         sequences = [sequence for part in parts for sequence in part.sequences]
         places = [place for part in parts for place in part.places]
         left_out = [each for part in parts for each in part.left_out]
-        return cls(sequences, ScoredRollouts.joined(scored), rows, outcomes, places, left_out)
+        return cls(sequences, ScoredRollouts.joined(scored), cut, rows, outcomes, places, left_out)
 
     @property
     def owners(self) -> NDArray[np.int64]:
         """Group of each sequence."""
         return self.scored.group[self.rows]
-
-    @property
-    def masked(self) -> NDArray[np.int64]:
-        """Rows of `scored` without a sequence: rollouts that were cut (`grpo.overlong.mask`)."""
-        return np.setdiff1d(np.arange(len(self.scored)), self.rows)
 
     def column(self, name: str) -> list[NDArray[np.float32]]:
         """Return one column of every sequence."""
@@ -114,7 +115,8 @@ def make_batch(
     left with none is dropped, one that teaches nothing may be filtered. Rollouts that were cut may be masked: they
     reach no update, but count in baselines.
 
-    version: of the weights that are trained; then sequences tell how many steps old each token is.
+    version: of the weights that are trained; then sequences tell how many steps old each token is. Without advantages,
+    if these read columns that are computed: `add_column` brings both.
     """
     outcomes, left_out = TaskOutcomes(), list[LeftOut]()
     owners, rollouts = list[int](), list[Rollout]()
@@ -132,15 +134,17 @@ def make_batch(
         outcomes.trained.append(group.task.id)
         owners += [index] * len(scored)
         rollouts += [rollout for rollout, _ in scored]
-    columns = ScoredRollouts.read(rollouts, owners)
-    worth = token_advantages(advantage, columns)
+    cut = np.array([config.overlong.mask and rollout.is_cut for rollout in rollouts], np.bool_)
     rows, samples = list[int](), list[TrainingSample]()
     for index, rollout in enumerate(rollouts):
-        if not (config.overlong.mask and rollout.is_cut):
-            samples += _samples(rollout, worth[index], version, index)
+        if advantage.columns or not cut[index]:
+            number = index if len(rollout.rows) > 1 else None
+            samples += [training_sample(row, None, version, number) for row in rollout.rows]
             rows += [index] * len(rollout.rows)
     places = [(rollouts[row].id.task, rollouts[row].id.index) for row in rows]
-    return TrainingBatch(samples, columns, np.array(rows, np.int64), outcomes, places, left_out)
+    columns = ScoredRollouts.read(rollouts, owners)
+    batch = TrainingBatch(samples, columns, cut, np.array(rows, np.int64), outcomes, places, left_out)
+    return _with_advantages(batch, advantage)
 
 
 def why_it_teaches_nothing(config: GrpoSection, group: RolloutGroup) -> str | None:
@@ -187,7 +191,7 @@ def _left_out(
 def add_column(
     batch: TrainingBatch, name: str, values: Rows[NDArray[np.float32]], config: GrpoSection, advantage: Advantage
 ) -> TrainingBatch:
-    """Return the batch with one more column, of values float32 [T] for each sequence.
+    """Return the batch with one more column, of values float32 [T] for each sequence, and the advantages it allows.
 
     A rollout whose values are not finite is left out, as `make_batch` does with one of the generator: its reward
     counts in no baseline.
@@ -199,16 +203,20 @@ def add_column(
     kept = np.flatnonzero(~np.isin(batch.rows, list(found)))
     sequences = with_column(batch.sequences, name, values)
     more = replace(batch, sequences=sequences, left_out=[*batch.left_out, *found.values()])
-    return _only(more, kept, config, advantage) if found else more
+    if found:
+        more = _only(more, kept, config)
+    is_due = found or any(ADVANTAGE.name not in sequence.columns for sequence in more.sequences)
+    return _with_advantages(more, advantage) if is_due else more
 
 
-def _only(batch: TrainingBatch, kept: NDArray[np.int64], config: GrpoSection, advantage: Advantage) -> TrainingBatch:
-    """Return the batch of these sequences, with the advantages and outcomes that `make_batch` gives groups of them."""
+def _only(batch: TrainingBatch, kept: NDArray[np.int64], config: GrpoSection) -> TrainingBatch:
+    """Return the batch of these sequences, with the outcomes that `make_batch` gives groups of them."""
     scored, counts, reasons = batch.scored, np.ones(len(batch.scored), np.bool_), dict[int, str]()
     counts[np.delete(batch.rows, kept)] = False
     # A group all of whose sequences are left out has none but masked rollouts.
-    counts &= np.isin(scored.group, batch.owners[kept])
-    for each in map(int, np.unique(batch.owners[kept])):
+    trained = np.unique(scored.group[batch.rows[kept][~batch.cut[batch.rows[kept]]]])
+    counts &= np.isin(scored.group, trained)
+    for each in map(int, trained):
         members = counts & (scored.group == each)
         rewards, right = scored.reward[members].tolist(), scored.right[members].tolist()
         if reason := why_nothing(rewards, right, config.dynamic_sampling.filter):
@@ -216,17 +224,45 @@ def _only(batch: TrainingBatch, kept: NDArray[np.int64], config: GrpoSection, ad
             counts &= ~members
     filtered = {batch.places[i][0]: reasons[owner] for i in kept if (owner := int(batch.owners[i])) in reasons}
     kept = kept[counts[batch.rows[kept]]]
-    rows, scored = (np.cumsum(counts) - 1)[batch.rows[kept]], scored.only(counts)
+    rows = (np.cumsum(counts) - 1)[batch.rows[kept]]
+    sequences, places = [batch.sequences[i] for i in kept], [batch.places[i] for i in kept]
+    outcomes = _without(batch.outcomes, {name for name, _ in places}, filtered)
+    return TrainingBatch(sequences, scored.only(counts), batch.cut[counts], rows, outcomes, places, batch.left_out)
+
+
+def _with_advantages(batch: TrainingBatch, advantage: Advantage) -> TrainingBatch:
+    """Return the batch to train, with its advantages; unchanged while a column that they need is missing."""
+    if any(name not in sequence.columns for sequence in batch.sequences for name in advantage.columns):
+        return batch
+    parts: list[list[TrainingSample]] = [[] for _ in range(len(batch.scored))]
+    for sequence, row in zip(batch.sequences, batch.rows):
+        parts[row].append(sequence)
+    scored = batch.scored
+    if not scored.columns:
+        # From here on they are kept: the sequences of cut rollouts go below.
+        scored = replace(scored, columns={name: _sampled(parts, name) for name in advantage.columns})
     worth = token_advantages(advantage, scored)
     # The sequences of a rollout share its advantages, one after the other.
-    left = {int(row): worth[row] for row in rows}
     sequences = []
-    for one, row in zip((batch.sequences[i] for i in kept), rows.tolist()):
-        values, left[row] = np.split(left[row], [int(one.mask.sum())])
-        sequences.append(replace(one, columns={**one.columns, ADVANTAGE.name: _at(one.mask, values)}))
-    places = [batch.places[i] for i in kept]
-    outcomes = _without(batch.outcomes, {name for name, _ in places}, filtered)
-    return TrainingBatch(sequences, scored, rows, outcomes, places, batch.left_out)
+    for part, values in zip(parts, worth):
+        ends = np.cumsum([int(np.count_nonzero(each.mask)) for each in part])[:-1]
+        sequences += [
+            replace(each, columns={**each.columns, ADVANTAGE.name: _at(each.mask, own)})
+            for each, own in zip(part, np.split(values, ends))
+        ]
+    trained = np.flatnonzero(~batch.cut[batch.rows])
+    return replace(
+        batch,
+        scored=scored,
+        sequences=[sequences[i] for i in trained],
+        rows=batch.rows[trained],
+        places=[batch.places[i] for i in trained],
+    )
+
+
+def _sampled(parts: Rows[Rows[TrainingSample]], name: str) -> list[NDArray[np.float32]]:
+    """Return a column at the sampled tokens of each rollout. parts: sequences of each."""
+    return [np.concatenate([each.columns[name][each.mask] for each in part]) for part in parts]
 
 
 def _without(outcomes: TaskOutcomes, left: set[str], filtered: Mapping[str, str]) -> TaskOutcomes:
@@ -246,28 +282,19 @@ def with_column(sequences: Rows[TrainingSample], name: str, values: Rows[NDArray
     return [replace(one, columns={**one.columns, name: own}) for one, own in zip(sequences, values)]
 
 
-def _samples(
-    rollout: Rollout, advantages: NDArray[np.float32], version: int | None, number: int
-) -> list[TrainingSample]:
-    """Return the samples of a rollout's rows. advantages: float32 [sampled tokens]. number: of the rollout."""
-    if len(rollout.rows) == 1:
-        return [training_sample(rollout.rows[0], advantages, version)]
-    ends = np.cumsum([int(np.count_nonzero(row.sampled)) for row in rollout.rows])[:-1]
-    parts = np.split(advantages, ends)
-    return [training_sample(row, part, version, number) for row, part in zip(rollout.rows, parts)]
-
-
 def training_sample(
     row: TrajectoryRow,
-    advantage: NDArray[np.float32] | float,
+    advantage: float | None,
     version: int | None = None,
     rollout: int | None = None,
 ) -> TrainingSample:
-    """Return a row to train on, with columns "advantage" and "rollout_log_prob", and with a version "age".
+    """Return a row to train on, with columns "rollout_log_prob", with a version "age", and "advantage" unless None.
 
-    advantage: float32 [sampled tokens], or one of all tokens. rollout: see `TrainingSample`.
+    advantage: of all sampled tokens. rollout: see `TrainingSample`.
     """
-    columns = {ADVANTAGE.name: _at(row.sampled, advantage), ROLLOUT_LOG_PROB.name: row.log_probs}
+    columns = {ROLLOUT_LOG_PROB.name: row.log_probs}
+    if advantage is not None:
+        columns[ADVANTAGE.name] = _at(row.sampled, advantage)
     if version is not None:
         columns[AGE.name] = np.where(row.sampled, version - row.versions, 0).astype(np.float32)
     return TrainingSample(row.tokens, row.sampled, columns, rollout)

@@ -39,7 +39,7 @@ class GrpoLoop(Loop):
         self._config, self._parts = config, parts
         self._loss, self._advantage = make_loss(config), make_advantage(config)
         # Name -> role.
-        self._columns = computed(self._loss.needs.columns)
+        self._columns = computed({*self._loss.needs.columns, *self._advantage.columns})
         # An update has several parts, its groups as they come, in an asynchronous run with one update a step, no
         # column to compute, and advantages of a group's scope.
         self._streams = Resolved(config).streams_training and not self._columns
@@ -124,7 +124,7 @@ class GrpoLoop(Loop):
             yield batch.sequences
 
     def _with_columns(self, batch: TrainingBatch, step: GrpoStep) -> TrainingBatch:
-        """Add the columns that the loss reads, as long as a rollout is left: the log-probs of each one's role."""
+        """Add the columns that loss and advantage read, as long as a rollout is left: log-probs of each one's role."""
         for name, role in self._columns.items():
             if batch.sequences:
                 values = self._parts.trainer.log_probs(batch.sequences, role)

@@ -87,7 +87,7 @@ def sampling_metrics(
 
     ended: the groups of the step and those that were replaced.
     """
-    metrics = {"rollouts/masked": float(len(batch.masked))} if config.overlong.mask else {}
+    metrics = {"rollouts/masked": float(np.count_nonzero(batch.cut))} if config.overlong.mask else {}
     if config.dynamic_sampling.filter is None:
         return metrics
     kept = {name for names in batch.outcomes.filtered.values() for name in names}

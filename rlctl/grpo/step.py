@@ -55,7 +55,7 @@ class GrpoStep:
         return self.phase("reward" if why == "scores" else "generation")
 
     def batch(self, groups: list[RolloutGroup]) -> TrainingBatch:
-        """Return the groups' samples with their advantages."""
+        """Return the groups' samples, with their advantages unless these read columns that are computed."""
         with self.phase("advantage"):
             return make_batch(groups, self._config.grpo, self._advantage, self.version if self._async else None)
 

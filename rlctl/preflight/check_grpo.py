@@ -19,13 +19,14 @@ from rlctl.config.schema import GrpoConfig
 from rlctl.models.model_sizes import ModelSizes
 from rlctl.preflight.backend import Violation, Violations
 from rlctl.preflight.check_inputs import check_reward, missing_plugin
-from rlctl.preflight.columns import columns_problem
+from rlctl.preflight.columns import ADVANTAGE, columns_problem
 from rlctl.preflight.engine import check_engine_options, engine_rules
 from rlctl.preflight.resolved import Resolved
 from rlctl.utils.plugins import load_object
 
 _PATH = "model.path"
 _PROXIMAL = "grpo.loss.proximal"
+_ADVANTAGE = "grpo.advantage"
 
 
 def check_rewards(config: GrpoConfig) -> Violations:
@@ -53,7 +54,7 @@ def check_algorithm(config: GrpoConfig, away: bool) -> Violations:
     """
     named: list[tuple[str, LossSection | AdvantageSection, dict[str, str], str]] = [
         ("grpo.loss", config.grpo.loss, LOSSES, LOSS_BASE),
-        ("grpo.advantage", config.grpo.advantage, ADVANTAGES, ADVANTAGE_BASE),
+        (_ADVANTAGE, config.grpo.advantage, ADVANTAGES, ADVANTAGE_BASE),
     ]
     for key, section, known, base in named:
         if what := missing_plugin(section.name, known, "Class"):
@@ -63,8 +64,11 @@ def check_algorithm(config: GrpoConfig, away: bool) -> Violations:
             if plugin is None:
                 yield Violation(f"{key}.name", what)
                 continue
-            if unknown := columns_problem(getattr(plugin, "columns", ())):
-                yield Violation(f"{key}.name", unknown)
+            missing = Resolved(config).missing_columns
+            if key == _ADVANTAGE:
+                missing[ADVANTAGE.name] = "an advantage cannot read itself"
+            if wrong := columns_problem(getattr(plugin, "columns", ()), missing):
+                yield Violation(f"{key}.name", wrong)
             problems = plugin_options(plugin, load_object(base), section.further, key)[1]
             yield from (Violation(each.key, each.what, (f"{key}.name",)) for each in problems)
 

@@ -1,12 +1,16 @@
-"""Roles and columns: the models of a run by name, and the arrays over tokens that a loss reads. No torch.
+"""Roles and columns: the models of a run by name, and the arrays over tokens that a loss or advantage reads. No torch.
 
-A loss names its columns. Each has one provider: the rollout itself, or a pass of the trainer under the weights of the
-column's role, before the step's first update. A further model is a role, a further array a row of `COLUMNS`.
+A loss and an advantage name their columns. Each has one provider: the rollout itself, or a pass of the trainer under
+the weights of the column's role, before the step's advantages and its first update. A further model is a role, a
+further array a row of `COLUMNS`.
 """
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
+
+from rlctl.config.errors import did_you_mean
 
 # policy: the model that is trained. reference: its weights of version 0.
 Role = Literal["policy", "reference"]
@@ -35,9 +39,17 @@ def computed(names: Container[str]) -> dict[str, Role]:
     return {name: each.role for name, each in COLUMNS.items() if each.role and name in names}
 
 
-def columns_problem(names: object) -> str | None:
-    """Return the problem with the `columns` of a user's loss; None if there is none."""
+def columns_problem(names: object, missing: Mapping[str, str] = MappingProxyType({})) -> str | None:
+    """Return the problem with the `columns` of a user's class; None if there is none.
+
+    missing: name -> reason, of columns that the class cannot have in its run.
+    """
     if not isinstance(names, tuple | list | set | frozenset):
         return f"`columns` is {names!r}: give a tuple of names, for example ({REFERENCE_LOG_PROB.name!r},)"
-    unknown = [name for name in names if name not in COLUMNS]
-    return f"`columns` names {unknown[0]!r}; there are {', '.join(COLUMNS)}" if unknown else None
+    for name in names:
+        if name in missing:
+            return f"`columns` names {name!r}: {missing[name]}"
+        if name not in COLUMNS:
+            there = [known for known in COLUMNS if known not in missing]
+            return f"`columns` names {name!r}{did_you_mean(str(name), there)}; there are {', '.join(there)}"
+    return None

@@ -47,7 +47,7 @@ def _idle_grpo(config: GrpoConfig) -> dict[str, str | bool | None]:
     rollout = Resolved(config).proximal == "rollout" and "grpo.loss.proximal is rollout"
     whole: str | None = None
     if config.async_.streamed_training and not Resolved(config).streams_training:
-        whole = "a pass over log-probs comes before the update"
+        whole = f"{', '.join(Resolved(config).computed_columns)} is computed for the whole step before its update"
         if Resolved(config).advantage_scope == "batch":
             whole = f"grpo.advantage.name is {config.grpo.advantage.name}, which depends on all groups of the step"
         if updates > 1:

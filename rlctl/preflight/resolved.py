@@ -11,7 +11,7 @@ from typing import Any, Literal
 from rlctl.config.grpo_schema import AdvantageScope, UserAdvantageSection, UserLossSection
 from rlctl.config.schema import GrpoConfig, RunConfig
 from rlctl.models.model_sizes import ModelSizes
-from rlctl.preflight.columns import PROXIMAL_LOG_PROB, REFERENCE_LOG_PROB, Role, columns_problem, computed
+from rlctl.preflight.columns import AGE, PROXIMAL_LOG_PROB, REFERENCE_LOG_PROB, Role, columns_problem, computed
 from rlctl.utils.plugins import load_object
 
 Device = Literal["cpu", "cuda"]
@@ -145,22 +145,38 @@ class Resolved:
 
     @property
     def computed_columns(self) -> dict[str, Role]:
-        """Name -> role of the columns that a step computes before its updates."""
+        """Name -> role of the columns that a step computes before its advantages and updates."""
         recomputed = self.proximal == "recompute" and not self.on_policy_ratio
         return computed({PROXIMAL_LOG_PROB.name, *self._own_columns} if recomputed else self._own_columns)
 
     @property
     def frozen_roles(self) -> tuple[Role, ...]:
-        """Roles besides the policy whose log-probs the loss reads."""
+        """Roles besides the policy whose log-probs the loss or the advantage reads."""
         return tuple(role for role in computed(self._own_columns).values() if role != "policy")
 
     @property
     def _own_columns(self) -> set[str]:
-        """Columns that the loss reads for its KL term, or because the user's class names them."""
+        """Columns that the KL term reads, that the advantage reads, or that the user's loss names."""
         loss = self.grpo.grpo.loss
         named = (_declared(loss.name, "columns") or ()) if isinstance(loss, UserLossSection) else ()
         own = set() if columns_problem(named) else set(named)
-        return own | {REFERENCE_LOG_PROB.name} if loss.kl_coef > 0 else own
+        return {*own, *self.advantage_columns, *([REFERENCE_LOG_PROB.name] if loss.kl_coef > 0 else [])}
+
+    @property
+    def advantage_columns(self) -> tuple[str, ...]:
+        """Columns that the advantage names; none where they are no names, which a check says."""
+        section = self.grpo.grpo.advantage
+        if not isinstance(section, UserAdvantageSection):
+            return section.columns
+        named = _declared(section.name, "columns") or ()
+        return () if columns_problem(named) else tuple(named)
+
+    @property
+    def missing_columns(self) -> dict[str, str]:
+        """Name -> reason, of columns that no loss or advantage of this run can read."""
+        if self.grpo.async_.enabled:
+            return {}
+        return {AGE.name: "a synchronous run has none, for no token is older than the weights; set async.enabled=true"}
 
     @property
     def whole_rollouts(self) -> bool:

@@ -47,11 +47,13 @@ def test_a_run_under_top_p_trains_and_is_judged_by_tokens_of_the_whole_distribut
 @pytest.mark.slow
 def test_two_ranks_two_engines_kl_and_recomputed_log_probs(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(REWARD)
+    shutil.copy(Path(__file__).parents[1] / "plugins" / "reference_pull.py", tmp_path)
     settings = (
         "grpo.num_steps=3",
         "grpo.updates_per_step=2",
         "grpo.loss.proximal=recompute",
         "grpo.loss.kl_coef=0.01",
+        "grpo.advantage={name: 'reference_pull.py:ReferencePull', coef: 0.5}",
         "grpo.dynamic_sampling={filter: rewards, max_extra: 0}",
         "trainer.num_ranks=2",
         "generation.num_engines=2",
@@ -124,6 +126,20 @@ def test_a_loss_and_an_advantage_of_ones_own_are_trained_with_their_keys(own: Ru
         # The second update of a step is of a policy that has moved.
         assert step["ratio/max"] > 1 and "ratio/clipped_low" not in step
     assert "tau_down: 2" in (own.path / "config.yaml").read_text()
+
+
+@pytest.mark.slow
+def test_an_advantage_reads_the_references_log_probs_in_an_asynchronous_run(tmp_path: Path) -> None:
+    """They are computed before the advantages, which differ from token to token once the policy has moved."""
+    shutil.copy(Path(__file__).parents[1] / "plugins" / "reference_pull.py", tmp_path)
+    advantage = "grpo.advantage={name: 'reference_pull.py:ReferencePull', coef: 0.5}"
+    run = Run(tmp_path, "pulled", "grpo.num_steps=3", "async.enabled=true", "validation.every=0", advantage)
+    assert run.end() == 0, run.text()
+    steps = run.steps()
+    assert len(steps) == 3 and all(step["time/log_probs"] > 0 and "train/parts" not in step for step in steps)
+    groups = [each for each in read(run.path / "rollouts.jsonl") if each["kind"] == "group" and each["step"] == 3]
+    spans = [rollout["advantages"] for group in groups for rollout in group["rollouts"] if "advantages" in rollout]
+    assert any(most - least > 1e-3 for least, most in spans)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, ClassVar, Self
 
@@ -24,6 +24,7 @@ from rlctl.utils.plugins import load_object
 from rlctl.utils.user_code import defined_at, error_text, raised_at, shortened
 
 Floats = NDArray[np.float64]
+Floats32 = NDArray[np.float32]
 # Keeps a division finite where values differ by rounding alone; the value verl and NeMo-RL use.
 EPSILON = 1e-6
 
@@ -52,6 +53,8 @@ class ScoredRollouts:
     right: NDArray[np.bool_]
     # int64 [sampled tokens] a rollout: turn that each sampled token is of, counted from 0; each turn has a token.
     turns: Rows[NDArray[np.int64]]
+    # Name -> float32 [sampled tokens] a rollout: the columns that the advantage names in `Advantage.columns`.
+    columns: Mapping[str, Rows[Floats32]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         columns = {"reward": self.reward, **{f"reward {name}": part for name, part in self.parts.items()}}
@@ -83,7 +86,7 @@ class ScoredRollouts:
 
     @classmethod
     def joined(cls, parts: "Rows[ScoredRollouts]") -> "ScoredRollouts":
-        """Return the rollouts of all parts, which have the same rewards; their groups have different numbers."""
+        """Return all rollouts, without `columns`. Parts have the same rewards, and groups of different numbers."""
         names = dict.fromkeys(name for part in parts for name in part.parts)
         return cls(
             group=np.concatenate([part.group for part in parts]),
@@ -109,7 +112,10 @@ class ScoredRollouts:
         rows = np.arange(len(self))[rows]
         parts = {name: part[rows] for name, part in self.parts.items()}
         turns = [self.turns[row] for row in rows]
-        return ScoredRollouts(self.group[rows], self.reward[rows], parts, self.weights, self.right[rows], turns)
+        columns = {name: [column[row] for row in rows] for name, column in self.columns.items()}
+        return ScoredRollouts(
+            self.group[rows], self.reward[rows], parts, self.weights, self.right[rows], turns, columns
+        )
 
     def groups(self) -> Iterator[NDArray[np.intp]]:
         """Yield the rows of each group, by their reward."""
@@ -180,6 +186,8 @@ class Advantage(ABC):
 
     # Rollouts that one advantage depends on: those of its group, or all of the step.
     scope: ClassVar[AdvantageScope] = "group"
+    # Names of `preflight.columns.COLUMNS` that it reads. The step computes them before the advantages.
+    columns: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def __call__(self, rollouts: ScoredRollouts) -> Floats | Rows[Floats]:

@@ -1,5 +1,7 @@
 """A user's advantage tried on made-up rewards before a run starts, for what would end the run in its first step."""
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from rlctl.config.errors import UserError
@@ -12,6 +14,7 @@ from rlctl.grpo.advantages.base import (
     make_advantage,
     token_advantages,
 )
+from rlctl.preflight.columns import AGE
 from rlctl.utils.user_code import looks_like_bug
 
 
@@ -34,7 +37,8 @@ def try_advantage(config: GrpoConfig) -> tuple[str, bool]:
     try:
         # A result that is not finite is told below.
         with np.errstate(all="ignore"):
-            token_advantages(make_advantage(config), _made_up(config))
+            advantage = make_advantage(config)
+            token_advantages(advantage, _made_up(config, advantage.columns))
     except Exception as error:  # whatever a user's class does
         if isinstance(error, AdvantageShapeError) or looks_like_bug(str(error)):
             raise UnusableAdvantageError(f"{_WHAT.format(name)}: {error}") from error
@@ -44,8 +48,11 @@ def try_advantage(config: GrpoConfig) -> tuple[str, bool]:
     return f"{_WHAT.format(name)}: as many finite numbers as it must give", False
 
 
-def _made_up(config: GrpoConfig) -> ScoredRollouts:
-    """Return a group of both rewards, and one of equal ones unless the config filters such groups."""
+def _made_up(config: GrpoConfig, columns: Iterable[str]) -> ScoredRollouts:
+    """Return a group of both rewards, and one of equal ones unless the config filters such groups.
+
+    columns: names of those that the advantage reads.
+    """
     size = config.grpo.num_generations_per_prompt
     groups = 1 if config.grpo.dynamic_sampling.filter else 2
     group = np.repeat(np.arange(groups), size)
@@ -54,11 +61,15 @@ def _made_up(config: GrpoConfig) -> ScoredRollouts:
     parts = {name: reward.copy() for name in weights}
     if config.grpo.overlong.penalty_tokens is not None:
         parts[OVERLONG], weights[OVERLONG] = np.zeros(len(group)), 1.0
+    turns = [np.zeros(1 + row % 3, np.int64) for row in range(len(group))]
+    # Ages of 0 and log-probs of -1.
+    values = {name: 0.0 if name == AGE.name else -1.0 for name in columns}
     return ScoredRollouts(
         group=group,
         reward=np.array(sum(weights[name] * part for name, part in parts.items())),
         parts=parts,
         weights=weights,
         right=reward == 1,
-        turns=[np.zeros(1 + row % 3, np.int64) for row in range(len(group))],
+        turns=turns,
+        columns={name: [np.full(len(each), value, np.float32) for each in turns] for name, value in values.items()},
     )

@@ -18,6 +18,7 @@ from rlctl.grpo.losses.sections import GrpoLossSection
 from rlctl.preflight.columns import COLUMNS, computed
 from rlctl.rewards.scorer import Score
 from rlctl.rollout.types import Rollout, RolloutGroup
+from tests.plugins.reference_pull import ReferencePull
 from tests.turns import turn
 
 OVERLONG = OverlongSection(None, 1.0, False)
@@ -253,7 +254,7 @@ def test_rows_of_a_rollout_share_its_advantage_and_its_number_and_count_once_in_
     assert [each.rollout for each in batch.sequences] == [0, 0, None]
     assert [len(each) for each in batch.sequences] == [5, 6, 5]
     worth = [set(each.columns["advantage"][each.mask].tolist()) for each in batch.sequences]
-    assert worth == [{0.5}, {0.5}, {-0.5}] and len(batch.masked) == 0
+    assert worth == [{0.5}, {0.5}, {-0.5}] and not batch.cut.any()
 
 
 def test_a_row_that_is_not_finite_leaves_its_whole_rollout_out() -> None:
@@ -265,3 +266,42 @@ def test_a_row_that_is_not_finite_leaves_its_whole_rollout_out() -> None:
     assert after.rows.tolist() == [0, 1, 1, 2] and after.scored.reward.tolist() == [0.0, 1.0, 0.0]
     worth = [set(each.columns["advantage"][each.mask].tolist()) for each in after.sequences]
     assert worth == [{0.0}, {0.5}, {0.5}, {-0.5}]
+
+
+def computed_for(batch: TrainingBatch) -> list[np.ndarray]:
+    """A column that has the number of the sequence and of its token in every value."""
+    return [row + np.arange(len(each), dtype=np.float32) / 10 for row, each in enumerate(batch.sequences)]
+
+
+@pytest.mark.parametrize("mask", [False, True])
+def test_an_advantage_gets_the_columns_that_it_names_of_each_rollout_of_the_baseline(mask: bool) -> None:
+    """Also of a rollout of two rows, and of one that was cut, which is not trained."""
+    section, pull = config(skip=False), ReferencePull(coef=1.0)
+    section = replace(section, overlong=replace(OVERLONG, mask=mask))
+    one = rewritten("p0", 1.0)
+    cut = replace(one.rollouts[1], finish="length", id=replace(one.rollouts[1].id, index=2))
+    one = replace(one, rollouts=[*one.rollouts, cut])
+    batch = make_batch([one], section, pull)
+    assert all("advantage" not in each.columns for each in batch.sequences)
+    assert [len(each) for each in batch.sequences] == [5, 6, 5, 5]
+    values = computed_for(batch)
+    after = add_column(batch, "reference_log_prob", values, section, pull)
+    assert after.rows.tolist() == ([0, 0, 1] if mask else [0, 0, 1, 2]) and after.cut.tolist() == [False, False, mask]
+    for each, reference in zip(after.sequences, values):
+        own = reference[each.mask] - each.columns["rollout_log_prob"][each.mask]
+        centred = (1.0 if each.rollout == 0 else 0.0) - 1 / 3
+        assert each.columns["advantage"][each.mask] == pytest.approx(own + centred)
+    assert [len(column) for column in after.scored.columns["reference_log_prob"]] == [7, 3, 3]
+
+
+def test_a_later_column_that_is_not_finite_leaves_a_rollout_out_of_such_advantages() -> None:
+    section, pull = replace(config(skip=False), overlong=replace(OVERLONG, mask=True)), ReferencePull(coef=0.0)
+    one = group("a", [1.0, 0.0, 0.0])
+    one = replace(one, rollouts=[replace(one.rollouts[0], finish="length"), *one.rollouts[1:]])
+    batch = make_batch([one], section, pull)
+    batch = add_column(batch, "reference_log_prob", computed_for(batch), section, pull)
+    assert [each.columns["advantage"][-1] for each in batch.sequences] == pytest.approx([-1 / 3, -1 / 3])
+    spoilt = [np.full(5, np.nan, np.float32), np.zeros(5, np.float32)]
+    after = add_column(batch, "proximal_log_prob", spoilt, section, pull)
+    assert after.places == [("a", 2)] and after.cut.tolist() == [True, False]
+    assert after.sequences[0].columns["advantage"][-1] == pytest.approx(-0.5)

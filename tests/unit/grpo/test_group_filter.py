@@ -75,7 +75,7 @@ def test_a_masked_rollout_is_not_trained_and_counts_in_the_baseline() -> None:
     batch = make_batch(groups, config(mask=True), ADVANTAGE)
     assert batch.places == [("a", 0), ("a", 2)]
     assert [one.columns["advantage"][-1] for one in batch.sequences] == [0.5, 0.0]
-    assert batch.masked.tolist() == [1] and batch.scored.reward.tolist() == [1.0, 0.0, 0.5]
+    assert np.flatnonzero(batch.cut).tolist() == [1] and batch.scored.reward.tolist() == [1.0, 0.0, 0.5]
     assert batch.outcomes.trained == ["a"] and batch.outcomes.filtered == {TRUNCATED: ["b"]}
     assert len(make_batch(groups, config(mask=False), ADVANTAGE).sequences) == 5
 

@@ -400,7 +400,9 @@ def test_a_users_loss_has_the_columns_that_it_names_computed(home: Path) -> None
 @pytest.mark.parametrize(
     ("columns", "told"),
     [
-        ("('teacher',)", "`columns` names 'teacher'; there are advantage, rollout_log_prob, age, proximal_log_prob"),
+        ("('teacher',)", "`columns` names 'teacher'; there are advantage, rollout_log_prob, proximal_log_prob, refe"),
+        ("('reference',)", "`columns` names 'reference'; did you mean reference_log_prob?; there are advantage, rollo"),
+        ("('age',)", "`columns` names 'age': a synchronous run has none, for no token is older than the weights; set "),
         ("'age'", "`columns` is 'age': give a tuple of names, for example ('reference_log_prob',)"),
     ],
 )
@@ -412,14 +414,48 @@ def test_a_users_loss_that_names_a_column_that_is_none_is_told_so(home: Path, co
     assert problem.key == "grpo.loss.name" and problem.what.startswith(told)
 
 
+STREAMED = "async.streamed_training=true"
+ADVANTAGE = (
+    "from dataclasses import dataclass\nfrom rlctl.grpo.advantages.base import Advantage\n\n"
+    "@dataclass(frozen=True)\nclass Mine(Advantage):\n    columns = {}\n\n"
+    "    def __call__(self, rollouts):\n        return rollouts.reward\n"
+)
+
+
+def test_a_users_advantage_has_the_columns_that_it_names_computed_and_is_not_trained_in_parts(home: Path) -> None:
+    (home / "mine.py").write_text(ADVANTAGE.format(("rollout_log_prob", "age", "reference_log_prob")))
+    loaded = load("grpo", "grpo.recipe.yaml", [STREAMED, ASYNC, "grpo.advantage=mine.py:Mine"])
+    resolved = Resolved(loaded.config)
+    assert resolved.frozen_roles == ("reference",)
+    assert resolved.computed_columns == {"reference_log_prob": "reference"} and not resolved.streams_training
+    assert loaded.notes == [
+        f"override 1: {STREAMED}: no effect while reference_log_prob is computed for the whole step before its update"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("columns", "told"),
+    [
+        (("advantage",), "`columns` names 'advantage': an advantage cannot read itself"),
+        (("age",), "`columns` names 'age': a synchronous run has none, for no token is older than the weights; set as"),
+        (("teacher",), "`columns` names 'teacher'; there are rollout_log_prob, proximal_log_prob, reference_log_prob"),
+    ],
+)
+def test_a_column_that_an_advantage_cannot_have_is_told_before_anything_starts(
+    home: Path, columns: tuple[str, ...], told: str
+) -> None:
+    (home / "mine.py").write_text(ADVANTAGE.format(columns))
+    with pytest.raises(ConfigError) as caught:
+        load("grpo", "grpo.recipe.yaml", ["grpo.advantage=mine.py:Mine"])
+    [problem] = caught.value.problems
+    assert problem.key == "grpo.advantage.name" and problem.what.startswith(told)
+
+
 MEGATRON = ["trainer.backend=megatron", "trainer.megatron.optimizer_cpu_offload=true"]
 FOR_LOG_PROBS, FOR_ENGINES = (
     "trainer.offload_optimizer_for_logprob=true",
     "trainer.offload_optimizer_for_generation=true",
 )
-
-
-STREAMED = "async.streamed_training=true"
 
 
 @pytest.mark.parametrize(
@@ -428,7 +464,10 @@ STREAMED = "async.streamed_training=true"
         ([STREAMED, ASYNC], None),
         ([STREAMED], "async.enabled is false"),
         ([STREAMED, ASYNC, "grpo.updates_per_step=2"], "grpo.updates_per_step is 2"),
-        ([STREAMED, ASYNC, "grpo.loss.kl_coef=0.1"], "a pass over log-probs comes before the update"),
+        (
+            [STREAMED, ASYNC, "grpo.loss.kl_coef=0.1"],
+            "reference_log_prob is computed for the whole step before its update",
+        ),
         (
             [STREAMED, ASYNC, "grpo.advantage=batch_normalized"],
             "grpo.advantage.name is batch_normalized, which depends on all groups of the step",

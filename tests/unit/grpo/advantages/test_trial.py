@@ -68,6 +68,16 @@ def test_a_group_of_equal_rewards_is_tried_unless_such_groups_are_filtered(tmp_p
     assert tried(tmp_path, divides, "grpo.dynamic_sampling.filter=rewards")[1] is False
 
 
+def test_the_columns_that_it_names_are_there_at_every_sampled_token(tmp_path: Path) -> None:
+    folder = Path(__file__).parents[3] / "plugins"
+    config = load("grpo", "grpo-tiny", [f"grpo.advantage={folder}/reference_pull.py:ReferencePull"]).config
+    assert isinstance(config, GrpoConfig)
+    line, failed = try_advantage(config)
+    assert line.endswith("as many finite numbers as it must give") and not failed
+    line, failed = tried(tmp_path, "return rollouts.columns['age']")
+    assert failed and line.startswith("Mine raised KeyError at ")
+
+
 def test_nothing_is_said_of_rlctls_own() -> None:
     config = load("grpo", "grpo-tiny", []).config
     assert isinstance(config, GrpoConfig)
