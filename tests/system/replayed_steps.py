@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from rlctl.generation.engine import Engine
-from rlctl.generation.requests import Completion, RequestId, TurnRequest
+from rlctl.generation.requests import Completion, Purpose, RequestId, TurnRequest
 from rlctl.generation.spec import EngineSpec
 from rlctl.generation.vllm.engine import VllmEngine
 from rlctl.generation.vllm.fast.next_token import NextTokens
@@ -85,14 +85,19 @@ def check_schedules(engines: list[Worker], ahead: bool) -> None:
 
 
 def conversations(engine: Worker, give_up: bool) -> list[Completion]:
-    """Sample three turns of each rollout, of lengths that differ. give_up: some end while they run."""
+    """Sample three turns of each rollout, of lengths that differ. give_up: some end while they run.
+
+    Temperatures differ, and a third samples without the engine's top_p and top_k.
+    """
     random, answers = np.random.default_rng(0), list[Completion]()
     prompts = [random.integers(3, 64, random.integers(1, 60)).tolist() for _ in range(ROLLOUTS)]
     longest = random.integers(1, 60, (3, ROLLOUTS)).tolist()
     for number in range(3):
         asked: list[TurnRequest] = []
         for place, prompt in enumerate(prompts):
-            one = turn(place, 0, prompt, longest[number][place], float(place % 4 > 0), 100 * number + place)
+            warmth = (0.0, 1.0, 0.7, 1.3)[place % 4]
+            purpose: Purpose = "train" if place % 3 else "parity"
+            one = turn(place, 0, prompt, longest[number][place], warmth, 100 * number + place, purpose)
             asked.append(replace(one, id=RequestId(one.id.rollout, number)))
         given_up = [each.id for each in asked[::8] if give_up]
         kept = [each for each in asked if each.id not in given_up]

@@ -16,7 +16,9 @@ from tests.tiny_models import make_model
 def engines(ray_here: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Worker]]:
     """An engine with shortened steps and one without, whose caches hold a part of what they sample at a time."""
     folder = make_model(tmp_path_factory.mktemp("m"), max_length=256, seed=1)
-    spec = replace(spec_for(folder, 256), stop_token_ids=(1, 5, 9), kv_cache_mib=2, max_num_seqs=32)
+    spec = replace(
+        spec_for(folder, 256), stop_token_ids=(1, 5, 9), top_p=0.9, top_k=20, kv_cache_mib=2, max_num_seqs=32
+    )
     made = two_engines(spec, [], ray_here)
     for engine in made:
         engine.built().wait(DEADLINE)

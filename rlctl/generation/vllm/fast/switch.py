@@ -66,21 +66,10 @@ REQUEST = (
 )
 # Names of which either the first or the second exists, by version.
 EITHER = (("num_stale_output_tokens", "async_tokens_to_discard"),)
-# Sampling parameters that they honour.
-_HONOURED = {
-    "temperature",
-    "top_p",
-    "top_k",
-    "seed",
-    "max_tokens",
-    "ignore_eos",
-    "logprobs",
-    "flat_logprobs",
-    "detokenize",
-    "skip_clone",
-    "output_kind",
-    "stop_token_ids",
-}
+# Sampling parameters that they honour, whatever the value.
+HONOURED = ("temperature", "top_p", "top_k", "seed", "max_tokens", "ignore_eos", "skip_clone", "stop_token_ids")
+# Others that have one value in every request of rlctl's. All further ones have vLLM's default.
+FIXED = {"logprobs": 0, "flat_logprobs": True, "detokenize": False, "output_kind": "FINAL_ONLY"}
 
 
 def shorten_steps(llm: Any, spec: EngineSpec) -> str | None:
@@ -150,7 +139,8 @@ def refuse_what_is_not_honoured(params: Any) -> None:
 def _others() -> tuple[list[str], Callable[[Any], Any], Any]:
     """Return the sampling parameters that must have their usual values, a reader, and these values."""
     from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
 
-    names = [name for name in SamplingParams.__struct_fields__ if name not in _HONOURED and not name.startswith("_")]
+    names = [name for name in SamplingParams.__struct_fields__ if name not in HONOURED and not name.startswith("_")]
     read = attrgetter(*names)
-    return names, read, read(SamplingParams())
+    return names, read, read(SamplingParams(**{**FIXED, "output_kind": RequestOutputKind[FIXED["output_kind"]]}))

@@ -1,6 +1,7 @@
 """Shortened steps are on only where every name that they rely on exists, and honour every parameter or refuse it."""
 
 import ast
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -105,14 +106,35 @@ def test_this_vllm_has_every_name_of_a_request() -> None:
     assert switch._missing_of_requests() == []
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("min_p", 0.1), ("presence_penalty", 0.5), ("repetition_penalty", 1.2), ("bad_words", ["no"]), ("min_tokens", 3)],
-)
-def test_a_parameter_that_shortened_steps_pass_over_is_refused(name: str, value: Any, tmp_path: Path) -> None:
-    from vllm import SamplingParams
-
+def test_every_sampling_parameter_is_honoured_or_refused(tmp_path: Path) -> None:
+    """Of all that this vLLM has, each that shortened steps do not read is refused at any other value."""
     made = SimpleNamespace(input_processor=SimpleNamespace(process_inputs=lambda *args, **named: args[2]))
-    assert vllm_request(made, spec_for(tmp_path), turn(0)).max_tokens == turn(0).max_new_tokens
-    with pytest.raises(ValueError, match=f"{name}=.*generation.engine.fast_path=off honours it"):
-        switch.refuse_what_is_not_honoured(SamplingParams(**{name: value}))
+    params = vllm_request(made, spec_for(tmp_path), turn(0))
+    assert params.max_tokens == turn(0).max_new_tokens
+    refused = []
+    for name in (each for each in params.__struct_fields__ if not each.startswith("_")):
+        usual, other = getattr(params, name), object()
+        setattr(params, name, other)
+        try:
+            switch.refuse_what_is_not_honoured(params)
+        except ValueError as error:
+            refused.append(name)
+            assert str(error).startswith(f"{name}=<object")
+            assert str(error).endswith("generation.engine.fast_path=off honours it")
+        setattr(params, name, usual)
+    assert {"min_p", "presence_penalty", "bad_words", "min_tokens", "logit_bias", "n", "logprobs"} <= {*refused}
+    assert {*refused, *switch.HONOURED} == {each for each in params.__struct_fields__ if not each.startswith("_")}
+
+
+def test_requests_pass_on_every_sampling_key_of_the_config(tmp_path: Path) -> None:
+    """With shortened steps and without: vLLM itself gets the same parameters."""
+    made = SimpleNamespace(input_processor=SimpleNamespace(process_inputs=lambda *args, **named: args[2]))
+    spec = replace(spec_for(tmp_path), top_p=0.9, top_k=20, stop_token_ids=(4,))
+    off = replace(spec, options={**spec.options, "fast_path": False})
+    request = turn(0, longest=7, temperature=0.7, seed=3)
+    for own in (spec, off):
+        params = vllm_request(made, own, request)
+        assert (params.temperature, params.top_p, params.top_k, params.seed) == (0.7, 0.9, 20, 3)
+        assert (params.max_tokens, params.stop_token_ids) == (7, [4])
+        whole = vllm_request(made, own, turn(0, temperature=0.7, purpose="parity"))
+        assert (whole.temperature, whole.top_p, whole.top_k) == (0.7, 1.0, 0)
