@@ -11,15 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.modules.dropout import _DropoutNd
 
 from rlctl.models import grouped_experts, hf_folder, packed_attention
 from rlctl.models.architectures import ARCHITECTURES
+from rlctl.models.observed import without_dropout
+from rlctl.models.state_layers import install_restarts
 
 
 def skeleton(folder: Path, device: torch.device) -> Any:
     """Return the causal LM with its parameters on the meta device and its rotary table on `device`.
 
-    Raises ValueError for an architecture outside the table or with sliding windows.
+    Its dropout is off, and its states begin with each sequence of a pack.
+    Raises ValueError for an architecture outside the table or with sliding windows, or for dropout that stays.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -31,6 +35,7 @@ def skeleton(folder: Path, device: torch.device) -> Any:
     window = not row.window.listed and config.sliding_window is not None
     if window or set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"}:
         raise ValueError(f"{folder} uses sliding-window attention, which packed attention does not do")
+    without_dropout(config)
     with torch.device("meta"):
         lm = AutoModelForCausalLM.from_config(
             config,
@@ -38,6 +43,9 @@ def skeleton(folder: Path, device: torch.device) -> Any:
             attn_implementation=packed_attention.register(),
             experts_implementation=grouped_experts.register(),
         )
+    if left := [name for name, module in lm.named_modules() if isinstance(module, _DropoutNd) and module.p]:
+        raise ValueError(f"{folder} has dropout at {left[0]} that no key of its config.json turns off")
+    install_restarts(lm)
     backbone = lm.get_submodule(row.backbone)
     backbone.rotary_emb = type(backbone.rotary_emb)(config=lm.config).to(device)
     return lm

@@ -56,11 +56,11 @@ def packed_attention(
 
 def register() -> str:
     """Make `packed_attention` known to transformers. Return the name to give as `attn_implementation`."""
-    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers import AttentionInterface
 
+    # Without a mask function of this name transformers builds no mask, and does not look for sequences in positions,
+    # which would be a wait for the device in every forward pass.
     AttentionInterface.register(NAME, transformers_attention)
-    # No mask is built: the kernel knows where sequences begin.
-    AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
     return NAME
 
 

@@ -1,4 +1,4 @@
-"""A pack equals its sequences alone, outputs and gradients, in families with windows, sinks, softcaps and scales."""
+"""A pack equals its sequences alone, outputs and gradients, in families with windows, sinks, softcaps or states."""
 
 from typing import Any
 
@@ -6,10 +6,13 @@ import pytest
 import torch
 
 from rlctl.models import packed_attention
+from rlctl.models.state_layers import install_restarts
 
 WINDOW = 5
 # One token, longer than the window, longest not first.
 LENGTHS = [7, 1, 16, 3]
+# Longer than a chunk of Mamba-2; the delta rule's is 64.
+STATE_LENGTHS = [9, 1, 20, 3]
 FOUR: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 LISTED: dict[str, Any] = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 MLA: dict[str, Any] = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}
@@ -33,6 +36,25 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "swa_num_key_value_heads": 4, "head_dim": 16, "v_head_dim": 12, "swa_head_dim": 16, "swa_v_head_dim": 12,
         } | EXPERTS | LISTED,
 }  # fmt: skip
+DELTA: dict[str, Any] = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12, "layer_types": ["linear_attention", "full_attention"]}  # fmt: skip
+MAMBA: dict[str, Any] = {"mamba_n_heads": 4, "mamba_d_head": 24, "mamba_n_groups": 2, "mamba_d_state": 8}
+MAMBA |= {"mamba_chunk_size": 16}
+STATE_FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_next": FOUR | EXPERTS | DELTA | {"num_experts": 4, "shared_expert_intermediate_size": 16},
+    "qwen3_5_text": FOUR | DELTA,
+    "olmo_hybrid": FOUR | DELTA,
+    "falcon_h1": FOUR | MAMBA | {"mamba_d_ssm": 96},
+    "granitemoehybrid": FOUR | MAMBA | {"num_local_experts": 4, "num_experts_per_tok": 2,
+        "shared_intermediate_size": 16, "layer_types": ["mamba", "attention"]},
+    "nemotron_h": FOUR | {"mamba_num_heads": 4, "mamba_head_dim": 24, "n_groups": 2, "ssm_state_size": 8,
+        "chunk_size": 16, "layers_block_type": ["mamba", "attention"]},
+    "mamba2": {"num_heads": 4, "head_dim": 24, "n_groups": 2, "state_size": 8, "chunk_size": 16},
+    "lfm2": FOUR | {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    "kimi_linear": MLA | EXPERTS | {"num_attention_heads": 4, "num_key_value_heads": 4, "v_head_dim": 12,
+        "num_local_experts": 4, "linear_head_dim": 8, "linear_num_heads": 4,
+        "layer_types": ["linear_attention", "full_attention"]},
+}  # fmt: skip
 
 
 def make(family: str, attention: str) -> Any:
@@ -40,7 +62,7 @@ def make(family: str, attention: str) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = {"vocab_size": 40, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "pad_token_id": 0}
-    config = AutoConfig.for_model(family, **sizes, **FAMILIES[family])
+    config = AutoConfig.for_model(family, **sizes, **(FAMILIES | STATE_FAMILIES)[family])
     torch.manual_seed(0)
     lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
     for parameter in lm.parameters():
@@ -52,28 +74,39 @@ def gradients(lm: Any) -> dict[str, Any]:
     return {name: parameter.grad for name, parameter in lm.named_parameters() if parameter.grad is not None}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_pack_equals_its_sequences_alone(family: str) -> None:
-    packed, alone = make(family, packed_attention.register()), make(family, "eager")
-    tokens = torch.randint(3, 40, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
-    ends = torch.tensor([0, *LENGTHS]).cumsum(0).int()
-    got = packed(
+def compare(packed: Any, alone: Any, lengths: list[int]) -> None:
+    tokens = torch.randint(3, 40, (sum(lengths),), generator=torch.Generator().manual_seed(0))
+    ends = torch.tensor([0, *lengths]).cumsum(0).int()
+    got = packed.base_model(
         input_ids=tokens[None],
-        position_ids=torch.cat([torch.arange(length) for length in LENGTHS])[None],
+        position_ids=torch.cat([torch.arange(length) for length in lengths])[None],
         use_cache=False,
         cu_seq_lens_q=ends,
-        max_length_q=max(LENGTHS),
-    ).logits[0]
-    want = torch.cat([alone(input_ids=own[None], use_cache=False).logits[0] for own in tokens.split(LENGTHS)])
-    assert want.std() > 0.05
+        max_length_q=max(lengths),
+        seq_idx=torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).int()[None],
+    ).last_hidden_state[0]
+    rows = [alone.base_model(input_ids=own[None], use_cache=False) for own in tokens.split(lengths)]
+    want = torch.cat([row.last_hidden_state[0] for row in rows])
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
     weight = torch.randn(want.shape, generator=torch.Generator().manual_seed(1))
-    for logits in (got, want):
-        (logits * weight).sum().backward()
+    for hidden in (got, want):
+        (hidden * weight).sum().backward()
     expected = gradients(alone)
     assert gradients(packed).keys() == expected.keys()
     for name, gradient in gradients(packed).items():
         torch.testing.assert_close(gradient, expected[name], atol=1e-4 * float(expected[name].abs().max()), rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attention_sees_a_sequence_as_if_alone(family: str) -> None:
+    compare(make(family, packed_attention.register()), make(family, "eager"), LENGTHS)
+
+
+@pytest.mark.parametrize("family", STATE_FAMILIES)
+def test_a_state_begins_with_its_sequence(family: str) -> None:
+    packed = make(family, packed_attention.register())
+    assert install_restarts(packed) == install_restarts(packed) != []
+    compare(packed, make(family, "eager"), [9, 70, 1] if family == "qwen3_5_text" else STATE_LENGTHS)
 
 
 def test_a_keyword_that_would_be_ignored_is_refused() -> None:

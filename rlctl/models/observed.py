@@ -1,0 +1,201 @@
+"""Facts of a model that one forward pass shows: recorded, not believed.
+
+The model has its real sizes and no memory: it is on the meta device. Its attention and state functions are replaced by
+recorders, and its head's output by real numbers, so that the function between head and logits can be fitted.
+"""
+
+import copy
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlctl.models.layer_kinds import AttentionKind, LayerKinds, LogitTransform, StateKind
+from rlctl.models.packed_attention import NAME, refuse_keywords, register
+from rlctl.models.state_layers import FUNCTIONS
+
+_TOKENS = 4
+# Keys of config.json that hold a rate of dropout, of layers left out, or of noise.
+_DROPS = re.compile(r"dropout|pdrop$|layerdrop|drop_(path_)?rate$|jitter(_noise|_eps)?$")
+# Mamba-1's module-level function.
+_NOT_RESTARTED = ("mamba_selective_scan",)
+# Names in layer_types of layers without memory of earlier tokens.
+_STATELESS = ("mlp", "moe", "dense", "sparse")
+# Keys of config.json and the power of their value that the head's output is multiplied with.
+_SCALES = {"logits_scaling": -1, "logit_scale": 1, "lm_head_multiplier": 1}
+
+
+def observe(config: Any) -> LayerKinds:
+    """Return the kinds of a causal LM's layers from its transformers config.
+
+    Raises ValueError for a model that has no forward pass on the meta device, gives attention a keyword that packed
+    attention does not honour, or has unknown mathematics between head and logits.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = copy.deepcopy(config)
+    dropout = without_dropout(config)
+    # Grouped matrix products have no meta form in float32.
+    with torch.device("meta"):
+        try:
+            lm = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=register())
+        except KeyError as error:
+            raise ValueError(f"{config.model_type} does not let others compute its attention") from error
+        record = _Record()
+        logits, shown = _forward(lm.eval(), record)
+    return LayerKinds(
+        logits=_fit(config, logits, shown),
+        attention=tuple(sorted(record.attention.values(), key=lambda kind: kind.layer)),
+        states=tuple(StateKind(layer, tuple(names)) for layer, names in sorted(record.states.items())),
+        one_sequence_a_row=_why_not_packed(config, record),
+        dropout=tuple(dropout.items()),
+    )
+
+
+def without_dropout(config: Any) -> dict[str, float]:
+    """Set every dropout rate of a transformers config, and every jitter of its routers, to 0; return those above 0.
+
+    Engines sample without either, so log-probs with them would be of another policy.
+    """
+    found: dict[str, float] = {}
+    for key, value in vars(config).items():
+        if isinstance(value, (int, float)) and _DROPS.search(key) and value > 0:
+            found[key] = float(value)
+            setattr(config, key, 0.0)
+        elif hasattr(value, "model_type"):
+            found |= without_dropout(value)
+    return found
+
+
+class _Record:
+    """Attention and state calls of one forward pass, by layer."""
+
+    def __init__(self) -> None:
+        self.attention: dict[int, AttentionKind] = {}
+        self.states: dict[int, list[str]] = {}
+        self.not_restarted: set[str] = set()
+        # Index of the layer that is running.
+        self.layer = -1
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """Record the call of a layer's attention; return a tensor of the output's shape."""
+        for known in ("cu_seq_lens_q", "max_length_q"):
+            kwargs.pop(known, None)
+        refuse_keywords(module, attention_mask=attention_mask, **kwargs)
+        _, heads, tokens, dim = query.shape
+        self.attention[self.layer] = AttentionKind(
+            layer=self.layer,
+            window=sliding_window,
+            softcap=softcap,
+            sinks=s_aux is not None,
+            scale=float(dim**-0.5 if scaling is None else scaling),
+            heads=heads,
+            kv_heads=key.shape[1],
+            dim=dim,
+            v_dim=value.shape[3],
+        )
+        return query.new_empty(1, tokens, heads, value.shape[3]), None
+
+    def carry(self, name: str, original: Any) -> Any:
+        """Return a stand-in for a state function that records its calls."""
+
+        def stand_in(*args: Any, **kwargs: Any) -> Any:
+            if name not in FUNCTIONS:
+                self.not_restarted.add(name)
+                return inspect.unwrap(original)(*args, **kwargs)
+            calls = self.states.setdefault(self.layer, [])
+            if name not in calls:
+                calls.append(name)
+            return FUNCTIONS[name].shaped(*args)
+
+        return stand_in
+
+
+def _forward(lm: Any, record: _Record) -> tuple[Tensor, Tensor]:
+    """Return the logits and the head's output that they were made from, while `record` fills."""
+    shown = torch.linspace(-60.0, 60.0, 12 * _TOKENS, device="cpu").view(1, _TOKENS, 12)
+    head = lm.get_output_embeddings()
+    if head is None:
+        raise ValueError(f"{type(lm).__name__} has no output head")
+    tokens = torch.zeros(1, _TOKENS, dtype=torch.long)
+    pack = {"cu_seq_lens_q": torch.zeros(2, dtype=torch.int32), "max_length_q": _TOKENS}
+    with _recorded(lm, record), torch.no_grad():
+        handle = head.register_forward_hook(lambda *_: shown.clone())
+        try:
+            output = lm(input_ids=tokens, position_ids=torch.zeros_like(tokens), use_cache=False, **pack)
+        except (RuntimeError, TypeError, KeyError, AttributeError, IndexError) as error:
+            reason = str(error).strip().splitlines() or [repr(error)]
+            raise ValueError(f"{type(lm).__name__} has no forward pass on the meta device: {reason[0]}") from error
+        finally:
+            handle.remove()
+    return output.logits, shown
+
+
+@contextmanager
+def _recorded(lm: Any, record: _Record) -> Iterator[None]:
+    from transformers import AttentionInterface
+
+    def enter(module: nn.Module, *_: Any) -> None:
+        record.layer = module.layer_idx  # type: ignore[assignment]
+
+    home = sys.modules[type(lm).__module__]
+    with ExitStack() as stack:
+        for name in (*FUNCTIONS, *_NOT_RESTARTED):
+            if hasattr(home, name):
+                stack.callback(setattr, home, name, getattr(home, name))
+                setattr(home, name, record.carry(name, getattr(home, name)))
+        for module in lm.modules():
+            if isinstance(getattr(module, "layer_idx", None), int):
+                stack.callback(module.register_forward_pre_hook(enter).remove)
+        AttentionInterface.register(NAME, record.attend)
+        stack.callback(register)
+        yield
+
+
+def _why_not_packed(config: Any, record: _Record) -> str | None:
+    types = getattr(config, "layer_types", None) or ["attention"] * config.num_hidden_layers
+    if "chunked_attention" in types:
+        return "chunked attention counts its chunks from the start of the row"
+    if record.not_restarted:
+        return f"{min(record.not_restarted)} cannot restart at a sequence's start"
+    seen = record.attention.keys() | record.states.keys()
+    unseen = [i for i, kind in enumerate(types) if i not in seen and kind not in _STATELESS]
+    if unseen:
+        kinds = ", ".join(sorted({types[i] for i in unseen}))
+        return f"{len(unseen)} layers ({kinds}) call neither attention nor a known state function"
+    return None
+
+
+def _fit(config: Any, logits: Tensor, shown: Tensor) -> LogitTransform:
+    """Return the transform of a config's keys that maps `shown` to `logits`."""
+    scales = {key: getattr(config, key, None) for key in _SCALES}
+    cap = getattr(config, "final_logit_softcapping", None)
+    factors = [1.0] + [float(value) ** _SCALES[key] for key, value in scales.items() if value]
+    for transform in [LogitTransform(scale, softcap) for softcap in (None, cap) for scale in factors]:
+        expected = shown * transform.scale
+        if transform.softcap:
+            expected = transform.softcap * torch.tanh(expected / transform.softcap)
+        if logits.shape == shown.shape and torch.allclose(logits.float(), expected, rtol=1e-5, atol=1e-5):
+            return transform
+    raise ValueError(
+        f"the logits of {config.model_type} are neither its head's output, nor scaled by {', '.join(_SCALES)}, "
+        "nor capped by final_logit_softcapping"
+    )

@@ -1,0 +1,226 @@
+"""Layers that carry a state from token to token (gated delta, KDA, Mamba-2, short convolutions), in packs.
+
+transformers calls a module-level function for each kind. `install_restarts` replaces it by one that begins with an
+empty state at every sequence of a pack: on a GPU by flash-linear-attention's kernels, elsewhere in plain torch.
+"""
+
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, lru_cache, wraps
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Function = Callable[..., Any]
+# Keywords that tell of packs. A batch of single sequences has none.
+_PACKING = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+
+
+@dataclass(frozen=True)
+class StateFunction:
+    """A function of transformers' modules whose output at a token depends on earlier tokens."""
+
+    # Package whose kernel transformers calls instead, where it is installed.
+    package: str
+    # Makes the reference of transformers, in plain torch, restart.
+    restarted: Callable[[Function], Function]
+    # flash-linear-attention's kernel with the signature of transformers' function and cu_seqlens.
+    kernel: Function | None = None
+    # Index, among its arguments, of the tensor with the shape of its output, and its number of results.
+    like: int = 0
+    results: int = 1
+
+    def shaped(self, *args: Any) -> Any:
+        """Return empty results of the function's shapes."""
+        out = args[self.like].new_empty(args[self.like].shape)
+        return (out, None) if self.results == 2 else out
+
+
+def install_restarts(lm: Any) -> list[str]:
+    """Make the state functions of a model's module restart at sequence boundaries. Return their names.
+
+    Models of the module that are called without boundaries compute as before. Installing twice changes nothing.
+    """
+    home = sys.modules[type(lm).__module__]
+    found = [name for name in FUNCTIONS if hasattr(home, name)]
+    for name in found:
+        original = getattr(home, name)
+        if not hasattr(original, "restarts"):
+            setattr(home, name, _restarting(original, FUNCTIONS[name]))
+    return found
+
+
+def has_kernels() -> bool:
+    """Return True if flash-linear-attention is installed."""
+    return _installed("fla")
+
+
+@cache
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _restarting(original: Function, function: StateFunction) -> Function:
+    """Return the function that transformers' own is replaced by."""
+    # transformers wraps its plain torch form in the choice of a package's kernel.
+    reference = inspect.unwrap(original)
+    plain = function.restarted(reference)
+
+    # Its shapes depend on data, which torch.compile cannot follow.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @wraps(reference)
+    def restarting(*args: Any, **keywords: Any) -> Any:
+        ends = _boundaries(keywords)
+        half = args[0].is_cuda and args[0].dtype in (torch.float16, torch.bfloat16)
+        if half and _installed(function.package):
+            known = {"cu_seqlens": _long(ends)} if ends is not None and function.package == "fla" else {}
+            return original(*args, **keywords | known)
+        own = {name: value for name, value in keywords.items() if name not in _PACKING}
+        if half and function.kernel is not None and has_kernels():
+            return function.kernel(*args, cu_seqlens=None if ends is None else _long(ends), **own)
+        if ends is None or len(ends) == 2:
+            return reference(*args, **own)
+        return plain(ends, *args, **own)
+
+    restarting.restarts = True
+    return restarting  # type: ignore[no-any-return]
+
+
+def _boundaries(keywords: dict[str, Any]) -> Tensor | None:
+    """Return cu_seqlens of a call's keywords; None for a batch without packs."""
+    for name in ("cu_seqlens", "cu_seq_lens_q"):
+        if keywords.get(name) is not None:
+            return keywords[name]  # type: ignore[no-any-return]
+    seq_idx = keywords.get("seq_idx")
+    return None if seq_idx is None else _ends(seq_idx)
+
+
+# All layers of a pack ask for the same tensors, and flash-linear-attention caches by the tensor.
+@lru_cache(maxsize=2)
+def _ends(seq_idx: Tensor) -> Tensor:
+    """Return cu_seqlens, int32 [S + 1], of seq_idx, int32 [1, T]."""
+    return F.pad(seq_idx[0].bincount().cumsum(0), (1, 0)).int()
+
+
+@lru_cache(maxsize=2)
+def _long(ends: Tensor) -> Tensor:
+    return ends.long()
+
+
+def _restarted_scan(reference: Function) -> Function:
+    """Make a scan over dimension 1 restart: one batch for sequences whose lengths differ by a factor of at most two.
+
+    Padding comes after the tokens, so no state that counts has seen it.
+    """
+
+    def scan(ends: Tensor, *args: Any, **keywords: Any) -> Any:
+        tokens = args[0].shape[1]
+        out, result = None, None
+        for rows, real in _length_groups(ends):
+            within = rows.clamp(max=tokens - 1)
+
+            def take(value: Any, within: Tensor = within) -> Any:
+                along = isinstance(value, Tensor) and value.ndim > 2 and value.shape[:2] == (1, tokens)
+                return value[0][within] if along else value
+
+            result = reference(*map(take, args), **{name: take(value) for name, value in keywords.items()})
+            part = result[0] if isinstance(result, tuple) else result
+            if out is None:
+                out = part.new_zeros(tokens, *part.shape[2:])
+            out = out.index_copy(0, rows[real], part[real])
+        assert out is not None
+        return (out[None], None) if isinstance(result, tuple) else out[None]
+
+    return scan
+
+
+def _length_groups(ends: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Return (rows, real) of each group of sequences: rows int64 [S, L] of the pack, real where a row is a token's."""
+    starts, lengths = ends[:-1].long(), ends.diff().long()
+    groups = []
+    high = int(lengths.max())
+    while high > 0:
+        low = high // 2
+        chosen = ((lengths > low) & (lengths <= high)).nonzero()[:, 0]
+        if len(chosen):
+            offsets = torch.arange(int(lengths[chosen].max()), device=ends.device)
+            groups.append((starts[chosen, None] + offsets, offsets < lengths[chosen, None]))
+        high = low
+    return groups
+
+
+def _restarted_conv(reference: Function) -> Function:
+    """Make a causal convolution restart: zeros between the sequences, as many as it looks back, in one call."""
+
+    def convolve(ends: Tensor, hidden: Tensor, weight: Tensor, *args: Any, **keywords: Any) -> Tensor:
+        back, tokens, sequences = weight.shape[-1] - 1, hidden.shape[2], len(ends) - 1
+        at = torch.arange(tokens, device=hidden.device)
+        at = at + back * (torch.bucketize(at, ends, right=True) - 1)
+        apart = hidden.new_zeros(*hidden.shape[:2], tokens + back * (sequences - 1)).index_copy(2, at, hidden)
+        out: Tensor = reference(apart, weight, *args, **keywords)
+        return out.index_select(2, at)
+
+    return convolve
+
+
+def _fla_conv(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    *,
+    cu_seqlens: Tensor | None,
+) -> Tensor:
+    """Convolve by flash-linear-attention's Triton kernel. hidden: [1, channels, T]; weight: [channels, width]."""
+    from fla.modules.causal_conv1d import causal_conv1d
+
+    out: Tensor = causal_conv1d(
+        x=hidden.transpose(1, 2).contiguous(), weight=weight, bias=bias, activation=activation, cu_seqlens=cu_seqlens
+    )[0]
+    return out.transpose(1, 2)
+
+
+def _fla_mamba2(
+    hidden: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    *,
+    cu_seqlens: Tensor | None,
+    **_: Any,
+) -> Tensor:
+    """Scan Mamba-2 as gated linear attention with one decay a head, exp(A dt): queries C, keys B, values dt x.
+
+    hidden: [1, T, heads, head_dim]; dt: [1, T, heads]; A, D, dt_bias: [heads]; B, C: [1, T, groups, state].
+    """
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    if dt_bias is not None:
+        dt = dt + dt_bias.to(dt.dtype)
+    if dt_softplus:
+        dt = F.softplus(dt)
+    dt = dt.clamp(*dt_limit).float()
+    keys, queries = (x.repeat_interleave(hidden.shape[2] // x.shape[2], 2) for x in (B, C))
+    values = (hidden * dt[..., None]).to(hidden.dtype)
+    out: Tensor = chunk_simple_gla(queries, keys, values, g=A.float() * dt, scale=1.0, cu_seqlens=cu_seqlens)[0]
+    return out if D is None else out + D[:, None] * hidden
+
+
+# By the name in transformers' modules.
+FUNCTIONS = {
+    "causal_conv1d_fn": StateFunction("causal_conv1d", _restarted_conv, _fla_conv),
+    "torch_chunk_gated_delta_rule": StateFunction("fla", _restarted_scan, like=2, results=2),
+    "chunk_kimi_delta_attention": StateFunction("fla", _restarted_scan, like=2, results=2),
+    "mamba2_chunk_scan": StateFunction("mamba_ssm", _restarted_scan, _fla_mamba2),
+}

@@ -1,0 +1,127 @@
+"""One forward pass without memory tells a model's attention, states, dropout, and what follows its head."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlctl.models.layer_kinds import LayerKinds, LogitTransform
+from rlctl.models.meta_model import skeleton
+from rlctl.models.observed import observe, without_dropout
+from tests.tiny_models import make_model
+from tests.unit.models.test_packed_families import EXPERTS, FAMILIES, FOUR, MAMBA, STATE_FAMILIES, WINDOW
+
+SIZES = {"vocab_size": 40, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "pad_token_id": 0}
+
+
+def config_of(family: str, **keys: Any) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(family, **SIZES, **(FOUR | FAMILIES | STATE_FAMILIES).get(family, FOUR) | keys)
+
+
+def observed(family: str, **keys: Any) -> LayerKinds:
+    return observe(config_of(family, **keys))
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "expected"),
+    [
+        ("llama", {}, LogitTransform()),
+        ("granite", {"logits_scaling": 4.0}, LogitTransform(scale=0.25)),
+        ("cohere2", {"logit_scale": 0.3}, LogitTransform(scale=0.3)),
+        ("falcon_h1", {"lm_head_multiplier": 0.04}, LogitTransform(scale=0.04)),
+        ("gemma2", {"final_logit_softcapping": 20.0}, LogitTransform(softcap=20.0)),
+        ("gemma2", {"final_logit_softcapping": None}, LogitTransform()),
+    ],
+)
+def test_what_follows_the_head_is_measured(family: str, keys: dict[str, Any], expected: LogitTransform) -> None:
+    assert observed(family, **keys).logits == expected
+
+
+def test_unknown_mathematics_after_the_head_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import LlamaForCausalLM
+
+    plain = LlamaForCausalLM.forward
+
+    def forward(self: Any, **keywords: Any) -> Any:
+        output = plain(self, **keywords)
+        output.logits = output.logits + 1
+        return output
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
+    with pytest.raises(ValueError, match="the logits of llama are neither its head's output, nor scaled by logits_sc"):
+        observed("llama")
+
+
+def test_attention_is_recorded_layer_by_layer() -> None:
+    first, second = observed("gpt_oss").attention
+    assert (first.layer, first.window, first.sinks, first.scale) == (0, WINDOW, True, 0.25)
+    assert (second.layer, second.window, second.heads, second.kv_heads) == (1, None, 4, 2)
+    first, second = observed("gemma2").attention
+    assert (first.softcap, first.window, second.softcap, second.window) == (3.0, WINDOW, 3.0, None)
+    assert observed("granite").attention[0].scale == 0.1
+    assert {(kind.dim, kind.v_dim) for kind in observed("deepseek_v3").attention} == {(24, 12)}
+    assert [kind.dim for kind in observed("gemma4_text").attention] == [16, 32]
+
+
+def test_states_are_recorded_layer_by_layer() -> None:
+    kinds = observed("qwen3_next")
+    assert [(kind.layer, kind.functions) for kind in kinds.states] == [
+        (0, ("causal_conv1d_fn", "torch_chunk_gated_delta_rule"))
+    ]
+    assert [kind.layer for kind in kinds.attention] == [1] and kinds.one_sequence_a_row is None
+    assert [kind.functions for kind in observed("mamba2").states] == [("causal_conv1d_fn", "mamba2_chunk_scan")] * 2
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "why"),
+    [
+        (
+            "llama4_text",
+            EXPERTS | {"num_local_experts": 2},
+            "chunked attention counts its chunks from the start of the",
+        ),
+        (
+            "minimax",
+            EXPERTS | {"num_local_experts": 2},
+            r"1 layers \(linear_attention\) call neither attention nor a kn",
+        ),
+        ("mamba", {}, "mamba_selective_scan cannot restart at a sequence's start"),
+        ("bloom", {}, r"2 layers \(attention\) call neither attention nor a known state function"),
+    ],
+)
+def test_a_model_that_cannot_be_packed_says_why(family: str, keys: dict[str, Any], why: str) -> None:
+    reason = observed(family, **keys).one_sequence_a_row
+    assert reason is not None
+    with pytest.raises(ValueError, match=why):
+        raise ValueError(reason)
+
+
+def test_a_model_with_a_table_of_attention_of_its_own_is_refused() -> None:
+    with pytest.raises(ValueError, match="gptj does not let others compute its attention"):
+        observed("gptj")
+
+
+def test_dropout_is_found_and_off() -> None:
+    config = config_of("seed_oss", attention_dropout=0.1, residual_dropout=0.2)
+    assert dict(observe(config).dropout) == {"attention_dropout": 0.1, "residual_dropout": 0.2}
+    assert config.attention_dropout == 0.1
+    assert without_dropout(config) == {"attention_dropout": 0.1, "residual_dropout": 0.2}
+    assert (config.attention_dropout, config.residual_dropout) == (0.0, 0.0) and without_dropout(config) == {}
+
+
+def test_what_trains_has_no_dropout(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model")
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"attention_dropout": 0.3}))
+    lm = skeleton(folder, torch.device("cpu"))
+    assert [layer.self_attn.attention_dropout for layer in lm.model.layers] == [0.0, 0.0]
+    assert json.loads(file.read_text())["attention_dropout"] == 0.3
+
+
+def test_a_hybrid_layer_has_attention_and_states() -> None:
+    kinds = observed("falcon_h1", **MAMBA)
+    assert [kind.layer for kind in kinds.attention] == [kind.layer for kind in kinds.states] == [0, 1]
