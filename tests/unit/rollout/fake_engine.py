@@ -6,7 +6,7 @@ says who sampled it, and a mixture of versions says that too.
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -91,11 +91,12 @@ def answer(patch: pytest.MonkeyPatch, length: Callable[[TurnRequest], int]) -> N
 class SteppedEngine(VllmEngine):
     """The engine without its thread: it steps when it is told to. `answer` comes first."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: FakeModel | None = None) -> None:
+        self.model = model or FakeModel()
         self._spec: Any = SimpleNamespace(recompute_kv_cache=False, reset_prefix_cache=True)
         self._requests, self._entering, self._stats = ActiveRequests(), deque(), EngineStats()
-        self._version, self._poisoned, self._llm = -1, "", FakeModel()
-        self._state = RefitState.SERVING
+        self._version, self._poisoned, self._llm = -1, "", self.model
+        self._state, self._overwrites, self._dropped = RefitState.SERVING, False, False
         self._steps = deque(maxlen=1)
 
     def _on_thread(self, work: Callable[[], Any]) -> Any:
@@ -103,6 +104,20 @@ class SteppedEngine(VllmEngine):
 
     def collect(self, patience_s: float) -> FinishedTurns:
         return super().collect(0.0)
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that it says it serves."""
+        return self._version
+
+    @property
+    def active(self) -> list[TurnRequest]:
+        """Requests without an answer, in the order in which they came; none once the engine has failed."""
+        return [turn.request for turn in self._requests._turns.values()] if self._requests else []
+
+    def hold(self, sequences: int) -> None:
+        """Say that the caches hold `sequences` sequences."""
+        self._stats = replace(self._stats, holds=sequences)
 
     def step(self) -> None:
         """Sample a token of each request, as the engine's thread would."""
@@ -113,17 +128,17 @@ class SteppedEngine(VllmEngine):
         """Replace the weights by those that the trainer actually has."""
 
         def load() -> float:
-            self._llm.weights[0] = actual
+            self.model.weights[0] = actual
             if torn:
                 raise RuntimeError("the second tensor was lost")
-            self._llm.weights[1] = actual
+            self.model.weights[1] = actual
             return 0.0
 
         self._change(header, load)
 
     def is_whole(self) -> bool:
         """Return whether the engine serves one version, the one that it says, or refuses to sample."""
-        return bool(self._poisoned) or set(self._llm.weights) == {self._version}
+        return bool(self._poisoned) or set(self.model.weights) == {self._version}
 
 
 class FakeWorker:

@@ -243,7 +243,7 @@ class Schedule:
         self.syncing = True
         self.pool.sync(version)
         self.syncing = False
-        self.demand(all(worker.engine._version == version for worker in self.live()), 3, "an engine is behind")
+        self.demand(all(worker.engine.version == version for worker in self.live()), 3, "an engine is behind")
 
     def save(self) -> None:
         state, write = self.buffer.snapshot()
@@ -306,7 +306,7 @@ class Schedule:
         elif what < 0.65:
             worker.late = True
         elif what < 0.8:
-            worker.engine._llm.broken = True
+            worker.engine.model.broken = True
         elif what < 0.85:
             self.scoring_hangs = True
         else:
@@ -369,8 +369,8 @@ class Schedule:
             self.demand(worker.engine.is_whole(), 3, f"{worker.name} serves a mixture")
             expected = {self.pool.version, self.pool.version + 1} if self.syncing else {self.pool.version}
             # One that is being rebuilt has no weights yet, and no request.
-            expected |= set() if worker.engine._requests else {-1}
-            self.demand(worker.engine._version in expected, 3, f"{worker.name} serves {worker.engine._version}")
+            expected |= set() if worker.engine.active else {-1}
+            self.demand(worker.engine.version in expected, 3, f"{worker.name} serves {worker.engine.version}")
         self.demand(not self.clock.blocked, 8, "the event loop is blocked")
         self.look_at_wait()
 

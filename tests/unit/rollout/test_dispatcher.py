@@ -81,7 +81,7 @@ class Stage:
     def at(self, index: int) -> list[tuple[int, int]]:
         """(group, index) of what an engine samples, in its order."""
         worker: Any = self.pool.engines[index]
-        ids = [each.request.id.rollout for each in worker.engine._requests._turns.values()]
+        ids = [each.id.rollout for each in worker.engine.active]
         return [(each.group, each.index) for each in ids]
 
 
@@ -310,8 +310,7 @@ def test_tasks_sampled_in_parts_have_the_seeds_that_they_have_together() -> None
 def holds(stage: Stage, sequences: int) -> None:
     """Have the caches of all engines hold so many sequences, and the dispatcher know."""
     for worker in stage.pool.engines:
-        engine = worker.engine  # type: ignore[attr-defined]
-        engine._stats = replace(engine._stats, holds=sequences)
+        worker.engine.hold(sequences)  # type: ignore[attr-defined]
     for queue in stage.dispatcher._queues:
         queue.stats = replace(queue.stats, holds=sequences)
 
@@ -334,8 +333,8 @@ class Talk:
         """Have a while pass; some of what was answered goes on."""
         self.stage.all_go_on()
         for worker in self.stage.pool.engines:
-            for active in worker.engine._requests._turns.values():  # type: ignore[attr-defined]
-                self.seen[active.request.id] = worker.name
+            for active in worker.engine.active:  # type: ignore[attr-defined]
+                self.seen[active.id] = worker.name
         self.answered += [request.id for request, _ in self.mine.answers]
         self.stage.dispatcher.finish([r.id.rollout for r, _ in self.mine.answers if r.id.turn == self.last])
         self.acting += [request for request, _ in self.mine.answers if request.id.turn < self.last]
