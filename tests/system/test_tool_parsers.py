@@ -6,25 +6,8 @@ from typing import Any
 import pytest
 
 from rlctl.environments.tool_calls import MalformedCall, ToolCall, parse_tool_calls
+from tests.tools import TOOLS
 
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "move",
-            "description": "Move.",
-            "parameters": {
-                "type": "object",
-                "properties": {
-                    "where": {"type": "string", "description": "w"},
-                    "steps": {"type": "integer", "description": "s"},
-                    "fast": {"type": "boolean", "description": "f"},
-                    "path": {"type": "array", "items": {"type": "integer"}, "description": "p"},
-                },
-            },
-        },
-    }
-]
 NAMES = {"hermes": "hermes", "llama3": "llama3_json", "mistral": "mistral", "qwen3_coder": "qwen3_coder"}
 MARKS = ["<|python_tag|>", "[TOOL_CALLS]", "<tool_call>", "</tool_call>", "<think>", "</think>"]
 # vLLM reads Mistral's older lists where the vocabulary has no [ARGS].

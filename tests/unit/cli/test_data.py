@@ -54,7 +54,8 @@ def test_preview_cuts_long_text_and_says_what_it_cannot_show(rlctl: Rlctl) -> No
 
 
 def test_a_terminal_sees_what_is_read_and_a_pipe_does_not(rlctl: Rlctl, home: Path) -> None:
-    command = ("data", "preview", "sft-tiny", "--json")
+    (home / "few.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    command = ("data", "preview", "sft-tiny", "--json", "data.train.path=few.jsonl")
     assert rlctl(*command).err == ""
     ours, theirs = pty.openpty()
     program = [sys.executable, "-m", "rlctl.cli.main", *command]

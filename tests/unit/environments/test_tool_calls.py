@@ -8,25 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlctl.environments.tool_calls import PARSERS, MalformedCall, ToolCall, parse_tool_calls, tool_format
+from tests.tools import TOOLS
 
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "move",
-            "description": "Move.",
-            "parameters": {
-                "type": "object",
-                "properties": {
-                    "where": {"type": "string", "description": "w"},
-                    "steps": {"type": "integer", "description": "s"},
-                    "fast": {"type": "boolean", "nullable": True, "description": "f"},
-                    "path": {"type": "array", "description": "p"},
-                },
-            },
-        },
-    }
-]
 MARKS = ["<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "<function=move>", "</function>", "</think>"]
 # Text of arguments: any characters, brackets and quotes, and the marks of all formats.
 TEXTS = st.lists(st.sampled_from([*MARKS, *'{}[]";:,\\\n', "é", "雪", "🙂", "ab"]), max_size=5).map("".join)

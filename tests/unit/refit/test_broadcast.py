@@ -70,15 +70,16 @@ def send(spec: TransportSpec, plan: RefitPlan, versions: list[int], checks: Chec
     return sizes
 
 
-def ready() -> None:
-    """Return once this module is imported, and torch with it."""
+# Its server imports torch once for all processes of this module, and none of a test's seconds go by meanwhile.
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload([__name__])
 
 
 @pytest.fixture(scope="module")
 def others() -> Iterator[ProcessPoolExecutor]:
-    """Processes that have begun: none of a test's seconds go by while torch is imported."""
-    with ProcessPoolExecutor(3, multiprocessing.get_context("spawn")) as pool:
-        for each in [pool.submit(ready) for _ in range(3)]:
+    """Processes that have begun."""
+    with ProcessPoolExecutor(3, PROCESSES) as pool:
+        for each in [pool.submit(time.sleep, 0) for _ in range(3)]:
             each.result(600)
         yield pool
 
@@ -149,7 +150,7 @@ def test_what_arrived_changed_is_named_with_its_owner(others: ProcessPoolExecuto
 
 def test_a_sender_that_never_sends_is_named_in_time(others: ProcessPoolExecutor) -> None:
     held = tensors()
-    spec, plan = make_spec(3), plan_for(held)
+    spec, plan = make_spec(1), plan_for(held)
     answer = others.submit(receive, spec, plan, [1], "all")
     sender = open_sender(spec, source_of(plan, held), CPU)
     (text,) = answer.result(PATIENCE_S)
@@ -165,7 +166,7 @@ def leave(spec: TransportSpec, plan: RefitPlan) -> None:
 def test_a_receiver_that_leaves_is_noticed_before_the_deadline() -> None:
     held = tensors()
     spec, plan = make_spec(2 * PATIENCE_S), plan_for(held)
-    process = multiprocessing.get_context("spawn").Process(target=leave, args=(spec, plan))
+    process = PROCESSES.Process(target=leave, args=(spec, plan))
     process.start()
     sender = open_sender(spec, source_of(plan, held), CPU)
     process.join(PATIENCE_S)

@@ -163,13 +163,13 @@ def test_what_arrived_changed_is_named_with_its_owner(
 
 def test_a_receiver_that_never_comes_is_named_and_may_be_dropped(tmp_path: Path, threads: ThreadPoolExecutor) -> None:
     held = tensors()
-    plan, spec = plan_for(held, buffer_bytes=1 << 30), make_spec(tmp_path, receivers=2, timeout_s=3.0)
+    plan, spec = plan_for(held, buffer_bytes=1 << 30), make_spec(tmp_path, receivers=2, timeout_s=1.0)
     sender, end = open_sender(spec, source_of(plan, held), CPU), open_receiver(spec, plan, 1, CPU)
     sending = threads.submit(sender.send, Header(1, plan.digest, "all"))
     receive(end, plan, 1, "all")
     text = failure(sending)
     assert text.startswith(PeerLost.__name__)
-    assert "trainer rank 0 waited 3 s for engine workers 2 to take part 1 of" in text
+    assert "trainer rank 0 waited 1 s for engine workers 2 to take part 1 of" in text
     spec = replace(spec, timeout_s=300.0)
     sender, end = open_sender(spec, source_of(plan, held), CPU), open_receiver(spec, plan, 1, CPU)
     sender.drop([2], "it was killed")
@@ -180,12 +180,12 @@ def test_a_receiver_that_never_comes_is_named_and_may_be_dropped(tmp_path: Path,
 
 def test_a_sender_that_never_sends_and_another_version_are_named(tmp_path: Path, threads: ThreadPoolExecutor) -> None:
     held = tensors()
-    plan, spec = plan_for(held, buffer_bytes=1 << 30), make_spec(tmp_path, timeout_s=2.0)
+    plan, spec = plan_for(held, buffer_bytes=1 << 30), make_spec(tmp_path, timeout_s=0.5)
     end = open_receiver(spec, plan, 1, CPU)
-    with pytest.raises(PeerLost, match=r"engine worker 1 waited 2 s for trainer rank 0 to open"):
+    with pytest.raises(PeerLost, match=r"engine worker 1 waited 0.5 s for trainer rank 0 to open"):
         receive(end, plan, 1, "all")
     sender = open_sender(spec, source_of(plan, held), CPU)
-    with pytest.raises(PeerLost, match=r"engine worker 1 waited 2 s for trainer rank 0 to send matrix to last"):
+    with pytest.raises(PeerLost, match=r"engine worker 1 waited 0.5 s for trainer rank 0 to send matrix to last"):
         receive(open_receiver(spec, plan, 1, CPU), plan, 1, "all")
     sending = threads.submit(sender.send, Header(8, plan.digest, "all"))
     with pytest.raises(RefitError, match=f"expected version 7 of plan {plan.digest}, trainer rank 0 sends version 8"):

@@ -1,12 +1,12 @@
 """The example of rlctl/rewards/README.md does what the text says, as it is printed there."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from rlctl.cli.main import answer
 from rlctl.config.schema import GrpoConfig
 from rlctl.preflight.load import load
 from rlctl.rewards.base import RewardInput
@@ -41,11 +41,14 @@ def test_the_example_scores_as_its_docstrings_say(recipe: Path) -> None:
         assert score.right == right
 
 
-def test_the_command_tries_them_on_the_first_row(recipe: Path) -> None:
+def test_the_command_tries_them_on_the_first_row(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     command = re.findall(r"```\n(rlctl config check .*?)\n```", README.read_text())
     assert command == ["rlctl config check my.yaml --try-rewards"]
-    done = subprocess.run(
-        [sys.executable, "-m", "rlctl", *command[0].split()[1:]], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "number 1, brevity -0.02; its own answer is right" in " ".join(done.stderr.split())
+    monkeypatch.setattr(sys, "argv", command[0].split())
+    with pytest.raises(SystemExit) as end:
+        answer()
+    said = capsys.readouterr().err
+    assert not end.value.code, said
+    assert "number 1, brevity -0.02; its own answer is right" in " ".join(said.split())

@@ -1,0 +1,116 @@
+"""`rlctl bench` on CPU: real workers, steps, engines and environments, small; a chart; nothing left behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rlctl.config.builtin import RECIPES
+
+BENCH = [sys.executable, "-m", "rlctl.cli.main", "bench"]
+TINY, GAMES = (("--model", str(RECIPES / "tiny" / name)) for name in ("qwen3-tiny", "qwen3-games"))
+FEW_STEPS = (*TINY, "--seq-len", "16", "--batch", "4", "--steps", "2")
+SEQUENCES = [*BENCH, "sequences", *TINY]
+# Benches.
+pytestmark = [pytest.mark.long, pytest.mark.slow]
+
+
+def measured(folder: Path, *options: str) -> tuple[Any, str]:
+    """Return a bench's JSON, and its chart. Nothing stays in its folder of temporary files."""
+    plot, env = folder / "chart.svg", {**os.environ, "TMPDIR": str(folder)}
+    command = [*BENCH, *options, "--json", "--plot", str(plot)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=800, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr and list(folder.glob("rlctl-*")) == []
+    return json.loads(done.stdout), plot.read_text()
+
+
+def test_both_ways_of_calling_workers_are_measured(tmp_path: Path) -> None:
+    rows, _ = measured(tmp_path, "dispatch", "--workers", "1,4", "--payloads", "1KB,64KB", "--calls", "40")
+    assert [(row["workers"], row["payload"]) for row in rows] == [(n, size) for n in (1, 4) for size in (1024, 65536)]
+    for row in rows:
+        assert row["why"] == ""
+        assert 0 < row["submit"]["median"] <= row["compiled"]["median"]
+        assert 0 < row["plain_submit"]["median"] < row["plain"]["median"]
+        assert row["ratio"] == row["ordinary"]["median"] / row["compiled"]["median"]
+        assert row["ordinary"]["calls"] == 36
+
+
+def test_steps_with_state_left_and_moved_are_the_same_on_a_cpu(tmp_path: Path) -> None:
+    found, chart = measured(tmp_path, "offload", *FEW_STEPS)
+    left, moved = found["rows"]
+    assert found["copies"] is found["hidden"] is None
+    assert (left["kind"], moved["kind"]) == ("left", "moved")
+    assert left["losses"] == moved["losses"] and len(left["losses"]) == 3
+    assert left["moved"] == moved["moved"] == [0, 0]
+    assert all(row["log_probs"] > 0 and row["train"] > 0 for row in (left, moved))
+    assert "seconds of log-probs and an update" in chart
+
+
+def test_a_step_and_where_its_time_goes(tmp_path: Path) -> None:
+    found, chart = measured(tmp_path, "sft", *FEW_STEPS)
+    eager, graph = found["rows"]
+    assert [eager["mode"], graph["mode"]] == ["eager", "eager-graph"]
+    for row in (eager, graph):
+        assert row["rate"] > 0 and row["first"] > 0 and row["mfu"] is None
+        assert 0 < row["busy"] <= 1 and any(cost["name"] == "aten::mm" for cost in row["costs"])
+        assert sum(cost["share"] for cost in row["costs"]) <= 1
+    assert graph["speedup"] == graph["rate"] / eager["rate"]
+    assert "eager-graph" in chart
+
+
+def test_rows_sample_as_many_tokens_in_any_number_of_turns(tmp_path: Path) -> None:
+    options = ["--turns", "1,2", "--tokens", "16", "--prompts", "2", "--generations", "2", "--rounds", "2"]
+    found, chart = measured(tmp_path, "generation", *GAMES, *options, "--pause", "0.05", "--spread", "0.3")
+    assert [(row["turns"], row["tokens"], row["rollouts"]) for row in found["rows"]] == [(1, 16, 4), (2, 8, 4)]
+    for row in found["rows"]:
+        assert len(row["seconds"]) == 2 and min(row["seconds"]) > 0
+        assert min(64 / each for each in row["seconds"]) <= row["rate"] <= max(64 / each for each in row["seconds"])
+        assert 0 <= row["prefix"] < 1 and 0 < row["at_once"] <= 4 and 0 < row["floor"] < row["step"]
+        assert 0 <= row["idle"] < 1 and row["driver"] > 0
+    # Two rollouts answer for 0.05 s at least, in each round.
+    one, two = found["rows"]
+    assert min(two["seconds"]) > 0.05 and two["idle"] > one["idle"]
+    assert found["spread"] == 0.3 and found["speed"] > 0 and not found["warnings"] and not found["interrupted"]
+    assert "2 of 8" in chart
+
+
+def test_rows_train_as_many_tokens_at_each_length(tmp_path: Path) -> None:
+    options = ["--lengths", "16,64", "--tokens", "128", "--steps", "2"]
+    found, chart = measured(tmp_path, "sequences", *TINY, *options)
+    assert [(row["length"], row["sequences"]) for row in found["rows"]] == [(16, 8), (64, 2)]
+    for row in found["rows"]:
+        assert row["rate"] == pytest.approx(128 / row["step"]) and row["mfu"] is None and row["forecast"] > 0
+        # Weights move, since a gradient is left by clipping.
+        assert len(set(row["losses"])) == 3 and not found["interrupted"]
+    assert "64 tokens" in chart
+
+
+def test_ctrl_c_shows_the_lengths_that_are_finished() -> None:
+    command = [*SEQUENCES, "--lengths", "16,64", "--tokens", "64", "--steps", "1", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None and process.stdout is not None
+        said = next(line for line in process.stderr if "of 64 tokens" in line)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=200)
+    found = json.loads(out)
+    assert (process.returncode, [row["length"] for row in found["rows"]]) == (130, [16]), said + err
+    assert found["interrupted"] and "interrupted: this is what was finished" in err
+
+
+def test_a_killed_bench_leaves_no_trainer_behind() -> None:
+    command = [*SEQUENCES, "--lengths", "64", "--tokens", "4096", "--steps", "100000"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert any("of 64 tokens" in line for line in process.stderr)
+        found, children = psutil.Process(process.pid), list[psutil.Process]()
+        while not any("spawn_main" in " ".join(each.cmdline()) for each in children):
+            children = found.children()
+        process.kill()
+    assert psutil.wait_procs(children, timeout=10)[1] == []

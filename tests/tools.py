@@ -1,0 +1,20 @@
+"""A tool of a model, as a chat template and the parsers of its calls are given it."""
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "move",
+            "description": "Move.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "where": {"type": "string", "description": "w"},
+                    "steps": {"type": "integer", "description": "s"},
+                    "fast": {"type": "boolean", "nullable": True, "description": "f"},
+                    "path": {"type": "array", "items": {"type": "integer"}, "description": "p"},
+                },
+            },
+        },
+    }
+]
