@@ -1,22 +1,14 @@
 """Interpolation of values by OmegaConf: `${a.b}` is another key, `${oc.env:NAME}` an environment variable.
 
-Sections that refer to sections that refer to sections grow by powers, so that sizes are added up before anything is
-filled in. The same walk finds what reads the environment: that is a secret, and no disk may hold it.
+A value that reads the environment is a secret, and no disk may hold it.
 """
 
 import re
 from dataclasses import replace
 
 from rlctl.config.errors import ConfigError, Problem
-from rlctl.config.provenance import MISSING, MOST_BYTES, ConfigNode, children, leaves, node_at, plain
+from rlctl.config.provenance import MISSING, ConfigNode, children, leaves, node_at, plain
 
-_MOST_REFERENCES = 100
-# Letters of one reference: OmegaConf parses some 20,000 a second.
-_MOST_LETTERS = 1_000
-# A value within a value within a value: OmegaConf calls itself for each, and a stack has an end.
-_MOST_DEEP = 24
-# Cost of a value, besides its letters.
-_VALUE = 32
 _ESCAPED = re.compile(r"(?<!\\)(?:\\\\)*\\\$\{")
 _INNERMOST = re.compile(r"\$\{([^{}]*)\}")
 _FILLED = "\ue000"
@@ -31,25 +23,17 @@ def interpolate(root: ConfigNode) -> ConfigNode:
     marked = [(key, node) for key, node in leaves(root) if isinstance(node.value, str) and "${" in node.value]
     if not marked:
         return root
-    if sum(str(node.value).count("${") for _, node in marked) > _MOST_REFERENCES:
-        key, node = marked[-1]
-        what = f"more than {_MOST_REFERENCES} references (${{...}}) in one config"
-        raise ConfigError([Problem(str(node.origin), key, what)])
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     errors = (_InterpolationError, OmegaConfBaseException)
-    walk, total, problems = _Walk(root), 0, []
+    walk, problems = _Walk(root), []
     for key, node in marked:
         try:
-            total += walk.measure(key, node)[0]
+            walk.reads_environment(key, node)
             OmegaConf.create([node.value])
         except errors as error:
             problems.append(_problem(key, node, error))
-        if total > MOST_BYTES:
-            what = f"{node.value} makes the config larger than {MOST_BYTES >> 10} KiB: none is so large"
-            problems.append(Problem(str(node.origin), key, what))
-            break
     if problems:
         raise ConfigError(problems)
     tree, filled = OmegaConf.create(plain(root)), {}
@@ -63,7 +47,7 @@ def interpolate(root: ConfigNode) -> ConfigNode:
             # The section itself: a copy would not know which of its values are secrets.
             filled[id(node)] = walk.find(_parse(str(node.value))[0][0])
         else:
-            secret = str(node.value) if walk.measure(key, node)[1] else None
+            secret = str(node.value) if walk.reads_environment(key, node) else None
             filled[id(node)] = ConfigNode(value, node.origin, secret=secret)
     if problems:
         raise ConfigError(problems)
@@ -88,8 +72,6 @@ def _parse(text: str) -> tuple[list[str], bool]:
     rest = _ESCAPED.sub(" ", text)
     while found := _INNERMOST.search(rest):
         name, is_resolver, _ = found[1].partition(":")
-        if len(found[1]) > _MOST_LETTERS:
-            raise _InterpolationError(f"a reference of more than {_MOST_LETTERS:,} letters")
         if is_resolver and name.strip() != "oc.env":
             raise _InterpolationError("only keys, ${a.b}, and variables, ${oc.env:NAME}, can be referred to")
         if _FILLED in found[1].partition(",")[0]:
@@ -112,7 +94,7 @@ class _Walk:
 
     def __init__(self, root: ConfigNode) -> None:
         self._root = root
-        self._known: dict[int, tuple[int, bool]] = {}
+        self._known: dict[int, bool] = {}
 
     def find(self, key: str) -> ConfigNode:
         """Return the node that `${key}` names. Raises _InterpolationError."""
@@ -121,24 +103,19 @@ class _Walk:
             raise _InterpolationError(f"{key} is not set" if found else f"there is no key {key!r}")
         return found
 
-    def measure(self, key: str, node: ConfigNode, above: tuple[int, ...] = ()) -> tuple[int, bool]:
-        """Return the letters of a value once it is filled in, and True if it reads the environment.
+    def reads_environment(self, key: str, node: ConfigNode, above: tuple[int, ...] = ()) -> bool:
+        """Return True if a value reads the environment once it is filled in.
 
         above: ids of the nodes that lead here. Raises _InterpolationError.
         """
         if id(node) in above:
             raise _InterpolationError(f"{key} refers to itself")
-        if len(above) > _MOST_DEEP:
-            raise _InterpolationError(f"references nested deeper than {_MOST_DEEP} levels")
         if id(node) not in self._known:
-            parts, secret, size = [(f"{key}.{name}", child) for name, child in children(node).items()], False, 0
-            if not isinstance(node.value, dict | list):
-                size = len(str(node.value)) + _VALUE
+            parts, secret = [(f"{key}.{name}", child) for name, child in children(node).items()], False
             if isinstance(node.value, str) and "${" in node.value:
                 names, secret = _parse(node.value)
                 parts = [(name, self.find(name)) for name in names]
-            for name, part in parts:
-                more, reads = self.measure(name, part, (*above, id(node)))
-                size, secret = size + more, secret or reads
-            self._known[id(node)] = size, secret
+            # Every part: each may refer to itself, or to nothing.
+            inside = [self.reads_environment(name, part, (*above, id(node))) for name, part in parts]
+            self._known[id(node)] = secret or any(inside)
         return self._known[id(node)]

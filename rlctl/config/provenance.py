@@ -1,8 +1,7 @@
 """Config values that remember where they come from: YAML files and overrides as trees of `ConfigNode`s.
 
 Scalars follow YAML 1.2's core schema, not PyYAML's 1.1: `1e-6` is a number, and `on`, `off`, `yes` and `no` are
-text. Nothing but mappings, lists, text, numbers, booleans and null can be read, so no tag builds an object. Size and
-depth are bounded, after aliases are followed: a file of a few lines could otherwise fill the memory.
+text. Nothing but mappings, lists, text, numbers, booleans and null can be read, so no tag builds an object.
 """
 
 import re
@@ -19,12 +18,8 @@ from rlctl.config.builtin import CONFIGS, is_shipped
 from rlctl.config.errors import ConfigError, Problem, shortened
 
 MISSING = "???"
-# Bounds of one file or override. PyYAML reads some 20,000 values a second.
-MOST_BYTES = 1 << 18
-MOST_VALUES = 10_000
-MOST_DEPTH = 24
-# A whole number of more digits is text: Python converts no more than 4,300, and a float holds 308.
-_MOST_DIGITS = 300
+# Bytes of a file. A larger one is data or weights, named by mistake.
+_MOST_BYTES = 1 << 18
 
 _SCALARS = [
     ("tag:yaml.org,2002:null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
@@ -37,15 +32,7 @@ _SCALARS = [
     ),
 ]
 
-
-_TOO_DEEP = f"nested deeper than {MOST_DEPTH} levels"
-_TOO_MANY = f"more than {MOST_VALUES:,} values"
-_WRITE_OUT = "; write it out"
 _NOT_ALLOWED = " is not allowed: write plain values"
-
-
-class _LimitError(yaml.MarkedYAMLError):
-    """A value too large or too deep to be a config's."""
 
 
 class _TagError(ConfigError):
@@ -53,23 +40,9 @@ class _TagError(ConfigError):
 
 
 class _Loader(yaml.SafeLoader):
-    """A loader that raises _LimitError as soon as a bound is passed, before the rest is read."""
+    """A loader of YAML 1.2's scalars."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self._values = self._depth = 0
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        self._values, self._depth = self._values + 1, self._depth + 1
-        if self._values > 2 * MOST_VALUES or self._depth > MOST_DEPTH:
-            what = _TOO_DEEP if self._depth > MOST_DEPTH else _TOO_MANY
-            event: Any = self.peek_event()  # type: ignore[no-untyped-call]
-            raise _LimitError(problem=what, problem_mark=event.start_mark)
-        node = super().compose_node(parent, index)
-        self._depth -= 1
-        return node
 
 
 class _Dumper(yaml.SafeDumper):
@@ -149,7 +122,8 @@ def read_file(path: Path) -> ConfigNode:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         line = mark.line + 1 if mark else 1
-        raise ConfigError([Problem(f"{show_path(path)}:{line}", "", _reason(error))]) from error
+        what = f"not YAML: {getattr(error, 'problem', None) or getattr(error, 'context', None) or error}"
+        raise ConfigError([Problem(f"{show_path(path)}:{line}", "", what)]) from error
     if root is None:
         return ConfigNode({}, Origin(path, 1))
     if not isinstance(root, yaml.MappingNode):
@@ -204,8 +178,6 @@ def read_value(text: str, origin: Origin) -> ConfigNode:
     """Return the YAML value of an override; what is not YAML (`[0-9]+`) is text. Raises ConfigError as `read_file`."""
     try:
         root = yaml.compose(text, Loader=_Loader)
-    except _LimitError as error:
-        raise ConfigError([Problem(str(origin), "", _reason(error))]) from error
     except yaml.YAMLError:
         return ConfigNode(text, origin, text)
     if root is None:
@@ -222,9 +194,9 @@ def _read_text(path: Path) -> str:
     if not stat.S_ISREG(kind):
         raise OSError(0, "is a folder" if stat.S_ISDIR(kind) else "is no ordinary file")
     with path.open("rb") as file:
-        data = file.read(MOST_BYTES + 1)
-    if len(data) > MOST_BYTES:
-        raise OSError(0, f"is larger than {MOST_BYTES >> 10} KiB, so it is no config")
+        data = file.read(_MOST_BYTES + 1)
+    if len(data) > _MOST_BYTES:
+        raise OSError(0, f"is larger than {_MOST_BYTES >> 10} KiB, so it is no config")
     return data.decode("utf-8-sig")
 
 
@@ -300,18 +272,12 @@ class _Reader:
 
     def __init__(self, file: Path | None) -> None:
         self._file = file
-        self._values = 0
 
     def node(self, root: yaml.Node, origin: Origin, above: tuple[yaml.Node, ...] = ()) -> ConfigNode:
         """Return the value that begins at `origin`, within those of `above`. Raises ConfigError."""
-        self._values += 1
         if any(root is each for each in above):
-            raise ConfigError(
-                [Problem(str(origin), "", f"an alias (*) within the value that it stands for{_WRITE_OUT}")]
-            )
-        if self._values > MOST_VALUES or len(above) > MOST_DEPTH:
-            what = _TOO_DEEP if len(above) > MOST_DEPTH else _TOO_MANY
-            raise ConfigError([Problem(str(origin), "", f"{what}, once its aliases (*) are followed{_WRITE_OUT}")])
+            what = "an alias (*) within the value that it stands for; write it out"
+            raise ConfigError([Problem(str(origin), "", what)])
         if isinstance(root, yaml.ScalarNode):
             return ConfigNode(_scalar(root, self._at(root, origin)), origin, root.value)
         if root.tag not in ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"):
@@ -347,15 +313,9 @@ def _scalar(root: yaml.Node, here: Origin) -> str | int | float | bool | None:
     plain_text = text.replace("_", "")
     try:
         if kind == "int":
-            return int(plain_text) if len(plain_text) <= _MOST_DIGITS else text
+            return int(plain_text)
         if kind == "float":
             return float(re.sub(r"\.(?=inf|nan)", "", plain_text.lower()))
     except ValueError:
         raise _TagError([Problem(str(here), "", f"is tagged !!{kind}, but is none: {text!r}")]) from None
     raise _TagError([Problem(str(here), "", f"tag {root.tag}{_NOT_ALLOWED}")])
-
-
-def _reason(error: yaml.YAMLError) -> str:
-    if isinstance(error, _LimitError):
-        return f"{error.problem}: no config is so large"
-    return f"not YAML: {getattr(error, 'problem', None) or getattr(error, 'context', None) or error}"

@@ -20,8 +20,6 @@ from tests.waiting import PATIENCE_S
 # Forty times what the longest takes, 0.5 s: what has no end, or doubles with each line, takes longer anywhere.
 LONGEST_S = 20.0
 RECIPE = "grpo.recipe.yaml"
-ALIASES = "".join(f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 9)}]\n" for n in range(12))
-SECTIONS = [f"x{n}={{a: ${{x{n + 1}}}, b: ${{x{n + 1}}}, c: ${{x{n + 1}}}}}" for n in range(20)]
 
 OVERRIDES: dict[str, tuple[list[str], str]] = {
     "a value that no file can be named": (["rewards.0.name=" + "x" * 300], "must be exact, regex, math_verify"),
@@ -42,11 +40,6 @@ OVERRIDES: dict[str, tuple[list[str], str]] = {
     "bytes that are no UTF-8": (["run.name=\udcff"], "must be text that UTF-8 and file names can hold"),
     "an alias within its anchor": (["run=&a {seed: *a}"], "an alias (*) within the value that it stands for"),
     "a list within itself": (["rewards=&a [*a]"], "an alias (*) within the value that it stands for"),
-    "3,000 brackets": (["run=" + "[" * 3000 + "]" * 3000], "nested deeper than 24 levels"),
-    "150 brackets": (["run=" + "[" * 150 + "]" * 150], "nested deeper than 24 levels"),
-    "a key of 3,000 names": ([".".join("a" * 3000) + "=1"], "no key is nested deeper than 24 levels"),
-    "10,001 entries": (["rewards=[" + "1," * 30_000 + "]"], "more than 10,000 values"),
-    "2,600 rewards": (["rewards=[" + "exact," * 2600 + "]"], "more than 10,000 values"),
     "a key twice": (["run={seed: 1, seed: 2}"], "seed: written twice"),
     "a million engines": (["generation.num_engines=1000000"], "must be at most 16384, not 1000000"),
     "a million ranks": (["trainer.num_ranks=1000000"], "must be at most 16384, not 1000000"),
@@ -66,8 +59,6 @@ OVERRIDES: dict[str, tuple[list[str], str]] = {
         "must be at most 9223372036854775807",
     ),
     "a seed of 20 digits": (["run.seed=" + "9" * 20], "must be at most 9223372036854775807"),
-    "a seed of 5,000 digits": (["run.seed=" + "9" * 5000], "must be a whole number, not '999"),
-    "a number of 400 digits": (["trainer.optimizer.lr=" + "9" * 400], "must be a number, not '999"),
     "a wait beyond every clock": (["run.deadline_s=1e300"], "must be at most 100000000, not 1e300"),
     "threads without end": (["trainer.threads=1000000000"], "must be at most 16384"),
     "infinity": (["rewards.0.weight=.inf"], "must be finite, not inf"),
@@ -93,15 +84,7 @@ OVERRIDES: dict[str, tuple[list[str], str]] = {
     "a circle of references": (["run.name=${run.dir}", "run.dir=${run.name}"], "run.dir refers to itself"),
     "a section within itself": (["run=${run}"], "run refers to itself"),
     "a section in its own value": (["x={y: '${x}'}"], "x.y refers to itself"),
-    "a chain of references": ([*(f"t{n}=${{t{n + 1}}}" for n in range(99)), "t99=x"], "nested deeper than 24 levels"),
-    "a reference of 100,000 letters": (["run.name='${oc.env:NIX," + "a " * 50_000 + "}'"], "more than 1,000 letters"),
-    "references in each other": (["run.name=" + "${" * 200 + "a" + "}" * 200], "more than 100 references"),
     "a looked-up reference": (["a=b", "run.name=${${a}}"], "must name its key, not look it up"),
-    "references that grow by powers": (
-        ["run.name=${t0}", *(f"t{n}=" + f"${{t{n + 1}}}" * 4 for n in range(20)), "t20=x"],
-        "makes the config larger than 256 KiB",
-    ),
-    "sections that grow by powers": ([*SECTIONS, "x20={q: 1}"], "makes the config larger than 256 KiB"),
     "a resolver that evaluates": (["run.dir=${oc.create:[a]}"], "only keys, ${a.b}, and variables"),
     "half a reference": (["run.name=${"], "a reference without its closing bracket"),
     "a kind that is a list": (["kind=[grpo]"], "must be one of grpo, sft"),
@@ -112,18 +95,13 @@ OVERRIDES: dict[str, tuple[list[str], str]] = {
 }  # fmt: skip
 
 FILES: dict[str, tuple[str | bytes, str]] = {
-    "aliases that grow by powers": (f"a0: &a0 [x, x, x]\n{ALIASES}", "more than 10,000 values, once its aliases"),
     "a config within itself": ("&a\nrun: *a\n", "an alias (*) within the value that it stands for"),
-    "100,000 brackets": ("run: " + "[" * 100_000, "nested deeper than 24 levels"),
-    "200 levels": ("".join(f"{' ' * n}k{n}:\n" for n in range(200)), "nested deeper than 24 levels"),
+    "100,000 brackets": ("run: " + "[" * 100_000, "nested too deep, in a file or an override"),
     "1 MB": ("run: {name: " + "x" * (1 << 20) + "}\n", "cannot be read: is larger than 256 KiB"),
-    "1 MB of comment": ("# " + "x" * (1 << 20) + "\n", "cannot be read: is larger than 256 KiB"),
-    "10,100 keys": ("".join(f"k{n}: 1\n" for n in range(10_100)), "more than 10,000 values"),
     "500 unknown keys": ("".join(f"k{n}: 1\n" for n in range(500)), "and 350 more"),
     "bytes that are no UTF-8": (b"run: {name: \xff\xfe}\n", "cannot be read: not UTF-8 text"),
     "UTF-16": ("run: {}\n".encode("utf-16"), "cannot be read: not UTF-8 text"),
     "NUL": ("run: {name: a\0b}\n", "not YAML: unacceptable character #x0000"),
-    "a number of 5,000 digits": (f"run: {{seed: {'9' * 5000}}}\n", "must be a whole number, not '999"),
     "a key twice": ("run: {seed: 1, seed: 2}\n", "seed: written twice"),
     "a call in a tag": (
         "run: !!python/object/apply:os.system ['touch called']\n",
@@ -133,8 +111,6 @@ FILES: dict[str, tuple[str | bytes, str]] = {
     "a parent with NUL": ('defaults: "a\\0b"\n', "no file a"),
     "a parent without end": ("defaults: /dev/zero\n", "no file /dev/zero"),
     "a parent that is a pipe": ("defaults: pipe.yaml\n", "no file pipe.yaml"),
-    "2,000 parents": (f"defaults: [{', '.join(['grpo.recipe.yaml'] * 2000)}]\n", "must be at most 32 files"),
-    "40 parents of each other": ("defaults: chain0.yaml\n", "more than 32 files, each of the next"),
     "2**20 parents": (
         "defaults: [grpo.recipe.yaml, power0.yaml]\nrun: 1\n",
         "must be a section of `key: value`, not 1",
@@ -215,7 +191,6 @@ def test_an_override(refused: Callable[..., str], name: str) -> None:
 @pytest.mark.parametrize("name", FILES)
 def test_a_file(refused: Callable[..., str], home: Path, name: str) -> None:
     for n in range(40):
-        (home / f"chain{n}.yaml").write_text(f"defaults: chain{n + 1}.yaml\n")
         (home / f"power{n}.yaml").write_text(f"defaults: [power{n + 1}.yaml, power{n + 1}.yaml]\n" * (n < 20))
     text, expected = FILES[name]
     data = text.encode() if isinstance(text, str) else text
