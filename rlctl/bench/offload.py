@@ -261,7 +261,7 @@ def measure_steps(bench: OffloadBench, place: str, folder: Path) -> StepRow:
         offload_optimizer_for_generation=False,
     )
     before = process_memory(torch.device("cpu"))["host_rss"]
-    trainer = TrainerWorker(TrainerSpec(section, model, model, 0, 1, meeting, bench.device, 1.0, count, 0, None))
+    trainer = TrainerWorker(TrainerSpec(section, model, model, 0, 1, meeting, bench.device, 1.0, count, 0, None, {}))
     share = random_batch(folder / "model", bench.tokens, bench.batch, stated(bench.section.micro_batch_tokens))
     totals = Totals((bench.tokens - 1) * bench.batch, bench.batch, bench.batch)
     seconds, peaks, losses = [], [], []

@@ -135,7 +135,7 @@ def measure_steps(bench: SequencesBench, config: GrpoConfig, length: int, folder
     resolved = Resolved(config, "cpu" if cpu else "cuda")
     section, loss = replace(config.trainer, dtype=resolved.dtype), make_loss(config)
     meeting = f"file://{folder / f'{length}.meeting'}"
-    spec = TrainerSpec(section, str(model), str(model), 0, 1, meeting, bench.device, 1.0, 1 + bench.steps, 0, None)
+    spec = TrainerSpec(section, str(model), str(model), 0, 1, meeting, bench.device, 1.0, 1 + bench.steps, 0, None, {})
     trainer = TrainerWorker(spec)
     columns = ("advantage", "rollout_log_prob", "proximal_log_prob", "reference_log_prob")
     share = random_batch(model, length, batch, stated(section.micro_batch_tokens), columns)

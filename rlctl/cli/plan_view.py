@@ -12,7 +12,6 @@ from rich.text import Text
 from rlctl.config.provenance import show_path
 from rlctl.dashboard.formats import count
 from rlctl.dashboard.tables import figures, make_table, names, texts
-from rlctl.preflight.backend import STATES
 from rlctl.preflight.memory import Memory, PlacedState
 from rlctl.preflight.placement import Placement
 from rlctl.preflight.plan import RunPlan, Schedule
@@ -130,8 +129,8 @@ def _memory(memory: Memory) -> Table:
 
 def _placed_states(memory: Memory) -> Table:
     """Return the place of each state in each phase, and the sum on the device."""
-    on_device = memory.state_peak > 0
-    table = make_table(names(), *map(figures, (*STATES, *["on the device"] * on_device)), titles="")
+    on_device, columns = memory.state_peak > 0, next(iter(memory.placed_states.values()))
+    table = make_table(names(), *map(figures, (*columns, *["on the device"] * on_device)), titles="")
     for phase, states in memory.placed_states.items():
         total = size(sum(each.device for each in states.values()))
         table.add_row(phase, *map(_place, states.values()), *[total] * on_device)

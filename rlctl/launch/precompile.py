@@ -30,8 +30,8 @@ def precompile(session: Session, config: RunConfig, trainer: "TrainerGroup") -> 
     pack = stated(config.trainer.micro_batch_tokens)
     length = min(_TOKENS, longest_sequence(config, None) or _TOKENS, pack)
     count = pack // length * layout_of(config.trainer).data
-    log_probs = isinstance(config, GrpoConfig) and bool(Resolved(config).computed_columns)
+    columns = Resolved(config).computed_columns
     with session.starting("warm-up"):
         # Dimensions of equal size are compiled as one: a second length keeps them apart.
         for each in (length, max(2, length // 2 - 1)):
-            trainer.warm_up(count, each, NllLoss(), log_probs=log_probs)
+            trainer.warm_up(count, each, NllLoss(), columns)

@@ -12,6 +12,7 @@ from rlctl.generation.spec import EngineSpec, ForcedLengths, engine_kind, engine
 from rlctl.launch.runtime import Allocation
 from rlctl.launch.session import Session
 from rlctl.models.model_files import ModelFiles
+from rlctl.preflight.columns import Role, RoleModel
 from rlctl.preflight.placement import Placement, transport_of
 from rlctl.preflight.resolved import Resolved
 from rlctl.refit.refit import RefitOptions
@@ -43,6 +44,9 @@ def trainer_specs(
     init_method = f"tcp://{allocation.meeting_point()}"
     updates = config.telemetry.profile_updates
     profile = ProfileSpec(str(session.run_dir.path / "profile"), *updates) if updates else None
+    # The reference is the policy's model at version 0.
+    folders: dict[Role, str] = {"reference": files.folder}
+    roles = {role: RoleModel(folders[role]) for role in resolved.frozen_roles}
     specs = []
     for rank, slot in enumerate(placement.trainers):
         ranks_there, engines_there = placement.processes_on(slot.node)
@@ -61,6 +65,7 @@ def trainer_specs(
             total_updates=total_updates,
             seed=config.run.seed,
             profile=profile,
+            roles=roles,
         )
         env = trainer_environment(allocation.devices(slot), threads) | allocation.environment(slot)
         log = f"{session.logs}/trainer-{rank}.log"

@@ -17,6 +17,17 @@ Role = Literal["policy", "reference"]
 
 
 @dataclass(frozen=True)
+class RoleModel:
+    """The model of a role that is not trained.
+
+    A rank keeps its part of the weights on the host, and puts them in the policy's place for a pass.
+    """
+
+    # Hugging Face folder, of the policy's architecture.
+    folder: str
+
+
+@dataclass(frozen=True)
 class Column:
     """One array over the T tokens of a `TrainingSample`: [T, *shape] of `dtype`."""
 

@@ -3,8 +3,8 @@
 `placed_states` counts weights, gradients and optimizer state: exactly for FSDP (float32, sharded over the ranks), for
 Megatron-core as if its stages were equal. Activations are an estimate after Korthikanti et al. (arXiv 2205.05198,
 section 4): the bytes a layer keeps per token for its backward pass, counted tensor by tensor for a gated MLP and
-attention that stores no scores. The reference is left out where there are GPUs: it is in host memory, and its weights
-take the policy's own place while they are needed.
+attention that stores no scores. Where there are GPUs, the weights of further roles are in host memory and count on no
+device: a pass puts them in the policy's own place.
 """
 
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ from rlctl.config.fields import stated
 from rlctl.config.schema import GrpoConfig
 from rlctl.models.model_sizes import ModelSizes
 from rlctl.preflight.backend import FLOAT32, STATES, State, StateBytes, backend_of
+from rlctl.preflight.columns import Role
 from rlctl.preflight.offload_plan import Phase, Place, phases, residency
 from rlctl.preflight.resolved import DTYPE_BYTES, Resolved, longest_sequence
 
@@ -51,7 +52,7 @@ class Memory:
     # Sequences of the longest kind that an engine's cache holds at a time; None when unknown.
     kv_sequences: int | None
     # States of one rank by phase.
-    placed_states: dict[Phase, dict[State, PlacedState]]
+    placed_states: dict[Phase, dict[State | Role, PlacedState]]
 
     @property
     def state_peak(self) -> int:
@@ -101,16 +102,28 @@ def forecast(
     return Memory(trainer, engine, device_memory, shared, awake, kv_sequences=sequences, placed_states=where)
 
 
-def placed_states(resolved: Resolved, sizes: ModelSizes) -> dict[Phase, dict[State, PlacedState]]:
-    """Return the states by phase of the run. Without a GPU all states are in host memory."""
+def placed_states(resolved: Resolved, sizes: ModelSizes) -> dict[Phase, dict[State | Role, PlacedState]]:
+    """Return the states by phase of the run. Without a GPU all states are in host memory.
+
+    The weights of other roles are on the host at all times: a pass puts them in the policy's place.
+    """
     config = resolved.config
     table = residency(config.trainer, resolved.shares_devices)
     held = backend_of(config.trainer).states(config.trainer, sizes, DTYPE_BYTES[resolved.dtype])
     cpu = resolved.device == "cpu"
+    roles: dict[State | Role, PlacedState] = {
+        role: PlacedState("host", 0, count) for role, count in _role_bytes(resolved, sizes).items()
+    }
     return {
-        phase: {state: _place_state(table[phase][state], held[state], cpu) for state in STATES}
+        phase: {state: _place_state(table[phase][state], held[state], cpu) for state in STATES} | roles
         for phase in phases(config)
     }
+
+
+def _role_bytes(resolved: Resolved, sizes: ModelSizes) -> dict[Role, int]:
+    """Return the bytes of one rank's part of each further role's weights, in the compute dtype."""
+    part = backend_of(resolved.config.trainer).shard_counts(resolved.config.trainer).of(sizes)
+    return dict.fromkeys(resolved.frozen_roles, part * DTYPE_BYTES[resolved.dtype])
 
 
 def _place_state(place: Place, held: StateBytes, cpu: bool) -> PlacedState:
@@ -169,8 +182,8 @@ def trainer_bytes(resolved: Resolved, sizes: ModelSizes) -> dict[str, int]:
         # The sum over the chunks is float32, the product that each adds is of the compute dtype.
         "output's gradient": (FLOAT32 + size) * sizes.embedding_parameters // shared.tensor,
     }
-    if cpu and isinstance(config, GrpoConfig):
-        items |= {role: shared.of(sizes) * size for role in Resolved(config).frozen_roles}
+    if cpu:
+        items.update((role, count) for role, count in _role_bytes(resolved, sizes).items())
     return {name: count for name, count in items.items() if count}
 
 

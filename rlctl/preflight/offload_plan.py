@@ -5,7 +5,7 @@ A backend moves its tensors by this table (`training.offload`), the forecast cou
 
 from typing import Literal
 
-from rlctl.config.schema import GrpoConfig, RunConfig, TrainerSection
+from rlctl.config.schema import RunConfig, TrainerSection
 from rlctl.preflight.backend import State, backend_of
 from rlctl.preflight.resolved import Resolved
 
@@ -51,6 +51,6 @@ def phases(config: RunConfig) -> tuple[Phase, ...]:
         left_out.add("refit")
     if not Resolved(config).shares_devices:
         left_out.add("generate")
-    if not isinstance(config, GrpoConfig) or not Resolved(config).computed_columns:
+    if not Resolved(config).computed_columns:
         left_out.add("log_probs")
     return tuple(phase for phase in PHASES if phase not in left_out)

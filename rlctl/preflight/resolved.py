@@ -146,13 +146,16 @@ class Resolved:
     @property
     def computed_columns(self) -> dict[str, Role]:
         """Name -> role of the columns that a step computes before its advantages and updates."""
+        if not isinstance(self.config, GrpoConfig):
+            return {}
         recomputed = self.proximal == "recompute" and not self.on_policy_ratio
         return computed({PROXIMAL_LOG_PROB.name, *self._own_columns} if recomputed else self._own_columns)
 
     @property
     def frozen_roles(self) -> tuple[Role, ...]:
         """Roles besides the policy whose log-probs the loss or the advantage reads."""
-        return tuple(role for role in computed(self._own_columns).values() if role != "policy")
+        roles = computed(self._own_columns).values() if isinstance(self.config, GrpoConfig) else ()
+        return tuple(role for role in dict.fromkeys(roles) if role != "policy")
 
     @property
     def _own_columns(self) -> set[str]:

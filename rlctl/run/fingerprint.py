@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from rlctl.config.schema import GrpoConfig, RunConfig, SftConfig
+from rlctl.config.schema import RunConfig, SftConfig
 from rlctl.data.datasets import shown
 from rlctl.data.files import files_of
 from rlctl.data.tasks import SupervisedSample, Task
@@ -176,7 +176,7 @@ def _vocabulary(folder: Path) -> str | None:
 
 def _weights(config: RunConfig, folder: Path | None) -> str | None:
     """Return the digest of names, sizes, first and last bytes of a reference policy's files; None without one."""
-    if not isinstance(config, GrpoConfig) or "reference" not in Resolved(config).frozen_roles:
+    if "reference" not in Resolved(config).frozen_roles:
         return None
     if config.model.random_init:
         return f"random, of seed {config.run.seed}"

@@ -26,7 +26,7 @@ class TrainingSample:
     mask: NDArray[np.bool_]
     # Name -> [T, *shape], the columns of `preflight.columns.COLUMNS`.
     columns: dict[str, NDArray[np.float32]] = field(default_factory=dict)
-    # Number of the rollout within an update's part, equal in all of its rows. None: the row is a whole rollout.
+    # Number of the rollout within an update's part, the same in each of its rows. None: the row is a whole rollout.
     rollout: int | None = None
 
     def __len__(self) -> int:

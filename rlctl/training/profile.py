@@ -117,7 +117,7 @@ def _union(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def _read(averages: Any, wall: float, busy: float, updates: list[int]) -> Profiled:
-    """Rank operations by the time of their own kernels; without a device, by CPU time without their children."""
+    """Rank operations by the time of a call's own kernels; without a device, by CPU time without its children."""
     from torch.autograd import DeviceType  # type: ignore[attr-defined]
 
     operations = [event for event in averages if event.device_type == DeviceType.CPU]

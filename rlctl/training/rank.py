@@ -10,7 +10,7 @@ torch's compiler (2.5 s) are therefore imported where they are used.
 import importlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,7 @@ from rlctl.config.schema import TrainerSection
 from rlctl.models.hf_folder import Layout
 from rlctl.models.model_sizes import read_sizes
 from rlctl.preflight.backend import backend_of
-from rlctl.preflight.columns import Role
+from rlctl.preflight.columns import Role, RoleModel
 from rlctl.refit.source import Shard
 from rlctl.training.interface import Loss, MicroBatch, Totals
 from rlctl.training.offload import FrozenWeights, OffloadManager
@@ -62,6 +62,8 @@ class TrainerSpec:
     total_updates: int
     seed: int
     profile: ProfileSpec | None
+    # The models whose log-probs the run needs, besides the policy's.
+    roles: Mapping[Role, RoleModel]
 
 
 class TrainerRank(ABC):
@@ -89,8 +91,7 @@ class TrainerRank(ABC):
         for finding in backend_of(spec.config).check_model(spec.config, self._sizes):
             raise ValueError(finding.what)
         self._join()
-        # Hugging Face folder of each role whose weights do not change, and those weights once they were asked for.
-        self._folders: dict[Role, Path] = {"reference": self._folder}
+        # Weights of the other roles, each from its first use on.
         self._frozen: dict[Role, FrozenWeights] = {}
         # Updates made; the learning rate follows this count.
         self._updates = 0
@@ -114,7 +115,7 @@ class TrainerRank(ABC):
         """Return the log-probs float32 [T] of every sequence, in the order given, 0 at its first token.
 
         role: the model whose weights are used. The first call for a role other than the policy loads its weights.
-        Nothing keeps a gradient, and no state changes.
+        Nothing keeps a gradient, and no state changes. Raises ValueError for a role that `TrainerSpec.roles` lacks.
         """
         with self._weights_of(role), torch.no_grad():
             self._state.enter("log_probs")
@@ -124,9 +125,11 @@ class TrainerRank(ABC):
         """Return a context in which the live weights are those of `role`."""
         if role == "policy":
             return nullcontext()
+        if role not in self._spec.roles:
+            raise ValueError(f"the trainer has no {role}: its roles are {', '.join(('policy', *self._spec.roles))}")
         live = self._weights()
         if role not in self._frozen:
-            self._frozen[role] = FrozenWeights(self._read_weights(self._folders[role], live))
+            self._frozen[role] = FrozenWeights(self._read_weights(Path(self._spec.roles[role].folder), live))
         return self._frozen[role].in_place_of(live)
 
     # Updates.

@@ -1,10 +1,11 @@
 """The trainer group as the loops use it: whole batches in, results out, for any number of ranks."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Rows
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -23,6 +24,7 @@ from rlctl.workers.group import WorkerGroup
 R = TypeVar("R")
 Timed = Callable[[], AbstractContextManager[None]]
 NOTHING_NEEDED = LossNeeds()
+NO_COLUMNS: Mapping[str, Role] = MappingProxyType({})
 # Why an update makes no optimizer step.
 NO_TOKEN = "it has no token to train on"
 NO_GRADIENT = "its gradient is exactly 0"
@@ -146,17 +148,17 @@ class TrainerGroup:
         """Return the loss's metrics without an update."""
         return self._run(TrainerWorker.evaluate, sequences, loss)[0]
 
-    def warm_up(self, count: int, length: int, loss: Loss, *, log_probs: bool = False) -> None:
+    def warm_up(self, count: int, length: int, loss: Loss, columns: Mapping[str, Role] = NO_COLUMNS) -> None:
         """Go through `count` made-up sequences of `length` tokens, forwards and back, without an update.
 
-        log_probs: compute their log-probs too.
+        columns: name -> role, of the columns to compute too, which loads each role's weights.
         """
         # Various tokens: equal tokens would all go to the same experts.
         tokens, mask = np.arange(length, dtype=np.int32) % self.info()["vocab_size"], np.ones(length, np.bool_)
         sequences = [TrainingSample(tokens, mask)] * count
         self._run(TrainerWorker.warm_up, sequences, loss)
-        if log_probs:
-            self.log_probs(sequences)
+        for role in dict.fromkeys(columns.values()):
+            self.log_probs(sequences, role)
 
     def log_probs(self, sequences: Rows[TrainingSample], role: Role = "policy") -> list[NDArray[np.float32]]:
         """Return log-probs float32 [T] of each sequence under the weights of `role`, in order."""

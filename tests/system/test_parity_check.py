@@ -39,7 +39,18 @@ class MakeTrainer:
     def __call__(self) -> TrainerWorker:
         return TrainerWorker(
             TrainerSpec(
-                self.config, str(self.folder), str(self.folder), 0, 1, f"file://{self.store}", "cpu", 1.0, 1, 0, None
+                self.config,
+                str(self.folder),
+                str(self.folder),
+                0,
+                1,
+                f"file://{self.store}",
+                "cpu",
+                1.0,
+                1,
+                0,
+                None,
+                {},
             )
         )
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from rlctl.config.schema import GrpoConfig, OptimizerSection, TrainerSection
 from rlctl.grpo.losses.base import PolicyLoss, make_loss
 from rlctl.preflight.backends.megatron import MegatronSection
+from rlctl.preflight.columns import RoleModel
 from rlctl.preflight.load import load
 from rlctl.training.interface import LossNeeds, LossOutput, MicroBatch, TokenBatch, Totals
 from rlctl.training.micro_batching import TrainingSample, plan_micro_batches, plan_whole_rollouts, rollout_index
@@ -148,16 +149,25 @@ def refused(one: Any, data: list[TrainingSample], max_tokens: int, rank: int = 0
 
 @contextmanager
 def trainer(
-    model: Path, folder: Path, rank: int = 0, world: int = 1, device: str = "cpu", **options: Any
+    model: Path,
+    folder: Path,
+    rank: int = 0,
+    world: int = 1,
+    device: str = "cpu",
+    reference: Path | None = None,
+    **options: Any,
 ) -> Iterator[Any]:
-    """A trainer in this process; `folder` holds the rendezvous file, options replace CONFIG's."""
+    """A trainer in this process; `folder` holds the rendezvous file, options replace CONFIG's.
+
+    reference: folder of that role's model, `model` unless given.
+    """
     meeting = folder / f"meeting-{len(list(folder.glob('meeting*'))) if world == 1 else 'shared'}"
     config = replace(CONFIG, **options)
     one: Any = make_trainer(
         TrainerSpec(
             config=config, model_path=str(model), tokenizer_path=str(model), rank=rank, world=world,
             init_method=f"file://{meeting}", device=device, temperature=TEMPERATURE, total_updates=TOTAL_UPDATES,
-            seed=0, profile=None,
+            seed=0, profile=None, roles={"reference": RoleModel(str(reference or model))},
         )
     )  # fmt: skip
     try:

@@ -303,6 +303,18 @@ def test_the_reference_stays_at_version_0_and_leaves_the_policy_alone(models: di
         assert not np.allclose(trained[0], at_start[0])
 
 
+def test_a_role_has_the_weights_of_its_own_folder(models: dict[Kind, Path], tmp_path: Path) -> None:
+    other = make_model(tmp_path / "other", "qwen3", seed=7)
+    with trainer(other, tmp_path) as one:
+        expected = one.log_probs([DATA])[0]
+    with trainer(models["qwen3"], tmp_path, reference=other) as one:
+        own, found = one.log_probs([DATA])[0], one.log_probs([DATA], "reference")[0]
+        assert all(np.array_equal(a, b) for a, b in zip(found, expected))
+        assert not np.allclose(own[0], expected[0])
+        with pytest.raises(ValueError, match=r"^the trainer has no teacher: its roles are policy, reference$"):
+            one.log_probs([DATA], "teacher")
+
+
 def test_evaluating_gives_the_losses_metrics_and_changes_nothing(models: dict[Kind, Path], tmp_path: Path) -> None:
     with trainer(models["llama"], tmp_path) as one:
         before = weights(one)

@@ -42,15 +42,13 @@ def test_only_a_compiled_trainer_warms_up_and_none_twice(kind: str, overrides: l
 @pytest.mark.parametrize("kl", [0.0, 0.1])
 def test_each_rank_goes_through_a_full_pack_of_two_lengths(kl: float, tmp_path: Path) -> None:
     sizes = ("trainer.compile=true", "trainer.num_ranks=3", "trainer.micro_batch_tokens=600", "model.max_length=50")
-    seen: list[tuple[int, int, bool]] = []
-    trainer: Any = SimpleNamespace(
-        warm_up=lambda count, length, loss, log_probs: seen.append((count, length, log_probs))
-    )
+    seen: list[tuple[int, int, dict[str, str]]] = []
+    trainer: Any = SimpleNamespace(warm_up=lambda count, length, loss, columns: seen.append((count, length, columns)))
     session = session_in(tmp_path)
     precompile(session, settled("grpo", *sizes, "data.max_prompt_length=8", f"grpo.loss.kl_coef={kl}"), trainer)
     [(count, length, _), (_, second, _)] = seen
     assert count * length <= 3 * 600 < (count + 3) * length
     assert 2 <= second < length <= 50
-    assert {log_probs for _, _, log_probs in seen} == {kl > 0}
+    assert [columns for _, _, columns in seen] == [{"reference_log_prob": "reference"} if kl else {}] * 2
     session.started()
     assert set(list(read_records(tmp_path / "events.jsonl"))[-1]["parts"]) == {"warm-up"}

@@ -76,6 +76,9 @@ def test_a_reference_is_counted_only_with_kl_and_never_on_a_gpu_since_it_stands_
     for placed in ("placement.colocated=true", "placement.colocated=false"):
         plain, kept = (plan(home, placed, f"grpo.loss.kl_coef={coef}", gpus=2).memory for coef in (0, 0.1))
         assert plain and kept and (plain.trainer, plain.peak) == (kept.trainer, kept.peak)
+        in_bfloat16 = PlacedState("host", 0, 2 * parameters(home))
+        assert {states["reference"] for states in kept.placed_states.values()} == {in_bfloat16}
+        assert all("reference" not in states for states in plain.placed_states.values())
 
 
 def test_the_output_takes_the_logits_of_a_chunk_and_the_gradient_of_its_weight(home: Path) -> None:
