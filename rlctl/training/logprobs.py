@@ -13,7 +13,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from rlctl.models.layer_kinds import LogitTransform
 from rlctl.training.packing import compile_for_packs
+
+_IDENTITY = LogitTransform()
 
 
 @dataclass(frozen=True)
@@ -31,31 +34,53 @@ def chunked_log_probs(
     temperature: float,
     chunk: int,
     *,
+    bias: Tensor | None = None,
+    transform: LogitTransform = _IDENTITY,
     compiled: bool = False,
     split: Split | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the log-prob of each target, and entropy, under softmax(hidden @ weight.T / temperature).
+    """Return the log-prob of each target, and entropy, under softmax(t(hidden @ weight.T + bias) / temperature).
 
-    hidden: [N, h]. weight: [vocab, h]. targets: int64 [N]. chunk: rows whose logits exist at one time. compiled:
-    torch.compile fuses the work on logits, which are then read twice instead of eleven times. split: weight holds a
-    part of the vocabulary. Results are over the whole vocabulary, equal on all ranks. The gradient to hidden is this
-    part's alone; the caller sums it over the ranks.
+    hidden: [N, h]. weight: [vocab, h]. bias: [vocab]. transform: the t above, of positive scale. targets: int64 [N].
+    chunk: rows whose logits exist at one time. compiled: torch.compile fuses the work on logits, which are then read
+    twice instead of eleven times. split: weight holds a part of the vocabulary. Results are over the whole vocabulary,
+    equal on all ranks. The gradient to hidden is this part's alone; the caller sums it over the ranks.
 
-    Both are float32 [N] with gradient to hidden and weight. With p the tempered softmax and H its entropy,
-    d log p[y] / dz = onehot(y) - p and dH / dz = -p (log p + H), each over the temperature.
+    Both are float32 [N] with gradient to hidden, weight and bias. With p the tempered softmax and H its entropy,
+    d log p[y] / dz = onehot(y) - p and dH / dz = -p (log p + H), each over the temperature and times dt / dz, which is
+    the scale, times 1 - (t / c)^2 under a softcap c.
     """
     apply: Any = _ChunkedLogProbs.apply
-    log_probs, entropy = apply(hidden, weight, targets, temperature, chunk, compiled, split)
+    how = temperature, transform.scale, transform.softcap
+    log_probs, entropy = apply(hidden, weight, bias, targets, how, chunk, compiled, split)
     return log_probs, entropy
 
 
-def _forward(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+# Temperature, and the scale and softcap of the logits' transform.
+_How = tuple[float, float, float | None]
+
+
+def _transformed(logits: Tensor, how: _How) -> Tensor:
+    """Return the transform of logits, float32, perhaps in their own memory."""
+    _, scale, softcap = how
+    logits = logits.float()
+    if scale != 1.0:
+        logits = logits * scale
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def _tempered(logits: Tensor, how: _How) -> Tensor:
+    """Return the transform of logits over the temperature: float32, memory of its own."""
+    return _transformed(logits, how) / how[0]
+
+
+def _forward(logits: Tensor, targets: Tensor, how: _How) -> tuple[Tensor, Tensor, Tensor]:
     """Return a chunk's log-probs and entropy, float32 [rows] each, and its normalizer, float32 [rows, 2].
 
     The normalizer is the largest logit and the log of the sum that is left: added up they would cost digits where p is
     near 1.
     """
-    scaled = logits.float() / temperature
+    scaled = _tempered(logits, how)
     peak = scaled.amax(-1)
     below = scaled.sub_(peak[:, None])
     log_sum = below.exp().sum(-1).log()
@@ -65,21 +90,21 @@ def _forward(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tenso
 
 
 def _forward_split(
-    logits: Tensor, targets: Tensor, temperature: float, group: dist.ProcessGroup, compiled: bool
+    logits: Tensor, targets: Tensor, how: _How, group: dist.ProcessGroup, compiled: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`_forward` where each rank of `group` has some columns of the logits; targets count from this rank's first."""
-    peak = logits.amax(-1).float() / temperature
+    peak = _tempered(logits.amax(-1), how)
     dist.all_reduce(peak, dist.ReduceOp.MAX, group)
-    sums = (_for_chunks(_sums) if compiled else _sums)(logits, targets, temperature, peak)
+    sums = (_for_chunks(_sums) if compiled else _sums)(logits, targets, how, peak)
     dist.all_reduce(sums, group=group)
     total, chosen, weighted = sums
     log_sum = total.log()
     return chosen - log_sum, log_sum - weighted / total, torch.stack((peak, log_sum), -1)
 
 
-def _sums(logits: Tensor, targets: Tensor, temperature: float, peak: Tensor) -> Tensor:
+def _sums(logits: Tensor, targets: Tensor, how: _How, peak: Tensor) -> Tensor:
     """Return float32 [3, rows], with z = logit - peak: sums over these columns of exp(z), the target's z, z exp(z)."""
-    below = (logits.float() / temperature).sub_(peak[:, None])
+    below = _tempered(logits, how).sub_(peak[:, None])
     chosen = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
     exp = below.exp()
     return torch.stack((exp.sum(-1), torch.where(chosen, below, 0.0).sum(-1), (exp * below).sum(-1)))
@@ -88,7 +113,7 @@ def _sums(logits: Tensor, targets: Tensor, temperature: float, peak: Tensor) -> 
 def _backward(
     logits: Tensor,
     targets: Tensor,
-    temperature: float,
+    how: _How,
     normalizer: Tensor,
     entropy: Tensor,
     grad_log_probs: Tensor | None,
@@ -96,7 +121,9 @@ def _backward(
 ) -> Tensor:
     """Return the gradient of a chunk's logits: [rows, vocab], the logits' dtype."""
     peak, log_sum = normalizer[:, :1], normalizer[:, 1:]
-    log_p = (logits.float() / temperature).sub_(peak).sub_(log_sum)
+    temperature, scale, softcap = how
+    transformed = _transformed(logits, how)
+    log_p = (transformed / temperature).sub_(peak).sub_(log_sum)
     p = log_p.exp()
     grad = torch.zeros((), device=logits.device)
     if grad_entropy is not None:
@@ -105,6 +132,10 @@ def _backward(
         # A comparison, not a scatter: that would keep the passes over the logits from being one.
         chosen = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
         grad = grad + p.neg_().add_(chosen).mul_(grad_log_probs[:, None])
+    if softcap is not None:
+        grad = grad * (1 - (transformed / softcap).square())
+    if scale != 1.0:
+        grad = grad * scale
     return grad.div_(temperature).to(logits.dtype)
 
 
@@ -129,8 +160,9 @@ class _ChunkedLogProbs(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
+        bias: Tensor | None,
         targets: Tensor,
-        temperature: float,
+        how: _How,
         chunk: int,
         compiled: bool,
         split: Split | None,
@@ -143,24 +175,28 @@ class _ChunkedLogProbs(torch.autograd.Function):
         entropy, normalizer = torch.empty_like(log_probs), log_probs.new_empty(len(hidden), 2)
         for at in range(0, len(hidden), chunk):
             rows = slice(at, at + chunk)
-            parts = work(F.linear(hidden[rows], weight), targets[rows], temperature)
+            parts = work(F.linear(hidden[rows], weight, bias), targets[rows], how)
             log_probs[rows], entropy[rows], normalizer[rows] = parts
-        ctx.save_for_backward(hidden, weight, targets, entropy, normalizer)
-        ctx.temperature, ctx.chunk, ctx.compiled = temperature, chunk, compiled
+        ctx.save_for_backward(hidden, weight, bias, targets, entropy, normalizer)
+        ctx.how, ctx.chunk, ctx.compiled = how, chunk, compiled
         ctx.set_materialize_grads(False)
         return log_probs, entropy
 
     @staticmethod
     def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Any, ...]:
-        hidden, weight, targets, entropy, normalizer = ctx.saved_tensors
+        hidden, weight, bias, targets, entropy, normalizer = ctx.saved_tensors
         work = _for_chunks(_backward) if ctx.compiled else _backward
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
         for at in range(0, len(hidden), ctx.chunk):
             rows = slice(at, at + ctx.chunk)
-            logits = F.linear(hidden[rows], weight)
+            logits = F.linear(hidden[rows], weight, bias)
             gradients = [None if each is None else each[rows] for each in (grad_log_probs, grad_entropy)]
-            grad = work(logits, targets[rows], ctx.temperature, normalizer[rows], entropy[rows], *gradients)
+            grad = work(logits, targets[rows], ctx.how, normalizer[rows], entropy[rows], *gradients)
             grad_hidden[rows] = grad @ weight
             grad_weight += grad.T @ hidden[rows]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
+            if grad_bias is not None:
+                grad_bias += grad.sum(0, dtype=torch.float32)
+        given = None if grad_bias is None else grad_bias.to(bias.dtype)
+        return grad_hidden, grad_weight.to(weight.dtype), given, None, None, None, None, None

@@ -1,12 +1,14 @@
 """Chunked log-probs equal the naive ones in float64, and never hold more logits than a chunk."""
 
 import shutil
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rlctl.models.observed import observe
 from rlctl.training.logprobs import chunked_log_probs
 from tests.compiled import new_graphs
 
@@ -39,6 +41,53 @@ def test_values_and_gradients_equal_the_naive_ones(temperature: float, chunk: in
     got = run(*single, chunked_log_probs(*single, targets, temperature, chunk))
     for a, b in zip(got, expected):
         torch.testing.assert_close(a.double(), b, atol=2e-5, rtol=1e-5)
+
+
+# One family for each function between head and logits, and one whose head has a bias.
+HEADS: dict[str, dict[str, Any]] = {
+    "granite": {"logits_scaling": 4.0},
+    "cohere2": {"logit_scale": 0.3, "layer_types": ["full_attention"]},
+    "gemma2": {"final_logit_softcapping": 3.0, "head_dim": 16, "layer_types": ["full_attention"]},
+    "phi": {"tie_word_embeddings": False},
+}
+
+
+@pytest.mark.parametrize("family", HEADS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_log_probs_and_gradients_are_those_of_the_models_own_logits(family: str, dtype: torch.dtype) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "pad_token_id": 0}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    config = AutoConfig.for_model(family, **sizes, **heads, **HEADS[family])
+    torch.manual_seed(0)
+    lm = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager").eval()
+    head = lm.get_output_embeddings()
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    tokens, targets = torch.randint(1, 50, (2, 11)).unbind()
+    factor = torch.randn(11)
+
+    def gradients(log_probs: Tensor, entropy: Tensor) -> dict[str, Tensor]:
+        ((log_probs - 0.7 * entropy) * factor).sum().backward()
+        found = {name: p.grad.float() for name, p in lm.named_parameters() if p.grad is not None}
+        lm.zero_grad()
+        return found
+
+    log_p = lm(input_ids=tokens[None], use_cache=False).logits[0].float().div(0.8).log_softmax(-1)
+    expected = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    hidden = lm.base_model(input_ids=tokens[None], use_cache=False).last_hidden_state[0]
+    got = chunked_log_probs(
+        hidden, head.weight, targets, 0.8, 4, bias=head.bias, transform=observe(config).logits
+    )  # fmt: skip
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 0.05}[dtype]
+    for a, b in zip(got, expected):
+        torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance)
+    wanted, found = gradients(*expected), gradients(*got)
+    assert found.keys() == wanted.keys() and (family != "phi" or "lm_head.bias" in found)
+    for name, gradient in found.items():
+        largest = float(wanted[name].abs().max())
+        torch.testing.assert_close(gradient, wanted[name], atol=tolerance * largest, rtol=tolerance)
 
 
 def test_the_chunk_size_does_not_change_the_values() -> None:
