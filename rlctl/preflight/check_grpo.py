@@ -24,7 +24,6 @@ from rlctl.preflight.engine import check_engine_options, engine_rules
 from rlctl.preflight.resolved import Resolved
 from rlctl.utils.plugins import load_object
 
-_PATH = "model.path"
 _PROXIMAL = "grpo.loss.proximal"
 _ADVANTAGE = "grpo.advantage"
 
@@ -116,17 +115,8 @@ def check_engines(config: GrpoConfig, sizes: ModelSizes | None, away: bool) -> V
         yield Violation("generation.engine.name", what)
     elif isinstance(engine, UserEngineSection) and not away:
         yield from check_engine_options(engine)
-    size = config.generation.tensor_parallel_size
-    if sizes is None:
-        return
-    yield from (Violation(_PATH, what) for what in engine_rules(engine).check_model(sizes))
-    if sizes.heads % size:
-        fits = [count for count in range(1, sizes.heads + 1) if sizes.heads % count == 0]
-        what = f"must divide the model's {sizes.heads} attention heads ({', '.join(map(str, fits))}), not {size}"
-        yield Violation("generation.tensor_parallel_size", what)
-    elif sizes.kv_heads % size and size % sizes.kv_heads:
-        what = f"must divide the model's {sizes.kv_heads} key-value heads or be a multiple of them, not {size}"
-        yield Violation("generation.tensor_parallel_size", what)
+    if sizes:
+        yield from engine_rules(engine).check_model(config.generation, sizes)
 
 
 def check_async(config: GrpoConfig) -> Violations:

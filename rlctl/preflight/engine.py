@@ -5,7 +5,7 @@ else knows an engine by name. An engine of the user's has no rules.
 """
 
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -26,8 +26,8 @@ class EngineRules:
     # Packages that its process imports.
     packages: tuple[str, ...] = ()
 
-    def check_model(self, sizes: ModelSizes) -> Iterator[str]:
-        """Yield problems with models that it samples from on no device."""
+    def check_model(self, generation: GenerationSection, sizes: ModelSizes) -> Violations:
+        """Yield problems with a model that it samples from on no device, or not on this number of devices."""
         yield from ()
 
     def unserved(self, device: Device, path: str, sizes: ModelSizes) -> str | None:

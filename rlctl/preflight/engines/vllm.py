@@ -1,12 +1,12 @@
 """Known limits of vLLM: of its models, and of its kernels by version. vLLM is not imported."""
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from rlctl.config.grpo_schema import EngineSection
+from rlctl.config.grpo_schema import EngineSection, GenerationSection
 from rlctl.models.model_sizes import ModelSizes
+from rlctl.preflight.backend import Violation, Violations
 from rlctl.preflight.engine import EngineRules
 from rlctl.preflight.engines.sections import VllmSection
 from rlctl.preflight.resolved import Device
@@ -32,9 +32,18 @@ class VllmRules(EngineRules):
 
     packages = ("vllm",)
 
-    def check_model(self, sizes: ModelSizes) -> Iterator[str]:
+    def check_model(self, generation: GenerationSection, sizes: ModelSizes) -> Violations:
         if sizes.activation != "silu":
-            yield f"hidden_act {sizes.activation}: vLLM samples from silu models of this kind alone"
+            what = f"hidden_act {sizes.activation}: vLLM samples from silu models of this kind alone"
+            yield Violation("model.path", what)
+        key, size = "generation.tensor_parallel_size", generation.tensor_parallel_size
+        if sizes.heads % size:
+            fits = [count for count in range(1, sizes.heads + 1) if sizes.heads % count == 0]
+            what = f"must divide the model's {sizes.heads} attention heads ({', '.join(map(str, fits))}), not {size}"
+            yield Violation(key, what)
+        elif sizes.kv_heads % size and size % sizes.kv_heads:
+            what = f"must divide the model's {sizes.kv_heads} key-value heads or be a multiple of them, not {size}"
+            yield Violation(key, what)
 
     def unserved(self, device: Device, path: str, sizes: ModelSizes) -> str | None:
         return cpu_limit(path, sizes) if device == "cpu" else None
