@@ -14,7 +14,22 @@ from typing import Annotated
 
 import typer
 
-from rlctl.cli import bench, chat, cluster, config, data, doctor, env, evaluate, export, loss, recipes, runs, train
+from rlctl.cli import (
+    bench,
+    chat,
+    cluster,
+    config,
+    data,
+    doctor,
+    env,
+    evaluate,
+    export,
+    loss,
+    model,
+    recipes,
+    runs,
+    train,
+)
 from rlctl.cli.commands import Commands
 from rlctl.cli.output import BAD_INPUT, FAILED, examples, report, say
 from rlctl.config.errors import ConfigError, Problem, UserError
@@ -38,6 +53,7 @@ _ORDER = (
     "export",
     "runs",
     "config",
+    "model",
     "data",
     "env",
     "loss",
@@ -72,7 +88,7 @@ app = typer.Typer(
         "rlctl --install-completion              recipes, config keys and runs at the tab key",
     ),
 )
-for _part in (train, runs, config, data, env, loss, recipes, cluster, bench):
+for _part in (train, runs, config, model, data, env, loss, recipes, cluster, bench):
     app.add_typer(_part.app, name=_part.__name__.rpartition(".")[2], cls=Commands)
 app.command("eval", epilog=evaluate.EPILOG)(evaluate.evaluate)
 app.command("export", epilog=export.EPILOG)(export.export)

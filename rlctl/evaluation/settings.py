@@ -15,8 +15,13 @@ from rlctl.config.provenance import Origin, plain
 from rlctl.config.schema import GrpoConfig
 from rlctl.environments.outcomes import EnvironmentSpec
 from rlctl.evaluation.target import Target
+from rlctl.models.model_files import ModelFiles
+from rlctl.models.model_sizes import read_sizes
 from rlctl.preflight.load import Composed, OtherVersionError, load
+from rlctl.preflight.placement import Placement, ResourceRequest, place, this_machine
+from rlctl.preflight.tuning import tune
 from rlctl.run.run_dir import RunDir
+from rlctl.utils.devices import count_gpus, device_memory
 
 
 def config_of(target: Target, seed: int, system: str | None = None) -> tuple[GrpoConfig, int]:
@@ -43,6 +48,24 @@ def config_of(target: Target, seed: int, system: str | None = None) -> tuple[Grp
     assert isinstance(config, GrpoConfig)
     # A model of few positions could not have the default in its config.
     return config, config.generation.max_new_tokens if is_own else defaults["max_new_tokens"]
+
+
+def check_config(target: Target, scratch: Path) -> tuple[GrpoConfig, ModelFiles, Placement]:
+    """Return the config of a trainer and an engine that share this machine, without an auto, to check weights with.
+
+    Raises ConfigError, ModelError, PlacementError.
+    """
+    config, _ = config_of(target, 0)
+    files = ModelFiles.find(config.model, scratch, 0)
+    gpus = count_gpus()
+    wanted = ResourceRequest(1, 1, 1, colocated=gpus > 0, cpus_per_process=config.placement.cpus_per_process)
+    placement = place(this_machine(min(gpus, 1)), wanted)
+    sizes = read_sizes(Path(files.folder) / "config.json")
+    memory = device_memory() if placement.device == "cuda" else None
+    config = replace(config, placement=replace(config.placement, colocated=gpus > 0))
+    tuned = tune(config, placement.device, sizes, memory).config
+    assert isinstance(tuned, GrpoConfig)
+    return tuned, files, placement
 
 
 def episodes_config(config: GrpoConfig, spec: EnvironmentSpec, memory_mib: int, max_new_tokens: int) -> GrpoConfig:

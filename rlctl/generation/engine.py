@@ -120,5 +120,12 @@ class Engine(Protocol):
     def memory(self) -> dict[str, float]:
         """Return bytes: device_allocated and device_peak, summed over the engine's devices, and host_rss."""
 
+    def checksums(self) -> dict[str, int]:
+        """Return a checksum of each tensor that answers depend on, by the engine's own names; none if it cannot tell.
+
+        Equal weights have equal checksums, whether they were loaded or came by a refit.
+        """
+        return {}
+
     def notes(self) -> list[str]:
         """Return sentences about this engine for a person to read once, such as a shortcut that is off."""

@@ -47,6 +47,7 @@ PARSED_ONLY = {
     "rlctl export": "needs a checkpoint; tests/unit/evaluation/test_export.py makes some",
     "rlctl chat": "needs a checkpoint; tests/system/test_chat.py talks to a tiny model",
     "rlctl env check": "with --model it needs a checkpoint; tests/system/test_env_check.py plays with a tiny model",
+    "rlctl model check": "needs a model, and seconds; tests/system/test_zoo.py checks tiny ones",
     "rlctl doctor": "judges the reader's machine; tests/unit/cli/test_doctor.py",
     "rlctl data preview": "reads all rows, for seconds; tests/unit/cli/test_data.py",
 }
@@ -221,7 +222,7 @@ def check_rlctl(reader: Path, monkeypatch: pytest.MonkeyPatch, words: list[str])
 
 def test_commands_that_are_only_parsed_are_still_there() -> None:
     arguments = {"rlctl runs": ["COMMAND"], "rlctl export": ["RUN", "FOLDER"], "rlctl chat": ["RUN"]}
-    arguments["rlctl env check"] = ["guess"]
+    arguments |= {"rlctl env check": ["guess"], "rlctl model check": ["my-run"]}
     for each in PARSED_ONLY:
         parsed([*each.split(), *arguments.get(each, [])])
 

@@ -135,6 +135,10 @@ class VllmEngine(Engine):
         totals = {key: sum(part[key] for part in parts) for key in parts[0]}
         return {**totals, "host_rss": float(psutil.Process().memory_info().rss)}
 
+    def checksums(self) -> dict[str, int]:
+        ranks = self._on_thread(lambda: self._workers("rl_checksums"))
+        return {f"{rank}: {name}": value for rank, own in enumerate(ranks) for name, value in own.items()}
+
     def notes(self) -> list[str]:
         return self._notes
 

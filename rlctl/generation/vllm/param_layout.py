@@ -75,15 +75,24 @@ def unregistered(model: torch.nn.Module) -> list[str]:
 
     No refit writes them, and vLLM does not keep them where it drops an engine's weights.
     """
+    return [name for name, tensor in _unregistered(model) if tensor.device.type != "cpu"]
+
+
+def live_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Return parameters, buffers and other tensors of modules by name, without key-value caches."""
+    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for number, (name, tensor) in enumerate(_unregistered(model)):
+        held[f"{name} ({number})"] = tensor
+    return {name: tensor.detach() for name, tensor in held.items() if tensor.numel()}
+
+
+def _unregistered(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     known = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
-    return [
-        f"{place}.{name}".lstrip(".")
-        for place, module in model.named_modules()
-        for name, held in vars(module).items()
-        if name not in _NO_WEIGHTS
-        for tensor in _tensors(held)
-        if tensor.device.type != "cpu" and tensor.numel() and tensor.untyped_storage().data_ptr() not in known
-    ]
+    for place, module in model.named_modules():
+        for name, held in vars(module).items():
+            for tensor in _tensors(held) if name not in _NO_WEIGHTS else ():
+                if tensor.numel() and tensor.untyped_storage().data_ptr() not in known:
+                    yield f"{place}.{name}".lstrip("."), tensor
 
 
 def _tensors(held: Any, *, inside: bool = True) -> Iterator[Tensor]:

@@ -13,8 +13,9 @@ import torch
 
 from rlctl.generation.engine import LoadMode
 from rlctl.generation.vllm.fast.device_step import device_names_lacking, shorten_device_steps
-from rlctl.generation.vllm.param_layout import UnsupportedLayout, find_regions
+from rlctl.generation.vllm.param_layout import UnsupportedLayout, find_regions, live_tensors
 from rlctl.generation.vllm.weight_loader import WeightReceiver, choose_loading
+from rlctl.refit.checksum import ChecksumTable, lay
 from rlctl.refit.param_slices import ParamSlice
 from rlctl.refit.plan import RefitPlan
 from rlctl.refit.protocol import Header, Mode, ReceiveReport, TransportSpec
@@ -113,6 +114,15 @@ class RefitWorker:
     def rl_commit(self) -> float:
         """Make the received weights live; return the seconds that took."""
         return self._rl.commit()
+
+    @answered
+    def rl_checksums(self) -> dict[str, int]:
+        """Return a checksum of every parameter and buffer, and of the other tensors of modules."""
+        tensors = live_tensors(self.model_runner.get_model())
+        table = ChecksumTable(len(tensors), self.device)
+        for tensor in tensors.values():
+            table.add(lay(tensor))
+        return dict(zip(tensors, table.all().tolist())) if tensors else {}
 
     def rl_memory(self) -> dict[str, float]:
         """Return the bytes of device memory now and at peak; zeros on CPU."""

@@ -1,0 +1,78 @@
+"""`rlctl model`: any causal language model, looked at and proven before a run."""
+
+import json
+from typing import Annotated
+
+import typer
+
+from rlctl.cli.arguments import AsJson
+from rlctl.cli.completion import complete_run
+from rlctl.cli.output import FAILED, console, examples, explained_weights
+
+app = typer.Typer(no_args_is_help=True)
+_WIDEST, _LABEL = 120, 18
+
+
+@app.callback()
+def model() -> None:
+    """Check that a model trains exactly."""
+
+
+@app.command(
+    epilog=examples(
+        "rlctl model check Qwen/Qwen3-0.6B",
+        "rlctl model check ./my-model --engine",
+        "rlctl model check my-run --engine --json",
+    )
+)
+def check(
+    name: Annotated[str, typer.Argument(metavar="FOLDER | NAME | RUN", help="A model.", autocompletion=complete_run)],
+    engine: Annotated[
+        bool, typer.Option("--engine", help="Start an engine too, and compare it with the trainer.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Say what a model is, and prove that a pack trains as its sequences do alone.
+
+    With --engine: that the engine agrees with the trainer, serves the weights that it is sent, and answers as the
+    exported folder does. Exit code 1 if a proof fails, 2 for a model that cannot train.
+    """
+    import tempfile
+    from dataclasses import asdict
+    from pathlib import Path
+
+    from rlctl.config.builtin import runs_folder
+    from rlctl.evaluation.settings import check_config
+    from rlctl.evaluation.target import find_target
+
+    found = []
+    with explained_weights("interrupted"), tempfile.TemporaryDirectory(prefix="rlctl-model-") as scratch:
+        config, files, placement = check_config(find_target(name, runs_folder()), Path(scratch))
+        # Torch comes with it, which takes seconds.
+        from rlctl.evaluation.model_check import check_model
+
+        for finding in check_model(config, files, placement, engine, Path(scratch)):
+            found.append(finding)
+            if not as_json:
+                _show(finding.subject, finding.text, finding.holds)
+    holds = all(finding.holds is not False for finding in found)
+    if as_json:
+        typer.echo(json.dumps({"name": name, "holds": holds, "findings": [asdict(each) for each in found]}, indent=1))
+    if not holds:
+        raise typer.Exit(FAILED)
+
+
+def _show(subject: str, text: str, holds: bool | None) -> None:
+    """Print a verdict, a subject and a text in lines of the terminal's width."""
+    import shutil
+    from textwrap import wrap
+
+    from rich.text import Text
+
+    from rlctl.utils.escapes import neutral
+
+    verdict, style = {None: ("", ""), True: ("ok", "green"), False: ("FAILS", "bold red")}[holds]
+    width = min(shutil.get_terminal_size().columns, _WIDEST) - _LABEL - 6
+    for index, line in enumerate(wrap(neutral(text), max(width, 20)) or [""]):
+        first = (f"{verdict:<5} ", style), (f"{subject:<{_LABEL}}", "cyan")
+        console().print(Text.assemble(*(first if not index else (" " * (_LABEL + 6),)), line))

@@ -1,0 +1,104 @@
+"""An engine in a process of its own, without Ray: for checks that ask one engine a few questions."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from rlctl.generation.engine import Engine
+from rlctl.generation.spec import EngineSpec, build_engine
+
+P = ParamSpec("P")
+R = TypeVar("R")
+# Seconds for one answer; starting vLLM on a busy machine takes the longest.
+DEADLINE_S = 600.0
+
+
+class EngineProcessError(RuntimeError):
+    """The engine's own error, as one line; or that it ended, or gave no answer in time."""
+
+
+class EngineProcess:
+    """Hosts one engine. A context manager; leaving it ends the process."""
+
+    def __init__(
+        self, spec: EngineSpec, environment: Mapping[str, str], log: Path, imports: Sequence[str] = ()
+    ) -> None:
+        """Start the engine and wait for it. log: file for its output. imports: modules that all such processes of this
+        one share, imported once. Raises EngineProcessError.
+        """
+        context = get_context("forkserver")
+        context.set_forkserver_preload(list(imports))
+        self._ours, theirs = context.Pipe()
+        self._log = log
+        self._process = context.Process(target=_serve, args=(theirs, spec, dict(environment), str(log)), daemon=True)
+        kept = dict(os.environ)
+        # The server of all these processes starts with the first, and what it imports looks at the environment.
+        os.environ.update(environment)
+        try:
+            self._process.start()
+        finally:
+            os.environ.clear()
+            os.environ.update(kept)
+        theirs.close()
+        self._answer("start")
+
+    def __enter__(self) -> "EngineProcess":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ours.close()
+        self._process.join(10.0)
+        if self._process.is_alive():
+            self._process.kill()
+
+    def call(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call a method of the engine. Raises EngineProcessError with the engine's own reason."""
+        assert not kwargs
+        self._ours.send((method.__name__, args))
+        answer: R = self._answer(method.__name__)
+        return answer
+
+    def _answer(self, what: str) -> Any:
+        if not self._ours.poll(DEADLINE_S):
+            raise EngineProcessError(f"the engine gave no answer to {what} for {DEADLINE_S:g} s; its log: {self._log}")
+        try:
+            good, value = self._ours.recv()
+        except (EOFError, ConnectionError):
+            raise EngineProcessError(f"the engine's process ended in {what}; its log: {self._log}") from None
+        if not good:
+            raise EngineProcessError(value)
+        return value
+
+
+def _serve(connection: Connection, spec: EngineSpec, environment: dict[str, str], log: str) -> None:
+    """Build the engine and answer calls until the other end is closed."""
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.environ.update(environment)
+    engine: Engine | None = None
+    while True:
+        try:
+            if engine is None:
+                engine, answer = build_engine(spec), None
+            else:
+                method, args = connection.recv()
+                answer = getattr(engine, method)(*args)
+            message = (True, answer)
+        except EOFError:
+            break
+        except BaseException as error:
+            message = (False, _in_a_line(error))
+        connection.send(message)
+        if engine is None:
+            break
+    # vLLM's threads would be waited for.
+    os._exit(0)
+
+
+def _in_a_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

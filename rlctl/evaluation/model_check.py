@@ -1,0 +1,319 @@
+"""Proof that a model trains exactly, without a run (`rlctl model check`).
+
+Each finding is measured: a pack equals its sequences alone, the engine equals the trainer, an engine serves the weights
+that were sent, and an export answers as the engine does.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rlctl.config.schema import GrpoConfig
+from rlctl.evaluation.engine_process import EngineProcess
+from rlctl.generation.engine import Engine
+from rlctl.generation.requests import Completion, RequestId, RolloutId, TurnRequest
+from rlctl.generation.spec import EngineSpec, engine_kind
+from rlctl.grpo.logprob_mismatch import mismatch
+from rlctl.grpo.parity_check import BOUNDS
+from rlctl.launch.worker_specs import engine_spec
+from rlctl.models.model_files import ModelFiles
+from rlctl.preflight.placement import Placement
+from rlctl.preflight.resolved import Resolved
+from rlctl.refit.plan import RefitPlan
+from rlctl.refit.protocol import Header, TransportSpec
+from rlctl.refit.sending import SendsWeights
+from rlctl.training.interface import LossNeeds, LossOutput, TokenBatch, Totals
+from rlctl.training.micro_batching import TrainingSample
+from rlctl.training.rank import TrainerRank, TrainerSpec, make_trainer
+
+# Tokens of the sequences that are packed: one of a single prediction, one longer than the others together.
+LENGTHS = (5, 2, 72, 17)
+PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 8, 24, 16
+# Largest |difference| of a log-prob in nats, and of a gradient's norm as a share, between a pack and its sequences.
+CLOSE = {"float32": 1e-4, "bfloat16": 0.25}
+# Rate of the update that makes other weights.
+_RATE = 1e-3
+_CHUNK_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of a check."""
+
+    subject: str
+    text: str
+    # None: a fact, not judged.
+    holds: bool | None = None
+    figures: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PlainLoss:
+    """-sum(log p) over tokens: any gradient would do."""
+
+    needs = LossNeeds()
+
+    def __call__(self, batch: TokenBatch) -> LossOutput:
+        return LossOutput(-torch.where(batch.mask, batch.log_probs, 0).sum(), {})
+
+    def normalizer(self, totals: Totals) -> float:
+        return totals.tokens
+
+
+class CheckedTrainer:
+    """A trainer of one rank in this process, asked by sequences of tokens."""
+
+    def __init__(self, config: GrpoConfig, folder: str, device: str, scratch: Path) -> None:
+        """config: without keys at auto. scratch: an empty folder. Raises ValueError for a model that cannot train."""
+        optimizer = replace(config.trainer.optimizer, lr=_RATE, weight_decay=0.1, warmup_steps=0, schedule="constant")
+        self.dtype = Resolved(config, "cpu" if device == "cpu" else "cuda").dtype
+        own = replace(config.trainer, num_ranks=1, dtype=self.dtype, optimizer=optimizer, threads=None, compile=False)
+        spec = TrainerSpec(
+            config=own,
+            model_path=folder,
+            tokenizer_path=folder,
+            rank=0,
+            world=1,
+            init_method=f"file://{scratch}/meeting",
+            device=device,
+            temperature=1.0,
+            total_updates=100,
+            seed=0,
+            profile=None,
+            roles={},
+        )
+        self.rank: TrainerRank = make_trainer(spec)
+        self.sender = SendsWeights(self.rank, 0, torch.device(device))
+
+    def log_probs(self, sequences: Sequence[NDArray[np.int32]], *, packed: bool = True) -> list[NDArray[np.float32]]:
+        """Return the log-probs of every token given those before it, 0 at the first."""
+        batches = self.rank.log_probs(self._batches(sequences, packed))
+        return [row for batch in batches for row in batch]
+
+    def train(self, sequences: Sequence[NDArray[np.int32]], *, packed: bool = True) -> float:
+        """Make one update; return the norm of its gradient."""
+        totals = Totals(sum(len(each) - 1 for each in sequences), len(sequences), len(sequences))
+        return self.rank.train(self._batches(sequences, packed), PlainLoss(), totals)["train/grad_norm"]
+
+    def _batches(self, sequences: Sequence[NDArray[np.int32]], packed: bool) -> list[list[TrainingSample]]:
+        samples = [TrainingSample(each, np.arange(len(each)) > 0) for each in sequences]
+        return [samples] if packed else [[sample] for sample in samples]
+
+    def close(self) -> None:
+        """Leave the process group."""
+        self.sender.refit_close()
+        self.rank.close()
+
+
+class CheckedEngine:
+    """An engine in its process, and its end of a refit from a `CheckedTrainer`."""
+
+    def __init__(self, process: EngineProcess) -> None:
+        self._process = process
+        self._asked = 0
+
+    def answers(self, prompts: Sequence[NDArray[np.int32]], temperature: float) -> list[Completion]:
+        """Sample an answer to each prompt, from the whole distribution."""
+        requests = []
+        for prompt in prompts:
+            self._asked += 1
+            name = RequestId(RolloutId("parity", "check", self._asked, 0))
+            requests.append(TurnRequest(name, prompt.tolist(), ANSWER_TOKENS, temperature, self._asked))
+        self._process.call(Engine.submit, requests)
+        found: dict[RequestId, Completion] = {}
+        while len(found) < len(requests):
+            turns = self._process.call(Engine.collect, 60.0)
+            found |= dict(zip(turns.ids, turns.columns.unpack(), strict=True))
+        return [found[request.id] for request in requests]
+
+    def checksums(self) -> dict[str, int]:
+        """Return checksums of the live tensors."""
+        return self._process.call(Engine.checksums)
+
+    def open(self, trainer: CheckedTrainer, dtype: str, folder: Path) -> RefitPlan:
+        """Connect both ends."""
+        holding = trainer.sender.refit_holding(dtype)
+        self._plan = RefitPlan.build(holding.layout, [holding.boxes], _CHUNK_BYTES, _CHUNK_BYTES)
+        spec = TransportSpec("shm", 1, 60.0, folder=str(folder))
+        trainer.sender.refit_open(spec, self._plan)
+        self._process.call(Engine.refit_open, spec, self._plan, 1, "auto", False)
+        return self._plan
+
+    def refit(self, trainer: CheckedTrainer, version: int) -> None:
+        """Bring the engine to the trainer's weights; every tensor's checksum is compared."""
+        header = Header(version, self._plan.digest, "all")
+        trainer.sender.refit_send(header)
+        self._process.call(Engine.refit_receive, header)
+
+
+def random_sequences(vocab: int, lengths: Sequence[int], seed: int) -> list[NDArray[np.int32]]:
+    """Return sequences of random tokens."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(2, vocab, length).astype(np.int32) for length in lengths]
+
+
+def packed_alone(trainer: CheckedTrainer, vocab: int, longest: int) -> Iterator[Finding]:
+    """Compare a pack of sequences with each of them alone: log-probs, and the norm of a gradient."""
+    sequences = random_sequences(vocab, [min(each, longest) for each in LENGTHS], 0)
+    close, tokens = CLOSE[trainer.dtype], sum(map(len, sequences))
+    pairs = zip(trainer.log_probs(sequences), trainer.log_probs(sequences, packed=False))
+    worst = max(float(np.abs(one - other).max()) for one, other in pairs)
+    text = f"log-probs of {tokens} tokens differ by {worst:.1e} at most; allowed: {close:g} in {trainer.dtype}"
+    yield Finding("packed = alone", text, worst <= close, {"max_abs_diff": worst})
+
+
+def gradients_packed_alone(trainer: CheckedTrainer, vocab: int, longest: int, scratch: Path) -> Finding:
+    """Compare the gradient's norm of a pack with that of its sequences, from equal weights, which stay as they were."""
+    sequences = random_sequences(vocab, [min(each, longest) for each in LENGTHS], 0)
+    trainer.rank.save(scratch)
+    norms = []
+    for packed in (True, False):
+        norms.append(trainer.train(sequences, packed=packed))
+        trainer.rank.load(scratch)
+    gap = abs(norms[0] - norms[1]) / norms[1]
+    close = CLOSE[trainer.dtype]
+    text = f"norm of the gradient {norms[0]:.6g}, alone {norms[1]:.6g}; allowed: a share of {close:g}"
+    return Finding("", text, gap <= close, {"grad_norm_gap": gap})
+
+
+def agreement(trainer: CheckedTrainer, engine: CheckedEngine, vocab: int, bound: float, label: str) -> Finding:
+    """Compare log-probs of tokens that the engine samples with the trainer's."""
+    prompts = random_sequences(vocab, [PROMPT_TOKENS - index % 8 for index in range(PROMPTS)], 1)
+    answers = engine.answers(prompts, 1.0)
+    sequences = [np.concatenate([prompt, answer.tokens]) for prompt, answer in zip(prompts, answers)]
+    theirs = [np.concatenate([np.zeros(len(p), np.float32), a.log_probs]) for p, a in zip(prompts, answers)]
+    masks = [np.arange(len(each)) >= len(prompt) for each, prompt in zip(sequences, prompts)]
+    gap = mismatch(theirs, trainer.log_probs(sequences), masks)
+    error = gap.token_mult_prob_error
+    text = f"token_mult_prob_error {error:.6f} over {gap.tokens} tokens{label}; allowed: {bound:g}"
+    return Finding("trainer = engine", text, bool(error <= bound), {"token_mult_prob_error": error})
+
+
+def as_transformers(trainer: CheckedTrainer, folder: str, device: str, vocab: int, longest: int) -> Finding:
+    """Compare the trainer with transformers' own model, a sequence at a time."""
+    sequences = random_sequences(vocab, [min(each, longest) for each in LENGTHS], 0)
+    lm = plain_model(folder, device)
+    found = [plain_log_probs(lm, each) for each in sequences]
+    worst = max(float(np.abs(one - other).max()) for one, other in zip(trainer.log_probs(sequences), found))
+    close = CLOSE[trainer.dtype]
+    text = f"log-probs differ by {worst:.1e} at most from those of its own model; allowed: {close:g}"
+    return Finding("transformers", text, worst <= close, {"transformers_diff": worst})
+
+
+def plain_model(folder: str, device: str) -> Any:
+    """Return transformers' own causal LM of a folder, in float32."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    load: Any = AutoModelForCausalLM.from_pretrained
+    lm = load(folder, dtype=torch.float32, attn_implementation="eager")
+    return lm.to(device).eval()
+
+
+@torch.no_grad()
+def plain_logits(lm: Any, tokens: NDArray[np.int32]) -> torch.Tensor:
+    """Return the logits, float32 [T, vocab]."""
+    ids = torch.from_numpy(tokens.astype(np.int64))[None].to(lm.device)
+    logits: torch.Tensor = lm(input_ids=ids, use_cache=False).logits[0].float().cpu()
+    return logits
+
+
+def plain_log_probs(lm: Any, tokens: NDArray[np.int32]) -> NDArray[np.float32]:
+    """Return the log-probs of every token given those before it, 0 at the first."""
+    log_p = plain_logits(lm, tokens)[:-1].log_softmax(-1)
+    chosen = log_p.gather(1, torch.from_numpy(tokens[1:].astype(np.int64))[:, None])[:, 0]
+    return np.concatenate([np.zeros(1, np.float32), chosen.numpy()])
+
+
+def greedy(trainer: CheckedTrainer, engine: CheckedEngine, device: str, vocab: int, scratch: Path) -> Finding:
+    """Compare the engine's greedy tokens with the largest logits of transformers' model of the trainer's export."""
+    trainer.rank.export_folder(scratch, trainer.dtype)
+    lm = plain_model(str(scratch), device)
+    prompts = random_sequences(vocab, [PROMPT_TOKENS] * PROMPTS, 2)
+    same, tokens = 0, 0
+    for prompt, answer in zip(prompts, engine.answers(prompts, 0.0)):
+        logits = plain_logits(lm, np.concatenate([prompt, answer.tokens]))[len(prompt) - 1 : -1]
+        chosen = logits.gather(1, torch.from_numpy(answer.tokens.astype(np.int64))[:, None])[:, 0]
+        # Of two logits as near as rounding, either is the largest.
+        same += int((chosen >= logits.amax(-1) - CLOSE[trainer.dtype]).sum())
+        tokens += len(answer.tokens)
+    text = f"{same} of {tokens} greedy tokens of the engine are those of transformers with the exported folder"
+    return Finding("export", text, same == tokens, {"greedy_same": same, "greedy_tokens": tokens})
+
+
+def engine_findings(
+    trainer: CheckedTrainer, spec: EngineSpec, vocab: int, scratch: Path, imports: Sequence[str] = ()
+) -> Iterator[Finding]:
+    """Start the engine, and compare it with the trainer: from disk, after other weights came, and after the first ones
+    came back. Raises EngineProcessError.
+
+    imports: see `EngineProcess`.
+    """
+    device, bound = spec.device, BOUNDS[spec.dtype]
+    environment = engine_kind(spec.kind).environment(device, ["0"] if device != "cpu" else [], [])
+    with EngineProcess(spec, environment, scratch / "engine.log", imports) as process:
+        engine = CheckedEngine(process)
+        yield agreement(trainer, engine, vocab, bound, ", both from disk")
+        first = engine.checksums()
+        plan = engine.open(trainer, spec.dtype, scratch / "refit")
+        trainer.rank.save(scratch / "state")
+        trainer.train(random_sequences(vocab, LENGTHS, 3))
+        engine.refit(trainer, 1)
+        yield replace(agreement(trainer, engine, vocab, bound, ", after an update and a refit"), subject="")
+        second = engine.checksums()
+        trainer.rank.load(scratch / "state")
+        engine.refit(trainer, 2)
+        yield _served(first, second, engine.checksums(), len(plan.entries))
+        yield replace(agreement(trainer, engine, vocab, bound, ", with the first weights again"), subject="")
+        yield greedy(trainer, engine, device, vocab, scratch / "export")
+
+
+def _served(first: dict[str, int], second: dict[str, int], third: dict[str, int], sent: int) -> Finding:
+    """Judge the engine's tensors after other weights and the first ones again."""
+    changed = sum(first[name] != second.get(name) for name in first)
+    wrong = [name for name in first if first[name] != third.get(name)]
+    text = f"{sent} tensors sent; {changed} of the engine's changed with an update, and "
+    text += f"{len(first) - len(wrong)} of {len(first)} are bit for bit the first again"
+    text += f"; not {wrong[0].partition(': ')[2]}" if wrong else ""
+    return Finding("served = sent", text, bool(changed) and not wrong, {"tensors": len(first), "changed": changed})
+
+
+@contextmanager
+def checked_trainer(config: GrpoConfig, folder: str, device: str, scratch: Path) -> Iterator[CheckedTrainer]:
+    """Run a `CheckedTrainer` until the block is left."""
+    with ExitStack() as stack:
+        trainer = CheckedTrainer(config, folder, device, scratch)
+        stack.callback(trainer.close)
+        yield trainer
+
+
+def check_model(
+    config: GrpoConfig,
+    files: ModelFiles,
+    placement: Placement,
+    with_engine: bool,
+    scratch: Path,
+    imports: Sequence[str] = (),
+) -> Iterator[Finding]:
+    """Check a model; each finding comes as soon as it is measured.
+
+    config: with a value for every auto. imports: see `EngineProcess`. Raises ModelError, EngineProcessError, and
+    ValueError for a model that cannot train.
+    """
+    device = "cpu" if placement.device == "cpu" else "cuda:0"
+    longest = min(files.max_length, Resolved(config, placement.device).max_length(files.max_length))
+    with checked_trainer(config, files.folder, device, scratch) as trainer:
+        vocab = int(trainer.rank.info()["vocab_size"])
+        yield from packed_alone(trainer, vocab, longest)
+        yield gradients_packed_alone(trainer, vocab, longest, scratch / "before")
+        yield as_transformers(trainer, files.folder, device, vocab, longest)
+        if with_engine:
+            spec = replace(engine_spec(config, files, (), placement, config.generation.kv_cache_mib), version=0)
+            yield from engine_findings(trainer, spec, vocab, scratch, imports)
