@@ -4,10 +4,10 @@
     python recipes/tiny/make.py shape recipes/tiny/qwen3-tiny   # config.json and tokenizer, no weights
 
 Both write the same bytes every time. The model is a Qwen3 of 0.45 million parameters over a tokenizer of single
-characters. `sft.jsonl` is its poor teacher: three answers in five are printed backwards (12+7=91). A warm start on
-it gives a model that can add but is right a third of the time, which is where GRPO begins: it soon learns which
-way round to write, then what is left of adding. `recipes/tiny/qwen3-tiny/model.safetensors` is what that warm start
-(`rlctl train sft sft-tiny`) exported.
+characters. `sft.jsonl` is its poor teacher: three answers in five are printed backwards (12+7=91). A warm start on it
+gives a model that can add but is right a third of the time. GRPO begins there: the model soon learns the order of
+digits, then the rest of adding. `recipes/tiny/qwen3-tiny/model.safetensors` is the export of that warm start (`rlctl
+train sft sft-tiny`).
 """
 
 import argparse

@@ -9,7 +9,7 @@ from rlctl.config.run_weights import run_names
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _INSTALLED = _PACKAGE / "share"
-# A wheel carries the folders inside the package; a checkout has them next to it.
+# A wheel carries the folders inside the package; a checkout has them next to the package.
 _ROOT = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent
 
 CONFIGS = _ROOT / "configs"
@@ -52,12 +52,12 @@ def find_recipe(recipe: str) -> Path:
     return found
 
 
-def find(name: str, beside: Path, other_than: Path | None = None) -> Path | None:
-    """Return `name`, with or without .yaml, in `beside`, else among the shipped recipes, else the shipped configs.
+def find(name: str, near: Path, other_than: Path | None = None) -> Path | None:
+    """Return `name`, with or without .yaml, in folder `near`, else among the shipped recipes, else shipped configs.
 
     other_than: a file to leave out: a recipe may have the name of its parent.
     """
-    for folder in (beside, RECIPES, CONFIGS):
+    for folder in (near, RECIPES, CONFIGS):
         for candidate in (folder / name, folder / f"{name}.yaml"):
             # Path.is_file raises for an impossible name.
             if os.path.isfile(candidate) and candidate.resolve() != other_than:

@@ -1,10 +1,10 @@
 """From a recipe and `key=value` overrides to one tree of values, each with its origin.
 
-Order, the later winning: the files of `defaults:` from left to right (each with its own `defaults:` first), the
-file itself, the overrides. Mappings merge, everything else is replaced. `section: null` brings back the defaults of a
-section. Then `${other.key}` is filled in.
+Order, the later winning: the files of `defaults:` from left to right (each after its own `defaults:`), the file itself,
+the overrides. Mappings merge, everything else is replaced. `section: null` brings back the defaults of a section. Then
+`${other.key}` is filled in.
 
-A section or an entry that has a `name` takes its defaults by it, see `NAMED`.
+A section or an entry with a `name` takes its defaults by this name, see `NAMED`.
 """
 
 import os
@@ -32,7 +32,7 @@ from rlctl.config.provenance import (
 from rlctl.config.schema import KINDS
 
 _RECIPE = RECIPE.split(".")
-# Key -> file of defaults in configs/: `all` for every name, and a section for each name that has keys of its own.
+# Key -> file of defaults in configs/: `all` for every name, and a section for each name with further keys.
 NAMED_SECTIONS = {"grpo.loss": "loss", "grpo.advantage": "advantage", "generation.engine": "engine"}
 # The same of lists, and of sections whose keys are any.
 _NAMED_ENTRIES = {
@@ -168,7 +168,7 @@ def _inherit(path: Path, below: tuple[Path, ...], known: dict[Path, ConfigNode])
     merged = ConfigNode({}, root.origin)
     for entry in _parents(root.value.get("defaults")):
         name, where = str(entry.value), str(entry.origin)
-        # A recipe of one's own may be named sft.yaml and inherit the shipped one of that name.
+        # A user's recipe may be named sft.yaml and inherit the shipped one of that name.
         parent = find(name, path.parent, other_than=path) or find(name, path.parent)
         if parent is None:
             names = [file.stem for file in (*path.parent.glob("*.yaml"), *CONFIGS.glob("*.yaml"))]
@@ -239,7 +239,7 @@ def _apply(root: ConfigNode, overrides: list[str]) -> ConfigNode:
 def _named_anew(root: ConfigNode, overrides: list[str]) -> ConfigNode:
     """Return the tree with the losses, advantages and engines that the overrides name.
 
-    No other key of theirs is put yet: the order of overrides does not matter to them.
+    Their other keys come later, so that the order of overrides does not matter.
     """
     for number, text in enumerate(overrides, start=1):
         key, _, value = text.partition("=")

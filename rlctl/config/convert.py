@@ -1,7 +1,7 @@
 """From a tree of values to the typed dataclasses of a schema, collecting every mistake on the way.
 
-Conversion is strict where a guess could be wrong (`1.5` is no whole number, `1` no boolean) and lenient where it
-could not: a whole number is a number, and what was written as a number or a list is text where text is wanted.
+Conversion is strict where a guess could be wrong (`1.5` is no whole number, `1` no boolean). It is lenient where no
+guess is needed: a whole number is a number, and a number or a list is text where the key takes text.
 """
 
 import math
@@ -208,7 +208,7 @@ def describe_limits(limits: Any) -> str:
 
 
 def _scalar(node: ConfigNode, hint: Any) -> str | int | float | bool | None:
-    """Return the value as one of the hint's types, or None where it is none of them."""
+    """Return the value as one of the hint's types, or None where none fits."""
     value, allowed = node.value, alternatives(hint)
     if isinstance(value, str) and (value in literals(hint) or str in allowed):
         return value

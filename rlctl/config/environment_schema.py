@@ -30,7 +30,7 @@ class EnvironmentSection:
     )
     args: dict[str, Any] = spec("The keyword arguments of the class.")
     choices: dict[str, EnvironmentChoice] = spec(
-        "In place of a name: several environments, each {name, args} under a key of its own. A row's column "
+        "In place of a name: several environments, each {name, args} under a key. A row's column "
         "environment holds its key."
     )
     max_turns: int = spec("An episode ends after this many turns.", ge=1, most=32767)

@@ -20,7 +20,7 @@ MOST_SECONDS = 10**8
 
 # The key of a whole config within another.
 RECIPE = "validation.recipe"
-# The field of a section that takes any key: no key of its own, it holds those that no other field has.
+# The field of a section that takes any key. It is no key itself: it holds the keys that no other field has.
 FURTHER = "further"
 
 
@@ -28,8 +28,8 @@ def spec(doc: str, **limits: Any) -> Any:
     """Return a field without a default. doc: its meaning, in whole sentences.
 
     ge, gt, le, lt: limits of a number, or of each number of a list. most: a bound so far away that only a slip
-    passes it. path: what a text names, so that `paths.py` can look it up: "model" and "dataset" (a local path or a
-    hub name), "template" (a file, or one of the field's literals), "plugin" (file.py:object, or no file at all),
+    passes it. path: the kind of thing that a text names, for `paths.py` to look up: "model" and "dataset" (a local path
+    or a hub name), "template" (a file, or one of the field's literals), "plugin" (file.py:object, or no file at all),
     "folder" (one that need not exist). whole: the value is a whole config, whose keys are those of its kind of run.
     """
     return field(metadata={"doc": doc, **limits})
@@ -68,10 +68,10 @@ def join(key: str, name: str) -> str:
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """The place of a section that stands beside the part it configures, above config/: `module:object`.
+    """The place of a section that is in the folder of the part it configures, above config/: `module:object`.
 
-    The object is a section, or a union of some that are told apart by their `name`. It is imported when it is needed.
-    A field has it as `Annotated[base, Elsewhere(...)]`. The base is what lower folders know of the section.
+    The object is a section, or a union of some that are told apart by their `name`. It is imported when it is needed. A
+    field has it as `Annotated[base, Elsewhere(...)]`. Lower folders know the base alone.
     """
 
     place: str

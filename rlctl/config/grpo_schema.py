@@ -42,11 +42,11 @@ class DynamicSamplingSection:
 @dataclass
 class OverlongSection:
     penalty_tokens: int | None = spec(
-        "Each of the last tokens before generation.max_new_tokens, so many, takes an equal part of the penalty from "
-        "an answer's reward. null takes nothing.",
+        "The number of last tokens before generation.max_new_tokens that cost reward: each takes an equal part of the "
+        "penalty. null takes nothing.",
         ge=1,
     )
-    penalty: float = spec("Only with penalty_tokens: what an answer of generation.max_new_tokens tokens loses.", ge=0)
+    penalty: float = spec("Only with penalty_tokens: the loss of an answer of generation.max_new_tokens tokens.", ge=0)
     mask: bool = spec(
         "Answers that were cut at generation.max_new_tokens are not trained. Their rewards still count in the baseline "
         "of their group."
@@ -62,7 +62,7 @@ class UserClassSection:
     """Keys of a user's class."""
 
     name: str = spec(
-        "A class of one's own: module:Class or file.py:Class. The fields of the class are further keys.", path="plugin"
+        "Your own class: module:Class or file.py:Class. The fields of the class are further keys.", path="plugin"
     )
     further: dict[str, Any] = spec("The fields of the class.")
 
@@ -205,8 +205,7 @@ class UserEngineSection(EngineSection):
     """An engine of the user's own."""
 
     name: str = spec(
-        "An engine of one's own: the EngineKind of module:KIND or file.py:KIND. The fields of its options are further "
-        "keys.",
+        "Your own engine: the EngineKind of module:KIND or file.py:KIND. The fields of its options are further keys.",
         path="plugin",
     )
     further: dict[str, Any] = spec("The options of the engine.")
@@ -215,7 +214,7 @@ class UserEngineSection(EngineSection):
 @dataclass
 class GenerationSection:
     engine: Annotated[EngineSection, Elsewhere("rlctl.preflight.engines.sections:AnyEngineSection")] = spec(
-        "The engine that samples, by its `name`, with the keys that it alone has."
+        "The engine that samples, by its `name`, with its own keys."
     )
     num_engines: int = spec("The number of engines.", ge=1, most=MOST_PROCESSES)
     tensor_parallel_size: int = spec("The devices of each engine.", ge=1, most=MOST_PROCESSES)
@@ -243,8 +242,8 @@ class GenerationSection:
         most=MOST_SEQUENCES,
     )
     gpu_memory_utilization: float | Literal["auto"] = spec(
-        "The share of a device's memory that an engine may use. auto is what the longest sequences of a step "
-        "need where engines share the trainer's GPUs, and 0.85 elsewhere.",
+        "The share of a device's memory that an engine may use. auto is the need of a step's longest sequences "
+        "where engines share the trainer's GPUs, and 0.85 elsewhere.",
         gt=0,
         le=1,
     )
@@ -254,8 +253,8 @@ class GenerationSection:
     )
     kv_cache_mib: int = spec("Only on a CPU: the key-value cache of an engine, in MiB.", ge=1, most=1 << 30)
     prefix_caching: bool | Literal["auto"] = spec(
-        "Requests of an engine reuse the keys and values of a prefix that one of them computed: those of a group that "
-        "of their prompt, a later turn that of the turns before. auto is true on GPUs, and on a CPU where sequences "
+        "Requests of an engine reuse the keys and values of a common prefix: rollouts of a group their prompt, a later "
+        "turn the turns before. auto is true on GPUs, and on a CPU where sequences "
         "are short enough for it to change no bit: 480 tokens of a model with heads of 32."
     )
     reset_prefix_cache_after_weight_updates: bool = spec(

@@ -19,7 +19,7 @@ _WORKER_PORTS = 16
 # A name that begins with a dash would be an option to ssh.
 _HOST = re.compile(r"[^\s/-][^\s/]*")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,40}")
-# Kubernetes makes names of other things of it, of at most 63 letters.
+# Kubernetes makes further names from it, of at most 63 letters.
 _POD_NAME = re.compile(r"[a-z]([a-z0-9-]{0,39}[a-z0-9])?")
 _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)((?:[KMGTP]i)|[kMGTP]|)")
 _EFFECTS = "NoSchedule, PreferNoSchedule or NoExecute"

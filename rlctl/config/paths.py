@@ -1,7 +1,7 @@
 """The place of a path, or of a plugin's module, that a config names.
 
-It is looked up beside the YAML file that names it, then in the current directory, then among the shipped recipes (paths
-alone, so that a copied recipe still finds its model), then on a hub. A path that exists becomes absolute, so that a
+It is looked up next to the YAML file with its name, then in the current directory, then among the shipped recipes
+(paths alone: a copied recipe still finds its model), then on a hub. An existing path becomes absolute, so that a
 resolved config runs from anywhere. `organisation/name` that is no file stays as it is, a hub name, unless
 `organisation` is a folder here: then it is a mistyped path. A model may be a run, by its directory or its name, or a
 checkpoint: it becomes the weights that they exported.
@@ -80,7 +80,7 @@ def _weights(given: Path, folders: list[Path]) -> Path | None:
 def _module_file(module: str, folders: list[Path]) -> Path | None:
     """Return the file of a module in one of `folders`; None: it is looked up on the Python path.
 
-    A package's module in the current directory is left to Python too, which has that on its path.
+    A package's module in the current directory is left to Python too: the directory is on its path.
     """
     parts = module.split(".")
     if not all(part.isidentifier() for part in parts):

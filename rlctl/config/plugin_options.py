@@ -1,7 +1,7 @@
 """The keys of a user's own loss or advantage: the fields that its class, a dataclass, adds to rlctl's base class.
 
 They are converted as strictly as rlctl's own keys. A field may be bool, int, float, str, a Literal, a list of one of
-these, or any of them or None; `spec(...)` gives it limits. Its default stands in the class.
+these, or one of these or None; `spec(...)` gives it limits. Its default stands in the class.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ _FORMS = "a config holds bool, int, float, str, Literal[...], list[...] of one o
 
 
 def load_plugin(name: str, base: str) -> tuple[type[Any] | None, str]:
-    """Import a user's class; return it, and what is wrong with it, empty if nothing.
+    """Import a user's class; return it and its problem, empty if there is none.
 
     name: module:Class or file.py:Class. base: the class of rlctl that it has to inherit from, named likewise.
     """

@@ -1,4 +1,4 @@
-"""Rewards, environments, trackers, losses, advantages by name: what a config says of them, without importing them."""
+"""Rewards, environments, trackers, losses, advantages by name, for checks of a config that import none."""
 
 from rlctl.config.grpo_schema import RewardSection
 

@@ -175,7 +175,8 @@ def _with_lines(value: Any, path: Path, lines: dict[str, int], key: str, line: i
 
 
 def read_value(text: str, origin: Origin) -> ConfigNode:
-    """Return the YAML value of an override; what is not YAML (`[0-9]+`) is text. Raises ConfigError as `read_file`."""
+    """Return the YAML value of an override; text that is not YAML (`[0-9]+`) is text. Raises ConfigError as
+    `read_file`."""
     try:
         root = yaml.compose(text, Loader=_Loader)
     except yaml.YAMLError:
@@ -237,7 +238,7 @@ def node_at(node: ConfigNode, names: list[str]) -> ConfigNode | None:
 
 
 def put(node: ConfigNode, names: list[str], value: ConfigNode) -> ConfigNode:
-    """Return a copy of `node` with `value` in place of what is at the path `names`, all within sections."""
+    """Return a copy of `node` with `value` at the path `names`, which leads through sections alone."""
     if not names:
         return value
     within = node.value if isinstance(node.value, dict) else {}
@@ -268,7 +269,7 @@ def _escape(data: Any) -> Any:
 
 
 class _Reader:
-    """A converter of PyYAML's nodes of one file (None: an override) to ours; an alias counts as its target."""
+    """A converter of one file's PyYAML nodes (None: an override) to `ConfigNode`s; an alias counts as its target."""
 
     def __init__(self, file: Path | None) -> None:
         self._file = file

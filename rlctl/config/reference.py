@@ -30,7 +30,7 @@ model: {path: Qwen/Qwen3-0.6B}
 data:
   train: {path: prompts.jsonl}
 rewards:
-  - name: math_verify        # what an entry leaves out comes from reward.yaml
+  - name: math_verify        # reward.yaml has the keys that an entry leaves out
 trainer:
   optimizer: {lr: 3.0e-6}
 environment: null            # a section's defaults again, where a parent changed them
@@ -38,14 +38,14 @@ environment: null            # a section's defaults again, where a parent change
 
 ```
 rlctl config check my.yaml                              # every mistake at once, each with file and line
-rlctl config show my.yaml --origin --doc                # the whole config, where each value was written, what it means
+rlctl config show my.yaml --origin --doc                # the whole config: places, meanings
 rlctl train grpo my.yaml trainer.optimizer.lr=1e-5      # a key of the command line wins over all files
 ```
 
 - A file is looked up next to the file that names it, then in the current directory, then among the recipes. Mappings
   merge key by key; a list or a value replaces the one before.
 - `${a.b}` is the value of another key. `${oc.env:NAME}` and `${oc.env:NAME,default}` are variables of the environment;
-  what they give is written to no disk. OmegaConf fills them in; its other resolvers are not allowed.
+  their values are written to no disk. OmegaConf fills them in; its other resolvers are not allowed.
 - Scalars follow YAML 1.2: `1e-6` is a number, `on` and `off` are text. An unknown key is an error.
 - `must be set` in the column of defaults marks a key without a default.
 """
@@ -143,7 +143,7 @@ def _row(key: str, found: dict[str, "Field[Any]"], roots: dict[str, ConfigNode],
 
 
 def _default(key: str, root: ConfigNode) -> tuple[str, str]:
-    """Return (default as YAML, file of it); the entries of `rewards` have theirs in a file of their own."""
+    """Return (default as YAML, its file); the entries of `rewards` have their defaults in a separate file."""
     names = key.split(".")
     if "N" in names:
         return _shown_default(key, defaults_of("reward", ""), names[-1:])

@@ -90,9 +90,8 @@ class SourceSection(DatasetSection):
 @dataclass
 class TrainDataSection(DatasetSection):
     sources: dict[str, SourceSection] = spec(
-        "In place of a path: several data sets, each under a name of its own, mixed by weight. A source has the keys "
-        "of data.train, from which it takes what it leaves out, and weight (1). It begins anew when its rows are used "
-        "up."
+        "In place of a path: several data sets, each under a name, mixed by weight. A source has the keys of "
+        "data.train, whose values it takes where it has none, and weight (1). It starts over when its rows are used up."
     )
 
     @property
@@ -126,8 +125,8 @@ class DataSection:
         path="template",
     )
     special_tokens: Literal["text", "allow"] = spec(
-        "Control tokens that rows, environments, tools or persons spell. text encodes them as text. allow makes tokens "
-        "of them."
+        "Control tokens that rows, environments, tools or persons spell. text encodes them as text. allow encodes "
+        "them as control tokens."
     )
     max_prompt_length: int | None = spec(
         "Prompts of more tokens than this are left out of the data set. null leaves out none.", ge=1
@@ -136,7 +135,7 @@ class DataSection:
 
     @property
     def has_validation(self) -> bool:
-        """True if there is held-out data, of its own or of data.train."""
+        """True if there is held-out data, in data.validation or split off data.train."""
         return self.validation.path is not None or self.validation.fraction is not None
 
 
@@ -176,7 +175,7 @@ class TrainerSection:
     )
     compile: bool | Literal["auto"] = spec(
         "Use torch.compile for the loss and for each layer (fsdp), or for norms and rotary embeddings (megatron). The "
-        "first start takes up to a minute longer; what was compiled is kept. auto is true on GPUs."
+        "first start takes up to a minute longer; compiled code is kept. auto is true on GPUs."
     )
     threads: int | None = spec(
         "The CPU threads of a rank. null is its share of the cores that engines on the same machine leave.",
@@ -343,11 +342,11 @@ class GrpoConfig:
     model: ModelSection = spec("The policy.")
     data: DataSection = spec("The prompts.")
     rewards: list[RewardSection] = spec(
-        "The rewards, summed by weight. One of them decides what is right (correct_at)."
+        "The rewards, summed by weight. One reward decides which answers are right (correct_at)."
     )
     environment: EnvironmentSection = spec(
         "The other side of rollouts of several turns: a game, or tools. Its own reward is added to rewards, which may "
-        "then be []. It decides what is right, at 1, unless a reward has a correct_at."
+        "then be []. It decides if a rollout is right, at 1, unless a reward has a correct_at."
     )
     rollout: str | None = spec(
         "In place of an environment: a coroutine function play(task, policy) that samples turns by their tokens, "
@@ -364,7 +363,7 @@ class GrpoConfig:
     validation: ValidationSection = spec("Validation on held-out prompts.")
     checkpoint: CheckpointSection = spec("Checkpoints: when they are saved, and which are kept.")
     health: GrpoHealthSection = spec("Bounds on the run's health.")
-    telemetry: TelemetrySection = spec("What the run shows and records.")
+    telemetry: TelemetrySection = spec("The display and the records of the run.")
 
     @property
     def has_turns(self) -> bool:
@@ -397,7 +396,7 @@ class SftConfig:
     validation: SftValidationSection = spec("Validation on held-out samples.")
     checkpoint: CheckpointSection = spec("Checkpoints: when they are saved, and which are kept.")
     health: SftHealthSection = spec("Bounds on the run's health.")
-    telemetry: TelemetrySection = spec("What the run shows and records.")
+    telemetry: TelemetrySection = spec("The display and the records of the run.")
 
 
 RunConfig = GrpoConfig | SftConfig

@@ -1,7 +1,7 @@
 """The answer to a key that no section has: the right place, the right spelling, or the word of another tool. Pure.
 
-It is looked for in this order: a peer's key by its whole path or two words of it, a longer or shorter form of a name in
-the same section, a peer's key by its last word, the same name in another section of this kind of run, a near name in
+It is looked for in this order: a peer's key by its whole path or two of its words, a longer or shorter form of a name
+in the same section, a peer's key by its last word, the same name in another section of this kind of run, a near name in
 the same section, the nearest name of this kind, by its last word and its whole path, and then both for other kinds.
 """
 
@@ -84,9 +84,8 @@ class KnownKeys:
         return self._found(path, here, section) or f"; {path.rpartition('.')[0] or 'a config'} has {', '.join(here)}"
 
     def knows(self, path: str, names: list[str]) -> bool:
-        """Return True if an unknown section that holds `names` is known as a whole.
-
-        It is then a part of rlctl that is elsewhere, or one that rlctl does not have.
+        """Return True if an unknown section with `names` is known as a whole. It is then a part of rlctl under another
+        key, or a part that rlctl lacks.
         """
         name = path.rpartition(".")[2]
         elsewhere = _named(name, self._every, section=True)
@@ -136,7 +135,7 @@ class KnownKeys:
     def _peer(self, words: list[str], at_least: int) -> PeerKey | None:
         """Return the peer's key that shares most words with the path, from its end.
 
-        One word alone must not be a name of ours too, unless it is a tool's whole key, which means something else.
+        One word alone must not be an rlctl name too, unless it is a tool's whole key, with another meaning.
         """
         shared = [(_shared_end(words, (key := each.key.split("."))), len(key), each) for each in self._peers]
         # Among equals the key that the path names whole.
@@ -148,7 +147,7 @@ class KnownKeys:
         return peer
 
     def _section(self, path: str) -> str:
-        """Return a remark on a peer's section whose keys are all in one section of ours."""
+        """Return a remark on a peer's section whose keys are all in one section of rlctl."""
         inside = [each for each in self._peers if each.key.startswith(f"{path}.")]
         ours = {each.ours.rpartition(".")[0] for each in inside}
         return f"; {inside[0].tool}'s {path} is {ours.pop()}" if len(inside) > 1 and len(ours) == 1 else ""

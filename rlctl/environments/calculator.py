@@ -1,4 +1,4 @@
-"""Arithmetic with a calculator: a tool that computes, and one that takes the answer."""
+"""Arithmetic with a calculator: one tool computes, the other takes the answer."""
 
 import ast
 import operator

@@ -1,8 +1,8 @@
 """Process that runs episodes, below its supervisor: `python -m rlctl.environments.child FD`.
 
     parent -> child: the environments, once; then (action id, episode id, kind, payload), pickled
-    child -> parent: {pid}, {contracts}, then {action, value or failure} in the order in which actions end, as JSON
-The parent never unpickles what comes from here, since the user's code runs here.
+    child -> parent: {pid}, {contracts}, then {action, value or failure} in the order of their ends, as JSON
+The parent never unpickles a reply, since the user's code runs here.
 """
 
 import contextlib
@@ -80,7 +80,7 @@ class _Child:
                 error.name and name.endswith(f":{error.name}") and f"{name.rpartition(':')[0]} has no {error.name}"
             )
             return _unusable(name, problem or import_error(error, __file__))
-        except BaseException as error:  # whatever the user's module does at import
+        except BaseException as error:  # any error of the user's module at import
             return _unusable(name, import_error(error, __file__))
         is_function = inspect.isfunction(found) if spec.is_function is None else spec.is_function
         contract = read_function(found) if is_function else read_contract(found, spec.args)
@@ -116,7 +116,8 @@ class _Child:
 
 
 def _rewards(spec: EnvironmentSpec, environment: Any) -> dict[str, Callable[..., Any]]:
-    """Return the reward functions that take `environments`. Whoever runs the others tells why one cannot be used."""
+    """Return the reward functions that take `environments`. The rewards' own process tells why another one cannot be
+    used."""
     found = {}
     for name in spec.rewards:
         same = name.rpartition(":")[0] == spec.name.rpartition(":")[0]

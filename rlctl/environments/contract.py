@@ -28,7 +28,7 @@ Reward = float | dict[str, float]
 
 
 class ContractError(ValueError):
-    """A value that breaks the contract; one line that names the method and what it returned."""
+    """A value that breaks the contract; one line with the method and its result."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def is_tool(method: Callable[..., Any] | None) -> bool:
 def reset_arguments(reset: Callable[..., Any], row: Mapping[str, Any], seed: int) -> dict[str, Any]:
     """Return the keyword arguments of `reset`: the columns of the row, and the group's seed where it takes one.
 
-    The column `environment` is left out, and `prompt` where `reset` has no place for it: both belong to the trainer.
+    The column `environment` is left out, and `prompt` where `reset` has no such parameter: both belong to the trainer.
     A row's own `seed` comes before the group's. Raises ContractError for columns that `reset` does not take.
     """
     parameters = inspect.signature(reset).parameters
@@ -113,7 +113,8 @@ def reset_arguments(reset: Callable[..., Any], row: Mapping[str, Any], seed: int
 
 
 def _mismatch(parameters: Mapping[str, inspect.Parameter], given: Mapping[str, Any], open_ended: bool) -> str:
-    """Return what `reset` needs and is not given, and what it is given and has no place for; empty if nothing."""
+    """Return the parameters of `reset` without a column, and the columns without a parameter; empty if there are
+    none."""
     by_name = {
         name: each for name, each in parameters.items() if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
     }
@@ -140,7 +141,7 @@ def opening(prompt: list[Message], observation: Observation) -> list[Message]:
 
 
 def checked_observation(value: object) -> Observation:
-    """Return what `reset` returned: text, messages or None. Blocks of text are joined. Raises ContractError."""
+    """Return the result of `reset`: text, messages or None. Blocks of text are joined. Raises ContractError."""
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
@@ -153,14 +154,14 @@ def checked_observation(value: object) -> Observation:
 
 
 def checked_step(value: object) -> str | None:
-    """Return what `step` returned: text, or None at the end of the episode. Raises ContractError."""
+    """Return the result of `step`: text, or None at the end of the episode. Raises ContractError."""
     if value is None or isinstance(value, str):
         return value
     raise ContractError(f"step must return text, or None at the end, not {_shown(value)}")
 
 
 def checked_reward(value: object, what: str = "get_reward") -> Reward:
-    """Return what `what` returned: a finite number, or a dict of them. Raises ContractError."""
+    """Return the result of the method `what`: a finite number, or a dict of numbers. Raises ContractError."""
     if isinstance(value, dict):
         parts = {name: finite_number(part) for name, part in value.items()}
         if parts and all(isinstance(name, str) for name in parts):
@@ -173,7 +174,7 @@ def checked_reward(value: object, what: str = "get_reward") -> Reward:
 
 
 def tool_text(value: object) -> str:
-    """Return a tool's result as the model reads it: `str` of it; blocks of text are joined. Raises ContractError."""
+    """Return a tool's result as the model reads it, by `str`; blocks of text are joined. Raises ContractError."""
     if isinstance(value, list) and value and all(isinstance(each, dict) and "type" in each for each in value):
         return _content(value)
     return str(value)
@@ -228,7 +229,7 @@ def _reserved(members: Mapping[str, Callable[..., Any]]) -> list[str]:
 
 
 def _reserved_name(name: str, members: Mapping[str, Callable[..., Any]]) -> str:
-    """Return a hint at the reserved method that is missing and that a tool's name may be meant for."""
+    """Return a hint at a missing reserved method with a name near to a tool's."""
     return did_you_mean(name, [each for each in RESERVED if each not in members])
 
 

@@ -1,8 +1,8 @@
 """One episode in an environment's process: a thread that owns an instance and does one action after another.
 
-A thread of its own, from the constructor to `close`, since some resources (a connection of sqlite3) serve only the
-thread that made them. Coroutines of all episodes run on one loop, which their clients may share, and which goes on
-between actions.
+It has its own thread from the constructor to `close`, since some resources (a connection of sqlite3) serve only the
+thread that made them. Coroutines of all episodes run on one loop. Their clients may share it, and it goes on between
+actions.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ counted_by: ContextVar[CallbackCount | None] = ContextVar("callbacks of the epis
 
 
 class CountingLoop(asyncio.SelectorEventLoop):
-    """Event loop that counts callbacks by episode, which tells when a function waits for something from outside."""
+    """Event loop that counts callbacks by episode, to tell when a function waits for something from outside."""
 
     def call_soon(
         self, callback: Callable[[Unpack[Given]], object], *args: *Given, context: Context | None = None
@@ -75,7 +75,8 @@ class CoroutineLoop:
 
     @staticmethod
     def _run(loop: asyncio.AbstractEventLoop) -> None:
-        """Run the loop for ever. One episode may stop it, or raise SystemExit or KeyboardInterrupt: others go on."""
+        """Run the loop to the end of the process. One episode may stop it, or raise SystemExit or KeyboardInterrupt:
+        others go on."""
         while not loop.is_closed():
             with suppress(BaseException):  # a task that raised keeps its error
                 loop.run_forever()
@@ -90,7 +91,7 @@ class CoroutineLoop:
 
 
 class Episode(threading.Thread):
-    """An instance of the environment and the actions that wait for it.
+    """An instance of the environment and its waiting actions.
 
     tools: names of the contract's, which alone can be called. rewards: functions that get the
     instance, by name. reply: called with (id of the action, value or
@@ -166,7 +167,7 @@ class Episode(threading.Thread):
     def _call(self, calls: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
         """Return `results`, [text, failed, cause] a call in order, and `raised`, the first failure of each cause.
 
-        Coroutines run side by side, after all others. cause: of what the tool's own code raised, else empty.
+        Coroutines run side by side, after all others. cause: the exception of the tool's own code, else empty.
         """
         outcomes = [self._begun(name, arguments) for name, arguments in calls]
         waiting = [index for index, each in enumerate(outcomes) if inspect.iscoroutine(each)]
@@ -191,7 +192,8 @@ class Episode(threading.Thread):
         return {"results": results, "raised": list(raised.values())}
 
     def _raised(self, name: str, error: Exception) -> EnvironmentFailure | None:
-        """Return what a tool's own code raised; None for an unknown tool, and for arguments that it does not take."""
+        """Return the exception of a tool's own code; None for an unknown tool, and for arguments that it does not
+        take."""
         if not raised_inside(error, __file__, seeding.__file__):
             return None
         where = raised_at(error, getattr(self._class, name, self._class), __file__)

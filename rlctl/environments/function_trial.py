@@ -35,7 +35,7 @@ def try_function(
 ) -> TriedFunction:
     """Call the pool's rollout function once. task: fields of `PlayTask`. answers: tokens, given in turn.
 
-    most: samples that get an answer. Never raises for what the function does.
+    most: samples that get an answer. Never raises an error of the function.
     """
     tried = TriedFunction()
     told = pool.begin(call, task, seed).result()

@@ -1,7 +1,7 @@
 """Higher or lower: guess a number within a range. A game without tools, for models of any size.
 
-With 15 numbers and 5 guesses, guessing blindly wins 29% of the games, guessing at random among what the hints leave
-80%, and halving the range all of them.
+With 15 numbers and 5 guesses, blind guesses win 29% of the games, random guesses within the hints 80%, and halving the
+range 100%.
 """
 
 import random
@@ -13,7 +13,7 @@ _PROMPT = "I am thinking of a number from {low} to {high}. You have {guesses} gu
 
 
 class Guess:
-    """One game. guesses: how many there are. prompt, higher, lower, unclear: what the model reads."""
+    """One game. guesses: their number. prompt, higher, lower, unclear: texts for the model."""
 
     def __init__(
         self,

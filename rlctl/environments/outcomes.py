@@ -30,7 +30,7 @@ class EnvironmentFailure:
 
     # raised: by reset, step or get_reward (a tool's exception goes to the model instead). timeout: past its deadline.
     # died: its process ended. memory: its process used more than its bound. contract: a value of the wrong type.
-    # too_long: no micro-batch holds what it would train.
+    # too_long: no micro-batch holds its rows.
     kind: FailureKind
     # Action and place, free of the rollout's own text. Failures of one cause are counted together.
     cause: str

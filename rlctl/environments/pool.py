@@ -1,7 +1,7 @@
 """Pool of processes that run environments: submit an action from any thread, get a future of its outcome.
 
-An episode is whatever the caller names it by. Its actions are submitted one after another: reset, then calls or steps,
-then the reward, then close. An `EnvironmentFailure` ends the episode; nothing more needs to be submitted for it.
+The caller chooses an episode's name. Its actions are submitted one after another: reset, then calls or steps, then the
+reward, then close. An `EnvironmentFailure` ends the episode, without a further action.
 """
 
 import asyncio
@@ -55,10 +55,10 @@ class UnusableEnvironmentError(UserError):
 class EnvironmentPool:
     """Environments of a run with their processes. Close it, or use it in a `with`.
 
-    specs: environments by key; with several, a row's column `environment` chooses by it. memory_mib: most resident
-    memory of a process with its children. processes: at most so many; None: one a core, up to `MAX_PROCESSES`.
-    logs: folder for environments.log (output, up to a bound), environment-errors.log and tool-errors.log (tracebacks);
-    None: the standard error. emit: writes an event at the first failure of each cause.
+    specs: environments by key; with several, a row's column `environment` has the key. memory_mib: most resident memory
+    of a process with its children. processes: the most processes; None: one a core, up to `MAX_PROCESSES`. logs: folder
+    for environments.log (output, up to a bound), environment-errors.log and tool-errors.log (tracebacks); None: the
+    standard error. emit: writes an event at the first failure of each cause.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class EnvironmentPool:
         self._submit(self._begin())
 
     def contracts(self) -> dict[str, EnvironmentContract]:
-        """Return the contract of each environment by its key. Starts a process, and waits for it.
+        """Return the contract of each environment by its key. Starts a process, and waits until it is ready.
 
         Raises UnusableEnvironmentError with every problem of every environment.
         """
@@ -109,22 +109,22 @@ class EnvironmentPool:
     def begin(
         self, episode: Hashable, task: Mapping[str, Any], seed: int
     ) -> "Future[FunctionRequest | EnvironmentFailure]":
-        """Call the rollout function, and return what it asks for. task: fields of `PlayTask`; seed: the group's."""
+        """Call the rollout function, and return its first request. task: fields of `PlayTask`; seed: the group's."""
         return self._submit(self._start(episode, next(iter(self._specs)), "begin", dict(task), seed, checked_request))
 
     def resume(
         self, episode: Hashable, answers: Sequence[Answer | None], *, waits: bool
     ) -> "Future[FunctionRequest | EnvironmentFailure]":
-        """Give the rollout function answers to its samples, in the order in which it asked, None where a budget is
-        used up; return what it asks for then.
+        """Give the rollout function answers to its samples, in the order in which it asked, None where a budget is used
+        up; return its next request.
 
         It is told when there is something to tell, or when the next action of the episode is submitted. waits: engines
-        sample for it still, so that it may take its time.
+        still sample for the function, so that no deadline runs.
         """
         return self._submit(self._act(episode, "resume", list(answers), checked_request, timed=not waits))
 
     def call(self, episode: Hashable, calls: Sequence[Call]) -> "Future[list[ToolResult] | EnvironmentFailure]":
-        """Call tools; one result a call, in order. What a tool raises is a result, and so is a malformed call."""
+        """Call tools; one result a call, in order. An exception of a tool is a result, and so is a malformed call."""
         return self._submit(self._call(episode, list(calls)))
 
     def step(self, episode: Hashable, message: str) -> "Future[str | EnvironmentFailure | None]":
@@ -253,11 +253,11 @@ class EnvironmentPool:
         process, number, key = self._episodes[episode]
         outcome = await process.act(number, kind, payload, self._specs[key].timeout_s if timed else None)
         if not isinstance(outcome, EnvironmentFailure):
-            with suppress(Exception):  # whatever the user's code wrote
+            with suppress(Exception):  # any text of the user's code
                 return checked(outcome)
             outcome = EnvironmentFailure("contract", f"its process answered a {kind} with something else")
         if self._episodes.get(episode) != (process, number, key):
-            # Another action of it failed before, or it was closed meanwhile.
+            # Another action of this episode failed before, or the episode was closed meanwhile.
             return outcome
         del self._episodes[episode]
         self._spawn(self._leave(process, number, None if outcome.kind == "timeout" else key))
@@ -312,7 +312,7 @@ class EnvironmentPool:
 
     async def _end(self) -> None:
         await asyncio.gather(*(process.stop(_CLOSED) for process in self._processes), return_exceptions=True)
-        await asyncio.sleep(0)  # whoever waited for an action gets its failure first
+        await asyncio.sleep(0)  # a waiter for an action gets its failure first
         rest = {task for task in self._tasks if task is not asyncio.current_task()}
         for task in rest:
             task.cancel()

@@ -1,7 +1,8 @@
 """Driver's end of a process that runs episodes: actions with deadlines, memory, and the end of the process.
 
-All of it runs on the pool's event loop, so that many episodes wait side by side. An action past its deadline costs its
-episode; the process then gets no new ones, and ends when its others have. A process that dies costs its episodes.
+Everything here runs on the pool's event loop, so that many episodes wait side by side. An action past its deadline
+costs its episode; the process then gets no new ones, and ends when its others have. A process that dies costs its
+episodes.
 """
 
 import asyncio
@@ -50,7 +51,7 @@ class EnvironmentProcess:
         self._reason: EnvironmentFailure | None = None
         # Numbers of the episodes that are in it.
         self.episodes: set[int] = set()
-        # True from the first action past its deadline on: a thread of it hangs, and cannot be ended alone.
+        # True from the first action past its deadline on: one of its threads hangs, and cannot be ended alone.
         self.hangs = False
         # True when it has ended, or is about to.
         self.ended = False
@@ -82,7 +83,7 @@ class EnvironmentProcess:
             failure = EnvironmentFailure(
                 "died", "an environment ended its process while loading", await self._note_end()
             )
-        except Exception as error:  # whatever was written: the user's code was imported there
+        except Exception as error:  # any text: the user's code was imported there
             failure = EnvironmentFailure("died", f"an environment {_FOREIGN} while loading", _shown(error))
         else:
             self._spawn(self._read(reader))
@@ -155,12 +156,12 @@ class EnvironmentProcess:
                 self._deliver(await _message(reader))
         except (EOFError, ConnectionError):
             reason = EnvironmentFailure("died", "its process ended", await self._note_end())
-        except Exception as error:  # whatever was written: nobody may wait for a reader that has ended
+        except Exception as error:  # any text: nobody may wait for a reader that has ended
             reason = EnvironmentFailure("died", f"an environment of its process {_FOREIGN}", _shown(error))
         await self.stop(reason)
 
     def _deliver(self, message: dict[str, Any]) -> None:
-        """Raises ValueError, KeyError or TypeError for what is no reply to an action of this process."""
+        """Raises ValueError, KeyError or TypeError for a line that is no reply to an action of this process."""
         action = message["action"]
         told = message.get("failure")
         value = message.get("value") if told is None else EnvironmentFailure(**told)
@@ -190,7 +191,7 @@ async def _message(reader: asyncio.StreamReader) -> dict[str, Any]:
 def _resident_bytes(pid: int, deep: bool) -> int:
     """Return the resident memory of a process, with all that descend from it if `deep`; 0 if it is gone.
 
-    Memory that several of them share counts several times.
+    Shared memory counts once for each process.
     """
     total, left = 0, [pid]
     while left:

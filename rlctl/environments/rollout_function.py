@@ -3,8 +3,8 @@
     begin  -> the function runs until all of its tasks wait   -> {"sample": prompts, ...} or {"reward": value, ...}
     resume -> it gets answers, one at a time, and runs on     -> likewise
 
-Samples that are begun side by side are sampled side by side. The function gets their answers in the order in which it
-asked, each when all of its tasks wait again, so that whatever it does next does not depend on which engine was faster.
+Samples that are begun side by side are sampled side by side. The function gets the answers in the order of its
+requests, each when all of its tasks wait again. Its next action then does not depend on the faster engine.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ class FunctionRequest:
     taken: int
     # True if it asked again after it had learned that a budget is used up.
     again: bool = False
-    # True if it has returned, and what; None leaves the value to rewards.
+    # True if it has returned, and its value; None leaves the value to rewards.
     ended: bool = False
     reward: Reward | None = None
 
@@ -78,16 +78,15 @@ class FunctionPolicy:
     async def sample(self, token_ids: list[int]) -> Sampled:
         """Sample a turn after these tokens, of at most `generation.max_new_tokens`.
 
-        What was sampled before and is at the beginning of `token_ids` stays in its row. Samples that are begun side by
-        side are sampled side by side, and return in the order in which they were begun. Returns three empty lists once
-        `environment.max_turns`, the longest sequence or `environment.episode_timeout_s` is used up; to sample again
-        after that is an error.
+        Earlier samples at the beginning of `token_ids` stay in their row. Samples that are begun together are sampled
+        together, and return in the order of their beginnings. Returns three empty lists once `environment.max_turns`,
+        the longest sequence or `environment.episode_timeout_s` is used up; to sample again after that is an error.
         """
         return await self._ask([int(token) for token in token_ids])
 
 
 def read_function(function: Any) -> EnvironmentContract:
-    """Return the facts about a rollout function, with what is wrong with it."""
+    """Return the facts about a rollout function, with its problems."""
     name = str(getattr(function, "__name__", function))
     problems = []
     if not inspect.iscoroutinefunction(function):
@@ -101,7 +100,7 @@ def read_function(function: Any) -> EnvironmentContract:
 
 
 def checked_request(value: object) -> FunctionRequest:
-    """Return what a rollout function asks for, as its process told it. Raises ContractError."""
+    """Return a rollout function's request, as its process sent it. Raises ContractError."""
     match value:
         case {"samples": list(samples), "taken": int(taken), "again": bool(again), **rest} if not rest:
             if all(isinstance(prompt, list) and all(type(each) is int for each in prompt) for prompt in samples):
@@ -131,9 +130,9 @@ class FunctionEpisode:
         self._answers: deque[Answer | None] = deque()
         # Answers that were given since the last reply.
         self._taken = 0
-        # Most samples that waited at a time, and three empty lists that were given.
+        # Most samples waiting at a time, and the number of empty answers given.
         self._most = self._refused = 0
-        # True once it asked although each that waited beside others may have learned that a budget is used up.
+        # True once the function asked again after each concurrent sample could have got an empty answer.
         self._again = False
 
     def start(self) -> None:
@@ -144,7 +143,7 @@ class FunctionEpisode:
         self._loop.running.call_soon_threadsafe(self._contained, partial(self._act, action, kind, payload))
 
     def _contained(self, work: Callable[[], None]) -> None:
-        """Do a part of an action. The loop would lose its error, and whoever asked would wait for ever."""
+        """Do a part of an action. Without this the loop would lose its error, and the caller would wait without end."""
         try:
             work()
         except Exception as error:
@@ -194,7 +193,7 @@ class FunctionEpisode:
             self._loop.running.call_soon(self._contained, self._look, context=_OURS)
 
     def _look(self) -> None:
-        """Once no callback of the function is left: give it its next answer, or tell what there is to tell.
+        """Once no callback of the function is left: give it its next answer, or send its requests.
 
         The loop runs callbacks in order. Those that were there at the last look have run by now; if none came since,
         none is left.
@@ -228,7 +227,7 @@ class FunctionEpisode:
             self._asked, self._taken = [], 0
 
     def _returned(self) -> dict[str, Any]:
-        """Return what the function returned, as a reply. Raises what it raised."""
+        """Return the function's result as a reply. Raises the function's exception."""
         assert self._task is not None
         value = self._task.result()
         reward = None if value is None else checked_reward(value, "the rollout function")

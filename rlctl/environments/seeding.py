@@ -1,8 +1,8 @@
 """Python's `random`, seeded for each episode by itself, although many run as threads of one process.
 
-All rollouts of a group have the same seed. An environment that draws its task with `random` in `reset`, as TRL's
-examples do, so gives all of them the same task, whatever runs beside them. NumPy's global generator is not seeded: an
-environment that uses NumPy takes the parameter `seed` in `reset`.
+All rollouts of a group have the same seed. So an environment that draws its task with `random` in `reset`, as TRL's
+examples do, gives each rollout of a group the same task, with any other episodes in the process. NumPy's global
+generator is not seeded: an environment that uses NumPy takes the parameter `seed` in `reset`.
 """
 
 import random
@@ -39,7 +39,8 @@ class _EpisodeRandom(random.Random):
 
 
 def install() -> None:
-    """Replace the functions of `random`. Call it before the user's code is imported, which may hold on to them."""
+    """Replace the functions of `random`. Call it before the user's code is imported, since that may keep references to
+    the old ones."""
     shared, ours = random.seed.__self__, _EpisodeRandom()  # type: ignore[attr-defined]
     for name in random.__all__:
         if getattr(getattr(random, name), "__self__", None) is shared:
@@ -52,6 +53,6 @@ def use(generator: random.Random) -> None:
 
 
 async def using(generator: random.Random, awaited: Awaitable[Result]) -> Result:
-    """Await something that draws from `generator`, beside others on the same loop that have their own."""
+    """Await something that draws from `generator`; other coroutines on the loop draw from theirs."""
     use(generator)
     return await awaited

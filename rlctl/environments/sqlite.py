@@ -1,4 +1,4 @@
-"""Text to SQL: a question about a small shop, a tool that queries its database, and one that takes the query."""
+"""Text to SQL: a question about a small shop, a tool to query its database, and a tool to submit the query."""
 
 import random
 import sqlite3

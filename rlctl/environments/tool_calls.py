@@ -1,8 +1,8 @@
 """Tool calls in the text of one assistant turn, parsed by the model family's format.
 
-Parsing reads a decoded copy and never changes what was sampled. Text is decoded with special tokens kept, since some
-formats mark calls with them; tokens that end a turn may be left on it. A call inside a thinking block is no call.
-Each format takes what vLLM's own parser takes. A turn that looks like a call and is none is a malformed call.
+Parsing reads a decoded copy and never changes sampled tokens. Text is decoded with special tokens kept, since some
+formats mark calls in this way; the end tokens of a turn may be left on it. A call inside a thinking block is no call.
+Each format takes the same text as vLLM's own parser. A turn that looks like a call and is none is a malformed call.
 """
 
 import json
@@ -19,7 +19,7 @@ _DECODER = json.JSONDecoder()
 MAX_CALLS, MAX_ARGUMENTS, MAX_NAME = 256, 1 << 18, 200
 _THINKING = re.compile(r"<think>|</think>|\[THINK\]|\[/THINK\]")
 _OPENING = ("<think>", "[THINK]")
-# What no turn without a call has, in any format.
+# Marks that no turn without a call has, in any format.
 _CALL_MARK = re.compile(r"</?tool_call>|<function=|<\|python_tag\|>|\[TOOL_CALLS\]")
 
 
@@ -52,7 +52,7 @@ class FoundCall:
     end: int
 
 
-# Names of tools -> schemas of their parameters. Formats without types of their own read values by it.
+# Names of tools -> schemas of their parameters. Formats without types read values by this schema.
 Parameters = dict[str, dict[str, Any]]
 Parser = Callable[[str, Parameters], list[FoundCall]]
 
@@ -66,7 +66,8 @@ class ParsedMessage:
 
 
 def tool_format(chat_template: str | None) -> str | None:
-    """Return the name of the format in which a model with this template calls tools; None if it has none of ours."""
+    """Return the name of the format in which a model with this template calls tools; None if the template has no known
+    format."""
     template = chat_template or ""
     if "<arg_key>" in template:
         return None
@@ -146,7 +147,7 @@ def _hermes(text: str, parameters: Parameters) -> list[FoundCall]:
     at = 0
     while (start := text.find("<tool_call>", at)) >= 0:
         call, end = _json_call(text, start + len("<tool_call>"), "arguments")
-        # After a mistake the next call begins at its own mark: what is between belongs to the broken one.
+        # After a mistake the next call begins at its own mark: the text between belongs to the broken one.
         mark = _MARK.search(text, end)
         at = len(text) if mark is None else mark.end() if mark[0] == "</tool_call>" else mark.start()
         if isinstance(call, ToolCall) and mark and (between := text[end : mark.start()].strip()):
@@ -161,7 +162,7 @@ _TAG = "<|python_tag|>"
 def _llama3(text: str, parameters: Parameters) -> list[FoundCall]:
     """Find `{"name": ..., "parameters": {...}}`, anywhere in the text, also after `<|python_tag|>`.
 
-    JSON that is no call is text. The first brace that begins no JSON ends the search: what it holds is part of it.
+    JSON that is no call is text. The first brace that begins no JSON ends the search, with everything inside.
     """
     found: list[FoundCall] = []
     at = 0
@@ -269,7 +270,7 @@ def _coder_call(text: str, at: int, known: Parameters, *, opened: bool) -> tuple
 
 
 def _value(text: str, schema: dict[str, Any]) -> Any:
-    """Return the value of a text that has no type of its own; the text itself where it is none of the schema's type."""
+    """Return the value of an untyped text; the text itself where it is no value of the schema's type."""
     wanted = schema.get("type")
     if schema.get("nullable") and text.strip() in ("null", "None"):
         return None

@@ -1,7 +1,7 @@
 """JSON schema of a tool, made from its type hints and its Google-style docstring.
 
-The output equals that of transformers' `get_json_schema`, which chat templates and TRL expect; a test holds both to it.
-That function imports torch (seconds, and base installs have none), so this one is rlctl's own.
+The output equals that of transformers' `get_json_schema`, as chat templates and TRL expect; a test compares both. That
+function imports torch (seconds, and base installs have none), so this one is rlctl's own.
 """
 
 import inspect
@@ -182,7 +182,7 @@ def _docstring(doc: str) -> tuple[str, dict[str, str], str | None]:
     last = ["text before the first argument"]
     found = _ARGS.search(doc)
     for line in filter(str.strip, found[1].splitlines() if found else ()):
-        # The line below a bare `x:` is its description, whatever it looks like.
+        # The line below a bare `x:` is its description, in any form.
         if last and (entry := _ENTRY.match(line)):
             last = described[entry[1]] = [entry[2].strip()] if entry[2].strip() else []
         else:

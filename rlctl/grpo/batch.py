@@ -25,7 +25,7 @@ NOT_FINITE = "log-probs that are not finite"
 
 @dataclass
 class TaskOutcomes:
-    """Ids of the prompts by the state they ended in; reason -> ids for those that were not trained."""
+    """Ids of the prompts by the state they ended in; reason -> ids for untrained prompts."""
 
     trained: list[str] = field(default_factory=list)
     filtered: dict[str, list[str]] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class TaskOutcomes:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A rollout that reaches no update: a log-prob of it is NaN or infinite."""
+    """A rollout that reaches no update: one of its log-probs is NaN or infinite."""
 
     prompt_id: str
     # Index in its group.
@@ -58,12 +58,12 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """Sequences to train on, the rollouts that their advantages depend on, and what became of the prompts."""
+    """Sequences to train on, the rollouts behind their advantages, and the outcome of each prompt."""
 
     sequences: list[TrainingSample]
     # Rollouts that count in baselines; their `group` is the index into `groups`.
     scored: ScoredRollouts
-    # bool [rollouts]: true for those that reach no update, being cut (`grpo.overlong.mask`). Their sequences are here
+    # bool [rollouts]: true for cut rollouts, which reach no update (`grpo.overlong.mask`). Their sequences are here
     # only until advantages that read columns are computed.
     cut: NDArray[np.bool_]
     # int64 [sequences]: the rollout of each, a row of `scored`.
@@ -168,7 +168,7 @@ def _scored(group: RolloutGroup, bad: Container[int]) -> list[tuple[Rollout, flo
 
 
 def _not_finite(group: RolloutGroup) -> dict[int, LeftOut]:
-    """Return the rollouts that the generator gave a log-prob that is not finite, by their index."""
+    """Return the rollouts with a log-prob of the generator that is not finite, by their index."""
     found = {}
     for rollout in group.rollouts:
         at = group.task.id, rollout.id.index
@@ -210,7 +210,7 @@ def add_column(
 
 
 def _only(batch: TrainingBatch, kept: NDArray[np.int64], config: GrpoSection) -> TrainingBatch:
-    """Return the batch of these sequences, with the outcomes that `make_batch` gives groups of them."""
+    """Return the batch of these sequences, with outcomes as `make_batch` would give."""
     scored, counts, reasons = batch.scored, np.ones(len(batch.scored), np.bool_), dict[int, str]()
     counts[np.delete(batch.rows, kept)] = False
     # A group all of whose sequences are left out has none but masked rollouts.

@@ -21,7 +21,7 @@ class Devices:
 
     trainer: int
     generator: int
-    # Distinct ones in all.
+    # Distinct devices of the run.
     all: int
     # The trainer's kind of device, which tells its peak.
     name: str
@@ -45,7 +45,7 @@ class GrpoComponents:
     monitor: ResourceMonitor
     # Text of tokens with the special ones, for records.
     decode: Decode
-    # What most rewards or episodes that failed failed of; empty where none did.
+    # Most common cause of failed rewards or episodes; empty where none failed.
     failure_cause: Callable[[], str]
     # The same of tools, whose errors the model reads.
     tool_cause: Callable[[], str]

@@ -89,7 +89,8 @@ def _rows(rollout: Rollout) -> list[TokenRow]:
 
 
 def _text(rollout: Rollout, prompt: Sequence[int], decode: Decode) -> list[tuple[str, bool]]:
-    """Return what follows the prompt as pairs of a text and if it was sampled; all of it where the prompt differs."""
+    """Return the text after the prompt as pairs of a text and if it was sampled; the whole text where the prompt
+    differs."""
     start = len(prompt) if rollout.tokens[: len(prompt)].tolist() == list(prompt) else 0
     tokens, sampled = rollout.tokens[start:], rollout.sampled[start:]
     edges = np.flatnonzero(np.diff(sampled)) + 1

@@ -1,7 +1,7 @@
 """The GRPO loop: sample, score, train, sync; one text for synchronous and asynchronous runs.
 
-`RolloutBuffer` bounds the age of what is trained. In a synchronous run the bound is 0: nothing is sampled for a step
-before the engines have the weights that it trains. `GrpoStep` times a step and records it; run/loop.py does what comes
+`RolloutBuffer` bounds the age of trained groups. In a synchronous run the bound is 0: nothing is sampled for a step
+before the engines have the weights that it trains. `GrpoStep` times a step and records it; run/loop.py does the work
 between two steps: validation, checkpoints, health.
 """
 
@@ -136,8 +136,8 @@ class GrpoLoop(Loop):
         return batch
 
     def _not_finite(self, step: GrpoStep, error: FloatingPointError) -> Exception:
-        """Return what an update that is not finite raises: after an earlier update the weights are between two steps,
-        and no checkpoint is made of them."""
+        """Return the exception for an update that is not finite. After an earlier update the weights are between two
+        steps, and no checkpoint is made."""
         if all(update.skipped for update in step.updates):
             return error
         which = f"step {step.version + 1}, update {len(step.updates) + 1} of {self._config.grpo.updates_per_step}"

@@ -82,10 +82,8 @@ def environment_metrics(groups: Rows[RolloutGroup]) -> dict[str, float]:
 def sampling_metrics(
     ended: Rows[RolloutGroup], batch: TrainingBatch, waste: Waste, config: GrpoSection
 ) -> dict[str, float]:
-    """Return what dynamic sampling filtered, replaced and wasted, and how many rollouts were masked; empty while both
-    are off.
-
-    ended: the groups of the step and those that were replaced.
+    """Return counts of filtered, replaced and wasted groups (dynamic sampling) and of masked rollouts; empty while both
+    are off. ended: the groups of the step and the replaced ones.
     """
     metrics = {"rollouts/masked": float(np.count_nonzero(batch.cut))} if config.overlong.mask else {}
     if config.dynamic_sampling.filter is None:
@@ -133,7 +131,7 @@ def reward_metrics(scores: Rows[Score]) -> dict[str, float]:
         metrics["reward/accuracy"] = float(np.mean([score.right for score in scored]))
     for name in dict.fromkeys(name for score in scores for name in score.parts):
         parts = [part for score in scores if (part := score.parts.get(name)) is not None]
-        # An environment gives a score what it names, and no other has that.
+        # Scores of an environment have the values that it names; others have none.
         failed = [score for score in scores if score.value is None and score.parts.get(name) is None]
         metrics[f"reward/{name}/failed"] = float(len(failed))
         if parts:
@@ -271,7 +269,7 @@ def update_metrics(updates: Rows[Mapping[str, float]]) -> dict[str, float]:
     """Return the mean over a step's updates, of tokens of an age weighted by their share, and the sum of offload/*.
 
     The mismatch is the first update's, made by the weights that sampled. So is ratio/clipped_first: the share of tokens
-    that bounds hold before the policy has moved. It is left out where older weights sampled and the ratio is to them.
+    that bounds hold before the policy has moved. It is left out where the ratio is to older weights.
     """
     made = [update for update in updates if update]
     found: dict[str, float] = {}

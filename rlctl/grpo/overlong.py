@@ -11,7 +11,7 @@ from rlctl.rollout.types import Rollout, RolloutGroup
 
 
 def soft_penalty(length: int, longest: int, tokens: int, penalty: float) -> float:
-    """Return what is added to the reward of an answer of `length` sampled tokens, from -penalty to 0.
+    """Return the term to add to the reward of an answer of `length` sampled tokens, from -penalty to 0.
 
     With L_max = `longest` and L_cache = `tokens` (DAPO, arXiv 2503.14476, equation 13, times `penalty`):
 
@@ -24,7 +24,7 @@ def soft_penalty(length: int, longest: int, tokens: int, penalty: float) -> floa
 
 @dataclass(frozen=True)
 class OverlongPenalty:
-    """Scores the groups that are trained: the rewards, and what their lengths cost. Validation is scored without."""
+    """Scores the groups that are trained: the rewards, less the penalty of length. Validation is scored without."""
 
     score: ScoreGroups
     longest: int
@@ -48,7 +48,7 @@ class OverlongPenalty:
 
 
 def training_score(config: GrpoConfig, score: ScoreGroups) -> ScoreGroups:
-    """Return what scores the groups that are trained."""
+    """Return the scorer of the groups that are trained."""
     rules = config.grpo.overlong
     if rules.penalty_tokens is None:
         return score

@@ -1,6 +1,7 @@
 """Trainer and generator must agree on weights and on log-probs: the probe before step 1, and the parity of later steps.
 
-Checksums show that every tensor arrived as sent; sampled tokens show that it was loaded and computed alike.
+Checksums show that every tensor arrived as sent; sampled tokens show that both sides load and compute it in the same
+way.
 """
 
 from rlctl.config.schema import GrpoConfig
@@ -45,7 +46,7 @@ def probe(config: GrpoConfig, parts: GrpoComponents, tasks: list[Task], version:
 def sample_parity(config: GrpoConfig, parts: GrpoComponents, tasks: list[Task], version: int) -> list[TrainingSample]:
     """Sample a few tokens from the whole distribution while trainer and generator both have `version`.
 
-    Whatever else the engines sample goes on meanwhile. Empty if every episode failed.
+    Other requests go on meanwhile. Empty if every episode failed.
     """
     tasks = tasks[: max(PROMPTS, PER_ENGINE * len(parts.pool.engines))]
     length = min(TOKENS, config.generation.max_new_tokens)
@@ -56,6 +57,6 @@ def sample_parity(config: GrpoConfig, parts: GrpoComponents, tasks: list[Task], 
 
 
 def compare(parts: GrpoComponents, samples: list[TrainingSample]) -> Mismatch:
-    """Return the gap of the samples' log-probs to those of the trainer, which still has their version."""
+    """Return the gap of the samples' log-probs to the trainer's, which still has their version."""
     theirs = [sample.columns["rollout_log_prob"] for sample in samples]
     return mismatch(theirs, parts.trainer.log_probs(samples), [sample.mask for sample in samples])

@@ -1,4 +1,4 @@
-"""One GRPO step under way: its phases are timed here, and all that is recorded of it is collected here."""
+"""One GRPO step: times its phases, and collects its record."""
 
 from contextlib import AbstractContextManager
 from dataclasses import asdict
@@ -40,7 +40,7 @@ class GrpoStep:
         self._recorder = StepRecorder(parts.recorder.events, version + 1)
         self.phase = self._recorder.phase
         self.training = partial(self.phase, "train")
-        # Of now, not of the last step's end: what a validation samples belongs to no step.
+        # Read now, not at the last step's end: tokens of a validation belong to no step.
         self._stats = parts.dispatcher.stats()
         self._groups: list[list[RolloutGroup]] = []
         self._batches: list[TrainingBatch] = []
@@ -60,7 +60,7 @@ class GrpoStep:
             return make_batch(groups, self._config.grpo, self._advantage, self.version if self._async else None)
 
     def collect(self, groups: list[RolloutGroup], batch: TrainingBatch) -> None:
-        """Keep groups of the step, and the batch that is trained of them, for the record.
+        """Keep groups of the step, and their batch, for the record.
 
         Raises FloatingPointError if more rollouts of the step are left out than the config allows.
         """

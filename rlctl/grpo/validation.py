@@ -21,7 +21,7 @@ from rlctl.run.recorder import RunRecorder
 
 @dataclass(frozen=True)
 class Validation:
-    """Held-out tasks, and what samples and scores them. The engines hold the weights."""
+    """Held-out tasks, and the parts that sample and score them. The engines hold the weights."""
 
     config: GrpoConfig
     dispatcher: RolloutDispatcher
@@ -30,10 +30,10 @@ class Validation:
     tasks: Sequence[Task]
 
     def groups(self, version: int, places: range | None = None) -> list[RolloutGroup]:
-        """Return the scored groups of the tasks at `places`, all of them for None, in order.
+        """Return the scored groups of the tasks at `places`, every task for None, in order.
 
-        Seeds follow from `run.seed`, the weights' version, and a task's place among all: a part of the tasks is
-        sampled as it is within the whole. Raises what `RolloutDispatcher.sample` raises.
+        Seeds follow from `run.seed`, the weights' version, and a task's place among all: a part of the tasks is sampled
+        as it is within the whole. Raises the errors of `RolloutDispatcher.sample`.
         """
         places = range(len(self.tasks)) if places is None else places
         config, length = self.config.validation, self.config.generation.max_new_tokens
@@ -45,7 +45,7 @@ class Validation:
 
 @dataclass(frozen=True)
 class SampledValidation:
-    """Validation of weights that another algorithm trains: engines are brought to their version for it alone."""
+    """Validation of weights that another algorithm trains: engines get their version for this alone."""
 
     validation: Validation
     pool: GeneratorPool
@@ -56,7 +56,7 @@ class SampledValidation:
     def measure(self, version: int) -> dict[str, float]:
         """Return the metrics of the trainer's weights, which are of `version`, and record some groups.
 
-        Raises what `GeneratorPool.sync` and `Validation.groups` raise.
+        Raises the errors of `GeneratorPool.sync` and `Validation.groups`.
         """
         if self.pool.asleep or self.pool.version != version:
             self.pool.sync(version)

@@ -13,14 +13,13 @@ ROOT = Path(__file__).parents[2]
 # Share of sentences with two relative words in percent, then hits in 10,000 words. The goal is 1, 8, 5 and 2.
 GOAL = {"relative": 1, "what": 8, "of-it": 5, "archaic": 2}
 CEILINGS = {
-    "rlctl": {"relative": 1.6, "what": 23, "of-it": 19, "archaic": 6},
+    "rlctl": {"relative": 1.1, "what": 13, "of-it": 11, "archaic": 4},
     "tests": {"relative": 5.8, "what": 176, "of-it": 54, "archaic": 22},
-    # Of 1,900 words: one sentence is 0.7%, one word 5 in 10,000.
-    "recipes": {"relative": 1.7, "what": 11, "of-it": 5, "archaic": 2},
+    "recipes": GOAL,
     **{
         f"rlctl/{folder}": GOAL
         for folder in (
-            *("bench", "data", "generation", "launch", "models", "preflight"),
+            *("bench", "config", "data", "environments", "generation", "grpo", "launch", "models", "preflight"),
             *("refit", "rewards", "run", "sft", "telemetry", "training", "utils", "workers"),
         )
     },

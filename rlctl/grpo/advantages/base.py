@@ -1,4 +1,5 @@
-"""The base of every advantage: the columns that it reads, groups of them, and its way onto the sampled tokens.
+"""The base of every advantage: its input as columns, their groups, and the spread of its result over the sampled
+tokens.
 
 Groups are told apart by task identity, never by equal prompts. Pure numpy; the order of rollouts changes no bit of
 any rollout's advantage, in the ones that rlctl has.
@@ -131,7 +132,7 @@ class ScoredRollouts:
 class GroupedValues:
     """A value of each rollout, sorted by (group, value), so that no sum over a group depends on the rollouts' order.
 
-    What has a value for each group is [groups]; what has one for each rollout is [n], in sorted order.
+    Arrays with a value for each group are [groups]. Arrays with one for each rollout are [n], in sorted order.
     """
 
     # float64 [n].
@@ -151,7 +152,7 @@ class GroupedValues:
 
     @cached_property
     def mean(self) -> Floats:
-        """Mean of each group: in a group of equal values exactly that value, which rounding could miss."""
+        """Mean of each group; in a group of equal values exactly this value, without rounding."""
         first = self.values[self.starts]
         uniform = first == self.values[self.starts + self.sizes - 1]
         mean: Floats = np.where(uniform, first, np.add.reduceat(self.values, self.starts) / self.sizes)

@@ -12,7 +12,7 @@ class GroupMean(Advantage):
     """A_i = r_i - m, with m the mean of the group's rewards (GRPO, arXiv 2402.03300, section 4.1).
 
     normalize_std: A_i / (s + 1e-6), with s the group's sample standard deviation. The paper divides; Dr. GRPO (arXiv
-    2503.20783) shows the bias that this brings, towards tasks that are nearly always or nearly never solved. A uniform
+    2503.20783) shows the bias of this division towards tasks that are nearly always or nearly never solved. A uniform
     group, and a rollout that is alone in its group, get exactly 0.
     """
 

@@ -10,7 +10,8 @@ from rlctl.grpo.advantages.base import EPSILON, Advantage, Floats, ScoredRollout
 
 @dataclass(frozen=True)
 class PassAtK(Advantage):
-    """Mean advantage of the subsets of k rollouts that a rollout is in, each rewarded with 1 if one of it is right.
+    """Mean advantage of the subsets of k rollouts that a rollout is in, each rewarded with 1 if one of its rollouts is
+    right.
 
     Of n rollouts w are wrong. A subset fails with probability f = C(w, k) / C(n, k), and one that has a certain wrong
     rollout with f' = C(w - 1, k - 1) / C(n - 1, k - 1). With s = sqrt(f (1 - f)):

@@ -1,4 +1,4 @@
-"""A user's advantage tried on made-up rewards before a run starts, for what would end the run in its first step."""
+"""A user's advantage tried on made-up rewards before a run starts, to find errors that would end the first step."""
 
 from collections.abc import Iterable
 
@@ -39,7 +39,7 @@ def try_advantage(config: GrpoConfig) -> tuple[str, bool]:
         with np.errstate(all="ignore"):
             advantage = make_advantage(config)
             token_advantages(advantage, _made_up(config, advantage.columns))
-    except Exception as error:  # whatever a user's class does
+    except Exception as error:  # any error of a user's class
         if isinstance(error, AdvantageShapeError) or looks_like_bug(str(error)):
             raise UnusableAdvantageError(f"{_WHAT.format(name)}: {error}") from error
         return ("", False) if config.has_turns else (f"{_WHAT.format(name)}: {error}", True)
@@ -51,7 +51,7 @@ def try_advantage(config: GrpoConfig) -> tuple[str, bool]:
 def _made_up(config: GrpoConfig, columns: Iterable[str]) -> ScoredRollouts:
     """Return a group of both rewards, and one of equal ones unless the config filters such groups.
 
-    columns: names of those that the advantage reads.
+    columns: names of the columns that the advantage reads.
     """
     size = config.grpo.num_generations_per_prompt
     groups = 1 if config.grpo.dynamic_sampling.filter else 2

@@ -1,7 +1,7 @@
-"""The frame of every policy loss: what it reads, its importance weight, KL and entropy terms, mean and metrics.
+"""The frame of every policy loss: its inputs, importance weight, KL and entropy terms, mean and metrics.
 
-A loss is a frozen dataclass with one method of its own, `PolicyLoss.policy`, which reads as its paper's formula. It
-keeps the contract of `training.interface.Loss`: picklable, and a sum that does not depend on how samples were packed.
+A loss is a frozen dataclass that adds one method, `PolicyLoss.policy`, which reads as its paper's formula. It keeps the
+contract of `training.interface.Loss`: picklable, and a sum that does not depend on how samples were packed.
 
 Symbols of a token, given those before it: pi the policy, mu the generator, q the old policy, ref the reference, A the
 advantage. Ratio r = pi / q. rho = q / mu. Exponents are held within +-20; a NaN is not hidden.
@@ -42,7 +42,7 @@ class PolicyTokens:
 
     batch: TokenBatch
     proximal: Proximal
-    # age_decay to the power of the token's age: what a bound's distance from 1 is multiplied by.
+    # age_decay to the power of the token's age: the factor of a bound's distance from 1.
     shrink: Tensor | float = 1.0
 
     @property
@@ -101,9 +101,9 @@ class PolicyTokens:
 
 @dataclass(frozen=True)
 class PolicyTerm:
-    """The policy term of each token, [T], and what is measured of it."""
+    """The policy term of each token, [T], and its metrics."""
 
-    # With gradient: what is minimised, before the importance weight.
+    # With gradient: the quantity to minimise, before the importance weight.
     value: Tensor
     # bool: tokens that a lower and an upper bound hold; None: the loss has no bounds.
     low: Tensor | None = None
@@ -128,13 +128,13 @@ class PolicyLoss(ABC):
       is truncated, exactly grad KL(pi || ref) of a token given those before it, k3 with the smaller variance; k2 gives
       x^2 / 2 - x, the gradient of E_pi[k2], KL's only while pi is near ref. Without the weight k1 would have gradient 0
       in expectation and k3 that of KL(ref || pi) (arXiv 2506.09477). A token's effect on the KL of later ones is left
-      out, as in all of these.
+      out, as in each of these papers.
     - entropy: of the policy at that token (A3C, arXiv 1602.01783).
     - a token a steps old is held to bounds that are tighter by age_decay^a: the distance from 1 of the ratio's bounds,
       importance_cap - 1.
     """
 
-    # Names of `preflight.columns.COLUMNS` that `policy` reads, whatever the fields below are.
+    # Names of `preflight.columns.COLUMNS` that `policy` reads at any value of the fields below.
     columns: ClassVar[tuple[str, ...]] = ()
     # True: `policy` reads `rollout_mean` or `rollout_lengths`.
     whole_rollouts: ClassVar[bool] = False
@@ -270,7 +270,7 @@ class PolicyLoss(ABC):
         return weight, metrics
 
     def _mismatch(self, tokens: PolicyTokens) -> dict[str, Tensor]:
-        """Return the gap between policy and generator at each token, where no pass of its own measures it.
+        """Return the gap between policy and generator at each token, where no separate pass measures it.
 
         In the first update of a step the policy is the one that sampled, so it is the gap between the two engines, at
         no further pass. Names and formulas are those of logprob_mismatch.py.

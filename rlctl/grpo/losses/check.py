@@ -1,6 +1,6 @@
 """Checks that a loss keeps its contract, on made-up rollouts in float64: `rlctl loss check`, and rlctl's own tests.
 
-Each check returns what is wrong, in one line with the numbers and the remedy, or None.
+Each check returns the problem in one line, with the numbers and the remedy, or None.
 """
 
 import math
@@ -23,10 +23,10 @@ from rlctl.training.interface import LossOutput, TokenBatch, Totals
 from rlctl.training.micro_batching import rollout_index
 from rlctl.utils.user_code import defined_at, error_text, raised_at
 
-# Log-probs that a sample may have, in the order in which they are drawn.
+# Possible log-probs of a sample, in drawing order.
 _LOG_PROBS = [ROLLOUT_LOG_PROB.name, *reversed(computed(COLUMNS))]
 _TOLERANCE = 1e-9
-# MadeUpRow lengths of each rollout, the smallest first: what fails there is the counterexample that is shown.
+# MadeUpRow lengths of each rollout. The smallest come first, so that the counterexample shown is small.
 _SHAPES = [[[2], [3]], [[3], [3], [2]], [[5], [2], [9], [4]], [[7], [7], [3], [12], [2], [6]]]
 _SPLIT_SHAPES = [[[2, 2], [3]], [[3, 2], [4], [2, 6, 3]]]
 
@@ -50,7 +50,7 @@ class CheckResult:
     """One property of a loss."""
 
     what: str
-    # What is wrong and what to do; None if the property holds.
+    # The problem and its remedy; None if the property holds.
     problem: str | None
 
 
@@ -111,7 +111,7 @@ def totals_of(rows: Sequence[MadeUpRow]) -> Totals:
 
 
 def outcome(loss: PolicyLoss, micro_batches: Sequence[Sequence[MadeUpRow]], rows: Sequence[MadeUpRow]) -> Outcome:
-    """Return the update that micro-batches make together. rows: all of them, in the order of the gradients."""
+    """Return the update that micro-batches make together. rows: of all micro-batches, in the order of the gradients."""
     outputs = [loss(pack_rows(batch)) for batch in micro_batches if batch]
     divisor = loss.normalizer(totals_of(rows)) or 1
     total = torch.stack([output.loss for output in outputs]).sum() / divisor
@@ -132,7 +132,7 @@ def read_means(outputs: Sequence[LossOutput]) -> dict[str, float]:
 
 
 def difference(one: Outcome, other: Outcome) -> str | None:
-    """Return what differs between two outcomes, with its numbers; None if nothing does beyond rounding."""
+    """Return the differences between two outcomes, with their numbers; None if there is only rounding."""
     if not _close(one.loss, other.loss):
         return f"the loss is {one.loss:.6g} and {other.loss:.6g}"
     for mine, theirs in zip(one.gradients, other.gradients):

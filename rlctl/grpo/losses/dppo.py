@@ -13,8 +13,8 @@ class DppoLoss(PolicyLoss):
     DPPO with the binary total variation: Qi et al., "Rethinking the Trust Region in LLM Reinforcement Learning", arXiv
     2602.04879; the mean over the update's tokens. A token is left out when A pulls it further out of the region: A > 0
     and pi - q > mask_high, or A < 0 and pi - q < -mask_low. Improbable tokens may change by large ratios, probable ones
-    by no large probability. The penalty, which keeps the policy near the one that sampled, is prime-rl's (kl_tau); it
-    has a gradient at tokens that are left out, too. With proximal rollout q is mu, as in the paper.
+    by no large probability. The penalty, prime-rl's kl_tau, keeps the policy near the generator's; it has a gradient at
+    tokens that are left out, too. With proximal rollout q is mu, as in the paper.
     """
 
     mask_low: float

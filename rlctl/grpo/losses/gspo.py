@@ -17,7 +17,7 @@ class GspoLoss(ClippedLoss):
     otherwise. The gradient is s times the mean of grad log pi over the rollout's tokens.
 
     `level` token is GSPO-token (equations 13 and 14): a token's own s_t = sg(s) pi / sg(pi) has the value of s and the
-    gradient of its own log pi. It is the same update unless advantages, weights or ages differ within a rollout.
+    gradient of the token's log pi. It is the same update unless advantages, weights or ages differ within a rollout.
 
     The importance weight and the KL term are those of every loss, token by token; so is age_decay, which tightens the
     bounds of a rollout's older tokens. The ratio/* metrics are of s.

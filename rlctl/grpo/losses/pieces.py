@@ -32,7 +32,7 @@ def clip_ratio(
 
 
 def bound_by(ratio: Tensor, bounded: Tensor, advantage: Tensor) -> tuple[Tensor, Tensor]:
-    """Return bool [T], twice: tokens that a lower bound holds, and those that an upper one holds, where A is not 0."""
+    """Return bool [T], twice: tokens held by a lower bound, and tokens held by an upper bound, where A is not 0."""
     moves = advantage != 0
     return (ratio < bounded) & moves, (ratio > bounded) & moves
 
@@ -59,7 +59,7 @@ def kl_term(weight: Tensor, estimate: Tensor, most: float | None) -> Tensor:
     """Return weight * estimate, with the weight at most `most` and the product within +-`most`.
 
     A bound that binds leaves no gradient: verl and NeMo-RL bound the estimate at 10 that way. Bounding the product
-    keeps the gradient's sign, which a bounded estimate loses under a weight that has a gradient of its own.
+    keeps the gradient's sign. A bounded estimate would lose it, since the weight has a gradient too.
     """
     if most is None:
         return weight * estimate

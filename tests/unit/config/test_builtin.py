@@ -75,4 +75,4 @@ def test_defaults_obey_the_limits_of_the_schema(kind: str) -> None:
 
 
 def test_shipped_files_are_found_by_name_from_anywhere() -> None:
-    assert find("grpo", beside=RECIPES.parent / "tests") == CONFIGS / "grpo.yaml"
+    assert find("grpo", near=RECIPES.parent / "tests") == CONFIGS / "grpo.yaml"
