@@ -20,6 +20,7 @@ from rlctl.models.packed_attention import NAME, refuse_keywords, register
 from rlctl.models.state_layers import FUNCTIONS
 
 _TOKENS = 4
+_EXPERTS = "rlctl_observed"
 # Keys of config.json that hold a rate of dropout, of layers left out, or of noise.
 _DROPS = re.compile(r"dropout|pdrop$|layerdrop|drop_(path_)?rate$|jitter(_noise|_eps)?$")
 # Mamba-1's module-level function.
@@ -37,13 +38,17 @@ def observe(config: Any) -> LayerKinds:
     attention does not honour, or has unknown mathematics between head and logits.
     """
     from transformers import AutoModelForCausalLM
+    from transformers.integrations.moe import ExpertsInterface
 
     config = copy.deepcopy(config)
     dropout = without_dropout(config)
-    # Grouped matrix products have no meta form in float32.
+    # Grouped matrix products have no meta form for every dtype and width.
+    ExpertsInterface.register(_EXPERTS, lambda experts, hidden, *_: torch.empty_like(hidden))
     with torch.device("meta"):
         try:
-            lm = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=register())
+            lm = AutoModelForCausalLM.from_config(
+                config, dtype=torch.bfloat16, attn_implementation=register(), experts_implementation=_EXPERTS
+            )
         except KeyError as error:
             raise ValueError(f"{config.model_type} does not let others compute its attention") from error
         record = _Record()

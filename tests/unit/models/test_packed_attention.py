@@ -145,8 +145,7 @@ def test_a_sequence_does_not_see_its_neighbours() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("kv_heads", [4, 2])
-@pytest.mark.parametrize("v_dim", [64, 40])
+@pytest.mark.parametrize(("kv_heads", "v_dim"), [(4, 64), (2, 40)])
 def test_the_gpu_kernels_agree_with_the_exact_form(kv_heads: int, kind: str, v_dim: int) -> None:
     lengths = [3, 130, 1, 64]
     tensors, keywords = drawn(lengths, kv_heads, kind, dim=64, v_dim=v_dim)
