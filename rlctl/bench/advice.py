@@ -17,10 +17,9 @@ from rlctl.bench.simulation import Costs, Setup, SimulatedMachine, SimulatedRow,
 from rlctl.bench.workload import PROMPT_WORDS, make_prompts, model_folder, model_problems
 from rlctl.config.builtin import RECIPES
 from rlctl.config.errors import Problem
-from rlctl.config.schema import GrpoConfig
 from rlctl.models.model_sizes import sizes_of
 from rlctl.preflight.load import load
-from rlctl.preflight.resolved import device_of
+from rlctl.preflight.machine import device_of
 from rlctl.utils.devices import device_memory
 
 # Largest bound on age that is tried. Age costs learning, so a gain beyond this bound is not wanted.
@@ -75,9 +74,8 @@ class AdviceBench(Bench):
         model = model_folder(self.work.model, folder)
         # A simulation has no use for the model's own tokenizer.
         whose = [f"model.path={model}", "model.random_init=true", f"model.tokenizer={RECIPES / 'tiny/qwen3-tiny'}"]
-        config = load("grpo", None, [*self.work.settings("colocated", folder), *whose]).config
+        config = load("grpo", None, [*self.work.settings("colocated", folder), *whose]).settled.config
         costs = self.costs or measure_costs(self.work, folder, say)
-        assert isinstance(config, GrpoConfig)
         gpus = self.gpus if self.costs else self.work.gpus
         machine = SimulatedMachine(device_of(gpus), sizes_of(str(model)), device_memory())
 

@@ -91,9 +91,7 @@ class AlgorithmBench(Bench):
 
     def config_of(self, name: str, folder: Path) -> GrpoConfig:
         """Return the config of an algorithm's runs. Raises ConfigError."""
-        config = load("grpo", *self._recipe(name, folder)).config
-        assert isinstance(config, GrpoConfig)
-        return config
+        return load("grpo", *self._recipe(name, folder)).settled.config
 
     def _recipe(self, name: str, folder: Path) -> tuple[str, list[str]]:
         """Write a recipe that puts the algorithm over the bench's recipe; return (recipe, overrides) of its runs."""

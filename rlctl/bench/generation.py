@@ -26,7 +26,7 @@ from rlctl.bench.steps import in_process
 from rlctl.bench.turn_lengths import TurnLengths
 from rlctl.bench.workload import (
     PROMPT_WORDS,
-    grpo_config,
+    grpo_run,
     longest,
     make_random_model,
     model_problems,
@@ -34,12 +34,12 @@ from rlctl.bench.workload import (
     shape_folder,
 )
 from rlctl.config.errors import Problem
-from rlctl.config.schema import GrpoConfig
 from rlctl.dashboard.formats import count
 from rlctl.data.tasks import Task
-from rlctl.models.model_sizes import ModelSizes, read_sizes
+from rlctl.models.model_sizes import sizes_of
+from rlctl.preflight.machine import RunMachine, device_of
 from rlctl.preflight.memory import refit_bytes, token_bytes
-from rlctl.preflight.resolved import Device, Resolved
+from rlctl.preflight.settled import SettledGrpo, settle
 from rlctl.rollout.types import Sampling
 from rlctl.utils.devices import count_gpus
 
@@ -117,10 +117,12 @@ class GenerationBench(Bench):
 
         shape, logs, warnings = shape_folder(self.model, folder), folder / "logs", list[str]()
         # Mistakes are reported before weights are made, which takes minutes.
-        config = self._write_config(shape, folder)
+        written = self._write_config(shape, folder)
         say(f"random weights in the shape of {self.model}")
         make_random_model(shape, folder)
+        config = written.config
         config = replace(config, model=replace(config.model, path=str(folder / "model"), random_init=False))
+        settled = settle(config, RunMachine(device_of(count_gpus())), sizes_of(str(shape)))
         files, chat = ModelFiles.find(config.model, folder, 0), load_chat(config, str(shape))
         prompts = _prompts(chat)
 
@@ -136,24 +138,24 @@ class GenerationBench(Bench):
             # Environments before Ray, which has threads: their processes are forked.
             with environment_pool(config, logs, emit) as environments, ExitStack() as stack:
                 setup = set_up(config, environments, chat, next(prompts))
-                dispatcher = stack.enter_context(engines(config, files, (), 0, logs, emit))
+                dispatcher = stack.enter_context(engines(settled, files, (), 0, logs, emit))
                 rows = []
                 for turns in self.turns:
-                    played, own = environments if turns > 1 else None, _in_turns(config, turns)
+                    played, own = environments if turns > 1 else None, _in_turns(settled, turns)
                     lengths = TurnLengths(dispatcher, turns, self.spread, self.tokens)
-                    rows.append((lengths, make_runner(own, files, chat, lengths, played, setup)))
+                    rows.append((lengths, make_runner(own, chat, lengths, played, setup, trains=False)))
                     stack.callback(rows[-1][1].close)
                 rounds, interrupted = until_interrupted(self._measured(dispatcher, rows, prompts, say))
         except PlacementError as error:
             raise RuntimeError(str(error)) from error
         generation = config.generation
-        row = partial(_row, bench=self, resolved=Resolved(config, _device()), sizes=read_sizes(shape / "config.json"))
+        row = partial(_row, bench=self, settled=settled)
         own_rounds = {turns: [each for each in rounds if each.turns == turns] for turns in self.turns}
         found = [row(turns, own, speed) for turns, own in own_rounds.items() if own]
         devices = generation.num_engines * generation.tensor_parallel_size
         return GenerationResults(self.model, self.tokens, self.spread, devices, speed, found, warnings, interrupted)
 
-    def _write_config(self, shape: Path, folder: Path) -> GrpoConfig:
+    def _write_config(self, shape: Path, folder: Path) -> SettledGrpo:
         """Write data and a template; return the config of engines that serve all rows. Raises ConfigError."""
         (folder / "train.jsonl").write_text('{"prompt": "w3", "answer": ""}\n')
         (folder / "chat.jinja").write_text(_TEMPLATE)
@@ -174,7 +176,7 @@ class GenerationBench(Bench):
             f"environment.max_turns={max(self.turns)}",
             f"environment.max_length={self._length}",
         )
-        return grpo_config(settings, self.extra)
+        return grpo_run(settings, self.extra)
 
     def _measured(
         self,
@@ -251,18 +253,18 @@ class GenerationRow:
     driver: float  # CPU seconds of this process a second
 
 
-def _row(
-    turns: int, rounds: list[Round], speed: float, bench: GenerationBench, resolved: Resolved, sizes: ModelSizes
-) -> GenerationRow:
+def _row(turns: int, rounds: list[Round], speed: float, bench: GenerationBench, settled: SettledGrpo) -> GenerationRow:
     """Return the figures of a row. speed: bytes/s that a device reads."""
-    generation, seconds = resolved.grpo.generation, [each.seconds for each in rounds]
+    generation, sizes, seconds = settled.config.generation, settled.facts, [each.seconds for each in rounds]
+    assert sizes
     engines = generation.num_engines
 
     def total(name: str) -> float:
         return sum(each.gain(name) for each in rounds)
 
     at_once, place = total("tokens") / total("steps"), median(each.place for each in rounds)
-    weights = refit_bytes(resolved, sizes) / generation.tensor_parallel_size
+    weights = refit_bytes(sizes, settled.generation_dtype) / generation.tensor_parallel_size
+    per_token = token_bytes(sizes, settled.generation_dtype, generation.tensor_parallel_size)
     return GenerationRow(
         turns=turns,
         rollouts=bench.prompts * bench.generations,
@@ -273,7 +275,7 @@ def _row(
         prefix=total("cached_tokens") / max(1.0, total("prompt_tokens")),
         at_once=at_once,
         step=total("busy") / total("steps"),
-        floor=(weights + at_once * place * token_bytes(resolved, sizes)) / speed,
+        floor=(weights + at_once * place * per_token) / speed,
         idle=1 - total("busy") / (engines * sum(seconds)),
         driver=sum(each.cpu for each in rounds) / sum(seconds),
     )
@@ -305,12 +307,9 @@ def _prompts(chat: "Chat") -> Iterator[Task]:
         yield Task(f"r{number}", prompt.tokens, prompt.text, None, {"prompt": text}, messages=messages)
 
 
-def _in_turns(config: GrpoConfig, turns: int) -> GrpoConfig:
-    return replace(config, environment=replace(config.environment, max_turns=turns))
-
-
-def _device() -> Device:
-    return "cuda" if count_gpus() else "cpu"
+def _in_turns(settled: SettledGrpo, turns: int) -> SettledGrpo:
+    environment = replace(settled.config.environment, max_turns=turns)
+    return replace(settled, config=replace(settled.config, environment=environment))
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,9 @@ from rlctl.bench.frame import Bench, Cells, Line, Results, ResultTable, Say, wor
 from rlctl.bench.steps import in_process, random_batch, seconds_of
 from rlctl.bench.workload import longest, make_random_model, model_problems, shape_folder
 from rlctl.config.errors import ConfigError, Problem
-from rlctl.config.fields import stated
-from rlctl.config.schema import TrainerSection
 from rlctl.preflight.load import load
-from rlctl.preflight.resolved import Device, Resolved
-from rlctl.preflight.tuning import tune
+from rlctl.preflight.machine import RunMachine
+from rlctl.preflight.settings import TrainerSettings
 
 _COPY, _ROUNDS = 1 << 30, 5
 LEFT, MOVED, HOST, OVERLAPPED = "left", "moved", "on the host", "on the host, overlapped"
@@ -45,12 +43,11 @@ class OffloadBench(Bench):
     device: str  # as torch names it
 
     @cached_property
-    def section(self) -> TrainerSection:
-        """Trainer section with the settings, its dtype resolved. Raises ConfigError."""
-        config = load("sft", None, [f"trainer.backend={self.backend}", "trainer.compile=false", *self.settings]).config
-        device: Device = "cpu" if self.device == "cpu" else "cuda"
-        config = tune(config, device, None, None).config
-        return replace(config.trainer, dtype=Resolved(config, device).dtype)
+    def section(self) -> TrainerSettings:
+        """Trainer section with the settings, and a value for each `auto`. Raises ConfigError."""
+        settings = [f"trainer.backend={self.backend}", "trainer.compile=false", *self.settings]
+        run = load("sft", None, settings).settled
+        return run.on(RunMachine("cpu" if self.device == "cpu" else "cuda"), None).trainer
 
     @property
     def places(self) -> list[str]:
@@ -64,7 +61,7 @@ class OffloadBench(Bench):
         if problems := [*problems, *model_problems(self.model)]:
             return problems
         try:
-            most = min(longest(self.model), stated(self.section.micro_batch_tokens))
+            most = min(longest(self.model), self.section.micro_batch_tokens)
         except ConfigError as error:
             return error.problems
         what = f"{self.tokens}: the model, or a pass, holds {most} at most"
@@ -262,7 +259,7 @@ def measure_steps(bench: OffloadBench, place: str, folder: Path) -> StepRow:
     )
     before = process_memory(torch.device("cpu"))["host_rss"]
     trainer = TrainerWorker(TrainerSpec(section, model, model, 0, 1, meeting, bench.device, 1.0, count, 0, None, {}))
-    share = random_batch(folder / "model", bench.tokens, bench.batch, stated(bench.section.micro_batch_tokens))
+    share = random_batch(folder / "model", bench.tokens, bench.batch, bench.section.micro_batch_tokens)
     totals = Totals((bench.tokens - 1) * bench.batch, bench.batch, bench.batch)
     seconds, peaks, losses = [], [], []
     for _ in range(count):

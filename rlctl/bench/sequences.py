@@ -6,7 +6,7 @@ tokens of a step hold, at least one.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -14,15 +14,13 @@ from typing import Any
 from rlctl.bench.charts import Bar, BarChart
 from rlctl.bench.frame import Bench, Cells, Line, Results, ResultTable, Say, until_interrupted
 from rlctl.bench.steps import in_process, random_batch, seconds_of
-from rlctl.bench.workload import grpo_config, longest, make_random_model, model_problems, shape_folder
+from rlctl.bench.workload import grpo_run, longest, make_random_model, model_problems, shape_folder
 from rlctl.config.errors import ConfigError, Problem
-from rlctl.config.fields import stated
-from rlctl.config.schema import GrpoConfig
 from rlctl.dashboard.formats import count
 from rlctl.models.model_sizes import read_sizes
+from rlctl.preflight.machine import RunMachine
 from rlctl.preflight.memory import trainer_bytes
-from rlctl.preflight.resolved import Device, Resolved
-from rlctl.preflight.tuning import tune
+from rlctl.preflight.settled import SettledGrpo
 from rlctl.telemetry.throughput import flops_per_token, mfu
 from rlctl.utils.devices import device_memory
 
@@ -85,21 +83,19 @@ class SequencesBench(Bench):
             raise RuntimeError("; ".join(failed))
         return SequencesResults(self.model, self.tokens, rows, failed, interrupted)
 
-    def _write_plan(self, shape: Path, length: int) -> GrpoConfig:
-        """Write data; return the config of a run with sequences of that length, settled. Raises ConfigError."""
+    def _write_plan(self, shape: Path, length: int) -> SettledGrpo:
+        """Write data; return a run with sequences of that length, settled for the device. Raises ConfigError."""
         (shape / "train.jsonl").write_text('{"prompt": "w3", "answer": ""}\n')
         lengths = (f"data.max_prompt_length={_PROMPT}", f"generation.max_new_tokens={length - _PROMPT}")
         data = (f"data.train.path={shape / 'train.jsonl'}", "data.train.prompt_key=prompt", "rewards=[{name: exact}]")
         # The tiny recipe's rate would move a model so far in a few steps that clipping leaves hardly any gradient.
         model = (f"model.path={shape}", "model.random_init=true", "trainer.optimizer.lr=1.0e-6")
-        config = grpo_config([*model, *data, *lengths], self.extra)
-        device: Device = "cpu" if self.device == "cpu" else "cuda"
-        tuned = tune(config, device, read_sizes(shape / "config.json"), device_memory()).config
-        assert isinstance(tuned, GrpoConfig)
-        if length > stated(tuned.trainer.micro_batch_tokens):
-            what = f"{tuned.trainer.micro_batch_tokens}: sequences of {length} tokens (--lengths) do not fit a pass"
+        machine = RunMachine("cpu" if self.device == "cpu" else "cuda", device_memory())
+        settled = grpo_run([*model, *data, *lengths], self.extra).on(machine, read_sizes(shape / "config.json"))
+        if length > settled.trainer.micro_batch_tokens:
+            what = f"{settled.trainer.micro_batch_tokens}: sequences of {length} tokens (--lengths) do not fit a pass"
             raise ConfigError([Problem("trainer.micro_batch_tokens", "", what)])
-        return tuned
+        return settled
 
 
 @dataclass(frozen=True)
@@ -119,7 +115,7 @@ class SequenceRow:
     losses: list[float]  # of each step
 
 
-def measure_steps(bench: SequencesBench, config: GrpoConfig, length: int, folder: Path) -> SequenceRow:
+def measure_steps(bench: SequencesBench, settled: SettledGrpo, length: int, folder: Path) -> SequenceRow:
     """Time GRPO updates of a one-rank trainer in this process; the first one compiles and is not counted."""
     import torch
 
@@ -132,13 +128,12 @@ def measure_steps(bench: SequencesBench, config: GrpoConfig, length: int, folder
     model, batch, cpu = folder / "model", max(1, bench.tokens // length), bench.device == "cpu"
     if not cpu:
         keep_code(engine=False)
-    resolved = Resolved(config, "cpu" if cpu else "cuda")
-    section, loss = replace(config.trainer, dtype=resolved.dtype), make_loss(config)
+    section, loss = settled.trainer, make_loss(settled)
     meeting = f"file://{folder / f'{length}.meeting'}"
     spec = TrainerSpec(section, str(model), str(model), 0, 1, meeting, bench.device, 1.0, 1 + bench.steps, 0, None, {})
     trainer = TrainerWorker(spec)
     columns = ("advantage", "rollout_log_prob", "proximal_log_prob", "reference_log_prob")
-    share = random_batch(model, length, batch, stated(section.micro_batch_tokens), columns)
+    share = random_batch(model, length, batch, section.micro_batch_tokens, columns)
     totals = Totals((length - 1) * batch, batch, batch)
     seconds, losses = [], []
     for step in range(1 + bench.steps):
@@ -151,14 +146,14 @@ def measure_steps(bench: SequencesBench, config: GrpoConfig, length: int, folder
     return SequenceRow(
         length=length,
         sequences=batch,
-        pack=stated(section.micro_batch_tokens),
-        recompute=stated(section.activation_checkpointing),
+        pack=section.micro_batch_tokens,
+        recompute=section.activation_checkpointing,
         step=median(seconds[1:]),
         first=seconds[0],
         rate=rate,
         mfu=mfu(rate, flops, facts["device_name"]),
         peak=trainer.memory()["device_peak"],
-        forecast=sum(trainer_bytes(resolved, sizes).values()),
+        forecast=sum(trainer_bytes(section, sizes, settled.device, settled.frozen_roles).values()),
         losses=losses,
     )
 

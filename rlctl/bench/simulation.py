@@ -13,7 +13,6 @@ from typing import Any, Literal, cast
 
 from rlctl.bench.simulated_engine import DecodeCost, SimulatedEngine, SimulatedPool, SimulatedWorker, VirtualClock
 from rlctl.bench.virtual_events import VirtualEvents
-from rlctl.config.fields import stated
 from rlctl.config.schema import GrpoConfig
 from rlctl.data.cursor import Cursor, TaskSource
 from rlctl.data.tasks import Task
@@ -22,8 +21,8 @@ from rlctl.generation.requests import RolloutId
 from rlctl.generation.spec import ForcedLengths
 from rlctl.grpo.metrics import TRAINER_PHASES, EngineInterval, age_metrics, generator_metrics
 from rlctl.models.model_sizes import ModelSizes
-from rlctl.preflight.resolved import Device, Resolved
-from rlctl.preflight.tuning import tune
+from rlctl.preflight.machine import Device, RunMachine
+from rlctl.preflight.settled import settle
 from rlctl.rollout.buffer import RolloutBuffer
 from rlctl.rollout.dispatcher import RolloutDispatcher
 from rlctl.rollout.players.single_turn import SingleTurnPlayer
@@ -99,7 +98,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class SimulatedMachine:
-    """Devices that are simulated, as far as `tune` looks at them."""
+    """Devices that are simulated, as far as `settle` looks at them."""
 
     device: Device
     # Of the model; None: not known.
@@ -183,27 +182,28 @@ class SimulatedRun:
     def __init__(
         self, config: GrpoConfig, setup: Setup, costs: Costs, machine: SimulatedMachine, prompt: int, steps: int
     ) -> None:
-        tuned = tune(setup.apply(config, steps), machine.device, machine.sizes, machine.memory).config
-        assert isinstance(tuned, GrpoConfig) and tuned.generation.forced_lengths
-        self.config, self._setup, self._costs = tuned, setup, costs
-        self._streams = Resolved(tuned).streams_training
-        self._drains = tuned.async_.enabled and not tuned.async_.in_flight_weight_updates
+        settled = settle(setup.apply(config, steps), RunMachine(machine.device, machine.memory), machine.sizes)
+        own, given = settled.config, settled.config.generation.forced_lengths
+        assert given
+        self._settled, self.config, self._setup, self._costs = settled, own, setup, costs
+        self._streams = settled.streams_training
+        self._drains = own.async_.enabled and not own.async_.in_flight_weight_updates
         self.version = 0
         self._clock = VirtualClock(self._next)
         # Number of looks of the threads in a row with nothing pending.
         self._looks = 0
-        lengths, most = ForcedLengths(*tuned.generation.forced_lengths), stated(tuned.generation.max_num_seqs)
+        lengths, most = ForcedLengths(*given), settled.generation.max_num_seqs
         self._engines = [
-            SimulatedEngine(costs.decode, most, lengths, self._clock.now) for _ in range(tuned.generation.num_engines)
+            SimulatedEngine(costs.decode, most, lengths, self._clock.now) for _ in range(own.generation.num_engines)
         ]
         workers = [SimulatedWorker(f"engine-{index}", engine) for index, engine in enumerate(self._engines)]
         self._pool = SimulatedPool(workers, most)
-        self._dispatcher = RolloutDispatcher(cast(GeneratorPool, self._pool), tuned.run, _nothing, self._clock)
-        rows = [Task(f"r{index}", [0] * prompt, "", None) for index in range(64 * tuned.grpo.num_prompts_per_step)]
+        self._dispatcher = RolloutDispatcher(cast(GeneratorPool, self._pool), own.run, _nothing, self._clock)
+        rows = [Task(f"r{index}", [0] * prompt, "", None) for index in range(64 * own.grpo.num_prompts_per_step)]
         self._events = VirtualEvents(self._clock)
         self._buffer = RolloutBuffer(
-            tuned,
-            TaskSource(rows, Cursor(len(rows), tuned.run.seed, tuned.data.shuffle)),
+            own,
+            TaskSource(rows, Cursor(len(rows), own.run.seed, own.data.shuffle)),
             self._dispatcher,
             _LateRunner(self._dispatcher, costs.reward, self._events),
             list,
@@ -216,7 +216,7 @@ class SimulatedRun:
         self._stats, self._times, step = self._dispatcher.stats(), StepClock(self._clock.now), SimulatedStep()
         self._buffer.admit(self.version)
         self._pass(self._costs.driver)
-        worthwhile = worthwhile_tokens(self.config.trainer)
+        worthwhile = worthwhile_tokens(self._settled.trainer)
         while self._streams and (part := self._buffer.take_part(self.version, worthwhile, self._waiting)):
             self._train(part, step)
         self._train(self._buffer.take(self.version, self._waiting), step)
@@ -242,7 +242,7 @@ class SimulatedRun:
     def _record(self, step: SimulatedStep) -> None:
         step.times = self._times.finish()
         interval = EngineInterval(self._stats, self._dispatcher.stats(), self._setup.engines)
-        bound = Resolved(self.config).max_age
+        bound = self.config.async_.max_age
         step.metrics = generator_metrics(interval) | age_metrics(step.groups, self.version, {}, bound)
 
     def _waiting(self, why: str) -> AbstractContextManager[None]:

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.config.errors import ConfigError, Problem, did_you_mean
-from rlctl.config.schema import GrpoConfig
 from rlctl.models.architectures import ARCHITECTURES
 from rlctl.preflight.load import load
+from rlctl.preflight.settled import SettledGrpo
 
 _QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "head_dim": 128}
 
@@ -142,18 +142,16 @@ def _write(folder: Path, rows: list[dict[str, str]]) -> None:
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def grpo_config(settings: Sequence[str], given: Sequence[str]) -> GrpoConfig:
-    """Return the config of a GRPO run. given: overrides of `--set`, which the user has seen.
+def grpo_run(settings: Sequence[str], given: Sequence[str]) -> SettledGrpo:
+    """Return a GRPO run, for a machine that is not known. given: overrides of `--set`, which the user has seen.
 
     Raises ConfigError, where the user's overrides are named as they were given.
     """
     try:
-        config = load("grpo", None, [*settings, *given]).config
+        return load("grpo", None, [*settings, *given]).settled
     except ConfigError as error:
         problems = (replace(each, where=re.sub(r"^override \d+: ", "--set ", each.where)) for each in error.problems)
         raise ConfigError(problems) from None
-    assert isinstance(config, GrpoConfig)
-    return config
 
 
 def random_words(rng: random.Random, count: int) -> str:

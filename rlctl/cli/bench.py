@@ -69,7 +69,7 @@ def refit(
 
     problems: list[Problem] = []
     gpus = count_gpus()
-    defaults = load("grpo", None, []).config.refit  # type: ignore[union-attr]
+    defaults = load("grpo", None, []).settled.config.refit
     usual_modes, usual_checks = ("direct,staged", "sampled") if gpus else ("auto", "all,off")
     words("--master", master, ("float32", "bfloat16"), problems)
     bench = RefitBench(

@@ -13,9 +13,10 @@ if TYPE_CHECKING:
     from rlctl.launch.resume import Resumed
     from rlctl.preflight.load import Composed
     from rlctl.preflight.plan import RunPlan
+    from rlctl.preflight.settled import Settled
 
 
-def show_plan(composed: "Composed", plan: "RunPlan", resumed: "Resumed | None", where: str = "") -> None:
+def show_plan(composed: "Composed[Settled]", plan: "RunPlan", resumed: "Resumed | None", where: str = "") -> None:
     """End a dry run. where: the options that name a cluster; empty on this machine, where the data is too."""
     from rlctl.cli.plan_view import data_rows, format_plan, format_rows
     from rlctl.data.files import files_of
@@ -51,13 +52,13 @@ def show_plan(composed: "Composed", plan: "RunPlan", resumed: "Resumed | None", 
     raise typer.Exit(OK)
 
 
-def refuse(composed: "Composed", why: str | None, key: str = "trainer.num_ranks") -> None:
+def refuse(composed: "Composed[Settled]", why: str | None, key: str = "trainer.num_ranks") -> None:
     """Raise ConfigError if the machine cannot do what `key` asks. why: the reason, None if it can."""
     if why:
         raise ConfigError([Problem(str(composed.origins.get(key, "")), key, why)])
 
 
-def _write(composed: "Composed") -> Path:
+def _write(composed: "Composed[Settled]") -> Path:
     """Write the resolved config next to the run directories, over the same recipe's, and return its path."""
     from rlctl.utils.files import foreign_link, write_whole
 

@@ -13,7 +13,8 @@ from rlctl.cli.output import FAILED, busy, console, examples, explained_weights,
 from rlctl.config.errors import ConfigError, Problem, located
 
 if TYPE_CHECKING:
-    from rlctl.config.schema import DatasetSection, GrpoConfig
+    from rlctl.config.data_schema import DatasetSection
+    from rlctl.config.schema import GrpoConfig
     from rlctl.data.datasets import Row
     from rlctl.evaluation.environment_check import CheckReport, ScriptedEpisode
     from rlctl.evaluation.episodes import PlayedEpisodes

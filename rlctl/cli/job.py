@@ -30,7 +30,7 @@ def main() -> int:
 
     composed = load(None, str(run / CONFIG), [], resume=True)
     runtime = ClusterRuntime("--wait" in flags)
-    return launch(composed.config, composed.to_yaml(), runtime, run, probe_only="--probe" in flags)
+    return launch(composed.settled, composed.to_yaml(), runtime, run, probe_only="--probe" in flags)
 
 
 if __name__ == "__main__":

@@ -29,15 +29,13 @@ def check(
     ] = None,
 ) -> None:
     """Try a loss on made-up rollouts: sign, packing, order, masks, outliers, needs. Exit code 1 if it fails."""
-    from rlctl.config.schema import GrpoConfig
     from rlctl.grpo.losses.base import make_loss
     from rlctl.grpo.losses.check import check_loss
     from rlctl.preflight.load import load
 
     keys = [text if "." in text.partition("=")[0] else f"grpo.loss.{text}" for text in overrides or []]
-    config = load("grpo", None, [f"grpo.loss.name={name}", *keys]).config
-    assert isinstance(config, GrpoConfig)
-    results = check_loss(make_loss(config))
+    settled = load("grpo", None, [f"grpo.loss.name={name}", *keys]).settled
+    results = check_loss(make_loss(settled))
     for each in results:
         say(f"failed  {each.what}: {each.problem}" if each.problem else f"holds   {each.what}")
     if any(each.problem for each in results):

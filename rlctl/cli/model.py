@@ -42,16 +42,16 @@ def check(
     from pathlib import Path
 
     from rlctl.config.builtin import runs_folder
-    from rlctl.evaluation.settings import check_config
+    from rlctl.evaluation.settings import checked_run
     from rlctl.evaluation.target import find_target
 
     found = []
     with explained_weights("interrupted"), tempfile.TemporaryDirectory(prefix="rlctl-model-") as scratch:
-        config, files, placement = check_config(find_target(name, runs_folder()), Path(scratch))
+        run, files, placement = checked_run(find_target(name, runs_folder()), Path(scratch))
         # Torch comes with it, which takes seconds.
         from rlctl.evaluation.model_check import check_model
 
-        for finding in check_model(config, files, placement, engine, Path(scratch)):
+        for finding in check_model(run, files, placement, engine, Path(scratch)):
             found.append(finding)
             if not as_json:
                 _show(finding.subject, finding.text, finding.holds)

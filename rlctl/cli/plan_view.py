@@ -15,7 +15,7 @@ from rlctl.dashboard.tables import figures, make_table, names, texts
 from rlctl.preflight.memory import Memory, PlacedState
 from rlctl.preflight.placement import Placement
 from rlctl.preflight.plan import RunPlan, Schedule
-from rlctl.preflight.tuning import Choice
+from rlctl.preflight.settings import Choice
 
 if TYPE_CHECKING:
     from rlctl.data.ends import EndTokens

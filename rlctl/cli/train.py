@@ -13,12 +13,12 @@ from rlctl.cli.dry_run import refuse, show_plan
 from rlctl.cli.output import FAILED, busy, examples, note, reading, say
 from rlctl.cli.train_there import Where, train_there
 from rlctl.config.errors import ConfigError, Problem
-from rlctl.config.schema import GrpoConfig
 
 if TYPE_CHECKING:
     from rlctl.data.load import RowReader
     from rlctl.launch.resume import Resumed
     from rlctl.preflight.load import Composed
+    from rlctl.preflight.settled import Settled
 
 app = typer.Typer(help="Train a model with GRPO or SFT.", no_args_is_help=True)
 
@@ -116,12 +116,12 @@ def _train(kind: str, arguments: list[str] | None, resume: Path | None, dry_run:
     from rlctl.launch.assembly import launch
 
     resumed_run = resumed.run if resumed else None
-    return launch(composed.config, composed.to_yaml(), runtime, resumed_run, where.probe, reader)
+    return launch(composed.settled, composed.to_yaml(), runtime, resumed_run, where.probe, reader)
 
 
 def load_run(
     kind: str, arguments: list[str] | None, resume: Path | None, away: bool
-) -> "tuple[Composed, Resumed | None]":
+) -> "tuple[Composed[Settled], Resumed | None]":
     """Load the config of a command line, and the run that it continues. away: see `load`. Raises ConfigError."""
     from rlctl.launch.resume import find_resumed, refuse_contradictions
     from rlctl.preflight.load import load
@@ -137,25 +137,28 @@ def load_run(
     return composed, found
 
 
-def _check_here(composed: "Composed", resumed: "Resumed | None", dry_run: bool, elsewhere: bool) -> "RowReader":
+def _check_here(
+    composed: "Composed[Settled]", resumed: "Resumed | None", dry_run: bool, elsewhere: bool
+) -> "RowReader":
     """End the command if nothing is to start: a dry run, too few devices, missing packages, bad rows."""
     from rlctl.data.load import RowReader, part_of
     from rlctl.launch.data_preview import local_chat
     from rlctl.launch.first_row import runs_others_code, try_all, try_environments
-    from rlctl.models.model_sizes import sizes_of
     from rlctl.preflight.engine import engine_rules
-    from rlctl.preflight.machine import read_machine
+    from rlctl.preflight.machine import RunMachine, device_of, read_machine
+    from rlctl.preflight.placement import this_machine
     from rlctl.preflight.plan import make_plan
-    from rlctl.preflight.resolved import Resolved
 
-    config, sampling = composed.config, Resolved(composed.config).sampling
+    config, sampling = composed.config, composed.settled.sampling
     machine = read_machine(Path(config.run.dir).absolute())
     memory = min((gpu.memory for gpu in machine.gpus), default=machine.memory)
-    plan = make_plan(config, sizes_of(config.model.path), len(machine.gpus), memory)
+    settled = composed.settled.on(RunMachine(device_of(len(machine.gpus)), memory), composed.settled.facts)
+    plan = make_plan(settled, this_machine(len(machine.gpus)))
     if dry_run:
-        played = sampling is not None and sampling.has_turns
+        played = sampling is not None and sampling.config.has_turns
         with busy("trying the first row"):
-            tried = try_all(composed, rewards=runs_others_code(sampling), environments=played, fetch=False)
+            others = sampling is not None and runs_others_code(sampling.config)
+            tried = try_all(composed, rewards=others, environments=played, fetch=False)
         show_plan(replace(composed, notes=[*composed.notes, *tried]), plan, resumed)
     if not elsewhere:
         refuse(composed, plan.misplaced or plan.too_large)
@@ -163,7 +166,7 @@ def _check_here(composed: "Composed", resumed: "Resumed | None", dry_run: bool, 
     note(composed.notes)
     needed = ["torch", "transformers", "ray"]
     if sampling:
-        needed += engine_rules(sampling.generation.engine).packages
+        needed += engine_rules(sampling.config.generation.engine).packages
     if absent := [name for name in needed if find_spec(name) is None]:
         extra = "gpu" if plan.placement and plan.placement.device == "cuda" else "cpu"
         mend = f"pip install 'rlctl[{extra}]'; see rlctl doctor"
@@ -172,14 +175,14 @@ def _check_here(composed: "Composed", resumed: "Resumed | None", dry_run: bool, 
     reader = RowReader(config)
     with reading("reading the data"):
         rows = reader.read()
-    if isinstance(config, GrpoConfig):
+    if settled.grpo:
         section, first = config.data.train.of(rows.train[0].source), rows.train[0]
     elif sampling:
         with reading("reading the recipe's data"):
-            part = part_of(sampling, "validation")[0]
+            part = part_of(sampling.config, "validation")[0]
         section, first = part.section, part.rows[0]
-    if sampling and sampling.has_turns and not elsewhere:
+    if sampling and sampling.config.has_turns and not elsewhere:
         with busy("reading the environments"):
-            setup = try_environments(composed, section, first, local_chat(sampling))
+            setup = try_environments(composed, section, first, local_chat(sampling.config))
         note(setup.notes)
     return reader

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rlctl.launch.resume import Resumed
     from rlctl.launch.runtime import Runtime
     from rlctl.preflight.load import Composed
+    from rlctl.preflight.settled import Settled
 
 # The cluster that this very process is a job of.
 HERE = "here"
@@ -57,17 +58,17 @@ class Where:
 
 
 def train_there(
-    where: Where, target: "TargetCluster", composed: "Composed", resumed: "Resumed | None", dry_run: bool
+    where: Where, target: "TargetCluster", composed: "Composed[Settled]", resumed: "Resumed | None", dry_run: bool
 ) -> int:
     """Submit a run, or show its plan; return the exit code: the run's own, if it is watched to its end."""
     from rlctl.cli.dry_run import refuse, show_plan
     from rlctl.cluster.jobs.submit import Submission, submit
     from rlctl.config.builtin import RECIPES
-    from rlctl.models.model_sizes import sizes_of
+    from rlctl.preflight.machine import RunMachine, device_of
     from rlctl.preflight.plan import make_plan
 
-    config = composed.config
-    plan = make_plan(config, sizes_of(config.model.path), target.gpus, target.device_memory, target.free_resources())
+    config, machine = composed.config, RunMachine(device_of(target.gpus), target.device_memory)
+    plan = make_plan(composed.settled.on(machine, composed.settled.facts), target.free_resources())
     if dry_run:
         show_plan(composed, plan, resumed, f" --cluster {target.state.name}")
     short = f"{plan.misplaced}; --wait waits for it" if plan.misplaced and not where.wait else None

@@ -7,11 +7,9 @@ enforces both, `rlctl config show --doc` prints the meaning, and `configs/README
 from collections.abc import Iterator
 from dataclasses import Field, dataclass, field, fields, is_dataclass
 from types import UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 
 from rlctl.utils.plugins import load_object
-
-T = TypeVar("T")
 
 # Largest sensible numbers. A larger one is a slip, and its arithmetic would not end.
 MOST_PROCESSES = 1 << 14
@@ -38,12 +36,6 @@ def spec(doc: str, **limits: Any) -> Any:
 def seconds(doc: str, **limits: Any) -> Any:
     """Return a field of seconds, which waiting functions can take."""
     return spec(doc, **limits, most=MOST_SECONDS)
-
-
-def stated(value: T | Literal["auto"]) -> T:
-    """Return a value of a config in which preflight has replaced every `auto` (`tuning.tune`)."""
-    assert value != "auto", "an auto that nobody has chosen a value for"
-    return value
 
 
 def key_of(name: str) -> str:

@@ -95,6 +95,8 @@ class LossSection:
     recomputes: ClassVar[bool] = False
     # True: the loss has bounds of the ratio.
     clips: ClassVar[bool] = False
+    # Names of `preflight.columns.COLUMNS` that the loss reads, whatever its keys are.
+    columns: ClassVar[tuple[str, ...]] = ()
 
     name: str = spec("The loss.")
     proximal: Literal["auto", "rollout", "recompute"] = spec(
@@ -192,6 +194,11 @@ class AsyncSection:
         "prompt is sampled again, once."
     )
 
+    @property
+    def max_age(self) -> int:
+        """Largest age of a group in steps: 0 in a synchronous run."""
+        return self.max_trajectory_age_steps if self.enabled else 0
+
 
 @dataclass
 class EngineSection:
@@ -211,7 +218,7 @@ class UserEngineSection(EngineSection):
     further: dict[str, Any] = spec("The options of the engine.")
 
 
-@dataclass
+@dataclass(frozen=True)
 class GenerationSection:
     engine: Annotated[EngineSection, Elsewhere("rlctl.preflight.engines.sections:AnyEngineSection")] = spec(
         "The engine that samples, by its `name`, with its own keys."
@@ -269,6 +276,11 @@ class GenerationSection:
         "not at stop tokens. null turns it off.",
         gt=0,
     )
+
+    @property
+    def cuts_distribution(self) -> bool:
+        """True if top_p or top_k cut the distribution, so that engines give larger log-probs than the trainer."""
+        return self.top_p < 1 or self.top_k > 0
 
 
 @dataclass

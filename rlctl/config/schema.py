@@ -6,11 +6,13 @@ A key that is a Python keyword has an underscore behind it here (`async_`), and 
 # ruff: noqa: RUF009  (spec() makes a field, not a default)
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
+from rlctl.config.data_schema import DataSection
 from rlctl.config.environment_schema import EnvironmentSection
 from rlctl.config.fields import MOST_PROCESSES, MOST_SEQUENCES, Elsewhere, seconds, spec
 from rlctl.config.grpo_schema import AsyncSection, GenerationSection, GrpoSection, RefitSection, RewardSection
+from rlctl.config.plugins import needs_answers
 from rlctl.config.telemetry_schema import TelemetrySection
 
 
@@ -53,93 +55,6 @@ class ModelSection:
 
 
 @dataclass
-class DatasetSection:
-    path: str | list[str] | None = spec(
-        "A file (.jsonl, .jsonl.gz, .json, .csv, .parquet), a pattern of file names such as part-*.jsonl, a list of "
-        "both, a folder that save_to_disk wrote, tasks of a library as reasoning_gym:NAME, or a hub data set as "
-        "name[:configuration]. null is no data set.",
-        path="dataset",
-    )
-    split: str = spec(
-        "A split, or a slice of one: train[:90%], train[-10%:], train[10:20]. Files have one split, train."
-    )
-    prompt_key: str = spec(
-        "The column of the prompt: text, or a list of messages. It is used if there is no column of messages. A nested "
-        "column is written with dots: extra.question."
-    )
-    answer_key: str = spec(
-        "The column of the reference answer (GRPO) or the response (SFT): text, or a number, written as 42 or 0.5. "
-        "A nested column is written with dots: reward_model.ground_truth."
-    )
-    messages_key: str = spec(
-        "The column of chat messages, each {role, content}, where content is text or a list of parts of text, or each "
-        "{from, value}, as in ShareGPT's files."
-    )
-    limit: int | None = spec("Use only the first rows, this many. null uses all.", ge=1)
-    args: dict[str, Any] = spec(
-        "Only for tasks of a library: the keys of its data set, of which seed must be set and size is the number of "
-        "rows."
-    )
-
-
-@dataclass
-class SourceSection(DatasetSection):
-    weight: float = spec("The share of this source among all draws, in relation to the other weights.", gt=0, le=1e6)
-
-
-@dataclass
-class TrainDataSection(DatasetSection):
-    sources: dict[str, SourceSection] = spec(
-        "In place of a path: several data sets, each under a name, mixed by weight. A source has the keys of "
-        "data.train, whose values it takes where it has none, and weight (1). It starts over when its rows are used up."
-    )
-
-    @property
-    def paths(self) -> list[str]:
-        """Paths of all sources, or the path."""
-        given = [section.path for section in self.sources.values()] or [self.path]
-        return [each for path in given for each in ([path] if isinstance(path, str) else path or [])]
-
-    def of(self, source: str) -> DatasetSection:
-        """Return the section of a row's source."""
-        return self.sources[source] if source else self
-
-
-@dataclass
-class HeldOutSection(DatasetSection):
-    fraction: float | None = spec(
-        "In place of a path: this share of data.train is held out and not trained on. The content of its prompt "
-        "decides where a row goes, so that it stays there when rows are added, moved or removed.",
-        gt=0,
-        lt=1,
-    )
-
-
-@dataclass
-class DataSection:
-    train: TrainDataSection = spec("The data that the run trains on.")
-    validation: HeldOutSection = spec("The held-out data.")
-    system_prompt: str | None = spec("A system message before every prompt. It needs a chat template.")
-    chat_template: Literal["auto", "none"] | str = spec(
-        "auto is the tokenizer's own template, where it has one. none is plain text. Anything else is a Jinja file.",
-        path="template",
-    )
-    special_tokens: Literal["text", "allow"] = spec(
-        "Control tokens that rows, environments, tools or persons spell. text encodes them as text. allow encodes "
-        "them as control tokens."
-    )
-    max_prompt_length: int | None = spec(
-        "Prompts of more tokens than this are left out of the data set. null leaves out none.", ge=1
-    )
-    shuffle: bool = spec("Draw a new order for each epoch, with run.seed.")
-
-    @property
-    def has_validation(self) -> bool:
-        """True if there is held-out data, in data.validation or split off data.train."""
-        return self.validation.path is not None or self.validation.fraction is not None
-
-
-@dataclass
 class OptimizerSection:
     name: Literal["adamw"] = spec("The optimizer.")
     lr: float = spec("The highest learning rate.", gt=0)
@@ -152,7 +67,7 @@ class OptimizerSection:
     min_lr_ratio: float = spec("The lowest learning rate, as a share of lr.", ge=0, le=1)
 
 
-@dataclass
+@dataclass(frozen=True)
 class TrainerSection:
     backend: Literal["fsdp", "megatron"] = spec("The training backend: torch FSDP2 or Megatron-core.")
     num_ranks: int = spec("The trainer processes, each with one device.", ge=1, most=MOST_PROCESSES)
@@ -333,6 +248,21 @@ class CompiledGraphSection:
     warmup_gbs: int | None = spec("The sequences of the warm-up. null is sft.batch_size.", ge=1, most=MOST_SEQUENCES)
 
 
+class StepShape(NamedTuple):
+    """Sizes of a step of training."""
+
+    # Prompts, or samples of SFT.
+    prompts: int
+    # Rollouts of each prompt.
+    group: int
+    updates: int
+
+    @property
+    def per_update(self) -> int:
+        """Rollouts, or samples, that one optimizer update trains on."""
+        return self.prompts * self.group // self.updates
+
+
 @dataclass
 class GrpoConfig:
     """A whole GRPO run (`rlctl train grpo`)."""
@@ -366,9 +296,48 @@ class GrpoConfig:
     telemetry: TelemetrySection = spec("The display and the records of the run.")
 
     @property
+    def sft(self) -> None:
+        """No section of SFT."""
+        return None
+
+    @property
     def has_turns(self) -> bool:
         """True if an environment or a rollout function plays the rollouts."""
         return self.environment.enabled or self.rollout is not None
+
+    @property
+    def compares_apart(self) -> bool:
+        """True if trainer and engines are compared on tokens sampled for the check (`health.parity_every`).
+
+        A step's own tokens tell the gap where the whole distribution of the newest weights sampled them.
+        """
+        return self.async_.enabled or self.generation.cuts_distribution
+
+    @property
+    def step_shape(self) -> StepShape:
+        """Sizes of a step."""
+        own = self.grpo
+        return StepShape(own.num_prompts_per_step, own.num_generations_per_prompt, own.updates_per_step)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the whole run."""
+        return self.grpo.num_steps
+
+    @property
+    def needs_prompts(self) -> bool:
+        """True if every row has a prompt: an environment may pose the whole task."""
+        return not self.environment.enabled
+
+    @property
+    def needs_answers(self) -> bool:
+        """True if every row has a reference answer."""
+        return needs_answers(self.rewards)
+
+    @property
+    def further_stops(self) -> list[int] | None:
+        """Tokens that end a sampled answer besides the usual ones."""
+        return self.generation.stop_token_ids
 
 
 @dataclass
@@ -397,6 +366,31 @@ class SftConfig:
     checkpoint: CheckpointSection = spec("Checkpoints: when they are saved, and which are kept.")
     health: SftHealthSection = spec("Bounds on the run's health.")
     telemetry: TelemetrySection = spec("The display and the records of the run.")
+
+    @property
+    def step_shape(self) -> StepShape:
+        """Sizes of a step."""
+        return StepShape(self.sft.batch_size, 1, 1)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the whole run."""
+        return self.sft.num_steps
+
+    @property
+    def needs_prompts(self) -> bool:
+        """True: every row has a prompt, or a chat."""
+        return True
+
+    @property
+    def needs_answers(self) -> bool:
+        """True: every row has an answer, or a chat."""
+        return True
+
+    @property
+    def further_stops(self) -> list[int] | None:
+        """None: nothing is sampled."""
+        return None
 
 
 RunConfig = GrpoConfig | SftConfig

@@ -7,7 +7,7 @@ from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from rlctl.config.schema import DataSection
+from rlctl.config.data_schema import DataSection
 from rlctl.data.control_tokens import ControlTokens, SpecialTokens, unmarked
 from rlctl.data.ends import EndTokens, TurnEnd, find_ends, find_turn_end
 from rlctl.data.files import DataError

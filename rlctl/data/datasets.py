@@ -9,9 +9,9 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Protocol
 
+from rlctl.config.data_schema import DatasetSection
 from rlctl.config.errors import first_line
 from rlctl.config.plugins import ROW_GENERATORS
-from rlctl.config.schema import DatasetSection
 from rlctl.data.files import FILE_SUFFIXES, DataError, Read, files_of, is_file_of_rows, read_file
 from rlctl.utils.plugins import load_object
 

@@ -11,8 +11,8 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Literal
 
-from rlctl.config.plugins import needs_answers
-from rlctl.config.schema import DataSection, DatasetSection, GrpoConfig, RunConfig, SftConfig, TrainDataSection
+from rlctl.config.data_schema import DataSection, DatasetSection, TrainDataSection
+from rlctl.config.schema import GrpoConfig, RunConfig, SftConfig
 from rlctl.data.chat import Chat, load_tokenizer, make_chat
 from rlctl.data.datasets import Row, load_rows, shown
 from rlctl.data.ends import EndTokens
@@ -131,13 +131,11 @@ def split_off(rows: list[Row], section: TrainDataSection, fraction: float) -> tu
 def read_rows(config: RunConfig, section: DatasetSection) -> list[Row]:
     """Read and check the rows of `section` (data.train or data.validation). Raises DataError at the first bad one."""
     rows = load_rows(section)
-    sft = isinstance(config, SftConfig)
-    answered = isinstance(config, GrpoConfig) and needs_answers(config.rewards)
-    played = isinstance(config, GrpoConfig) and config.environment.enabled
+    sft, answered = config.sft, config.needs_answers
     # One row a shape of chat that a template may refuse: the first role, the order of the roles, and if all is empty.
     unusual: dict[tuple[object, ...], Row] = {}
     for row in rows:
-        if played:
+        if not config.needs_prompts:
             # The prompt is whole, and put to the template, when an episode begins.
             question(row, section, answered=answered, asked=False)
             continue
@@ -149,8 +147,8 @@ def read_rows(config: RunConfig, section: DatasetSection) -> list[Row]:
     if unusual:
         # A tokenizer takes seconds to load: only these rows are put to its template this early.
         chat, odd = load_chat(config, config.model.path), list(unusual.values())
-        if isinstance(config, SftConfig):
-            tokenize_samples(odd, section, chat, config.sft, None, sys.maxsize)
+        if sft:
+            tokenize_samples(odd, section, chat, sft, None, sys.maxsize)
         else:
             tokenize_prompts(odd, section, chat, None)
     return rows
@@ -164,15 +162,15 @@ def load_chat(config: RunConfig, model: str) -> Chat:
 
 def end_tokens(config: RunConfig, chat: Chat) -> EndTokens:
     """Return the tokens that end an answer, `generation.stop_token_ids` of a GRPO run too. Raises DataError."""
-    further = config.generation.stop_token_ids if isinstance(config, GrpoConfig) else None
+    further = config.further_stops
     return chat.ends if further is None else chat.ends.with_further(further, chat.tokenizer)
 
 
 def load_prompts(
-    config: RunConfig, section: DatasetSection, chat: Chat, rows: list[Row]
+    config: GrpoConfig, section: DatasetSection, chat: Chat, rows: list[Row]
 ) -> tuple[list[Task], LengthReport]:
     """Return the prompts of `section` from its rows. Raises DataError."""
-    if isinstance(config, GrpoConfig) and config.environment.enabled:
+    if config.environment.enabled:
         return read_tasks(rows, section, config.environment.named)
     return tokenize_prompts(rows, section, chat, config.data.max_prompt_length)
 

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from decimal import Decimal
 from typing import Any
 
+from rlctl.config.data_schema import DatasetSection
 from rlctl.config.errors import did_you_mean
-from rlctl.config.schema import DatasetSection
 from rlctl.data.columns import SHAREGPT_ROLES, convention, has_column, value_at
 from rlctl.data.datasets import Row
 from rlctl.data.files import DataError

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rlctl.config.data_schema import DatasetSection
 from rlctl.config.plugins import ENVIRONMENT_COLUMN
-from rlctl.config.schema import DatasetSection, SftSection
+from rlctl.config.schema import SftSection
 from rlctl.data.chat import Chat
 from rlctl.data.datasets import Row, shown
 from rlctl.data.files import DataError

@@ -15,7 +15,9 @@ from rlctl.environments.pool import EnvironmentPool, UnusableEnvironmentError
 from rlctl.evaluation.target import Target
 from rlctl.launch.engines import engines
 from rlctl.models.model_files import ModelFiles
-from rlctl.preflight.resolved import Resolved
+from rlctl.models.model_sizes import sizes_of
+from rlctl.preflight.machine import RunMachine
+from rlctl.preflight.settled import settle
 from rlctl.rollout.episode_setup import format_of_calls, tool_problems
 from rlctl.rollout.players.chat import Talk, TalkEngines, TalkError, TalkLimits, TalkTools, talk_id
 from rlctl.utils.event_loop import EventLoop
@@ -71,7 +73,8 @@ def chat_session(
     chat = load_chat(config, files.folder)
     stops = end_tokens(config, chat).stops
     most, temperature = sampling
-    limits = TalkLimits(most, Resolved(config).max_length(files.max_length), temperature, config.run.seed)
+    settled = settle(config, RunMachine(), sizes_of(files.folder))
+    limits = TalkLimits(most, settled.max_length, temperature, config.run.seed)
     with ExitStack() as stack:
         tools = None
         if environment is not None:
@@ -80,7 +83,7 @@ def chat_session(
                 EnvironmentPool({_KEY: environment}, config.environment.memory_mib, 1, logs, emit)
             )
             tools = _tools(pool, chat, config.environment.tool_format)
-        dispatcher = stack.enter_context(engines(config, files, stops, target.step, logs, emit))
+        dispatcher = stack.enter_context(engines(settled, files, stops, target.step, logs, emit))
         events = tools.pool.events if tools else EventLoop("rollouts")
         stack.callback(events.close)
         yield ChatSession(chat, dispatcher, limits, events, tools, row)

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, cast
 
+from rlctl.config.data_schema import DatasetSection
 from rlctl.config.plugins import ENVIRONMENTS
-from rlctl.config.schema import DatasetSection
 from rlctl.data.chat import Chat
 from rlctl.data.datasets import Row, load_rows
 from rlctl.data.tasks import Task

@@ -6,13 +6,17 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rlctl.config.schema import DatasetSection, GrpoConfig
+from rlctl.config.data_schema import DatasetSection
+from rlctl.config.schema import GrpoConfig
 from rlctl.data.datasets import Row
 from rlctl.data.load import end_tokens, load_chat, load_prompts
 from rlctl.grpo.group_record import group_records
 from rlctl.launch.engines import engines
 from rlctl.launch.sampling import decoder, make_runner
 from rlctl.models.model_files import ModelFiles
+from rlctl.models.model_sizes import sizes_of
+from rlctl.preflight.machine import RunMachine
+from rlctl.preflight.settled import settle
 from rlctl.rewards.scorer import Scorer
 from rlctl.rollout.episode_setup import environment_pool, set_up
 from rlctl.rollout.scoring import GroupScorer
@@ -50,6 +54,7 @@ def play_episodes(
     """
     begin = time.perf_counter()
     files = ModelFiles.find(config.model, logs, config.run.seed)
+    settled = settle(config, RunMachine(), sizes_of(files.folder))
     chat = load_chat(config, files.folder)
     stops = end_tokens(config, chat).stops
     tasks, _ = load_prompts(config, section, chat, list(rows))
@@ -60,8 +65,8 @@ def play_episodes(
         pool = stack.enter_context(environment_pool(config))
         setup = set_up(config, pool, chat, tasks[0], valued=False)
         scorer = stack.enter_context(Scorer([], logs, emit))
-        dispatcher = stack.enter_context(engines(config, files, stops, version, logs, emit))
-        runner = make_runner(config, files, chat, dispatcher, pool, setup)
+        dispatcher = stack.enter_context(engines(settled, files, stops, version, logs, emit))
+        runner = make_runner(settled, chat, dispatcher, pool, setup, trains=False)
         stack.callback(runner.close)
         ready = time.perf_counter()
         shape = (count, 1, generation.max_new_tokens, generation.temperature)

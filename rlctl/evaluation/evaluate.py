@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlctl.config.schema import GrpoConfig
 from rlctl.data.chat import Chat
 from rlctl.data.load import end_tokens, load_chat
 from rlctl.data.tasks import Task
@@ -17,7 +16,10 @@ from rlctl.grpo.group_record import group_records
 from rlctl.grpo.validation import Validation
 from rlctl.launch.sampling import decoder, held_out_tasks, make_runner
 from rlctl.models.model_files import ModelFiles
+from rlctl.models.model_sizes import sizes_of
 from rlctl.preflight.load import Composed
+from rlctl.preflight.machine import RunMachine
+from rlctl.preflight.settled import SettledGrpo
 from rlctl.rewards.scorer import Scorer
 from rlctl.rollout.episode_setup import environment_pool, set_up
 from rlctl.rollout.scoring import GroupScorer, sample_item
@@ -36,7 +38,7 @@ class DataSet:
     """Tasks to evaluate, and the folder that their answers go to."""
 
     name: str
-    config: GrpoConfig
+    settled: SettledGrpo
     tasks: list[Task]
     folder: EvaluationFolder
     # Digest of the rows: only equal ones are compared.
@@ -49,9 +51,9 @@ class Evaluation:
     Raises DataError, ModelError.
     """
 
-    def __init__(self, target: Target, settings: Mapping[str, Composed], root: Path, emit: Emit) -> None:
+    def __init__(self, target: Target, settings: Mapping[str, Composed[SettledGrpo]], root: Path, emit: Emit) -> None:
         self.target, self._emit = target, emit
-        first = _config(next(iter(settings.values())))
+        first = next(iter(settings.values())).settled.config
         self._files = ModelFiles.find(first.model, root, first.run.seed)
         self._chat = load_chat(first, self._files.folder)
         self._stops = end_tokens(first, self._chat).stops
@@ -81,7 +83,8 @@ class Evaluation:
         # Slow imports, not needed to show what is done already.
         from rlctl.launch.engines import engines
 
-        config, logs = sets[0].config, sets[0].folder.path / "logs"
+        settled, logs = sets[0].settled, sets[0].folder.path / "logs"
+        config = settled.config
         logs.mkdir(parents=True, exist_ok=True)
         for each in sets:
             with each.folder.claimed():
@@ -97,12 +100,12 @@ class Evaluation:
                 scorer.try_on_sample(sample_item(sets[0].tasks[0]))
             score = GroupScorer(scorer, decoder(self._chat.tokenizer, special=False))
             if any(each.folder.missing(len(each.tasks), save_every) for each in sets):
-                started = engines(config, self._files, self._stops, self.target.step, logs, self._emit)
+                started = engines(settled, self._files, self._stops, self.target.step, logs, self._emit)
                 dispatcher = stack.enter_context(started)
-                runner = make_runner(config, self._files, self._chat, dispatcher, environments, setup)
+                runner = make_runner(settled, self._chat, dispatcher, environments, setup, trains=False)
                 stack.callback(runner.close)
                 for each in sets:
-                    validation = Validation(each.config, dispatcher, runner, score, each.tasks)
+                    validation = Validation(each.settled.config, dispatcher, runner, score, each.tasks)
                     self._complete(each, validation, save_every, progress)
         for each in sets:
             self._finish(each)
@@ -130,17 +133,17 @@ class Evaluation:
         facts = {"target": self.target.name, "step": self.target.step, "data": data.name}
         facts |= {"model": self.target.model, "path": str(data.folder.path)}
         records = answer_records(groups, self._chat, self.target.step)
-        data.folder.finish(records, result_of(groups, data.config, data.rows, facts))
+        data.folder.finish(records, result_of(groups, data.settled.config, data.rows, facts))
 
-    def _data_set(self, name: str, composed: Composed, root: Path, weights: str) -> DataSet:
-        config = _config(composed)
-        tasks = held_out_tasks(config, self._chat, self._files, self._emit)
+    def _data_set(self, name: str, composed: Composed[SettledGrpo], root: Path, weights: str) -> DataSet:
+        settled = composed.settled.on(RunMachine(), sizes_of(self._files.folder))
+        tasks = held_out_tasks(settled, self._chat, self._emit)
         digest = digest_of_rows(tasks)
         place = f"step_{self.target.step}" if self.target.run else self.target.name
         path = root / f"{place}--{name}--{digest_of(composed.values(), weights, digest)}"
         path.mkdir(parents=True, exist_ok=True)
         write_whole(path / "config.yaml", composed.to_yaml())
-        return DataSet(name, config, tasks, EvaluationFolder(path), digest)
+        return DataSet(name, settled, tasks, EvaluationFolder(path), digest)
 
 
 def answer_records(groups: Sequence[RolloutGroup], chat: Chat, step: int) -> list[dict[str, Any]]:
@@ -153,8 +156,3 @@ def answer_records(groups: Sequence[RolloutGroup], chat: Chat, step: int) -> lis
             rollout["completion"] = text
         record["row"] = group.task.row
     return [{"kind": "group", "step": step, "purpose": "validation", **record} for record in records]
-
-
-def _config(composed: Composed) -> GrpoConfig:
-    assert isinstance(composed.config, GrpoConfig)
-    return composed.config

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rlctl.config.schema import GrpoConfig
 from rlctl.evaluation.engine_process import EngineProcess
 from rlctl.generation.engine import Engine
 from rlctl.generation.requests import Completion, RequestId, RolloutId, TurnRequest
@@ -24,7 +23,8 @@ from rlctl.grpo.parity_check import BOUNDS
 from rlctl.launch.worker_specs import engine_spec
 from rlctl.models.model_files import ModelFiles
 from rlctl.preflight.placement import Placement
-from rlctl.preflight.resolved import Resolved
+from rlctl.preflight.settings import TrainerSettings
+from rlctl.preflight.settled import SettledGrpo
 from rlctl.refit.plan import RefitPlan
 from rlctl.refit.protocol import Header, TransportSpec
 from rlctl.refit.sending import SendsWeights
@@ -69,11 +69,11 @@ class PlainLoss:
 class CheckedTrainer:
     """A trainer of one rank in this process, asked by sequences of tokens."""
 
-    def __init__(self, config: GrpoConfig, folder: str, device: str, scratch: Path) -> None:
-        """config: without keys at auto. scratch: an empty folder. Raises ValueError for a model that cannot train."""
-        optimizer = replace(config.trainer.optimizer, lr=_RATE, weight_decay=0.1, warmup_steps=0, schedule="constant")
-        self.dtype = Resolved(config, "cpu" if device == "cpu" else "cuda").dtype
-        own = replace(config.trainer, num_ranks=1, dtype=self.dtype, optimizer=optimizer, threads=None, compile=False)
+    def __init__(self, trainer: TrainerSettings, folder: str, device: str, scratch: Path) -> None:
+        """scratch: an empty folder. Raises ValueError for a model that cannot train."""
+        optimizer = replace(trainer.optimizer, lr=_RATE, weight_decay=0.1, warmup_steps=0, schedule="constant")
+        self.dtype = trainer.dtype
+        own = replace(trainer, num_ranks=1, optimizer=optimizer, threads=None, compile=False)
         spec = TrainerSpec(
             config=own,
             model_path=folder,
@@ -286,16 +286,16 @@ def _served(first: dict[str, int], second: dict[str, int], third: dict[str, int]
 
 
 @contextmanager
-def checked_trainer(config: GrpoConfig, folder: str, device: str, scratch: Path) -> Iterator[CheckedTrainer]:
+def checked_trainer(settings: TrainerSettings, folder: str, device: str, scratch: Path) -> Iterator[CheckedTrainer]:
     """Run a `CheckedTrainer` until the block is left."""
     with ExitStack() as stack:
-        trainer = CheckedTrainer(config, folder, device, scratch)
+        trainer = CheckedTrainer(settings, folder, device, scratch)
         stack.callback(trainer.close)
         yield trainer
 
 
 def check_model(
-    config: GrpoConfig,
+    settled: SettledGrpo,
     files: ModelFiles,
     placement: Placement,
     with_engine: bool,
@@ -304,16 +304,17 @@ def check_model(
 ) -> Iterator[Finding]:
     """Check a model; each finding comes as soon as it is measured.
 
-    config: with a value for every auto. imports: see `EngineProcess`. Raises ModelError, EngineProcessError, and
+    imports: see `EngineProcess`. Raises ModelError, EngineProcessError, and
     ValueError for a model that cannot train.
     """
     device = "cpu" if placement.device == "cpu" else "cuda:0"
-    longest = min(files.max_length, Resolved(config, placement.device).max_length(files.max_length))
-    with checked_trainer(config, files.folder, device, scratch) as trainer:
+    longest = min(files.max_length, settled.max_length)
+    with checked_trainer(settled.trainer, files.folder, device, scratch) as trainer:
         vocab = int(trainer.rank.info()["vocab_size"])
         yield from packed_alone(trainer, vocab, longest)
         yield gradients_packed_alone(trainer, vocab, longest, scratch / "before")
         yield as_transformers(trainer, files.folder, device, vocab, longest)
         if with_engine:
-            spec = replace(engine_spec(config, files, (), placement, config.generation.kv_cache_mib), version=0)
+            spec = engine_spec(settled, files, (), placement)
+            spec = replace(spec, version=0, kv_cache_mib=settled.config.generation.kv_cache_mib)
             yield from engine_findings(trainer, spec, vocab, scratch, imports)

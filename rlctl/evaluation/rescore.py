@@ -23,6 +23,7 @@ from rlctl.evaluation.store import (
 )
 from rlctl.generation.requests import Completion, RequestId, RolloutId, TurnRequest
 from rlctl.preflight.load import Composed
+from rlctl.preflight.settled import SettledGrpo
 from rlctl.rewards.base import RewardInput
 from rlctl.rewards.scorer import Scorer
 from rlctl.rollout.scoring import sample_item
@@ -99,13 +100,12 @@ def _missing(run: RunDir, step: int, found: int) -> str:
     return f"{run.rollouts}: {found} of the {recorded} tasks recorded at step {step} are there; {damaged}"
 
 
-def rescore(answers: StoredAnswers, composed: Composed, to: Path | None, emit: Emit) -> dict[str, Any]:
+def rescore(answers: StoredAnswers, composed: Composed[SettledGrpo], to: Path | None, emit: Emit) -> dict[str, Any]:
     """Return the result of the answers under the rewards of `composed`, and keep it beside the first one.
 
     Raises RewardError for a reward that cannot be used, DataError where rows are gone.
     """
-    config = composed.config
-    assert isinstance(config, GrpoConfig)
+    config = composed.settled.config
     if config.has_turns:
         raise EvaluationError("environment: episodes are not scored again: their reward is in part the environment's")
     groups, items = _groups(answers, config)

@@ -18,8 +18,9 @@ from rlctl.evaluation.target import Target
 from rlctl.models.model_files import ModelFiles
 from rlctl.models.model_sizes import read_sizes
 from rlctl.preflight.load import Composed, OtherVersionError, load
+from rlctl.preflight.machine import RunMachine
 from rlctl.preflight.placement import Placement, ResourceRequest, place, this_machine
-from rlctl.preflight.tuning import tune
+from rlctl.preflight.settled import SettledGrpo, settle
 from rlctl.run.run_dir import RunDir
 from rlctl.utils.devices import count_gpus, device_memory
 
@@ -41,17 +42,16 @@ def config_of(target: Target, seed: int, system: str | None = None) -> tuple[Grp
     if system is not None:
         given.append(f"data.system_prompt={json.dumps(system)}")
     try:
-        config = load("grpo", str(file) if is_own else None, given, resume=is_own).config
+        config = load("grpo", str(file) if is_own else None, given, resume=is_own).settled.config
     except OtherVersionError as error:
         what = f"the run is of another version of rlctl ({error.sign}); name its weights alone: {target.model}"
         raise ConfigError([Problem(str(file), "", what)]) from None
-    assert isinstance(config, GrpoConfig)
     # A model of few positions could not have the default in its config.
     return config, config.generation.max_new_tokens if is_own else defaults["max_new_tokens"]
 
 
-def check_config(target: Target, scratch: Path) -> tuple[GrpoConfig, ModelFiles, Placement]:
-    """Return the config of a trainer and an engine that share this machine, without an auto, to check weights with.
+def checked_run(target: Target, scratch: Path) -> tuple[SettledGrpo, ModelFiles, Placement]:
+    """Return the run of a trainer and an engine that share this machine, to check weights with.
 
     Raises ConfigError, ModelError, PlacementError.
     """
@@ -63,9 +63,7 @@ def check_config(target: Target, scratch: Path) -> tuple[GrpoConfig, ModelFiles,
     sizes = read_sizes(Path(files.folder) / "config.json")
     memory = device_memory() if placement.device == "cuda" else None
     config = replace(config, placement=replace(config.placement, colocated=gpus > 0))
-    tuned = tune(config, placement.device, sizes, memory).config
-    assert isinstance(tuned, GrpoConfig)
-    return tuned, files, placement
+    return settle(config, RunMachine(placement.device, memory), sizes), files, placement
 
 
 def episodes_config(config: GrpoConfig, spec: EnvironmentSpec, memory_mib: int, max_new_tokens: int) -> GrpoConfig:
@@ -91,7 +89,7 @@ def overrides_for(target: Target) -> list[str]:
 
 def measured_configs(
     target: Target, text: str, recipe: str | None, overrides: Sequence[str], data: Sequence[str], samples: int | None
-) -> dict[str, Composed]:
+) -> dict[str, Composed[SettledGrpo]]:
     """Return the config of each data set, by its name. text: the target as it was typed. Raises ConfigError.
 
     recipe: None: the config of the run that the weights are of. data: paths of rows; empty: those of the config.
@@ -119,7 +117,7 @@ def _recipe_of(target: Target) -> str:
     return str(target.run / "config.yaml")
 
 
-def load_measured(base: str, overrides: list[str], is_own: bool, remedy: str) -> Composed:
+def load_measured(base: str, overrides: list[str], is_own: bool, remedy: str) -> Composed[SettledGrpo]:
     """Load a recipe, or a run's own config, to measure by. remedy: the command that names a recipe.
 
     Raises ConfigError.

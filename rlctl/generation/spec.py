@@ -12,7 +12,7 @@ from rlctl.config.plugin_options import checked_options
 from rlctl.config.plugins import ENGINES
 from rlctl.generation.engine import Engine
 from rlctl.preflight.engine import engine_rules
-from rlctl.preflight.resolved import Device
+from rlctl.preflight.machine import Device
 from rlctl.utils.plugins import load_object
 
 

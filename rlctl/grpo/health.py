@@ -3,10 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rlctl.config.schema import GrpoConfig
 from rlctl.grpo.losses.sections import DppoLossSection
 from rlctl.grpo.metrics import FIRST_CLIPPED
-from rlctl.preflight.resolved import Resolved
+from rlctl.preflight.settled import SettledGrpo
 from rlctl.run.health import Ceiling, Decline, Finding, Health, HealthCheck, Metrics, failed_validation, gradient_jump
 
 # Of tokens that were sampled and compared under equal weights, from the whole distribution. A step's own
@@ -26,12 +25,13 @@ class FailedShare(Ceiling):
         return found and (*found[:2], f"{found[2]}; most of them {self.cause()}")
 
 
-def grpo_health(config: GrpoConfig, cause: Callable[[], str] = str, tool_cause: Callable[[], str] = str) -> Health:
+def grpo_health(settled: SettledGrpo, cause: Callable[[], str] = str, tool_cause: Callable[[], str] = str) -> Health:
     """Return the checks of a run. cause, tool_cause: return the most common failure of rewards, and of tools."""
+    config = settled.config
     bounds = config.health
     # The name of a user's loss may have a path.
     loss = config.grpo.loss.name.replace("{", "{{").replace("}", "}}")
-    mismatch = PARITY if Resolved(config).compares_apart else MISMATCH
+    mismatch = PARITY if config.compares_apart else MISMATCH
     checks: list[HealthCheck] = [
         gradient_jump(bounds.max_grad_norm_ratio, bounds.grad_norm_window),
         Ceiling(
@@ -46,7 +46,7 @@ def grpo_health(config: GrpoConfig, cause: Callable[[], str] = str, tool_cause: 
             FIRST_CLIPPED,
             bounds.max_clipped_share,
             f"{loss} clips {{value:.0%}} of the tokens before the policy has moved, at most {{bound:.0%}} "
-            f"(health.max_clipped_share): its bounds hold the gap between engine and trainer; {_wider(config)}",
+            f"(health.max_clipped_share): its bounds hold the gap between engine and trainer; {_wider(settled)}",
         ),
         FailedShare(
             "tool_raised",
@@ -91,11 +91,10 @@ def grpo_health(config: GrpoConfig, cause: Callable[[], str] = str, tool_cause: 
     return Health(checks, stop=bounds.stop)
 
 
-def _wider(config: GrpoConfig) -> str:
+def _wider(settled: SettledGrpo) -> str:
     """Return the keys that let the bounds hold the policy's own movement alone."""
-    loss = config.grpo.loss
-    if isinstance(loss, DppoLossSection):
+    if isinstance(settled.config.grpo.loss, DppoLossSection):
         return "raise grpo.loss.mask_low and grpo.loss.mask_high"
-    if Resolved(config).proximal == "rollout":
+    if settled.proximal == "rollout":
         return "set grpo.loss.proximal=recompute"
     return "set grpo.updates_per_step=1, or raise grpo.loss.clip_low and grpo.loss.clip_high"

@@ -8,7 +8,6 @@ between two steps: validation, checkpoints, health.
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
-from rlctl.config.schema import GrpoConfig
 from rlctl.grpo.advantages.base import make_advantage
 from rlctl.grpo.batch import TrainingBatch, add_column, why_it_teaches_nothing
 from rlctl.grpo.components import GrpoComponents
@@ -22,7 +21,7 @@ from rlctl.grpo.parity_check import compare, sample_parity
 from rlctl.grpo.step import GrpoStep
 from rlctl.grpo.validation import Validation
 from rlctl.preflight.columns import PROXIMAL_LOG_PROB, ROLLOUT_LOG_PROB, computed
-from rlctl.preflight.resolved import Resolved
+from rlctl.preflight.settled import SettledGrpo
 from rlctl.rollout.buffer import RolloutBuffer
 from rlctl.run.checkpoints import Checkpoint
 from rlctl.run.health import HealthStop
@@ -33,16 +32,17 @@ from rlctl.training.micro_batching import TrainingSample
 class GrpoLoop(Loop):
     """The steps of a run, see `Loop`."""
 
-    def __init__(self, config: GrpoConfig, parts: GrpoComponents, stop: Callable[[], bool]) -> None:
-        health = grpo_health(config, parts.failure_cause, parts.tool_cause)
+    def __init__(self, settled: SettledGrpo, parts: GrpoComponents, stop: Callable[[], bool]) -> None:
+        config = settled.config
+        health = grpo_health(settled, parts.failure_cause, parts.tool_cause)
         super().__init__(config.grpo.num_steps, parts.recorder, parts.source.cursor, parts.trainer.save, stop, health)
-        self._config, self._parts = config, parts
-        self._loss, self._advantage = make_loss(config), make_advantage(config)
+        self._settled, self._config, self._parts = settled, config, parts
+        self._loss, self._advantage = make_loss(settled), make_advantage(config)
         # Name -> role.
         self._columns = computed({*self._loss.needs.columns, *self._advantage.columns})
         # An update has several parts, its groups as they come, in an asynchronous run with one update a step, no
         # column to compute, and advantages of a group's scope.
-        self._streams = Resolved(config).streams_training and not self._columns
+        self._streams = settled.streams_training and not self._columns
         self._warned_of_budget = False
         self._drains = config.async_.enabled and not config.async_.in_flight_weight_updates
         self._buffer = RolloutBuffer(
@@ -57,7 +57,7 @@ class GrpoLoop(Loop):
 
     def step(self) -> None:
         parts, version = self._parts, self.done
-        step = GrpoStep(self._config, parts, version, self._advantage)
+        step = GrpoStep(self._settled, parts, version, self._advantage)
         with step.phase("data"):
             self._buffer.admit(version)
         try:
@@ -149,7 +149,7 @@ class GrpoLoop(Loop):
         Every `health.parity_every` steps there is one, in a run whose own tokens do not tell the mismatch.
         """
         every = self._config.health.parity_every
-        if not Resolved(self._config).compares_apart or not every or (step.version + 1) % every:
+        if not self._config.compares_apart or not every or (step.version + 1) % every:
             return []
         with step.phase("parity"):
             tasks = self._parts.validation or self._parts.source.ahead(0, self._config.grpo.num_prompts_per_step)

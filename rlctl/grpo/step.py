@@ -4,7 +4,6 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict
 from functools import partial
 
-from rlctl.config.schema import GrpoConfig
 from rlctl.grpo.advantages.base import Advantage
 from rlctl.grpo.batch import LeftOut, TaskOutcomes, TrainingBatch, make_batch
 from rlctl.grpo.components import GrpoComponents
@@ -22,7 +21,7 @@ from rlctl.grpo.metrics import (
     turn_metrics,
     update_metrics,
 )
-from rlctl.preflight.resolved import Resolved
+from rlctl.preflight.settled import SettledGrpo
 from rlctl.refit.protocol import RefitReport
 from rlctl.rollout.buffer import RolloutBuffer
 from rlctl.rollout.types import RolloutGroup
@@ -34,8 +33,9 @@ from rlctl.training.trainer_group import NO_GRADIENT, NO_TOKEN, Update
 class GrpoStep:
     """The step that trains the weights of `version`."""
 
-    def __init__(self, config: GrpoConfig, parts: GrpoComponents, version: int, advantage: Advantage) -> None:
-        self._config, self._parts, self.version, self._advantage = config, parts, version, advantage
+    def __init__(self, settled: SettledGrpo, parts: GrpoComponents, version: int, advantage: Advantage) -> None:
+        self._settled, self._parts, self.version, self._advantage = settled, parts, version, advantage
+        self._config = config = settled.config
         self._async = config.async_.enabled
         self._recorder = StepRecorder(parts.recorder.events, version + 1)
         self.phase = self._recorder.phase
@@ -102,9 +102,9 @@ class GrpoStep:
         # Taken in any case: they would pile up.
         lengths = buffer.sampled_lengths()
         if self._async:
-            metrics |= age_metrics(groups, self.version, buffer.occupancy(), Resolved(self._config).max_age)
+            metrics |= age_metrics(groups, self.version, buffer.occupancy(), self._config.async_.max_age)
             metrics |= length_metrics(lengths) | {"buffer/target": float(buffer.target)}
-        if Resolved(self._config).streams_training:
+        if self._settled.streams_training:
             metrics["train/parts"] = float(max(update.parts for update in self.updates))
         left_out = {"left_out": [asdict(each) for each in batch.left_out]} if batch.left_out else {}
         for group, reason in waste.filtered:

@@ -4,25 +4,22 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rlctl.config.schema import GrpoConfig
 from rlctl.data.chat import Chat
 from rlctl.data.cursor import TaskSource
-from rlctl.data.ends import EndTokens
 from rlctl.data.load import RunRows, load_prompts
 from rlctl.data.mixture import first_of_each
 from rlctl.data.tasks import Task
-from rlctl.launch.loading import DataLoading, RunData
+from rlctl.launch.loading import RunData
 from rlctl.launch.precompile import precompile, precompiles
 from rlctl.launch.runtime import Allocation
 from rlctl.launch.sampling import SamplingParts, check_room
 from rlctl.launch.session import Session
 from rlctl.models.model_files import ModelFiles
-from rlctl.preflight.resolved import Device, Resolved
-from rlctl.preflight.tuning import Tuned
+from rlctl.preflight.machine import Device
+from rlctl.preflight.settled import SettledGrpo
 from rlctl.run.fingerprint import digest_rows
 
 if TYPE_CHECKING:
-    from rlctl.generation.pool import GeneratorPool
     from rlctl.grpo.loop import GrpoLoop
     from rlctl.telemetry.resource_monitor import ResourceMonitor
     from rlctl.training.trainer_group import TrainerGroup
@@ -33,31 +30,16 @@ class GrpoParts:
     """The parts of a GRPO run, see `AlgorithmParts`."""
 
     session: Session
-    config: GrpoConfig
+    settled: SettledGrpo
     files: ModelFiles
     sampling: SamplingParts
     probe_only: bool
-
-    def __post_init__(self) -> None:
-        self.updates = self.config.grpo.num_steps * self.config.grpo.updates_per_step
-        self.temperature = self.config.generation.temperature
-
-    def settle(self, tuned: Tuned) -> None:
-        """Take over the values that were chosen, see `AlgorithmParts`."""
-        assert isinstance(tuned.config, GrpoConfig)
-        self.config = tuned.config
-        self.sampling.settle(tuned)
-
-    def load_chat(self) -> tuple[Chat, EndTokens]:
-        """Load the tokenizer, see `AlgorithmParts`."""
-        return self.sampling.load_chat()
 
     def load(self, chat: Chat, rows: RunRows) -> RunData[Task]:
         """Tokenize the tasks, try environments and rewards on the first one, and an advantage of the user's."""
         from rlctl.grpo.advantages.trial import try_advantage
 
-        session, config = self.session, self.config
-        length, answer = Resolved(config).max_length(self.files.max_length), config.generation.max_new_tokens
+        session, config = self.session, self.settled.config
         found: dict[str, list[Task]] = {"train": [], "validation": []}
         with session.starting("data"):
             for part in rows.parts(config.data):
@@ -66,18 +48,13 @@ class GrpoParts:
                 session.events.emit("data", what=f"{part.name}: {report}")
                 for line in report.warnings:
                     session.events.emit("warning", what=line)
-                check_room(tasks, answer, length)
+                check_room(tasks, config.generation.max_new_tokens, self.settled.max_length)
         session.depend_on_rows(digest_rows(found["train"]))
         self.sampling.try_on(found["train"][0])
         line, failed = try_advantage(config)
         if failed:
             session.events.emit("warning", what=line)
         return RunData(found["train"], first_of_each(found["validation"], config.validation.max_prompts))
-
-    def start_engines(self, allocation: Allocation, loading: DataLoading[Task]) -> "GeneratorPool":
-        """Start the engines once the tokenizer is loaded."""
-        loading.chat.result()
-        return self.sampling.start_engines(allocation)
 
     def make_loop(
         self, allocation: Allocation, trainer: "TrainerGroup", source: TaskSource, data: RunData[Task]
@@ -88,12 +65,13 @@ class GrpoParts:
         from rlctl.grpo.parity_check import probe
         from rlctl.launch.worker_specs import training_cost
 
-        session, config, sampling, placement = self.session, self.config, self.sampling, allocation.placement
+        session, settled, sampling, placement = self.session, self.settled, self.sampling, allocation.placement
+        config = settled.config
         pool = sampling.pool
         sampling.connect(allocation, trainer)
-        if pool.sleeps and precompiles(config):
+        if pool.sleeps and precompiles(settled):
             pool.rest()
-            precompile(session, config, trainer)
+            precompile(session, settled, trainer)
         devices = Devices(
             placement.trainer_devices,
             placement.generator_devices,
@@ -127,7 +105,7 @@ class GrpoParts:
                 return None
             # From here on the loop closes the dispatcher and the runner.
             stack.pop_all()
-        return GrpoLoop(config, components, session.stops)
+        return GrpoLoop(settled, components, session.stops)
 
     def _monitor(self, device: Device, trainer: "TrainerGroup") -> "ResourceMonitor":
         from rlctl.generation.engine import Engine

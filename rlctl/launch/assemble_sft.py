@@ -7,28 +7,24 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING
 
-from rlctl.config.fields import stated
-from rlctl.config.schema import CompiledGraphSection, SftConfig
+from rlctl.config.schema import CompiledGraphSection
 from rlctl.data.chat import Chat
 from rlctl.data.cursor import SampleSource
-from rlctl.data.ends import EndTokens
 from rlctl.data.load import RunRows, load_samples
 from rlctl.data.mixture import first_of_each, step_lengths
 from rlctl.data.tasks import SupervisedSample, Task
-from rlctl.launch.loading import DataLoading, RunData, load_run_chat
+from rlctl.launch.loading import RunData
 from rlctl.launch.precompile import precompile, precompiles
 from rlctl.launch.runtime import Allocation
 from rlctl.launch.sampling import SamplingParts, held_out_tasks
 from rlctl.launch.session import Session
 from rlctl.models.model_files import ModelFiles
 from rlctl.preflight.backend import layout_of
-from rlctl.preflight.resolved import Resolved
-from rlctl.preflight.tuning import Tuned
+from rlctl.preflight.settled import SettledSft
 from rlctl.run.fingerprint import digest_rows
 from rlctl.utils.cores import usable_cores
 
 if TYPE_CHECKING:
-    from rlctl.generation.pool import GeneratorPool
     from rlctl.grpo.validation import SampledValidation
     from rlctl.sft.loop import SftLoop
     from rlctl.training.trainer_group import TrainerGroup
@@ -44,58 +40,35 @@ class SftParts:
     """The parts of an SFT run, see `AlgorithmParts`."""
 
     session: Session
-    config: SftConfig
+    settled: SettledSft
     files: ModelFiles
     # Of the recipe that the run is validated by; None without one.
     sampling: SamplingParts | None
     # The recipe's held-out tasks.
     tasks: list[Task] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self.updates, self.temperature = self.config.sft.num_steps, 1.0
-
-    def settle(self, tuned: Tuned) -> None:
-        """Take over the values that were chosen, see `AlgorithmParts`."""
-        assert isinstance(tuned.config, SftConfig)
-        self.config = tuned.config
-        if self.sampling:
-            self.sampling.settle(tuned)
-
-    def load_chat(self) -> tuple[Chat, EndTokens]:
-        """Load the tokenizer, and the recipe's, perhaps with another template."""
-        found = load_run_chat(self.session, self.config, self.files)
-        if self.sampling:
-            self.sampling.load_chat()
-        return found
-
     def load(self, chat: Chat, rows: RunRows) -> RunData[SupervisedSample]:
         """Tokenize the samples, report how they pack, and load the recipe's tasks."""
         from rlctl.training.micro_batching import packing
 
-        session, config = self.session, self.config
-        length = Resolved(config).max_length(self.files.max_length)
+        session, config, settled = self.session, self.settled.config, self.settled
         found: dict[str, list[SupervisedSample]] = {"train": [], "validation": []}
         with session.starting("data"):
             for part in rows.parts(config.data):
-                samples, report = load_samples(config, part.section, chat, part.rows, length)
+                samples, report = load_samples(config, part.section, chat, part.rows, settled.max_length)
                 found[part.of] += samples
                 session.events.emit("data", what=f"{part.name}: {report}")
                 for line in report.warnings:
                     session.events.emit("warning", what=line)
-            shards = layout_of(config.trainer).data
-            packs = packing(step_lengths(found["train"], config), shards, stated(config.trainer.micro_batch_tokens))
+            shards = layout_of(settled.trainer).data
+            packs = packing(step_lengths(found["train"], config), shards, settled.trainer.micro_batch_tokens)
             session.events.emit("data", what=f"packing: {packs}")
         session.depend_on_rows(digest_rows(found["train"]))
         if sampling := self.sampling:
-            self.tasks = held_out_tasks(sampling.config, sampling.chat, self.files, session.events.emit)
+            self.tasks = held_out_tasks(sampling.settled, sampling.chat, session.events.emit)
             session.events.emit("data", what=f"validation.recipe: {len(self.tasks)} prompts")
             sampling.try_on(self.tasks[0])
         return RunData(found["train"], first_of_each(found["validation"], config.validation.max_prompts))
-
-    def start_engines(self, allocation: Allocation, loading: DataLoading[SupervisedSample]) -> "GeneratorPool | None":
-        """Start the engines of the recipe, where there is one."""
-        loading.chat.result()
-        return self.sampling.start_engines(allocation) if self.sampling else None
 
     def make_loop(
         self,
@@ -108,7 +81,7 @@ class SftParts:
         from rlctl.launch.worker_specs import training_cost
         from rlctl.sft.loop import SftComponents, SftLoop
 
-        session, config = self.session, self.config
+        session, config = self.session, self.settled.config
         with ExitStack() as stack:
             sampled = self._sampled(stack, allocation, trainer) if self.sampling else None
             if config.ray_compiled_graph.enabled:
@@ -129,8 +102,8 @@ class SftParts:
         sampling.pool.sync(session.start)
         if sampling.pool.sleeps:
             sampling.pool.rest()
-            if precompiles(self.config):
-                precompile(session, self.config, trainer)
+            if precompiles(self.settled):
+                precompile(session, self.settled, trainer)
         dispatcher, runner = sampling.open(stack)
         validation = Validation(sampling.config, dispatcher, runner, sampling.score, self.tasks)
         return SampledValidation(validation, sampling.pool, session.recorder, sampling.decode)
@@ -138,11 +111,12 @@ class SftParts:
     def _compile(self, trainer: "TrainerGroup", longest: int) -> None:
         from rlctl.sft.loss import NllLoss
 
-        graph, config = self.config.ray_compiled_graph, self.config
+        config = self.settled.config
+        graph = config.ray_compiled_graph
         compile_group(graph, trainer.group, self.session)
         length = graph.warmup_seq_len or longest
         # Dimensions of equal size are compiled as one: a second length keeps them apart.
-        lengths = (length, max(2, length // 2 - 1)) if stated(config.trainer.compile) else (length,)
+        lengths = (length, max(2, length // 2 - 1)) if self.settled.trainer.compile else (length,)
         with self.session.starting("warm-up"), ordinary_if_it_fails(graph, trainer.group, self.session):
             for each in lengths:
                 trainer.warm_up(graph.warmup_gbs or config.sft.batch_size, each, NllLoss())

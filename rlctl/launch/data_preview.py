@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlctl.config.errors import ConfigError, Problem
-from rlctl.config.fields import stated
-from rlctl.config.schema import GrpoConfig, RunConfig, SftConfig
+from rlctl.config.schema import RunConfig
 from rlctl.data.chat import Chat
 from rlctl.data.cursor import Drawn, RowSource
 from rlctl.data.ends import EndTokens
@@ -21,11 +20,11 @@ from rlctl.data.mixture import order_of, step_lengths
 from rlctl.data.tasks import SupervisedSample
 from rlctl.data.tokenize import LengthReport
 from rlctl.launch.first_row import try_environments
-from rlctl.models.model_sizes import config_file, sizes_of
+from rlctl.models.model_sizes import config_file
 from rlctl.preflight.backend import layout_of
 from rlctl.preflight.load import Composed
-from rlctl.preflight.resolved import device_of, longest_sequence
-from rlctl.preflight.tuning import tune
+from rlctl.preflight.machine import RunMachine, device_of
+from rlctl.preflight.settled import Settled, SettledSft
 from rlctl.training.micro_batching import PackingStats, packing
 from rlctl.utils.devices import count_gpus, device_memory
 
@@ -87,16 +86,16 @@ class DataPreview:
         return facts if self.packs is None else facts | {"trained_share": self.trained, "packing": asdict(self.packs)}
 
 
-def preview(composed: Composed, of: Literal["train", "validation"], count: int, most: int) -> DataPreview:
+def preview(composed: Composed[Settled], of: Literal["train", "validation"], count: int, most: int) -> DataPreview:
     """Read a data set of a config. count: rows whose text is kept. most: tokens of each.
 
     Raises DataError at the first bad row, ConfigError for unusable environments and an unknown longest sequence.
     """
-    config = composed.config
-    parts, chat = part_of(config, of), local_chat(config)
-    if isinstance(config, SftConfig):
-        return _samples(config, parts, chat, count, most)
-    assert isinstance(config, GrpoConfig)
+    parts, chat = part_of(composed.config, of), local_chat(composed.config)
+    if sft := composed.settled.sft:
+        return _samples(sft, parts, chat, count, most)
+    assert composed.settled.grpo
+    config = composed.settled.grpo.config
     ends = end_tokens(config, chat)
     rows, reports = _all(parts, lambda part: load_prompts(config, part.section, chat, part.rows))
     if config.environment.enabled:
@@ -122,16 +121,15 @@ def local_ends(config: RunConfig) -> EndTokens | None:
     return end_tokens(config, local_chat(config)) if config_file(config.model.path) else None
 
 
-def _samples(config: SftConfig, parts: list[DataPart], chat: Chat, count: int, most: int) -> DataPreview:
-    sizes = sizes_of(config.model.path)
-    longest = longest_sequence(config, sizes)
+def _samples(settled: SettledSft, parts: list[DataPart], chat: Chat, count: int, most: int) -> DataPreview:
+    config, longest = settled.config, settled.longest_sequence
     if longest is None:
         what = f"{config.model.path} is not on this machine, so its longest sequence is not known; set it"
         raise ConfigError([Problem("model.max_length", "", what)])
     rows, reports = _all(parts, lambda part: load_samples(config, part.section, chat, part.rows, longest))
     shown = [(_title(sample), _pieces(sample, chat.tokenizer, most)) for sample in _first(rows, config, count)]
-    tuned = tune(config, device_of(count_gpus()), sizes, device_memory()).config
-    tokens = stated(tuned.trainer.micro_batch_tokens)
+    here = settled.on(RunMachine(device_of(count_gpus()), device_memory()), settled.facts)
+    tokens = here.trainer.micro_batch_tokens
     packs = packing(step_lengths(rows, config), layout_of(config.trainer).data, tokens)
     lengths = Lengths.of([len(sample.tokens) for sample in rows])
     trained = sum(int(sample.mask.sum()) for sample in rows) / lengths.total

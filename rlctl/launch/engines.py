@@ -5,16 +5,16 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from rlctl.config.schema import GrpoConfig
 from rlctl.generation.pool import GeneratorPool
 from rlctl.launch.local_ray import local_ray
 from rlctl.launch.runtime import Allocation
 from rlctl.launch.worker_specs import engine_slots, engine_spec
 from rlctl.models.model_files import ModelFiles
-from rlctl.models.model_sizes import read_sizes
+from rlctl.models.model_sizes import sizes_of
+from rlctl.preflight.machine import RunMachine
 from rlctl.preflight.placement import ResourceRequest, place, this_machine
 from rlctl.preflight.plan import require_served
-from rlctl.preflight.tuning import tune
+from rlctl.preflight.settled import SettledGrpo
 from rlctl.rollout.dispatcher import RolloutDispatcher
 from rlctl.utils.devices import count_gpus, device_memory
 from rlctl.workers.user_logs import Emit
@@ -23,25 +23,23 @@ from rlctl.workers.waits import Waits
 
 @contextmanager
 def engines(
-    config: GrpoConfig, files: ModelFiles, stops: tuple[int, ...], version: int, logs: Path, emit: Emit
+    settled: SettledGrpo, files: ModelFiles, stops: tuple[int, ...], version: int, logs: Path, emit: Emit
 ) -> Iterator[RolloutDispatcher]:
     """Run `generation.num_engines` engines at the weights of `files` until the block is left.
 
     Yields the sampling parts. stops: tokens that end an answer. version: of the weights, which every token gets. Raises
     PlacementError with the arithmetic for too few devices.
     """
+    config = settled.config
     generation = config.generation
-    # No trainer: engines have their devices to themselves.
-    config = replace(config, placement=replace(config.placement, colocated=False))
     sizes = (generation.num_engines, generation.tensor_parallel_size)
     wanted = ResourceRequest(0, *sizes, colocated=False, cpus_per_process=config.placement.cpus_per_process)
     placement = place(this_machine(count_gpus()), wanted)
     memory = device_memory() if placement.device == "cuda" else None
-    model = read_sizes(Path(files.folder) / "config.json")
-    require_served(config, placement.device, model)
-    tuned = tune(config, placement.device, model, memory)
-    assert isinstance(tuned.config, GrpoConfig)
-    config = tuned.config
+    # No trainer: engines have their devices to themselves.
+    config = replace(config, placement=replace(config.placement, colocated=False))
+    settled = SettledGrpo(config, RunMachine(placement.device, memory), sizes_of(files.folder))
+    require_served(settled)
     with ExitStack() as stack:
         reaper = stack.enter_context(local_ray(logs, deadline_s=config.run.deadline_s))
         folder: Callable[[str, str | None], str] = lambda prefix, root: str(  # noqa: E731
@@ -50,7 +48,7 @@ def engines(
         allocation = Allocation(placement, [None], folder)
         waits = Waits(config.run.explain_after_s, lambda what: emit("warning", what=what))
         stack.callback(waits.close)
-        spec = replace(engine_spec(config, files, stops, placement, tuned.kv_cache_mib), version=version)
+        spec = replace(engine_spec(settled, files, stops, placement), version=version)
         slots = engine_slots(config, allocation, waits)
         pool = GeneratorPool(spec, slots, str(logs), config.run.deadline_s, generation.max_restarts, emit)
         stack.callback(pool.kill)

@@ -8,9 +8,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from rlctl.config.data_schema import DatasetSection
 from rlctl.config.errors import ConfigError, Problem, located
 from rlctl.config.fields import RECIPE
-from rlctl.config.schema import DatasetSection, GrpoConfig
+from rlctl.config.schema import GrpoConfig
 from rlctl.data.chat import Chat
 from rlctl.data.datasets import Row, shown
 from rlctl.data.files import DataError, files_of
@@ -18,19 +19,19 @@ from rlctl.data.load import load_chat, load_prompts, read_rows
 from rlctl.environments.pool import UnusableEnvironmentError
 from rlctl.grpo.advantages.trial import UnusableAdvantageError, try_advantage
 from rlctl.preflight.load import Composed
-from rlctl.preflight.resolved import Resolved
+from rlctl.preflight.settled import Settled
 from rlctl.rewards.base import UnusableError
 from rlctl.rewards.scorer import Score, Scorer
 from rlctl.rollout.episode_setup import EpisodeSetup, environment_pool, read_environments, set_up
 from rlctl.rollout.scoring import sample_item
 
 
-def runs_others_code(config: GrpoConfig | None) -> bool:
-    """Return True if a reward is a function of the user's. config: see `Resolved.sampling`."""
-    return config is not None and any(":" in reward.name for reward in config.rewards)
+def runs_others_code(config: GrpoConfig) -> bool:
+    """Return True if a reward is a function of the user's."""
+    return any(":" in reward.name for reward in config.rewards)
 
 
-def try_all(composed: Composed, *, rewards: bool, environments: bool, fetch: bool) -> list[str]:
+def try_all(composed: Composed[Settled], *, rewards: bool, environments: bool, fetch: bool) -> list[str]:
     """Return a line or more on the results of rewards and environments, or why they were not tried.
 
     fetch: a model or data of a hub may be fetched. Raises ConfigError with every problem of both.
@@ -47,21 +48,21 @@ def try_all(composed: Composed, *, rewards: bool, environments: bool, fetch: boo
     return lines
 
 
-def try_environments(composed: Composed, section: DatasetSection, row: Row, chat: Chat) -> EpisodeSetup:
+def try_environments(composed: Composed[Settled], section: DatasetSection, row: Row, chat: Chat) -> EpisodeSetup:
     """Return the facts about the environments, each imported in a separate process.
 
     section, row: the first row of the data, on which one episode is begun. Raises ConfigError with every problem.
     """
-    config = Resolved(composed.config).sampling
-    assert config is not None
+    assert composed.settled.sampling
+    config = composed.settled.sampling.config
     with _as_config_errors(composed), environment_pool(config) as pool:
         return set_up(config, pool, chat, load_prompts(config, section, chat, [row])[0][0])
 
 
-def _try_rewards(composed: Composed, fetch: bool) -> list[str]:
-    config = Resolved(composed.config).sampling
-    if config is None:
+def _try_rewards(composed: Composed[Settled], fetch: bool) -> list[str]:
+    if composed.settled.sampling is None:
         return ["rewards: an SFT run has none without validation.recipe"]
+    config = composed.settled.sampling.config
     if away := _away(config, fetch):
         return [f"rewards: not tried, {away} is not on this machine; rlctl config check --try-rewards fetches it"]
     try:
@@ -75,14 +76,15 @@ def _try_rewards(composed: Composed, fetch: bool) -> list[str]:
     judged = "right" if score.right else "not right"
     tried = f"rewards: tried on the first row of {shown(config.data.train.paths)}: {parts}; its own answer is {judged}"
     with _as_config_errors(composed):
-        advantage, _ = try_advantage(config) if isinstance(composed.config, GrpoConfig) else ("", False)
+        advantage, _ = try_advantage(config) if composed.settled.grpo else ("", False)
     return [tried, *[advantage] * bool(advantage)]
 
 
-def _try_environments(composed: Composed, fetch: bool) -> list[str]:
-    config = Resolved(composed.config).sampling
-    if config is None or not config.has_turns:
+def _try_environments(composed: Composed[Settled], fetch: bool) -> list[str]:
+    sampling = composed.settled.sampling
+    if sampling is None or not sampling.config.has_turns:
         return ["environment: rollouts have one turn, without one"]
+    config = sampling.config
     why = ""
     if away := _away(config, fetch):
         why = f"{away} is not on this machine; rlctl config check --try-environments fetches it"
@@ -128,12 +130,12 @@ def _first_row(config: GrpoConfig) -> tuple[DatasetSection, Row]:
 
 
 @contextmanager
-def _as_config_errors(composed: Composed) -> Iterator[None]:
+def _as_config_errors(composed: Composed[Settled]) -> Iterator[None]:
     """Raise ConfigError for unusable data, rewards, advantages and environments, at their keys.
 
     The config that samples may be a recipe's: its keys are below that of the recipe.
     """
-    within = "" if isinstance(composed.config, GrpoConfig) else f"{RECIPE}."
+    within = "" if composed.settled.grpo else f"{RECIPE}."
 
     def problem(key: str, reason: str, shown: str = "") -> Problem:
         return Problem(str(composed.origins.get(f"{within}{key}", "")), f"{within}{shown or key}", reason)

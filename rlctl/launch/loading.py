@@ -1,6 +1,5 @@
 """The data of a run: rows are read before anything starts, and tokenized while Ray, ranks and engines start."""
 
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Generic
 
@@ -9,8 +8,10 @@ from rlctl.data.chat import Chat
 from rlctl.data.cursor import Drawn
 from rlctl.data.ends import EndTokens
 from rlctl.data.load import end_tokens, load_chat
+from rlctl.launch.sampling import SamplingParts
 from rlctl.launch.session import Session
 from rlctl.models.model_files import ModelFiles
+from rlctl.preflight.settled import Settled
 
 
 @dataclass(frozen=True)
@@ -21,17 +22,19 @@ class RunData(Generic[Drawn]):
     validation: list[Drawn]
 
 
-@dataclass(frozen=True)
-class DataLoading(Generic[Drawn]):
-    """The data of a run while it loads. The chat is known first, since engines are made with its end tokens."""
+def load_chats(
+    session: Session, settled: Settled, files: ModelFiles, sampled: SamplingParts | None
+) -> tuple[Chat, EndTokens]:
+    """Load the tokenizer, and the recipe's, perhaps with another template. Return the run's, with its end tokens."""
+    own = _load_chat(session, settled.config, files, "")
+    if sampled:
+        theirs = own if settled.grpo else _load_chat(session, sampled.config, files, "validation.recipe: ")
+        sampled.chat, sampled.ends = theirs
+    return own
 
-    chat: "Future[tuple[Chat, EndTokens]]"
-    data: "Future[RunData[Drawn]]"
 
-
-def load_run_chat(session: Session, config: RunConfig, files: ModelFiles) -> tuple[Chat, EndTokens]:
-    """Load the tokenizer by a run's config or its recipe's, and find the tokens that end an answer."""
-    whose = "" if config.kind == session.config.kind else "validation.recipe: "
+def _load_chat(session: Session, config: RunConfig, files: ModelFiles, whose: str) -> tuple[Chat, EndTokens]:
+    """Load the tokenizer by a config, and find the tokens that end an answer. whose: the config, in events."""
     with session.starting(f"{whose}tokenizer"):
         chat = load_chat(config, files.folder)
         ends = end_tokens(config, chat)

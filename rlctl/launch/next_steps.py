@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from shlex import quote
 
-from rlctl.config.schema import RunConfig
 from rlctl.config.telemetry_schema import (
     MlflowSection,
     SwanlabSection,
@@ -13,14 +12,15 @@ from rlctl.config.telemetry_schema import (
     TrackioSection,
     WandbSection,
 )
-from rlctl.preflight.resolved import Resolved
+from rlctl.preflight.settled import Settled
 from rlctl.run.checkpoints import Checkpoints
 from rlctl.run.run_dir import JobRecord, RunDir, RunDirError
 from rlctl.telemetry.jsonl import read_records
 
 
-def next_commands(config: RunConfig, run_dir: RunDir, status: str) -> list[str]:
+def next_commands(settled: Settled, run_dir: RunDir, status: str) -> list[str]:
     """Return the commands after a run with this `status`, the most useful first, to go on last."""
+    config = settled.config
     try:
         record = JobRecord.read(run_dir.path)
     except RunDirError:
@@ -31,30 +31,30 @@ def next_commands(config: RunConfig, run_dir: RunDir, status: str) -> list[str]:
     resume = f"rlctl train {config.kind} --resume {known}{there}"
     if status != "done":
         return [resume, f"rlctl runs logs {known}"] if status == "failed" else [resume]
-    steps = Resolved(config).num_steps
+    steps = config.num_steps
     if not any(record.get("step") == steps for record in read_records(run_dir.metrics)):
         # A probe: it ends before the steps that are left.
         return [resume]
     # Files of a run on a cluster cannot be read from here.
-    here = [] if record and (record.remote or record.called) else list(_with_files(config, run_dir, known))
+    here = [] if record and (record.remote or record.called) else list(_with_files(settled, run_dir, known))
     return [f"rlctl runs dash {known}", *here, f"{resume} {config.kind}.num_steps={2 * steps}"]
 
 
-def _with_files(config: RunConfig, run_dir: RunDir, known: str) -> Iterator[str]:
+def _with_files(settled: Settled, run_dir: RunDir, known: str) -> Iterator[str]:
     """Yield commands that use the best checkpoint, the newest where none was measured, or read a tracker's files."""
     checkpoints = Checkpoints(run_dir.checkpoints, 1, 0)
     newest = checkpoints.latest()
     chosen = checkpoints.best() or newest
     if newest and chosen and chosen.export.is_dir():
         # A run's name alone is its newest checkpoint.
-        step, sampling = f" --step {chosen.step}" * (chosen.step != newest.step), Resolved(config).sampling
-        if sampling is None or sampling.data.has_validation:
+        step, sampling = f" --step {chosen.step}" * (chosen.step != newest.step), settled.sampling
+        if sampling is None or sampling.config.data.has_validation:
             yield f"rlctl eval {known}{'' if sampling else ' RECIPE'}{step}"
-        if config.kind == "sft":
+        if settled.sft:
             yield f"rlctl train grpo RECIPE model.path={quote(str(chosen.path)) if step else known}"
         yield f"rlctl export {known} {quote(f'{run_dir.name}-hf')}{step}"
         yield f"vllm serve {quote(str(chosen.export))}"
-    for section in config.telemetry.trackers:
+    for section in settled.config.telemetry.trackers:
         yield from _of_tracker(section, run_dir.path)
 
 

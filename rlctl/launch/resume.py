@@ -9,10 +9,9 @@ from typing import Any
 from rlctl.config.builtin import runs_folder
 from rlctl.config.errors import ConfigError, Problem, located
 from rlctl.config.provenance import leaves
-from rlctl.config.schema import RunConfig
 from rlctl.models.model_sizes import config_file
 from rlctl.preflight.load import Composed, draft
-from rlctl.preflight.resolved import Resolved
+from rlctl.preflight.settled import Settled
 from rlctl.run.checkpoints import Checkpoint, Checkpoints, EarlierVersion, NoWholeCheckpoint
 from rlctl.run.fingerprint import contradictions, made_with
 from rlctl.run.run_dir import JobRecord, RunDir, RunDirError, find_run
@@ -44,7 +43,7 @@ def find_resumed(text: Path, overrides: list[str]) -> Resumed:
     return Resumed(run, text, overrides)
 
 
-def refuse_contradictions(composed: Composed, run: Path) -> None:
+def refuse_contradictions(composed: Composed[Settled], run: Path) -> None:
     """Raise ConfigError with every value that the run's newest checkpoint contradicts, if its files are here.
 
     A state that is not as it was written contradicts nothing.
@@ -55,12 +54,12 @@ def refuse_contradictions(composed: Composed, run: Path) -> None:
     newest = checkpoints.latest_as_written()
     if newest is None:
         return
-    wrong = list(_contradictions(composed.config, newest))
+    wrong = list(_contradictions(composed.settled, newest))
     if wrong:
         raise ConfigError(Problem(str(composed.origins.get(key, "")), key, what) for key, what in wrong)
 
 
-def plan_of_resume(composed: Composed, run: Path) -> list[tuple[str, str]]:
+def plan_of_resume(composed: Composed[Settled], run: Path) -> list[tuple[str, str]]:
     """Return rows on a resume: its checkpoint, the steps that are left, the changed keys.
 
     Raises ConfigError if no checkpoint is whole.
@@ -71,7 +70,7 @@ def plan_of_resume(composed: Composed, run: Path) -> list[tuple[str, str]]:
         return [("goes on after", f"the newest whole checkpoint in {record.remote} on {record.cluster}"), *changed]
     with located(f"--resume {run}", NoWholeCheckpoint):
         found = _checkpoints(run).newest_whole()
-    done, steps = found.checkpoint.step if found.checkpoint else 0, Resolved(composed.config).num_steps
+    done, steps = found.checkpoint.step if found.checkpoint else 0, composed.config.num_steps
     rows = [("damaged", line) for line in found.damaged.values()] + [("note", line) for line in found.notes]
     where = f"step {done}: {found.checkpoint.path}" if found.checkpoint else "the start: it has no checkpoint"
     rows.append(("goes on after", where))
@@ -85,17 +84,18 @@ def _checkpoints(run: Path) -> Checkpoints:
     return Checkpoints(RunDir(run).checkpoints, 1, 0)
 
 
-def _contradictions(config: RunConfig, newest: Checkpoint) -> Iterator[tuple[str, str]]:
+def _contradictions(settled: Settled, newest: Checkpoint) -> Iterator[tuple[str, str]]:
+    config = settled.config
     file = config_file(config.model.path)
     then = newest.state.get("made_with")
     if then:
-        for each in contradictions(then, made_with(config, file.parent if file else None), newest.step):
+        for each in contradictions(then, made_with(settled, file.parent if file else None), newest.step):
             yield each.key, str(each)
-    if Resolved(config).num_steps < newest.step:
+    if config.num_steps < newest.step:
         yield f"{config.kind}.num_steps", f"must be at least {newest.step}, the step of the newest checkpoint"
 
 
-def _changes(composed: Composed, run: Path) -> Iterator[str]:
+def _changes(composed: Composed[Settled], run: Path) -> Iterator[str]:
     """Yield `key: old -> new` for every value that is not the run's own."""
     root, _ = draft(None, str(run / "config.yaml"), [])
     old = {key: node.value for key, node in leaves(root)}

@@ -12,6 +12,7 @@ from secrets import token_hex
 from typing import TYPE_CHECKING, Protocol
 
 from rlctl.dashboard.state import read_state
+from rlctl.preflight.machine import Device, RunMachine
 from rlctl.preflight.placement import (
     NodeResources,
     Placement,
@@ -21,7 +22,6 @@ from rlctl.preflight.placement import (
     place,
     this_machine,
 )
-from rlctl.preflight.resolved import Device
 from rlctl.run.run_dir import JobRecord, RunDir, RunDirError
 from rlctl.utils.code_cache import forget_old_code
 from rlctl.utils.cores import usable_cores
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from rlctl.launch.session import Session
     from rlctl.workers.nodes import NodeLease, Reservation
 
-# Called with the placement, and the bytes of its smallest GPU, None without GPUs.
-Announce = Callable[[Placement, int | None], None]
 _RESERVE_S = 120.0
 _POLL_S = 3.0
 
@@ -45,11 +43,29 @@ class Runtime(Protocol):
         """Raise RunDirError for a run that must not be continued from here."""
         ...
 
-    def allocation(
-        self, session: "Session", resources: ResourceRequest, announce: Announce
-    ) -> AbstractContextManager["Allocation"]:
-        """Hold slots for the time of the block. Calls `announce` with the slots before anything slow begins."""
+    def slots(self, session: "Session", resources: ResourceRequest) -> AbstractContextManager["HeldSlots"]:
+        """Hold slots for the time of the block. Nothing slow begins on this machine."""
         ...
+
+    def allocation(self, session: "Session", held: "HeldSlots") -> AbstractContextManager["Allocation"]:
+        """Make the slots ready for processes, for the time of the block."""
+        ...
+
+
+@dataclass(frozen=True)
+class HeldSlots:
+    """Slots that a run has."""
+
+    placement: Placement
+    # Bytes of the smallest GPU; None without GPUs.
+    memory: int | None
+    # On a cluster.
+    reservation: "Reservation | None" = None
+
+    @property
+    def machine(self) -> RunMachine:
+        """Devices to settle the run for."""
+        return RunMachine(self.placement.device, self.memory)
 
 
 @dataclass(frozen=True)
@@ -116,12 +132,16 @@ class LocalRuntime:
             raise RunDirError(f"{run.path} is driven by job {record.job}: stop it with `rlctl runs stop`, or {there}")
 
     @contextmanager
-    def allocation(self, session: "Session", resources: ResourceRequest, announce: Announce) -> Iterator[Allocation]:
-        """Start Ray, see `Runtime.allocation`. Raises PlacementError with the arithmetic for too few devices."""
+    def slots(self, session: "Session", resources: ResourceRequest) -> Iterator[HeldSlots]:
+        """Choose devices. Raises PlacementError with the arithmetic for too few."""
+        placement = place(this_machine(count_gpus()), resources)
+        yield HeldSlots(placement, device_memory() if placement.device == "cuda" else None)
+
+    @contextmanager
+    def allocation(self, session: "Session", held: HeldSlots) -> Iterator[Allocation]:
+        """Start Ray."""
         from rlctl.launch.local_ray import local_ray
 
-        placement = place(this_machine(count_gpus()), resources)
-        announce(placement, device_memory() if placement.device == "cuda" else None)
         with ExitStack() as stack:
             forget_old_code()
             # Drivers that were killed together with their reapers.
@@ -131,7 +151,7 @@ class LocalRuntime:
             with session.starting("ray"):
                 reaper = stack.enter_context(local_ray(session.logs, session.lose, session.config.run.deadline_s))
             yield Allocation(
-                placement, [None], lambda prefix, root: str(stack.enter_context(reaper.folder(prefix, root)))
+                held.placement, [None], lambda prefix, root: str(stack.enter_context(reaper.folder(prefix, root)))
             )
 
 
@@ -145,8 +165,8 @@ class ClusterRuntime:
         """Refuse nothing: the submitter of the job has checked the run."""
 
     @contextmanager
-    def allocation(self, session: "Session", resources: ResourceRequest, announce: Announce) -> Iterator[Allocation]:
-        """Reserve slots, see `Runtime.allocation`.
+    def slots(self, session: "Session", resources: ResourceRequest) -> Iterator[HeldSlots]:
+        """Connect to Ray and reserve slots.
 
         Raises PlacementError with the arithmetic if there is too little room and it must not wait, TimeoutError after
         `placement.wait_s`.
@@ -157,14 +177,20 @@ class ClusterRuntime:
             stack.enter_context(ray_session(session.logs, address="auto"))
             placement, reservation = self._reserved(session, resources)
             stack.callback(reservation.release)
-            announce(placement, min((node.memory for node in reservation.nodes if node.memory), default=None))
-            nodes = dict(zip(placement.used, reservation.nodes))
-            model = Path(session.config.model.path)
-            others = [node for node in reservation.nodes if not node.is_the_drivers]
-            must_share(others, session.run_dir.path.resolve(), model if model.is_dir() else None)
-            # Weights in transit are on the node of the processes, which need not be the driver's.
-            folder = reservation.nodes[0].folder
-            yield Allocation(placement, [nodes.get(index) for index in range(len(placement.nodes))], folder)
+            memory = min((node.memory for node in reservation.nodes if node.memory), default=None)
+            yield HeldSlots(placement, memory, reservation)
+
+    @contextmanager
+    def allocation(self, session: "Session", held: HeldSlots) -> Iterator[Allocation]:
+        """Raise PlacementError unless the nodes share the run's files."""
+        assert held.reservation
+        placement, leases = held.placement, held.reservation.nodes
+        model = Path(session.config.model.path)
+        others = [node for node in leases if not node.is_the_drivers]
+        must_share(others, session.run_dir.path.resolve(), model if model.is_dir() else None)
+        nodes = dict(zip(placement.used, leases))
+        # Weights in transit are on the node of the processes, which need not be the driver's.
+        yield Allocation(placement, [nodes.get(index) for index in range(len(placement.nodes))], leases[0].folder)
 
     def _reserved(self, session: "Session", resources: ResourceRequest) -> tuple[Placement, "Reservation"]:
         from rlctl.workers.nodes import NodeRequest, NoRoom, Reservation, live_nodes

@@ -6,7 +6,6 @@ A GRPO run has them, and an SFT run that is validated by a recipe.
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import chain
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlctl.config.schema import GrpoConfig
@@ -16,13 +15,11 @@ from rlctl.data.files import DataError
 from rlctl.data.load import load_prompts, part_of
 from rlctl.data.mixture import first_of_each
 from rlctl.data.tasks import Task
-from rlctl.launch.loading import load_run_chat
 from rlctl.launch.runtime import Allocation
 from rlctl.launch.session import Session
 from rlctl.models.model_files import ModelFiles
-from rlctl.models.model_sizes import read_sizes
-from rlctl.preflight.resolved import Resolved
-from rlctl.preflight.tuning import Tuned
+from rlctl.preflight.settings import DTYPE_BYTES
+from rlctl.preflight.settled import SettledGrpo
 from rlctl.workers.reaper import SHARED_MEMORY, free_bytes
 from rlctl.workers.user_logs import Emit
 
@@ -41,50 +38,40 @@ if TYPE_CHECKING:
 _BESIDE_BYTES = 16 << 20
 
 
+def user_processes(config: GrpoConfig, session: Session, stack: ExitStack) -> "tuple[Scorer, EnvironmentPool | None]":
+    """Return rewards, and environments where rollouts have turns, whose processes `stack` ends.
+
+    Call it before Ray starts, which changes this process's variables.
+    """
+    from rlctl.rewards.scorer import Scorer
+    from rlctl.rollout.episode_setup import environment_pool
+
+    own = config, session.logs, session.events.emit
+    scorer = stack.enter_context(Scorer(config.rewards, *own[1:], episodes=config.environment.enabled))
+    return scorer, stack.enter_context(environment_pool(*own)) if config.has_turns else None
+
+
 @dataclass
 class SamplingParts:
     """Parts that sample and score. The methods are called in their order."""
 
     session: Session
-    # See `Resolved.sampling`.
-    config: GrpoConfig
+    # The run that the engines sample by: an SFT run's recipe has its own.
+    settled: SettledGrpo
     files: ModelFiles
     scorer: "Scorer"
     # None: rollouts have one turn.
     environments: "EnvironmentPool | None"
-    # See `tuning.Tuned`.
-    kv_cache_mib: int | None = field(init=False)
     chat: Chat = field(init=False)
     ends: EndTokens = field(init=False)
     # None without environments.
     setup: "EpisodeSetup | None" = None
     pool: "GeneratorPool" = field(init=False)
 
-    @classmethod
-    def make(cls, stack: ExitStack, session: Session, config: GrpoConfig, files: ModelFiles) -> "SamplingParts":
-        """Return the parts of a run, with rewards and environments whose processes `stack` ends. Call it before Ray
-        starts."""
-        from rlctl.rewards.scorer import Scorer
-
-        played = config.environment.enabled
-        scorer = stack.enter_context(Scorer(config.rewards, session.logs, session.events.emit, episodes=played))
-        if not config.has_turns:
-            return cls(session, config, files, scorer, None)
-        from rlctl.rollout.episode_setup import environment_pool
-
-        environments = stack.enter_context(environment_pool(config, session.logs, session.events.emit))
-        return cls(session, config, files, scorer, environments)
-
-    def settle(self, tuned: Tuned) -> None:
-        """Take over the values that were chosen, see `AlgorithmParts`."""
-        sampling = Resolved(tuned.config).sampling
-        assert sampling is not None
-        self.config, self.kv_cache_mib = sampling, tuned.kv_cache_mib
-
-    def load_chat(self) -> tuple[Chat, EndTokens]:
-        """Load the tokenizer, and find the tokens that end an answer."""
-        self.chat, self.ends = load_run_chat(self.session, self.config, self.files)
-        return self.chat, self.ends
+    @property
+    def config(self) -> GrpoConfig:
+        """The config that the engines sample by."""
+        return self.settled.config
 
     def try_on(self, first: Task) -> None:
         """Begin an episode of a task, and try the rewards on it. Raises UnusableEnvironmentError or RewardError."""
@@ -109,7 +96,7 @@ class SamplingParts:
 
         session, config = self.session, self.config
         self.pool = GeneratorPool(
-            engine_spec(config, self.files, self.ends.stops, allocation.placement, self.kv_cache_mib),
+            engine_spec(self.settled, self.files, self.ends.stops, allocation.placement),
             engine_slots(config, allocation, session.waits),
             str(session.logs),
             config.run.deadline_s,
@@ -124,11 +111,10 @@ class SamplingParts:
         from rlctl.refit.refit import Refit
 
         placement = allocation.placement
-        dtype = Resolved(self.config, placement.device).generation_dtype
         with self.session.starting("refit"):
             parameters = int(trainer.info()["parameters"])
-            folder = self._transit(allocation, parameters, dtype) if len(placement.used) == 1 else ""
-            self.pool.connect(Refit(trainer.group, refit_options(self.config, placement, dtype, folder)))
+            folder = self._transit(allocation, parameters) if len(placement.used) == 1 else ""
+            self.pool.connect(Refit(trainer.group, refit_options(self.settled, placement, folder)))
 
     def open(self, stack: ExitStack) -> "tuple[RolloutDispatcher, RolloutRunner]":
         """Return the dispatcher and the runner of rollouts; `stack` closes both."""
@@ -138,7 +124,7 @@ class SamplingParts:
         together = not self.config.async_.enabled and not self.config.grpo.dynamic_sampling.filter
         dispatcher = RolloutDispatcher(self.pool, self.config.run, self.session.events.emit, together=together)
         stack.callback(dispatcher.close)
-        runner = make_runner(self.config, self.files, self.chat, dispatcher, self.environments, self.setup)
+        runner = make_runner(self.settled, self.chat, dispatcher, self.environments, self.setup, trains=True)
         stack.callback(runner.close)
         return dispatcher, runner
 
@@ -154,9 +140,9 @@ class SamplingParts:
         """Text of tokens with the special ones, for records."""
         return decoder(self.chat.tokenizer, special=True)
 
-    def _transit(self, allocation: Allocation, parameters: int, dtype: str) -> str:
+    def _transit(self, allocation: Allocation, parameters: int) -> str:
         """Return a new folder for weights in transit, which are there twice."""
-        nbytes = 2 * parameters * (4 if dtype == "float32" else 2)
+        nbytes = 2 * parameters * DTYPE_BYTES[self.settled.generation_dtype]
         root = shared_memory(nbytes + _BESIDE_BYTES) if allocation.placement.device == "cpu" else shared_memory()
         if root is None:
             free, needed = f"{free_bytes(SHARED_MEMORY) >> 20} MiB free", f"2 x {nbytes >> 21} MiB"
@@ -166,28 +152,33 @@ class SamplingParts:
         return allocation.folder(f"rlctl-{self.session.run_dir.name}-", root)
 
 
-def held_out_tasks(config: GrpoConfig, chat: Chat, files: ModelFiles, emit: Emit) -> list[Task]:
+def held_out_tasks(settled: SettledGrpo, chat: Chat, emit: Emit) -> list[Task]:
     """Return the tasks that a validation samples, read and tokenized. Raises DataError, also for too long prompts.
 
     emit: writes an event for each thing in the rows that a person should look at.
     """
+    config = settled.config
     loaded = [load_prompts(config, part.section, chat, part.rows) for part in part_of(config, "validation")]
     for line in chain.from_iterable(report.warnings for _, report in loaded):
         emit("warning", what=line)
     tasks = first_of_each([task for tasks, _ in loaded for task in tasks], config.validation.max_prompts)
-    check_room(tasks, config.generation.max_new_tokens, Resolved(config).max_length(files.max_length))
+    check_room(tasks, config.generation.max_new_tokens, settled.max_length)
     return tasks
 
 
 def make_runner(
-    config: GrpoConfig,
-    files: ModelFiles,
+    settled: SettledGrpo,
     chat: Chat,
     engines: "Engines",
     environments: "EnvironmentPool | None",
     setup: "EpisodeSetup | None",
+    *,
+    trains: bool,
 ) -> "RolloutRunner":
-    """Return the player of rollouts: of one turn, or episodes where there are environments, whose `setup` is known."""
+    """Return the player of rollouts: of one turn, or episodes where there are environments, whose `setup` is known.
+
+    trains: a trainer learns from them.
+    """
     from rlctl.rollout.runner import RolloutRunner
 
     if environments is None or setup is None:
@@ -196,12 +187,12 @@ def make_runner(
         return RolloutRunner(SingleTurnPlayer(), engines)
     from rlctl.rollout.episode_setup import episode_limits
 
-    limits = episode_limits(config, Resolved(config).max_length(files.max_length))
+    config, limits = settled.config, episode_limits(settled, trains)
     if config.rollout is not None:
         from rlctl.rollout.players.function import FunctionPlayer
 
-        vocabulary = read_sizes(Path(files.folder) / "config.json").vocab
-        function = FunctionPlayer(environments, chat, limits, not config.rewards, vocabulary)
+        assert settled.facts
+        function = FunctionPlayer(environments, chat, limits, not config.rewards, settled.facts.vocab)
         return RolloutRunner(function, engines, environments.events)
     from rlctl.rollout.players.environment import EnvironmentPlayer
 

@@ -26,6 +26,7 @@ from rlctl.data.datasets import shown
 from rlctl.data.files import DataError
 from rlctl.grpo.advantages.base import AdvantageError
 from rlctl.launch.next_steps import next_commands
+from rlctl.preflight.settled import Settled
 from rlctl.preflight.version import earlier_version
 from rlctl.run.checkpoints import Checkpoint, EarlierVersion, NoWholeCheckpoint
 from rlctl.run.fingerprint import contradictions
@@ -57,7 +58,7 @@ Refuse = Callable[[RunDir], None]
 class Session:
     """State of a run while it lasts."""
 
-    config: RunConfig
+    settled: Settled
     # The config as YAML.
     resolved: str
     run_dir: RunDir
@@ -81,6 +82,11 @@ class Session:
     begun: float = field(default_factory=lambda: time.monotonic() - age_s())
     # The command that begins the run again, if no checkpoint is whole.
     begin_command: str = ""
+
+    @property
+    def config(self) -> RunConfig:
+        """The config."""
+        return self.settled.config
 
     @property
     def start(self) -> int:
@@ -175,9 +181,10 @@ class Session:
 
 
 def run_session(
-    config: RunConfig, resolved: str, resume: Path | None, body: Callable[[Session], None], refuse: Refuse
+    settled: Settled, resolved: str, resume: Path | None, body: Callable[[Session], None], refuse: Refuse
 ) -> int:
     """Run `body` in a new session and return the exit code. resolved: the config as YAML, kept with the run."""
+    config = settled.config
     with contextlib.ExitStack() as stack:
         events: EventLog | None = None
         view: RunView | None = None
@@ -205,7 +212,7 @@ def run_session(
         except (RunDirError, OSError) as error:
             print(f"error: {neutral(str(error))}", file=sys.stderr)
             return 2
-        go_on = next_commands(config, run_dir, "interrupted")[0]
+        go_on = next_commands(settled, run_dir, "interrupted")[0]
         events = EventLog(run_dir.events)
         # Trackers get the config as it is on disk: values from the environment may be secret.
         trackers = open_trackers(config.telemetry.trackers, run_dir.path, yaml.safe_load(resolved), events)
@@ -215,7 +222,7 @@ def run_session(
         view = stack.enter_context(show_run(run_dir, config.telemetry.dashboard, config.run.log_every))
         waits = Waits(config.run.explain_after_s, lambda what: events.emit("warning", what=what))
         session = Session(
-            config, resolved, run_dir, events, recorder, interrupts, reserve, resumed=resume is not None, waits=waits
+            settled, resolved, run_dir, events, recorder, interrupts, reserve, resumed=resume is not None, waits=waits
         )
         code, status, reason = _run(session, body)
         waits.close()
@@ -224,7 +231,7 @@ def run_session(
         lost = events.lost + metrics.lost
         if lost:
             reason = f"{reason + '; ' if reason else ''}{lost} records could not be written"
-        commands = [session.begin_command] if session.begin_command else next_commands(config, run_dir, status)
+        commands = [session.begin_command] if session.begin_command else next_commands(settled, run_dir, status)
         end = {"status": status, "reason": reason, "next": commands}
         events.emit("run_ended", **end)
         view.end = {"kind": "run_ended", "time": time.time(), **end}

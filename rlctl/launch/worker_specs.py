@@ -5,8 +5,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from rlctl.config.fields import stated
-from rlctl.config.schema import GrpoConfig, RunConfig
+from rlctl.config.schema import GrpoConfig
 from rlctl.generation.pool import EngineSlot
 from rlctl.generation.spec import EngineSpec, ForcedLengths, engine_kind, engine_options
 from rlctl.launch.runtime import Allocation
@@ -14,7 +13,7 @@ from rlctl.launch.session import Session
 from rlctl.models.model_files import ModelFiles
 from rlctl.preflight.columns import Role, RoleModel
 from rlctl.preflight.placement import Placement, transport_of
-from rlctl.preflight.resolved import Resolved
+from rlctl.preflight.settled import Settled, SettledGrpo
 from rlctl.refit.refit import RefitOptions
 from rlctl.telemetry.throughput import flops_per_token
 from rlctl.training.profile import ProfileSpec
@@ -28,41 +27,32 @@ from rlctl.workers.waits import Waits
 _ROOM = 16
 
 
-def trainer_specs(
-    session: Session,
-    config: RunConfig,
-    files: ModelFiles,
-    allocation: Allocation,
-    total_updates: int,
-    temperature: float,
-) -> list[WorkerSpec]:
+def trainer_specs(session: Session, settled: Settled, files: ModelFiles, allocation: Allocation) -> list[WorkerSpec]:
     """Return the spec of every trainer rank."""
-    placement, ranks = allocation.placement, config.trainer.num_ranks
-    resolved = Resolved(config, placement.device)
+    config, placement, ranks = settled.config, allocation.placement, settled.config.trainer.num_ranks
     # Without engines on the device, nothing needs to move.
-    for_engines = config.trainer.offload_optimizer_for_generation and resolved.shares_devices
+    for_engines = config.trainer.offload_optimizer_for_generation and settled.shares_devices
     init_method = f"tcp://{allocation.meeting_point()}"
     updates = config.telemetry.profile_updates
     profile = ProfileSpec(str(session.run_dir.path / "profile"), *updates) if updates else None
     # The reference is the policy's model at version 0.
     folders: dict[Role, str] = {"reference": files.folder}
-    roles = {role: RoleModel(folders[role]) for role in resolved.frozen_roles}
+    roles = {role: RoleModel(folders[role]) for role in settled.frozen_roles}
     specs = []
     for rank, slot in enumerate(placement.trainers):
         ranks_there, engines_there = placement.processes_on(slot.node)
-        threads = resolved.trainer_threads(allocation.cores(slot), ranks_there, engines_there)
+        threads = settled.trainer_threads(allocation.cores(slot), ranks_there, engines_there)
         spec = TrainerSpec(
-            config=replace(
-                config.trainer, dtype=resolved.dtype, threads=threads, offload_optimizer_for_generation=for_engines
-            ),
+            config=replace(settled.trainer, threads=threads, offload_optimizer_for_generation=for_engines),
             model_path=files.folder,
             tokenizer_path=config.model.tokenizer or files.folder,
             rank=rank,
             world=ranks,
             init_method=init_method,
             device="cpu" if placement.device == "cpu" else "cuda:0",
-            temperature=temperature,
-            total_updates=total_updates,
+            # Logits are divided by it.
+            temperature=settled.grpo.config.generation.temperature if settled.grpo else 1.0,
+            total_updates=config.num_steps * config.step_shape.updates,
             seed=config.run.seed,
             profile=profile,
             roles=roles,
@@ -90,55 +80,49 @@ def engine_slots(config: GrpoConfig, allocation: Allocation, waits: Waits) -> li
     return slots
 
 
-def engine_spec(
-    config: GrpoConfig, files: ModelFiles, stops: tuple[int, ...], placement: Placement, kv_cache_mib: int | None
-) -> EngineSpec:
-    """Return the spec that every engine is built from.
-
-    stops: the tokens that end an answer. kv_cache_mib: see `tuning.Tuned`.
-    """
-    generation, resolved = config.generation, Resolved(config, placement.device)
-    longest = resolved.max_length(files.max_length)
+def engine_spec(settled: SettledGrpo, files: ModelFiles, stops: tuple[int, ...], placement: Placement) -> EngineSpec:
+    """Return the spec that every engine is built from. stops: the tokens that end an answer."""
+    config, generation, longest = settled.config, settled.generation, settled.max_length
     if config.data.max_prompt_length:
         longest = min(longest, config.data.max_prompt_length + generation.max_new_tokens + _ROOM)
     return EngineSpec(
         kind=generation.engine.name,
         options=engine_options(generation.engine, placement.device),
         model_path=files.folder,
-        dtype=resolved.generation_dtype,
+        dtype=generation.dtype,
         device=placement.device,
         max_model_len=longest,
         tensor_parallel_size=generation.tensor_parallel_size,
-        max_num_seqs=stated(generation.max_num_seqs),
-        gpu_memory_utilization=stated(generation.gpu_memory_utilization),
-        kv_cache_mib=generation.kv_cache_mib if placement.device == "cpu" else kv_cache_mib,
+        max_num_seqs=generation.max_num_seqs,
+        gpu_memory_utilization=generation.gpu_memory_utilization,
+        kv_cache_mib=generation.cache_mib,
         top_p=generation.top_p,
         top_k=generation.top_k,
         stop_token_ids=stops,
-        sleeps=placement.shared and placement.device != "cpu" and stated(generation.sleep),
+        sleeps=placement.shared and placement.device != "cpu" and generation.sleep,
         seed=config.run.seed,
         load_format="auto",
         turns=config.has_turns,
-        prefix_caching=stated(generation.prefix_caching),
+        prefix_caching=generation.prefix_caching,
         reset_prefix_cache=generation.reset_prefix_cache_after_weight_updates,
         recompute_kv_cache=config.async_.recompute_kv_cache_after_weight_updates,
         forced_lengths=ForcedLengths(*generation.forced_lengths) if generation.forced_lengths else None,
     )
 
 
-def refit_options(config: GrpoConfig, placement: Placement, dtype: str, folder: str) -> RefitOptions:
-    """Return the options of a refit on these devices, with every `auto` resolved that needs no device to be asked."""
-    refit, cpu = config.refit, placement.device == "cpu"
+def refit_options(settled: SettledGrpo, placement: Placement, folder: str) -> RefitOptions:
+    """Return the options of a refit on these devices, with a value for every `auto` that asks no device."""
+    config, refit, cpu = settled.config, settled.config.refit, placement.device == "cpu"
     engines, workers = config.generation.num_engines, config.generation.tensor_parallel_size
     return RefitOptions(
         kind=transport_of(config, placement),
-        dtype=dtype,
+        dtype=settled.generation_dtype,
         mode=refit.mode,
         num_buffers=refit.num_buffers,
         buffer_memory_ratio=refit.buffer_memory_ratio,
         timeout_s=refit.timeout_s,
         folder=folder,
-        checks=Resolved(config, placement.device).checksum,
+        checks=settled.checksum,
         colocated=placement.shared and not cpu and config.trainer.num_ranks == engines * workers == 1,
         in_flight=config.async_.enabled and config.async_.in_flight_weight_updates,
     )

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from rlctl.config.schema import DatasetSection, RunConfig
+from rlctl.config.data_schema import DatasetSection
+from rlctl.config.schema import RunConfig
 from rlctl.data.datasets import generator_of, shown
 from rlctl.preflight.backend import Violation, Violations
 

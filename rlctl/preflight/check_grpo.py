@@ -21,7 +21,7 @@ from rlctl.preflight.backend import Violation, Violations
 from rlctl.preflight.check_inputs import check_reward, missing_plugin
 from rlctl.preflight.columns import ADVANTAGE, columns_problem
 from rlctl.preflight.engine import check_engine_options, engine_rules
-from rlctl.preflight.resolved import Resolved
+from rlctl.preflight.settled import SettledGrpo
 from rlctl.utils.plugins import load_object
 
 _PROXIMAL = "grpo.loss.proximal"
@@ -46,11 +46,12 @@ def check_rewards(config: GrpoConfig) -> Violations:
         yield Violation("rewards.0.weight", "the weights are all 0: nothing would be learnt")
 
 
-def check_algorithm(config: GrpoConfig, away: bool) -> Violations:
+def check_algorithm(settled: SettledGrpo, away: bool) -> Violations:
     """Find a missing loss or advantage, and wrong keys of a user's class, which is imported.
 
     away: the run is to be elsewhere, where the class is imported.
     """
+    config = settled.config
     named: list[tuple[str, LossSection | AdvantageSection, dict[str, str], str]] = [
         ("grpo.loss", config.grpo.loss, LOSSES, LOSS_BASE),
         (_ADVANTAGE, config.grpo.advantage, ADVANTAGES, ADVANTAGE_BASE),
@@ -63,7 +64,7 @@ def check_algorithm(config: GrpoConfig, away: bool) -> Violations:
             if plugin is None:
                 yield Violation(f"{key}.name", what)
                 continue
-            missing = Resolved(config).missing_columns
+            missing = dict(settled.missing_columns)
             if key == _ADVANTAGE:
                 missing[ADVANTAGE.name] = "an advantage cannot read itself"
             if wrong := columns_problem(getattr(plugin, "columns", ()), missing):
@@ -80,9 +81,10 @@ def check_advantage(config: GrpoConfig) -> Violations:
         yield Violation(f"grpo.advantage.{key}", what, others)
 
 
-def check_sampling(config: GrpoConfig) -> Violations:
+def check_sampling(settled: SettledGrpo) -> Violations:
     """Find cuts of the distribution under which the loss's ratios are wrong."""
-    if Resolved(config).proximal == "rollout":
+    config = settled.config
+    if settled.proximal == "rollout":
         why = "with grpo.loss.proximal=rollout the ratios would be off; keep {}"
         if "recompute" in literals(keys_of(type(config.grpo.loss))["proximal"].type):
             why += " or set grpo.loss.proximal=recompute"
@@ -119,8 +121,9 @@ def check_engines(config: GrpoConfig, sizes: ModelSizes | None, away: bool) -> V
         yield from engine_rules(engine).check_model(config.generation, sizes)
 
 
-def check_async(config: GrpoConfig) -> Violations:
+def check_async(settled: SettledGrpo) -> Violations:
     """Find values that do not go with `async.enabled`."""
+    config = settled.config
     rules = config.async_
     if not rules.enabled:
         return
@@ -135,20 +138,21 @@ def check_async(config: GrpoConfig) -> Violations:
             (recomputes,),
         )
     loss = config.grpo.loss
-    if loss.clips and Resolved(config).proximal == "rollout" and rules.max_trajectory_age_steps > 1:
+    if settled.clips and settled.proximal == "rollout" and rules.max_trajectory_age_steps > 1:
         what = (
             f"rollout clips around policies up to {rules.max_trajectory_age_steps} steps old, which lets training "
             "collapse (AReaL, arXiv 2505.24298, table 3); leave it auto, or set async.max_trajectory_age_steps=1"
         )
         yield Violation(_PROXIMAL, what, ("async.max_trajectory_age_steps", "async.enabled"))
     corrections = (loss.importance_cap, loss.importance_mask, loss.sequence_mask)
-    if Resolved(config).proximal == "recompute" and all(each is None for each in corrections):
+    if settled.proximal == "recompute" and all(each is None for each in corrections):
         what = "null without a mask leaves rollouts of older versions uncorrected; the default is 2.0"
         yield Violation("grpo.loss.importance_cap", what, ("async.enabled",))
 
 
-def check_corrections(config: GrpoConfig) -> Violations:
+def check_corrections(settled: SettledGrpo) -> Violations:
     """Find masks without a range or a ratio, and a missing pass that is needed."""
+    config = settled.config
     loss, updates = config.grpo.loss, config.grpo.updates_per_step
     for name, bounds in (("importance_mask", loss.importance_mask), ("sequence_mask", loss.sequence_mask)):
         key = f"grpo.loss.{name}"
@@ -156,7 +160,7 @@ def check_corrections(config: GrpoConfig) -> Violations:
             continue
         if len(bounds) != 2 or bounds[0] >= bounds[1]:
             yield Violation(key, f"must be [low, high] with low below high, not {bounds}")
-        if Resolved(config).proximal == "rollout":
+        if settled.proximal == "rollout":
             what = "needs grpo.loss.proximal=recompute: with rollout there is no such ratio"
             yield Violation(key, what, (_PROXIMAL,))
         if (kept := config.generation.top_p) < 1 and bounds[0] >= kept:

@@ -12,11 +12,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from shlex import quote
 
+from rlctl.config.data_schema import DatasetSection
 from rlctl.config.errors import ConfigError, Problem, did_you_mean, shortened
 from rlctl.config.grpo_schema import RewardSection
-from rlctl.config.plugins import REWARDS, needs_answers
+from rlctl.config.plugins import REWARDS
 from rlctl.config.provenance import show_path
-from rlctl.config.schema import DatasetSection, RunConfig, SftConfig
+from rlctl.config.schema import RunConfig
 from rlctl.data.columns import convention, has_column
 from rlctl.data.files import FILE_SUFFIXES, DataError, files_of, first_row, is_file_of_rows
 from rlctl.data.reasoning_gym import missing_library
@@ -36,9 +37,7 @@ def check_data(config: RunConfig) -> Violations:
     if data.train.path is not None and data.train.sources:
         what = "data.train.path names a data set, and these name others: set path to null or sources to {}"
         yield Violation("data.train.sources", what, ("data.train.path",))
-    answered = isinstance(config, SftConfig) or needs_answers(config.rewards)
-    # An environment may pose the whole task.
-    asked = isinstance(config, SftConfig) or not config.environment.enabled
+    asked, answered = config.needs_prompts, config.needs_answers
     sources = {f"train.sources.{name}": section for name, section in data.train.sources.items()}
     for name, dataset in {"train": data.train, "validation": data.validation, **sources}.items():
         for where, key, what in _check_dataset(dataset, asked, answered, f"data.{name}"):

@@ -4,11 +4,11 @@ import os
 from pathlib import Path
 
 from rlctl.config.errors import ModelError
-from rlctl.config.schema import GrpoConfig, RunConfig, SftConfig
-from rlctl.models.model_sizes import ModelSizes, config_file, read_sizes
+from rlctl.config.schema import RunConfig
+from rlctl.models.model_sizes import config_file, read_sizes
 from rlctl.models.weight_headers import check_weights
 from rlctl.preflight.backend import Violation, Violations
-from rlctl.preflight.resolved import longest_rollout, longest_sequence
+from rlctl.preflight.settled import Settled, SettledSft
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
@@ -46,20 +46,21 @@ def check_model(config: RunConfig) -> Violations:
         yield Violation(key, f"{tokenizer} has no tokenizer.json; set model.tokenizer to a folder that has one")
 
 
-def check_lengths(config: RunConfig, sizes: ModelSizes | None) -> Violations:
+def check_lengths(settled: Settled) -> Violations:
     """Find lengths of prompts and answers that do not fit the longest sequence."""
-    limit, own = sizes.max_positions if sizes else None, config.model.max_length
+    config = settled.config
+    limit, own = settled.facts.max_positions if settled.facts else None, config.model.max_length
     if own is not None and limit is not None and own > limit:
         yield Violation("model.max_length", f"must be at most {limit}, the model's max_position_embeddings, not {own}")
     longest = min((value for value in (own, limit) if value is not None), default=None)
     if longest is None:
         return
     below, prompt = f"must be below the longest sequence, {longest}, not ", config.data.max_prompt_length
-    if isinstance(config, SftConfig):
+    if settled.grpo is None:
         if prompt is not None and prompt >= longest:
             yield Violation("data.max_prompt_length", below + str(prompt), ("model.max_length",))
         return
-    answer = config.generation.max_new_tokens
+    answer = settled.grpo.config.generation.max_new_tokens
     if answer >= longest:
         yield Violation("generation.max_new_tokens", below + str(answer), ("model.max_length",))
     elif prompt is not None and prompt + answer > longest:
@@ -68,20 +69,20 @@ def check_lengths(config: RunConfig, sizes: ModelSizes | None) -> Violations:
         yield Violation("data.max_prompt_length", what, ("generation.max_new_tokens", "model.max_length"))
 
 
-def check_micro_batch(config: RunConfig, sizes: ModelSizes | None) -> Violations:
+def check_micro_batch(settled: Settled) -> Violations:
     """Find micro-batches that do not hold the longest sequence, or all rows of a rollout where the loss needs them."""
-    tokens, longest = config.trainer.micro_batch_tokens, longest_sequence(config, sizes)
+    tokens, longest, grpo = settled.config.trainer.micro_batch_tokens, settled.longest_sequence, settled.grpo
     if longest is None or tokens == "auto":
         return
     if tokens < longest:
-        lower = ["model.max_length", *["data.max_prompt_length"] * isinstance(config, GrpoConfig)]
+        lower = ["model.max_length", *["data.max_prompt_length"] * (grpo is not None)]
         advice = f"raise it, or lower {' or '.join(lower)}"
         what = f"must hold the longest sequence, {longest} tokens, not {tokens}; {advice}"
         yield Violation("trainer.micro_batch_tokens", what, (*lower, "generation.max_new_tokens"))
         return
-    whole = longest_rollout(config, sizes)
-    if isinstance(config, GrpoConfig) and whole is not None and tokens < whole:
-        turns, fitting = config.environment.max_turns, tokens // longest
+    whole = settled.longest_rollout
+    if grpo and whole is not None and tokens < whole:
+        turns, fitting = grpo.config.environment.max_turns, tokens // longest
         what = f"must hold whole rollouts, which grpo.loss needs: with environment.history=strip {turns} turns may be "
         what += f"{turns} rows of up to {longest} tokens, {whole} together, not {tokens}; raise it, or set "
         what += f"environment.max_turns={fitting} or environment.history=keep"
@@ -89,9 +90,9 @@ def check_micro_batch(config: RunConfig, sizes: ModelSizes | None) -> Violations
         yield Violation("trainer.micro_batch_tokens", what, others)
 
 
-def check_graph(config: SftConfig, sizes: ModelSizes | None) -> Violations:
+def check_graph(settled: SettledSft) -> Violations:
     """Find a warm-up of compiled graphs that is above the longest sequence."""
-    warmup, longest = config.ray_compiled_graph.warmup_seq_len, longest_sequence(config, sizes)
+    warmup, longest = settled.config.ray_compiled_graph.warmup_seq_len, settled.longest_sequence
     if warmup and longest is not None and warmup > longest:
         what = f"must be at most the longest sequence, {longest}, not {warmup}"
         yield Violation("ray_compiled_graph.warmup_seq_len", what, ("model.max_length",))

@@ -4,26 +4,26 @@ from collections.abc import Iterator
 
 from rlctl.config.fields import RECIPE
 from rlctl.config.schema import SftConfig
-from rlctl.models.model_sizes import ModelSizes
 from rlctl.preflight.backend import Violation, Violations, unbroken
 from rlctl.preflight.check_environment import check_environment
 from rlctl.preflight.check_generated import check_generated
 from rlctl.preflight.check_grpo import check_engines, check_rewards
 from rlctl.preflight.check_inputs import check_data, check_validation
 from rlctl.preflight.check_model import check_chat, check_lengths
-from rlctl.preflight.resolved import Resolved
+from rlctl.preflight.settled import SettledSft
 
 # Keys of a recipe that the run's own values replace.
 _OWN = ("model.path", "model.tokenizer", "trainer.", "run.")
 
 
-def check_recipe(config: SftConfig, sizes: ModelSizes | None, away: bool) -> Violations:
+def check_recipe(settled: SettledSft, away: bool) -> Violations:
     """Find recipes with nothing to sample, another tokenizer, or values unfit for the run's model.
 
     away: the run is to be elsewhere, where installed packages are checked.
     """
-    recipe, sampling = config.validation.recipe, Resolved(config).sampling
-    if recipe is None or sampling is None:
+    config, sampled = settled.config, settled.sampling
+    recipe = config.validation.recipe
+    if recipe is None or sampled is None:
         return
     if not recipe.data.has_validation:
         what = "is null, so that the recipe has no held-out prompts to sample: name them, or another recipe"
@@ -32,7 +32,8 @@ def check_recipe(config: SftConfig, sizes: ModelSizes | None, away: bool) -> Vio
     if theirs not in (None, ours):
         what = f"{theirs} is not the tokenizer that the run trains with, {ours}: set it to null, which is that one"
         yield Violation(f"{RECIPE}.model.tokenizer", what, ("model.tokenizer",))
-    checks = [check_lengths(sampling, sizes), check_chat(sampling), check_validation(sampling), check_data(sampling)]
+    sampling, sizes = sampled.config, settled.facts
+    checks = [check_lengths(sampled), check_chat(sampling), check_validation(sampling), check_data(sampling)]
     checks += [check_rewards(sampling), check_environment(sampling, sizes), check_engines(sampling, sizes, away)]
     checks += [] if away else [check_generated(sampling)]
     for violations in checks:

@@ -1,10 +1,10 @@
 """Checks of a config's trainer: optimizer, offloading, profile, parallel layout, and the batch that it splits."""
 
 from rlctl.config.fields import MOST_SEQUENCES
-from rlctl.config.schema import GrpoConfig, RunConfig
+from rlctl.config.schema import RunConfig
 from rlctl.models.model_sizes import ModelSizes
 from rlctl.preflight.backend import Violation, Violations, backend_of, other_backends, unbroken
-from rlctl.preflight.resolved import Resolved
+from rlctl.preflight.settled import Settled
 
 LOG_PROBS, GENERATION = "trainer.offload_optimizer_for_logprob", "trainer.offload_optimizer_for_generation"
 _ON_HOST = "trainer.megatron.optimizer_cpu_offload"
@@ -47,27 +47,27 @@ def check_backends(config: RunConfig, sizes: ModelSizes | None, sequences: int |
         yield from unbroken(violations)
 
 
-def check_batch(config: RunConfig, sizes: ModelSizes | None) -> Violations:
+def check_batch(settled: Settled) -> Violations:
     """Find batches that cannot be split into updates, and shards of an update left empty."""
-    trainer = config.trainer
-    if isinstance(config, GrpoConfig):
-        prompts, updates = config.grpo.num_prompts_per_step, config.grpo.updates_per_step
+    trainer, step = settled.config.trainer, settled.config.step_shape
+    if settled.grpo:
+        prompts, updates = step.prompts, step.updates
         if prompts % updates:
             near = max(updates, round(prompts / updates) * updates)
             what = f"{prompts} prompts cannot be shared equally among {updates} updates a step; try {near}"
             yield Violation("grpo.num_prompts_per_step", what, ("grpo.updates_per_step",))
             return
-        if prompts * config.grpo.num_generations_per_prompt > MOST_SEQUENCES:
-            rollouts = f"{prompts:,} prompts x {config.grpo.num_generations_per_prompt:,} rollouts"
+        if prompts * step.group > MOST_SEQUENCES:
+            rollouts = f"{prompts:,} prompts x {step.group:,} rollouts"
             what = f"{rollouts} are more than a step can hold, {MOST_SEQUENCES:,}"
             yield Violation("grpo.num_generations_per_prompt", what, ("grpo.num_prompts_per_step",))
             return
     backend = backend_of(trainer)
-    have, asked = Resolved(config).sequences_per_update, backend.layout(trainer)
+    have, asked = step.per_update, backend.layout(trainer)
     if have >= asked.data:
         return
-    unit, advice = backend.shard_name, backend.suggest_layout(trainer, sizes, have)
-    if isinstance(config, GrpoConfig):
+    unit, advice = backend.shard_name, backend.suggest_layout(trainer, settled.facts, have)
+    if settled.grpo:
         what = f"{asked.data} {unit}s but only {have} rollouts an update: at least one a {unit} is needed{advice}"
         others = ("grpo.num_prompts_per_step", "grpo.num_generations_per_prompt", "grpo.updates_per_step")
         yield Violation("trainer.num_ranks", what, others)

@@ -7,10 +7,8 @@ there without a word. So one mistake is reported once, and all others too.
 from contextlib import suppress
 
 from rlctl.config.builtin import is_shipped
-from rlctl.config.errors import BrokenValueError, ModelError, Problem
+from rlctl.config.errors import BrokenValueError, Problem
 from rlctl.config.provenance import Origin
-from rlctl.config.schema import GrpoConfig, RunConfig
-from rlctl.models.model_sizes import sizes_of
 from rlctl.preflight.backend import Violation, Violations, unbroken
 from rlctl.preflight.check_environment import check_environment
 from rlctl.preflight.check_generated import check_generated
@@ -29,25 +27,22 @@ from rlctl.preflight.check_model import check_chat, check_graph, check_lengths, 
 from rlctl.preflight.check_recipe import check_recipe
 from rlctl.preflight.check_trackers import check_trackers
 from rlctl.preflight.check_trainer import check_backends, check_batch, check_offload, check_optimizer, check_profile
-from rlctl.preflight.resolved import Resolved
+from rlctl.preflight.settled import Settled
 
 
-def check(config: RunConfig, origins: dict[str, Origin], *, resume: bool, away: bool = False) -> list[Problem]:
-    """Return every contradiction in `config`, whose wrong values are `BROKEN`.
+def check(settled: Settled, origins: dict[str, Origin], *, resume: bool, away: bool = False) -> list[Problem]:
+    """Return every contradiction in a config, whose wrong values are `BROKEN`.
 
     resume: the run's directory may exist. away: the run is to be elsewhere, where installed packages are checked.
     """
-    sizes = sequences = None
-    # `check_model` reports a wrong config.json.
-    with suppress(BrokenValueError, ModelError):
-        sizes = sizes_of(config.model.path)
+    config, sizes, sequences = settled.config, settled.facts, None
     # `check_batch` reports 0.
     with suppress(BrokenValueError):
-        sequences = Resolved(config).sequences_per_update or None
+        sequences = config.step_shape.per_update or None
     checks: list[Violations] = [
         check_model(config),
-        check_lengths(config, sizes),
-        check_micro_batch(config, sizes),
+        check_lengths(settled),
+        check_micro_batch(settled),
         check_optimizer(config),
         check_offload(config),
         check_backends(config, sizes, sequences),
@@ -56,20 +51,21 @@ def check(config: RunConfig, origins: dict[str, Origin], *, resume: bool, away: 
         check_data(config),
         check_profile(config),
     ]
-    if isinstance(config, GrpoConfig):
+    if grpo := settled.grpo:
         checks += [
-            check_rewards(config),
-            check_environment(config, sizes),
-            check_algorithm(config, away),
-            check_advantage(config),
-            check_sampling(config),
-            check_overlong(config),
-            check_engines(config, sizes, away),
+            check_rewards(grpo.config),
+            check_environment(grpo.config, sizes),
+            check_algorithm(grpo, away),
+            check_advantage(grpo.config),
+            check_sampling(grpo),
+            check_overlong(grpo.config),
+            check_engines(grpo.config, sizes, away),
+            check_async(grpo),
+            check_corrections(grpo),
         ]
-        checks += [check_async(config), check_corrections(config)]
-    else:
-        checks += [check_graph(config, sizes), check_recipe(config, sizes, away)]
-    checks += [check_batch(config, sizes), *([] if resume else [check_run_name(config)]), check_run_folder(config)]
+    if sft := settled.sft:
+        checks += [check_graph(sft), check_recipe(sft, away)]
+    checks += [check_batch(settled), *([] if resume else [check_run_name(config)]), check_run_folder(config)]
     checks += [] if away else [check_trackers(config), check_generated(config)]
     found: list[Problem] = []
     for violations in checks:

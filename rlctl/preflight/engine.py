@@ -15,7 +15,7 @@ from rlctl.config.plugin_options import plugin_options
 from rlctl.config.plugins import ENGINE_BASE, ENGINE_OPTIONS_BASE, ENGINES
 from rlctl.models.model_sizes import ModelSizes
 from rlctl.preflight.backend import Violation, Violations
-from rlctl.preflight.resolved import Device
+from rlctl.preflight.machine import Device
 from rlctl.utils.plugins import load_object
 from rlctl.utils.user_code import import_error
 

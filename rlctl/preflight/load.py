@@ -1,22 +1,27 @@
 """Loading of configs that may run. `load` composes, types and checks a config, or raises every problem."""
 
 import re
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Literal, TypeVar, overload
 
 from rlctl.config.builtin import CONFIGS, find_recipe
 from rlctl.config.compose import compose
 from rlctl.config.convert import Converter
-from rlctl.config.errors import ConfigError, Problem
+from rlctl.config.errors import BrokenValueError, ConfigError, ModelError, Problem
 from rlctl.config.fields import FURTHER, key_of
 from rlctl.config.provenance import ConfigNode, Interpolation, Origin, dump, leaves, read_toml, show_path
 from rlctl.config.recorded_origins import recorded_origins, with_origins
 from rlctl.config.schema import KINDS, RunConfig
+from rlctl.models.model_sizes import sizes_of
 from rlctl.preflight.checks import check
+from rlctl.preflight.machine import RunMachine
 from rlctl.preflight.notes import notes
+from rlctl.preflight.settled import Settled, SettledGrpo, SettledSft, settle
 from rlctl.preflight.version import earlier_version
 
+Kind = TypeVar("Kind", bound=Settled, covariant=True)
 _INHERIT = "inherit it, `defaults: grpo.yaml` or `defaults: sft.yaml`"
 TINY = {"grpo": "grpo-tiny", "sft": "sft-tiny"}
 
@@ -31,10 +36,11 @@ class OtherVersionError(ConfigError):
 
 
 @dataclass(frozen=True)
-class Composed:
+class Composed(Generic[Kind]):
     """A config fit to run."""
 
-    config: RunConfig
+    # For a machine that is not known yet.
+    settled: Kind
     # File that it came from.
     recipe: Path
     # Dotted key -> place where its value was written.
@@ -45,6 +51,11 @@ class Composed:
     secrets: dict[str, str]
     # Of a run that goes on: dotted key -> origin that its config.yaml records.
     recorded: dict[str, str]
+
+    @property
+    def config(self) -> RunConfig:
+        """The config."""
+        return self.settled.config
 
     def to_yaml(self) -> str:
         """Return the resolved config, which runs again as it is: no `defaults:`, paths absolute.
@@ -83,6 +94,24 @@ class Composed:
         return asdict(self.config, dict_factory=_by_key)
 
 
+@overload
+def load(
+    kind: Literal["grpo"],
+    recipe: str | None,
+    overrides: list[str],
+    *,
+    resume: bool = False,
+    away: bool = False,
+    within: str = "",
+) -> Composed[SettledGrpo]: ...
+@overload
+def load(
+    kind: Literal["sft"], recipe: str | None, overrides: list[str], *, resume: bool = False, away: bool = False
+) -> Composed[SettledSft]: ...
+@overload
+def load(
+    kind: str | None, recipe: str | None, overrides: list[str], *, resume: bool = False, away: bool = False
+) -> Composed[Settled]: ...
 def load(
     kind: str | None,
     recipe: str | None,
@@ -91,21 +120,21 @@ def load(
     resume: bool = False,
     away: bool = False,
     within: str = "",
-) -> Composed:
+) -> Composed[Any]:
     """Return the config of a run. kind: "grpo" or "sft"; None: the recipe's. recipe None: the tiny one.
 
     resume: the run's directory may exist. away: the run is to be elsewhere, where absolute paths may exist that are not
     here. within: see `compose`. Raises ConfigError with every problem at once.
     """
     file = find_recipe(recipe or TINY[kind or "grpo"])
-    root, config, problems, said = _checked(kind, file, overrides, resume, away, run=resume, within=within)
+    root, settled, problems, said = _checked(kind, file, overrides, resume, away, run=resume, within=within)
     if problems:
         raise ConfigError(problems)
     origins = {key: node.origin for key, node in leaves(root)}
     said += [f"{node.origin}: {node.note}" for _, node in leaves(root) if node.note]
     recorded, inside = recorded_origins(file) if resume else {}, f"{within}." if within else ""
     recorded = {key.removeprefix(inside): text for key, text in recorded.items() if key.startswith(inside)}
-    composed = Composed(config, file, origins, said + notes(config, origins), {}, recorded)
+    composed = Composed(settled, file, origins, said + notes(settled, origins), {}, recorded)
     values = composed.values()
     # A path of the environment that was written from the recipe's folder would mean another one in the run's.
     unchanged = {
@@ -128,8 +157,8 @@ def _checked(
     away: bool = False,
     run: bool = False,
     within: str = "",
-) -> tuple[ConfigNode, RunConfig, list[Problem], list[str]]:
-    """Return (tree, config with wrong values BROKEN, problems, notes). run: the file is a run's own config."""
+) -> tuple[ConfigNode, Settled, list[Problem], list[str]]:
+    """Return (tree, run whose wrong values are BROKEN, problems, notes). run: the file is a run's own config."""
     if file.suffix == ".toml":
         what = "is TOML; a config is YAML and inherits its kind, `defaults: grpo.yaml` or `defaults: sft.yaml`"
         raise ConfigError(_of_another_tool(kind, file, read_toml(file), what))
@@ -152,8 +181,13 @@ def _checked(
     if run and (unknown := [key for key, node in converter.unknown if node.origin.file == file]):
         raise OtherVersionError(file, f"its config has {', '.join(unknown[:3])}, which this version has not")
     origins = {key: node.origin for key, node in leaves(root)}
-    problems = converter.problems + check(config, origins, resume=resume, away=away)
-    return root, config, problems, converter.notes
+    facts = None
+    # `check_model` reports a wrong config.json.
+    with suppress(BrokenValueError, ModelError):
+        facts = sizes_of(config.model.path)
+    settled = settle(config, RunMachine(), facts)
+    problems = converter.problems + check(settled, origins, resume=resume, away=away)
+    return root, settled, problems, converter.notes
 
 
 def _of_another_tool(kind: str | None, file: Path, root: ConfigNode, what: str, key: str = "") -> list[Problem]:

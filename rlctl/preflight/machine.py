@@ -4,9 +4,22 @@ import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from rlctl.utils.cores import usable_cores
 from rlctl.utils.devices import Gpu, read_gpus
+
+Device = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True)
+class RunMachine:
+    """Devices that a run is settled for."""
+
+    # None: not known yet.
+    device: Device | None = None
+    # Bytes of the smallest device; None: not known.
+    memory: int | None = None
 
 
 @dataclass(frozen=True)
@@ -43,3 +56,8 @@ def read_machine(folder: Path) -> Machine:
         gpus=gpus,
         driver=driver,
     )
+
+
+def device_of(gpus: int) -> Device:
+    """Return the kind of device of a machine or cluster with `gpus` GPUs."""
+    return "cuda" if gpus else "cpu"

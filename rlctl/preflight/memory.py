@@ -7,15 +7,15 @@ attention that stores no scores. Where there are GPUs, the weights of further ro
 device: a pass puts them in the policy's own place.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from rlctl.config.fields import stated
-from rlctl.config.schema import GrpoConfig
 from rlctl.models.model_sizes import ModelSizes
 from rlctl.preflight.backend import FLOAT32, STATES, State, StateBytes, backend_of
 from rlctl.preflight.columns import Role
-from rlctl.preflight.offload_plan import Phase, Place, phases, residency
-from rlctl.preflight.resolved import DTYPE_BYTES, Resolved, longest_sequence
+from rlctl.preflight.machine import Device
+from rlctl.preflight.offload_plan import Phase, Place, residency
+from rlctl.preflight.settings import DTYPE_BYTES, Dtype, GenerationSettings, TrainerSettings
 
 # Bytes a logit while the gradient of a chunk is made, as measured: torch keeps its steps apart unless it fuses them.
 _LOGIT_BYTES, _FUSED_LOGIT_BYTES = 16, 8
@@ -71,59 +71,32 @@ class Memory:
         return max(trainer, resident + engine)
 
 
-def forecast(
-    resolved: Resolved,
+def placed_states(
+    trainer: TrainerSettings,
     sizes: ModelSizes,
-    device_memory: int | None,
-    kv_cache_mib: int | None = None,
-) -> Memory:
-    """Return the forecast. On a CPU ranks and engines share `device_memory` at all times.
+    device: Device,
+    shared: bool,
+    phases: Iterable[Phase],
+    frozen: Iterable[Role] = (),
+) -> dict[Phase, dict[State | Role, PlacedState]]:
+    """Return the states by phase. Without a GPU all states are in host memory. shared: engines are on these devices.
 
-    kv_cache_mib: see `tuning.Tuned`.
+    frozen: further roles. Their weights are on the host at all times: a pass puts them in the policy's place.
     """
-    config = resolved.config
-    trainer = trainer_bytes(resolved, sizes)
-    where = placed_states(resolved, sizes)
-    sampling = resolved.sampling
-    if sampling is None:
-        return Memory(trainer, {}, device_memory, False, False, kv_sequences=None, placed_states=where)
-    sampled = Resolved(sampling, resolved.device)
-    engine, per_token = _engine(sampled, sampling, sizes, device_memory, kv_cache_mib), token_bytes(sampled, sizes)
-    longest = longest_sequence(sampling, sizes)
-    held = engine.get("key-value cache")
-    sequences = held // (per_token * longest) if held is not None and longest else None
-    if resolved.device == "cpu":
-        # One machine holds every rank and every engine, all awake.
-        trainer = {name: size * config.trainer.num_ranks for name, size in trainer.items()}
-        engine = {name: size * sampling.generation.num_engines for name, size in engine.items()}
-        both = trainer | {f"engines: {name}": size for name, size in engine.items()}
-        return Memory(both, {}, device_memory, False, False, kv_sequences=sequences, placed_states=where)
-    shared, awake = resolved.shares_devices, not stated(sampling.generation.sleep)
-    return Memory(trainer, engine, device_memory, shared, awake, kv_sequences=sequences, placed_states=where)
-
-
-def placed_states(resolved: Resolved, sizes: ModelSizes) -> dict[Phase, dict[State | Role, PlacedState]]:
-    """Return the states by phase of the run. Without a GPU all states are in host memory.
-
-    The weights of other roles are on the host at all times: a pass puts them in the policy's place.
-    """
-    config = resolved.config
-    table = residency(config.trainer, resolved.shares_devices)
-    held = backend_of(config.trainer).states(config.trainer, sizes, DTYPE_BYTES[resolved.dtype])
-    cpu = resolved.device == "cpu"
+    table = residency(trainer, shared)
+    held = backend_of(trainer).states(trainer, sizes, DTYPE_BYTES[trainer.dtype])
     roles: dict[State | Role, PlacedState] = {
-        role: PlacedState("host", 0, count) for role, count in _role_bytes(resolved, sizes).items()
+        role: PlacedState("host", 0, count) for role, count in _role_bytes(trainer, sizes, frozen).items()
     }
     return {
-        phase: {state: _place_state(table[phase][state], held[state], cpu) for state in STATES} | roles
-        for phase in phases(config)
+        phase: {state: _place_state(table[phase][state], held[state], device == "cpu") for state in STATES} | roles
+        for phase in phases
     }
 
 
-def _role_bytes(resolved: Resolved, sizes: ModelSizes) -> dict[Role, int]:
+def _role_bytes(trainer: TrainerSettings, sizes: ModelSizes, frozen: Iterable[Role]) -> dict[Role, int]:
     """Return the bytes of one rank's part of each further role's weights, in the compute dtype."""
-    part = backend_of(resolved.config.trainer).shard_counts(resolved.config.trainer).of(sizes)
-    return dict.fromkeys(resolved.frozen_roles, part * DTYPE_BYTES[resolved.dtype])
+    return dict.fromkeys(frozen, backend_of(trainer).shard_counts(trainer).of(sizes) * DTYPE_BYTES[trainer.dtype])
 
 
 def _place_state(place: Place, held: StateBytes, cpu: bool) -> PlacedState:
@@ -134,11 +107,6 @@ def _place_state(place: Place, held: StateBytes, cpu: bool) -> PlacedState:
     # State on the host may have a part on the device, which stays; state that moves there moves whole.
     moved = place == "host" and held.host == 0
     return PlacedState(place, 0, held.device) if moved else PlacedState(place, held.device, held.host)
-
-
-def refit_bytes(resolved: Resolved, sizes: ModelSizes) -> int:
-    """Return the bytes that one refit brings to each engine: every parameter once, tied embeddings too."""
-    return sizes.parameters * DTYPE_BYTES[resolved.generation_dtype]
 
 
 def activation_bytes(sizes: ModelSizes, tokens: int, size: int, residual: int, checkpointing: bool) -> int:
@@ -161,61 +129,60 @@ def activation_bytes(sizes: ModelSizes, tokens: int, size: int, residual: int, c
     return tokens * per_token
 
 
-def trainer_bytes(resolved: Resolved, sizes: ModelSizes) -> dict[str, int]:
-    """Return the bytes of one rank by purpose. Its config has no `auto` left, see `tuning`."""
-    config, cpu = resolved.config, resolved.device == "cpu"
-    trainer, size = config.trainer, DTYPE_BYTES[resolved.dtype]
+def trainer_bytes(
+    trainer: TrainerSettings, sizes: ModelSizes, device: Device, frozen: Iterable[Role] = ()
+) -> dict[str, int]:
+    """Return the bytes of one rank by purpose. frozen: roles besides the policy, which a GPU does not hold."""
+    cpu, size = device == "cpu", DTYPE_BYTES[trainer.dtype]
     backend = backend_of(trainer)
     shared = backend.shard_counts(trainer)
     # FSDP's root keeps embedding and output gathered; of the layers, the one at work and the next.
     gathered = (1 if sizes.tied else 2) * sizes.embedding_parameters + 2 * sizes.largest_layer
     residual = backend.residual_bytes(trainer, size)
-    tokens, checkpointing = stated(trainer.micro_batch_tokens), stated(trainer.activation_checkpointing)
-    kept = activation_bytes(sizes, tokens, size, residual, checkpointing)
+    kept = activation_bytes(sizes, trainer.micro_batch_tokens, size, residual, trainer.activation_checkpointing)
     held = backend.states(trainer, sizes, size).values()
-    logit = _FUSED_LOGIT_BYTES if stated(trainer.compile) else _LOGIT_BYTES
+    logit = _FUSED_LOGIT_BYTES if trainer.compile else _LOGIT_BYTES
     items = {each.name: each.device + each.host * cpu for each in held} | {
         "gathered layers": gathered * size * backend.gathers_layers(trainer, size),
         # A pipeline's first stage keeps as many micro-batches as there are stages, each of its share of the layers.
         "activations": kept // (shared.tensor * shared.context),
-        "logits": stated(trainer.logprob_chunk_tokens) * sizes.vocab * logit // shared.tensor,
+        "logits": trainer.logprob_chunk_tokens * sizes.vocab * logit // shared.tensor,
         # The sum over the chunks is float32, the product that each adds is of the compute dtype.
         "output's gradient": (FLOAT32 + size) * sizes.embedding_parameters // shared.tensor,
     }
     if cpu:
-        items.update((role, count) for role, count in _role_bytes(resolved, sizes).items())
+        items.update((role, count) for role, count in _role_bytes(trainer, sizes, frozen).items())
     return {name: count for name, count in items.items() if count}
 
 
-def engine_bytes(resolved: Resolved, sizes: ModelSizes) -> dict[str, int]:
+def refit_bytes(sizes: ModelSizes, dtype: Dtype) -> int:
+    """Return the bytes that one refit brings to each engine: every parameter once, tied embeddings too."""
+    return sizes.parameters * DTYPE_BYTES[dtype]
+
+
+def engine_bytes(
+    sizes: ModelSizes, device: Device, dtype: Dtype, tensor_parallel_size: int, max_num_seqs: int
+) -> dict[str, int]:
     """Return the bytes of one device of an engine by purpose, but for its key-value cache."""
-    generation = resolved.grpo.generation
-    size, devices = DTYPE_BYTES[resolved.generation_dtype], generation.tensor_parallel_size
-    items = {"weights": -(-sizes.parameters * size // devices)}
-    if resolved.device == "cuda":
-        logits = stated(generation.max_num_seqs) * sizes.vocab * _SAMPLED_LOGIT_BYTES
-        items["graphs and workspace"] = _ENGINE_BYTES + logits
+    items = {"weights": -(-sizes.parameters * DTYPE_BYTES[dtype] // tensor_parallel_size)}
+    if device == "cuda":
+        items["graphs and workspace"] = _ENGINE_BYTES + max_num_seqs * sizes.vocab * _SAMPLED_LOGIT_BYTES
     return items
 
 
-def token_bytes(resolved: Resolved, sizes: ModelSizes) -> int:
+def token_bytes(sizes: ModelSizes, dtype: Dtype, tensor_parallel_size: int) -> int:
     """Return the bytes of a cached token on one device of an engine."""
-    size, devices = DTYPE_BYTES[resolved.generation_dtype], resolved.grpo.generation.tensor_parallel_size
-    return -(-sizes.kv_values_per_token * size // min(devices, sizes.kv_heads))
+    return -(-sizes.kv_values_per_token * DTYPE_BYTES[dtype] // min(tensor_parallel_size, sizes.kv_heads))
 
 
-def _engine(
-    resolved: Resolved, config: GrpoConfig, sizes: ModelSizes, device_memory: int | None, kv_cache_mib: int | None
+def engine_items(
+    generation: GenerationSettings, sizes: ModelSizes, device: Device, memory: int | None
 ) -> dict[str, int]:
-    """Return the bytes of one device of an engine by purpose."""
-    items = engine_bytes(resolved, sizes)
-    if resolved.device == "cpu":
-        return items | {"key-value cache": config.generation.kv_cache_mib << 20}
-    if kv_cache_mib is not None:
-        return items | {"key-value cache": kv_cache_mib << 20}
+    """Return the bytes of one device of an engine by purpose. memory: of the device; None: not known."""
+    devices, share = generation.tensor_parallel_size, generation.gpu_memory_utilization
+    items = engine_bytes(sizes, device, generation.dtype, devices, generation.max_num_seqs)
+    if generation.cache_mib is not None:
+        return items | {"key-value cache": generation.cache_mib << 20}
     # vLLM measures graphs and workspace itself.
     del items["graphs and workspace"]
-    if device_memory is not None:
-        usable = int(device_memory * stated(config.generation.gpu_memory_utilization))
-        items["key-value cache"] = max(0, usable - items["weights"])
-    return items
+    return items if memory is None else items | {"key-value cache": max(0, int(memory * share) - items["weights"])}

@@ -8,11 +8,11 @@ import re
 from rlctl.config.errors import did_you_mean
 from rlctl.config.plugins import ENVIRONMENT_REWARD, OVERLONG, reward_names
 from rlctl.config.provenance import Origin
-from rlctl.config.schema import GrpoConfig, RunConfig, SftConfig
+from rlctl.config.schema import GrpoConfig
 from rlctl.preflight.backend import backend_of
 from rlctl.preflight.check_recipe import recipe_notes
 from rlctl.preflight.check_trainer import GENERATION, LOG_PROBS
-from rlctl.preflight.resolved import Resolved
+from rlctl.preflight.settled import Settled, SettledGrpo
 from rlctl.telemetry.metrics import MEANING
 
 # AReaL, arXiv 2505.24298, table 3: with the decoupled objective a lag of up to 4 cost no accuracy.
@@ -20,40 +20,51 @@ WISE_AGE = 4
 _HELD_OUT = "validation/"
 
 
-def notes(config: RunConfig, origins: dict[str, Origin]) -> list[str]:
+def notes(settled: Settled, origins: dict[str, Origin]) -> list[str]:
     """Return the notes. Only overrides are said to change nothing: a resolved config writes every value."""
+    config, grpo, sft = settled.config, settled.grpo, settled.sft
     given = {key: origin for key, origin in origins.items() if origin.override}
     idle: dict[str, str | bool | None] = {**backend_of(config.trainer).idle_keys(config.trainer)}
-    idle |= _idle_offload(config)
-    if isinstance(config, GrpoConfig):
-        idle |= _idle_grpo(config)
-        if not config.async_.enabled:
+    idle |= _idle_offload(settled)
+    if grpo:
+        idle |= _idle_grpo(grpo)
+        if not grpo.config.async_.enabled:
             idle |= dict.fromkeys((key for key in given if key.startswith("async.")), "async.enabled is false")
     said = [f"{given[key]}: no effect while {why}" for key, why in idle.items() if why and key in given]
-    age = "async.max_trajectory_age_steps"
-    if age in given and isinstance(config, GrpoConfig) and Resolved(config).max_age > WISE_AGE:
-        said.append(f"{given[age]}: a lag above {WISE_AGE} steps costs accuracy (AReaL, arXiv 2505.24298, table 3)")
-    if isinstance(config, GrpoConfig) and Resolved(config).max_age > 1 and not config.async_.in_flight_weight_updates:
+    if grpo:
+        said += _age_notes(grpo.config, given.get("async.max_trajectory_age_steps")) + _advantage_notes(grpo.config)
+    if sft:
+        said += recipe_notes(sft.config)
+    return said + _best_checkpoints(settled)
+
+
+def _age_notes(config: GrpoConfig, given: Origin | None) -> list[str]:
+    """Return notes on a bound on age that costs more than it brings. given: the override that sets it."""
+    rules, said = config.async_, []
+    if given and rules.max_age > WISE_AGE:
+        said.append(f"{given}: a lag above {WISE_AGE} steps costs accuracy (AReaL, arXiv 2505.24298, table 3)")
+    if rules.max_age > 1 and not rules.in_flight_weight_updates:
         what = "rollouts end before each update, so a bound above 1 makes groups older and engines no busier; set 1"
-        said.append(f"{age}={config.async_.max_trajectory_age_steps}: async.in_flight_weight_updates is false: {what}")
-    said += _advantage_notes(config) if isinstance(config, GrpoConfig) else recipe_notes(config)
-    return said + _best_checkpoints(config)
+        key = f"async.max_trajectory_age_steps={rules.max_trajectory_age_steps}"
+        said.append(f"{key}: async.in_flight_weight_updates is false: {what}")
+    return said
 
 
-def _idle_grpo(config: GrpoConfig) -> dict[str, str | bool | None]:
+def _idle_grpo(settled: SettledGrpo) -> dict[str, str | bool | None]:
     """Return key -> the reason why it has no effect, if it has none."""
+    config = settled.config
     loss, schedule, updates = config.grpo.loss, config.trainer.optimizer.schedule, config.grpo.updates_per_step
     sampling, overlong = config.grpo.dynamic_sampling, config.grpo.overlong
-    rollout = Resolved(config).proximal == "rollout" and "grpo.loss.proximal is rollout"
+    rollout = settled.proximal == "rollout" and "grpo.loss.proximal is rollout"
     whole: str | None = None
-    if config.async_.streamed_training and not Resolved(config).streams_training:
-        whole = f"{', '.join(Resolved(config).computed_columns)} is computed for the whole step before its update"
-        if Resolved(config).advantage_scope == "batch":
+    if config.async_.streamed_training and not settled.streams_training:
+        whole = f"{', '.join(settled.computed_columns)} is computed for the whole step before its update"
+        if settled.advantage_scope == "batch":
             whole = f"grpo.advantage.name is {config.grpo.advantage.name}, which depends on all groups of the step"
         if updates > 1:
             whole = f"grpo.updates_per_step is {updates}"
     # The policy is its own old policy then, and a clipped surrogate has nothing to clip.
-    one = Resolved(config).on_policy_ratio and "the ratio is 1: proximal recompute with one update a step"
+    one = settled.on_policy_ratio and "the ratio is 1: proximal recompute with one update a step"
     return {
         **dict.fromkeys((f"grpo.loss.{key}" for key in ("clip_low", "clip_high", "dual_clip")), one),
         **dict.fromkeys(("grpo.loss.kl_estimator", "grpo.loss.kl_max"), loss.kl_coef == 0 and "grpo.loss.kl_coef is 0"),
@@ -64,7 +75,7 @@ def _idle_grpo(config: GrpoConfig) -> dict[str, str | bool | None]:
         "async.streamed_training": whole,
         "refit.num_buffers": config.refit.transport == "shm" and "refit.transport is shm",
         "trainer.optimizer.min_lr_ratio": schedule == "constant" and "the schedule is constant",
-        "health.parity_every": not Resolved(config).compares_apart and "a step's own tokens tell the mismatch",
+        "health.parity_every": not config.compares_apart and "a step's own tokens tell the mismatch",
         "validation.temperature": config.validation.every == 0 and "validation.every is 0",
     }
 
@@ -82,34 +93,34 @@ def _advantage_notes(config: GrpoConfig) -> list[str]:
     return said
 
 
-def _idle_offload(config: RunConfig) -> dict[str, str]:
+def _idle_offload(settled: Settled) -> dict[str, str]:
     """Return key -> reason for switches that are on and move nothing in this run."""
-    trainer, idle, resolved = config.trainer, {}, Resolved(config)
+    trainer, idle = settled.config.trainer, {}
     if trainer.offload_optimizer_for_logprob:
-        if isinstance(config, SftConfig):
+        if settled.sft:
             idle[LOG_PROBS] = "kind is sft"
-        elif not resolved.computed_columns:
+        elif not settled.computed_columns:
             idle[LOG_PROBS] = "no log-probs are computed before an update"
-        elif trainer.offload_optimizer_for_generation and resolved.shares_devices:
+        elif trainer.offload_optimizer_for_generation and settled.shares_devices:
             idle[LOG_PROBS] = f"{GENERATION} keeps it on the host until the update"
-    if trainer.offload_optimizer_for_generation and not resolved.shares_devices:
-        idle[GENERATION] = "engines have devices of their own" if resolved.sampling else "kind is sft"
+    if trainer.offload_optimizer_for_generation and not settled.shares_devices:
+        idle[GENERATION] = "engines have devices of their own" if settled.sampling else "kind is sft"
     return idle
 
 
-def _best_checkpoints(config: RunConfig) -> list[str]:
+def _best_checkpoints(settled: Settled) -> list[str]:
     """Return a note if the best checkpoints cannot be told: their metric is never measured, or not at their steps."""
-    saved, validated = config.checkpoint, config.validation.every
-    metric, names = saved.metric.removeprefix("-"), _metrics(config)
+    saved, validated = settled.config.checkpoint, settled.config.validation.every
+    metric, names = saved.metric.removeprefix("-"), _metrics(settled)
     if not saved.keep_best:
         return []
     # Phases have separate names, ages are counted.
     if metric not in names and not re.fullmatch(r"time/\w+|\w+/(groups|age)_\d+", metric):
         near = did_you_mean(metric, names)
         return [f"checkpoint.metric={saved.metric}: no such metric is measured{near}; no best checkpoint is kept"]
-    if not Resolved(config).validates or not metric.startswith(_HELD_OUT):
+    if not settled.validates or not metric.startswith(_HELD_OUT):
         return []
-    on_the_way = range(saved.every, Resolved(config).num_steps, saved.every) if saved.every else range(0)
+    on_the_way = range(saved.every, settled.config.num_steps, saved.every) if saved.every else range(0)
     if missed := sum(step % validated > 0 for step in on_the_way):
         uneven = f"checkpoint.every={saved.every} is no multiple of validation.every={validated}"
         lost = f"{missed} of {len(on_the_way)} checkpoints on the way have no {metric}"
@@ -117,18 +128,20 @@ def _best_checkpoints(config: RunConfig) -> list[str]:
     return []
 
 
-def _metrics(config: RunConfig) -> list[str]:
+def _metrics(settled: Settled) -> list[str]:
     """Return the names of the metrics of such a run's steps and validations."""
-    held_out, own, sampling = list[str](), list[str](), Resolved(config).sampling
-    if sampling:
+    held_out, own = list[str](), list[str]()
+    if settled.sampling:
+        sampling = settled.sampling.config
         held_out += ["accuracy", "reward", "failed_rewards", "length", "prompts"]
         held_out += ["pass_at_k"] * (sampling.validation.num_generations > 1)
         held_out += ["turns", "failed_episodes"] * sampling.has_turns
-    if isinstance(config, GrpoConfig):
+    if settled.grpo:
+        config = settled.grpo.config
         rewards = [*reward_names(config.rewards), *([OVERLONG] if config.grpo.overlong.penalty_tokens else [])]
         rewards += [ENVIRONMENT_REWARD] if config.has_turns else []
         own = [f"reward/{name}/{what}" for name in rewards for what in ("mean", "failed")]
-    else:
+    if settled.sft:
         held_out += ["loss", "samples"]
     patterns = ("_K", "/NAME/mean", "/NAME/failed", "/NAME")
     steps = [name for name in MEANING if not name.startswith(_HELD_OUT) and not name.endswith(patterns)]

@@ -5,9 +5,8 @@ A backend moves its tensors by this table (`training.offload`), the forecast cou
 
 from typing import Literal
 
-from rlctl.config.schema import RunConfig, TrainerSection
+from rlctl.config.schema import TrainerSection
 from rlctl.preflight.backend import State, backend_of
-from rlctl.preflight.resolved import Resolved
 
 Phase = Literal["generate", "log_probs", "train", "refit", "checkpoint"]
 # none: freed, and allocated again when it is needed.
@@ -42,15 +41,3 @@ def residency(trainer: TrainerSection, shared: bool) -> Residency:
         }
         for phase in PHASES
     }
-
-
-def phases(config: RunConfig) -> tuple[Phase, ...]:
-    """Return the phases of a run in the order of a step. Without shared devices nothing waits for engines."""
-    left_out: set[Phase] = set()
-    if Resolved(config).sampling is None:
-        left_out.add("refit")
-    if not Resolved(config).shares_devices:
-        left_out.add("generate")
-    if not Resolved(config).computed_columns:
-        left_out.add("log_probs")
-    return tuple(phase for phase in PHASES if phase not in left_out)

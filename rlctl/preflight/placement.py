@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlctl.config.errors import UserError
-from rlctl.config.schema import GrpoConfig, RunConfig
-from rlctl.preflight.resolved import Device, Resolved
+from rlctl.config.schema import GrpoConfig
+from rlctl.preflight.machine import Device
+from rlctl.preflight.settled import Settled
 
 Strategy = Literal["pack", "spread"]
 Transport = Literal["shm", "ipc", "broadcast"]
@@ -142,15 +143,15 @@ def place(nodes: Sequence[NodeResources], resources: ResourceRequest, device: De
     return Placement(device, trainers, engines, shared or device == "cpu", names, resources.cpus_per_process)
 
 
-def resources(config: RunConfig) -> ResourceRequest:
+def resources(settled: Settled) -> ResourceRequest:
     """Return the processes of a run to place."""
+    config, sampling = settled.config, settled.sampling
     trainer, each = config.placement.trainer, config.placement.cpus_per_process
-    sampling = Resolved(config).sampling
     if sampling is None:
         return ResourceRequest(config.trainer.num_ranks, trainer=trainer, cpus_per_process=each)
-    generation = sampling.generation
+    generation = sampling.config.generation
     sizes = (config.trainer.num_ranks, generation.num_engines, generation.tensor_parallel_size)
-    return ResourceRequest(*sizes, Resolved(sampling).colocated, trainer, sampling.placement.generator, each)
+    return ResourceRequest(*sizes, sampling.colocated, trainer, sampling.config.placement.generator, each)
 
 
 def this_machine(gpus: int) -> list[NodeResources]:

@@ -8,16 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlctl.config.errors import ModelError
-from rlctl.config.fields import stated
-from rlctl.config.schema import GrpoConfig, RunConfig
-from rlctl.models.model_sizes import ModelSizes
 from rlctl.preflight.backend import backend_of, layout_of
 from rlctl.preflight.engine import engine_rules
-from rlctl.preflight.memory import Memory, forecast, refit_bytes
+from rlctl.preflight.memory import Memory, engine_items, placed_states, refit_bytes, token_bytes, trainer_bytes
 from rlctl.preflight.parallel_layout import Layout
-from rlctl.preflight.placement import NodeResources, Placement, PlacementError, place, resources, this_machine
-from rlctl.preflight.resolved import DTYPE_BYTES, Device, Resolved, device_of, longest_sequence
-from rlctl.preflight.tuning import Choice, tune
+from rlctl.preflight.placement import NodeResources, Placement, PlacementError, place, resources
+from rlctl.preflight.settings import DTYPE_BYTES, Choice
+from rlctl.preflight.settled import Settled
 
 
 @dataclass(frozen=True)
@@ -84,28 +81,15 @@ class RunPlan:
 _TIGHT = 0.93
 
 
-def make_plan(
-    config: RunConfig,
-    sizes: ModelSizes | None,
-    gpus: int,
-    device_memory: int | None,
-    nodes: Sequence[NodeResources] | None = None,
-) -> RunPlan:
-    """Return the plan of `config` on a machine with `gpus` GPUs (0: its CPU) of `device_memory` bytes each.
-
-    nodes: those of a cluster instead, with a total of `gpus`.
-    """
-    tuned = tune(config, device_of(gpus), sizes, device_memory)
-    config = tuned.config
-    backend, resolved = backend_of(config.trainer), Resolved(config, device_of(gpus))
-    placement, misplaced = None, None
+def make_plan(settled: Settled, nodes: Sequence[NodeResources]) -> RunPlan:
+    """Return the plan of a run on this machine, the one node, or on a cluster's."""
+    config, sizes, sampling = settled.config, settled.facts, settled.sampling
+    backend, placement, misplaced = backend_of(config.trainer), None, None
     try:
-        placement = place(this_machine(gpus) if nodes is None else nodes, resources(config), device_of(gpus))
+        placement = place(nodes, resources(settled), settled.device)
     except PlacementError as error:
         misplaced = str(error)
-    longest = longest_sequence(config, sizes)
-    memory = forecast(resolved, sizes, device_memory, tuned.kv_cache_mib) if sizes else None
-    schedule, sampling = _schedule(resolved, sizes), resolved.sampling
+    memory, schedule = forecast(settled), _schedule(settled)
     return RunPlan(
         kind=config.kind,
         model=config.model.path,
@@ -113,33 +97,54 @@ def make_plan(
         placement=placement,
         misplaced=misplaced,
         layout=backend.layout(config.trainer) if backend.has_layouts else None,
-        batch=_batch(resolved, longest),
+        batch=_batch(settled),
         memory=memory,
-        too_large=_too_large(config, memory) if gpus else None,
-        unserved=unserved(resolved, sizes),
+        too_large=_too_large(settled, memory) if settled.device == "cuda" else None,
+        unserved=unserved(settled),
         schedule=schedule,
-        refit=refit_bytes(Resolved(sampling, resolved.device), sizes) if sizes and sampling else None,
-        chosen=tuned.choices,
-        notes=_notes(resolved, schedule.updates, memory, gpus),
+        refit=refit_bytes(sizes, sampling.generation_dtype) if sizes and sampling else None,
+        chosen=settled.choices,
+        notes=_notes(settled, schedule.updates, memory),
     )
 
 
-def _batch(resolved: Resolved, longest: int | None) -> BatchSize:
-    config = resolved.config
-    if isinstance(config, GrpoConfig):
-        prompts, group = config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt
-        updates = config.grpo.updates_per_step
-    else:
-        prompts, group, updates = config.sft.batch_size, 1, 1
-    rollouts = prompts * group
-    per_rank = -(-resolved.sequences_per_update // layout_of(config.trainer).data)
-    full = stated(config.trainer.micro_batch_tokens) // longest if longest else None
+def forecast(settled: Settled) -> Memory | None:
+    """Return the forecast of a run's memory; None until the model's sizes are known.
+
+    On a CPU ranks and engines share the machine's memory at all times.
+    """
+    sizes, device, memory, sampling = settled.facts, settled.device, settled.machine.memory, settled.sampling
+    if sizes is None:
+        return None
+    trainer = trainer_bytes(settled.trainer, sizes, device, settled.frozen_roles)
+    where = placed_states(settled.trainer, sizes, device, settled.shares_devices, settled.phases, settled.frozen_roles)
+    if sampling is None:
+        return Memory(trainer, {}, memory, False, False, kv_sequences=None, placed_states=where)
+    generation, longest = sampling.generation, sampling.longest_sequence
+    engine = engine_items(generation, sizes, device, memory)
+    per_token = token_bytes(sizes, generation.dtype, generation.tensor_parallel_size)
+    held = engine.get("key-value cache")
+    sequences = held // (per_token * longest) if held is not None and longest else None
+    if device == "cpu":
+        # One machine holds every rank and every engine, all awake.
+        trainer = {name: size * settled.config.trainer.num_ranks for name, size in trainer.items()}
+        engine = {f"engines: {name}": size * generation.num_engines for name, size in engine.items()}
+        return Memory(trainer | engine, {}, memory, False, False, kv_sequences=sequences, placed_states=where)
+    shared, awake = settled.shares_devices, not generation.sleep
+    return Memory(trainer, engine, memory, shared, awake, kv_sequences=sequences, placed_states=where)
+
+
+def _batch(settled: Settled) -> BatchSize:
+    step, longest, trainer = settled.config.step_shape, settled.longest_sequence, settled.trainer
+    rollouts = step.prompts * step.group
+    per_rank = -(-step.per_update // layout_of(trainer).data)
+    full = trainer.micro_batch_tokens // longest if longest else None
     return BatchSize(
-        prompts=prompts,
-        group=group,
+        prompts=step.prompts,
+        group=step.group,
         rollouts=rollouts,
-        updates=updates,
-        per_update=resolved.sequences_per_update,
+        updates=step.updates,
+        per_update=step.per_update,
         per_rank=per_rank,
         longest=longest,
         tokens=rollouts * longest if longest else None,
@@ -148,46 +153,44 @@ def _batch(resolved: Resolved, longest: int | None) -> BatchSize:
     )
 
 
-def _schedule(resolved: Resolved, sizes: ModelSizes | None) -> Schedule:
-    config, steps = resolved.config, resolved.num_steps
-    updates = steps * (config.grpo.updates_per_step if isinstance(config, GrpoConfig) else 1)
+def _schedule(settled: Settled) -> Schedule:
+    config, steps = settled.config, settled.config.num_steps
     every = config.validation.every
     validations = 0
-    if resolved.validates:
+    if settled.validates:
         # Also after the last step.
         validations = config.validation.at_start + -(-steps // every)
     often, at_end = config.checkpoint.every, config.checkpoint.at_end
     checkpoints = steps // often + (at_end and steps % often > 0) if often else int(at_end)
     size = None
-    if sizes:
+    if settled.facts:
         # Weights and AdamW's two moments in float32, and the exported weights.
-        exported = DTYPE_BYTES[resolved.export_dtype] * config.checkpoint.export
-        size = sizes.parameters * (12 + exported)
+        exported = DTYPE_BYTES[settled.export_dtype] * config.checkpoint.export
+        size = settled.facts.parameters * (12 + exported)
     kept = min(checkpoints, config.checkpoint.keep_last + config.checkpoint.keep_best)
-    return Schedule(steps, updates, validations, checkpoints, kept, size)
+    return Schedule(steps, steps * config.step_shape.updates, validations, checkpoints, kept, size)
 
 
-def _too_large(config: RunConfig, memory: Memory | None) -> str | None:
+def _too_large(settled: Settled, memory: Memory | None) -> str | None:
     """Return why no device can hold weights, gradients and optimizer state. They are the exact part of the forecast."""
     if memory is None or memory.capacity is None or memory.state_peak <= memory.capacity:
         return None
     taken, room = (f"{count / 2**30:.1f} GiB" for count in (memory.state_peak, memory.capacity))
-    trainer = config.trainer
-    advice = backend_of(trainer).more_room(trainer, memory.state_peak, memory.capacity)
+    advice = backend_of(settled.trainer).more_room(settled.trainer, memory.state_peak, memory.capacity)
     return f"weights, gradients and optimizer state alone take {taken} of each device, which has {room}; {advice}"
 
 
-def unserved(resolved: Resolved, sizes: ModelSizes | None) -> str | None:
+def unserved(settled: Settled) -> str | None:
     """Return why the engine cannot sample from the model on the run's device; None if it can, or is not known."""
-    sampling = resolved.sampling
-    if sampling is None or sizes is None or resolved.device is None:
+    sampling, sizes = settled.sampling, settled.facts
+    if sampling is None or sizes is None:
         return None
-    return engine_rules(sampling.generation.engine).unserved(resolved.device, sampling.model.path, sizes)
+    return engine_rules(sampling.config.generation.engine).unserved(settled.device, sampling.config.model.path, sizes)
 
 
-def require_served(config: RunConfig, device: Device, sizes: ModelSizes) -> None:
+def require_served(settled: Settled) -> None:
     """Raise ModelError if the engine cannot sample from the model: a model of the hub is known only when it is here."""
-    if what := unserved(Resolved(config, device), sizes):
+    if what := unserved(settled):
         raise ModelError(what)
 
 
@@ -201,10 +204,10 @@ def _what_takes_less(memory: Memory) -> str:
     )
 
 
-def _notes(resolved: Resolved, updates: int, memory: Memory | None, gpus: int) -> list[str]:
-    config, notes = resolved.config, []
+def _notes(settled: Settled, updates: int, memory: Memory | None) -> list[str]:
+    config, notes, cpu = settled.config, [], settled.device == "cpu"
     metric = config.checkpoint.metric
-    if not resolved.validates:
+    if not settled.validates:
         notes.append("nothing is validated: it needs data.validation and validation.every")
         if config.checkpoint.keep_best and metric.lstrip("-").startswith("validation/"):
             notes.append(f"{metric} is never measured: no best checkpoint is kept")
@@ -212,14 +215,14 @@ def _notes(resolved: Resolved, updates: int, memory: Memory | None, gpus: int) -
     if warmup >= updates:
         notes.append(f"warm-up takes {warmup} updates, the run only {updates}: lr is never reached")
     moves = (config.trainer.offload_optimizer_for_logprob, config.trainer.offload_optimizer_for_generation)
-    if gpus == 0 and any(moves):
+    if cpu and any(moves):
         notes.append("nothing is offloaded on a CPU: optimizer state is in host memory at all times")
     if memory and memory.capacity and memory.peak > _TIGHT * memory.capacity:
         full = memory.peak / memory.capacity
         said = "above the device's memory: expect to run out of it"
         if full <= 1:
             said = f"{full:.0%} of the device's memory, and an estimate: it may run out"
-        notes.append(f"the forecast is {said}{_what_takes_less(memory) if gpus else ''}")
+        notes.append(f"the forecast is {said}{'' if cpu else _what_takes_less(memory)}")
     if memory and memory.kv_sequences == 0:
         notes.append("the key-value cache does not hold one sequence of the longest kind: raise its share")
     return notes

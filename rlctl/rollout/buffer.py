@@ -15,7 +15,6 @@ from typing import Any
 from rlctl.config.schema import GrpoConfig
 from rlctl.data.cursor import TaskSource
 from rlctl.generation.requests import RolloutId
-from rlctl.preflight.resolved import Resolved
 from rlctl.rollout.buffer_checkpoint import load_groups, save_groups
 from rlctl.rollout.dispatcher import RolloutDispatcher
 from rlctl.rollout.groups import GroupRecord, GroupState, GroupTable
@@ -54,7 +53,7 @@ class RolloutBuffer:
         self._score, self._emit, self._clock = score, emit, clock or Clock()
         self._teaches_nothing = teaches_nothing
         size, asynchronous = config.grpo.num_prompts_per_step, config.async_
-        rule = StalenessRule(size, Resolved(config).max_age, asynchronous.policy, asynchronous.window_fraction)
+        rule = StalenessRule(size, asynchronous.max_age, asynchronous.policy, asynchronous.window_fraction)
         sampling = config.grpo.dynamic_sampling
         self._refill = RefillRule(size, sampling.max_extra if sampling.filter else 0.0)
         self._groups = GroupTable(rule, self._refill.budget)

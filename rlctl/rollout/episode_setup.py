@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlctl.config.fields import stated
 from rlctl.config.schema import GrpoConfig
 from rlctl.data.chat import Chat
 from rlctl.data.files import DataError
@@ -15,7 +14,7 @@ from rlctl.environments.function_trial import try_function
 from rlctl.environments.outcomes import EnvironmentFailure, EnvironmentSpec
 from rlctl.environments.pool import EnvironmentPool, UnusableEnvironmentError
 from rlctl.environments.tool_calls import PARSERS, tool_format
-from rlctl.preflight.resolved import Resolved
+from rlctl.preflight.settled import SettledGrpo
 from rlctl.rollout.players.course import EpisodeLimits
 from rlctl.utils.user_code import looks_like_bug
 from rlctl.workers.user_logs import Emit
@@ -54,16 +53,15 @@ def environment_pool(config: GrpoConfig, logs: Path | None = None, emit: Emit | 
     }
     if config.rollout is not None:
         specs = {_FUNCTION: EnvironmentSpec(config.rollout, section.timeout_s, is_function=True)}
-    processes = None if section.processes == "auto" else stated(section.processes)
+    processes = None if section.processes == "auto" else section.processes
     return EnvironmentPool(specs, section.memory_mib, processes, logs, emit)
 
 
-def episode_limits(config: GrpoConfig, max_length: int) -> EpisodeLimits:
-    """Return the budgets of an episode. max_length: the run's longest sequence."""
-    section, tokens = config.environment, config.trainer.micro_batch_tokens
-    # Nothing is trained where nobody has chosen the size of a micro-batch.
-    trained = tokens if tokens != "auto" and Resolved(config).whole_rollouts else None
-    own = (section.max_turns, max_length, section.episode_timeout_s, section.max_retries, section.history)
+def episode_limits(settled: SettledGrpo, trains: bool) -> EpisodeLimits:
+    """Return the budgets of an episode. trains: its rows become a part of a micro-batch."""
+    section = settled.config.environment
+    trained = settled.trainer.micro_batch_tokens if trains and settled.whole_rollouts else None
+    own = (section.max_turns, settled.max_length, section.episode_timeout_s, section.max_retries, section.history)
     return EpisodeLimits(*own, trained)
 
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from rlctl.config.schema import RunConfig, SftConfig
+from rlctl.config.schema import RunConfig
 from rlctl.data.datasets import shown
 from rlctl.data.files import files_of
 from rlctl.data.tasks import SupervisedSample, Task
 from rlctl.models.architectures import own_keys
-from rlctl.preflight.resolved import Resolved
+from rlctl.preflight.settled import Settled
 
 _SIZES = [
     "model_type",
@@ -68,11 +68,12 @@ class Contradiction:
         return f"{self.old} -> {self.new}: {self.why}"
 
 
-def made_with(config: RunConfig, model: Path | None) -> dict[str, Any]:
+def made_with(settled: Settled, model: Path | None) -> dict[str, Any]:
     """Describe a run's model, tokenizer and data as plain values; None for inputs that are not on this machine.
 
     model: a Hugging Face folder; None: not here yet.
     """
+    config = settled.config
     tokenizer = Path(config.model.tokenizer) if config.model.tokenizer else model
     dataset, template = config.data.train.paths, Path(config.data.chat_template)
     keys = {key: _value(config, key) for key in [*_DATA_KEYS, *_DATASET_KEYS]}
@@ -85,12 +86,12 @@ def made_with(config: RunConfig, model: Path | None) -> dict[str, Any]:
         keys["data.chat_template"] = f"a file of sha256 {_digest(template)[:12]}"
     if sources := config.data.train.sources:
         keys["data.train.sources"] = {name: section.weight for name, section in sources.items()}
-    if isinstance(config, SftConfig):
+    if config.sft:
         keys |= {key: _value(config, key) for key in ("sft.mask", "sft.history", "model.max_length")}
     return {
         "model": sizes_of(model) if model else None,
         "model_path": config.model.path,
-        "weights": _weights(config, model),
+        "weights": _weights(settled, model),
         "tokenizer": _vocabulary(tokenizer) if tokenizer else None,
         "tokenizer_path": config.model.tokenizer or config.model.path,
         "data": _digest_files(dataset),
@@ -174,9 +175,10 @@ def _vocabulary(folder: Path) -> str | None:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest() if files else None
 
 
-def _weights(config: RunConfig, folder: Path | None) -> str | None:
+def _weights(settled: Settled, folder: Path | None) -> str | None:
     """Return the digest of names, sizes, first and last bytes of a reference policy's files; None without one."""
-    if "reference" not in Resolved(config).frozen_roles:
+    config = settled.config
+    if "reference" not in settled.frozen_roles:
         return None
     if config.model.random_init:
         return f"random, of seed {config.run.seed}"

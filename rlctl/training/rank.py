@@ -25,11 +25,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
-from rlctl.config.schema import TrainerSection
 from rlctl.models.hf_folder import Layout
 from rlctl.models.model_sizes import read_sizes
 from rlctl.preflight.backend import backend_of
 from rlctl.preflight.columns import Role, RoleModel
+from rlctl.preflight.settings import TrainerSettings
 from rlctl.refit.source import Shard
 from rlctl.training.interface import Loss, MicroBatch, Totals
 from rlctl.training.offload import FrozenWeights, OffloadManager
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 class TrainerSpec:
     """The parts a rank is made of."""
 
-    config: TrainerSection
+    config: TrainerSettings
     # Hugging Face folder.
     model_path: str
     tokenizer_path: str

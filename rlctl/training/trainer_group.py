@@ -11,10 +11,9 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from rlctl.config.fields import stated
-from rlctl.config.schema import TrainerSection
 from rlctl.preflight.backend import layout_of
 from rlctl.preflight.columns import Role
+from rlctl.preflight.settings import TrainerSettings
 from rlctl.training.interface import Loss, LossNeeds, Totals
 from rlctl.training.micro_batching import TrainingSample, plan_micro_batches, plan_whole_rollouts, rollout_index
 from rlctl.training.worker import RankBatch, TrainerWorker
@@ -97,13 +96,13 @@ class Update:
                 self._trainer.group.call(TrainerWorker.discard)
 
 
-def worthwhile_tokens(section: TrainerSection) -> int:
+def worthwhile_tokens(section: TrainerSettings) -> int:
     """Return the fewest tokens of a part of an update that are worth a call.
 
     Whole groups fill the last of their micro-batches half, and a pipeline needs several to keep its stages busy.
     """
     shape = layout_of(section)
-    return 2 * shape.pipeline * stated(section.micro_batch_tokens) * shape.data
+    return 2 * shape.pipeline * section.micro_batch_tokens * shape.data
 
 
 class TrainerGroup:
@@ -112,9 +111,9 @@ class TrainerGroup:
     The ranks of a shard get the same sequences and give the same answers about them.
     """
 
-    def __init__(self, group: WorkerGroup, section: TrainerSection) -> None:
+    def __init__(self, group: WorkerGroup, section: TrainerSettings) -> None:
         self.group = group
-        self._tokens = stated(section.micro_batch_tokens)
+        self._tokens = section.micro_batch_tokens
         self._shards = layout_of(section).shards
         self.worthwhile = worthwhile_tokens(section)
 

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlctl.config.fields import stated
 from rlctl.preflight.columns import COLUMNS, Role
 from rlctl.refit.sending import SendsWeights
 from rlctl.training.interface import Loss, MicroBatch, Totals
@@ -69,7 +68,7 @@ class TrainerWorker(SendsWeights):
         self._spec = spec
         import torch
 
-        if stated(spec.config.compile) or spec.device != "cpu":
+        if spec.config.compile or spec.device != "cpu":
             keep_code()
         self._trainer = make_trainer(spec)
         super().__init__(self._trainer, spec.rank, torch.device(spec.device))

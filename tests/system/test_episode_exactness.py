@@ -6,14 +6,13 @@ import random
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rlctl.config.schema import GrpoConfig
 from rlctl.data.chat import Chat, load_tokenizer
 from rlctl.data.tasks import Task
 from rlctl.environments.outcomes import EnvironmentSpec
@@ -24,7 +23,7 @@ from rlctl.generation.requests import RequestId, RolloutId, TurnRequest
 from rlctl.grpo.batch import training_sample
 from rlctl.grpo.logprob_mismatch import mismatch
 from rlctl.preflight.load import load
-from rlctl.preflight.tuning import tune
+from rlctl.preflight.machine import RunMachine
 from rlctl.refit.refit import Refit
 from rlctl.rollout.dispatcher import RolloutDispatcher
 from rlctl.rollout.engine_queue import Answer
@@ -124,9 +123,8 @@ def watched(pool: GeneratorPool) -> dict[RolloutId, set[str]]:
 
 @contextmanager
 def stage(folder: Path, logs: Path, engines: int, transit: Path) -> Iterator[Stage]:
-    config = tune(load("grpo", None, []).config, "cpu", None, None).config
-    assert isinstance(config, GrpoConfig)
-    make = MakeTrainer(replace(config.trainer, dtype="float32"), folder, transit / "store")
+    run = load("grpo", None, []).settled.on(RunMachine("cpu"), None)
+    make = MakeTrainer(run.trainer, folder, transit / "store")
     chat = Chat(load_tokenizer(str(folder)), TEMPLATE, None, folder)
     assert not chat.rewrites_history()  # There are no thinking blocks; those digits take their place.
     with ExitStack() as stack:
@@ -140,7 +138,7 @@ def stage(folder: Path, logs: Path, engines: int, transit: Path) -> Iterator[Sta
         pool.connect(Refit(workers, refit_options("shm", transit)))
         pool.sync(0)
         homes = watched(pool)
-        dispatcher = RolloutDispatcher(pool, config.run, lambda *_, **__: None)
+        dispatcher = RolloutDispatcher(pool, run.config.run, lambda *_, **__: None)
         stack.callback(dispatcher.close)
         runners = {}
         for history in ("keep", "strip"):
@@ -148,7 +146,7 @@ def stage(folder: Path, logs: Path, engines: int, transit: Path) -> Iterator[Sta
             player = EnvironmentPlayer(games, games.contracts(), chat, limits, None)
             runners[history] = RolloutRunner(player, dispatcher, games.events)
             stack.callback(runners[history].close)
-        yield Stage(TrainerGroup(workers, config.trainer), dispatcher, runners, homes)
+        yield Stage(TrainerGroup(workers, run.trainer), dispatcher, runners, homes)
 
 
 @pytest.mark.long  # an engine and a trainer for each architecture

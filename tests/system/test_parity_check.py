@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from rlctl.config.schema import GrpoConfig, TrainerSection
 from rlctl.data.tasks import Task
 from rlctl.generation.pool import GeneratorPool
 from rlctl.grpo.components import GrpoComponents
 from rlctl.grpo.health import PARITY, grpo_health
 from rlctl.grpo.parity_check import ProbeError, compare, probe, sample_parity
 from rlctl.preflight.load import load
-from rlctl.preflight.tuning import tune
+from rlctl.preflight.machine import RunMachine
+from rlctl.preflight.settings import TrainerSettings
 from rlctl.refit.refit import Refit
 from rlctl.rollout.dispatcher import RolloutDispatcher
 from rlctl.rollout.players.single_turn import SingleTurnPlayer
@@ -32,7 +32,7 @@ PROMPTS = [Task(f"r{i}", [5 + i, 9, 12], "", None) for i in range(4)]
 
 @dataclass(frozen=True)
 class MakeTrainer:
-    config: TrainerSection
+    config: TrainerSettings
     folder: Path
     store: Path
 
@@ -56,7 +56,7 @@ class MakeTrainer:
 
 
 def parts_of(
-    section: TrainerSection, trainer: WorkerGroup, pool: GeneratorPool, dispatcher: RolloutDispatcher
+    section: TrainerSettings, trainer: WorkerGroup, pool: GeneratorPool, dispatcher: RolloutDispatcher
 ) -> GrpoComponents:
     unused = (
         "source",
@@ -77,9 +77,9 @@ def parts_of(
 @pytest.mark.slow
 def test_only_a_generator_with_the_trainers_weights_passes(ray_here: Path, tmp_path: Path) -> None:
     right, wrong = make_model(tmp_path / "right", seed=1), make_model(tmp_path / "wrong", seed=2)
-    config = tune(load("grpo", None, []).config, "cpu", None, None).config
-    assert isinstance(config, GrpoConfig)
-    make = MakeTrainer(replace(config.trainer, dtype="float32"), right, tmp_path / "store")
+    run = load("grpo", None, []).settled.on(RunMachine("cpu"), None)
+    config = run.config
+    make = MakeTrainer(run.trainer, right, tmp_path / "store")
     trainer = WorkerGroup([WorkerSpec("trainer-0", make)], DEADLINE)
     # Both cut the distribution of training rollouts, whose log-probs are larger by what is cut.
     spec = replace(spec_for(right), top_p=0.8, top_k=40)
@@ -94,7 +94,7 @@ def test_only_a_generator_with_the_trainers_weights_passes(ray_here: Path, tmp_p
         stack.callback(dispatcher.close)
         for group, folder, passes in ((trainer, "a", True), (source, "b", False)):
             pool.connect(Refit(group, refit_options("shm", tmp_path / folder)))
-            parts = parts_of(config.trainer, trainer, pool, dispatcher)
+            parts = parts_of(run.trainer, trainer, pool, dispatcher)
             if passes:
                 gap = probe(config, parts, PROMPTS, 0, "float32")
                 assert gap.token_mult_prob_error == pytest.approx(1.0, abs=1e-4)
@@ -105,5 +105,5 @@ def test_only_a_generator_with_the_trainers_weights_passes(ray_here: Path, tmp_p
                 # The same in the midst of an asynchronous run, whose engine has come to hold other weights.
                 config.async_.enabled = True
                 measured = compare(parts, sample_parity(config, parts, PROMPTS, 1)).token_mult_prob_error
-                (warning,) = grpo_health(config).look(1, {PARITY: measured})
+                (warning,) = grpo_health(run).look(1, {PARITY: measured})
                 assert warning.check == "mismatch" and warning.value > 1.05

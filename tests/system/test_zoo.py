@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from rlctl.cli.main import app
 from rlctl.config.errors import ConfigError
 from rlctl.evaluation.model_check import Finding, check_model
-from rlctl.evaluation.settings import check_config
+from rlctl.evaluation.settings import checked_run
 from rlctl.evaluation.target import find_target
 from tests.tiny_models import KINDS, make_model
 
@@ -25,8 +25,8 @@ IMPORTS = (
 
 def findings(folder: Path, scratch: Path, engine: bool = True) -> Iterator[Finding]:
     scratch.mkdir()
-    config, files, placement = check_config(find_target(str(folder), folder.parent), scratch)
-    yield from check_model(config, files, placement, engine, scratch, IMPORTS)
+    run, files, placement = checked_run(find_target(str(folder), folder.parent), scratch)
+    yield from check_model(run, files, placement, engine, scratch, IMPORTS)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -20,10 +20,9 @@ from torch import Tensor
 from rlctl.config.grpo_schema import UserLossSection
 from rlctl.config.plugin_options import checked_options
 from rlctl.config.plugins import LOSSES
-from rlctl.config.schema import GrpoConfig
 from rlctl.grpo.losses.pieces import Bounds, Estimator, bounded_exp, kl_estimate, kl_term, weighted_sums, within
 from rlctl.preflight.columns import ADVANTAGE, AGE, PROXIMAL_LOG_PROB, REFERENCE_LOG_PROB, ROLLOUT_LOG_PROB
-from rlctl.preflight.resolved import Resolved
+from rlctl.preflight.settled import SettledGrpo
 from rlctl.training.interface import LossNeeds, LossOutput, TokenBatch, Totals
 from rlctl.utils.plugins import load_module, load_object
 
@@ -138,6 +137,10 @@ class PolicyLoss(ABC):
     columns: ClassVar[tuple[str, ...]] = ()
     # True: `policy` reads `rollout_mean` or `rollout_lengths`.
     whole_rollouts: ClassVar[bool] = False
+    # True: `proximal` auto is recompute in every run, for the bounds are narrower than engine and trainer agree.
+    recomputes: ClassVar[bool] = False
+    # True: the loss has bounds of the ratio.
+    clips: ClassVar[bool] = False
 
     # q: mu for rollout, "proximal_log_prob" for recompute, and pi's own value, a constant, for current, which is the
     # same as recompute where the policy has not been updated since, without a pass to compute it.
@@ -154,13 +157,13 @@ class PolicyLoss(ABC):
     entropy_coef: float
 
     @classmethod
-    def from_config(cls, config: GrpoConfig, **own: Any) -> Self:
-        """Return the loss of a run: keys of `grpo.loss` by their names. own: fields that are resolved already."""
-        section, resolved = config.grpo.loss, Resolved(config)
-        given = {**vars(section), "max_age": resolved.max_age}
+    def from_settled(cls, settled: SettledGrpo, **own: Any) -> Self:
+        """Return the loss of a run: keys of `grpo.loss` by their names. own: fields that have their values already."""
+        section = settled.config.grpo.loss
+        given = {**vars(section), "max_age": settled.config.async_.max_age}
         if isinstance(section, UserLossSection):
             given |= checked_options(cls, PolicyLoss, section.further, "grpo.loss")
-        given["proximal"] = "current" if resolved.on_policy_ratio else resolved.proximal
+        given["proximal"] = "current" if settled.on_policy_ratio else settled.proximal
         for name in ("importance_mask", "sequence_mask"):
             given[name] = tuple(given[name]) if given[name] else None
         known = {each.name for each in fields(cls)}
@@ -303,8 +306,8 @@ def _class(module: str, file: str | None, name: str) -> type[PolicyLoss]:
     return found
 
 
-def make_loss(config: GrpoConfig) -> PolicyLoss:
+def make_loss(settled: SettledGrpo) -> PolicyLoss:
     """Return the loss that `grpo.loss.name` names, rlctl's own or module:Class or file.py:Class."""
-    name = config.grpo.loss.name
+    name = settled.config.grpo.loss.name
     loss: type[PolicyLoss] = load_object(LOSSES.get(name, name))
-    return loss.from_config(config)
+    return loss.from_settled(settled)

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Any, Self
 
-from rlctl.config.schema import GrpoConfig
 from rlctl.grpo.losses.base import Mean
 from rlctl.grpo.losses.grpo import ClippedLoss
 from rlctl.grpo.losses.sections import DrGrpoLossSection
+from rlctl.preflight.settled import SettledGrpo
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,12 +21,11 @@ class DrGrpoLoss(ClippedLoss):
     max_tokens: int
 
     @classmethod
-    def from_config(cls, config: GrpoConfig, **own: Any) -> Self:
-        section = config.grpo.loss
+    def from_settled(cls, settled: SettledGrpo, **own: Any) -> Self:
+        section = settled.config.grpo.loss
         assert isinstance(section, DrGrpoLossSection)
-        return super().from_config(
-            config, **{"max_tokens": section.max_tokens or config.generation.max_new_tokens, **own}
-        )
+        tokens = section.max_tokens or settled.config.generation.max_new_tokens
+        return super().from_settled(settled, **{"max_tokens": tokens, **own})
 
     @property
     def mean_over(self) -> Mean:

@@ -1,7 +1,7 @@
 """The loss of GRPO: the clipped surrogate of PPO, token by token."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -16,6 +16,8 @@ class ClippedLoss(PolicyLoss):
     PPO, arXiv 1707.06347, equation 7; two bounds: DAPO, arXiv 2503.14476, section 3.1; dual_clip: arXiv 1912.09729. The
     gradient is -r A grad log pi, and 0 where a bound holds the ratio.
     """
+
+    clips: ClassVar[bool] = True
 
     clip_low: float
     clip_high: float

@@ -24,6 +24,7 @@ class GspoLoss(ClippedLoss):
     """
 
     whole_rollouts: ClassVar[bool] = True
+    recomputes: ClassVar[bool] = True
 
     level: Literal["sequence", "token"]
 

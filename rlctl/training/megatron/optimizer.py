@@ -16,8 +16,8 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from torch import Tensor, nn
 
-from rlctl.config.schema import TrainerSection
 from rlctl.preflight.backends.megatron import hosted_share, megatron_of
+from rlctl.preflight.settings import TrainerSettings
 from rlctl.training.update import divide_and_clip
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -38,7 +38,7 @@ class OptimizerShard:
 class Optimizer:
     """The optimizer of one rank's stage, which is wrapped in Megatron's DistributedDataParallel."""
 
-    def __init__(self, ddp: Any, section: TrainerSection, dtype: torch.dtype) -> None:
+    def __init__(self, ddp: Any, section: TrainerSettings, dtype: torch.dtype) -> None:
         self._section, self._ddp = section.optimizer, ddp
         # Where Megatron has a parameter's gradient, see `_config`.
         self._gradient = "decoupled_grad" if megatron_of(section).optimizer_cpu_offload else "grad"
@@ -110,7 +110,7 @@ def gradients(ddp: Any) -> list[Tensor]:
     return [buffer.grad_data for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers)]
 
 
-def _config(section: TrainerSection, dtype: torch.dtype) -> OptimizerConfig:
+def _config(section: TrainerSettings, dtype: torch.dtype) -> OptimizerConfig:
     own, offload = section.optimizer, megatron_of(section)
     config = OptimizerConfig(
         optimizer="adam",

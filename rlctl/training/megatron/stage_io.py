@@ -12,8 +12,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
-from rlctl.config.fields import stated
-from rlctl.config.schema import TrainerSection
+from rlctl.preflight.settings import TrainerSettings
 from rlctl.training.logprobs import Split, chunked_log_probs
 from rlctl.training.megatron.attention import Pack
 from rlctl.training.megatron.model import MegatronPolicy
@@ -60,7 +59,7 @@ class PackSlicer:
 class Head:
     """Log-probs and entropy under the tempered policy: a rank has part of the tokens and words, and all the result."""
 
-    def __init__(self, policy: MegatronPolicy, section: TrainerSection, temperature: float) -> None:
+    def __init__(self, policy: MegatronPolicy, section: TrainerSettings, temperature: float) -> None:
         self._policy, self._section, self._temperature = policy, section, temperature
         self._context = parallel_state.get_context_parallel_group()
 
@@ -85,8 +84,8 @@ class Head:
             weight,
             packed.tokens[mine],
             self._temperature,
-            stated(self._section.logprob_chunk_tokens),
-            compiled=stated(self._section.compile),
+            self._section.logprob_chunk_tokens,
+            compiled=self._section.compile,
             split=split,
         )
         return self._placed(log_probs, packed, mine), self._placed(entropy, packed, mine)

@@ -19,7 +19,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rlctl.config.fields import stated
 from rlctl.models import hf_folder
 from rlctl.preflight.backends.megatron import cpu_offload_problem, megatron_of
 from rlctl.preflight.offload_plan import residency
@@ -176,7 +175,7 @@ class MegatronTrainer(TrainerRank):
             data_iterator=packs,
             model=[self._ddp],
             num_microbatches=len(micro_batches),
-            seq_length=stated(self._config.micro_batch_tokens),
+            seq_length=self._config.micro_batch_tokens,
             micro_batch_size=1,
             forward_only=not backward,
         )

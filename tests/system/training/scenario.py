@@ -10,11 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlctl.config.schema import GrpoConfig, OptimizerSection, TrainerSection
+from rlctl.config.schema import OptimizerSection
 from rlctl.grpo.losses.base import PolicyLoss, make_loss
 from rlctl.preflight.backends.megatron import MegatronSection
 from rlctl.preflight.columns import RoleModel
 from rlctl.preflight.load import load
+from rlctl.preflight.settings import TrainerSettings
 from rlctl.training.interface import LossNeeds, LossOutput, MicroBatch, TokenBatch, Totals
 from rlctl.training.micro_batching import TrainingSample, plan_micro_batches, plan_whole_rollouts, rollout_index
 from rlctl.training.rank import TrainerSpec, make_trainer
@@ -30,7 +31,7 @@ MEGATRON = MegatronSection(
     expert_model_parallel_size=1, sequence_parallel=None, fp32_residual_connection=False,
     optimizer_cpu_offload=False, optimizer_offload_fraction=None, overlap_cpu_optimizer_d2h_h2d=False,
 )  # fmt: skip
-CONFIG = TrainerSection(
+CONFIG = TrainerSettings(
     backend="fsdp", num_ranks=1, micro_batch_tokens=64, dtype="float32", activation_checkpointing=False,
     logprob_chunk_tokens=10, compile=False, threads=1,
     offload_optimizer_for_logprob=False, offload_optimizer_for_generation=False,
@@ -61,9 +62,8 @@ class WeightedLoss:
 
 def whole_rollout_loss() -> PolicyLoss:
     """GSPO with bounds wide enough for made-up log-probs: a loss that reads all rows of a rollout together."""
-    config = load("grpo", None, ["grpo.loss={name: gspo, proximal: rollout, clip_low: 0.9, clip_high: 9}"]).config
-    assert isinstance(config, GrpoConfig)
-    return make_loss(config)
+    run = load("grpo", None, ["grpo.loss={name: gspo, proximal: rollout, clip_low: 0.9, clip_high: 9}"]).settled
+    return make_loss(run)
 
 
 def rollouts_of(data: list[TrainingSample]) -> list[TrainingSample]:
@@ -129,9 +129,7 @@ def refused(one: Any, data: list[TrainingSample], max_tokens: int, rank: int = 0
 
     Returns what the updates said, and the weights before and after.
     """
-    config = load("grpo", None, []).config
-    assert isinstance(config, GrpoConfig)
-    loss, poisoned = make_loss(config), []
+    loss, poisoned = make_loss(load("grpo", None, []).settled), []
     for index, sequence in enumerate(data):
         behaviour = np.where(sequence.mask & (index == 0), np.nan, -1.0).astype(np.float32)
         poisoned.append(replace(sequence, columns={**sequence.columns, "rollout_log_prob": behaviour}))

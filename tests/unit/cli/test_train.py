@@ -13,6 +13,7 @@ from rlctl.launch import assembly
 from rlctl.launch.runtime import Runtime
 from rlctl.preflight import machine
 from rlctl.preflight.load import load
+from rlctl.preflight.settled import Settled
 from rlctl.run.checkpoints import Checkpoints
 from rlctl.run.fingerprint import made_with
 from tests.unit.cli.conftest import Rlctl, write_run
@@ -27,9 +28,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Started:
     calls: Started = []
 
     def run(
-        config: RunConfig, resolved: str, runtime: Runtime, resume: Path | None, probe_only: bool, reader: RowReader
+        settled: Settled, resolved: str, runtime: Runtime, resume: Path | None, probe_only: bool, reader: RowReader
     ) -> int:
-        calls.append((config, resume, probe_only))
+        calls.append((settled.config, resume, probe_only))
         return 130
 
     monkeypatch.setattr(assembly, "launch", run)
@@ -138,8 +139,8 @@ def test_resume_of_what_is_no_run_is_bad_input(rlctl: Rlctl, home: Path, started
 
 def kept(folder: Path, *steps: int) -> None:
     """Checkpoints as the run in `folder` would have written them."""
-    config = load("grpo", str(folder / "config.yaml"), [], resume=True).config
-    facts = made_with(config, Path(config.model.path))
+    run = load("grpo", str(folder / "config.yaml"), [], resume=True).settled
+    facts = made_with(run, Path(run.config.model.path))
     for step in steps:
         Checkpoints(folder / "checkpoints", 9, 0).save(step, {"made_with": facts}, lambda path: None)
 

@@ -8,11 +8,12 @@ import pytest
 from rlctl.config.builtin import CONFIGS, RECIPES, find
 from rlctl.config.compose import NAMED_SECTIONS, compose, defaults_of
 from rlctl.config.convert import Converter
+from rlctl.config.data_schema import SourceSection
 from rlctl.config.environment_schema import EnvironmentChoice
 from rlctl.config.fields import FURTHER, keys_of, literals, schema_keys, sections_of
 from rlctl.config.grpo_schema import RewardSection
 from rlctl.config.provenance import MISSING, leaves, plain, read_file
-from rlctl.config.schema import KINDS, SourceSection
+from rlctl.config.schema import KINDS
 from rlctl.config.telemetry_schema import TrackerSection
 from rlctl.grpo.advantages.sections import AnyAdvantageSection
 from rlctl.grpo.losses.sections import AnyLossSection

@@ -4,7 +4,8 @@ from typing import Any, Literal
 
 import pytest
 
-from rlctl.config.schema import SftSection, TrainDataSection
+from rlctl.config.data_schema import TrainDataSection
+from rlctl.config.schema import SftSection
 from rlctl.data.chat import Chat
 from rlctl.data.supervised import Tokens, chat_samples
 

@@ -3,7 +3,7 @@ from typing import Literal
 
 import pytest
 
-from rlctl.config.schema import DataSection, DatasetSection
+from rlctl.config.data_schema import DataSection, DatasetSection
 from rlctl.data.chat import Chat, load_tokenizer, make_chat
 from rlctl.data.files import DataError
 from tests.unit.data.conftest import CHATML, UNMARKED, UNSTABLE, chat_tokens

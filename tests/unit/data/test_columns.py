@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rlctl.config.schema import DatasetSection
+from rlctl.config.data_schema import DatasetSection
 from rlctl.data.columns import convention, has_column, value_at
 from rlctl.data.datasets import Row
 from rlctl.data.files import DataError

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.config.schema import DatasetSection
+from rlctl.config.data_schema import DatasetSection
 from rlctl.data.datasets import load_rows
 from rlctl.data.files import DataError
 

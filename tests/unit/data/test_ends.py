@@ -110,7 +110,7 @@ def test_text_whose_last_token_is_any_added_one_still_gets_its_end_token(templat
 
 
 def test_another_end_such_as_that_of_a_tool_call_is_kept_and_counted() -> None:
-    from rlctl.config.schema import DatasetSection
+    from rlctl.config.data_schema import DatasetSection
     from rlctl.data.datasets import Row
     from rlctl.data.tokenize import tokenize_samples
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlctl.config.schema import DatasetSection
+from rlctl.config.data_schema import DatasetSection
 from rlctl.data.datasets import load_rows
 from rlctl.data.files import DataError, files_of
 

@@ -3,7 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.config.schema import GrpoConfig, SftConfig, TrainDataSection
+from rlctl.config.data_schema import TrainDataSection
+from rlctl.config.schema import GrpoConfig, SftConfig
 from rlctl.data.datasets import Row
 from rlctl.data.files import DataError
 from rlctl.data.load import RowReader, load_chat, load_prompts, load_samples, split_off

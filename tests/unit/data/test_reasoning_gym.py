@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from rlctl.config.data_schema import DatasetSection
 from rlctl.config.errors import ConfigError
 from rlctl.config.grpo_schema import RewardSection
-from rlctl.config.schema import DatasetSection
 from rlctl.data import reasoning_gym
 from rlctl.data.datasets import Row, load_rows
 from rlctl.data.files import DataError

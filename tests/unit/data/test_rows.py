@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rlctl.config.schema import DatasetSection
+from rlctl.config.data_schema import DatasetSection
 from rlctl.data.datasets import Row
 from rlctl.data.files import DataError
 from rlctl.data.rows import answer_text, conversation, question

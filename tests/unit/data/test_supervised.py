@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlctl.config.schema import DatasetSection, SftSection
+from rlctl.config.data_schema import DatasetSection
+from rlctl.config.schema import SftSection
 from rlctl.data.chat import Chat
 from rlctl.data.datasets import Row
 from rlctl.data.files import DataError

@@ -14,16 +14,16 @@ from rlctl.telemetry.jsonl import JsonlWriter
 
 def ended(folder: Path, *overrides: str, kind: str = "grpo", exported: bool = True) -> tuple[Any, RunDir]:
     """A run whose 4 steps are done, with a checkpoint."""
-    config = load(kind, None, [f"{kind}.num_steps=4", *overrides]).config
+    settled = load(kind, None, [f"{kind}.num_steps=4", *overrides]).settled
     run = RunDir.create("sums", folder)
     JsonlWriter(run.metrics).write({"kind": "step", "step": 4})
     Checkpoints(run.checkpoints, 1, 0).save(4, {}, lambda path: (path / "hf").mkdir() if exported else None)
-    return config, run
+    return settled, run
 
 
 def test_a_grpo_run_names_its_weights_and_how_to_measure_and_export_them(tmp_path: Path) -> None:
-    config, run = ended(tmp_path)
-    assert next_commands(config, run, "done") == [
+    settled, run = ended(tmp_path)
+    assert next_commands(settled, run, "done") == [
         f"rlctl runs dash {run.path}",
         f"rlctl eval {run.path}",
         f"rlctl export {run.path} sums-hf",
@@ -33,39 +33,39 @@ def test_a_grpo_run_names_its_weights_and_how_to_measure_and_export_them(tmp_pat
 
 
 def test_the_best_checkpoint_is_named_where_it_is_not_the_newest(tmp_path: Path) -> None:
-    config, run = ended(tmp_path)
+    settled, run = ended(tmp_path)
     checkpoints = Checkpoints(run.checkpoints, 9, 9)
     for step, score in ((2, 0.5), (4, 0.25)):
         checkpoints.save(step, {"score": score}, lambda path: (path / "hf").mkdir())
-    assert next_commands(config, run, "done")[1:4] == [
+    assert next_commands(settled, run, "done")[1:4] == [
         f"rlctl eval {run.path} --step 2",
         f"rlctl export {run.path} sums-hf --step 2",
         f"vllm serve {run.path}/checkpoints/step_2/hf",
     ]
-    sft = load("sft", None, ["sft.num_steps=4"]).config
+    sft = load("sft", None, ["sft.num_steps=4"]).settled
     assert next_commands(sft, run, "done")[2] == f"rlctl train grpo RECIPE model.path={run.path}/checkpoints/step_2"
 
 
 def test_what_is_not_there_is_not_offered(tmp_path: Path) -> None:
-    config, run = ended(tmp_path, "data.validation.path=null", "checkpoint.metric=reward/mean", exported=False)
-    assert [each.split()[1] for each in next_commands(config, run, "done")] == ["runs", "train"]
-    assert next_commands(config, run, "interrupted") == [f"rlctl train grpo --resume {run.path}"]
+    settled, run = ended(tmp_path, "data.validation.path=null", "checkpoint.metric=reward/mean", exported=False)
+    assert [each.split()[1] for each in next_commands(settled, run, "done")] == ["runs", "train"]
+    assert next_commands(settled, run, "interrupted") == [f"rlctl train grpo --resume {run.path}"]
 
 
 def test_an_sft_run_is_measured_by_a_grpo_recipe_and_its_weights_go_on_by_one(tmp_path: Path) -> None:
-    config, run = ended(tmp_path, kind="sft")
-    assert next_commands(config, run, "done")[1:3] == [
+    settled, run = ended(tmp_path, kind="sft")
+    assert next_commands(settled, run, "done")[1:3] == [
         f"rlctl eval {run.path} RECIPE",
         f"rlctl train grpo RECIPE model.path={run.path}",
     ]
-    named = load("sft", None, ["sft.num_steps=4", "validation.recipe=grpo-tiny"]).config
+    named = load("sft", None, ["sft.num_steps=4", "validation.recipe=grpo-tiny"]).settled
     assert next_commands(named, run, "done")[1] == f"rlctl eval {run.path}"
 
 
 def test_a_run_of_a_cluster_is_used_there(tmp_path: Path) -> None:
-    config, run = ended(tmp_path)
+    settled, run = ended(tmp_path)
     JobRecord("lab", "sums-1", "/work", remote="/far/sums", called="runs/sums").write(run.path)
-    assert next_commands(config, run, "done") == [
+    assert next_commands(settled, run, "done") == [
         "rlctl runs dash runs/sums",
         "rlctl train grpo --resume runs/sums --cluster lab grpo.num_steps=8",
     ]
@@ -86,8 +86,8 @@ def test_a_tracker_is_shown_by_its_own_program(
 ) -> None:
     monkeypatch.setattr("rlctl.preflight.checks.check_trackers", lambda config: iter(()))
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    config, run = ended(tmp_path, f"telemetry.trackers=[{tracker}]")
+    settled, run = ended(tmp_path, f"telemetry.trackers=[{tracker}]")
     if file:
         (run.path / file).parent.mkdir(exist_ok=True)
         (run.path / file).touch()
-    assert next_commands(config, run, "done")[-2] == command.format(run=run.path)
+    assert next_commands(settled, run, "done")[-2] == command.format(run=run.path)

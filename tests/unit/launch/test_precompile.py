@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from rlctl.config.schema import RunConfig
 from rlctl.launch.precompile import precompile, precompiles
 from rlctl.launch.session import Session
 from rlctl.preflight.load import load
-from rlctl.preflight.tuning import tune
+from rlctl.preflight.machine import RunMachine
+from rlctl.preflight.settled import Settled
 from rlctl.telemetry.events import EventLog
 from rlctl.telemetry.jsonl import read_records
 
 
-def settled(kind: str, *overrides: str) -> RunConfig:
-    return tune(load(kind, None, list(overrides)).config, "cpu", None, None).config
+def settled(kind: str, *overrides: str) -> Settled:
+    return load(kind, None, list(overrides)).settled.on(RunMachine("cpu"), None)
 
 
 def session_in(folder: Path) -> Any:

@@ -33,10 +33,10 @@ def ran(recipe: str, root: Path, body: Callable[[Session], None]) -> int:
     composed = load("sft", recipe, [f"run.dir={root}", "run.name=x", "telemetry.dashboard=off"])
 
     def whole(session: Session) -> None:
-        announce(session, place(this_machine(0), resources(composed.config)))
+        announce(session, place(this_machine(0), resources(composed.settled)))
         body(session)
 
-    return run_session(composed.config, composed.to_yaml(), None, whole, LocalRuntime().refuse)
+    return run_session(composed.settled, composed.to_yaml(), None, whole, LocalRuntime().refuse)
 
 
 def test_a_full_disk_is_named_at_the_end_with_the_way_on_and_the_run_has_failed(

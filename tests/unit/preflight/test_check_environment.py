@@ -7,8 +7,10 @@ import pytest
 from rlctl.config.environment_schema import EnvironmentChoice
 from rlctl.config.errors import ConfigError
 from rlctl.config.schema import GrpoConfig
+from rlctl.preflight.derived import NotKnownError
 from rlctl.preflight.load import load
-from rlctl.preflight.resolved import Resolved, longest_sequence
+from rlctl.preflight.machine import RunMachine
+from rlctl.preflight.settled import settle
 
 GAME = ["environment.name=guess", "rewards=[]", "data.max_prompt_length=null"]
 
@@ -47,9 +49,13 @@ def test_one_of_several_may_be_named_alone_or_with_arguments(home: Path) -> None
 
 
 def test_the_longest_conversation_is_the_longest_sequence_of_the_run(home: Path) -> None:
-    assert longest_sequence(played(), None) is None
-    assert Resolved(played("environment.max_length=100")).max_length(256) == 100
-    assert Resolved(played()).max_length(256) == 256
+    bounded, free, away = (
+        settle(played(f"environment.max_length={most}", f"model.max_length={limit}"), RunMachine(), None)
+        for most, limit in ((100, 256), ("null", 256), ("null", "null"))
+    )
+    assert (bounded.max_length, free.max_length, away.longest_sequence) == (100, 256, None)
+    with pytest.raises(NotKnownError, match="is not on this machine: its longest sequence is not known"):
+        away.max_length  # noqa: B018
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from rlctl.config.errors import ModelError
 from rlctl.models.model_sizes import read_sizes
 from rlctl.preflight.engines.vllm import CPU_HEAD_SIZES, cpu_limit
 from rlctl.preflight.load import load
+from rlctl.preflight.machine import RunMachine
 from rlctl.preflight.plan import require_served
 from tests.unit.folders import MODEL
 
@@ -32,11 +33,11 @@ def test_a_head_size_without_a_kernel_is_named_with_those_that_have_one(tmp_path
 
 def test_only_engines_on_a_cpu_are_held_to_it(home: Path) -> None:
     sizes = read_sizes(sized(Path("model/config.json"), 24))
-    config = load("grpo", "grpo.recipe.yaml", []).config
+    run = load("grpo", "grpo.recipe.yaml", []).settled
     with pytest.raises(ModelError, match="has attention heads of size 24"):
-        require_served(config, "cpu", sizes)
-    require_served(config, "cuda", sizes)
-    require_served(load("sft", "sft.recipe.yaml", []).config, "cpu", sizes)
+        require_served(run.on(RunMachine("cpu"), sizes))
+    require_served(run.on(RunMachine("cuda"), sizes))
+    require_served(load("sft", "sft.recipe.yaml", []).settled.on(RunMachine("cpu"), sizes))
 
 
 def test_the_installed_kernels_are_those_of_the_table() -> None:

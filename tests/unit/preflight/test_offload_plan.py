@@ -7,7 +7,7 @@ import pytest
 from rlctl.config.schema import TrainerSection
 from rlctl.preflight.backend import STATES
 from rlctl.preflight.load import load
-from rlctl.preflight.offload_plan import PHASES, Phase, phases, residency
+from rlctl.preflight.offload_plan import PHASES, Phase, residency
 
 LOG_PROBS, GENERATION = "trainer.offload_optimizer_for_logprob=true", "trainer.offload_optimizer_for_generation=true"
 ON_HOST = ("trainer.backend=megatron", "trainer.megatron.optimizer_cpu_offload=true")
@@ -61,4 +61,4 @@ def test_what_the_host_updates_is_there_at_all_times() -> None:
     ],
 )
 def test_phases_that_a_run_goes_through(kind: str, overrides: tuple[str, ...], expected: tuple[Phase, ...]) -> None:
-    assert phases(load(kind, None, list(overrides)).config) == expected
+    assert load(kind, None, list(overrides)).settled.phases == expected

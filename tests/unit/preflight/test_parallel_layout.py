@@ -16,7 +16,9 @@ from rlctl.preflight import check_inputs
 from rlctl.preflight.backend import layout_of
 from rlctl.preflight.backends.megatron import cpu_offload_problem
 from rlctl.preflight.load import load
+from rlctl.preflight.machine import RunMachine
 from rlctl.preflight.parallel_layout import Layout, clashes, nearest
+from rlctl.preflight.placement import this_machine
 from rlctl.preflight.plan import RunPlan, make_plan
 from tests.unit.folders import MODEL
 
@@ -50,8 +52,8 @@ def model(home: Path, **sizes: object) -> None:
 
 
 def plan(home: Path, *overrides: str, kind: str = "grpo") -> RunPlan:
-    config = load(kind, f"{kind}.recipe.yaml", list(overrides)).config
-    return make_plan(config, read_sizes(home / "model/config.json"), 0, None)
+    run = load(kind, f"{kind}.recipe.yaml", list(overrides)).settled
+    return make_plan(run.on(RunMachine("cpu"), read_sizes(home / "model/config.json")), this_machine(0))
 
 
 @pytest.mark.parametrize(("tensor", "pipeline", "context", "data"), [(2, 1, 1, 2), (2, 3, 2, 4), (1, 2, 2, 3)])

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlctl.config.schema import GrpoConfig
 from rlctl.launch.runtime import Allocation
 from rlctl.launch.worker_specs import engine_slots
 from rlctl.preflight.load import load
@@ -201,17 +200,15 @@ def test_on_a_cpu_weights_go_through_shared_memory() -> None:
     ],
 )
 def test_a_recipe_uses_as_many_gpus_as_its_name_says(recipe: str, gpus: int, shared: bool, transport: str) -> None:
-    config = load("grpo", recipe, []).config
-    assert isinstance(config, GrpoConfig)
-    placement = place(this_machine(gpus), resources(config))
+    run = load("grpo", recipe, []).settled
+    placement = place(this_machine(gpus), resources(run))
     assert (placement.all_devices, placement.shared) == (max(1, gpus), shared)
-    assert transport_of(config, placement) == transport
+    assert transport_of(run.config, placement) == transport
 
 
 def test_a_transport_that_stays_on_a_node_is_refused_over_several(home: Path) -> None:
-    config = load("grpo", "grpo.recipe.yaml", ["refit.transport=ipc", "placement.colocated=false"]).config
-    assert isinstance(config, GrpoConfig)
+    run = load("grpo", "grpo.recipe.yaml", ["refit.transport=ipc", "placement.colocated=false"]).settled
     nodes = [NodeResources("a", 1), NodeResources("b", 1)]
     message = "refit.transport=ipc stays on a node, the run is on a, b: broadcast, or auto"
     with pytest.raises(PlacementError, match=message):
-        transport_of(config, place(nodes, resources(config)))
+        transport_of(run.config, place(nodes, resources(run)))

@@ -5,7 +5,9 @@ import pytest
 
 from rlctl.models.model_sizes import ModelSizes, read_sizes
 from rlctl.preflight.load import load
+from rlctl.preflight.machine import RunMachine, device_of
 from rlctl.preflight.memory import PlacedState, activation_bytes
+from rlctl.preflight.placement import this_machine
 from rlctl.preflight.plan import RunPlan, make_plan
 
 GIB = 1 << 30
@@ -17,8 +19,9 @@ ONE_LAYER = ModelSizes(
 
 
 def plan(home: Path, *overrides: str, kind: str = "grpo", gpus: int = 0, memory: int | None = 16 * GIB) -> RunPlan:
-    config = load(kind, f"{kind}.recipe.yaml", list(overrides)).config
-    return make_plan(config, read_sizes(home / "model/config.json"), gpus, memory)
+    run = load(kind, f"{kind}.recipe.yaml", list(overrides)).settled
+    settled = run.on(RunMachine(device_of(gpus), memory), read_sizes(home / "model/config.json"))
+    return make_plan(settled, this_machine(gpus))
 
 
 def parameters(home: Path) -> int:
@@ -234,7 +237,7 @@ def test_notes_say_what_will_disappoint(home: Path) -> None:
 
 
 def test_a_model_that_is_not_here_has_a_plan_without_bytes(home: Path) -> None:
-    config = load("grpo", "grpo.recipe.yaml", ["model.path=acme/large"]).config
-    found = make_plan(config, None, 0, None)
+    run = load("grpo", "grpo.recipe.yaml", ["model.path=acme/large"]).settled
+    found = make_plan(run.on(RunMachine("cpu"), None), this_machine(0))
     assert (found.parameters, found.memory, found.refit) == (None, None, None)
     assert found.batch.rollouts == 256

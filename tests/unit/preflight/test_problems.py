@@ -9,7 +9,6 @@ import pytest
 
 from rlctl.config.errors import ConfigError
 from rlctl.preflight.load import load
-from rlctl.preflight.resolved import Resolved
 from tests.unit.folders import GRPO, MODEL, SFT
 
 
@@ -391,10 +390,10 @@ LOSS = (
 def test_a_users_loss_has_the_columns_that_it_names_computed(home: Path) -> None:
     for number, columns in enumerate([(), ("reference_log_prob",)]):
         (home / f"mine{number}.py").write_text(LOSS.format(columns))
-        resolved = Resolved(load("grpo", "grpo.recipe.yaml", [f"grpo.loss=mine{number}.py:Mine", ASYNC]).config)
-        assert resolved.frozen_roles == ("reference",) * len(columns)
-        assert resolved.computed_columns == dict.fromkeys(columns, "reference")
-        assert resolved.streams_training is not bool(columns)
+        settled = load("grpo", "grpo.recipe.yaml", [f"grpo.loss=mine{number}.py:Mine", ASYNC]).settled
+        assert settled.frozen_roles == ("reference",) * len(columns)
+        assert settled.computed_columns == dict.fromkeys(columns, "reference")
+        assert settled.streams_training is not bool(columns)
 
 
 @pytest.mark.parametrize(
@@ -425,9 +424,9 @@ ADVANTAGE = (
 def test_a_users_advantage_has_the_columns_that_it_names_computed_and_is_not_trained_in_parts(home: Path) -> None:
     (home / "mine.py").write_text(ADVANTAGE.format(("rollout_log_prob", "age", "reference_log_prob")))
     loaded = load("grpo", "grpo.recipe.yaml", [STREAMED, ASYNC, "grpo.advantage=mine.py:Mine"])
-    resolved = Resolved(loaded.config)
-    assert resolved.frozen_roles == ("reference",)
-    assert resolved.computed_columns == {"reference_log_prob": "reference"} and not resolved.streams_training
+    settled = loaded.settled
+    assert settled.frozen_roles == ("reference",)
+    assert settled.computed_columns == {"reference_log_prob": "reference"} and not settled.streams_training
     assert loaded.notes == [
         f"override 1: {STREAMED}: no effect while reference_log_prob is computed for the whole step before its update"
     ]
@@ -487,8 +486,8 @@ def test_an_advantage_of_ones_own_that_needs_the_whole_step_is_not_trained_in_pa
     for scope in ("group", "batch"):
         name = f"{scope}_advantage.py"
         Path(name).write_text(text.replace("    def", f"    scope = '{scope}'\n    def"))
-        config = load("grpo", "grpo.recipe.yaml", [STREAMED, ASYNC, f"grpo.advantage={name}:Mine"]).config
-        assert Resolved(config).streams_training == (scope == "group")
+        settled = load("grpo", "grpo.recipe.yaml", [STREAMED, ASYNC, f"grpo.advantage={name}:Mine"]).settled
+        assert settled.streams_training == (scope == "group")
 
 
 def test_an_advantage_that_adds_nothing_or_that_a_filter_keeps_from_teaching_is_a_note(home: Path) -> None:

@@ -12,23 +12,23 @@ from rlctl.config.fields import RECIPE
 from rlctl.config.schema import GrpoConfig, SftConfig
 from rlctl.models.model_sizes import read_sizes
 from rlctl.preflight.load import Composed, load
-from rlctl.preflight.placement import resources
+from rlctl.preflight.machine import RunMachine
+from rlctl.preflight.placement import resources, this_machine
 from rlctl.preflight.plan import make_plan
-from rlctl.preflight.resolved import Resolved
-from rlctl.preflight.tuning import tune
+from rlctl.preflight.settled import SettledSft
 
 GIB = 1 << 30
 NAMED = f"{RECIPE}=grpo-tiny"
 
 
-def sft(*overrides: str, recipe: str = "sft-tiny") -> Composed:
+def sft(*overrides: str, recipe: str = "sft-tiny") -> Composed[SettledSft]:
     return load("sft", recipe, list(overrides))
 
 
 def sampling(*overrides: str) -> GrpoConfig:
-    found = Resolved(sft(*overrides).config).sampling
+    found = sft(*overrides).settled.sampling
     assert found
-    return found
+    return found.config
 
 
 def problems(*overrides: str) -> list[str]:
@@ -80,8 +80,8 @@ def test_weights_and_trainer_are_the_runs_and_the_rest_is_the_recipes() -> None:
     own = load("grpo", "grpo-tiny", []).config
     assert isinstance(own, GrpoConfig)
     assert (recipe.data, recipe.rewards, recipe.generation) == (own.data, own.rewards, own.generation)
-    assert Resolved(sft().config).sampling is None
-    assert Resolved(sft(NAMED, "validation.every=0").config).sampling is None
+    assert sft().settled.sampling is None
+    assert sft(NAMED, "validation.every=0").settled.sampling is None
 
 
 @pytest.mark.parametrize(
@@ -130,17 +130,17 @@ def test_a_checkpoint_may_be_best_by_its_accuracy() -> None:
 def test_its_engines_are_placed_and_tuned_beside_the_trainer() -> None:
     sizes = read_sizes(RECIPES / "tiny/qwen3-tiny/config.json")
     assert sizes
-    config = sft(NAMED, f"{RECIPE}.generation.num_engines=2", "trainer.num_ranks=2").config
-    asked = resources(config)
+    run = sft(NAMED, f"{RECIPE}.generation.num_engines=2", "trainer.num_ranks=2").settled
+    asked = resources(run)
     assert (asked.ranks, asked.engines, asked.colocated) == (2, 2, True)
-    apart = sft(NAMED, f"{RECIPE}.placement.colocated=false").config
+    apart = sft(NAMED, f"{RECIPE}.placement.colocated=false").settled
     assert not resources(apart).colocated
-    tuned = tune(config, "cuda", sizes, 80 * GIB)
-    ready = Resolved(tuned.config, "cuda").sampling
-    assert ready and ready.generation.max_num_seqs != "auto" and ready.generation.sleep is False
-    assert ready.trainer.micro_batch_tokens != "auto" and tuned.kv_cache_mib
-    assert {each.key for each in tuned.choices} >= {"trainer.compile", f"{RECIPE}.generation.sleep"}
-    plan = make_plan(config, sizes, 2, 80 * GIB)
+    settled = run.on(RunMachine("cuda", 80 * GIB), sizes)
+    ready = settled.sampling
+    assert ready and ready.generation.sleep is False and ready.generation.cache_mib
+    assert ready.trainer == settled.trainer
+    assert {each.key for each in settled.choices} >= {"trainer.compile", f"{RECIPE}.generation.sleep"}
+    plan = make_plan(settled, this_machine(2))
     assert plan.placement and len(plan.placement.engines) == 2 and plan.refit == sizes.parameters * 2
     assert plan.memory and plan.memory.shared and set(plan.memory.placed_states) == {
         "generate", "train", "refit", "checkpoint"

@@ -10,6 +10,8 @@ from rlctl.data.chat import Chat
 from rlctl.data.tasks import Task
 from rlctl.environments.pool import UnusableEnvironmentError
 from rlctl.preflight.load import load
+from rlctl.preflight.machine import RunMachine
+from rlctl.preflight.settled import settle
 from rlctl.rollout.episode_setup import environment_pool, episode_limits, set_up
 from tests.unit.data.conftest import CHATML, tokenizer
 from tests.unit.data.test_turn_link import STRIPS, TOOLS
@@ -85,5 +87,6 @@ def test_a_template_that_rewrites_history_is_named_with_what_is_done(tokenizer: 
 
 
 def test_budgets_are_those_of_the_config() -> None:
-    limits = episode_limits(config("environment.name=guess", "environment.max_turns=3"), 256)
-    assert (limits.max_turns, limits.max_length, limits.timeout_s, limits.max_retries) == (3, 256, 600.0, 2)
+    chosen = config("environment.name=guess", "environment.max_turns=3", "model.max_length=60")
+    limits = episode_limits(settle(chosen, RunMachine(), None), trains=False)
+    assert (limits.max_turns, limits.max_length, limits.timeout_s, limits.max_retries) == (3, 60, 600.0, 2)

@@ -23,8 +23,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def facts(*overrides: str, kind: str = "grpo") -> dict[str, Any]:
     """As they are read back from a checkpoint."""
-    config = load(kind, f"{kind}.recipe.yaml", list(overrides)).config
-    found: dict[str, Any] = json.loads(json.dumps(made_with(config, Path(config.model.path))))
+    run = load(kind, f"{kind}.recipe.yaml", list(overrides)).settled
+    found: dict[str, Any] = json.loads(json.dumps(made_with(run, Path(run.config.model.path))))
     return found
 
 

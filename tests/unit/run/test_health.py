@@ -5,7 +5,6 @@ from collections.abc import Iterable
 
 import pytest
 
-from rlctl.config.schema import GrpoConfig
 from rlctl.grpo.health import grpo_health
 from rlctl.preflight.load import load
 from rlctl.run.health import Ceiling, Decline, Health, HealthCheck, Jump
@@ -91,9 +90,8 @@ def test_a_resume_stops_again_at_what_stopped_the_run() -> None:
 
 def test_the_bounds_are_the_configs() -> None:
     for stop in (False, True):
-        config = load("grpo", None, [f"health.stop={str(stop).lower()}"]).config
-        assert isinstance(config, GrpoConfig)
-        health = grpo_health(config)
+        run = load("grpo", None, [f"health.stop={str(stop).lower()}"]).settled
+        health = grpo_health(run)
         assert health.look(0, {"validation/accuracy": 0.927}) == []
         found = health.look(1, {"mismatch/token_mult_prob_error": 2.8, "validation/accuracy": 0.747})
         assert [(each.check, each.fatal) for each in found] == [("mismatch", stop), ("accuracy", stop)]
@@ -115,9 +113,8 @@ def test_the_bounds_are_the_configs() -> None:
 def test_a_loss_that_clips_before_the_policy_has_moved_is_told_once(
     settings: list[str], loss: str, remedy: str
 ) -> None:
-    config = load("grpo", None, settings).config
-    assert isinstance(config, GrpoConfig)
-    health = grpo_health(config)
+    run = load("grpo", None, settings).settled
+    health = grpo_health(run)
     found = [health.look(step, {"ratio/clipped_first": share}) for step, share in enumerate((0.05, 0.368, 0.4))]
     assert [len(each) for each in found] == [0, 1, 0]
     assert found[1][0].what == (
@@ -127,9 +124,8 @@ def test_a_loss_that_clips_before_the_policy_has_moved_is_told_once(
 
 
 def test_rewards_that_fail_for_most_rollouts_stop_a_run_and_a_resumed_one_again() -> None:
-    config = load("grpo", None, ["health.max_failed_reward_share=0.25", "health.failed_reward_steps=3"]).config
-    assert isinstance(config, GrpoConfig)
-    health = grpo_health(config, lambda: "score: raised ValueError at mine.py:3 (96 times)")
+    run = load("grpo", None, ["health.max_failed_reward_share=0.25", "health.failed_reward_steps=3"]).settled
+    health = grpo_health(run, lambda: "score: raised ValueError at mine.py:3 (96 times)")
     shares = [1.0, 1.0, 0.25, 1.0, 0.5, 0.3]
     found = [health.look(step, {"reward/failed_share": share}) for step, share in enumerate(shares, 1)]
     assert found[:5] == [[]] * 5
@@ -139,16 +135,15 @@ def test_rewards_that_fail_for_most_rollouts_stop_a_run_and_a_resumed_one_again(
         "rewards failed for 30% of the rollouts, in 3 steps in a row for more than 25% (health.max_failed_reward_share)"
         "; most of them score: raised ValueError at mine.py:3 (96 times)"
     )
-    resumed = grpo_health(config)
+    resumed = grpo_health(run)
     resumed.load_state_dict(json.loads(json.dumps(health.state_dict())))
     again = [resumed.look(step, {"reward/failed_share": 1.0}) for step in (7, 8, 9)]
     assert [len(each) for each in again] == [0, 0, 1]
 
 
 def test_tools_that_raise_in_many_of_their_calls_are_told_with_the_most_common_line() -> None:
-    config = load("grpo", None, ["health.max_tool_raised_share=0.25"]).config
-    assert isinstance(config, GrpoConfig)
-    health = grpo_health(config, tool_cause=lambda: "add: raised AttributeError at mine.py:7 (61 times)")
+    run = load("grpo", None, ["health.max_tool_raised_share=0.25"]).settled
+    health = grpo_health(run, tool_cause=lambda: "add: raised AttributeError at mine.py:7 (61 times)")
     found = [health.look(step, {"environment/tool_raised": share}) for step, share in enumerate([0.25, 0.42, 0.57], 1)]
     assert [len(each) for each in found] == [0, 1, 0]
     assert not found[1][0].fatal and found[1][0].what == (
@@ -158,9 +153,8 @@ def test_tools_that_raise_in_many_of_their_calls_are_told_with_the_most_common_l
 
 
 def test_calls_that_are_mostly_malformed_are_told_with_the_key_of_their_format() -> None:
-    config = load("grpo", None, ["health.max_malformed_call_share=0.5"]).config
-    assert isinstance(config, GrpoConfig)
-    health = grpo_health(config)
+    run = load("grpo", None, ["health.max_malformed_call_share=0.5"]).settled
+    health = grpo_health(run)
     found = [health.look(step, {"environment/malformed_calls": share}) for step, share in enumerate([0.5, 0.9, 1.0], 1)]
     assert [len(each) for each in found] == [0, 1, 0]
     assert not found[1][0].fatal and found[1][0].what == (
@@ -170,9 +164,8 @@ def test_calls_that_are_mostly_malformed_are_told_with_the_key_of_their_format()
 
 
 def test_a_validation_without_scores_is_told() -> None:
-    config = load("grpo", None, []).config
-    assert isinstance(config, GrpoConfig)
-    health = grpo_health(config)
+    run = load("grpo", None, []).settled
+    health = grpo_health(run)
     of_200 = [{"validation/failed_rewards": failed, "validation/answers": 200.0} for failed in (0, 100, 200, 200)]
     found = [health.look(step, metrics) for step, metrics in enumerate(of_200)]
     assert [len(each) for each in found] == [0, 0, 1, 0]
@@ -181,9 +174,8 @@ def test_a_validation_without_scores_is_told() -> None:
 
 @pytest.mark.parametrize("override", ["async.enabled=true", "generation.top_p=0.8", "generation.top_k=20"])
 def test_tokens_of_older_weights_or_of_a_cut_distribution_are_not_judged(override: str) -> None:
-    config = load("grpo", None, [override]).config
-    assert isinstance(config, GrpoConfig)
-    health = grpo_health(config)
+    run = load("grpo", None, [override]).settled
+    health = grpo_health(run)
     assert health.look(1, {"mismatch/token_mult_prob_error": 1.13, "mismatch/parity": 1.0}) == []
     (warning,) = health.look(2, {"mismatch/token_mult_prob_error": 1.13, "mismatch/parity": 2.8})
     assert warning.what.startswith("mismatch/parity is 2.8, at most 1.05 (health.max_token_mult_prob_error)")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rlctl.preflight.load import load
-from rlctl.preflight.tuning import tune
+from rlctl.preflight.machine import RunMachine
 from rlctl.sft.loss import NllLoss
 from rlctl.training.interface import LossNeeds, Totals, TrainingSample
 from rlctl.training.trainer_group import TrainerGroup
@@ -24,9 +24,8 @@ def test_tokens_count_once_however_many_ranks_get_them(layout: dict[str, int]) -
     names = {"tensor": "tensor_model", "pipeline": "pipeline_model", "context": "context"}
     sizes = [f"trainer.megatron.{names[name]}_parallel_size={size}" for name, size in layout.items()]
     backend = ["trainer.backend=megatron"] if layout else []
-    section = tune(
-        load("sft", None, [*backend, "trainer.num_ranks=6", *sizes]).config, "cpu", None, None
-    ).config.trainer
+    run = load("sft", None, [*backend, "trainer.num_ranks=6", *sizes]).settled
+    section = run.on(RunMachine("cpu"), None).trainer
     ready = TrainerGroup(cast(Any, None), section).prepare([sequence(n) for n in (9, 30, 4, 17)])
     assert sorted(ready.lengths) == [4, 9, 17, 30]
     assert len(ready.shares) == 6
@@ -59,7 +58,7 @@ class Recorder:
 
 
 def client(group: Recorder) -> TrainerGroup:
-    section = tune(load("grpo", None, ["trainer.num_ranks=2"]).config, "cpu", None, None).config.trainer
+    section = load("grpo", None, ["trainer.num_ranks=2"]).settled.on(RunMachine("cpu"), None).trainer
     return TrainerGroup(cast(Any, group), section)
 
 

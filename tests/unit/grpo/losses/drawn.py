@@ -5,7 +5,6 @@ from typing import Any
 from hypothesis import strategies as st
 
 from rlctl.config.plugins import LOSSES
-from rlctl.config.schema import GrpoConfig
 from rlctl.grpo.losses.base import PolicyLoss, make_loss
 from rlctl.preflight.load import load
 
@@ -39,9 +38,7 @@ _OWN: dict[str, dict[str, list[Any]]] = {
 
 def configured(*overrides: str) -> PolicyLoss:
     """The loss of a run with these keys."""
-    config = load("grpo", None, list(overrides)).config
-    assert isinstance(config, GrpoConfig)
-    return make_loss(config)
+    return make_loss(load("grpo", None, list(overrides)).settled)
 
 
 DEFAULTS = {name: configured(f"grpo.loss={name}") for name in LOSSES}

@@ -5,10 +5,8 @@ from pathlib import Path
 import pytest
 
 from rlctl.config.plugins import LOSSES
-from rlctl.config.schema import GrpoConfig
+from rlctl.grpo.losses.base import make_loss
 from rlctl.preflight.load import load
-from rlctl.preflight.resolved import Resolved
-from rlctl.utils.plugins import load_object
 
 
 @pytest.mark.parametrize(
@@ -25,9 +23,9 @@ from rlctl.utils.plugins import load_object
 def test_a_rank_gets_its_share_of_the_cores_that_engines_beside_it_leave(
     settings: tuple[str, ...], cores: int, threads: int
 ) -> None:
-    config = load("grpo", None, list(settings)).config
-    assert isinstance(config, GrpoConfig)
-    assert Resolved(config).trainer_threads(cores, config.trainer.num_ranks, config.generation.num_engines) == threads
+    run = load("grpo", None, list(settings)).settled
+    ranks, engines = run.config.trainer.num_ranks, run.config.generation.num_engines
+    assert run.trainer_threads(cores, ranks, engines) == threads
 
 
 @pytest.mark.parametrize("name", [*LOSSES, "mine.py:Mine"])
@@ -41,13 +39,12 @@ def test_a_config_knows_if_its_loss_needs_whole_rollouts(name: str, tmp_path: Pa
     for more in ([], masked, ["grpo.loss.reduction=sequence"] * (name == "grpo")):
         own = ("level=token", "clip_low=0.1", "clip_high=0.1", "dual_clip=null")
         settings = [f"grpo.loss.{each}" for each in own if name.endswith("Mine")]
-        config = load("grpo", None, [f"grpo.loss.name={name}", *settings, *more]).config
-        assert isinstance(config, GrpoConfig)
-        needs = load_object(LOSSES.get(name, name)).from_config(config).needs.whole_rollouts
-        assert Resolved(config).whole_rollouts is needs
+        run = load("grpo", None, [f"grpo.loss.name={name}", *settings, *more]).settled
+        needs = make_loss(run).needs.whole_rollouts
+        assert run.whole_rollouts is needs
         found.add(needs)
     assert True in found or not masked
 
 
 def test_sft_has_no_engines_beside_it() -> None:
-    assert Resolved(load("sft", None, []).config).trainer_threads(4, ranks=1, engines=0) == 4
+    assert load("sft", None, []).settled.trainer_threads(4, ranks=1, engines=0) == 4

@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlctl.bench.workload import SHAPES
-from rlctl.config.fields import stated
 from rlctl.config.schema import GrpoConfig
 from rlctl.models.model_sizes import ModelSizes, read_sizes
 from rlctl.preflight.load import load
+from rlctl.preflight.machine import Device, RunMachine, device_of
+from rlctl.preflight.placement import this_machine
 from rlctl.preflight.plan import make_plan
-from rlctl.preflight.resolved import Device
-from rlctl.preflight.tuning import Tuned, tune
+from rlctl.preflight.settled import Settled, SettledGrpo, settle
 
 GIB = 1 << 30
 H200, H100 = int(140.4 * GIB), int(79.6 * GIB)
@@ -38,13 +38,17 @@ def config_of(*overrides: str) -> GrpoConfig:
     return config
 
 
-def chosen(tuned: Tuned) -> dict[str, Any]:
-    return {choice.key: choice.value for choice in tuned.choices}
+def on(config: GrpoConfig, device: Device, sizes: ModelSizes | None, memory: int | None) -> SettledGrpo:
+    return settle(config, RunMachine(device, memory), sizes)
+
+
+def chosen(run: Settled) -> dict[str, Any]:
+    return {choice.key: choice.value for choice in run.choices}
 
 
 def test_on_a_cpu_the_values_are_constants(sizes: dict[str, ModelSizes]) -> None:
-    tuned = tune(config_of(), "cpu", sizes["qwen3-0.6b"], 16 * GIB)
-    assert chosen(tuned) == {
+    run = on(config_of(), "cpu", sizes["qwen3-0.6b"], 16 * GIB)
+    assert chosen(run) == {
         "trainer.compile": False,
         "trainer.activation_checkpointing": False,
         "trainer.micro_batch_tokens": 8192,
@@ -54,7 +58,7 @@ def test_on_a_cpu_the_values_are_constants(sizes: dict[str, ModelSizes]) -> None
         "generation.sleep": False,
         "generation.prefix_caching": False,
     }
-    assert tuned.kv_cache_mib is None
+    assert run.generation.cache_mib == run.config.generation.kv_cache_mib
 
 
 @pytest.mark.parametrize(
@@ -64,13 +68,13 @@ def test_prefixes_are_kept_on_a_cpu_where_a_hit_changes_no_bit(
     sizes: dict[str, ModelSizes], device: Device, longest: int, caches: bool
 ) -> None:
     config = config_of(f"model.max_length={longest}", "data.max_prompt_length=null", "generation.max_new_tokens=64")
-    assert chosen(tune(config, device, sizes["qwen3-0.6b"], H200))["generation.prefix_caching"] is caches
+    assert chosen(on(config, device, sizes["qwen3-0.6b"], H200))["generation.prefix_caching"] is caches
 
 
 def test_a_pack_holds_the_longest_sequence(sizes: dict[str, ModelSizes]) -> None:
     for device in ("cpu", "cuda"):
-        long = tune(config_of("generation.max_new_tokens=34000"), device, sizes["qwen3-0.6b"], H200)  # type: ignore[arg-type]
-        assert stated(long.config.trainer.micro_batch_tokens) >= 34512
+        long = on(config_of("generation.max_new_tokens=34000"), device, sizes["qwen3-0.6b"], H200)  # type: ignore[arg-type]
+        assert long.trainer.micro_batch_tokens >= 34512
 
 
 def test_a_pack_holds_all_rows_of_a_rollout_where_the_loss_needs_them_and_memory_allows(
@@ -80,11 +84,11 @@ def test_a_pack_holds_all_rows_of_a_rollout_where_the_loss_needs_them_and_memory
     strips += ("data.max_prompt_length=null",)
     whole = (*strips, "grpo.loss.name=gspo")
     for device, longest, tokens in (("cpu", 2048, 16384), ("cpu", 8192, 32768), ("cuda", 8192, 65536)):
-        found = tune(config_of(*whole, f"environment.max_length={longest}"), device, sizes["qwen3-0.6b"], H200)  # type: ignore[arg-type]
+        found = on(config_of(*whole, f"environment.max_length={longest}"), device, sizes["qwen3-0.6b"], H200)  # type: ignore[arg-type]
         assert chosen(found)["trainer.micro_batch_tokens"] == tokens
     # What holds none is chosen as for any loss.
     long = ("environment.max_length=40960", "environment.max_turns=64")
-    found, other = (tune(config_of(*each, *long), "cuda", sizes["qwen3-8b"], H200) for each in (whole, strips))
+    found, other = (on(config_of(*each, *long), "cuda", sizes["qwen3-8b"], H200) for each in (whole, strips))
     (why,) = (each.why for each in found.choices if each.key == "trainer.micro_batch_tokens")
     assert why.endswith("; rollouts whose rows have more, up to 2,621,440, are left out")
     assert chosen(found) == chosen(other)
@@ -93,15 +97,15 @@ def test_a_pack_holds_all_rows_of_a_rollout_where_the_loss_needs_them_and_memory
 def test_short_answers_of_a_small_model_leave_the_engine_awake_with_a_cache_for_all(
     sizes: dict[str, ModelSizes],
 ) -> None:
-    tuned = tune(config_of(*SHORT), "cuda", sizes["qwen3-0.6b"], H200)
-    found = chosen(tuned)
+    run = on(config_of(*SHORT), "cuda", sizes["qwen3-0.6b"], H200)
+    found = chosen(run)
     assert (found["generation.sleep"], found["trainer.activation_checkpointing"]) == (False, False)
     assert (found["trainer.compile"], found["trainer.micro_batch_tokens"]) == (True, 32768)
     assert found["generation.max_num_seqs"] == 512
-    assert tuned.kv_cache_mib is not None
-    assert tuned.kv_cache_mib << 20 >= 512 * (128 + 256) * 2 * 28 * 8 * 128 * 2
+    assert run.generation.cache_mib is not None
+    assert run.generation.cache_mib << 20 >= 512 * (128 + 256) * 2 * 28 * 8 * 128 * 2
     # The smaller device takes smaller packs before it lets the engine sleep.
-    small = chosen(tune(config_of(*SHORT), "cuda", sizes["qwen3-0.6b"], H100))
+    small = chosen(on(config_of(*SHORT), "cuda", sizes["qwen3-0.6b"], H100))
     assert (small["generation.sleep"], small["trainer.micro_batch_tokens"]) == (False, 16384)
 
 
@@ -110,37 +114,37 @@ def test_a_cache_holds_episodes_between_their_turns_too(sizes: dict[str, ModelSi
     turns = ("environment.name=guess", "environment.max_turns=8", "environment.max_length=1280")
     few = "generation.max_num_seqs=128"
     one, many = (
-        tune(config_of(*SHORT, few, *more), "cuda", sizes["qwen3-0.6b"], H200)
+        on(config_of(*SHORT, few, *more), "cuda", sizes["qwen3-0.6b"], H200)
         for more in (("model.max_length=1280",), ("data.max_prompt_length=null", "rewards=[]", *turns))
     )
-    assert one.kv_cache_mib and many.kv_cache_mib
-    for tuned, kept, longest in ((one, 128, 384), (many, 256, 1280)):
-        share = next(choice for choice in tuned.choices if choice.key == "generation.gpu_memory_utilization")
+    assert one.generation.cache_mib and many.generation.cache_mib
+    for run, kept, longest in ((one, 128, 384), (many, 256, 1280)):
+        share = next(choice for choice in run.choices if choice.key == "generation.gpu_memory_utilization")
         assert share.why == f"a cache for {kept} sequences of {longest:,} tokens"
 
 
 def test_a_cache_is_no_larger_than_a_step_fills(sizes: dict[str, ModelSizes]) -> None:
     """16 x 8 rollouts: what 256 sequences would need is emptied, and taken back, with every sleep."""
-    tuned = tune(config_of(*SHORT, "grpo.num_prompts_per_step=16"), "cuda", sizes["qwen3-8b"], H200)
-    assert chosen(tuned)["generation.max_num_seqs"] == 256
-    share = next(choice for choice in tuned.choices if choice.key == "generation.gpu_memory_utilization")
+    run = on(config_of(*SHORT, "grpo.num_prompts_per_step=16"), "cuda", sizes["qwen3-8b"], H200)
+    assert chosen(run)["generation.max_num_seqs"] == 256
+    share = next(choice for choice in run.choices if choice.key == "generation.gpu_memory_utilization")
     assert share.why == "a cache for 128 sequences of 384 tokens"
 
 
 def test_what_does_not_fit_side_by_side_takes_turns(sizes: dict[str, ModelSizes]) -> None:
-    long = chosen(tune(config_of(), "cuda", sizes["qwen3-0.6b"], H200))
+    long = chosen(on(config_of(), "cuda", sizes["qwen3-0.6b"], H200))
     assert (long["generation.sleep"], long["trainer.micro_batch_tokens"]) == (True, 32768)
-    large = chosen(tune(config_of(), "cuda", sizes["qwen3-8b"], H200))
+    large = chosen(on(config_of(), "cuda", sizes["qwen3-8b"], H200))
     assert (large["generation.sleep"], large["trainer.activation_checkpointing"]) == (True, True)
     moved = "trainer.offload_optimizer_for_generation=true"
-    assert chosen(tune(config_of(*SHORT, moved), "cuda", sizes["qwen3-0.6b"], H200))["generation.sleep"] is True
+    assert chosen(on(config_of(*SHORT, moved), "cuda", sizes["qwen3-0.6b"], H200))["generation.sleep"] is True
 
 
 def test_engines_with_devices_of_their_own_never_sleep_for_want_of_room(sizes: dict[str, ModelSizes]) -> None:
-    tuned = tune(config_of("placement.colocated=false"), "cuda", sizes["qwen3-8b"], H200)
-    found = chosen(tuned)
+    run = on(config_of("placement.colocated=false"), "cuda", sizes["qwen3-8b"], H200)
+    found = chosen(run)
     assert (found["generation.sleep"], found["generation.gpu_memory_utilization"]) == (False, 0.85)
-    assert tuned.kv_cache_mib is None
+    assert run.generation.cache_mib is None
 
 
 def test_sequences_follow_the_rollouts_in_flight(sizes: dict[str, ModelSizes]) -> None:
@@ -151,7 +155,7 @@ def test_sequences_follow_the_rollouts_in_flight(sizes: dict[str, ModelSizes]) -
         (("grpo.num_prompts_per_step=512",), 512),
         (("grpo.num_prompts_per_step=64", *asynchronous), 384),
     ):
-        found = chosen(tune(config_of(*overrides), "cuda", sizes["qwen3-0.6b"], H200))
+        found = chosen(on(config_of(*overrides), "cuda", sizes["qwen3-0.6b"], H200))
         assert found["generation.max_num_seqs"] == expected
 
 
@@ -167,16 +171,18 @@ def test_what_was_written_stays_and_the_rest_follows_from_it(sizes: dict[str, Mo
         "generation.prefix_caching": False,
     }
     own = config_of(*(f"{key}={str(value).lower()}" for key, value in written.items()))
-    tuned = tune(own, "cuda", sizes["qwen3-0.6b"], H200)
-    assert (tuned.config, tuned.choices) == (own, ())
-    half = tune(config_of("generation.gpu_memory_utilization=0.5", *SHORT), "cuda", sizes["qwen3-0.6b"], H200)
+    run = on(own, "cuda", sizes["qwen3-0.6b"], H200)
+    assert run.choices == ()
+    settings = vars(run.trainer) | vars(run.generation)
+    assert {key: settings[key.partition(".")[2]] for key in written} == written
+    half = on(config_of("generation.gpu_memory_utilization=0.5", *SHORT), "cuda", sizes["qwen3-0.6b"], H200)
     assert "generation.gpu_memory_utilization" not in chosen(half)
-    awake = tune(config_of("generation.sleep=false"), "cuda", sizes["qwen3-4b"], H100)
-    assert awake.config.generation.sleep is False  # type: ignore[union-attr]
+    awake = on(config_of("generation.sleep=false"), "cuda", sizes["qwen3-4b"], H100)
+    assert awake.generation.sleep is False
 
 
 def test_before_sizes_or_memory_are_known_nothing_is_promised() -> None:
-    found = chosen(tune(config_of(), "cuda", None, H200))
+    found = chosen(on(config_of(), "cuda", None, H200))
     assert (found["trainer.compile"], found["trainer.micro_batch_tokens"], found["generation.sleep"]) == (
         True,
         8192,
@@ -197,7 +203,7 @@ def test_a_choice_fits_the_device_wherever_the_state_does(
 ) -> None:
     overrides = [f"generation.max_new_tokens={answer}", f"grpo.num_prompts_per_step={prompts}"]
     overrides.append(f"generation.sleep={sleep}")
-    plan = make_plan(config_of(*overrides), sizes[name], 1, gib * GIB)
+    plan = make_plan(on(config_of(*overrides), device_of(1), sizes[name], gib * GIB), this_machine(1))
     assert plan.memory is not None
     values = {choice.key: choice.value for choice in plan.chosen}
     share = values["generation.gpu_memory_utilization"]

@@ -1,0 +1,50 @@
+"""Sections of a config in which every `auto` has a value, and the reasons of the values."""
+
+# ruff: noqa: RUF009  (spec() makes a field, not a default)
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rlctl.config.fields import spec
+from rlctl.config.grpo_schema import GenerationSection
+from rlctl.config.schema import TrainerSection
+
+Dtype = Literal["float32", "bfloat16"]
+DTYPE_BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Value that a key at `auto` was given."""
+
+    # Dotted.
+    key: str
+    value: bool | int | float
+    # Reason, for a reader.
+    why: str
+
+
+@dataclass(frozen=True)
+class TrainerSettings(TrainerSection):
+    """`trainer` of a run."""
+
+    micro_batch_tokens: int = spec("The tokens of a pack.")
+    dtype: Dtype = spec("The compute dtype.")
+    activation_checkpointing: bool = spec("Layers are recomputed.")
+    logprob_chunk_tokens: int = spec("The tokens with logits at one time.")
+    compile: bool = spec("The trainer is compiled.")
+
+
+@dataclass(frozen=True)
+class GenerationSettings(GenerationSection):
+    """`generation` of a run."""
+
+    dtype: Dtype = spec("The dtype of the engines' weights.")
+    max_num_seqs: int = spec("The sequences that an engine decodes at a time.")
+    gpu_memory_utilization: float = spec("The share of a device's memory that an engine uses.")
+    sleep: bool = spec("Engines free their memory while the trainer works.")
+    prefix_caching: bool = spec("Requests reuse keys and values of a prefix.")
+    cache_mib: int | None = spec(
+        "MiB of an engine's key-value cache, a device. None: vLLM takes the memory that it finds free, which fails "
+        "while a trainer allocates."
+    )

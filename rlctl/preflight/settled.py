@@ -1,0 +1,368 @@
+"""One settled value of a run: a config, a machine and a model's facts, and everything that follows from them. Pure.
+
+`settle` makes it, and everybody who needs the value of an `auto` is given it. `refit.transport` follows from the
+placement (`placement.transport_of`), `refit.mode` from an engine's free memory (`generation`), and
+`data.chat_template` from the tokenizer (`data.make_chat`).
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self, overload
+
+from rlctl.config.fields import RECIPE
+from rlctl.config.grpo_schema import AdvantageScope, AdvantageSection, LossSection, UserLossSection
+from rlctl.config.schema import GrpoConfig, RunConfig, SftConfig, TrainerSection
+from rlctl.models.model_sizes import ModelSizes
+from rlctl.preflight.choices import Basis, Chosen, choose
+from rlctl.preflight.columns import AGE, PROXIMAL_LOG_PROB, REFERENCE_LOG_PROB, Role, columns_problem, computed
+from rlctl.preflight.declared import declared, user_class
+from rlctl.preflight.derived import NotKnownError, derived
+from rlctl.preflight.machine import Device, RunMachine
+from rlctl.preflight.offload_plan import PHASES, Phase
+from rlctl.preflight.settings import Choice, Dtype, GenerationSettings, TrainerSettings
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A run of any kind as it will be. Parts that its kind does not have are None."""
+
+    config: RunConfig
+    machine: RunMachine
+    # None if the model is not on this machine.
+    facts: ModelSizes | None
+
+    @derived
+    def grpo(self) -> "SettledGrpo | None":
+        """This run, if it learns by GRPO."""
+        return None
+
+    @derived
+    def sft(self) -> "SettledSft | None":
+        """This run, if it is SFT."""
+        return None
+
+    @derived
+    def sampling(self) -> "SettledGrpo | None":
+        """Run that the engines sample by: this one, or the recipe that validates it. None without engines."""
+        return None
+
+    @derived
+    def device(self) -> Device:
+        """Kind of device."""
+        if self.machine.device is None:
+            raise NotKnownError("the device is not known yet")
+        return self.machine.device
+
+    @derived
+    def dtype(self) -> Dtype:
+        """Compute dtype of the trainer. auto: bfloat16 has no fast kernels, nor enough digits for tests, on CPU."""
+        own = self.config.trainer.dtype
+        if own == "auto":
+            return "float32" if self.device == "cpu" else "bfloat16"
+        return own
+
+    @derived
+    def export_dtype(self) -> Dtype:
+        """Dtype of an exported Hugging Face folder. auto: the trainer's."""
+        own = self.config.checkpoint.export_dtype
+        return self.dtype if own == "auto" else own
+
+    @derived
+    def validates(self) -> bool:
+        """True if there is something to measure every `validation.every` steps."""
+        return self.config.validation.every > 0 and self.config.data.has_validation
+
+    @derived
+    def shares_devices(self) -> bool:
+        """True if engines are on the trainer's devices; on a CPU they always are, and never sleep."""
+        return self.sampling is not None and self.sampling.colocated
+
+    @derived
+    def max_length(self) -> int:
+        """Tokens of the longest sequence that the model and the config allow."""
+        if (limit := self._longest_of_model) is None:
+            raise NotKnownError(f"{self.config.model.path} is not on this machine: its longest sequence is not known")
+        return self.config.model.max_length or limit
+
+    @derived
+    def longest_sequence(self) -> int | None:
+        """Tokens of the longest sequence of the run, if they are known before the data is read."""
+        return None if self._longest_of_model is None else self.max_length
+
+    @derived
+    def longest_rollout(self) -> int | None:
+        """Tokens that one micro-batch must hold, if they are known before the data is read."""
+        return self.longest_sequence
+
+    @property
+    def _longest_of_model(self) -> int | None:
+        return self.facts.max_positions if self.facts else self.config.model.max_length
+
+    @derived
+    def computed_columns(self) -> dict[str, Role]:
+        """Name -> role of the columns that a step computes before its advantages and updates."""
+        return {}
+
+    @derived
+    def frozen_roles(self) -> tuple[Role, ...]:
+        """Roles besides the policy whose log-probs the loss or the advantage reads."""
+        return ()
+
+    @derived
+    def phases(self) -> tuple[Phase, ...]:
+        """Phases in the order of a step. Without shared devices nothing waits for engines."""
+        has = {"generate": self.shares_devices, "refit": self.sampling is not None}
+        has["log_probs"] = bool(self.computed_columns)
+        return tuple(phase for phase in PHASES if has.get(phase, True))
+
+    @derived
+    def trainer(self) -> TrainerSettings:
+        """`trainer`, with a value for each auto."""
+        return self._chosen.trainer
+
+    @derived
+    def choices(self) -> tuple[Choice, ...]:
+        """Values of the keys that were left at `auto`, with reasons."""
+        return self._chosen.choices
+
+    @derived
+    def _chosen(self) -> Chosen:
+        return choose(self._basis(self.config.trainer, None))
+
+    def _basis(self, trainer: TrainerSection, engines: tuple[GrpoConfig, Dtype] | None) -> Basis:
+        lengths = self.longest_sequence, self.longest_rollout
+        machine = self.device, self.facts, self.machine.memory
+        return Basis(trainer, self.dtype, *machine, *lengths, self.shares_devices, engines)
+
+    def trainer_threads(self, cores: int, ranks: int, engines: int) -> int:
+        """Return the CPU threads of one of `ranks` trainer ranks that share a machine of `cores` with engines.
+
+        Engines that sample while it trains keep a core each: on two cores, two threads next to an engine made the tiny
+        run's asynchronous step 0.63 s, one thread 0.57 s.
+        """
+        beside = engines if self.grpo and self.grpo.config.async_.enabled else 0
+        return self.config.trainer.threads or max(1, (cores - beside) // ranks)
+
+    def on(self, machine: RunMachine, facts: ModelSizes | None) -> Self:
+        """Return the same config, settled for a machine and a model that are known now."""
+        return replace(self, machine=machine, facts=facts)
+
+
+@dataclass(frozen=True)
+class SettledGrpo(Settled):
+    """A GRPO run, or the recipe by which an SFT run is validated."""
+
+    config: GrpoConfig
+    # The SFT run that the recipe validates: its trainer counts.
+    run: "SettledSft | None" = None
+
+    @derived
+    def grpo(self) -> "SettledGrpo | None":
+        """This run."""
+        return self
+
+    @derived
+    def sampling(self) -> "SettledGrpo | None":
+        """This run."""
+        return self
+
+    @derived
+    def generation(self) -> GenerationSettings:
+        """`generation`, with a value for each auto."""
+        assert self._chosen.generation
+        return self._chosen.generation
+
+    @derived
+    def _chosen(self) -> Chosen:
+        trainer = self.run.trainer if self.run else self.config.trainer
+        return choose(self._basis(trainer, (self.config, self.generation_dtype)))
+
+    @derived
+    def generation_dtype(self) -> Dtype:
+        """Dtype of an engine's weights. auto: the trainer's."""
+        own = self.config.generation.dtype
+        return self.dtype if own == "auto" else own
+
+    @derived
+    def checksum(self) -> Literal["all", "sampled", "off"]:
+        """Items whose bytes are compared at each refit."""
+        own = self.config.refit.checksum
+        if own == "auto":
+            return "all" if self.device == "cpu" else "sampled"
+        return own
+
+    @derived
+    def colocated(self) -> bool:
+        """True if engines take turns with the trainer on its devices."""
+        own = self.config.placement.colocated
+        return not self.config.async_.enabled if own is None else own
+
+    @derived
+    def proximal(self) -> Literal["rollout", "recompute"]:
+        """Old policy of the loss's ratio."""
+        loss = self.config.grpo.loss
+        if loss.proximal != "auto":
+            return loss.proximal
+        own = self.config.compares_apart or declared(loss, "recomputes")
+        return "recompute" if own else "rollout"
+
+    @derived
+    def on_policy_ratio(self) -> bool:
+        """True if the proximal policy needs no separate pass: it is the policy being updated.
+
+        That is so with one update a step: proximal and current log-probs are of the same weights, the ratio is 1 and
+        only its gradient counts.
+        """
+        own = self.config.grpo.loss.force_on_policy_ratio
+        once = self.config.grpo.updates_per_step == 1
+        return self.proximal == "recompute" and (once if own is None else own)
+
+    @derived
+    def clips(self) -> bool:
+        """True if the loss has bounds of the ratio."""
+        return bool(declared(self.config.grpo.loss, "clips"))
+
+    @derived
+    def computed_columns(self) -> dict[str, Role]:
+        """Name -> role of the columns that a step computes before its advantages and updates."""
+        recomputed = self.proximal == "recompute" and not self.on_policy_ratio
+        return computed({PROXIMAL_LOG_PROB.name, *self._own_columns} if recomputed else self._own_columns)
+
+    @derived
+    def frozen_roles(self) -> tuple[Role, ...]:
+        """Roles besides the policy whose log-probs the loss or the advantage reads."""
+        roles = computed(self._own_columns).values()
+        return tuple(role for role in dict.fromkeys(roles) if role != "policy")
+
+    @derived
+    def _own_columns(self) -> set[str]:
+        """Columns that the KL term reads, that the advantage reads, or that the loss names."""
+        loss = self.config.grpo.loss
+        reference = [REFERENCE_LOG_PROB.name] * (loss.kl_coef > 0)
+        return {*_named_columns(loss), *self.advantage_columns, *reference}
+
+    @derived
+    def advantage_columns(self) -> tuple[str, ...]:
+        """Columns that the advantage names; none where they are no names, which a check says."""
+        return _named_columns(self.config.grpo.advantage)
+
+    @derived
+    def missing_columns(self) -> dict[str, str]:
+        """Name -> reason, of columns that no loss or advantage of this run can read."""
+        if self.config.async_.enabled:
+            return {}
+        return {AGE.name: "a synchronous run has none, for no token is older than the weights; set async.enabled=true"}
+
+    @derived
+    def whole_rollouts(self) -> bool:
+        """True if the loss reads all rows of a rollout together, so that one micro-batch must hold them."""
+        loss = self.config.grpo.loss
+        if not isinstance(loss, UserLossSection):
+            return loss.whole_rollouts
+        try:
+            return bool(user_class(loss.name).from_settled(self).needs.whole_rollouts)
+        except Exception:
+            # A check says that the loss cannot be made.
+            return False
+
+    @derived
+    def advantage_scope(self) -> AdvantageScope:
+        """Rollouts that one advantage depends on: those of its group, or all of the step."""
+        return "batch" if declared(self.config.grpo.advantage, "scope") == "batch" else "group"
+
+    @derived
+    def streams_training(self) -> bool:
+        """True if a step's gradients begin before all of its groups are sampled.
+
+        This takes one update a step, of values that are known when a group is: no advantage of the step's whole batch.
+        """
+        rules = self.config.async_
+        if not (rules.enabled and rules.streamed_training and self.config.grpo.updates_per_step == 1):
+            return False
+        return not self.computed_columns and self.advantage_scope == "group"
+
+    @derived
+    def max_length(self) -> int:
+        """Tokens of the longest sequence that the model, the config and the environment allow."""
+        return min(super().max_length, self.config.environment.max_length or super().max_length)
+
+    @derived
+    def longest_sequence(self) -> int | None:
+        """Tokens of the longest sequence of the run, if they are known before the data is read."""
+        own, prompt = super().longest_sequence, self.config.data.max_prompt_length
+        if prompt is None:
+            return own
+        both = prompt + self.config.generation.max_new_tokens
+        return both if own is None else min(own, both)
+
+    @derived
+    def longest_rollout(self) -> int | None:
+        """Tokens that one micro-batch must hold, if they are known before the data is read.
+
+        They are those of the longest sequence. Where the loss needs whole rollouts and a template may rewrite their
+        history at each turn, a rollout has a sequence for each turn. A rollout function has rows as it likes: of one
+        row here.
+        """
+        section, longest = self.config.environment, self.longest_sequence
+        if longest is None:
+            return None
+        strips = section.enabled and section.history == "strip"
+        return longest * section.max_turns if strips and self.whole_rollouts else longest
+
+
+@dataclass(frozen=True)
+class SettledSft(Settled):
+    """An SFT run."""
+
+    config: SftConfig
+
+    @derived
+    def sft(self) -> "SettledSft | None":
+        """This run."""
+        return self
+
+    @derived
+    def validates(self) -> bool:
+        """True if there is something to measure every `validation.every` steps."""
+        section = self.config.validation
+        return section.every > 0 and (self.config.data.has_validation or section.recipe is not None)
+
+    @derived
+    def sampling(self) -> SettledGrpo | None:
+        """The recipe of its validation, over the run's own model, trainer and deadlines."""
+        config, recipe, own = self.config, self.config.validation.recipe, self.config.placement
+        if recipe is None or config.validation.every == 0:
+            return None
+        sampled = replace(
+            recipe,
+            run=replace(config.run, seed=recipe.run.seed),
+            model=replace(config.model, max_length=recipe.model.max_length),
+            trainer=config.trainer,
+            placement=replace(recipe.placement, trainer=own.trainer, cpus_per_process=own.cpus_per_process),
+        )
+        return SettledGrpo(sampled, self.machine, self.facts, self)
+
+    @derived
+    def choices(self) -> tuple[Choice, ...]:
+        """Values of the keys that were left at `auto`, those of the recipe too, with reasons."""
+        theirs = self.sampling.choices if self.sampling else ()
+        return (*super().choices, *(replace(each, key=f"{RECIPE}.{each.key}") for each in theirs))
+
+
+def _named_columns(section: LossSection | AdvantageSection) -> tuple[str, ...]:
+    named = declared(section, "columns") or ()
+    return () if columns_problem(named) else tuple(named)
+
+
+@overload
+def settle(config: GrpoConfig, machine: RunMachine, facts: ModelSizes | None) -> SettledGrpo: ...
+@overload
+def settle(config: SftConfig, machine: RunMachine, facts: ModelSizes | None) -> SettledSft: ...
+@overload
+def settle(config: RunConfig, machine: RunMachine, facts: ModelSizes | None) -> Settled: ...
+def settle(config: Any, machine: RunMachine, facts: ModelSizes | None) -> Settled:
+    """Return a run as it will be on a machine. facts: of its model; None: not on this machine."""
+    made: Settled = _KINDS[type(config)](config, machine, facts)
+    return made
+
+
+_KINDS: dict[type, type[Any]] = {GrpoConfig: SettledGrpo, SftConfig: SettledSft}
