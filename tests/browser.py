@@ -21,7 +21,7 @@ class Page:
     def __init__(self, read: int, write: int) -> None:
         self._read, self._write, self._buffer, self._id = read, write, b"", 0
         self._session: str | None = None
-        # What the page asked for, and what it complained of.
+        # The page's requests, and its complaints.
         self.requests: list[str] = []
         self.errors: list[str] = []
         targets = self.call("Target.getTargets")["targetInfos"]
@@ -31,7 +31,7 @@ class Page:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **parameters: Any) -> Any:
-        """Return the result of a command; what the page says meanwhile is kept."""
+        """Return the result of a command; messages of the page meanwhile are kept."""
         self._id += 1
         message = {"id": self._id, "method": method, "params": parameters}
         os.write(

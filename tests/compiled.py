@@ -1,4 +1,4 @@
-"""What torch.compile makes of something, counted."""
+"""Counts of torch.compile's graphs and kernels."""
 
 from collections.abc import Callable
 

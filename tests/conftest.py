@@ -1,4 +1,4 @@
-"""One Ray for all tests that need processes, and properties that may take their time on a busy machine."""
+"""One Ray for all tests with processes, and no deadlines of properties on a busy machine."""
 
 import gc
 import os
@@ -15,15 +15,15 @@ from tests.faults.runs import RUNS
 # As in the Makefile: where containers set it, each of the many processes started here would compile vLLM again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
-# Containers set this one too, and with it whatever a process prints arrives: tests see what users see, who have it not.
+# Containers set this one, and then all output of a process arrives. Tests see the output of users, who do not have it.
 os.environ.pop("PYTHONUNBUFFERED", None)
-# What is printed is for this terminal, not for the one of whoever runs the tests: CI services have colours forced.
+# Output is for this terminal, not for the caller's of the tests: CI services force colours.
 for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "TTY_COMPATIBLE"):
     os.environ.pop(name, None)
 os.environ["TERM"] = "xterm"
 # Hypothesis and torch make millions of objects; at Python's 700 between collections unit tests take 5 to 10% longer.
 gc.set_threshold(50_000)
-# A shell without job control has what it starts in the background ignore Ctrl-C, and so would what is started here.
+# In a shell without job control background processes ignore Ctrl-C, and so would the processes of tests.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -42,7 +42,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def no_run_goes_on() -> Iterator[None]:
-    """A test that fails takes its runs with it: two cores are too few for the next test beside one without an end."""
+    """A failing test takes its runs along: two cores are too few for the next test and an endless run."""
     begun = len(RUNS)
     yield
     for run in RUNS[begun:]:

@@ -1,7 +1,7 @@
-"""Tiny random models of many families with their real features on, each with the result that is expected of it.
+"""Tiny random models of many families with their real features on, each with its expected result.
 
 `make_family(tmp_path / "m", "gemma2")` writes a folder as `make_model` does. A family that trains is exact: packed as
-alone, trainer as engine, what is served as what was sent. Every other one has the words of its refusal.
+alone, trainer as engine, the served weights as the sent ones. Every other one has the words of its refusal.
 """
 
 import json

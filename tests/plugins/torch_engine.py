@@ -58,7 +58,7 @@ class TorchEngine(Engine):
         self._turns: dict[RequestId, Turn] = {}
         self._ended: list[tuple[Turn, Finish]] = []
         self._receiver: ChunkReceiver | None = None
-        # Guards what is above: a step, a change of weights and every call take turns.
+        # Guards the fields above: a step, a change of weights and every call take turns.
         self._changed = threading.Condition()
         threading.Thread(target=self._run, daemon=True).start()
 

@@ -1,7 +1,7 @@
 """The rules of the house, as far as a machine can see them.
 
-Imports run downwards in the order of `ORDER`; folders of one line do not import each other. Whatever imports is
-counted: modules, functions and type checkers alike.
+Imports run downwards in the order of `ORDER`; folders of one line do not import each other. Every import is counted: of
+modules, functions and type checkers.
 """
 
 import ast

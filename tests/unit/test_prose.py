@@ -1,6 +1,6 @@
 """The prose of docstrings, comments and pages gets no worse: four figures have ceilings, which only fall.
 
-Whoever mends sentences lowers the ceilings to what is left: `python -m tests.unit.test_prose` prints the figures.
+After mending sentences, lower the ceilings to the new figures: `python -m tests.unit.test_prose` prints the figures.
 """
 
 from pathlib import Path
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 GOAL = {"relative": 1, "what": 8, "of-it": 5, "archaic": 2}
 CEILINGS = {
     "rlctl": {"relative": 1.1, "what": 13, "of-it": 11, "archaic": 4},
-    "tests": {"relative": 5.8, "what": 176, "of-it": 54, "archaic": 22},
+    "tests": {"relative": 3.3, "what": 76, "of-it": 37, "archaic": 12.5},
     "recipes": GOAL,
     **{
         f"rlctl/{folder}": GOAL

@@ -32,7 +32,7 @@ def block(title: str) -> str:
 
 
 def example(title: str, name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return what a section's example defines. It is imported from a file, so that it can be pickled."""
+    """Return the object of a section's example. It is imported from a file, so that it can be pickled."""
     module = f"readme_{name.lower()}"
     (folder / f"{module}.py").write_text(block(title))
     monkeypatch.syspath_prepend(folder)
@@ -101,7 +101,7 @@ def test_the_loss_is_the_one_that_a_run_trains_and_keeps_the_contract() -> None:
     assert block("A loss").partition("\n")[2] == file.read_text()
     loss = configured(f"grpo.loss.name={file}:Sapo", "grpo.loss.tau_down=2")
     assert [each for each in check_loss(loss) if each.problem] == []
-    # On policy the gradient is that of REINFORCE, whatever tau is.
+    # On policy the gradient is that of REINFORCE, for any tau.
     row = one_token(-1.0, -1.0, -1.5)
     assert outcome(loss, [[row]], [row]).gradients[0].item() == pytest.approx(1.5)
 

@@ -1,4 +1,4 @@
-"""Every README promises only what is there: commands parse and their configs load, links and anchors lead somewhere.
+"""Every promise of a README holds: commands parse and their configs load, links and anchors lead somewhere.
 
 A command of `rlctl` in a fenced block is taken apart by the command line's own parser. Those that read a config alone
 are then run here, `rlctl train` up to the end of its checks, and `rlctl bench` up to the measurement. `PARSED_ONLY`
@@ -52,7 +52,7 @@ PARSED_ONLY = {
     "rlctl data preview": "reads all rows, for seconds; tests/unit/cli/test_data.py",
 }
 RUN_HERE = ("rlctl config", "rlctl env", "rlctl loss", "rlctl recipes", "rlctl --version")
-# The mistake of the example that shows what a mistake looks like.
+# The mistake of the example of a mistake.
 IS_WRONG = "grpo.num_step=10"
 # Files that the examples name.
 RECIPE = {"grpo": folders.GRPO, "sft": folders.SFT}
@@ -131,7 +131,7 @@ def parsed(words: list[str]) -> tuple[str, dict[str, Any]]:
 
 
 def words_of(command: str) -> list[str]:
-    """The words of a command without the variables that are set for it, and what its output goes to."""
+    """The words of a command without variables before and redirections behind."""
     words = shlex.split(command)
     while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
         words = words[1:]

@@ -1,4 +1,4 @@
-"""`rlctl bench grpo --advise`: the youngest samples of the rates that are as good; what no split can reach is said."""
+"""`rlctl bench grpo --advise`: the youngest samples among equal rates; a rate beyond every split is told."""
 
 import random
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`rlctl bench algorithms`: from metrics to curves, the target, table and chart; what is left when it stops."""
+"""`rlctl bench algorithms`: from metrics to curves, the target, table and chart; the files that stay when it stops."""
 
 import io
 import json
@@ -110,7 +110,7 @@ def test_the_chart_draws_every_algorithm_against_rollouts_and_seconds(tmp_path: 
 
 
 class Runs:
-    """Stands in for `rlctl train`: every run ends at 0.9, but for those in `ends`."""
+    """Stands in for `rlctl train`: every run ends at 0.9, unless `ends` has another value."""
 
     def __init__(self, ends: dict[str, BaseException]) -> None:
         self.ends, self.commands = ends, dict[str, list[str]]()

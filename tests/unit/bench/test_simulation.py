@@ -1,4 +1,4 @@
-"""Simulated runs keep what real runs keep, and take the time that arithmetic says where arithmetic can say it."""
+"""Simulated runs keep the promises of real runs, and take the time of plain arithmetic where there is one."""
 
 import random
 from dataclasses import replace
@@ -96,7 +96,7 @@ def test_a_colocated_step_takes_the_sum_of_its_parts() -> None:
     assert one.step == pytest.approx(expected)
     assert one.effective == pytest.approx(tokens / expected)
     assert one.generation == pytest.approx(sum(found) / generation)
-    # What the change of places and the refit take counts as the trainer's work, as in a run.
+    # Time of the change of places and of the refit counts as the trainer's work, as in a run.
     assert one.trainer_idle == pytest.approx((generation + costs.driver) / expected)
     late = row(config, COLOCATED, replace(costs, reward=0.5), steps=1)
     assert late.step == pytest.approx(expected + 0.5)
@@ -108,7 +108,7 @@ def test_an_engine_samples_as_one_that_makes_step_after_step() -> None:
     engine = SimulatedEngine(cost, 4, forced, lambda: now[0])
     requests = [TurnRequest(RequestId(start.id), [], 48, 1.0, start.seed) for start in starts(12)]
     arrivals = {0.0: requests[:2], 0.055: requests[2:9], 3.0: requests[9:]}
-    # Step after step: (tokens to go, name) of what runs and waits.
+    # Step after step: (tokens to go, name) of running and waiting requests.
     running, waiting, clock, expected = list[list[int]](), list[list[int]](), 0.0, dict[str, float]()
     todo, number = dict(arrivals), 0
     while todo or running or waiting:
@@ -140,7 +140,7 @@ def starts(count: int) -> list[RolloutStart]:
 
 
 def balanced(ratio: float) -> tuple[GrpoConfig, Costs]:
-    """Work of which a trainer does a step in `ratio` of the time that an engine takes for it; answers of one length."""
+    """Work with a trainer's step of `ratio` times an engine's time, and answers of one length."""
     config = work(prompts=6, mean=40.0, sigma=0.01)
     # A step has as many sequence-tokens as it trains answer tokens: its cost is in those alone.
     engine = DecodeCost(0.0, 0.001)

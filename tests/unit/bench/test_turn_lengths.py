@@ -1,4 +1,4 @@
-"""Turns of a rollout differ in length, and add up to what was asked for."""
+"""Turns of a rollout differ in length, and add up to the length that was asked for."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -34,7 +34,7 @@ def test_lengths_differ_by_the_spread_between_turns_and_between_rollouts() -> No
 
 
 class Asked:
-    """Engines that remember what they were asked for."""
+    """Engines that remember their requests."""
 
     def __init__(self) -> None:
         self.requests, self.aborted, self.finished = list[TurnRequest](), list[RequestId](), list[RolloutId]()

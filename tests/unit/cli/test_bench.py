@@ -269,7 +269,7 @@ def offloaded(copies: CopyRates | None) -> OffloadResults:
 def test_the_tables_of_bench_offload_say_what_is_hidden() -> None:
     found = offloaded(CopyRates(int(40e9), (52e9, 54e9), (50e9, 52e9), 30.0))
     assert found.cost == pytest.approx(0.3)
-    # What a step moves, not what the mover was measured with.
+    # The bytes of a step, not of the mover's measurement.
     assert found.moving == pytest.approx(1.3 + 1.25)
     lines = shown(found).splitlines()
     assert max(map(len, lines)) <= 80

@@ -1,4 +1,4 @@
-"""The words that `rlctl chat` keeps for itself are answered by it, and reach no model."""
+"""`rlctl chat` answers its own words itself; they reach no model."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Tables of clusters and of what works on them."""
+"""Tables of clusters and of their jobs."""
 
 from rich.console import Console
 

@@ -1,4 +1,4 @@
-"""A command that does not exist is answered with one line that says what to type."""
+"""An unknown command is answered with one line and the words to type."""
 
 import pytest
 

@@ -33,7 +33,7 @@ def environment(home: Path) -> dict[str, str]:
 
 
 def bash(home: Path, *words: str) -> list[str]:
-    """What bash's own completion function leaves in COMPREPLY for these words, the last one incomplete."""
+    """COMPREPLY of bash's own completion function for these words, the last one incomplete."""
     listed = " ".join(f"'{word}'" for word in words)
     script = (
         'eval "$(_RLCTL_COMPLETE=source_bash rlctl)"\n'
@@ -73,7 +73,7 @@ def test_bash_completes_recipes_keys_and_values(home: Path) -> None:
     assert bash(home, "train", "grpo", "grpo.rec") == ["grpo.recipe.yaml"]
     keys = bash(home, "train", "sft", "sft-tiny", "trainer.optimizer.")
     assert "trainer.optimizer.lr=" in keys and all(key.startswith("trainer.optimizer.") for key in keys)
-    # Two that begin alike: bash adds no space behind what they share.
+    # Two with an equal beginning: bash adds no space behind it.
     assert bash(home, "train", "grpo", "trainer.optimizer.lr") == [
         "trainer.optimizer.lr=",
         "trainer.optimizer.lr=1.0e-6",

@@ -46,7 +46,7 @@ def unreadable(run: Path) -> None:
     (run / "events.jsonl").mkdir()
 
 
-# Each with what the list says of it; empty for nothing.
+# Each with the list's text; empty for none.
 DAMAGE = {
     "a line nested too deep": (line("events.jsonl", DEEP), "events.jsonl: 1 damaged line left out"),
     "metrics nested too deep": (line("metrics.jsonl", DEEP), "metrics.jsonl: 1 damaged line left out"),

@@ -1,4 +1,4 @@
-"""`rlctl eval` and `rlctl export`: what is refused before an engine starts, in one line; stored results shown."""
+"""`rlctl eval` and `rlctl export`: refusals in one line before an engine starts; stored results shown."""
 
 import json
 import os

@@ -1,4 +1,5 @@
-"""Whatever is typed or written in a config: one clear line, exit code 2, under two seconds of CPU, nothing started."""
+"""Any mistake on the command line or in a config: one clear line, exit code 2, under two seconds of CPU, nothing
+started."""
 
 import os
 import signal
@@ -17,7 +18,7 @@ from rlctl.launch import assembly
 from tests.unit.cli.conftest import Done, Rlctl
 from tests.waiting import PATIENCE_S
 
-# Forty times what the longest takes, 0.5 s: what has no end, or doubles with each line, takes longer anywhere.
+# Forty times the longest time, 0.5 s: work without end, or doubling with each line, takes longer anywhere.
 LONGEST_S = 20.0
 RECIPE = "grpo.recipe.yaml"
 
@@ -132,7 +133,7 @@ COMMANDS = (["config", "check"], ["train", "grpo", "--dry-run"], ["train", "grpo
 
 @contextmanager
 def bounded() -> Iterator[None]:
-    """`LONGEST_S` of this process's time, and minutes in all: a machine may be busy, a pipe waits for ever."""
+    """`LONGEST_S` of this process's time, and minutes of wall time: a machine may be busy, a pipe waits without end."""
 
     def stop(signum: int, frame: Any) -> NoReturn:
         raise TimeoutError(f"took over {LONGEST_S} s" if signum == signal.SIGPROF else "waits")
@@ -152,7 +153,7 @@ def bounded() -> Iterator[None]:
 
 @pytest.fixture
 def refused(rlctl: Rlctl, home: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """Asserts that every command refuses what it is given; returns what one of them said."""
+    """Asserts that every command refuses its input; returns the text of one refusal."""
 
     def started(*_: object, **__: object) -> NoReturn:
         raise AssertionError("a run was started")
@@ -206,7 +207,7 @@ def test_a_recipe(refused: Callable[..., str], name: str) -> None:
 
 
 def test_a_folder_that_cannot_be_made_is_one_line_where_it_is_found_out(rlctl: Rlctl) -> None:
-    """A superuser may write anywhere, but for what the kernel does not let it."""
+    """A superuser may write anywhere but where the kernel refuses."""
     for folder in ("/proc/runs", "/sys/runs"):
         for command in ("--dry-run", "trainer.num_ranks=1"):
             done = rlctl("train", "grpo", RECIPE, f"run.dir={folder}", command)

@@ -1,4 +1,4 @@
-"""A folder that was removed, and streams that are closed, are one line or silence."""
+"""A removed folder, and closed streams, are one line or silence."""
 
 import subprocess
 import sys

@@ -27,7 +27,7 @@ def imported(code: str) -> set[str]:
 
 
 def test_help_loads_hardly_more_than_the_library_that_shows_it() -> None:
-    """0.45 s on two cores; what it loads is all that it takes."""
+    """0.45 s on two cores, all of it for imports."""
     bare = imported("import sys, typer, typer.rich_utils, rich.markdown")
     asked = "import sys\nsys.argv = ['rlctl', '--help']\nfrom rlctl.cli.main import main"
     help_itself = imported(f"{asked}\ntry:\n    main()\nexcept SystemExit:\n    pass")
@@ -72,7 +72,7 @@ def test_an_error_of_the_user_that_no_command_expects_is_one_line(
 
 
 def test_a_source_tree_that_pip_knows_nothing_of_runs_as_a_module(home: Path) -> None:
-    """Without site-packages, but for what stands in a folder: all but rlctl's metadata, and engines, which are slow."""
+    """Without site-packages, except for a folder: everything but rlctl's metadata, and engines, which are slow."""
     packages = home / "packages"
     packages.mkdir()
     left_out = ("rlctl", "_rlctl", "torch", "vllm", "transformers", "__pycache__")
@@ -88,7 +88,7 @@ def test_a_source_tree_that_pip_knows_nothing_of_runs_as_a_module(home: Path) ->
     assert told("--version") == "rlctl 0.1.0\n"
     checks = {check["name"]: check for check in json.loads(told("doctor", "--json"))}
     assert checks["rlctl"]["found"] == "0.1.0, from a source tree"
-    # What it asks for is read from pyproject.toml: the pin of torch is known, that of Ray is a range.
+    # Its requirements are read from pyproject.toml: torch is pinned, Ray has a range.
     assert checks["torch"]["found"] == "not installed" and checks["ray"]["state"] == "ok"
 
 

@@ -123,7 +123,7 @@ def test_a_window_is_refused_by_config_check_without_torch(rlctl: Rlctl, model: 
 def test_the_longest_sequence_is_what_a_scaled_rotary_embedding_means(
     home: Path, model: Path, key: str, scale: dict[str, Any], longest: int
 ) -> None:
-    """As vLLM 0.32's `_get_and_verify_max_len` derives it: what is longer, its engine refuses once all is up."""
+    """As vLLM 0.32's `_get_and_verify_max_len` derives it: its engine refuses a longer one, late in the start."""
     write(model, **{key: scale})
     assert read_sizes(model).max_positions == longest
     load("grpo", "grpo.recipe.yaml", [f"model.max_length={longest}", "trainer.micro_batch_tokens=2048"])

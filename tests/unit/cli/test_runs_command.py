@@ -110,7 +110,7 @@ def test_logs_of_a_process_that_there_is_not_name_those_there_are(
         return (code, *capfd.readouterr())
 
     assert told("NONE") == (2, "", "error: a has no process NONE; there are engine-0, trainer-0\n")
-    # Not what its name ends with.
+    # Not the end of its name.
     assert told("0")[0] == 2
     assert told("trainer-0") == (0, "a trainer-0.log | a line\n", "")
     assert told("engine-0") == (0, "a: engine-0 wrote nothing\n", "")
@@ -122,7 +122,7 @@ def test_a_stopped_run_is_called_so(runs: Path) -> None:
     assert "c stopped" in call("show", "c", "--dir", runs)[1]
     assert "■ stopped" in call("dash", "c", "--dir", runs, "--width", 80, "--height", 24)[1]
     assert call("stop", "c", "--dir", runs)[1] == "c does not run: stopped\n"
-    # What was asked of an earlier attempt is not asked of the next.
+    # A request to an earlier attempt is none to the next.
     asked = "asked to stop: finishing this step and saving; again: stop now"
     EventLog(run.events, now=lambda: START + 1000).emit("warning", what=asked)
     assert asked in [event.get("what") for event in read_state(run.path).of_this_attempt()]

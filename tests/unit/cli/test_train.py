@@ -24,7 +24,7 @@ Started = list[tuple[RunConfig, Path | None, bool]]
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Started:
-    """What the command hands over, instead of the minutes of a run."""
+    """The arguments that the command hands over, instead of the minutes of a run."""
     calls: Started = []
 
     def run(

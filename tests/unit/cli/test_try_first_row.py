@@ -1,4 +1,4 @@
-"""Rewards and environments tried on the first row, in processes of their own, before anything else starts."""
+"""Rewards and environments tried on the first row, in separate processes, before anything else starts."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ HEAD = '"""Mine."""\n\n\ndef score(prompt, completion, answer, row):\n'
 
 @pytest.fixture
 def recipe(home: Path) -> Path:
-    """A recipe with its rewards beside it, away from the current directory."""
+    """A recipe with its rewards in one folder, away from the current directory."""
     folder = home / "recipes"
     folder.mkdir()
     (folder / "my.yaml").write_text(RECIPE)

@@ -1,4 +1,4 @@
-"""What KubeRay takes, as far as we write it: a cut of its published schemas, unknown fields being errors.
+"""KubeRay's input, as far as rlctl writes it: a cut of its published schemas, with unknown fields as errors.
 
 Sources, all of github.com/ray-project/kuberay:
 - RayCluster v1: helm-chart/kuberay-operator/crds/ray.io_rayclusters.yaml at 017710c025a86af5225c0e68cd78fb06e2918296:
@@ -140,7 +140,7 @@ RAY_JOB = thing(
 
 
 def faults(value: Any, schema: dict[str, Any], path: str = "") -> list[str]:
-    """Where a value is not what the schema says, a line each."""
+    """A line for each value that contradicts the schema."""
     if "fields" in schema:
         if not isinstance(value, dict):
             return [f"{path}: not a section"]

@@ -1,4 +1,4 @@
-"""What Kubernetes is given: as KubeRay's schema has it, with a token, shared memory, and nothing open to outside."""
+"""The objects for Kubernetes: by KubeRay's schema, with a token, shared memory, and nothing open to outside."""
 
 from typing import Any
 

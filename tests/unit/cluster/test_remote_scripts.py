@@ -23,5 +23,5 @@ def test_no_program_needs_a_neighbour(file: str) -> None:
         if isinstance(node, ast.Import | ast.ImportFrom)
         for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [each.name for each in node.names])
     }
-    # What runs on the head may use its rlctl, and says so where it does.
+    # Code on the head may use the head's rlctl, and says so where it does.
     assert ("rlctl" in imported) == (file == "head")

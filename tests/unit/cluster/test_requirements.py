@@ -1,4 +1,4 @@
-"""Whether a host will do, from what its check answers; and the check itself, on this machine."""
+"""The verdict on a host from the answers of its check; and the check itself, on this machine."""
 
 import socket
 from importlib.metadata import version

@@ -1,4 +1,4 @@
-"""A cluster as a Slurm job: what is submitted, what the tasks are told, and what Slurm's words mean."""
+"""A cluster as a Slurm job: the submitted script, the tasks' instructions, and the meaning of Slurm's words."""
 
 import json
 from pathlib import Path

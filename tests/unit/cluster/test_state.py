@@ -1,4 +1,4 @@
-"""What is remembered of a cluster: private files, written whole, and a token that is checked before it is used."""
+"""The memory of a cluster: private files, written whole, and a token that is checked before its use."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What is shipped agrees with the schema: no key too many, no field without a home for its default."""
+"""Shipped files agree with the schema: no key too many, no field without a home for its default."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ def generic(key: str) -> str:
     return ".".join("N" if part.isdecimal() else part for part in key.split("."))
 
 
-# The files of what has its defaults by name, each with the type of its section.
+# The files of sections with defaults by name, each with the type of its section.
 NAMED = {
     "reward": RewardSection,
     "environment": EnvironmentChoice,

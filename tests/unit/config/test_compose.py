@@ -78,7 +78,7 @@ def test_a_recipe_may_have_the_name_of_the_shipped_one_that_it_inherits(home: Pa
     root = compose(path, [])
     assert origin_of(root, "sft.batch_size") == "sft.yaml:2"
     assert origin_of(root, "sft.num_steps").startswith("configs/sft.yaml:")
-    # It is the parent that others beside it mean.
+    # Other files in its folder mean this parent.
     assert origin_of(compose(write(home / "x.yaml", f"defaults: {name}\n"), []), "sft.batch_size") == "sft.yaml:2"
 
 

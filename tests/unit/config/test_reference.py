@@ -1,4 +1,4 @@
-"""`configs/README.md` is what the schema and the default files say."""
+"""`configs/README.md` equals the schema and the default files."""
 
 from rlctl.config.builtin import CONFIGS
 from rlctl.config.cluster_schema import CLUSTER_KINDS

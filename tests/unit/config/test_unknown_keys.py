@@ -1,4 +1,4 @@
-"""What a person is told who writes a key as another tool has it, or in the wrong place."""
+"""The answer to a key of another tool, or in the wrong place."""
 
 import re
 import time
@@ -28,7 +28,7 @@ def named(text: str) -> list[str]:
 
 
 def test_every_key_of_another_tool_is_answered_with_one_of_ours_that_there_is(home: Path) -> None:
-    """All at once, as a config of theirs has them."""
+    """All at once, as in a config of these tools."""
     lines = problems([f"{peer.key}={number}" for number, peer in enumerate(peer_keys())])
     assert len(lines) == len(peer_keys())
     for number, peer in enumerate(peer_keys()):
@@ -49,7 +49,7 @@ def test_a_former_word_for_a_value_is_answered_with_the_new_one(home: Path) -> N
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        # What rlctl itself said before.
+        # Former names of rlctl.
         ("telemetry.wandb_project=a", "telemetry.wandb_project is now telemetry.trackers: [{name: wandb, project: "
          "...}]"),
         ("telemetry.tensorboard=true", "telemetry.tensorboard is now telemetry.trackers: [{name: tensorboard}]"),
@@ -74,7 +74,7 @@ def test_a_former_word_for_a_value_is_answered_with_the_new_one(home: Path) -> N
         ("optim.lr=1e-6", "prime-rl's optim.lr is trainer.optimizer.lr"),
         ("ckpt={}", "prime-rl's ckpt is checkpoint"),
         ("wandb.project=x", "prime-rl's wandb.project is telemetry.trackers: [{name: wandb, project: ...}]"),
-        # In whatever section, and by the end of its path.
+        # In any section, and by the end of its path.
         ("beta=0.04", "TRL's beta is grpo.loss.kl_coef"),
         ("grpo.loss.epsilon_high=0.28", "TRL's epsilon_high is grpo.loss.clip_high"),
         ("rollout.n=8", "verl's actor_rollout_ref.rollout.n is grpo.num_generations_per_prompt"),

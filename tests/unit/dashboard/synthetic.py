@@ -1,4 +1,4 @@
-"""A run directory with deterministic synthetic records: what the loops would have written."""
+"""A run directory with deterministic synthetic records, as loops would write them."""
 
 import math
 from collections.abc import Callable
@@ -51,7 +51,7 @@ def step_metrics(step: int) -> dict[str, float]:
 
 
 def async_metrics(step: int) -> dict[str, float]:
-    """Return a step with an age bound of 2: half of it trained, a fifth waited for the oldest group."""
+    """Return a step with an age bound of 2: half the time trained, a fifth waited for the oldest group."""
     both = {name: value for name, value in step_metrics(step).items() if not name.startswith("time/")}
     ages = {
         "age/mean": 0.75,

@@ -1,4 +1,4 @@
-"""The end of a run in a table, and what to type next."""
+"""The end of a run in a table, and the next commands to type."""
 
 import io
 import json

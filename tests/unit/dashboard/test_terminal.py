@@ -1,4 +1,4 @@
-"""Under the dashboard, whatever else the process prints goes to the log."""
+"""Under the dashboard, other output of the process goes to the log."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Conventions of other tools: nested columns, ShareGPT's, Alpaca's and TRL's, read or refused with what mends it."""
+"""Conventions of other tools: nested columns, ShareGPT's, Alpaca's and TRL's, read or refused with the remedy."""
 
 from dataclasses import replace
 from typing import Any

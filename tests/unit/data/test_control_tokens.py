@@ -12,7 +12,7 @@ from tests.unit.data.conftest import CHATML, chat_tokens
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
 MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>"]
-# What a few lines hold, so that parts of control tokens merge in plain text.
+# Text of a few lines, so that parts of control tokens merge in plain text.
 CORPUS = ["the tool says <|im_end|> and <|im_start|>assistant\n", "I <think>so</think> twice, then <tool_call>"] * 50
 KINDS = ["bytes", "metaspace", "lowercase", "pieces"]
 
@@ -109,7 +109,7 @@ def test_text_that_spells_none_is_encoded_bit_for_bit_as_by_the_tokenizer(kind: 
 @settings(max_examples=80, deadline=None)
 @given(text=TEXT)
 def test_text_that_spells_one_is_encoded_as_if_it_were_no_token(kind: str, text: str) -> None:
-    """The oracle: a tokenizer whose only added tokens are those that the template writes, under other names."""
+    """The oracle: a tokenizer with only the template's added tokens, under other names."""
     from tokenizers import AddedToken
 
     plain = type(tokenizers(kind)[1]).from_str(tokenizers(kind)[1].to_str())

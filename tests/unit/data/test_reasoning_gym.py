@@ -1,7 +1,7 @@
 """Rows and scores of reasoning-gym: equal for equal seeds in every process, and scored as the library scores them.
 
-What needs the library is skipped without it: pip install -e '.[reasoning-gym]', then
-pytest -n 0 tests/unit/data/test_reasoning_gym.py
+Without the library its tests are skipped: pip install -e '.[reasoning-gym]', then pytest -n 0
+tests/unit/data/test_reasoning_gym.py
 """
 
 import json

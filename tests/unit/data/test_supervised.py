@@ -19,7 +19,7 @@ from tests.unit.data.conftest import ALL, CHATML, THINKING, UNMARKED, UNSTABLE
 from tests.unit.data.test_control_tokens import tokenizers
 from tests.unit.data.test_turn_link import STRIPS
 
-# As Qwen3-8B has it; of the tools' text and of `reasoning_content` only what matters here.
+# As Qwen3-8B has it; tools' text and `reasoning_content` only as far as they matter here.
 QWEN3 = """
 {%- if tools %}
     {{- '<|im_start|>system\\n# Tools\\n<tools>' }}

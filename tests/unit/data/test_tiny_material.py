@@ -1,4 +1,4 @@
-"""Material of the tiny recipes: what is committed is what the scripts write, and nothing held out is ever taught."""
+"""Material of the tiny recipes: the committed files equal the scripts' output, and nothing held out is ever taught."""
 
 import gzip
 import importlib.util

@@ -1,4 +1,4 @@
-"""Tokens between two sampled turns: what was sampled is not rendered again; the rest is the template's."""
+"""Tokens between two sampled turns: sampled tokens are not rendered again; the rest is the template's."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The contract of an environment class: which methods are tools, what breaks it, how a row reaches `reset`."""
+"""The contract of an environment class: its tools, its violations, and the way of a row to `reset`."""
 
 import functools
 from typing import Any, Literal, TypedDict

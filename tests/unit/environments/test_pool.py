@@ -205,7 +205,7 @@ def test_a_reset_that_hangs_costs_its_episode_and_its_process_takes_no_new_ones(
         (first,) = pool.pids()
         failure = failed(pool.reset("hangs", {"hang": True, "environment": "hurried"}, seed=1).result())
         assert (failure.kind, str(failure)) == ("timeout", "reset took longer than 1.5 s")
-        # What was in it goes on; what is new begins elsewhere.
+        # Its episodes go on; new ones begin elsewhere.
         assert select(pool, "before") == FINE
         begun(pool, "after", environment="own")
         assert len(pool.pids()) == 2 and psutil.pid_exists(first)
@@ -260,7 +260,7 @@ def test_memory_without_end_ends_the_process_and_the_bound_is_told() -> None:
         failure = failed(run(pool, "a", code).result())
         assert (failure.kind, failure.cause) == ("memory", "its process used more than 256 MiB")
         begun(pool, "b")
-        # What Python itself refuses is the same failure, and no text for the model.
+        # A call that Python itself refuses is the same failure, and no text for the model.
         assert failed(run(pool, "b", "bytearray(1 << 60)").result()).cause == "call raised MemoryError"
 
 

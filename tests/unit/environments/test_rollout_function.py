@@ -1,4 +1,4 @@
-"""Rollout functions in the process that runs them: what they ask for, what they return, and what is wrong with them."""
+"""Rollout functions in their process: requests, results, and problems."""
 
 import asyncio
 import itertools
@@ -71,7 +71,7 @@ def pool_of(own: Path) -> Iterator[Any]:
 
 
 def asks(pool: EnvironmentPool, name: str, *answers: Any, waits: bool = False) -> Any:
-    """Return what a call of the function asks for after these answers; answers that are none begin the call."""
+    """Return the request of the function after these answers; None begins the call."""
     told = pool.resume(name, answers, waits=waits) if answers else pool.begin(name, TASK, 0)
     return told.result()
 

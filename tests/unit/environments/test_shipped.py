@@ -1,4 +1,4 @@
-"""The environments that ship: by the contract, won by who plays well, and never trained on what is held out."""
+"""The environments that ship: by the contract, won by a good player, and never trained on held-out tasks."""
 
 import importlib
 import random
@@ -38,7 +38,7 @@ def test_tasks_are_the_seeds_own_and_held_out_ones_are_no_others(module: Any) ->
 
 
 def share_won(play: Any, games: int = 4000) -> float:
-    """The share of games of 15 numbers and 5 guesses that a player wins; it sees what is left of the range."""
+    """The share of games of 15 numbers and 5 guesses that a player wins; it sees the remaining range."""
     draw = random.Random(1)
     won = 0.0
     for row in islice(guess.tasks(0), games):

@@ -1,4 +1,4 @@
-"""Tool calls by format: whatever a model writes is calls, mistakes with a text for it, or text; never an error."""
+"""Tool calls by format: any turn is calls, mistakes with an answer, or text; never an error."""
 
 import json
 import time

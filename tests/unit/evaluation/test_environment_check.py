@@ -92,7 +92,7 @@ def test_those_that_ship_pass(name: str) -> None:
 
     rows = list(islice(load_object(f"{ENVIRONMENTS[name].partition(':')[0]}:tasks")(0), 3))
     report = check_environment(EnvironmentSpec(name, 20.0), rows, memory_mib=2048, seed=0)
-    # The script wins none of them.
+    # The script wins no episode.
     assert report.problems == [] and all(each.startswith("every episode has the same") for each in report.notes)
     assert all(each.turns and each.reward is not None for each in report.episodes)
 

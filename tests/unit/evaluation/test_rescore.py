@@ -1,4 +1,4 @@
-"""Stored answers are scored only if all of them are there and as they were written, and each counts once."""
+"""Stored answers are scored only if every answer is there, unchanged; each counts once."""
 
 import json
 from pathlib import Path

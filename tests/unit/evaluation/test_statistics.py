@@ -1,4 +1,4 @@
-"""pass@k is what a count over all choices gives; intervals cover; the paired test is exact."""
+"""pass@k equals a count over all choices; intervals cover; the paired test is exact."""
 
 from collections.abc import Callable
 from fractions import Fraction

@@ -1,4 +1,4 @@
-"""A pool brings engines to a version whatever is lost on the way, and lets nobody sample while they sleep."""
+"""A pool brings engines to a version through any loss on the way, and refuses to sample while they sleep."""
 
 from collections.abc import Callable
 from typing import Any
@@ -41,7 +41,7 @@ CALLS: list[tuple[Any, ...]] = []
 
 
 class FakeRefit:
-    """Fails as it is told: one entry per attempt, places of engines to what becomes of them."""
+    """Fails by plan: one entry an attempt, from places of engines to their fates."""
 
     def __init__(self, *failures: dict[int, Exception]) -> None:
         self.failures, self.resent = list(failures), list[tuple[list[str], list[str]]]()

@@ -1,4 +1,4 @@
-"""Every prompt ends in exactly one state, and what is trained is what was sampled."""
+"""Every prompt ends in exactly one state, and the sampled tokens are the trained ones."""
 
 from dataclasses import replace
 
@@ -179,7 +179,7 @@ def test_a_pass_whose_log_prob_is_not_finite_leaves_the_rollout_out(name: str) -
     assert after.outcomes.trained == ["a", "c"]
     assert after.outcomes.dropped == {NOT_FINITE: ["b"]}
     assert [sequence.columns[name] is columns[row] for sequence, row in zip(after.sequences, (0, 3))] == [True, True]
-    # What is left of its group is compared with nothing.
+    # The rest of its group is compared with nothing.
     assert after.sequences[0].columns["advantage"][-1] == 0
 
 
@@ -275,7 +275,7 @@ def computed_for(batch: TrainingBatch) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("mask", [False, True])
 def test_an_advantage_gets_the_columns_that_it_names_of_each_rollout_of_the_baseline(mask: bool) -> None:
-    """Also of a rollout of two rows, and of one that was cut, which is not trained."""
+    """Also of a rollout of two rows, and of a cut rollout without an update."""
     section, pull = config(skip=False), ReferencePull(coef=1.0)
     section = replace(section, overlong=replace(OVERLONG, mask=mask))
     one = rewritten("p0", 1.0)

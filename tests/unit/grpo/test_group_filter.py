@@ -1,4 +1,4 @@
-"""Which groups teach nothing, and what becomes of answers that were cut."""
+"""Groups that teach nothing, and the fate of cut answers."""
 
 from dataclasses import replace
 
@@ -92,7 +92,7 @@ def test_a_group_that_teaches_nothing_once_a_pass_left_a_rollout_out_is_filtered
     columns = [np.full(5, -0.5, np.float32) for _ in batch.sequences]
     columns[1][4] = columns[3][4] = np.nan
     after = add_column(batch, "proximal_log_prob", columns, config(by, mask=True), ADVANTAGE)
-    # What was masked in b still tells its rollouts apart.
+    # The masked rollout of b still tells its rollouts apart.
     assert after.places == [("b", 2), ("c", 0), ("c", 1)]
     assert after.outcomes.filtered == {UNIFORM if by == "rewards" else RIGHT: ["a"]}
     assert [one.columns["advantage"][-1] for one in after.sequences] == [0.5, -0.5, 0.5]

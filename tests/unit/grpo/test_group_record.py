@@ -1,4 +1,4 @@
-"""A recorded group is what was sampled: every turn marked, with the advantage that each rollout was trained with."""
+"""A recorded group equals the sampled one: every turn marked, with the advantage of each rollout."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Mismatch of generator and trainer against a per-token loop, and what it refuses."""
+"""Mismatch of generator and trainer against a per-token loop, and its refusals."""
 
 import math
 

@@ -40,7 +40,7 @@ TIMES = {"time/step": 12.0, "time/generation": 4.0, "time/train": 3.0, "time/ref
 
 
 def group(prompt: int, rollouts: list[tuple[int, float | None, Finish]]) -> RolloutGroup:
-    """A prompt of so many tokens, and of each rollout its length, reward and finish."""
+    """A prompt of this many tokens, and of each rollout its length, reward and finish."""
     task = Task("p", [1] * prompt, "?", "!")
     found = []
     for index, (length, value, finish) in enumerate(rollouts):

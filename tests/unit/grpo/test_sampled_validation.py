@@ -9,7 +9,7 @@ from rlctl.grpo.validation import SampledValidation
 
 
 class Told:
-    """What the validation asks of the pool, and what it samples and records, in order."""
+    """The validation's calls of the pool, its samples and its records, in order."""
 
     def __init__(self, version: int, sleeps: bool) -> None:
         self.said: list[str] = []

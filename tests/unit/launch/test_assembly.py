@@ -1,4 +1,4 @@
-"""What is found out, and told, before anything starts."""
+"""Problems that are found, and told, before anything starts."""
 
 from pathlib import Path
 

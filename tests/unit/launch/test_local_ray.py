@@ -15,7 +15,7 @@ import pytest
 from rlctl.launch import local_ray as module
 from rlctl.launch.local_ray import _NEEDED, _UNUSED, RayTooSlow, _watched, _without_unused, local_ray
 
-import ray  # isort: skip  (rlctl sets what Ray reads at its import)
+import ray  # isort: skip (Ray reads rlctl's settings at its import)
 from tests.waiting import until
 
 

@@ -1,4 +1,4 @@
-"""What a run proposes at its end: commands that work where the run is, one a line, to go on last."""
+"""The proposals at a run's end: commands that work where the run is, one a line, the command to go on last."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a resume leaves of a run, whether it stands or fails: judged without Ray, by bodies that do nothing."""
+"""The state of a run after a resume, after success or failure: judged without Ray, by bodies that do nothing."""
 
 import json
 import os
@@ -163,7 +163,7 @@ def test_a_restart_goes_through_the_same_door(run: Path) -> None:
     assert resume(run, body, "run.max_restarts=1", "run.restart_backoff_s=0") == 0
     assert starts == [4, 2]
     assert steps(run) == [1, 2]
-    # The run, its resume and the restart each have logs of their own.
+    # The run, its resume and the restart each have their logs.
     assert sorted(path.name for path in (run / "logs").glob("attempt_*")) == ["attempt_1", "attempt_2", "attempt_3"]
 
 

@@ -1,4 +1,4 @@
-"""What nodes must share is looked for from every one of them."""
+"""Every node looks for the files that nodes must share."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +12,7 @@ from rlctl.preflight.placement import PlacementError
 
 @dataclass
 class Elsewhere:
-    """A node that sees this machine's files, but for what is below `hidden`."""
+    """A node that sees this machine's files, except below `hidden`."""
 
     name: str
     hidden: Path | None = None

@@ -1,4 +1,4 @@
-"""A run's session with a body of a few lines in the place of training: what it leaves on disk and says at its end."""
+"""A run's session with a body of a few lines in the place of training: its files and its last words."""
 
 import json
 import subprocess
@@ -45,7 +45,7 @@ def test_a_full_disk_is_named_at_the_end_with_the_way_on_and_the_run_has_failed(
     def fill(session: Session) -> None:
         with (small_disk / "ballast").open("wb") as file, pytest.raises(OSError, match="No space"):
             file.write(b"1" * 2**20)
-        # What goes on meanwhile finds no room for its records either.
+        # Other work meanwhile finds no room for its records either.
         for _ in range(200):
             session.events.emit("warning", what="x" * 100)
         (session.run_dir.checkpoints / "step_1").write_bytes(b"1" * 2**16)

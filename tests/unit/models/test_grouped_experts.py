@@ -13,7 +13,7 @@ COMMON = {
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64,
     "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None,
 }  # fmt: skip
-# Interleaved, transposed and with biases in gpt_oss; without a gate, beside a shared expert, in nemotron_h.
+# Interleaved, transposed and with biases in gpt_oss; without a gate, with a shared expert, in nemotron_h.
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 32, "num_experts_per_tok": 3, "moe_intermediate_size": 32},
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2},

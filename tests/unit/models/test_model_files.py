@@ -1,4 +1,4 @@
-"""What the driver reads of a model folder, and the random model it makes in another's shape."""
+"""The driver's reading of a model folder, and a random model in another's shape."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""One forward pass without memory tells a model's attention, states, dropout, and what follows its head."""
+"""One forward pass without memory tells a model's attention, states, dropout, and the work after its head."""
 
 import json
 from pathlib import Path

@@ -20,7 +20,7 @@ DOWN = "model.layers.1.mlp.down_proj.weight"
 
 
 def rewritten(folder: Path, change: dict[str, torch.Tensor]) -> Path:
-    """A real model with some tensors replaced or added; its config.json says nothing of it."""
+    """A real model with some tensors replaced or added; its config.json does not tell."""
     from safetensors.torch import load_file
 
     save_file(load_file(folder / "model.safetensors") | change, folder / "model.safetensors")

@@ -1,4 +1,4 @@
-"""The section `environment` of a recipe: what is read, and the errors a person meets, word for word."""
+"""The section `environment` of a recipe: its values, and a person's errors, word for word."""
 
 from pathlib import Path
 

@@ -25,7 +25,7 @@ def problems(*overrides: str) -> list[str]:
 
 @pytest.fixture
 def wandb(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A wandb that is installed, and a user who has never logged in; his folder."""
+    """An installed wandb, and a user without a login; the user's folder."""
     (home / "site/wandb").mkdir(parents=True)
     (home / "site/wandb/__init__.py").write_text("")
     monkeypatch.syspath_prepend(home / "site")

@@ -1,4 +1,4 @@
-"""Keys at `auto`: constants on a CPU, by the forecast of memory on GPUs, and never what was written down."""
+"""Keys at `auto`: constants on a CPU, by the forecast of memory on GPUs, and never in place of a written value."""
 
 import json
 from typing import Any
@@ -86,7 +86,7 @@ def test_a_pack_holds_all_rows_of_a_rollout_where_the_loss_needs_them_and_memory
     for device, longest, tokens in (("cpu", 2048, 16384), ("cpu", 8192, 32768), ("cuda", 8192, 65536)):
         found = on(config_of(*whole, f"environment.max_length={longest}"), device, sizes["qwen3-0.6b"], H200)  # type: ignore[arg-type]
         assert chosen(found)["trainer.micro_batch_tokens"] == tokens
-    # What holds none is chosen as for any loss.
+    # A pack without any is chosen as for any loss.
     long = ("environment.max_length=40960", "environment.max_turns=64")
     found, other = (on(config_of(*each, *long), "cuda", sizes["qwen3-8b"], H200) for each in (whole, strips))
     (why,) = (each.why for each in found.choices if each.key == "trainer.micro_batch_tokens")
@@ -110,7 +110,7 @@ def test_short_answers_of_a_small_model_leave_the_engine_awake_with_a_cache_for_
 
 
 def test_a_cache_holds_episodes_between_their_turns_too(sizes: dict[str, ModelSizes]) -> None:
-    """512 rollouts a step, 128 of them decoded at a time."""
+    """512 rollouts a step, 128 decoded at a time."""
     turns = ("environment.name=guess", "environment.max_turns=8", "environment.max_length=1280")
     few = "generation.max_num_seqs=128"
     one, many = (
@@ -124,7 +124,7 @@ def test_a_cache_holds_episodes_between_their_turns_too(sizes: dict[str, ModelSi
 
 
 def test_a_cache_is_no_larger_than_a_step_fills(sizes: dict[str, ModelSizes]) -> None:
-    """16 x 8 rollouts: what 256 sequences would need is emptied, and taken back, with every sleep."""
+    """16 x 8 rollouts: memory for 256 sequences would be emptied, and taken back, with every sleep."""
     run = on(config_of(*SHORT, "grpo.num_prompts_per_step=16"), "cuda", sizes["qwen3-8b"], H200)
     assert chosen(run)["generation.max_num_seqs"] == 256
     share = next(choice for choice in run.choices if choice.key == "generation.gpu_memory_utilization")

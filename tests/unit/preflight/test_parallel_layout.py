@@ -1,4 +1,4 @@
-"""The parallel layout: who trains what, every contradiction as one line, and the nearest layout that works."""
+"""The parallel layout: each rank's part, every contradiction as one line, and the nearest working layout."""
 
 import json
 import time
@@ -38,7 +38,7 @@ QWEN3_8B = ModelSizes(
 
 
 def problems(*overrides: str, kind: str = "grpo") -> list[tuple[str, str]]:
-    """(key, what is wrong) of the recipe, under megatron unless the overrides say otherwise."""
+    """(key, problem) of the recipe, under megatron unless the overrides say otherwise."""
     try:
         load(kind, f"{kind}.recipe.yaml", [MEGATRON, *overrides])
     except ConfigError as error:

@@ -45,7 +45,7 @@ def test_every_part_has_devices_of_its_own_on_one_node_or_the_error_says_how_man
             assert shared and max(gpus) < needed <= sum(gpus)
             return
         assert str(error).startswith(f"{needed} GPUs needed, ")
-        # Enough in all is too few only where engines take several of one node.
+        # A sufficient total is too few only where engines take several GPUs of one node.
         assert sum(gpus) < needed or (size > 1 and not shared)
         return
     trained = [(slot.node, device) for slot in placement.trainers for device in slot.devices]
@@ -55,7 +55,7 @@ def test_every_part_has_devices_of_its_own_on_one_node_or_the_error_says_how_man
     assert len(set(sampled)) == len(sampled) == wanted == placement.generator_devices
     assert shared or not {*trained} & {*sampled}
     assert all(index < gpus[node] for node, index in (*trained, *sampled))
-    # What is reserved on a node is counted from 0, without gaps.
+    # Reserved GPUs of a node are counted from 0, without gaps.
     for node in placement.used:
         taken = {index for at, index in (*trained, *sampled) if at == node}
         assert taken == set(range(placement.gpus_on(node)))

@@ -106,7 +106,7 @@ def test_activations_of_one_layer_counted_by_hand() -> None:
     three = partial(activation_bytes, ONE_LAYER, tokens=3, size=2)
     assert three(residual=2, checkpointing=False) == 3 * 120 * 2
     assert three(residual=2, checkpointing=True) == 3 * (8 + 120) * 2
-    # Of these the residual is what two norms take in, and what checkpointing keeps of the layer.
+    # The residual among these is the input of two norms, and the part of a layer that checkpointing keeps.
     assert three(residual=4, checkpointing=False) == 3 * (120 + 16) * 2
     assert three(residual=4, checkpointing=True) == 3 * (8 + 120 + 24) * 2
 

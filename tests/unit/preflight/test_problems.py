@@ -323,7 +323,7 @@ def test_asynchronous_runs_that_are_fine(home: Path) -> None:
         [ASYNC, OLD],
         [ASYNC, "async.in_flight_weight_updates=false"],
         [ASYNC, "grpo.loss.proximal=rollout"],
-        # Neither clips around policies that old: they bound what a token weighs.
+        # Neither clips around policies of this age: they bound the weight of a token.
         [ASYNC, OLD, "grpo.loss=cispo"],
         [ASYNC, OLD, "grpo.loss=dppo"],
         [ASYNC, "grpo.loss.importance_cap=null", "grpo.loss.importance_mask=[0.5, 5]"],

@@ -1,4 +1,4 @@
-"""Prepared copies do what copying one by one does, whatever the dtypes, strides and sizes."""
+"""Prepared copies equal copies one by one, for any dtypes, strides and sizes."""
 
 import torch
 

@@ -43,7 +43,7 @@ def receive(
     rank: int = 1,
     sinks: type[WholeTensorSink] = WholeTensorSink,
 ) -> list[Answer]:
-    """A receiving process: for each version what arrived, or what the RefitError says."""
+    """A receiving process: the arrived tensors of each version, or the text of the RefitError."""
     receiver = open_receiver(spec, plan, rank, CPU)
     answers: list[Answer] = []
     for version in versions:

@@ -12,7 +12,7 @@ ROW = 4096
 
 
 def by_hand(raw: bytes) -> int:
-    """The checksum by plain integers: what every end, of every version, must find."""
+    """The checksum by plain integers: every end, of every version, must find this."""
     words = [int.from_bytes(raw[i : i + 8], "little") for i in range(0, len(raw) // 8 * 8, 8)]
     whole = len(raw) // ROW * (ROW // 8)
     total = 0
@@ -24,7 +24,7 @@ def by_hand(raw: bytes) -> int:
 
 
 def noise(size: int) -> torch.Tensor:
-    """uint8 [size], the same everywhere, no two rows alike, words of either sign."""
+    """uint8 [size], the same everywhere, no two equal rows, words of either sign."""
     return torch.arange(size, dtype=torch.int64).mul(2654435761).bitwise_right_shift(13).remainder(256).to(torch.uint8)
 
 

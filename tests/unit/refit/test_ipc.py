@@ -1,6 +1,6 @@
 """The counters of CUDA IPC, on a host: both ends run as threads, and a handle is the tensor itself.
 
-What needs a device (handles, streams, the copy engines) is in tests/gpu/test_transports.py.
+tests/gpu/test_transports.py has the tests on a device (handles, streams, the copy engines).
 """
 
 import threading

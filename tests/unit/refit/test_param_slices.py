@@ -1,4 +1,4 @@
-"""Regions: items land in whatever parts of parameters hold them, and twins replace all live parameters at once."""
+"""Regions: items land in their parts of parameters, and twins replace all live parameters at once."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Weights through files in memory: what arrives is what was sent, or an error that says why."""
+"""Weights through files in memory: the sent weights arrive, or an error with its cause."""
 
 import subprocess
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Checksums of a refit: every item's own, whoever asks for how many, and no copy outlives its pass."""
+"""Checksums of a refit: one for each item, for any number of askers, and no copy outlives its pass."""
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef

@@ -1,4 +1,4 @@
-"""The example of rlctl/rewards/README.md does what the text says, as it is printed there."""
+"""The example of rlctl/rewards/README.md works as printed."""
 
 import re
 import sys

@@ -1,4 +1,4 @@
-"""Reward processes that die, speak or stand still between calls, and whatever a reward says, returns or prints."""
+"""Reward processes that die, speak or stand still between calls, and any text, result or output of a reward."""
 
 import os
 import resource
@@ -112,7 +112,7 @@ def test_what_a_process_does_between_calls_costs_no_rollout(hook: RewardSection,
     with Scorer([hook]) as scorer:
         assert scored(scorer, how)[0].value == 1.0
         until(Path("done").exists)
-        # What it said, or that it ended, is there to be read.
+        # Its text, or its end, is there to be read.
         time.sleep(0.1)
         assert scored(scorer, "fine", "fine")[0].failed is None
         assert not scorer.failures.counts
@@ -153,7 +153,7 @@ def test_a_process_that_takes_no_request_is_replaced(hook: RewardSection, monkey
 
             watched.setattr(worker, "stop", given_up)
             assert scored(scorer, "fine", text="x" * 5_000_000)[0].failed is None
-        # And where it is never taken, that is what is said.
+        # A request that is never taken is told as this.
         monkeypatch.setattr(reward_worker, "SEND_TIMEOUT_S", 1e-4)
         assert scored(scorer, "fine", text="x" * 50_000_000)[0].failed == (
             "score: could not be asked: its process took no request"

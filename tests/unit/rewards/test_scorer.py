@@ -249,7 +249,7 @@ def test_a_reward_may_use_processes_of_its_own(hooks):
 
 
 def left_behind() -> list[int]:
-    """Pids of what this test's rewards started, by the folder that is its own."""
+    """Pids of processes of this test's rewards, by the test's folder."""
     mark, found = f"# left in {os.getcwd()}", []
     for process in psutil.process_iter():
         with suppress(psutil.NoSuchProcess):

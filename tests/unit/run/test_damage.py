@@ -18,7 +18,7 @@ SHARD = "trainer/shard-00001.safetensors"
 
 
 def write(folder: Path) -> None:
-    """What a GRPO checkpoint holds: shards, groups that wait, an export."""
+    """The parts of a GRPO checkpoint: shards, waiting groups, an export."""
     for name in ("trainer", "hf"):
         (folder / name).mkdir()
     for number in (1, 2):

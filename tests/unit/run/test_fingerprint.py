@@ -1,4 +1,4 @@
-"""What a checkpoint contradicts is known from the files alone; what it does not contradict may change."""
+"""Contradictions to a checkpoint are known from the files alone; other values may change."""
 
 import json
 from collections.abc import Callable

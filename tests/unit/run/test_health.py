@@ -1,4 +1,4 @@
-"""Bounds on a run's health: when each warns, once, and what a resumed run remembers."""
+"""Bounds on a run's health: the one warning of each, and a resumed run's memory."""
 
 import json
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""What a run is called that ends by a signal."""
+"""The state of a run that ends by a signal."""
 
 import os
 import pty
@@ -29,7 +29,7 @@ def test_ctrl_c_interrupts_and_a_request_stops(number: signal.Signals, by: str, 
 
 
 def test_the_second_ctrl_c_gives_the_terminal_back_and_says_how_to_go_on(tmp_path: Path) -> None:
-    """In a process of its own, which it ends; on a terminal, whose screen the dashboard holds."""
+    """In a separate process, which it ends; on a terminal, with the dashboard on its screen."""
     ours, theirs = pty.openpty()
     program = f"""
 import os, pathlib, signal, time

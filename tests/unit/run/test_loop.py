@@ -1,4 +1,4 @@
-"""What happens around the steps of a run: in which order, and how it ends."""
+"""The order of work around the steps of a run, and its end."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,7 +19,7 @@ from rlctl.telemetry.jsonl import read_records
 
 
 class Diary(Loop):
-    """Writes down what it is told to do; each draw moves the cursor by one row."""
+    """Writes down its calls; each draw moves the cursor by one row."""
 
     def __init__(
         self,

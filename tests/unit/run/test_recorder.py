@@ -1,4 +1,4 @@
-"""What a run leaves behind: when it validates and saves, what a checkpoint's score is, and the order of records."""
+"""The records of a run: steps of validations and checkpoints, a checkpoint's score, and the order of records."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Names, attempts, and what a resume takes back."""
+"""Names, attempts, and the records that a resume takes back."""
 
 import json
 from pathlib import Path

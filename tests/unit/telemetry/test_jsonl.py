@@ -1,4 +1,4 @@
-"""A record is a whole line or nothing, for writers that die and readers that come too early."""
+"""A record is a whole line or nothing, for dying writers and early readers."""
 
 import threading
 from pathlib import Path

@@ -1,7 +1,7 @@
 """Trackers against the packages themselves, offline: numbers, the config and groups as text, also after a resume.
 
-A package that is not installed is skipped. All of them: pip install -e '.[trackers]', then
-pytest -n 0 tests/unit/telemetry/test_real_trackers.py
+A missing package is skipped. To have all: pip install -e '.[trackers]', then pytest -n 0
+tests/unit/telemetry/test_real_trackers.py
 """
 
 import struct

@@ -71,7 +71,7 @@ def test_groups_stay_within_the_bound_the_older_the_sparser_and_it_is_said_once(
     gaps = [after - before for before, after in pairwise(steps)]
     assert gaps[0] > 2 >= gaps[-1]
     assert len(said) == 1 and "telemetry.rollouts_limit_mib" in said[0]
-    # Both groups of a step stay or go, and what became of the tasks stays of every step.
+    # Both groups of a step stay or go; the outcomes of tasks stay for every step.
     assert len(index(path)) == 2 * len(steps)
     assert [each["step"] for each in read_records(path) if each["kind"] == "prompts"] == list(range(1, 101))
 

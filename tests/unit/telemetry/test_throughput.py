@@ -1,4 +1,4 @@
-"""Each throughput on synthetic timers, so that its denominator is what its docstring says."""
+"""Each throughput on synthetic timers: its denominator is that of its docstring."""
 
 import pytest
 

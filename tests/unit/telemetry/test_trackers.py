@@ -63,7 +63,7 @@ def test_a_tracker_that_is_not_installed_is_one_warning(run: RunDir, monkeypatch
 
 
 class Flaky:
-    """Raises what `errors` has for a call, in turn; keeps the steps of the others."""
+    """Raises the errors of `errors` for a call, in turn; keeps the steps of the others."""
 
     def __init__(self, *errors: Exception | None) -> None:
         self.errors, self.steps, self.calls = list(errors), list[int](), 0
@@ -146,7 +146,7 @@ def test_rollouts_that_a_tracker_cannot_take_leave_it_its_numbers_and_causes_are
 
 
 def test_wandb_gets_its_project_and_the_config(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package itself would call home: a file of its name takes its place, and writes down what it is told."""
+    """The package itself would call home: a file of its name takes its place, and writes down its calls."""
     (run.path / "wandb.py").write_text(
         "def Settings(**_): ...\n"
         "class Run:\n    def define_metric(self, *_, **__): ...\n"

@@ -1,4 +1,4 @@
-"""A run with a tokenizer of its own exports that one, not the model folder's."""
+"""A run with another tokenizer than the model folder's exports that one."""
 
 from pathlib import Path
 

@@ -36,7 +36,7 @@ def table() -> Residency:
 
 @pytest.fixture
 def everything_moves(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Even what a CPU trainer holds."""
+    """Even the state of a CPU trainer."""
     monkeypatch.setattr(offload, "_on_device", list)
     yield
 

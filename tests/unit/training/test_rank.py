@@ -1,4 +1,4 @@
-"""What a trainer rank's process imports before its environment is set, and the driver too."""
+"""Imports of a trainer rank's process before its environment is set, and of the driver."""
 
 import subprocess
 import sys

@@ -34,7 +34,7 @@ def test_tokens_count_once_however_many_ranks_get_them(layout: dict[str, int]) -
 
 
 class Recorder:
-    """A group of two ranks that only takes note. fails: method -> what its call raises."""
+    """A group of two ranks that only takes note. fails: method -> the error of its call."""
 
     def __init__(self, metrics: dict[str, float] | None = None, **fails: Exception) -> None:
         self.calls: list[tuple[str, list[tuple[Any, ...]]]] = []

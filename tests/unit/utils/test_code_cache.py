@@ -1,4 +1,5 @@
-"""The folder of compiled code: private, one for what it depends on, one of vLLM's for each living engine."""
+"""The folder of compiled code: private, one for each set of versions and devices, one of vLLM's for each living
+engine."""
 
 import json
 import os
@@ -30,7 +31,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(home))
     monkeypatch.setattr(code_cache, "_held", [])
     for name in VARIABLES:
-        # Set, then removed: what the test sets is undone too.
+        # Set, then removed: the test's own setting is undone too.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     return home / "rlctl"

@@ -73,7 +73,7 @@ def test_the_machine_has_the_devices_that_runs_see(
 
 
 def nvml(use: dict[int, Any]) -> SimpleNamespace:
-    """use: percent by index, or what reading it raises."""
+    """use: percent by index, or the error of reading it."""
 
     def rates(index: int) -> SimpleNamespace:
         if isinstance(use[index], Exception):

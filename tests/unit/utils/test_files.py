@@ -1,4 +1,4 @@
-"""What is written goes where it was meant to go, not where somebody's symbolic link points."""
+"""Files go to their place, not where somebody's symbolic link points."""
 
 import os
 from pathlib import Path

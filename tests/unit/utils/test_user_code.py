@@ -29,7 +29,7 @@ def test_a_plug_in_that_cannot_be_imported_names_the_users_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, helper: str, told: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    # Each case has modules of its own names.
+    # Each case has modules of other names.
     name = f"{told.partition(':')[0].lower()}_helper"
     Path(f"{name}.py").write_text(helper)
     Path(f"{name}_mine.py").write_text(f"import {name}\n\nclass Mine: ...\n")

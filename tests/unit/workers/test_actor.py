@@ -1,4 +1,4 @@
-"""The host of a worker: whatever its methods raise comes back as a value, and the next call is answered."""
+"""The host of a worker: an exception of its methods comes back as a value, and the next call is answered."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What a driver leaves that is killed together with its reaper, and what is nobody's to remove."""
+"""Leftovers of a driver that is killed together with its reaper, and files that nobody may remove."""
 
 import json
 import os
@@ -30,7 +30,7 @@ time.sleep(600)
 
 @contextmanager
 def driver(root: Path) -> Iterator[tuple[subprocess.Popen[str], Path, psutil.Process]]:
-    """A process that has made a folder, and another that works in it."""
+    """A process with a folder, and another process that works there."""
     process = subprocess.Popen([sys.executable, "-c", DRIVER, str(root)], stdout=subprocess.PIPE, text=True)
     assert process.stdout
     folder, user = json.loads(process.stdout.readline())

@@ -1,4 +1,4 @@
-"""What a cluster's head does for a run, as far as it needs no Ray."""
+"""The work of a cluster's head for a run, as far as it needs no Ray."""
 
 import json
 import os
@@ -22,7 +22,7 @@ CONFIG = "kind: sft\nrun: {dir: runs, name: mine}\nmodel: {path: some/model}\n"
 
 
 class JobApi(BaseHTTPRequestHandler):
-    """Ray's job API, as far as a head asks for it: every job has `status`, and bodies are kept."""
+    """Ray's job API, as far as a head uses this: every job has `status`, and bodies are kept."""
 
     status: ClassVar[dict[str, Any]] = {}
     sent: ClassVar[list[Any]] = []

@@ -1,4 +1,4 @@
-"""What travels to a cluster with a file system of its own."""
+"""The files that travel to a cluster with another file system."""
 
 import base64
 import io

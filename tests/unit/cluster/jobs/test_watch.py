@@ -46,7 +46,7 @@ def test_a_copy_grows_where_it_stood_and_follows_a_file_that_was_replaced(tmp_pa
         file.write('{"step": 2}\n')
     copy(there, here)
     assert (here / "events.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
-    # A reader that stands in the middle of it is not thrown back.
+    # A reader in the middle of the text is not thrown back.
     assert (here / "events.jsonl").stat().st_ino == copied
 
     shorter = there / "new"

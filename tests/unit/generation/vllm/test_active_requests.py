@@ -1,4 +1,4 @@
-"""Requests in an engine: which version sampled which token, exactly; who is handed out, aborted, or failed."""
+"""Requests in an engine: the exact version of each token; requests handed out, aborted, or failed."""
 
 import threading
 from dataclasses import dataclass, field
@@ -125,7 +125,7 @@ def test_answers_gather_while_requests_enough_wait_in_the_engine(
     # Each look sees one answer more; the tenth is the last.
     assert len(requests.collect(0.0, look)) == 1 + together
     assert requests
-    # So many are enough.
+    # This number is enough.
     monkeypatch.setattr(active_requests, "ENOUGH", 2)
     requests, names = begun(*range(4))
     requests.finish(names[0], Output([7]))

@@ -53,7 +53,7 @@ class Model(FakeModel):
 
 
 def engine(monkeypatch: pytest.MonkeyPatch, model: FakeModel | None = None) -> SteppedEngine:
-    """Return an engine at version 4, whose model has room for four sequences, and for 16 that wait.
+    """Return an engine at version 4, whose model has room for four running and 16 waiting sequences.
 
     An answer has three tokens.
     """
@@ -130,7 +130,7 @@ def test_an_engine_whose_weights_were_dropped_samples_nothing_before_a_refit_mad
     for _ in range(2):
         with pytest.raises(RuntimeError, match="weights were dropped when it fell asleep: a refit must come first"):
             one.submit([turn(1)])
-        # What arrives beside the live weights, changed, makes them no better.
+        # Other weights arrive, changed; the live ones stay as bad.
         with pytest.raises(Untouched, match="arrived changed"):
             one.refit_receive(HEADER)
     one.serve(5, HEADER, torn=False)

@@ -1,4 +1,4 @@
-"""Columns of rollouts, what an advantage may return, and its way onto the sampled tokens."""
+"""Columns of rollouts, an advantage's possible results, and their spread over the sampled tokens."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from tests.scored import columns
 
 @dataclass(frozen=True)
 class Given(Advantage):
-    """Whatever a test says."""
+    """Values of a test."""
 
     values: Callable[[ScoredRollouts], Any]
 

@@ -1,4 +1,4 @@
-"""Every advantage that rlctl has equals its definition, in plain Python, whatever the order, groups and sizes."""
+"""Every advantage of rlctl equals its definition in plain Python, for any order, groups and sizes."""
 
 import math
 import statistics
@@ -105,7 +105,7 @@ def quantile(step: list[One], own: One, share: float) -> float:
 
 
 def pass_at_k(step: list[One], own: One, k: int) -> float:
-    """By counting subsets: each is worth 1 if one of it is right, and a rollout the mean of those that it is in."""
+    """By counting subsets: each is worth 1 if one member is right, and a rollout the mean of its subsets."""
     group = [one for one in step if one.group == own.group]
     if len(group) <= k:
         return 0.0

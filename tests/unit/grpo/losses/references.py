@@ -1,6 +1,6 @@
 """Every loss by its paper's formula: plain loops over tokens, float64 scalars, gradients by autograd, no batch.
 
-`POLICY` has one function of at most 20 lines a loss; `reference` is what all losses share.
+`POLICY` has one function of at most 20 lines a loss; all losses share `reference`.
 """
 
 import math

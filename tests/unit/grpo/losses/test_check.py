@@ -1,4 +1,4 @@
-"""`check_loss` finds what breaks a loss's contract, each by its own check, and says what to do."""
+"""`check_loss` finds each violation of a loss's contract by a separate check, and tells the remedy."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields

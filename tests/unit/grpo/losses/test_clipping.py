@@ -79,7 +79,7 @@ def test_gspo_clips_a_rollout_whole() -> None:
 
 
 def first_update(loss: PolicyLoss, noise: float) -> dict[str, float]:
-    """The metrics of a first update: the engine's log-probs are the trainer's and rounding of so many nats."""
+    """The metrics of a first update: the engine's log-probs are the trainer's plus rounding of this many nats."""
     rows = made_up_rows(0, [[65]] * 256)
     random = torch.Generator().manual_seed(1)
     for row in rows:

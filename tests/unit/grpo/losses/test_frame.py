@@ -1,4 +1,4 @@
-"""What every loss has: its metrics, its invariances, what it reads, how it is made and how it travels."""
+"""The frame of every loss: its metrics, invariances and inputs, its making, and its travel."""
 
 import math
 import pickle

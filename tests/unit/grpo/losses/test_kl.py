@@ -1,4 +1,4 @@
-"""The KL term's gradient: what each estimator really descends, summed exactly over all tokens."""
+"""The KL term's gradient: the true descent of each estimator, summed exactly over all tokens."""
 
 from dataclasses import replace
 from typing import Any
@@ -32,7 +32,7 @@ def expected_kl_gradient(loss: PolicyLoss, logits: Tensor, mu: Tensor, reference
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 @pytest.mark.parametrize("proximal", ["rollout", "recompute"])
 def test_kl_gradient_is_exact_in_expectation_also_off_policy(estimator: Any, proximal: Any) -> None:
-    """k1, k3: that of KL(pi || ref); k2: that of E_pi[k2]; whatever policy drew the tokens."""
+    """k1, k3: that of KL(pi || ref); k2: that of E_pi[k2]; for tokens of any policy."""
     random = torch.Generator().manual_seed(1)
     logits, mu, reference = torch.randn(3, 5, generator=random, dtype=torch.float64)
     mu, reference = mu.softmax(-1), reference.softmax(-1)

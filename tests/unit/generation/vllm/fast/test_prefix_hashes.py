@@ -1,4 +1,4 @@
-"""A turn is hashed from where the turn before ended, and anew where its history or its weights are others."""
+"""A turn is hashed from the end of the turn before, and from the start where its history or its weights are others."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -30,7 +30,7 @@ def state() -> Any:
 
 
 def step(scheduler: Any, rows: list[tuple[str, int, float, bool, bool]], several: bool = False) -> list[Any]:
-    """One step: rows of the device's batch come in an order of their own."""
+    """One step: rows of the device's batch come in another order."""
     order = sorted(rows, reverse=True)
     log_probs = np.array([[value, 0.0] for _, _, value, _, _ in order], np.float32).reshape(len(order), 2)
     lists = SimpleNamespace(logprobs=log_probs, cu_num_generated_tokens=[0] if several else None)

@@ -32,7 +32,7 @@ def read_of(file: str, *owners: str) -> set[str]:
 def test_every_name_of_a_scheduler_and_of_a_request_is_asked_for(file: str) -> None:
     asked = {name.rpartition(".")[2] for name in SCHEDULER}
     owners = ("scheduler", "self._scheduler", "core.scheduler", "manager", "self._manager")
-    # Named by what they are part of.
+    # Named by their features.
     parts = {"kv_cache_manager", "block_pool", "coordinator"}
     assert read_of(file, *owners) <= asked | parts
     assert read_of(file, "request") <= {*REQUEST, *(name for pair in EITHER for name in pair), "num_in_flight_tokens"}
@@ -107,7 +107,7 @@ def test_this_vllm_has_every_name_of_a_request() -> None:
 
 
 def test_every_sampling_parameter_is_honoured_or_refused(tmp_path: Path) -> None:
-    """Of all that this vLLM has, each that shortened steps do not read is refused at any other value."""
+    """Each parameter of this vLLM that shortened steps do not read is refused at any other value."""
     made = SimpleNamespace(input_processor=SimpleNamespace(process_inputs=lambda *args, **named: args[2]))
     params = vllm_request(made, spec_for(tmp_path), turn(0))
     assert params.max_tokens == turn(0).max_new_tokens
