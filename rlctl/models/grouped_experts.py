@@ -13,6 +13,18 @@ from torch import Tensor, nn
 NAME = "rlctl_grouped"
 
 
+def _take_rows(rows: Tensor, index: Tensor) -> Tensor:
+    return rows[index]
+
+
+# Not a part of compiled kernels: for rows of 2,048 numbers they took 1.4 ms, where PyTorch's own takes 0.36 (131,072
+# rows on an H100).
+take_rows: Callable[[Tensor, Tensor], Tensor] = torch.library.custom_op(
+    "rlctl::take_rows", _take_rows, mutates_args=(), schema="(Tensor rows, Tensor index) -> Tensor"
+)
+torch.library.register_fake("rlctl::take_rows", lambda rows, index: rows.new_empty(len(index), *rows.shape[1:]))
+
+
 class _Spread(torch.autograd.Function):
     """Copies of every token, one for each of its experts, in the order of the experts.
 
@@ -24,7 +36,7 @@ class _Spread(torch.autograd.Function):
     def forward(ctx: Any, tokens: Tensor, order: Tensor, place: Tensor, copies: int) -> Tensor:
         ctx.save_for_backward(place)
         ctx.copies = copies
-        return tokens[order // copies]
+        return take_rows(tokens, order // copies)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
@@ -44,12 +56,12 @@ class _Collect(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (order,) = ctx.saved_tensors
-        return grad[order // ctx.copies], None, None, None
+        return take_rows(grad, order // ctx.copies), None, None, None
 
 
 def _summed(rows: Tensor, place: Tensor, copies: int) -> Tensor:
     """Add up the `copies` rows of every token in float32. rows: [T copies, ...]; place: row of each copy."""
-    apart: Tensor = rows[place].view(-1, copies, *rows.shape[1:])
+    apart: Tensor = take_rows(rows, place).view(-1, copies, *rows.shape[1:])
     return apart.sum(1, dtype=torch.promote_types(rows.dtype, torch.float32)).to(rows.dtype)
 
 

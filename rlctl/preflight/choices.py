@@ -24,8 +24,9 @@ _LEAST_PACK_AWAKE = 16384
 # On a CPU no larger pack is made to hold the rows of a whole rollout: all packs get as large.
 _MOST_FOR_ROLLOUT = 32768
 # Tokens with logits at a time, and the share of a device's memory that these may take. Each chunk adds to the float32
-# gradient of the output, 0.4 ms for 152,000 x 1,024 numbers on an H200: few large chunks.
-_CHUNKS, _CHUNK_SHARE = (8192, 4096, 2048, 1024), 0.04
+# gradient of the output, 0.4 ms for 152,000 x 1,024 numbers on an H200: few large chunks. An H100 takes 4,096 tokens of
+# such a vocabulary.
+_CHUNKS, _CHUNK_SHARE = (8192, 4096, 2048, 1024), 0.06
 # vLLM has whole CUDA graphs for 512 sequences at most.
 _LEAST_SEQUENCES, _MOST_SEQUENCES = 256, 512
 # Weights in transit and graphs are in the rest of an engine's own device.

@@ -83,10 +83,12 @@ def _forward(logits: Tensor, targets: Tensor, how: _How) -> tuple[Tensor, Tensor
     scaled = _tempered(logits, how)
     peak = scaled.amax(-1)
     below = scaled.sub_(peak[:, None])
-    log_sum = below.exp().sum(-1).log()
-    log_p = below.sub_(log_sum[:, None])
-    chosen = log_p.gather(1, targets[:, None])[:, 0]
-    return chosen, -(log_p.exp().mul_(log_p)).sum(-1), torch.stack((peak, log_sum), -1)
+    exp = below.exp()
+    # Both sums in one pass over the logits: with z = logit - peak, H = log sum exp(z) - sum z exp(z) / sum exp(z).
+    total = exp.sum(-1)
+    weighted, log_sum = exp.mul_(below).sum(-1), total.log()
+    chosen = below.gather(1, targets[:, None])[:, 0] - log_sum
+    return chosen, log_sum - weighted / total, torch.stack((peak, log_sum), -1)
 
 
 def _forward_split(
@@ -139,6 +141,25 @@ def _backward(
     return grad.div_(temperature).to(logits.dtype)
 
 
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left @ right to `total`, float32; on a GPU within the product, which then rounds nothing."""
+    if total.is_cuda and left.dtype == torch.bfloat16 and _adds_in_product(total.device):
+        torch.ops.aten.addmm.dtype_out(total, left, right, torch.float32, out=total)
+    else:
+        total += left @ right
+
+
+@cache
+def _adds_in_product(device: torch.device) -> bool:
+    """Return True if this torch adds a product of bfloat16 to float32 numbers on the device."""
+    total, part = torch.ones(16, 16, device=device), torch.ones(16, 16, device=device, dtype=torch.bfloat16)
+    try:
+        torch.ops.aten.addmm.dtype_out(total, part.T, part, torch.float32, out=total)
+    except (RuntimeError, AttributeError):
+        return False
+    return bool((total == 17).all())
+
+
 @cache
 def _for_chunks(function: Callable[..., Any]) -> Callable[..., Any]:
     # The last chunk of every pack has another size.
@@ -149,6 +170,8 @@ def _for_chunks(function: Callable[..., Any]) -> Callable[..., Any]:
         # for the first pack of one chunk, or of more than one: of a part it looks at the size of the whole.
         if len(logits) == 1:
             return function(logits, *rest)
+        # A constant, so that no division by an unknown size finds the place of a logit.
+        torch._dynamo.mark_static(logits, 1)  # type: ignore[no-untyped-call]
         return fused(logits, *(each.clone() if isinstance(each, Tensor) else each for each in rest))
 
     return work
@@ -195,7 +218,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
             gradients = [None if each is None else each[rows] for each in (grad_log_probs, grad_entropy)]
             grad = work(logits, targets[rows], ctx.how, normalizer[rows], entropy[rows], *gradients)
             grad_hidden[rows] = grad @ weight
-            grad_weight += grad.T @ hidden[rows]
+            _add_product(grad_weight, grad.T, hidden[rows])
             if grad_bias is not None:
                 grad_bias += grad.sum(0, dtype=torch.float32)
         given = None if grad_bias is None else grad_bias.to(bias.dtype)

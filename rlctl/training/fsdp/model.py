@@ -90,8 +90,9 @@ def build_policy(
         lm.get_submodule(row.head).weight = embedding.weight
     fully_shard(policy, mesh=mesh, mp_policy=precision)
     for module in policy.modules():
-        if isinstance(module, FSDPModule):
-            # Gradients are summed over ranks, not averaged: the update divides them once.
+        if isinstance(module, FSDPModule) and mesh.size() > 1:
+            # Gradients are summed over ranks, not averaged: the update divides them once. A single rank would divide
+            # by 1, in a pass over all gradients.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     return policy
