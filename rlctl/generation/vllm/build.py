@@ -6,6 +6,7 @@ from typing import Any
 from rlctl.generation.requests import TurnRequest
 from rlctl.generation.spec import EngineSpec
 from rlctl.generation.vllm.fast.switch import refuse_what_is_not_honoured, shorten_steps
+from rlctl.generation.vllm.served import backend_note, refusal
 from rlctl.preflight.engines.vllm import VllmOptions
 
 # Fields of a spec that are passed on to vLLM as they are.
@@ -23,7 +24,7 @@ _CPU_BATCH_TOKENS = 8192
 def build_llm(spec: EngineSpec, extension: str) -> tuple[Any, list[str]]:
     """Build vLLM's engine in this process. Return it, and notes for a person.
 
-    extension: class mixed into vLLM's workers, "module.Class".
+    extension: class mixed into vLLM's workers, "module.Class". Raises ModelError if vLLM does not serve the model.
     """
     engine_args, llm_engine = _classes()
     options = VllmOptions(**spec.options)
@@ -48,24 +49,28 @@ def build_llm(spec: EngineSpec, extension: str) -> tuple[Any, list[str]]:
         if spec.tensor_parallel_size > 1:
             # In a placement group vLLM would choose Ray, and asks for a group that it made itself.
             extra["distributed_executor_backend"] = "mp"
-    llm = llm_engine.from_engine_args(
-        engine_args(
-            model=spec.model_path,
-            skip_tokenizer_init=True,
-            enable_prefix_caching=spec.prefix_caching,
-            logprobs_mode="processed_logprobs",
-            generation_config="vllm",
-            disable_log_stats=True,
-            use_tqdm_on_load=False,
-            worker_extension_cls=extension,
-            enforce_eager=options.enforce_eager,
-            **{name: getattr(spec, name) for name in _FIELDS},
-            **extra,
-        )
+    arguments = engine_args(
+        model=spec.model_path,
+        skip_tokenizer_init=True,
+        enable_prefix_caching=spec.prefix_caching,
+        logprobs_mode="processed_logprobs",
+        generation_config="vllm",
+        disable_log_stats=True,
+        use_tqdm_on_load=False,
+        worker_extension_cls=extension,
+        enforce_eager=options.enforce_eager,
+        **{name: getattr(spec, name) for name in _FIELDS},
+        **extra,
     )
-    note = shorten_steps(llm, spec)
+    try:
+        llm = llm_engine.from_engine_args(arguments)
+    except ValueError as error:
+        if refused := refusal(error, spec.model_path):
+            raise refused from error
+        raise
+    notes = [backend_note(llm), shorten_steps(llm, spec)]
     _count_prefix_hits(llm.engine_core.engine_core.scheduler.kv_cache_manager)
-    return llm, [note] if note else []
+    return llm, [note for note in notes if note]
 
 
 def cached_sequences(llm: Any) -> int:

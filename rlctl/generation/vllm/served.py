@@ -1,0 +1,42 @@
+"""The answer of vLLM's registry: it has an architecture's layers, its Transformers backend serves it, or nothing does.
+
+The question is asked in an engine's process, by building the engine. A refusal is kept for the driver's next start.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from rlctl.config.errors import ModelError
+from rlctl.preflight.engines.vllm import keep_refusal
+
+_BACKEND = "vllm.model_executor.models.transformers"
+
+
+def refusal(error: Exception, folder: str) -> ModelError | None:
+    """Return an error of `LLMEngine.from_engine_args` as one line, if it says that the architecture is not served."""
+    import vllm
+
+    if not re.search("Model architectures? .* (not supported|failed to be inspected)", str(error), re.DOTALL):
+        return None
+    config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    name = ", ".join(config.get("architectures") or ["no architecture"])
+    if "failed to be inspected" in str(error):
+        return ModelError(f"{folder}: vLLM {vllm.__version__} cannot import {name}; the engine's log says why")
+    why = f"vLLM {vllm.__version__} does not serve {name}, nor does its Transformers backend; a newer vLLM may"
+    keep_refusal(str(config.get("model_type")), why)
+    return ModelError(f"{folder}: {why}")
+
+
+def backend_note(llm: Any) -> str | None:
+    """Return a note for a person if vLLM's Transformers backend serves the model. llm: vLLM's `LLMEngine`."""
+    import vllm
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    config = llm.model_config
+    found = getattr(ModelRegistry.models.get(config.architecture), "module_name", "")
+    if not found.startswith(_BACKEND):
+        return None
+    name = ", ".join(config.architectures)
+    return f"vLLM {vllm.__version__} has no layers of its own for {name}: its Transformers backend serves it"

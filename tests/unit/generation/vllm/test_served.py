@@ -1,0 +1,37 @@
+"""vLLM's registry is asked while an engine is built; its refusal is one line, and is kept."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rlctl.config.errors import ModelError
+from rlctl.generation.vllm.build import build_llm
+from rlctl.generation.vllm.served import refusal
+from rlctl.models.model_sizes import read_sizes
+from rlctl.preflight.engines.vllm import ENGINE
+from tests.system.engines import spec_for
+from tests.unit.folders import MODEL
+
+
+def test_an_architecture_that_vllm_lacks_is_one_line_now_and_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "sizes.json").write_text(json.dumps(MODEL))
+    sizes = replace(read_sizes(tmp_path / "sizes.json"), model_type="codegen")
+    assert ENGINE.unserved("cuda", "m", sizes) is None
+    config = {"model_type": "codegen", "architectures": ["CodeGenForCausalLM"], "n_positions": 128}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError) as caught:
+        build_llm(replace(spec_for(tmp_path), load_format="dummy"), "rlctl.generation.vllm.worker.RefitWorker")
+    import vllm
+
+    lacks = f"vLLM {vllm.__version__} does not serve CodeGenForCausalLM"
+    assert str(caught.value) == f"{tmp_path}: {lacks}, nor does its Transformers backend; a newer vLLM may"
+    assert ENGINE.unserved("cuda", "m", sizes) == str(caught.value).replace(str(tmp_path), "m")
+
+
+def test_another_error_is_vllms_own(tmp_path: Path) -> None:
+    assert refusal(ValueError("the cache has no room"), str(tmp_path)) is None
