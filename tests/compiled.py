@@ -1,4 +1,4 @@
-"""Counts of torch.compile's graphs and kernels."""
+"""Counts of torch.compile's new graphs."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""What several faults need."""
+"""Fixtures of several fault tests."""
 
 import subprocess
 import tempfile

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-# What a start takes on a slow and busy machine, several times over; a run that hangs is found by its own deadlines.
+# Several times the duration of a start on a slow and busy machine; a hanging run is found by its own deadlines.
 DEADLINE_S = 600.0
 # Small steps, but every part of the program: two engines would start slower and show no more.
 SETTINGS = {
@@ -46,7 +46,7 @@ class Run:
         self._before = len(self.events())
         self.output = folder / f"{name}-{time.monotonic_ns()}.out"
         with self.output.open("w") as output:
-            # A session of its own, as a terminal gives it: signals go to the whole group.
+            # A new session, as a terminal gives: signals go to the whole group.
             self.process = subprocess.Popen(command, stdout=output, stderr=output, cwd=folder, start_new_session=True)
         RUNS.append(self)
 
@@ -97,7 +97,7 @@ class Run:
         return family
 
     def end_now(self) -> None:
-        """Kill the driver if it still runs; what it had started ends without it."""
+        """Kill the driver if it still runs; its other processes then end by themselves."""
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()

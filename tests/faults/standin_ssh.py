@@ -1,6 +1,5 @@
-"""Stands in for ssh where a real one adds nothing: the host's name says what is wrong with it.
-
-Everything behind it is real: the programs that run on hosts, Ray, processes, files.
+"""Stands in for ssh where a real one adds nothing: a host's name tells its defect. Everything else is real: the
+programs on hosts, Ray, processes, files.
 """
 
 import os
@@ -37,7 +36,7 @@ case $host in
 esac
 exec sh -c "$*"
 """
-# Every folder that could be a temporary one, as it is on a host whose disk was remounted after an error.
+# Every possible temporary folder, as on a host whose disk was remounted after an error.
 READONLY = """for folder in /tmp /var/tmp $TMPDIR; do
   mount --bind $folder $folder && mount -o remount,ro,bind $folder || exit 9
 done;"""
@@ -80,7 +79,7 @@ class StandInClusters(Clusters):
         self.root.rmdir()
 
     def _installed(self, host: str, package: str, version: str | None) -> None:
-        """What a host has of a package, before what is installed here; None: a broken installation."""
+        """A host's version of a package, before the one installed here; None: a broken installation."""
         folder = self.parts / host / f"{package}-{version or 0}.dist-info"
         folder.mkdir(parents=True)
         if version:

@@ -88,14 +88,14 @@ def keeps_both(run: Run, last: int) -> None:
     steps = run.steps()
     assert [step["step"] for step in steps] == list(range(1, last + 1))
     assert all(step["age/max"] <= AGE for step in steps)
-    # Whatever was sampled by older weights, under equal ones trainer and engine agree.
+    # Trainer and engine agree under equal weights, also on tokens of older ones.
     parity = {step["step"]: step["mismatch/parity"] for step in steps if "mismatch/parity" in step}
     assert list(parity) == list(range(2, last + 1, 2))
     assert max(parity.values()) < 1.0001
     assert max(step["age/max"] for step in steps) > 0
     assert max(step["train/parts"] for step in steps) > 1
     assert all(sum(step[f"buffer/age_{age}"] for age in range(AGE + 1)) <= (AGE + 1) * PROMPTS for step in steps)
-    # Older tokens are further from what trains on them; the newest only where older ones are in their answer's cache.
+    # Older tokens are further from the trained weights; the newest only where their answer's cache has older ones.
     fresh = [step["mismatch/age_0"] for step in steps if "mismatch/age_0" in step and not step["age/mixed"]]
     assert fresh and all(1 <= one < 1.0001 for one in fresh)
     assert fmean(fresh) < fmean(step["mismatch/age_1"] for step in steps if "mismatch/age_1" in step)

@@ -1,4 +1,4 @@
-"""What goes wrong while a cluster starts, done for real: one line that says what to do, and nothing left behind."""
+"""Failures while a cluster starts, done for real: one line with the remedy, and nothing left behind."""
 
 import os
 import signal
@@ -27,14 +27,14 @@ def over_ssh(host: str, *overrides: str) -> list[str]:
 
 
 def until(true: Callable[[], object], process: "subprocess.Popen[str]") -> None:
-    """Wait for it while the command runs."""
+    """Wait until it holds, while the command runs."""
     while not true():
         assert process.poll() is None, process.communicate()
         time.sleep(0.02)
 
 
 def ended(process: "subprocess.Popen[str]", code: int) -> str:
-    """What a command said that must end with `code`."""
+    """Output of a command that must end with `code`."""
     _, err = process.communicate(timeout=500)
     assert process.returncode == code, err
     return err
@@ -116,7 +116,7 @@ def test_a_killed_head_and_a_state_that_is_stale(clusters: StandInClusters) -> N
     assert "local gone" in out
     assert "rlctl cluster down local" in " ".join(out.split())
     assert clusters.run("list")[0].splitlines()[1].split()[2] == "gone"
-    # Up again clears what the first left, and a killed `up` is cleared as well.
+    # Up again clears the leftovers of the first, and a killed `up` is cleared as well.
     out, err = clusters.run("up", "num_cpus=1")
     assert "local was up before and its processes are gone or half started: clearing up" in err
     assert "local is up: 1 node" in out
@@ -152,7 +152,7 @@ def test_a_lost_node_is_started_again_and_the_others_are_left_alone(clusters: St
     kill_node(before[1]["pid"])
     assert "local partly up" in clusters.run("status", code=1)[0]
 
-    # Ctrl-C on the way leaves what stood.
+    # Ctrl-C on the way keeps the existing parts.
     process = clusters.popen("up")
     until(lambda: node_pid(clusters, 1) not in (0, before[1]["pid"]), process)
     os.killpg(process.pid, signal.SIGINT)

@@ -1,4 +1,4 @@
-"""Hosts that will not do: each is found before anything is started, in one line that says what to do."""
+"""Unsuitable hosts: each is found before anything is started, in one line with the remedy."""
 
 import socket
 import subprocess
@@ -11,7 +11,7 @@ import pytest
 from tests.faults.standin_ssh import StandInClusters
 from tests.system.clusters import Clusters
 
-# What is said of each host of one `up`, in which `good` alone will do.
+# Verdict on each host of one `up`, in which `good` alone is suitable.
 SAID = {
     "nokey": "key not accepted: try `ssh nokey` by hand, add your key with ssh-copy-id or ssh-add",
     "down": "not reachable within the time for connecting",
@@ -33,7 +33,7 @@ def clusters(tmp_path: Path) -> Iterator[StandInClusters]:
 
 @pytest.fixture(scope="module")
 def failed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """What `up` says of all of them at once."""
+    """Output of `up` about all of these at once."""
     clusters = StandInClusters(tmp_path_factory.mktemp("hosts"))
     try:
         return refused(clusters, ", ".join(["good", *SAID])).splitlines()
@@ -42,7 +42,7 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def refused(clusters: StandInClusters, hosts: str, *overrides: str) -> str:
-    """What `up` says of hosts that will not do; nothing of it is left."""
+    """Output of `up` about unsuitable hosts; nothing is left behind."""
     _, err = clusters.run("up", "ssh", f"hosts=[{hosts}]", f"python={sys.executable}", *overrides, code=1)
     assert clusters.left() == []
     assert not clusters.folder("ssh").exists()

@@ -1,4 +1,4 @@
-"""What a real sshd and a real ssh say when they do not agree, in a line of ours each."""
+"""Disagreements of a real sshd and a real ssh, each as one line of rlctl."""
 
 import contextlib
 import shutil
@@ -51,7 +51,7 @@ class Here:
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """Undo what the test before has changed, and wait until ssh gets in."""
+        """Undo the changes of the test before, and wait until ssh gets in."""
         shutil.copy(self.folder / "key.pub.bak", self.folder / "key.pub")
         self.config.write_text(CLIENT.format(folder=self.folder) + f"  Port {self.port}\n")
         self.knows("host_key")
@@ -59,7 +59,7 @@ class Here:
         until(lambda: not subprocess.run(enters, capture_output=True).returncode, (self.folder / "sshd.log").read_text)
 
     def knows(self, name: str) -> None:
-        """What ssh takes for the host's key."""
+        """The host's key as ssh sees it."""
         key = " ".join((self.folder / f"{name}.pub").read_text().split()[:2])
         (self.folder / "known_hosts").write_text(f"[127.0.0.1]:{self.port} {key}\n")
 
@@ -88,7 +88,7 @@ class Here:
                 other.close()
 
     def refused(self) -> str:
-        """What `up` says."""
+        """Output of `up`."""
         clusters = Clusters(self.folder)
         options = f"ssh_options=[-F, {self.config}]"
         _, err = clusters.run("up", "ssh", "hosts=[here]", f"python={sys.executable}", options, "port=0", code=1)
@@ -114,7 +114,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Here]:
 
 @pytest.fixture
 def here(daemon: Here) -> Here:
-    """The host as it was at first, whatever another test left of it."""
+    """The host in its first state, after any other test."""
     daemon.begin_anew()
     return daemon
 

@@ -14,7 +14,7 @@ SHARD = "trainer/shard-00001-model-00001-of-00001.safetensors"
 
 
 def contents(run: Path) -> dict[str, bytes]:
-    """What a run is: all but its logs and events, in which a failed attempt is told."""
+    """The files of a run, without its logs and events, which tell of a failed attempt."""
     files = (path for path in run.rglob("*") if path.is_file() and "logs" not in path.relative_to(run).parts)
     return {
         str(path.relative_to(run)): path.read_bytes() for path in files if path.name not in ("events.jsonl", ".driver")

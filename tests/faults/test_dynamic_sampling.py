@@ -38,7 +38,7 @@ def killed_and_resumed(folder: Path, *settings: str) -> Run:
 
 
 def keeps_batches_full(run: Run) -> None:
-    """Every step trains on as many groups as it should, and says what that cost."""
+    """Every step trains on its full number of groups, and records the cost."""
     steps = run.steps()
     assert [step["step"] for step in steps] == list(range(1, LAST + 1))
     assert all(step["groups/trained"] == PROMPTS and step["groups/missing"] == 0 for step in steps)
@@ -55,14 +55,14 @@ def keeps_batches_full(run: Run) -> None:
 
 
 def loses_and_repeats_nothing(run: Run) -> None:
-    """Whoever was drawn ended, once: the first draws, without a gap."""
+    """Every drawn task ended, once: the first draws, without a gap."""
     ended = outcomes(run.path)
     assert all(len(steps) == 1 for steps in ended.values())
     drawn = Cursor(ROWS, 0, True).draw(len(ended))
     assert set(ended) == {f"e{draw.epoch}-r{draw.row}" for draw in drawn}
 
 
-@pytest.mark.long  # three starts; every rule of it: tests/unit/rollout/test_schedules.py
+@pytest.mark.long  # three starts; its rules: tests/unit/rollout/test_schedules.py
 @pytest.mark.slow
 def test_a_synchronous_run_takes_the_first_that_teach_and_resumes_bit_exact(tmp_path: Path) -> None:
     run = killed_and_resumed(tmp_path)
@@ -74,7 +74,7 @@ def test_a_synchronous_run_takes_the_first_that_teach_and_resumes_bit_exact(tmp_
     assert sum(step["groups/surplus"] for step in run.steps()) > 0
 
 
-@pytest.mark.long  # one run and its resume; every rule of it: tests/unit/rollout/test_schedules.py
+@pytest.mark.long  # one run and its resume; its rules: tests/unit/rollout/test_schedules.py
 @pytest.mark.slow
 def test_an_asynchronous_run_replaces_at_once_and_keeps_its_bound(tmp_path: Path) -> None:
     run = killed_and_resumed(tmp_path, "async.enabled=true", f"async.max_trajectory_age_steps={AGE}")

@@ -15,7 +15,7 @@ from tests.faults.test_resume import same
 from tests.system.test_episodes import data
 
 AGE, ROWS, ROLLOUTS, STEPS = 2, 40, 4, 6 * KILLS
-# Episodes last, so that every kill finds some under way.
+# Episodes last, so that every kill finds running ones.
 SLOW = """
 import time
 from rlctl.environments.guess import Guess

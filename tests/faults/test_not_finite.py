@@ -13,17 +13,17 @@ from safetensors.torch import load_file, save_file
 from tests.faults.runs import Run, read
 from tests.tiny_models import make_model
 
-# Two characters that are never sampled: one whose embedding is no number, and one that is only as unlikely.
+# Two characters that are never sampled: one with an embedding of NaN, and one of equal rarity.
 POISON, UNLIKELY = "?", "y"
 
 
 def poisoned_model(folder: Path) -> Path:
-    """A model in which whatever stands after a `?` is NaN, and nothing else."""
+    """A model with NaN after a `?`, and nowhere else."""
     make_model(folder, "llama", scale=1.0)
     vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
     weights = load_file(folder / "model.safetensors")
     embedding, head = weights["model.embed_tokens.weight"], weights["lm_head.weight"]
-    # A direction in which all tokens agree, and that speaks against these two.
+    # A direction that all tokens share, against these two.
     embedding[:, 0], head[:, 0] = 3.0, 0.0
     head[[vocabulary[POISON], vocabulary[UNLIKELY]], 0] = -100.0
     embedding[vocabulary[POISON]] = torch.nan
@@ -62,7 +62,7 @@ def test_rollouts_with_a_nan_are_left_out_and_too_many_stop_the_run_before_the_u
     )  # fmt: skip
     assert run.end() == 1, run.text()
 
-    # In step 2 one prompt of eight, four rollouts each; in step 3 all of them.
+    # In step 2 one prompt of eight, four rollouts each; in step 3 every prompt.
     steps = run.steps()
     assert [step["rollouts/non_finite"] for step in steps] == [0, 4]
     assert all(step["loss/policy"] == pytest.approx(0, abs=1) and step["train/grad_norm"] > 0 for step in steps)

@@ -1,4 +1,4 @@
-"""A refit that goes wrong is found out in time, says who is at fault, and never leaves old and new weights mixed."""
+"""A failed refit is found in time, names the faulty part, and never leaves old and new weights mixed."""
 
 import os
 import signal
@@ -120,10 +120,10 @@ def a_trainer_that_stands_still_is_named(stage: Stage) -> None:
 
 
 def an_engine_killed_on_the_way_is_rebuilt_at_the_new_version(stage: Stage) -> None:
-    # The other engine learns of it by gloo's own timeout.
+    # The other engine learns this by gloo's own timeout.
     stage.refit("broadcast", TIMEOUT)
     trainer, engine = stage.source.workers[0].pid(), stage.pool.engines[0].pid()
-    # While the trainer stands still both engines wait for it in the middle of the refit.
+    # While the trainer stands still both engines wait in the middle of the refit.
     os.kill(trainer, signal.SIGSTOP)
 
     start, asked = stage.pool.engines[0].start, threading.Event()

@@ -14,7 +14,7 @@ STEPS = 60
 
 def damage_the_newest(checkpoints: Path) -> int:
     """Empty a file of the newest checkpoint of a trainer that stands still; return its step."""
-    # What the trainer had written before may still be given its name.
+    # A folder that the trainer wrote before may still get its final name.
     time.sleep(1)
     newest = max(int(path.name.removeprefix("step_")) for path in checkpoints.glob("step_*"))
     (checkpoints / f"step_{newest}/state.json").write_text("")

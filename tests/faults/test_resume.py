@@ -16,16 +16,16 @@ import pytest
 from tests.faults.runs import Run, in_transit, outcomes, survivors
 from tests.waiting import until
 
-# No end of their own: where they are compared is where the hurt one happens to be. Every checkpoint is kept.
+# Without an end: they are compared where the hurt one happens to be. Every checkpoint is kept.
 SETTINGS = ("grpo.num_steps=100000", "checkpoint.every=2", "checkpoint.keep_last=1000")
 # As in test_async.py.
 KILLS = int(os.environ.get("RLCTL_TEST_KILLS", "3"))
-# What depends on the clock or the machine, not on the run.
+# Values of the clock or the machine, not of the run.
 LOOSE = ("time", "throughput/", "idle/", "memory/", "device/", "refit/")
 LOOSE += ("environment/seconds", "environment/retries")
-# How much a synchronous step samples ahead of need depends on who ends first; what it trains on does not.
+# The number of samples ahead in a synchronous step depends on the order of ends; its trained groups do not.
 LOOSE += ("groups/surplus", "tokens/surplus", "tokens/wasted")
-# Which request finds a prefix depends on which came first.
+# Prefix hits depend on the order of requests.
 LOOSE += ("generator/prefix_hit_share",)
 
 
@@ -34,7 +34,7 @@ def lasting(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def same(run: Run, whole: Run, last: int) -> None:
-    """Up to step `last`: metrics, what became of every prompt, and the weights bit by bit."""
+    """Up to step `last`: metrics, the outcome of every prompt, and the weights bit by bit."""
     ours, theirs = ([lasting(step) for step in each.steps() if step["step"] <= last] for each in (run, whole))
     assert [step["step"] for step in ours] == list(range(1, last + 1))
     assert ours == theirs
@@ -64,7 +64,7 @@ def stop_was_told(run: Run) -> bool:
 
 
 def interrupted_twice_it_stops_at_once(run: Run, interrupt: Callable[[Run], str], status: str) -> list[str]:
-    """Though the step cannot end: the trainer stands still. Returns what `interrupt` gave."""
+    """Though the step cannot end: the trainer stands still. Returns the result of `interrupt`."""
     family = psutil.Process(run.process.pid).children(recursive=True)
     os.kill(run.wait_for_event("processes")["trainer-0"], signal.SIGSTOP)
     first = interrupt(run)
@@ -72,7 +72,7 @@ def interrupted_twice_it_stops_at_once(run: Run, interrupt: Callable[[Run], str]
     said = [first, interrupt(run)]
     assert run.end() == 130
     assert survivors(family) == []
-    # Once, by whoever was asked twice.
+    # Once, by the part that was asked twice.
     assert [event["status"] for event in run.events() if event["kind"] == "run_ended"][-1:] == [status]
     assert "without a checkpoint of this step" in run.events()[-1]["reason"]
     return said

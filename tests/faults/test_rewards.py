@@ -10,7 +10,7 @@ import pytest
 
 from tests.faults.runs import Run, read, survivors
 
-# Of this test alone, whatever else runs on the machine.
+# Processes of this test alone, not of others on the machine.
 SECONDS = f"999999.{random.SystemRandom().randrange(10**9)}"
 REWARD = f"""
 import os
@@ -42,8 +42,8 @@ def test_rewards_that_fail_are_told_once_counted_apart_and_stop_the_run_when_mos
     run.wait_for_step(3)
     left = left_by_the_reward()
     assert left
-    # Rewards start while Ray does. With Ray's temporary folder as theirs they would be ended with it. The Ray of an
-    # earlier test in this process leaves the path of its token.
+    # Rewards start while Ray does. In Ray's temporary folder they would end together with Ray. The Ray of an earlier
+    # test in this process leaves the path of its token.
     rays = {"VLLM_HOST_IP", "RAY_AUTH_TOKEN_PATH"} - set(os.environ)
     assert not rays & {name for process in left for name in process.environ()}
     assert {process.environ().get("TMPDIR") for process in left} == {os.environ.get("TMPDIR")}

@@ -1,4 +1,4 @@
-"""A run that draws from three sources, one of them slow, is killed and goes on as if nothing had happened."""
+"""A run with three sources, one of which is slow, is killed and goes on as if nothing had happened."""
 
 import hashlib
 import json

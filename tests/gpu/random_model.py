@@ -1,4 +1,4 @@
-"""Models of real shapes with random weights, made on the spot, and synthetic prompts for them.
+"""Models of real shapes with random weights, made on the spot, and synthetic prompts.
 
     python -m tests.gpu.random_model FOLDER [--shape qwen3-0.6b]
 
@@ -41,7 +41,7 @@ def make(folder: Path, shape: str, prompts: int = 512, prompt_tokens: int = 64) 
 
 
 def overrides(folder: Path) -> list[str]:
-    """What points a recipe at `folder`."""
+    """Overrides that point a recipe at `folder`."""
     return [
         f"model.path={folder / 'model'}",
         f"data.train.path={folder / 'train.jsonl'}",

@@ -1,4 +1,4 @@
-"""Checksums on a device: those of the host, without the host waiting, whatever the sizes and on any stream."""
+"""Checksums on a device: equal to the host's, without a wait of the host, for any sizes and on any stream."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""The FSDP trainer on a GPU, in bfloat16: what is fused or compiled there alone trains as it does without."""
+"""The FSDP trainer on a GPU, in bfloat16: code that is fused or compiled there alone trains as without."""
 
 from pathlib import Path
 from typing import Any

@@ -70,7 +70,7 @@ def test_engine_and_trainer_share_one_device(sleep: str, model: Path, tmp_path: 
     check(records)
     assert all(("refit/wake" in record) == (sleep == "true") for record in records)
     events = map(json.loads, (tmp_path / "run" / "events.jsonl").read_text().splitlines())
-    # What sleeps drops its weights: no module of the engine holds anything that a refit does not write.
+    # A sleeping engine drops its weights: a refit writes everything that its modules hold.
     assert all(event["overwrites"] for event in events if event["kind"] == "refit_opened")
 
 
@@ -124,7 +124,7 @@ def test_weights_go_by_nccl_between_devices(model: Path, tmp_path: Path) -> None
 
 @pytest.mark.skipif("gpus() < 2", reason="needs two CUDA devices")
 def test_weights_change_in_flight_between_devices(model: Path, tmp_path: Path) -> None:
-    """Answers of several lengths, so that some are under way at every refit."""
+    """Answers of several lengths, so that some are in flight at every refit."""
     bound, steps = 2, 5
     records = run(
         "grpo-qwen3-0.6b-2gpu.yaml",

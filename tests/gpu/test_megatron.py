@@ -104,7 +104,7 @@ def test_what_the_host_updates_never_comes_to_the_device(
 def test_gradients_make_room_while_the_optimizer_is_made(
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine that starts beside the rank has memory by the forecast of generation, which counts no gradients."""
+    """An engine on the rank's device has memory by the forecast of generation, which counts no gradients."""
     from rlctl.training.megatron.optimizer import Optimizer, gradients
 
     held: list[int] = []

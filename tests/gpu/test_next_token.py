@@ -31,7 +31,7 @@ def test_a_shortened_step_samples_what_vllms_own_samples(ray_here: Path, tmp_pat
         # Nothing is given up, which would happen at another step in each.
         check_conversations(engines, give_up=False)
         for engine in engines:
-            # What is written to the device is written elsewhere then.
+            # Writes to the device then go elsewhere.
             engine.start(Engine.sleep).wait(DEADLINE)
             engine.start(Engine.wake, "weights").wait(DEADLINE)
             engine.start(Engine.wake, "kv_cache").wait(DEADLINE)

@@ -32,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def deterministic() -> Iterator[None]:
-    """Sums in one order: what differs then differs by more than rounding."""
+    """Sums in one order: a difference is then more than rounding."""
     with sdpa_kernel(SDPBackend.MATH):
         torch.use_deterministic_algorithms(True, warn_only=True)
         yield
@@ -68,7 +68,7 @@ def test_three_steps_have_the_same_bits(model: Path, tmp_path: Path, switch: str
 
 
 def allocated() -> int:
-    """Bytes of tensors that are in use. First calls leave frames in cycles, and with them tensors, gradients even."""
+    """Bytes of tensors that are in use. First calls leave frames in cycles, which hold tensors, even gradients."""
     torch.cuda.synchronize()
     gc.collect()
     return torch.cuda.memory_allocated()
@@ -127,7 +127,7 @@ def test_state_on_the_host_is_saved_and_loaded_from_there(model: Path, tmp_path:
 
 
 def test_memory_that_is_freed_may_be_written_at_once_and_bits_survive() -> None:
-    """Copies are still under way when others get the memory, and when the step's own work goes on."""
+    """Copies are still in progress when others get the memory, and when the step's own work goes on."""
     mine = [torch.randn(32 << 20, device=DEVICE) for _ in range(4)]
     expected = [tensor.cpu() for tensor in mine]
     offloaded = OffloadedTensors(mine)
@@ -149,7 +149,7 @@ def test_memory_that_is_freed_may_be_written_at_once_and_bits_survive() -> None:
 
 
 def test_the_mover_keeps_up_with_the_link(tmp_path: Path) -> None:
-    """State of a real model's shape; the bound is far below what an idle machine gives."""
+    """State of a real model's shape; the bound is far below the speed of an idle machine."""
     copies = measure_copies(model_folder("qwen3-0.6b", tmp_path), DEVICE)
     print(copies, copies.shares)
     assert copies.nbytes > 4e9

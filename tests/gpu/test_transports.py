@@ -29,7 +29,7 @@ def gpus() -> int:
 
 
 def see(device: int, *beside: int) -> None:
-    """Of a new process: the device that it uses, and others that it sees, as an engine those that it reads from."""
+    """Of a new process: its own device, and other visible ones, as an engine sees the devices that it reads."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, (device, *beside)))
     # As trainer ranks have it; engines do not.
     os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "" if beside else "expandable_segments:True"
@@ -66,7 +66,7 @@ def make_plan(world: int) -> RefitPlan:
 
 
 def fill(tensors: dict[str, Any], version: int) -> None:
-    """The same on every process: whole tensors of a version, as this process's slices of them."""
+    """The same on every process: whole tensors of a version, as this process's slices."""
     import torch
 
     generator = torch.Generator("cuda").manual_seed(version)
@@ -90,7 +90,7 @@ def sender(spec: TransportSpec, plan: RefitPlan, rank: int, master: str) -> Any:
 
 
 def make_boxes(plan: RefitPlan, rank: int) -> list[TensorSlice]:
-    """What rank holds: its items joined again, tensor by tensor."""
+    """Items of `rank` joined again, tensor by tensor."""
     found: dict[str, list[TensorSlice]] = {}
     for _, chunk in plan.of(rank):
         for n in chunk.numbers:
@@ -170,7 +170,7 @@ def make_spec(
 
 
 def check_all(futures: list[Future[list[Any]]]) -> list[list[Any]]:
-    """Everyone's reports of three versions; what any of them raised comes first."""
+    """Everyone's reports of three versions; an exception comes first."""
     wait(futures, 100, FIRST_EXCEPTION)
     for future in futures:
         if future.done():

@@ -1,4 +1,4 @@
-"""The real command on clusters of its own: state, processes and folders that a test can look through."""
+"""The real command on separate clusters: state, processes and folders that a test can look through."""
 
 import json
 import os
@@ -54,7 +54,7 @@ class Clusters:
         return subprocess.Popen(command, text=True, env={**self.environment, **exported, **environment}, **pipes)  # type: ignore
 
     def clean(self) -> None:
-        """End whatever a test that failed has left."""
+        """End leftovers of a failed test."""
         for process in self._begun:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -77,7 +77,7 @@ def processes_of(folders: list[str]) -> list[int]:
 
 
 def gone(folders: list[str], within_s: float = 120) -> bool:
-    """Return whether neither the folders nor a process of theirs is left within that time."""
+    """Return True if the folders and all of their processes are gone within that time."""
     end = time.monotonic() + within_s
     while time.monotonic() < end:
         if not processes_of(folders) and not any(map(os.path.exists, folders)):

@@ -13,14 +13,14 @@ from tests.system.engines import FolderSource
 
 
 def drifted(tensors: dict[str, Tensor], version: int) -> dict[str, Tensor]:
-    """The weights of a version: those of version 0 and a step of its own beside them."""
+    """The weights of a version: version 0's, moved by a step of this version."""
     random = torch.Generator().manual_seed(version)
     steps = {name: torch.randn(tensor.shape, generator=random) for name, tensor in tensors.items()}
     return {name: tensor + 0.05 * (version > 0) * tensor.std() * steps[name] for name, tensor in tensors.items()}
 
 
 class DriftingSource(FolderSource):
-    """Sends the weights of whatever version is asked for."""
+    """Sends the weights of any version that is asked for."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)

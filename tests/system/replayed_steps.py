@@ -28,10 +28,10 @@ ROLLOUTS = 48
 
 
 class WatchedEngine(VllmEngine):
-    """Lends its config to schedulers without a model, and tells what becomes of its own cache."""
+    """Lends its config to schedulers without a model, and tells the state of its own cache."""
 
     def blocks(self) -> dict[str, int]:
-        """Count the cache's blocks that are free, those that other requests can find, and tokens that were found."""
+        """Count the cache's free blocks, the blocks that other requests can find, and the tokens found."""
 
         def count() -> dict[str, int]:
             stats = self._scheduler.kv_cache_manager.prefix_cache_stats
@@ -40,7 +40,7 @@ class WatchedEngine(VllmEngine):
         return self._on_thread(count)  # type: ignore[no-any-return]
 
     def replay(self, ahead: bool, shortened: bool, seed: int) -> "dict[str, Any]":
-        """Drive a scheduler of its own. ahead: each step is scheduled before the last one's tokens are known."""
+        """Drive a separate scheduler. ahead: each step is scheduled before the last one's tokens are known."""
         return self._on_thread(lambda: Replay(self._scheduler, ahead, shortened, seed).run())  # type: ignore[no-any-return]
 
 
@@ -60,7 +60,7 @@ def two_engines(spec: EngineSpec, devices: list[str], logs: Path) -> list[Worker
 
 
 def check_conversations(engines: list[Worker], give_up: bool) -> None:
-    """Check that both engines sample the same bits, end alike, and treat their caches alike."""
+    """Check that both engines sample the same bits, end in the same way, and leave equal caches."""
     ours, plain = (conversations(engine, give_up) for engine in engines)
     assert {"stop", "length"} == {each.finish for each in ours}
     for one, other in zip(ours, plain, strict=True):
@@ -114,7 +114,7 @@ def conversations(engine: Worker, give_up: bool) -> list[Completion]:
 
 
 def told(scheduled: Any) -> tuple[Any, ...]:
-    """Return what a step tells the device, in its order."""
+    """Return a step's orders to the device, in sequence."""
     cached, new = scheduled.scheduled_cached_reqs, scheduled.scheduled_new_reqs
     assert scheduled.total_num_scheduled_tokens == sum(scheduled.num_scheduled_tokens.values())
     return (
@@ -131,7 +131,7 @@ def count_blocks(scheduler: Any) -> dict[str, int]:
 
 
 class Replay:
-    """Record of 600 steps: what was scheduled, what ended with which tokens and log-probs, which blocks are free."""
+    """Record of 600 steps: scheduled requests, finished ones with tokens and log-probs, free blocks."""
 
     def __init__(self, like: Any, ahead: bool, shortened: bool, seed: int) -> None:
         """Make a scheduler with the config of `like`."""
@@ -155,7 +155,7 @@ class Replay:
         self._depth, self._random = 2 if ahead else 1, random.Random(seed)
         self._sampled, self._states, self._begun = Counter[str](), dict[str, Any](), 0
         self.steps, self.preemptions = list[Any](), 0
-        # What was left to vLLM: calls for slots, requests that go on, and tokens.
+        # Work left to vLLM: calls for slots, continued requests, and tokens.
         self._asked = self._scheduled = self._appended = 0
         self._count_what_is_left()
         if shortened:
@@ -219,7 +219,7 @@ class Replay:
             self._scheduler.add_request(request)
         running = [each.request_id for each in self._scheduler.running]
         if self._random.random() < 0.01:
-            # As a change of weights that recomputes what runs; tokens may be under way.
+            # As a change of weights that recomputes running requests; tokens may be in flight.
             self._scheduler.reset_prefix_cache(reset_running_requests=True)
         if running and self._random.random() < 0.05:
             name = self._random.choice(running)

@@ -48,7 +48,7 @@ class SlurmLab:
         self._daemons: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
-        """All daemons, and waits until every node is idle. Raises AssertionError with what they wrote."""
+        """All daemons, and waits until every node is idle. Raises AssertionError with their output."""
         # munge refuses a key or a socket that others could replace.
         self.folder.mkdir(mode=0o755)
         key = self.folder / "munge.key"
@@ -76,16 +76,16 @@ class SlurmLab:
         return self.run("sinfo", "--noheader", "--Node", "--format=%T").split()
 
     def run(self, *command: str) -> str:
-        """What one of Slurm's commands prints."""
+        """Output of one of Slurm's commands."""
         environment = {**os.environ, **self.environment}
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60).stdout
 
     def jobs(self) -> list[str]:
-        """Ids of those that wait or run."""
+        """Ids of waiting and running jobs."""
         return self.run("squeue", "--noheader", "--format=%A").split()
 
     def stop(self) -> None:
-        """Everything is gone, whatever of it there was."""
+        """Everything is gone, also after a partial start."""
         if jobs := self.jobs():
             self.run("scancel", *jobs)
             end = time.monotonic() + 60
@@ -118,7 +118,7 @@ _MUNGE_FILES = (("socket", "sock"), ("pid-file", "pid"), ("log-file", "log"), ("
 
 
 def why_not() -> str:
-    """What keeps this machine from having a Slurm; empty if nothing does."""
+    """The reason for which this machine can have no Slurm; empty if it can."""
     wanted = ("munged", "slurmctld", "slurmd", "sbatch")
     missing = [name for name in wanted if not shutil.which(name) and not Path(f"/usr/sbin/{name}").exists()]
     if missing:

@@ -1,6 +1,5 @@
-"""Several real hosts on one machine: network namespaces with addresses of their own, an sshd in each.
-
-They share the file system, the clock and the processes of this machine, and nothing of its network.
+"""Several real hosts on one machine: network namespaces with separate addresses, an sshd in each. They share the file
+system, the clock and the processes of this machine, but not its network.
 """
 
 import os
@@ -98,7 +97,7 @@ class SshHosts:
         _run("ip", "link", "set", self.cable(index), state)
 
     def stop(self) -> None:
-        """Everything is gone, whatever of it there was."""
+        """Everything is gone, also after a partial start."""
         for daemon in self._daemons:
             os.killpg(daemon.pid, signal.SIGKILL)
             daemon.wait()
@@ -125,7 +124,7 @@ def standing_hosts(folder: Path, count: int) -> Iterator[SshHosts]:
 
 
 def why_not() -> str:
-    """What keeps this machine from having such hosts; empty if nothing does."""
+    """The reason for which this machine can have no such hosts; empty if it can."""
     missing = [name for name in ("ip", "ssh", "ssh-keygen") if not shutil.which(name)]
     if not shutil.which("sshd") and not Path("/usr/sbin/sshd").exists():
         missing.append("sshd (apt-get install openssh-server)")

@@ -1,8 +1,8 @@
 """Runs on another host, without the token: finds every open port of an address and tries to use each.
 
-Arguments: address, a folder for a home. Prints JSON: ports, and of each port what it answered: {port: {what: answer}},
-and what Ray's own clients raised, with the seconds that a wrong token took. Kept apart from the tests since Ray reads
-its environment at import.
+Arguments: address, a folder for a home. Prints JSON: ports, the answers of each port: {port: {probe: answer}}, and the
+errors of Ray's own clients, with the seconds of a wrong token. Kept apart from the tests since Ray reads its
+environment at import.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ async def open_ports(address: str) -> list[int]:
 
 
 def methods() -> list[str]:
-    """Every remote procedure that Ray's own stubs know, and those of its object manager, of which Python has none."""
+    """Every remote procedure of Ray's own stubs, and of its object manager, which has no stubs in Python."""
     import ray
 
     folder = Path(ray.__file__).parent / "core" / "generated"
@@ -58,7 +58,7 @@ def methods() -> list[str]:
 
 
 def called(address: str, port: int) -> dict[str, str]:
-    """The gRPC codes of every method's empty request, but for those that the port does not have."""
+    """The gRPC codes of every method's empty request, without the methods that the port lacks."""
     import grpc
 
     channel = grpc.insecure_channel(f"{address}:{port}")
@@ -86,7 +86,7 @@ def browsed(address: str, port: int) -> dict[str, str]:
 
 
 def with_a_wrong_token(address: str, token: Path) -> dict[str, Any]:
-    """What Ray's client of the head says, and how soon."""
+    """The answer of Ray's client of the head, and its seconds."""
     os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token))
     from ray._raylet import GcsClient  # type: ignore[attr-defined]
 

@@ -1,4 +1,4 @@
-"""A rollout's tokens and log-probs follow from its seed and its weights, whatever else its engine samples.
+"""A rollout's tokens and log-probs follow from its seed and its weights alone, not from other requests of its engine.
 
 On a CPU that holds bit by bit. It is why a synchronous run that samples more than it needs resumes bit-exact.
 """

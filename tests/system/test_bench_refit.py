@@ -46,7 +46,7 @@ def rows(result: subprocess.CompletedProcess[str]) -> dict[str, dict[str, Any]]:
     return {row["label"]: row for row in json.loads(result.stdout)["rows"]}
 
 
-@pytest.mark.long  # three hundred of what test_refit.py does a few times
+@pytest.mark.long  # three hundred refits; test_refit.py makes a few
 @pytest.mark.slow
 def test_three_hundred_refits_through_host_memory_deliver_every_bit_and_leave_memory_as_it_was(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model")

@@ -1,4 +1,4 @@
-"""`rlctl chat` with a real engine: lines in, answers out, and the same answer once it begins anew."""
+"""`rlctl chat` with a real engine: lines in, answers out, and the same answer after a restart."""
 
 import subprocess
 import sys

@@ -1,7 +1,7 @@
-"""`rlctl cluster` and kubectl: what is said without one and without a cluster, and the words they exchange.
+"""`rlctl cluster` and kubectl: answers without kubectl and without a cluster, and the words they exchange.
 
-No Kubernetes is started here. Where one would answer, a stand-in for kubectl does: it shows that the right commands go
-out and that answers are understood, and nothing about KubeRay, whose schema the manifests are held to elsewhere.
+No Kubernetes is started here. Where one would answer, a stand-in for kubectl does: it shows the right commands and the
+reading of answers, but nothing about KubeRay. Another test holds the manifests to KubeRay's schema.
 """
 
 import json
@@ -17,7 +17,7 @@ import yaml
 
 from tests.system.clusters import Clusters
 
-# Keeps what is applied as a file; its pods are ready at once, or wait for what the file `wait` says.
+# Keeps applied objects as a file; its pods are ready at once, or wait for the condition of the file `wait`.
 KUBECTL = """#!{python}
 import base64, json, os, pathlib, sys
 home = pathlib.Path(os.environ["STAND_IN"])

@@ -62,7 +62,7 @@ def test_up_train_and_down(clusters: Clusters, tmp_path: Path) -> None:
     assert [event["transport"] for event in opened] == ["broadcast"] * 2
     shown = json.loads(clusters.run("list", "--json", group="runs")[0])
     assert [(each["name"], each["status"]) for each in shown] == [(run.name, "done")]
-    # What was reserved is free again, and no secret stands anywhere.
+    # Reserved resources are free again, and no secret stands anywhere.
     seen = json.loads(clusters.run("status", "--json")[0])
     assert [node["free"]["CPU"] for node in seen["nodes"]] == [2, 2]
     assert seen["runs"] == []
@@ -103,7 +103,7 @@ def test_left_stopped_resumed_and_killed(clusters: Clusters, tmp_path: Path) -> 
     wait_for(lambda: len(steps(run)) > done, "step without a watcher")
     status = clusters.run("status")[0]
     assert "mine  running" in status
-    # A second one has no room, and waits for it.
+    # A second one has no room, and waits.
     command = ("grpo", "--cluster", "local", "--wait", "run.name=next", "grpo.num_steps=1", *SMALL)
     waiting, events = clusters.popen(*command, group="train"), run.parent / "next" / "events.jsonl"
     wait_for(lambda: any("waiting for room" in str(event.get("what")) for event in read(events)), "wait")

@@ -1,4 +1,4 @@
-"""A cluster as another host sees it: what listens is listed, and nothing of it answers without the token."""
+"""A cluster as another host sees it: every listener is listed, and none answers without the token."""
 
 import json
 import subprocess
@@ -16,7 +16,7 @@ from tests.system.clusters import Clusters
 from tests.system.ssh_hosts import SshHosts, standing_hosts
 
 STRANGER = Path(__file__).parent / "stranger.py"
-# A worker that stays, so that its ports are there to be found.
+# A worker that stays, so that its ports can be found.
 ACTOR = """
 import sys, ray
 ray.init(address=sys.argv[1], log_to_driver=False, namespace="stays")
@@ -68,7 +68,7 @@ def brought_up(clusters: Clusters, hosts: SshHosts, *more: str) -> str:
 
 
 def run_on(clusters: Clusters, hosts: SshHosts, index: int, *command: str, **environment: str) -> str:
-    """What a Python program prints there."""
+    """Output of a Python program there."""
     done = subprocess.run(
         [*hosts.inside(index), sys.executable, *command],
         env={**clusters.environment, **environment},
@@ -131,7 +131,7 @@ def test_every_open_port_is_listed_and_refuses_whoever_has_no_token(
     dashboard = f"http://{hosts.addresses[0]}:{DASHBOARD}"
     assert "refused: Failed to connect" in run_on(clusters, hosts, 1, "-c", JOB, dashboard, **home)
 
-    # Through the tunnel that `status` prints it is there, for who has the token.
+    # Through the tunnel of `status` it is there, with the token.
     said = " ".join(clusters.run("status")[0].split())
     command = said.partition("dashboard: ")[2].split()
     assert command[:2] == ["ssh", "-N"]

@@ -56,7 +56,7 @@ def clusters(lab: SlurmLab, tmp_path: Path) -> Iterator[Clusters]:
 
 
 def works_on(state: ClusterState) -> list[str]:
-    """The nodes that run what a Ray program sends them, being itself on the head."""
+    """The nodes that run tasks of a Ray program on the head."""
     environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": f"{state.head.folder}/token"}
     program = PROGRAM.format(environment=environment, address=state.address)
     command = state.host_of(state.head).command()
@@ -99,7 +99,7 @@ def test_two_nodes_come_up_and_go(clusters: Clusters, lab: SlurmLab, monkeypatch
     assert clusters.run("list")[0].splitlines()[1].split()[:4] == ["slurm", "slurm", "up", "2"]
     assert "n2 start.log | " in clusters.run("logs", "--node", "n2")[0]
 
-    # What is written for hosts over ssh works here too, also from within another job of the user's.
+    # A program for hosts over ssh works here too, also from within another job of the user's.
     monkeypatch.setenv("SLURM_CONF", lab.environment["SLURM_CONF"])
     monkeypatch.setenv("SLURM_JOB_ID", "12345")
     nodes = [ClusterNode(**node) for node in state["nodes"]]
@@ -173,7 +173,7 @@ def test_what_slurm_refuses_is_a_line(clusters: Clusters) -> None:
 
 
 def test_ctrl_c_and_a_deadline_while_it_waits(clusters: Clusters, lab: SlurmLab) -> None:
-    # More nodes than there are: such a job waits for ever.
+    # More nodes than there are: such a job waits without end.
     process = clusters.popen("up", "slurm", "nodes=9")
     wait_for(lambda: bool(lab.jobs()))
     time.sleep(2)

@@ -1,4 +1,4 @@
-"""A cluster over ssh, on hosts with addresses of their own: up, used, a host lost, too few hosts, down."""
+"""A cluster over ssh, on hosts with separate addresses: up, used, a host lost, too few hosts, down."""
 
 import json
 import subprocess
@@ -59,7 +59,7 @@ def test_hosts_come_up_work_together_and_go(clusters: Clusters, hosts: SshHosts,
 
     seen = json.loads(clusters.run("status", "--json")[0])
     assert [(node["condition"], node["address"]) for node in seen["nodes"]] == [("up", at) for at in hosts.addresses]
-    # What Ray opens to other machines is what the firewall was told of.
+    # Ray opens to other machines the ports of the firewall's list, and no others.
     reachable = [port for node in seen["nodes"] for at, port, _ in node["listening"] if not at.startswith("127.")]
     assert reachable
     assert [port for port in reachable if port != 6379 and not 7000 <= port <= 7100] == []

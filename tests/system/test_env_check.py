@@ -1,4 +1,4 @@
-"""`rlctl env check --model` with a real engine: the conversation, what the model sampled of it, rewards and times."""
+"""`rlctl env check --model` with a real engine: the conversation with its sampled parts, rewards and times."""
 
 import json
 import subprocess

@@ -86,7 +86,7 @@ class Stage:
         return gap.token_mult_prob_error
 
     def replay(self, rollouts: list[Rollout]) -> None:
-        """Ask for every turn again, as a request of its own in another mix."""
+        """Ask for every turn again, as a separate request in another mix."""
         wanted: list[tuple[TurnRequest, list[int]]] = []
         for row in (row for rollout in rollouts for row in rollout.rows):
             for turn in sorted({*row.turns[row.sampled].tolist()}):

@@ -105,7 +105,7 @@ def groups(run: Run) -> list[dict[str, Any]]:
 
 
 def look_at_episodes(run: Run, purpose: str) -> list[dict[str, Any]]:
-    """Each recorded rollout has its conversation; what was sampled and what was said alternate. Returns all."""
+    """Each recorded rollout has its conversation; sampled and other messages alternate. Returns all."""
     rollouts = [one for group in groups(run) if group["purpose"] == purpose for one in group["rollouts"]]
     assert rollouts
     for one in rollouts:
@@ -148,7 +148,7 @@ def test_a_game_is_trained_on_all_of_its_turns_token_for_token(tmp_path: Path) -
     assert all(record["validation/turns"] >= 1 and "validation/accuracy" in record for record in validated)
 
 
-@pytest.mark.long  # the game above says most of it
+@pytest.mark.long  # the game above shows most of this
 @pytest.mark.slow
 def test_an_asynchronous_run_calls_tools_while_weights_change(tmp_path: Path) -> None:
     (tmp_path / "adder.py").write_text(ADDER)
@@ -169,7 +169,7 @@ def test_an_asynchronous_run_calls_tools_while_weights_change(tmp_path: Path) ->
     assert sum(step["environment/tool_calls"] for step in steps) > 0
     assert any(0 < step["environment/tool_errors"] < 1 for step in steps)
     assert all({"reward/sum/mean", "reward/odd/mean", "reward/worth/mean"} <= step.keys() for step in steps)
-    # A third of what it can call adds text to a number.
+    # A third of its possible calls adds text to a number.
     assert any(step["environment/tool_raised"] > 0.25 for step in steps)
     (told,) = [event["what"] for event in read(run.path / "events.jsonl") if "tool add: " in event.get("what", "")][:1]
     assert told.startswith("tool add: raised TypeError at adder.py:13: ")
@@ -248,7 +248,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_episodes_on_every_backend_on_several_ranks_and_engines_at_every_age(tmp_path: Path, layout: str) -> None:
     age = int(layout[-1])
-    # Age 0 is a synchronous run, which tells the mismatch of its own tokens.
+    # Age 0 is a synchronous run: its own tokens tell the mismatch.
     asynchronous = f"async={{enabled: {'true' if age else 'false'}, max_trajectory_age_steps: {max(1, age)}}}"
     run = Run(tmp_path, "layout", *GAMES, *data(tmp_path), *LAYOUTS[layout], asynchronous)
     assert run.end() == 0, run.text()
@@ -256,13 +256,13 @@ def test_episodes_on_every_backend_on_several_ranks_and_engines_at_every_age(tmp
     assert len(steps) == 6 and max(step.get("age/max", 0) for step in steps) in range(min(1, age), age + 1)
     assert max(step["mismatch/parity" if age else "mismatch/token_mult_prob_error"] for step in steps) < 1.001
     assert all(step["environment/failed"] == 0 and step["environment/rows"] == 1 for step in steps)
-    # Beside prompts that a group shares, turns find the turns before them: they are with their engine.
+    # Turns find the prompt of their group and their earlier turns: they stay with their engine.
     assert max(step["generator/prefix_hit_share"] for step in steps) > 0.2
     assert max(one["episode"]["turns"] for one in look_at_episodes(run, "train")) == 5
 
 
 def thinking_model(folder: Path) -> Path:
-    """A random model with a token that is a thought, and a template that drops thoughts of earlier turns."""
+    """A random model with a token for a thought, and a template that drops thoughts of earlier turns."""
     calling_model(folder)
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     for token in tokenizer["added_tokens"]:

@@ -1,4 +1,4 @@
-"""Whole runs: what the options of a run do together, and what its directory holds afterwards."""
+"""Whole runs: options of a run together, and its directory afterwards."""
 
 import json
 import shutil
@@ -37,7 +37,7 @@ def test_a_run_under_top_p_trains_and_is_judged_by_tokens_of_the_whole_distribut
     steps = run.steps()
     assert len(steps) == 2
     for step in steps:
-        # The probability that is kept: each token weighs so much.
+        # The kept probability: each token has this weight.
         assert 0.8 <= step["importance/mean"] < 0.98
         assert step["mismatch/token_mult_prob_error"] > 1.03 > step["mismatch/parity"]
     assert not [event for event in run.events() if event["kind"] in ("warning", "health")]

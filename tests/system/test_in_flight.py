@@ -1,4 +1,4 @@
-"""Weights that change while rollouts run: who sampled which token is known exactly, and so is with which log-prob."""
+"""Weights that change while rollouts run: the version and the log-prob of each token are known exactly."""
 
 import time
 from dataclasses import replace
@@ -63,7 +63,7 @@ def with_kept_keys(models: Models, prompt: list[int], rollout: Completion) -> np
 
 @torch.no_grad()
 def with_new_keys(models: Models, prompt: list[int], rollout: Completion) -> np.ndarray:
-    """Log-probs when every change of weights computes all keys and values anew."""
+    """Log-probs when every change of weights recomputes all keys and values."""
     tokens, found = torch.tensor([prompt + rollout.tokens.tolist()]), []
     for begin, end, version in spans(rollout):
         logits = models.at(version)(tokens).logits[0]

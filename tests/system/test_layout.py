@@ -1,5 +1,5 @@
-"""Where vLLM keeps each tensor is found by watching its own loaders: copies made by what was found leave every
-parameter as the loaders leave it, bit by bit, for every architecture and tensor-parallel rank.
+"""The place of each tensor in vLLM is found by watching its own loaders. Copies to these places leave every parameter
+as the loaders leave it, bit by bit, for every architecture and tensor-parallel rank.
 
 vLLM's models as they are before CPU kernels repack them, which is how GPUs keep them.
 """
@@ -74,7 +74,7 @@ def tensors(folder: Path) -> list[Shard]:
 
 
 def plan_of(shards: list[Shard], rows: int | None = None) -> RefitPlan:
-    """rows: two trainer ranks, of which the first holds this many rows of every tensor that has more."""
+    """rows: of two trainer ranks, the first holds this many rows of every larger tensor."""
     layout = [(shard.name, shard.box.shape, "float32") for shard in shards]
     if rows is None:
         return RefitPlan.build(layout)

@@ -1,4 +1,4 @@
-"""Shortened steps sample what vLLM's own steps sample, bit for bit, and treat its cache as they do."""
+"""Shortened steps sample the same bits as vLLM's own steps, and leave the same cache."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,7 +14,7 @@ from tests.tiny_models import make_model
 
 @pytest.fixture(scope="module")
 def engines(ray_here: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Worker]]:
-    """An engine with shortened steps and one without, whose caches hold a part of what they sample at a time."""
+    """An engine with shortened steps and one without, whose caches hold a part of their sequences at a time."""
     folder = make_model(tmp_path_factory.mktemp("m"), max_length=256, seed=1)
     spec = replace(
         spec_for(folder, 256), stop_token_ids=(1, 5, 9), top_p=0.9, top_k=20, kv_cache_mib=2, max_num_seqs=32

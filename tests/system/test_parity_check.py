@@ -81,7 +81,7 @@ def test_only_a_generator_with_the_trainers_weights_passes(ray_here: Path, tmp_p
     config = run.config
     make = MakeTrainer(run.trainer, right, tmp_path / "store")
     trainer = WorkerGroup([WorkerSpec("trainer-0", make)], DEADLINE)
-    # Both cut the distribution of training rollouts, whose log-probs are larger by what is cut.
+    # Both cut the distribution of training rollouts, whose log-probs are larger by the cut.
     spec = replace(spec_for(right), top_p=0.8, top_k=40)
     pool = GeneratorPool(spec, [SEAT], str(ray_here), DEADLINE, 0, lambda *_, **__: None)
     source = WorkerGroup([WorkerSpec("source", MakeSource(wrong, FolderSource))], DEADLINE)

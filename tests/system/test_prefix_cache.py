@@ -39,7 +39,7 @@ def same(one: list[Completion], other: list[Completion]) -> bool:
 
 
 def cached(engine: Worker) -> tuple[int, int]:
-    """Prompt tokens that the engine's cache held so far, and all of them."""
+    """Prompt tokens found in the engine's cache so far, and all prompt tokens."""
     (told,) = engine.start(Engine.collect, 0.0).wait(DEADLINE)
     return told.stats.cached_tokens, told.stats.prompt_tokens
 
@@ -50,7 +50,7 @@ def test_a_prefix_hit_changes_no_bit(ray_here: Path, tmp_path: Path) -> None:
     folder = make_model(tmp_path / "m", max_length=256, seed=1)
     with_cache, without = (engine_on(folder, ray_here, f"cache-{on}", cache=on) for on in (True, False))
     random = np.random.default_rng(0)
-    # Half of the prompts end at the edge of a block, or one token beside it.
+    # Half of the prompts end at the edge of a block, or one token away.
     edges = [BLOCK * random.integers(1, 3) + random.integers(-1, 2) for _ in range(24)]
     lengths = [*edges, *random.integers(1, 90, 24)]
     prompts = [random.integers(3, 64, length).tolist() for length in lengths]
@@ -97,7 +97,7 @@ def test_a_turn_after_a_refit_reads_no_keys_of_older_weights_unless_configured(r
             engine.built().wait(DEADLINE)
         by_new, by_old = ask(keeps), ask(resets)
         assert not same(by_new, by_old)
-        # Within a version what was computed once is found.
+        # Within a version every computed prefix is found.
         assert same(ask(resets), by_old) and cached(resets)[0] > 0.4 * cached(resets)[1]
         # The turn before is being sampled while the weights change.
         first = request(9, 0, random.integers(3, 64, 100).tolist(), 120)

@@ -1,5 +1,5 @@
-"""After a refit an engine samples what a fresh engine on the same weights samples, for every architecture,
-and its log-probs are those of transformers."""
+"""After a refit an engine samples as a fresh engine on the same weights, for every architecture. Its log-probs are
+those of transformers."""
 
 import tempfile
 from collections.abc import Iterator
@@ -67,7 +67,7 @@ def test_greedy_after_refit_equals_a_fresh_engine(kind: Kind, ray_here: Path, tm
         engines[0].start(Engine.sleep).wait(DEADLINE)
         engines[0].start(VllmEngine.rpc, "rl_forget").wait(DEADLINE)
         engines[0].start(Engine.wake, "weights").wait(DEADLINE)
-        # The same version: a prefix that was kept would be found by it.
+        # The same version: a kept prefix would be found.
         refit.run([end], version=3)
         engines[0].start(Engine.wake, "kv_cache").wait(DEADLINE)
         awake = sample(engines[0], greedy(PROMPTS, 16))

@@ -45,7 +45,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page of two runs; beside it the folder of its pictures."""
+    """The page of two runs, and the folder of its pictures."""
     folder = tmp_path_factory.mktemp("report")
     for name in ("sync", "async"):
         write(folder, name, name == "sync")

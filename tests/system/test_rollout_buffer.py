@@ -41,7 +41,7 @@ DEADLINE, PROMPTS, SAMPLES = 600.0, 4, 2
 
 @dataclass
 class Stage:
-    """One engine whose answers have a long tail, and a source of weights that change with every version."""
+    """One engine with a long tail of answers, and a source of weights that change with every version."""
 
     pool: GeneratorPool
     events: list[dict[str, Any]]
@@ -53,7 +53,7 @@ class Stage:
     taken_early: int = 0
 
     def start(self, deadline_s: float, *settings: str) -> RolloutBuffer:
-        """Begin a run of its own for each case, once the last one is done."""
+        """Begin a new run for each case, once the last one is done."""
         size = (
             "grpo.num_steps=8",
             f"grpo.num_prompts_per_step={PROMPTS}",
@@ -101,7 +101,7 @@ class Stage:
         """Wait until the engine is idle: no answer of this run may reach the next one."""
         assert self.buffer and self.dispatcher
         until(self.dispatcher.drain)
-        # Which ends an engine that is slow to answer: the next case needs it.
+        # This ends an engine that is slow to answer; the next case needs a fast one.
         with patch("rlctl.rollout.dispatcher._CLOSE_S", PATIENCE_S):
             self.buffer.close()
 
@@ -193,7 +193,7 @@ def test_in_flight_every_policy_keeps_the_bound_and_every_prompt(stage: Stage, p
     assert sorted(ids(stage.steps)) == sorted(f"e0-r{i}" for i in range(8 * PROMPTS))
     rollouts = [one for groups in stage.steps for group in groups for one in group.rollouts]
     assert any(len(np.unique(one.sampled_versions)) > 1 for one in rollouts)
-    # Nothing long was left behind: what was trained is what was drawn.
+    # No long group was left behind: the trained groups are the drawn ones.
     trained = [one.num_sampled for one in rollouts]
     assert stage.buffer and sorted(stage.buffer.sampled_lengths()) == sorted(trained)
     if policy == "in_order":
@@ -227,7 +227,7 @@ def test_an_engine_that_stands_still_is_replaced_and_one_that_keeps_dying_costs_
     assert any("s without a new group: step 2 waits for" in what and "engine-0 samples" in what for what in warnings)
     dropped = [group.task.id for groups in stage.steps for group in groups if not group.rollouts]
     assert dropped
-    # Those that began together are told in the order in which their engine had them.
+    # Rollouts that began together are told in their engine's order.
     told = sorted(what for what in warnings if "dropped" in what)
     assert told == sorted(f"prompt {prompt} is dropped: its sampling failed 1 times" for prompt in dropped)
     assert len(set(ids(stage.steps))) == 3 * PROMPTS

@@ -20,7 +20,7 @@ FEW = (
 
 
 def validations(run: Run) -> dict[int, dict[str, Any]]:
-    """What was recorded of each validation, by its step."""
+    """The record of each validation, by its step."""
     records = [record for record in read(run.path / "metrics.jsonl") if record["kind"] == "validation"]
     return {each["step"]: {name: value for name, value in each.items() if "validation/" in name} for each in records}
 

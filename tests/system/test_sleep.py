@@ -1,6 +1,5 @@
-"""A run whose engine sleeps while the trainer works, and forgets its weights and its cache, learns what another learns.
-
-The engine is a real one on a CPU, where vLLM itself drops nothing: it fills its parameters with NaN in place of that.
+"""A run whose engine sleeps while the trainer works, and forgets its weights and its cache, learns as another run does.
+The engine is a real one on a CPU. vLLM itself drops nothing there, so it fills its parameters with NaN instead.
 """
 
 import os
@@ -47,7 +46,7 @@ KIND = EngineKind(forgetful, environment)
 
 
 def main() -> None:
-    """Run the command that follows the word rlctl.cli.main with engines that forget."""
+    """Run the command behind the word rlctl.cli.main with engines that forget."""
     from rlctl.cli.main import main as command_line
     from rlctl.launch import worker_specs
 
@@ -62,7 +61,7 @@ def main() -> None:
 
 
 def learned(run: Run) -> list[dict[str, Any]]:
-    """What a run's steps and validations measured, but for times and for what an engine's loss costs."""
+    """Metrics of a run's steps and validations, without times and without the cost of an engine's loss."""
     kept = ("kind", "step", "reward/", "loss/", "mismatch/", "length/", "train/", "groups/", "validation/")
     records = [
         {key: value for key, value in record.items() if key.startswith(kept)}

@@ -56,7 +56,7 @@ def family(run: Run) -> list[psutil.Process]:
 
 
 def of_each(processes: list[psutil.Process], asked: Callable[[psutil.Process], list[Any]]) -> list[Any]:
-    """Return what there is of all processes, without those that end meanwhile."""
+    """Return the facts of all processes, without ones that end meanwhile."""
     found: list[Any] = []
     for process in processes:
         with suppress(psutil.NoSuchProcess):
@@ -71,7 +71,7 @@ def folders(run: Run) -> list[Path]:
 
 
 def as_nobody(work: Callable[[], Any]) -> Any:
-    """What `work` returns in a process of another user."""
+    """The result of `work` in a process of another user."""
     if os.geteuid():
         pytest.skip("becoming another user needs root")
     reader, writer = os.pipe()
@@ -233,8 +233,8 @@ def test_an_engine_that_stalls_in_a_refit_is_explained(run: Run) -> None:
         warnings = [event["what"] for event in run.events() if event["kind"] == "warning"]
         return [what for what in warnings if of in what]
 
-    # The engine rests while the trainer works; the refit is what needs it next. One that was stopped too late, when the
-    # refit was over, is stopped again.
+    # The engine rests while the trainer works; the refit needs it next. An engine stopped too late, after the refit, is
+    # stopped again.
     stopped, refit = f" s for engine-0 (process {pid} is stopped: kill -CONT {pid})", "call refit_receive"
     while not explanations(refit):
         told = len(explanations(stopped))

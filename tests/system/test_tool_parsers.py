@@ -66,7 +66,7 @@ ANSWERED = [
 
 
 def theirs(format: str, text: str) -> list[Any]:
-    """Return what vLLM's parser finds: (name, arguments) a call."""
+    """Return the calls that vLLM's parser finds: (name, arguments) each."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest

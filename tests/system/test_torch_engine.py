@@ -17,7 +17,7 @@ def test_an_engine_of_ones_own_trains(tmp_path: Path) -> None:
     assert run.end() == 0, run.text()
     steps = run.steps()
     assert [each["version"] for each in steps] == [1, 2, 3]
-    # What was sent is served: the trainer finds the log-probs that the engine sampled with, before and after refits.
+    # The engine serves the sent weights: the trainer finds the engine's log-probs, before and after refits.
     assert all(abs(each["mismatch/token_mult_prob_error"] - 1) < 1e-5 for each in steps)
     warned = [each["what"] for each in run.events() if each["kind"] == "warning"]
     assert "torch_engine.py samples without a key-value cache, by eager attention" in warned

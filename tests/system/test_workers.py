@@ -30,7 +30,7 @@ from rlctl.workers.group import WorkerGroup, WorkerSpec
 from tests.faults.runs import survivors
 from tests.waiting import PATIENCE_S, until
 
-# What waits so long waits for what never comes; what is told within `PATIENCE_S` did not wait for it.
+# A wait of this length is for something that never comes; an answer within `PATIENCE_S` did not wait.
 FOREVER_S = 10 * PATIENCE_S
 
 
@@ -51,7 +51,7 @@ class Load:
 
 
 class Probe:
-    """A worker that does what it is told."""
+    """A worker that does as it is told."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -61,7 +61,7 @@ class Probe:
         self.kept: list[NDArray[np.float32]] = []
 
     def keep(self, load: Load) -> NDArray[np.float32]:
-        """Holds on to what came, and returns it all."""
+        """Keeps its arguments, and returns them all."""
         assert not load.numbers.flags.writeable
         self.kept.append(load.numbers)
         return np.stack(self.kept)
@@ -92,7 +92,7 @@ class Probe:
         time.sleep(seconds)
 
     def linger(self, folder: Path) -> None:
-        """Says that it is here, and stands still in one call, as what hangs does, until its pipe is opened."""
+        """Announces itself, and stands still in one call, as if hanging, until its pipe is opened."""
         pipe = folder / f"go-{self.rank}"
         os.mkfifo(pipe)
         (folder / f"here-{self.rank}").touch()
@@ -150,7 +150,7 @@ def test_an_error_names_the_worker_and_leaves_it_usable(group: WorkerGroup) -> N
 def test_an_error_is_told_though_the_other_rank_waits_for_the_one_that_failed(
     doomed: WorkerGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in a collective, which the rank that failed never joins."""
+    """As in a collective that the failed rank never joins."""
     monkeypatch.setattr(rlctl.workers.group, "_OTHERS_S", 1.0)
     begin = time.monotonic()
     with pytest.raises(WorkerError, match="probe-1: ValueError: rank 1 was told to fail") as raised:
@@ -260,7 +260,7 @@ def test_an_idle_group_burns_next_to_nothing(group: WorkerGroup) -> None:
         burnt[:] = [(sum(process.cpu_times()[:2]) - start) / 3.0 for process, start in zip(processes, before)]
         return max(burnt) < 0.2
 
-    # One that polls burns in every three seconds; what another test has left to be done ends.
+    # A polling wait burns time in every three seconds; leftover work of another test ends.
     until(idle, lambda: burnt, within_s=60)
 
 

@@ -125,9 +125,8 @@ def train_in_parts(
 
 
 def refused(one: Any, data: list[TrainingSample], max_tokens: int, rank: int = 0, world: int = 1) -> dict[str, Any]:
-    """Update on a NaN among the generator's log-probs, which leaves the gradient finite, whole and in parts.
-
-    Returns what the updates said, and the weights before and after.
+    """Update on a NaN among the generator's log-probs, which leaves the gradient finite, whole and in parts. Returns
+    the errors of the updates, and the weights before and after.
     """
     loss, poisoned = make_loss(load("grpo", None, []).settled), []
     for index, sequence in enumerate(data):
@@ -215,7 +214,7 @@ def plain_loss(lm: Any, data: list[TrainingSample]) -> Tensor:
 
 
 def assert_close(got: dict[str, Any], expected: dict[str, Any], atol: float) -> None:
-    """Assert that values are equal by name within `atol`, or for values above 1 within that fraction of them."""
+    """Assert that values are equal by name within `atol`, relative for values above 1."""
     assert got.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(

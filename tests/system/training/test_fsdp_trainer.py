@@ -246,7 +246,7 @@ def test_nothing_is_compiled_anew_for_a_rank_without_work_or_a_chunk_of_one_row(
     assert totals(pair).tokens == CONFIG.logprob_chunk_tokens + 1
     torch._dynamo.reset()
     with trainer(models["qwen3"], tmp_path, compile=True) as one:
-        # On a CPU, sequences of one length are attended to in a layout of their own.
+        # On a CPU, attention to sequences of one length has another layout.
         assert graphs([*share(DATA, 64), [DATA[0]]]) > 0
         assert [graphs(share(DATA, most)) for most in (20, 45)] == [0, 0]
         assert graphs([*share(DATA, 64), []]) == 0
@@ -371,7 +371,7 @@ def test_an_all_masked_micro_batch_is_no_surprise(models: dict[Kind, Path], tmp_
 
 
 def test_decay_reaches_matrices_only(models: dict[Kind, Path], tmp_path: Path) -> None:
-    """Decay is apart from the gradient: a step with it differs from one without by lr * weight_decay of the weights."""
+    """Decay is apart from the gradient: it changes a step by lr * weight_decay of the weights."""
     made = []
     for decay in (0.0, OPTIMIZER.weight_decay):
         with trainer(models["qwen2"], tmp_path, optimizer=replace(OPTIMIZER, weight_decay=decay)) as one:

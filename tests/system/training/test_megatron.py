@@ -69,12 +69,12 @@ LAYOUTS: dict[str, tuple[Kind, MegatronSection, dict[str, Any], int]] = {
     "tensor, expert": ("qwen3_moe", split(tensor_model_parallel_size=2, expert_model_parallel_size=2), {}, 1),
 }
 if shutil.which("g++"):
-    # What torch.compile needs on a CPU.
+    # The compiler that torch.compile needs on a CPU.
     LAYOUTS["tensor, sequence, compiled"] = ("qwen3", split(tensor_model_parallel_size=2), {"compile": True}, 1)
 
 
 def two_ranks(rank: int, folder: Path, device: str = "cpu") -> None:
-    """One rank of every layout; each rank writes what it saw."""
+    """One rank of every layout; each rank writes its results."""
     for name, (kind, section, options, shards) in LAYOUTS.items():
         own = folder / name
         mine = share(DATA, 48, rank % shards, shards)

@@ -1,4 +1,4 @@
-"""`trainer.compile` under Megatron: norms, rotary embedding and loss compiled once, and nothing else comes of it."""
+"""`trainer.compile` under Megatron: norms, rotary embedding and loss compiled once, without another effect."""
 
 import shutil
 from collections.abc import Callable

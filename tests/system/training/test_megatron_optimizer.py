@@ -79,7 +79,8 @@ def test_a_run_goes_on_bit_by_bit_after_save_and_load(section: Any, model: Path,
 
 
 def test_no_two_parameters_share_a_step_count_after_a_load(model: Path, tmp_path: Path) -> None:
-    """Megatron's own loading gives all one tensor, which one update then moves on once for each of them."""
+    """Megatron's own loading gives all parameters one tensor, and one update then moves this once for each
+    parameter."""
     with trainer(model, tmp_path, backend="megatron") as one:
         train(one, 2)
         one.save(tmp_path / "state")

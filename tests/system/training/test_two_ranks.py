@@ -30,7 +30,7 @@ LOSS = WeightedLoss()
 
 
 def two_ranks(rank: int, folder: Path) -> None:
-    """One rank of both models; each rank writes what it saw."""
+    """One rank of both models; each rank writes its results."""
     for kind in KINDS:
         with trainer(folder / kind, folder / f"{kind}-group", rank, 2) as one:
             mine = share(DATA, 24, rank, 2)
@@ -76,7 +76,8 @@ def test_two_ranks_train_as_one(kind: Kind, run: Path, tmp_path: Path) -> None:
         for rank in ranks:
             assert_close(rank["weights"], weights(one), atol=1e-6)
         assert_close(ranks[0]["lopsided"], one.evaluate([DATA], LOSS), atol=1e-6)
-        # Its weights are not the same to the last bit: the gradient's norm differs by 1.4e-6 of it on some processors.
+        # Its weights are not the same to the last bit: the gradient's norm differs by a share of 1.4e-6 on some
+        # processors.
         assert_close(ranks[0]["next"], one.train([DATA], LOSS, totals(DATA)), atol=5e-6)
         assert_close(ranks[0]["rollouts"], train_rollouts(one, DATA, 100), atol=1e-5)
         assert ranks[0]["rollouts"] == ranks[1]["rollouts"] and ranks[0]["rollouts"]["train/grad_norm"] > 0

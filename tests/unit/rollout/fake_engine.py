@@ -1,7 +1,7 @@
 """Deterministic stand-ins, in this process and on one thread: a clock, an engine behind `Worker`, a refit.
 
-The engine is the product's own `Engine` over a model that "samples" the version of the weights that it holds: a token
-says who sampled it, and a mixture of versions says that too.
+The engine is the product's own `VllmEngine` over a model that "samples" the version of its weights: a token tells its
+sampler, and a mixture of versions shows.
 """
 
 from collections import deque
@@ -26,7 +26,7 @@ MIXTURE = 10**6
 
 @dataclass
 class Running:
-    """A request in the model; named as vLLM names what the engine reads."""
+    """A request in the model, with vLLM's names for the fields that the engine reads."""
 
     external_req_id: str
     length: int
@@ -125,7 +125,7 @@ class SteppedEngine(VllmEngine):
             self._step()
 
     def serve(self, actual: int, header: Header, torn: bool) -> None:
-        """Replace the weights by those that the trainer actually has."""
+        """Replace the weights by the trainer's actual ones."""
 
         def load() -> float:
             self.model.weights[0] = actual
@@ -170,7 +170,7 @@ class FakeWorker:
 
 @dataclass
 class FakePending:
-    """A call under way; made when it is waited for."""
+    """A pending call; made when a caller waits."""
 
     worker: FakeWorker
     method: str
@@ -191,7 +191,7 @@ class FakePending:
 
 @dataclass
 class FakeRefit:
-    """Ships what the trainer has, whatever version it is asked for. fault: draws what becomes of an engine's refit.
+    """Ships the trainer's weights, for any version it is asked for. fault: draws the fate of an engine's refit.
 
     between: called when one engine has new weights and the next has not.
     """

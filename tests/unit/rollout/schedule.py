@@ -1,10 +1,9 @@
-"""A schedule: a whole run of buffer, dispatcher and pool on one thread, in which all is drawn from one seed.
+"""A schedule: a whole run of buffer, dispatcher and pool on one thread, with every choice drawn from one seed.
 
 Engines die, hang, break and miss deadlines; requests are aborted and resampled; groups teach nothing and are replaced;
-rollouts have several turns, with environments that answer late or fail, or are those of rollout functions, which have
-several samples under way at a time; weights change drained or in flight; the run is
-killed and resumed from its newest checkpoint; validation comes in between. After each event contracts 1, 2, 3 and 8 are
-looked at.
+rollouts have several turns, with environments that answer late or fail, or with rollout functions and several
+concurrent samples; weights change drained or in flight; the run is killed and resumed from its newest checkpoint;
+validation comes in between. After each event contracts 1, 2, 3 and 8 are looked at.
 """
 
 import asyncio
@@ -100,7 +99,7 @@ class Schedule:
         self.episodes = draw.random() < 0.4
         self.budget = int(self.max_extra * self.size)
         self.config = self._config()
-        # Numbers of the groups that ended, by the step that they ended in; of them those that were filtered.
+        # Numbers of the groups that ended, by the step of their end; and of the filtered groups.
         self.ended: dict[int, int] = {}
         self.filtered: set[int] = set()
         # Numbers of the groups that teach nothing and were scored when the budget was used up.
@@ -131,7 +130,7 @@ class Schedule:
         )
 
     def run(self) -> None:
-        """Run to the last step through whatever happens, and look at what became of every task."""
+        """Run to the last step through all events, and check the outcome of every task."""
         while True:
             try:
                 self.start()
@@ -140,8 +139,8 @@ class Schedule:
             except Killed:
                 self.files = dict(self.saved[2]) if self.saved else {}
             except RuntimeError as error:
-                # Only a reward that hangs, engines that die too often, or two that break alike before their first token
-                # end a run, and each is named.
+                # Only a reward that hangs, engines that die too often, or two with the same failure before their first
+                # token end a run; each is named.
                 if "were sampled" in str(error) or not self.ends_explained(str(error)):
                     raise
                 self.scoring_hangs = False
@@ -192,7 +191,7 @@ class Schedule:
             self.buffer.load(state["groups"], Path("newest"), self.version)
 
     def make_player(self) -> Any:
-        """Return what plays the rollouts."""
+        """Return the player of the rollouts."""
         if not self.episodes:
             return SingleTurnPlayer()
         self.games = LateGames(self.random, self.trouble, self.events)
@@ -258,7 +257,7 @@ class Schedule:
         self.demand(all((each == self.version).all() for each in tokens), 3, "validation mixes versions")
         self.demand(all(len(group.rollouts) == 2 for group in groups), 2, "validation lost a rollout")
 
-    # What happens while somebody waits.
+    # Events while somebody waits.
 
     def event(self) -> None:
         luck = self.random.random()
@@ -333,7 +332,7 @@ class Schedule:
         ]
 
     def nothing(self, number: int) -> bool:
-        """Return whether a group is one of those that teach nothing."""
+        """Return True if a group teaches nothing."""
         return random.Random(f"{self.seed} {number}").random() < self.share
 
     def teaches_nothing(self, group: RolloutGroup) -> str | None:
@@ -379,9 +378,9 @@ class Schedule:
         waits = (self.buffer._patience, self.dispatcher._patience)
         news = max(self.runner.last_step, *(wait._news for wait in waits))
         silence, explained = self.clock.time - news, max(wait._explained for wait in waits) > news
-        # An abort waits 5 s for engines, and what comes between two waits takes a while too.
+        # An abort waits 5 s for engines, and the work between two waits takes a while too.
         self.demand(explained or silence <= EXPLAIN + 9, 8, f"{silence} s without a word")
-        # An engine that does nothing has a deadline of its own, and so has the one that replaces it.
+        # An engine that does nothing has a deadline, and so has its replacement.
         self.demand(silence <= 4 * DEADLINE, 8, f"a wait of {silence} s does not end")
 
     def look_at_trained(self, groups: list[RolloutGroup]) -> None:
@@ -428,7 +427,7 @@ class Schedule:
         self.demand(not sampling and not self.dispatcher._pending, 2, "what the step did not need is being sampled")
 
     def look_at_waste(self, replaced: list[GroupRecord]) -> None:
-        """Look at what the step said of the groups that it replaced."""
+        """Check the step's record of replaced groups."""
         waste = self.buffer.waste()
         told = [(group.task, reason) for group, reason in waste.filtered]
         self.demand(told == [(record.task, "nothing") for record in replaced], 2, f"{told} were replaced")
@@ -461,7 +460,7 @@ class LateGames:
     def __init__(self, draw: random.Random, trouble: float, events: VirtualEvents) -> None:
         self.random, self.trouble, self.events = draw, trouble, events
         self.asked: list[tuple[Future[Any], Any]] = []
-        # By episode: answers that a function has taken, those of which that was told, and an action that is open.
+        # By episode: answers taken by a function, answers reported, and an open action.
         self.calls: dict[Any, list[Any]] = {}
 
     def key_of(self, row: Any) -> str:
@@ -504,7 +503,7 @@ class LateGames:
         return opened
 
     def answer(self) -> None:
-        """Answer some of what was asked."""
+        """Answer some requests."""
         for _ in range(min(len(self.asked), self.random.randint(0, 6))):
             future, answer = self.asked.pop(self.random.randrange(len(self.asked)))
             fails = self.random.random() < 3 * self.trouble

@@ -1,4 +1,4 @@
-"""A conversation's rows: what was sampled, token for token, each token once."""
+"""A conversation's rows: the sampled tokens, each token once."""
 
 import numpy as np
 from hypothesis import given

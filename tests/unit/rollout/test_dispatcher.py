@@ -1,4 +1,5 @@
-"""The dispatcher on engines that step when they are told to: who samples what, who gets the answers, who waits."""
+"""The dispatcher on engines that step on command: the engine of each request, the receiver of each answer, the
+queue."""
 
 import gc
 from collections.abc import Callable
@@ -33,7 +34,7 @@ SAMPLING = Sampling("validation", 0, 3, 2, 8, 1.0)
 
 
 class Mine:
-    """Submitter that keeps what it is told."""
+    """Submitter that keeps its answers."""
 
     def __init__(self) -> None:
         self.answers: list[Answer] = []
@@ -79,7 +80,7 @@ class Stage:
         self.threads()
 
     def at(self, index: int) -> list[tuple[int, int]]:
-        """(group, index) of what an engine samples, in its order."""
+        """(group, index) of an engine's requests, in its order."""
         worker: Any = self.pool.engines[index]
         ids = [each.id.rollout for each in worker.engine.active]
         return [(each.group, each.index) for each in ids]
@@ -155,7 +156,7 @@ def test_validation_goes_ahead_of_what_waits_and_each_gets_its_own_answers() -> 
     assert [group.task for group in found] == TASKS
     assert [[one.id.index for one in group.rollouts] for group in found] == [[0, 1]] * 3
     assert all(one.id.purpose == "validation" and one.num_sampled == 8 for g in found for one in g.rollouts)
-    # What ran before went on; what waited still waits.
+    # Running requests went on; waiting ones still wait.
     assert {request.id.rollout.group for request, _ in mine.answers} == {0}
     assert (
         "8 rollouts not begun" in stage.dispatcher.describe() or "10 rollouts not begun" in stage.dispatcher.describe()
@@ -214,7 +215,7 @@ def test_what_is_aborted_is_delivered_no_more_wherever_it_was() -> None:
     for _ in range(6):
         stage.all_go_on()
     assert {request.id for request, _ in mine.answers} == {request.id for request in requests[4:]}
-    # What is done cannot be aborted.
+    # A finished request cannot be aborted.
     assert stage.dispatcher.abort([request.id for request in requests]) == []
 
 
@@ -308,7 +309,7 @@ def test_tasks_sampled_in_parts_have_the_seeds_that_they_have_together() -> None
 
 
 def holds(stage: Stage, sequences: int) -> None:
-    """Have the caches of all engines hold so many sequences, and the dispatcher know."""
+    """Have the caches of all engines hold this many sequences, and the dispatcher know."""
     for worker in stage.pool.engines:
         worker.engine.hold(sequences)  # type: ignore[attr-defined]
     for queue in stage.dispatcher._queues:
@@ -330,7 +331,7 @@ class Talk:
         self.seen: dict[RequestId, str] = {}
 
     def go_on(self) -> None:
-        """Have a while pass; some of what was answered goes on."""
+        """Have a while pass; some answered rollouts go on."""
         self.stage.all_go_on()
         for worker in self.stage.pool.engines:
             for active in worker.engine.active:  # type: ignore[attr-defined]
@@ -367,7 +368,7 @@ def test_the_turns_of_a_rollout_stay_on_its_engine_while_it_lives(
         talk.go_on()
         most = max(most, *(len(stage.at(index)) for index in range(engines)))
     assert sorted(map(str, talk.answered)) == sorted(f"{r.id}"[:-1] + str(t) for r in requests for t in range(4))
-    # A group begins while there is room for one of it; later turns, up to as many again, wait in their engine.
+    # A group begins while there is room for one rollout; later turns, up to the same number, wait in their engine.
     assert most <= max(2 * at_a_time, at_a_time + size - 1) + together * (size - 1)
     assert not any(queue.episodes for queue in stage.dispatcher._queues)
     for request in requests:
@@ -417,7 +418,7 @@ def test_an_engine_that_has_room_begins_episodes_while_environments_answer() -> 
     stage.dispatcher.submit([turn(group, longest=1 if group < 2 else 9) for group in range(6)], mine, more=True)
     stage.threads()
     stage.all_go_on()
-    # Two wait for their environment. One is sampled, so another begins, beyond what the cache holds.
+    # Two wait for their environment. One is sampled, so another begins, beyond the room of the cache.
     assert [request.id.rollout.group for request, _ in mine.answers] == [0, 1]
     assert [group for group, _ in stage.at(0)] == [2, 3]
     stage.dispatcher.finish([request.id.rollout for request, _ in mine.answers])
@@ -441,7 +442,7 @@ def test_requests_gather_on_their_way_to_an_engine_that_has_more_than_it_decodes
     holds(stage, 100)
     stage.dispatcher.submit([turn(group, longest=9) for group in range(6)], mine, more=True)
     stage.threads()
-    # The engine has six, two of them wait in it.
+    # The engine has six, two of which wait inside.
     assert len(stage.at(0)) == 6
 
     def later(group: int) -> None:
@@ -456,7 +457,7 @@ def test_requests_gather_on_their_way_to_an_engine_that_has_more_than_it_decodes
     stage.clock.time += 0.12
     stage.threads()
     assert [group for group, _ in stage.at(0)] == [*range(8)]
-    # What is given up is told at once, and what was ordered before it goes before it.
+    # An abandoned request is told at once, after all earlier orders.
     stage.dispatcher.abort([turn(0).id, turn(1).id])
     stage.dispatcher.abort([turn(2).id, turn(3).id])
     stage.threads()

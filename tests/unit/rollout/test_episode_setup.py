@@ -1,4 +1,4 @@
-"""Environments of a config, read in a process of their own and begun once: every problem is found before a run."""
+"""Environments of a config, read in a separate process and begun once: every problem is found before a run."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Rollout functions: whatever they sample after, each sampled token trains exactly once, after just that."""
+"""Rollout functions: after any prompt, each sampled token trains exactly once, after exactly this prompt."""
 
 import asyncio
 import random
@@ -34,7 +34,7 @@ TEXTS = ["7<|im_end|>", "", "true<eos>", "<think>cut in the midst of"]
 
 @dataclass
 class Function:
-    """Rollout function in this process: `asks(what was sampled, None at first)` gives what it asks for next."""
+    """Rollout function in this process: `asks(samples, None at first)` gives its next request."""
 
     asks: Callable[[tuple[list[int], list[float], list[int]] | None], Told]
     # Three empty lists were given.
@@ -215,7 +215,7 @@ class HeldEngines(ScriptedEngines):
 
 
 class Coroutine:
-    """Rollout function in this process that is a coroutine, as it is in a process of its own."""
+    """Rollout function in this process that is a coroutine, as in a child process."""
 
     def __init__(self, function: Any) -> None:
         self.function = function
@@ -245,7 +245,7 @@ class Coroutine:
 
 
 async def search(task: Any, policy: FunctionPolicy) -> float:
-    """Go on after three beginnings side by side, and once more after the best of them."""
+    """Go on after three concurrent beginnings, and once more after the best one."""
 
     async def branch(start: int) -> list[int]:
         first = await policy.sample([1, start])
@@ -258,12 +258,12 @@ async def search(task: Any, policy: FunctionPolicy) -> float:
 
 def settled(player: RolloutRunner) -> bool:
     """Let all that may happen without an engine happen; return whether anything did."""
-    time.sleep(0.002)  # the function runs on a thread of its own
+    time.sleep(0.002)  # the function runs on another thread
     return player.events.step()  # type: ignore[attr-defined,no-any-return]
 
 
 def searched(chat: Chat, function: Any, order: Callable[[Any], int], **limits: Any) -> tuple[Rollout, HeldEngines]:
-    """Play a function. `order` chooses which of the turns that are being sampled ends next."""
+    """Play a function. `order` chooses the next turn to end."""
     engines, taken = HeldEngines(chat, lambda request: f"{request.seed % 97}<|im_end|>"), Taken()
     player = player_of(engines, Coroutine(function), replace(LIMITS, **limits))
     player.begin([start()], taken)

@@ -1,4 +1,4 @@
-"""A source whose rollouts take twenty times as long as the others' keeps its share of what is trained."""
+"""A source with rollouts twenty times as long as the others' keeps its share of the trained groups."""
 
 from collections import Counter
 from typing import Any

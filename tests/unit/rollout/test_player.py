@@ -1,4 +1,4 @@
-"""Episodes of several turns: what trains is what was sampled, token for token, whatever the environment does."""
+"""Episodes of several turns: the sampled tokens train, token for token, with any environment."""
 
 import random
 from collections.abc import Collection, Sequence
@@ -36,7 +36,7 @@ LIMITS = EpisodeLimits(max_turns=16, max_length=100_000, timeout_s=1e9, max_retr
 
 @dataclass
 class ScriptedEngines:
-    """Answers each request at once, by the text or ids that `says` gives for it; keeps what was asked and answered."""
+    """Answers each request at once with the text or ids of `says`; keeps requests and answers."""
 
     chat: Chat
     says: Any
@@ -148,7 +148,7 @@ def drawn_player_of(chat: Chat, engines: ScriptedEngines, pool: ScriptedPool, se
 
 
 def go_on(runner: Any, steps: int = 10_000) -> None:
-    """Let the event loop do what is to do."""
+    """Let the event loop run its callbacks."""
     for _ in range(steps):
         if not runner.events.step():
             return
@@ -172,7 +172,7 @@ def played(
 
 
 def check_exact(rollout: Rollout, engines: ScriptedEngines, rewritten: bool) -> None:
-    """Every token that the engine sampled trains exactly once, after the prompt that the engine had."""
+    """Every sampled token trains exactly once, after the engine's own prompt."""
     rows = rollout.rows
     wanted = [(request.prompt_tokens, tokens) for request, tokens in engines.asked if tokens]
     found = []

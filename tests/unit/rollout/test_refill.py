@@ -1,4 +1,4 @@
-"""How many groups a step begins in place of those that teach nothing, and which of them a synchronous step takes."""
+"""The number of groups that a step begins in place of others that teach nothing, and a synchronous step's choice."""
 
 import random
 

@@ -27,7 +27,7 @@ from tests.unit.rollout.schedule import ContractBroken, run_all
 pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
 # 10,000 schedules, the first 1,400 of which are in every run of the suite.
 PER_CHUNK, CHUNKS, SHORT = 200, 50, 7
-# Schedules that miss rules which few others miss. They come first, to save time alone.
+# Schedules that catch rare mutations. They come first, to save time alone.
 OFTEN_NOTICE = (48, 75)
 
 

@@ -1,4 +1,4 @@
-"""Contracts 1 and 2 under whatever order groups finish, fail, are drawn anew or resumed in."""
+"""Contracts 1 and 2 under any order of groups that finish, fail, are resampled or resumed."""
 
 import random
 from typing import Any
@@ -128,7 +128,7 @@ class Schedule:
         assert active == self.staleness.rule.capacity == (max_age + 1) * prompts
 
     def resume(self) -> None:
-        """kill -9: back to the newest checkpoint; what was sampling then is sampled anew."""
+        """kill -9: back to the newest checkpoint; groups in flight are sampled again."""
         self.version, state, self.started_at, self.trained = self.saved
         self.saved = (self.version, state, dict(self.started_at), list(self.trained))
         number = len(self.trained) + len(state["groups"])
@@ -179,7 +179,7 @@ def test_a_straggler_is_passed_but_never_left_behind() -> None:
     finish(staleness, 1, 2, 3, 4, 5)
     assert staleness.select(0) == [1, 2]
     step(staleness, 0, [1, 2])
-    # Within two steps' worth and the window of 2 + 2 groups from 0 on; then the step waits for it.
+    # Within two steps' worth and the window of 2 + 2 groups from 0 on; then the step waits for this group.
     finish(staleness, 6, 7)
     assert staleness.select(1) is None
     assert staleness.waits_for() == "oldest"
@@ -197,7 +197,7 @@ def test_a_step_taken_in_parts_leaves_room_for_those_that_are_due() -> None:
     finish(staleness, 1, 2)
     assert staleness.select(0) == [1, 2]
     step(staleness, 0, [1, 2])
-    # 0, 3 and 5 are due now; those of version 1 have to wait whatever is there of them.
+    # 0, 3 and 5 are due now; groups of version 1 have to wait, complete or not.
     finish(staleness, 6, 7, 8, 3)
     assert staleness.select_part(1) == [3]
     staleness.take([3], 1)

@@ -1,4 +1,4 @@
-"""A talk with a policy: exact tokens over its turns, tools that answer, and an interrupt that costs one turn."""
+"""A talk with a policy: exact tokens over its turns, answers of tools, and an interrupt at the cost of one turn."""
 
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
