@@ -31,6 +31,19 @@ Follow = Annotated[bool, typer.Option("--follow", "-f", help="Print what is adde
 Lines = Annotated[int, typer.Option("--lines", "-n", help="Print the last lines of each file, this many.", min=0)]
 
 
+def split_any(arguments: list[str] | None, default: str) -> tuple[str, list[str]]:
+    """Return (recipe, overrides) for a command that takes runs of every kind. default: the recipe without an argument.
+
+    A kind alone is its tiny recipe, as `rlctl train grpo` alone is, unless a file has that name.
+    """
+    from rlctl.preflight.load import TINY
+
+    recipe, overrides = split(arguments)
+    if recipe in TINY and not any(os.path.isfile(name) for name in (recipe, f"{recipe}.yaml")):
+        recipe = TINY[recipe]
+    return recipe or default, overrides
+
+
 def split(arguments: list[str] | None) -> tuple[str | None, list[str]]:
     """Return (recipe or None, overrides). Raises ConfigError if there are two recipes."""
     recipe: str | None = None

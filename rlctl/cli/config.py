@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from rlctl.cli.arguments import Arguments, split
+from rlctl.cli.arguments import Arguments, split_any
 from rlctl.cli.completion import complete_config
 from rlctl.cli.output import busy, console, examples, note, say
 from rlctl.config.errors import ConfigError
@@ -29,8 +29,7 @@ def show(
     from rlctl.cli.config_view import lines, print_lines
     from rlctl.preflight.load import draft
 
-    recipe, overrides = split(arguments)
-    root, problems = draft(None, recipe or DEFAULT, overrides)
+    root, problems = draft(None, *split_any(arguments, DEFAULT))
     remarks = [
         (text, "; ".join(each for each, wanted in ((where, origin), (meaning, doc)) if wanted and each))
         for text, where, meaning in lines(root)
@@ -63,10 +62,12 @@ def check(
     begins an episode; `rlctl data preview` tokenizes all rows.
     """
     from rlctl.config.provenance import show_path
+    from rlctl.launch.first_row import check_first_rows
     from rlctl.preflight.load import load
 
-    recipe, overrides = split(arguments)
-    composed = load(None, recipe or DEFAULT, overrides)
+    recipe, overrides = split_any(arguments, DEFAULT)
+    composed = load(None, recipe, overrides)
+    check_first_rows(composed.settled)
     tried = list[str]()
     if rewards or environments:
         from rlctl.launch.first_row import try_all
@@ -74,7 +75,7 @@ def check(
         with busy("trying the first row"):
             tried = try_all(composed, rewards=rewards, environments=environments, fetch=True)
     note([*composed.notes, *tried])
-    command = shlex.join(["rlctl", "train", composed.config.kind, *([recipe] if recipe else []), *overrides])
+    command = shlex.join(["rlctl", "train", composed.config.kind, recipe, *overrides])
     say(f"{show_path(composed.recipe)}: no problems; run it: {command}")
 
 

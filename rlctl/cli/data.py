@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlctl.cli.arguments import Arguments, split
+from rlctl.cli.arguments import Arguments, split_any
 from rlctl.cli.output import console, examples, note, reading
 from rlctl.config.errors import ConfigError, Problem
 
@@ -43,9 +43,9 @@ def preview(
     from rlctl.launch import data_preview
     from rlctl.preflight.load import load
 
-    recipe, overrides = split(arguments)
+    recipe, overrides = split_any(arguments, DEFAULT)
     # Nothing is started, so that a run of the recipe's name may exist.
-    composed = load(None, recipe or DEFAULT, [*overrides, "run.name=null"])
+    composed = load(None, recipe, [*overrides, "run.name=null"])
     section = composed.config.data
     if validation and not section.has_validation:
         raise ConfigError([Problem("data.validation.path", "", "is null: there is nothing to show")])

@@ -5,7 +5,9 @@ Rows are read and checked before anything starts. They are tokenized while the r
 
 import hashlib
 import json
+import re
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -20,6 +22,9 @@ from rlctl.data.files import DataError
 from rlctl.data.rows import conversation, is_plain, question
 from rlctl.data.tasks import SupervisedSample, Task
 from rlctl.data.tokenize import LengthReport, read_tasks, tokenize_prompts, tokenize_samples
+
+# An opening of thinking that nothing closes at once. Templates write empty thinking for models that are told not to.
+_OPENS_THINKING = re.compile(r"<think>(?!(\\n|\s)*</think>)")
 
 
 @dataclass(frozen=True)
@@ -132,7 +137,9 @@ def read_rows(config: RunConfig, section: DatasetSection) -> list[Row]:
     """Read and check the rows of `section` (data.train or data.validation). Raises DataError at the first bad one."""
     rows = load_rows(section)
     sft, answered = config.sft, config.needs_answers
-    # One row a shape of chat that a template may refuse: the first role, the order of the roles, and if all is empty.
+    thinks = sft is not None and may_open_thinking(config)
+    # One row a shape of chat that a template may refuse: the first role, the order of the roles, if all is empty, and
+    # if every answer has thinking.
     unusual: dict[tuple[object, ...], Row] = {}
     for row in rows:
         if not config.needs_prompts:
@@ -140,10 +147,11 @@ def read_rows(config: RunConfig, section: DatasetSection) -> list[Row]:
             question(row, section, answered=answered, asked=False)
             continue
         messages = conversation(row, section) if sft else question(row, section, answered=answered)[0]
-        if not is_plain(messages):
+        if thinks or not is_plain(messages):
             roles = [message["role"] for message in messages]
             said = any(message["content"] for message in messages)
-            unusual.setdefault((roles[0], frozenset(pairwise(roles)), roles[-1], said), row)
+            thought = all("</think>" in message["content"] for message in messages if message["role"] == "assistant")
+            unusual.setdefault((roles[0], frozenset(pairwise(roles)), roles[-1], said, thought), row)
     if unusual:
         # A tokenizer takes seconds to load: only these rows are put to its template this early.
         chat, odd = load_chat(config, config.model.path), list(unusual.values())
@@ -152,6 +160,28 @@ def read_rows(config: RunConfig, section: DatasetSection) -> list[Row]:
         else:
             tokenize_prompts(odd, section, chat, None)
     return rows
+
+
+def may_open_thinking(config: RunConfig) -> bool:
+    """Return True if the template may open an answer with thinking: it then refuses an answer without any.
+
+    It is read without the tokenizer, which takes seconds to load. False for a template that is not on this machine.
+    """
+    return bool(_OPENS_THINKING.search(_template_text(config).rpartition("add_generation_prompt")[2]))
+
+
+def _template_text(config: RunConfig) -> str:
+    """Return the template as it is written; empty if there is none, or none that can be read."""
+    own, folder = config.data.chat_template, Path(config.model.tokenizer or config.model.path)
+    with suppress(OSError, ValueError):
+        if own not in ("auto", "none"):
+            return Path(own).read_text(encoding="utf-8")
+        if own == "auto" and (folder / "chat_template.jinja").is_file():
+            return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        if own == "auto":
+            found = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template")
+            return found if isinstance(found, str) else json.dumps(found or "")
+    return ""
 
 
 def load_chat(config: RunConfig, model: str) -> Chat:

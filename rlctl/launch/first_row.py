@@ -26,6 +26,27 @@ from rlctl.rollout.episode_setup import EpisodeSetup, environment_pool, read_env
 from rlctl.rollout.scoring import sample_item
 
 
+def check_first_rows(settled: Settled) -> None:
+    """Raise ConfigError unless a run reads the first row of each data set that is on this machine, as it reads all.
+
+    The rows of a recipe are read too.
+    """
+    problems = list[Problem]()
+    configs = [settled.config, *([settled.sampling.config] if settled.sampling and settled.sft else [])]
+    for config in configs:
+        held_out = [config.data.validation] * (config.validation.every > 0)
+        trained = [*(config.data.train.sources.values() or [config.data.train])] * (config is settled.config)
+        for section in (*trained, *held_out):
+            if section.path is None or not all(Path(each).is_file() for each in files_of(section.path)):
+                continue
+            try:
+                read_rows(config, replace(section, limit=1))
+            except DataError as error:
+                problems.append(Problem("data", "", str(error)))
+    if problems:
+        raise ConfigError(problems)
+
+
 def runs_others_code(config: GrpoConfig) -> bool:
     """Return True if a reward is a function of the user's."""
     return any(":" in reward.name for reward in config.rewards)

@@ -57,7 +57,8 @@ def write(folder: Path) -> Path:
         shutil.copy(RECIPES / "tiny/qwen3-tiny" / name, folder / "model" / name)
     (folder / "model/model.safetensors").write_bytes(weights())
     (folder / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
-    (folder / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    (folder / "chats.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
     (folder / "mine.py").write_text("def brevity(prompt, completion, answer, row):\n    return 0.0\n")
     (folder / "grpo.recipe.yaml").write_text(GRPO)
     (folder / "sft.recipe.yaml").write_text(SFT)

@@ -1,12 +1,17 @@
-"""Values that follow others."""
+"""One settled value of a run: each field is a value or its problem, by the kind of run and by its loss."""
 
+from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 
 import pytest
 
+from rlctl.config.errors import BROKEN, BrokenValueError, ConfigError
 from rlctl.config.plugins import LOSSES
 from rlctl.grpo.losses.base import make_loss
+from rlctl.preflight.derived import NotKnownError, derived
 from rlctl.preflight.load import load
+from rlctl.preflight.machine import RunMachine
+from rlctl.preflight.settled import Settled
 
 
 @pytest.mark.parametrize(
@@ -48,3 +53,92 @@ def test_a_config_knows_if_its_loss_needs_whole_rollouts(name: str, tmp_path: Pa
 
 def test_sft_has_no_engines_beside_it() -> None:
     assert load("sft", None, []).settled.trainer_threads(4, ranks=1, engines=0) == 4
+
+
+def fields_without_value(run: Settled) -> set[str]:
+    """Names of the fields that are a problem."""
+    found = set()
+    for name in {name for kind in type(run).__mro__ for name, each in vars(kind).items() if isinstance(each, derived)}:
+        try:
+            getattr(run, name)
+        except (BrokenValueError, NotKnownError):
+            found.add(name.removeprefix("_"))
+    return found
+
+
+LOSS = {"proximal", "on_policy_ratio", "computed_columns", "frozen_roles", "whole_rollouts", "phases", "clips"}
+CHOSEN = {"chosen", "trainer", "generation", "choices"}
+
+
+@pytest.mark.parametrize(
+    ("section", "dependent"),
+    [
+        ("checkpoint", {"export_dtype"}),
+        ("refit", {"checksum"}),
+        ("placement", {"colocated", "shares_devices", "phases", *CHOSEN}),
+        ("trainer", {"dtype", "generation_dtype", "export_dtype", *CHOSEN}),
+        ("validation", {"validates"}),
+        ("rewards", set()),
+    ],
+)
+def test_a_broken_section_is_the_problem_of_the_fields_that_need_it_and_of_no_other(
+    section: str, dependent: set[str]
+) -> None:
+    run = load("grpo", None, []).settled.on(RunMachine("cpu"), None)
+    assert fields_without_value(run) == {"max_length"}
+    run = run.on(RunMachine("cpu"), load("grpo", None, []).settled.facts)
+    assert fields_without_value(run) == set()
+    assert fields_without_value(replace(run, config=replace(run.config, **{section: BROKEN}))) == dependent
+    loss = replace(run.config, grpo=replace(run.config.grpo, loss=BROKEN))
+    assert fields_without_value(replace(run, config=loss)) == {"own_columns", *LOSS}
+
+
+def test_without_a_device_the_values_of_the_config_alone_are_known() -> None:
+    grpo, sft = load("grpo", None, []).settled, load("sft", None, []).settled
+    assert fields_without_value(grpo) == {"device", "dtype", "generation_dtype", "export_dtype", "checksum", *CHOSEN}
+    assert fields_without_value(sft) == {"device", "dtype", "chosen", "trainer", "choices"}
+    stated = load("grpo", None, ["trainer.dtype=float32"]).settled
+    assert (stated.generation_dtype, stated.export_dtype) == ("float32", "float32")
+
+
+def test_a_run_is_settled_once_and_cannot_be_changed() -> None:
+    run = load("grpo", None, []).settled.on(RunMachine("cpu"), None)
+    assert run.trainer is run.trainer
+    with pytest.raises(FrozenInstanceError):
+        run.machine = RunMachine("cuda")  # type: ignore[misc]
+    with pytest.raises(FrozenInstanceError):
+        run.trainer.compile = True  # type: ignore[misc]
+    for name in ("proximal", "trainer"):
+        with pytest.raises(AttributeError):
+            setattr(run, name, "rollout")
+
+
+def test_a_kind_has_none_in_place_of_the_parts_of_the_other() -> None:
+    grpo, sft = load("grpo", None, []).settled, load("sft", None, []).settled
+    assert (grpo.grpo, grpo.sampling, grpo.sft) == (grpo, grpo, None)
+    assert (sft.grpo, sft.sampling, sft.sft) == (None, None, sft)
+    recipe = load("sft", None, ["validation.recipe=grpo-tiny"]).settled.sampling
+    assert recipe and recipe.run and recipe.run.config.kind == "sft"
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_section_of_a_loss_declares_what_its_class_declares(name: str) -> None:
+    run = load("grpo", None, [f"grpo.loss.name={name}"]).settled
+    kind, section = type(make_loss(run)), run.config.grpo.loss
+    for declaration in ("recomputes", "clips", "columns"):
+        assert getattr(kind, declaration) == getattr(section, declaration), declaration
+
+
+def test_a_users_loss_has_the_declarations_of_the_loss_that_it_inherits_from(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from rlctl.grpo.losses.grpo import GrpoLoss\nfrom rlctl.grpo.losses.gspo import GspoLoss\n\n\n"
+        "class Mine(GspoLoss):\n    pass\n\n\nclass Plain(GrpoLoss):\n    pass\n"
+    )
+    bounds = [f"grpo.loss.{each}" for each in ("clip_low=0.1", "clip_high=0.1", "dual_clip=null")]
+    mine = [f"grpo.loss.name={tmp_path}/mine.py:Mine", "grpo.loss.level=token", *bounds]
+    plain = [f"grpo.loss.name={tmp_path}/mine.py:Plain", "grpo.loss.reduction=token", *bounds]
+    assert load("grpo", None, mine).settled.proximal == "recompute"
+    assert load("grpo", None, plain).settled.proximal == "rollout"
+    old = ["async.enabled=true", "async.max_trajectory_age_steps=2", "grpo.loss.proximal=rollout"]
+    with pytest.raises(ConfigError, match="rollout clips around policies up to 2 steps old"):
+        load("grpo", None, [*plain, *old])

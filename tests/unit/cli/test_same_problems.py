@@ -1,0 +1,86 @@
+"""`rlctl config check` and `rlctl train` find the same problems: of every recipe, of broken configs, of first rows."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlctl.config.builtin import recipe_names
+from rlctl.launch import assembly
+from tests.unit.cli.conftest import Rlctl
+from tests.unit.data.test_supervised import R1
+
+BROKEN = [
+    ("grpo", ["trainer.num_ranks=0", "grpo.num_prompts_per_step=7", "grpo.updates_per_step=2"]),
+    ("grpo", ["generation.top_p=2", "generation.top_k=3", "async.enabled=maybe", "grpo.loss.name=nothing"]),
+    ("grpo", ["environment.nme=x", "grpo.loss.kl_coef=-1", "generation.tensor_parallel_size=3", "run.seed=x"]),
+    ("grpo", ["async.enabled=true", "placement.colocated=true", "grpo.loss.importance_cap=null"]),
+    ("grpo", ["rewards=[exakt]", "data.train.path=no.jsonl", "trainer.micro_batch_tokens=3"]),
+    ("sft", ["validation.recipe=grpo-tiny", "trainer.dtype=floot", "validation.recipe.rewards=[exakt]"]),
+    ("sft", ["sft.batch_size=0", "model.max_length=zero", "trainer.num_ranks=9"]),
+]
+ROWS = [
+    ("grpo", '{"prompt": "", "answer": "2"}', []),
+    ("grpo", '{"prompt": "1+1=", "answer": null}', []),
+    ("sft", '{"messages": [{"role": "user", "content": "hi"}]}', []),
+    ("sft", '{"messages": [{"role": "user", "content": null}, {"role": "assistant", "content": "ho"}]}', []),
+    ("sft", '{"prompt": "1+1=", "answer": "2"}', ["data.chat_template=r1.jinja"]),
+]
+
+
+@pytest.fixture(autouse=True)
+def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assembly, "launch", lambda *_: 0)
+
+
+def told(rlctl: Rlctl, kind: str, arguments: list[str]) -> tuple[list[str], list[str]]:
+    """The errors of `config check`, and those of `train`."""
+    return tuple(  # type: ignore[return-value]
+        [line for line in rlctl(*words, *arguments).err.splitlines() if line.startswith("error: ")]
+        for words in (("config", "check"), ("train", kind))
+    )
+
+
+@pytest.mark.parametrize("recipe", recipe_names())
+def test_a_recipe_has_no_problem_for_either(rlctl: Rlctl, recipe: str) -> None:
+    """The rows of the recipes for GPUs are of a hub."""
+    checked = rlctl("config", "check", recipe)
+    planned = rlctl("train", "sft" if recipe.startswith("sft") else "grpo", recipe, "--dry-run", "run.dir=runs")
+    assert (checked.code, checked.err, planned.code) == (0, "", 0) and "error" not in planned.err
+
+
+@pytest.mark.parametrize(("kind", "overrides"), BROKEN)
+def test_a_broken_config_has_the_same_problems_for_both(rlctl: Rlctl, kind: str, overrides: list[str]) -> None:
+    checked, trained = told(rlctl, kind, [f"{kind}.recipe.yaml", *overrides])
+    assert checked == trained and len(checked) >= 2
+
+
+@pytest.mark.parametrize("kind", ["grpo", "sft"])
+def test_a_kind_alone_is_the_tiny_recipe_that_train_takes(rlctl: Rlctl, kind: str) -> None:
+    done = rlctl("config", "check", kind)
+    assert (done.code, done.err) == (0, "")
+    assert done.out.endswith(f"no problems; run it: rlctl train {kind} {kind}-tiny\n")
+    assert rlctl("config", "show", kind).out == rlctl("config", "show", f"{kind}-tiny").out
+    assert rlctl("train", kind).code == 0
+    Path(f"{kind}.yaml").write_text("defaults: [nothing]\n")
+    assert "nothing" in rlctl("config", "check", kind).err, "a file of that name is meant"
+
+
+@pytest.mark.parametrize(("kind", "row", "overrides"), ROWS)
+def test_a_bad_first_row_is_told_by_both(rlctl: Rlctl, home: Path, kind: str, row: str, overrides: list[str]) -> None:
+    (home / "r1.jinja").write_text(R1)
+    (home / "rows.jsonl").write_text(f"{row}\n")
+    checked, trained = told(rlctl, kind, [f"{kind}.recipe.yaml", "data.train.path=rows.jsonl", *overrides])
+    assert checked == trained and len(checked) == 1
+    assert checked[0].startswith(f"error: data: {home / 'rows.jsonl'}:1: ")
+
+
+def test_a_template_that_opens_thinking_refuses_a_bare_answer_before_anything_starts(rlctl: Rlctl, home: Path) -> None:
+    (home / "r1.jinja").write_text(R1)
+    asked = {"role": "user", "content": "hi"}
+    chats = [[asked, {"role": "assistant", "content": text}] for text in ("<think>\nso\n</think>\n\nho", "ho")]
+    (home / "rows.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    mine = ["sft.recipe.yaml", "data.train.path=rows.jsonl", "data.chat_template=r1.jinja"]
+    (refused,) = told(rlctl, "sft", mine)[1]
+    assert "rows.jsonl:2: the chat template opens the answer of message 2 with <think>, and the message has" in refused
+    assert told(rlctl, "sft", [*mine, "data.train.limit=1"]) == ([], [])
