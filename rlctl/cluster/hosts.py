@@ -1,12 +1,11 @@
 """Programs of `remote_scripts/` that run on a machine, this one or another, and the ways to reach it.
 
-The program's source and its request go through the standard input of a Python there: nothing need be installed for
-it, and a secret in a request (the token) is on no command line and in no file of ours.
+A host has rlctl, and so the programs. `check.py` alone travels, since it says if rlctl is there. A request goes through
+the standard input of a Python there: a secret in a request (the token) is on no command line and in no file.
 """
 
 import json
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -16,8 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-_PACKAGE = Path(__file__).parent.parent
-_SHARED = re.compile(r"^from rlctl\.(cluster\.remote_scripts|utils)\.(\w+) import .*$", re.MULTILINE)
 _MARK = "@rlctl "
 # Time that a link has to end by itself before it is killed.
 _TERM_S = 3.0
@@ -76,7 +73,7 @@ class Host:
     # True if a shell there reads the command, as one text.
     shell: bool = False
     remedies: Mapping[str, str] = field(default_factory=dict)
-    # Exit code that only a failed link ends with; None if the link has none of its own.
+    # Exit code that only a failed link ends with; None if it has no such code.
     link_failed: int | None = None
     # Returns the environment of the link's process; None: this process's environment.
     environment: Callable[[], dict[str, str]] | None = None
@@ -128,9 +125,8 @@ class Host:
         """Start a program that prints line by line, to our output or a pipe, until it or this process ends."""
         process = self._start(stdout=stdout, stderr=None if stdout is None else subprocess.DEVNULL)
         assert process.stdin
-        file, _, function = program.partition(".")
-        text = f"{program_text(file)}\nimport json\n{function}(json.loads({json.dumps(request)!r}))\n"
-        process.stdin.write(text)
+        function = program.rpartition(".")[2]
+        process.stdin.write(f"{_program(program)}\nimport json\n{function}(json.loads({json.dumps(request)!r}))\n")
         process.stdin.close()
         return process
 
@@ -150,6 +146,8 @@ class Host:
         """Return why a program gave no answer, in a line."""
         if self.link and self.link_failed in (None, code) and (remedy := remedy_of(errors, self.remedies)):
             return remedy.format(host=self.name)
+        if "No module named 'rlctl" in errors:
+            return f"rlctl is not installed for {self.python}: install it there, or set python=..."
         if "SyntaxError" in errors:
             return f"wrong Python: {self.python} is too old to run a check; set python=..., 3.11 or newer"
         if code == 127 or "No such file" in errors:
@@ -216,23 +214,21 @@ def end(process: "subprocess.Popen[str]") -> None:
 
 def script(program: str, request: dict[str, Any]) -> str:
     """Return a program with its request, as they go through the standard input."""
+    function = program.rpartition(".")[2]
+    return _program(program) + _RUN.format(function=function, request=json.dumps(request), mark=_MARK)
+
+
+def _program(program: str) -> str:
     file, _, function = program.partition(".")
-    return program_text(file) + _RUN.format(function=function, request=json.dumps(request), mark=_MARK)
-
-
-def program_text(file: str) -> str:
-    """Return the source of a file of programs, with the neighbours that it imports in the place of their imports."""
-
-    def source(folder: str, name: str) -> str:
-        return (_PACKAGE / folder.replace(".", "/") / f"{name}.py").read_text(encoding="utf-8")
-
-    return _SHARED.sub(lambda found: source(found[1], found[2]), source("cluster.remote_scripts", file))
+    if file == "check":
+        return (Path(__file__).parent / "remote_scripts" / "check.py").read_text(encoding="utf-8")
+    return f"from rlctl.cluster.remote_scripts.{file} import {function}"
 
 
 class HostCalls:
-    """Programs that run on several hosts at the same time: (host, program, request) each, in threads of their own.
+    """Programs that run on several hosts at the same time: (host, program, request) each, a thread a call.
 
-    Leaving the block abandons what still runs, or with `finish` waits for it.
+    Leaving the block abandons calls that still run, or with `finish` waits for them.
     """
 
     def __init__(

@@ -49,7 +49,7 @@ class NodeStatus:
     # Facts about its host, from `remote_scripts/node.py`.
     facts: dict[str, Any] = field(default_factory=dict)
     in_ray: bool = False
-    # Resources that Ray gives out there, by name, in all and free.
+    # Resources that Ray gives out there, by name: all, and the free ones.
     total: dict[str, float] = field(default_factory=dict)
     free: dict[str, float] = field(default_factory=dict)
 
@@ -94,7 +94,7 @@ class Launcher(ABC):
 
     @abstractmethod
     def prepare(self, config: Any) -> tuple[ClusterState, list[str]]:
-        """Check everything that is known before a start; return the state of what is to be, and warnings."""
+        """Check everything that is known before a start; return the state of the coming cluster, and warnings."""
 
     @abstractmethod
     def start(self, config: Any, state: ClusterState) -> list[str]:
@@ -121,7 +121,7 @@ class Launcher(ABC):
 
     @abstractmethod
     def stop(self, state: ClusterState) -> list[str]:
-        """End all of it and return the names of what could not be cleared, to which `state` is cut down."""
+        """End the cluster; return the names of nodes or jobs that could not be cleared. `state` keeps these alone."""
 
     @abstractmethod
     def logs(self, state: ClusterState) -> list[LogPlace]:

@@ -1,7 +1,7 @@
 """`rlctl cluster up` and `down`.
 
 `up` checks every host, then starts the head, then the other nodes; or leaves nothing behind. A cluster that is up is
-left as it is, but nodes that it has lost are started again. When a required host fails or Ctrl-C comes, what this
+left as it is, but its lost nodes are started again. When a required host fails or Ctrl-C comes, everything that this
 call has started is stopped again. `down` ends every node, the head last, and keeps nothing but logs.
 """
 
@@ -39,7 +39,7 @@ def bring_up(config: ClusterConfig, say: Say) -> UpResult:
 
 
 def dry_run(config: ClusterConfig, job: str | None = None) -> str:
-    """Return what `bring_up` would submit; with a job, an rlctl command, what brings a cluster up for it alone.
+    """Return the text that `bring_up` would submit. job: an rlctl command to bring a cluster up for.
 
     Raises ClusterError for a kind that submits nothing, or knows no such jobs.
     """

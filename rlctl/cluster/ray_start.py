@@ -8,7 +8,7 @@ from rlctl.config.cluster_schema import OWN_PORTS, HostCluster, LocalCluster
 from rlctl.workers import ENVIRONMENT, LOOPBACK_ONLY
 
 LOOPBACK = "127.0.0.1"
-# Ray gives its own processes 30 s, a constant of its code, which a machine that is busy for a moment overruns.
+# Ray gives its own processes 30 s, a constant of its code. A machine that is busy for a moment takes longer.
 TOO_SLOW = "timed out during startup"
 NO_DASHBOARD = "no dashboard, no job API: install 'ray[default]' on the {where} for them"
 _MIN_STORE = 75 << 20
@@ -21,7 +21,7 @@ _FOR_HEAD = {
 }
 # A job that is stopped saves a checkpoint first; Ray would kill it after 3 s.
 _FOR_JOBS = {"RAY_JOB_STOP_WAIT_TIME_S": "600"}
-# Ray's processes log event statistics every minute, which would hide everything else from a person who follows them.
+# Ray's processes log event statistics every minute. Nothing else would be seen by a person who follows the logs.
 _NO_STATISTICS = {"RAY_event_stats_print_interval_ms": "0"}
 _FOR_NODES = ("RAY_USAGE_STATS_ENABLED", "RAY_worker_niceness", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO")
 # Environment of every node of every kind, besides the token.
@@ -30,7 +30,7 @@ NODE_ENVIRONMENT = {name: ENVIRONMENT[name] for name in _FOR_NODES} | _FOR_JOBS
 
 @dataclass(frozen=True)
 class Place:
-    """Host that a node is to be started on, and facts that its check found."""
+    """Host of a node to be started, with the facts found by its check."""
 
     name: str
     host: str

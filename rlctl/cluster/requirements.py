@@ -3,6 +3,8 @@
 from importlib.metadata import version
 from typing import Any
 
+from rlctl.preflight.version import own_version
+
 GIB = 1 << 30
 _PYTHON = (3, 11)
 _SMALL_SHM = GIB
@@ -16,16 +18,20 @@ def minor(text: str) -> str:
 def problems(reply: dict[str, Any], min_disk_gib: float, skew_s: float = 0, max_clock_skew_s: float = 0) -> list[str]:
     """Return why a host cannot be a node; empty where it can.
 
-    skew_s: by which its clock is ahead, see `clock_skew`. Its Ray must be of the minor version that is installed here.
+    skew_s: by which its clock is ahead, see `clock_skew`. Its Ray must be of the minor version that is installed here,
+    and its rlctl of this one's version: the two sides speak with each other.
     """
     ray, found = minor(version("ray")), []
     if tuple(map(int, reply["python"].split(".")[:2])) < _PYTHON:
         found.append(f"wrong Python {reply['python']}: rlctl needs 3.11 or newer; set python=...")
-    if absent := [name for name in ("ray", "psutil") if reply[name] is None]:
+    if absent := [name for name in ("ray", "psutil", "rlctl") if reply[name] is None]:
         found.append(f"{' and '.join(absent)} not installed in its Python: pip install rlctl there, or set python=...")
     elif minor(reply["ray"]) != ray:
         major, _, small = ray.partition(".")
         found.append(f"wrong Ray {reply['ray']}: pip install 'ray>={ray},<{major}.{int(small) + 1}' there")
+    # In a source tree that pip knows nothing of, the version is not known.
+    if reply["rlctl"] not in (None, "unknown", own_version()):
+        found.append(f"wrong rlctl {reply['rlctl']}: pip install rlctl=={own_version()} there")
     if abs(skew_s) > max_clock_skew_s:
         found.append(
             f"its clock is {abs(skew_s):.1f} s {'fast' if skew_s > 0 else 'slow'}: start its time service (NTP)"

@@ -6,7 +6,7 @@
         logs/NODE/   of the last time
 
 The file is written before anything starts, each node with the folder that it will get, and after every change:
-whoever finds it, however rlctl ended, can stop all that was started.
+however rlctl ended, the next one can stop all nodes that were started.
 """
 
 import contextlib

@@ -2,7 +2,6 @@
 
 A pid may be reused, so an identity is a pid and the start of that process: the boot id and the clock ticks since boot.
 A wall-clock time would not do. A clock that is set, or slewed, changes when each process is said to have started.
-This file travels to hosts as part of `rlctl/cluster/remote_scripts/node.py`.
 """
 
 import gc

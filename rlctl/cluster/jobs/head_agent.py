@@ -38,7 +38,7 @@ from rlctl.workers.ray_token import token_here
 
 _HTTP_S = 20.0
 SECRETS = "job.env"
-# The config that the job is to drive. It becomes the run's own once the run continues with it.
+# The config that the job is to drive. It becomes the run's config.yaml once the run continues.
 CONFIG = "job.yaml"
 _ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 
@@ -81,7 +81,7 @@ def accept(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def status(request: dict[str, Any]) -> dict[str, Any]:
-    """Return the job's status in Ray's words. A run whose driver ended without a record of it is marked as ended."""
+    """Return the job's status in Ray's words. A run whose driver was killed is marked as ended."""
     try:
         found = _http(request, f"/api/jobs/{request['job']}")
     except FileNotFoundError:
@@ -106,7 +106,7 @@ def stop(request: dict[str, Any]) -> dict[str, Any]:
 def runs(request: dict[str, Any]) -> dict[str, Any]:
     """Return the runs that work on the cluster now.
 
-    Each has path, job, devices (that train, and that generate), and its row of `rlctl runs list`.
+    Each has path, job, devices (of the trainer, of the engines), and its row of `rlctl runs list`.
     """
     found = []
     for job in _http(request, "/api/jobs/"):
@@ -222,7 +222,7 @@ def _http(request: dict[str, Any], path: str, body: Any = None, method: str = "G
 
 
 def _problems(config: str, work: Path, secrets: dict[str, str]) -> list[str]:
-    """Return the answer of `rlctl config check` to a config, with the files that came with it and the run's secrets."""
+    """Return the answer of `rlctl config check` to a config, with the shipped files and the run's secrets."""
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
         file.write(config)
         file.flush()

@@ -40,7 +40,7 @@ class TargetCluster:
 
     @property
     def gpus(self) -> int:
-        """GPUs in all, free or not."""
+        """Number of GPUs, free or not."""
         return int(sum(each.total.get("GPU", 0) for each in self.status.nodes))
 
     @property
@@ -130,7 +130,4 @@ def ask(state: ClusterState, operation: Operation, request: dict[str, Any]) -> d
     try:
         return state.host_of(state.head).run("head.job", {**common, **request}, _ANSWER_S)
     except HostError as error:
-        what = str(error)
-        if "No module named 'rlctl'" in what:
-            what = f"rlctl is not installed for {state.python}: install it there, or set python=..."
-        raise ClusterError(f"head {state.head.name}: {what}") from None
+        raise ClusterError(f"head {state.head.name}: {error}") from None

@@ -1,4 +1,4 @@
-"""Files and config that travel to a cluster with a file system of its own.
+"""Files and config for a cluster that does not share a file system with this machine.
 
 Paths below the working directory, or among the shipped recipes, become relative, and mean the same there. Any other
 path is one of the cluster's.
@@ -22,7 +22,7 @@ _SHOWN = 3
 
 
 def portable(value: Any, folders: list[Path]) -> Any:
-    """Return a config's values with paths below any of `folders` made relative to it."""
+    """Return a config's values with paths below any of `folders` made relative to that folder."""
     if isinstance(value, dict):
         return {key: portable(each, folders) for key, each in value.items()}
     if isinstance(value, list):
@@ -46,7 +46,7 @@ def named_files(value: Any, home: Path) -> list[Path]:
 
 
 def pack(home: Path, named: list[Path]) -> str:
-    """Return a zip in base64 of the files below `home` that git tracks or would add, and that the config names.
+    """Return a zip in base64 of the files below `home` that git tracks or would add, and of files named in the config.
 
     Without git: of all but hidden files and runs. Raises ClusterError with the largest when it is too much.
     """

@@ -19,12 +19,12 @@ from rlctl.run.run_dir import JobRecord, RunDir
 from rlctl.telemetry.events import EventLog
 from rlctl.utils.files import write_whole
 
-# Events last: who reads of a run's end has everything that was before it.
+# Events last: a reader of a run's end then has all earlier records.
 _FILES = ("config.yaml", "metrics.jsonl", "rollouts.jsonl", "events.jsonl")
 _JOB_POLL_S = 5.0
 _RETRY_S = 2.0
 _SYNC_S = 30.0
-# A connection may be silent for so long.
+# Longest silence of a connection.
 _SILENT_S = 120.0
 
 
@@ -57,7 +57,7 @@ class ClusterRun(FollowedRun):
         ask(self.state, "status", {"job": self.record.job, "run": self.path})
 
     def told(self, work: Callable[[threading.Event], None], stop: threading.Event) -> None:
-        """Do the work of a thread. An error of it is why nothing more will be heard."""
+        """Do the work of a thread. An error ends the news of the run, and is the reason."""
         try:
             work(stop)
         except Exception as error:
@@ -83,7 +83,7 @@ class ClusterRun(FollowedRun):
             stop.wait(_RETRY_S)
 
     def copy(self, stop: threading.Event, follow: bool, end: float | None = None) -> None:
-        """Bring the run's files here, unless another process does; what fails is left for the next time."""
+        """Bring the run's files here, unless another process does; a failed copy is left for the next time."""
         with suppress(OSError), try_lock(self.run) as locked:
             if locked:
                 texts = {name: (self.run / name).read_bytes() for name in _FILES if (self.run / name).is_file()}

@@ -29,13 +29,13 @@ _REMEDIES = {
     "must be logged in": _UNKNOWN_USER,
     "unauthorized": _UNKNOWN_USER,
 }
-# A pod that waits for one of these waits for ever.
+# Reasons for which a pod waits for ever.
 _HOPELESS = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "CreateContainerConfigError", "CrashLoopBackOff")
 
 
 @dataclass(frozen=True)
 class Kubectl:
-    """kubectl for a context and a namespace, each empty for its own choice."""
+    """kubectl for a context and a namespace, each empty for kubectl's choice."""
 
     context: str
     namespace: str
@@ -67,7 +67,7 @@ class Kubectl:
         return done.stdout
 
     def get(self, *arguments: str) -> dict[str, Any]:
-        """Return an object or a list of them; empty where there is none."""
+        """Return an object or a list of objects; empty where there is none."""
         found: dict[str, Any] = json.loads(self.run("get", *arguments, "--ignore-not-found", "--output=json") or "{}")
         return found
 

@@ -26,7 +26,7 @@ class KubernetesLauncher(Launcher):
         state.storage = config.storage.rstrip("/")
         state.nodes = [ClusterNode("head", "", "", True, "")]
         self._say("doing", "asking Kubernetes")
-        # The server checks all of it, as if it were meant.
+        # The server checks the whole manifest, and applies nothing.
         options = ("--dry-run=server", "--validate=strict", "--filename=-")
         _kubectl(state).run("apply", *options, stdin=as_yaml(ray_cluster(config)))
         if _kubectl(state).get("raycluster", name):

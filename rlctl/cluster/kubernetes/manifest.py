@@ -21,7 +21,7 @@ def ray_cluster(config: KubernetesCluster) -> dict[str, Any]:
 
 
 def ray_job(config: KubernetesCluster, entrypoint: list[str]) -> dict[str, Any]:
-    """Return a RayJob: a cluster of its own that runs `entrypoint`, a command's words, on its head and then ends."""
+    """Return a RayJob: a cluster that runs `entrypoint`, a command's words, on its head and then ends."""
     spec = {
         # The operator gives it to a shell.
         "entrypoint": shlex.join(entrypoint),

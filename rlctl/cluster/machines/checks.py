@@ -37,7 +37,7 @@ def places(config: LocalCluster | SshCluster, say: Say) -> tuple[list[Place], li
 def places_again(
     config: LocalCluster | SshCluster, nodes: list[ClusterNode], python: str, say: Say
 ) -> dict[str, Place]:
-    """Return, by name, where nodes go whose hosts will do, with a head that has `python`."""
+    """Return the places of nodes by name, where the host will do. python: the version of the head."""
     replies = _check(config, sorted({node.host for node in nodes}), [], say)
     found = {}
     for node in nodes:
@@ -86,7 +86,7 @@ def _check(config: LocalCluster | SshCluster, names: list[str], ports: list[int]
 
 
 def _drop_unlike(fit: Replies, say: Say) -> None:
-    """Drop hosts whose ports are taken until one can be the head, and those that cannot work with that head."""
+    """Drop hosts with taken ports until one can be the head, and hosts that cannot work with that head."""
     for name in list(fit):
         if not (why := taken(fit[name])):
             break

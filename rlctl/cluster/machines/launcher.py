@@ -76,9 +76,9 @@ class MachineLauncher(Launcher):
         """Start the nodes again that the cluster has lost, and return their names. Raises ClusterError if too few came.
 
         A host that does not answer is left alone: its processes are unknown. A node that does not come back stays in
-        the state, so that `status` shows it and another `up` tries again.
+        the state: `status` shows it, and another `up` tries again.
         """
-        # As it was started: what `up` is given now would change nothing of the rest either.
+        # As it was started: a config given to `up` now would not change the other nodes either.
         config = CLUSTER_KINDS[state.kind](**state.config) if state.config else config
         lost = [each.node for each in status.nodes[1:] if each.condition in ("gone", "not joined")]
         if not lost or not status.nodes[0].in_ray:

@@ -13,7 +13,7 @@ from rlctl.cluster.ray_start import TOO_SLOW, Place, joined, start_request
 from rlctl.cluster.state import ClusterNode, ClusterState, ClusterStore, node_folder_name
 from rlctl.config.cluster_schema import LocalCluster, SshCluster
 
-# Longest calls that start a process, that end one, and what a wait takes besides the waiting.
+# Seconds of the longest start of a process, of the longest end, and of a wait beyond its deadline.
 _START_S, _STOP_S, _MORE_S = 60.0, 90.0, 60.0
 
 
@@ -32,7 +32,7 @@ class NodeStarter:
         self._token = store.token()
 
     def start(self, nodes: list[ClusterNode]) -> list[ClusterNode]:
-        """Start these and wait for them, again if Ray's own deadline was too short; return those that failed."""
+        """Start nodes and wait for them, again if Ray's own deadline was too short; return the failed ones."""
         failed = self._attempt(nodes)
         slow = [node for node in nodes if TOO_SLOW in failed.get(node.name, "")]
         if slow:
@@ -57,7 +57,7 @@ class NodeStarter:
             request = start_request(self._config, self._state, node, self._places[node.name], self._token)
             calls.append((self._state.host_of(node), "node.start", request))
         try:
-            # A start under way is not abandoned: it would go on over there after the clearing up.
+            # A start is not abandoned: it would go on over there after the clearing up.
             with HostCalls(calls, _START_S, finish=True) as starting:
                 for index, answer in starting.answers():
                     if isinstance(answer, HostError):
@@ -96,7 +96,7 @@ class NodeStarter:
 
 
 def stop_nodes(store: ClusterStore, state: ClusterState, say: Say, nodes: list[ClusterNode]) -> list[str]:
-    """End nodes, the head after the others. Returns the names of those that could not be cleared."""
+    """End nodes, the head after the others. Return the names of nodes that could not be cleared."""
     left: list[str] = []
     for wave in ([node for node in nodes if not node.head], [node for node in nodes if node.head]):
         if not wave:

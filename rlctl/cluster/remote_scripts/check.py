@@ -1,4 +1,4 @@
-"""Runs on a host: reports what it has, before anything is started. Any Python from 3.6 on can answer.
+"""Runs on a host: reports its facts, before anything is started. Any Python from 3.6 on can read and answer this.
 
 request: ports (to be free). The reply is facts, which the caller judges.
 """
@@ -7,12 +7,12 @@ import errno
 import os
 import shutil
 import socket
+import subprocess
+import sys
 import tempfile
 import time
 from importlib.util import find_spec
 from typing import Any
-
-from rlctl.cluster.remote_scripts.shared import nvidia, software, version
 
 # A Unix socket's path has at most 107 bytes, of which Ray's own part and our folder's name take 84.
 ROOM = 107 - 84
@@ -29,6 +29,7 @@ def run(request: "dict[str, Any]") -> "dict[str, Any]":
         **software(),
         "time": now,
         "psutil": version("psutil"),
+        "rlctl": version("rlctl") or ("unknown" if find_spec("rlctl") else None),
         "dashboard": all(find_spec(name) is not None for name in server),
         "cores": os.cpu_count(),
         "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
@@ -50,7 +51,7 @@ def folder_root() -> "str | None":
 
 
 def is_free(port: int) -> bool:
-    # Somebody who listens on one address alone is enough to fail Ray, which may take another.
+    # One listener on one address is enough to fail Ray, which may take another address.
     for family, everywhere in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
         try:
             with socket.socket(family) as probe:
@@ -60,3 +61,37 @@ def is_free(port: int) -> bool:
             if error.errno in (errno.EADDRINUSE, errno.EACCES):
                 return False
     return True
+
+
+def version(name: str) -> "str | None":
+    """Return the version of a package; None if it is not installed."""
+    try:
+        from importlib.metadata import version as find
+
+        return find(name)
+    except Exception:
+        return None
+
+
+def software() -> "dict[str, Any]":
+    """Return the versions of Python and Ray, and the bytes of shared memory."""
+    return {
+        "python": ".".join(map(str, sys.version_info[:3])),
+        "ray": version("ray"),
+        "shm": shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else 0,
+    }
+
+
+def nvidia(*fields: str) -> "tuple[list[list[str]], str | None]":
+    """Return the fields of nvidia-smi for each GPU, and the version of the driver."""
+    if not shutil.which("nvidia-smi"):
+        return [], None
+    names = ",".join(["driver_version", *fields])
+    query = ["nvidia-smi", "--query-gpu=" + names, "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=20, check=False)
+    except subprocess.TimeoutExpired:
+        return [], "does not answer"
+    rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.decode().splitlines()]
+    rows = [row for row in rows if len(row) == 1 + len(fields)]
+    return [row[1:] for row in rows], rows[0][0] if rows else None

@@ -1,12 +1,12 @@
 """Runs on the head, with its Ray and its rlctl.
 
-query: asks Ray which nodes live and what they have free. request: address, token_path (null: the token is in the
+query: asks Ray for its living nodes and their free resources. request: address, token_path (null: the token is in the
 environment there), environment, timeout_s. The reply: nodes, each with address, name, alive, total and free; refused,
 true where the token is not this cluster's. Ray's drivers say of a wrong token only that they failed to connect, and
 after 21 s; its GCS client tells at once.
 
 job: does one operation on a run that is a Ray job, see `jobs/head_agent.py`. request: op (accept, status, stop, runs),
-dashboard (port), token_path, and what the operation takes.
+dashboard (port), token_path, and the fields of the operation.
 """
 
 import os
@@ -18,7 +18,7 @@ def query(request: dict[str, Any]) -> dict[str, Any]:
     if request["token_path"]:
         os.environ.pop("RAY_AUTH_TOKEN", None)
         os.environ["RAY_AUTH_TOKEN_PATH"] = request["token_path"]
-    # Ray logs to the terminal what it then raises.
+    # Ray logs an error to the terminal before it raises it.
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)
     os.close(null)

@@ -1,4 +1,4 @@
-"""Runs on a host: prints the ends of a node's logs, and with follow what is added, each line after the node's name.
+"""Runs on a host: prints the ends of a node's logs, and with follow further lines, each after the node's name.
 
 request: folder (of a live node); keep, cluster, node (see `kept_logs`); lines, follow; suffixes (of the files to show;
 left out: Ray's logs); process (NAME of the one NAME.log to show; left out or null: all). Exit code 2 where there is no
@@ -11,7 +11,7 @@ import sys
 import time
 from typing import Any
 
-from rlctl.cluster.remote_scripts.shared import kept_logs
+from rlctl.cluster.remote_scripts.node import kept_logs
 
 # Logs that say why something went wrong; Ray's others count events.
 SUFFIXES = ("start.log", "gcs_server.out", "raylet.out", ".err")

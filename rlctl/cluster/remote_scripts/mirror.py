@@ -41,7 +41,7 @@ def place_of(path: str, size: int, digest: str) -> "tuple[int, int]":
 
 
 def say(path: str, name: str, place: "tuple[int, int]") -> "tuple[int, int]":
-    """Print what follows `place`, (inode, bytes printed); return the place after it."""
+    """Print the text after `place`, (inode, bytes printed); return the place after it."""
     inode, offset = place
     try:
         with open(path, "rb") as file:

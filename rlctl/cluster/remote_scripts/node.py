@@ -1,6 +1,6 @@
-"""Runs on a host that has Ray: starts a node, waits for it, looks at it, stops it.
+"""Runs on a host that has Ray: starts a node, waits for it, inspects and stops it.
 
-start: starts a Ray node in a folder of its own and returns at once. request: root, folder (a name), token, arguments
+start: starts a Ray node in a new folder and returns at once. request: root, folder (a name), token, arguments
 (of `ray start`, `{port}` in them a free port), environment, joins_loopback (a further node of a cluster on loopback).
 The reply: folder, pid, start_id, ports of a head.
 
@@ -8,18 +8,17 @@ wait: waits until the node is up, or says why it ended. request: folder, pid, st
 wait for, or null), head (host and port that it joins; null or left out: not asked), deadline_s. The reply: ready, why
 (a line of its log), dashboard (true if that port answers).
 
-look: reports how the node and its machine are. request: folder, pid, start_id. The reply: alive, and bytes free and
-in all of memory, shared memory and disk, GPUs and their driver, versions, and every port that its processes listen on.
+look: reports how the node and its machine are. request: folder, pid, start_id. The reply: alive, bytes of memory,
+shared memory and disk (free ones too), GPUs and their driver, versions, and every port that its processes listen on.
 
-stop: ends the node and whatever it started, keeps its logs and removes the rest. request: folder; keep, cluster, node
-(see `kept_logs`). The reply: left (pids that would not end), logs (the folder kept, or null).
+stop: ends the node and all processes that it started, keeps its logs and removes the rest. request: folder; keep,
+cluster, node (see `kept_logs`). The reply: left (pids that would not end), logs (the folder kept, or null).
 """
 
 import contextlib
 import glob
 import json
 import os
-import random
 import re
 import shutil
 import signal
@@ -31,11 +30,12 @@ from typing import Any
 
 import psutil
 
-from rlctl.cluster.remote_scripts.shared import kept_logs, nvidia, software
+from rlctl.cluster.remote_scripts.check import nvidia, software
+from rlctl.utils.ports import free_port
 from rlctl.utils.process import start_id
 
 # Ray's command without the server of Ray Client, which has no use here, takes a fixed port, and on a busy machine gives
-# up while the node still starts: the whole node then ends with it.
+# up while the node still starts: the whole node then ends.
 START = """
 import sys
 from ray.scripts import scripts
@@ -64,7 +64,7 @@ def start(request: dict[str, Any]) -> dict[str, Any]:
     environment = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "RAY_AUTH_TOKEN")}
     environment.update(request["environment"], RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=token, TMPDIR=folder)
     ray = START + (JOINING if request["joins_loopback"] else "") + MAIN
-    arguments = [each.replace("{port}", str(free_port())) for each in request["arguments"]]
+    arguments = [each.replace("{port}", str(free_port("0.0.0.0"))) for each in request["arguments"]]
     with open(os.path.join(folder, "start.log"), "wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-c", ray, "start", *arguments, "--block", "--temp-dir", os.path.join(folder, RAY)],
@@ -81,15 +81,6 @@ def start(request: dict[str, Any]) -> dict[str, Any]:
         json.dump(started, file)
     values = dict(each.strip("-").split("=", 1) for each in arguments if "=" in each)
     return {**started, "ports": {name: int(values[name]) for name in ("port", "dashboard-port") if name in values}}
-
-
-def free_port() -> int:
-    # As rlctl/utils/ports.py: Ray listens on it only seconds later, and until then nobody is given it by chance.
-    for port in (*random.SystemRandom().sample(range(20_000, 30_000), 100), 0):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("", port))
-            return int(probe.getsockname()[1])
-    raise OSError("no port is free")
 
 
 def wait(request: dict[str, Any]) -> dict[str, Any]:
@@ -259,6 +250,13 @@ def keep_logs(request: dict[str, Any]) -> Any:
         elif os.path.exists(source):
             shutil.copy(source, keep)
     return keep
+
+
+def kept_logs(request: "dict[str, Any]") -> str:
+    """Return the folder of the logs that a node leaves: `keep`, or below $XDG_STATE_HOME by cluster and node."""
+    state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    usual = os.path.join(state, "rlctl", "clusters", request["cluster"], "logs", request["node"])
+    return str(request["keep"] or usual)
 
 
 def lives(request: dict[str, Any]) -> bool:

@@ -1,10 +1,10 @@
 """A Slurm job that is a Ray cluster: its batch script, the plan that its tasks read, and the folder they share.
 
 SHARED/                       0700: job-TAG in the cluster's own folder, or shared_folder/rlctl-NAME-TAG
-    job.sh                    what was submitted
-    plan.json token remote_scripts/     what the tasks read
-    nodes/INDEX.json          what they report
-    logs/NODE/                what they leave
+    job.sh                    the submitted script
+    plan.json token           read by the tasks
+    nodes/INDEX.json          their reports
+    logs/NODE/                their logs, after their end
 """
 
 import json
@@ -15,14 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rlctl.cluster.hosts import program_text, quoted_path
+from rlctl.cluster.hosts import quoted_path
 from rlctl.cluster.ray_start import TOO_SLOW, Place, start_request
 from rlctl.cluster.state import ClusterError, ClusterNode, ClusterState, node_folder_name
 from rlctl.config.cluster_schema import SlurmCluster
 from rlctl.utils.files import write_private
 
-# The task and its neighbours in `remote_scripts/`.
-_PROGRAMS = ("task", "check", "node")
 # Beginnings of Slurm's own lines in a job's log.
 _NOISE = ("srun:", "slurmstepd", "Terminated")
 
@@ -46,7 +44,7 @@ def batch_script(config: SlurmCluster, job_name: str, folder: str, python: str) 
     # Since Slurm 22.05 a step no longer takes this from its job.
     cpus = "" if config.cpus_per_task is None else f" --cpus-per-task={config.cpus_per_task}"
     step = f"srun --nodes={config.nodes} --ntasks-per-node=1{cpus} --mem=0 --cpu-bind=none"
-    task = f"{quoted_path(python)} {shlex.quote(f'{folder}/remote_scripts/task.py')} {shlex.quote(folder)}"
+    task = f"{quoted_path(python)} -m rlctl.cluster.remote_scripts.task {shlex.quote(folder)}"
     lines = [
         "#!/bin/bash",
         *(f"#SBATCH {option}" for option in options),
@@ -94,7 +92,7 @@ class JobFolder:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.mkdir(mode=0o700)
-            for name in ("remote_scripts", "nodes", "logs/job"):
+            for name in ("nodes", "logs/job"):
                 (self.path / name).mkdir(parents=True)
         except FileExistsError:
             what = f"{self.path} is there already: remove it if no cluster uses it, or set another shared_folder"
@@ -107,8 +105,6 @@ class JobFolder:
         write_private(self.script, script, 0o700)
         write_private(self.path / "plan.json", json.dumps(plan, indent=1))
         write_private(self.path / "token", token)
-        for name in _PROGRAMS:
-            write_private(self.path / "remote_scripts" / f"{name}.py", program_text(name))
 
     def reports(self) -> dict[int, dict[str, Any]]:
         """Return the reports of the nodes, by their index in the job."""
@@ -124,14 +120,16 @@ class JobFolder:
             text = (self.logs / "job" / "start.log").read_text(encoding="utf-8", errors="replace")
         except OSError:
             return ""
+        if "No module named 'rlctl" in text:
+            return "its Python has no rlctl: pip install rlctl there, or set python=..."
         if found := re.search(r"execve\(\): (\S+): No such file|(\S+): (?:command not found|No such file)", text):
             return f"not found on the nodes: {found[1] or found[2]}; set python=... to one that has ray and rlctl"
-        # Slurm's own lines come last, and say what is known already.
+        # Slurm's own lines come last, and add nothing.
         lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith(_NOISE)]
         return lines[-1] if lines else ""
 
     def uncleared(self) -> list[str]:
-        """Return a line for each node of a job that is over that did not report a full clean-up."""
+        """Return a line for each node that did not report a full clean-up. The job is over."""
         lines = []
         for report in self.reports().values():
             if "folder" not in report:

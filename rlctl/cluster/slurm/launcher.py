@@ -1,4 +1,4 @@
-"""A Ray cluster that is a Slurm job: submitted, waited for, looked at through steps of its own, cancelled.
+"""A Ray cluster that is a Slurm job: submitted, waited for, inspected through job steps, cancelled.
 
 The job brings itself up: its tasks (`remote_scripts/task.py`) start the Ray nodes and report in files of a folder that
 this machine and the nodes share (see `job.py`).
@@ -24,12 +24,12 @@ _STOP_S = 180.0
 _SOON_MINUTES = 10
 # Between two questions to Slurm, whose controller all users share, and between two looks at the shared folder.
 _QUEUE_S, _REPORTS_S = 5.0, 0.5
-# A network file system may show a file to another machine so much later.
+# Delay with which a network file system may show a file to another machine.
 _FILES_S = 90.0
 
 
 class SlurmLauncher(Launcher):
-    """The kind `slurm`. A lost node is not started again: its job has lost its place for it."""
+    """The kind `slurm`. A lost node is not started again: its job has lost the place."""
 
     def prepare(self, config: SlurmCluster) -> tuple[ClusterState, list[str]]:
         queue.must_be_here()

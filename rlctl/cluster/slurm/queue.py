@@ -78,7 +78,7 @@ def submit(script: str) -> str:
 
 
 def find(job_name: str) -> list[str]:
-    """Return the ids of one's own jobs of this name that are not over."""
+    """Return the ids of the user's jobs of this name that are not over."""
     return _run(_ANSWER_S, "squeue", "--me", "--noheader", f"--name={job_name}", "--format=%A").split()
 
 

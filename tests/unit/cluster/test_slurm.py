@@ -37,7 +37,7 @@ def test_the_script_asks_for_what_was_asked_and_for_nothing_else() -> None:
         "#SBATCH --output=/shared/job/logs/job/start.log",
     ]
     assert lines[-1].startswith("srun --nodes=1 --ntasks-per-node=1 ")
-    assert lines[-1].endswith("-- /env/python /shared/job/remote_scripts/task.py /shared/job")
+    assert lines[-1].endswith("-- /env/python -m rlctl.cluster.remote_scripts.task /shared/job")
     assert not any(word in "\n".join(lines) for word in ("ray stop", "symmetric-run", "pkill"))
 
 
@@ -51,7 +51,7 @@ def test_every_option_has_its_line() -> None:
         assert f"#SBATCH {option}\n" in script
     assert "\nmodule load cuda\n" in script
     assert "--cpus-per-task=16 " in script.splitlines()[-1]
-    assert script.splitlines()[-1].endswith("-- ~/py '/a b/remote_scripts/task.py' '/a b'")
+    assert script.splitlines()[-1].endswith("-- ~/py -m rlctl.cluster.remote_scripts.task '/a b'")
 
 
 def test_tasks_are_told_the_same_ray_arguments_as_hosts_over_ssh() -> None:
