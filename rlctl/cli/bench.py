@@ -133,7 +133,7 @@ def grpo(
     as_json: AsJson = False,
     plot: Plot = None,
 ) -> None:
-    """Time the same GRPO work synchronous and asynchronous, on as many devices, and what each side waited for.
+    """Time the same GRPO work synchronous and asynchronous, on as many devices, and the idle time of each side.
 
     With --advise, say which division of the devices, bound on age and lookahead suit the model and the lengths.
     """
@@ -318,7 +318,7 @@ def generation(
     as_json: AsJson = False,
     plot: Plot = None,
 ) -> None:
-    """Time what engines sample, in one turn and in several with an environment, and how far from the device's limit."""
+    """Time the sampling of engines, in one turn and in several with an environment, against the device's limit."""
     from rlctl.bench.generation import GenerationBench
 
     gpus, problems = count_gpus(), list[Problem]()

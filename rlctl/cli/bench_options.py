@@ -1,4 +1,4 @@
-"""Options that commands of `rlctl bench` share, and how those that hold several numbers are read."""
+"""Options shared by commands of `rlctl bench`, and readers of lists of numbers."""
 
 from math import inf, isfinite
 from pathlib import Path

@@ -148,7 +148,7 @@ def _show(message: "Message") -> None:
 
 
 def _environment(name: str | None, config: "GrpoConfig") -> "EnvironmentSpec | None":
-    """Return what the tools are of, with the arguments of the run if they are its own. Raises ConfigError."""
+    """Return the environment of the tools, with the run's arguments if it is the run's. Raises ConfigError."""
     from rlctl.config.plugins import ENVIRONMENTS
     from rlctl.environments.outcomes import EnvironmentSpec
     from rlctl.evaluation.settings import arguments_of

@@ -66,7 +66,7 @@ def next_steps(state: ClusterState) -> str:
 
 
 def render(state: ClusterState, seen: ClusterStatus) -> RenderableType:
-    """Return a cluster in 80 columns: what it is, its nodes, what listens, warnings."""
+    """Return a cluster in 80 columns: its kind, nodes, listeners, and warnings."""
     style = _COLOURS.get(seen.condition, "bold red")
     head = Text.assemble((state.name, "bold"), " ", (seen.condition, style), f": {summary(state, seen)}")
     parts: list[RenderableType] = [head, Text(""), _nodes_table(seen)]

@@ -1,6 +1,7 @@
 """Completion of recipes, config keys, their values and run names, in bash, zsh and fish (`rlctl --install-completion`).
 
-A shell adds a space behind a word that is the only one. Nothing here offers `key=` alone: its values come with it.
+A shell adds a space behind a word that is the only one. Nothing here offers `key=` alone: each value is offered as
+`key=value`.
 """
 
 from collections.abc import Iterator

@@ -58,7 +58,7 @@ def check(
 ) -> None:
     """Report everything that is wrong with a config, at once, and start nothing.
 
-    Only the first row of the data is read. `rlctl train KIND --dry-run` reads all rows, calls rewards of one's own, and
+    Only the first row of the data is read. `rlctl train KIND --dry-run` reads all rows, calls your rewards, and
     begins an episode; `rlctl data preview` tokenizes all rows.
     """
     from rlctl.config.provenance import show_path

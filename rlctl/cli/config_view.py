@@ -1,4 +1,4 @@
-"""A config tree as lines of YAML with remarks, and two of them as a table of differences."""
+"""A config tree as lines of YAML with remarks, and the differences of two trees as a table."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -29,7 +29,7 @@ def lines(root: ConfigNode) -> list[tuple[str, str, str]]:
 
 
 def print_lines(remarks: list[tuple[str, str]], out: Console) -> None:
-    """Print each (line, remark) as YAML with a comment: on one line in a pipe, in a column of its own on a terminal."""
+    """Print each (line, remark) as YAML with a comment: on one line in a pipe, in two columns on a terminal."""
     width = min(MOST_INDENT, max((len(text) for text, remark in remarks if remark), default=0))
     if not out.soft_wrap and width:
         columns = Column(min_width=width, max_width=MOST_INDENT, overflow="fold"), Column(style="dim")

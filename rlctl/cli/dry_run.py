@@ -53,7 +53,7 @@ def show_plan(composed: "Composed[Settled]", plan: "RunPlan", resumed: "Resumed 
 
 
 def refuse(composed: "Composed[Settled]", why: str | None, key: str = "trainer.num_ranks") -> None:
-    """Raise ConfigError if the machine cannot do what `key` asks. why: the reason, None if it can."""
+    """Raise ConfigError if the machine cannot do the work that `key` asks for. why: the reason, None if it can."""
     if why:
         raise ConfigError([Problem(str(composed.origins.get(key, "")), key, why)])
 

@@ -35,7 +35,7 @@ Seed = Annotated[int, typer.Option(help="The seed of the first episode or task."
 
 @app.callback()
 def env() -> None:
-    """Check environments, and list the tasks of those that ship."""
+    """Check environments, and list the shipped tasks."""
 
 
 @app.command(
@@ -76,7 +76,7 @@ def check(
 ) -> None:
     """Play three scripted episodes: contract, tools, rewards, times. Exit code 1 if the contract is broken.
 
-    With --model: episodes with a real engine, each conversation with what was sampled marked.
+    With --model: episodes with a real engine, each conversation with the sampled text marked.
     """
     from dataclasses import asdict, replace
 
@@ -156,7 +156,7 @@ def _play(
         tempfile.TemporaryDirectory(prefix="rlctl-env-") as logs,
         busy(f"playing {name} with {target.name}"),
     ):
-        # Torch comes with it, which takes seconds.
+        # It imports torch, which takes seconds.
         from rlctl.evaluation.episodes import play_episodes
 
         return play_episodes(config, *data, count, target.step, Path(logs), tell)

@@ -89,7 +89,7 @@ def _evaluate(
 
     target = find_target(text, runs_folder(), step)
     settings = measured_configs(target, text, *split(arguments), data, samples)
-    # Torch comes with it, which takes seconds.
+    # It imports torch, which takes seconds.
     from rlctl.evaluation.evaluate import Evaluation
 
     root = to or (target.run / "evals" if target.run else Path("evals"))

@@ -114,7 +114,7 @@ def root(
 
 
 def main() -> None:
-    """Run the command line in a process of its own, and end it with the command's exit code."""
+    """Run the command line as a process, and end it with the command's exit code."""
     codes: list[int] = []
     # Registered before the handlers of imported libraries, called after them.
     atexit.register(_skip_teardown, codes)
@@ -132,7 +132,7 @@ def main() -> None:
 def _open_standard_streams() -> None:
     """Open each of the three standard streams that the caller closed, on nothing.
 
-    The next file that the process opens would have its number, and get whatever a child process prints.
+    The next file that the process opens would have its number, and get the output of child processes.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:

@@ -48,7 +48,7 @@ def check(
     found = []
     with explained_weights("interrupted"), tempfile.TemporaryDirectory(prefix="rlctl-model-") as scratch:
         run, files, placement = checked_run(find_target(name, runs_folder()), Path(scratch))
-        # Torch comes with it, which takes seconds.
+        # It imports torch, which takes seconds.
         from rlctl.evaluation.model_check import check_model
 
         for finding in check_model(run, files, placement, engine, Path(scratch)):

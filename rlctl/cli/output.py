@@ -19,7 +19,7 @@ OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 
 def examples(*lines: str) -> str:
-    """Return the epilog of a command: its examples, as they are typed, each on a line of its own."""
+    """Return the epilog of a command: its examples, as they are typed, one a line."""
     shown = "\n".join(f"  {line}" for line in lines).replace("[", r"\[")
     return f"[bold]Examples[/bold]\n{shown}"
 
@@ -58,7 +58,7 @@ def reading(what: str) -> Iterator[None]:
 
 
 def report(problems: Iterable[Problem]) -> None:
-    """Print every problem on a line of its own, then how many there were."""
+    """Print the problems, one a line, then their number."""
     from rich.text import Text
 
     listed, out = list(problems), console(stderr=True)

@@ -58,7 +58,7 @@ class Printer:
             say(f"error: {self._folder.name}: {error}", err=True)
             raise typer.Exit(BAD_INPUT) from None
         terminal = self._console.is_terminal and not self._json
-        # As git does: colours, no pager for what fits on a screen, and the text stays when it is left.
+        # As git does: colours, no pager for text that fits on a screen; the text stays when the pager is left.
         os.environ.setdefault("LESS", "FRX")
         with self._console.pager(styles=True) if terminal else nullcontext():
             for group in answer.groups:

@@ -88,7 +88,7 @@ def train_there(
 
 
 def watch(run: Path, every: int = 1, dashboard: str = "auto") -> int:
-    """Show a run that a job drives until it ends or Ctrl-C, which leaves it running; return its exit code."""
+    """Show a run of a job until the run ends; return its exit code. Ctrl-C leaves it running."""
     from rlctl.cluster.jobs.watch import follow_run, refresh_run
     from rlctl.dashboard.console import SafeConsole
     from rlctl.dashboard.state import read_state

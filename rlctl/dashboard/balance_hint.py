@@ -29,10 +29,10 @@ def hint(state: RunState) -> str:
 
 
 def better_division(now: tuple[int, int], trainer: float, generator: float) -> tuple[tuple[int, int], float]:
-    """Return ((devices that train, that generate), share of a step saved) of the best division of the same devices.
+    """Return ((trainer's devices, engines' devices), share of a step saved) of the best division of the same devices.
 
-    now: the present division. trainer, generator: shares of the step in which each side is busy. Assumes that the
-    devices of a side share its work evenly, and that the slower side sets the pace.
+    now: the present division. trainer, generator: shares of the step in which each side is busy. The devices of a side
+    are taken to share its work evenly; the slower side sets the pace.
     """
     work = (now[0] * trainer, now[1] * generator)
     whole = sum(now)

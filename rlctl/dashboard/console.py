@@ -10,7 +10,7 @@ from rich.terminal_theme import TerminalTheme
 
 from rlctl.utils.escapes import neutral
 
-# Columns of a pipe, which has no width of its own and room for everything.
+# Columns of a pipe, which has no width and room for everything.
 PIPE_WIDTH = 200
 
 

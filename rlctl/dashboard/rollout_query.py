@@ -28,7 +28,7 @@ class RolloutQuery:
     order: Literal["worst", "best"] | None = None
     # Id of a task, or of its row: r17 means it in every epoch.
     task: str | None = None
-    # Looked for in prompts and in what follows them.
+    # Looked for in prompts and in the text after them.
     pattern: re.Pattern[str] | None = None
 
     @property
@@ -51,7 +51,7 @@ class Answer:
     """Groups that a query found."""
 
     groups: list[Record]
-    # How many there are in all, and the first and last step of the run that have some.
+    # Their number in the whole run, and the first and last step with any.
     found: int
     recorded: tuple[int, int]
 

@@ -21,7 +21,7 @@ from rlctl.telemetry.jsonl import Record
 from rlctl.utils.escapes import neutral
 
 BAR = "┃ "
-# Cells of a rollout beside others.
+# Cells of one of several rollouts in a row.
 LEAST_WIDTH = 38
 SIGNS = {True: ("✔", "green"), False: ("✘", "red"), None: ("?", "yellow")}
 FOUND = "black on yellow"
@@ -144,7 +144,7 @@ def _cell(rollout: Record, width: int, console: Console, pattern: Pattern) -> Te
 
 
 def _wrapped(text: str, width: int, console: Console) -> list[Text]:
-    # Tabs and what a terminal would obey take a cell each before lines are broken.
+    # Tabs and control characters take a cell each before lines are broken.
     return list(Text(neutral(text).expandtabs(4)).wrap(console, max(1, width)))
 
 

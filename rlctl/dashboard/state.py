@@ -104,7 +104,7 @@ class RunState:
     events: deque[Record] = field(default_factory=lambda: deque(maxlen=100))
     health: dict[str, dict[int, Record]] = field(default_factory=dict)  # warnings: check -> step -> event
     status: Status = "new"
-    sample: Record = field(default_factory=dict)  # newest group of rollouts.jsonl, for views that show one
+    sample: Record = field(default_factory=dict)  # newest group of rollouts.jsonl, for views of one
     damaged: dict[str, int] = field(default_factory=dict)  # file -> lines that are left out
     checkpoint_metric: str = ""
     mismatch_bound: float = float("inf")  # health.max_token_mult_prob_error
@@ -112,7 +112,7 @@ class RunState:
 
     @property
     def judged_mismatch(self) -> str:
-        """Metric that the bound is for, over tokens that the whole distribution of equal weights sampled."""
+        """Metric of the bound, over tokens sampled by the whole distribution of equal weights."""
         apart = self.cuts_distribution or "age/max" in self.last
         return "mismatch/parity" if apart else "mismatch/token_mult_prob_error"
 
@@ -185,7 +185,7 @@ class RunState:
         return sum(values) / len(values) if values else None
 
     def end_with(self, event: Record) -> None:
-        """Apply a run_ended event that the run's process knows of, in case its file had no room for it."""
+        """Apply a run_ended event known to the run's process. Its file may have had no room."""
         if not self.end:
             self.apply_event(event)
             self.status, self.now = event["status"], float(event["time"])
@@ -261,12 +261,12 @@ class RunReader:
     def poll(self) -> list[Record]:
         """Bring `state` up to date; return the new events and metrics by time.
 
-        A restart replaces metrics.jsonl, without the steps that will be done again; what is reread is not new.
+        A restart replaces metrics.jsonl, without the steps that will be done again; reread records are not new.
         """
         state = self.state
         events = self._read_sound(self._events, "time")
         metrics = [*map(_numbers, self._read_sound(self._metrics, "time", "step"))]
-        # Events first: run_started of a resumed run clears what its metrics are about to record again.
+        # Events first: run_started of a resumed run clears records that its metrics are about to repeat.
         for event in events:
             try:
                 state.apply_event(event)

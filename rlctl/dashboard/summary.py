@@ -14,7 +14,7 @@ from rlctl.dashboard.state import RunState, best_checkpoint
 from rlctl.dashboard.tables import make_table, names, texts
 from rlctl.telemetry.throughput import split
 
-# The share of groups whose rollouts all had one reward, mean over the steps, from which the summary tells it.
+# Mean share of groups with equal rewards from which the summary tells it.
 _MOSTLY = 0.9
 
 
@@ -56,7 +56,7 @@ def print_next_steps(state: RunState, console: Console) -> None:
 
 
 def facts_of(state: RunState) -> Iterator[tuple[str, str]]:
-    """Yield (label, value) of the results and the cost of a run, of those that it has."""
+    """Yield (label, value) of each result and cost that the run has."""
     yield "steps", f"{state.step} of {state.num_steps or '?'} in {span(state.elapsed)}"
     for line in state.start.get("damaged") or []:
         yield "damaged", f"{one_line(line)}; resumed after step {state.start.get('start_step', 0)} instead"
@@ -149,6 +149,6 @@ def _speed(state: RunState) -> Iterator[tuple[str, str]]:
 
 
 def _means(state: RunState, show: Callable[[float], str], group: str, names: tuple[str, ...]) -> str:
-    """Return the means of those metrics of a group that were recorded."""
+    """Return the means of the recorded metrics of a group."""
     means = {name: state.mean(f"{group}/{name}") for name in names}
     return " · ".join(f"{name} {show(mean)}" for name, mean in means.items() if mean is not None)

@@ -1,6 +1,6 @@
 """Live views of a run: a thread follows its files and shows a screen (`LiveDashboard`) or lines (`LineView`).
 
-They read the run directory and nothing else, so a live, a finished and a copied run look alike.
+They read the run directory and nothing else, so a live, a finished and a copied run look the same.
 """
 
 import os
@@ -41,12 +41,12 @@ class RunView(ABC):
 
     # True if it shows rollouts.
     samples = False
-    # What gives the terminal back to the shell.
+    # Sequence that gives the terminal back to the shell.
     leave_screen = ""
 
     def __init__(self, run: RunDir, console: Console) -> None:
         self.reader = RunReader(run.path, self.samples)
-        # The run_ended event, set by the run's own process in case its file had no room for it.
+        # The run_ended event, set by the run's own process: its file may have had no room.
         self.end: Record | None = None
         self.console = console
         self._failure: Exception | None = None
@@ -128,7 +128,7 @@ class LineView(RunView):
     """One line a step for pipes and log files."""
 
     def __init__(self, run: RunDir, every: int, since: float, out: TextIO | None = None) -> None:
-        """every: only each so-many-th step. since: unix seconds; what earlier attempts wrote is not shown."""
+        """every: only each so-many-th step. since: unix seconds; records of earlier attempts are not shown."""
         self._out = out or sys.stdout
         super().__init__(run, SafeConsole(file=self._out, width=None if self._out.isatty() else PIPE_WIDTH))
         self._format, self._since = LineFormat(every), since

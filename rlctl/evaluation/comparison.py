@@ -79,8 +79,8 @@ def _unequal(first: Result, second: Result) -> list[str]:
 def compare(first: Result, second: Result) -> Result:
     """Return the difference of two results, second minus first, in accuracy and in reward.
 
-    Both are of `EvaluationFolder.result`. Tasks that one of them lacks, or has no score of, are left out and counted.
-    `settings` has the settings of both, `unequal` the names of those that differ. Raises NotComparable for results of
+    Both are of `EvaluationFolder.result`. Tasks without a score in one result are left out and counted.
+    `settings` has the settings of both, `unequal` the names of the unequal ones. Raises NotComparable for results of
     different rows, and for no common task.
     """
     if first["rows"] != second["rows"]:

@@ -1,4 +1,4 @@
-"""An engine in a process of its own, without Ray: for checks that ask one engine a few questions."""
+"""An engine in another process, without Ray: for checks that ask one engine a few questions."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -26,8 +26,9 @@ class EngineProcess:
     def __init__(
         self, spec: EngineSpec, environment: Mapping[str, str], log: Path, imports: Sequence[str] = ()
     ) -> None:
-        """Start the engine and wait for it. log: file for its output. imports: modules that all such processes of this
-        one share, imported once. Raises EngineProcessError.
+        """Start the engine, and wait until it is ready. log: file for its output.
+
+        imports: modules that all such processes of this one share, imported once. Raises EngineProcessError.
         """
         context = get_context("forkserver")
         context.set_forkserver_preload(list(imports))

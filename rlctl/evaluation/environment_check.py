@@ -73,7 +73,7 @@ class ScriptedEpisode:
     # Messages that it begins with.
     opening: list[Message] = field(default_factory=list)
     turns: list[ScriptedTurn] = field(default_factory=list)
-    # Of a rollout function: tokens of each prompt and of the answer to it.
+    # Of a rollout function: tokens of each prompt and of its answer.
     samples: list[tuple[int, int]] = field(default_factory=list)
     # None: the class has no `get_reward`, or the episode failed before.
     reward: Reward | None = None
@@ -101,7 +101,7 @@ class CheckReport:
 def check_environment(
     spec: EnvironmentSpec, rows: Sequence[Mapping[str, Any]], memory_mib: int, seed: int
 ) -> CheckReport:
-    """Load an environment and play `EPISODES` episodes, one a row in turn. Never raises for what it does."""
+    """Load an environment and play `EPISODES` episodes, one a row in turn. Its errors are in the report."""
     begin = time.perf_counter()
     with EnvironmentPool({spec.name: spec}, memory_mib, processes=1) as pool:
         try:
@@ -148,7 +148,7 @@ def _bugs(episodes: Sequence[ScriptedEpisode]) -> list[str]:
 
 
 def _doubts(episodes: Sequence[ScriptedEpisode]) -> list[str]:
-    """Return notes on rewards that are all equal, and on tools that answer nothing."""
+    """Return notes on equal rewards, and on tools without an answer."""
     silent = dict.fromkeys(turn.tool for each in episodes for turn in each.turns if turn.tool and turn.answer == "None")
     notes = [f"tool {name} answered None, and the model reads that word: return its answer" for name in silent]
     rewards = [each.reward for each in episodes if each.reward is not None]
@@ -177,7 +177,7 @@ def _call_function(pool: EnvironmentPool, index: int, row: Mapping[str, Any], se
 
 
 def scripted_calls(tools: Sequence[Schema], row: Mapping[str, Any], index: int) -> list[ToolCall]:
-    """Return one call of each tool. index: that of the episode, which varies the values."""
+    """Return one call of each tool. index: of the episode; it varies the values."""
     calls = []
     for tool in tools:
         parameters = tool["function"]["parameters"]["properties"]
@@ -220,7 +220,7 @@ def _play(
     task = Task(f"row {index}", [], "", None, dict(row), messages=_prompt(row) or [*made_up])
     start = RolloutStart(RolloutId("validation", task.id, index, 0), task, sys.maxsize, 0.0, seed, seed)
     policy = ScriptedPolicy([*map(call_text, calls), *said])
-    # Each action has a deadline of its own.
+    # Each action has its own deadline.
     played = pool.events.submit(player.play(start, policy)).result().episode
     assert played is not None
     if not row and not played.messages and timed.actions[0].outcome.result() is None:

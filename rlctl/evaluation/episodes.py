@@ -27,7 +27,7 @@ from rlctl.workers.user_logs import Emit
 
 @dataclass(frozen=True)
 class PlayedEpisodes:
-    """Episodes, and what they took."""
+    """Episodes, and their times."""
 
     # One group of one rollout an episode, as rollouts.jsonl has them.
     records: list[Record]

@@ -80,7 +80,7 @@ class Evaluation:
             return False
 
     def _sample(self, sets: Sequence[DataSet], save_every: int, progress: Progress) -> None:
-        # Slow imports, not needed to show what is done already.
+        # Slow imports. Results that are there are shown without them.
         from rlctl.launch.engines import engines
 
         settled, logs = sets[0].settled, sets[0].folder.path / "logs"

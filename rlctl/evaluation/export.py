@@ -79,9 +79,9 @@ def push(folder: Path, repository: str, private: bool) -> str:
 
 
 def model_card(target: Target, dtypes: list[str], warn: Callable[[str], None]) -> str:
-    """Return the README.md of an exported folder: what made the weights, from which data, and what was measured.
+    """Return the README.md of an exported folder: the origin of the weights, their data, and their measurements.
 
-    warn: called for each evaluation that is damaged, whose figures are left out.
+    warn: called for each damaged evaluation. Its figures are left out.
     """
     head: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["rlctl"]}
     config = RunDir(target.run).recorded_config() if target.run else {}
@@ -102,7 +102,7 @@ def model_card(target: Target, dtypes: list[str], warn: Callable[[str], None]) -
 
 
 def _public(value: Any) -> Any:
-    """Return a config without what is of one machine: its sections on the run and its folders, absolute paths."""
+    """Return a config without the parts of one machine: its sections on the run and its folders, absolute paths."""
     if isinstance(value, dict):
         return {key: _public(each) for key, each in value.items() if key not in ("run", "telemetry", "placement")}
     if isinstance(value, list):
@@ -126,7 +126,7 @@ def _data(config: Mapping[str, Any]) -> str:
 
 
 def _figures(target: Target, run: Path, warn: Callable[[str], None]) -> Iterator[str]:
-    """Yield the tables of what was measured of these weights."""
+    """Yield the tables of measurements of these weights."""
     records = read_records(RunDir(run).metrics)
     own = [each for each in records if each.get("step") == target.step and each["kind"] == "validation"]
     rows = [f"| {name} | {value:.6g} |" for each in own[-1:] for name, value in each.items() if "validation/" in name]

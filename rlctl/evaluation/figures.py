@@ -1,4 +1,4 @@
-"""Figures of scored held-out groups: what `rlctl eval` says beyond a run's own validation metrics. Pure.
+"""Figures of scored held-out groups: the numbers of `rlctl eval` beyond a run's own validation metrics. Pure.
 
 An answer whose reward failed has no value and counts nowhere but in `failures`. A task without a scored answer is left
 out of every mean.
@@ -27,7 +27,7 @@ class TaskResult:
     """Scored answers to one task."""
 
     task: str
-    # Answers that have a score, and those of them that are right.
+    # Answers with a score, and the right ones.
     scored: int
     right: int
     # Mean reward of the scored ones; None without any.
@@ -90,7 +90,7 @@ def result_of(
 ) -> dict[str, Any]:
     """Return the result of scored groups: the facts, the settings, the figures, and each task's own numbers.
 
-    facts: what is known of the answers; it goes before what the config says.
+    facts: known facts of the answers; they override the config.
     """
     settings = {
         "generations": max(len(group.rollouts) for group in groups),

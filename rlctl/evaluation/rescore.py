@@ -101,7 +101,7 @@ def _missing(run: RunDir, step: int, found: int) -> str:
 
 
 def rescore(answers: StoredAnswers, composed: Composed[SettledGrpo], to: Path | None, emit: Emit) -> dict[str, Any]:
-    """Return the result of the answers under the rewards of `composed`, and keep it beside the first one.
+    """Return the result of the answers under the rewards of `composed`, and keep it next to the first one.
 
     Raises RewardError for a reward that cannot be used, DataError where rows are gone.
     """
@@ -130,7 +130,7 @@ def rescore(answers: StoredAnswers, composed: Composed[SettledGrpo], to: Path | 
 
 
 def _groups(answers: StoredAnswers, config: GrpoConfig) -> tuple[list[RolloutGroup], list[RewardInput]]:
-    """Return the groups without scores, and what the rewards are given of each rollout."""
+    """Return the groups without scores, and the rewards' input of each rollout."""
     tasks, texts = _tasks(answers, config), _completions(answers, config)
     groups, items = [], []
     for record, task in zip(answers.groups, tasks):

@@ -1,4 +1,4 @@
-"""Configs of weights without a trainer: that by which they are measured, and that with which they are sampled."""
+"""Configs of weights without a trainer: one for measuring, one for sampling."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -82,7 +82,7 @@ def arguments_of(config: GrpoConfig, environment: str) -> dict[str, Any]:
 
 
 def overrides_for(target: Target) -> list[str]:
-    """Return the overrides by which a config takes the weights of `target`, and is of no run of its own."""
+    """Return the overrides by which a config takes the weights of `target`, and belongs to no run."""
     own = [f"model.path={json.dumps(target.model)}", "model.tokenizer=null", "model.random_init=false"]
     return [*own, "telemetry.trackers=[]", "run.name=null"]
 
@@ -130,7 +130,7 @@ def load_measured(base: str, overrides: list[str], is_own: bool, remedy: str) ->
 
 
 def _measured_by(config: Path) -> str:
-    """Return the key of the recipe by which a run is measured, empty for its own config.
+    """Return the key of the recipe that measures a run, empty for its own config.
 
     Raises ConfigError without rewards.
     """

@@ -50,7 +50,7 @@ def digest_of(config: Mapping[str, Any], weights: str, rows: str) -> str:
     """
     values = {key: value for key, value in config.items() if key not in _ASIDE}
     values["data"] = {key: value for key, value in config["data"].items() if key not in ("train", "shuffle")}
-    # The model's path may change; its weights have a digest of their own.
+    # The model's path may change; its weights have their own digest.
     values["model"], values["seed"] = config["model"]["max_length"], config["run"]["seed"]
     values["dtype"] = config["trainer"]["dtype"]
     text = json.dumps([values, weights, rows], sort_keys=True, default=str)
@@ -86,7 +86,7 @@ class EvaluationFolder:
             os.close(descriptor)
 
     def save(self, places: range, groups: Sequence[RolloutGroup]) -> None:
-        """Keep the scored groups of the tasks at `places`, all or none of them."""
+        """Keep the scored groups of the tasks at `places`, all or none."""
         name = f"{places[0]:06d}-{places[-1]:06d}"
         temporary = self._parts / f"tmp_{name}"
         temporary.mkdir()

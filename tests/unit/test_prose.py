@@ -13,13 +13,14 @@ ROOT = Path(__file__).parents[2]
 # Share of sentences with two relative words in percent, then hits in 10,000 words. The goal is 1, 8, 5 and 2.
 GOAL = {"relative": 1, "what": 8, "of-it": 5, "archaic": 2}
 CEILINGS = {
-    "rlctl": {"relative": 1.1, "what": 13, "of-it": 11, "archaic": 4},
+    "rlctl": {"relative": 1, "what": 8, "of-it": 5.5, "archaic": 2.3},
     "tests": GOAL,
     "recipes": GOAL,
     **{
         f"rlctl/{folder}": GOAL
         for folder in (
-            *("bench", "config", "data", "environments", "generation", "grpo", "launch", "models", "preflight"),
+            *("bench", "cli", "cluster", "config", "dashboard", "data", "environments", "evaluation", "generation"),
+            *("grpo", "launch", "models", "preflight"),
             *("refit", "rewards", "run", "sft", "telemetry", "training", "utils", "workers"),
         )
     },

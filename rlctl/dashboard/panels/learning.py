@@ -113,8 +113,8 @@ def legend(state: RunState, width: int) -> str:
 
 def learning(state: RunState, width: int, height: int) -> list[Row]:
     """Draw a row for each metric: label, newest value, alarm, course."""
-    # Tokens of older weights differ from the trainer's by what it has learnt since, those under top_p and top_k by what
-    # is cut. The bound is for the parity there. The ages panel shows older tokens apart.
+    # Tokens of older weights differ from the trainer's by its learning since, tokens under top_p and top_k by the cut.
+    # The bound is for the parity there. The ages panel shows older tokens apart.
     rows = []
     for metric in metrics_of(state)[: height - 2]:
         value, values = state.latest(metric.name), state.values(metric.name)

@@ -1,4 +1,4 @@
-"""Panel of a rollout, for tall terminals: the best of the newest recorded group, and beside it the worst."""
+"""Panel of a rollout, for tall terminals: the best and the worst of the newest recorded group."""
 
 import textwrap
 
@@ -14,11 +14,11 @@ PROMPT_ROWS = 2
 
 
 def rollout(state: RunState, width: int, most: int) -> list[Row]:
-    """Draw one or two rollouts of the newest group in at most so many rows, with the command that shows them all."""
+    """Draw one or two rollouts of the newest group in at most `most` rows, with the command for all."""
     group, inner = state.sample, width - 4
     order = sorted(group["rollouts"], key=lambda each: -(each.get("reward") or 0.0))
     chosen = [order[0], order[-1]] if inner >= TWO and len(order) > 1 else order[:1]
-    # An environment may pose the task: it has no prompt of its own.
+    # An environment may pose the task: the task then has no prompt.
     prompt = _wrapped(group["prompt"], inner)[:PROMPT_ROWS] if group.get("prompt") else []
     room = (inner - 2 * (len(chosen) - 1)) // len(chosen)
     columns = [_column(each, room, most - 2 - len(prompt)) for each in chosen]
@@ -30,7 +30,7 @@ def rollout(state: RunState, width: int, most: int) -> list[Row]:
 
 
 def _column(one: Record, width: int, most: int) -> list[Row]:
-    """Draw a rollout in at most so many rows; "…" where its text goes on."""
+    """Draw a rollout in at most `most` rows; "…" where its text goes on."""
     rows = [row(*headline(one)), *(row((line, "bright_black")) for line in textwrap.wrap(facts(one), width))]
     for text, sampled in pieces(one):
         bar, style = (BAR, "") if sampled else ("  ", "bright_black")

@@ -63,7 +63,7 @@ def _activity(state: RunState) -> Row:
 
 
 def _processes(start: Record) -> str:
-    """Return how many trainer ranks and engines there are, and on GPUs which of those they have."""
+    """Return the numbers of trainer ranks and engines, and on GPUs the devices of each."""
     ranks, engines, devices = int(start.get("ranks", 0)), int(start.get("engines", 0)), start.get("devices") or {}
     if not ranks:
         return ""

@@ -1,6 +1,6 @@
 """Charts of a report: the metrics of each, its section and its form. Pure.
 
-A metric that no row of `TABLE` names gets a chart of its own: an environment's among the episodes, any other in the
+A metric that no row of `TABLE` names gets its own chart: an environment's among the episodes, any other in the
 last section. One that is 0 in every step gets none.
 """
 
@@ -134,8 +134,8 @@ _LEFT_OUT = (
     "time",
 )
 # Metric with the bound of health.max_token_mult_prob_error, by if the run is asynchronous.
-# The bound on the mismatch is drawn once the metric has come this share of the way from 1 to it: further off it would
-# flatten the curve.
+# The bound on the mismatch is drawn once the metric has come this share of the way from 1 to the bound. Before, it
+# would flatten the curve.
 NEAR = 0.2
 BOUNDED = {True: "mismatch/parity", False: "mismatch/token_mult_prob_error"}
 
@@ -182,7 +182,7 @@ def _drawn(state: RunState) -> Iterator[str]:
 
 
 def _points(state: RunState, name: str) -> tuple[list[int], list[float]]:
-    """Return steps and values of a metric. Seconds of a validation are recorded with it, all others with a step."""
+    """Return steps and values of a metric. Seconds of a validation are in its record, all others in a step's."""
     points = state.series(name) or state.validations.series(name)
     sound = [(step, value) for step, value in points if abs(value) < float("inf")]
     return [step for step, _ in sound], [value for _, value in sound]
@@ -196,7 +196,7 @@ def _courses(states: Sequence[RunState], name: str) -> Iterator[MetricSeries]:
 
 
 def thinned(steps: list[int], values: list[float], most: int = MOST_POINTS) -> tuple[list[int], list[float]]:
-    """Return at most `most` points: the mean over each run of successive ones, at the last step of it."""
+    """Return at most `most` points: means over successive points, each at its last step."""
     size = -(-len(steps) // most)
     if size <= 1:
         return steps, values

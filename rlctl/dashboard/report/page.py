@@ -60,7 +60,7 @@ def page(runs: Sequence[ReportedRun], written: str) -> str:
         library=vega.script(),
         script=(_HERE / "report.js").read_text(),
     )
-    # A folder's name that is not UTF-8 is read with halves of characters, which no file takes.
+    # A folder's name that is not UTF-8 is read with halves of characters. No file takes them.
     return re.sub("[\ud800-\udfff]", "\ufffd", text)
 
 

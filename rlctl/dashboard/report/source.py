@@ -24,7 +24,7 @@ from rlctl.run.run_dir import RunDir
 from rlctl.telemetry.jsonl import Record, damaged_lines, read_records
 from rlctl.telemetry.rollouts_file import GroupPlace, index, read_groups
 
-# Steps whose groups are shown, groups of one of them, rollouts of a group, and letters of a text.
+# Steps with shown groups, groups of a step, rollouts of a group, and letters of a text.
 MOST_STEPS = 24
 MOST_GROUPS = {"train": 2, "validation": 6}
 MOST_ROLLOUTS = 8

@@ -13,7 +13,7 @@ from rlctl.dashboard.report.metric_charts import MetricChart, stack_sums
 
 # Of Vega-Lite, among those that the package carries.
 VERSION = "6.4"
-# From this many points on the mean over neighbours is drawn over the points, on both sides a fortieth of them.
+# From this many points on the mean over neighbours is drawn over the points, a fortieth of the points on each side.
 _SMOOTHED_FROM, _NEIGHBOURS = 40, 40
 # A series that goes more than this many times its range is noisy.
 _NOISY = 5
@@ -130,7 +130,7 @@ def spec_of(chart: MetricChart, names: Sequence[str], hover: bool = True) -> Spe
     by_run = len(names) > 1 and not chart.stacked
     colour: Spec = {"field": "run" if by_run else "metric", "type": "nominal", "sort": metrics, "legend": _STROKES}
     if by_run:
-        # A run has one colour in all charts, and is named though it alone has the metric.
+        # A run has one colour in all charts, and is named even if no other has the metric.
         colour |= {"sort": list(names), "scale": {"domain": list(names)}, "legend": {**_STROKES, "values": shown}}
     elif len(metrics) == 1 and not chart.stacked:
         colour["legend"] = None
@@ -173,7 +173,7 @@ def _lines(chart: MetricChart, encoding: Spec) -> list[Spec]:
     if lines := [*kinds["smooth"], *kinds["short"]]:
         layers.append({"transform": [_only(lines)], "mark": line, "encoding": encoding})
     if kinds["short"]:
-        # Points of their own: those of a line would take the dashes out of the legend.
+        # Separate points: those of a line would take the dashes out of the legend.
         point = {"type": "point", "filled": True, "size": 30, "clip": True, "opacity": 1}
         solid = {name: channel for name, channel in encoding.items() if name != "strokeDash"}
         layers.append({"transform": [_only(kinds["short"])], "mark": point, "encoding": solid})
