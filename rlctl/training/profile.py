@@ -84,7 +84,7 @@ class Profiler:
         wall = time.perf_counter() - self._began
         profile, self._profile = self._profile, None
         profile.stop()
-        busy = _union((event.time_range.start, event.time_range.end) for event in profile.events() if _ran(event))
+        busy = covered_time((event.time_range.start, event.time_range.end) for event in profile.events() if _ran(event))
         found = _read(profile.key_averages(), wall, busy / 1e6, list(range(spec.first, spec.last + 1)))
         folder = Path(spec.folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -107,7 +107,7 @@ def _ran(event: Any) -> bool:
     return event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
 
 
-def _union(spans: Iterable[tuple[float, float]]) -> float:
+def covered_time(spans: Iterable[tuple[float, float]]) -> float:
     """Return the length that the spans cover together: streams work at the same time."""
     covered, reached = 0.0, float("-inf")
     for start, end in sorted(spans):

@@ -103,7 +103,7 @@ class TrainerWorker(SendsWeights):
         if export:
             self._trainer.export_folder(Path(export), dtype)
             if self._spec.rank == 0 and self._spec.tokenizer_path != self._spec.model_path:
-                _save_tokenizer(self._spec.tokenizer_path, Path(export))
+                save_tokenizer(self._spec.tokenizer_path, Path(export))
 
     def load(self, folder: str) -> None:
         self._trainer.load(Path(folder))
@@ -126,7 +126,7 @@ def _join(parts: list[Any], dtype: np.dtype[Any]) -> Any:
     return np.concatenate(parts) if parts else np.zeros(0, dtype)
 
 
-def _save_tokenizer(source: str, folder: Path) -> None:
+def save_tokenizer(source: str, folder: Path) -> None:
     """Put the tokenizer that was trained with in place of the model folder's own."""
     from transformers import AutoTokenizer
 

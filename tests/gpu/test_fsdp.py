@@ -47,7 +47,7 @@ def test_packs_of_any_size_share_what_is_compiled(tmp_path: Path) -> None:
         data = sequences(count)
         return new_graphs(lambda: one.train(share(data, 16384), LOSS, totals(data)))
 
-    torch._dynamo.reset()
+    torch.compiler.reset()
     with trainer(model, tmp_path, device="cuda:0", dtype="bfloat16", **options) as one:
         assert graphs(1200) > 0
         assert [graphs(count) for count in (400, 250, 100, 20, 1000)] == [0] * 5

@@ -244,7 +244,7 @@ def test_nothing_is_compiled_anew_for_a_rank_without_work_or_a_chunk_of_one_row(
 
     pair = [DATA[2], DATA[5]]
     assert totals(pair).tokens == CONFIG.logprob_chunk_tokens + 1
-    torch._dynamo.reset()
+    torch.compiler.reset()
     with trainer(models["qwen3"], tmp_path, compile=True) as one:
         # On a CPU, attention to sequences of one length has another layout.
         assert graphs([*share(DATA, 64), [DATA[0]]]) > 0
@@ -343,12 +343,15 @@ class ExplodingLoss(WeightedLoss):
         return LossOutput(batch.log_probs.sum() * float("inf"))
 
 
-def test_a_gradient_that_is_not_finite_stops_the_update(models: dict[Kind, Path], tmp_path: Path) -> None:
-    with trainer(models["qwen3"], tmp_path) as one:
+@pytest.mark.parametrize(("backend", "first"), [("fsdp", r"model\.embed_t"), ("megatron", r"embedding\.word")])
+def test_a_gradient_that_is_not_finite_stops_the_update(
+    backend: str, first: str, models: dict[Kind, Path], tmp_path: Path
+) -> None:
+    if backend == "megatron":
+        pytest.importorskip("megatron.core")
+    with trainer(models["qwen3"], tmp_path, backend=backend) as one:
         before = weights(one)
-        with pytest.raises(
-            FloatingPointError, match=r"loss is -inf and the gradient norm is nan \(first in model\.embed_t"
-        ):
+        with pytest.raises(FloatingPointError, match=rf"loss is -inf and the gradient norm is nan \(first in {first}"):
             one.train([DATA], ExplodingLoss(), totals(DATA))
         assert_close(weights(one), before, atol=0)
         one.train([DATA], LOSS, totals(DATA))
@@ -370,11 +373,18 @@ def test_an_all_masked_micro_batch_is_no_surprise(models: dict[Kind, Path], tmp_
         assert one.train([DATA], LOSS, totals(DATA)) == pytest.approx(with_silent, abs=1e-6)
 
 
-def test_decay_reaches_matrices_only(models: dict[Kind, Path], tmp_path: Path) -> None:
-    """Decay is apart from the gradient: it changes a step by lr * weight_decay of the weights."""
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_decay_reaches_matrices_only(backend: str, models: dict[Kind, Path], tmp_path: Path) -> None:
+    """Decay is apart from the gradient: it changes a step by lr * weight_decay of the weights.
+
+    Megatron itself applies its factors only through its own scheduler.
+    """
+    if backend == "megatron":
+        pytest.importorskip("megatron.core")
     made = []
     for decay in (0.0, OPTIMIZER.weight_decay):
-        with trainer(models["qwen2"], tmp_path, optimizer=replace(OPTIMIZER, weight_decay=decay)) as one:
+        optimizer = replace(OPTIMIZER, weight_decay=decay)
+        with trainer(models["qwen2"], tmp_path, backend=backend, optimizer=optimizer) as one:
             before = weights(one)
             one.train([DATA], WeightedLoss(), totals(DATA))
             made.append(weights(one))

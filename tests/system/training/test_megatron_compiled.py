@@ -30,7 +30,7 @@ RECOMPUTE = {"activation_checkpointing": True}
 
 @pytest.fixture(autouse=True)
 def nothing_compiled_before() -> None:
-    torch._dynamo.reset()
+    torch.compiler.reset()
 
 
 def variants(function: Callable[..., Any]) -> int:

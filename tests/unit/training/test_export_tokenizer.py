@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from rlctl.training.worker import _save_tokenizer
+from rlctl.training.worker import save_tokenizer
 from tests.tiny_models import make_model
 
 
@@ -13,5 +13,5 @@ def test_the_tokenizer_trained_with_replaces_the_models_own(tmp_path: Path) -> N
     tokenizer = AutoTokenizer.from_pretrained(own)
     tokenizer.add_tokens(["<mine>"])
     tokenizer.save_pretrained(own)
-    _save_tokenizer(str(own), exported)
+    save_tokenizer(str(own), exported)
     assert "<mine>" in AutoTokenizer.from_pretrained(exported).get_vocab()

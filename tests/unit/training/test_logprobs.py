@@ -148,9 +148,9 @@ def test_a_pack_of_one_chunk_and_one_of_several_share_what_is_compiled() -> None
     def graphs(rows: int) -> int:
         return new_graphs(lambda: work(rows))
 
-    torch._dynamo.reset()
+    torch.compiler.reset()
     assert graphs(21) > 0
     assert [graphs(rows) for rows in (40, 7, 8, 16, 3)] == [0] * 5
-    torch._dynamo.reset()
+    torch.compiler.reset()
     assert graphs(5) > 0
     assert [graphs(rows) for rows in (6, 21, 40)] == [0] * 3

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlctl.training.profile import _union
+from rlctl.training.profile import covered_time
 
 
 @pytest.mark.parametrize(
@@ -10,4 +10,4 @@ from rlctl.training.profile import _union
     [([], 0), ([(1, 3)], 2), ([(1, 3), (2, 5)], 4), ([(4, 5), (0, 10)], 10), ([(0, 1), (2, 3), (2, 3)], 2)],
 )
 def test_work_on_several_streams_counts_once(spans: list[tuple[float, float]], covered: float) -> None:
-    assert _union(spans) == covered
+    assert covered_time(spans) == covered
