@@ -107,34 +107,28 @@ def sft(
 
 def _train(kind: str, arguments: list[str] | None, resume: Path | None, dry_run: bool, where: Where) -> int:
     """Load the run, check it, and launch it here or hand it to a cluster. Returns the exit code."""
+    from rlctl.launch.resume import find_resumed, refuse_contradictions
+    from rlctl.preflight.load import load
+
     target = where.target()
-    composed, resumed = load_run(kind, arguments, resume, away=target is not None and target.away)
+    away = target is not None and target.away
+    recipe, overrides = split(arguments)
+    if resume is not None and recipe is not None:
+        raise ConfigError([Problem(f"--resume {resume}", "", f"a run keeps its own config: leave out {recipe}")])
+    resumed = find_resumed(resume, overrides) if resume is not None else None
+    if resumed:
+        composed = load(kind, str(resumed.run / "config.yaml"), overrides, resume=True, away=away)
+        refuse_contradictions(composed, resumed.run)
+    else:
+        composed = load(kind, recipe, overrides, away=away)
     if target is not None:
         return train_there(where, target, composed, resumed, dry_run)
     runtime = where.runtime()
     reader = _check_here(composed, resumed, dry_run, elsewhere=where.cluster is not None)
     from rlctl.launch.assembly import launch
 
-    resumed_run = resumed.run if resumed else None
-    return launch(composed.settled, composed.to_yaml(), runtime, resumed_run, where.probe, reader)
-
-
-def load_run(
-    kind: str, arguments: list[str] | None, resume: Path | None, away: bool
-) -> "tuple[Composed[Settled], Resumed | None]":
-    """Load the config of a command line, and the run that it continues. away: see `load`. Raises ConfigError."""
-    from rlctl.launch.resume import find_resumed, refuse_contradictions
-    from rlctl.preflight.load import load
-
-    recipe, overrides = split(arguments)
-    if resume is None:
-        return load(kind, recipe, overrides, away=away), None
-    if recipe is not None:
-        raise ConfigError([Problem(f"--resume {resume}", "", f"a run keeps its own config: leave out {recipe}")])
-    found = find_resumed(resume, overrides)
-    composed = load(kind, str(found.run / "config.yaml"), overrides, resume=True, away=away)
-    refuse_contradictions(composed, found.run)
-    return composed, found
+    text = composed.to_yaml()
+    return launch(composed.settled, text, runtime, resumed.run if resumed else None, where.probe, reader)
 
 
 def _check_here(

@@ -29,6 +29,7 @@ from rlctl.preflight.plan import require_served
 from rlctl.preflight.settled import Settled
 from rlctl.run.checkpoints import Checkpoints, damage_of_weights
 from rlctl.run.fingerprint import made_with
+from rlctl.run.run_dir import RunDir
 from rlctl.utils.process import identity
 
 if TYPE_CHECKING:
@@ -60,10 +61,13 @@ def launch(
     """Make a run to its end and return the exit code. `rlctl train` and the job on a cluster both enter here.
 
     resolved: the config as YAML. resume: the directory of the run to continue. probe_only: compare trainer and
-    generator, then stop. reader: holds the rows if they were read already.
+    generator, then stop. reader: holds the rows if they were read already. Raises RunDirError for a run that must not
+    be continued from here.
     """
+    if resume is not None:
+        runtime.refuse(RunDir.open(resume))
     body = partial(assemble, runtime, reader or RowReader(settled.config), probe_only)
-    return run_session(settled, resolved, resume, body, runtime.refuse)
+    return run_session(settled, resolved, resume, body)
 
 
 def assemble(runtime: Runtime, reader: RowReader, probe_only: bool, session: Session) -> None:

@@ -50,9 +50,6 @@ _HANDED_OVER_S = 30.0
 # Disk space kept for the last events, a traceback and a summary's files.
 _LAST_WORDS_BYTES = 64 << 10
 
-# Raises RunDirError for a run that must not be continued from here.
-Refuse = Callable[[RunDir], None]
-
 
 @dataclass
 class Session:
@@ -180,9 +177,7 @@ class Session:
         self.events.emit("startup", what=what, seconds=self.startup[what])
 
 
-def run_session(
-    settled: Settled, resolved: str, resume: Path | None, body: Callable[[Session], None], refuse: Refuse
-) -> int:
+def run_session(settled: Settled, resolved: str, resume: Path | None, body: Callable[[Session], None]) -> int:
     """Run `body` in a new session and return the exit code. resolved: the config as YAML, kept with the run."""
     config = settled.config
     with contextlib.ExitStack() as stack:
@@ -203,7 +198,7 @@ def run_session(
                 EventLog(run_dir.events).emit("run_ended", status=interrupts.status, reason=why, next=[go_on])
 
         try:
-            run_dir = stack.enter_context(_claimed(config, resume, refuse))
+            run_dir = stack.enter_context(claimed(config, resume))
             # Before the folder is a run's: there is none that no event tells of.
             interrupts = stack.enter_context(Interrupts(notify, last_words))
             if resume is None:
@@ -239,7 +234,7 @@ def run_session(
 
 
 @contextlib.contextmanager
-def _claimed(config: RunConfig, resume: Path | None, refuse: Refuse) -> Iterator[RunDir]:
+def claimed(config: RunConfig, resume: Path | None) -> Iterator[RunDir]:
     """Make or find the run's directory, and lock it until the block is left.
 
     Raises RunDirError if a driver on this machine is at work in it: two would ruin it.
@@ -250,7 +245,6 @@ def _claimed(config: RunConfig, resume: Path | None, refuse: Refuse) -> Iterator
         claim = run_dir.claim()
     else:
         run_dir = RunDir.open(resume)
-        refuse(run_dir)
         starts = [event for event in read_records(run_dir.events) if event.get("kind") == "run_started"]
         if starts and starts[-1].get("host") == socket.gethostname() and driver_lives(starts[-1]):
             what = f"is still running (process {starts[-1].get('pid')}): watch it with `rlctl runs dash`"

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from rlctl.cli.main import answer
 from rlctl.cli.runs import app
-from rlctl.launch.session import _claimed
+from rlctl.launch.session import claimed
 from rlctl.preflight.load import load
 from rlctl.run.run_dir import RunDir
 from rlctl.utils.process import start_id
@@ -121,7 +121,7 @@ def test_a_damaged_run_is_resumed(home: Path, name: str) -> None:
     run = write_run(home, "hurt", steps=3, ended="failed")
     run.events.write_text(run.events.read_text().replace(f'"pid": {os.getpid()}', '"pid": 4194303'))
     DAMAGE[name][0](run.path)
-    with _claimed(config, run.path, lambda run: None) as found:
+    with claimed(config, run.path) as found:
         found.truncate_metrics(2)
     assert [json.loads(each)["step"] for each in run.metrics.read_text().splitlines()] == [1, 2]
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlctl.launch.runtime import LocalRuntime
 from rlctl.launch.session import Session, run_session
 from rlctl.preflight.load import load
 from rlctl.run.checkpoints import Checkpoints
@@ -42,13 +41,13 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         raise RuntimeError("lost")
 
     config = load("grpo", "grpo.recipe.yaml", ["run.name=mine", "telemetry.dashboard=off"])
-    assert run_session(config.settled, config.to_yaml(), None, body, LocalRuntime().refuse) == 1
+    assert run_session(config.settled, config.to_yaml(), None, body) == 1
     return Path("runs/mine")
 
 
 def resume(run: Path, body: Body, *overrides: str) -> int:
     config = load("grpo", str(run / "config.yaml"), list(overrides), resume=True)
-    return run_session(config.settled, config.to_yaml(), run, body, LocalRuntime().refuse)
+    return run_session(config.settled, config.to_yaml(), run, body)
 
 
 def files(run: Path) -> dict[str, bytes]:

@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 
 from rlctl.cli.main import app
 from rlctl.launch.assembly import announce
-from rlctl.launch.runtime import LocalRuntime
 from rlctl.launch.session import Session, run_session
 from rlctl.preflight.load import load
 from rlctl.preflight.placement import place, resources, this_machine
@@ -36,7 +35,7 @@ def ran(recipe: str, root: Path, body: Callable[[Session], None]) -> int:
         announce(session, place(this_machine(0), resources(composed.settled)))
         body(session)
 
-    return run_session(composed.settled, composed.to_yaml(), None, whole, LocalRuntime().refuse)
+    return run_session(composed.settled, composed.to_yaml(), None, whole)
 
 
 def test_a_full_disk_is_named_at_the_end_with_the_way_on_and_the_run_has_failed(
