@@ -17,5 +17,5 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def checksum(tensor: Tensor) -> int:
-    """Of one tensor; waits for its device."""
+    """Return the checksum of one tensor; waits for its device."""
     return int(checksums([tensor])[0])

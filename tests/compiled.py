@@ -6,8 +6,8 @@ import torch
 
 
 def new_graphs(work: Callable[[], object]) -> int:
-    """How many graphs `work` made that were not there. Raises if torch, having compiled too often, would run one as it
-    is: that makes none."""
+    """Return the number of graphs that `work` adds. Raises if torch has compiled too often and would run code
+    uncompiled, which adds none."""
     from torch._dynamo.utils import counters
 
     before = counters["stats"]["unique_graphs"]

@@ -24,6 +24,8 @@ _HABITS = {
     "archaic": re.compile(r"\b(so many|so much|so long|alike|beside|under way|in all|for ever|anew)\b", re.IGNORECASE),
 }
 FIGURES = ("relative", *_HABITS)
+# No passage begins with one of these: the subject or the verb comes first.
+_OPENING = re.compile(r"(Of|What|That|Whether|See|Its|Until|How|Which)\b")
 _NO_PROSE = re.compile(r"#\s*(type:|noqa|!)")
 _FENCE = re.compile(r"```.*?```", re.DOTALL)
 _LEAST_WORDS = 3
@@ -53,6 +55,8 @@ class Measure:
     counts: Counter[str] = field(default_factory=Counter)
     # Figure -> (hits, place, sentence).
     offenders: dict[str, list[tuple[int, str, str]]] = field(default_factory=lambda: {each: [] for each in FIGURES})
+    # Passages that begin with a wrong word, each with its place.
+    openings: list[str] = field(default_factory=list)
 
     def value(self, figure: str) -> float:
         """Return the percentage of sentences for `relative`, the hits in 10,000 words for the others."""
@@ -72,6 +76,8 @@ def measure(files: Iterable[Path], root: Path) -> Measure:
     for passage in (passage for path in files for passage in passages(path)):
         place = f"{passage.path.relative_to(root)}:{passage.line}"
         found.words += len(passage.text.split())
+        if _OPENING.match(passage.text.strip()):
+            found.openings.append(f"{place}: {passage.text.strip()[:100]}")
         for habit, pattern in _HABITS.items():
             found.counts[habit] += len(pattern.findall(passage.text))
         for sentence in passage.sentences:

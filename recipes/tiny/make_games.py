@@ -24,7 +24,7 @@ TRAIN_ROWS, VALIDATION_ROWS, GUESS_CHATS, CALCULATOR_CHATS = 1000, 200, 12000, 6
 HEEDING, ASKING = 0.36, 0.36
 # Numbers of a range in the warm start, and in the tasks, where some ranges are held out.
 SIZES, TASK_SIZE = (14, 17), 15
-# How far a player goes in the direction of each hint. With 5 guesses this finds any of 15 numbers.
+# Distance that a player goes in the direction of each hint. With 5 guesses this finds any of 15 numbers.
 STRIDES = (4, 2, 1, 1)
 Row = dict[str, Any]
 

@@ -91,7 +91,7 @@ class AdviceBench(Bench):
         if len(rows) < 2:
             # The colocated run alone advises nothing.
             raise KeyboardInterrupt
-        # Of rows that are as fast to three digits the one with the youngest samples comes first.
+        # Among rows of equal speed to three digits, the one with the youngest samples comes first.
         rows.sort(key=lambda row: (-float(f"{row.effective:.3g}"), *_lookahead(row)))
         measured = "" if self.costs else "one GPU of this machine" if self.work.gpus else "this machine's CPU"
         return AdviceResults(self.work.model, self.gpus, measured, self.work.lengths, costs, rows, interrupted)

@@ -143,7 +143,7 @@ def make_row(
             median(max(part.phases[number].get(name, 0.0) for part in side) for number in rounds)
             for side in (sent, received)
         ]
-        # Of the wire the shorter end: the other one's begins with waiting.
+        # The wire's time is the shorter end's: the other one's begins with waiting.
         value = min([end for end in ends if end] or [0.0]) if name == "wire" else max(ends)
         if value:
             phases[name] = value

@@ -100,7 +100,7 @@ class SimulatedEngine:
         self._version = 0
         # Steps so far, and the beginning of the current one.
         self._steps, self._began = 0, 0.0
-        # See `EngineStats`.
+        # The times and tokens of `EngineStats`.
         self._busy, self._paused, self._tokens = 0.0, 0.0, 0
         self._arrived: deque[_Sequence] = deque()
         # (step after which it ends, number, sequence), a heap.

@@ -101,7 +101,7 @@ class SimulatedMachine:
     """Devices that are simulated, as far as `settle` looks at them."""
 
     device: Device
-    # Of the model; None: not known.
+    # Sizes of the model; None: not known.
     sizes: ModelSizes | None = None
     # Bytes of a device; None: not known.
     memory: int | None = None

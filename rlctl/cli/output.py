@@ -13,7 +13,7 @@ from rlctl.utils.escapes import neutral
 if TYPE_CHECKING:
     from rich.console import Console
 
-# Of the problems of one config: another tool's is answered whole.
+# Most problems of one config. Another tool's config is answered whole.
 _MOST_SHOWN = 150
 OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 

@@ -87,7 +87,7 @@ class ConfigNode:
 
     value: "dict[str, ConfigNode] | list[ConfigNode] | str | int | float | bool | None"
     origin: Origin
-    # How a scalar was written, so that `name: 007` can stay text.
+    # The scalar as written, so that `name: 007` can stay text.
     text: str | None = None
     # The text with the reference that gave the value, if it reads the environment.
     secret: str | None = None

@@ -56,7 +56,7 @@ class ReasoningGym:
             return found
         try:
             _dataset(dataset, args)
-        except Exception as error:  # Its checks are assertions, and others.
+        except Exception as error:  # the dataset's checks raise AssertionError, and others
             return [("args", f"{dataset}: {first_line(error)}; it has {', '.join(known)}")]
         return []
 

@@ -49,7 +49,7 @@ class Sampled(NamedTuple):
     """One sampled turn; all three are empty where a budget is used up."""
 
     tokens: list[int]
-    # Of the distribution that was sampled from.
+    # Log-prob of each token under the sampled distribution.
     log_probs: list[float]
     # Weight version that sampled each token.
     versions: list[int]

@@ -73,7 +73,7 @@ class ScriptedEpisode:
     # Messages that it begins with.
     opening: list[Message] = field(default_factory=list)
     turns: list[ScriptedTurn] = field(default_factory=list)
-    # Of a rollout function: tokens of each prompt and of its answer.
+    # Tokens of each prompt of a rollout function and of its answer.
     samples: list[tuple[int, int]] = field(default_factory=list)
     # None: the class has no `get_reward`, or the episode failed before.
     reward: Reward | None = None

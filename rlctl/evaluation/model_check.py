@@ -241,7 +241,7 @@ def greedy(trainer: CheckedTrainer, engine: CheckedEngine, device: str, vocab: i
     for prompt, answer in zip(prompts, engine.answers(prompts, 0.0)):
         logits = plain_logits(lm, np.concatenate([prompt, answer.tokens]))[len(prompt) - 1 : -1]
         chosen = logits.gather(1, torch.from_numpy(answer.tokens.astype(np.int64))[:, None])[:, 0]
-        # Of two logits as near as rounding, either is the largest.
+        # Either of two logits within rounding is the largest.
         same += int((chosen >= logits.amax(-1) - CLOSE[trainer.dtype]).sum())
         tokens += len(answer.tokens)
     text = f"{same} of {tokens} greedy tokens of the engine are those of transformers with the exported folder"

@@ -70,7 +70,7 @@ class TimedAction:
     arguments: tuple[Any, ...]
     outcome: "Future[Any]"
     began: float = field(default_factory=perf_counter)
-    # Until the outcome was known.
+    # Seconds until the outcome was known.
     seconds: float = 0.0
 
 

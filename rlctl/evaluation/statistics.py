@@ -105,7 +105,7 @@ def t_quantile(freedom: int) -> float:
     odd = freedom % 2
     index = np.arange(1, (freedom - 1) // 2 if odd else freedom // 2)
     ratios = 2 * index / (2 * index + 1) if odd else (2 * index - 1) / (2 * index)
-    # Of cos(angle) to the powers 1, 3, 5, ... or 0, 2, 4, ...; one degree of freedom has none.
+    # Factors of cos(angle) to the powers 1, 3, 5, ... or 0, 2, 4, ...; one degree of freedom has none.
     factors = np.cumprod(np.append(1.0, ratios)) * (freedom > 1)
     powers = 2 * np.arange(len(factors)) + odd
     low, high = 0.0, pi / 2

@@ -36,11 +36,11 @@ _SLICE_S = 5.0
 class EngineSlot:
     """Place of an engine."""
 
-    # Of its process.
+    # Variables of its process.
     environment: dict[str, str]
     # None: there is only one.
     node: NodeLease | None = None
-    # See `WorkerSpec`.
+    # Explains waits, as in `WorkerSpec`.
     waits: Waits | None = None
 
 

@@ -32,7 +32,7 @@ class RolloutId:
     group: int
     # Place in the group.
     index: int
-    # How often the group was resampled on purpose.
+    # Number of times that the group was resampled on purpose.
     attempt: int = 0
 
     @property

@@ -8,7 +8,7 @@ from rlctl.grpo.metrics import FIRST_CLIPPED
 from rlctl.preflight.settled import SettledGrpo
 from rlctl.run.health import Ceiling, Decline, Finding, Health, HealthCheck, Metrics, failed_validation, gradient_jump
 
-# Of tokens that were sampled and compared under equal weights, from the whole distribution. A step's own
+# Gap on tokens that were sampled and compared under equal weights, from the whole distribution. A step's own
 # `mismatch/token_mult_prob_error` holds the tokens' age in an asynchronous run, and else the cut by top_p and top_k.
 PARITY = "mismatch/parity"
 MISMATCH = "mismatch/token_mult_prob_error"

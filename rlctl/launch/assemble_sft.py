@@ -42,7 +42,7 @@ class SftParts:
     session: Session
     settled: SettledSft
     files: ModelFiles
-    # Of the recipe that the run is validated by; None without one.
+    # Parts of the recipe that validates the run; None without one.
     sampling: SamplingParts | None
     # The recipe's held-out tasks.
     tasks: list[Task] = field(default_factory=list)

@@ -21,7 +21,7 @@ from rlctl.run.run_dir import JobRecord, RunDir, RunDirError, find_run
 class Resumed:
     """A run that is to go on."""
 
-    # Its directory.
+    # The run's directory.
     run: Path
     # The name or path that was typed.
     asked: Path

@@ -96,7 +96,7 @@ def grouped(
     return out
 
 
-# Its shapes depend on data, which torch.compile cannot follow.
+# Shapes depend on data here, which torch.compile cannot follow.
 grouped_eagerly: Callable[..., Tensor] = torch.compiler.disable(grouped)  # type: ignore[no-untyped-call]
 
 

@@ -71,7 +71,7 @@ def _restarting(original: Function, function: StateFunction) -> Function:
     reference = inspect.unwrap(original)
     plain = function.restarted(reference)
 
-    # Its shapes depend on data, which torch.compile cannot follow.
+    # Shapes depend on data here, which torch.compile cannot follow.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @wraps(reference)
     def restarting(*args: Any, **keywords: Any) -> Any:

@@ -47,7 +47,7 @@ def _missing(tracker: TrackerSection) -> str:
 
 
 def _has_swanlab_key() -> bool:
-    # Its own order: the working directory's folder, then the user's.
+    # SwanLab's own order: the working directory's folder, then the user's.
     home = os.environ.get("SWANLAB_ROOT") or os.environ.get("SWANLAB_SAVE_DIR") or "~/.swanlab"
     return bool(os.environ.get("SWANLAB_API_KEY") or any(_text(f"{each}/.netrc") for each in (".swanlab", home)))
 

@@ -31,8 +31,7 @@ _CHUNKS, _CHUNK_SHARE = (8192, 4096, 2048, 1024), 0.06
 _LEAST_SEQUENCES, _MOST_SEQUENCES = 256, 512
 # Weights in transit and graphs are in the rest of an engine's own device.
 _OWN_DEVICE_SHARE = 0.85
-# Of a device that trainer and engine share in turns: the memory that a sleeping engine, and a resting trainer, still
-# keep.
+# On a device that trainer and engine share in turns: memory that a sleeping engine, and a resting trainer, still keep.
 _ASLEEP_BYTES, _RESTING_BYTES, _MOST_SHARE = 5 * GIB, 3 * GIB, 0.92
 # Tokens beyond the longest request, see `launch.worker_specs`; blocks of the cache are filled in part.
 _ROOM = 32
@@ -106,7 +105,7 @@ class _Engines(_Section):
     def __init__(self, config: GrpoConfig, dtype: Dtype, device: Device, to: list[Choice]) -> None:
         super().__init__("generation", config.generation, dtype, to)
         self._config, self._dtype = config, dtype
-        # See `GenerationSettings`.
+        # The cache of `GenerationSettings`.
         self.cache_mib: int | None = config.generation.kv_cache_mib if device == "cpu" else None
 
     @property

@@ -30,7 +30,7 @@ class OtherVersionError(ConfigError):
     """A run's own config that another version of rlctl wrote. As it is, the line for one who resumes the run."""
 
     def __init__(self, file: Path, sign: str) -> None:
-        # How it is recognized.
+        # Mark by which the file is recognized.
         self.sign = sign
         super().__init__([Problem(show_path(file), "", earlier_version(Path(show_path(file.parent)), sign))])
 
@@ -49,7 +49,7 @@ class Composed(Generic[Kind]):
     notes: list[str]
     # Dotted key -> the interpolation by which its value came from the environment.
     secrets: dict[str, str]
-    # Of a run that goes on: dotted key -> origin that its config.yaml records.
+    # Dotted key -> origin in the config.yaml of a run that goes on; empty for a new run.
     recorded: dict[str, str]
 
     @property

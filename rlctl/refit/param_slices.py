@@ -28,7 +28,7 @@ class ParamSlice:
 class _Part:
     """Part of an item, and its place."""
 
-    # Of the item.
+    # Part of the item.
     inside: tuple[slice, ...]
     # Memory of the part's shape.
     view: Tensor

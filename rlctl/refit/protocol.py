@@ -13,9 +13,9 @@ class Header:
     """Announcement of one refit to both ends."""
 
     version: int
-    # Of the plan by which the trainer sends.
+    # Digest of the plan by which the trainer sends.
     digest: str
-    # Which items have their checksums compared.
+    # Items whose checksums are compared.
     checks: Checks
 
 
@@ -28,7 +28,7 @@ class TransportSpec:
     receivers: int
     # Longest that one end waits for another.
     timeout_s: float
-    # Of the sender's ring, and of the receiver's.
+    # Buffers of the sender's ring, and of the receiver's.
     num_buffers: int = 2
     # In the host's memory: meeting place of shm and ipc.
     folder: str = ""
@@ -52,7 +52,7 @@ class SendReport:
     pack: float
     # From the first packed chunk to the last one on the wire; 0 where receivers fetch chunks themselves.
     wire: float
-    # Until the weights may change again.
+    # Seconds until the weights may change again.
     seconds: float
     # Bytes that the rank sent.
     bytes: int
@@ -68,7 +68,7 @@ class ReceiveReport:
     wire: float
     # Copying of arrived chunks to where the engine keeps them; 0 where the wire does that.
     load: float
-    # Until every item is in its place and checked.
+    # Seconds until every item is in its place and checked.
     seconds: float
     # Bytes of all tensors.
     bytes: int
@@ -80,7 +80,7 @@ class ReceiveReport:
 class EngineReport:
     """One engine's part of a refit; times in seconds."""
 
-    # Of the slowest worker.
+    # Report of the slowest worker.
     received: ReceiveReport
     # From the call to live weights.
     seconds: float

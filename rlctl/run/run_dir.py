@@ -143,7 +143,7 @@ class JobRecord:
     job: str
     # Working directory of the driver, on the head.
     work: str
-    # How often the run was submitted.
+    # Number of times that the run was submitted.
     attempt: int = 1
     # Path of the run directory on the head, if this one is a copy.
     remote: str | None = None

@@ -41,7 +41,7 @@ class SftComponents:
     # Devices that train, and their name.
     devices: int
     device: str
-    # Of training: sequence length -> FLOPs a token.
+    # Sequence length -> FLOPs a token of training.
     flops: Callable[[float], float]
 
 

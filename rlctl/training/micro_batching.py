@@ -38,7 +38,7 @@ class PackingStats:
     """Fill of the micro-batches of some steps."""
 
     steps: int
-    # Of a rank, mean over the steps.
+    # Micro-batches of a rank, mean over the steps.
     micro_batches: float
     # Tokens over the room of all micro-batches. Empty ones, which keep ranks in step, count too.
     filled: float

@@ -29,7 +29,7 @@ class Cost:
     name: str
     # On the device, without the operations it calls.
     seconds: float
-    # Of all operations' seconds.
+    # Share of all operations' seconds.
     share: float
     calls: int
 

@@ -36,7 +36,7 @@ class PreparedBatch:
     # Every rank's share.
     shares: list[RankBatch]
     totals: Totals
-    # Of all sequences, each once, however many ranks get it.
+    # Lengths of all sequences, each once, also where several ranks get it.
     lengths: list[int]
 
 

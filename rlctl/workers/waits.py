@@ -29,7 +29,7 @@ class _Wait:
     deadline_s: float
     knob: str
     began: float = field(default_factory=time.monotonic)
-    # Its seconds when it was last explained.
+    # Seconds of the wait when it was last explained.
     told: float = 0.0
     ended: bool = False
 
@@ -69,9 +69,9 @@ class Waits:
             self._look_once()
 
     def _look_once(self) -> None:
-        # Its own function: a local of `_look` would hold the last wait, and so references of Ray's, which this thread
-        # would then drop at its next look. After Ray's shutdown that ends the whole process with 1 (Ray 2.60: "The core
-        # worker has already been shutdown").
+        # A separate function: a local of `_look` would hold the last wait, and so references of Ray's, which this
+        # thread would then drop at its next look. After Ray's shutdown that ends the whole process with 1 (Ray 2.60:
+        # "The core worker has already been shutdown").
         with self._lock:
             waits = list(self._open.values())
         for wait in waits:

@@ -62,7 +62,7 @@ class Run:
         return [record for record in read(self.path / "metrics.jsonl") if record["kind"] == "step"]
 
     def wait_for(self, what: str, seen: Callable[[], bool]) -> None:
-        """Until `seen()`; a run that ends before it, or takes too long, fails the test with its output."""
+        """Wait until `seen()`. A run that ends before, or takes too long, fails the test with its output."""
         end = time.monotonic() + DEADLINE_S
         while not seen():
             assert self.process.poll() is None, f"the run ended before {what}:\n{self.text()}"
@@ -82,7 +82,7 @@ class Run:
         return found[0]
 
     def wait_for_step(self, number: int) -> None:
-        """Until this attempt works on step `number`."""
+        """Wait until this attempt works on step `number`."""
         self.wait_for_event("phase", step=number)
 
     def interrupt(self) -> None:

@@ -62,7 +62,7 @@ def test_a_mix_of_prompts_with_a_slow_source_resumes_bit_for_bit(tmp_path: Path)
     same(hurt, whole, 18)
     shares = {name: [step[f"source/{name}/share"] for step in hurt.steps()] for name in WEIGHTS}
     for name, weight in WEIGHTS.items():
-        # Of 144 prompts, to within two.
+        # Within two of 144 prompts.
         assert abs(Fraction(sum(shares[name])) / 18 - Fraction(weight, 6)) <= Fraction(2, 144)
     print(f"weights {weights_of(hurt, 18)} and {weights_of(whole, 18)}; shares {shares}")
     assert in_transit("hurt-sources") == in_transit("whole-sources") == []

@@ -33,7 +33,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(recipe: str, folder: Path, model: Path, *extra: str) -> list[dict[str, Any]]:
     """Three short steps; returns the records of metrics.jsonl."""
     short = ["grpo.num_steps=3", "generation.max_new_tokens=64", "validation.every=0"]
-    # Of a 4B model a checkpoint is 56 GB.
+    # A checkpoint of a 4B model has 56 GB.
     short += ["checkpoint.export=false", "checkpoint.at_end=false"]
     columns = [f"data.{part}.{key}={value}" for part in ("train", "validation") for key, value in COLUMNS.items()]
     settings = [*overrides(model), *columns, *short, f"run.dir={folder}", "run.name=run", *extra]

@@ -29,7 +29,7 @@ def gpus() -> int:
 
 
 def see(device: int, *beside: int) -> None:
-    """Of a new process: its own device, and other visible ones, as an engine sees the devices that it reads."""
+    """Set a new process's own device, and other visible ones, as an engine sees the devices that it reads."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, (device, *beside)))
     # As trainer ranks have it; engines do not.
     os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "" if beside else "expandable_segments:True"
@@ -232,7 +232,7 @@ def test_engines_of_one_device_read_from_trainers_of_another(
 
 
 def first_of(answers: Future[list[Any]], seconds: float) -> str:
-    """How the error reads that ended a loop of refits."""
+    """Return the text of the error that ended a loop of refits."""
     last = answers.result(seconds)[-1]
     assert isinstance(last, str), last
     return last
@@ -306,7 +306,7 @@ def seen_send(device: int, spec: TransportSpec, plan: RefitPlan) -> None:
 
 
 def await_first(spec: TransportSpec) -> None:
-    """Until a first version has gone over."""
+    """Wait until a first version has gone over."""
     end = time.monotonic() + 100
     while not Path(f"/tmp/rlctl-sent-{spec.port}").exists():
         assert time.monotonic() < end

@@ -39,7 +39,7 @@ class CountingWorker(RefitWorker):
     _counts: list[dict[str, int]] | None = None
 
     def rl_commit(self) -> float:
-        """See RefitWorker."""
+        """Note the length of each running rollout, then make the weights live."""
         running = self.model_runner.requests.items()
         self._counts = [*(self._counts or []), {name.rsplit("-", 1)[0]: len(r.output_token_ids) for name, r in running}]
         return super().rl_commit()

@@ -72,7 +72,7 @@ class SlurmLab:
         self._until(lambda: self.states() == ["idle"] * len(self.nodes), "the nodes")
 
     def states(self) -> list[str]:
-        """Of the nodes."""
+        """Return the state of each node."""
         return self.run("sinfo", "--noheader", "--Node", "--format=%T").split()
 
     def run(self, *command: str) -> str:

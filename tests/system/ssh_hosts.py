@@ -77,7 +77,7 @@ class SshHosts:
         self._daemons.append(subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True))
 
     def wait(self) -> None:
-        """Until every host answers."""
+        """Wait until every host answers."""
         for name in self.names:
             end = time.monotonic() + 30
             while subprocess.run(["ssh", "-F", str(self.config), name, "true"], capture_output=True).returncode:

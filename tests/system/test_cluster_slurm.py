@@ -37,7 +37,7 @@ pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(900)]
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmLab]:
     if why := why_not():
         pytest.skip(why)
-    # Its path holds sockets, so it is a short one.
+    # A short path, since it holds sockets.
     lab = SlurmLab(Path(f"/tmp/rlctl-lab-{os.getpid()}"), 2)
     try:
         lab.start()

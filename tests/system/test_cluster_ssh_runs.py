@@ -58,7 +58,7 @@ class Watched:
         return [event for event in read(self.path / "events.jsonl") if event["kind"] == kind]
 
     def steps_on(self, count: int) -> None:
-        """Until this many further steps are done."""
+        """Wait until this many further steps are done."""
         target = len(steps(self.path)) + count
         wait_for(lambda: self.process.poll() is not None or len(steps(self.path)) >= target, f"step {target}", 400)
         assert self.process.poll() is None, self.process.communicate()

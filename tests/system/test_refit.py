@@ -30,7 +30,7 @@ SOME = ("qwen3_moe",)
 
 
 def log_probs(folder: Path, prompt: list[int], answer: list[int]) -> np.ndarray:
-    """Of each answer token, by transformers."""
+    """Return the log-prob of each answer token, by transformers."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -16,7 +16,7 @@ from tests.waiting import until
 
 STEPS = 240
 MOST_BYTES = 3_000_000
-# Of the page's thread, which the load of the machine does not change as it does the time on the wall.
+# CPU seconds of the page's thread. The machine's load changes wall time, but hardly these.
 MOST_CPU_S = 10.0
 
 

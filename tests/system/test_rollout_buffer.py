@@ -48,7 +48,7 @@ class Stage:
     steps: list[list[RolloutGroup]] = field(default_factory=list)
     buffer: RolloutBuffer | None = None
     dispatcher: RolloutDispatcher | None = None
-    # Whether a step's groups are taken as they come, and how many were before the last of their step.
+    # True to take a step's groups as they come; and the number taken before the last of their step.
     parts: bool = False
     taken_early: int = 0
 
@@ -89,7 +89,7 @@ class Stage:
         buffer.advance(version + 1)
 
     def ages(self) -> list[int]:
-        """Of every trained group."""
+        """Return the age of every trained group."""
         return [
             version - min(int(one.sampled_versions.min()) for one in group.rollouts)
             for version, groups in enumerate(self.steps)

@@ -55,7 +55,7 @@ class Probe:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        # Of this thread alone, like torch's grad mode.
+        # Local to this thread, like torch's grad mode.
         self.own = threading.local()
         self.own.mark = "mine"
         self.kept: list[NDArray[np.float32]] = []

@@ -49,6 +49,6 @@ def test_a_model_that_cannot_train_is_refused_before_anything_starts(tmp_path: P
     folder.mkdir()
     (folder / "config.json").write_text('{"model_type": "nothing_known"}')
     result = CliRunner().invoke(app, ["model", "check", str(folder)])
-    # Of which `main` makes exit code 2.
+    # `main` turns this error into exit code 2.
     assert isinstance(result.exception, ConfigError)
     assert "model_type nothing_known" in str(result.exception)

@@ -25,6 +25,8 @@ CEILINGS = {
         )
     },
 }
+# Passages that begin with of, what, that, whether, see, its, until, how or which.
+OPENINGS = {"rlctl": 12, "tests": 0, "recipes": 0}
 _SHOWN = 8
 
 
@@ -40,6 +42,12 @@ def test_the_prose_of_a_part_is_within_its_ceilings(part: str) -> None:
     for figure, most in CEILINGS[part].items():
         worst = "\n".join(found.worst(figure, _SHOWN))
         assert found.value(figure) <= most, f"{figure} of {part}: {found.value(figure):.1f}, at most {most}\n{worst}"
+
+
+@pytest.mark.parametrize("part", OPENINGS)
+def test_passages_begin_with_their_subject_or_verb(part: str) -> None:
+    found = figures_of(part).openings
+    assert len(found) <= OPENINGS[part], "\n".join(found[:_SHOWN])
 
 
 def test_each_habit_is_counted_where_it_is_and_named_with_its_line(tmp_path: Path) -> None:
@@ -61,6 +69,8 @@ def test_each_habit_is_counted_where_it_is_and_named_with_its_line(tmp_path: Pat
         "x.md:9: The part of its own is alike.",
     ]
     assert (found.words, found.sentences) == (34, 4)
+    file.write_text("# Of the item.\nX = 1\n# Offsets.\n")
+    assert measure([file.rename(tmp_path / "y.py")], tmp_path).openings == ["y.py:1: Of the item."]
 
 
 if __name__ == "__main__":

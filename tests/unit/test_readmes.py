@@ -119,7 +119,7 @@ def parsed(words: list[str]) -> tuple[str, dict[str, Any]]:
     name, rest = words[0], [word for word in words[1:] if word != "--help"]
     while True:
         if rest and hasattr(command, "commands") and (rest[0] == "COMMAND" or rest[0].startswith("--c")):
-            # Of `rlctl train --cluster NAME` any kind will do.
+            # `rlctl train --cluster NAME` stands for any kind.
             rest = [next(iter(command.commands)), *rest[rest[0] == "COMMAND" :]]
         if not rest and hasattr(command, "commands"):
             return name, {}

@@ -115,7 +115,7 @@ def runs(request: dict[str, Any]) -> dict[str, Any]:
             continue
         state = read_state(Path(path))
         known = {**vars(entry(Path(path), state)), "devices": state.start.get("devices", {})}
-        # Its driver may take a moment to end after the last event.
+        # The run's driver may take a moment to end after the last event.
         if known.get("status") in ("new", "running", "died"):
             found.append({"path": path, "job": job["submission_id"], **known})
     return {"runs": found}

@@ -18,7 +18,7 @@ from rlctl.preflight.placement import NodeResources
 from rlctl.run.run_dir import JobRecord, RunDir
 
 _ANSWER_S = 120.0
-# Of `head_agent.OPERATIONS`.
+# Keys of `head_agent.OPERATIONS`.
 Operation = Literal["accept", "status", "stop", "runs"]
 
 

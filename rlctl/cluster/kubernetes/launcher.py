@@ -121,7 +121,7 @@ class KubernetesLauncher(Launcher):
 
     def _ask_ray(self, state: ClusterState, seen: list[NodeStatus]) -> list[str]:
         """Note Ray's resources of each node; return warnings."""
-        # Its pods have the token in their environment.
+        # Pods of the cluster have the token in their environment.
         request = ray_query(state) | {"address": f"127.0.0.1:{_GCS_PORT}", "token_path": None}
         try:
             reply = state.host_of(seen[0].node).run("head.query", request, _QUERY_S)

@@ -118,6 +118,6 @@ def log(state: RunState, width: int, height: int, legend: str = "") -> list[Row]
         lines += [row(" " * CLOCK, (line, style)) for line in more]
         if rows and len(rows) + len(lines) > room:
             break
-        # Of an event longer than the panel the beginning says most.
+        # The beginning of an event longer than the panel says most.
         rows = [*lines[:room], *rows]
     return box("Events", rows, width, height, below=legend)

@@ -45,7 +45,7 @@ class MetricChart:
     # A horizontal line: bound of a health check.
     bound: float | None = None
     series: list[MetricSeries] = field(default_factory=list)
-    # Of a stacked chart: names in the same chart of any run, and the end of its axis, so that runs can be compared.
+    # For a stacked chart: names in the same chart of any run, and the end of its axis, so that runs can be compared.
     names: tuple[str, ...] = ()
     top: float = 0.0
 

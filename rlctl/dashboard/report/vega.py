@@ -11,7 +11,7 @@ from typing import Any
 
 from rlctl.dashboard.report.metric_charts import MetricChart, stack_sums
 
-# Of Vega-Lite, among those that the package carries.
+# Version of Vega-Lite, among those that the package carries.
 VERSION = "6.4"
 # From this many points on the mean over neighbours is drawn over the points, a fortieth of the points on each side.
 _SMOOTHED_FROM, _NEIGHBOURS = 40, 40

@@ -56,7 +56,7 @@ class VllmEngine(Engine):
         self._version = spec.version
         self._steps: deque[float] = deque(maxlen=_STEPS_REMEMBERED)
         self._mode: Literal["staged", "direct"] = "direct"
-        # See `LoadMode`.
+        # `LoadMode.overwrites` of the refit.
         self._overwrites = False
         # The weights were dropped by `sleep`, and no refit has written others yet.
         self._dropped = False

@@ -14,7 +14,7 @@ class Trackio:
     """One Trackio run for each run directory; a resumed run continues it. Its database is where TRACKIO_DIR says."""
 
     def __init__(self, run: Path, config: Mapping[str, Any], project: str, space: str | None) -> None:
-        # Its monitors of CPU and GPU are left out: rlctl has its own, and each would add a thread a run.
+        # Trackio's monitors of CPU and GPU are left out: rlctl has its own, and each would add a thread a run.
         self._run = trackio.init(
             project=project,
             name=run.resolve().name,

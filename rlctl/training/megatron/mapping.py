@@ -28,7 +28,7 @@ class Part:
     name: str
     shape: Shape
     start: Shape
-    # Of the given memory.
+    # View of the given memory.
     view: Tensor
 
 

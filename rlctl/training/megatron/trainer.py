@@ -134,7 +134,7 @@ class MegatronTrainer(TrainerRank):
 
     def _run(self, micro_batches: list[MicroBatch], loss: Loss, metrics: MetricAccumulator, *, backward: bool) -> None:
         def of_loss(log_probs: Tensor, entropy: Tensor, packed: Packed, real: bool) -> tuple[Tensor, LossOutput]:
-            # Of an empty micro-batch 0, with a gradient, so that the collectives still run.
+            # An empty micro-batch has 0, with a gradient, so that the collectives still run.
             output = (
                 loss(token_batch(packed, log_probs, entropy)) if real else LossOutput(log_probs.sum() + entropy.sum())
             )

@@ -76,7 +76,7 @@ def test_two_ranks_train_as_one(kind: Kind, run: Path, tmp_path: Path) -> None:
         for rank in ranks:
             assert_close(rank["weights"], weights(one), atol=1e-6)
         assert_close(ranks[0]["lopsided"], one.evaluate([DATA], LOSS), atol=1e-6)
-        # Its weights are not the same to the last bit: the gradient's norm differs by a share of 1.4e-6 on some
+        # The weights are not the same to the last bit: the gradient's norm differs by a share of 1.4e-6 on some
         # processors.
         assert_close(ranks[0]["next"], one.train([DATA], LOSS, totals(DATA)), atol=5e-6)
         assert_close(ranks[0]["rollouts"], train_rollouts(one, DATA, 100), atol=1e-5)

@@ -27,7 +27,7 @@ def test_a_round_lasts_from_the_first_begin_to_the_last_arrival_without_its_comm
     # The first round, slow for being the first, does not count: 1.5 - 0.1 and 2.0 - 0.1.
     assert row.seconds == pytest.approx(1.65)
     assert row.commit == row.pause == pytest.approx(0.1)
-    # Of the wire the end that waited less.
+    # The wire's time is that of the end with the shorter wait.
     assert row.phases == {"pack": 0.2, "wire": 0.4, "load": 0.1}
     assert (row.trainer_extra, row.engine_growth, row.checked, row.wrong) == (7, 3, True, [])
     assert replace(row, mode="direct").pause == pytest.approx(1.75)

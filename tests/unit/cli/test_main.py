@@ -88,7 +88,7 @@ def test_a_source_tree_that_pip_knows_nothing_of_runs_as_a_module(home: Path) ->
     assert told("--version") == "rlctl 0.1.0\n"
     checks = {check["name"]: check for check in json.loads(told("doctor", "--json"))}
     assert checks["rlctl"]["found"] == "0.1.0, from a source tree"
-    # Its requirements are read from pyproject.toml: torch is pinned, Ray has a range.
+    # Requirements are read from pyproject.toml: torch is pinned, Ray has a range.
     assert checks["torch"]["found"] == "not installed" and checks["ray"]["state"] == "ok"
 
 

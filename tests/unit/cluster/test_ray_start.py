@@ -1,4 +1,4 @@
-"""How nodes are started: loopback unless asked, ports where a firewall wants them, GPUs given out once."""
+"""The start of nodes: loopback unless asked, ports where a firewall wants them, GPUs given out once."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Which tokens end an answer, by the templates of the usual models, on real tokenizers made here."""
+"""The end tokens of an answer, by the templates of the usual models, on real tokenizers made here."""
 
 import json
 from pathlib import Path

@@ -205,7 +205,7 @@ def test_a_reset_that_hangs_costs_its_episode_and_its_process_takes_no_new_ones(
         (first,) = pool.pids()
         failure = failed(pool.reset("hangs", {"hang": True, "environment": "hurried"}, seed=1).result())
         assert (failure.kind, str(failure)) == ("timeout", "reset took longer than 1.5 s")
-        # Its episodes go on; new ones begin elsewhere.
+        # Episodes of the process go on; new ones begin elsewhere.
         assert select(pool, "before") == FINE
         begun(pool, "after", environment="own")
         assert len(pool.pids()) == 2 and psutil.pid_exists(first)

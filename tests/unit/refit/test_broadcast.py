@@ -70,7 +70,7 @@ def send(spec: TransportSpec, plan: RefitPlan, versions: list[int], checks: Chec
     return sizes
 
 
-# Its server imports torch once for all processes of this module, and none of a test's seconds go by meanwhile.
+# The fork server imports torch once for all processes of this module, outside of the tests' seconds.
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload([__name__])
 

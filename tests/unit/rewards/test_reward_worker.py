@@ -112,7 +112,7 @@ def test_what_a_process_does_between_calls_costs_no_rollout(hook: RewardSection,
     with Scorer([hook]) as scorer:
         assert scored(scorer, how)[0].value == 1.0
         until(Path("done").exists)
-        # Its text, or its end, is there to be read.
+        # The process's text, or its end, is there to be read.
         time.sleep(0.1)
         assert scored(scorer, "fine", "fine")[0].failed is None
         assert not scorer.failures.counts

@@ -164,7 +164,7 @@ class FakeWorker:
 
     @property
     def steps(self) -> bool:
-        """Whether its engine makes steps."""
+        """True while its engine makes steps."""
         return not self.dead and not self.hangs
 
 

@@ -95,7 +95,7 @@ class Schedule:
         self.trouble = draw.choice([0.0, 0.01, 0.03])
         # Share of the groups that teach nothing, and how many of a step may be replaced; 0 and 0: no filter.
         self.share, self.max_extra = draw.choice([(0.0, 0.0), (0.3, 3.0), (0.6, 3.0), (0.6, 1.0), (0.9, 0.5)])
-        # Whether rollouts are episodes of up to three turns.
+        # True if rollouts are episodes of up to three turns.
         self.episodes = draw.random() < 0.4
         self.budget = int(self.max_extra * self.size)
         self.config = self._config()
@@ -415,7 +415,7 @@ class Schedule:
             useless = {number for number, sampled in taken.items() if sampled and self.nothing(number)}
             self.demand(useless <= self.kept, 2, f"groups {useless - self.kept} take places, and budget is left")
             return
-        # Of a synchronous run: the first in the order of their draws.
+        # In a synchronous run: the first in the order of their draws.
         expected, replaced = list[int](), 0
         for number in sorted(self.buffer._groups._groups):
             if self.nothing(number) and taken.get(number, True) and replaced < self.budget:

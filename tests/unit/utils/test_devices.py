@@ -1,4 +1,4 @@
-"""Which GPUs a process may use, as runs and `rlctl doctor` see them, and how busy they are."""
+"""The GPUs that a process may use, as runs and `rlctl doctor` see them, and their load."""
 
 import math
 import os

@@ -77,7 +77,7 @@ def test_folders_and_processes_of_a_driver_killed_with_its_reaper_are_named_and_
         user.wait(300)
         assert not folder.exists()
         assert living.exists()
-    # Of a driver that is killed alone the reaper removes it.
+    # If the driver is killed alone, the reaper removes the folder.
     until(lambda: not living.exists())
 
 

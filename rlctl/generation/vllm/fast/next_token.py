@@ -99,7 +99,7 @@ class NextTokens:
             if missing != 1 or request.is_prefill_chunk or (before is not None and request.request_id not in before):
                 return []
             if computed + 1 >= longest or (ahead and len(request._output_token_ids) + 1 >= request.max_tokens):
-                # Its last token is being computed: vLLM passes it over too.
+                # The request's last token is being computed: vLLM passes over the request too.
                 continue
             short += computed >= len(blocks[request.request_id]) * size
             going.append(request)
