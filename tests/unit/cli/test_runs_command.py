@@ -176,14 +176,34 @@ def test_without_a_name_the_newest_run_is_meant(runs: Path) -> None:
     assert code == 0 and json.loads(out)["name"] in ("a", "b")
 
 
+def record(run: Path, **rewards: float) -> None:
+    """Write a group for each task of a reward."""
+    groups = [
+        {
+            "task": task,
+            "prompt": "15+34=",
+            "answer": "49",
+            "outcome": "trained",
+            "rollouts": [{"index": 0, "text": [["49<eos>", True]], "reward": reward, "right": True, "advantage": 0.5}],
+        }
+        for task, reward in rewards.items()
+    ]
+    RolloutsFile(run / "rollouts.jsonl", 1 << 20, lambda *_, **__: None).groups(3, "train", groups)
+
+
 @pytest.fixture
 def recorded(runs: Path) -> Path:
-    group = {"task": "e0-r1", "prompt": "15+34=", "answer": "49", "outcome": "trained"}
-    rollouts = [{"index": 0, "text": [["49<eos>", True]], "reward": 1.0, "right": True, "advantage": 0.5}]
-    RolloutsFile(runs / "a" / "rollouts.jsonl", 1 << 20, lambda *_, **__: None).groups(
-        3, "train", [{**group, "rollouts": rollouts}]
-    )
+    record(runs / "a", **{"e0-r1": 1.0})
     return runs
+
+
+@pytest.mark.parametrize(("order", "shown"), [("--worst", ["low", "middle"]), ("--best", ["high", "middle"])])
+def test_groups_come_in_the_order_of_their_rewards_and_no_more_than_asked_for(
+    runs: Path, order: str, shown: list[str]
+) -> None:
+    record(runs / "a", middle=0.5, low=0.0, high=1.0)
+    _, out, _ = call("rollouts", "a", "--dir", runs, order, "--limit", "2", "--json")
+    assert [json.loads(line)["task"] for line in out.splitlines()] == shown
 
 
 def test_rollouts_are_plain_lines_in_a_pipe_and_an_object_a_group_for_scripts(recorded: Path) -> None:

@@ -233,13 +233,18 @@ def test_a_run_under_way_and_one_that_has_no_step_are_shown_as_they_are(tmp_path
     )
 
 
-def test_the_command_writes_the_page_beside_the_run_or_where_it_is_told(tmp_path: Path, light: None) -> None:
+def test_the_command_writes_the_page_beside_the_run_or_where_it_is_told(
+    tmp_path: Path, light: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in "ab":
         write_run(tmp_path, name)
     code, out, err = call("a", "--dir", tmp_path)
     assert code == 0 and out.startswith(f"{tmp_path / 'a' / 'report.html'} (0.") and "records no origins" in err
     assert call("a", "b", "--dir", tmp_path)[0] == 0 and (tmp_path / "a/report--b.html").is_file()
-    assert call("a", "--dir", tmp_path, "-o", tmp_path / "it.html")[1].startswith(str(tmp_path / "it.html"))
+    opened: list[str] = []
+    monkeypatch.setattr("webbrowser.open", lambda address: opened.append(address) or True)
+    assert call("a", "--dir", tmp_path, "-o", tmp_path / "it.html", "--open")[1].startswith(str(tmp_path / "it.html"))
+    assert opened == [(tmp_path / "it.html").as_uri()]
 
 
 def test_a_run_whose_name_is_not_utf8_is_reported(tmp_path: Path, light: None) -> None:
