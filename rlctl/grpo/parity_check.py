@@ -35,10 +35,12 @@ def probe(config: GrpoConfig, parts: GrpoComponents, tasks: list[Task], version:
         raise ProbeError(f"no episode could be played; most failed of {parts.failure_cause()}")
     gap = compare(parts, samples)
     if not gap.token_mult_prob_error <= BOUNDS[dtype]:
+        unusual = ", ".join(parts.trainer.unusual_parts())
         raise ProbeError(
             f"trainer and generator disagree on log-probs: token_mult_prob_error {gap.token_mult_prob_error:.4f} over "
             f"{gap.tokens} tokens, at most {BOUNDS[dtype]} in {dtype}. All {len(parts.pool.plan.entries)} tensors "
-            f"arrived intact, from {parts.pool.plan.entries[0].name} on: the engine loads or computes them differently"
+            f"arrived intact, from {parts.pool.plan.entries[0].name} on: one side loads or computes them differently. "
+            + (f"Look first, on both sides, at {unusual}" if unusual else "The model has no unusual layers")
         )
     return gap
 

@@ -1,5 +1,6 @@
 """Facts of a model's layers as plain data: attention, states, and the function between head and logits."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 
@@ -45,3 +46,28 @@ class LayerKinds:
     one_sequence_a_row: str | None
     # Rates above 0 of the config, by key. They are 0 in training: the engine samples without dropout.
     dropout: tuple[tuple[str, float], ...]
+
+
+# Kinds of attention that two libraries may compute differently, by their name in a message.
+_UNUSUAL: dict[str, Callable[[AttentionKind], bool]] = {
+    "windows": lambda each: each.window is not None,
+    "capped scores": lambda each: each.softcap is not None,
+    "sinks": lambda each: each.sinks,
+    "scores scaled by other than 1/sqrt(head size)": lambda each: abs(each.scale**2 * each.dim - 1) > 1e-3,
+    "values of another size than keys": lambda each: each.v_dim != each.dim,
+}
+
+
+def unusual_parts(kinds: LayerKinds, experts: int) -> list[str]:
+    """Return the parts of a model that two libraries may compute differently, in words. experts: of a layer."""
+    logits = kinds.logits
+    layers = {name: {each.layer for each in kinds.attention if holds(each)} for name, holds in _UNUSUAL.items()}
+    layers["states"] = {each.layer for each in kinds.states}
+    count = len({each.layer for each in kinds.attention} | layers["states"])
+    return [
+        *[f"logits scaled by {logits.scale:g}"] * (logits.scale != 1),
+        *([] if logits.softcap is None else [f"logits capped at {logits.softcap:g}"]),
+        *(f"{name} in {len(found)} of {count} layers" for name, found in layers.items() if found),
+        *[f"{experts} experts"] * bool(experts),
+        *[f"{key} {rate:g} in config.json" for key, rate in kinds.dropout],
+    ]

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
 from rlctl.models.hf_folder import Layout
+from rlctl.models.layer_kinds import unusual_parts
 from rlctl.models.model_sizes import read_sizes
 from rlctl.preflight.backend import backend_of
 from rlctl.preflight.columns import Role, RoleModel
@@ -293,6 +294,17 @@ class TrainerRank(ABC):
             "device": str(self._device),
             "device_name": torch.cuda.get_device_name(self._device) if cuda else "cpu",
         }
+
+    def unusual_parts(self) -> list[str]:
+        """Return the parts of the model that an engine may compute differently, in words."""
+        from transformers import AutoConfig
+
+        from rlctl.models.observed import observe
+
+        try:
+            return unusual_parts(observe(AutoConfig.from_pretrained(self._folder)), self._sizes.experts)
+        except ValueError as error:
+            return [str(error)]
 
     def close(self) -> None:
         """Leave the process group."""

@@ -117,6 +117,9 @@ class TrainerWorker(SendsWeights):
     def info(self) -> dict[str, Any]:
         return self._trainer.info()
 
+    def unusual_parts(self) -> list[str]:
+        return self._trainer.unusual_parts()
+
     def close(self) -> None:
         """Free the refit's buffers and connections."""
         self.refit_close()

@@ -1,0 +1,34 @@
+"""A probe that fails names the parts of the model that two libraries may compute differently."""
+
+from rlctl.models.layer_kinds import AttentionKind, LayerKinds, LogitTransform, StateKind, unusual_parts
+
+PLAIN = AttentionKind(0, None, None, False, 32.0**-0.5, 4, 2, 32, 32)
+
+
+def kinds(*attention: AttentionKind, states: tuple[StateKind, ...] = (), **others: object) -> LayerKinds:
+    parts = {"logits": LogitTransform(), "one_sequence_a_row": None, "dropout": (), **others}
+    return LayerKinds(attention=attention, states=states, **parts)  # type: ignore[arg-type]
+
+
+def test_an_ordinary_model_has_none() -> None:
+    assert unusual_parts(kinds(PLAIN, PLAIN), 0) == []
+
+
+def test_scale_window_states_and_experts_are_named_with_their_layers() -> None:
+    window = AttentionKind(1, 8, 50.0, True, 1.0, 4, 2, 32, 16)
+    delta = StateKind(2, ("torch_chunk_gated_delta_rule",))
+    found = unusual_parts(
+        kinds(PLAIN, window, states=(delta,), logits=LogitTransform(0.125, 30.0), dropout=(("p", 0.1),)), 8
+    )
+    assert found == [
+        "logits scaled by 0.125",
+        "logits capped at 30",
+        "windows in 1 of 3 layers",
+        "capped scores in 1 of 3 layers",
+        "sinks in 1 of 3 layers",
+        "scores scaled by other than 1/sqrt(head size) in 1 of 3 layers",
+        "values of another size than keys in 1 of 3 layers",
+        "states in 1 of 3 layers",
+        "8 experts",
+        "p 0.1 in config.json",
+    ]
