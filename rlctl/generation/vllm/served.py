@@ -3,13 +3,12 @@
 The question is asked in an engine's process, by building the engine. A refusal is kept for the driver's next start.
 """
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 from rlctl.config.errors import ModelError
-from rlctl.preflight.engines.vllm import keep_refusal
+from rlctl.preflight.engines.vllm import architectures_in, keep_refusal
 
 _BACKEND = "vllm.model_executor.models.transformers"
 
@@ -20,12 +19,11 @@ def refusal(error: Exception, folder: str) -> ModelError | None:
 
     if not re.search("Model architectures? .* (not supported|failed to be inspected)", str(error), re.DOTALL):
         return None
-    config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-    name = ", ".join(config.get("architectures") or ["no architecture"])
+    name = architectures_in(Path(folder) / "config.json")
     if "failed to be inspected" in str(error):
         return ModelError(f"{folder}: vLLM {vllm.__version__} cannot import {name}; the engine's log says why")
     why = f"vLLM {vllm.__version__} does not serve {name}, nor does its Transformers backend; a newer vLLM may"
-    keep_refusal(str(config.get("model_type")), why)
+    keep_refusal(name, why)
     return ModelError(f"{folder}: {why}")
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.config.grpo_schema import EngineSection, GenerationSection
-from rlctl.models.model_sizes import ModelSizes
+from rlctl.models.model_sizes import ModelSizes, config_file
 from rlctl.preflight.backend import Violation, Violations
 from rlctl.preflight.engine import EngineRules
 from rlctl.preflight.engines.sections import VllmSection
@@ -76,7 +76,8 @@ class VllmRules(EngineRules):
             yield Violation(key, what)
 
     def unserved(self, device: Device, path: str, sizes: ModelSizes) -> str | None:
-        if why := _kept_refusals().get(sizes.model_type):
+        file = config_file(path)
+        if file and (why := _kept_refusals().get(architectures_in(file))):
             return f"{path}: {why}"
         return (cpu_limit(path, sizes) or cpu_refusal(path, sizes.model_type)) if device == "cpu" else None
 
@@ -114,12 +115,18 @@ def cpu_refusal(path: str, model_type: str, installed: str | None = None) -> str
     return f"{path} is a {model_type} model; on a CPU vLLM {known} fails: {why}; use a GPU, where the probe judges"
 
 
-def keep_refusal(model_type: str, why: str) -> None:
+def architectures_in(file: Path) -> str:
+    """Return the classes that a config.json names, as vLLM looks them up."""
+    found = json.loads(file.read_text(encoding="utf-8")).get("architectures")
+    return ", ".join(map(str, found)) if isinstance(found, list) and found else "no architecture"
+
+
+def keep_refusal(architectures: str, why: str) -> None:
     """Keep the answer of vLLM's registry, for this version. Without a cache the next run starts in vain too."""
     with suppress(OSError):
         file = _refusals_file()
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, json.dumps({**_kept_refusals(), model_type: why}))
+        write_whole(file, json.dumps({**_kept_refusals(), architectures: why}))
 
 
 def _kept_refusals() -> dict[str, str]:

@@ -59,11 +59,13 @@ def test_it_is_refused_before_anything_starts_and_on_a_cpu_alone(home: Path) -> 
 
 def test_an_answer_of_the_engine_is_kept_for_the_next_start(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(home / "cache"))
-    sizes = replace(read_sizes(sized(Path("model/config.json"), 32)), model_type="codegen")
+    file = Path("model/config.json")
+    sizes = read_sizes(sized(file, 32))
     run = load("grpo", "grpo.recipe.yaml", []).settled.on(RunMachine("cuda"), sizes)
+    keep_refusal("CodeGenForCausalLM", "vLLM 0.32.0 does not serve CodeGenForCausalLM")
+    keep_refusal("RwkvForCausalLM", "nor this")
     require_served(run)
-    keep_refusal("codegen", "vLLM 0.32.0 does not serve CodeGenForCausalLM")
-    keep_refusal("rwkv", "nor this")
+    file.write_text(json.dumps({**MODEL, "architectures": ["CodeGenForCausalLM"]}))
     with pytest.raises(ModelError, match=r"model: vLLM 0\.32\.0 does not serve CodeGenForCausalLM"):
         require_served(run)
 

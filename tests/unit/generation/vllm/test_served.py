@@ -20,17 +20,17 @@ def test_an_architecture_that_vllm_lacks_is_one_line_now_and_at_the_next_start(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "sizes.json").write_text(json.dumps(MODEL))
-    sizes = replace(read_sizes(tmp_path / "sizes.json"), model_type="codegen")
-    assert ENGINE.unserved("cuda", "m", sizes) is None
+    sizes, folder = read_sizes(tmp_path / "sizes.json"), str(tmp_path)
     config = {"model_type": "codegen", "architectures": ["CodeGenForCausalLM"], "n_positions": 128}
     (tmp_path / "config.json").write_text(json.dumps(config))
+    assert ENGINE.unserved("cuda", folder, sizes) is None
     with pytest.raises(ModelError) as caught:
         build_llm(replace(spec_for(tmp_path), load_format="dummy"), "rlctl.generation.vllm.worker.RefitWorker")
     import vllm
 
     lacks = f"vLLM {vllm.__version__} does not serve CodeGenForCausalLM"
     assert str(caught.value) == f"{tmp_path}: {lacks}, nor does its Transformers backend; a newer vLLM may"
-    assert ENGINE.unserved("cuda", "m", sizes) == str(caught.value).replace(str(tmp_path), "m")
+    assert ENGINE.unserved("cuda", folder, sizes) == str(caught.value)
 
 
 def test_another_error_is_vllms_own(tmp_path: Path) -> None:
