@@ -145,8 +145,8 @@ def test_what_has_no_default_must_be_set(home: Path) -> None:
         "x.yaml: model.path: not set, and has no default: A Hugging Face folder, or the hub name, of a Llama, Qwen2, "
         "Qwen3 or Qwen3-MoE causal language model. A run, by its directory or its name, is its newest checkpoint. A "
         "checkpoint's folder is that checkpoint",
-        "x.yaml: rewards: not set, and has no default: The rewards, summed by weight. One of them "
-        "decides what is right (correct_at)",
+        "x.yaml: rewards: not set, and has no default: The rewards, summed by weight. One reward "
+        "decides which answers are right (correct_at)",
     ]
 
 
