@@ -23,6 +23,8 @@ from rlctl.data.rows import conversation, is_plain, question
 from rlctl.data.tasks import SupervisedSample, Task
 from rlctl.data.tokenize import LengthReport, read_tasks, tokenize_prompts, tokenize_samples
 
+# Text of a template by which a turn may depend on later ones.
+_LOOKS_AHEAD = re.compile(r"messages\s*\|\s*(length|count|last)|messages\[-1\]|loop\.(last|revindex|length|nextitem)")
 # An opening of thinking that nothing closes at once. Templates write empty thinking for models that are told not to.
 _OPENS_THINKING = re.compile(r"<think>(?!(\\n|\s)*</think>)")
 
@@ -168,6 +170,11 @@ def may_open_thinking(config: RunConfig) -> bool:
     It is read without the tokenizer, which takes seconds to load. False for a template that is not on this machine.
     """
     return bool(_OPENS_THINKING.search(_template_text(config).rpartition("add_generation_prompt")[2]))
+
+
+def may_rewrite(config: RunConfig) -> bool:
+    """Return True if the template may write a turn by the turns that follow. It is read as in `may_open_thinking`."""
+    return bool(_LOOKS_AHEAD.search(_template_text(config)))
 
 
 def _template_text(config: RunConfig) -> str:

@@ -3,6 +3,7 @@
 They run the user's code in separate processes: in a run, in a dry run, and where an option asks.
 """
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,7 +16,8 @@ from rlctl.config.schema import GrpoConfig
 from rlctl.data.chat import Chat
 from rlctl.data.datasets import Row, shown
 from rlctl.data.files import DataError, files_of
-from rlctl.data.load import load_chat, load_prompts, read_rows
+from rlctl.data.load import load_chat, load_prompts, may_rewrite, read_rows
+from rlctl.data.tokenize import tokenize_samples
 from rlctl.environments.pool import UnusableEnvironmentError
 from rlctl.grpo.advantages.trial import UnusableAdvantageError, try_advantage
 from rlctl.preflight.load import Composed
@@ -40,7 +42,11 @@ def check_first_rows(settled: Settled) -> None:
             if section.path is None or not all(Path(each).is_file() for each in files_of(section.path)):
                 continue
             try:
-                read_rows(config, replace(section, limit=1))
+                rows = read_rows(config, replace(section, limit=1))
+                if config.sft and may_rewrite(config) and Path(config.model.tokenizer or config.model.path).is_dir():
+                    # A run finds this when it tokenizes all rows.
+                    chat = load_chat(config, config.model.path)
+                    tokenize_samples(rows, section, chat, config.sft, None, sys.maxsize)
             except DataError as error:
                 problems.append(Problem("data", "", str(error)))
     if problems:

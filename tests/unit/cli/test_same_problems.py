@@ -8,7 +8,7 @@ import pytest
 from rlctl.config.builtin import recipe_names
 from rlctl.launch import assembly
 from tests.unit.cli.conftest import Rlctl
-from tests.unit.data.test_supervised import R1
+from tests.unit.data.test_supervised import R1, UNSTABLE
 
 BROKEN = [
     ("grpo", ["trainer.num_ranks=0", "grpo.num_prompts_per_step=7", "grpo.updates_per_step=2"]),
@@ -84,3 +84,12 @@ def test_a_template_that_opens_thinking_refuses_a_bare_answer_before_anything_st
     (refused,) = told(rlctl, "sft", mine)[1]
     assert "rows.jsonl:2: the chat template opens the answer of message 2 with <think>, and the message has" in refused
     assert told(rlctl, "sft", [*mine, "data.train.limit=1"]) == ([], [])
+
+
+def test_a_template_that_rewrites_its_beginning_is_told_by_check_as_by_the_preview(rlctl: Rlctl, home: Path) -> None:
+    (home / "unstable.jinja").write_text(UNSTABLE)
+    mine = ["sft.recipe.yaml", "data.chat_template=unstable.jinja"]
+    checked, seen = rlctl("config", "check", *mine), rlctl("data", "preview", *mine)
+    assert checked.code == seen.code == 2
+    assert "chats.jsonl:1: the chat template is not prefix-stable at message 2" in checked.err
+    assert "the chat template is not prefix-stable at message 2" in seen.err
