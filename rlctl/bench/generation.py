@@ -138,7 +138,7 @@ class GenerationBench(Bench):
             # Environments before Ray, which has threads: their processes are forked.
             with environment_pool(config, logs, emit) as environments, ExitStack() as stack:
                 setup = set_up(config, environments, chat, next(prompts))
-                dispatcher = stack.enter_context(engines(settled, files, (), 0, logs, emit))
+                dispatcher = stack.enter_context(engines(settled, files, (), 0, logs, emit, environments.events))
                 rows = []
                 for turns in self.turns:
                     played, own = environments if turns > 1 else None, _in_turns(settled, turns)

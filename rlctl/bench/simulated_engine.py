@@ -1,18 +1,17 @@
-"""Virtual clock, and engines on it that take the time of real ones: the product's own dispatcher samples there.
+"""Engines on virtual time that take the time of real ones: the product's own dispatcher samples there.
 
 An engine decodes in steps, one token a sequence, as vLLM does. A step takes `base` seconds and `per_sequence` more for
 each sequence in it. The cost of a prompt is in that of its sequence's tokens. Not simulated: a key-value cache that is
 too small, and answers that gather for longer than `GATHER_S`.
 """
 
+import asyncio
 import heapq
-import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from inspect import isawaitable
 from itertools import count
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,51 +20,11 @@ from rlctl.generation.engine import GATHER_S, EngineStats, FinishedTurns
 from rlctl.generation.requests import Completion, PackedCompletions, RequestId, TurnRequest
 from rlctl.generation.spec import ForcedLengths
 from rlctl.generation.vllm.active_requests import ActiveTurn
-from rlctl.rollout.patience import Clock
+from rlctl.utils.event_loop import within
 
 # Two times closer than this are the same.
 _SAME_S = 1e-9
 _NOTHING = PackedCompletions.pack([])
-
-
-class VirtualClock(Clock):
-    """Time that passes when it is told to; a waiting thread runs the steps of all threads.
-
-    happen: called by a wait of the loop's thread, to let something happen.
-    """
-
-    def __init__(self, happen: Callable[[], None]) -> None:
-        self.time, self._happen, self._depth = 0.0, happen, 0
-        self.steps: list[Callable[[], bool]] = []
-
-    def now(self) -> float:
-        return self.time
-
-    def wait(self, changed: threading.Condition, seconds: float) -> None:
-        self.something_happens()
-
-    def something_happens(self) -> None:
-        """Let something happen if the training thread waits: any other thread that waits lets the others go on."""
-        if not self._depth:
-            self.anything_happens()
-
-    def anything_happens(self) -> None:
-        """Let something happen, as the loop's wait does."""
-        with self.on_a_thread():
-            self._happen()
-
-    @contextmanager
-    def on_a_thread(self) -> Iterator[None]:
-        """Have the block run as the steps of threads do: nothing happens while it waits."""
-        self._depth += 1
-        try:
-            yield
-        finally:
-            self._depth -= 1
-
-    def spawn(self, name: str, step: Callable[[], bool]) -> Any:
-        self.steps.append(step)
-        return SimpleNamespace(join=lambda seconds: None, is_alive=lambda: False)
 
 
 @dataclass(frozen=True)
@@ -93,7 +52,7 @@ class _Sequence:
 
 
 class SimulatedEngine:
-    """One engine: `Engine`, as far as the dispatcher calls it, on the clock `now`."""
+    """One engine: `Engine`, as far as the dispatcher calls it, on the clock `now`. `collect` belongs to its loop."""
 
     def __init__(self, cost: DecodeCost, at_a_time: int, lengths: ForcedLengths, now: Callable[[], float]) -> None:
         self._cost, self._at_a_time, self._lengths, self._now = cost, at_a_time, lengths, now
@@ -109,13 +68,13 @@ class SimulatedEngine:
         self._ended: list[_Sequence] = []
         # When those that ended leave, see `GATHER_S`.
         self._leaves = 0.0
-        # Calls that changed anything.
-        self.calls = 0
+        # Set when requests or versions have changed.
+        self._changed = asyncio.Event()
 
     def submit(self, requests: Sequence[TurnRequest]) -> None:
         """Begin requests with the next step."""
         self._advance()
-        self.calls += 1
+        self._changed.set()
         for request in requests:
             turn = ActiveTurn(request, [(0, self._version)])
             self._arrived.append(_Sequence(turn, self._lengths.draw(request.seed, request.max_new_tokens)))
@@ -123,13 +82,22 @@ class SimulatedEngine:
             self._began = max(self._began, self._now())
             self._join()
 
-    def collect(self, patience_s: float) -> FinishedTurns:
-        """Return the answers that may leave."""
+    async def collect(self, patience_s: float) -> FinishedTurns:
+        """Wait for answers that may leave, at most `patience_s`, and return them."""
+        end = self._now() + patience_s
+        while not (found := self.leaving()).ids and (left := end - self._now()) > 0:
+            self._changed.clear()
+            moment = self.next_event()
+            await within(self._changed, left if moment is None else min(left, moment - self._now()))
+        return found
+
+    def leaving(self) -> FinishedTurns:
+        """Take the answers that may leave now."""
         self._advance()
         leaving, busy = self._ended, self._running or self._arrived
         if not leaving or (busy and self._leaves > self._now() + _SAME_S):
             return FinishedTurns([], _NOTHING, self._stats())
-        self._ended, self.calls = [], self.calls + 1
+        self._ended = []
         columns = PackedCompletions.pack([_completion(each) for each in leaving])
         ids = [each.turn.request.id for each in leaving]
         return FinishedTurns(ids, columns, self._stats())
@@ -137,7 +105,7 @@ class SimulatedEngine:
     def abort(self, ids: Sequence[RequestId]) -> int:
         """Forget requests; return how many tokens they had."""
         self._advance()
-        self.calls += 1
+        self._changed.set()
         gone = set(ids)
         tokens = sum(self._sampled(each) for _, _, each in self._running if each.turn.request.id in gone)
         tokens += sum(each.length for each in self._ended if each.turn.request.id in gone)
@@ -150,6 +118,7 @@ class SimulatedEngine:
     def change(self, version: int, pause: float) -> None:
         """Serve another version after a pause, in which nothing is sampled."""
         self._advance()
+        self._changed.set()
         self._version, self._paused = version, self._paused + pause
         self._began = (self._began if self._running else self._now()) + pause
         for _, _, each in self._running:
@@ -208,23 +177,14 @@ def _completion(sequence: _Sequence) -> Completion:
 
 @dataclass
 class SimulatedWorker:
-    """`Worker` with its engine in this process. It answers a call at once."""
+    """`Worker` with its engine in this process."""
 
     name: str
     engine: SimulatedEngine
 
-    def start(self, method: Callable[..., Any], *arguments: Any) -> "SimulatedCall":
-        return SimulatedCall(getattr(self.engine, method.__name__)(*arguments))
-
-
-@dataclass(frozen=True)
-class SimulatedCall:
-    """`Pending` of a call that was answered."""
-
-    answer: Any
-
-    def wait(self, deadline_s: float) -> list[Any]:
-        return [self.answer]
+    async def call(self, deadline_s: float, method: Callable[..., Any], *arguments: Any) -> Any:
+        answer = getattr(self.engine, method.__name__)(*arguments)
+        return await answer if isawaitable(answer) else answer
 
 
 @dataclass

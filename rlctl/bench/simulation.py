@@ -11,13 +11,11 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any, Literal, cast
 
-from rlctl.bench.simulated_engine import DecodeCost, SimulatedEngine, SimulatedPool, SimulatedWorker, VirtualClock
-from rlctl.bench.virtual_events import VirtualEvents
+from rlctl.bench.simulated_engine import DecodeCost, SimulatedEngine, SimulatedPool, SimulatedWorker
 from rlctl.config.schema import GrpoConfig
 from rlctl.data.cursor import Cursor, TaskSource
 from rlctl.data.tasks import Task
 from rlctl.generation.pool import GeneratorPool
-from rlctl.generation.requests import RolloutId
 from rlctl.generation.spec import ForcedLengths
 from rlctl.grpo.metrics import TRAINER_PHASES, EngineInterval, age_metrics, generator_metrics
 from rlctl.models.model_sizes import ModelSizes
@@ -26,14 +24,12 @@ from rlctl.preflight.settled import settle
 from rlctl.rollout.buffer import RolloutBuffer
 from rlctl.rollout.dispatcher import RolloutDispatcher
 from rlctl.rollout.players.single_turn import SingleTurnPlayer
-from rlctl.rollout.runner import RolloutRunner
-from rlctl.rollout.types import Rollout, RolloutGroup, RolloutStart, RolloutTaker
+from rlctl.rollout.runner import Ended, RolloutRunner
+from rlctl.rollout.types import Rollout, RolloutGroup, RolloutStart
 from rlctl.telemetry import throughput
 from rlctl.telemetry.clock import StepClock
 from rlctl.training.trainer_group import worthwhile_tokens
-from rlctl.utils.event_loop import EventLoop
-
-_MOST_LOOKS = 3
+from rlctl.utils.virtual_events import VirtualEvents
 
 
 @dataclass(frozen=True)
@@ -189,45 +185,41 @@ class SimulatedRun:
         self._streams = settled.streams_training
         self._drains = own.async_.enabled and not own.async_.in_flight_weight_updates
         self.version = 0
-        self._clock = VirtualClock(self._next)
-        # Number of looks of the threads in a row with nothing pending.
-        self._looks = 0
+        self._events = VirtualEvents()
         lengths, most = ForcedLengths(*given), settled.generation.max_num_seqs
         self._engines = [
-            SimulatedEngine(costs.decode, most, lengths, self._clock.now) for _ in range(own.generation.num_engines)
+            SimulatedEngine(costs.decode, most, lengths, self._events.now) for _ in range(own.generation.num_engines)
         ]
         workers = [SimulatedWorker(f"engine-{index}", engine) for index, engine in enumerate(self._engines)]
         self._pool = SimulatedPool(workers, most)
-        self._dispatcher = RolloutDispatcher(cast(GeneratorPool, self._pool), own.run, _nothing, self._clock)
+        self._dispatcher = RolloutDispatcher(cast(GeneratorPool, self._pool), own.run, _nothing, self._events)
         rows = [Task(f"r{index}", [0] * prompt, "", None) for index in range(64 * own.grpo.num_prompts_per_step)]
-        self._events = VirtualEvents(self._clock)
         self._buffer = RolloutBuffer(
             own,
             TaskSource(rows, Cursor(len(rows), own.run.seed, own.data.shuffle)),
             self._dispatcher,
-            _LateRunner(self._dispatcher, costs.reward, self._events),
+            _LateRunner(self._dispatcher, costs.reward),
             list,
             _nothing,
-            self._clock,
         )
 
     def step(self) -> SimulatedStep:
         """Make a step as `GrpoLoop.step` does."""
-        self._stats, self._times, step = self._dispatcher.stats(), StepClock(self._clock.now), SimulatedStep()
+        self._stats, self._times, step = self._dispatcher.stats(), StepClock(self._events.now), SimulatedStep()
+        self._events.let_pass(self._costs.driver)
         self._buffer.admit(self.version)
-        self._pass(self._costs.driver)
         worthwhile = worthwhile_tokens(self._settled.trainer)
         while self._streams and (part := self._buffer.take_part(self.version, worthwhile, self._waiting)):
             self._train(part, step)
         self._train(self._buffer.take(self.version, self._waiting), step)
         with self._times.phase("train"):
-            self._pass(self._costs.update)
+            self._events.let_pass(self._costs.update)
         if self._drains:
             self._buffer.drain(self._waiting)
         with self._times.phase("refit"):
-            self._pass(self._costs.refit - self._costs.pause + self._costs.change * self._setup.colocated)
+            self._events.let_pass(self._costs.refit - self._costs.pause + self._costs.change * self._setup.colocated)
             self._pool.sync(self.version + 1, self._costs.pause)
-            self._pass(self._costs.pause)
+            self._events.let_pass(self._costs.pause)
             self._buffer.advance(self.version + 1)
         self._record(step)
         self.version += 1
@@ -236,7 +228,7 @@ class SimulatedRun:
     def _train(self, groups: list[RolloutGroup], step: SimulatedStep) -> None:
         tokens = sum(one.num_tokens for group in groups for one in group.rollouts)
         with self._times.phase("train"):
-            self._pass(tokens / (self._costs.training * self._setup.trainers))
+            self._events.let_pass(tokens / (self._costs.training * self._setup.trainers))
         step.groups += groups
 
     def _record(self, step: SimulatedStep) -> None:
@@ -248,61 +240,19 @@ class SimulatedRun:
     def _waiting(self, why: str) -> AbstractContextManager[None]:
         return self._times.phase(f"idle_{why}")
 
-    def _pass(self, seconds: float) -> None:
-        """Let time pass; the engines go on meanwhile."""
-        end = self._clock.now() + seconds
-        with self._clock.on_a_thread():
-            while (moment := self._next_event()) is not None and moment <= end:
-                self._go_to(moment)
-            self._go_to(end)
-
-    def _next(self) -> None:
-        """Let the next thing happen, while the loop waits. Raises RuntimeError if there is none: a defect."""
-        moment = self._next_event()
-        # Work just begun by the loop itself is not pending before the threads have looked.
-        self._looks = 0 if moment is not None else self._looks + 1
-        if self._looks > _MOST_LOOKS:
-            raise RuntimeError(f"nothing is under way: {self._buffer.explanation()}")
-        self._go_to(self._clock.now() if moment is None else moment)
-
-    def _next_event(self) -> float | None:
-        moments = [*(engine.next_event() for engine in self._engines), self._events.loop.next_timer()]
-        return min((moment for moment in moments if moment is not None), default=None)
-
-    def _go_to(self, moment: float) -> None:
-        """Let all threads do their work of a moment."""
-        self._clock.time = max(self._clock.time, moment)
-        before = -1
-        while (calls := sum(engine.calls for engine in self._engines) + self._events.ran) != before:
-            before = calls
-            for thread in self._clock.steps:
-                thread()
-
 
 class _LateRunner(RolloutRunner):
     """Runner whose rollouts come with their reward, so that the buffer's scoring takes no time."""
 
-    def __init__(self, dispatcher: RolloutDispatcher, reward: float, events: VirtualEvents) -> None:
-        super().__init__(SingleTurnPlayer(), dispatcher, events)
+    def __init__(self, dispatcher: RolloutDispatcher, reward: float) -> None:
+        super().__init__(SingleTurnPlayer(), dispatcher)
         self._reward = reward
 
-    def begin(self, starts: Sequence[RolloutStart], taker: RolloutTaker, *, ahead: bool = False) -> None:
-        super().begin(starts, _LateTaker(taker, self._reward, self.events), ahead=ahead)
+    def begin(self, starts: Sequence[RolloutStart], ended: Ended, *, ahead: bool = False) -> None:
+        def late(rollout: Rollout) -> None:
+            self.events.loop.call_later(self._reward, ended, rollout)
 
-
-@dataclass(frozen=True, eq=False)
-class _LateTaker:
-    """Taker in front of another one; it holds rollouts back."""
-
-    taker: RolloutTaker
-    reward: float
-    events: EventLoop
-
-    def ended(self, rollouts: list[Rollout]) -> None:
-        self.events.loop.call_later(self.reward, self.taker.ended, rollouts)
-
-    def restarted(self, rollouts: list[RolloutId], afresh: bool) -> None:
-        self.taker.restarted(rollouts, afresh)
+        super().begin(starts, late, ahead=ahead)
 
 
 def _nothing(kind: str, **fields: Any) -> None:

@@ -1,14 +1,14 @@
 """Turns of drawn lengths that add up: answers of one length would all end, and all turns begin, in one engine step."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
-from rlctl.generation.requests import RequestId, RolloutId, TurnRequest
+from rlctl.generation.requests import Completion, RolloutId, TurnRequest
 from rlctl.rollout.runner import Engines
+from rlctl.utils.event_loop import EventLoop
 
 
 @dataclass
@@ -22,16 +22,15 @@ class TurnLengths:
     # Tokens of all turns of a rollout.
     tokens: int
 
-    def submit(
-        self, requests: Sequence[TurnRequest], submitter: Any, *, ahead: bool = False, more: bool = False
-    ) -> None:
-        self.engines.submit([self._cut(request) for request in requests], submitter, ahead=ahead, more=more)
+    @property
+    def events(self) -> EventLoop:
+        return self.engines.events
 
-    def finish(self, rollouts: Collection[RolloutId]) -> None:
+    async def sample_turn(self, request: TurnRequest, *, ahead: bool = False, more: bool = False) -> Completion:
+        return await self.engines.sample_turn(self._cut(request), ahead=ahead, more=more)
+
+    def finish(self, rollouts: Iterable[RolloutId]) -> None:
         self.engines.finish(rollouts)
-
-    def abort(self, ids: Collection[RequestId]) -> list[RequestId]:
-        return self.engines.abort(ids)
 
     def _cut(self, request: TurnRequest) -> TurnRequest:
         lengths = turn_lengths(request.id.rollout, self.turns, self.tokens, self.spread)

@@ -20,7 +20,6 @@ from rlctl.preflight.machine import RunMachine
 from rlctl.preflight.settled import settle
 from rlctl.rollout.episode_setup import format_of_calls, tool_problems
 from rlctl.rollout.players.chat import Talk, TalkEngines, TalkError, TalkLimits, TalkTools, talk_id
-from rlctl.utils.event_loop import EventLoop
 from rlctl.workers.user_logs import Emit
 
 _KEY = "tools"
@@ -33,8 +32,6 @@ class ChatSession:
     chat: Chat
     engines: TalkEngines
     limits: TalkLimits
-    # Rollouts are played on it: the loop of the tools' pool, where there are tools.
-    events: EventLoop
     tools: TalkTools | None
     # Columns for the environment's `reset`.
     row: Mapping[str, Any]
@@ -51,7 +48,7 @@ class ChatSession:
                 raise TalkError(f"the environment's reset failed: {observation}; --row gives it columns")
             self.opening = list(opening([], observation)) if observation else []
         self._begun += 1
-        return Talk(self.chat, self.engines, self.limits, identity, self.events, self.tools, self.opening)
+        return Talk(self.chat, self.engines, self.limits, identity, self.tools, self.opening)
 
 
 @contextmanager
@@ -83,10 +80,9 @@ def chat_session(
                 EnvironmentPool({_KEY: environment}, config.environment.memory_mib, 1, logs, emit)
             )
             tools = _tools(pool, chat, config.environment.tool_format)
-        dispatcher = stack.enter_context(engines(settled, files, stops, target.step, logs, emit))
-        events = tools.pool.events if tools else EventLoop("rollouts")
-        stack.callback(events.close)
-        yield ChatSession(chat, dispatcher, limits, events, tools, row)
+        events = tools.pool.events if tools else None
+        dispatcher = stack.enter_context(engines(settled, files, stops, target.step, logs, emit, events))
+        yield ChatSession(chat, dispatcher, limits, tools, row)
 
 
 def _tools(pool: EnvironmentPool, chat: Chat, wanted: str) -> TalkTools:

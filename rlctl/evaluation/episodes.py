@@ -65,7 +65,7 @@ def play_episodes(
         pool = stack.enter_context(environment_pool(config))
         setup = set_up(config, pool, chat, tasks[0], valued=False)
         scorer = stack.enter_context(Scorer([], logs, emit))
-        dispatcher = stack.enter_context(engines(settled, files, stops, version, logs, emit))
+        dispatcher = stack.enter_context(engines(settled, files, stops, version, logs, emit, pool.events))
         runner = make_runner(settled, chat, dispatcher, pool, setup, trains=False)
         stack.callback(runner.close)
         ready = time.perf_counter()

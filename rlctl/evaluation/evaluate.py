@@ -100,7 +100,8 @@ class Evaluation:
                 scorer.try_on_sample(sample_item(sets[0].tasks[0]))
             score = GroupScorer(scorer, decoder(self._chat.tokenizer, special=False))
             if any(each.folder.missing(len(each.tasks), save_every) for each in sets):
-                started = engines(settled, self._files, self._stops, self.target.step, logs, self._emit)
+                events = environments.events if environments else None
+                started = engines(settled, self._files, self._stops, self.target.step, logs, self._emit, events)
                 dispatcher = stack.enter_context(started)
                 runner = make_runner(settled, self._chat, dispatcher, environments, setup, trains=False)
                 stack.callback(runner.close)

@@ -17,18 +17,26 @@ from rlctl.preflight.plan import require_served
 from rlctl.preflight.settled import SettledGrpo
 from rlctl.rollout.dispatcher import RolloutDispatcher
 from rlctl.utils.devices import count_gpus, device_memory
+from rlctl.utils.event_loop import EventLoop
 from rlctl.workers.user_logs import Emit
 from rlctl.workers.waits import Waits
 
 
 @contextmanager
 def engines(
-    settled: SettledGrpo, files: ModelFiles, stops: tuple[int, ...], version: int, logs: Path, emit: Emit
+    settled: SettledGrpo,
+    files: ModelFiles,
+    stops: tuple[int, ...],
+    version: int,
+    logs: Path,
+    emit: Emit,
+    events: EventLoop | None,
 ) -> Iterator[RolloutDispatcher]:
     """Run `generation.num_engines` engines at the weights of `files` until the block is left.
 
-    Yields the sampling parts. stops: tokens that end an answer. version: of the weights, which every token gets. Raises
-    PlacementError with the arithmetic for too few devices.
+    Yields the sampling parts. stops: tokens that end an answer. version: of the weights, which every token gets.
+    events: loop of the environments, where there are any. Raises PlacementError with the arithmetic for too few
+    devices.
     """
     config = settled.config
     generation = config.generation
@@ -53,6 +61,6 @@ def engines(
         pool = GeneratorPool(spec, slots, str(logs), config.run.deadline_s, generation.max_restarts, emit)
         stack.callback(pool.kill)
         pool.wait_until_built()
-        dispatcher = RolloutDispatcher(pool, config.run, emit, together=True)
+        dispatcher = RolloutDispatcher(pool, config.run, emit, events, together=True)
         stack.callback(dispatcher.close)
         yield dispatcher

@@ -122,7 +122,8 @@ class SamplingParts:
 
         # With a filter, a step is over once enough groups teach something: it does not wait for the others.
         together = not self.config.async_.enabled and not self.config.grpo.dynamic_sampling.filter
-        dispatcher = RolloutDispatcher(self.pool, self.config.run, self.session.events.emit, together=together)
+        events = self.environments.events if self.environments else None
+        dispatcher = RolloutDispatcher(self.pool, self.config.run, self.session.events.emit, events, together=together)
         stack.callback(dispatcher.close)
         runner = make_runner(self.settled, self.chat, dispatcher, self.environments, self.setup, trains=True)
         stack.callback(runner.close)
@@ -193,11 +194,11 @@ def make_runner(
 
         assert settled.facts
         function = FunctionPlayer(environments, chat, limits, not config.rewards, settled.facts.vocab)
-        return RolloutRunner(function, engines, environments.events)
+        return RolloutRunner(function, engines)
     from rlctl.rollout.players.environment import EnvironmentPlayer
 
     player = EnvironmentPlayer(environments, setup.contracts, chat, limits, setup.tool_format)
-    return RolloutRunner(player, engines, environments.events)
+    return RolloutRunner(player, engines)
 
 
 def check_room(tasks: list[Task], answer: int, length: int) -> None:

@@ -1,394 +1,291 @@
-"""Dispatcher: the one way to sample. Hands requests to engines as they have room, and answers to whoever submitted.
+"""Dispatcher: the one way to sample. Hands turns to engines as they have room, and answers to whoever awaits them.
 
-    submit -> PENDING -- engine has room --> SAMPLING -- answer --> delivered
-                 ^                            |    |
-                 +------ engine is lost ------+    +-- abort --> ABORTING -- engine confirms --> gone
+    sample_turn -> PENDING -- engine has room --> SAMPLING -- answer --> returned
+                      ^                            |    |
+                      +------ engine is lost ------+    +-- cancelled --> ABORTING -- confirmed, or engine lost --> gone
 
 The rollouts of a group go to one engine, where they share their prompt's prefix. An engine gets no more new rollouts
 than it decodes at a time, and one group ahead; the rest is PENDING here, so that a free engine finds work whatever long
 tail another is at. A later turn goes before new groups, to the engine of the turn before, which has its prefix: up
-to as many again as the engine decodes, for no other could take it, and what waits in the engine begins without a round
-trip to here. Where some wait there, answers and turns travel several together, up to 0.2 s later. A rollout
+to as many again as the engine decodes, for no other could take it, and turns that wait in the engine begin without a
+round trip to here. Where some wait there, answers and turns travel several together, up to 0.2 s later. A rollout
 that ended makes room by itself, not with its group: of eight answers of log-normal lengths (sigma 1) the longest is 3.1
 times the mean, and engines would be a third full.
 
-Where a step is waited for as a whole, an engine begins episodes until its cache is full, at most twice what it decodes,
-and they go on side by side: else those that begin last would be alone in the engine at the end. It begins more while
-environments are slow, rather than decode fewer. Where steps overlap there is no such end, and an episode that ends
-early has younger tokens.
+Where a step is waited for as a whole, an engine begins episodes until its cache is full, at most twice the number that
+it decodes, and they go on side by side: else those that begin last would be alone in the engine at the end. It begins
+more while environments are slow, rather than decode fewer. Where steps overlap there is no such end, and an episode
+that ends early has younger tokens.
 
-Each engine has two threads: one collects, one sends orders, so that nobody waits for an engine that hangs or is slow
-(70 ms to begin 512 rollouts of the tiny model). Everything that can stop a run (replacing an engine, giving up) happens
-on the loop's thread, in `repair`, while it waits.
+All state belongs to the event loop. Each engine has a task that collects answers, and one that sends orders while there
+are any, so that nobody waits for an engine that hangs or is slow (70 ms to begin 512 rollouts of the tiny model). An
+event costs the same with any number of engines and turns. Engines are replaced on the training thread, in `repair`,
+while it waits.
 """
 
-import threading
-from collections import deque
-from collections.abc import Collection, Sequence
-from functools import partial
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from itertools import chain
-from weakref import WeakKeyDictionary
 
 from rlctl.config.schema import RunSection
 from rlctl.data.tasks import Task
-from rlctl.generation.engine import Engine, EngineStats
+from rlctl.generation.engine import EngineStats
 from rlctl.generation.pool import GeneratorPool
-from rlctl.generation.requests import RequestId, RolloutId, TurnRequest
-from rlctl.rollout.engine_queue import EngineQueue, RequestState, SubmittedTurn, Submitter, handed_out_together
-from rlctl.rollout.patience import TICK_S, Clock, Emit, Patience, ThreadErrors
+from rlctl.generation.requests import Completion, RolloutId, TurnRequest
+from rlctl.rollout.engine_queue import EngineQueue, EngineStatus, SubmittedTurn
+from rlctl.rollout.patience import TICK_S, Emit, Patience
+from rlctl.rollout.placement import TurnPlacement
 from rlctl.rollout.runner import RolloutRunner
 from rlctl.rollout.types import Rollout, RolloutGroup, Sampling
-from rlctl.workers.errors import WorkerDied, WorkerError, WorkerTimeout
+from rlctl.utils.event_loop import EventLoop, within
+from rlctl.workers.errors import WorkerDied
 
-_LOST = (WorkerDied, WorkerError, WorkerTimeout)
-_POLL_S = 1.0
-_ABORT_S = 5.0
-# Later turns that an engine may have, those that wait in it included, over what it decodes at a time.
-_AHEAD = 2
 # Longer than an engine that answers takes to be collected from.
 _CLOSE_S = 3.0
 
 
+async def _nobody(rollouts: list[RolloutId]) -> None:
+    """Tell nobody."""
+
+
 class RolloutDispatcher:
-    """Samples on every engine of a pool."""
+    """Samples on every engine of a pool.
+
+    `sample_turn` and `finish` belong to the event loop; the training thread calls the rest.
+    """
 
     def __init__(
-        self, pool: GeneratorPool, run: RunSection, emit: Emit, clock: Clock | None = None, *, together: bool = False
+        self,
+        pool: GeneratorPool,
+        run: RunSection,
+        emit: Emit,
+        events: EventLoop | None = None,
+        *,
+        together: bool = False,
     ) -> None:
-        """Start two threads for each engine.
+        """Begin to collect from the engines.
 
-        together: all that is submitted is waited for as a whole, as a synchronous step is.
+        events: loop that rollouts are played on; None: a new one, which `close` ends. together: all that is submitted
+        is waited for as a whole, as a synchronous step is.
         """
-        self._together = together
-        self._pool, self._deadline_s, self._clock = pool, run.deadline_s, clock or Clock()
-        self._patience = Patience(self._clock, run, emit)
+        self.events, self._owns_events = events or EventLoop("rollouts"), events is None
+        self._pool, self._deadline_s = pool, run.deadline_s
+        self._patience = Patience(self.events.now, run, emit)
+        # Told of rollouts whose engine was lost, and which go on with another one.
+        self.restarted: Callable[[list[RolloutId]], Awaitable[None]] = _nobody
+        # Tokens of turns that were aborted: by engines that were replaced, and of answers that came too late.
+        self._aborted_tokens = 0
+        self._closed = False
+        # Turns of this iteration of the loop.
+        self._asked: list[SubmittedTurn] = []
+        self._placement = TurnPlacement(pool.at_a_time, together=together)
+        # Set when an engine has no turn any more.
+        self._emptied = asyncio.Event()
         pool.forget_gone()
         # By the pool's slots.
-        self._queues = [EngineQueue(worker, self._clock.now()) for worker in pool.engines]
-        # Groups and later turns, in the order in which they begin.
-        self._pending: deque[list[SubmittedTurn]] = deque()
-        # Engine that sampled a rollout's last turn, for as long as anybody holds the rollout's id.
-        self._homes: WeakKeyDictionary[RolloutId, EngineQueue] = WeakKeyDictionary()
-        self._held = self._closed = False
-        # Tokens that were sampled of requests that were aborted, by all engines so far.
-        self.aborted_tokens = 0
-        self._changed = threading.Condition(threading.RLock())
-        self._errors = ThreadErrors(self._changed)
-        self._threads = [
-            self._clock.spawn(f"{step.__name__.strip('_')}-{index}", self._errors.guarded(partial(step, index)))
-            for index in range(len(self._queues))
-            for step in (self._collect, self._send)
-        ]
+        self._queues: list[EngineQueue] = []
+        self.events.ask(lambda: self._queues.extend(self._opened(index) for index in range(len(pool.engines))))
 
-    def submit(
-        self, requests: Sequence[TurnRequest], submitter: Submitter, *, ahead: bool = False, more: bool = False
-    ) -> None:
-        """Sample requests, those of a group in a row; `submitter` gets the answers one by one.
+    # On the event loop.
 
-        ahead: before whatever is PENDING, but for later turns. more: turns of the same rollouts may follow, until
-        `finish`. Raises RuntimeError while the engines are asleep.
+    async def sample_turn(self, request: TurnRequest, *, ahead: bool = False, more: bool = False) -> Completion:
+        """Sample a turn. Turns of one iteration of the loop are handed out together.
+
+        ahead: before all that is PENDING, but for later turns. more: turns of the same rollout may follow, until
+        `finish`. Raises RuntimeError while the engines are asleep. Cancelled, it ends when the engine has confirmed the
+        abort or is lost.
         """
-        self._pool.require_awake()
-        with self._changed:
-            front = next(
-                (n for n, group in enumerate(self._pending) if not group[0].request.id.turn), len(self._pending)
-            )
-            for group in handed_out_together([SubmittedTurn(request, submitter, more) for request in requests]):
-                early = ahead or group[0].request.id.turn > 0
-                self._pending.insert(front if early else len(self._pending), group)
-                front += early
-            self._hand_out()
+        turn = SubmittedTurn(request, self.events.loop.create_future(), ahead, more)
+        if not self._asked:
+            self.events.loop.call_soon(self._submit_asked)
+        self._asked.append(turn)
+        try:
+            return await turn.answer
+        except asyncio.CancelledError:
+            await self._abort(turn)
+            raise
 
-    def finish(self, rollouts: Collection[RolloutId]) -> None:
+    def finish(self, rollouts: Iterable[RolloutId]) -> None:
         """Learn that no turn of these rollouts follows: their engines may begin others."""
-        with self._changed:
-            for rollout in rollouts:
-                if home := self._homes.get(rollout):
-                    home.episodes.discard(rollout)
-            if self._pending:
-                self._hand_out()
+        self._placement.finish(rollouts)
+
+    def _submit_asked(self) -> None:
+        """Begin, or line up, the turns of an iteration of the loop."""
+        asked, self._asked = [each for each in self._asked if not each.answer.done()], []
+        try:
+            self._pool.require_awake()
+        except RuntimeError as error:
+            for each in asked:
+                each.answer.set_exception(error)
+        else:
+            self._placement.add(asked)
+
+    async def _abort(self, turn: SubmittedTurn) -> None:
+        """Stop sampling a turn that nobody awaits any more; wait until its engine has confirmed, or is lost."""
+        if turn.queue:
+            await turn.queue.abort(turn)
+        elif not turn.answer.cancelled() and not turn.answer.exception():
+            # It was answered in the iteration in which its rollout was cancelled.
+            self._aborted_tokens += len(turn.answer.result().tokens)
+
+    def _opened(self, index: int) -> EngineQueue:
+        """Return the queue of a slot's engine, from which answers are collected from now on."""
+        worker = self._pool.slots[index]
+        assert worker
+        queue = EngineQueue(index, worker, self._pool.at_a_time, self._deadline_s, self.events, self._changed)
+        self._changed(queue)
+        return queue
+
+    def _changed(self, queue: EngineQueue) -> None:
+        if not queue.turns or queue.lost:
+            self._emptied.set()
+        self._placement.changed(queue)
+
+    # On the training thread.
 
     def sample(
-        self,
-        runner: RolloutRunner,
-        sampling: Sampling,
-        tasks: Sequence[Task],
-        version: int,
-        first_place: int = 0,
+        self, runner: RolloutRunner, sampling: Sampling, tasks: Sequence[Task], version: int, first_place: int = 0
     ) -> list[RolloutGroup]:
         """Sample a group of each task ahead of whatever is PENDING, wait, and return the groups in order.
 
         runner: plays the rollouts with these engines. first_place: place of the first task among the
         `sampling.groups_per_step` ones, from which seeds follow.
-        For the loop's thread: engines that are lost meanwhile are replaced. Raises RuntimeError when nothing was
-        sampled for `run.deadline_s`, or when `generation.max_restarts` are used up.
+        Engines that are lost meanwhile are replaced. Raises RuntimeError when nothing was sampled for
+        `run.deadline_s`, or when `generation.max_restarts` are used up.
         """
         first = version * sampling.groups_per_step + first_place
         groups = [sampling.starts(task, first + place) for place, task in enumerate(tasks)]
-        ended, wanted = _Ended(self._changed, self._patience), sum(map(len, groups))
+        wanted, found, all_ended = sum(map(len, groups)), dict[RolloutId, Rollout](), asyncio.Event()
+
+        def ended(rollout: Rollout) -> None:
+            found[rollout.id] = rollout
+            self._patience.news()
+            if len(found) == wanted:
+                all_ended.set()
+
         self._patience.news()
-        runner.begin(list(chain(*groups)), ended, ahead=True)
-        while len(ended.found) < wanted:
-            with self._changed:
-                self._clock.wait(self._changed, TICK_S)
+        runner.check()
+        self.events.ask(lambda: runner.begin([*chain(*groups)], ended, ahead=True))
+        while len(found) < wanted and not self.events.run(within(all_ended, TICK_S)):
             runner.check()
             if self.repair():
-                # What the replacement took is no silence of the new engine.
+                # The time that the replacement took is no silence of the new engine.
                 self._patience.news()
             self._patience.check(
                 max(self.last_step(), runner.last_step),
-                lambda: f"{sampling.purpose} waits for {wanted - len(ended.found)} rollouts; {self.describe()}",
+                lambda: f"{sampling.purpose} waits for {wanted - len(found)} rollouts; {self.describe()}",
             )
-        return [RolloutGroup(task, [ended.found[each.id] for each in group]) for task, group in zip(tasks, groups)]
+        return [RolloutGroup(task, [found[each.id] for each in group]) for task, group in zip(tasks, groups)]
 
-    def abort(self, ids: Collection[RequestId]) -> list[RequestId]:
-        """Stop sampling these requests; none of them is delivered afterwards. Returns those that were not done yet.
+    def drain(self, seconds: float = 0.0) -> bool:
+        """Begin no more turns until `resume`; return True once none is sampled, but by engines that are lost.
 
-        Waits for the engines to confirm, but not long for one that does not answer: it gets no new work meanwhile.
+        seconds: longest wait for that.
         """
-        wanted = set(ids)
-        with self._changed:
-            kept = [[each for each in group if each.request.id not in wanted] for group in self._pending]
-            stopped = [each.request.id for each in chain(*self._pending) if each.request.id in wanted]
-            self._pending = deque(group for group in kept if group)
-            for queue in self._queues:
-                share = [each for each in queue.sampling() if each.request.id in wanted]
-                for each in share:
-                    each.state = RequestState.ABORTING
-                if share:
-                    queue.order(Engine.abort, [each.request.id for each in share], self._clock.now())
-                    stopped += [each.request.id for each in share]
-            self._changed.notify_all()
-            end = self._clock.now() + _ABORT_S
-            while (left := end - self._clock.now()) > 0 and any(
-                len(queue.sampling()) < len(queue.requests) for queue in self._queues if not queue.lost
-            ):
-                self._clock.wait(self._changed, left)
-        return stopped
-
-    def drain(self) -> bool:
-        """Begin no more requests until `resume`; return whether none is being sampled now, but by engines that are
-        lost."""
-        with self._changed:
-            self._held = True
-            self._lose_silent()
-            return not any(queue.requests and not queue.lost for queue in self._queues)
+        self.events.check()
+        return self.events.run(self._drained(seconds))
 
     def resume(self) -> None:
-        """Begin requests again, after a sync; those of engines that it replaced begin again."""
-        self._adopt()
-        with self._changed:
-            self._held = False
-            self._hand_out()
+        """Begin turns again, after a sync; those of engines that it replaced begin again."""
+        self.events.run(self._resume())
 
     def repair(self) -> bool:
-        """Replace engines that are lost or do nothing; their requests begin again. Returns whether there were any.
+        """Replace engines that are lost or do nothing; their turns begin again. Returns True if there were any.
 
-        For the loop's thread while it waits: the trainer must be at the pool's version. Raises RuntimeError when
+        Called while the training thread waits: the trainer must be at the pool's version. Raises RuntimeError when
         `generation.max_restarts` are used up.
         """
-        with self._changed:
-            self._lose_silent()
-            lost = {i: queue.lost for i, queue in enumerate(self._queues) if queue.lost and self._is_current(i)}
-            early = [index for index in lost if not self._queues[index].stats.tokens]
+        self.events.check()
+        lost = self.events.run(self._to_replace())
         if lost:
-            self._pool.replace(lost, early)
-        self._adopt()
+            self._pool.replace(lost, [index for index in lost if not self._queues[index].stats.tokens])
+            self.events.run(self._adopt())
         return bool(lost)
 
+    @property
+    def aborted_tokens(self) -> int:
+        """Tokens that were sampled of turns that were aborted, so far."""
+        return self._aborted_tokens + sum(queue.aborted_tokens for queue in self._queues)
+
+    def engines(self) -> list[EngineStatus]:
+        """Return the state of every engine."""
+        return self.events.ask(lambda: [queue.status() for queue in self._queues])
+
     def describe(self) -> str:
-        """Return what every engine is at, for a human who wonders what the run waits for."""
-        now = self._clock.now()
-        with self._changed:
-            queues = [
-                f"{queue.worker.name} samples {len(queue.sampling())} rollouts, silent for {now - queue.last:.0f} s"
-                for queue in self._queues
-            ]
-            return "; ".join([*queues, f"{sum(map(len, self._pending))} rollouts not begun"])
+        """Return the state of every engine, for a human who wonders why a run waits."""
+        queues = [
+            f"{each.name} samples {each.sampling} rollouts, silent for {each.silent_s:.0f} s" for each in self.engines()
+        ]
+        pending = self.events.ask(lambda: self._placement.pending(self._queues))
+        return "; ".join([*queues, f"{pending} rollouts not begun"])
 
     def stats(self) -> list[EngineStats]:
-        """Return what each engine did so far, as it said when it was last collected from: at most a second ago."""
-        with self._changed:
-            return [queue.stats for queue in self._queues]
+        """Return the totals of each engine, as it said when it was last collected from: at most a second ago."""
+        return [queue.stats for queue in self._queues]
 
     def last_step(self) -> float:
-        """Return when any engine last did something, by the clock."""
-        with self._changed:
-            return max(queue.last for queue in self._queues)
+        """Return when any engine last did something, by the event loop's clock."""
+        return max(queue.last for queue in self._queues)
 
     def close(self) -> None:
-        """Deliver nothing from now on, and call no engine.
+        """Return no answers from now on, and call no engine.
 
-        A thread that is in a call of Ray's while Ray shuts down ends the whole process without a word (Ray 2.60: "The
-        core worker has already been shutdown"), so that a run that was saved would exit with 1. An engine that does
-        not answer is ended for that.
+        A call of Ray's in progress while Ray shuts down ends the whole process without a word (Ray 2.60: "The core
+        worker has already been shutdown"), so that a run that was saved would exit with 1. An engine that does not
+        answer is ended for that.
         """
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        end = self._clock.now() + _CLOSE_S
-        for thread in self._threads:
-            thread.join(max(0.0, end - self._clock.now()))
-        if any(thread.is_alive() for thread in self._threads):
+        if self._closed:
+            return
+        self._closed = True
+        if not self.events.run(self._all_called()):
             self._pool.kill()
-            for thread in self._threads:
-                thread.join(_CLOSE_S)
+            self.events.run(self._all_called())
+        self.events.ask(lambda: [queue.give_up() for queue in self._queues])
+        if self._owns_events:
+            self.events.close()
 
-    def _hand_out(self) -> None:
-        """Begin PENDING groups, each on the engine with the fewest tokens ahead of it, later turns at their home."""
-        loads = {queue: sum(e.request.max_new_tokens for e in queue.requests.values()) for queue in self._queues}
-        waiting: deque[list[SubmittedTurn]] = deque()
-        most = self._pool.at_a_time
-        while self._pending and not self._held and not self._closed:
-            request = self._pending[0][0].request.id
-            home = self._homes.get(request.rollout) if request.turn else None
-            if home not in self._queues or home.lost:
-                home = None
-            # Engines that take later turns, and those of them that take new rollouts.
-            taking = [each for each in self._queues if not each.lost and len(each.requests) < _AHEAD * most]
-            free = [each for each in taking if self._begins(each, self._pending[0][0])]
-            if not taking or (not free and not request.turn):
-                # Later turns are before first ones, but for those of engines that were lost.
-                break
-            group = self._pending.popleft()
-            queue = home if home in taking else None
-            if home is None:
-                queue = min(free, key=lambda each: loads[each], default=None)
-            if queue is None:
-                waiting.append(group)
-                continue
-            for each in group:
-                each.state, queue.requests[each.request.id] = RequestState.SAMPLING, each
-                rollout = each.request.id.rollout
-                if each.more:
-                    if before := self._homes.get(rollout):
-                        before.episodes.discard(rollout)
-                    queue.episodes.add(rollout)
-                self._homes[rollout] = queue
-                loads[queue] += each.request.max_new_tokens
-            queue.last = self._clock.now()
-            queue.order(Engine.submit, [each.request for each in group], queue.last)
-        self._pending.extendleft(reversed(waiting))
-        self._changed.notify_all()
-
-    def _begins(self, queue: EngineQueue, first: SubmittedTurn) -> bool:
-        """Return whether an engine that takes requests takes one more rollout, see the head of this file."""
-        most = self._pool.at_a_time
-        if len(queue.requests) < most:
-            return True
-        return self._together and first.more and len(queue.episodes) < min(_AHEAD * most, queue.stats.holds)
-
-    def _send(self, index: int) -> bool:
-        """Send an engine its next order; return False at the end."""
-        with self._changed:
-            queue = self._queues[index]
-            if self._closed:
+    async def _drained(self, seconds: float) -> bool:
+        self._placement.held, end = True, self.events.now() + seconds
+        while True:
+            self._lose_silent()
+            self._emptied.clear()
+            if not any(queue.turns and not queue.lost for queue in self._queues):
+                return True
+            if not await within(self._emptied, end - self.events.now()):
                 return False
-            if queue.lost or not queue.orders:
-                self._clock.wait(self._changed, _POLL_S)
-                return True
-            if (left := queue.gathers(self._pool.at_a_time) - self._clock.now()) > 0:
-                self._clock.wait(self._changed, left)
-                return True
-            method, what = queue.orders.popleft()
-            queue.ordered = self._clock.now()
-        try:
-            (answer,) = queue.worker.start(method, what).wait(self._deadline_s)
-        except _LOST as error:
-            self._lose(queue, error)
-            return True
-        if method is Engine.abort:
-            with self._changed:
-                self.aborted_tokens += answer or 0
-                for each in what:
-                    queue.requests.pop(each, None)
-                self._hand_out()
-        return True
 
-    def _collect(self, index: int) -> bool:
-        """Collect an engine's answers and deliver those that are wanted; return False at the end."""
-        with self._changed:
-            if self._closed:
-                return False
-            queue = self._queues[index]
-            if queue.lost or not self._is_current(index):
-                self._clock.wait(self._changed, _POLL_S)
-                return True
-        try:
-            (finished,) = queue.worker.start(Engine.collect, _POLL_S).wait(self._deadline_s)
-        except _LOST as error:
-            self._lose(queue, error)
-            return True
-        with self._changed:
-            if finished.stats != queue.stats:
-                queue.last = self._clock.now()
-            holds, queue.stats = queue.stats.holds, finished.stats
-            if not finished.ids:
-                if holds != queue.stats.holds:
-                    self._hand_out()
-                return True
-            pairs = [(queue.requests.get(each), one) for each, one in zip(finished.ids, finished.columns.unpack())]
-            wanted = [(one, answer) for one, answer in pairs if one and one.state is RequestState.SAMPLING]
-            self.aborted_tokens += sum(
-                len(answer.tokens) for one, answer in pairs if one and one.state is RequestState.ABORTING
-            )
-            # One that is ABORTING stays until the engine confirms: the order must not reach it when it begins again.
-            for one, _ in wanted:
-                del queue.requests[one.request.id]
-            self._hand_out()
-            # Under the lock: an abort, or a restart, must not overtake an answer.
-            for submitter in {one.submitter for one, _ in wanted} if not self._closed else ():
-                submitter.completed([(one.request, answer) for one, answer in wanted if one.submitter is submitter])
-        return True
-
-    def _lose(self, queue: EngineQueue, error: Exception) -> None:
-        with self._changed:
-            queue.lost = queue.lost or error
-            self._changed.notify_all()
+    async def _resume(self) -> None:
+        await self._adopt()
+        self._placement.release(self._queues)
 
     def _lose_silent(self) -> None:
-        self._errors.check()
         for queue in self._queues:
-            if queue.requests and not queue.lost and self._clock.now() - queue.last >= self._deadline_s:
-                queue.lost = WorkerTimeout("collect", [queue.worker.name], self._deadline_s, "run.deadline_s")
+            queue.lose_if_silent()
 
-    def _is_current(self, index: int) -> bool:
-        return self._pool.slots[index] is self._queues[index].worker
+    async def _to_replace(self) -> dict[int, Exception]:
+        """Return the slots whose engines are lost, with the reasons; adopt those that a sync has replaced."""
+        await self._adopt()
+        self._lose_silent()
+        return {each.index: each.lost for each in self._queues if each.lost and self._is_current(each)}
 
-    def _adopt(self) -> None:
-        """Take note of engines that were replaced, by `repair` or by a sync: requests of the old ones begin again."""
+    def _is_current(self, queue: EngineQueue) -> bool:
+        return self._pool.slots[queue.index] is queue.worker
+
+    async def _adopt(self) -> None:
+        """Take note of engines that were replaced, by `repair` or by a sync: turns of the old ones begin again."""
         again: list[SubmittedTurn] = []
-        with self._changed:
-            replaced = [(index, queue) for index, queue in enumerate(self._queues) if not self._is_current(index)]
-            if not replaced:
-                return
-            for index, queue in replaced:
-                again += queue.sampling()
-                queue.requests = {}
-                if worker := self._pool.slots[index]:
-                    self._queues[index] = EngineQueue(worker, self._clock.now())
-                else:
-                    queue.lost = queue.lost or WorkerDied("collect", [queue.worker.name], "its node is gone")
-            for each in again:
-                each.state = RequestState.PENDING
-            self._pending.extendleft(reversed(handed_out_together(again)))
-            self._hand_out()
-        for submitter in {each.submitter for each in again}:
-            submitter.restarted([each.request for each in again if each.submitter is submitter])
+        for queue in [each for each in self._queues if not self._is_current(each)]:
+            queue.lose(WorkerDied("collect", [queue.worker.name], "its node is gone"))
+            again += queue.give_up()
+            if self._pool.slots[queue.index]:
+                self._aborted_tokens += queue.aborted_tokens
+                self._queues[queue.index] = self._opened(queue.index)
+        self._placement.add_again(again)
+        if again:
+            await self.restarted([*dict.fromkeys(each.request.id.rollout for each in again)])
 
-
-class _Ended:
-    """Taker of `RolloutDispatcher.sample`."""
-
-    def __init__(self, changed: threading.Condition, patience: Patience) -> None:
-        self._changed, self._patience = changed, patience
-        self.found: dict[RolloutId, Rollout] = {}
-
-    def ended(self, rollouts: list[Rollout]) -> None:
-        with self._changed:
-            self.found |= {each.id: each for each in rollouts}
-            self._patience.news()
-            self._changed.notify_all()
-
-    def restarted(self, rollouts: list[RolloutId], afresh: bool) -> None:
-        pass
+    async def _all_called(self) -> bool:
+        """Wait until no engine is being called, but not long for one that does not answer; return True if none is."""
+        self._placement.held = True
+        calls = set(chain(*(queue.close() for queue in self._queues)))
+        return not calls or not (await asyncio.wait(calls, timeout=_CLOSE_S))[1]

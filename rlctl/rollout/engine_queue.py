@@ -1,101 +1,234 @@
-"""Queue of one engine: the requests that it has, and the orders that it is yet to be sent."""
+"""Queue of one engine: the turns that it has, and the tasks that send it orders and collect its answers."""
 
+import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from enum import Enum, auto
-from typing import Any, Protocol
-from weakref import WeakSet
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
 
-from rlctl.generation.engine import ENOUGH, GATHER_MOST_S, Engine, EngineStats
+from rlctl.generation.engine import ENOUGH, GATHER_MOST_S, Engine, EngineStats, FinishedTurns
 from rlctl.generation.requests import Completion, RequestId, RolloutId, TurnRequest
+from rlctl.utils.event_loop import EventLoop, within
+from rlctl.workers.errors import WorkerDied, WorkerError, WorkerTimeout
 from rlctl.workers.group import Worker
 
-Answer = tuple[TurnRequest, Completion]
 Order = Callable[[Engine, list[Any]], int | None]
-
-
-class Submitter(Protocol):
-    """Whoever submits requests. Must not call the dispatcher from `completed`, nor hold a lock when it submits."""
-
-    def completed(self, answers: list[Answer]) -> None:
-        """Take answers, on a thread of the dispatcher."""
-
-    def restarted(self, requests: list[TurnRequest]) -> None:
-        """Learn that requests were lost with their engine and begin again, on the thread that called `repair` or
-        `resume`."""
-
-
-class RequestState(Enum):
-    """State of a request, see the head of dispatcher.py."""
-
-    PENDING = auto()
-    SAMPLING = auto()
-    ABORTING = auto()
+_LOST = (WorkerDied, WorkerError, WorkerTimeout)
+_POLL_S = 1.0
 
 
 @dataclass(eq=False, slots=True)
 class SubmittedTurn:
-    """One request on its way."""
+    """One turn on its way. It is PENDING without an engine, SAMPLING with one, and ABORTING with `stopped`."""
 
     request: TurnRequest
-    submitter: Submitter
+    # Cancelled when nobody waits for it any more.
+    answer: "asyncio.Future[Completion]"
+    # It comes before all that wait for an engine.
+    ahead: bool = False
     # Turns of its rollout may follow, until `RolloutDispatcher.finish`.
     more: bool = False
-    state: RequestState = RequestState.PENDING
+    queue: "EngineQueue | None" = None
+    # Done when the engine has confirmed the abort, or is lost.
+    stopped: "asyncio.Future[None] | None" = None
 
 
-def handed_out_together(submitted: Sequence[SubmittedTurn]) -> list[list[SubmittedTurn]]:
-    """Return what is handed out together: first turns of a group in a row, and turns of one rollout in a row."""
-    groups: list[list[SubmittedTurn]] = []
-    for each in submitted:
-        own, before = each.request.id, groups[-1][-1].request.id if groups else None
-        first = before is not None and own.turn == before.turn == 0 and own.rollout.siblings == before.rollout.siblings
-        if before is not None and (first or own.rollout == before.rollout):
-            groups[-1].append(each)
-        else:
-            groups.append([each])
-    return groups
+@dataclass(frozen=True)
+class EngineStatus:
+    """State of one engine, as the dispatcher sees it."""
+
+    name: str
+    # Turns that somebody waits for, and those whose abort it is yet to confirm.
+    sampling: int
+    aborting: int
+    # Tokens that all of them may have.
+    load: int
+    # Seconds since it last did anything.
+    silent_s: float
+    # False once it is lost, until it is replaced.
+    is_live: bool
 
 
-@dataclass(eq=False)
 class EngineQueue:
-    """One engine and its requests."""
+    """One engine and its turns. It belongs to the event loop.
 
-    worker: Worker
-    # When it last did anything.
-    last: float
-    # SAMPLING and ABORTING ones.
-    requests: dict[RequestId, SubmittedTurn] = field(default_factory=dict)
-    # Methods and their arguments that it has not been sent yet, and since when the first of them waits.
-    orders: deque[tuple[Order, list[Any]]] = field(default_factory=deque)
-    ordered: float = 0.0
-    stats: EngineStats = field(default_factory=EngineStats)
-    # Rollouts that it began, and of which turns may follow.
-    episodes: WeakSet[RolloutId] = field(default_factory=WeakSet)
-    # Why it must be replaced.
-    lost: Exception | None = None
+    index: slot in the pool. at_a_time: turns that it decodes. changed: called when turns have ended, when its capacity
+    is known, or when it is lost.
+    """
 
-    def sampling(self) -> list[SubmittedTurn]:
-        """Return what somebody waits for."""
-        return [each for each in self.requests.values() if each.state is RequestState.SAMPLING]
+    def __init__(
+        self,
+        index: int,
+        worker: Worker,
+        at_a_time: int,
+        deadline_s: float,
+        events: EventLoop,
+        changed: "Callable[[EngineQueue], None]",
+    ) -> None:
+        self.index, self.worker = index, worker
+        self._at_a_time, self._deadline_s, self._events, self._changed = at_a_time, deadline_s, events, changed
+        # SAMPLING and ABORTING ones, and the tokens that they may have.
+        self.turns: dict[RequestId, SubmittedTurn] = {}
+        self.load = 0
+        # Later turns of its rollouts that wait until it has room.
+        self.waiting: deque[list[SubmittedTurn]] = deque()
+        # Rollouts that it began, and of which turns may follow.
+        self.episodes: set[RolloutId] = set()
+        self.stats = EngineStats()
+        # Tokens that were sampled of turns that were aborted.
+        self.aborted_tokens = 0
+        # When it last did anything.
+        self.last = events.now()
+        # Why it must be replaced.
+        self.lost: Exception | None = None
+        # Methods and their arguments that it has not been sent yet, and since when the first of them waits.
+        self._orders: deque[tuple[Order, list[Any]]] = deque()
+        self._ordered = 0.0
+        # Set when the orders may gather no longer.
+        self._hurry = asyncio.Event()
+        self._sends = self._closed = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._spawn(self._collect())
 
-    def order(self, method: Order, what: list[Any], now: float) -> None:
+    def begin(self, turns: list[SubmittedTurn]) -> None:
+        """Sample turns."""
+        for turn in turns:
+            turn.queue, self.turns[turn.request.id] = self, turn
+            self.load += turn.request.max_new_tokens
+        self.last = self._events.now()
+        self._order(Engine.submit, [turn.request for turn in turns])
+
+    async def abort(self, turn: SubmittedTurn) -> None:
+        """Stop sampling a turn; return when the engine has confirmed, or is lost."""
+        if self.lost or self._closed:
+            self._remove(turn)
+            return
+        turn.stopped = self._events.loop.create_future()
+        self._order(Engine.abort, [turn.request.id])
+        await turn.stopped
+
+    def lose(self, error: Exception) -> None:
+        """Note that the engine must be replaced. Turns that were aborted are gone; others stay until `give_up`."""
+        if self.lost:
+            return
+        self.lost = error
+        for turn in [each for each in self.turns.values() if each.answer.cancelled()]:
+            self._remove(turn)
+        self._changed(self)
+
+    def lose_if_silent(self) -> None:
+        """Note that the engine must be replaced if it has turns and did nothing for `run.deadline_s`."""
+        if self.turns and self._events.now() - self.last >= self._deadline_s:
+            self.lose(WorkerTimeout("collect", [self.worker.name], self._deadline_s, "run.deadline_s"))
+
+    def give_up(self) -> list[SubmittedTurn]:
+        """Take the turns of a lost engine, to begin them again."""
+        turns = list(self.turns.values())
+        for turn in turns:
+            self._remove(turn)
+        return turns
+
+    def status(self) -> EngineStatus:
+        """Return the state of the engine."""
+        sampling = sum(not each.answer.cancelled() for each in self.turns.values())
+        silent = self._events.now() - self.last
+        return EngineStatus(
+            self.worker.name, sampling, len(self.turns) - sampling, self.load, silent, is_live=not self.lost
+        )
+
+    def close(self) -> "set[asyncio.Task[None]]":
+        """Answer no turn and call the engine no more; return the tasks that call it still."""
+        self._closed = True
+        self._hurry.set()
+        return self._tasks
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._events.spawn(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _collect(self) -> None:
+        """Collect the engine's answers until it is lost."""
+        while not self._closed and not self.lost:
+            try:
+                finished = await self.worker.call(self._deadline_s, Engine.collect, _POLL_S)
+            except _LOST as error:
+                self.lose(error)
+            else:
+                self._deliver(finished)
+
+    def _deliver(self, finished: FinishedTurns) -> None:
+        if finished.stats != self.stats:
+            self.last = self._events.now()
+        learns, self.stats = finished.stats.holds != self.stats.holds, finished.stats
+        if self._closed or not (finished.ids or learns):
+            return
+        for name, completion in zip(finished.ids, finished.columns.unpack()):
+            if (turn := self.turns.get(name)) is None:
+                continue
+            if turn.answer.cancelled():
+                self.aborted_tokens += len(completion.tokens)
+            else:
+                turn.answer.set_result(completion)
+            # One that is ABORTING stays until the engine confirms: the order must not reach it when it begins again.
+            if not turn.stopped:
+                self._remove(turn)
+        self._hurry.set()
+        self._changed(self)
+
+    def _order(self, method: Order, what: list[Any]) -> None:
         """Queue an order; join it to the one before if that is of its kind."""
-        if not self.orders:
-            self.ordered = now
-        if self.orders and self.orders[-1][0] == method:
-            self.orders[-1][1].extend(what)
+        if not self._orders:
+            self._ordered = self._events.now()
+        if self._orders and self._orders[-1][0] == method:
+            self._orders[-1][1].extend(what)
         else:
-            self.orders.append((method, what))
+            self._orders.append((method, what))
+        self._hurry.set()
+        if not self._sends:
+            self._sends = True
+            self._spawn(self._send())
 
-    def gathers(self, at_a_time: int) -> float:
-        """Return until when the first order waits for others like it, by the clock of `order`.
+    async def _send(self) -> None:
+        """Send the engine its orders while there are any."""
+        while self._orders and not self.lost and not self._closed:
+            if (left := self._gathers() - self._events.now()) > 0:
+                self._hurry.clear()
+                await within(self._hurry, left)
+                continue
+            method, what = self._orders.popleft()
+            self._ordered = self._events.now()
+            try:
+                answer = await self.worker.call(self._deadline_s, method, what)
+            except _LOST as error:
+                self.lose(error)
+                break
+            if method is Engine.abort:
+                self._confirm(what, answer or 0)
+        self._sends = False
 
-        at_a_time: requests that the engine decodes. Only an engine that has more is made to wait: each call takes time
-        of its steps.
+    def _gathers(self) -> float:
+        """Return the time until which the first order waits for others like it.
+
+        Only an engine that has more turns than it decodes is made to wait: each call takes time of its steps.
         """
-        (method, what), *others = self.orders
+        (method, what), *others = self._orders
         waits = method == Engine.submit and not others and len(what) < ENOUGH
-        spare = len(self.requests) - len(what) - at_a_time
-        return self.ordered + (GATHER_MOST_S if waits and spare >= len(what) else 0.0)
+        spare = len(self.turns) - len(what) - self._at_a_time
+        return self._ordered + (GATHER_MOST_S if waits and spare >= len(what) else 0.0)
+
+    def _confirm(self, aborted: list[RequestId], tokens: int) -> None:
+        """Give up turns whose abort the engine has confirmed. tokens: those that it had sampled of them."""
+        self.aborted_tokens += tokens
+        for each in aborted:
+            if turn := self.turns.get(each):
+                self._remove(turn)
+        self._changed(self)
+
+    def _remove(self, turn: SubmittedTurn) -> None:
+        """Give a turn up: it was answered, or its abort was confirmed."""
+        del self.turns[turn.request.id]
+        self.load -= turn.request.max_new_tokens
+        turn.queue = None
+        if turn.stopped and not turn.stopped.done():
+            turn.stopped.set_result(None)

@@ -21,7 +21,7 @@ Worked example: N = 2 groups a step, S = 1 (`max_trajectory_age_steps`), hence a
     3 4 5 sampled and scored   select(1) -> None      0 and 3 are due at version 1 and fill the step: wait for 0
                                overdue(1) -> [0]      ... or resample it at version 1, then select(1) -> [3, 4]
 
-No clock, no processes, no lock: the buffer holds one, and says what happened.
+No clock, no processes, no lock. The states of groups are counted as they change, so that no event looks at all groups.
 """
 
 from collections import Counter
@@ -86,11 +86,10 @@ class GroupRecord:
     # Rollouts that are there, by index.
     rollouts: dict[int, Rollout] = field(default_factory=dict)
 
-    def move(self, state: GroupState) -> None:
-        """Change the state. Raises RuntimeError for a transition that the drawing lacks."""
-        if state not in _NEXT[self.state]:
-            raise RuntimeError(f"group {self.number} is {self.state.value}, which {state.value} cannot follow")
-        self.state = state
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the rollouts that are there."""
+        return sum(rollout.num_tokens for rollout in self.rollouts.values())
 
 
 class GroupTable:
@@ -104,6 +103,9 @@ class GroupTable:
         # Groups that an asynchronous run may still replace: it has max_age steps' worth on its way beside a step's own.
         self._credit = self._most_credit = (rule.max_age + 1) * budget
         self._groups: dict[int, GroupRecord] = {}
+        self._by_state: dict[GroupState, dict[int, GroupRecord]] = {state: {} for state in GroupState}
+        # Tokens of READY groups.
+        self.ready_tokens = 0
         self._placed = self._sampled = 0
 
     def __getitem__(self, number: int) -> GroupRecord:
@@ -116,7 +118,7 @@ class GroupTable:
     @property
     def active(self) -> int:
         """Number of groups between admission and release, without those that are FILTERED."""
-        return len(self._groups) - len(self.in_state(*_ASIDE))
+        return len(self._groups) - self.count(*_ASIDE)
 
     @property
     def room(self) -> int:
@@ -124,17 +126,22 @@ class GroupTable:
 
         A synchronous step may have as many as it may replace beyond its own: it puts off those that it does not need.
         """
-        surplus = 0 if self.rule.max_age else self._budget - len(self.in_state(GroupState.FILTERED))
+        surplus = 0 if self.rule.max_age else self._budget - self.count(GroupState.FILTERED)
         return self.rule.capacity + surplus - self.active
 
     @property
     def places(self) -> int:
         """Places of the step under way that no group was taken for yet."""
-        return self.rule.groups_per_step - len(self.in_state(GroupState.TAKEN))
+        return self.rule.groups_per_step - self.count(GroupState.TAKEN)
 
     def in_state(self, *states: GroupState) -> list[GroupRecord]:
         """Return the groups in any of these states, oldest first."""
-        return sorted((g for g in self._groups.values() if g.state in states), key=lambda group: group.number)
+        groups = [group for state in states for group in self._by_state[state].values()]
+        return sorted(groups, key=lambda group: group.number)
+
+    def count(self, *states: GroupState) -> int:
+        """Return the number of groups in any of these states."""
+        return sum(len(self._by_state[state]) for state in states)
 
     def occupancy(self) -> dict[int, int]:
         """Return the number of active groups by the version at which they were admitted."""
@@ -148,15 +155,16 @@ class GroupTable:
             limit = self.active + self.room
             raise ValueError(f"{len(tasks)} groups do not fit beside {self.active} of at most {limit}")
         for number, task in tasks.items():
-            if deferred := self._groups.pop(number, None):
-                deferred.move(GroupState.SAMPLING)
-            self._groups[number] = GroupRecord(number, task, version, self._next_place())
+            if deferred := self._groups.get(number):
+                self._move(deferred, GroupState.SAMPLING)
+                self._remove(number)
+            self._add(GroupRecord(number, task, version, self._next_place()))
         return [self._groups[number] for number in tasks]
 
     def sampled(self, number: int) -> None:
         """Note that every rollout of a group is there."""
         group = self._groups[number]
-        group.move(GroupState.SAMPLED)
+        self._move(group, GroupState.SAMPLED)
         group.finished = self._sampled
         self._sampled += 1
 
@@ -168,7 +176,7 @@ class GroupTable:
         """
         group = self._groups[number]
         filtered = nothing and self._credit > 0
-        group.move(GroupState.FILTERED if filtered else GroupState.READY)
+        self._move(group, GroupState.FILTERED if filtered else GroupState.READY)
         group.reason = nothing or ""
         if filtered and self.rule.max_age:
             self._credit -= 1
@@ -180,8 +188,8 @@ class GroupTable:
     def drop(self, number: int) -> None:
         """Make a group that is being sampled READY with no rollouts: its step counts it as dropped."""
         group = self._groups[number]
-        group.move(GroupState.READY)
         group.rollouts = {}
+        self._move(group, GroupState.READY)
         group.finished = self._sampled
         self._sampled += 1
 
@@ -189,25 +197,25 @@ class GroupTable:
         """Note that the rollouts that are missing begin again at `version`. Those that are there stay, and so does the
         group's age."""
         group = self._groups[number]
-        group.move(GroupState.SAMPLING)
+        self._move(group, GroupState.SAMPLING)
         if not group.rollouts:
             group.version = max(group.version, version)
 
     def resample(self, number: int, version: int) -> GroupRecord:
         """Begin all rollouts of a group again at `version`, once: `overdue` names it no more."""
         group = self._groups[number]
-        group.move(GroupState.SAMPLING)
-        del self._groups[number]
+        self._move(group, GroupState.SAMPLING)
+        self._remove(number)
         group.rollouts = {}
         group.attempt, group.version, group.place = group.attempt + 1, version, self._next_place()
-        self._groups[number] = group
+        self._add(group)
         return group
 
     def select(self, version: int) -> list[int] | None:
         """Return the numbers of the groups for the places left in the step at `version`, oldest first; None while some
         have to be waited for."""
-        # Less work than the choice, which would be made for every group that ends.
-        if len(self.in_state(GroupState.READY, GroupState.FILTERED)) < self.places:
+        # Cheaper than the choice, which would be made for every group that ends.
+        if self.count(GroupState.READY, GroupState.FILTERED) < self.places:
             return None
         chosen = self.select_part(version)
         return chosen if len(chosen) == self.places else None
@@ -247,7 +255,7 @@ class GroupTable:
     def put_off(self, groups: list[GroupRecord]) -> None:
         """Defer groups to the next step, which samples them with its own weights, and with the same seeds."""
         for group in groups:
-            group.move(GroupState.DEFERRED)
+            self._move(group, GroupState.DEFERRED)
             group.rollouts, group.reason = {}, ""
 
     def take(self, numbers: list[int], version: int) -> list[GroupRecord]:
@@ -256,14 +264,14 @@ class GroupTable:
         if stale := [group.number for group in groups if version > self.rule.deadline(group)]:
             raise RuntimeError(f"groups {stale} are older than {self.rule.max_age} steps at version {version}")
         for group in groups:
-            group.move(GroupState.TAKEN)
+            self._move(group, GroupState.TAKEN)
         return groups
 
     def release(self) -> list[int]:
         """Remove the groups of the step that ended, and those that are FILTERED; return their numbers."""
         gone = [group.number for group in self.in_state(GroupState.TAKEN, GroupState.FILTERED)]
         for number in gone:
-            del self._groups[number]
+            self._remove(number)
         self._credit = min(self._most_credit, self._credit + self._budget)
         return gone
 
@@ -283,10 +291,9 @@ class GroupTable:
     def waits_for(self) -> Literal["rollouts", "scores", "oldest"]:
         """Return what keeps the next step from starting: too few groups are sampled, or scored, or older ones come
         first."""
-        counts = Counter(group.state for group in self._groups.values())
-        if counts[GroupState.READY] + counts[GroupState.SAMPLED] < self.places:
+        if self.count(GroupState.READY, GroupState.SAMPLED) < self.places:
             return "rollouts"
-        return "scores" if counts[GroupState.READY] < self.places else "oldest"
+        return "scores" if self.count(GroupState.READY) < self.places else "oldest"
 
     def state_dict(self) -> dict[str, Any]:
         """Return every group for a checkpoint between two steps, but for tasks and rollouts."""
@@ -318,15 +325,36 @@ class GroupTable:
                 group.state = was
             elif not self.room:
                 group.state = GroupState.DEFERRED
-            self._groups[group.number] = group
+            self._add(group)
             if group.state in _ASIDE:
                 continue
             if was is GroupState.READY and self.rule.is_feasible(self._left(), version):
+                self._remove(group.number)
                 group.state, group.rollouts = was, dict(enumerate(rollouts[group.number]))
+                self._add(group)
             else:
                 self.restart(group.number, version)
                 again.append(group)
         return again
+
+    def _add(self, group: GroupRecord) -> None:
+        self._groups[group.number] = self._by_state[group.state][group.number] = group
+        self.ready_tokens += group.num_tokens if group.state is GroupState.READY else 0
+
+    def _remove(self, number: int) -> None:
+        group = self._groups.pop(number)
+        del self._by_state[group.state][number]
+        self.ready_tokens -= group.num_tokens if group.state is GroupState.READY else 0
+
+    def _move(self, group: GroupRecord, state: GroupState) -> None:
+        """Change a group's state. Raises RuntimeError for a transition that the drawing lacks."""
+        if state not in _NEXT[group.state]:
+            raise RuntimeError(f"group {group.number} is {group.state.value}, which {state.value} cannot follow")
+        self._by_state[group.state].pop(group.number)
+        self.ready_tokens -= group.num_tokens if group.state is GroupState.READY else 0
+        group.state = state
+        self._by_state[state][group.number] = group
+        self.ready_tokens += group.num_tokens if state is GroupState.READY else 0
 
     def _left(self) -> list[GroupRecord]:
         return [group for group in self._groups.values() if group.state not in (GroupState.TAKEN, *_ASIDE)]

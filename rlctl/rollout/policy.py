@@ -14,8 +14,8 @@ class Policy(Protocol):
 
         Samples of one rollout that are awaited together are sampled together, on one engine. A lost engine is
         hidden: another one samples the same request. The ids of a request may be sampled again once its sample has
-        ended. A cancelled sample ends at once, and `RolloutRunner.abort` returns when the engine has confirmed that it
-        stopped, or is lost. Any other exception is a defect of the program.
+        ended. A cancelled sample ends when the engine has confirmed that it stopped, or is lost. Any other exception
+        is a defect of the program.
         """
 
 

@@ -1,52 +1,39 @@
 """Runner of rollouts: one asyncio task each, on the event loop of the driver, between players and the dispatcher.
 
-    begin -> task -- policy.sample --> engines -- completed --> task goes on ... -- returns --> RolloutTaker.ended
-                                                                 \
-                                                                  +-- abort --> cancelled, its turns stopped
-
-Turns that rollouts ask for in one iteration of the loop are submitted together, so that a group's first turns go to one
-engine. Rollouts that end in one iteration are handed out together.
+    begin -> task -- policy.sample --> engines -- answer --> task goes on ... -- returns --> ended(rollout)
+                                                              \
+                                                               +-- stop --> cancelled, its turns aborted
 """
 
 import asyncio
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import groupby
-from typing import Any, Protocol
+from typing import Protocol
 
-from rlctl.generation.requests import Completion, RequestId, RolloutId, TurnRequest
+from rlctl.generation.requests import Completion, RolloutId, TurnRequest
 from rlctl.rollout.policy import Player
-from rlctl.rollout.types import Rollout, RolloutStart, RolloutTaker
+from rlctl.rollout.types import Rollout, RolloutStart
 from rlctl.utils.event_loop import EventLoop
 
-# Seconds in which cancelled rollouts end. Nothing in them waits.
+Ended = Callable[[Rollout], None]
+# Longest wait for engines to confirm an abort. One that hangs gets no new work meanwhile.
+_ABORT_S = 5.0
 _CLOSE_S = 3.0
 
 
 class Engines(Protocol):
-    """Interface that a runner needs of `RolloutDispatcher`."""
+    """Interface that a runner needs of `RolloutDispatcher`. The methods belong to the event loop."""
 
-    def submit(
-        self, requests: Sequence[TurnRequest], submitter: Any, *, ahead: bool = False, more: bool = False
-    ) -> None:
-        """Sample requests."""
+    @property
+    def events(self) -> EventLoop:
+        """Loop that rollouts are played on."""
 
-    def finish(self, rollouts: Collection[RolloutId]) -> None:
+    async def sample_turn(self, request: TurnRequest, *, ahead: bool = False, more: bool = False) -> Completion:
+        """Sample a turn, see `RolloutDispatcher.sample_turn`."""
+
+    def finish(self, rollouts: Iterable[RolloutId]) -> None:
         """Learn that no turn of these rollouts follows."""
-
-    def abort(self, ids: Collection[RequestId]) -> list[RequestId]:
-        """Stop sampling requests."""
-
-
-@dataclass(eq=False)
-class AskedTurn:
-    """One turn that a rollout waits for."""
-
-    rollout: "RunningRollout"
-    request: TurnRequest
-    answer: "asyncio.Future[Completion]"
 
 
 @dataclass(eq=False)
@@ -55,67 +42,80 @@ class RunningRollout:
 
     runner: "RolloutRunner"
     start: RolloutStart
-    taker: RolloutTaker
+    ended: Ended
     # Its turns come before all that wait for an engine.
     ahead: bool
     task: "asyncio.Task[None]" = field(init=False)
     # Turns that it waits for.
-    asked: dict[RequestId, AskedTurn] = field(default_factory=dict)
+    waits: int = 0
     # Tokens of the turns that have ended in this try.
     sampled: int = 0
+    stopped: bool = False
 
     async def sample(self, request: TurnRequest) -> Completion:
+        if self.stopped:
+            raise swallowed(self)
         if request.id.turn == 0:
             self.sampled = 0
-        turn = AskedTurn(self, request, asyncio.get_running_loop().create_future())
-        self.asked[request.id] = turn
-        self.runner.ask(turn)
+        self.waits += 1
         try:
-            return await turn.answer
+            completion = await self.runner.sample_turn(self, request)
         finally:
-            del self.asked[request.id]
-            if turn.answer.done() and not turn.answer.cancelled() and not turn.answer.exception():
-                self.sampled += len(turn.answer.result().tokens)
+            self.waits -= 1
+        self.sampled += len(completion.tokens)
+        return completion
 
 
 class RolloutRunner:
-    """Plays rollouts with a dispatcher's engines. Methods are called from any thread but the event loop's own.
+    """Plays rollouts with a dispatcher's engines. `begin` and `stop` belong to the event loop."""
 
-    events: loop of the player's environments; None: a new one, which `close` ends.
-    """
-
-    def __init__(self, player: Player, engines: Engines, events: EventLoop | None = None) -> None:
+    def __init__(self, player: Player, engines: Engines) -> None:
         self._player, self._engines = player, engines
-        self.events, self._owns_events = events or EventLoop("rollouts"), events is None
-        # Tokens of turns that had ended, of rollouts that were aborted, so far.
+        self.events = engines.events
+        # Tokens of turns that had ended, of rollouts that were stopped, so far.
         self.aborted_tokens = 0
         self._closed = False
         self._last_step = 0.0
-        # Below here everything belongs to the loop's thread.
         self._running: dict[RolloutId, RunningRollout] = {}
-        # Turns that were asked for, and rollouts that ended, in this iteration of the loop.
-        self._asked: list[AskedTurn] = []
-        self._ended: list[tuple[RunningRollout, Rollout]] = []
 
-    def begin(self, starts: Sequence[RolloutStart], taker: RolloutTaker, *, ahead: bool = False) -> None:
-        """Begin rollouts; `taker` gets each as it ends. ahead: before all that wait for an engine.
+    def begin(self, starts: Sequence[RolloutStart], ended: Ended, *, ahead: bool = False) -> None:
+        """Begin rollouts; `ended` is called with each as it ends. ahead: before all that wait for an engine."""
+        if self._closed:
+            return
+        for start in starts:
+            rollout = RunningRollout(self, start, ended, ahead)
+            self._running[start.id] = rollout
+            rollout.task = self.events.spawn(self._play(rollout))
 
-        Raises the first defect of a rollout, see `check`.
-        """
-        self.check()
-        if starts and not self._closed:
-            self.events.run(self._begin([RunningRollout(self, start, taker, ahead) for start in starts]))
-
-    def abort(self, ids: Collection[RolloutId]) -> list[RolloutId]:
+    async def stop(self, ids: Iterable[RolloutId], seconds: float = _ABORT_S) -> list[RolloutId]:
         """Stop these rollouts; none of them is handed out afterwards. Returns those that had not ended.
 
-        Waits for the engines to confirm, see `RolloutDispatcher.abort`. Raises the first defect of a rollout.
+        Waits until the engines have confirmed, but not long for one that hangs. Raises RuntimeError for a player that
+        swallows its cancellation.
         """
-        self.check()
-        stopped, requests = self.events.run(self._stop(ids))
-        self._engines.abort(requests)
-        self._engines.finish(stopped)
-        return stopped
+        stopped = [self._running.pop(each) for each in ids if each in self._running]
+        for rollout in stopped:
+            rollout.stopped = True
+            rollout.task.cancel()
+        if stopped:
+            await asyncio.wait([rollout.task for rollout in stopped], timeout=seconds)
+        for rollout in stopped:
+            if not rollout.task.done() and not rollout.waits:
+                raise swallowed(rollout)
+        self.aborted_tokens += sum(rollout.sampled for rollout in stopped)
+        return [rollout.start.id for rollout in stopped]
+
+    async def sample_turn(self, rollout: RunningRollout, request: TurnRequest) -> Completion:
+        """Sample a turn of a rollout."""
+        several = self._player.several_turns
+        completion = await self._engines.sample_turn(request, ahead=rollout.ahead, more=several)
+        self._last_step = self.events.now()
+        return completion
+
+    @property
+    def several_turns(self) -> bool:
+        """True if earlier turns of a rollout stay when its engine is lost."""
+        return self._player.several_turns
 
     def check(self) -> None:
         """Raise the first defect of a rollout or of an environment's action, if there was one."""
@@ -136,89 +136,22 @@ class RolloutRunner:
             return
         self._closed = True
         with suppress(RuntimeError):  # a loop that something blocks: the run ends all the same
-            self.events.run(self._stop_all(), _CLOSE_S)
-        if self._owns_events:
-            self.events.close()
-
-    def completed(self, answers: list[tuple[TurnRequest, Completion]]) -> None:
-        """Take sampled turns, see `engine_queue.Submitter`."""
-        self.events.call(partial(self._answered, answers))
-
-    def restarted(self, requests: list[TurnRequest]) -> None:
-        """Tell the takers of these rollouts that their turns are sampled again; earlier turns stay."""
-        for taker, rollouts in self.events.run(self._takers(requests)):
-            taker.restarted(rollouts, afresh=not self._player.several_turns)
-
-    # All that follows runs on the loop.
-
-    def ask(self, turn: AskedTurn) -> None:
-        """Have a turn submitted, with all that are asked for in this iteration of the loop."""
-        self._flush_soon()
-        self._asked.append(turn)
-
-    async def _begin(self, rollouts: list[RunningRollout]) -> None:
-        for rollout in rollouts:
-            self._running[rollout.start.id] = rollout
-            rollout.task = self.events.spawn(self._play(rollout))
+            self.events.run(self.stop(list(self._running), _CLOSE_S), 2 * _CLOSE_S)
 
     async def _play(self, rollout: RunningRollout) -> None:
-        ended = await self._player.play(rollout.start, rollout)
-        self._flush_soon()
-        self._ended.append((rollout, ended))
-
-    async def _stop(self, ids: Iterable[RolloutId]) -> tuple[list[RolloutId], list[RequestId]]:
-        """Cancel rollouts and wait until they have ended; return them, and the turns that they waited for."""
-        stopped = [self._running.pop(each) for each in ids if each in self._running]
-        turns = [request for rollout in stopped for request in rollout.asked]
-        for rollout in stopped:
-            rollout.task.cancel()
-        if stopped:
-            await asyncio.wait([rollout.task for rollout in stopped])
-        self.aborted_tokens += sum(rollout.sampled for rollout in stopped)
-        return [rollout.start.id for rollout in stopped], turns
-
-    async def _stop_all(self) -> None:
-        await self._stop(list(self._running))
-
-    async def _takers(self, requests: list[TurnRequest]) -> list[tuple[RolloutTaker, list[RolloutId]]]:
-        """Return the rollouts of these requests, by who began them."""
-        lost = dict.fromkeys(each.id.rollout for each in requests)
-        rollouts = [self._running[each] for each in lost if each in self._running]
-        takers = dict.fromkeys(rollout.taker for rollout in rollouts)
-        return [(taker, [each.start.id for each in rollouts if each.taker is taker]) for taker in takers]
-
-    def _answered(self, answers: list[tuple[TurnRequest, Completion]]) -> None:
-        self._last_step = self.events.now()
-        for request, completion in answers:
-            rollout = self._running.get(request.id.rollout)
-            turn = rollout and rollout.asked.get(request.id)
-            # An answer to a request of equal ids, which was aborted, is nobody's.
-            if turn and turn.request.id is request.id and not turn.answer.done():
-                turn.answer.set_result(completion)
-
-    def _flush_soon(self) -> None:
-        if not self._asked and not self._ended:
-            self.events.loop.call_soon(self._flush)
-
-    def _flush(self) -> None:
-        """Submit the turns, and hand out the rollouts, of the iteration before."""
-        asked, self._asked, ended, self._ended = self._asked, [], self._ended, []
-        wanted = [each for each in asked if not each.answer.done()]
-        for ahead, batch in groupby(wanted, lambda each: each.rollout.ahead):
-            self._submit(list(batch), ahead)
-        # One that was aborted since is handed out no more.
-        own = [each for each in ended if self._running.get(each[0].start.id) is each[0]]
-        for rollout, _ in own:
-            del self._running[rollout.start.id]
-        if own and self._player.several_turns:
-            self._engines.finish([rollout.start.id for rollout, _ in own])
-        for taker in dict.fromkeys(rollout.taker for rollout, _ in own):
-            taker.ended([each for rollout, each in own if rollout.taker is taker])
-
-    def _submit(self, turns: list[AskedTurn], ahead: bool) -> None:
-        requests = [each.request for each in turns]
+        own = rollout.start.id
         try:
-            self._engines.submit(requests, self, ahead=ahead, more=self._player.several_turns)
-        except Exception as error:  # engines that sleep: a defect of each rollout
-            for each in turns:
-                each.answer.set_exception(error)
+            played = await self._player.play(rollout.start, rollout)
+        finally:
+            # A stopped one may have been begun again.
+            if self._player.several_turns and self._running.get(own, rollout) is rollout:
+                self._engines.finish([own])
+        # One that was stopped since is handed out no more.
+        if self._running.get(own) is rollout:
+            del self._running[own]
+            rollout.ended(played)
+
+
+def swallowed(rollout: RunningRollout) -> RuntimeError:
+    """Return the error of a player that goes on after its cancellation."""
+    return RuntimeError(f"the player of rollout {rollout.start.id} swallows its cancellation")

@@ -27,10 +27,10 @@ groups, or for N complete ones, of which C >= N are on their way.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from math import ceil
+from math import ceil, inf
 from typing import Literal, Protocol, TypeVar
 
 TrainingOrder = Literal["windowed_fifo", "in_order", "ready_first"]
@@ -70,7 +70,7 @@ class StalenessRule:
         return group.version + self.max_age
 
     def is_feasible(self, groups: Sequence[Aged], version: int) -> bool:
-        """Return whether every deadline can be kept from `version` on, see the head of this file."""
+        """Return True if every deadline can be kept from `version` on, see the head of this file."""
         deadlines = sorted(Counter(map(self.deadline, groups)).items())
         upto = accumulate(count for _, count in deadlines)
         return all(count <= (d - version + 1) * self.groups_per_step for (d, _), count in zip(deadlines, upto))
@@ -82,18 +82,36 @@ class StalenessRule:
 
         groups: all that are not in a step yet, in the order of their places.
         """
-        left, chosen = list(groups), list[Group]()
-        deadlines = Counter(map(self.deadline, left))
-        while len(chosen) < places:
+        order = sorted(groups, key=lambda group: group.finished) if self.policy == "ready_first" else groups
+        # Complete groups by deadline, the next one of the policy last.
+        lines: dict[int, list[tuple[int, Group]]] = {}
+        for rank, group in reversed([*enumerate(order)]):
+            if complete(group):
+                lines.setdefault(self.deadline(group), []).append((rank, group))
+        deadlines, chosen, taken = Counter(map(self.deadline, groups)), list[Group](), set[int]()
+        oldest = iter(groups)
+        first = next(oldest, None)
+        while len(chosen) < places and first is not None:
             latest = self._latest(deadlines, version, places - len(chosen))
-            candidates = self._candidates(left, complete)
-            pick = next((group for group in candidates if latest is None or self.deadline(group) <= latest), None)
-            if pick is None:
+            heads = [line[-1] for due, line in lines.items() if line and (latest is None or due <= latest)]
+            _, pick = min(heads, default=(0, None), key=lambda head: head[0])
+            if pick is None or pick.place >= first.place + self._window:
                 break
-            left.remove(pick)
+            lines[self.deadline(pick)].pop()
             deadlines[self.deadline(pick)] -= 1
             chosen.append(pick)
+            taken.add(pick.place)
+            while first is not None and first.place in taken:
+                first = next(oldest, None)
         return chosen
+
+    @property
+    def _window(self) -> float:
+        """Number of places, from that of the oldest group on, whose groups may train."""
+        if self.policy == "ready_first":
+            return inf
+        # A step's worth must fit into the window, or nothing could be trained while the oldest is being sampled.
+        return 1 if self.policy == "in_order" else self.groups_per_step + ceil(self.window_fraction * self.capacity)
 
     def _latest(self, deadlines: Mapping[int, int], version: int, places: int) -> int | None:
         """Return the latest deadline that the next of `places` may go to so that all deadlines can still be kept; None
@@ -104,15 +122,3 @@ class StalenessRule:
             if due - (deadline - version) * self.groups_per_step >= places:
                 return deadline
         return None
-
-    def _candidates(self, left: list[Group], complete: Callable[[Group], bool]) -> Iterator[Group]:
-        """Yield complete groups in the order of the policy."""
-        if self.policy == "in_order":
-            yield from filter(complete, left[:1])
-        elif self.policy == "ready_first":
-            yield from sorted(filter(complete, left), key=lambda group: group.finished)
-        else:
-            # A step's worth must fit into the window, or nothing could be trained while the oldest is being sampled.
-            window = self.groups_per_step + ceil(self.window_fraction * self.capacity)
-            end = left[0].place + window if left else 0
-            yield from (group for group in left if group.place < end and complete(group))

@@ -6,7 +6,7 @@ Task -> RolloutStart -> TurnRequest -> Completion -> Rollout -> RolloutGroup -> 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -199,19 +199,6 @@ class Waste:
     # Groups that a synchronous step did not need, and tokens that were sampled of them.
     surplus: int = 0
     surplus_tokens: int = 0
-
-
-class RolloutTaker(Protocol):
-    """Whoever begins rollouts. Must not call the runner from `ended`."""
-
-    def ended(self, rollouts: list[Rollout]) -> None:
-        """Take rollouts that ended, on the event loop."""
-
-    def restarted(self, rollouts: list[RolloutId], afresh: bool) -> None:
-        """Learn that an engine was lost which sampled these rollouts, and that they go on with another one.
-
-        afresh: nothing that was sampled of them is kept. Called on the thread that repairs or resumes.
-        """
 
 
 def _joined(parts: list[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:

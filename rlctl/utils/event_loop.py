@@ -12,6 +12,7 @@ Value = TypeVar("Value")
 ANSWER_S = 300.0
 # Seconds in which cancelled tasks end.
 _END_S = 1.0
+WAITS_FOR_ITSELF = "the event loop waits for itself: only other threads may enter it"
 
 
 class EventLoop:
@@ -41,6 +42,19 @@ class EventLoop:
         with suppress(RuntimeError):  # closed meanwhile
             self.loop.call_soon_threadsafe(function)
 
+    def ask(self, function: Callable[[], Value]) -> Value:
+        """Call a function on the loop and return its value, from another thread. Raises what `run` raises.
+
+        After `close` it is called here.
+        """
+        if self.loop.is_closed():
+            return function()
+
+        async def answer() -> Value:
+            return function()
+
+        return self.run(answer())
+
     def submit(self, work: Coroutine[Any, Any, Value]) -> "Future[Value]":
         """Begin a coroutine, from any thread; return its future. Keep its error. Raises RuntimeError after `close`."""
         if self.loop.is_closed():
@@ -53,6 +67,9 @@ class EventLoop:
 
     def run(self, work: Coroutine[Any, Any, Value], deadline_s: float = ANSWER_S) -> Value:
         """Run a coroutine and return its value, from another thread. Raises RuntimeError at the deadline."""
+        if threading.current_thread() is self._thread:
+            work.close()
+            raise RuntimeError(WAITS_FOR_ITSELF)
         future = self.submit(work)
         try:
             return future.result(deadline_s)
@@ -68,6 +85,24 @@ class EventLoop:
         self._tasks.add(task)
         task.add_done_callback(self._spawned)
         return task
+
+    async def in_thread(self, name: str, function: Callable[[], Value]) -> Value:
+        """Call a function that blocks on a new thread, and await its value. Cancelled, the thread goes on."""
+        ended: Future[Value] = Future()
+
+        def work() -> None:
+            try:
+                ended.set_result(function())
+            except Exception as error:
+                ended.set_exception(error)
+            except BaseException as error:  # SystemExit, say, with which a task would end the whole loop
+                failure = RuntimeError(f"a thread ended by {type(error).__name__}")
+                failure.__cause__ = error
+                ended.set_exception(failure)
+
+        threading.Thread(target=work, name=name, daemon=True).start()
+        await done(ended)
+        return ended.result()
 
     def check(self) -> None:
         """Raise the first unexpected error, if there was one."""
@@ -118,5 +153,17 @@ async def done(future: "Future[Any]") -> None:
         if not ended.done():
             ended.set_result(None)
 
-    future.add_done_callback(lambda _: loop.call_soon_threadsafe(settle))
+    def wake(_: object) -> None:
+        with suppress(RuntimeError):  # the loop was closed meanwhile
+            loop.call_soon_threadsafe(settle)
+
+    future.add_done_callback(wake)
     await ended
+
+
+async def within(event: asyncio.Event, seconds: float) -> bool:
+    """Wait until `event` is set, at most for some seconds; return True if it is."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    return event.is_set()

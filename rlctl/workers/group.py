@@ -8,16 +8,18 @@ A method is named by itself, unbound: `group.call(TrainerWorker.info)`. Only its
 that the hosted class fulfils does as well; a type checker knows the arguments and the results.
 """
 
+import asyncio
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, TypeVarTuple
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, TypeVarTuple, cast
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
+from rlctl.utils.event_loop import done
 from rlctl.utils.ports import LOOPBACK
 from rlctl.workers.actor import WorkerActor
 from rlctl.workers.errors import Failure, WorkerDied, WorkerError, WorkerTimeout
@@ -76,6 +78,28 @@ class Worker:
         """Start one call; its result is `Pending.wait(...)[0]`."""
         name = method.__name__
         return Pending(name, [self], [self.handle.call.remote(name, args, kwargs)])
+
+    async def call(
+        self, deadline_s: float, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> R:
+        """Make one call on an event loop and await its result. Raises the errors of `Pending.wait`.
+
+        A cancelled call goes on in the worker. Every call must have ended before Ray shuts down.
+        """
+        name = method.__name__
+        ref = self.handle.call.remote(name, args, kwargs)
+        answer = ref.future()
+        with _explained([self], name, Pending(name, [self], [ref]).late, deadline_s, DEADLINE_KNOB):
+            try:
+                async with asyncio.timeout(deadline_s):
+                    await done(answer)
+            except TimeoutError:
+                raise WorkerTimeout(name, [self.name], deadline_s, DEADLINE_KNOB) from None
+        try:
+            (result,) = _results(name, [answer.result()])
+        except RayActorError as error:
+            raise WorkerDied(name, [self.name], _reason(error)) from error
+        return cast(R, result)
 
     @property
     def lost_its_node(self) -> bool:

@@ -1,7 +1,6 @@
 """Contract 4 over whole episodes, for every architecture: trainer and engines agree on each sampled token, turns of a
 rollout stay on their engine, and a greedy episode is replayed token for token."""
 
-import queue
 import random
 from collections import defaultdict
 from collections.abc import Iterator
@@ -26,7 +25,6 @@ from rlctl.preflight.load import load
 from rlctl.preflight.machine import RunMachine
 from rlctl.refit.refit import Refit
 from rlctl.rollout.dispatcher import RolloutDispatcher
-from rlctl.rollout.engine_queue import Answer
 from rlctl.rollout.players.course import EpisodeLimits
 from rlctl.rollout.players.environment import EnvironmentPlayer
 from rlctl.rollout.runner import RolloutRunner
@@ -47,20 +45,6 @@ TEMPLATE = (
 )
 WORDS = {"prompt": "guess {low} to {high}", "higher": "higher", "lower": "lower", "unclear": "a number"}
 TASKS = [Task(f"g{low}", [], "", None, {"low": low, "high": low + 9, "secret": low + 4}) for low in range(8)]
-
-
-class Replay:
-    """Submitter that keeps its answers."""
-
-    def __init__(self) -> None:
-        self.answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
-
-    def completed(self, answers: list[Answer]) -> None:
-        for each in answers:
-            self.answers.put(each)
-
-    def restarted(self, requests: list[TurnRequest]) -> None:
-        raise AssertionError("an engine was lost")
 
 
 @dataclass
@@ -95,11 +79,9 @@ class Stage:
                 request = TurnRequest(RequestId(RolloutId("parity", "again", number, 0)), prompt, TURN, 0.0, number)
                 wanted.append((request, row.tokens[at].tolist()))
         random.Random(0).shuffle(wanted)
-        again = Replay()
-        self.dispatcher.submit([request for request, _ in wanted], again)
-        answers = (again.answers.get(timeout=DEADLINE) for _ in wanted)
-        found = {request.id: answer.tokens.tolist() for request, answer in answers}
-        assert found == {request.id: tokens for request, tokens in wanted}
+        sample, events = self.dispatcher.sample_turn, self.dispatcher.events
+        again = [events.submit(sample(request)) for request, _ in wanted]
+        assert [each.result(DEADLINE).tokens.tolist() for each in again] == [tokens for _, tokens in wanted]
 
 
 def watched(pool: GeneratorPool) -> dict[RolloutId, set[str]]:
@@ -107,14 +89,14 @@ def watched(pool: GeneratorPool) -> dict[RolloutId, set[str]]:
     homes: dict[RolloutId, set[str]] = defaultdict(set)
 
     def watch(worker: Any) -> None:
-        start = worker.start
+        call = worker.call
 
-        def started(method: Any, *arguments: Any) -> Any:
+        def called(deadline_s: float, method: Any, *arguments: Any) -> Any:
             for each in arguments[0] if method is Engine.submit else ():
                 homes[each.id.rollout].add(worker.name)
-            return start(method, *arguments)
+            return call(deadline_s, method, *arguments)
 
-        worker.start = started
+        worker.call = called
 
     for worker in pool.engines:
         watch(worker)
@@ -138,13 +120,13 @@ def stage(folder: Path, logs: Path, engines: int, transit: Path) -> Iterator[Sta
         pool.connect(Refit(workers, refit_options("shm", transit)))
         pool.sync(0)
         homes = watched(pool)
-        dispatcher = RolloutDispatcher(pool, run.config.run, lambda *_, **__: None)
+        dispatcher = RolloutDispatcher(pool, run.config.run, lambda *_, **__: None, games.events)
         stack.callback(dispatcher.close)
         runners = {}
         for history in ("keep", "strip"):
             limits: Any = EpisodeLimits(TURNS, LENGTH, 600.0, 0, history)
             player = EnvironmentPlayer(games, games.contracts(), chat, limits, None)
-            runners[history] = RolloutRunner(player, dispatcher, games.events)
+            runners[history] = RolloutRunner(player, dispatcher)
             stack.callback(runners[history].close)
         yield Stage(TrainerGroup(workers, run.trainer), dispatcher, runners, homes)
 

@@ -25,7 +25,6 @@ from rlctl.refit.refit import Refit
 from rlctl.rewards.scorer import Score
 from rlctl.rollout.buffer import RolloutBuffer
 from rlctl.rollout.dispatcher import RolloutDispatcher
-from rlctl.rollout.engine_queue import Answer
 from rlctl.rollout.players.single_turn import SingleTurnPlayer
 from rlctl.rollout.runner import RolloutRunner
 from rlctl.rollout.types import RolloutGroup
@@ -241,38 +240,32 @@ def test_an_engine_that_hangs_keeps_no_other_from_its_work(ray_here: Path, tmp_p
     try:
         pool.wait_until_built()
         config = load("grpo", None, [f"run.deadline_s={DEADLINE}"]).config
-        dispatcher, mine = RolloutDispatcher(pool, config.run, lambda *_, **__: None), Mine()
+        dispatcher = RolloutDispatcher(pool, config.run, lambda *_, **__: None)
         hung = pool.engines[0].pid()
         os.kill(hung, signal.SIGSTOP)
         requests = [request for group in range(20) for request in turns(group, 2, [5, 9, 12], 8, group)]
-        dispatcher.submit(requests, mine)
+        events = dispatcher.events
+
+        def begin(requests: list[TurnRequest]) -> dict[RequestId, Any]:
+            return {each.id: events.spawn(dispatcher.sample_turn(each)) for each in requests}
+
+        def answered() -> set[RequestId]:
+            return {each for each, task in sampled.items() if task.done() and not task.cancelled()}
+
+        sampled = events.ask(lambda: begin(requests))
+
         # It was given as many as it decodes at a time.
-        until(lambda: len(mine.answers) == 36)
-        stopped = dispatcher.abort([request.id for request in requests])
-        assert set(stopped) == {request.id for request in requests} - {request.id for request, _ in mine.answers}
-        again = [request for request in requests if request.id in stopped]
+        until(lambda: len(answered()) == 36)
+        again = [request for request in requests if request.id not in answered()]
+        events.ask(lambda: [sampled[request.id].cancel() for request in again])
         # A later turn would wait for the engine that hangs.
-        others = [RequestId(replace(one.id.rollout, attempt=1)) for one in again]
-        dispatcher.submit([replace(one, id=other) for one, other in zip(again, others)], mine)
-        until(lambda: len(mine.answers) == 40)
+        others = [replace(one, id=RequestId(replace(one.id.rollout, attempt=1))) for one in again]
+        sampled |= events.ask(lambda: begin(others))
+        until(lambda: len(answered()) == 40)
         assert not dispatcher.drain()
         os.kill(hung, signal.SIGCONT)
         until(dispatcher.drain)
-        answered = {replace(request.id.rollout, attempt=0) for request, _ in mine.answers}
-        assert answered == {request.id.rollout for request in requests}
+        assert {replace(each.rollout, attempt=0) for each in answered()} == {each.id.rollout for each in requests}
         dispatcher.close()
     finally:
         pool.kill()
-
-
-@dataclass(eq=False)
-class Mine:
-    """Submitter that keeps its answers."""
-
-    answers: list[Answer] = field(default_factory=list)
-
-    def completed(self, answers: list[Answer]) -> None:
-        self.answers += answers
-
-    def restarted(self, requests: list[TurnRequest]) -> None:
-        raise AssertionError("no engine was lost")

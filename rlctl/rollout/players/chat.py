@@ -24,7 +24,6 @@ from rlctl.rollout.players.tool_loop import ToolLoop
 from rlctl.rollout.policy import Player, Policy
 from rlctl.rollout.runner import Engines, RolloutRunner
 from rlctl.rollout.types import Rollout, RolloutStart
-from rlctl.utils.event_loop import EventLoop
 
 # Turns in which the policy has to answer: all but the last may call tools.
 MAX_CALLS = 16
@@ -130,7 +129,7 @@ class TalkEngines(Engines, Protocol):
 class Talk:
     """One conversation. Methods are called from one thread.
 
-    opening: messages that it begins with. events: loop of the tools' pool, where there is one.
+    opening: messages that it begins with.
     """
 
     def __init__(
@@ -139,7 +138,6 @@ class Talk:
         engines: TalkEngines,
         limits: TalkLimits,
         identity: RolloutId,
-        events: EventLoop,
         tools: TalkTools | None = None,
         opening: Sequence[Message] = (),
     ) -> None:
@@ -147,7 +145,7 @@ class Talk:
         # Messages, and the rollout that ends an answer.
         self._told: queue.SimpleQueue[Message | Rollout] = queue.SimpleQueue()
         self._player = ChatPlayer(chat, limits.max_length, tools, opening, lambda message: self._told.put(message))
-        self._runner = RolloutRunner(self._player, engines, events)
+        self._runner = RolloutRunner(self._player, engines)
 
     @property
     def length(self) -> int:
@@ -162,11 +160,12 @@ class Talk:
         limits, task = self._limits, Task("talk", [], text, None)
         start = RolloutStart(self._id, task, limits.max_new_tokens, limits.temperature, limits.seed, 0)
         try:
-            self._runner.begin([start], self)
+            self._runner.check()
+            self._runner.events.ask(lambda: self._runner.begin([start], self._told.put))
             while not isinstance(told := self._next(), Rollout):
                 yield told
         except BaseException:
-            self._runner.abort([self._id])
+            self._runner.events.run(self._runner.stop([self._id]))
             self._told = queue.SimpleQueue()
             raise
         if told.episode and told.episode.failure:
@@ -178,11 +177,3 @@ class Talk:
                 return self._told.get(timeout=TICK_S)
             self._runner.check()
             self._engines.repair()
-
-    def ended(self, rollouts: list[Rollout]) -> None:
-        """Take an answer's end, see `RolloutTaker`."""
-        for each in rollouts:
-            self._told.put(each)
-
-    def restarted(self, rollouts: list[RolloutId], afresh: bool) -> None:
-        """Do nothing: another engine samples the turn again."""

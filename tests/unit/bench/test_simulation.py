@@ -130,7 +130,7 @@ def test_an_engine_samples_as_one_that_makes_step_after_step() -> None:
         now[0] = min([moment for moment in (event, *moments[:1]) if moment is not None])
         moments = [moment for moment in moments if moment > now[0]]
         engine.submit(arrivals.pop(now[0], []))
-        found |= {str(each): now[0] for each in engine.collect(0.0).ids}
+        found |= {str(each): now[0] for each in engine.leaving().ids}
     assert found.keys() == expected.keys()
     assert all(-1e-6 <= found[name] - expected[name] <= GATHER_S + 1e-6 for name in expected)
 
@@ -172,10 +172,10 @@ def test_a_larger_bound_and_faster_parts_are_never_slower() -> None:
     assert all(more <= 1.02 * less for less, more in pairwise(steps))
     assert steps[4] < 0.8 * steps[0]
     setup = Setup(1, 1, bound=2)
-    usual = row(config, setup).step
+    usual = row(config, setup, steps=24).step
     faster = [replace(COSTS, training=8000.0), replace(COSTS, decode=DecodeCost(0.005, 0.0005))]
-    assert all(row(config, setup, costs).step <= 1.01 * usual for costs in faster)
-    assert row(config, Setup(1, 2, bound=2)).step <= 1.01 * usual
+    assert all(row(config, setup, costs, 24).step <= 1.01 * usual for costs in faster)
+    assert row(config, Setup(1, 2, bound=2), steps=24).step <= 1.01 * usual
 
 
 def test_a_step_is_never_shorter_than_its_share_of_the_longest_answer() -> None:

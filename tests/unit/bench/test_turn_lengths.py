@@ -1,13 +1,14 @@
 """Turns of a rollout differ in length, and add up to the length that was asked for."""
 
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Iterable
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rlctl.bench.turn_lengths import TurnLengths, turn_lengths
-from rlctl.generation.requests import RequestId, RolloutId, TurnRequest
+from rlctl.generation.requests import Completion, RequestId, RolloutId, TurnRequest
+from rlctl.utils.virtual_events import VirtualEvents
 
 
 def rollout(group: int, index: int) -> RolloutId:
@@ -37,19 +38,15 @@ class Asked:
     """Engines that remember their requests."""
 
     def __init__(self) -> None:
-        self.requests, self.aborted, self.finished = list[TurnRequest](), list[RequestId](), list[RolloutId]()
+        self.events = VirtualEvents()
+        self.requests, self.finished = list[TurnRequest](), list[RolloutId]()
 
-    def submit(
-        self, requests: Sequence[TurnRequest], submitter: Any, *, ahead: bool = False, more: bool = False
-    ) -> None:
-        self.requests += requests
+    async def sample_turn(self, request: TurnRequest, *, ahead: bool = False, more: bool = False) -> Completion:
+        self.requests.append(request)
+        return Completion(np.zeros(1, np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), "stop")
 
-    def finish(self, rollouts: Collection[RolloutId]) -> None:
+    def finish(self, rollouts: Iterable[RolloutId]) -> None:
         self.finished += rollouts
-
-    def abort(self, ids: Collection[RequestId]) -> list[RequestId]:
-        self.aborted += ids
-        return [*ids]
 
 
 def test_engines_are_asked_for_each_turns_own_length() -> None:
@@ -57,9 +54,9 @@ def test_engines_are_asked_for_each_turns_own_length() -> None:
     engines = TurnLengths(asked, turns=4, spread=0.5, tokens=64)
     ids = [RequestId(rollout(5, 2), turn) for turn in range(4)]
     # The last turn's room may be less than the mean.
-    engines.submit([TurnRequest(each, [7, 8], 16 if each.turn < 3 else 9, 1.0, 0) for each in ids], None)
+    for each in ids:
+        engines.events.run(engines.sample_turn(TurnRequest(each, [7, 8], 16 if each.turn < 3 else 9, 1.0, 0)))
     assert tuple(each.max_new_tokens for each in asked.requests) == turn_lengths(rollout(5, 2), 4, 64, 0.5)
     assert [each.id for each in asked.requests] == ids
-    assert engines.abort(ids) == asked.aborted == ids
     engines.finish([rollout(5, 2)])
     assert asked.finished == [rollout(5, 2)]

@@ -1,10 +1,11 @@
-"""Deterministic stand-ins, in this process and on one thread: a clock, an engine behind `Worker`, a refit.
+"""Deterministic stand-ins, in this process and on one thread: an engine behind `Worker`, a refit.
 
 The engine is the product's own `VllmEngine` over a model that "samples" the version of its weights: a token tells its
 sampler, and a mixture of versions shows.
 """
 
-from collections import deque
+import asyncio
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from typing import Any, ClassVar
 import pytest
 
 from rlctl.generation.engine import EngineStats, FinishedTurns
-from rlctl.generation.requests import TurnRequest
+from rlctl.generation.requests import RequestId, TurnRequest
 from rlctl.generation.vllm import engine
 from rlctl.generation.vllm.active_requests import ActiveRequests
 from rlctl.generation.vllm.engine import RefitState, VllmEngine
@@ -22,6 +23,8 @@ from rlctl.refit.refit import EngineEnd, EnginesLost
 from rlctl.workers.errors import Failure, WorkerDied, WorkerError, WorkerTimeout
 
 MIXTURE = 10**6
+# Seconds between two looks of a call that waits.
+_LOOK_S = 0.25
 
 
 @dataclass
@@ -142,19 +145,45 @@ class SteppedEngine(VllmEngine):
 
 
 class FakeWorker:
-    """`Worker`: calls its engine at once; may be killed, hang, or miss one deadline."""
+    """`Worker` whose engine is in this process.
+
+    It may be killed (`dead`), make no more steps (`hangs`), answer no call (`stuck`), or miss one deadline (`late`).
+    """
 
     lost_its_node = False
-    # Every worker of a schedule.
+    # Every worker of a schedule, and the workers that got each request.
     made: ClassVar[list[Any]]
+    given: ClassVar[dict[RequestId, set[int]]]
 
     def __init__(self, spec: Any) -> None:
         self.name, self.engine = spec.name, SteppedEngine()
-        self.dead = self.hangs = self.late = False
+        self.dead = self.hangs = self.late = self.stuck = False
         FakeWorker.made.append(self)
+
+    @staticmethod
+    def forget_all() -> None:
+        """Begin a run: there are no workers."""
+        FakeWorker.made, FakeWorker.given = [], defaultdict(set)
 
     def start(self, method: Callable[..., Any], *arguments: Any) -> "FakePending":
         return FakePending(self, method.__name__, arguments)
+
+    async def call(self, deadline_s: float, method: Callable[..., Any], *arguments: Any) -> Any:
+        """Answer a call; that of `collect` when there are answers, or its patience is over."""
+        now = asyncio.get_running_loop().time
+        begun, name = now(), method.__name__
+        while self.stuck and not self.dead and now() < begun + deadline_s:
+            await asyncio.sleep(_LOOK_S)
+        if self.stuck and not self.dead:
+            raise WorkerTimeout(name, [self.name], deadline_s, "run.deadline_s")
+        if name == "submit":
+            for request in arguments[0]:
+                FakeWorker.given[request.id].add(id(self))
+        (answer,) = FakePending(self, name, arguments).wait(deadline_s)
+        while name == "collect" and not answer.ids and now() < begun + arguments[0]:
+            await asyncio.sleep(_LOOK_S)
+            (answer,) = FakePending(self, name, arguments).wait(deadline_s)
+        return answer
 
     def built(self) -> "FakePending":
         return FakePending(self, "is_whole", ())
@@ -164,8 +193,8 @@ class FakeWorker:
 
     @property
     def steps(self) -> bool:
-        """True while its engine makes steps."""
-        return not self.dead and not self.hangs
+        """True if its engine makes steps."""
+        return not self.dead and not self.hangs and not self.stuck
 
 
 @dataclass
@@ -224,7 +253,7 @@ class FakeRefit:
             try:
                 if fault == "untouched":
                     raise WorkerError("refit", [Failure(worker.name, Untouched.__name__, "the wire broke", "")])
-                if worker.dead or worker.hangs:
+                if worker.dead or worker.hangs or worker.stuck:
                     raise WorkerDied("refit", [worker.name], "killed")
                 worker.engine.serve(self.trainer, Header(version, "", "all"), fault == "torn")
             except (WorkerDied, WorkerError) as error:

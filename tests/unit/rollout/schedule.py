@@ -9,20 +9,18 @@ validation comes in between. After each event contracts 1, 2, 3 and 8 are looked
 import asyncio
 import json
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
-from rlctl.bench.simulated_engine import VirtualClock
-from rlctl.bench.virtual_events import VirtualEvents
 from rlctl.config.grpo_schema import DynamicSamplingSection
 from rlctl.config.schema import GrpoConfig
 from rlctl.data.chat import TurnLink
@@ -33,25 +31,28 @@ from rlctl.environments.outcomes import EnvironmentFailure
 from rlctl.environments.rollout_function import FunctionRequest
 from rlctl.generation import pool
 from rlctl.generation.pool import EngineSlot, GeneratorPool
-from rlctl.generation.requests import rollout_seed
+from rlctl.generation.requests import RequestId, rollout_seed
 from rlctl.generation.vllm import active_requests
 from rlctl.preflight.load import load
 from rlctl.rewards.scorer import Score
 from rlctl.rollout import buffer
 from rlctl.rollout.buffer import RolloutBuffer
 from rlctl.rollout.dispatcher import RolloutDispatcher
-from rlctl.rollout.groups import GroupRecord, GroupState
+from rlctl.rollout.patience import Patience
 from rlctl.rollout.players.course import EpisodeLimits
 from rlctl.rollout.players.environment import EnvironmentPlayer
 from rlctl.rollout.players.function import FunctionPlayer
 from rlctl.rollout.players.single_turn import SingleTurnPlayer
 from rlctl.rollout.runner import RolloutRunner
 from rlctl.rollout.types import RolloutGroup, Sampling
+from rlctl.utils.virtual_events import VirtualEvents
 from tests.unit.rollout.fake_engine import FakeRefit, FakeWorker, answer
 
 DEADLINE, EXPLAIN = 12.0, 3.0
 ROWS = [Task(f"r{i}", [5, 9], "", None) for i in range(7)]
 HELD_OUT = [Task(f"v{i}", [5, 9], "", None) for i in range(2)]
+# Tokens of a turn, at most.
+LONGEST = 12
 
 
 @lru_cache
@@ -69,20 +70,26 @@ class Killed(BaseException):
     """The driver's end in the midst of anything."""
 
 
-class WatchedClock(VirtualClock):
-    """Clock that knows whether anything on the event loop ever waited."""
+class WatchedEvents(VirtualEvents):
+    """Event loop that knows if time passed in one of its callbacks: it was blocked."""
 
     blocked = False
 
-    def wait(self, changed: Any, seconds: float) -> None:
-        self.blocked |= asyncio._get_running_loop() is not None
-        super().wait(changed, seconds)
+    def step(self) -> bool:
+        before = self.time
+        stepped = super().step()
+        self.blocked |= self.time != before
+        return stepped
 
 
 class Schedule:
     """One run, in which everything random is drawn from one seed."""
 
+    # The one that runs.
+    current: ClassVar["Schedule"]
+
     def __init__(self, seed: int) -> None:
+        Schedule.current = self
         self.seed, self.random, self.version = seed, random.Random(seed), 0
         draw = self.random
         self.size, self.rollouts, self.max_age = (
@@ -121,7 +128,7 @@ class Schedule:
             on_bound=draw.choice(["wait", "requeue"]),
             in_flight_weight_updates=self.in_flight,
         )
-        generation = replace(config.generation, max_generation_failures=draw.randint(0, 2), max_new_tokens=12)
+        generation = replace(config.generation, max_generation_failures=draw.randint(0, 2), max_new_tokens=LONGEST)
         return replace(
             config,
             grpo=replace(config.grpo, dynamic_sampling=sampling, **sizes),
@@ -144,15 +151,18 @@ class Schedule:
                 if "were sampled" in str(error) or not self.ends_explained(str(error)):
                     raise
                 self.scoring_hangs = False
-        numbers, left = set(self.ended), list(self.buffer._groups._groups.values())
-        active = {group.number for group in left}
+        numbers, left = set(self.ended), self.groups()
+        active = {group["number"] for group in left}
         self.demand(len(numbers - self.filtered) == self.last * self.size, 2, f"{len(numbers)} groups ended")
         self.demand(not numbers & active and numbers | active == set(range(self.drawn)), 2, "a task is lost")
         # Without a filter nothing is drawn that no step needs.
-        waits = {group.state for group in left}
-        self.demand(not waits or (bool(self.share) and waits == {GroupState.DEFERRED}), 2, f"{waits} are left")
-        while self.events.step():
+        waits = {group["state"] for group in left}
+        self.demand(not waits or (bool(self.share) and waits == {"deferred"}), 2, f"{waits} are left")
+        self.trouble = 0.0
+        self.buffer.close()
+        while self.events.step() or self.events.work():
             pass
+        self.events.check()
         self.demand(not (tasks := asyncio.all_tasks(self.events.loop)), 2, f"nobody waits for {tasks}")
 
     def ends_explained(self, text: str) -> bool:
@@ -162,8 +172,9 @@ class Schedule:
 
     def start(self) -> None:
         """Begin, or begin again from the newest checkpoint."""
-        FakeWorker.made = []
-        self.clock = WatchedClock(self.event)
+        FakeWorker.forget_all()
+        self.events = WatchedEvents(self.event, self.random)
+        self.heard = self.explained = 0.0
         spec = SimpleNamespace(
             kind="vllm", tensor_parallel_size=1, max_num_seqs=3, sleeps=False, dtype="float32", version=-1
         )
@@ -172,16 +183,15 @@ class Schedule:
         self.pool, self.refit = GeneratorPool(*arguments), FakeRefit(self.refit_fault, self.engines_go_on)
         refit: Any = self.refit
         self.pool.connect(refit)
-        self.source = TaskSource(ROWS, Cursor(len(ROWS), 1, True))
+        self.source = self.make_source()
         self.version = self.saved[0] if self.saved else 0
         # Groups that an asynchronous run may still replace.
         self.credit = self.saved[3] if self.saved else self.budget * (self.max_age + 1)
         self.refit.trainer = self.version
         self.sync(self.version)
-        self.dispatcher = RolloutDispatcher(self.pool, self.config.run, self.emit, self.clock)
-        self.events = VirtualEvents(self.clock, self.random)
-        self.runner = RolloutRunner(self.make_player(), self.dispatcher, self.events)
-        parts = (self.config, self.source, self.dispatcher, self.runner, self.score, self.emit, self.clock)
+        self.dispatcher = RolloutDispatcher(self.pool, self.config.run, self.emit, self.events)
+        self.runner = RolloutRunner(self.make_player(), self.dispatcher)
+        parts = (self.config, self.source, self.dispatcher, self.runner, self.score, self.emit)
         self.buffer = RolloutBuffer(*parts, teaches_nothing=self.teaches_nothing)
         self.ended = {number: step for number, step in self.ended.items() if step < self.version}
         self.filtered &= set(self.ended)
@@ -189,6 +199,10 @@ class Schedule:
             state = json.loads(self.saved[1])
             self.source.cursor.load_state_dict(state["cursor"])
             self.buffer.load(state["groups"], Path("newest"), self.version)
+
+    def make_source(self) -> TaskSource:
+        """Return the tasks to draw."""
+        return TaskSource(ROWS, Cursor(len(ROWS), 1, True))
 
     def make_player(self) -> Any:
         """Return the player of the rollouts."""
@@ -214,15 +228,15 @@ class Schedule:
             # The optimizer's step: the trainer has new weights, and the engines go on meanwhile.
             self.refit.trainer += 1
             for _ in range(self.random.randint(0, 2)):
-                self.clock.anything_happens()
+                self.event()
             if not self.in_flight:
                 self.buffer.drain(span)
             self.sync(self.version + 1)
-            replaced = self.buffer._groups.in_state(GroupState.FILTERED)
-            for number in [self.number(group) for group in groups] + [record.number for record in replaced]:
+            replaced = [group["number"] for group in self.groups() if group["state"] == "filtered"]
+            for number in [self.number(group) for group in groups] + replaced:
                 self.demand(number not in self.ended, 2, f"group {number} ends twice")
                 self.ended[number] = self.version
-            self.filtered |= {record.number for record in replaced}
+            self.filtered |= set(replaced)
             self.version += 1
             self.credit = min(self.budget * (self.max_age + 1), self.credit + self.budget)
             self.buffer.advance(self.version)
@@ -234,9 +248,14 @@ class Schedule:
                 self.save()
 
     def number(self, group: RolloutGroup) -> int:
-        """Number of a group's draw: of the draws there are it is the active one with that task."""
-        table = self.buffer._groups._groups
-        return next(number for number, record in table.items() if record.task is group.task)
+        """Number of a group's draw: no two draws have the same task."""
+        return next(number for number in range(self.drawn) if self.source.at(number) == group.task)
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Return the groups as a checkpoint has them, in the order of their numbers."""
+        state, _ = self.buffer.snapshot()
+        found: list[dict[str, Any]] = state["groups"]["groups"]
+        return sorted(found, key=lambda group: int(group["number"]))
 
     def sync(self, version: int) -> None:
         self.syncing = True
@@ -250,7 +269,7 @@ class Schedule:
         self.saved = (self.version, json.dumps(state), dict(self.files), self.credit)
 
     def validate(self) -> None:
-        sampling = Sampling("validation", 0, len(HELD_OUT), 2, 12, 1.0)
+        sampling = Sampling("validation", 0, len(HELD_OUT), 2, LONGEST, 1.0)
         groups = self.dispatcher.sample(self.runner, sampling, HELD_OUT, self.version)
         self.demand([group.task for group in groups] == HELD_OUT, 2, "validation got other answers")
         tokens = [one.sampled_tokens for group in groups for one in group.rollouts]
@@ -265,18 +284,18 @@ class Schedule:
             self.games.answer()
         if luck < self.trouble:
             self.fault()
-        elif luck < 0.4:
-            self.random.choice(self.threads())()
-        elif luck < 0.5:
+        elif luck < 0.25:
+            self.rewards_go_on()
+        elif luck < 0.45:
             self.engines_step()
         else:
             self.a_while_passes()
         self.loop_goes_on(8)
         self.look()
 
-    def threads(self) -> list[Callable[[], bool]]:
-        scoring = [] if self.scoring_hangs else self.clock.steps[-1:]
-        return self.clock.steps[:-1] + scoring
+    def rewards_go_on(self) -> None:
+        if not self.scoring_hangs:
+            self.events.work()
 
     def engines_step(self) -> None:
         for worker in self.live():
@@ -284,11 +303,10 @@ class Schedule:
                 worker.engine.step()
 
     def a_while_passes(self) -> None:
-        self.clock.time += 1.0
+        self.events.time += 1.0
         for worker in self.live():
             worker.engine.step()
-        for step in self.random.sample(self.threads(), len(self.threads())):
-            step()
+        self.rewards_go_on()
         self.loop_goes_on(80)
 
     def loop_goes_on(self, most: int) -> None:
@@ -300,8 +318,10 @@ class Schedule:
         worker, what = self.random.choice(FakeWorker.made), self.random.random()
         if what < 0.25:
             worker.dead = True
-        elif what < 0.5:
+        elif what < 0.4:
             worker.hangs = True
+        elif what < 0.5:
+            worker.stuck = True
         elif what < 0.65:
             worker.late = True
         elif what < 0.8:
@@ -346,7 +366,8 @@ class Schedule:
         return "nothing"
 
     def emit(self, kind: str, **fields: Any) -> None:
-        pass
+        if "s without a new group" in fields.get("what", ""):
+            self.explained = self.events.time
 
     # The contracts.
 
@@ -360,25 +381,32 @@ class Schedule:
 
     def look(self) -> None:
         """After each event."""
-        table = self.buffer._groups
+        active = sum(self.buffer.occupancy().values())
         most = (self.max_age + 1) * self.size if self.max_age else self.size + self.budget
-        self.demand(table.active <= most, 1, "more groups than the bound allows")
-        self.demand(len(table._groups) + len(self.ended) >= self.drawn, 2, "a task is lost")
+        self.demand(active <= most, 1, "more groups than the bound allows")
+        self.demand(len(self.groups()) + len(self.ended) >= self.drawn, 2, "a task is lost")
         for worker in self.live():
             self.demand(worker.engine.is_whole(), 3, f"{worker.name} serves a mixture")
             expected = {self.pool.version, self.pool.version + 1} if self.syncing else {self.pool.version}
             # One that is being rebuilt has no weights yet, and no request.
             expected |= set() if worker.engine.active else {-1}
             self.demand(worker.engine.version in expected, 3, f"{worker.name} serves {worker.engine.version}")
-        self.demand(not self.clock.blocked, 8, "the event loop is blocked")
+        self.demand(not self.events.blocked, 8, "the event loop is blocked")
+        self.look_at_loads()
         self.look_at_wait()
+
+    def look_at_loads(self) -> None:
+        """The tokens that are counted ahead of an engine are those of its turns."""
+        for engine in self.dispatcher.engines():
+            turns = engine.sampling + engine.aborting
+            least = turns if self.episodes else LONGEST * turns
+            self.demand(least <= engine.load <= LONGEST * turns, 2, f"{engine.load} tokens are ahead of {turns} turns")
 
     def look_at_wait(self) -> None:
         """A wait in which nothing comes is explained, and ends at its deadline."""
-        waits = (self.buffer._patience, self.dispatcher._patience)
-        news = max(self.runner.last_step, *(wait._news for wait in waits))
-        silence, explained = self.clock.time - news, max(wait._explained for wait in waits) > news
-        # An abort waits 5 s for engines, and the work between two waits takes a while too.
+        news = max(self.runner.last_step, self.heard)
+        silence, explained = self.events.time - news, self.explained > news
+        # An abort waits 5 s for engines, and whatever comes between two waits takes a while too.
         self.demand(explained or silence <= EXPLAIN + 9, 8, f"{silence} s without a word")
         # An engine that does nothing has a deadline, and so has its replacement.
         self.demand(silence <= 4 * DEADLINE, 8, f"a wait of {silence} s does not end")
@@ -386,14 +414,16 @@ class Schedule:
     def look_at_trained(self, groups: list[RolloutGroup]) -> None:
         self.demand(len(groups) == self.size, 2, f"{len(groups)} groups in a step")
         self.look_at_chosen({self.number(group): bool(group.rollouts) for group in groups})
+        records = {record["number"]: record for record in self.groups()}
         for group in groups:
             if not group.rollouts:
                 continue
-            record = self.buffer._groups[self.number(group)]
+            record = records[self.number(group)]
             self.demand(len(group.rollouts) == self.rollouts, 2, "a rollout is missing")
             for index, one in enumerate(group.rollouts):
                 ids = (one.id.index, one.id.group, one.id.attempt)
-                self.demand(ids == (index, record.number, record.attempt), 2, "a rollout of another group")
+                self.demand(ids == (index, record["number"], record["attempt"]), 2, "a rollout of another group")
+                self.look_at_engines(RequestId(one.id))
                 self.demand(rollout_seed(0, one.id, self.size) >= 0 and one.score is not None, 2, "not scored")
                 tokens, versions = one.sampled_tokens.tolist(), one.sampled_versions.tolist()
                 self.demand(tokens == versions, 3, "tokens are said to be of another version")
@@ -409,6 +439,13 @@ class Schedule:
                 )
                 self.demand(self.in_flight or not mixed, 3, "drained, yet a turn is of two versions")
 
+    def look_at_engines(self, first: RequestId) -> None:
+        """A rollout goes from engine to engine no more often than its group may fail."""
+        # An episode that is played again, and a group that was put off, make the same request again.
+        if self.max_age and not self.episodes:
+            engines, most = len(FakeWorker.given[first]), self.config.generation.max_generation_failures
+            self.demand(engines <= most + 1, 2, f"{engines} engines sampled {first}, which may fail {most} times")
+
     def look_at_chosen(self, taken: dict[int, bool]) -> None:
         """Look at who trains. taken: number of each group of the step -> whether it has rollouts."""
         if self.max_age:
@@ -417,20 +454,21 @@ class Schedule:
             return
         # In a synchronous run: the first in the order of their draws.
         expected, replaced = list[int](), 0
-        for number in sorted(self.buffer._groups._groups):
+        for number in (group["number"] for group in self.groups()):
             if self.nothing(number) and taken.get(number, True) and replaced < self.budget:
                 replaced += 1
             else:
                 expected.append(number)
         self.demand(sorted(taken) == expected[: self.size], 2, f"{sorted(taken)} train in place of {expected}")
-        sampling = [queue for queue in self.dispatcher._queues if queue.requests and not queue.lost]
-        self.demand(not sampling and not self.dispatcher._pending, 2, "what the step did not need is being sampled")
+        sampling = sum(each.sampling + each.aborting for each in self.dispatcher.engines() if each.is_live)
+        pending = "; 0 rollouts not begun" in self.dispatcher.describe()
+        self.demand(not sampling and pending, 2, f"a step that is over has rollouts: {self.dispatcher.describe()}")
 
-    def look_at_waste(self, replaced: list[GroupRecord]) -> None:
+    def look_at_waste(self, replaced: list[int]) -> None:
         """Check the step's record of replaced groups."""
         waste = self.buffer.waste()
         told = [(group.task, reason) for group, reason in waste.filtered]
-        self.demand(told == [(record.task, "nothing") for record in replaced], 2, f"{told} were replaced")
+        self.demand(told == [(self.source.at(number), "nothing") for number in replaced], 2, f"{told} were replaced")
         most = self.budget * (self.max_age + self.version)
         self.demand(len(self.filtered) <= most, 2, f"{len(self.filtered)} groups were replaced in {self.version} steps")
         self.demand(not (waste.surplus and self.max_age), 2, "an asynchronous run puts groups off")
@@ -523,6 +561,15 @@ def span(why: str) -> Any:
     return nullcontext()
 
 
+def heard(self: Patience) -> None:
+    """Note that something came, as the wait does."""
+    Schedule.current.heard = Schedule.current.events.time
+    news(self)
+
+
+news = Patience.news
+
+
 @contextmanager
 def fakes() -> Iterator[None]:
     """Put the stand-ins in place of processes and files."""
@@ -533,6 +580,7 @@ def fakes() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pool, "Worker", FakeWorker)
+        patch.setattr(Patience, "news", heard)
         answer(patch, lambda request: length(request.seed))
         patch.setattr(active_requests, "GATHER_S", 0.0)
         patch.setattr(buffer, "save_groups", save)

@@ -3,7 +3,7 @@
 import asyncio
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlctl.bench.simulated_engine import VirtualClock
-from rlctl.bench.virtual_events import VirtualEvents
 from rlctl.data.chat import Chat
 from rlctl.environments.outcomes import EnvironmentFailure
 from rlctl.environments.rollout_function import FunctionPolicy, FunctionRequest, checked_request
@@ -21,10 +19,11 @@ from rlctl.rollout.players.course import EpisodeLimits
 from rlctl.rollout.players.function import FunctionPlayer
 from rlctl.rollout.runner import RolloutRunner
 from rlctl.rollout.types import PlayedEpisode, Rollout
+from rlctl.utils.virtual_events import VirtualEvents
 from rlctl.workers.user_logs import FailureLog
 from tests.unit.data.conftest import tokenizer
 from tests.unit.environments.test_rollout_function import Here
-from tests.unit.rollout.test_player import CHATML, LIMITS, ScriptedEngines, Taken, go_on, start
+from tests.unit.rollout.test_player import CHATML, LIMITS, ScriptedEngines, begin, go_on, start, stop
 
 __all__ = ["tokenizer"]
 
@@ -69,19 +68,17 @@ class Function:
 def player_of(
     engines: Any, pool: Any, limits: EpisodeLimits = LIMITS, must_value: bool = False, vocabulary: int = 1 << 31
 ) -> RolloutRunner:
-    pool.events = VirtualEvents(VirtualClock(lambda: None))
-    player = FunctionPlayer(pool, engines.chat, limits, must_value, vocabulary)
-    return RolloutRunner(player, engines, pool.events)
+    engines.events = pool.events = VirtualEvents()
+    return RolloutRunner(FunctionPlayer(pool, engines.chat, limits, must_value, vocabulary), engines)
 
 
 def played(
     engines: ScriptedEngines, asks: Any, must_value: bool = False, **limits: Any
 ) -> tuple[Rollout, PlayedEpisode]:
-    taken, own = Taken(), replace(LIMITS, **limits)
-    player = player_of(engines, Function(asks), own, must_value, 1000)
-    player.begin([start()], taken)
+    player = player_of(engines, Function(asks), replace(LIMITS, **limits), must_value, 1000)
+    ended = begin(player, start())
     go_on(player)
-    (rollout,) = taken.rollouts
+    (rollout,) = ended
     assert rollout.episode
     return rollout, rollout.episode
 
@@ -173,7 +170,7 @@ def test_what_the_player_finds_wrong_is_told_once_and_counted_by_its_cause(engin
     function = Function(lambda sampled: {"reward": 1.0})
     function.failures = FailureLog("environment", emit=lambda kind, what: told.append(what))
     player = player_of(engines, function, LIMITS)
-    player.begin([start(0), start(1)], Taken())
+    begin(player, start(0), start(1))
     go_on(player)
     assert function.failures.most_common().startswith("rollout: the rollout function returned without a sample (")
     assert len(told) == 1 and "left out and counted" in told[0]
@@ -197,21 +194,22 @@ def test_a_failure_is_played_again_from_the_task_with_the_same_seeds(engines: Sc
 class HeldEngines(ScriptedEngines):
     """Engines that answer a request when they are told to."""
 
-    # By turn: (request, submitter).
-    held: dict[int, Any] = field(default_factory=dict)
+    # By turn.
+    held: dict[int, asyncio.Event] = field(default_factory=dict)
     # Most that were held at a time.
     most: int = 0
 
-    def submit(
-        self, requests: Sequence[TurnRequest], submitter: Any, *, ahead: bool = False, more: bool = False
-    ) -> None:
-        assert not any(each.id.turn in self.held for each in requests), "it is being sampled already"
-        self.held |= {each.id.turn: (each, submitter) for each in requests}
+    async def answers(self, request: TurnRequest) -> None:
+        assert request.id.turn not in self.held, "it is being sampled already"
+        told = self.held[request.id.turn] = asyncio.Event()
         self.most = max(self.most, len(self.held))
+        try:
+            await told.wait()
+        finally:
+            self.held.pop(request.id.turn, None)
 
     def answer(self, turn: int) -> None:
-        request, submitter = self.held.pop(turn)
-        super().submit([request], submitter)
+        self.events.ask(self.held.pop(turn).set)
 
 
 class Coroutine:
@@ -263,15 +261,15 @@ def settled(player: RolloutRunner) -> bool:
 
 
 def searched(chat: Chat, function: Any, order: Callable[[Any], int], **limits: Any) -> tuple[Rollout, HeldEngines]:
-    """Play a function. `order` chooses the next turn to end."""
-    engines, taken = HeldEngines(chat, lambda request: f"{request.seed % 97}<|im_end|>"), Taken()
+    """Play a function. `order` chooses which of the turns that are being sampled ends next."""
+    engines = HeldEngines(chat, lambda request: f"{request.seed % 97}<|im_end|>")
     player = player_of(engines, Coroutine(function), replace(LIMITS, **limits))
-    player.begin([start()], taken)
+    ended = begin(player, start())
     end = time.monotonic() + 300
-    while not taken.rollouts and time.monotonic() < end:
+    while not ended and time.monotonic() < end:
         if not settled(player) and engines.held:
             engines.answer(order(engines.held))
-    (rollout,) = taken.rollouts
+    (rollout,) = ended
     return rollout, engines
 
 
@@ -334,16 +332,13 @@ def test_what_a_function_did_not_wait_for_trains_nothing(tokenizer: Any) -> None
         assert rollout.rows[0].tokens[:2].tolist() == [1, 2]
 
 
-def test_an_abort_stops_all_samples_of_a_call(tokenizer: Any) -> None:
-    engines, taken = HeldEngines(Chat(tokenizer, CHATML, None), lambda request: "7<|im_end|>"), Taken()
+def test_a_stop_aborts_all_samples_of_a_call(tokenizer: Any) -> None:
+    engines = HeldEngines(Chat(tokenizer, CHATML, None), lambda request: "7<|im_end|>")
     player = player_of(engines, Coroutine(search))
-    player.begin([start()], taken)
+    ended = begin(player, start())
     while len(engines.held) < 3:
         settled(player)
-    player.restarted([request for request, _ in engines.held.values()])
-    assert taken.again == [(start().id, False)]
-    assert player.abort([start().id]) == [start().id]
-    assert [each.turn for each in engines.aborted] == [0, 1, 2]
-    engines.answer(0)
+    assert stop(player, start().id) == [start().id]
+    assert sorted(each.turn for each in engines.aborted) == [0, 1, 2] and not engines.held
     go_on(player)
-    assert not taken.rollouts
+    assert not ended and not asyncio.all_tasks(player.events.loop)

@@ -16,7 +16,7 @@ from rlctl.rollout.runner import RolloutRunner
 from tests.unit.data.conftest import CHATML, tokenizer
 from tests.unit.data.test_turn_link import TOOLS
 from tests.unit.environments.test_hostile import OWN
-from tests.unit.rollout.test_player import LIMITS, ScriptedEngines, ScriptedPool, Taken, go_on, played, player_of, start
+from tests.unit.rollout.test_player import LIMITS, ScriptedEngines, ScriptedPool, begin, go_on, played, player_of, start
 
 __all__ = ["tokenizer"]
 
@@ -28,7 +28,7 @@ def test_an_error_of_the_pool_is_raised_to_whoever_plays_on(tokenizer: Any) -> N
     refused.set_exception(RecursionError("a defect"))
     pool.reset = lambda *_: refused  # type: ignore[method-assign]
     player = player_of(chat, ScriptedEngines(chat, None), pool)
-    player.begin([start()], Taken())
+    begin(player, start())
     go_on(player)
     with pytest.raises(RecursionError, match="a defect"):
         player.check()
@@ -39,11 +39,11 @@ def test_messages_that_the_template_refuses_fail_their_own_episode(tokenizer: An
     chat = Chat(tokenizer, template, None)
     odd = [{"role": "odd", "content": "x"}]
     pool = ScriptedPool(lambda kind, payload: odd if kind == "reset" else None)
-    player, taken = player_of(chat, ScriptedEngines(chat, None), pool), Taken()
-    player.begin([start(messages=[])], taken)
+    player = player_of(chat, ScriptedEngines(chat, None), pool)
+    ended = begin(player, start(messages=[]))
     go_on(player)
     player.check()
-    assert "refuses the messages of this episode: TemplateError: no such role" in str(taken.rollouts[0].episode)
+    assert "refuses the messages of this episode: TemplateError: no such role" in str(ended[0].episode)
 
 
 DEEP = '<tool_call>\n{"name": "echo", "arguments": {"value": ' + "[" * 500 + "]" * 500 + "}}\n</tool_call><|im_end|>"
@@ -51,19 +51,19 @@ DEEP = '<tool_call>\n{"name": "echo", "arguments": {"value": ' + "[" * 500 + "]"
 
 def test_a_call_of_500_levels_is_answered_and_its_episode_goes_on(tokenizer: Any, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
-    chat, turns, taken = Chat(tokenizer, CHATML, None), iter([DEEP, "well<|im_end|>"]), Taken()
+    chat, turns = Chat(tokenizer, CHATML, None), iter([DEEP, "well<|im_end|>"])
     with EnvironmentPool({"game": EnvironmentSpec(f"{tmp_path}/own.py:Own", 60.0)}, 2048, 1) as pool:
         contracts = pool.contracts()
-        engines: Any = ScriptedEngines(chat, lambda request: next(turns))
-        player = RolloutRunner(EnvironmentPlayer(pool, contracts, chat, LIMITS, "hermes"), engines, pool.events)
-        player.begin([start(turn=5_000)], taken)
+        engines = ScriptedEngines(chat, lambda request: next(turns), events=pool.events)
+        player = RolloutRunner(EnvironmentPlayer(pool, contracts, chat, LIMITS, "hermes"), engines)
+        ended = begin(player, start(turn=5_000))
         for _ in range(3000):
             player.check()
-            if taken.rollouts:
+            if ended:
                 break
             time.sleep(0.02)
         player.close()
-    episode = taken.rollouts[0].episode
+    episode = ended[0].episode
     assert episode and (episode.ending, episode.tool_calls, episode.tool_errors) == ("answered", 1, 1)
     assert episode.messages[-2]["content"] == (
         "Error: no tool was called: arguments of 'echo' are nested too deep: at most 64 levels are allowed"
@@ -88,9 +88,9 @@ def test_a_turn_that_looks_like_a_call_is_answered_and_does_not_end_the_episode(
 def test_half_of_a_character_in_an_answer_fails_its_own_episode(tokenizer: Any, history: Any) -> None:
     chat = Chat(tokenizer, CHATML, None)
     pool = ScriptedPool(lambda kind, payload: "\ud83d" if kind == "step" else None)
-    engines, taken = ScriptedEngines(chat, lambda request: "well<|im_end|>"), Taken()
+    engines = ScriptedEngines(chat, lambda request: "well<|im_end|>")
     player = player_of(chat, engines, pool, limits=replace(LIMITS, history=history))
-    player.begin([start()], taken)
+    ended = begin(player, start())
     go_on(player)
     player.check()
-    assert "half of a character, which no tokenizer takes" in str(taken.rollouts[0].episode)
+    assert "half of a character, which no tokenizer takes" in str(ended[0].episode)

@@ -29,10 +29,8 @@ class Mixed(Schedule):
         self.config = self._config()
         self.trained: Counter[str] = Counter()
 
-    def start(self) -> None:
-        super().start()
-        mix = MixedCursor(dict.fromkeys(WEIGHTS, 11), list(WEIGHTS.values()), 1, True)
-        self.source = self.buffer._source = TaskSource(TASKS, mix)
+    def make_source(self) -> TaskSource:
+        return TaskSource(TASKS, MixedCursor(dict.fromkeys(WEIGHTS, 11), list(WEIGHTS.values()), 1, True))
 
     def event(self) -> None:
         self.a_while_passes()

@@ -1,7 +1,8 @@
 """Episodes of several turns: the sampled tokens train, token for token, with any environment."""
 
+import asyncio
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -9,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlctl.bench.simulated_engine import VirtualClock
-from rlctl.bench.virtual_events import VirtualEvents
 from rlctl.data.chat import Chat
 from rlctl.data.tasks import Task
 from rlctl.environments.contract import EnvironmentContract
@@ -21,6 +20,7 @@ from rlctl.rollout.players.course import EpisodeLimits
 from rlctl.rollout.players.environment import EnvironmentPlayer
 from rlctl.rollout.runner import RolloutRunner
 from rlctl.rollout.types import PlayedEpisode, Rollout, RolloutStart
+from rlctl.utils.virtual_events import VirtualEvents
 from rlctl.workers.user_logs import FailureLog
 from tests.unit.data.conftest import CHATML, THINKING, UNMARKED, tokenizer
 from tests.unit.data.test_turn_link import STRIPS, TOOLS
@@ -36,37 +36,39 @@ LIMITS = EpisodeLimits(max_turns=16, max_length=100_000, timeout_s=1e9, max_retr
 
 @dataclass
 class ScriptedEngines:
-    """Answers each request at once with the text or ids of `says`; keeps requests and answers."""
+    """Answers each request soon, by the text or ids that `says` gives for it; keeps what was asked and answered."""
 
     chat: Chat
     says: Any
     asked: list[tuple[TurnRequest, list[int]]] = field(default_factory=list)
     aborted: list[RequestId] = field(default_factory=list)
     finished: list[RolloutId] = field(default_factory=list)
-    # They answer nothing.
-    silent: bool = False
+    # If each turn was to be sampled ahead of others.
+    ahead: list[bool] = field(default_factory=list)
+    events: Any = None
 
-    def submit(
-        self, requests: Sequence[TurnRequest], submitter: Any, *, ahead: bool = False, more: bool = False
-    ) -> None:
-        for request in requests:
-            said = self.says(request)
-            tokens = (said if isinstance(said, list) else self.chat.encode(said))[: request.max_new_tokens]
-            self.asked.append((request, tokens))
-            count, version = len(tokens), len(self.asked)
-            log_probs = np.linspace(-1, -2, count, dtype=np.float32)
-            finish = "stop" if tokens and tokens[-1] in self.chat.ends.stops else "length"
-            versions = np.full(count, version, np.int32)
-            if self.silent:
-                continue
-            submitter.completed([(request, Completion(np.array(tokens, np.int32), log_probs, versions, finish))])  # type: ignore[arg-type]
+    async def sample_turn(self, request: TurnRequest, *, ahead: bool = False, more: bool = False) -> Completion:
+        self.ahead.append(ahead)
+        try:
+            await self.answers(request)
+        except asyncio.CancelledError:
+            self.aborted.append(request.id)
+            raise
+        said = self.says(request)
+        tokens = (said if isinstance(said, list) else self.chat.encode(said))[: request.max_new_tokens]
+        self.asked.append((request, tokens))
+        count, version = len(tokens), len(self.asked)
+        log_probs = np.linspace(-1, -2, count, dtype=np.float32)
+        finish: Any = "stop" if tokens and tokens[-1] in self.chat.ends.stops else "length"
+        versions = np.full(count, version, np.int32)
+        return Completion(np.array(tokens, np.int32), log_probs, versions, finish)
 
-    def finish(self, rollouts: Collection[RolloutId]) -> None:
+    async def answers(self, request: TurnRequest) -> None:
+        """Wait until a request is to be answered."""
+        await asyncio.sleep(0)
+
+    def finish(self, rollouts: Iterable[RolloutId]) -> None:
         self.finished += rollouts
-
-    def abort(self, ids: Collection[RequestId]) -> list[RequestId]:
-        self.aborted += ids
-        return list(ids)
 
 
 class ScriptedPool:
@@ -112,20 +114,6 @@ def start(index: int = 0, turn: int = 40, messages: Any = ({"role": "user", "con
     return RolloutStart(RolloutId("train", "r0", 0, index), task, turn, 1.0, 100 + index, 7)
 
 
-class Taken:
-    """Taker of rollouts; keeps them."""
-
-    def __init__(self) -> None:
-        self.rollouts = list[Rollout]()
-        self.again = list[tuple[RolloutId, bool]]()
-
-    def ended(self, rollouts: list[Rollout]) -> None:
-        self.rollouts += rollouts
-
-    def restarted(self, rollouts: list[RolloutId], afresh: bool) -> None:
-        self.again += [(each, afresh) for each in rollouts]
-
-
 def player_of(
     chat: Chat,
     engines: ScriptedEngines,
@@ -136,15 +124,26 @@ def player_of(
 ) -> RolloutRunner:
     """Return a runner of episodes whose event loop goes on when `go_on` is called."""
     scripted: Any = (pool, {"game": contract(has_step)}, chat, limits, tool_format)
-    pool.events = VirtualEvents(VirtualClock(lambda: None))
-    return RolloutRunner(EnvironmentPlayer(*scripted), engines, pool.events)
+    engines.events = pool.events = VirtualEvents()
+    return RolloutRunner(EnvironmentPlayer(*scripted), engines)
 
 
 def drawn_player_of(chat: Chat, engines: ScriptedEngines, pool: ScriptedPool, seed: int = 0) -> RolloutRunner:
     """Return a runner whose event loop makes one step at a time, drawn by a seed."""
-    pool.events = VirtualEvents(VirtualClock(lambda: None), random.Random(seed))
+    engines.events = pool.events = VirtualEvents(draw=random.Random(seed))
     scripted: Any = (pool, {"game": contract(True)}, chat, LIMITS, None)
-    return RolloutRunner(EnvironmentPlayer(*scripted), engines, pool.events)
+    return RolloutRunner(EnvironmentPlayer(*scripted), engines)
+
+
+def begin(runner: RolloutRunner, *starts: RolloutStart, ahead: bool = False) -> list[Rollout]:
+    """Begin rollouts; return the list that gets each as it ends."""
+    ended = list[Rollout]()
+    runner.events.ask(lambda: runner.begin(starts, ended.append, ahead=ahead))
+    return ended
+
+
+def stop(runner: RolloutRunner, *ids: RolloutId) -> list[RolloutId]:
+    return runner.events.run(runner.stop(ids))
 
 
 def go_on(runner: Any, steps: int = 10_000) -> None:
@@ -162,11 +161,10 @@ def played(
     limits: EpisodeLimits = LIMITS,
     turn: int = 40,
 ) -> tuple[Rollout, PlayedEpisode]:
-    taken = Taken()
     player = player_of(chat, engines, pool, has_step, limits, "hermes")
-    player.begin([start(turn=turn)], taken)
+    ended = begin(player, start(turn=turn))
     go_on(player)
-    (rollout,) = taken.rollouts
+    (rollout,) = ended
     assert rollout.episode
     return rollout, rollout.episode
 
@@ -341,68 +339,49 @@ def test_a_failure_is_played_again_from_the_task_with_the_same_seeds_and_is_neve
 
 
 def test_a_row_that_cannot_be_played_fails_its_episode_with_the_reason(tokenizer: Any) -> None:
-    chat, taken = Chat(tokenizer, CHATML, None), Taken()
+    chat = Chat(tokenizer, CHATML, None)
     engines, pool = ScriptedEngines(chat, lambda request: "7<|im_end|>"), ScriptedPool(lambda kind, payload: None)
     player = player_of(chat, engines, pool)
-    player.begin([start(messages=[])], taken)
+    ended = begin(player, start(messages=[]))
     go_on(player)
-    episode = taken.rollouts[0].episode
+    episode = ended[0].episode
     assert (
         episode and (episode.ending, episode.reward) == ("failed", None) and "nothing to answer" in str(episode.failure)
     )
     assert pool.closed == [start().id]
 
 
-def test_a_defect_of_a_rollout_is_raised_to_whoever_plays_on(tokenizer: Any) -> None:
+def test_a_defect_of_a_rollout_is_raised_by_a_check(tokenizer: Any) -> None:
     chat = Chat(tokenizer, CHATML, None)
 
     def acts(kind: str, payload: Any) -> Any:
         return 7  # Neither text, nor messages, nor None: the pool lets nothing of the kind through.
 
     player = player_of(chat, ScriptedEngines(chat, None), ScriptedPool(acts))
-    player.begin([start()], Taken())
+    begin(player, start())
     go_on(player)
-    for call in (lambda: player.begin([start(1)], Taken()), lambda: player.abort([start().id])):
-        with pytest.raises(TypeError):
-            call()
+    with pytest.raises(TypeError):
+        player.check()
 
 
-def test_an_aborted_episode_is_handed_out_no_more(tokenizer: Any) -> None:
-    chat, taken = Chat(tokenizer, CHATML, None), Taken()
+def test_a_stopped_episode_is_handed_out_no_more(tokenizer: Any) -> None:
+    chat = Chat(tokenizer, CHATML, None)
     engines, pool = ScriptedEngines(chat, lambda request: "7<|im_end|>"), ScriptedPool(lambda kind, payload: "more")
     player = drawn_player_of(chat, engines, pool)
-    player.begin([start(0), start(1)], taken)
-    go_on(player, 5)
-    assert player.abort([start(0).id]) == [start(0).id]
-    assert player.abort([start(0).id]) == [] and pool.closed == [start(0).id]
+    ended = begin(player, start(0), start(1))
+    go_on(player, 8)
+    assert stop(player, start(0).id) == [start(0).id]
+    assert stop(player, start(0).id) == [] and pool.closed == [start(0).id]
     go_on(player)
-    assert [rollout.id for rollout in taken.rollouts] == [start(1).id]
+    assert [rollout.id for rollout in ended] == [start(1).id]
     assert engines.finished == [start(0).id, start(1).id]
 
 
-def test_an_engine_that_is_lost_restarts_a_turn_and_whoever_began_the_episode_learns_that_turns_are_kept(
-    tokenizer: Any,
-) -> None:
-    chat, taken = Chat(tokenizer, CHATML, None), Taken()
-    engines, pool = ScriptedEngines(chat, lambda request: "7<|im_end|>"), ScriptedPool(lambda kind, payload: "more")
-    engines.silent = True
-    player = player_of(chat, engines, pool)
-    player.begin([start(0), start(1)], taken)
-    go_on(player)
-    player.restarted([request for request, _ in engines.asked[-2:]])
-    assert taken.again == [(start(0).id, False), (start(1).id, False)]
-
-
 def test_turns_of_an_episode_that_is_ahead_are_all_ahead(tokenizer: Any) -> None:
-    chat, ahead = Chat(tokenizer, CHATML, None), list[bool]()
+    chat = Chat(tokenizer, CHATML, None)
     engines, pool = ScriptedEngines(chat, lambda request: "7<|im_end|>"), ScriptedPool(lambda kind, payload: "more")
-    submit = engines.submit
-    engines.submit = lambda requests, submitter, ahead=False, more=False: (  # type: ignore[method-assign]
-        before.append(ahead), submit(requests, submitter)
-    )[1]  # fmt: skip
-    before = ahead
     player = player_of(chat, engines, pool)
-    player.begin([start(0)], Taken(), ahead=True)
+    begin(player, start(0), ahead=True)
     go_on(player)
-    assert ahead == [True] * 16
+    assert engines.ahead == [True] * 16
     assert engines.finished == [start(0).id]

@@ -10,6 +10,7 @@ from rlctl.data.tasks import Task
 from rlctl.rollout.groups import GroupState, GroupTable
 from rlctl.rollout.refill import STEPS, RefillRule
 from rlctl.rollout.staleness import StalenessRule
+from rlctl.rollout.types import Rollout
 from tests.turns import turn
 
 
@@ -53,7 +54,7 @@ def table(size: int, budget: int, numbers: int) -> GroupTable:
 
 
 def end(groups: GroupTable, number: int, nothing: bool) -> None:
-    groups[number].rollouts = {0: turn(number)}  # type: ignore[dict-item]
+    groups[number].rollouts = {0: Rollout(turn(number).id.rollout, [], "stop")}
     groups.sampled(number)
     groups.scored(number, "nothing" if nothing else None)
 

@@ -1,9 +1,10 @@
-"""The runner of rollouts: groups stay together, defects are raised, aborts end tasks and leave actions to their end."""
+"""The runner of rollouts: defects are raised, and a stop ends tasks but leaves actions to their end."""
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -16,27 +17,34 @@ from rlctl.rollout.policy import Player, Policy
 from rlctl.rollout.runner import RolloutRunner
 from rlctl.rollout.types import Rollout, RolloutStart
 from rlctl.utils.event_loop import EventLoop, done
-from tests.unit.rollout.test_player import Taken
 from tests.waiting import until
 
 
 class Held:
-    """Engines that answer when they are told to."""
+    """Engines that answer when they are told to, and confirm aborts when they are told to."""
 
-    def __init__(self) -> None:
-        self.calls, self.aborted = list[list[TurnRequest]](), list[RequestId]()
+    def __init__(self, events: EventLoop) -> None:
+        self.events = events
+        self.asked = list[tuple[TurnRequest, asyncio.Future[Completion]]]()
+        self.aborted = list[RequestId]()
+        self.confirm = asyncio.Event()
 
-    def submit(
-        self, requests: Sequence[TurnRequest], submitter: Any, *, ahead: bool = False, more: bool = False
-    ) -> None:
-        self.calls.append([*requests])
+    async def sample_turn(self, request: TurnRequest, *, ahead: bool = False, more: bool = False) -> Completion:
+        self.asked.append((request, asyncio.get_running_loop().create_future()))
+        try:
+            return await self.asked[-1][1]
+        except asyncio.CancelledError:
+            self.aborted.append(request.id)
+            await self.confirm.wait()
+            raise
 
-    def finish(self, rollouts: Collection[RolloutId]) -> None:
+    def answer(self, version: int) -> None:
+        """Answer the latest request."""
+        completion = Completion(np.zeros(1, np.int32), np.zeros(1, np.float32), np.full(1, version, np.int32), "stop")
+        self.events.call(lambda: self.asked[-1][1].set_result(completion))
+
+    def finish(self, rollouts: Iterable[RolloutId]) -> None:
         """Nothing follows."""
-
-    def abort(self, ids: Collection[RequestId]) -> list[RequestId]:
-        self.aborted += ids
-        return [*ids]
 
 
 class Plays(Player):
@@ -62,71 +70,88 @@ def starts(groups: int, rollouts: int) -> list[RolloutStart]:
     return [RolloutStart(each, Task("r0", [1, 2], "", None), 4, 1.0, each.index, 0) for each in ids]
 
 
-def answer(version: int) -> Completion:
-    return Completion(np.zeros(1, np.int32), np.zeros(1, np.float32), np.full(1, version, np.int32), "stop")
+def begin(runner: RolloutRunner, begun: list[RolloutStart]) -> list[Rollout]:
+    """Begin rollouts; return the list that gets each as it ends."""
+    ended = list[Rollout]()
+    runner.events.ask(lambda: runner.begin(begun, ended.append))
+    return ended
 
 
-def test_first_turns_that_begin_together_are_submitted_together_in_order(events: EventLoop) -> None:
-    engines, taken, begun = Held(), Taken(), starts(3, 4)
-    runner = RolloutRunner(SingleTurnPlayer(), engines, events)
-    runner.begin(begun, taken)
-    until(lambda: bool(engines.calls))
-    (requests,) = engines.calls
-    assert [each.id.rollout for each in requests] == [each.id for each in begun]
-    runner.completed([(each, answer(0)) for each in requests])
-    until(lambda: len(taken.rollouts) == 12)
-    assert [each.id for each in taken.rollouts] == [each.id for each in begun]
+def test_a_stopped_rollout_has_ended_when_its_engine_has_confirmed_and_may_begin_again(events: EventLoop) -> None:
+    engines, begun = Held(events), starts(1, 1)
+    runner = RolloutRunner(SingleTurnPlayer(), engines)
+    ended = begin(runner, begun)
+    until(lambda: len(engines.asked) == 1)
+    stopping = events.submit(runner.stop([begun[0].id]))
+    until(lambda: bool(engines.aborted))
+    assert not stopping.done()
+    events.call(engines.confirm.set)
+    assert stopping.result(10) == [begun[0].id]
+    again = begin(runner, begun)
+    until(lambda: len(engines.asked) == 2)
+    assert engines.asked[0][0] == engines.asked[1][0] and engines.aborted == [engines.asked[0][0].id]
+    engines.answer(4)
+    until(lambda: bool(again))
+    assert again[0].sampled_versions.tolist() == [4] and not ended
 
 
-def test_an_answer_to_an_aborted_request_is_not_that_of_a_later_one_with_equal_ids(events: EventLoop) -> None:
-    engines, taken, begun = Held(), Taken(), starts(1, 1)
-    runner = RolloutRunner(SingleTurnPlayer(), engines, events)
-    runner.begin(begun, taken)
-    until(lambda: len(engines.calls) == 1)
-    assert runner.abort([begun[0].id]) == [begun[0].id]
-    runner.begin(begun, taken)
-    until(lambda: len(engines.calls) == 2)
-    (old,), (new,) = engines.calls
-    assert old == new and engines.aborted == [old.id]
-    runner.completed([(old, answer(3))])
-    runner.completed([(new, answer(4))])
-    until(lambda: bool(taken.rollouts))
-    assert taken.rollouts[0].sampled_versions.tolist() == [4]
+def test_a_stop_waits_for_an_engine_that_hangs_no_longer_than_it_is_told_to(events: EventLoop) -> None:
+    engines, begun = Held(events), starts(1, 1)
+    runner = RolloutRunner(SingleTurnPlayer(), engines)
+    ended = begin(runner, begun)
+    until(lambda: len(engines.asked) == 1)
+    assert events.run(runner.stop([begun[0].id], 0.05)) == [begun[0].id]
+    assert engines.aborted == [engines.asked[0][0].id] and not ended
+    runner.check()
 
 
-def test_a_lost_engine_is_hidden_from_the_player_and_told_to_the_taker(events: EventLoop) -> None:
-    engines, taken = Held(), Taken()
-    runner = RolloutRunner(SingleTurnPlayer(), engines, events)
-    runner.begin(starts(1, 2), taken)
-    until(lambda: bool(engines.calls))
-    runner.restarted(engines.calls[0])
-    assert taken.again == [(each.id, True) for each in starts(1, 2)] and not taken.rollouts
+def test_a_player_that_swallows_its_cancellation_is_a_defect(events: EventLoop) -> None:
+    async def waits(start: RolloutStart, policy: Policy) -> Any:
+        while True:
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(60)
+
+    async def samples(start: RolloutStart, policy: Policy) -> Any:
+        request = TurnRequest(RequestId(start.id), [1], 4, 1.0, 0)
+        while True:
+            with suppress(asyncio.CancelledError):
+                return Rollout.of_turn(request, await policy.sample(request))
+
+    for play in (waits, samples):
+        engines = Held(events)
+        engines.confirm.set()
+        runner = RolloutRunner(Plays(play), engines)
+        begin(runner, starts(1, 1))
+        with pytest.raises(RuntimeError, match=r"the player of rollout .* swallows its cancellation"):
+            until(lambda each=engines, plays=play: bool(each.asked) or plays is waits)  # type: ignore[misc]
+            events.run(runner.stop([starts(1, 1)[0].id], 0.1))
+            until(lambda each=runner: bool(each.check()))  # type: ignore[misc,func-returns-value]
 
 
-def test_an_abort_ends_the_tasks_and_leaves_an_action_to_its_end(events: EventLoop) -> None:
-    action, ended = Future[Any](), list[str]()
+def test_a_stop_ends_the_tasks_and_leaves_an_action_to_its_end(events: EventLoop) -> None:
+    action, closed = Future[Any](), list[str]()
 
     async def play(start: RolloutStart, policy: Policy) -> Any:
         try:
             await done(action)
         except asyncio.CancelledError:
-            ended.append("closed")
+            closed.append("closed")
             raise
 
-    runner, taken = RolloutRunner(Plays(play), Held(), events), Taken()
-    runner.begin(starts(1, 1), taken)
-    assert runner.abort([starts(1, 1)[0].id]) == [starts(1, 1)[0].id]
-    assert not action.cancelled() and ended in ([], ["closed"])
+    runner = RolloutRunner(Plays(play), Held(events))
+    ended = begin(runner, starts(1, 1))
+    assert events.run(runner.stop([starts(1, 1)[0].id])) == [starts(1, 1)[0].id]
+    assert not action.cancelled() and closed in ([], ["closed"])
     action.set_result(None)
-    assert not asyncio.all_tasks(events.loop) and not taken.rollouts
+    assert not asyncio.all_tasks(events.loop) and not ended
 
 
-def test_a_defect_of_a_player_is_raised_by_whoever_calls_next(events: EventLoop) -> None:
+def test_a_defect_of_a_player_is_raised_by_a_check(events: EventLoop) -> None:
     async def play(start: RolloutStart, policy: Policy) -> Any:
         raise KeyError("a defect")
 
-    runner = RolloutRunner(Plays(play), Held(), events)
-    runner.begin(starts(1, 1), Taken())
+    runner = RolloutRunner(Plays(play), Held(events))
+    begin(runner, starts(1, 1))
 
     def raises() -> bool:
         try:
@@ -136,8 +161,6 @@ def test_a_defect_of_a_player_is_raised_by_whoever_calls_next(events: EventLoop)
         return False
 
     until(raises)
-    with pytest.raises(KeyError, match="a defect"):
-        runner.begin(starts(1, 1), Taken())
 
 
 def test_a_loop_that_something_blocks_is_told_at_the_deadline(events: EventLoop) -> None:
@@ -148,3 +171,23 @@ def test_a_loop_that_something_blocks_is_told_at_the_deadline(events: EventLoop)
     with pytest.raises(RuntimeError, match="the event loop did not answer for 0 s: something blocks it"):
         events.run(nothing(), 0.05)
     events.run(nothing())
+
+
+def test_a_loop_that_enters_itself_is_told_at_once(events: EventLoop) -> None:
+    async def nothing() -> None:
+        pass
+
+    with pytest.raises(RuntimeError, match="the event loop waits for itself"):
+        events.ask(lambda: events.run(nothing()))
+
+
+def test_a_thread_of_the_loop_hands_its_errors_on_also_one_that_ends_a_process(events: EventLoop) -> None:
+    def fails() -> None:
+        raise KeyError("a defect")
+
+    def exits() -> None:
+        raise SystemExit
+
+    for work, error, said in ((fails, KeyError, "a defect"), (exits, RuntimeError, "a thread ended by SystemExit")):
+        with pytest.raises(error, match=said):
+            events.run(events.in_thread("scoring", work))

@@ -15,6 +15,7 @@ from rlctl.generation.requests import Completion, TurnRequest
 from rlctl.generation.vllm import active_requests, engine
 from rlctl.rollout.buffer import RolloutBuffer
 from rlctl.rollout.dispatcher import RolloutDispatcher
+from rlctl.rollout.engine_queue import EngineQueue, SubmittedTurn
 from rlctl.rollout.groups import GroupRecord, GroupState, GroupTable
 from rlctl.rollout.patience import TICK_S, Patience
 from rlctl.rollout.players import function
@@ -39,16 +40,32 @@ def test_every_schedule_keeps_every_contract(chunk: int) -> None:
 # One rule taken away at a time.
 
 
-def forget_restarts(self: RolloutDispatcher) -> None:
-    for index, queue in enumerate(self._queues):
-        if not self._is_current(index):
-            queue.requests = {}
-    adopt(self)
+async def forget_restarts(self: RolloutDispatcher) -> None:
+    for queue in self._queues:
+        if not self._is_current(queue):
+            queue.give_up()
+    await adopt(self)
+
+
+async def tell_nobody(self: RolloutBuffer, rollouts: Any) -> None:
+    pass
+
+
+async def never_confirm(self: EngineQueue, turn: SubmittedTurn) -> None:
+    await abort(self, turn)
+    if turn.stopped:
+        await asyncio.get_running_loop().create_future()
+
+
+def keep_the_load(self: EngineQueue, turn: SubmittedTurn) -> None:
+    before = self.load
+    remove(self, turn)
+    self.load = before
 
 
 def forget_sampling(self: GroupTable, *arguments: Any) -> list[GroupRecord]:
     for group in load_state_dict(self, *arguments):
-        del self._groups[group.number]
+        self._remove(group.number)
     return []
 
 
@@ -57,9 +74,10 @@ def take_twice(self: GroupTable, numbers: list[int], version: int) -> list[Group
 
 
 def release_nothing(self: GroupTable) -> list[int]:
-    for group in self._groups.values():
-        if group.state.value == "taken":
-            group.state = type(group.state)("ready")
+    for group in self.in_state(GroupState.TAKEN):
+        self._remove(group.number)
+        group.state = GroupState.READY
+        self._add(group)
     return []
 
 
@@ -69,17 +87,17 @@ def repair_beside_the_trainer(self: RolloutBuffer, why: Any) -> None:
 
 
 def deadline_alone(self: Patience, last_step: float, explain: Callable[[], str]) -> None:
-    if self._clock.now() - max(self._news, last_step) >= self._run.deadline_s + TICK_S:
+    if self._now() - max(self._news, last_step) >= self._run.deadline_s + TICK_S:
         raise RuntimeError(f"nothing was sampled or scored for 12 s (run.deadline_s): {explain()}")
 
 
 def forget_surplus(self: GroupTable, groups: list[GroupRecord]) -> None:
     for group in groups:
-        del self._groups[group.number]
+        self._remove(group.number)
 
 
 def fill_every_place(self: GroupTable, number: int, nothing: str | None) -> None:
-    self[number].move(GroupState.READY)
+    self._move(self[number], GroupState.READY)
 
 
 def first_to_end(self: GroupTable) -> list[int]:
@@ -103,17 +121,20 @@ async def forget_tasks(tasks: Any) -> None:
     pass
 
 
-async def forget_to_cancel(self: RolloutRunner, ids: Any) -> Any:
+async def forget_to_cancel(self: RolloutRunner, ids: Any, seconds: float = 0.0) -> Any:
     stopped = [self._running.pop(each) for each in ids if each in self._running]
-    turns = [request for rollout in stopped for request in rollout.asked]
-    return [rollout.start.id for rollout in stopped], turns
+    return [rollout.start.id for rollout in stopped]
 
 
-def wait_on_the_loop(self: RolloutRunner, turns: Any, ahead: bool) -> None:
-    submit(self, turns, ahead)
-    dispatcher: Any = self._engines
-    with dispatcher._changed:
-        dispatcher._clock.wait(dispatcher._changed, 1.0)
+def block_the_loop(self: RolloutDispatcher) -> None:
+    submit_asked(self)
+    events: Any = self.events
+    events.time += 1.0
+
+
+def wait_on_the_loop(self: RolloutDispatcher) -> None:
+    submit_asked(self)
+    self.events.run(asyncio.sleep(1.0))
 
 
 def nothing(*arguments: Any) -> None:
@@ -122,7 +143,8 @@ def nothing(*arguments: Any) -> None:
 
 adopt, load_state_dict, drain = RolloutDispatcher._adopt, GroupTable.load_state_dict, RolloutBuffer.drain
 note_scores = RolloutBuffer._note_scores
-sample, submit = RunningRollout.sample, RolloutRunner._submit
+sample, submit_asked = RunningRollout.sample, RolloutDispatcher._submit_asked
+abort, remove = EngineQueue.abort, EngineQueue._remove
 MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "1 the rule keeps no deadline": (StalenessRule, "_latest", nothing),
     "1 the bound is a step wider": (StalenessRule, "deadline", lambda self, group: group.version + self.max_age + 1),
@@ -132,7 +154,7 @@ MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "2 groups that are taken may be taken again": (GroupTable, "take", take_twice),
     "2 groups that were trained stay": (GroupTable, "release", release_nothing),
     "2 surplus groups are forgotten": (GroupTable, "put_off", forget_surplus),
-    "2 surplus groups go on": (RolloutBuffer, "_put_off_surplus", nothing),
+    "2 surplus groups go on": (RolloutBuffer, "_put_off_surplus", lambda self: []),
     "2 groups that teach nothing are not told": (RolloutBuffer, "waste", lambda self: Waste()),
     "2 groups that teach nothing fill the step": (GroupTable, "scored", fill_every_place),
     "2 whoever ends first trains": (GroupTable, "_first_drawn", first_to_end),
@@ -144,9 +166,13 @@ MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "8 a long wait is not explained": (Patience, "check", deadline_alone),
     "8 no group is sampled in place of another": (RolloutBuffer, "_note_scores", replace_none),
     "8 a cancellation is swallowed": (RunningRollout, "sample", swallow_a_cancellation),
-    "2 rollouts that were aborted go on": (RolloutRunner, "_stop", forget_to_cancel),
+    "2 rollouts that were stopped go on": (RolloutRunner, "stop", forget_to_cancel),
+    "2 the loss of an engine is not told": (RolloutBuffer, "_restarted", tell_nobody),
+    "2 the load of an engine is not given back": (EngineQueue, "_remove", keep_the_load),
+    "2 a cancelled turn never ends": (EngineQueue, "abort", never_confirm),
     "2 tasks of a rollout are leaked": (function, "_all_ended", forget_tasks),
-    "8 the event loop is blocked": (RolloutRunner, "_submit", wait_on_the_loop),
+    "8 the event loop is blocked": (RolloutDispatcher, "_submit_asked", block_the_loop),
+    "8 the event loop waits for itself": (RolloutDispatcher, "_submit_asked", wait_on_the_loop),
     "8 an engine that does nothing is trusted": (RolloutDispatcher, "_lose_silent", nothing),
 }
 

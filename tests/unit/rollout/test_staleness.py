@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlctl.data.tasks import Task
-from rlctl.rollout.groups import GroupRecord, GroupState, GroupTable
+from rlctl.rollout.groups import GroupState, GroupTable
 from rlctl.rollout.staleness import StalenessRule, TrainingOrder
 
 SAMPLING, SAMPLED = GroupState.SAMPLING, GroupState.SAMPLED
@@ -34,7 +34,7 @@ class Numbered(GroupTable):
         return numbers
 
     def ready(self, number: int) -> None:
-        self[number].move(GroupState.READY)
+        self.scored(number, None)
 
     def with_state(self, *states: GroupState) -> list[int]:
         return [group.number for group in self.in_state(*states)]
@@ -294,15 +294,20 @@ def test_a_dropped_group_takes_its_place_in_a_step_with_no_rollouts() -> None:
     assert staleness[0].rollouts == {}
 
 
-@pytest.mark.parametrize("late", [GroupState.SAMPLING, GroupState.SAMPLED, GroupState.FILTERED])
-def test_a_group_goes_through_its_states_in_order(late: GroupState) -> None:
-    staleness = Numbered(1, 0, "windowed_fifo", 0.3)
+def test_a_group_goes_through_its_states_in_order() -> None:
+    staleness = Numbered(1, 1, "windowed_fifo", 0.3)
     staleness.fill(0)
     finish(staleness, 0)
-    with pytest.raises(RuntimeError, match=f"group 0 is ready, which {late.value} cannot follow"):
-        staleness[0].move(late)
-    with pytest.raises(RuntimeError, match="which taken cannot follow"):
-        GroupRecord(1, task(1), 0, 0).move(GroupState.TAKEN)
+    moves = {
+        "sampling": lambda: staleness.restart(0, 1),
+        "sampled": lambda: staleness.sampled(0),
+        "ready": lambda: staleness.scored(0, None),
+    }
+    for late, move in moves.items():
+        with pytest.raises(RuntimeError, match=f"group 0 is ready, which {late} cannot follow"):
+            move()
+    with pytest.raises(RuntimeError, match="group 1 is sampling, which taken cannot follow"):
+        staleness.take([1], 0)
 
 
 def test_a_resume_under_a_smaller_bound_keeps_it_and_loses_nobody() -> None:

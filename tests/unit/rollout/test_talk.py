@@ -1,6 +1,7 @@
 """A talk with a policy: exact tokens over its turns, answers of tools, and an interrupt at the cost of one turn."""
 
-from collections.abc import Collection, Iterator, Sequence
+import asyncio
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -29,29 +30,26 @@ def events() -> Iterator[EventLoop]:
 class Says:
     """Samples texts in order, and notes the prompts; an exception in place of a text is raised by the wait."""
 
-    def __init__(self, chat: Chat, *texts: str | BaseException) -> None:
-        self.chat, self.texts = chat, list(texts)
+    def __init__(self, events: EventLoop, chat: Chat, *texts: str | BaseException) -> None:
+        self.events, self.chat, self.texts = events, chat, list(texts)
         self.prompts: list[list[int]] = []
         self.aborted: list[RequestId] = []
         self.pending: BaseException | None = None
 
-    def submit(
-        self, requests: Sequence[TurnRequest], submitter: Any, *, ahead: bool = False, more: bool = False
-    ) -> None:
-        (request,) = requests
+    async def sample_turn(self, request: TurnRequest, *, ahead: bool = False, more: bool = False) -> Completion:
         self.prompts.append(request.prompt_tokens)
         text = self.texts.pop(0)
         if isinstance(text, BaseException):
             self.pending = text
-            return
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                self.aborted.append(request.id)
+                raise
+        assert isinstance(text, str)
         tokens = np.array(self.chat.encode(text)[: request.max_new_tokens], np.int32)
         finish: Any = "stop" if text.endswith("<|im_end|>") else "length"
-        zeros = np.zeros(len(tokens), np.float32)
-        submitter.completed([(request, Completion(tokens, zeros, np.zeros(len(tokens), np.int32), finish))])
-
-    def abort(self, ids: Collection[RequestId]) -> list[RequestId]:
-        self.aborted += ids
-        return [*ids]
+        return Completion(tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32), finish)
 
     def finish(self, rollouts: Any) -> None:
         pass
@@ -64,8 +62,8 @@ class Says:
 
 def test_the_second_prompt_is_the_first_the_sampled_turn_and_what_was_said(tokenizer: Any, events: EventLoop) -> None:
     chat = Chat(tokenizer, CHATML, "be brief")
-    says = Says(chat, "hello<|im_end|>", "cut in", "bye<|im_end|>")
-    talk = Talk(chat, says, LIMITS, talk_id(0), events)
+    says = Says(events, chat, "hello<|im_end|>", "cut in", "bye<|im_end|>")
+    talk = Talk(chat, says, LIMITS, talk_id(0))
     assert [each["content"] for each in talk.say("hi")] == ["hello"]
     (cut,) = talk.say("more")
     assert cut == {"role": "assistant", "content": "cut in", "cut": True}
@@ -84,7 +82,7 @@ def test_tools_answer_until_the_policy_does(tokenizer: Any) -> None:
     with EnvironmentPool({"own": EnvironmentSpec("calculator", 5.0)}, 1024, 1) as pool:
         contract = pool.contracts()["own"]
         tools = TalkTools(pool, contract, "hermes")
-        talk = Talk(chat, Says(chat, call, "it is 42<|im_end|>"), LIMITS, talk_id(0), pool.events, tools)
+        talk = Talk(chat, Says(pool.events, chat, call, "it is 42<|im_end|>"), LIMITS, talk_id(0), tools)
         pool.reset(talk_id(0), {"expression": "1 + 1"}, 0).result()
         roles = [(each["role"], each["content"]) for each in talk.say("6 times 7?")]
     assert roles[1:] == [("tool", "42"), ("assistant", "it is 42")]
@@ -93,8 +91,8 @@ def test_tools_answer_until_the_policy_does(tokenizer: Any) -> None:
 
 def test_an_interrupt_stops_the_turn_and_the_talk_goes_on_without_it(tokenizer: Any, events: EventLoop) -> None:
     chat = Chat(tokenizer, CHATML, None)
-    says = Says(chat, "one<|im_end|>", KeyboardInterrupt(), "two<|im_end|>")
-    talk = Talk(chat, says, LIMITS, talk_id(0), events)
+    says = Says(events, chat, "one<|im_end|>", KeyboardInterrupt(), "two<|im_end|>")
+    talk = Talk(chat, says, LIMITS, talk_id(0))
     list(talk.say("a"))
     with pytest.raises(KeyboardInterrupt):
         list(talk.say("lost"))
@@ -108,8 +106,8 @@ def test_an_interrupt_of_the_first_turn_keeps_what_the_conversation_begins_with(
     tokenizer: Any, events: EventLoop
 ) -> None:
     chat = Chat(tokenizer, CHATML, None)
-    says = Says(chat, KeyboardInterrupt(), "two<|im_end|>")
-    talk = Talk(chat, says, LIMITS, talk_id(0), events, opening=[{"role": "user", "content": "the task"}])
+    says = Says(events, chat, KeyboardInterrupt(), "two<|im_end|>")
+    talk = Talk(chat, says, LIMITS, talk_id(0), opening=[{"role": "user", "content": "the task"}])
     with pytest.raises(KeyboardInterrupt):
         list(talk.say("lost"))
     says.pending = None
@@ -119,6 +117,6 @@ def test_an_interrupt_of_the_first_turn_keeps_what_the_conversation_begins_with(
 
 def test_a_conversation_without_room_says_how_to_begin_another(tokenizer: Any, events: EventLoop) -> None:
     chat = Chat(tokenizer, CHATML, None)
-    talk = Talk(chat, Says(chat), TalkLimits(10, 20, 0.0, 0), talk_id(0), events)
+    talk = Talk(chat, Says(events, chat), TalkLimits(10, 20, 0.0, 0), talk_id(0))
     with pytest.raises(TalkError, match=r"would have \d+ tokens of 20: begin another with /new"):
         list(talk.say("word " * 30))

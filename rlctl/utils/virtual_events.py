@@ -1,0 +1,151 @@
+"""Event loop on virtual time and on the caller's thread, for simulations and tests.
+
+A seed may draw which ready callback runs next: asyncio's own order is first in, first out.
+"""
+
+import asyncio
+import heapq
+from collections import deque
+from collections.abc import Callable, Coroutine
+from functools import partial
+from random import Random
+from typing import Any, TypeVar
+
+from rlctl.utils.event_loop import ANSWER_S, WAITS_FOR_ITSELF, EventLoop, blocked
+
+Value = TypeVar("Value")
+# Share of its steps in which a wait for the loop lets anything happen besides, where a seed draws.
+_ELSE = 0.05
+
+
+class VirtualLoop(asyncio.BaseEventLoop):
+    """A loop that makes a step when it is told to. now: its time. draw: None is first in, first out."""
+
+    # As `asyncio.base_events` has them.
+    _ready: deque[asyncio.Handle]
+    _scheduled: list[asyncio.TimerHandle]
+
+    def __init__(self, now: Callable[[], float], draw: Random | None) -> None:
+        super().__init__()
+        self._now, self._draw = now, draw
+
+    def step(self) -> bool:
+        """Run one callback that is ready; return True if there was one."""
+        while (moment := self.next_timer()) is not None and moment <= self._now():
+            self._ready.append(heapq.heappop(self._scheduled))
+        if not self._ready:
+            return False
+        if self._draw:
+            self._ready.rotate(self._draw.randrange(len(self._ready)))
+        handle = self._ready.popleft()
+        if not handle.cancelled():
+            self.entered(handle._run)
+        return True
+
+    def entered(self, function: Callable[[], Value]) -> Value:
+        """Call a function as a callback of this loop. Raises RuntimeError inside another one."""
+        if asyncio._get_running_loop() is not None:
+            raise RuntimeError(WAITS_FOR_ITSELF)
+        asyncio._set_running_loop(self)
+        try:
+            return function()
+        finally:
+            asyncio._set_running_loop(None)
+
+    def next_timer(self) -> float | None:
+        """Return when the next timer is due; None without one."""
+        while self._scheduled and self._scheduled[0].cancelled():
+            heapq.heappop(self._scheduled)
+        return self._scheduled[0].when() if self._scheduled else None
+
+    def time(self) -> float:
+        return self._now()
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        """Do nothing: `next_timer` drops cancelled timers."""
+
+    def _write_to_self(self) -> None:
+        """Wake nobody: there is one thread."""
+
+    def __del__(self) -> None:
+        """Say nothing of a loop that is dropped in its midst."""
+
+
+class VirtualEvents(EventLoop):
+    """`EventLoop` without a thread: a caller that waits makes its steps.
+
+    happen: called by a wait when no callback is ready; None: the next job is done, or time passes to the next timer.
+    draw: draws the callback of each step, and lets anything happen in between.
+    """
+
+    loop: VirtualLoop
+
+    def __init__(self, happen: Callable[[], None] | None = None, draw: Random | None = None) -> None:
+        self.time, self._happen, self._draw = 0.0, happen or self.go_on, draw
+        # Functions of `in_thread` that were not called yet, and futures of their values.
+        self._jobs: deque[tuple[Callable[[], Any], asyncio.Future[Any]]] = deque()
+        self._adopt(VirtualLoop(lambda: self.time, draw))
+
+    def step(self) -> bool:
+        """Run a ready callback, or all without a seed; return True if there was one."""
+        stepped = self.loop.step()
+        while stepped and not self._draw and self.loop.step():
+            pass
+        return stepped
+
+    def ask(self, function: Callable[[], Value]) -> Value:
+        return self.loop.entered(function)
+
+    def run(self, work: Coroutine[Any, Any, Value], deadline_s: float = ANSWER_S) -> Value:
+        """Run a coroutine and return its value; let anything happen while it waits. Raises RuntimeError."""
+        if asyncio._get_running_loop() is not None:
+            work.close()
+            raise RuntimeError(WAITS_FOR_ITSELF)
+        task, end = self.loop.create_task(work), self.time + deadline_s
+        while not task.done():
+            if self.time > end:
+                task.cancel()
+                raise blocked(deadline_s)
+            if not self.step() or (self._draw and self._draw.random() < _ELSE):
+                self._happen()
+        return task.result()
+
+    async def in_thread(self, name: str, function: Callable[[], Value]) -> Value:
+        ended: asyncio.Future[Value] = self.loop.create_future()
+        self._jobs.append((function, ended))
+        return await ended
+
+    def work(self) -> bool:
+        """Do the next job of `in_thread`, as a thread does; return True if there was one."""
+        if not self._jobs:
+            return False
+        function, ended = self._jobs.popleft()
+        try:
+            settle = partial(ended.set_result, function())
+        except Exception as error:
+            settle = partial(ended.set_exception, error)
+        if not ended.cancelled():
+            settle()
+        return True
+
+    def go_on(self) -> None:
+        """Do the next job, or let time pass to the next timer. Raises RuntimeError if there is none: a defect."""
+        if self.work():
+            return
+        if (moment := self.loop.next_timer()) is None:
+            raise RuntimeError("nothing is under way: a wait would never end")
+        self.time = max(self.time, moment)
+
+    def let_pass(self, seconds: float) -> None:
+        """Let time pass, with all that happens meanwhile."""
+        end = self.time + seconds
+        while True:
+            while self.step() or self.work():
+                pass
+            if (moment := self.loop.next_timer()) is None or moment > end:
+                break
+            self.time = max(self.time, moment)
+        self.time = end
+
+    def close(self) -> None:
+        """Do nothing: there is no thread."""
