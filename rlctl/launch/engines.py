@@ -46,7 +46,8 @@ def engines(
     memory = device_memory() if placement.device == "cuda" else None
     # No trainer: engines have their devices to themselves.
     config = replace(config, placement=replace(config.placement, colocated=False))
-    settled = SettledGrpo(config, RunMachine(placement.device, memory), sizes_of(files.folder))
+    machine = RunMachine(placement.device, memory)
+    settled = replace(settled, config=config, machine=machine, facts=sizes_of(files.folder))
     require_served(settled)
     with ExitStack() as stack:
         reaper = stack.enter_context(local_ray(logs, deadline_s=config.run.deadline_s))

@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from rlctl.launch.assembly import launch
+from rlctl.launch.runtime import LocalRuntime
 from rlctl.launch.session import Session, run_session
 from rlctl.preflight.load import load
 from rlctl.run.checkpoints import Checkpoints
+from rlctl.run.run_dir import JobRecord, RunDirError
 from rlctl.telemetry.jsonl import read_records
 from rlctl.workers.errors import WorkerDied
 from tests.unit import folders
@@ -184,3 +187,12 @@ def test_what_a_checkpoint_depends_on_is_saved_with_it(run: Path) -> None:
     assert resume(run, body) == 0
     saved = json.loads((run / "checkpoints/step_6/state.json").read_text())
     assert saved["made_with"] == {"keys": {"run.seed": 0}, "rows": "digest"}
+
+
+def test_a_run_that_a_cluster_drives_is_not_continued_here(run: Path) -> None:
+    config = load("grpo", str(run / "config.yaml"), [], resume=True)
+    before = files(run)
+    JobRecord("lab", "sums-1", "/work", remote="/far/sums").write(run)
+    with pytest.raises(RunDirError, match="is a copy of a run that lives on lab: add --cluster lab"):
+        launch(config.settled, config.to_yaml(), LocalRuntime(), run)
+    assert files(run).items() >= before.items()
