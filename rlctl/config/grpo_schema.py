@@ -102,7 +102,7 @@ class LossSection:
     proximal: Literal["auto", "rollout", "recompute"] = spec(
         "The old policy of the ratio. rollout uses the log-probs that the generator sampled with. recompute uses the "
         "trainer's log-probs before the update (the decoupled objective). auto is recompute in an asynchronous run, "
-        "for gspo, and under generation.top_p or top_k, and else rollout."
+        "for a loss that declares it (gspo), and under generation.top_p or top_k, and else rollout."
     )
     force_on_policy_ratio: bool | None = spec(
         "Only with proximal recompute: take the policy that is being updated for the one before the update, which "
