@@ -1,4 +1,4 @@
-"""Roles and columns: the models of a run by name, and the arrays over tokens that a loss or advantage reads. No torch.
+"""Roles, columns and other declarations of a run's loss and advantage, which a check reads too. No torch.
 
 A loss and an advantage name their columns. Each has one provider: the rollout itself, or a pass of the trainer under
 the weights of the column's role, before the step's advantages and its first update. A further model is a role, a
@@ -7,10 +7,13 @@ further array a row of `COLUMNS`.
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
+from functools import cache
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 from rlctl.config.errors import did_you_mean
+from rlctl.config.grpo_schema import AdvantageSection, LossSection, UserClassSection
+from rlctl.utils.plugins import load_object
 
 # policy: the model that is trained. reference: its weights of version 0.
 Role = Literal["policy", "reference"]
@@ -64,3 +67,27 @@ def columns_problem(names: object, missing: Mapping[str, str] = MappingProxyType
             there = [known for known in COLUMNS if known not in missing]
             return f"`columns` names {name!r}{did_you_mean(str(name), there)}; there are {', '.join(there)}"
     return None
+
+
+def declared(section: LossSection | AdvantageSection, name: str) -> Any:
+    """Return a declaration of a loss or advantage: its section's, or that of the user's class.
+
+    None where the class has none or cannot be imported, which a check says. A check imports no torch for a loss of
+    rlctl's: its section declares the same as its class.
+    """
+    return getattr(user_class(section.name) if isinstance(section, UserClassSection) else section, name, None)
+
+
+def named_columns(section: LossSection | AdvantageSection) -> tuple[str, ...]:
+    """Return the columns that a loss or advantage names; none where they are no names, which a check says."""
+    named = declared(section, "columns") or ()
+    return () if columns_problem(named) else tuple(named)
+
+
+@cache
+def user_class(name: str) -> Any:
+    """Return a user's class of a loss or advantage; None if it cannot be imported."""
+    try:
+        return load_object(name)
+    except Exception:
+        return None

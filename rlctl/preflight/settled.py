@@ -9,12 +9,20 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Self, overload
 
 from rlctl.config.fields import RECIPE
-from rlctl.config.grpo_schema import AdvantageScope, AdvantageSection, LossSection, UserLossSection
+from rlctl.config.grpo_schema import AdvantageScope, UserLossSection
 from rlctl.config.schema import GrpoConfig, RunConfig, SftConfig, TrainerSection
 from rlctl.models.model_sizes import ModelSizes
 from rlctl.preflight.choices import Basis, Chosen, choose
-from rlctl.preflight.columns import AGE, PROXIMAL_LOG_PROB, REFERENCE_LOG_PROB, Role, columns_problem, computed
-from rlctl.preflight.declared import declared, user_class
+from rlctl.preflight.columns import (
+    AGE,
+    PROXIMAL_LOG_PROB,
+    REFERENCE_LOG_PROB,
+    Role,
+    computed,
+    declared,
+    named_columns,
+    user_class,
+)
 from rlctl.preflight.derived import NotKnownError, derived
 from rlctl.preflight.machine import Device, RunMachine
 from rlctl.preflight.offload_plan import PHASES, Phase
@@ -238,12 +246,12 @@ class SettledGrpo(Settled):
         """Columns that the KL term reads, that the advantage reads, or that the loss names."""
         loss = self.config.grpo.loss
         reference = [REFERENCE_LOG_PROB.name] * (loss.kl_coef > 0)
-        return {*_named_columns(loss), *self.advantage_columns, *reference}
+        return {*named_columns(loss), *self.advantage_columns, *reference}
 
     @derived
     def advantage_columns(self) -> tuple[str, ...]:
         """Columns that the advantage names; none where they are no names, which a check says."""
-        return _named_columns(self.config.grpo.advantage)
+        return named_columns(self.config.grpo.advantage)
 
     @derived
     def missing_columns(self) -> dict[str, str]:
@@ -346,11 +354,6 @@ class SettledSft(Settled):
         """Values of the keys that were left at `auto`, those of the recipe too, with reasons."""
         theirs = self.sampling.choices if self.sampling else ()
         return (*super().choices, *(replace(each, key=f"{RECIPE}.{each.key}") for each in theirs))
-
-
-def _named_columns(section: LossSection | AdvantageSection) -> tuple[str, ...]:
-    named = declared(section, "columns") or ()
-    return () if columns_problem(named) else tuple(named)
 
 
 @overload
