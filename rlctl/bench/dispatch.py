@@ -1,4 +1,4 @@
-"""`rlctl bench dispatch`: the driver's cost of one call to a group of workers, ordinary against compiled graph."""
+"""`rlctl bench dispatch`: the driver's cost of one call to a group of workers, and of an event of its rollouts."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -12,6 +12,7 @@ import psutil
 from numpy.typing import NDArray
 
 from rlctl.bench.charts import Bar, BarChart
+from rlctl.bench.events import IN_FLIGHT, EventRow, event_rows
 from rlctl.bench.frame import Bench, Cells, Line, Results, ResultTable, Say
 from rlctl.dashboard.formats import count
 from rlctl.launch.local_ray import local_ray
@@ -28,6 +29,12 @@ _LEGEND = (
     "ordinary, compiled: round trip of a call that only takes its payload, median, and p99 of the compiled one; "
     "submit: its part before the driver waits; bare, twice: round trip and submission through Ray's own graph over "
     "bare actors, the floor; idle: cores that a worker burns while its graph lives and nobody calls it"
+)
+
+
+_EVENTS = (
+    "event: CPU time of the driver from the answer of one rollout to the next order, without Ray's part of the calls; "
+    "admission: of all rollouts"
 )
 
 
@@ -62,13 +69,16 @@ class DispatchBench(Bench):
     workers: Sequence[int]  # sizes of the groups
     payloads: Sequence[int]  # bytes that every worker gets with a call
     calls: int  # of a row, at most
+    engines: Sequence[int]  # numbers of engines, for events
 
     def measure(self, folder: Path, say: Say) -> "DispatchResults":
+        say(f"events with {IN_FLIGHT:,} rollouts in flight")
+        events = event_rows(self.engines)
         with local_ray(folder):
             # Bare graphs first: once an rlctl graph exists, this process reads every channel in the same way.
             floors = {size: self._floors(size, say) for size in self.workers}
             rows = [row for size in self.workers for row in self._rows(size, floors[size], folder, say)]
-        return DispatchResults(rows)
+        return DispatchResults(rows, events)
 
     def _floors(self, workers: int, say: Say) -> list[Floor]:
         """Measure Ray's graph as its documentation builds it, for each payload."""
@@ -196,22 +206,21 @@ class DispatchRow:
 
 @dataclass(frozen=True)
 class DispatchResults(Results):
-    """A row for each size of group and payload."""
+    """A row for each size of group and payload, and one for each number of engines."""
 
     rows: list[DispatchRow]
+    events: list[EventRow]
 
     def derived(self, row: DispatchRow) -> dict[str, Any]:
         return {"ratio": row.ratio}
-
-    def as_json(self) -> Any:
-        """Return the rows and nothing else."""
-        return super().as_json()["rows"]
 
     def report(self, wide: bool) -> list[Line | ResultTable]:
         # Ten columns fit into 80 characters with one space between them.
         table = ResultTable([row.cells() for row in self.rows], gap=1)
         reasons = sorted({row.why for row in self.rows if row.why})
-        return [table, *(Line(f"no compiled graph: {why}", "yellow") for why in reasons), Line(_LEGEND, "dim")]
+        warnings = (Line(f"no compiled graph: {why}", "yellow") for why in reasons)
+        events = ResultTable([row.cells() for row in self.events])
+        return [table, *warnings, Line(_LEGEND, "dim"), events, Line(_EVENTS, "dim")]
 
     def chart(self) -> BarChart:
         bars = [

@@ -349,16 +349,18 @@ def dispatch(
         str, typer.Option(help="What each worker gets with a call, in bytes, KB or MB.")
     ] = "1KB,1MB,8MB",
     calls: Annotated[int, typer.Option(min=20, help="Calls for each row. A row of slow ones ends after 10 s.")] = 1000,
+    engines: Annotated[str, typer.Option(help="Numbers of engines, for the cost of an event.")] = "8,64,512",
     as_json: AsJson = False,
     plot: Plot = None,
 ) -> None:
-    """Time one call to a group of workers, as the driver sees it: ordinary calls against a Ray Compiled Graph."""
+    """Time the driver: one call to a group of workers, ordinary and compiled, and an event with many engines."""
     from rlctl.bench.dispatch import UNITS, DispatchBench
 
     problems: list[Problem] = []
     sizes = numbers("--workers", workers, "1,2,4", problems)
     bytes_ = numbers("--payloads", payloads, "1KB,8MB", problems, UNITS)
-    run_bench(DispatchBench(sizes, bytes_, calls), as_json, plot, problems)
+    numbers_ = numbers("--engines", engines, "8,64", problems)
+    run_bench(DispatchBench(sizes, bytes_, calls, numbers_), as_json, plot, problems)
 
 
 @app.command(

@@ -32,7 +32,10 @@ def measured(folder: Path, *options: str) -> tuple[Any, str]:
 
 
 def test_both_ways_of_calling_workers_are_measured(tmp_path: Path) -> None:
-    rows, _ = measured(tmp_path, "dispatch", "--workers", "1,4", "--payloads", "1KB,64KB", "--calls", "40")
+    small = ("--workers", "1,4", "--payloads", "1KB,64KB", "--calls", "40", "--engines", "8")
+    found, _ = measured(tmp_path, "dispatch", *small)
+    assert [row["engines"] for row in found["events"]] == [8]
+    rows = found["rows"]
     assert [(row["workers"], row["payload"]) for row in rows] == [(n, size) for n in (1, 4) for size in (1024, 65536)]
     for row in rows:
         assert row["why"] == ""
