@@ -1,4 +1,4 @@
-"""Tiny random Hugging Face folders of every supported architecture, for everybody's tests.
+"""Tiny random Hugging Face folders of four architectures, or of any other, for everybody's tests.
 
 `make_model(tmp_path / "m", "qwen3")` takes a tenth of a second; the folder loads in transformers and vLLM.
 """
@@ -6,18 +6,15 @@
 from pathlib import Path
 from typing import Any
 
-from rlctl.models.architectures import ARCHITECTURES, ArchitectureRow, WindowKeys
-
 Kind = str
-KINDS: tuple[Kind, ...] = tuple(ARCHITECTURES)
-# A row that is not in the table: added, it makes an architecture.
-MISTRAL = ArchitectureRow(
-    causal_lm="MistralForCausalLM",
-    qkv_bias=False,
-    output_bias=False,
-    window=WindowKeys("sliding_window", listed=False),
-    tiny={"tie_word_embeddings": False, "sliding_window": None},
-)
+# Keys of config.json besides the sizes. These kinds train with both backends.
+OPTIONS: dict[Kind, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": False},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"tie_word_embeddings": True},
+    "qwen3_moe": {"tie_word_embeddings": False, "num_experts_per_tok": 2, "norm_topk_prob": True},
+}
+KINDS: tuple[Kind, ...] = tuple(OPTIONS)
 PAD, EOS = 0, 1
 ALPHABET = "0123456789+-*/=?:. \nabcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'][0] + ':' + m['content'] + '\n' }}{% endfor %}"
@@ -38,16 +35,17 @@ def make_model(
     max_length: int = 256,
     seed: int = 0,
     scale: float = 4.0,
+    more: dict[str, Any] | None = None,
 ) -> Path:
     """Write a random float32 model and its character tokenizer; returns `folder`.
 
-    tied: lm_head shares the embedding; None: as the kind's row has it. scale: factor on the random weights, so
+    tied: lm_head shares the embedding; None: as OPTIONS has it. more: further keys of config.json. scale: factor on
+    the random weights, so
     that log-probs are far from uniform and a wrong mask or position shows. Biases and norms are random too.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    row = ARCHITECTURES[kind]
     options: dict[str, Any] = {
         "vocab_size": vocab,
         "hidden_size": hidden,
@@ -61,9 +59,9 @@ def make_model(
         "eos_token_id": EOS,
         "bos_token_id": None,
     }
-    if row.experts:
-        options |= {row.experts.number[0]: experts, row.experts.width[0]: hidden}
-    options |= row.tiny
+    if kind == "qwen3_moe":
+        options |= {"num_experts": experts, "moe_intermediate_size": hidden}
+    options |= OPTIONS.get(kind, {}) | (more or {})
     if tied is not None:
         options["tie_word_embeddings"] = tied
     with torch.random.fork_rng(devices=[]):

@@ -17,7 +17,7 @@ from rlctl.bench.simulation import Costs, Setup, SimulatedMachine, SimulatedRow,
 from rlctl.bench.workload import PROMPT_WORDS, make_prompts, model_folder, model_problems
 from rlctl.config.builtin import RECIPES
 from rlctl.config.errors import Problem
-from rlctl.models.model_sizes import sizes_of
+from rlctl.models.model_sizes import read_sizes
 from rlctl.preflight.load import load
 from rlctl.preflight.machine import device_of
 from rlctl.utils.devices import device_memory
@@ -77,7 +77,7 @@ class AdviceBench(Bench):
         config = load("grpo", None, [*self.work.settings("colocated", folder), *whose]).settled.config
         costs = self.costs or measure_costs(self.work, folder, say)
         gpus = self.gpus if self.costs else self.work.gpus
-        machine = SimulatedMachine(device_of(gpus), sizes_of(str(model)), device_memory())
+        machine = SimulatedMachine(device_of(gpus), read_sizes(model / "config.json"), device_memory())
 
         def simulated() -> Iterator[SimulatedRow]:
             said = ""

@@ -17,6 +17,7 @@ from rlctl.bench.steps import in_process, random_batch, seconds_of
 from rlctl.bench.workload import grpo_run, longest, make_random_model, model_problems, shape_folder
 from rlctl.config.errors import ConfigError, Problem
 from rlctl.dashboard.formats import count
+from rlctl.models.facts import find_facts
 from rlctl.models.model_sizes import read_sizes
 from rlctl.preflight.machine import RunMachine
 from rlctl.preflight.memory import trainer_bytes
@@ -140,9 +141,9 @@ def measure_steps(bench: SequencesBench, settled: SettledGrpo, length: int, fold
         if step == 1 and not cpu:
             torch.cuda.reset_peak_memory_stats()
         seconds.append(seconds_of(lambda: losses.append(trainer.train(share, loss, totals)["loss/policy"])))
-    facts, sizes = trainer.info(), read_sizes(model / "config.json")
+    facts, derived = trainer.info(), find_facts(model)
     rate = length * batch / median(seconds[1:])
-    flops = flops_per_token(facts["active_parameters"], sizes.layers, sizes.heads * sizes.head_dim, length)
+    flops = flops_per_token(facts["active_parameters"], derived.attention, length)
     return SequenceRow(
         length=length,
         sequences=batch,
@@ -153,7 +154,7 @@ def measure_steps(bench: SequencesBench, settled: SettledGrpo, length: int, fold
         rate=rate,
         mfu=mfu(rate, flops, facts["device_name"]),
         peak=trainer.memory()["device_peak"],
-        forecast=sum(trainer_bytes(section, sizes, settled.device, settled.frozen_roles).values()),
+        forecast=sum(trainer_bytes(section, derived.sizes, settled.device, settled.frozen_roles).values()),
         losses=losses,
     )
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rlctl.models import hf_folder
 from rlctl.refit.source import Shard
 
 NamedShape = tuple[str, tuple[int, ...]]
@@ -15,17 +14,10 @@ NamedShape = tuple[str, tuple[int, ...]]
 
 def parameters_of(folder: Path) -> list[NamedShape]:
     """Return (Hugging Face name, shape) of every tensor of the model's checkpoint, from its config.json alone."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from rlctl.models.derive import table_of
+    from rlctl.models.meta_model import causal_lm
 
-    config = AutoConfig.from_pretrained(folder)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    # Tied tensors appear once among parameters, as they do on disk.
-    return [
-        (part, tuple(view.shape))
-        for name, parameter in model.named_parameters()
-        for part, view in hf_folder.unfuse(name, parameter.detach())
-    ]
+    return [(row.name, row.shape) for row in table_of(causal_lm(folder), folder).sent]
 
 
 def make_tensor(name: str, shape: tuple[int, ...], version: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.config.errors import ConfigError, Problem, did_you_mean
-from rlctl.models.architectures import ARCHITECTURES
 from rlctl.preflight.load import load
 from rlctl.preflight.settled import SettledGrpo
 
@@ -56,6 +55,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
+_CLASSES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
 # No end token: requests run until their length is reached.
 _COMMON = {"hidden_act": "silu", "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "bos_token_id": None}
 
@@ -110,7 +110,7 @@ def _config(model: str) -> str:
         return file.read_text()
     if model not in SHAPES:
         raise ValueError(f"no folder with a config.json, nor one of {', '.join(SHAPES)}: {model}")
-    causal_lm = ARCHITECTURES[SHAPES[model]["model_type"]].causal_lm
+    causal_lm = _CLASSES[SHAPES[model]["model_type"]]
     return json.dumps(_COMMON | {"architectures": [causal_lm], "eos_token_id": None} | SHAPES[model])
 
 

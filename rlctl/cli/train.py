@@ -12,7 +12,7 @@ from rlctl.cli.completion import complete_run
 from rlctl.cli.dry_run import refuse, show_plan
 from rlctl.cli.output import FAILED, busy, examples, note, reading, say
 from rlctl.cli.train_there import Where, train_there
-from rlctl.config.errors import ConfigError, Problem
+from rlctl.config.errors import ConfigError, ModelError, Problem
 
 if TYPE_CHECKING:
     from rlctl.data.load import RowReader
@@ -121,6 +121,9 @@ def _train(kind: str, arguments: list[str] | None, resume: Path | None, dry_run:
         refuse_contradictions(composed, resumed.run)
     else:
         composed = load(kind, recipe, overrides, away=away)
+        if not away and _derive(composed):
+            # Sizes are checked now that they are known.
+            composed = load(kind, recipe, overrides)
     if target is not None:
         return train_there(where, target, composed, resumed, dry_run)
     runtime = where.runtime()
@@ -129,6 +132,22 @@ def _train(kind: str, arguments: list[str] | None, resume: Path | None, dry_run:
 
     text = composed.to_yaml()
     return launch(composed.settled, text, runtime, resumed.run if resumed else None, where.probe, reader)
+
+
+def _derive(composed: "Composed[Settled]") -> bool:
+    """Derive the facts of a model that is here and new. Return True if it was. Raises ConfigError for a bad one."""
+    from rlctl.models.facts import find_facts
+    from rlctl.models.model_sizes import underived
+
+    folder = underived(composed.config.model.path)
+    if folder is None:
+        return False
+    try:
+        with busy("deriving the model's facts"):
+            find_facts(folder)
+    except ModelError as error:
+        raise ConfigError([Problem(str(composed.origins["model.path"]), "model.path", str(error))]) from error
+    return True
 
 
 def _check_here(

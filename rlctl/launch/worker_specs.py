@@ -66,7 +66,7 @@ def trainer_specs(session: Session, settled: Settled, files: ModelFiles, allocat
 
 def training_cost(files: ModelFiles, facts: dict[str, Any]) -> tuple[str, Callable[[float], float]]:
     """Return the trainer's device name, and training FLOPs a token by sequence length. facts: `TrainerGroup.info()`."""
-    return facts["device_name"], partial(flops_per_token, facts["active_parameters"], files.layers, files.hidden)
+    return facts["device_name"], partial(flops_per_token, facts["active_parameters"], files.facts.attention)
 
 
 def engine_slots(config: GrpoConfig, allocation: Allocation, waits: Waits) -> list[EngineSlot]:

@@ -1,14 +1,11 @@
-"""Weights of Hugging Face folders: read one tensor at a time, written as new folders, named on disk and in memory.
-
-transformers 5 keeps a layer's experts fused in memory; checkpoints (and vLLM) name them one by one.
-"""
+"""Weights of Hugging Face folders: read one tensor at a time, written as new folders."""
 
 import json
 import os
 import re
 import shutil
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,50 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlctl.models.architectures import is_expert, is_fused
+from rlctl.models.parameter_table import Layout, Shape, TensorRow
 from rlctl.models.weight_headers import check_weights, weight_files
 
 SHARD_BYTES = 4 * 10**9
 COMPANIONS = ("generation_config.json", "token*", "vocab*", "merges*", "special_tokens*", "added_tokens*", "chat_t*")
-Shape = tuple[int, ...]
-# (name, shape, dtype) of each tensor.
-Layout = list[tuple[str, Shape, str]]
-_EXPERT = re.compile(r"(.*)\.(\d+)\.(gate|up|down)_proj\.weight")
-
-
-def unfuse(name: str, tensor: Tensor, first: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """Yield the checkpoint names of a parameter with their views of `tensor`. Most parameters keep their one name.
-
-    Fused experts, gate_up_proj [experts, 2 f, h] and down_proj [experts, h, f], have one name an expert. The tensor
-    may hold only the experts from `first` on.
-    """
-    if not is_fused(name):
-        yield name, tensor
-        return
-    module, _, leaf = name.rpartition(".")
-    for e, expert in enumerate(tensor, first):
-        stem = f"{module}.{e}"
-        if leaf == "down_proj":
-            yield f"{stem}.down_proj.weight", expert
-        else:
-            gate, up = expert.chunk(2)
-            yield f"{stem}.gate_proj.weight", gate
-            yield f"{stem}.up_proj.weight", up
-
-
-def fuse(name: str, shape: Shape, start: Shape, experts: int) -> tuple[str, Shape, Shape]:
-    """Return (name, shape, start) of the parameter that holds a checkpoint's tensor: the inverse of `unfuse`.
-
-    start: where a part of the tensor begins; returned: where that part begins in the parameter.
-    """
-    found = _EXPERT.fullmatch(name)
-    if found is None or not is_expert(name):
-        return name, shape, start
-    number, rows = int(found[2]), shape[0]
-    if found[3] == "down":
-        return f"{found[1]}.down_proj", (experts, *shape), (number, *start)
-    row = start[0] + (rows if found[3] == "up" else 0)
-    return f"{found[1]}.gate_up_proj", (experts, 2 * rows, *shape[1:]), (number, row, *start[1:])
 
 
 class WeightFiles:
@@ -113,15 +71,14 @@ class WeightFiles:
             raise KeyError(f"{self.folder} has no tensor {name}")
         return self._file[name]
 
-    def read_into(self, name: str, target: Tensor) -> None:
-        """Fill `target`, the parameter called `name` in memory. Raises KeyError, ValueError naming the tensor."""
-        parts = [(name, target)] if name in self._file else unfuse(name, target)
-        for part, view in parts:
-            value = self.tensor(part)
-            if value.shape != view.shape:
-                expected, found = tuple(view.shape), tuple(value.shape)
-                raise ValueError(f"{self.folder}: {part} has shape {found}, the configuration says {expected}")
-            view.copy_(value)
+    def read_into(self, rows: Iterable[TensorRow], target: Tensor) -> None:
+        """Fill `target`, a whole parameter or buffer, from its rows. Raises KeyError, ValueError naming the tensor."""
+        for row in rows:
+            value = self.tensor(row.name)
+            if tuple(value.shape) != row.shape:
+                expected, found = row.shape, tuple(value.shape)
+                raise ValueError(f"{self.folder}: {row.name} has shape {found}, the configuration says {expected}")
+            row.view(target).copy_(value)
 
 
 def write_folder(source: Path, folder: Path, layout: Layout, tensors: Iterable[tuple[str, Tensor]]) -> None:

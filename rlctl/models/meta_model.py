@@ -4,6 +4,7 @@
 weights are not read. FOLDER appears whole or not at all. The same seed writes the same bytes.
 """
 
+import json
 import os
 import shutil
 import sys
@@ -13,53 +14,89 @@ from typing import Any
 import torch
 from torch.nn.modules.dropout import _DropoutNd
 
-from rlctl.models import grouped_experts, hf_folder, packed_attention
-from rlctl.models.architectures import ARCHITECTURES
+from rlctl.config.errors import ModelError
+from rlctl.models import grouped_experts, packed_attention
 from rlctl.models.observed import without_dropout
 from rlctl.models.state_layers import install_restarts
 
 
-def skeleton(folder: Path, device: torch.device) -> Any:
-    """Return the causal LM with its parameters on the meta device and its rotary table on `device`.
+def text_config(folder: Path) -> Any:
+    """Return transformers' config of a folder's text model. Raises ModelError for a model type without a causal LM."""
+    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, __version__
 
-    Its dropout is off, and its states begin with each sequence of a pack.
-    Raises ValueError for an architecture outside the table or with sliding windows, or for dropout that stays.
-    """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.from_pretrained(folder)
-    row = ARCHITECTURES.get(config.model_type)
-    if row is None:
-        raise ValueError(f"{folder} is a {config.model_type} model; rlctl trains {', '.join(ARCHITECTURES)}")
-    # Without layer_types a window is every layer's.
-    window = not row.window.listed and config.sliding_window is not None
-    if window or set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"}:
-        raise ValueError(f"{folder} uses sliding-window attention, which packed attention does not do")
-    without_dropout(config)
-    with torch.device("meta"):
-        lm = AutoModelForCausalLM.from_config(
-            config,
-            dtype=torch.float32,
-            attn_implementation=packed_attention.register(),
-            experts_implementation=grouped_experts.register(),
+    kind = json.loads((folder / "config.json").read_text()).get("model_type")
+    if kind not in CONFIG_MAPPING:
+        raise ModelError(f"model_type {kind} in {folder}: transformers {__version__} does not know it")
+    try:
+        whole = AutoConfig.from_pretrained(folder)
+    except Exception as error:  # A config class has an error for each of its values.
+        raise ModelError(f"{folder}/config.json: {_reason(error)}") from error
+    config = whole.get_text_config(decoder=True)
+    if config is not whole and (tied := getattr(whole, "tie_word_embeddings", None)) is not None:
+        config.tie_word_embeddings = tied
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ModelError(
+            f"model_type {config.model_type} in {folder}: transformers {__version__} has no causal language model of it"
         )
+    return config
+
+
+def causal_lm(folder: Path) -> Any:
+    """Return the causal LM of a folder's text model on the meta device, without dropout.
+
+    Raises ModelError for a model type without one, or for dropout that stays.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = text_config(folder)
+    without_dropout(config)
+    try:
+        with torch.device("meta"):
+            lm = AutoModelForCausalLM.from_config(
+                config,
+                dtype=torch.float32,
+                attn_implementation=packed_attention.register(),
+                experts_implementation=grouped_experts.register(),
+            )
+    except Exception as error:  # A model class has an error for each size that does not fit.
+        raise ModelError(f"{folder}: transformers does not build {config.model_type}: {_reason(error)}") from error
     if left := [name for name, module in lm.named_modules() if isinstance(module, _DropoutNd) and module.p]:
-        raise ValueError(f"{folder} has dropout at {left[0]} that no key of its config.json turns off")
-    install_restarts(lm)
-    backbone = lm.get_submodule(row.backbone)
-    backbone.rotary_emb = type(backbone.rotary_emb)(config=lm.config).to(device)
+        raise ModelError(f"{folder} has dropout at {left[0]} that no key of its config.json turns off")
     return lm
 
 
-def layout_of(lm: Any) -> list[tuple[str, tuple[int, ...]]]:
-    """Return (name on disk, shape) of all tensors, tied ones once, in the order of the parameters."""
-    head = f"{ARCHITECTURES[lm.config.model_type].head}.weight"
-    return [
-        (part, tuple(view.shape))
-        for name, parameter in lm.named_parameters()
-        if name != head or not lm.config.tie_word_embeddings
-        for part, view in hf_folder.unfuse(name, parameter)
-    ]
+def _reason(error: Exception) -> str:
+    """Return the kind of an error and its message in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def skeleton(folder: Path, device: torch.device) -> Any:
+    """Return the causal LM with its parameters on the meta device and its computed buffers on `device`.
+
+    Its dropout is off, and its states begin with each sequence of a pack. Raises ModelError as `causal_lm`.
+    """
+    lm = causal_lm(folder)
+    install_restarts(lm)
+    compute_buffers(lm, device)
+    return lm
+
+
+def compute_buffers(lm: Any, device: torch.device) -> None:
+    """Compute on `device` the buffers that no checkpoint holds: rotary tables, scales.
+
+    transformers computes them by `_init_weights` too. It leaves marked tensors alone.
+    """
+    from transformers.initialization import guard_torch_init_functions
+
+    for tensor in (*lm.parameters(), *lm.buffers()):
+        tensor._is_hf_initialized = True
+    for module in lm.modules():
+        for name in module._non_persistent_buffers_set:
+            if (held := module._buffers[name]) is not None:
+                module._buffers[name] = torch.empty_like(held, device=device)
+    with torch.no_grad(), guard_torch_init_functions():
+        # Some modules compute the buffers of their children.
+        lm.apply(lm._init_weights)
 
 
 def write_random_model(shape: Path, folder: Path, seed: int, quick: bool = False) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.config.schema import ModelSection
-from rlctl.models.model_sizes import read_sizes
+from rlctl.models.facts import ModelFacts, find_facts
+from rlctl.models.model_sizes import check_config, read_sizes
 from rlctl.models.weight_headers import check_weights
 
 _FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
@@ -24,11 +25,7 @@ class ModelFiles:
     folder: str
     # Folder that the config names; another one than `folder` with `random_init`.
     source: str
-    # Tokens.
-    max_length: int
-    layers: int
-    # Attention heads times their size.
-    hidden: int
+    facts: ModelFacts
 
     @classmethod
     def find(cls, model: ModelSection, run_dir: Path, seed: int) -> "ModelFiles":
@@ -44,14 +41,19 @@ class ModelFiles:
             # Two kilobytes say if the weights are worth fetching.
             read_sizes(Path(snapshot_download(source, allow_patterns=["config.json"])) / "config.json")
             source = str(snapshot_download(source, allow_patterns=_FILES))
-        sizes = read_sizes(Path(source) / "config.json")
+        check_config(Path(source) / "config.json")
         folder = source
         if model.random_init:
             folder = str(run_dir / "init")
             _make_random(source, folder, seed)
         else:
             check_weights(Path(source))
-        return cls(folder, source, sizes.max_positions, sizes.layers, sizes.heads * sizes.head_dim)
+        return cls(folder, source, find_facts(Path(folder)))
+
+    @property
+    def max_length(self) -> int:
+        """Longest sequence in tokens."""
+        return self.facts.sizes.max_positions
 
 
 def _make_random(shape: str, folder: str, seed: int) -> None:

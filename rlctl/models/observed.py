@@ -34,8 +34,8 @@ _SCALES = {"logits_scaling": -1, "logit_scale": 1, "lm_head_multiplier": 1}
 def observe(config: Any) -> LayerKinds:
     """Return the kinds of a causal LM's layers from its transformers config.
 
-    Raises ValueError for a model that has no forward pass on the meta device, gives attention a keyword that packed
-    attention does not honour, or has unknown mathematics between head and logits.
+    Raises ValueError for a model without a forward pass on the meta device, for an attention keyword that packed
+    attention does not honour, and for unknown mathematics between head and logits.
     """
     from transformers import AutoModelForCausalLM
     from transformers.integrations.moe import ExpertsInterface
@@ -65,7 +65,7 @@ def observe(config: Any) -> LayerKinds:
 def without_dropout(config: Any) -> dict[str, float]:
     """Set every dropout rate of a transformers config, and every jitter of its routers, to 0; return those above 0.
 
-    Engines sample without either, so log-probs with them would be of another policy.
+    Engines sample without dropout: log-probs with it would belong to another policy.
     """
     found: dict[str, float] = {}
     for key, value in vars(config).items():

@@ -46,6 +46,12 @@ def check_weights(folder: Path) -> None:
                 raise ModelError(f"{file}: {name} is {dtype}: rlctl does not train quantised weights; {_PLAIN}")
 
 
+def weight_headers(folder: Path) -> dict[str, tuple[str, list[int]]]:
+    """Return name -> (dtype as safetensors has it, shape) of each tensor of a folder. Raises ModelError."""
+    entries = (entry for file in weight_files(folder) for entry in _header(file).items())
+    return {name: (str(entry["dtype"]), list(entry["shape"])) for name, entry in entries}
+
+
 def _header(file: Path) -> dict[str, Any]:
     """Return tensor name -> {dtype, shape, data_offsets}. Raises ModelError."""
     size = file.stat().st_size

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rlctl.config.errors import ModelError
 from rlctl.config.schema import RunConfig
-from rlctl.models.model_sizes import config_file, read_sizes
+from rlctl.models.model_sizes import check_config, config_file
 from rlctl.models.weight_headers import check_weights
 from rlctl.preflight.backend import Violation, Violations
 from rlctl.preflight.settled import Settled, SettledSft
@@ -24,7 +24,7 @@ def check_model(config: RunConfig) -> Violations:
             yield Violation("model.path", f"{path} is a file; needed: a Hugging Face model folder")
         return
     try:
-        read_sizes(file)
+        check_config(file)
     except ModelError as error:
         yield Violation("model.path", str(error))
         return

@@ -14,7 +14,7 @@ from rlctl.config.fields import FURTHER, key_of
 from rlctl.config.provenance import ConfigNode, Interpolation, Origin, dump, leaves, read_toml, show_path
 from rlctl.config.recorded_origins import recorded_origins, with_origins
 from rlctl.config.schema import KINDS, RunConfig
-from rlctl.models.model_sizes import sizes_of
+from rlctl.models.model_sizes import sizes_of, underived
 from rlctl.preflight.checks import check
 from rlctl.preflight.machine import RunMachine
 from rlctl.preflight.notes import notes
@@ -132,6 +132,10 @@ def load(
         raise ConfigError(problems)
     origins = {key: node.origin for key, node in leaves(root)}
     said += [f"{node.origin}: {node.note}" for _, node in leaves(root) if node.note]
+    path = settled.config.model.path
+    if not away and underived(path):
+        what = "its sizes are not known yet, and not checked; rlctl train derives them before it starts"
+        said.append(f"model.path={path}: {what}")
     recorded, inside = recorded_origins(file) if resume else {}, f"{within}." if within else ""
     recorded = {key.removeprefix(inside): text for key, text in recorded.items() if key.startswith(inside)}
     composed = Composed(settled, file, origins, said + notes(settled, origins), {}, recorded)

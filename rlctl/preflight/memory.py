@@ -120,9 +120,7 @@ def activation_bytes(sizes: ModelSizes, tokens: int, size: int, residual: int, c
     """
     hidden, queries = sizes.hidden, sizes.heads * sizes.head_dim
     keys = sizes.kv_heads * sizes.head_dim
-    width = sizes.intermediate
-    if sizes.sparse_layers:
-        width = sizes.experts_per_token * sizes.expert_intermediate
+    width = sizes.mlp_width
     normed = queries + keys if sizes.qk_norm else 0
     layer = 2 * hidden * residual + (2 * hidden + 2 * queries + 2 * keys + normed + 4 * width) * size
     per_token = sizes.layers * hidden * residual + layer if checkpointing else sizes.layers * layer

@@ -17,7 +17,6 @@ from rlctl.config.schema import RunConfig
 from rlctl.data.datasets import shown
 from rlctl.data.files import files_of
 from rlctl.data.tasks import SupervisedSample, Task
-from rlctl.models.architectures import own_keys
 from rlctl.preflight.settled import Settled
 
 _SIZES = [
@@ -30,7 +29,12 @@ _SIZES = [
     "intermediate_size",
     "vocab_size",
     "tie_word_embeddings",
-    *own_keys(),
+    "attention_bias",
+    "mlp_bias",
+    "num_experts",
+    "num_local_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
     "mlp_only_layers",
     "decoder_sparse_step",
     "norm_topk_prob",

@@ -43,13 +43,14 @@ def generation_only(generated_tokens: int, times: Mapping[str, float], devices: 
     return _rate(generated_tokens, times.get("time/generation", 0.0), devices)
 
 
-def flops_per_token(parameters: int, layers: int, hidden: int, length: float) -> float:
-    """Return training FLOPs a token: 6 N for the weights, 12 L H T for attention over sequences of T tokens.
+def flops_per_token(parameters: int, attention: Iterable[tuple[float, int | None]], length: float) -> float:
+    """Return training FLOPs a token: 6 N for the weights, 12 H min(T, W) for each attention over T tokens.
 
-    N: parameters a token passes through (of a mixture of experts, the active ones); H: heads times head size.
-    Source: PaLM, appendix B (arXiv 2204.02311). Recomputed activations do not count.
+    parameters: N that a token passes through (of a mixture of experts, the active ones). attention: (H, W) of each
+    layer: heads times head size, and the window in tokens or None. Source: PaLM, appendix B (arXiv 2204.02311).
+    Recomputed activations do not count.
     """
-    return 6.0 * parameters + 12.0 * layers * hidden * length
+    return 6.0 * parameters + sum(12.0 * width * min(length, window or length) for width, window in attention)
 
 
 def length_of_a_token(lengths: Sequence[int]) -> float:

@@ -8,11 +8,11 @@ torch's compiler (2.5 s) are therefore imported where they are used.
 """
 
 import importlib
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -25,9 +25,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
-from rlctl.models.hf_folder import Layout
 from rlctl.models.layer_kinds import unusual_parts
-from rlctl.models.model_sizes import read_sizes
+from rlctl.models.parameter_table import Layout, ParameterTable, TensorRow
 from rlctl.preflight.backend import backend_of
 from rlctl.preflight.columns import Role, RoleModel
 from rlctl.preflight.settings import TrainerSettings
@@ -80,16 +79,17 @@ class TrainerRank(ABC):
 
     def __init__(self, spec: TrainerSpec) -> None:
         """Join the process group. Raises ValueError for a model that the backend does not train."""
-        from rlctl.models.meta_model import layout_of, skeleton
+        from rlctl.models.derive import load_facts, table_of
+        from rlctl.models.meta_model import skeleton
 
         self._spec, self._config = spec, spec.config
         self._device = torch.device(spec.device)
         self._dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[spec.config.dtype]
         self._folder = Path(spec.model_path)
         self._lm = skeleton(self._folder, self._device)
-        self._layout = layout_of(self._lm)
-        self._sizes = read_sizes(self._folder / "config.json")
-        for finding in backend_of(spec.config).check_model(spec.config, self._sizes):
+        self._facts = load_facts(self._folder)
+        self._table = table_of(self._lm, self._folder)
+        for finding in backend_of(spec.config).check_model(spec.config, self._facts.sizes):
             raise ValueError(finding.what)
         self._join()
         # Weights of the other roles, each from its first use on.
@@ -223,8 +223,33 @@ class TrainerRank(ABC):
         return self._shards()
 
     def layout(self, dtype: str | None = None) -> Layout:
-        """Return (Hugging Face name, shape, dtype) of everything `export` yields, in its order; no data is moved."""
-        return [(name, shape, dtype or self._kept_in) for name, shape in self._layout]
+        """Return (Hugging Face name, shape, dtype) of everything `export` yields, in its order; no data is moved.
+
+        Tensors that transformers keeps in float32 stay so, and buffers have their dtype on disk.
+        """
+        kind = dtype or self._kept_in
+        return [(row.name, row.shape, self._kind_of(row, kind)) for row in self._table.sent]
+
+    def _table_of(self, folder: Path) -> ParameterTable:
+        """Return the table that a folder of the same architecture has for its names."""
+        from rlctl.models.derive import table_of
+        from rlctl.models.meta_model import causal_lm
+
+        return self._table if folder == self._folder else table_of(causal_lm(folder), folder)
+
+    def _kind_of(self, row: TensorRow, kind: str) -> str:
+        if self._facts.keeps_float32(str(row.target)):
+            return "float32"
+        return row.dtype if row.buffer and row.dtype else kind
+
+    def _write_folder(self, folder: Path, layout: Layout, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Write a Hugging Face folder of `tensors`, and of the source's tensors that the model does not hold."""
+        from rlctl.models.hf_folder import WeightFiles, write_folder_together
+
+        kept = [(row.name, row.shape, str(row.dtype)) for row in self._table.kept]
+        source = WeightFiles(self._folder) if kept else None
+        unread = ((name, source.tensor(name)) for name, _, _ in kept if source)
+        write_folder_together(self._folder, folder, layout + kept, chain(tensors, unread))
 
     @abstractmethod
     def export(self, dtype: str | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -287,9 +312,9 @@ class TrainerRank(ABC):
         """
         cuda = self._device.type == "cuda"
         return {
-            "parameters": sum(math.prod(shape) for _, shape in self._layout),
-            "active_parameters": self._sizes.active_parameters,
-            "vocab_size": self._sizes.vocab,
+            "parameters": self._facts.sizes.parameters,
+            "active_parameters": self._facts.sizes.active_parameters,
+            "vocab_size": self._facts.sizes.vocab,
             "dtype": self._config.dtype,
             "device": str(self._device),
             "device_name": torch.cuda.get_device_name(self._device) if cuda else "cpu",
@@ -297,14 +322,7 @@ class TrainerRank(ABC):
 
     def unusual_parts(self) -> list[str]:
         """Return the parts of the model that an engine may compute differently, in words."""
-        from transformers import AutoConfig
-
-        from rlctl.models.observed import observe
-
-        try:
-            return unusual_parts(observe(AutoConfig.from_pretrained(self._folder)), self._sizes.experts)
-        except ValueError as error:
-            return [str(error)]
+        return unusual_parts(self._facts.kinds, self._facts.sizes.experts)
 
     def close(self) -> None:
         """Leave the process group."""

@@ -15,13 +15,12 @@ import torch
 
 from rlctl.generation.vllm.kind import environment
 from rlctl.generation.vllm.param_layout import UnsupportedLayout, prove, record_regions
-from rlctl.models.architectures import ARCHITECTURES
 from rlctl.models.hf_folder import WeightFiles
 from rlctl.refit.param_slices import ParamSlice, ParamSliceSink, ShadowParams, verify_complete
 from rlctl.refit.plan import RefitPlan, TensorSlice
 from rlctl.refit.source import Shard, WeightSource
 from rlctl.utils.ports import free_port
-from tests.tiny_models import KINDS, MISTRAL, Kind, make_model
+from tests.tiny_models import KINDS, Kind, make_model
 
 # More tensor-parallel ranks than key-value heads: heads are then held more than once.
 SIZES = (1, 2, 4)
@@ -103,10 +102,7 @@ def deliver(plan: RefitPlan, shards: list[Shard], sink: ParamSliceSink) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kind", [*KINDS, "mistral"])
-def test_copies_leave_what_the_loaders_leave(
-    kind: Kind, size: int, world: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(ARCHITECTURES, "mistral", MISTRAL)
+def test_copies_leave_what_the_loaders_leave(kind: Kind, size: int, world: None, tmp_path: Path) -> None:
     folder = make_model(tmp_path / kind, kind, heads=8)
     shards = tensors(folder)
     for rank in range(size):

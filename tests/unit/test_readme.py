@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from rlctl.config.telemetry_schema import UserTrackerSection
 from rlctl.grpo.losses.check import check_loss, one_token, outcome
-from rlctl.models.architectures import ARCHITECTURES
 from rlctl.models.model_sizes import read_sizes
 from rlctl.preflight.load import load
 from rlctl.telemetry.events import EventLog
@@ -53,23 +51,6 @@ def test_the_tracker_writes_the_numbers(tmp_path: Path, monkeypatch: pytest.Monk
     tracker.close()
     assert (tmp_path / "metrics.csv").read_text() == "step,3,loss/policy,0.12\n"
     assert read_records(tmp_path / "events.jsonl") == []
-
-
-def test_the_architecture_has_the_parameters_that_transformers_builds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    row = example("A model architecture", "mistral", tmp_path, monkeypatch)
-    monkeypatch.setitem(ARCHITECTURES, "mistral", row)
-    sizes = {"hidden_size": 40, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
-    sizes |= {"num_key_value_heads": 2, "vocab_size": 50, "max_position_embeddings": 64}
-    config = AutoConfig.for_model("mistral", **sizes, **row.tiny, sliding_window=None)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    assert type(model).__name__ == row.causal_lm
-    config.save_pretrained(tmp_path)
-    assert read_sizes(tmp_path / "config.json").parameters == sum(each.numel() for each in model.parameters())
 
 
 def test_the_backend_answers_what_preflight_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

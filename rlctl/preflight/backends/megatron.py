@@ -11,13 +11,14 @@ from json import dumps
 from rlctl.config.errors import BrokenValueError
 from rlctl.config.fields import spec
 from rlctl.config.schema import TrainerSection
-from rlctl.models.architectures import ARCHITECTURES
 from rlctl.models.model_sizes import ModelSizes
 from rlctl.preflight.backend import FLOAT32, Backend, ShardCounts, State, StateBytes, Violation, Violations
 from rlctl.preflight.check_inputs import missing_megatron
 from rlctl.preflight.parallel_layout import KEYS, Layout, clashes, instead, world_sizes
 
 _SECTION = "trainer.megatron"
+# Model types whose layers and mapping of names `training/megatron/` has.
+MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 # Keys that each key may contradict, besides the model: the problem is shown at the last one written.
 _AGAINST = {
     "world": ("tensor", "pipeline", "context"),
@@ -134,13 +135,13 @@ class MegatronBackend(Backend):
             return
         kind, biased = sizes.model_type, sizes.output_bias or sizes.mlp_bias
         lacks = []
-        if not ARCHITECTURES[kind].megatron:
-            lacks.append(f"megatron has no layers of a {kind}")
-        if biased or sizes.activation != "silu":
+        if kind not in MODEL_TYPES:
+            lacks.append(f"megatron trains {', '.join(MODEL_TYPES)}, not {kind}")
+        elif biased or sizes.activation != "silu":
             lacks.append(
                 f"megatron trains no {kind} {'with biases' if biased else f'with hidden_act {sizes.activation}'}"
             )
-        if sizes.sparse_layers and sizes.experts_per_token == 1 and sizes.norm_topk_prob:
+        elif sizes.sparse_layers and sizes.experts_per_token == 1 and sizes.norm_topk_prob:
             lacks.append("megatron has no router for one expert a token with norm_topk_prob, whose weight is always 1")
         yield from (
             Violation("trainer.backend", f"{what}; use trainer.backend=fsdp", ("model.path",)) for what in lacks

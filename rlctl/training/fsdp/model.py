@@ -3,6 +3,8 @@
 Weights are float32 masters, read from safetensors one layer at a time, so that no rank ever holds them whole.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +14,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from rlctl.models.architectures import ARCHITECTURES, ArchitectureRow
+from rlctl.models.facts import ModelFacts
 from rlctl.models.grouped_experts import check_grouped
 from rlctl.models.hf_folder import WeightFiles
+from rlctl.models.parameter_table import ParameterTable
 from rlctl.preflight.settings import TrainerSettings
 from rlctl.training.logprobs import chunked_log_probs
 from rlctl.training.packing import Packed, compile_for_packs
 
-Named = dict[str, nn.Parameter]
+# Parameters and buffers by name.
+Named = Mapping[str, Tensor]
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -30,10 +34,10 @@ def local(tensor: Tensor) -> Tensor:
 class FsdpPolicy(nn.Module):
     """Causal LM and head in one root module, so that FSDP has the head's weight whole inside `forward`."""
 
-    def __init__(self, lm: Any, row: ArchitectureRow, temperature: float, chunk: int, compiled: bool) -> None:
+    def __init__(self, lm: Any, facts: ModelFacts, temperature: float, chunk: int, compiled: bool) -> None:
         super().__init__()
         self.lm = lm
-        self.row = row
+        self.facts = facts
         self.temperature = temperature
         self.chunk = chunk
         self.compiled = compiled
@@ -44,21 +48,51 @@ class FsdpPolicy(nn.Module):
 
         rows: int64 [N], each after its sequence's first.
         """
-        output = self.lm.get_submodule(self.row.backbone)(
+        output = self.lm.get_submodule(self.facts.decoder)(
             input_ids=packed.tokens[None],
             position_ids=packed.positions[None],
             use_cache=False,
             cu_seq_lens_q=packed.cu_seqlens,
             max_length_q=packed.max_len,
+            **self._boundaries(packed),
         )
         hidden = output.last_hidden_state[0].index_select(0, rows - 1)
         targets = packed.tokens[rows]
-        head = self.lm.get_submodule(self.row.head).weight
-        return chunked_log_probs(hidden, head, targets, self.temperature, self.chunk, compiled=self.compiled)
+        head = self.lm.get_submodule(self.facts.head)
+        how: dict[str, Any] = {"transform": self.facts.kinds.logits, "compiled": self.compiled}
+        return chunked_log_probs(
+            hidden, head.weight, targets, self.temperature, self.chunk, bias=getattr(head, "bias", None), **how
+        )
+
+    def _boundaries(self, packed: Packed) -> dict[str, Any]:
+        """Return the further keywords by which layers with states find the sequences of a pack."""
+        if not self.facts.kinds.states:
+            return {}
+        seq_idx = (packed.positions == 0).cumsum(0)[None].int() - 1
+        return {"cu_seq_lens_k": packed.cu_seqlens, "max_length_k": packed.max_len, "seq_idx": seq_idx}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Source of weights, and their place on a device."""
+
+    facts: ModelFacts
+    table: ParameterTable
+    files: WeightFiles
+    # Of computations: buffers have it, parameters are float32 masters.
+    dtype: torch.dtype
+    device: torch.device
 
 
 def build_policy(
-    lm: Any, folder: Path, section: TrainerSettings, dtype: torch.dtype, mesh: DeviceMesh, temperature: float
+    lm: Any,
+    facts: ModelFacts,
+    table: ParameterTable,
+    folder: Path,
+    section: TrainerSettings,
+    dtype: torch.dtype,
+    mesh: DeviceMesh,
+    temperature: float,
 ) -> FsdpPolicy:
     """Shard a `skeleton` over `mesh` and read its weights; computes in `dtype`, keeps float32 masters.
 
@@ -68,26 +102,25 @@ def build_policy(
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     check_grouped(lm, device, dtype)
     # With a padding index torch would withhold that token's input gradient, and pad is often the end token.
-    row = ARCHITECTURES[lm.config.model_type]
-    embedding = lm.get_submodule(row.embedding)
+    embedding = lm.get_submodule(facts.embedding)
     embedding.padding_idx = None
     if section.activation_checkpointing:
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     lm.train()
     compiled = section.compile
-    policy = FsdpPolicy(lm, row, temperature, section.logprob_chunk_tokens, compiled)
+    policy = FsdpPolicy(lm, facts, temperature, section.logprob_chunk_tokens, compiled)
     half = dtype != torch.float32
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if half else MixedPrecisionPolicy()
-    files = WeightFiles(folder)
-    for i, layer in enumerate(lm.get_submodule(row.layers)):
-        _materialize(layer, f"{row.layers}.{i}.", files, device)
+    reading = Reading(facts, table, WeightFiles(folder), dtype, device)
+    for i, layer in enumerate(lm.get_submodule(facts.layers)):
+        _materialize(layer, f"{facts.layers}.{i}.", reading)
         if compiled:
             # `forward` alone: FSDP's work before and after stays outside. One graph serves all layers.
             layer.forward = compile_for_packs(layer.forward)
         fully_shard(layer, mesh=mesh, mp_policy=precision)
-    _materialize(lm, "", files, device)
-    if lm.config.tie_word_embeddings:
-        lm.get_submodule(row.head).weight = embedding.weight
+    _materialize(lm, "", reading)
+    if facts.sizes.tied:
+        lm.get_submodule(facts.head).weight = embedding.weight
     fully_shard(policy, mesh=mesh, mp_policy=precision)
     for module in policy.modules():
         if isinstance(module, FSDPModule) and mesh.size() > 1:
@@ -98,26 +131,29 @@ def build_policy(
     return policy
 
 
-def _materialize(module: nn.Module, prefix: str, files: WeightFiles, device: torch.device) -> None:
-    """Read every parameter of `module` that is still on the meta device."""
-    for name, parameter in list(module.named_parameters()):
-        if parameter.is_meta:
-            value = torch.empty(parameter.shape, dtype=torch.float32)
-            files.read_into(prefix + name, value)
-            owner, _, leaf = name.rpartition(".")
-            setattr(module.get_submodule(owner), leaf, nn.Parameter(value.to(device)))
+def _materialize(module: nn.Module, prefix: str, reading: "Reading") -> None:
+    """Read every parameter of `module` that is still on the meta device, and every buffer that is on disk."""
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if not tensor.is_meta or not reading.table.holds(prefix + name):
+            continue
+        whole = isinstance(tensor, nn.Parameter) or reading.facts.keeps_float32(prefix + name)
+        dtype = tensor.dtype if not tensor.is_floating_point() else torch.float32 if whole else reading.dtype
+        value = torch.empty(tensor.shape, dtype=dtype)
+        reading.files.read_into(reading.table.of(prefix + name), value)
+        value = value.to(reading.device)
+        owner, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(owner), leaf, nn.Parameter(value) if isinstance(tensor, nn.Parameter) else value)
 
 
-def read_shards(folder: Path, parameters: Named, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Read every parameter from the folder, in `dtype`, cut as it is."""
-    files = WeightFiles(folder)
+def read_shards(files: WeightFiles, table: ParameterTable, held: Named, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Read every parameter from files, in `dtype`, cut as it is, and every buffer in its own dtype."""
     weights = {}
-    for name, p in parameters.items():
-        whole = torch.empty(p.shape, dtype=torch.float32)
-        files.read_into(name, whole)
-        if isinstance(p, DTensor):
-            whole = local(distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None))
-        weights[name] = whole.to(dtype)
+    for name, tensor in held.items():
+        whole = torch.empty(tensor.shape, dtype=torch.float32 if tensor.is_floating_point() else tensor.dtype)
+        files.read_into(table.of(name), whole)
+        if isinstance(tensor, DTensor):
+            whole = local(distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None))
+        weights[name] = whole.to(dtype if isinstance(tensor, nn.Parameter) else tensor.dtype)
     return weights
 
 

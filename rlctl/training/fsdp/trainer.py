@@ -8,12 +8,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from rlctl.models import hf_folder
-from rlctl.models.architectures import is_fused
+from rlctl.models.hf_folder import WeightFiles
 from rlctl.preflight.offload_plan import residency
 from rlctl.refit.source import Shard
 from rlctl.training.fsdp.model import Named, build_policy, free_gathered, local, read_shards
@@ -34,8 +33,13 @@ class FsdpTrainer(TrainerRank):
         self._kept_in = "float32"
         torch.manual_seed(spec.seed + spec.rank)
         mesh = init_device_mesh(self._device.type, (spec.world,))
-        self._policy = build_policy(self._lm, self._folder, spec.config, self._dtype, mesh, spec.temperature)
-        self._parameters: Named = dict(self._policy.lm.named_parameters())
+        self._policy = build_policy(
+            self._lm, self._facts, self._table, self._folder, spec.config, self._dtype, mesh, spec.temperature
+        )
+        self._parameters: dict[str, nn.Parameter] = dict(self._policy.lm.named_parameters())
+        buffers = {name: each for name, each in self._policy.lm.named_buffers() if self._table.holds(name)}
+        # Tensors of the folder, as they are on this rank.
+        self._held: Named = {**self._parameters, **buffers}
         parameters, section = self._parameters.values(), spec.config.optimizer
         # Matrices alone decay.
         groups = [
@@ -59,13 +63,14 @@ class FsdpTrainer(TrainerRank):
         self.rest()
 
     def export(self, dtype: str | None = None) -> Iterator[tuple[str, Tensor]]:
-        for name, p in self._parameters.items():
-            whole = p.detach().to(getattr(torch, dtype or self._kept_in))
-            yield from hf_folder.unfuse(name, whole.full_tensor() if isinstance(whole, DTensor) else whole)
+        kinds = {name: kind for name, _, kind in self.layout(dtype)}
+        for name, held in self._held.items():
+            rows = self._table.of(name)
+            whole = held.detach().to(getattr(torch, kinds[rows[0].name]))
+            yield from self._table.views(name, whole.full_tensor() if isinstance(whole, DTensor) else whole)
 
     def export_folder(self, folder: Path, dtype: str | None = None) -> None:
-        dtype = dtype or self._config.dtype
-        hf_folder.write_folder_together(self._folder, folder, self.layout(dtype), self.export(dtype))
+        self._write_folder(folder, self.layout(dtype or self._config.dtype), self.export(dtype or self._config.dtype))
 
     def _log_probs(self, micro_batches: list[MicroBatch]) -> list[list[NDArray[np.float32]]]:
         found: list[list[NDArray[np.float32]]] = []
@@ -80,10 +85,10 @@ class FsdpTrainer(TrainerRank):
         return found
 
     def _weights(self) -> dict[str, Tensor]:
-        return {name: local(p).detach() for name, p in self._parameters.items()}
+        return {name: local(each).detach() for name, each in self._held.items()}
 
     def _read_weights(self, folder: Path, live: dict[str, Tensor]) -> dict[str, Tensor]:
-        return read_shards(folder, self._parameters, self._dtype)
+        return read_shards(WeightFiles(folder), self._table_of(folder), self._held, self._dtype)
 
     def _run(self, micro_batches: list[MicroBatch], loss: Loss, metrics: MetricAccumulator, *, backward: bool) -> None:
         for micro_batch in micro_batches:
@@ -137,12 +142,11 @@ class FsdpTrainer(TrainerRank):
 
     def _shards(self) -> list[Shard]:
         found = []
-        for name, p in self._parameters.items():
-            mine, first = local(p).detach(), self._first_row(p)
-            for part, view in hf_folder.unfuse(name, mine, first) if mine.numel() else ():
-                # Rows of experts stacked in one parameter are whole experts, each its own tensor in the folder.
-                start = 0 if is_fused(name) else first
-                found.append(Shard(part, (start,) + (0,) * (view.ndim - 1), view))
+        for name, held in self._held.items():
+            mine, first = local(held).detach(), self._first_row(held)
+            for row in self._table.of(name):
+                if part := row.part(mine, first):
+                    found.append(Shard(row.name, *part))
         return found
 
     def _saved(self) -> dict[str, TensorShard]:

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
-from rlctl.models import hf_folder
-from rlctl.models.architectures import ARCHITECTURES
+from rlctl.models.parameter_table import Layout, ParameterTable
 from rlctl.training.megatron.model import MegatronPolicy
 
 Shape = tuple[int, ...]
@@ -41,19 +40,19 @@ _WHOLE = {
     "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
     "mlp.router.weight": "mlp.gate.weight",
 }
+_EMBEDDING = "model.embed_tokens.weight"
 
 
 class Mapping:
     """The mapping of the parameters of this rank's stage."""
 
-    def __init__(self, policy: MegatronPolicy, hf: Any) -> None:
-        self._config, self._hf = policy.config, hf
+    def __init__(self, policy: MegatronPolicy, hf: Any, table: ParameterTable) -> None:
+        self._config, self._hf, self._table = policy.config, hf, table
         # Number and count of tensor-parallel and of expert-parallel ranks.
         self._tensor = parallel_state.get_tensor_model_parallel_rank()
         self._tensors = parallel_state.get_tensor_model_parallel_world_size()
         self._expert_rank = parallel_state.get_expert_model_parallel_rank()
         self._expert_ranks = parallel_state.get_expert_model_parallel_world_size()
-        self._row = ARCHITECTURES[hf.model_type]
         layers = policy.decoder.layers
         self._first = layers[0].layer_number - 1 if len(layers) else 0
 
@@ -67,21 +66,21 @@ class Mapping:
 
         tensor: the parameter, or anything of its shape. Raises KeyError for a parameter without a Hugging Face tensor.
         """
-        row = self._row
         if name == "embedding.word_embeddings.weight":
-            return [self._rows(f"{row.embedding}.weight", tensor)]
+            return [self._rows(_EMBEDDING, tensor)]
         if name == "output_layer.weight":
-            return [self._rows(f"{row.embedding if self.tied else row.head}.weight", tensor)]
+            return [self._rows(_EMBEDDING if self.tied else "lm_head.weight", tensor)]
         if name == "decoder.final_layernorm.weight":
-            return [_whole(f"{row.norm}.weight", tensor)]
+            return [_whole("model.norm.weight", tensor)]
         found = _LAYER.fullmatch(name)
         if not found:
             raise KeyError(name)
-        return list(self._of_layer(f"{row.layers}.{self._first + int(found[1])}.", found[2], tensor))
+        return list(self._of_layer(f"model.layers.{self._first + int(found[1])}.", found[2], tensor))
 
     def fused(self, part: Part) -> tuple[str, Shape, Shape]:
         """Return name, shape and start of a part where a layer's experts are one tensor, as they are in memory."""
-        return hf_folder.fuse(part.name, part.shape, part.start, self._config.num_moe_experts or 0)
+        row = self._table.by_name[part.name]
+        return str(row.target), row.whole, row.place(part.start, tuple(part.view.shape))[0]
 
     def replicated(self, name: str) -> bool:
         """Return true if every tensor-parallel rank holds the whole parameter."""
@@ -121,8 +120,7 @@ class Mapping:
 
     def _expert(self, layer: str, local: int, which: str, tensor: Tensor) -> Iterator[Part]:
         number = self._expert_rank * (self._config.num_moe_experts // self._expert_ranks) + local
-        assert self._row.experts
-        stem = f"{layer}{self._row.experts.module}.{number}."
+        stem = f"{layer}mlp.experts.{number}."
         if which == "linear_fc2":
             yield _whole(stem + "down_proj.weight", tensor)
         else:
@@ -161,9 +159,7 @@ class Exporter:
             name for name in named if (later and mapping.replicated(name)) or (copied and name == "output_layer.weight")
         }
 
-    def tensors(
-        self, layout: hf_folder.Layout, values: dict[str, Tensor] | None = None
-    ) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, layout: Layout, values: dict[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor of `layout`, in its order and dtype; on every rank, in lockstep.
 
         values: stand-ins for the parameters, by name and of their shape; None for the parameters themselves.

@@ -19,7 +19,6 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
 
-from rlctl.models.architectures import ARCHITECTURES
 from rlctl.models.model_sizes import ModelSizes
 from rlctl.preflight.backend import layout_of
 from rlctl.preflight.backends.megatron import megatron_of
@@ -220,8 +219,14 @@ def _experts(hf: Any, sizes: ModelSizes) -> dict[str, Any]:
         "moe_router_pre_softmax": not sizes.norm_topk_prob,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "moe_layer_freq": [int(sparse) for sparse in ARCHITECTURES[sizes.model_type].sparse_layers(hf.to_dict())],
+        "moe_layer_freq": _sparse_layers(hf),
     }
+
+
+def _sparse_layers(hf: Any) -> list[int]:
+    """Return 1 for each layer of a qwen3_moe whose MLP is a mixture of experts, else 0."""
+    layers = range(hf.num_hidden_layers)
+    return [int(index not in hf.mlp_only_layers and (index + 1) % hf.decoder_sparse_step == 0) for index in layers]
 
 
 def _layer_spec(config: TransformerConfig, sparse: bool) -> ModuleSpec:

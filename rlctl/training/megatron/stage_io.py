@@ -91,7 +91,7 @@ class Head:
         return self._placed(log_probs, packed, mine), self._placed(entropy, packed, mine)
 
     def _placed(self, values: Tensor, packed: Packed, rows: Tensor) -> Tensor:
-        """Put values in the whole pack. A rank gets the gradient of its own rows."""
+        """Put values in the whole pack. A rank gets the gradient of its rows alone."""
         whole = values.new_zeros(len(packed.tokens)).index_copy(0, rows, values)
         placed: Tensor = reduce_from_tensor_model_parallel_region(whole, group=self._context)
         return placed

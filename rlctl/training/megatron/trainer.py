@@ -60,9 +60,9 @@ class MegatronTrainer(TrainerRank):
         self._emulation = Emulation()
         self._emulation.start()
         self._initialize_parallel()
-        self._policy = build_policy(self._lm.config, self._sizes, config, self._dtype, self._device)
+        self._policy = build_policy(self._lm.config, self._facts.sizes, config, self._dtype, self._device)
         self._named = dict(self._policy.named_parameters())
-        self._mapping = Mapping(self._policy, self._lm.config)
+        self._mapping = Mapping(self._policy, self._lm.config, self._table)
         for name, p in self._named.items():
             # Megatron sets this mark only where it draws weights at random. The gradient norm counts unmarked weights
             # once.
@@ -102,7 +102,7 @@ class MegatronTrainer(TrainerRank):
             self._state.wait()
             self._state.settle()
             mains = checkpoint.mains(self._stage)
-        hf_folder.write_folder_together(self._folder, folder, layout, self._exporter.tensors(layout, mains))
+        self._write_folder(folder, layout, self._exporter.tensors(layout, mains))
 
     def close(self) -> None:
         parallel_state.destroy_model_parallel()
@@ -222,7 +222,7 @@ class MegatronTrainer(TrainerRank):
     def _read_mains(self) -> None:
         """Read the float32 weights that are updated from a folder of float32: Megatron makes them of rounded ones."""
         files = hf_folder.WeightFiles(self._folder)
-        if self._dtype == torch.float32 or files.dtype(self._layout[0][0]) != torch.float32:
+        if self._dtype == torch.float32 or files.dtype(self._table.sent[0].name) != torch.float32:
             return
         for name, parameter in self._named.items():
             if slot := self._optimizer.slots.get(parameter):

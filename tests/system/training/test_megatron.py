@@ -15,7 +15,6 @@ import torch
 import torch.multiprocessing as mp
 from filelock import FileLock
 
-from rlctl.models.architectures import ARCHITECTURES
 from rlctl.preflight.backends.megatron import MegatronSection
 from tests.system.training.scenario import (
     MEGATRON,
@@ -31,12 +30,10 @@ from tests.system.training.scenario import (
     trainer,
     weights,
 )
-from tests.tiny_models import KINDS as ALL_KINDS
-from tests.tiny_models import Kind, make_model
+from tests.tiny_models import KINDS, Kind, make_model
 
 pytest.importorskip("megatron.core")
 DATA = sequences(9, seed=4)
-KINDS = tuple(kind for kind in ALL_KINDS if ARCHITECTURES[kind].megatron)
 LOSS = WeightedLoss()
 STEPS = 3
 UNTIED: Kind = "llama"

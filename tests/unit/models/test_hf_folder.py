@@ -1,4 +1,4 @@
-"""Names of checkpoints against names in memory, and folders that transformers reads back."""
+"""Weights are read tensor by tensor and written as folders that transformers reads back."""
 
 import json
 from pathlib import Path
@@ -8,38 +8,25 @@ import torch
 
 from rlctl.config.errors import ModelError
 from rlctl.models import hf_folder
-from rlctl.models.hf_folder import WeightFiles, unfuse, write_folder
+from rlctl.models.hf_folder import WeightFiles, write_folder
+from rlctl.models.parameter_table import TensorRow
 from tests.tiny_models import make_model
 
 
-def test_a_plain_parameter_keeps_its_name_and_memory() -> None:
-    tensor = torch.zeros(2, 3)
-    [(name, view)] = unfuse("model.norm.weight", tensor)
-    assert name == "model.norm.weight" and view is tensor
-
-
-def test_fused_experts_become_one_name_an_expert_and_gate_stands_before_up() -> None:
-    fused = torch.arange(2 * 6 * 4.0).view(2, 6, 4)
-    parts = dict(unfuse("model.layers.3.mlp.experts.gate_up_proj", fused))
-    stem = "model.layers.3.mlp.experts"
-    assert list(parts) == [f"{stem}.{e}.{half}_proj.weight" for e in (0, 1) for half in ("gate", "up")]
-    assert torch.equal(parts[f"{stem}.1.up_proj.weight"], fused[1, 3:])
-    down = dict(unfuse(f"{stem}.down_proj", torch.zeros(2, 4, 3)))
-    assert {name: tuple(view.shape) for name, view in down.items()} == {
-        f"{stem}.{e}.down_proj.weight": (4, 3) for e in (0, 1)
-    }
+def whole(name: str, *shape: int) -> TensorRow:
+    return TensorRow(name, shape, "float32", name, shape, (0,) * len(shape), shape)
 
 
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
     files = WeightFiles(make_model(tmp_path, "llama"))
     with pytest.raises(KeyError, match=r"has no tensor model\.layers\.9\.weight"):
-        files.read_into("model.layers.9.weight", torch.empty(1))
+        files.read_into([whole("model.layers.9.weight", 1)], torch.empty(1))
 
 
 def test_a_tensor_of_another_shape_is_refused_not_broadcast(tmp_path: Path) -> None:
     files = WeightFiles(make_model(tmp_path, "llama"))
     with pytest.raises(ValueError, match=r"model\.norm\.weight has shape \(128,\), the configuration says"):
-        files.read_into("model.norm.weight", torch.empty(2, 128))
+        files.read_into([whole("model.norm.weight", 2, 128)], torch.empty(2, 128))
 
 
 def test_a_folder_without_safetensors_says_so(tmp_path: Path) -> None:
@@ -64,8 +51,7 @@ def test_large_weights_are_written_in_several_files_with_an_index(
     assert index["metadata"]["total_size"] == 72
     files = WeightFiles(tmp_path / "out")
     for name, tensor in tensors.items():
-        files.read_into(name, target := torch.empty_like(tensor))
-        assert torch.equal(target, tensor)
+        assert torch.equal(files.tensor(name), tensor)
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -29,13 +29,16 @@ def find(folder: Path, run: Path, random_init: bool = False, seed: int = 0) -> M
 
 def test_a_folder_is_used_where_it_is(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "m", {"eos_token_id": 7})
-    assert find(folder, tmp_path / "run") == ModelFiles(str(folder), str(folder), 512, 3, 64)
+    found = find(folder, tmp_path / "run")
+    assert (found.folder, found.source, found.max_length) == (str(folder), str(folder), 512)
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(("head_dim", "hidden"), [({}, 64), ({"head_dim": None}, 64), ({"head_dim": 32}, 128)])
-def test_hidden_is_heads_times_their_size(tmp_path: Path, head_dim: dict[str, int | None], hidden: int) -> None:
-    assert find(folder_of(tmp_path / "m", head_dim), tmp_path).hidden == hidden
+@pytest.mark.parametrize(("head_dim", "width"), [({}, 64), ({"head_dim": None}, 64), ({"head_dim": 32}, 128)])
+def test_attention_is_as_wide_as_heads_times_their_size(
+    tmp_path: Path, head_dim: dict[str, int | None], width: int
+) -> None:
+    assert find(folder_of(tmp_path / "m", head_dim), tmp_path).facts.attention == [(width, None)] * 3
 
 
 @pytest.mark.slow

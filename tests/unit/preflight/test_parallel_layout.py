@@ -20,6 +20,7 @@ from rlctl.preflight.machine import RunMachine
 from rlctl.preflight.parallel_layout import Layout, clashes, nearest
 from rlctl.preflight.placement import this_machine
 from rlctl.preflight.plan import RunPlan, make_plan
+from tests.size_formulas import sizes_by_formula
 from tests.unit.folders import MODEL
 
 MEGATRON = "trainer.backend=megatron"
@@ -30,10 +31,11 @@ SEQUENCE, OFFLOAD = "trainer.megatron.sequence_parallel", "trainer.megatron.opti
 RESIDUAL = "trainer.megatron.fp32_residual_connection"
 FRACTION, OVERLAP = "trainer.megatron.optimizer_offload_fraction", "trainer.megatron.overlap_cpu_optimizer_d2h_h2d"
 MIXTURE = {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 33, "num_experts_per_tok": 2}
-QWEN3_8B = ModelSizes(
-    model_type="qwen3", hidden=4096, layers=36, heads=32, kv_heads=8, head_dim=128, intermediate=12288, vocab=151936,
-    max_positions=40960, tied=False, qkv_bias=False, output_bias=False, mlp_bias=False, qk_norm=True, experts=0,
-    experts_per_token=0, expert_intermediate=0, sparse_layers=0, activation="silu", norm_topk_prob=False,
+QWEN3_8B = sizes_by_formula(
+    {
+        "model_type": "qwen3", "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "intermediate_size": 12288, "vocab_size": 151936, "max_position_embeddings": 40960,
+    }
 )  # fmt: skip
 
 

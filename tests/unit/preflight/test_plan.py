@@ -3,18 +3,21 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.models.model_sizes import ModelSizes, read_sizes
+from rlctl.models.model_sizes import read_sizes
 from rlctl.preflight.load import load
 from rlctl.preflight.machine import RunMachine, device_of
 from rlctl.preflight.memory import PlacedState, activation_bytes
 from rlctl.preflight.placement import this_machine
 from rlctl.preflight.plan import RunPlan, make_plan
+from tests.size_formulas import sizes_by_formula
 
 GIB = 1 << 30
-ONE_LAYER = ModelSizes(
-    model_type="llama", hidden=8, layers=1, heads=2, kv_heads=1, head_dim=4, intermediate=16, vocab=10,
-    max_positions=64, tied=False, qkv_bias=False, output_bias=False, mlp_bias=False, qk_norm=False, experts=0,
-    experts_per_token=0, expert_intermediate=0, sparse_layers=0, activation="silu", norm_topk_prob=False,
+ONE_LAYER = sizes_by_formula(
+    {
+        "model_type": "llama", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 4, "intermediate_size": 16, "vocab_size": 10,
+        "max_position_embeddings": 64,
+    }
 )  # fmt: skip
 
 

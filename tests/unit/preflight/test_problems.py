@@ -1,6 +1,5 @@
 """The errors a person meets, word for word: one mistake a case, in a recipe that is otherwise fine."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +8,7 @@ import pytest
 
 from rlctl.config.errors import ConfigError
 from rlctl.preflight.load import load
-from tests.unit.folders import GRPO, MODEL, SFT
+from tests.unit.folders import GRPO, SFT
 
 
 def problems(kind: str, recipe: str, overrides: list[str] | None = None, *, resume: bool = False) -> list[str]:
@@ -197,11 +196,11 @@ def test_a_parquet_file_is_checked_like_a_jsonl_file(home: Path) -> None:
     load("grpo", "grpo.recipe.yaml", ["data.train.path=train.parquet", "data.train.answer_key=solution"])
 
 
-def test_an_unsupported_model_names_the_supported_ones(home: Path) -> None:
-    (home / "model/config.json").write_text(json.dumps({**MODEL, "model_type": "gpt2"}))
+def test_a_folder_that_is_no_model_says_so(home: Path) -> None:
+    (home / "model/config.json").write_text("{}")
     assert problems("grpo", "grpo.recipe.yaml") == [
-        f"grpo.recipe.yaml:3: model.path: model_type gpt2 in {home}/model/config.json: must be one of llama, qwen2, "
-        "qwen3, qwen3_moe"
+        f"grpo.recipe.yaml:3: model.path: {home}/model/config.json has no model_type; needed: a Hugging Face model's "
+        "config.json"
     ]
 
 

@@ -43,7 +43,12 @@ def test_no_time_is_no_throughput() -> None:
 
 
 def test_flops_a_token_are_those_of_palm_appendix_b() -> None:
-    assert flops_per_token(parameters=8_000, layers=2, hidden=16, length=10) == 6 * 8_000 + 12 * 2 * 16 * 10
+    assert flops_per_token(8_000, [(16, None), (16, None)], length=10) == 6 * 8_000 + 12 * 2 * 16 * 10
+
+
+def test_a_window_ends_the_attention_that_is_counted() -> None:
+    layers = [(16.0, None), (16.0, 4), (16.0, 40)]
+    assert flops_per_token(0, layers, length=10) == 12 * 16 * (10 + 4 + 10)
 
 
 def test_a_token_is_more_often_in_a_long_sequence() -> None:

@@ -1,0 +1,67 @@
+"""A model that no table names trains by its derived facts: log-probs, update, shards and export, buffers included."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rlctl.models.derive import derive_facts
+from rlctl.models.hf_folder import WeightFiles
+from rlctl.preflight.backend import backend_of
+from rlctl.refit.plan import RefitPlan
+from tests.system.training.scenario import CONFIG, WeightedLoss, plain_log_probs, sequences, totals, trainer
+from tests.tiny_models import make_model
+
+DATA = sequences(6)
+MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 4},
+    "phi3": {},
+    "granite": {"logits_scaling": 3.0, "embedding_multiplier": 2.0, "attention_multiplier": 0.1},
+    "seed_oss": {"attention_dropout": 0.1, "residual_dropout": 0.1},
+    "gemma2": {"sliding_window": 4},
+    "phi": {},
+    "gpt_oss": {"num_local_experts": 4, "sliding_window": 4},
+    "falcon_h1": {
+        "mamba_d_ssm": 64,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_d_state": 16,
+        "lm_head_multiplier": 0.5,
+    },
+    "mixtral": {"num_local_experts": 4},
+    "glm4_moe": MOE | {"n_routed_experts": 4, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+}
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_it_trains_as_transformers_computes_it(kind: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = make_model(tmp_path / "model", kind, more=FAMILIES[kind], scale=2.0)
+    source = WeightFiles(folder)
+    lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    expected = [plain_log_probs(lm, sequence)[0].detach().numpy() for sequence in DATA]
+    with trainer(folder, tmp_path) as one:
+        for got, want in zip(one.log_probs([DATA])[0], expected, strict=True):
+            np.testing.assert_allclose(got[1:], want, atol=2e-5)
+        one.export_folder(tmp_path / "out", "float32")
+        out = WeightFiles(tmp_path / "out")
+        assert sorted(out.names()) == sorted(source.names())
+        assert all(torch.equal(out.tensor(name), source.tensor(name)) for name in source.names())
+        shards = one.shards()
+        RefitPlan.build(one.layout(), [[shard.box for shard in shards]])
+        assert all(torch.equal(shard.tensor, source.tensor(shard.name)) for shard in shards)
+        assert one.train([DATA], WeightedLoss(), totals(DATA))["train/grad_norm"] > 0
+
+
+def test_megatron_trains_its_four_and_says_so(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", "mistral")
+    sizes = derive_facts(folder).sizes
+    what = "megatron trains llama, qwen2, qwen3, qwen3_moe, not mistral; use trainer.backend=fsdp"
+    checked = {name: replace(CONFIG, backend=name) for name in ("fsdp", "megatron")}
+    found = {name: [each.what for each in backend_of(one).check_model(one, sizes)] for name, one in checked.items()}
+    assert found == {"fsdp": [], "megatron": [what]}
