@@ -29,7 +29,8 @@ class StateFunction:
     package: str
     # Makes the reference of transformers, in plain torch, restart.
     restarted: Callable[[Function], Function]
-    # flash-linear-attention's kernel with the signature of transformers' function and cu_seqlens.
+    # flash-linear-attention's kernel with the signature of transformers' function and cu_seqlens. It serves where the
+    # package does not.
     kernel: Function | None = None
     # Index, among its arguments, of the tensor with the shape of its output, and its number of results.
     like: int = 0
@@ -65,6 +66,25 @@ def _installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
+@cache
+def _has_scalar_gates() -> bool:
+    """Return True if kernels with one gate a head have a backward pass here.
+
+    flash-linear-attention refuses it on a Hopper GPU for Triton from 3.4.0 to below 3.7.1, which computes it wrongly.
+    Kernels with a gate for every channel are right there: all channels of a head are given the same.
+    """
+    from fla.utils import IS_NVIDIA_HOPPER, TRITON_ABOVE_3_4_0, TRITON_ABOVE_3_7_1
+
+    return not IS_NVIDIA_HOPPER or not TRITON_ABOVE_3_4_0 or TRITON_ABOVE_3_7_1
+
+
+def _serves(function: "StateFunction") -> bool:
+    """Return True if transformers' own choice of a kernel serves."""
+    if not _installed(function.package):
+        return False
+    return function.package != "fla" or function.kernel is None or _has_scalar_gates()
+
+
 def _restarting(original: Function, function: StateFunction) -> Function:
     """Return the function that transformers' own is replaced by."""
     # transformers wraps its plain torch form in the choice of a package's kernel.
@@ -77,7 +97,7 @@ def _restarting(original: Function, function: StateFunction) -> Function:
     def restarting(*args: Any, **keywords: Any) -> Any:
         ends = _boundaries(keywords)
         half = args[0].is_cuda and args[0].dtype in (torch.float16, torch.bfloat16)
-        if half and _installed(function.package):
+        if half and _serves(function):
             known = {"cu_seqlens": _long(ends)} if ends is not None and function.package == "fla" else {}
             return original(*args, **keywords | known)
         own = {name: value for name, value in keywords.items() if name not in _PACKING}
@@ -185,6 +205,33 @@ def _fla_conv(
     return out.transpose(1, 2)
 
 
+def _each_channel(gates: Tensor, width: int) -> Tensor:
+    """Return float32 [1, T, heads, width] of gates [1, T, heads]."""
+    return gates.float()[..., None].expand(*gates.shape, width).contiguous()
+
+
+def _fla_delta(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    cu_seqlens: Tensor | None,
+    use_qk_l2norm_in_kernel: bool = False,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Compute the gated delta rule as Kimi's, with equal gates for all channels of a head.
+
+    query, key: [1, T, heads, dim]; value: [1, T, heads, v_dim]; g, beta: [1, T, heads].
+    """
+    from fla.ops.kda import chunk_kda
+
+    normed = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, "cu_seqlens": cu_seqlens}
+    out: Tensor = chunk_kda(query, key, value, _each_channel(g, key.shape[-1]), beta, **normed)[0]
+    return out, None
+
+
 def _fla_mamba2(
     hidden: Tensor,
     dt: Tensor,
@@ -204,6 +251,7 @@ def _fla_mamba2(
 
     hidden: [1, T, heads, head_dim]; dt: [1, T, heads]; A, D, dt_bias: [heads]; B, C: [1, T, groups, state].
     """
+    from fla.ops.gla import chunk_gla
     from fla.ops.simple_gla import chunk_simple_gla
 
     if dt_bias is not None:
@@ -213,14 +261,17 @@ def _fla_mamba2(
     dt = dt.clamp(*dt_limit).float()
     keys, queries = (x.repeat_interleave(hidden.shape[2] // x.shape[2], 2) for x in (B, C))
     values = (hidden * dt[..., None]).to(hidden.dtype)
-    out: Tensor = chunk_simple_gla(queries, keys, values, g=A.float() * dt, scale=1.0, cu_seqlens=cu_seqlens)[0]
+    gates, scan = A.float() * dt, chunk_simple_gla
+    if not _has_scalar_gates():
+        gates, scan = _each_channel(gates, keys.shape[-1]), chunk_gla
+    out: Tensor = scan(queries, keys, values, g=gates, scale=1.0, cu_seqlens=cu_seqlens)[0]
     return out if D is None else out + D[:, None] * hidden
 
 
 # By the name in transformers' modules.
 FUNCTIONS = {
     "causal_conv1d_fn": StateFunction("causal_conv1d", _restarted_conv, _fla_conv),
-    "torch_chunk_gated_delta_rule": StateFunction("fla", _restarted_scan, like=2, results=2),
+    "torch_chunk_gated_delta_rule": StateFunction("fla", _restarted_scan, _fla_delta, like=2, results=2),
     "chunk_kimi_delta_attention": StateFunction("fla", _restarted_scan, like=2, results=2),
     "mamba2_chunk_scan": StateFunction("mamba_ssm", _restarted_scan, _fla_mamba2),
 }

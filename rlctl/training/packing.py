@@ -101,6 +101,9 @@ def compile_for_packs(function: Callable[..., Any]) -> Callable[..., Any]:
     from torch._inductor import config as inductor
 
     config.recompile_limit = max(config.recompile_limit, _VARIANTS)
+    # Floats, such as a norm's epsilon, are constants. As inputs some need a kernel for the host, which a C++ compiler
+    # builds in minutes (gpt_oss, torch 2.11).
+    config.specialize_float = True
     # Without the fusion of a norm's two reductions. Inductor chooses it by the number of tokens, and compiles again for
     # packs below 4096 tokens and below 5 Mi numbers, 10 s each (MixOrderReduction in inductor/scheduler.py; pytorch
     # pull request 171941).
