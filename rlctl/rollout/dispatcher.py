@@ -72,8 +72,8 @@ class RolloutDispatcher:
         self._patience = Patience(self.events.now, run, emit)
         # Takes the rollouts of lost engines, which go on with others.
         self.restarted: Callable[[list[RolloutId]], Awaitable[None]] = _nobody
-        # Tokens of aborted turns: of replaced engines, and of late answers.
-        self._aborted_tokens = 0
+        # Tokens of late answers to aborted turns.
+        self._late_tokens = 0
         self._closed = False
         # Turns of this iteration of the loop.
         self._asked: list[SubmittedTurn] = []
@@ -83,6 +83,8 @@ class RolloutDispatcher:
         pool.forget_gone()
         # By the pool's slots.
         self._queues: list[EngineQueue] = []
+        # Queues of replaced engines: a call may not have ended yet.
+        self._replaced: list[EngineQueue] = []
         self.events.ask(lambda: self._queues.extend(self._opened(index) for index in range(len(pool.engines))))
 
     # On the event loop.
@@ -125,7 +127,7 @@ class RolloutDispatcher:
             await turn.queue.abort(turn)
         elif not turn.answer.cancelled() and not turn.answer.exception():
             # It was answered in the iteration in which its rollout was cancelled.
-            self._aborted_tokens += len(turn.answer.result().tokens)
+            self._late_tokens += len(turn.answer.result().tokens)
 
     def _opened(self, index: int) -> EngineQueue:
         """Return the queue of a slot's engine, from which answers are collected from now on."""
@@ -204,7 +206,7 @@ class RolloutDispatcher:
     @property
     def aborted_tokens(self) -> int:
         """Sampled tokens of aborted turns, so far."""
-        return self._aborted_tokens + sum(queue.aborted_tokens for queue in self._queues)
+        return self._late_tokens + sum(queue.aborted_tokens for queue in [*self._queues, *self._replaced])
 
     def engines(self) -> list[EngineStatus]:
         """Return the state of every engine."""
@@ -276,7 +278,7 @@ class RolloutDispatcher:
             queue.lose(WorkerDied("collect", [queue.worker.name], "its node is gone"))
             again += queue.give_up()
             if self._pool.slots[queue.index]:
-                self._aborted_tokens += queue.aborted_tokens
+                self._replaced.append(queue)
                 self._queues[queue.index] = self._opened(queue.index)
         self._placement.add_again(again)
         if again:
@@ -285,5 +287,5 @@ class RolloutDispatcher:
     async def _all_called(self) -> bool:
         """Wait until no engine is being called, but not long for one that does not answer; return True if none is."""
         self._placement.held = True
-        calls = set(chain(*(queue.close() for queue in self._queues)))
+        calls = set(chain(*(queue.close() for queue in [*self._queues, *self._replaced])))
         return not calls or not (await asyncio.wait(calls, timeout=_CLOSE_S))[1]
