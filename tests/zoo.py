@@ -55,6 +55,12 @@ class Family:
     hub: Mapping[str, Any] = field(default_factory=dict)
     # Mechanisms that it is the suite's example of.
     shows: tuple[str, ...] = ()
+    # Words of its refusal on a CPU, a pattern; empty if it trains.
+    refused: str = ""
+
+
+# vLLM 0.32 on a CPU, by `preflight/engines/vllm.py`.
+_CPU = "on a CPU vLLM .* fails: "
 
 
 FAMILIES: dict[str, Family] = {
@@ -69,13 +75,13 @@ FAMILIES: dict[str, Family] = {
     "smollm3": Family("smollm3", {**_TIED, "no_rope_layer_interval": 2}),
     "glm": Family("glm"),
     "glm4": Family("glm4"),
-    "ernie4_5": Family("ernie4_5", {**_TIED, "use_bias": True}),
+    "ernie4_5": Family("ernie4_5", _TIED),
     "hunyuan_v1_dense": Family("hunyuan_v1_dense"),
     "arcee": Family("arcee"),
     "helium": Family("helium"),
-    "stablelm": Family("stablelm"),
+    "stablelm": Family("stablelm", refused="StableLmAttention is not told where the sequences of a pack begin"),
     "gemma": Family("gemma", _TIED),
-    "nemotron": Family("nemotron"),
+    "nemotron": Family("nemotron", refused="NemotronAttention is not told where the sequences of a pack begin"),
     "granite": Family(
         "granite",
         {"logits_scaling": 0.25, "attention_multiplier": 0.1, "embedding_multiplier": 3.0, "residual_multiplier": 0.3},
@@ -85,7 +91,7 @@ FAMILIES: dict[str, Family] = {
     "seed_oss": Family(
         "seed_oss", {"attention_dropout": 0.1, "residual_dropout": 0.1, "attention_bias": True}, shows=("dropout",)
     ),
-    "apertus": Family("apertus", {"hidden_act": "xielu"}),
+    "apertus": Family("apertus", {"hidden_act": "xielu"}, refused=f"{_CPU}its log-probs are 1.00107"),
     "phi": Family("phi", {"head_dim": None, "num_key_value_heads": 4}, shows=("head bias",)),
     "gpt_neox": Family("gpt_neox", {"head_dim": None, "num_key_value_heads": None, "rotary_pct": 0.5}),
     "nanochat": Family("nanochat"),
@@ -103,7 +109,9 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma3_text": Family("gemma3_text", {**_WINDOWS, **_TIED, "query_pre_attn_scalar": 16}),
     "gemma4_text": Family("gemma4_text", _GEMMA4, shows=("head sizes by layer",)),
-    "cohere2": Family("cohere2", {**_WINDOWS, **_TIED, "logit_scale": 4.0}),
+    "cohere2": Family(
+        "cohere2", {**_WINDOWS, **_TIED, "logit_scale": 4.0}, refused=f"{_CPU}its windows have one token more"
+    ),
     # Mixtures of experts.
     "qwen3_moe": Family("qwen3_moe", {**_EXPERTS, "norm_topk_prob": True}, shows=("experts",)),
     "qwen2_moe": Family("qwen2_moe", {**_EXPERTS, "shared_expert_intermediate_size": 64}, shows=("shared expert",)),
@@ -135,14 +143,21 @@ FAMILIES: dict[str, Family] = {
             "moe_layer_end_index": 3,
             "moe_layer_interval": 1,
         },
+        refused=f"{_CPU}its router leaves out the correction bias",
     ),
     "flex_olmo": Family("flex_olmo", {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64}),
     "gemma4_moe": Family(
         "gemma4_text",
         {**_GEMMA4, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 64},
+        refused="per_expert_scale belongs to quantised weights",
     ),
-    "gpt_oss": Family("gpt_oss", {**_LOCAL, **_WINDOWS}, shows=("sinks", "transposed experts")),
-    "minimax_m2": Family("minimax_m2", _LOCAL, {"rotary_dim": 32}),
+    "gpt_oss": Family(
+        "gpt_oss",
+        {**_LOCAL, **_WINDOWS},
+        shows=("sinks", "transposed experts"),
+        refused=f"{_CPU}its experts are wrong after a change of weights",
+    ),
+    "minimax_m2": Family("minimax_m2", _LOCAL, {"rotary_dim": 32}, refused=f"{_CPU}its router takes softmax"),
     "mimo_v2_flash": Family(
         "mimo_v2_flash",
         {
@@ -153,24 +168,37 @@ FAMILIES: dict[str, Family] = {
             "moe_intermediate_size": 64,
             "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
         },
+        refused="has no attribute .hybrid_layer_pattern.",
     ),
     # Multi-head latent attention.
-    "deepseek_v2": Family("deepseek_v2", {**_LATENT, **_ROUTED, "topk_method": "greedy"}),
+    "deepseek_v2": Family(
+        "deepseek_v2", {**_LATENT, **_ROUTED, "topk_method": "greedy"}, refused=f"{_CPU}its log-probs are 1.90"
+    ),
     "deepseek_v3": Family(
         "deepseek_v3",
         {**_LATENT, **_ROUTED},
         {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
         shows=("value size",),
+        refused=f"{_CPU}its log-probs are 1.36",
     ),
     # States.
     "qwen3_next": Family(
         "qwen3_next",
         {**_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 64, "partial_rotary_factor": 0.5},
         shows=("gated delta",),
+        refused=f"{_CPU}its gated delta layers run in bfloat16",
     ),
-    "qwen3_5_text": Family("qwen3_5_text", _DELTA),
-    "qwen3_5_moe_text": Family("qwen3_5_moe_text", {**_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 64}),
-    "olmo_hybrid": Family("olmo_hybrid", {"layer_types": ["linear_attention", FULL] * 2}),
+    "qwen3_5_text": Family("qwen3_5_text", _DELTA, refused=f"{_CPU}its module of Qwen3.5 imports torchvision"),
+    "qwen3_5_moe_text": Family(
+        "qwen3_5_moe_text",
+        {**_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 64},
+        refused=f"{_CPU}its module of Qwen3.5 imports torchvision",
+    ),
+    "olmo_hybrid": Family(
+        "olmo_hybrid",
+        {"layer_types": ["linear_attention", FULL] * 2},
+        refused=f"{_CPU}its gated delta layers need Triton",
+    ),
     "falcon_h1": Family(
         "falcon_h1",
         {
@@ -185,6 +213,7 @@ FAMILIES: dict[str, Family] = {
             "key_multiplier": 0.7,
         },
         shows=("state space",),
+        refused="Chunked prefill is required for mamba cache mode",
     ),
     "granitemoehybrid": Family(
         "granitemoehybrid",
@@ -196,8 +225,13 @@ FAMILIES: dict[str, Family] = {
             "logits_scaling": 0.25,
             "position_embedding_type": "nope",
         },
+        refused="Chunked prefill is required for mamba cache mode",
     ),
-    "bamba": Family("bamba", {**_MAMBA, "attn_layer_indices": [1, 3]}),
+    "bamba": Family(
+        "bamba",
+        {**_MAMBA, "attn_layer_indices": [1, 3]},
+        refused="does not dispatch through the Transformers attention interface",
+    ),
     "nemotron_h": Family(
         "nemotron_h",
         {
@@ -213,12 +247,14 @@ FAMILIES: dict[str, Family] = {
             "n_groups": 1,
             "moe_shared_expert_intermediate_size": 64,
         },
+        refused=f"{_CPU}its experts must have a gate",
     ),
     "lfm2": Family(
         "lfm2",
         {**_TIED, "layer_types": ["conv", FULL] * 2, "block_ff_dim": 256, "conv_L_cache": 3},
         {"conv_dim": 128, "conv_dim_out": 128},
         shows=("short convolution",),
+        refused=f"{_CPU}its log-probs are 1.31",
     ),
     "lfm2_moe": Family(
         "lfm2_moe",
@@ -231,9 +267,12 @@ FAMILIES: dict[str, Family] = {
             "num_dense_layers": 1,
             "conv_L_cache": 3,
         },
+        refused=f"{_CPU}its log-probs are 1.37",
     ),
     "mamba2": Family(
-        "mamba2", {"num_heads": 8, "head_dim": 32, "state_size": 16, "chunk_size": 16, "n_groups": 1, "expand": 2}
+        "mamba2",
+        {"num_heads": 8, "head_dim": 32, "state_size": 16, "chunk_size": 16, "n_groups": 1, "expand": 2},
+        refused="division",
     ),
     "kimi_linear": Family(
         "kimi_linear",
@@ -248,13 +287,19 @@ FAMILIES: dict[str, Family] = {
             "linear_num_heads": 4,
             "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
         },
+        refused="has no attribute .get.",
     ),
     # No packing.
     "llama4_text": Family(
         "llama4_text",
         {"attention_chunk_size": 32, "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 128},
+        refused="chunked attention counts its chunks from the start of the row",
     ),
-    "minimax": Family("minimax", {**_LOCAL, "layer_types": ["linear_attention", FULL] * 2, "block_size": 16}),
+    "minimax": Family(
+        "minimax",
+        {**_LOCAL, "layer_types": ["linear_attention", FULL] * 2, "block_size": 16},
+        refused="call neither attention nor a known state function",
+    ),
 }
 
 
@@ -282,14 +327,25 @@ def make_family(folder: Path, name: str, seed: int = 0, scale: float = 4.0) -> P
         saved = model.state_dict()
         buffers = [buffer for key, buffer in model.named_buffers() if key in saved and buffer.is_floating_point()]
         with torch.no_grad():
-            for parameter in [*model.parameters(), *buffers]:
-                if parameter.ndim > 1:
+            for parameter in model.parameters():
+                if parameter.ndim > 1 and parameter.any():
                     parameter.mul_(scale)
                 else:
                     parameter.add_(0.1 * torch.randn_like(parameter))
+            for buffer in buffers:
+                buffer.add_(0.1 * torch.randn_like(buffer))
     model.save_pretrained(folder)
     if hub := FAMILIES[name].hub:
         file = folder / "config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | dict(hub), indent=2))
     make_tokenizer(folder, VOCAB)
     return Path(folder)
+
+
+def result_table() -> str:
+    """Return the Markdown table of models/README.md: each family and its result on a CPU."""
+    rows = ["| family | on a CPU |", "| --- | --- |"]
+    for name, family in FAMILIES.items():
+        what = family.refused.replace(_CPU, "the engine: ") if family.refused else ""
+        rows.append(f"| {name} | {'trains' if not what else f'refused: {what}'} |")
+    return "\n".join(rows)

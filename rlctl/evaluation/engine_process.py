@@ -101,5 +101,7 @@ def _serve(connection: Connection, spec: EngineSpec, environment: dict[str, str]
 
 
 def _in_a_line(error: BaseException) -> str:
+    """Return the reason: of a validation, the line below the number of errors and the name of the class."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    reason = lines[min(1, len(lines) - 1)] if lines and lines[0].endswith("Config") else "".join(lines[:1])
+    return f"{type(error).__name__}: {reason.partition(' [type=')[0]}" if reason else type(error).__name__

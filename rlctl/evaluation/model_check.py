@@ -4,17 +4,19 @@ Each finding is measured: a pack equals its sequences alone, the engine equals t
 that were sent, and an export answers as the engine does.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import psutil
 import torch
 from numpy.typing import NDArray
 
 from rlctl.evaluation.engine_process import EngineProcess
+from rlctl.evaluation.model_facts import Finding, describe
 from rlctl.generation.engine import Engine
 from rlctl.generation.requests import Completion, RequestId, RolloutId, TurnRequest
 from rlctl.generation.spec import EngineSpec, engine_kind
@@ -23,6 +25,7 @@ from rlctl.grpo.parity_check import BOUNDS
 from rlctl.launch.worker_specs import engine_spec
 from rlctl.models.model_files import ModelFiles
 from rlctl.preflight.placement import Placement
+from rlctl.preflight.plan import require_served
 from rlctl.preflight.settings import TrainerSettings
 from rlctl.preflight.settled import SettledGrpo
 from rlctl.refit.plan import RefitPlan
@@ -40,17 +43,8 @@ CLOSE = {"float32": 1e-4, "bfloat16": 0.25}
 # Rate of the update that makes other weights.
 _RATE = 1e-3
 _CHUNK_BYTES = 64 << 20
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of a check."""
-
-    subject: str
-    text: str
-    # None: a fact, not judged.
-    holds: bool | None = None
-    figures: Mapping[str, float] = field(default_factory=dict)
+# A parameter's float32 weight, gradient and two moments, and the second model's weight.
+_BYTES = 20
 
 
 @dataclass(frozen=True)
@@ -119,12 +113,12 @@ class CheckedEngine:
         self._asked = 0
 
     def answers(self, prompts: Sequence[NDArray[np.int32]], temperature: float) -> list[Completion]:
-        """Sample an answer to each prompt, from the whole distribution."""
+        """Sample an answer to each prompt, from the whole distribution, with the same seeds at each call."""
         requests = []
-        for prompt in prompts:
+        for seed, prompt in enumerate(prompts):
             self._asked += 1
             name = RequestId(RolloutId("parity", "check", self._asked, 0))
-            requests.append(TurnRequest(name, prompt.tolist(), ANSWER_TOKENS, temperature, self._asked))
+            requests.append(TurnRequest(name, prompt.tolist(), ANSWER_TOKENS, temperature, seed))
         self._process.call(Engine.submit, requests)
         found: dict[RequestId, Completion] = {}
         while len(found) < len(requests):
@@ -182,16 +176,22 @@ def gradients_packed_alone(trainer: CheckedTrainer, vocab: int, longest: int, sc
     return Finding("", text, gap <= close, {"grad_norm_gap": gap})
 
 
-def agreement(trainer: CheckedTrainer, engine: CheckedEngine, vocab: int, bound: float, label: str) -> Finding:
-    """Compare log-probs of tokens that the engine samples with the trainer's."""
+def sampled(engine: CheckedEngine, vocab: int) -> list[tuple[NDArray[np.int32], Completion]]:
+    """Return prompts and the engine's answers, the same for equal weights."""
     prompts = random_sequences(vocab, [PROMPT_TOKENS - index % 8 for index in range(PROMPTS)], 1)
-    answers = engine.answers(prompts, 1.0)
-    sequences = [np.concatenate([prompt, answer.tokens]) for prompt, answer in zip(prompts, answers)]
-    theirs = [np.concatenate([np.zeros(len(p), np.float32), a.log_probs]) for p, a in zip(prompts, answers)]
-    masks = [np.arange(len(each)) >= len(prompt) for each, prompt in zip(sequences, prompts)]
+    return list(zip(prompts, engine.answers(prompts, 1.0)))
+
+
+def agreement(
+    trainer: CheckedTrainer, pairs: list[tuple[NDArray[np.int32], Completion]], bound: float, when: str
+) -> Finding:
+    """Compare log-probs of tokens that the engine sampled with the trainer's."""
+    sequences = [np.concatenate([prompt, answer.tokens]) for prompt, answer in pairs]
+    theirs = [np.concatenate([np.zeros(len(prompt), np.float32), answer.log_probs]) for prompt, answer in pairs]
+    masks = [np.arange(len(each)) >= len(prompt) for each, (prompt, _) in zip(sequences, pairs)]
     gap = mismatch(theirs, trainer.log_probs(sequences), masks)
     error = gap.token_mult_prob_error
-    text = f"token_mult_prob_error {error:.6f} over {gap.tokens} tokens{label}; allowed: {bound:g}"
+    text = f"token_mult_prob_error {error:.6f} over {gap.tokens} tokens, {when}; allowed: {bound:g}"
     return Finding("trainer = engine", text, bool(error <= bound), {"token_mult_prob_error": error})
 
 
@@ -260,29 +260,62 @@ def engine_findings(
     environment = engine_kind(spec.kind).environment(device, ["0"] if device != "cpu" else [], [])
     with EngineProcess(spec, environment, scratch / "engine.log", imports) as process:
         engine = CheckedEngine(process)
-        yield agreement(trainer, engine, vocab, bound, ", both from disk")
-        first = engine.checksums()
+        first = sampled(engine, vocab)
+        yield agreement(trainer, first, bound, "both from disk")
+        before = engine.checksums()
         plan = engine.open(trainer, spec.dtype, scratch / "refit")
         trainer.rank.save(scratch / "state")
         trainer.train(random_sequences(vocab, LENGTHS, 3))
         engine.refit(trainer, 1)
-        yield replace(agreement(trainer, engine, vocab, bound, ", after an update and a refit"), subject="")
-        second = engine.checksums()
+        yield replace(agreement(trainer, sampled(engine, vocab), bound, "after an update and a refit"), subject="")
+        between = engine.checksums()
         trainer.rank.load(scratch / "state")
         engine.refit(trainer, 2)
-        yield _served(first, second, engine.checksums(), len(plan.entries))
-        yield replace(agreement(trainer, engine, vocab, bound, ", with the first weights again"), subject="")
+        again = sampled(engine, vocab)
+        yield _served(Served(before, between, engine.checksums(), len(plan.entries), _same(first, again)))
         yield greedy(trainer, engine, device, vocab, scratch / "export")
 
 
-def _served(first: dict[str, int], second: dict[str, int], third: dict[str, int], sent: int) -> Finding:
-    """Judge the engine's tensors after other weights and the first ones again."""
-    changed = sum(first[name] != second.get(name) for name in first)
-    wrong = [name for name in first if first[name] != third.get(name)]
-    text = f"{sent} tensors sent; {changed} of the engine's changed with an update, and "
-    text += f"{len(first) - len(wrong)} of {len(first)} are bit for bit the first again"
-    text += f"; not {wrong[0].partition(': ')[2]}" if wrong else ""
-    return Finding("served = sent", text, bool(changed) and not wrong, {"tensors": len(first), "changed": changed})
+class Served(NamedTuple):
+    """An engine's checksums before, between and after two refits, and more that they brought."""
+
+    before: dict[str, int]
+    between: dict[str, int]
+    after: dict[str, int]
+    # Tensors of a refit.
+    sent: int
+    # Tokens and log-probs of answers are, to the last bit, those of before.
+    answers: bool
+
+
+def _same(one: list[tuple[Any, Completion]], other: list[tuple[Any, Completion]]) -> bool:
+    return all(
+        np.array_equal(a.tokens, b.tokens) and np.array_equal(a.log_probs, b.log_probs)
+        for (_, a), (_, b) in zip(one, other, strict=True)
+    )
+
+
+def _served(found: Served) -> Finding:
+    """Judge an engine after other weights and the first ones again. Of some tensors only kernels have a copy."""
+    before = found.before
+    changed = sum(before[name] != found.between.get(name) for name in before)
+    wrong = [name for name in before if before[name] != found.after.get(name)]
+    text = f"{found.sent} tensors sent, twice: first an update changed {changed} of the engine's {len(before)}; then "
+    text += f"{len(before) - len(wrong)} were bit for bit those of the start"
+    text += f", but not {wrong[0].partition(': ')[2]}" if wrong else ""
+    text += ", and answers too" if found.answers else "; answers were not"
+    holds = bool(changed) and not wrong and found.answers
+    return Finding("served = sent", text, holds, {"tensors": len(before), "changed": changed})
+
+
+def _too_large(parameters: int, device: str) -> Finding | None:
+    """Return why a proof is not made, where trainer, optimizer and a second model do not fit in memory."""
+    needed = _BYTES * parameters
+    memory = psutil.virtual_memory().available if device == "cpu" else torch.cuda.mem_get_info()[1]
+    if needed <= memory:
+        return None
+    text = f"not made: trainer, its optimizer and a second model take {needed / 2**30:.0f} GiB, {memory / 2**30:.0f} "
+    return Finding("proof", text + f"are {'free' if device == 'cpu' else 'on the GPU'}", False)
 
 
 @contextmanager
@@ -309,12 +342,17 @@ def check_model(
     """
     device = "cpu" if placement.device == "cpu" else "cuda:0"
     longest = min(files.max_length, settled.max_length)
+    yield from describe(files.facts)
+    if (lacking := _too_large(files.facts.sizes.parameters, device)) is not None:
+        yield lacking
+        return
     with checked_trainer(settled.trainer, files.folder, device, scratch) as trainer:
         vocab = int(trainer.rank.info()["vocab_size"])
         yield from packed_alone(trainer, vocab, longest)
         yield gradients_packed_alone(trainer, vocab, longest, scratch / "before")
         yield as_transformers(trainer, files.folder, device, vocab, longest)
         if with_engine:
+            require_served(settled)
             spec = engine_spec(settled, files, (), placement)
             spec = replace(spec, version=0, kv_cache_mib=settled.config.generation.kv_cache_mib)
             yield from engine_findings(trainer, spec, vocab, scratch, imports)

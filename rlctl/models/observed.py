@@ -102,8 +102,8 @@ class _Record:
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """Record the call of a layer's attention; return a tensor of the output's shape."""
-        for known in ("cu_seq_lens_q", "max_length_q"):
-            kwargs.pop(known, None)
+        if [kwargs.pop(known, None) for known in ("cu_seq_lens_q", "max_length_q")].count(None):
+            raise ValueError(f"{type(module).__name__} is not told where the sequences of a pack begin")
         refuse_keywords(module, attention_mask=attention_mask, **kwargs)
         _, heads, tokens, dim = query.shape
         self.attention[self.layer] = AttentionKind(
