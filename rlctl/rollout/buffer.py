@@ -3,7 +3,7 @@
 `GroupTable` has the states of all groups, and belongs to the event loop; `StalenessRule` decides who trains when. With
 `max_trajectory_age_steps` 0 this is the synchronous loop. A group's seeds are a function of its number, so that a
 resume samples the same. Where a group teaches nothing, `RefillRule` says how many others are sampled in its place.
-Contract 8: a wait that lasts says who waits for whom.
+Contract 8: a long wait is explained.
 """
 
 import asyncio
@@ -39,8 +39,8 @@ Attempt = Callable[[], list[RolloutGroup] | None]
 class RolloutBuffer:
     """The groups of a run. The training thread calls the methods; sampling and scoring go on meanwhile.
 
-    runner: plays rollouts with the dispatcher's engines. score: called on a thread of its own.
-    teaches_nothing: pure; called for every group that is scored.
+    runner: plays rollouts with the dispatcher's engines. score: called on a separate thread. teaches_nothing: pure;
+    called for every group that is scored.
     """
 
     def __init__(
@@ -69,12 +69,12 @@ class RolloutBuffer:
         # Tokens of every rollout of the groups that were sampled since `sampled_lengths` was last called.
         self._lengths: list[int] = []
         self._waste = Waste()
-        # Seconds that the step under way waited, and when it began.
+        # Seconds that the current step waited, and when it began.
         self._waited, self._step_began = 0.0, self._events.now()
         # Set when a group has changed its state.
         self._changed = asyncio.Event()
         self._scoring = self._closed = False
-        # Rollouts of a group that was dropped since the step before may be sampled still, by an engine that hangs.
+        # True if a group was dropped since the last step. A hanging engine may still sample its rollouts.
         self._dropped = False
         dispatcher.restarted = self._restarted
 
@@ -110,7 +110,7 @@ class RolloutBuffer:
         def part() -> list[RolloutGroup] | None:
             if self._groups.select(version) is not None:
                 return []
-            # Cheaper than the choice, which would be made for every group that ends.
+            # Cheaper than the choice, which would run after every finished group.
             if self._groups.ready_tokens < tokens:
                 return None
             numbers = self._groups.select_part(version)
@@ -123,7 +123,7 @@ class RolloutBuffer:
     def drain(self, span: Span) -> None:
         """Wait until nothing is being sampled; `advance` ends it.
 
-        An engine that is lost meanwhile is replaced by the sync that follows: the trainer has its weights already.
+        The following sync replaces engines that are lost meanwhile: the trainer has its weights already.
         """
         self._patience.news()
         if self._dispatcher.drain():
@@ -170,7 +170,7 @@ class RolloutBuffer:
         return self._events.ask(waste)
 
     def snapshot(self) -> tuple[dict[str, Any], Callable[[Path], None]]:
-        """Return the state that a resume needs, and a function that writes the READY groups into a folder.
+        """Return the state for a resume, and a function that writes the READY groups into a folder.
 
         groups: the state of `load`. cursor: of the same moment, since a refill may draw at any time.
         """
@@ -203,7 +203,7 @@ class RolloutBuffer:
         self._dispatcher.close()
 
     def explanation(self) -> str:
-        """Return who waits for whom, since when, at which versions."""
+        """Return the parts that wait, their partners, times and versions."""
         return f"{self._events.ask(self._explanation)}; {self._dispatcher.describe()}{self._runner.describe()}"
 
     # The training thread's waits.
@@ -327,7 +327,7 @@ class RolloutBuffer:
         self._scoring = False
 
     def _note_scores(self, sampled: list[GroupRecord], scored: list[RolloutGroup]) -> bool:
-        """Move groups on that were scored; return True if any of them is to be replaced."""
+        """Move groups on that were scored; return True if any group is to be replaced."""
         # Some may have been put off meanwhile; then another record has their number.
         still = [(group, found) for group, found in zip(sampled, scored) if group.state is GroupState.SAMPLED]
         for group, found in still:
@@ -338,7 +338,7 @@ class RolloutBuffer:
         return any(group.state is GroupState.FILTERED for group, _ in still)
 
     async def _restarted(self, rollouts: list[RolloutId]) -> None:
-        """Count the groups whose engine was lost. A group that takes engine after engine down with it is dropped."""
+        """Count the groups whose engine was lost. A group that takes engine after engine down is dropped."""
         lost = Counter(each.group for each in rollouts if each.purpose == "train")
         groups = [group for number in lost if (group := self._groups.get(number))]
         dropped = list[GroupRecord]()
@@ -363,7 +363,7 @@ class RolloutBuffer:
         if not overdue:
             return
         stopped = {each.group for each in await self._runner.stop(self._ids(overdue))}
-        # A last rollout that ended in the meantime completes no group without the others that were stopped.
+        # No group is completed in the meantime: its other rollouts were stopped.
         again = [self._groups.resample(group.number, self._version) for group in overdue if group.number in stopped]
         for group in again:
             self._emit("redrawn", prompt=group.task.id, version=self._version)
@@ -379,7 +379,7 @@ class RolloutBuffer:
         return self._ids(running)
 
     def _release(self, version: int, waited: float) -> None:
-        """End a step. waited: share of it in which the trainer waited for samples."""
+        """End a step. waited: the trainer's share of waiting time in the step."""
         groups = self._groups
         self._prefetch.step_over(waited, groups.count(GroupState.SAMPLED) + groups.count(GroupState.READY))
         filtered = groups.in_state(GroupState.FILTERED)

@@ -46,7 +46,7 @@ def save_groups(folder: Path, groups: Mapping[int, list[Rollout]]) -> None:
 
 
 def load_groups(folder: Path) -> dict[int, list[Rollout]]:
-    """Return what `save_groups` wrote; nothing where it wrote nothing. Raises EarlierVersion."""
+    """Return the groups of `save_groups`; nothing where it wrote nothing. Raises EarlierVersion."""
     if not (folder / _ROLLOUTS).exists():
         return {}
     with np.load(folder / _ROLLOUTS, allow_pickle=False) as file:

@@ -2,12 +2,12 @@
 
     prompt -- turn 0 -- answer of the environment -- turn 1 -- ...
                    \
-                    history written anew -- turn 1 -- ...
+                    history rewritten    -- turn 1 -- ...
 
 A node's tokens follow those of all nodes above it. Nothing that was sampled is decoded and encoded again: the prompt of
-the next turn is the path of tokens so far and the tokens of what was said in between. A history that is written anew,
-as by a template that drops earlier thinking, is a branch of its own. The rows that train are the paths from the root to
-each leaf; a sampled token counts in the first of them alone, so that it trains exactly once.
+the next turn is the path of tokens so far and the tokens of the messages in between. A rewritten history, as by a
+template that drops earlier thinking, is a separate branch. The rows that train are the paths from the root to each
+leaf; a sampled token counts in the first row alone, and trains exactly once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ from rlctl.generation.requests import Completion
 
 @dataclass(frozen=True)
 class TrajectoryRow:
-    """One path of a conversation: T tokens to train on, each with what is known of it."""
+    """One path of a conversation: T tokens to train on, with their columns."""
 
     # int32 [T].
     tokens: NDArray[np.int32]
@@ -56,7 +56,7 @@ class Conversation:
     """Nodes of one rollout in the order in which they came."""
 
     nodes: list[MessageNode] = field(default_factory=list)
-    # What was said, as a person reads it, in order.
+    # The conversation, as a person reads it, in order.
     messages: list[Message] = field(default_factory=list)
     turns: int = 0
 

@@ -1,15 +1,15 @@
-"""Dispatcher: the one way to sample. Hands turns to engines as they have room, and answers to whoever awaits them.
+"""Dispatcher: the one way to sample. Hands turns to engines as they have room, and returns their answers.
 
     sample_turn -> PENDING -- engine has room --> SAMPLING -- answer --> returned
                       ^                            |    |
                       +------ engine is lost ------+    +-- cancelled --> ABORTING -- confirmed, or engine lost --> gone
 
 The rollouts of a group go to one engine, where they share their prompt's prefix. An engine gets no more new rollouts
-than it decodes at a time, and one group ahead; the rest is PENDING here, so that a free engine finds work whatever long
-tail another is at. A later turn goes before new groups, to the engine of the turn before, which has its prefix: up
+than it decodes at a time, and one group ahead; the rest is PENDING here, so that a free engine finds work during
+another one's long tail. A later turn goes before new groups, to the engine of the turn before, which has its prefix: up
 to as many again as the engine decodes, for no other could take it, and turns that wait in the engine begin without a
-round trip to here. Where some wait there, answers and turns travel several together, up to 0.2 s later. A rollout
-that ended makes room by itself, not with its group: of eight answers of log-normal lengths (sigma 1) the longest is 3.1
+round trip to here. Where some wait there, answers and turns travel several together, up to 0.2 s later. A rollout that
+ended makes room by itself, not with its group: of eight answers of log-normal lengths (sigma 1) the longest is 3.1
 times the mean, and engines would be a third full.
 
 Where a step is waited for as a whole, an engine begins episodes until its cache is full, at most twice the number that
@@ -17,10 +17,9 @@ it decodes, and they go on side by side: else those that begin last would be alo
 more while environments are slow, rather than decode fewer. Where steps overlap there is no such end, and an episode
 that ends early has younger tokens.
 
-All state belongs to the event loop. Each engine has a task that collects answers, and one that sends orders while there
-are any, so that nobody waits for an engine that hangs or is slow (70 ms to begin 512 rollouts of the tiny model). An
-event costs the same with any number of engines and turns. Engines are replaced on the training thread, in `repair`,
-while it waits.
+All state belongs to the event loop. Each engine has a task for answers and one for orders, so nobody waits for a
+hanging or slow engine (70 ms to begin 512 rollouts of the tiny model). An event costs the same with any number of
+engines and turns. Engines are replaced on the training thread, in `repair`, while it waits.
 """
 
 import asyncio
@@ -71,10 +70,10 @@ class RolloutDispatcher:
         self.events, self._owns_events = events or EventLoop("rollouts"), events is None
         self._pool, self._deadline_s = pool, run.deadline_s
         self._patience = Patience(self.events.now, run, emit)
-        # Told of rollouts whose engine was lost, and which go on with another one.
+        # Takes the rollouts of lost engines, which go on with others.
         self.restarted: Callable[[list[RolloutId]], Awaitable[None]] = _nobody
-        # Tokens of turns that were aborted: by engines that were replaced, and of answers that came too late.
-        self._aborted_tokens = 0
+        # Tokens of late answers to aborted turns.
+        self._late_tokens = 0
         self._closed = False
         # Turns of this iteration of the loop.
         self._asked: list[SubmittedTurn] = []
@@ -84,6 +83,8 @@ class RolloutDispatcher:
         pool.forget_gone()
         # By the pool's slots.
         self._queues: list[EngineQueue] = []
+        # Queues of replaced engines: a call may not have ended yet.
+        self._replaced: list[EngineQueue] = []
         self.events.ask(lambda: self._queues.extend(self._opened(index) for index in range(len(pool.engines))))
 
     # On the event loop.
@@ -126,7 +127,7 @@ class RolloutDispatcher:
             await turn.queue.abort(turn)
         elif not turn.answer.cancelled() and not turn.answer.exception():
             # It was answered in the iteration in which its rollout was cancelled.
-            self._aborted_tokens += len(turn.answer.result().tokens)
+            self._late_tokens += len(turn.answer.result().tokens)
 
     def _opened(self, index: int) -> EngineQueue:
         """Return the queue of a slot's engine, from which answers are collected from now on."""
@@ -146,7 +147,7 @@ class RolloutDispatcher:
     def sample(
         self, runner: RolloutRunner, sampling: Sampling, tasks: Sequence[Task], version: int, first_place: int = 0
     ) -> list[RolloutGroup]:
-        """Sample a group of each task ahead of whatever is PENDING, wait, and return the groups in order.
+        """Sample a group of each task ahead of all PENDING ones, wait, and return the groups in order.
 
         runner: plays the rollouts with these engines. first_place: place of the first task among the
         `sampling.groups_per_step` ones, from which seeds follow.
@@ -204,8 +205,8 @@ class RolloutDispatcher:
 
     @property
     def aborted_tokens(self) -> int:
-        """Tokens that were sampled of turns that were aborted, so far."""
-        return self._aborted_tokens + sum(queue.aborted_tokens for queue in self._queues)
+        """Sampled tokens of aborted turns, so far."""
+        return self._late_tokens + sum(queue.aborted_tokens for queue in [*self._queues, *self._replaced])
 
     def engines(self) -> list[EngineStatus]:
         """Return the state of every engine."""
@@ -231,8 +232,7 @@ class RolloutDispatcher:
         """Return no answers from now on, and call no engine.
 
         A call of Ray's in progress while Ray shuts down ends the whole process without a word (Ray 2.60: "The core
-        worker has already been shutdown"), so that a run that was saved would exit with 1. An engine that does not
-        answer is ended for that.
+        worker has already been shutdown"), and a saved run would exit with 1. A silent engine is therefore ended.
         """
         if self._closed:
             return
@@ -278,7 +278,7 @@ class RolloutDispatcher:
             queue.lose(WorkerDied("collect", [queue.worker.name], "its node is gone"))
             again += queue.give_up()
             if self._pool.slots[queue.index]:
-                self._aborted_tokens += queue.aborted_tokens
+                self._replaced.append(queue)
                 self._queues[queue.index] = self._opened(queue.index)
         self._placement.add_again(again)
         if again:
@@ -287,5 +287,5 @@ class RolloutDispatcher:
     async def _all_called(self) -> bool:
         """Wait until no engine is being called, but not long for one that does not answer; return True if none is."""
         self._placement.held = True
-        calls = set(chain(*(queue.close() for queue in self._queues)))
+        calls = set(chain(*(queue.close() for queue in [*self._queues, *self._replaced])))
         return not calls or not (await asyncio.wait(calls, timeout=_CLOSE_S))[1]

@@ -1,4 +1,4 @@
-"""Queue of one engine: the turns that it has, and the tasks that send it orders and collect its answers."""
+"""Queue of one engine: its turns, and its tasks for orders and answers."""
 
 import asyncio
 from collections import deque
@@ -22,7 +22,7 @@ class SubmittedTurn:
     """One turn on its way. It is PENDING without an engine, SAMPLING with one, and ABORTING with `stopped`."""
 
     request: TurnRequest
-    # Cancelled when nobody waits for it any more.
+    # Cancelled when nobody waits any more.
     answer: "asyncio.Future[Completion]"
     # It comes before all that wait for an engine.
     ahead: bool = False
@@ -38,10 +38,10 @@ class EngineStatus:
     """State of one engine, as the dispatcher sees it."""
 
     name: str
-    # Turns that somebody waits for, and those whose abort it is yet to confirm.
+    # Awaited turns, and aborted ones that the engine has not confirmed.
     sampling: int
     aborting: int
-    # Tokens that all of them may have.
+    # Most tokens of these turns.
     load: int
     # Seconds since it last did anything.
     silent_s: float
@@ -72,16 +72,16 @@ class EngineQueue:
         self.load = 0
         # Later turns of its rollouts that wait until it has room.
         self.waiting: deque[list[SubmittedTurn]] = deque()
-        # Rollouts that it began, and of which turns may follow.
+        # Rollouts begun here with turns to follow.
         self.episodes: set[RolloutId] = set()
         self.stats = EngineStats()
-        # Tokens that were sampled of turns that were aborted.
+        # Sampled tokens of aborted turns.
         self.aborted_tokens = 0
         # When it last did anything.
         self.last = events.now()
         # Why it must be replaced.
         self.lost: Exception | None = None
-        # Methods and their arguments that it has not been sent yet, and since when the first of them waits.
+        # Methods and arguments not sent yet, and since when the first one waits.
         self._orders: deque[tuple[Order, list[Any]]] = deque()
         self._ordered = 0.0
         # Set when the orders may gather no longer.
@@ -218,7 +218,7 @@ class EngineQueue:
         return self._ordered + (GATHER_MOST_S if waits and spare >= len(what) else 0.0)
 
     def _confirm(self, aborted: list[RequestId], tokens: int) -> None:
-        """Give up turns whose abort the engine has confirmed. tokens: those that it had sampled of them."""
+        """Give up turns whose abort the engine has confirmed. tokens: sampled ones of these turns."""
         self.aborted_tokens += tokens
         for each in aborted:
             if turn := self.turns.get(each):

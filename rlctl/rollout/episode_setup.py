@@ -119,7 +119,7 @@ def set_up(config: GrpoConfig, pool: EnvironmentPool, chat: Chat, first: Task, *
 
 
 def _try_function(config: GrpoConfig, pool: EnvironmentPool, chat: Chat, first: Task, valued: bool) -> str:
-    """Call the rollout function on a task, with the row's own answer as what is sampled. Return a line on how it went.
+    """Call the rollout function on a task, with the row's answer as the sample. Return a line on how it went.
 
     Raises UnusableEnvironmentError if it fails. Without an own answer only a bug is one: it may refuse others.
     """

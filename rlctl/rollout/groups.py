@@ -10,8 +10,8 @@
 DEFERRED: drawn, but a resume found no room, as after a change of N or S; or a synchronous step did not need it, in
 whichever state it was (`put_off`). SAMPLING: its rollouts are in an engine or wait for one. SAMPLED: every rollout is
 there. READY: every rollout is scored; a dropped group has none. FILTERED: scored, but it teaches nothing, and another
-group is sampled in its place. TAKEN: in the step under way. A group leaves by `release` alone, so none is lost, and
-with its number, so none is trained twice. Validation and the parity check have no groups here.
+group is sampled in its place. TAKEN: in the current step. A group leaves by `release` alone, so none is lost, and with
+its number, so none is trained twice. Validation and the parity check have no groups here.
 
 Worked example: N = 2 groups a step, S = 1 (`max_trajectory_age_steps`), hence at most 4 groups.
 
@@ -56,7 +56,7 @@ _NEXT = {
 }
 # States of groups that have no place on the way to a step.
 _ASIDE = (GroupState.DEFERRED, GroupState.FILTERED)
-# States of groups that the step under way may still take.
+# States of groups that the current step may still take.
 _NOT_TAKEN = (GroupState.SAMPLING, GroupState.SAMPLED, GroupState.READY, GroupState.FILTERED)
 _SAVED = ("number", "version", "place", "finished", "attempt", "failures", "reason")
 
@@ -75,9 +75,9 @@ class GroupRecord:
     state: GroupState = GroupState.SAMPLING
     # Place in the order in which groups were sampled.
     finished: int = 0
-    # How often it was resampled on purpose.
+    # Number of times it was resampled on purpose.
     attempt: int = 0
-    # How often an engine was lost that was sampling it.
+    # Number of engines lost while they sampled it.
     failures: int = 0
     # Reason for which it is FILTERED.
     reason: str = ""
@@ -100,7 +100,7 @@ class GroupTable:
 
     def __init__(self, rule: StalenessRule, budget: int = 0) -> None:
         self.rule, self._budget = rule, budget
-        # Groups that an asynchronous run may still replace: it has max_age steps' worth on its way beside a step's own.
+        # Groups that an asynchronous run may still replace: it has max_age steps' worth in flight besides a step's own.
         self._credit = self._most_credit = (rule.max_age + 1) * budget
         self._groups: dict[int, GroupRecord] = {}
         self._by_state: dict[GroupState, dict[int, GroupRecord]] = {state: {} for state in GroupState}
@@ -131,7 +131,7 @@ class GroupTable:
 
     @property
     def places(self) -> int:
-        """Places of the step under way that no group was taken for yet."""
+        """Free places of the current step."""
         return self.rule.groups_per_step - self.count(GroupState.TAKEN)
 
     def in_state(self, *states: GroupState) -> list[GroupRecord]:
@@ -180,7 +180,7 @@ class GroupTable:
         group.reason = nothing or ""
         if filtered and self.rule.max_age:
             self._credit -= 1
-            # Its place closes up: else the window of `windowed_fifo` would hold fewer groups than a step needs.
+            # The places close up: else the window of `windowed_fifo` would hold fewer groups than a step needs.
             for later in self._left():
                 later.place -= later.place > group.place
             self._placed -= 1
@@ -194,7 +194,7 @@ class GroupTable:
         self._sampled += 1
 
     def restart(self, number: int, version: int) -> None:
-        """Note that the rollouts that are missing begin again at `version`. Those that are there stay, and so does the
+        """Note that missing rollouts begin again at `version`. Those that are there stay, and so does the
         group's age."""
         group = self._groups[number]
         self._move(group, GroupState.SAMPLING)
@@ -214,14 +214,14 @@ class GroupTable:
     def select(self, version: int) -> list[int] | None:
         """Return the numbers of the groups for the places left in the step at `version`, oldest first; None while some
         have to be waited for."""
-        # Cheaper than the choice, which would be made for every group that ends.
+        # Cheaper than the choice, which would run after every finished group.
         if self.count(GroupState.READY, GroupState.FILTERED) < self.places:
             return None
         chosen = self.select_part(version)
         return chosen if len(chosen) == self.places else None
 
     def select_part(self, version: int) -> list[int]:
-        """Return the numbers of those groups that may train at `version` whatever becomes of the others, oldest first:
+        """Return the numbers of groups that may train at `version`, independent of the others' fate, oldest first:
         fewer than the step has places left, if some have to be waited for."""
         if not self.rule.max_age:
             return self._first_drawn()
@@ -253,7 +253,7 @@ class GroupTable:
         return [group for group in self.in_state(*_NOT_TAKEN) if group.number > last]
 
     def put_off(self, groups: list[GroupRecord]) -> None:
-        """Defer groups to the next step, which samples them with its own weights, and with the same seeds."""
+        """Defer groups to the next step, with its weights and the same seeds."""
         for group in groups:
             self._move(group, GroupState.DEFERRED)
             group.rollouts, group.reason = {}, ""
@@ -268,7 +268,7 @@ class GroupTable:
         return groups
 
     def release(self) -> list[int]:
-        """Remove the groups of the step that ended, and those that are FILTERED; return their numbers."""
+        """Remove the groups of the ended step, and FILTERED ones; return their numbers."""
         gone = [group.number for group in self.in_state(GroupState.TAKEN, GroupState.FILTERED)]
         for number in gone:
             self._remove(number)
@@ -289,7 +289,7 @@ class GroupTable:
         return [group.number for group in due]
 
     def waits_for(self) -> Literal["rollouts", "scores", "oldest"]:
-        """Return what keeps the next step from starting: too few groups are sampled, or scored, or older ones come
+        """Return the reason why the next step cannot start: too few groups are sampled, or scored, or older ones come
         first."""
         if self.count(GroupState.READY, GroupState.SAMPLED) < self.places:
             return "rollouts"
@@ -310,10 +310,10 @@ class GroupTable:
         task: Callable[[int], Task],
         rollouts: Mapping[int, list[Rollout]],
     ) -> list[GroupRecord]:
-        """Take up what `state_dict` gave. task: gives a draw's task; rollouts: of groups that were READY.
+        """Take up the state of `state_dict`. task: gives a draw's task; rollouts: of groups that were READY.
 
-        READY groups stay so where their deadlines can be kept. Returns the others, which are sampled again at
-        `version`, but for those that find no room, which are DEFERRED.
+        READY groups stay so where their deadlines can be kept. Returns the others, to be sampled again at `version`.
+        Groups without room are DEFERRED.
         """
         self._placed, self._sampled = state["placed"], len(state["groups"])
         self._credit = min(self._most_credit, state.get("credit", self._most_credit))

@@ -1,4 +1,4 @@
-"""Placement of turns: which engine begins which turn, and when. An event costs the same with any number of engines."""
+"""Placement of turns on engines. An event costs the same with any number of engines."""
 
 import heapq
 from collections import deque
@@ -8,14 +8,14 @@ from itertools import chain
 from rlctl.generation.requests import RolloutId
 from rlctl.rollout.engine_queue import EngineQueue, SubmittedTurn
 
-# Later turns that an engine may have, those that wait in it included, over the number that it decodes at a time.
+# Most turns of an engine, waiting ones included, over the number decoded at a time.
 _AHEAD = 2
 # Heaps are rebuilt when fewer than one entry in this many is of use.
 _STALE = 4
 
 
 class LeastLoaded:
-    """Engines that take rollouts, by the tokens ahead of them.
+    """Engines with room for rollouts, by load.
 
     A heap whose entries may be out of date: an engine is added again when its load changes.
     """
@@ -45,7 +45,7 @@ class LeastLoaded:
 
 
 class TurnPlacement:
-    """Turns that are PENDING, and the choice of the engine that begins them.
+    """PENDING turns, and the choice of the engine for each.
 
     at_a_time: turns that an engine decodes. together: a step is waited for as a whole.
     """
@@ -108,7 +108,7 @@ class TurnPlacement:
         self.hand_out()
 
     def hand_out(self) -> None:
-        """Begin groups, each on the engine with the fewest tokens ahead of it."""
+        """Begin groups, each on the engine with the lowest load."""
         for line in (self._again, self._ahead, self._first):
             while line and not self.held:
                 group = [each for each in line[0] if not each.answer.done()]

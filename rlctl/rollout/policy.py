@@ -32,7 +32,7 @@ class Player(Protocol):
     async def play(self, start: RolloutStart, policy: Policy) -> Rollout:
         """Play a rollout and return it. A failure of the environment is a value of the rollout: only defects raise.
 
-        Cancelled, it frees what it holds and raises CancelledError.
+        Cancelled, it frees its resources and raises CancelledError.
         """
 
     @property

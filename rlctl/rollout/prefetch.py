@@ -1,9 +1,9 @@
 """Number of groups that an asynchronous run keeps on their way: enough to keep the trainer busy, and no more.
 
 The bound on age is a bound, not a target. Where the generator is the faster side, groups that wait for the trainer only
-grow older and win nothing; where it is the slower one, every group that the bound allows is under way. Measured on the
-tiny run, whose trainer is the slower side: with the bound 4 and all that it allows on the way, held-out accuracy after
-240 steps was 0.870 at a mean age of 3.90; the synchronous run reached 0.945. Pure.
+grow older and win nothing; where it is the slower one, every group within the bound is in flight. Measured on the tiny
+run, whose trainer is the slower side: with the bound 4 and all that it allows on the way, held-out accuracy after 240
+steps was 0.870 at a mean age of 3.90; the synchronous run reached 0.945. Pure.
 """
 
 from collections import deque
@@ -11,7 +11,7 @@ from math import ceil
 
 # Waiting less than this share of a step is noise.
 NOISE = 0.02
-# Groups must have been spare for so many steps before fewer are drawn.
+# Steps with spare groups before fewer are drawn.
 STEPS = 4
 
 
@@ -37,8 +37,8 @@ class AdaptivePrefetch:
         """Adapt the target at the end of a step.
 
         waited: share of the step that the trainer waited for samples. complete: groups that are there for the next
-        step. The target grows by half a step's worth after a wait, and shrinks by half of what was left over in each of
-        the last steps.
+        step. The target grows by half a step's worth after a wait, and shrinks by half of the least surplus of the last
+        steps.
         """
         if not self._adaptive:
             return

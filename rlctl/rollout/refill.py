@@ -1,13 +1,13 @@
-"""Number of groups that a step samples in place of those that teach nothing (dynamic sampling, DAPO, arXiv 2503.14476).
+"""Number of groups that replace useless ones in a step (dynamic sampling, DAPO, arXiv 2503.14476).
 
-A step of N groups replaces at most B = floor(max_extra N) of them; further ones keep their place, so that no step waits
-for ever. An asynchronous run has S steps' worth of groups on its way beside a step's own (S: the bound on age). So it
-may replace (S + 1) B at the start, and B more with each step; it begins one group for each that is filtered.
+A step of N groups replaces at most B = floor(max_extra N) groups; further ones keep their place, so that every step
+ends. An asynchronous run has S steps' worth of groups in flight besides a step's own (S: the bound on age). So it may
+replace (S + 1) B at the start, and B more with each step; it begins one group for each that is filtered.
 
 A synchronous step has no others on their way: were it to begin a replacement only when a group is filtered, it would
 wait for one group after another. So it begins more than it needs, as many as the share of the last steps asks for. It
-takes the first N that teach something in the order of their draws, so that its choice does not depend on how many it
-began, nor on who ended first. Pure.
+takes the first N useful ones in the order of their draws. Its choice then depends neither on the number of groups begun
+nor on the order in which they ended. Pure.
 """
 
 from collections import deque
@@ -31,8 +31,8 @@ class RefillRule:
         """Return how many groups a synchronous step keeps that are not filtered: `ready` ones, and for each of the
         N - ready places left, 1 / (1 - share) that are sampled.
 
-        filtered, ready: groups of the step under way that were scored so far. A step's worth of groups that teach
-        something is presumed, so that the first few groups of a run do not decide alone.
+        filtered, ready: groups of the current step that were scored so far. A step's worth of useful groups is
+        presumed: the first few groups of a run do not decide alone.
         """
         ended = sum(ended for _, ended in self._last) + filtered + ready + self._step
         taught = ended - sum(filtered for filtered, _ in self._last) - filtered

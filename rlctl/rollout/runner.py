@@ -43,7 +43,7 @@ class RunningRollout:
     runner: "RolloutRunner"
     start: RolloutStart
     ended: Ended
-    # Its turns come before all that wait for an engine.
+    # True if the turns come before all that wait for an engine.
     ahead: bool
     task: "asyncio.Task[None]" = field(init=False)
     # Turns that it waits for.
@@ -72,7 +72,7 @@ class RolloutRunner:
     def __init__(self, player: Player, engines: Engines) -> None:
         self._player, self._engines = player, engines
         self.events = engines.events
-        # Tokens of turns that had ended, of rollouts that were stopped, so far.
+        # Tokens of finished turns of stopped rollouts, so far.
         self.aborted_tokens = 0
         self._closed = False
         self._last_step = 0.0
@@ -88,7 +88,7 @@ class RolloutRunner:
             rollout.task = self.events.spawn(self._play(rollout))
 
     async def stop(self, ids: Iterable[RolloutId], seconds: float = _ABORT_S) -> list[RolloutId]:
-        """Stop these rollouts; none of them is handed out afterwards. Returns those that had not ended.
+        """Stop these rollouts; `ended` is not called for them. Returns those that had not ended.
 
         Waits until the engines have confirmed, but not long for one that hangs. Raises RuntimeError for a player that
         swallows its cancellation.

@@ -1,4 +1,4 @@
-"""Scores of groups: rewards of the config on what was said, and the value that an environment gave (contract 11)."""
+"""Scores of groups: the config's rewards on the text, and the environment's value (contract 11)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -41,10 +41,9 @@ class GroupScorer:
 
 
 def reward_input(task: Task, episode: PlayedEpisode | None, text: str) -> RewardInput:
-    """Return what rewards judge: the answer's text, or the whole conversation of an episode.
+    """Return the input of rewards: the answer's text, or the whole conversation of an episode.
 
-    Of an episode, the prompt is what it began with, the completion all that was said then, and the row's `messages`
-    is the conversation.
+    In an episode, the prompt is its opening and the completion is the rest; the row's `messages` is the conversation.
     """
     if episode is None:
         return RewardInput(task.text, text, task.answer, task.row)
@@ -61,7 +60,7 @@ def environment_rewards(reward: Reward | None) -> dict[str, float]:
 
 
 def sample_item(task: Task) -> RewardInput:
-    """Return what rewards are tried on before a run: a task, answered with its own answer."""
+    """Return the input of the rewards' trial before a run: a task with the row's answer."""
     return RewardInput(task.text, task.answer or "", task.answer, task.row)
 
 

@@ -1,4 +1,4 @@
-"""Rule of staleness: which groups train next, so that none is ever too old. Pure.
+"""Rule of staleness: the choice of the next groups to train. None is ever too old. Pure.
 
 Contract 1: a group trains at version v only if its age, v minus the oldest version among its tokens, is at most S.
 
@@ -10,20 +10,20 @@ admission and the end of their step, hence (with F(d) the groups with a deadline
 
 at the start; and `choose` never takes a group with a later deadline where F(d) is tight. A step then removes N groups
 from every tight F(d) while v grows by one, and groups admitted afterwards have deadline v + S, where F is at most C: so
-the line holds again. At most N groups are ever due at once, all of them fit into the step, and none is born stale.
+the line holds again. At most N groups are ever due at once. They fit into the step, and none is born stale.
 
-A group that teaches nothing may leave before its step, and another be admitted in its place, at the version that is
-trained or served then. No F(d) grows when it leaves, and whoever comes has deadline v + S, where F is at most C less
-what the step has taken: the line holds with the places that are left.
+A group that teaches nothing may leave before its step. Another is admitted in its place, at the version trained or
+served then. No F(d) grows when it leaves. The new group has deadline v + S, where F is at most C less the groups of the
+step: the line holds with the places that are left.
 
-A step may be taken in parts, before all of its groups are there: places are then filled one by one as far as that goes,
-and the line holds with the places that are left in place of N. What comes first is taken first then: a group that the
-policy would have preferred, had it been there, may train a step later.
+A step may be taken in parts, before all of its groups are there: places are then filled one by one, and the line holds
+with the remaining places for N. The first complete groups are taken first then: a group that the policy would have
+preferred, had it been there, may train a step later.
 
-No policy deadlocks: whatever a step waits for is being sampled already (every active group is), the version does not
-move while it waits, and sampling never waits for the trainer. `in_order` waits for the oldest group. The oldest always
-lies in its own window, so once it is complete the window of `windowed_fifo` moves on. `ready_first` waits only for due
-groups, or for N complete ones, of which C >= N are on their way.
+No policy deadlocks: all groups of a step are being sampled already, the version does not move while it waits, and
+sampling never waits for the trainer. `in_order` waits for the oldest group. The oldest always lies in its own window,
+so once it is complete the window of `windowed_fifo` moves on. `ready_first` waits only for due groups, or for N
+complete ones, of which C >= N are on their way.
 """
 
 from collections import Counter
@@ -107,14 +107,14 @@ class StalenessRule:
 
     @property
     def _window(self) -> float:
-        """Number of places, from that of the oldest group on, whose groups may train."""
+        """Number of places from the oldest group on that may train."""
         if self.policy == "ready_first":
             return inf
         # A step's worth must fit into the window, or nothing could be trained while the oldest is being sampled.
         return 1 if self.policy == "in_order" else self.groups_per_step + ceil(self.window_fraction * self.capacity)
 
     def _latest(self, deadlines: Mapping[int, int], version: int, places: int) -> int | None:
-        """Return the latest deadline that the next of `places` may go to so that all deadlines can still be kept; None
+        """Return the latest deadline allowed for the next place so that all deadlines can be kept; None
         if any may. deadlines: groups left by deadline."""
         due = 0
         for deadline in sorted(deadlines):

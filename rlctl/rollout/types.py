@@ -1,4 +1,4 @@
-"""Rollouts and groups of them: what was sampled, token for token, and what it is worth (contract 4).
+"""Rollouts and groups: sampled tokens, exactly, and scores (contract 4).
 
 Task -> RolloutStart -> TurnRequest -> Completion -> Rollout -> RolloutGroup -> TrainingSample -> MicroBatch -> loss
 """
@@ -75,7 +75,7 @@ class Sampling:
 class PlayedEpisode:
     """Course of a rollout that an environment played. Plain values, for checkpoints and records."""
 
-    # What was said, as a person reads it; the first `opening` messages are the first prompt.
+    # The conversation, as a person reads it; the first `opening` messages are the first prompt.
     messages: list[Message]
     opening: int
     ending: Ending
@@ -86,21 +86,21 @@ class PlayedEpisode:
     failure: str | None
     # Tries that failed.
     failures: int
-    # Of all tries: seconds that the environment took, calls, and calls that were malformed or whose tool raised.
+    # All tries: the environment's seconds, calls, and failed calls (malformed, or the tool raised).
     environment_s: float
     tool_calls: int
     tool_errors: int
     # Calls among the latter in which the tool's own code raised.
     tool_raised: int = 0
-    # Control tokens that rows, the environment or its tools spelled, and that were encoded as text.
+    # Control tokens spelled by rows, environment or tools, and encoded as text.
     spelled: int = 0
-    # Calls among the failed ones that could not be read, text that only looks like a call included.
+    # Malformed calls among the failed ones, text in the shape of a call included.
     malformed_calls: int = 0
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """One attempt at a task: what trains of it, and its score.
+    """One attempt at a task: its rows for training, and its score.
 
     Arrays of T tokens are of all rows, one row after the other.
     """
@@ -108,7 +108,7 @@ class Rollout:
     id: RolloutId
     # One, unless history was rewritten on the way; none if the episode failed.
     rows: Sequence[TrajectoryRow]
-    # How the last turn ended.
+    # Ending of the last turn.
     finish: Finish
     score: Score | None = None
     # None for a rollout of one prompt and one answer.
@@ -168,7 +168,7 @@ class Rollout:
 
     @cached_property
     def num_tokens(self) -> int:
-        """Number of tokens of all rows. The buffer asks for it at each look."""
+        """Number of tokens of all rows. Cached for the buffer."""
         return sum(len(row.tokens) for row in self.rows)
 
     @property
@@ -196,7 +196,7 @@ class Waste:
 
     # Groups that teach nothing and were replaced, with the reason.
     filtered: list[tuple[RolloutGroup, str]] = field(default_factory=list)
-    # Groups that a synchronous step did not need, and tokens that were sampled of them.
+    # Surplus groups of a synchronous step, and their sampled tokens.
     surplus: int = 0
     surplus_tokens: int = 0
 

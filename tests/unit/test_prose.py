@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 # Share of sentences with two relative words in percent, then hits in 10,000 words. The goal is 1, 8, 5 and 2.
 GOAL = {"relative": 1, "what": 8, "of-it": 5, "archaic": 2}
 CEILINGS = {
-    "rlctl": {"relative": 1, "what": 8, "of-it": 5.5, "archaic": 2.3},
+    "rlctl": GOAL,
     "tests": GOAL,
     "recipes": GOAL,
     **{
@@ -21,12 +21,12 @@ CEILINGS = {
         for folder in (
             *("bench", "cli", "cluster", "config", "dashboard", "data", "environments", "evaluation", "generation"),
             *("grpo", "launch", "models", "preflight"),
-            *("refit", "rewards", "run", "sft", "telemetry", "training", "utils", "workers"),
+            *("refit", "rewards", "rollout", "run", "sft", "telemetry", "training", "utils", "workers"),
         )
     },
 }
 # Passages that begin with of, what, that, whether, see, its, until, how or which.
-OPENINGS = {"rlctl": 12, "tests": 0, "recipes": 0}
+OPENINGS = {"rlctl": 4, "tests": 0, "recipes": 0}
 _SHOWN = 8
 
 

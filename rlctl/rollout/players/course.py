@@ -20,7 +20,7 @@ class EpisodeLimits:
     max_length: int
     # Seconds from the reset on.
     timeout_s: float
-    # How often an episode is tried again after a failure.
+    # Further tries of an episode after a failure.
     max_retries: int
     # keep: earlier turns stay as they were sampled. strip: they are written as the template writes them, which begins a
     # new row where the two differ.

@@ -1,8 +1,8 @@
 """Player of rollout functions: the user's coroutine decides each prompt, token by token (contracts 4 and 11).
 
-Sampled tokens are nodes of a tree that only grows. A prompt that begins with a path of the tree goes on with that path,
-so that one row trains both. Any other prompt begins a new row. A sampled token trains exactly once, however often later
-prompts contain it.
+Sampled tokens are nodes of a tree that only grows. A prompt that begins with a path of the tree continues it: one row
+trains both. Any other prompt begins a new row. A sampled token trains exactly once, however often later prompts contain
+it.
 
 Samples that a function begins together are sampled together. Turn numbers, seeds, answers and nodes follow the order in
 which the function asked. No engine's speed changes it.
@@ -71,7 +71,7 @@ class FunctionCall:
 
     def __init__(self, player: FunctionPlayer, course: Course, policy: Policy) -> None:
         self._player, self._course, self._policy = player, course, policy
-        # Samples that it has not taken, in the order in which it asked, and how many of their answers were sent.
+        # Samples not taken yet, in the order of the requests, and the number of answers sent.
         self._samples: deque[FunctionSample] = deque()
         self._sent = 0
         # Those that engines sample.
@@ -86,7 +86,7 @@ class FunctionCall:
     async def play(self) -> Reward | None:
         """Call the function; return its value. Raises DataError for a wrong one, EpisodeFailed if its process fails.
 
-        No engine samples for it any more then, so that the same requests may be submitted again.
+        No engine samples for the call any more then: the same requests may be submitted again.
         """
         start, pool = self._course.start, self._player.episodes.pool
         self._course.ending, self._course.opening = "done", 0
@@ -146,7 +146,7 @@ class FunctionCall:
         return told.reward
 
     def _begin(self, told: FunctionRequest) -> None:
-        """Sample after the prompts that the function asks for, but for those that a budget refuses."""
+        """Sample after the function's prompts, within the budgets."""
         loop, course, most = asyncio.get_running_loop(), self._course, self._player.vocabulary
         if told.again:
             raise DataError(f"the rollout function sampled again after {course.ending}: three empty lists had come")
