@@ -288,6 +288,8 @@ def _caches(basis: Basis) -> tuple[bool, str]:
         return True, "rollouts of a group share their prompt, turns of a rollout what was said"
     if basis.facts is None or basis.longest is None:
         return False, "until the model's sizes are known"
+    if not basis.facts.head_dim:
+        return False, "no layer of the model has attention"
     most = _EXACT_KEYS // (4 * basis.facts.head_dim)
     return basis.longest <= most, f"on a CPU a hit changes no bit of sequences of at most {most} tokens of this model"
 
