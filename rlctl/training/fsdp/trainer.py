@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from rlctl.models.hf_folder import WeightFiles
 from rlctl.preflight.offload_plan import residency
 from rlctl.refit.source import Shard
-from rlctl.training.fsdp.model import Named, build_policy, free_gathered, local, read_shards
+from rlctl.training.fsdp.model import Named, build_policy, check_restarts, free_gathered, local, read_shards
 from rlctl.training.interface import Loss, LossOutput, MicroBatch
 from rlctl.training.offload import OffloadManager
 from rlctl.training.packing import pack, token_batch
@@ -36,6 +36,8 @@ class FsdpTrainer(TrainerRank):
         self._policy = build_policy(
             self._lm, self._facts, self._table, self._folder, spec.config, self._dtype, mesh, spec.temperature
         )
+        if self._facts.kinds.states:
+            check_restarts(self._policy, self._device, self._dtype)
         self._parameters: dict[str, nn.Parameter] = dict(self._policy.lm.named_parameters())
         buffers = {name: each for name, each in self._policy.lm.named_buffers() if self._table.holds(name)}
         # Tensors of the folder, as they are on this rank.

@@ -1,5 +1,6 @@
 """A model that no table names trains by its derived facts: log-probs, update, shards and export, buffers included."""
 
+import inspect
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from rlctl.config.errors import ModelError
 from rlctl.models.derive import derive_facts
 from rlctl.models.hf_folder import WeightFiles
 from rlctl.preflight.backend import backend_of
@@ -56,6 +58,27 @@ def test_it_trains_as_transformers_computes_it(kind: str, tmp_path: Path) -> Non
         RefitPlan.build(one.layout(), [[shard.box for shard in shards]])
         assert all(torch.equal(shard.tensor, source.tensor(shard.name)) for shard in shards)
         assert one.train([DATA], WeightedLoss(), totals(DATA))["train/grad_norm"] > 0
+
+
+def test_a_state_that_passes_on_to_the_next_sequence_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.falcon_h1 import modeling_falcon_h1 as home
+
+    def leaking(name: str) -> Any:
+        plain = inspect.unwrap(getattr(home, name))
+
+        def leak(*args: Any, **keywords: Any) -> Any:
+            return plain(*args, **keywords)
+
+        leak.restarts = True
+        return leak
+
+    for name in ("causal_conv1d_fn", "mamba2_chunk_scan"):
+        monkeypatch.setattr(home, name, leaking(name))
+    folder = make_model(tmp_path / "model", "falcon_h1", more=FAMILIES["falcon_h1"], scale=2.0)
+    with pytest.raises(ModelError, match="a state passes from one sequence to the next"), trainer(folder, tmp_path):
+        pass
 
 
 def test_megatron_trains_its_four_and_says_so(tmp_path: Path) -> None:
