@@ -24,6 +24,7 @@ from rlctl.config.schema import CompiledGraphSection
 from rlctl.launch.assemble_sft import ordinary_if_it_fails
 from rlctl.telemetry.events import EventLog
 from rlctl.telemetry.jsonl import read_records
+from rlctl.utils.event_loop import EventLoop
 from rlctl.workers.errors import WorkerDied, WorkerError, WorkerTimeout
 from rlctl.workers.graph import GraphBroken, GraphUnavailable
 from rlctl.workers.group import WorkerGroup, WorkerSpec
@@ -309,3 +310,21 @@ def test_all_output_of_a_worker_goes_to_its_own_log(group: WorkerGroup, ray_here
     text = (ray_here / "probe-1.log").read_text()
     assert "hello\n" in text
     assert "hello from a child" in text
+
+
+def test_a_call_that_an_event_loop_awaits_has_the_errors_of_one_that_a_thread_waits_for(
+    ray_here: Path, tmp_path: Path
+) -> None:
+    workers, events = make_group(tmp_path, compiled=False), EventLoop("calls")
+    worker = workers.workers[0]
+    try:
+        assert events.run(worker.call(PATIENCE_S, Probe.add, 3, y=4)) == 7
+        with pytest.raises(WorkerError, match="fail_on on probe-0: ValueError: rank 0 was told to fail"):
+            events.run(worker.call(PATIENCE_S, Probe.fail_on, 0))
+        with pytest.raises(WorkerTimeout, match=r"the driver waited 0 s for probe-0 to finish sleep"):
+            events.run(worker.call(0.2, Probe.sleep, 1.0))
+        with pytest.raises(WorkerDied, match="probe-0 died during die_on"):
+            events.run(worker.call(PATIENCE_S, Probe.die_on, 0))
+        events.close()
+    finally:
+        workers.kill()
