@@ -36,7 +36,8 @@ def make_query(
     try:
         pattern = re.compile(grep) if grep else None
     except (re.error, OverflowError, RecursionError) as error:
-        problems.append(Problem("--grep", str(grep), f"no regular expression: {error}"))
+        why = "its groups nest too deep" if isinstance(error, RecursionError) else error
+        problems.append(Problem("--grep", str(grep), f"no regular expression: {why}"))
     if problems:
         raise ConfigError(problems)
     return RolloutQuery(validation, steps, "worst" if worst else "best" if best else None, group, pattern)

@@ -195,6 +195,7 @@ def _fla_conv(
     activation: str | None = None,
     *,
     cu_seqlens: Tensor | None,
+    **_: Any,
 ) -> Tensor:
     """Convolve by flash-linear-attention's Triton kernel. hidden: [1, channels, T]; weight: [channels, width]."""
     from fla.modules.causal_conv1d import causal_conv1d

@@ -103,7 +103,9 @@ def check_reward(reward: RewardSection) -> Iterator[tuple[str, str]]:
         try:
             groups = re.compile(reward.pattern).groups
         except (re.error, OverflowError, RecursionError) as error:
-            yield "pattern", f"no regular expression: {error}"
+            # Python's own words of a recursion depend on where it ended.
+            why = "its groups nest too deep" if isinstance(error, RecursionError) else error
+            yield "pattern", f"no regular expression: {why}"
         else:
             if groups == 0:
                 advice = "put what is compared with the answer in brackets"

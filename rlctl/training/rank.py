@@ -389,9 +389,14 @@ class TrainerRank(ABC):
 
 
 def make_trainer(spec: TrainerSpec) -> TrainerRank:
-    """Build the rank's trainer: `TRAINER` of rlctl.training.BACKEND.trainer."""
-    trainer: TrainerRank = importlib.import_module(f"rlctl.training.{spec.config.backend}.trainer").TRAINER(spec)
-    return trainer
+    """Build the rank's trainer: `TRAINER` of rlctl.training.BACKEND.trainer. One that fails leaves no process group."""
+    kind: type[TrainerRank] = importlib.import_module(f"rlctl.training.{spec.config.backend}.trainer").TRAINER
+    try:
+        return kind(spec)
+    except Exception:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        raise
 
 
 def met_at(init_method: str, rank: int, world: int) -> Any:

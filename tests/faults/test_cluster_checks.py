@@ -89,7 +89,7 @@ def test_a_python_without_ray_and_one_that_is_not_there(clusters: StandInCluster
     bare = clusters.home / "bare"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(bare)], check=True)
     _, err = clusters.run("up", "ssh", "hosts=[a]", f"python={bare}/bin/python", code=1)
-    assert "a: ray and psutil not installed in its Python: pip install rlctl there" in err
+    assert "a: ray and psutil and rlctl not installed in its Python: pip install rlctl there" in err
 
 
 def test_a_full_disk(clusters: StandInClusters, small_disk: Path) -> None:

@@ -1,12 +1,14 @@
 """A pack equals its sequences alone, outputs and gradients, in families with windows, sinks, softcaps or states."""
 
+import inspect
+import sys
 from typing import Any
 
 import pytest
 import torch
 
 from rlctl.models import packed_attention
-from rlctl.models.state_layers import install_restarts
+from rlctl.models.state_layers import FUNCTIONS, install_restarts
 
 WINDOW = 5
 # One token, longer than the window, longest not first.
@@ -107,6 +109,28 @@ def test_a_state_begins_with_its_sequence(family: str) -> None:
     packed = make(family, packed_attention.register())
     assert install_restarts(packed) == install_restarts(packed) != []
     compare(packed, make(family, "eager"), [9, 70, 1] if family == "qwen3_5_text" else STATE_LENGTHS)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "falcon_h1", "lfm2"])
+def test_a_kernel_takes_the_arguments_that_a_model_gives(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make(family, packed_attention.register())
+    home, bound = sys.modules[type(model).__module__], []
+
+    def recorded(name: str, function: Any) -> Any:
+        def call(*args: Any, **keywords: Any) -> Any:
+            kernel = FUNCTIONS[name].kernel
+            assert kernel is not None
+            inspect.signature(kernel).bind(*args, **keywords | {"cu_seqlens": None})
+            bound.append(name)
+            return function(*args, **keywords)
+
+        return call
+
+    names = install_restarts(model)
+    for name in names:
+        monkeypatch.setattr(home, name, recorded(name, getattr(home, name)))
+    compare(model, make(family, "eager"), [3, 2])
+    assert set(bound) == set(names)
 
 
 def test_a_keyword_that_would_be_ignored_is_refused() -> None:

@@ -19,8 +19,9 @@ def test_an_architecture_that_vllm_lacks_is_one_line_now_and_at_the_next_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (tmp_path / "sizes.json").write_text(json.dumps(MODEL))
-    sizes, folder = read_sizes(tmp_path / "sizes.json"), str(tmp_path)
+    (tmp_path / "known").mkdir()
+    (tmp_path / "known" / "config.json").write_text(json.dumps(MODEL))
+    sizes, folder = read_sizes(tmp_path / "known" / "config.json"), str(tmp_path)
     config = {"model_type": "codegen", "architectures": ["CodeGenForCausalLM"], "n_positions": 128}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert ENGINE.unserved("cuda", folder, sizes) is None
