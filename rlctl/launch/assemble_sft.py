@@ -111,15 +111,21 @@ class SftParts:
     def _compile(self, trainer: "TrainerGroup", longest: int) -> None:
         from rlctl.sft.loss import NllLoss
 
-        config = self.settled.config
-        graph = config.ray_compiled_graph
+        graph = self.settled.config.ray_compiled_graph
         compile_group(graph, trainer.group, self.session)
-        length = graph.warmup_seq_len or longest
-        # Dimensions of equal size are compiled as one: a second length keeps them apart.
-        lengths = (length, max(2, length // 2 - 1)) if self.settled.trainer.compile else (length,)
         with self.session.starting("warm-up"), ordinary_if_it_fails(graph, trainer.group, self.session):
-            for each in lengths:
-                trainer.warm_up(graph.warmup_gbs or config.sft.batch_size, each, NllLoss())
+            for count, length in warm_up_passes(self.settled, longest):
+                trainer.warm_up(count, length, NllLoss())
+
+
+def warm_up_passes(settled: SettledSft, longest: int) -> list[tuple[int, int]]:
+    """Return (sequences, tokens of each) of the passes that warm a graph up. longest: tokens of the longest sample."""
+    config = settled.config
+    graph = config.ray_compiled_graph
+    length = graph.warmup_seq_len or longest
+    # Dimensions of equal size are compiled as one: a second length keeps them apart.
+    lengths = (length, max(2, length // 2 - 1)) if settled.trainer.compile else (length,)
+    return [(graph.warmup_gbs or config.sft.batch_size, each) for each in lengths]
 
 
 def compile_group(graph: CompiledGraphSection, group: "WorkerGroup", session: Session) -> None:

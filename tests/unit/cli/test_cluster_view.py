@@ -1,8 +1,14 @@
-"""Tables of clusters and of their jobs."""
+"""Tables of clusters and of their jobs, and a status that is printed again and again."""
 
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 from rich.console import Console
 
+from rlctl.cli import cluster
 from rlctl.cli.cluster_view import runs_table
+from tests.unit.cli.conftest import Rlctl
 
 
 def _shown(runs: list[dict[str, object]], width: int = 80) -> list[str]:
@@ -25,3 +31,28 @@ def test_what_is_not_known_yet_is_a_dash_and_a_long_name_folds() -> None:
     assert "".join(line.split()[0] for line in lines[1:]) == name
     assert lines[1].split()[1:] == ["starting", "–", "–", "–", "–"]
     assert max(len(line) for line in lines) <= 80
+
+
+@pytest.mark.parametrize(("words", "printed"), [(("--watch",), ["seen 1", "seen 2", "seen 3"]), ((), ["seen 1"])])
+def test_a_watched_status_is_printed_every_3_seconds_until_ctrl_c(
+    words: tuple[str, ...], printed: list[str], rlctl: Rlctl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    slept: list[float] = []
+
+    def status(state: object) -> Any:
+        asked.append(len(asked) + 1)
+        return SimpleNamespace(condition="up")
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(cluster, "_find", lambda name: None)
+    monkeypatch.setattr("rlctl.cluster.status.cluster_status", status)
+    monkeypatch.setattr("rlctl.cli.cluster_view.render", lambda state, seen: f"seen {len(asked)}")
+    monkeypatch.setattr("time.sleep", sleep)
+    done = rlctl("cluster", "status", *words)
+    assert (done.out.splitlines(), done.code) == (printed, 130 if words else 0)
+    assert slept == [3.0] * (3 if words else 0)

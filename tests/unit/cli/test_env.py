@@ -74,6 +74,18 @@ def test_check_of_a_rollout_function_shows_what_it_sampled(rlctl: Rlctl, home: P
     assert done.code == 1 and "play raised NameError at my_rollout.py:3: name 'length' is" in done.err
 
 
+def test_check_scores_episodes_by_functions_of_the_users(rlctl: Rlctl, home: Path) -> None:
+    (home / "mine.py").write_text(
+        "def doubled(environments, **kwargs):\n    return [2.0 * e.count for e in environments]\n"
+    )
+    done = rlctl("env", "check", "my_env.py:Game", "--reward", "mine.py:doubled")
+    assert [line for line in done.out.splitlines() if "doubled" in line] == [
+        f"reward     environment {own}, mine.py:doubled {value}" for own, value in ((1, 2), (0, 4), (0, 6))
+    ]
+    done = rlctl("env", "check", "my_env.py:Game", "--reward", "mine.py:double")
+    assert done.code == 2 and "--reward: mine.py defines no double; did you mean doubled?" in done.err
+
+
 def test_check_in_json(rlctl: Rlctl) -> None:
     found = json.loads(rlctl("env", "check", "guess", "--json").out)
     assert found["name"] == "guess" and found["contract"]["has_step"] and found["problems"] == []

@@ -56,6 +56,14 @@ def test_the_plan_fits_80_columns_and_starts_nothing(rlctl: Rlctl, started: Star
     assert "engines: key-value cache 256.0 MiB" in text
 
 
+def test_a_compiled_graph_is_asked_for_by_an_option(rlctl: Rlctl, started: Started, home: Path) -> None:
+    assert rlctl("train", "sft", "sft.recipe.yaml", "--compiled-graph").code == 130
+    assert rlctl("train", "sft", "--compiled-graph").code == 130
+    assert rlctl("train", "sft", "sft.recipe.yaml").code == 130
+    graphs = [config.ray_compiled_graph.enabled for config, _, _ in started]
+    assert graphs == [True, True, False]
+
+
 def test_the_plan_says_where_state_stands_in_each_phase(
     rlctl: Rlctl, started: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:

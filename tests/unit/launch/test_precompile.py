@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from rlctl.launch.assemble_sft import warm_up_passes
 from rlctl.launch.precompile import precompile, precompiles
 from rlctl.launch.session import Session
 from rlctl.preflight.load import load
@@ -37,6 +38,22 @@ def session_in(folder: Path) -> Any:
 )
 def test_only_a_compiled_trainer_warms_up_and_none_twice(kind: str, overrides: list[str], expected: bool) -> None:
     assert precompiles(settled(kind, *overrides)) is expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], [(16, 40)]),
+        (["ray_compiled_graph.warmup_gbs=3"], [(3, 40)]),
+        (["ray_compiled_graph.warmup_seq_len=20"], [(16, 20)]),
+        (["trainer.compile=true"], [(16, 40), (16, 19)]),
+    ],
+)
+def test_a_graph_warms_up_on_a_batch_of_the_longest_sample_unless_keys_name_sizes(
+    overrides: list[str], expected: list[tuple[int, int]]
+) -> None:
+    run: Any = settled("sft", "sft.batch_size=16", *overrides)
+    assert warm_up_passes(run, longest=40) == expected
 
 
 @pytest.mark.parametrize("kl", [0.0, 0.1])

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlctl.data.tasks import Task
+from rlctl.preflight.load import load
 from rlctl.rollout.groups import GroupState, GroupTable
 from rlctl.rollout.staleness import StalenessRule, TrainingOrder
 
@@ -185,6 +186,18 @@ def test_a_straggler_is_passed_but_never_left_behind() -> None:
     assert staleness.waits_for() == "oldest"
     finish(staleness, 0)
     assert staleness.select(1) == [0, 3]
+
+
+@pytest.mark.parametrize(("fraction", "reached"), [(0.0, [1]), (0.3, [1, 3]), (1.0, [1, 3, 5])])
+def test_the_window_is_a_steps_worth_and_a_share_of_all_groups(fraction: float, reached: list[int]) -> None:
+    config: Any = load("grpo", None, ["async.enabled=true", f"async.window_fraction={fraction}"]).config
+    found = []
+    for newest in (1, 3, 5):
+        staleness = Numbered(2, 2, "windowed_fifo", config.async_.window_fraction)
+        assert staleness.fill(0) == [0, 1, 2, 3, 4, 5]
+        finish(staleness, newest - 1, newest)
+        found += [newest] if staleness.select(0) == [newest - 1, newest] else []
+    assert found == reached
 
 
 def test_a_step_taken_in_parts_leaves_room_for_those_that_are_due() -> None:

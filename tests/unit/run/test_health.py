@@ -98,6 +98,19 @@ def test_the_bounds_are_the_configs() -> None:
         assert "held-out accuracy is 74.7%, 18.0% below its start of 92.7%, at most 10.0%" in found[1].what
 
 
+def test_keys_of_the_config_move_the_bounds() -> None:
+    keys = ["max_grad_norm_ratio=5", "grad_norm_window=4", "max_accuracy_drop=0.3"]
+    health = grpo_health(load("grpo", None, [f"health.{each}" for each in keys]).settled)
+    # Half of a window of 4 is 2 steps.
+    found = [health.look(step, {"train/grad_norm": norm}) for step, norm in enumerate((1.0, 1.0, 4.9, 15.0))]
+    assert [len(each) for each in found] == [0, 0, 0, 1]
+    assert found[3][0].what.endswith(
+        "15 times the median of the last 4 steps, at most 5 times (health.max_grad_norm_ratio)"
+    )
+    drops = [health.look(step, {"validation/accuracy": value}) for step, value in enumerate((0.9, 0.61, 0.59))]
+    assert [len(each) for each in drops] == [0, 0, 1] and "at most 30.0%" in drops[2][0].what
+
+
 @pytest.mark.parametrize(
     ("settings", "loss", "remedy"),
     [
