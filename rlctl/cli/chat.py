@@ -54,7 +54,9 @@ def chat(
         str | None,
         typer.Option(metavar="NAME", help="An environment whose tools may be called: shipped, or my_env.py:Class."),
     ] = None,
-    row: Annotated[str, typer.Option(metavar="JSON", help="The row for the environment's reset.")] = "{}",
+    row: Annotated[
+        str | None, typer.Option(metavar="JSON", help="With --tools: the row for the environment's reset.")
+    ] = None,
 ) -> None:
     """Talk to a model. /new begins another conversation; /help says more; Ctrl-C stops an answer; Ctrl-D ends."""
     from rlctl.evaluation.settings import config_of
@@ -63,7 +65,7 @@ def chat(
     with explained_weights("interrupted"):
         found = find_target(target, runs_folder(), step)
         config, most = config_of(found, seed, system)
-        environment, columns = _environment(tools, config), _row(row)
+        environment, columns = _environment(tools, config), _row(row, tools)
         most = max_tokens or most
         sampling = (most, config.generation.temperature if temperature is None else temperature)
         with tempfile.TemporaryDirectory(prefix="rlctl-chat-") as folder:
@@ -164,7 +166,11 @@ def _environment(name: str | None, config: "GrpoConfig") -> "EnvironmentSpec | N
     return EnvironmentSpec(name, own.timeout_s, arguments_of(config, name))
 
 
-def _row(text: str) -> dict[str, Any]:
+def _row(text: str | None, tools: str | None) -> dict[str, Any]:
+    if text is None:
+        return {}
+    if tools is None:
+        raise ConfigError([Problem("--row", "", "needs --tools, whose environment it begins")])
     with suppress(ValueError):
         if isinstance(row := json.loads(text), dict):
             return row

@@ -9,7 +9,7 @@ from rlctl.cli.arguments import OfStep
 from rlctl.cli.completion import complete_run
 from rlctl.cli.output import busy, examples, note, refuse, say
 from rlctl.config.builtin import runs_folder
-from rlctl.config.errors import UserError
+from rlctl.config.errors import ConfigError, Problem, UserError
 
 EPILOG = examples(
     "rlctl export sums sums-hf                          the newest checkpoint of a run",
@@ -41,6 +41,8 @@ def export(
     private: Annotated[bool, typer.Option("--private", help="With --push: make the repository private.")] = False,
 ) -> None:
     """Write weights as a Hugging Face folder with a model card: recipe, data, figures."""
+    if private and repository is None:
+        raise ConfigError([Problem("--private", "", "needs --push OWNER/NAME")])
     from rlctl.evaluation import export as exporter
     from rlctl.evaluation.target import find_target
 
