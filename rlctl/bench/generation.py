@@ -36,7 +36,7 @@ from rlctl.bench.workload import (
 from rlctl.config.errors import Problem
 from rlctl.dashboard.formats import count
 from rlctl.data.tasks import Task
-from rlctl.models.model_sizes import sizes_of
+from rlctl.models.model_sizes import read_sizes
 from rlctl.preflight.machine import RunMachine, device_of
 from rlctl.preflight.memory import refit_bytes, token_bytes
 from rlctl.preflight.settled import SettledGrpo, settle
@@ -122,7 +122,7 @@ class GenerationBench(Bench):
         make_random_model(shape, folder)
         config = written.config
         config = replace(config, model=replace(config.model, path=str(folder / "model"), random_init=False))
-        settled = settle(config, RunMachine(device_of(count_gpus())), sizes_of(str(shape)))
+        settled = settle(config, RunMachine(device_of(count_gpus())), read_sizes(shape / "config.json"))
         files, chat = ModelFiles.find(config.model, folder, 0), load_chat(config, str(shape))
         prompts = _prompts(chat)
 

@@ -15,7 +15,6 @@ from rlctl.environments.pool import EnvironmentPool, UnusableEnvironmentError
 from rlctl.evaluation.target import Target
 from rlctl.launch.engines import engines
 from rlctl.models.model_files import ModelFiles
-from rlctl.models.model_sizes import sizes_of
 from rlctl.preflight.machine import RunMachine
 from rlctl.preflight.settled import settle
 from rlctl.rollout.episode_setup import format_of_calls, tool_problems
@@ -70,7 +69,7 @@ def chat_session(
     chat = load_chat(config, files.folder)
     stops = end_tokens(config, chat).stops
     most, temperature = sampling
-    settled = settle(config, RunMachine(), sizes_of(files.folder))
+    settled = settle(config, RunMachine(), files.facts.sizes)
     limits = TalkLimits(most, settled.max_length, temperature, config.run.seed)
     with ExitStack() as stack:
         tools = None

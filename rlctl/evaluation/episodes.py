@@ -14,7 +14,6 @@ from rlctl.grpo.group_record import group_records
 from rlctl.launch.engines import engines
 from rlctl.launch.sampling import decoder, make_runner
 from rlctl.models.model_files import ModelFiles
-from rlctl.models.model_sizes import sizes_of
 from rlctl.preflight.machine import RunMachine
 from rlctl.preflight.settled import settle
 from rlctl.rewards.scorer import Scorer
@@ -54,7 +53,7 @@ def play_episodes(
     """
     begin = time.perf_counter()
     files = ModelFiles.find(config.model, logs, config.run.seed)
-    settled = settle(config, RunMachine(), sizes_of(files.folder))
+    settled = settle(config, RunMachine(), files.facts.sizes)
     chat = load_chat(config, files.folder)
     stops = end_tokens(config, chat).stops
     tasks, _ = load_prompts(config, section, chat, list(rows))

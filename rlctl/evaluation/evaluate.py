@@ -16,7 +16,6 @@ from rlctl.grpo.group_record import group_records
 from rlctl.grpo.validation import Validation
 from rlctl.launch.sampling import decoder, held_out_tasks, make_runner
 from rlctl.models.model_files import ModelFiles
-from rlctl.models.model_sizes import sizes_of
 from rlctl.preflight.load import Composed
 from rlctl.preflight.machine import RunMachine
 from rlctl.preflight.settled import SettledGrpo
@@ -137,7 +136,7 @@ class Evaluation:
         data.folder.finish(records, result_of(groups, data.settled.config, data.rows, facts))
 
     def _data_set(self, name: str, composed: Composed[SettledGrpo], root: Path, weights: str) -> DataSet:
-        settled = composed.settled.on(RunMachine(), sizes_of(self._files.folder))
+        settled = composed.settled.on(RunMachine(), self._files.facts.sizes)
         tasks = held_out_tasks(settled, self._chat, self._emit)
         digest = digest_of_rows(tasks)
         place = f"step_{self.target.step}" if self.target.run else self.target.name

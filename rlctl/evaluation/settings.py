@@ -16,7 +16,6 @@ from rlctl.config.schema import GrpoConfig
 from rlctl.environments.outcomes import EnvironmentSpec
 from rlctl.evaluation.target import Target
 from rlctl.models.model_files import ModelFiles
-from rlctl.models.model_sizes import read_sizes
 from rlctl.preflight.load import Composed, OtherVersionError, load
 from rlctl.preflight.machine import RunMachine
 from rlctl.preflight.placement import Placement, ResourceRequest, place, this_machine
@@ -60,10 +59,9 @@ def checked_run(target: Target, scratch: Path) -> tuple[SettledGrpo, ModelFiles,
     gpus = count_gpus()
     wanted = ResourceRequest(1, 1, 1, colocated=gpus > 0, cpus_per_process=config.placement.cpus_per_process)
     placement = place(this_machine(min(gpus, 1)), wanted)
-    sizes = read_sizes(Path(files.folder) / "config.json")
     memory = device_memory() if placement.device == "cuda" else None
     config = replace(config, placement=replace(config.placement, colocated=gpus > 0))
-    return settle(config, RunMachine(placement.device, memory), sizes), files, placement
+    return settle(config, RunMachine(placement.device, memory), files.facts.sizes), files, placement
 
 
 def episodes_config(config: GrpoConfig, spec: EnvironmentSpec, memory_mib: int, max_new_tokens: int) -> GrpoConfig:

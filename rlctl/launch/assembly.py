@@ -23,7 +23,6 @@ from rlctl.launch.runtime import Allocation, Runtime
 from rlctl.launch.sampling import SamplingParts, user_processes
 from rlctl.launch.session import Session, run_session
 from rlctl.models.model_files import ModelFiles
-from rlctl.models.model_sizes import sizes_of
 from rlctl.preflight.placement import Placement, resources
 from rlctl.preflight.plan import require_served
 from rlctl.preflight.settled import Settled
@@ -80,7 +79,7 @@ def assemble(runtime: Runtime, reader: RowReader, probe_only: bool, session: Ses
         processes = user_processes(sampling.config, session, stack) if sampling else None
         held = stack.enter_context(runtime.slots(session, resources(session.settled)))
         announce(session, held.placement)
-        settled = session.settled.on(held.machine, sizes_of(files.folder))
+        settled = session.settled.on(held.machine, files.facts.sizes)
         require_served(settled)
         if settled.device == "cuda" and settled.choices:
             emit("chosen", **{choice.key: choice.value for choice in settled.choices})

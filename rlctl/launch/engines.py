@@ -10,7 +10,6 @@ from rlctl.launch.local_ray import local_ray
 from rlctl.launch.runtime import Allocation
 from rlctl.launch.worker_specs import engine_slots, engine_spec
 from rlctl.models.model_files import ModelFiles
-from rlctl.models.model_sizes import sizes_of
 from rlctl.preflight.machine import RunMachine
 from rlctl.preflight.placement import ResourceRequest, place, this_machine
 from rlctl.preflight.plan import require_served
@@ -47,7 +46,7 @@ def engines(
     # No trainer: engines have their devices to themselves.
     config = replace(config, placement=replace(config.placement, colocated=False))
     machine = RunMachine(placement.device, memory)
-    settled = replace(settled, config=config, machine=machine, facts=sizes_of(files.folder))
+    settled = replace(settled, config=config, machine=machine, facts=files.facts.sizes)
     require_served(settled)
     with ExitStack() as stack:
         reaper = stack.enter_context(local_ray(logs, deadline_s=config.run.deadline_s))

@@ -22,8 +22,8 @@ pytestmark = [pytest.mark.long, pytest.mark.slow]
 
 
 def measured(folder: Path, *options: str) -> tuple[Any, str]:
-    """Return a bench's JSON, and its chart. Nothing stays in its folder of temporary files."""
-    plot, env = folder / "chart.svg", {**os.environ, "TMPDIR": str(folder)}
+    """Return a bench's JSON and its chart, from a machine without facts of any model. No temporary file stays."""
+    plot, env = folder / "chart.svg", {**os.environ, "TMPDIR": str(folder), "XDG_CACHE_HOME": str(folder / "cache")}
     command = [*BENCH, *options, "--json", "--plot", str(plot)]
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=800, check=False)
     assert done.returncode == 0, done.stderr
