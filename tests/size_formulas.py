@@ -3,6 +3,7 @@
 from typing import Any
 
 from rlctl.models.facts import ModelSizes
+from rlctl.models.layer_kinds import LinearLayer
 
 # Where config.json has none.
 _HEAD_DIM = {"qwen3": 128}
@@ -24,13 +25,22 @@ def sizes_by_formula(raw: dict[str, Any]) -> ModelSizes:
     expert_width = raw.get("moe_intermediate_size", 768) if mixture else 0
     dense = raw.get("mlp_only_layers") or []
     step = raw.get("decoder_sparse_step", 1)
-    sparse = sum(mixture and index not in dense and (index + 1) % step == 0 for index in range(layers))
+    is_sparse = [mixture and index not in dense and (index + 1) % step == 0 for index in range(layers)]
+    sparse = sum(is_sparse)
 
     q, kv = heads * head_dim, kv_heads * head_dim
     attention = hidden * (2 * q + 2 * kv) + (q + 2 * kv) * qkv_bias + hidden * output_bias + 2 * head_dim * qk_norm
     mlp = 3 * hidden * width + (2 * width + hidden) * mlp_bias
     expert = 3 * hidden * expert_width
     sparse_mlp = experts * (expert + hidden)
+    linears = []
+    for index in range(layers):
+        own = {"q_proj": (hidden, q), "k_proj": (hidden, kv), "v_proj": (hidden, kv), "o_proj": (q, hidden)}
+        gated = {"gate_proj": (hidden, width), "up_proj": (hidden, width), "down_proj": (width, hidden)}
+        parts = {("attention", "self_attn"): own, ("mlp", "mlp"): {} if is_sparse[index] else gated}
+        for (part, module), found in parts.items():
+            place = f"model.layers.{index}.{module}"
+            linears += [LinearLayer(f"{place}.{name}", *each, part) for name, each in found.items()]
     embedding = vocab * hidden
     parameters = layers * (attention + 2 * hidden) + (layers - sparse) * mlp + sparse * sparse_mlp
     parameters += embedding * (1 if tied else 2) + hidden
@@ -62,4 +72,5 @@ def sizes_by_formula(raw: dict[str, Any]) -> ModelSizes:
         largest_layer=attention + (sparse_mlp if sparse else mlp) + 2 * hidden,
         embedding_parameters=embedding,
         kv_values_per_token=2 * layers * kv_heads * head_dim,
+        linears=tuple(linears),
     )

@@ -42,6 +42,8 @@ _NAMED_ENTRIES = {
     "data.train.sources": "source",
 }
 NAMED = {**NAMED_SECTIONS, **_NAMED_ENTRIES}
+# Sections that a run may lack -> the file of their defaults.
+OPTIONAL_SECTIONS = {"lora": "lora"}
 
 
 def compose(recipe: Path, overrides: list[str], within: str = "") -> ConfigNode:
@@ -84,6 +86,10 @@ def _complete(root: ConfigNode) -> ConfigNode:
     recipe = node_at(root, _RECIPE)
     if recipe is not None and isinstance(recipe.value, dict):
         root = put(root, _RECIPE, _complete(recipe))
+    for key, kind in OPTIONAL_SECTIONS.items():
+        found = node_at(root, [key])
+        if found is not None and isinstance(found.value, dict):
+            root = put(root, [key], merge(defaults_of(kind, ""), found))
     for key, kind in NAMED.items():
         found = node_at(root, key.split("."))
         if found is None:

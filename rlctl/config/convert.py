@@ -30,7 +30,7 @@ _MOST_UNKNOWN = 500
 # Largest 64-bit integer, the bound of torch, numpy and vLLM.
 _MOST = 2**63 - 1
 # Unknown keys of one config for which the nearest one is looked for.
-_MOST_HINTS = 150
+_MOST_HINTS = 200
 
 
 class Converter(Generic[T]):
@@ -140,10 +140,11 @@ class Converter(Generic[T]):
                 return plain(node)
             return {name: self._value(item, child, join(key, name), limits) for name, child in node.value.items()}
         if lists := [each for each in alternatives(hint) if get_origin(each) is list]:
-            if not isinstance(node.value, list) and str in alternatives(hint):
+            words = literals(hint)
+            if not isinstance(node.value, list) and (str in alternatives(hint) or node.value in words):
                 return self._scalar_value(hint, node, key, limits)
             if not isinstance(node.value, list):
-                null = " or null" * (NoneType in get_args(hint))
+                null = f", or one of {', '.join(words)}" * bool(words) + " or null" * (NoneType in get_args(hint))
                 return self._wrong(node, key, f"must be a list{null}, not {_shown(node)}")
             item = get_args(lists[0])[0]
             return [self._value(item, child, f"{key}.{i}", limits) for i, child in enumerate(node.value)]

@@ -10,7 +10,7 @@ from typing import Any, get_args, get_origin
 
 from rlctl.config.builtin import CONFIGS
 from rlctl.config.cluster_schema import CLUSTER_KINDS
-from rlctl.config.compose import NAMED, compose, defaults_of
+from rlctl.config.compose import NAMED, OPTIONAL_SECTIONS, compose, defaults_of
 from rlctl.config.convert import describe, describe_limits
 from rlctl.config.fields import FURTHER, alternatives, is_section, keys_of, literals, schema_keys, sections_of
 from rlctl.config.provenance import MISSING, ConfigNode, node_at
@@ -147,6 +147,8 @@ def _default(key: str, root: ConfigNode) -> tuple[str, str]:
     names = key.split(".")
     if "N" in names:
         return _shown_default(key, defaults_of("reward", ""), names[-1:])
+    if names[0] in OPTIONAL_SECTIONS and names[1:]:
+        return _shown_default(key, defaults_of(OPTIONAL_SECTIONS[names[0]], ""), names[1:])
     return _shown_default(key, root, names)
 
 
@@ -172,7 +174,8 @@ def _type(field: "Field[Any]") -> str:
     if lists := [each for each in alternatives(field.type) if get_origin(each) is list]:
         item = get_args(lists[0])[0]
         null = ", or null" if type(None) in get_args(field.type) else ""
-        return f"list of {_PLURALS.get(item, 'sections')}{f', each {limits}' if limits else ''}{null}"
+        alone = "".join(f", or {word}" for word in literals(field.type))
+        return f"list of {_PLURALS.get(item, 'sections')}{f', each {limits}' if limits else ''}{alone}{null}"
     words = literals(field.type)
     type_ = words[0] if get_args(field.type) == tuple(words) and len(words) == 1 else describe(field.type)
     return f"{type_}{f', {limits}' if limits else ''}"

@@ -54,6 +54,18 @@ class ModelSection:
     )
 
 
+@dataclass(frozen=True)
+class LoraSection:
+    rank: int = spec("The rank of an adapter's two matrices.", ge=1, le=512)
+    alpha: float = spec("The product of both is scaled by alpha / rank.", gt=0)
+    rslora: bool = spec("Scale by alpha / sqrt(rank) instead (rsLoRA).")
+    dropout: float = spec("Only in SFT: the share of an adapter's inputs that are 0 in training.", ge=0, lt=1)
+    targets: list[str] | Literal["all", "attention", "mlp"] = spec(
+        "The linear layers with adapters: all of attention and MLP, those of one of them, or a list of names such as "
+        "q_proj. Experts, routers, layers with states and the output have none."
+    )
+
+
 @dataclass
 class OptimizerSection:
     name: Literal["adamw"] = spec("The optimizer.")
@@ -286,6 +298,10 @@ class GrpoConfig:
     )
     grpo: GrpoSection = spec("The algorithm.")
     async_: AsyncSection = spec("Generation and training at the same time.")
+    lora: LoraSection | None = spec(
+        "Train low-rank adapters, and leave the model's own weights as they are. null trains every weight. {} is the "
+        "defaults of lora.yaml."
+    )
     trainer: TrainerSection = spec("The trainer.")
     generation: GenerationSection = spec("The engines that sample.")
     placement: GrpoPlacementSection = spec("The nodes and devices of trainer ranks and engines.")
@@ -360,6 +376,10 @@ class SftConfig:
     data: DataSection = spec("The samples.")
     sft: SftSection = spec("The algorithm.")
     ray_compiled_graph: CompiledGraphSection = spec("Calls to the trainer ranks through a Ray Compiled Graph.")
+    lora: LoraSection | None = spec(
+        "Train low-rank adapters, and leave the model's own weights as they are. null trains every weight. {} is the "
+        "defaults of lora.yaml."
+    )
     trainer: TrainerSection = spec("The trainer.")
     placement: PlacementSection = spec("The nodes of the trainer ranks.")
     validation: SftValidationSection = spec("Validation on held-out samples.")

@@ -7,7 +7,7 @@ read. A model without the parts that training needs is refused with the part's n
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from torch import nn
 
 from rlctl.config.errors import ModelError
 from rlctl.models.facts import ModelFacts, ModelSizes, facts_file, has_weights, keep_facts
-from rlctl.models.layer_kinds import AttentionKind
+from rlctl.models.layer_kinds import LayerKinds, LinearLayer
 from rlctl.models.meta_model import causal_lm, text_config
 from rlctl.models.observed import observe
 from rlctl.models.parameter_table import ParameterTable, Shape, derive_table, persistent_buffers, tensors_of
@@ -29,6 +29,8 @@ _ENDLESS = 1 << 20
 _DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16", "I64": "int64", "I32": "int32"}
 # Matrices of an MLP, and of a router in it, by their names in a layer.
 _MLP, _ROUTER = r"mlp|feed_forward|ffn|shared|moe", r"\.(gate|router)\."
+# An attention's modules, and the matrix of latent attention that engines multiply into queries and outputs.
+_ATTENTION, _ABSORBED = r"attn|attention", "kv_b_proj"
 
 
 def load_facts(folder: Path) -> ModelFacts:
@@ -68,7 +70,7 @@ def derive_facts(folder: Path, weights: bool = True) -> ModelFacts:
         float32=tuple(sorted(getattr(lm, "_keep_in_fp32_modules_strict", None) or ())),
         buffers=tuple(name for name in persistent_buffers(lm) if name in on_disk),
         kept=tuple(row.name for row in table.kept),
-        sizes=_sizes(lm, layers, kinds.attention),
+        sizes=_sizes(lm, layers, kinds, paths[id(layers)]),
     )
 
 
@@ -122,8 +124,26 @@ def _stacks(module: nn.Module) -> list[nn.Parameter]:
     return [p for p in module.parameters(recurse=False) if p.ndim == 3 and p.shape[1] > 1]
 
 
-def _sizes(lm: Any, layers: nn.ModuleList, attention: Sequence[AttentionKind]) -> ModelSizes:
-    config, held = lm.config, tensors_of(lm)
+def _linears(layers: nn.ModuleList, place: str, kinds: LayerKinds) -> Iterator[LinearLayer]:
+    """Yield every linear layer of the layers. place: the container's path."""
+    states = {each.layer for each in kinds.states} - {each.layer for each in kinds.attention}
+    for index, layer in enumerate(layers):
+        mixtures = [name.rpartition(".")[0] for name, module in layer.named_modules() if _stacks(module)]
+        for name, module in layer.named_modules():
+            if not isinstance(module, nn.Linear):
+                continue
+            part = "other"
+            if any(name.startswith(f"{each}.") for each in mixtures):
+                part = "experts"
+            elif re.search(_ATTENTION, name):
+                part = "states" if index in states else "absorbed" if name.endswith(_ABSORBED) else "attention"
+            elif re.search(_MLP, name):
+                part = "mlp"
+            yield LinearLayer(f"{place}.{index}.{name}", module.in_features, module.out_features, part)
+
+
+def _sizes(lm: Any, layers: nn.ModuleList, kinds: LayerKinds, place: str) -> ModelSizes:
+    config, held, attention = lm.config, tensors_of(lm), kinds.attention
     embedding, parameters = lm.get_input_embeddings(), {n: p for n, p in held.items() if _is_parameter(lm, n)}
     total = sum(p.numel() for p in parameters.values())
 
@@ -165,6 +185,7 @@ def _sizes(lm: Any, layers: nn.ModuleList, attention: Sequence[AttentionKind]) -
         largest_layer=max(sum(p.numel() for p in layer.parameters()) for layer in layers),
         embedding_parameters=rows,
         kv_values_per_token=sum(each.kv_heads * (each.dim + each.v_dim) for each in attention),
+        linears=tuple(_linears(layers, place, kinds)),
     )
 
 

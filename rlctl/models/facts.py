@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.config.errors import ModelError
-from rlctl.models.layer_kinds import AttentionKind, LayerKinds, LogitTransform, StateKind
+from rlctl.models.layer_kinds import AttentionKind, LayerKinds, LinearLayer, LogitTransform, StateKind
 from rlctl.models.weight_headers import weight_headers
 from rlctl.utils.code_cache import cache_root
 from rlctl.utils.files import write_whole
@@ -74,6 +74,8 @@ class ModelSizes:
     embedding_parameters: int
     # Numbers that the key-value cache holds for one token, over all layers.
     kv_values_per_token: int
+    # All linear layers of the layers, in their order.
+    linears: tuple[LinearLayer, ...]
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,9 @@ class ModelFacts:
     def from_json(cls, value: Mapping[str, Any]) -> "ModelFacts":
         """Return the facts that `to_json` wrote. Raises KeyError or TypeError for anything else."""
         lists = {key: tuple(value[key]) for key in ("float32", "buffers", "kept")}
-        return cls(**{**value, **lists, "kinds": _kinds(value["kinds"]), "sizes": ModelSizes(**value["sizes"])})
+        linears = tuple(LinearLayer(**each) for each in value["sizes"]["linears"])
+        sizes = ModelSizes(**{**value["sizes"], "linears": linears})
+        return cls(**{**value, **lists, "kinds": _kinds(value["kinds"]), "sizes": sizes})
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""

@@ -36,6 +36,18 @@ class StateKind:
 
 
 @dataclass(frozen=True)
+class LinearLayer:
+    """One linear layer of a decoder's layers."""
+
+    # Of its module in transformers.
+    name: str
+    inputs: int
+    outputs: int
+    # attention or mlp; of the others, the reason why they get no adapter, see `adapters`.
+    part: str
+
+
+@dataclass(frozen=True)
 class LayerKinds:
     """Recorded kinds of all layers, in their order. A layer may have attention and states."""
 

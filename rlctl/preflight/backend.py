@@ -74,6 +74,8 @@ class Backend(ABC):
     shard_name: str
     # True if ranks can be laid out in more ways than one, so that the plan shows the layout.
     has_layouts: bool
+    # True if it trains low-rank adapters (`lora`).
+    trains_adapters = False
 
     @abstractmethod
     def layout(self, trainer: TrainerSection) -> Layout:

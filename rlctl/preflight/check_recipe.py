@@ -13,7 +13,7 @@ from rlctl.preflight.check_model import check_chat, check_lengths
 from rlctl.preflight.settled import SettledSft
 
 # Keys of a recipe that the run's own values replace.
-_OWN = ("model.path", "model.tokenizer", "trainer.", "run.")
+_OWN = ("model.path", "model.tokenizer", "lora.", "trainer.", "run.")
 
 
 def check_recipe(settled: SettledSft, away: bool) -> Violations:

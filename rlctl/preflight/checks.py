@@ -10,6 +10,7 @@ from rlctl.config.builtin import is_shipped
 from rlctl.config.errors import BrokenValueError, Problem
 from rlctl.config.provenance import Origin
 from rlctl.preflight.backend import Violation, Violations, unbroken
+from rlctl.preflight.check_adapters import check_adapters
 from rlctl.preflight.check_environment import check_environment
 from rlctl.preflight.check_generated import check_generated
 from rlctl.preflight.check_grpo import (
@@ -46,6 +47,7 @@ def check(settled: Settled, origins: dict[str, Origin], *, resume: bool, away: b
         check_optimizer(config),
         check_offload(config),
         check_backends(config, sizes, sequences),
+        check_adapters(settled),
         check_chat(config),
         check_validation(config),
         check_data(config),

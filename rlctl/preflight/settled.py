@@ -11,6 +11,7 @@ from typing import Any, Literal, Self, overload
 from rlctl.config.fields import RECIPE
 from rlctl.config.grpo_schema import AdvantageScope, UserLossSection
 from rlctl.config.schema import GrpoConfig, RunConfig, SftConfig, TrainerSection
+from rlctl.models.adapters import AdapterSpec, choose_targets
 from rlctl.models.model_sizes import ModelSizes
 from rlctl.preflight.choices import Basis, Chosen, choose
 from rlctl.preflight.columns import (
@@ -67,6 +68,17 @@ class Settled:
         if own == "auto":
             return "float32" if self.device == "cpu" else "bfloat16"
         return own
+
+    @derived
+    def adapters(self) -> AdapterSpec | None:
+        """Adapters that are trained; None where every weight is."""
+        own = self.config.lora
+        if own is None:
+            return None
+        if self.facts is None:
+            raise NotKnownError("the model's linear layers are not known yet")
+        targets, _ = choose_targets(self.facts.linears, own.targets)
+        return AdapterSpec(own.rank, own.alpha, own.rslora, own.dropout, targets)
 
     @derived
     def export_dtype(self) -> Dtype:
@@ -344,6 +356,7 @@ class SettledSft(Settled):
             recipe,
             run=replace(config.run, seed=recipe.run.seed),
             model=replace(config.model, max_length=recipe.model.max_length),
+            lora=config.lora,
             trainer=config.trainer,
             placement=replace(recipe.placement, trainer=own.trainer, cpus_per_process=own.cpus_per_process),
         )

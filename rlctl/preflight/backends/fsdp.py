@@ -9,7 +9,7 @@ from rlctl.preflight.parallel_layout import Layout
 class FsdpBackend(Backend):
     """torch FSDP2. It trains transformers' own layers on any number of ranks, and adds no keys."""
 
-    shard_name, has_layouts = "rank", False
+    shard_name, has_layouts, trains_adapters = "rank", False, True
 
     def layout(self, trainer: TrainerSection) -> Layout:
         return Layout(trainer.num_ranks, tensor=1, pipeline=1, context=1, expert=1)

@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 
 from rlctl.config.builtin import CONFIGS, RECIPES, find
-from rlctl.config.compose import NAMED_SECTIONS, compose, defaults_of
+from rlctl.config.compose import NAMED_SECTIONS, OPTIONAL_SECTIONS, compose, defaults_of
 from rlctl.config.convert import Converter
 from rlctl.config.data_schema import SourceSection
 from rlctl.config.environment_schema import EnvironmentChoice
 from rlctl.config.fields import FURTHER, keys_of, literals, schema_keys, sections_of
 from rlctl.config.grpo_schema import RewardSection
 from rlctl.config.provenance import MISSING, leaves, plain, read_file
-from rlctl.config.schema import KINDS
+from rlctl.config.schema import KINDS, LoraSection
 from rlctl.config.telemetry_schema import TrackerSection
 from rlctl.grpo.advantages.sections import AnyAdvantageSection
 from rlctl.grpo.losses.sections import AnyLossSection
@@ -35,6 +35,7 @@ NAMED = {
     "loss": AnyLossSection,
     "engine": AnyEngineSection,
     "advantage": AnyAdvantageSection,
+    "lora": LoraSection,
 }
 
 
@@ -63,7 +64,8 @@ def test_every_field_has_a_default_or_must_be_set(kind: str) -> None:
     sections = {key.rpartition(".")[0] for key, _ in schema_keys(KINDS[kind])}
     wanted = {key for key, _ in schema_keys(KINDS[kind]) if key not in sections and ".N" not in key} - {"rewards.N"}
     # Keys of named sections are those of one name: the test above has them all.
-    assert {key for key in wanted - given if not key.startswith(tuple(f"{each}." for each in NAMED_SECTIONS))} == set()
+    apart = tuple(f"{each}." for each in (*NAMED_SECTIONS, *OPTIONAL_SECTIONS))
+    assert {key for key in wanted - given if not key.startswith(apart)} == set()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -80,8 +80,15 @@ def test_a_former_word_for_a_value_is_answered_with_the_new_one(home: Path) -> N
         ("rollout.n=8", "verl's actor_rollout_ref.rollout.n is grpo.num_generations_per_prompt"),
         ("grpo.loss_type=dapo", "TRL's loss_type is grpo.loss.name: its dapo is grpo, its grpo has reduction "
          "sequence; dr_grpo and cispo too"),
-        ("lora.rank=8", "rlctl has no LoRA: every weight of the model is trained"),
-        ("model.peft_config.r=8", "rlctl has no LoRA: every weight of the model is trained"),
+        ("lora.r=8", "PEFT's lora.r is lora.rank"),
+        ("model.lora_rank=8", "verl's actor_rollout_ref.model.lora_rank is lora.rank: lora: null is its 0"),
+        ("trainer.model.lora.rank=3", "it belongs at lora.rank"),
+        ("model.peft_config.r=8", "PEFT's lora.r is lora.rank"),
+        ("trainer.lora_target_modules=[q_proj]", "TRL's lora_target_modules is lora.targets: a list of names; its "
+         "all-linear is all"),
+        ("lora.use_dora=true", "rlctl has no DoRA: a column norm is no part of the product that engines add"),
+        ("lora.modules_to_save=[lm_head]", "rlctl has no fully trained parts beside adapters: engines serve adapters "
+         "of linear layers alone"),
         # A name of the section itself in another form comes before another tool's.
         ("trainer.optimizer.beta=0.9", "did you mean betas?"),
         ("trainer.optimizer.epsilon=1e-8", "did you mean eps?"),

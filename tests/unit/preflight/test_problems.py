@@ -162,7 +162,7 @@ data: {system_prompt: "Be brief \ud83d"}
 def test_a_recipe_that_inherits_nothing_is_told_so_once_a_section(home: Path) -> None:
     (home / "x.yaml").write_text("kind: sft\n")
     found = problems("sft", "x.yaml")
-    assert len(found) == 11
+    assert len(found) == 12
     assert found[0] == (
         "x.yaml: run: missing section: inherit the defaults, `defaults: grpo.yaml` or `defaults: sft.yaml`"
     )

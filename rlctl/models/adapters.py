@@ -1,0 +1,116 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685) as plain data: targets, scale, and the names of their tensors.
+
+An adapted linear layer computes y + ((x A^T) B^T) * scale, with y the frozen layer's output. Trainer and engine compute
+it in this order, with A and B rounded to the compute dtype. Names are transformers' module names plus PEFT's suffixes. No
+torch.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rlctl.config.errors import did_you_mean
+from rlctl.models.layer_kinds import LinearLayer
+
+LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
+# Targets by a word.
+WORDS = {"all": ("attention", "mlp"), "attention": ("attention",), "mlp": ("mlp",)}
+# Reason why a linear layer of each further part has no adapter.
+_REFUSED = {
+    "experts": "is in a mixture of experts, whose experts and router get no adapters",
+    "states": "is in a layer with states, whose fused kernels read the weight and pass an adapter by",
+    "absorbed": "is folded into the attention by engines, which would leave an adapter out",
+    "other": "is neither of an attention nor of an MLP",
+}
+
+# The same of modules outside the layers, or that are no linear layer, by a word of their names.
+_NO_LINEAR = {
+    "lm_head": "is the output: it and the embedding, tied or not, get no adapters",
+    "embed_tokens": "is the embedding, which gets no adapter",
+    "experts": "names experts, which get no adapters",
+    "router": "is a router, which gets no adapter",
+    "gate": "is a router, which gets no adapter",
+}
+
+
+@dataclass(frozen=True)
+class AdapterTensor:
+    """One tensor of an adapter."""
+
+    # As a refit and a checkpoint have it.
+    name: str
+    shape: tuple[int, int]
+    # Linear layer, and side of the product: A [rank, inputs], B [outputs, rank].
+    target: str
+    is_a: bool
+
+
+@dataclass(frozen=True)
+class AdapterSpec:
+    """Adapters of a run: one A and one B of equal rank for each target."""
+
+    rank: int
+    alpha: float
+    # Scale by the root of the rank (rsLoRA, arXiv 2312.03732).
+    rslora: bool
+    # Share of the inputs of A that are 0 in training.
+    dropout: float
+    # In the order of the model's layers.
+    targets: tuple[LinearLayer, ...]
+
+    @property
+    def scale(self) -> float:
+        """Factor of the adapter's product."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    @property
+    def tensors(self) -> list[AdapterTensor]:
+        """Tensors of all targets, A before B."""
+        found = []
+        for each in self.targets:
+            found.append(AdapterTensor(each.name + LORA_A, (self.rank, each.inputs), each.name, True))
+            found.append(AdapterTensor(each.name + LORA_B, (each.outputs, self.rank), each.name, False))
+        return found
+
+    @property
+    def parameters(self) -> int:
+        """Numbers of all tensors."""
+        return self.rank * sum(each.inputs + each.outputs for each in self.targets)
+
+
+def choose_targets(
+    linears: Sequence[LinearLayer], wanted: str | Sequence[str]
+) -> tuple[tuple[LinearLayer, ...], list[str]]:
+    """Return the linear layers to adapt, and the problem with each name that cannot be one.
+
+    linears: `ModelSizes.linears`. wanted: a key of `WORDS`, or ends of module names such as q_proj or mlp.up_proj.
+    """
+    if isinstance(wanted, str):
+        found = tuple(each for each in linears if each.part in WORDS[wanted])
+        what = f"this model has no linear layer for {wanted}: {_parts(linears)}"
+        return found, [] if found else [what]
+    chosen: set[str] = set()
+    problems = []
+    for name in wanted:
+        named = [each for each in linears if f".{each.name}".endswith(f".{name}")]
+        refused = next((each for each in named if each.part in _REFUSED), None)
+        if refused:
+            problems.append(f"{refused.name} {_REFUSED[refused.part]}")
+        elif not named and (words := [each for each in name.split(".") if each in _NO_LINEAR]):
+            problems.append(f"{name} {_NO_LINEAR[words[0]]}")
+        elif not named:
+            last = list(dict.fromkeys(each.name.rpartition(".")[2] for each in _admitted(linears)))
+            near = did_you_mean(name, last) or f"; there are {', '.join(last)}"
+            problems.append(f"{name}: no linear layer of the model has this name{near}")
+        chosen |= {each.name for each in named}
+    return tuple(each for each in linears if each.name in chosen), problems
+
+
+def _admitted(linears: Iterable[LinearLayer]) -> list[LinearLayer]:
+    return [each for each in linears if each.part not in _REFUSED]
+
+
+def _parts(linears: Iterable[LinearLayer]) -> str:
+    """Return why linear layers get no adapters, the first of each kind."""
+    first = {each.part: each.name for each in reversed(list(linears)) if each.part in _REFUSED}
+    return "; ".join(f"{name} {_REFUSED[part]}" for part, name in first.items()) or "it has none at all"
