@@ -83,6 +83,13 @@ class OptimizerSection:
 class TrainerSection:
     backend: Literal["fsdp", "megatron"] = spec("The training backend: torch FSDP2 or Megatron-core.")
     num_ranks: int = spec("The trainer processes, each with one device.", ge=1, most=MOST_PROCESSES)
+    replicas: int | Literal["auto"] = spec(
+        "Only with backend fsdp: the copies of weights and optimizer state (HSDP). Consecutive ranks share each copy. "
+        "Gradients are added up over the copies once an update. auto is 1 on one node. On several it is one a node, if "
+        "a node's ranks can hold a copy.",
+        ge=1,
+        most=MOST_PROCESSES,
+    )
     micro_batch_tokens: int | Literal["auto"] = spec(
         "The tokens that a rank packs into one forward pass. auto is 8192 on a CPU, and up to 32768 on GPUs, as memory "
         "allows.",

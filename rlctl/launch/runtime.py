@@ -65,7 +65,7 @@ class HeldSlots:
     @property
     def machine(self) -> RunMachine:
         """Devices to settle the run for."""
-        return RunMachine(self.placement.device, self.memory)
+        return RunMachine(self.placement.device, self.memory, self.placement.ranks_by_node)
 
 
 @dataclass(frozen=True)

@@ -109,6 +109,16 @@ class Backend(ABC):
         """Return the overrides of the nearest layout that `sequences` an update can feed, as `; try ...`, or ''."""
         return ""
 
+    def choose_replicas(
+        self, trainer: TrainerSection, nodes: tuple[int, ...], sizes: ModelSizes | None, memory: int | None, size: int
+    ) -> tuple[int, str]:
+        """Return the copies of weights and optimizer state, and the reason.
+
+        nodes: ranks of each of several nodes. memory: bytes of a device; None where it bounds nothing. size: as in
+        `states`.
+        """
+        return 1, "copies follow from the layout"
+
     @abstractmethod
     def shard_counts(self, trainer: TrainerSection) -> ShardCounts:
         """Return among how many ranks each state is shared."""

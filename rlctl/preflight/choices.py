@@ -10,9 +10,10 @@ from typing import Any
 from rlctl.config.grpo_schema import GenerationSection
 from rlctl.config.schema import GrpoConfig, TrainerSection
 from rlctl.models.model_sizes import ModelSizes
+from rlctl.preflight.backend import backend_of
 from rlctl.preflight.machine import Device
 from rlctl.preflight.memory import engine_bytes, placed_states, token_bytes, trainer_bytes
-from rlctl.preflight.settings import Choice, Dtype, GenerationSettings, TrainerSettings
+from rlctl.preflight.settings import DTYPE_BYTES, Choice, Dtype, GenerationSettings, TrainerSettings
 
 GIB = 1 << 30
 # Share of a device's memory that a forecast may fill.
@@ -58,6 +59,8 @@ class Basis:
     whole: int | None
     # True if engines are on the trainer's devices.
     shared: bool
+    # Trainer ranks by node; empty: not known, or one node.
+    nodes: tuple[int, ...]
     # Config that the engines sample by, and their dtype; None where the trainer alone is chosen for.
     engines: "tuple[GrpoConfig, Dtype] | None"
 
@@ -76,6 +79,7 @@ def choose(basis: Basis) -> Chosen:
     choices: list[Choice] = []
     trainer = _Section("trainer", basis.trainer, basis.dtype, choices)
     engines = _Engines(*basis.engines, basis.device, choices) if basis.engines else None
+    _choose_replicas(basis, trainer)
     if basis.device == "cpu" or basis.facts is None or basis.memory is None:
         _choose_constants(basis, trainer, engines)
     else:
@@ -158,6 +162,18 @@ class _Fit:
     checkpointing: bool
     sleep: bool
     why: str
+
+
+def _choose_replicas(basis: Basis, trainer: _Section) -> None:
+    """Choose the copies of the state, whose number all forecasts depend on. One node has one, without a word."""
+    if len(basis.nodes) < 2:
+        if trainer.values["replicas"] == "auto":
+            trainer.values["replicas"] = 1
+        return
+    unknown = basis.device == "cuda" and basis.memory is None
+    memory = basis.memory if basis.device == "cuda" else None
+    given = (basis.trainer, basis.nodes, None if unknown else basis.facts, memory, DTYPE_BYTES[basis.dtype])
+    trainer.fill("replicas", *backend_of(basis.trainer).choose_replicas(*given))
 
 
 def _choose_constants(basis: Basis, trainer: _Section, engines: _Engines | None) -> None:

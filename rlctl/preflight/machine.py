@@ -20,6 +20,8 @@ class RunMachine:
     device: Device | None = None
     # Bytes of the smallest device; None: not known.
     memory: int | None = None
+    # Trainer ranks of each node that has any; empty: not known yet.
+    ranks_by_node: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,12 @@ class Placement:
         """Indices of the nodes that have processes."""
         return sorted({slot.node for slot in (*self.trainers, *self.engines)})
 
+    @property
+    def ranks_by_node(self) -> tuple[int, ...]:
+        """Trainer ranks of each node that has any, in the order of the ranks."""
+        counts = [self.processes_on(node)[0] for node in self.used]
+        return tuple(count for count in counts if count)
+
     def processes_on(self, node: int) -> tuple[int, int]:
         """Return the numbers of ranks and of engines on a node."""
         return sum(slot.node == node for slot in self.trainers), sum(slot.node == node for slot in self.engines)
@@ -137,6 +143,8 @@ def place(nodes: Sequence[NodeResources], resources: ResourceRequest, device: De
     engines = _take(others, resources.engines, size, resources.generator) if trainers is not None else None
     if trainers is None or engines is None:
         raise PlacementError(_too_little(nodes, resources, device))
+    # Ranks of a node are consecutive, also where they were spread.
+    trainers.sort(key=lambda slot: slot.node)
     if device == "cpu":
         trainers, engines = ([PlacementSlot(slot.node) for slot in slots] for slots in (trainers, engines))
     names = tuple(node.name for node in nodes)

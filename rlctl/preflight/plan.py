@@ -5,7 +5,7 @@ model's config.json is not on this machine) is None.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlctl.config.errors import ModelError
 from rlctl.preflight.backend import backend_of, layout_of
@@ -89,6 +89,9 @@ def make_plan(settled: Settled, nodes: Sequence[NodeResources]) -> RunPlan:
         placement = place(nodes, resources(settled), settled.device)
     except PlacementError as error:
         misplaced = str(error)
+    if placement:
+        machine = replace(settled.machine, ranks_by_node=placement.ranks_by_node)
+        settled = settled.on(machine, sizes)
     memory, schedule = forecast(settled), _schedule(settled)
     return RunPlan(
         kind=config.kind,

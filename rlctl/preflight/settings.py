@@ -28,6 +28,7 @@ class Choice:
 class TrainerSettings(TrainerSection):
     """`trainer` of a run."""
 
+    replicas: int = spec("The copies of weights and optimizer state.")
     micro_batch_tokens: int = spec("The tokens of a pack.")
     dtype: Dtype = spec("The compute dtype.")
     activation_checkpointing: bool = spec("Layers are recomputed.")

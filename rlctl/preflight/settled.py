@@ -151,7 +151,7 @@ class Settled:
     def _basis(self, trainer: TrainerSection, engines: tuple[GrpoConfig, Dtype] | None) -> Basis:
         lengths = self.longest_sequence, self.longest_rollout
         machine = self.device, self.facts, self.machine.memory
-        return Basis(trainer, self.dtype, *machine, *lengths, self.shares_devices, engines)
+        return Basis(trainer, self.dtype, *machine, *lengths, self.shares_devices, self.machine.ranks_by_node, engines)
 
     def trainer_threads(self, cores: int, ranks: int, engines: int) -> int:
         """Return the CPU threads of one of `ranks` trainer ranks that share a machine of `cores` with engines.

@@ -1,22 +1,62 @@
-"""Facts of torch FSDP2: weights, gradients and optimizer state are sharded over all ranks."""
+"""Facts of torch FSDP2: weights, gradients and optimizer state are sharded over the ranks of each replica."""
+
+from dataclasses import replace
 
 from rlctl.config.schema import TrainerSection
 from rlctl.models.model_sizes import ModelSizes
-from rlctl.preflight.backend import FLOAT32, Backend, ShardCounts, State, StateBytes
+from rlctl.preflight.backend import FLOAT32, Backend, ShardCounts, State, StateBytes, Violation, Violations
 from rlctl.preflight.parallel_layout import Layout
+
+# Share of a device that weights, gradients and optimizer state may take where each node holds a copy. Activations,
+# gathered layers and logits take the rest.
+_REPLICA_SHARE = 0.5
 
 
 class FsdpBackend(Backend):
-    """torch FSDP2. It trains transformers' own layers on any number of ranks, and adds no keys."""
+    """torch FSDP2. It trains transformers' own layers on any number of ranks. Its key is `trainer.replicas`."""
 
     shard_name, has_layouts, trains_adapters = "rank", False, True
 
     def layout(self, trainer: TrainerSection) -> Layout:
         return Layout(trainer.num_ranks, tensor=1, pipeline=1, context=1, expert=1)
 
+    def check_unused(self, trainer: TrainerSection) -> Violations:
+        if trainer.replicas not in ("auto", 1):
+            why = f"needs trainer.backend=fsdp: copies of {trainer.backend} follow from its layout; set auto here"
+            yield Violation("trainer.replicas", f"{trainer.replicas} {why}", ("trainer.backend",))
+
+    def check_layout(self, trainer: TrainerSection, sizes: ModelSizes | None, sequences: int | None) -> Violations:
+        ranks, asked = trainer.num_ranks, trainer.replicas
+        if asked != "auto" and ranks % asked:
+            near = min((each for each in range(1, ranks + 1) if ranks % each == 0), key=lambda each: abs(each - asked))
+            what = f"must divide trainer.num_ranks={ranks}, not {asked}; try {near}"
+            yield Violation("trainer.replicas", what, ("trainer.num_ranks",))
+
+    def choose_replicas(
+        self, trainer: TrainerSection, nodes: tuple[int, ...], sizes: ModelSizes | None, memory: int | None, size: int
+    ) -> tuple[int, str]:
+        """Return one copy a node if a node's ranks can hold it.
+
+        Between nodes links are slow: sharded over all, every micro-batch gathers the weights over them. Copies add up
+        their gradients, once an update.
+        """
+        if len(set(nodes)) > 1:
+            return 1, f"the nodes have unequal numbers of ranks: {', '.join(map(str, nodes))}"
+        if sizes is None:
+            return 1, "until the model's sizes are known"
+        held = sum(each.device for each in self.states(replace(trainer, replicas=len(nodes)), sizes, size).values())
+        gib, copy = held / 2**30, f"a copy on the {nodes[0]} rank{'s' * (nodes[0] > 1)} of a node"
+        if memory is None:
+            return len(nodes), f"{copy} takes {gib:.1f} GiB each; only gradients cross nodes, once an update"
+        room = f"{memory / 2**30:.0f} GiB"
+        if held > _REPLICA_SHARE * memory:
+            why = f"{copy} would take {gib:.0f} of {room} each, above {_REPLICA_SHARE:.0%}"
+            return 1, f"{why}: weights are gathered between nodes"
+        return len(nodes), f"{copy} takes {gib:.1f} of {room} each; only gradients cross nodes, once an update"
+
     def shard_counts(self, trainer: TrainerSection) -> ShardCounts:
-        ranks = trainer.num_ranks
-        return ShardCounts(1, 1, ranks, ranks, ranks)
+        shards = trainer.num_ranks // (1 if trainer.replicas == "auto" else trainer.replicas)
+        return ShardCounts(1, 1, shards, shards, shards)
 
     def states(self, trainer: TrainerSection, sizes: ModelSizes, size: int) -> dict[State, StateBytes]:
         """Return float32 masters and AdamW's two moments, exactly."""
@@ -30,9 +70,11 @@ class FsdpBackend(Backend):
 
     def gathers_layers(self, trainer: TrainerSection, size: int) -> bool:
         """Return True unless one rank computes in float32: its shard is the layer."""
-        return trainer.num_ranks > 1 or size != FLOAT32
+        return self.shard_counts(trainer).weights > 1 or size != FLOAT32
 
     def more_room(self, trainer: TrainerSection, peak: int, capacity: int) -> str:
+        if trainer.replicas not in ("auto", 1):
+            return "trainer.replicas=1 shares them among all ranks"
         return f"it takes {-(-peak * trainer.num_ranks // capacity)} ranks at least"
 
 

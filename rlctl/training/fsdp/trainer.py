@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from rlctl.models.hf_folder import WeightFiles
@@ -23,18 +23,24 @@ from rlctl.training.rank import TrainerRank, TrainerSpec
 from rlctl.training.sharded_checkpoint import TensorShard, load_shards
 from rlctl.training.update import MetricAccumulator, divide_and_clip, gradient_norm
 
+# Numbers that replicas add up at a time: 256 MiB.
+_BUCKET = 1 << 26
+
 
 class FsdpTrainer(TrainerRank):
-    """float32 masters, sharded by rows over all ranks. Every backward pass adds the gradients up over ranks."""
+    """float32 masters, sharded by rows over the ranks of a replica.
+
+    Every backward pass adds the gradients up over these ranks, an update adds them up over the replicas, once.
+    """
 
     def __init__(self, spec: TrainerSpec) -> None:
         """Join the process group and load the model."""
         super().__init__(spec)
         self._kept_in = "float32"
         torch.manual_seed(spec.seed + spec.rank)
-        mesh = init_device_mesh(self._device.type, (spec.world,))
+        self._mesh, self._replicas = _meshes(self._device.type, spec.world, spec.config.replicas)
         self._policy = build_policy(
-            self._lm, self._facts, self._table, self._folder, spec.config, self._dtype, mesh, spec.temperature
+            self._lm, self._facts, self._table, self._folder, spec.config, self._dtype, self._mesh, spec.temperature
         )
         if self._facts.kinds.states:
             check_restarts(self._policy, self._device, self._dtype)
@@ -114,12 +120,23 @@ class FsdpTrainer(TrainerRank):
         self._optimizer.zero_grad()
 
     def _reduce_gradients(self) -> None:
-        # Every backward pass has.
-        pass
+        """Add the gradients up over replicas; over the ranks of one every backward pass has."""
+        if self._replicas is None:
+            return
+        for bucket in _buckets([local(p.grad) for p in self._parameters.values() if p.grad is not None]):
+            flat = torch.cat([gradient.flatten() for gradient in bucket])
+            dist.all_reduce(flat, group=self._replicas)
+            end = 0
+            for gradient in bucket:
+                begin, end = end, end + gradient.numel()
+                gradient.copy_(flat[begin:end].view_as(gradient))
 
     def _clip(self, loss: Tensor, normalizer: float) -> float:
         grads = {name: local(p.grad) for name, p in self._parameters.items() if p.grad is not None}
         squared = gradient_norm(list(grads.values())).to(self._device).square()
+        if self._replicas and dist.get_rank(self._replicas):
+            # All replicas have the same gradients: they count once.
+            squared.zero_()
         # The loss is reduced and read together with the norm, which saves a second wait.
         both = torch.stack([squared, loss])
         dist.all_reduce(both)
@@ -167,7 +184,32 @@ class FsdpTrainer(TrainerRank):
 
     def _first_row(self, tensor: Tensor) -> int:
         """Return the first row of this rank's shard: torch cuts rows evenly, rounded up."""
-        return self._spec.rank * -(-tensor.shape[0] // self._spec.world) if isinstance(tensor, DTensor) else 0
+        if not isinstance(tensor, DTensor):
+            return 0
+        return self._mesh.get_local_rank() * -(-tensor.shape[0] // self._mesh.size())
+
+
+def _meshes(device: str, world: int, replicas: int) -> tuple[DeviceMesh, dist.ProcessGroup | None]:
+    """Return the mesh of this rank's replica, and the group of the ranks with the same shard, None for one replica.
+
+    Consecutive ranks share a replica.
+    """
+    if replicas == 1:
+        return init_device_mesh(device, (world,)), None
+    both = init_device_mesh(device, (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
+    return both["shard"], both.get_group("replicate")
+
+
+def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield float32 tensors together up to `_BUCKET` numbers, a larger one alone."""
+    bucket: list[Tensor] = []
+    for tensor in tensors:
+        if bucket and sum(each.numel() for each in bucket) + tensor.numel() > _BUCKET:
+            yield bucket
+            bucket = []
+        bucket.append(tensor)
+    if bucket:
+        yield bucket
 
 
 TRAINER = FsdpTrainer

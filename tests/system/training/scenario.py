@@ -32,7 +32,7 @@ MEGATRON = MegatronSection(
     optimizer_cpu_offload=False, optimizer_offload_fraction=None, overlap_cpu_optimizer_d2h_h2d=False,
 )  # fmt: skip
 CONFIG = TrainerSettings(
-    backend="fsdp", num_ranks=1, micro_batch_tokens=64, dtype="float32", activation_checkpointing=False,
+    backend="fsdp", num_ranks=1, replicas=1, micro_batch_tokens=64, dtype="float32", activation_checkpointing=False,
     logprob_chunk_tokens=10, compile=False, threads=1,
     offload_optimizer_for_logprob=False, offload_optimizer_for_generation=False,
     optimizer=OPTIMIZER, megatron=MEGATRON,

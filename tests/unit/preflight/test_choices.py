@@ -8,11 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlctl.bench.workload import SHAPES
+from rlctl.config.errors import ConfigError
 from rlctl.config.schema import GrpoConfig
 from rlctl.models.model_sizes import ModelSizes, read_sizes
 from rlctl.preflight.load import load
 from rlctl.preflight.machine import Device, RunMachine, device_of
-from rlctl.preflight.placement import this_machine
+from rlctl.preflight.placement import NodeResources, this_machine
 from rlctl.preflight.plan import make_plan
 from rlctl.preflight.settled import Settled, SettledGrpo, settle
 
@@ -69,6 +70,54 @@ def test_prefixes_are_kept_on_a_cpu_where_a_hit_changes_no_bit(
 ) -> None:
     config = config_of(f"model.max_length={longest}", "data.max_prompt_length=null", "generation.max_new_tokens=64")
     assert chosen(on(config, device, sizes["qwen3-0.6b"], H200))["generation.prefix_caching"] is caches
+
+
+def on_nodes(sizes: ModelSizes | None, memory: int | None, *nodes: int, device: Device = "cuda") -> SettledGrpo:
+    config = config_of(f"trainer.num_ranks={sum(nodes)}")
+    return settle(config, RunMachine(device, memory, nodes), sizes)
+
+
+def why(run: Settled) -> str:
+    return next(choice.why for choice in run.choices if choice.key == "trainer.replicas")
+
+
+def test_each_node_has_a_copy_of_the_state_if_its_ranks_can_hold_it(sizes: dict[str, ModelSizes]) -> None:
+    own = sizes["qwen3-8b"]
+    run = on_nodes(own, H100, 8, 8)
+    assert run.trainer.replicas == 2
+    gib = 16 * own.parameters / 8 / GIB
+    assert f"on the 8 ranks of a node takes {gib:.1f} of 80 GiB each" in why(run)
+    halves = on_nodes(own, H100, 2, 2)
+    assert halves.trainer.replicas == 1
+    assert f"would take {16 * own.parameters / 2 / GIB:.0f} of 80 GiB each, above 50%" in why(halves)
+    # The forecast counts a copy a node.
+    assert make_plan(run, [NodeResources("a", 8), NodeResources("b", 8)]).memory.state_peak == 16 * -(
+        -own.parameters // 8
+    )
+
+
+def test_one_node_has_one_copy_without_a_word(sizes: dict[str, ModelSizes]) -> None:
+    run = on_nodes(sizes["qwen3-0.6b"], H100, 8)
+    assert run.trainer.replicas == 1
+    assert "trainer.replicas" not in chosen(run)
+
+
+def test_unequal_nodes_and_unknown_sizes_share_one_copy(sizes: dict[str, ModelSizes]) -> None:
+    assert why(on_nodes(sizes["qwen3-0.6b"], H100, 8, 4)) == "the nodes have unequal numbers of ranks: 8, 4"
+    assert why(on_nodes(None, H100, 8, 8)) == why(on_nodes(sizes["qwen3-0.6b"], None, 8, 8))
+    cpus = on_nodes(sizes["qwen3-0.6b"], None, 2, 2, device="cpu")
+    assert (cpus.trainer.replicas, chosen(cpus)["trainer.replicas"]) == (2, 2)
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_a_number_of_copies_that_no_ranks_can_share_is_refused(backend: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load("grpo", None, ["trainer.num_ranks=4", "trainer.replicas=3", f"trainer.backend={backend}"])
+    expected = {
+        "fsdp": "must divide trainer.num_ranks=4, not 3; try 2",
+        "megatron": "3 needs trainer.backend=fsdp: copies of megatron follow from its layout; set auto here",
+    }
+    assert expected[backend] in str(raised.value)
 
 
 def test_a_pack_holds_the_longest_sequence(sizes: dict[str, ModelSizes]) -> None:

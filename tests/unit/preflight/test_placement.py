@@ -121,7 +121,7 @@ def test_pack_fills_a_node_that_holds_them_all_and_spread_takes_turns() -> None:
     assert [slot.node for slot in packed.trainers] == [0, 0, 0, 0]
     assert [slot.node for slot in packed.engines] == [1, 1, 1, 1]
     spread = place(NODES, ResourceRequest(ranks=4, engines=3, colocated=False, trainer="spread", generator="spread"))
-    assert [slot.node for slot in spread.trainers] == [0, 1, 2, 0]
+    assert [slot.node for slot in spread.trainers] == [0, 0, 1, 2]
     assert [slot.node for slot in spread.engines] == [0, 1, 2]
     larger = place([NodeResources("a", 2), NodeResources("b", 8)], ResourceRequest(ranks=6, engines=2, colocated=False))
     assert {slot.node for slot in larger.trainers} == {1}
