@@ -133,7 +133,7 @@ class CheckedEngine:
     def open(self, trainer: CheckedTrainer, dtype: str, folder: Path) -> RefitPlan:
         """Connect both ends."""
         holding = trainer.sender.refit_holding(dtype)
-        self._plan = RefitPlan.build(holding.layout, [holding.boxes], _CHUNK_BYTES, _CHUNK_BYTES)
+        self._plan = RefitPlan.build(trainer.sender.refit_layout(dtype), [holding.boxes], _CHUNK_BYTES, _CHUNK_BYTES)
         spec = TransportSpec("shm", 1, 60.0, folder=str(folder))
         trainer.sender.refit_open(spec, self._plan)
         self._process.call(Engine.refit_open, spec, self._plan, 1, "auto", False)

@@ -7,7 +7,7 @@ Two sides that disagree about a name, a shape, a dtype, an owner or a boundary s
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import zip_longest
@@ -15,6 +15,8 @@ from math import prod
 
 from rlctl.refit.protocol import Header, RefitError
 
+# (Hugging Face name, shape, dtype) of every whole tensor.
+Layout = list[tuple[str, tuple[int, ...], str]]
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 ALIGNMENT = 512
 # Items below this size are packed and travel together; larger ones travel each on its own, from and into place.
@@ -160,12 +162,19 @@ class RefitPlan:
 
     @cached_property
     def _sent_by(self) -> dict[int, frozenset[int]]:
-        return {owner: frozenset(n for _, c in self.of(owner) for n in c.numbers) for owner in self.owners}
+        return {owner: frozenset(n for _, c in chunks for n in c.numbers) for owner, chunks in self._chunks_of.items()}
+
+    @cached_property
+    def _chunks_of(self) -> dict[int, list[tuple[int, Chunk]]]:
+        found: dict[int, list[tuple[int, Chunk]]] = {owner: [] for owner in sorted({c.owner for c in self.chunks})}
+        for number, chunk in enumerate(self.chunks):
+            found[chunk.owner].append((number, chunk))
+        return found
 
     @cached_property
     def owners(self) -> tuple[int, ...]:
         """Trainer ranks that send anything."""
-        return tuple(sorted({chunk.owner for chunk in self.chunks}))
+        return tuple(self._chunks_of)
 
     @cached_property
     def digest(self) -> str:
@@ -195,16 +204,16 @@ class RefitPlan:
         """Return the checked items that `owner` sends, in sending order."""
         return sorted(self.checked(header) & self._sent_by[owner])
 
-    def of(self, owner: int) -> Iterator[tuple[int, Chunk]]:
+    def of(self, owner: int) -> list[tuple[int, Chunk]]:
         """Return the chunks that `owner` sends, with their indices."""
-        return ((i, chunk) for i, chunk in enumerate(self.chunks) if chunk.owner == owner)
+        return self._chunks_of.get(owner, [])
 
     def taken_by(self, receiver: int) -> list[tuple[int, Chunk]]:
         """Return all chunks, with their indices, in the order in which engine worker `receiver` (from 1) reads them.
 
         It takes one of each owner in turn. Neighbours begin with different owners, so as not to share one's link.
         """
-        by_owner = [list(self.of(owner)) for owner in self.owners]
+        by_owner = [self.of(owner) for owner in self.owners]
         first = (receiver - 1) % len(by_owner)
         turns = zip_longest(*by_owner[first:], *by_owner[:first])
         return [part for turn in turns for part in turn if part is not None]
@@ -225,6 +234,11 @@ def _every(step: int, first: int, count: int) -> frozenset[int]:
 def aligned(size: int) -> int:
     """Return the size rounded up to the alignment of every place."""
     return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def layout_digest(layout: Layout) -> str:
+    """Return a hash by which ranks compare their layouts."""
+    return hashlib.sha256(json.dumps(layout).encode()).hexdigest()[:16]
 
 
 def _entries(layout: Iterable[tuple[str, tuple[int, ...], str]]) -> tuple[TensorEntry, ...]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Protocol, TypeVar
 
-from rlctl.refit.plan import ITEM_BYTES, OWNERS_AT_ONCE, RefitPlan
+from rlctl.refit.plan import ITEM_BYTES, OWNERS_AT_ONCE, Layout, RefitPlan
 from rlctl.refit.protocol import (
     Checks,
     EngineReport,
@@ -27,6 +27,7 @@ from rlctl.refit.protocol import (
 from rlctl.refit.sending import Holding, SendsWeights
 from rlctl.workers.errors import WorkerError, WorkerTimeout
 from rlctl.workers.group import Pending, Worker, WorkerGroup, as_completed
+from rlctl.workers.shared import put_once
 
 R = TypeVar("R")
 KNOB = "refit.timeout_s"
@@ -116,8 +117,9 @@ class Refit:
     def __init__(self, trainers: WorkerGroup, options: RefitOptions) -> None:
         self._trainers, self.options = trainers, options
         holdings = trainers.call(SendsWeights.refit_holding, options.dtype)
-        layout = holdings[0].layout
-        self.buffer_bytes = _buffer_bytes(holdings, options)
+        (layout,) = trainers.workers[0].start(SendsWeights.refit_layout, options.dtype).wait(trainers.deadline_s)
+        _require_one_layout(holdings)
+        self.buffer_bytes = _buffer_bytes(layout, holdings, options)
         chunk_bytes, edge_bytes = self.buffer_bytes, _LEAST_BUFFER_BYTES
         if options.kind == "shm":
             longest_row = max(prod(shape[1:]) * ITEM_BYTES[dtype] for _, shape, dtype in layout)
@@ -125,6 +127,8 @@ class Refit:
         elif options.colocated:
             edge_bytes = self.buffer_bytes
         self.plan = RefitPlan.build(layout, [holding.boxes for holding in holdings], chunk_bytes, edge_bytes)
+        # One copy in Ray's store for all ranks and engines, also for those that are rebuilt.
+        self._shared_plan = put_once(self.plan)
         self._opened = False
 
     def open(self, engines: list[EngineEnd]) -> list[Any]:
@@ -136,9 +140,10 @@ class Refit:
         spec = self.transport(sum(engine.ranks for engine in engines))
         senders = []
         if spec.rendezvous or not self._opened:
-            senders.append(self._trainers.start(SendsWeights.refit_open, spec, self.plan))
+            senders.append(self._trainers.start(SendsWeights.refit_open, spec, self._shared_plan))
+        plan, mode, in_flight = self._shared_plan, options.mode, options.in_flight
         opening = [
-            engine.worker.start(ReceivesWeights.refit_open, spec, self.plan, first, options.mode, options.in_flight)
+            engine.worker.start(ReceivesWeights.refit_open, spec, plan, first, mode, in_flight)
             for engine, first in zip(engines, _first_ranks(engines))
         ]
         modes, _ = self._await(opening, senders)
@@ -244,11 +249,18 @@ def _first_ranks(engines: list[EngineEnd]) -> list[int]:
     return [1 + sum(engine.ranks for engine in engines[:index]) for index in range(len(engines))]
 
 
-def _buffer_bytes(holdings: list[Holding], options: RefitOptions) -> int:
+def _require_one_layout(holdings: list[Holding]) -> None:
+    """Raise RefitError for a rank that holds another model than rank 0."""
+    for rank, holding in enumerate(holdings):
+        if holding.layout_digest != holdings[0].layout_digest:
+            raise RefitError(f"trainer rank {rank} has other tensors, shapes or dtypes than trainer rank 0")
+
+
+def _buffer_bytes(layout: Layout, holdings: list[Holding], options: RefitOptions) -> int:
     smallest = min(holding.device_bytes for holding in holdings)
     # A receiver holds buffers of several owners at a time: no more memory than those of one would take.
     most = min(int(options.buffer_memory_ratio * smallest), MAX_BUFFER_BYTES) // min(OWNERS_AT_ONCE, len(holdings))
-    sent = sum(prod(shape) * ITEM_BYTES[dtype] for _, shape, dtype in holdings[0].layout)
+    sent = sum(prod(shape) * ITEM_BYTES[dtype] for _, shape, dtype in layout)
     apart = min(sent, 4 * sent // len(holdings)) // _CHUNKS[options.kind]
     return min(most, max(sent // _CHUNKS_COLOCATED if options.colocated else apart, _LEAST_BUFFER_BYTES))
 

@@ -23,6 +23,7 @@ from rlctl.utils.process import fewer_collections
 from rlctl.utils.user_code import format_trace, message_of
 from rlctl.workers.errors import Failure
 from rlctl.workers.graph import Answer, idle, packed, read_patiently, take
+from rlctl.workers.shared import fetched
 
 Run = Callable[[Callable[[], Answer]], Answer]
 
@@ -51,7 +52,7 @@ class WorkerActor:
         """Run one method of the worker; do nothing for `graph.idle`."""
         if method == idle.__name__:
             return self._guarded(lambda: None)
-        return self._guarded(lambda: getattr(self._worker, method)(*args, **kwargs))
+        return self._guarded(lambda: getattr(self._worker, method)(*fetched(args), **kwargs))
 
     def graph_call(self, message: Any, rank: int) -> Any:
         """Run `call` on a message that all ranks share; message and answer are as `packed` makes them."""

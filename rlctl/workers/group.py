@@ -14,10 +14,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, TypeVarTuple, cast
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.exceptions import RayActorError, RayError
 
 from rlctl.utils.event_loop import done
 from rlctl.utils.ports import LOOPBACK
@@ -25,6 +26,7 @@ from rlctl.workers.actor import WorkerActor
 from rlctl.workers.errors import Failure, WorkerDied, WorkerError, WorkerTimeout
 from rlctl.workers.graph import Answer, Graph, GraphBroken, Message
 from rlctl.workers.nodes import NodeLease
+from rlctl.workers.shared import put_common
 from rlctl.workers.waits import Waits
 
 P = ParamSpec("P")
@@ -32,6 +34,8 @@ R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
 DEADLINE_KNOB = "run.deadline_s"
 _ASK_S = 60.0
+# Longest time between two looks at calls of which some have ended.
+_FIRST_LOOK_S, _LOOK_S = 0.01, 0.2
 # Time that the other ranks have to fail or end, once one has failed.
 _OTHERS_S = 10.0
 
@@ -142,47 +146,63 @@ class Pending(Generic[R]):
         ranks may wait for the failed one without end), WorkerTimeout after `deadline_s` seconds.
         """
         end = time.monotonic() + deadline_s
-        waiting, failures = list(self.refs), list[Failure]()
+        answers, failures = dict[Any, Answer](), list[Failure]()
+
+        def left() -> float:
+            return end - time.monotonic()
+
         with _explained(self.workers, self.call, self.late, deadline_s, knob):
-            while waiting:
-                left = end - time.monotonic()
-                if left <= 0 and failures:
-                    raise WorkerError(self.call, failures)
-                if left <= 0:
-                    names = [worker.name for worker, ref in zip(self.workers, self.refs) if ref in waiting]
-                    raise WorkerTimeout(self.call, names, deadline_s, knob)
-                ready, waiting = ray.wait(waiting, num_returns=1, timeout=left)
-                for failure in filter(None, map(self._failure, ready)):
-                    failures.append(failure)
+            for ready in _as_ready(self.refs, left):
+                answers |= self._answers(ready)
+                if found := [failure for ref in ready if ref in answers and (failure := answers[ref][0])]:
+                    failures += found
                     end = min(end, time.monotonic() + _OTHERS_S)
-        return _results(self.call, ray.get(self.refs))
+        if failures and len(answers) < len(self.refs):
+            raise WorkerError(self.call, failures)
+        if len(answers) < len(self.refs):
+            names = [worker.name for worker, ref in zip(self.workers, self.refs) if ref not in answers]
+            raise WorkerTimeout(self.call, names, deadline_s, knob)
+        return _results(self.call, [answers[ref] for ref in self.refs])
 
     def late(self) -> list[Worker]:
         """Return the workers that have not answered."""
-        _, waiting = ray.wait(self.refs, num_returns=len(self.refs), timeout=0, fetch_local=False)
+        waiting = set(ray.wait(self.refs, num_returns=len(self.refs), timeout=0, fetch_local=False)[1])
         return [worker for worker, ref in zip(self.workers, self.refs) if ref in waiting]
 
     def dead(self) -> list[str]:
         """Return the names of the workers whose processes are gone, by their answers."""
-        names = []
-        for worker, ref in zip(self.workers, self.refs):
-            try:
-                ray.get(ref, timeout=0.2)
-            except RayActorError:
-                names.append(worker.name)
-            except GetTimeoutError:
-                continue
-        return names
+        ready, _ = ray.wait(self.refs, num_returns=len(self.refs), timeout=_LOOK_S)
+        answered = set(ready)
+        return [worker.name for worker, ref in zip(self.workers, self.refs) if ref in answered and _is_lost(ref)]
 
-    def _failure(self, ref: Any) -> Failure | None:
-        """Return the failure that a complete answer holds. Raises WorkerDied."""
+    def _answers(self, ready: Sequence[Any]) -> dict[Any, Answer]:
+        """Return the answers of calls that have ended. Raises WorkerDied."""
         try:
-            failure: Failure | None = ray.get(ref, timeout=60)[0]
-            return failure
+            return dict(zip(ready, ray.get(ready, timeout=_ASK_S)))
         except RayActorError as error:
             raise WorkerDied(self.call, self.dead(), _reason(error)) from error
-        except GetTimeoutError:
-            return None
+
+
+def _as_ready(refs: Sequence[Any], left: Callable[[], float]) -> Iterator[list[Any]]:
+    """Yield calls that have ended, several together, until all have or no time is `left()`.
+
+    The cost is linear in the number of calls: each wait looks at all calls. A call that fails while others
+    work is yielded at most `_LOOK_S` late; where all end together nothing is late.
+    """
+    waiting, look = list(refs), _FIRST_LOOK_S
+    while waiting and (seconds := left()) > 0:
+        ready, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=min(look, seconds))
+        look = min(_LOOK_S, 2 * look)
+        if ready:
+            yield ready
+
+
+def _is_lost(ref: Any) -> bool:
+    try:
+        ray.get(ref, timeout=_ASK_S)
+    except RayActorError:
+        return True
+    return False
 
 
 def _explained(
@@ -212,30 +232,28 @@ def as_completed(
     workers = [worker for part in pending for worker in part.workers]
     calls = " and ".join(dict.fromkeys(part.call for part in pending))
     end = time.monotonic() + deadline_s
-    open_refs = {ref: index for index, part in enumerate(pending) for ref in part.refs}
+    index_of = {ref: index for index, part in enumerate(pending) for ref in part.refs}
+    # By call: the number of workers without an answer; none once its outcome was yielded.
+    left = {index: len(part.refs) for index, part in enumerate(pending)}
     with _explained(workers, calls, lambda: [each for part in pending for each in part.late()], deadline_s, knob):
-        while open_refs:
-            ready, _ = ray.wait(list(open_refs), num_returns=1, timeout=max(0.0, end - time.monotonic()))
-            if not ready:
-                break
-            index = open_refs.pop(ready[0])
-            try:
-                failed = ray.get(ready[0])[0] is not None
-            except RayActorError:
-                failed = True
-            if not failed and index in open_refs.values():
+        for ref in chain.from_iterable(_as_ready(list(index_of), lambda: end - time.monotonic())):
+            index = index_of[ref]
+            if index not in left:
                 continue
-            open_refs = {ref: other for ref, other in open_refs.items() if other != index}
-            yield index, _outcome(pending[index], failed)
-        for index in sorted(set(open_refs.values())):
-            late = [worker.name for worker, ref in zip(pending[index].workers, pending[index].refs) if ref in open_refs]
+            left[index] -= 1
+            failed = _is_lost(ref) or ray.get(ref)[0] is not None
+            if failed or not left[index]:
+                del left[index]
+                yield index, _outcome(pending[index], failed)
+        for index in sorted(left):
+            late = [worker.name for worker in pending[index].late()]
             yield index, WorkerTimeout(pending[index].call, late, deadline_s, knob)
 
 
 def _outcome(pending: Pending[Any], failed: bool) -> list[Any] | Exception:
     """Return a call's results or exception; the exception of a failed call, though other workers are still busy."""
     if failed:
-        ready, _ = ray.wait(pending.refs, num_returns=len(pending.refs), timeout=0)
+        ready = set(ray.wait(pending.refs, num_returns=len(pending.refs), timeout=0)[0])
         pairs = [(worker, ref) for worker, ref in zip(pending.workers, pending.refs) if ref in ready]
         pending = Pending(pending.call, [worker for worker, _ in pairs], [ref for _, ref in pairs])
     try:
@@ -304,7 +322,8 @@ class WorkerGroup:
 
     def _start(self, message: Message) -> Pending[Any]:
         method, per_rank, kwargs = message
-        refs = [worker.handle.call.remote(method, args, kwargs) for worker, args in zip(self.workers, per_rank)]
+        common = put_common(per_rank)
+        refs = [worker.handle.call.remote(method, args, kwargs) for worker, args in zip(self.workers, common)]
         return Pending(method, self.workers, refs)
 
     def _answers(self, message: Message) -> list[Any]:

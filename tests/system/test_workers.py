@@ -67,6 +67,9 @@ class Probe:
         self.kept.append(load.numbers)
         return np.stack(self.kept)
 
+    def sum(self, load: Load, own: int) -> int:
+        return int(load.numbers.sum()) + own
+
     def thread(self) -> str | None:
         return getattr(self.own, "mark", None)
 
@@ -167,6 +170,12 @@ def test_arrays_are_the_workers_own_and_may_be_kept_on_both_sides(group: WorkerG
         for rank, rows in enumerate(pair):
             assert not rows.flags.writeable
             assert [row[0] for row in rows] == [10 * done + rank for done in range(step + 1)]
+
+
+def test_a_large_argument_of_several_ranks_reaches_each_with_its_own_beside_it(group: WorkerGroup) -> None:
+    load = Load(np.ones(300_000, np.float32), ["a"])
+    for _ in range(2):
+        assert group.run(Probe.sum, [(load, 1), (load, 2)]) == [300_001, 300_002]
 
 
 def test_every_call_runs_on_the_thread_that_built_the_worker(group: WorkerGroup) -> None:

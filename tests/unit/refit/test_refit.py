@@ -1,0 +1,46 @@
+"""The driver's refit makes one plan for all, of one model."""
+
+from typing import Any
+
+import pytest
+
+from rlctl.refit.plan import TensorSlice, layout_digest
+from rlctl.refit.protocol import RefitError
+from rlctl.refit.refit import Refit, RefitOptions
+from rlctl.refit.sending import Holding, SendsWeights
+
+LAYOUT = [("a", (4, 2), "float32"), ("b", (2,), "float32")]
+OPTIONS = RefitOptions("broadcast", "float32", "auto", 2, 0.02, 1.0, "", "all", False, False)
+
+
+class Answered:
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+
+    def wait(self, deadline_s: float) -> list[Any]:
+        return [self.answer]
+
+
+class Ranks:
+    """Trainer ranks that have answered. `start` is that of rank 0."""
+
+    deadline_s = 1.0
+
+    def __init__(self, holdings: list[Holding]) -> None:
+        self.holdings, self.workers = holdings, [self]
+
+    def call(self, method: Any, *arguments: Any) -> list[Holding]:
+        assert method is SendsWeights.refit_holding
+        return self.holdings
+
+    def start(self, method: Any, *arguments: Any) -> Answered:
+        assert method is SendsWeights.refit_layout
+        return Answered(LAYOUT)
+
+
+def test_a_rank_of_another_model_is_named() -> None:
+    boxes = [TensorSlice("a", (0, 0), (4, 2)), TensorSlice("b", (0,), (2,))]
+    other = layout_digest([("a", (4, 2), "float32"), ("b", (2,), "bfloat16")])
+    ranks: Any = Ranks([Holding(layout_digest(LAYOUT), boxes, 1 << 30), Holding(other, [], 1 << 30)])
+    with pytest.raises(RefitError, match="trainer rank 1 has other tensors, shapes or dtypes than trainer rank 0"):
+        Refit(ranks, OPTIONS)
