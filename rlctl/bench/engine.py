@@ -38,8 +38,9 @@ class BenchWorker(RefitWorker):
         def work(number: int) -> Timing:
             if in_turn:
                 self._bench.meeting.wait()
-            report = self._rl.receive(Header(version + number, plan.digest, checks))
-            return {"wire": report.wire, "load": report.load}, self._rl.commit()
+            header = Header(version + number, plan.digest, checks)
+            report = self._rl.receive(header)
+            return {"wire": report.wire, "load": report.load}, self._rl.commit(header)[0]
 
         return self._bench.measure(rounds, work)
 

@@ -11,6 +11,7 @@ from rlctl.config.grpo_schema import EngineSection, UserEngineSection
 from rlctl.config.plugin_options import checked_options
 from rlctl.config.plugins import ENGINES
 from rlctl.generation.engine import Engine
+from rlctl.models.adapters import AdapterSpec
 from rlctl.preflight.engine import engine_rules
 from rlctl.preflight.machine import Device
 from rlctl.utils.plugins import load_object
@@ -71,6 +72,9 @@ class EngineSpec:
     forced_lengths: ForcedLengths | None
     # Version of the weights in `model_path`; -1 where a refit brings the first.
     version: int = -1
+    # Adapters of the weights of `model_path`, which stay as they are: a refit brings A and B alone. Before the
+    # first they add nothing.
+    adapters: AdapterSpec | None = None
 
 
 @dataclass(frozen=True)

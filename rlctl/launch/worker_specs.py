@@ -107,6 +107,7 @@ def engine_spec(settled: SettledGrpo, files: ModelFiles, stops: tuple[int, ...],
         reset_prefix_cache=generation.reset_prefix_cache_after_weight_updates,
         recompute_kv_cache=config.async_.recompute_kv_cache_after_weight_updates,
         forced_lengths=ForcedLengths(*generation.forced_lengths) if generation.forced_lengths else None,
+        adapters=settled.adapters,
     )
 
 
@@ -125,6 +126,7 @@ def refit_options(settled: SettledGrpo, placement: Placement, folder: str) -> Re
         checks=settled.checksum,
         colocated=placement.shared and not cpu and config.trainer.num_ranks == engines * workers == 1,
         in_flight=config.async_.enabled and config.async_.in_flight_weight_updates,
+        adapters=config.lora is not None,
     )
 
 

@@ -1,8 +1,8 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685) as plain data: targets, scale, and the names of their tensors.
 
 An adapted linear layer computes y + ((x A^T) B^T) * scale, with y the frozen layer's output. Trainer and engine compute
-it in this order, with A and B rounded to the compute dtype. Names are transformers' module names plus PEFT's suffixes. No
-torch.
+it in this order, with A and B rounded to the compute dtype. Names are transformers' module names plus PEFT's suffixes.
+No torch.
 """
 
 import math

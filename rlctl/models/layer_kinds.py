@@ -39,7 +39,7 @@ class StateKind:
 class LinearLayer:
     """One linear layer of a decoder's layers."""
 
-    # Of its module in transformers.
+    # Name of its module in transformers.
     name: str
     inputs: int
     outputs: int

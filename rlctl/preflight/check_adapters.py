@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from rlctl.models.adapters import choose_targets
 from rlctl.preflight.backend import Violation, Violations, backend_of
+from rlctl.preflight.engine import engine_rules
 from rlctl.preflight.settled import Settled
 
 # Adapters want 10 times the rate of full fine-tuning at any rank (tinker-cookbook, hyperparam_utils.py; TRL, LoRA
@@ -14,7 +15,9 @@ _SMALL = 10_000_000
 
 
 def check_adapters(settled: Settled) -> Violations:
-    """Find a backend without adapters, dropout in a run that samples, and names that are no targets."""
+    """Find a backend or an engine without adapters, dropout or unchecked refits in a run that samples, and names that
+    are no targets.
+    """
     config, own = settled.config, settled.config.lora
     if own is None:
         return
@@ -24,6 +27,11 @@ def check_adapters(settled: Settled) -> Violations:
     if settled.grpo and own.dropout:
         what = "must be 0 in GRPO, whose engines sample without dropout: log-probs would be of another policy"
         yield Violation("lora.dropout", what)
+    if settled.grpo and not engine_rules(settled.grpo.config.generation.engine).serves_adapters:
+        what = f"needs generation.engine=vllm: {settled.grpo.config.generation.engine.name} serves no adapters"
+        yield Violation("lora", what, ("generation.engine",))
+    if settled.grpo and settled.grpo.config.refit.checksum in ("sampled", "off"):
+        yield Violation("refit.checksum", "must be all or auto with lora: engines prove every live A and B")
     if settled.facts:
         for what in choose_targets(settled.facts.linears, own.targets)[1]:
             yield Violation("lora.targets", what, ("model.path",))

@@ -25,6 +25,8 @@ class EngineRules:
 
     # Packages that its process imports.
     packages: tuple[str, ...] = ()
+    # It computes with the adapters of `EngineSpec`, and proves after each refit that they are live.
+    serves_adapters = False
 
     def check_model(self, generation: GenerationSection, sizes: ModelSizes) -> Violations:
         """Yield problems with a model that it samples from on no device, or not on this number of devices."""

@@ -207,7 +207,7 @@ class SettledGrpo(Settled):
         """Items whose bytes are compared at each refit."""
         own = self.config.refit.checksum
         if own == "auto":
-            return "all" if self.device == "cpu" else "sampled"
+            return "all" if self.device == "cpu" or self.config.lora else "sampled"
         return own
 
     @derived

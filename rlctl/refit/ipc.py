@@ -129,9 +129,6 @@ class IpcSender(SenderTransport):
 class IpcReceiver(ReceiverTransport):
     """An engine worker's side: maps the trainers' memory at the first refit, then copies chunk by chunk."""
 
-    # A converted item is in memory of the moment.
-    keeps_views = False
-
     def __init__(self, spec: TransportSpec, plan: RefitPlan, rank: int, device: torch.device) -> None:
         self._spec, self._plan, self._rank, self._device = spec, plan, rank, device
         self.order = plan.taken_by(rank)

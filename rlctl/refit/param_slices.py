@@ -25,10 +25,10 @@ class ParamSlice:
 
 
 @dataclass(frozen=True)
-class _Part:
-    """Part of an item, and its place."""
+class ItemPart:
+    """ItemPart of an item, and its place."""
 
-    # Part of the item.
+    # ItemPart of the item.
     inside: tuple[slice, ...]
     # Memory of the part's shape.
     view: Tensor
@@ -47,6 +47,10 @@ class ParamSliceSink:
             by_name.setdefault(region.box.name, []).append(region)
         self._parts = [_parts(item.box, by_name.get(item.box.name, [])) for item in plan.items]
         self._dtypes = [getattr(torch, plan.entries[item.entry].dtype) for item in plan.items]
+
+    def parts(self, number: int) -> tuple[ItemPart, ...]:
+        """Return the parts of item `number` that the engine keeps."""
+        return self._parts[number]
 
     def target(self, number: int) -> Tensor | None:
         parts = self._parts[number]
@@ -94,7 +98,7 @@ def verify_complete(regions: Iterable[ParamSlice], parameters: Mapping[str, Tens
             raise RefitError(f"the engine's {name} has {parameter.numel()} numbers, the trainer's tensors fill {count}")
 
 
-def _parts(item: TensorSlice, regions: list[ParamSlice]) -> tuple[_Part, ...]:
+def _parts(item: TensorSlice, regions: list[ParamSlice]) -> tuple[ItemPart, ...]:
     parts = []
     for region in regions:
         begin = [max(a, b) for a, b in zip(item.start, region.box.start)]
@@ -104,7 +108,7 @@ def _parts(item: TensorSlice, regions: list[ParamSlice]) -> tuple[_Part, ...]:
             continue
         inside = _relative(begin, end, item.start)
         view: Any = region.view[_relative(begin, end, region.box.start)]
-        parts.append(_Part(inside, view, tuple(view.shape) == item.shape))
+        parts.append(ItemPart(inside, view, tuple(view.shape) == item.shape))
     return tuple(parts)
 
 

@@ -12,6 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Literal, Protocol
 
@@ -21,7 +22,7 @@ from torch import Tensor
 from rlctl.refit.batched_copy import BatchedCopy
 from rlctl.refit.checksum import StreamingChecksums
 from rlctl.refit.plan import Chunk, RefitPlan
-from rlctl.refit.protocol import Header, PeerLost, ReceiveReport, RefitError, SendReport
+from rlctl.refit.protocol import Header, PeerLost, ReceiveReport, RefitError, SendReport, digest_of
 from rlctl.refit.shared_counters import Deadline
 from rlctl.refit.sink import WeightSink
 from rlctl.refit.source import WeightSource
@@ -89,8 +90,6 @@ class ReceiverTransport(ABC):
     order: Sequence[tuple[int, Chunk]]
     # Memory of its buffers.
     extra_bytes = 0
-    # True if `view` returns the same memory for an item and slot in every refit.
-    keeps_views = True
 
     @abstractmethod
     def begin(self, header: Header, sink: WeightSink, deadline: Deadline) -> None:
@@ -105,7 +104,10 @@ class ReceiverTransport(ABC):
 
     @abstractmethod
     def view(self, number: int, slot: int) -> Tensor | None:
-        """Return item `number` where it becomes visible (any dtype and strides); None if that is where it belongs."""
+        """Return item `number` where it becomes visible (any dtype and strides); None if that is where it belongs.
+
+        An item and slot have the same memory in every refit.
+        """
 
     def placed(self, number: int, slot: int, sink: WeightSink) -> Tensor | None:
         """Return item `number` in its place, of which its checksum is taken; None: take it of `view`."""
@@ -148,6 +150,8 @@ class ChunkSender:
         self._packing, self._sums = DeviceStream(device), StreamingChecksums(device)
         # By chunk and buffer.
         self._copies: dict[tuple[int, int], BatchedCopy] = {}
+        # Checksums of the version before, by item, where engines prove what they serve.
+        self._before: dict[int, int] = {}
         self.drop = transport.drop
 
     def send(self, header: Header) -> SendReport:
@@ -166,7 +170,15 @@ class ChunkSender:
                 self._transport.abort()
                 raise
         seconds = time.perf_counter() - begin
-        return SendReport(elapsed(packed), self._transport.wire, seconds, self._size, self._transport.buffers.nbytes)
+        report = SendReport(elapsed(packed), self._transport.wire, seconds, self._size, self._transport.buffers.nbytes)
+        return self._with_digest(report) if header.prove and self._chunks else report
+
+    def _with_digest(self, report: SendReport) -> SendReport:
+        """Add the digest of this version's checksums, and the tensors that are as they were."""
+        items, sums, before = self._source.plan.items, self._sums.values(), self._before
+        same = dict.fromkeys(items[n].box.name for n, value in sums.items() if before.get(n) == value)
+        self._before = sums
+        return replace(report, digest=digest_of(sums), unchanged=tuple(same))
 
     def close(self) -> None:
         """Free buffers, files and groups."""
@@ -239,6 +251,8 @@ class ChunkReceiver:
         self._sums = StreamingChecksums(device)
         # By chunk and buffer.
         self._copies: dict[tuple[int, int], BatchedCopy] = {}
+        # Checksums of the last version, by item, which are those that the senders announced.
+        self.received: dict[int, int] = {}
         # Chunks that are being loaded, by owner.
         self._loading: dict[int, deque[tuple[Chunk, Span]]] = {}
         # Seconds of loading by owner.
@@ -265,7 +279,7 @@ class ChunkReceiver:
                 self._load(number, chunk, checked, sink)
             while left := self._give_back():
                 deadline.check(partial(late, self._plan, self._rank, left))
-            received = self._sums.values()
+            self.received = received = self._sums.values()
             for owner in self._plan.owners:
                 for number, value in transport.sums(owner, header).items():
                     if received[number] != value:
@@ -298,11 +312,19 @@ class ChunkReceiver:
             taken = [n for n in chunk.numbers if n in checked]
             placed = {n: place for n in taken if (place := transport.placed(n, slot, sink)) is not None}
             passing = [n for n in taken if n not in placed]
-            self._sums.here(passing, partial(self._delivered, slot), slot if transport.keeps_views else None)
+            converted = [n for n in passing if self._converts(n, slot)]
+            # A converted item is in memory of the moment.
+            self._sums.here(converted, partial(self._delivered, slot))
+            rest = passing if not converted else sorted({*passing} - {*converted})
+            self._sums.here(rest, partial(self._delivered, slot), slot)
             end = stream.mark()
         self._sums.beside(placed, end, slot)
         transport.loaded(chunk, end)
         self._loading[chunk.owner].append((chunk, (begin, end)))
+
+    def _converts(self, number: int, slot: int) -> bool:
+        view = self._transport.view(number, slot)
+        return view is not None and view.dtype != getattr(torch, self._plan.dtype(number))
 
     def _delivered(self, slot: int, number: int) -> Tensor:
         """Return item `number` where it becomes visible, in the dtype in which it is delivered."""

@@ -1,5 +1,6 @@
 """Messages and reports of the two ends of a refit, and how one fails: plain data."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,6 +18,8 @@ class Header:
     digest: str
     # Items whose checksums are compared.
     checks: Checks
+    # Engines prove that their live tensors are the sent ones, see `LiveProof`. Adapters alone.
+    prove: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,10 @@ class SendReport:
     bytes: int
     # Memory of its buffers.
     extra_bytes: int
+    # Where engines prove what they serve: `digest_of` the checksums.
+    digest: int = 0
+    # Names of tensors whose checksums are those of the version before; empty for the first version.
+    unchanged: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -77,6 +84,23 @@ class ReceiveReport:
 
 
 @dataclass(frozen=True)
+class LiveProof:
+    """Adapters that an engine serves, as their live tensors' checksums prove."""
+
+    version: int
+    # `digest_of` the checksums that the live tensors were compared with.
+    digest: int
+    # Tensors.
+    a: int
+    b: int
+
+
+def digest_of(sums: Mapping[int, int]) -> int:
+    """Return one number for the checksums of items. Digests of disjoint items add up, modulo 2^64."""
+    return sum((2 * number + 3) * value for number, value in sums.items()) % 2**64
+
+
+@dataclass(frozen=True)
 class EngineReport:
     """One engine's part of a refit; times in seconds."""
 
@@ -88,6 +112,8 @@ class EngineReport:
     commit: float
     # Longest gap between two tokens of a running request beyond its ordinary gap; 0 if none ran.
     stall: float
+    # One of each worker with adapters.
+    proofs: tuple[LiveProof, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -116,6 +142,8 @@ class RefitReport:
     # and until the engines have theirs, before and after it.
     rest: float = 0.0
     wake: float = 0.0
+    # Where engines prove what they serve: names of tensors with the numbers of the version before.
+    unchanged: tuple[str, ...] = ()
 
 
 class RefitError(RuntimeError):

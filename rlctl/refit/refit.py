@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Protocol, TypeVar
 
+from rlctl.models.adapters import LORA_A, LORA_B
 from rlctl.refit.plan import ITEM_BYTES, OWNERS_AT_ONCE, Layout, RefitPlan
 from rlctl.refit.protocol import (
     Checks,
@@ -92,6 +93,8 @@ class RefitOptions:
     colocated: bool
     # Engines sample during a refit.
     in_flight: bool
+    # Adapters are sent, and each engine proves that they are live.
+    adapters: bool = False
 
 
 class EnginesLost(RuntimeError):
@@ -130,6 +133,8 @@ class Refit:
         # One copy in Ray's store for all ranks and engines, also for those that are rebuilt.
         self._shared_plan = put_once(self.plan)
         self._opened = False
+        # Version of the adapters sent last, and the digest of their checksums.
+        self._sent = (-1, 0)
 
     def open(self, engines: list[EngineEnd]) -> list[Any]:
         """Connect both ends, again after an engine was rebuilt; return each engine's `weight_loader.LoadMode`.
@@ -155,7 +160,7 @@ class Refit:
 
         Raises EnginesLost for engines that failed, and a trainer's error if no engine was the cause.
         """
-        header = Header(version, self.plan.digest, checks or self.options.checks)
+        header = self._header(version, checks)
         firsts = _first_ranks(engines)
 
         def drop(index: int, reason: Exception) -> None:
@@ -168,7 +173,11 @@ class Refit:
             sending.wait(self._patience, KNOB)
         written = time.perf_counter() - begin
         receiving = [engine.worker.start(ReceivesWeights.refit_receive, header) for engine in engines]
-        report = _merged(*self._await(receiving, [sending], drop))
+        served, sent = self._await(receiving, [sending], drop)
+        if header.prove:
+            self._sent = (version, sum(report.digest for report in sent) % 2**64)
+            self._verify(version, engines, served)
+        report = _merged(served, sent)
         # Engines that read from memory do not know the time taken to write there.
         return report if self.transport(0).rendezvous else replace(report, seconds=report.seconds + written)
 
@@ -184,11 +193,35 @@ class Refit:
         missing = [*fresh, *behind]
         try:
             self.open(fresh)
-            header = Header(version, self.plan.digest, self.options.checks)
-            self._await([engine.worker.start(ReceivesWeights.refit_receive, header) for engine in missing])
+            header = self._header(version)
+            served = self._await([engine.worker.start(ReceivesWeights.refit_receive, header) for engine in missing])[0]
+            self._verify(version, missing, served)
         except EnginesLost as error:
             reasons = {engines.index(missing[index]): reason for index, reason in error.reasons.items()}
             raise EnginesLost(reasons) from error
+
+    def _header(self, version: int, checks: Checks | None = None) -> Header:
+        return Header(version, self.plan.digest, checks or self.options.checks, self.options.adapters)
+
+    def _verify(self, version: int, engines: list[EngineEnd], reports: list[EngineReport]) -> None:
+        """Raise EnginesLost for engines that do not prove to serve the adapters that the trainer sent."""
+        if not self.options.adapters:
+            return
+        names = [entry.name for entry in self.plan.entries]
+        a, b = (sum(name.endswith(end) for name in names) for end in (LORA_A, LORA_B))
+        lost: dict[int, Exception] = {}
+        for index, (engine, report) in enumerate(zip(engines, reports, strict=True)):
+            proven = {(p.version, p.digest, p.a, p.b) for p in report.proofs}
+            if len(report.proofs) == engine.ranks and proven == {(*self._sent, a, b)} and self._sent[0] == version:
+                continue
+            live = "; ".join(f"version {v} with {own_a} A and {own_b} B" for v, _, own_a, own_b in sorted(proven))
+            sums = ", whose checksums differ" if {v for v, *_ in proven} == {version} else ""
+            lost[index] = RefitError(
+                f"{engine.worker.name} does not serve the adapters of version {version} with {a} A and {b} B that the "
+                f"trainer sent: it proves {live or 'nothing'}{sums}"
+            )
+        if lost:
+            raise EnginesLost(lost)
 
     def rest_trainers(self) -> None:
         """Have the trainers give the device's memory to engines that share it."""
@@ -291,4 +324,5 @@ def _merged(engines: list[EngineReport], sent: list[SendReport]) -> RefitReport:
         stall=max(report.stall for report in engines),
         trainer_extra_bytes=max(report.extra_bytes for report in sent),
         engine_extra_bytes=max(report.received.extra_bytes for report in engines),
+        unchanged=tuple(name for report in sent for name in report.unchanged),
     )

@@ -16,7 +16,6 @@ _FIELDS = (
     "max_model_len",
     "max_num_seqs",
     "tensor_parallel_size",
-    "load_format",
 )
 _CPU_BATCH_TOKENS = 8192
 
@@ -27,6 +26,9 @@ def build_llm(spec: EngineSpec, extension: str) -> tuple[Any, list[str]]:
     extension: class mixed into vLLM's workers, "module.Class". Raises ModelError if vLLM does not serve the model.
     """
     engine_args, llm_engine = _classes()
+    # Imports vLLM.
+    from rlctl.generation.vllm.adapter_loader import load_arguments
+
     options = VllmOptions(**spec.options)
     extra: dict[str, Any] = {}
     if spec.kv_cache_mib is not None:
@@ -49,6 +51,7 @@ def build_llm(spec: EngineSpec, extension: str) -> tuple[Any, list[str]]:
         if spec.tensor_parallel_size > 1:
             # In a placement group vLLM would choose Ray, and asks for a group that it made itself.
             extra["distributed_executor_backend"] = "mp"
+    extra |= load_arguments(spec.adapters, spec.load_format) if spec.adapters else {"load_format": spec.load_format}
     arguments = engine_args(
         model=spec.model_path,
         skip_tokenizer_init=True,

@@ -19,7 +19,7 @@ from rlctl.generation.spec import EngineSpec
 from rlctl.generation.vllm.active_requests import ActiveRequests, after_step, stall
 from rlctl.generation.vllm.build import add_request, begun, build_llm, cached_sequences, vllm_request
 from rlctl.refit.plan import RefitPlan
-from rlctl.refit.protocol import EngineReport, Header, Mode, ReceiveReport, TransportSpec, Untouched
+from rlctl.refit.protocol import EngineReport, Header, LiveProof, Mode, ReceiveReport, TransportSpec, Untouched
 
 _IDLE_POLL_S = 0.05
 _STAGED_POLL_S = 0.002
@@ -103,16 +103,16 @@ class VllmEngine(Engine):
         return choice
 
     def refit_receive(self, header: Header) -> EngineReport:
-        begin, reports = time.perf_counter(), list[ReceiveReport]()
+        begin, reports, proofs = time.perf_counter(), list[ReceiveReport](), list[LiveProof]()
         if self._mode == "staged":
             reports = self._stage(header)
-            commit = self._on_thread(lambda: self._change(header, self._commit))
+            commit = self._on_thread(lambda: self._change(header, lambda: self._commit(header, proofs)))
         else:
-            commit = self._on_thread(lambda: self._change(header, lambda: self._receive(header, reports)))
+            commit = self._on_thread(lambda: self._change(header, lambda: self._receive(header, reports, proofs)))
         end = time.perf_counter()
         self._let_steps_pass(end)
         received = max(reports, key=lambda report: report.seconds)
-        return EngineReport(received, end - begin, commit, stall(list(self._steps), begin, end))
+        return EngineReport(received, end - begin, commit, stall(list(self._steps), begin, end), tuple(proofs))
 
     def sleep(self) -> None:
         """Give the device's memory to the trainer. Weights and key-value cache are dropped: a refit comes before the
@@ -296,13 +296,15 @@ class VllmEngine(Engine):
                 raise answer
         return answers
 
-    def _commit(self) -> float:
-        return float(max(self._workers("rl_commit")))
+    def _commit(self, header: Header, proofs: list[LiveProof]) -> float:
+        answers = self._workers("rl_commit", header)
+        proofs += [proof for _, proof in answers if proof]
+        return float(max(seconds for seconds, _ in answers))
 
-    def _receive(self, header: Header, reports: list[ReceiveReport]) -> float:
+    def _receive(self, header: Header, reports: list[ReceiveReport], proofs: list[LiveProof]) -> float:
         begin = time.perf_counter()
         reports += self._workers("rl_receive", header)
-        self._commit()
+        self._commit(header, proofs)
         return time.perf_counter() - begin
 
     def _restart_what_has_not_begun(self) -> list[tuple[Any, str]]:

@@ -46,6 +46,11 @@ def record_regions(model: Any, plan: RefitPlan) -> list[ParamSlice]:
     hollow = {
         entry.name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta") for entry in plan.entries
     }
+    return record_copies(model, hollow)
+
+
+def record_copies(model: Any, hollow: Mapping[str, Tensor]) -> list[ParamSlice]:
+    """Return the place in `model` of each tensor of `hollow`, which are on the meta device. Raises as above."""
     recorder = _Recorder(hollow)
     try:
         with torch.no_grad(), recorder:

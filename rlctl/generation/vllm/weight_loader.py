@@ -7,6 +7,7 @@ returns; a failure before a staged commit leaves the live weights untouched.
 
 import threading
 import time
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +18,7 @@ from rlctl.generation.vllm.param_layout import UnsupportedLayout, unregistered
 from rlctl.refit.param_slices import ParamSlice, ParamSliceSink, ShadowParams, verify_complete
 from rlctl.refit.pipeline import ChunkReceiver
 from rlctl.refit.plan import RefitPlan
-from rlctl.refit.protocol import Header, Mode, ReceiveReport, RefitError
+from rlctl.refit.protocol import Header, LiveProof, Mode, ReceiveReport, RefitError
 from rlctl.refit.sink import WeightSink, WholeTensorSink
 
 # Left free, apart from the shadow parameters, for the engine's own temporary memory.
@@ -32,6 +33,13 @@ class WeightLoader(Protocol):
 
     def commit(self) -> None:
         """Make the received weights live; queued on the current stream or done."""
+
+    def prove(self, header: Header, sent: Mapping[int, int]) -> LiveProof | None:
+        """Return the proof that the live tensors are the sent ones; None if this loader has none.
+
+        sent: verified checksums, by item. Raises RefitError naming the tensor that differs.
+        """
+        return None
 
 
 class WeightReceiver:
@@ -69,13 +77,14 @@ class WeightReceiver:
         return self._receiver.receive(header, self._loading.sink)
 
     @torch.no_grad()
-    def commit(self) -> float:
-        """Make the received version the live one; return the seconds that took."""
+    def commit(self, header: Header) -> tuple[float, LiveProof | None]:
+        """Make the received version the live one; return the seconds that took, and the proof if one is asked for."""
         begin = time.perf_counter()
         self._loading.commit()
+        proof = self._loading.prove(header, self._receiver.received) if header.prove else None
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
-        return time.perf_counter() - begin
+        return time.perf_counter() - begin, proof
 
     def close(self) -> None:
         """Leave the transport; a thread that still receives ends with an error."""
@@ -93,7 +102,7 @@ class WeightReceiver:
             self._staged = RuntimeError(f"receiving ended by {type(error).__name__}")
 
 
-class DirectLoader:
+class DirectLoader(WeightLoader):
     """Receives straight into the live parameters."""
 
     def __init__(self, plan: RefitPlan, regions: list[ParamSlice], why: str, overwrites: bool) -> None:
@@ -104,7 +113,7 @@ class DirectLoader:
         """Nothing is left to do."""
 
 
-class ShadowLoader:
+class ShadowLoader(WeightLoader):
     """Receives into a second copy of every parameter."""
 
     def __init__(
@@ -125,7 +134,7 @@ class ShadowLoader:
         self._shadow.commit()
 
 
-class ReloadLoader:
+class ReloadLoader(WeightLoader):
     """Receives whole tensors, which the engine's own loader fuses and repacks as at its start."""
 
     def __init__(self, plan: RefitPlan, runner: Any, device: torch.device, why: str) -> None:

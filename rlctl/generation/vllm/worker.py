@@ -12,13 +12,14 @@ from typing import Any, TypeVar, cast
 import torch
 
 from rlctl.generation.engine import LoadMode
+from rlctl.generation.vllm.adapter_refit import AdapterLoader
 from rlctl.generation.vllm.fast.device_step import device_names_lacking, shorten_device_steps
 from rlctl.generation.vllm.param_layout import UnsupportedLayout, find_regions, live_tensors
-from rlctl.generation.vllm.weight_loader import WeightReceiver, choose_loading
+from rlctl.generation.vllm.weight_loader import WeightLoader, WeightReceiver, choose_loading
 from rlctl.refit.checksum import ChecksumTable, lay
 from rlctl.refit.param_slices import ParamSlice
 from rlctl.refit.plan import RefitPlan
-from rlctl.refit.protocol import Header, Mode, ReceiveReport, TransportSpec
+from rlctl.refit.protocol import Header, LiveProof, Mode, ReceiveReport, TransportSpec
 from rlctl.refit.transport import open_receiver, receiver_bytes
 from rlctl.utils.ports import open_store
 
@@ -86,11 +87,7 @@ class RefitWorker:
         self, spec: TransportSpec, plan: RefitPlan, first_rank: int, mode: Mode, in_flight: bool, room: int
     ) -> LoadMode:
         """Join the transport; `first_rank` is the rank of this engine's first worker in it. See `choose_loading`."""
-        if self._rl_regions is None:
-            # Once, while the engine still has the weights that it loaded itself.
-            self._rl_regions = find_regions(self.model_runner, plan, self.device)
-        room -= receiver_bytes(spec, plan)
-        loading = choose_loading(self.model_runner, plan, self.device, self._rl_regions, mode, in_flight, room)
+        loading = self._loading(plan, mode, in_flight, room - receiver_bytes(spec, plan))
         receiver = open_receiver(spec, plan, first_rank + self.rank, self.device)
         self._rl_receiver = WeightReceiver(receiver, loading, self.device)
         return loading.choice
@@ -111,9 +108,9 @@ class RefitWorker:
         return self._rl.staged()
 
     @answered
-    def rl_commit(self) -> float:
-        """Make the received weights live; return the seconds that took."""
-        return self._rl.commit()
+    def rl_commit(self, header: Header) -> tuple[float, LiveProof | None]:
+        """Make the received weights live; return the seconds that took, and the proof if one is asked for."""
+        return self._rl.commit(header)
 
     @answered
     def rl_checksums(self) -> dict[str, int]:
@@ -132,6 +129,15 @@ class RefitWorker:
             "device_allocated": float(torch.cuda.memory_allocated(self.device)),
             "device_peak": float(torch.cuda.max_memory_allocated(self.device)),
         }
+
+    def _loading(self, plan: RefitPlan, mode: Mode, in_flight: bool, room: int) -> WeightLoader:
+        adapters = getattr(self.model_runner.get_model(), "rl_adapters", None)
+        if adapters is not None:
+            return AdapterLoader(plan, adapters, self.device, "adapters are small")
+        if self._rl_regions is None:
+            # Once, while the engine still has the weights that it loaded itself.
+            self._rl_regions = find_regions(self.model_runner, plan, self.device)
+        return choose_loading(self.model_runner, plan, self.device, self._rl_regions, mode, in_flight, room)
 
     @property
     def _rl(self) -> WeightReceiver:

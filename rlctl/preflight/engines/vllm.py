@@ -62,7 +62,7 @@ class VllmOptions:
 class VllmRules(EngineRules):
     """vLLM's rules."""
 
-    packages = ("vllm",)
+    packages, serves_adapters = ("vllm",), True
 
     def check_model(self, generation: GenerationSection, sizes: ModelSizes) -> Violations:
         if sizes.activation != "silu" and sizes.model_type in _SILU_ALONE:

@@ -1,6 +1,7 @@
 """Checks of `lora`, its settled value, and the notes on a learning rate."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +9,8 @@ from rlctl.config.errors import ConfigError
 from rlctl.preflight.check_adapters import rate_notes
 from rlctl.preflight.load import load
 from rlctl.preflight.settled import Settled
+
+_ENGINE = f"{Path(__file__).parents[2] / 'plugins' / 'torch_engine.py'}:KIND"
 
 
 def settled(kind: str, *overrides: str) -> Settled:
@@ -47,6 +50,8 @@ def test_the_recipe_that_validates_a_run_samples_with_its_adapters() -> None:
     [
         (["trainer.backend=megatron"], "lora: needs trainer.backend=fsdp: megatron trains every weight; set lora=null"),
         (["lora.dropout=0.1"], "lora.dropout=0.1: must be 0 in GRPO, whose engines sample without dropout"),
+        ([f"generation.engine={_ENGINE}"], f"lora: needs generation.engine=vllm: {_ENGINE} serves no adapters"),
+        (["refit.checksum=sampled"], "refit.checksum=sampled: must be all or auto with lora"),
         (["lora.targets=[q_prj]"], "=[q_prj]: q_prj: no linear layer of the model has this name; did you mean q_proj?"),
         (["lora.targets=[lm_head]"], "=[lm_head]: lm_head is the output: it and the embedding"),
         (["lora.targets=linear"], "must be a list, or one of all, attention, mlp, not 'linear'"),

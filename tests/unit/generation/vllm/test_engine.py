@@ -38,7 +38,10 @@ class Model(FakeModel):
     def rl_room(self, rank: int) -> int:
         return 0
 
-    rl_stage = rl_commit = rl_room
+    rl_stage = rl_room
+
+    def rl_commit(self, rank: int) -> tuple[float, None]:
+        return 0.0, None
 
     def rl_open(self, rank: int) -> LoadMode:
         return LoadMode(self._mode, "", 0, self._overwrites[rank])

@@ -1,0 +1,170 @@
+"""Adapters in a vLLM worker: two further products around each adapted layer, and the buffers that hold A and B.
+
+vLLM's own LoRA is not used: rlctl serves one adapter to every request, so that no slots, names or indices of tokens are
+needed. Parameter names, shortened steps, compiled graphs and CUDA graphs stay as they are. A layer's buffers keep their
+addresses, and are zero until the first refit.
+
+    y + ((x A^T) B^T) * scale        A [sum of ranks, inputs], B [outputs, sum of ranks]
+
+A merged layer of several projections has their A below each other and their B on the diagonal: two products a layer.
+Under tensor parallelism a column-parallel layer has whole A and its own rows of B. A row-parallel one has its own
+columns of A and whole B: its partial sums meet in vLLM's own all-reduce.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, UnquantizedLinearMethod
+
+from rlctl.config.errors import ModelError
+from rlctl.models.adapters import LORA_A, LORA_B, AdapterSpec
+from rlctl.refit.param_slices import ParamSlice
+from rlctl.refit.plan import TensorSlice
+
+# Names of a layer's buffers.
+BUFFER_A, BUFFER_B = "rl_lora_a", "rl_lora_b"
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Part of a target's weight in a layer of the engine."""
+
+    # Transformers' name of the target.
+    target: str
+    # Rows and columns of the target's weight that this worker holds: (begin, number).
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+    # First row in the layer's weight.
+    place: int
+
+
+class AdaptedMethod(LinearMethodBase):  # type: ignore[misc]
+    """Method of an adapted layer: its own product, plus that of A and B."""
+
+    def __init__(self, own: Any, scale: float) -> None:
+        self.own, self.scale = own, scale
+
+    def create_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Raise: the layer's own method has made them."""
+        raise RuntimeError("an adapted layer has its weights already")
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return the layer's output with its adapters'. x: [tokens, inputs]."""
+        own: Tensor = self.own.apply(layer, x, bias)
+        return own + linear(linear(x, layer.rl_lora_a), layer.rl_lora_b) * self.scale
+
+
+class FoldedMethod(AdaptedMethod):
+    """Method of an adapted layer on a GPU, whose weight has A as further rows: its own product is that of A too.
+
+    A step of few tokens is bound by the number of kernels: of the two further ones, one is left.
+    """
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        both = linear(x, layer.rl_weight)
+        rows = layer.rl_lora_b.shape[0]
+        out = both[..., :rows] + linear(both[..., rows:], layer.rl_lora_b) * self.scale
+        return out if bias is None else out + bias
+
+
+class EngineAdapters:
+    """All adapters of a vLLM worker."""
+
+    def __init__(self, spec: AdapterSpec) -> None:
+        self.spec = spec
+        # By the name of a layer's buffer.
+        self.buffers: dict[str, Tensor] = {}
+        # Places of the adapters' tensors.
+        self.regions: list[ParamSlice] = []
+
+    @torch.no_grad()
+    def install(self, model: torch.nn.Module, slices: Iterable[tuple[str, Slice]]) -> None:
+        """Give every layer its buffers and its method. slices: (layer's name in `model`, part of a target there).
+
+        Raises ModelError for a layer that is no unquantised linear layer, or that has adapters already.
+        """
+        by_layer: dict[str, list[Slice]] = {}
+        for name, part in slices:
+            by_layer.setdefault(name, []).append(part)
+        for name, parts in by_layer.items():
+            self._adapt(name, model.get_submodule(name), parts)
+
+    def _adapt(self, name: str, layer: Any, parts: Sequence[Slice]) -> None:
+        method = _admitted(name, layer)
+        rank, targets = self.spec.rank, list(dict.fromkeys(part.target for part in parts))
+        rows = sum(layer.output_partition_sizes) if hasattr(layer, "output_partition_sizes") else layer.output_size
+        columns = {part.columns for part in parts}
+        if len(columns) != 1:
+            raise ModelError(f"lora: {name} holds different inputs of {', '.join(targets)}")
+        ((_, width),) = columns
+        weight = layer.weight
+        folded = getattr(layer, "rl_weight", None)
+        if folded is None:
+            a = torch.zeros(rank * len(targets), width, dtype=layer.params_dtype, device=weight.device)
+        else:
+            a = folded[rows:]
+            a.zero_()
+        b = torch.zeros(rows, a.shape[0], dtype=a.dtype, device=a.device)
+        for key, buffer in ((BUFFER_A, a), (BUFFER_B, b)):
+            layer.register_buffer(key, buffer, persistent=False)
+            self.buffers[f"{name}.{key}"] = buffer
+        layer.quant_method = (AdaptedMethod if folded is None else FoldedMethod)(method, self.spec.scale)
+        for number, target in enumerate(targets):
+            low = number * rank
+            own = [part for part in parts if part.target == target]
+            start, width = own[0].columns
+            box = TensorSlice(target + LORA_A, (0, start), (rank, width))
+            self.regions.append(ParamSlice(box, a[low : low + rank]))
+            for part in own:
+                start, count = part.rows
+                view = b[part.place : part.place + count, low : low + rank]
+                self.regions.append(ParamSlice(TensorSlice(target + LORA_B, (start, 0), (count, rank)), view))
+
+
+def _admitted(name: str, layer: Any) -> Any:
+    """Return a layer's own method. Raises ModelError for a layer that can have no adapter."""
+    method = getattr(layer, "quant_method", None)
+    if isinstance(method, AdaptedMethod):
+        raise ModelError(f"lora: {name} has adapters already, which would count twice")
+    if not isinstance(layer, LinearBase):
+        raise ModelError(f"lora: the engine keeps {name} in a {type(layer).__name__}, which cannot have adapters")
+    if type(method) is not UnquantizedLinearMethod:
+        raise ModelError(f"lora: {name} is quantised ({type(method).__name__}): adapters need unquantised layers")
+    return method
+
+
+def slices_of(
+    model: torch.nn.Module, regions: Iterable[ParamSlice], targets: Mapping[str, tuple[str, int, int]]
+) -> list[tuple[str, Slice]]:
+    """Return each layer of `model` with the part of a target that it holds.
+
+    regions: of the targets' weights on disk, from `record_regions`. targets: by a weight's name on disk, the target's
+    name, and the row and column of the target where this tensor begins. Raises ModelError for a target without a place.
+    """
+    layers = {
+        parameter.untyped_storage().data_ptr(): (name.rpartition(".")[0], parameter)
+        for name, parameter in model.named_parameters()
+        if name.endswith(".weight") and parameter.ndim == 2
+    }
+    found = []
+    for region in regions:
+        target, row, column = targets[region.box.name]
+        held = layers.get(region.view.untyped_storage().data_ptr())
+        if held is None:
+            raise ModelError(f"lora: the engine keeps {target} in no linear layer: it cannot have adapters")
+        layer, weight = held
+        offset = region.view.storage_offset() - weight.storage_offset()
+        if region.view.ndim != 2 or offset % weight.shape[1] or region.view.shape[1] != weight.shape[1]:
+            raise ModelError(f"lora: the engine cuts the inputs of {target}: it cannot have adapters")
+        (first, left), (rows, columns) = region.box.start, region.box.shape
+        part = Slice(target, (row + first, rows), (column + left, columns), offset // weight.shape[1])
+        found.append((layer, part))
+    if missing := [target for target, _, _ in targets.values() if target not in {part.target for _, part in found}]:
+        raise ModelError(
+            f"lora: {len(missing)} of {len(targets)} targets have no place in the engine, such as {missing[0]}"
+        )
+    return found
