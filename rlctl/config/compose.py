@@ -44,6 +44,8 @@ _NAMED_ENTRIES = {
 NAMED = {**NAMED_SECTIONS, **_NAMED_ENTRIES}
 # Sections that a run may lack -> the file of their defaults.
 OPTIONAL_SECTIONS = {"lora": "lora"}
+# Sections without further defaults for which a bare name stands too.
+_SHORT = ("agent",)
 
 
 def compose(recipe: Path, overrides: list[str], within: str = "") -> ConfigNode:
@@ -120,6 +122,9 @@ def _merge_named(base: ConfigNode, over: ConfigNode) -> ConfigNode:
 
     A key of the one before may mean something else in the new one. Its `name` has a note of the left-out keys.
     """
+    for key in _SHORT:
+        if (short := node_at(over, [key])) is not None:
+            over = put(over, [key], _with_name(short))
     for key in NAMED_SECTIONS:
         path = key.split(".")
         before, after = node_at(base, path), node_at(over, path)
@@ -233,7 +238,10 @@ def _apply(root: ConfigNode, overrides: list[str]) -> ConfigNode:
         else:
             try:
                 node = read_value(value, origin)
-                names = [*key.split("."), *["name"] * (key in NAMED_SECTIONS and isinstance(node.value, str))]
+                names = [
+                    *key.split("."),
+                    *["name"] * (key in (*NAMED_SECTIONS, *_SHORT) and isinstance(node.value, str)),
+                ]
                 root = _complete(_with_recipe(_undone(_put(root, names, node, origin))))
             except ConfigError as error:
                 problems += error.problems

@@ -1,4 +1,4 @@
-"""The section of a GRPO run whose rollouts are played against an environment."""
+"""The sections of a GRPO run whose rollouts are played against an environment, or by an agent."""
 
 # ruff: noqa: RUF009  (spec() makes a field, not a default)
 
@@ -69,3 +69,42 @@ class EnvironmentSection:
         if self.name is None:
             return self.choices
         return {self.name.rpartition(":")[2]: EnvironmentChoice(self.name, self.args)}
+
+
+@dataclass
+class AgentSection:
+    """A program that plays rollouts through an endpoint of the policy."""
+
+    name: str | None = spec(
+        "A function run(task, base_url, api_key), async or not: module:function or file.py:function. It asks for turns "
+        "at base_url as at OpenAI's or Anthropic's API. Budgets, deadlines and processes are those of environment. "
+        "`agent: file.py:run` is short for this key. null has none.",
+        path="plugin",
+    )
+    command: str | None = spec(
+        "In place of a name: a command, run once a rollout. It gets OPENAI_BASE_URL, OPENAI_API_KEY, "
+        "ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY, and the task as JSON in RLCTL_TASK."
+    )
+    wrap: str | None = spec(
+        "Words that are put before the command, as `docker run --rm --network host -e OPENAI_BASE_URL "
+        "-e OPENAI_API_KEY -e RLCTL_TASK my-image`. rlctl itself isolates nothing."
+    )
+    max_processes: int | Literal["auto"] = spec(
+        "Only with a command: the commands that run at one time; further rollouts wait. auto is eight a core.",
+        ge=1,
+        most=MOST_PROCESSES,
+    )
+    bind: str = spec(
+        "The address that the endpoint listens on. Another one than 127.0.0.1 serves sandboxes on other machines. "
+        "Every session has a key of its own."
+    )
+
+    @property
+    def enabled(self) -> bool:
+        """True if an agent plays the rollouts."""
+        return self.name is not None or self.command is not None
+
+    @property
+    def shown(self) -> str:
+        """Function or command, as it is written."""
+        return self.name or self.command or ""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple
 
 from rlctl.config.data_schema import DataSection
-from rlctl.config.environment_schema import EnvironmentSection
+from rlctl.config.environment_schema import AgentSection, EnvironmentSection
 from rlctl.config.fields import MOST_PROCESSES, MOST_SEQUENCES, Elsewhere, seconds, spec
 from rlctl.config.grpo_schema import AsyncSection, GenerationSection, GrpoSection, RefitSection, RewardSection
 from rlctl.config.plugins import needs_answers
@@ -303,6 +303,10 @@ class GrpoConfig:
         "none.",
         path="plugin",
     )
+    agent: AgentSection = spec(
+        "In place of an environment: a program that knows nothing of rlctl, and asks for the policy's turns by HTTP. "
+        "Its value, or rewards, score the rollout."
+    )
     grpo: GrpoSection = spec("The algorithm.")
     async_: AsyncSection = spec("Generation and training at the same time.")
     lora: LoraSection | None = spec(
@@ -325,8 +329,13 @@ class GrpoConfig:
 
     @property
     def has_turns(self) -> bool:
-        """True if an environment or a rollout function plays the rollouts."""
-        return self.environment.enabled or self.rollout is not None
+        """True if an environment, a rollout function or an agent plays the rollouts."""
+        return self.opens_prompts or self.rollout is not None
+
+    @property
+    def opens_prompts(self) -> bool:
+        """True if prompts are known once an episode begins: an environment or an agent writes them."""
+        return self.environment.enabled or self.agent.enabled
 
     @property
     def compares_apart(self) -> bool:
@@ -349,8 +358,8 @@ class GrpoConfig:
 
     @property
     def needs_prompts(self) -> bool:
-        """True if every row has a prompt: an environment may pose the whole task."""
-        return not self.environment.enabled
+        """True if every row has a prompt: an environment or an agent may pose the whole task."""
+        return not self.opens_prompts
 
     @property
     def needs_answers(self) -> bool:

@@ -121,8 +121,9 @@ class KnownKeys:
             return found
         if words[-2:-1] and words[-2].isdecimal():
             return did_you_mean(words[-1], here)
-        own = _elsewhere(path, self._own, section) or did_you_mean(words[-1], here) or _nearest(path, self._own)
-        return own or self._of_another_kind(path, section) or _nearest(path, self._every)
+        own = _elsewhere(path, self._own, section) or did_you_mean(words[-1], here)
+        # The very name of another kind's key comes before a name that is only near.
+        return own or self._of_another_kind(path, section) or _nearest(path, self._own) or _nearest(path, self._every)
 
     def _form(self, path: str, here: list[str]) -> str:
         """Return the value of the same section whose name is the path's last word in another form: betas for beta."""

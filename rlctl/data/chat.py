@@ -255,6 +255,28 @@ class Chat:
             raise
 
 
+@dataclass(frozen=True)
+class ChatSpec:
+    """A chat as another process loads it."""
+
+    # Folder or hub name of the tokenizer.
+    tokenizer: str
+    template: str | None
+    system_prompt: str | None
+    folder: Path | None
+    special_tokens: SpecialTokens
+
+    @classmethod
+    def of(cls, chat: Chat) -> "ChatSpec":
+        """Return the facts of a chat."""
+        own = chat.template, chat.system_prompt, chat.folder, chat.special_tokens
+        return cls(str(chat.tokenizer.name_or_path), *own)
+
+    def load(self) -> Chat:
+        """Load the tokenizer. Raises DataError."""
+        return Chat(load_tokenizer(self.tokenizer), self.template, self.system_prompt, self.folder, self.special_tokens)
+
+
 def make_chat(tokenizer: Any, data: DataSection, folder: Path | None) -> Chat:
     """Return the chat of a run, by data.chat_template and data.system_prompt. folder: the model's. Raises DataError."""
     chat_template, system_prompt = data.chat_template, data.system_prompt

@@ -207,7 +207,7 @@ def load_prompts(
     config: GrpoConfig, section: DatasetSection, chat: Chat, rows: list[Row]
 ) -> tuple[list[Task], LengthReport]:
     """Return the prompts of `section` from its rows. Raises DataError."""
-    if config.environment.enabled:
+    if config.opens_prompts:
         return read_tasks(rows, section, config.environment.named)
     return tokenize_prompts(rows, section, chat, config.data.max_prompt_length)
 

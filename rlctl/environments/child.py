@@ -17,18 +17,22 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Union
 
 from rlctl.config.plugins import ENVIRONMENTS
 from rlctl.environments import seeding
 from rlctl.environments.contract import NO_REWARD, EnvironmentContract, read_contract
 from rlctl.environments.episode import CoroutineLoop, Episode
-from rlctl.environments.outcomes import EnvironmentFailure, EnvironmentSpec
+from rlctl.environments.outcomes import AgentSpec, EnvironmentFailure, EnvironmentSpec
+from rlctl.environments.plain_chat import PlainChat
 from rlctl.environments.rollout_function import FunctionEpisode, read_function
 from rlctl.utils.plugins import load_object
 from rlctl.utils.user_code import error_text, import_error
 from rlctl.workers.named_reward import takes_environments
 from rlctl.workers.supervisor import run_guarded
+
+if TYPE_CHECKING:
+    from rlctl.environments.agents.episode import AgentEpisode
 
 # Bytes of a reply. JSON escapes a character by six, one beyond the basic plane by twelve.
 MAX_REPLY = 8 << 20
@@ -36,13 +40,16 @@ MAX_REPLY = 8 << 20
 _OOM_SCORE = "500"
 
 
+AnyEpisode = Union[Episode, FunctionEpisode, "AgentEpisode"]
+
+
 class _Child:
     """The process: makers of episodes by key, episodes by number."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection, self._lock, self._own = connection, threading.Lock(), os.getpid()
-        self._makers: dict[str, Callable[[], Episode | FunctionEpisode]] = {}
-        self._episodes: dict[int, Episode | FunctionEpisode] = {}
+        self._makers: dict[str, Callable[[], AnyEpisode]] = {}
+        self._episodes: dict[int, AnyEpisode] = {}
         self._loop = CoroutineLoop()
 
     def work(self) -> None:
@@ -72,6 +79,8 @@ class _Child:
 
     def _load(self, key: str, spec: EnvironmentSpec) -> EnvironmentContract:
         """Import an environment, and return its contract."""
+        if spec.agent is not None:
+            return self._load_agent(key, spec, spec.agent)
         name = ENVIRONMENTS.get(spec.name, spec.name)
         try:
             found = load_object(name)
@@ -96,6 +105,29 @@ class _Child:
             return contract
         notes = [each for each in contract.notes if not each.startswith(NO_REWARD)]
         return replace(contract, rewards=list(rewards), has_reward=True, notes=notes)
+
+    def _load_agent(self, key: str, spec: EnvironmentSpec, agent: AgentSpec) -> EnvironmentContract:
+        """Import an agent and start its endpoint; return its contract."""
+        # They import aiohttp, which no other environment needs.
+        from rlctl.environments.agents.endpoint import Endpoint
+        from rlctl.environments.agents.episode import AgentEpisode, agent_contract
+        from rlctl.environments.agents.runners import read_agent, start_command, start_function
+
+        function: Any = None
+        if not agent.command:
+            try:
+                function = load_object(spec.name)
+            except BaseException as error:  # any error of the user's module at import
+                return agent_contract(spec.name, [import_error(error, __file__)])
+            if problems := read_agent(function):
+                return agent_contract(spec.name, problems)
+        chat: Any = agent.chat.load() if agent.chat else PlainChat()
+        endpoint = Endpoint(agent.bind)
+        run: Any = partial(start_function, function, endpoint.loop)
+        if agent.command:
+            run = partial(start_command, list(agent.command), endpoint.loop)
+        self._makers[key] = partial(AgentEpisode, run, endpoint, chat, agent.tool_format, self._reply)
+        return agent_contract(spec.name, [])
 
     def _reply(self, action: int, outcome: Any) -> None:
         if os.getpid() != self._own:

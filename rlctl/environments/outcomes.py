@@ -1,11 +1,32 @@
 """Outcomes of an environment's actions, as plain data on both sides of the connection: results of tools, failures."""
 
+import shlex
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from rlctl.data.chat import ChatSpec
 from rlctl.environments.contract import Message
 
 FailureKind = Literal["raised", "timeout", "died", "memory", "contract", "too_long"]
+
+
+@dataclass(frozen=True)
+class AgentSpec:
+    """The agent of a run; `EnvironmentSpec.name` is its function, or its command."""
+
+    # Words of the command; empty for a function.
+    command: tuple[str, ...] = ()
+    # Address that its endpoint listens on.
+    bind: str = "127.0.0.1"
+    # Tokenizer and template; None: texts are bytes, for a trial without a model.
+    chat: ChatSpec | None = None
+    # Parser of tool calls, see `tool_calls.PARSERS`; None: the template has no known format.
+    tool_format: str | None = None
+
+
+def command_of(command: str, wrap: str | None) -> list[str]:
+    """Return the words of a command behind those of its wrapper. Raises ValueError for an open quotation."""
+    return [*shlex.split(wrap or ""), *shlex.split(command)]
 
 
 @dataclass(frozen=True)
@@ -22,6 +43,8 @@ class EnvironmentSpec:
     is_function: bool | None = False
     # Reward functions of the run; those with a parameter `environments` are called with the instance.
     rewards: tuple[str, ...] = ()
+    # None: it is no agent.
+    agent: AgentSpec | None = None
 
 
 @dataclass(frozen=True)

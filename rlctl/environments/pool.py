@@ -10,11 +10,14 @@ import os
 from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rlctl.config.errors import UserError
 from rlctl.config.plugins import ENVIRONMENT_COLUMN
+from rlctl.data.chat import ChatSpec
+from rlctl.environments.agents.news import AgentNews, checked_news
 from rlctl.environments.child import MAX_REPLY
 from rlctl.environments.contract import (
     ContractError,
@@ -122,6 +125,25 @@ class EnvironmentPool:
         still sample for the function, so that no deadline runs.
         """
         return self._submit(self._act(episode, "resume", list(answers), checked_request, timed=not waits))
+
+    def give_chat(self, chat: ChatSpec, tool_format: str | None) -> None:
+        """Give the agent the policy's tokenizer and template. Call it before the first process starts."""
+        self._specs = {
+            key: replace(spec, agent=replace(spec.agent, chat=chat, tool_format=tool_format)) if spec.agent else spec
+            for key, spec in self._specs.items()
+        }
+
+    def begin_agent(
+        self, episode: Hashable, task: Mapping[str, Any], seed: int
+    ) -> "Future[AgentNews | EnvironmentFailure]":
+        """Start the agent, and return its first news. task: fields of `AgentTask`; seed: the group's."""
+        return self._submit(self._start(episode, next(iter(self._specs)), "begin", dict(task), seed, checked_news))
+
+    def resume_agent(
+        self, episode: Hashable, answers: Sequence[tuple[int, Any]], *, waits: bool
+    ) -> "Future[AgentNews | EnvironmentFailure]":
+        """Give the agent answers by the numbers of its requests; return its next news. waits: as of `resume`."""
+        return self._submit(self._act(episode, "resume", list(answers), checked_news, timed=not waits))
 
     def call(self, episode: Hashable, calls: Sequence[Call]) -> "Future[list[ToolResult] | EnvironmentFailure]":
         """Call tools; one result a call, in order. An exception of a tool is a result, and so is a malformed call."""
@@ -260,7 +282,9 @@ class EnvironmentPool:
             # Another action of this episode failed before, or the episode was closed meanwhile.
             return outcome
         del self._episodes[episode]
-        self._spawn(self._leave(process, number, None if outcome.kind == "timeout" else key))
+        # An agent is closed from outside of its thread.
+        hung = outcome.kind == "timeout" and self._specs[key].agent is None
+        self._spawn(self._leave(process, number, None if hung else key))
         return self._count_failure(key, outcome)
 
     async def _close(self, episode: Hashable) -> EnvironmentFailure | None:

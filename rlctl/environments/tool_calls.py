@@ -63,6 +63,10 @@ class ParsedMessage:
 
     content: str
     calls: list[Call]
+    # Thinking, without its marks.
+    reasoning: str = ""
+    # All text after the thinking, calls included.
+    said: str = ""
 
 
 def tool_format(chat_template: str | None) -> str | None:
@@ -99,6 +103,24 @@ def parse_tool_calls(text: str, format: str, tools: list[dict[str, Any]]) -> Par
     if len(calls) > MAX_CALLS:
         calls[MAX_CALLS:] = [MalformedCall(f"one of {len(calls):,} in a turn, and at most {MAX_CALLS} are called")]
     return ParsedMessage(content.strip(), [_bounded(each) for each in calls])
+
+
+def split_turn(text: str, format: str | None, tools: list[dict[str, Any]]) -> ParsedMessage:
+    """Return the calls of a turn, its text around them, and its thinking apart. format: None: no text is a call."""
+    parameters = {each["function"]["name"]: each["function"]["parameters"]["properties"] for each in tools}
+    said = _without_thinking(text, PARSERS[format] if format else _no_calls, parameters)
+    at = text.rfind(said) if said else len(text)
+    thought = _THINKING.sub("", text[:at]).strip() if said != text else ""
+    said = said.lstrip("\n") if thought else said
+    if format is None:
+        return ParsedMessage(said, [], thought, said)
+    parsed = parse_tool_calls(text, format, tools)
+    content = parsed.content if parsed.calls else said
+    return ParsedMessage(content, parsed.calls, thought, said)
+
+
+def _no_calls(text: str, parameters: Parameters) -> list[FoundCall]:
+    return []
 
 
 def _without_thinking(text: str, find: Parser, parameters: Parameters) -> str:

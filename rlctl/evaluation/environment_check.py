@@ -20,10 +20,11 @@ from rlctl.data.tasks import Task
 from rlctl.environments.contract import EnvironmentContract, Message, Observation, Reward, opening
 from rlctl.environments.function_trial import try_function
 from rlctl.environments.outcomes import EnvironmentFailure, EnvironmentSpec
+from rlctl.environments.plain_chat import PlainChat
 from rlctl.environments.pool import EnvironmentPool, UnusableEnvironmentError
 from rlctl.environments.tool_calls import ToolCall
 from rlctl.environments.tool_schema import Schema
-from rlctl.evaluation.scripted_policy import FORMAT, PlainChat, ScriptedPolicy, TimedAction, TimedPool, call_text
+from rlctl.evaluation.scripted_policy import FORMAT, ScriptedPolicy, TimedAction, TimedPool, call_text
 from rlctl.generation.requests import RolloutId
 from rlctl.rollout.players.course import EpisodeLimits
 from rlctl.rollout.players.environment import EnvironmentPlayer

@@ -5,13 +5,11 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from time import perf_counter
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from rlctl.data.chat import Prompt, TurnLink
-from rlctl.environments.contract import Message
+from rlctl.environments.plain_chat import text_bytes
 from rlctl.environments.pool import EnvironmentPool
 from rlctl.environments.tool_calls import ToolCall
 from rlctl.generation.requests import Completion, TurnRequest
@@ -28,31 +26,8 @@ class ScriptedPolicy:
     texts: Sequence[str]
 
     async def sample(self, request: TurnRequest) -> Completion:
-        tokens = np.frombuffer(_bytes(self.texts[request.id.turn]), np.uint8).astype(np.int32)
+        tokens = np.frombuffer(text_bytes(self.texts[request.id.turn]), np.uint8).astype(np.int32)
         return Completion(tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32), "stop")
-
-
-class PlainChat:
-    """`Chat`, as far as a player calls it, whose template writes nothing but the texts."""
-
-    ends = SimpleNamespace(stops=())
-
-    def prompt(self, messages: list[Message], tools: Any = ()) -> Prompt:
-        """Return the texts of all messages."""
-        text = "".join(str(each.get("content") or "") for each in messages)
-        return Prompt(text, list(_bytes(text)), [])
-
-    def spelled(self, messages: list[Message], tools: Any = ()) -> list[str]:
-        """Return no control token: there is none."""
-        return []
-
-    def turn_text(self, tokens: Sequence[int]) -> str:
-        """Return the text of a turn."""
-        return bytes(tokens).decode(errors="surrogatepass")
-
-    def link(self, messages: list[Message], added: list[Message], tools: Any = ()) -> TurnLink:
-        """Return the texts of the added messages."""
-        return TurnLink([], self.prompt(added).tokens)
 
 
 def call_text(call: ToolCall) -> str:
@@ -96,7 +71,3 @@ class TimedPool:
 
     def _end(self, action: TimedAction) -> None:
         action.seconds = perf_counter() - action.began
-
-
-def _bytes(text: str) -> bytes:
-    return text.encode(errors="surrogatepass")

@@ -69,7 +69,11 @@ def environment_metrics(groups: Rows[RolloutGroup]) -> dict[str, float]:
     if spelled := sum(episode.spelled for _, episode in played):
         metrics["environment/spelled_tokens"] = float(spelled)
     metrics["environment/seconds"] = float(np.mean([episode.environment_s for _, episode in played]))
-    metrics["environment/rows"] = float(np.mean([len(one.rows) for one, _ in played]))
+    agents = [episode.counts or {} for _, episode in played]
+    rows = "agent/rows_per_episode" if any(episode.counts is not None for _, episode in played) else "environment/rows"
+    metrics[rows] = float(np.mean([len(one.rows) for one, _ in played]))
+    for name in sorted({name for counts in agents for name in counts}):
+        metrics[f"agent/{name}"] = float(sum(counts.get(name, 0) for counts in agents))
     endings = Counter(episode.ending for _, episode in played)
     metrics |= {f"environment/endings/{name}": count / len(played) for name, count in sorted(endings.items())}
     by_turns = defaultdict[int, list[float]](list)

@@ -96,6 +96,9 @@ def preview(composed: Composed[Settled], of: Literal["train", "validation"], cou
         return _samples(sft, parts, chat, count, most)
     assert composed.settled.grpo
     config = composed.settled.grpo.config
+    if config.agent.enabled:
+        what = "an agent writes its prompts: rlctl env check shows them"
+        raise ConfigError([Problem("", "agent", what)])
     ends = end_tokens(config, chat)
     rows, reports = _all(parts, lambda part: load_prompts(config, part.section, chat, part.rows))
     if config.environment.enabled:

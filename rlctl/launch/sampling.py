@@ -195,6 +195,12 @@ def make_runner(
         assert settled.facts
         function = FunctionPlayer(environments, chat, limits, not config.rewards, settled.facts.vocab)
         return RolloutRunner(function, engines)
+    if config.agent.enabled:
+        from rlctl.rollout.players.agent import AgentPlayer, most_agents
+
+        assert settled.facts
+        own = (not config.rewards, settled.facts.vocab, most_agents(config.agent))
+        return RolloutRunner(AgentPlayer(environments, chat, limits, *own), engines)
     from rlctl.rollout.players.environment import EnvironmentPlayer
 
     player = EnvironmentPlayer(environments, setup.contracts, chat, limits, setup.tool_format)

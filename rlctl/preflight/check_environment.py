@@ -1,8 +1,11 @@
 """Checks of a run's environments, judged by the config and their sources: nothing is imported. The classes themselves
 are read once their process runs, see rollout/episode_setup.py."""
 
+import shlex
+import shutil
 from collections.abc import Iterator
 from contextlib import suppress
+from ipaddress import ip_address
 
 from rlctl.config.errors import BrokenValueError
 from rlctl.config.plugins import ENVIRONMENTS
@@ -23,6 +26,7 @@ def check_environment(config: GrpoConfig, sizes: ModelSizes | None) -> Violation
     if section.args and section.name is None:
         yield Violation("environment.args", "are of environment.name, which is null; those of choices are in them")
     yield from _rollout_function(config)
+    yield from _agent(config)
     for key, name in _names(config):
         with suppress(BrokenValueError):
             if what := missing_plugin(name, ENVIRONMENTS, "Class"):
@@ -48,6 +52,43 @@ def _rollout_function(config: GrpoConfig) -> Violations:
         yield Violation("rollout", what)
 
 
+def _agent(config: GrpoConfig) -> Violations:
+    agent = config.agent
+    others = {"environment.name": config.environment.enabled, "rollout": config.rollout is not None}
+    for key, given in others.items():
+        if agent.enabled and given:
+            yield Violation("agent", f"plays rollouts, and so does {key}: leave one of the two at null", (key,))
+    if agent.name is not None and agent.command is not None:
+        yield Violation("agent.command", "runs an agent, and so does agent.name: leave one at null", ("agent.name",))
+    if agent.wrap is not None and agent.command is None:
+        yield Violation("agent.wrap", "is put before agent.command, which is null", ("agent.command",))
+    if agent.name is not None:
+        if ":" not in agent.name:
+            yield Violation("agent.name", f"must be module:function or file.py:function, not {agent.name}")
+        elif what := missing_plugin(agent.name, (), "function"):
+            yield Violation("agent.name", what)
+    if agent.command is not None:
+        yield from _command("agent.command", agent.command)
+        yield from _command("agent.wrap", agent.wrap or agent.command)
+    try:
+        ip_address(agent.bind)
+    except ValueError:
+        yield Violation("agent.bind", f"must be an address of this machine, as 127.0.0.1 or 0.0.0.0, not {agent.bind}")
+
+
+def _command(key: str, text: str) -> Violations:
+    """Find a command without words, or whose program is not on this machine."""
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        yield Violation(key, f"is no command: {error}")
+        return
+    if not words:
+        yield Violation(key, "is empty")
+    elif shutil.which(words[0]) is None:
+        yield Violation(key, f"there is no program {words[0]} on this machine's path")
+
+
 def _names(config: GrpoConfig) -> Iterator[tuple[str, str]]:
     """Yield (key, name) of every environment."""
     section = config.environment
@@ -69,7 +110,7 @@ def _lengths(config: GrpoConfig, sizes: ModelSizes | None) -> Violations:
     if longest is not None and turn >= longest:
         what = f"bounds one turn and must be below {_MAX_LENGTH}={longest}, not {turn}"
         yield Violation("generation.max_new_tokens", what, (_MAX_LENGTH,))
-    if config.data.max_prompt_length is not None and config.environment.enabled:
+    if config.data.max_prompt_length is not None and config.opens_prompts:
         what = f"a prompt is known when its episode begins: leave it null; {_MAX_LENGTH} bounds the conversation"
         yield Violation("data.max_prompt_length", what, ("environment.name",))
     if config.grpo.overlong.penalty_tokens is not None:

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.config.schema import GrpoConfig
-from rlctl.data.chat import Chat
+from rlctl.data.chat import Chat, ChatSpec
 from rlctl.data.files import DataError
 from rlctl.data.tasks import Task
 from rlctl.environments.contract import ContractError, EnvironmentContract, Message, opening
 from rlctl.environments.function_trial import try_function
-from rlctl.environments.outcomes import EnvironmentFailure, EnvironmentSpec
+from rlctl.environments.outcomes import AgentSpec, EnvironmentFailure, EnvironmentSpec, command_of
 from rlctl.environments.pool import EnvironmentPool, UnusableEnvironmentError
 from rlctl.environments.tool_calls import PARSERS, tool_format
 from rlctl.preflight.settled import SettledGrpo
@@ -19,8 +19,8 @@ from rlctl.rollout.players.course import EpisodeLimits
 from rlctl.utils.user_code import looks_like_bug
 from rlctl.workers.user_logs import Emit
 
-# Key of a rollout function, in the config and in the pool.
-_FUNCTION = "rollout"
+# Keys of a rollout function and of an agent, in the config and in the pool.
+_FUNCTION, _AGENT = "rollout", "agent"
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,10 @@ def environment_pool(config: GrpoConfig, logs: Path | None = None, emit: Emit | 
     }
     if config.rollout is not None:
         specs = {_FUNCTION: EnvironmentSpec(config.rollout, section.timeout_s, is_function=True)}
+    if config.agent.enabled:
+        agent = config.agent
+        words = tuple(command_of(agent.command, agent.wrap)) if agent.command else ()
+        specs = {_AGENT: EnvironmentSpec(agent.shown, section.timeout_s, agent=AgentSpec(words, agent.bind))}
     processes = None if section.processes == "auto" else section.processes
     return EnvironmentPool(specs, section.memory_mib, processes, logs, emit)
 
@@ -82,6 +86,8 @@ def _keys(config: GrpoConfig) -> dict[str, str]:
     section = config.environment
     if config.rollout is not None:
         return {_FUNCTION: _FUNCTION}
+    if config.agent.enabled:
+        return {_AGENT: "agent.command" if config.agent.command else "agent.name"}
     return {key: f"environment.choices.{key}.name" if section.choices else "environment.name" for key in section.named}
 
 
@@ -90,7 +96,12 @@ def set_up(config: GrpoConfig, pool: EnvironmentPool, chat: Chat, first: Task, *
 
     Raises UnusableEnvironmentError with every problem: (key of the config, reason).
     """
-    section, contracts, keys = config.environment, read_environments(config, pool), _keys(config)
+    section = config.environment
+    if config.agent.enabled:
+        format = format_of_calls(section.tool_format, chat)
+        pool.give_chat(ChatSpec.of(chat), format)
+        return EpisodeSetup(read_environments(config, pool), format, first.messages, [], [], [])
+    contracts, keys = read_environments(config, pool), _keys(config)
     if config.rollout is not None:
         return EpisodeSetup(contracts, None, [], [], [_try_function(config, pool, chat, first, valued)], [])
     problems = _problems(config, contracts, keys) if valued else []

@@ -3,7 +3,7 @@
 Task -> RolloutStart -> TurnRequest -> Completion -> Rollout -> RolloutGroup -> TrainingSample -> MicroBatch -> loss
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -96,6 +96,8 @@ class PlayedEpisode:
     spelled: int = 0
     # Malformed calls among the failed ones, text in the shape of a call included.
     malformed_calls: int = 0
+    # Counts of an agent's session by name, as `coalesced`; metrics have them below `agent/`.
+    counts: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True)

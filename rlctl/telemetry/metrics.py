@@ -28,6 +28,12 @@ MEANING = {
     "environment/spelled_tokens": "control tokens that rows, environments or tools spelled, encoded as text",
     "environment/malformed_calls": "share of tool calls that cannot be read, text that only looks like one included",
     "environment/seconds": "seconds in which an episode waited for its environment, mean",
+    "agent/rows_per_episode": "rows that an agent's episode trains on, mean; above 1 where it rewrites its history",
+    "agent/coalesced": "requests of a step that repeated one, and got the same turn",
+    "agent/refused": "requests of a step that were answered by an error",
+    "agent/overridden/NAME": "requests of a step whose parameter of sampling was not used",
+    "agent/unenforced/NAME": "requests of a step with a parameter that the policy was not held to",
+    "agent/ignored/NAME": "requests of a step with an unknown parameter",
     "environment/rows": "rows that an episode trains on, mean; above 1 where its history was rewritten",
     "environment/failed": "episodes left out: their environment failed in every try, or no micro-batch holds them",
     "environment/retries": "tries of the others that failed",
@@ -130,5 +136,5 @@ MEANING = {
 def meaning(name: str) -> str:
     """Return the description of a metric, also one of a reward or an age; empty if there is no entry."""
     general = re.sub(r"_\d+$", "_K", re.sub(r"^(reward|source|validation)/[^/]+/", r"\1/NAME/", name))
-    general = re.sub(r"^environment/endings/.+", "environment/endings/NAME", general)
+    general = re.sub(r"^(environment/endings|agent/[a-z]+)/.+", r"\1/NAME", general)
     return MEANING.get(name) or MEANING.get(general) or ("seconds" if name.startswith("time/") else "")

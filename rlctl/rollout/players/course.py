@@ -55,6 +55,9 @@ class Course:
     # Control tokens that were spelled to the policy, and encoded as text.
     spelled: int = 0
 
+    # Counts of an agent's session by name; None: no agent plays.
+    counts: dict[str, float] | None = None
+
     def begin(self, now: float) -> None:
         """Begin a try."""
         self.conversation, self.leaf, self.added, self.opening = Conversation(), -1, [], 0
@@ -101,6 +104,7 @@ class Course:
             tool_raised=self.tool_raised,
             spelled=self.spelled,
             malformed_calls=self.malformed_calls,
+            counts=self.counts,
         )
         finish = one.completions[-1].finish if one.turns else "stop"
         return Rollout(self.start.id, [] if failure else one.rows(), finish, episode=episode)

@@ -75,7 +75,7 @@ class FunctionCall:
         self._samples: deque[FunctionSample] = deque()
         self._sent = 0
         # Those that engines sample.
-        self._sampling: dict[asyncio.Task[Completion], FunctionSample] = {}
+        self._sampling: dict[asyncio.Task[Completion], Any] = {}
         # Actions that its process has not replied to, oldest first.
         self._open: deque[asyncio.Task[FunctionRequest]] = deque()
         # Turns that engines were asked for.
@@ -88,12 +88,9 @@ class FunctionCall:
 
         No engine samples for the call any more then: the same requests may be submitted again.
         """
-        start, pool = self._course.start, self._player.episodes.pool
         self._course.ending, self._course.opening = "done", 0
-        task = start.task
-        asked = {"id": task.id, "prompt": task.text, "tokens": task.tokens, "answer": task.answer, "row": task.row}
         try:
-            self._act(pool.begin(start.id, asked, start.group_seed), waits=True)
+            self._act(self._started(), waits=True)
             while (told := await self._next()) is None or not told.ended:
                 pass
             value = self._value(told)
@@ -102,6 +99,12 @@ class FunctionCall:
             raise
         await self._end()
         return value
+
+    def _started(self) -> "Future[Any]":
+        """Begin the call."""
+        start, task = self._course.start, self._course.start.task
+        asked = {"id": task.id, "prompt": task.text, "tokens": task.tokens, "answer": task.answer, "row": task.row}
+        return self._player.episodes.pool.begin(start.id, asked, start.group_seed)
 
     async def _end(self) -> None:
         """Wait until no engine samples for the call; drop the actions without a reply."""
@@ -113,8 +116,7 @@ class FunctionCall:
         """Wait until a sample has ended or the process has replied, and go on with that. Return a reply."""
         await asyncio.wait([*self._sampling, *list(self._open)[:1]], return_when=asyncio.FIRST_COMPLETED)
         for task in [each for each in self._sampling if each.done()]:
-            self._sampling[task].answer = task.result()
-            del self._sampling[task]
+            self._sampled(self._sampling.pop(task), task.result())
         told = None
         if self._open and self._open[0].done():
             told = self._open.popleft().result()
@@ -124,6 +126,10 @@ class FunctionCall:
             self._begin(told)
         self._send()
         return told
+
+    def _sampled(self, sample: FunctionSample, completion: Completion) -> None:
+        """Take the end of a sample."""
+        sample.answer = completion
 
     def _act(self, action: "Future[Any]", *, waits: bool) -> None:
         work = self._player.episodes.ask(self._course, action, waits=waits)

@@ -1,0 +1,159 @@
+"""Turn that a client asks for, in one form for all APIs, and the errors of a request that gets none.
+
+An adapter of an API reads a request into an `AskedTurn`. Parameters that the policy's distribution cannot honour are
+counted or refused, see `Parameters`.
+"""
+
+import json
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlctl.environments.contract import Message
+from rlctl.environments.tool_schema import Schema
+from rlctl.utils.user_code import MAX_LEVELS, is_too_deep
+
+# Sampling belongs to the run: its log-probs are of `generation`'s distribution.
+SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+
+
+class RefusedError(Exception):
+    """A request that gets no turn. status: of HTTP; clients retry 409, 429 and 5xx, so it is none of these."""
+
+    def __init__(self, text: str, status: int = 400, kind: str = "invalid_request_error") -> None:
+        super().__init__(text)
+        self.text, self.status, self.kind = text, status, kind
+
+
+@dataclass
+class AskedTurn:
+    """One request of a client for a turn of the policy."""
+
+    # Name of the model; it is sent back.
+    model: str
+    # Conversation: role, content as text; `tool_calls` with arguments as a dict, `tool_call_id`, `name`.
+    messages: list[Message]
+    tools: list[Schema]
+    # Tokens that the client allows; None: those of the run.
+    most: int | None = None
+    # Texts at which the turn is cut.
+    stop: list[str] = field(default_factory=list)
+    # False: no text of the turn is a tool call.
+    calls: bool = True
+    stream: bool = False
+    # Keys of the request that change the form of the answer alone.
+    form: dict[str, Any] = field(default_factory=dict)
+    # Names of parameters that were not honoured, as `overridden/temperature`.
+    counted: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Parameters:
+    """Keys of a request body that are left to read. An adapter takes those that it knows."""
+
+    body: dict[str, Any]
+    counted: list[str] = field(default_factory=list)
+
+    def take(self, key: str, kind: type | tuple[type, ...] = object, otherwise: Any = None) -> Any:
+        """Return the value of a key; `otherwise` where it is missing or null. Raises RefusedError for another type."""
+        value = self.body.pop(key, None)
+        if value is None:
+            return otherwise
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            names = " or ".join(each.__name__ for each in (kind if isinstance(kind, tuple) else (kind,)))
+            raise RefusedError(f"{key} must be of type {names}, not {type(value).__name__}")
+        return value
+
+    def ignore(self, keys: Collection[str]) -> None:
+        """Drop keys that ask for nothing of the policy."""
+        for key in keys:
+            self.body.pop(key, None)
+
+    def override(self) -> None:
+        """Count the parameters of sampling, which the run decides."""
+        self._count("overridden", SAMPLING)
+
+    def leave_unenforced(self, keys: Collection[str]) -> None:
+        """Count parameters that only constrained decoding could enforce: it samples from another distribution."""
+        self._count("unenforced", keys)
+
+    def refuse(self, reasons: Mapping[str, str]) -> None:
+        """Raise RefusedError if a key of `reasons` is set."""
+        for key, reason in reasons.items():
+            if self.body.pop(key, None):
+                raise RefusedError(f"{key}: {reason}")
+
+    def rest(self) -> list[str]:
+        """Count the keys that nothing has read; return the names of all that were not honoured."""
+        self._count("ignored", [key for key in self.body if key.isidentifier() and len(key) <= 40])
+        return self.counted
+
+    def _count(self, how: str, keys: Collection[str]) -> None:
+        self.counted += [f"{how}/{key}" for key in keys if self.body.pop(key, None) is not None]
+
+
+def text_of(content: Any, kinds: Collection[str] = ("text", "input_text", "output_text")) -> str:
+    """Return the text of a message's content: text, null, or a list of parts of text. Raises RefusedError."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for part in content if isinstance(content, list) else [content]:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
+        if (kind not in kinds and kind != "refusal") or not isinstance(text, str):
+            raise RefusedError(f"content must be text or parts of text; this policy reads no {kind}")
+        texts.append(text)
+    return "".join(texts)
+
+
+def function_schema(function: Any) -> Schema:
+    """Return the schema of a tool with a name, a description and the properties of its parameters.
+
+    Raises RefusedError.
+    """
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RefusedError("tools: each must be a function with a name")
+    given = function.get("parameters")
+    parameters = dict(given) if isinstance(given, dict) else {}
+    if not isinstance(parameters.get("properties"), dict):
+        parameters["properties"] = {}
+    if is_too_deep(parameters):
+        raise RefusedError(f"tools: parameters must have at most {MAX_LEVELS} levels of lists and objects")
+    own = {
+        "name": function["name"],
+        "description": str(function.get("description") or ""),
+        "parameters": {"type": "object", **parameters},
+    }
+    return {"type": "function", "function": own}
+
+
+def called(name: Any, arguments: Any, number: Any) -> dict[str, Any]:
+    """Return a tool call of an earlier turn as templates take it. arguments: JSON text, or an object."""
+    if isinstance(arguments, str):
+        # Text that is no JSON stays: the template shows it as it is.
+        with suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments or "{}")
+    return {"id": str(number or ""), "type": "function", "function": {"name": str(name), "arguments": arguments}}
+
+
+def checked_messages(messages: list[Message]) -> list[Message]:
+    """Return messages that a turn can follow. Raises RefusedError."""
+    if not messages:
+        raise RefusedError("messages: there are none")
+    if messages[-1]["role"] == "assistant":
+        raise RefusedError("messages: the last one is the assistant's; this policy continues no begun turn")
+    if is_too_deep(messages):
+        raise RefusedError(f"messages must have at most {MAX_LEVELS} levels of lists and objects")
+    return messages

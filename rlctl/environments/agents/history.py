@@ -1,0 +1,187 @@
+"""Turns of one session by the messages before them: a request that continues one keeps its sampled tokens.
+
+    request: system, user, assistant', tool      assistant' means the same as turn 0
+          -> after turn 0: the tokens of its path, and those of the tool's message
+
+Messages are compared by meaning (`message_key`): clients drop thinking, serialise arguments again, and move marks of
+caches. A conversation without a known turn begins a new path.
+"""
+
+import json
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+from rlctl.data.chat import Chat
+from rlctl.data.files import DataError
+from rlctl.environments.agents.asked import AskedTurn, RefusedError
+from rlctl.environments.agents.said import SaidTurn
+from rlctl.environments.contract import Message
+from rlctl.environments.tool_schema import Schema
+from rlctl.utils.user_code import shortened
+
+# Requests that a new one is compared with, to name the rewritten part.
+_COMPARED = 16
+
+
+def message_key(message: Message) -> str:
+    """Return a text that two messages of one meaning share.
+
+    Ids of calls, thinking and the blanks around an assistant's text mean nothing; arguments are compared as JSON.
+    """
+    content = message["content"]
+    if message["role"] == "assistant":
+        functions = [each["function"] for each in message.get("tool_calls", ())]
+        content = [content.strip(), [[each["name"], each["arguments"]] for each in functions]]
+    return json.dumps([message["role"], content], sort_keys=True, default=str)
+
+
+def said_message(said: SaidTurn, content: str | None = None) -> Message:
+    """Return the message that a client sends back for a turn."""
+    calls = [{"function": {"name": each.name, "arguments": each.arguments}} for each in said.calls]
+    return {"role": "assistant", "content": said.content if content is None else content, "tool_calls": calls}
+
+
+@dataclass(frozen=True)
+class KnownTurn:
+    """One sampled turn and its conversation."""
+
+    number: int
+    # All messages up to the turn, which is the last one, as the template is given them.
+    messages: list[Message]
+    # Tokens of its path, and of the turn itself.
+    length: int
+    tokens: list[int]
+
+
+@dataclass(frozen=True)
+class PlacedRequest:
+    """Place of a request among the turns of its session."""
+
+    # Number of the turn that it continues; None for a new conversation.
+    after: int | None
+    # Tokens that follow the turn's, and the length of the whole prompt.
+    tokens: list[int]
+    length: int
+    # All messages as the template is given them, and the number of new ones.
+    messages: list[Message]
+    fresh: int
+    # Chained hash of the messages.
+    chain: bytes
+    # Reason why no row goes on although the session has turns; empty if it goes on.
+    rewritten: str
+    # Control tokens that the messages spell.
+    spelled: list[str]
+
+
+class SessionHistory:
+    """Turns of one session."""
+
+    def __init__(self, chat: Chat) -> None:
+        self._chat = chat
+        self._turns: dict[bytes, KnownTurn] = {}
+        # Keys of the messages of earlier requests, each with the schemas of its tools in front.
+        self._requests: list[list[str]] = []
+
+    def place(self, asked: AskedTurn) -> PlacedRequest:
+        """Find the turn that a request continues, and render the messages behind it.
+
+        Raises RefusedError for messages that the template refuses.
+        """
+        keys = [json.dumps(asked.tools, sort_keys=True), *map(message_key, asked.messages)]
+        chains = [b""]
+        for key in keys:
+            chains.append(_chained(chains[-1], key))
+        # chains[k + 1] is that of the tools and the first k messages.
+        matched = next((k for k in range(len(asked.messages), 0, -1) if chains[k + 1] in self._turns), 0)
+        turn = self._turns[chains[matched + 1]] if matched else None
+        added = asked.messages[matched:]
+        tokens = self._following(turn, added, asked.tools) if turn else self._opening(added, asked.tools)
+        common, nearest = self._nearest(keys)
+        rewritten = ""
+        if self._turns and (turn is None or any(each["role"] == "assistant" for each in added)):
+            rewritten = _difference(keys, nearest, common)
+        fresh = len(added) if turn else max(1, len(keys) - max(common, 1))
+        return PlacedRequest(
+            after=turn.number if turn else None,
+            tokens=tokens,
+            length=len(tokens) + (turn.length if turn else 0),
+            messages=[*(turn.messages if turn else ()), *added],
+            fresh=min(fresh, len(asked.messages)),
+            chain=chains[-1],
+            rewritten=rewritten,
+            spelled=self._chat.spelled(added, () if turn else asked.tools),
+        )
+
+    def note(self, asked: AskedTurn) -> None:
+        """Remember a request, to tell later how another one differs from it."""
+        self._requests = self._requests[1 - _COMPARED :]
+        self._requests.append([json.dumps(asked.tools, sort_keys=True), *map(message_key, asked.messages)])
+
+    def add(self, placement: PlacedRequest, said: SaidTurn) -> None:
+        """Add a turn that was sampled at a place."""
+        message = {"role": "assistant", "content": said.text}
+        length = placement.length + len(said.tokens)
+        known = KnownTurn(said.number, [*placement.messages, message], length, said.tokens)
+        # Some clients put back the text at which they had the turn cut.
+        for content in {said.content, said.content + said.cut_at}:
+            self._turns[_chained(placement.chain, message_key(said_message(said, content)))] = known
+
+    def _opening(self, messages: list[Message], tools: list[Schema]) -> list[int]:
+        return self._rendered(lambda given: self._chat.prompt(given, tools).tokens, messages)
+
+    def _following(self, turn: KnownTurn, added: list[Message], tools: list[Schema]) -> list[int]:
+        """Return the tokens between a turn and the next one."""
+        stops = frozenset(self._chat.ends.stops)
+        before = turn.messages[:-1]
+        return self._rendered(lambda given: self._chat.link(before, given, tools).after(turn.tokens, stops), added)
+
+    def _rendered(self, render: Any, messages: list[Message]) -> list[int]:
+        """Return the tokens of messages. A template that takes one system message gets later ones as the user's."""
+        for given in (messages, _without_later_systems(messages)):
+            try:
+                tokens: list[int] = render(given)
+                return tokens
+            except DataError as error:
+                reason = str(error)
+            except Exception as error:  # any error of a template, or of a tokenizer that refuses the text
+                reason = f"the chat template refuses the messages: {type(error).__name__}: {error}"
+        raise RefusedError(shortened(reason))
+
+    def _nearest(self, keys: list[str]) -> tuple[int, list[str]]:
+        """Return how many first keys an earlier request shares, and that request."""
+        best: tuple[int, list[str]] = 0, []
+        for each in reversed(self._requests):
+            common = next((k for k, (a, b) in enumerate(zip(keys, each)) if a != b), min(len(keys), len(each)))
+            if common > best[0] or not best[1]:
+                best = common, each
+        return best
+
+
+def _chained(before: bytes, key: str) -> bytes:
+    return blake2b(before + key.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def _without_later_systems(messages: list[Message]) -> list[Message]:
+    return [
+        {**each, "role": "user"} if each["role"] == "system" and index else each for index, each in enumerate(messages)
+    ]
+
+
+def _difference(keys: list[str], nearest: list[str], common: int) -> str:
+    """Return in words where a request leaves the nearest earlier one. keys: tools first, then the messages."""
+    if common == 0:
+        return "the tools are others"
+    if common >= len(keys):
+        return "an earlier request came again"
+    role, content = json.loads(keys[common])
+    name = f"message {common - 1} ({role})"
+    if common >= len(nearest):
+        return f"{name} is not the turn that was sampled there" if role == "assistant" else f"{name} is new"
+    before_role, before = json.loads(nearest[common])
+    if role != before_role:
+        return f"{name} is in the place of one of role {before_role}"
+    if role == "assistant":
+        parts = [what for what, a, b in zip(("content", "tool_calls"), content, before) if a != b]
+        return f"{name} has other {' and '.join(parts)}"
+    return f"{name} has another content"

@@ -1,0 +1,71 @@
+"""Values between an agent's process and the driver: its task, its requests for turns, its end."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from rlctl.environments.contract import ContractError, Message, Reward, checked_reward
+from rlctl.utils.user_code import shortened
+
+
+@dataclass(frozen=True)
+class AgentTask:
+    """The task of one rollout, as an agent is given it."""
+
+    # `r17`: row 17.
+    id: str
+    # Text of the row's prompt, and its messages; empty if the row has none.
+    prompt: str
+    messages: list[Message]
+    answer: str | None
+    # All columns of the row.
+    row: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class AgentAsk:
+    """A request for one turn, as the driver reads it."""
+
+    number: int
+    # Number of the request whose turn it continues; None for a new conversation.
+    after: int | None
+    # Tokens behind that turn.
+    tokens: list[int]
+    # Messages that no earlier request had.
+    messages: list[Message]
+    # Tokens of the turn at most; None: those of the run.
+    most: int | None = None
+
+
+@dataclass(frozen=True)
+class AgentNews:
+    """State of an agent that waits for turns, or has ended."""
+
+    asks: list[AgentAsk]
+    # (number, tokens) of each turn that the agent got since the last time.
+    kept: list[tuple[int, int]]
+    ended: bool = False
+    reward: Reward | None = None
+    # Failure of an agent whose last request met a used-up budget.
+    raised: str = ""
+    counts: dict[str, float] | None = None
+    # Why requests continued no turn -> how often.
+    rewritten: dict[str, int] | None = None
+
+
+def checked_news(value: object) -> AgentNews:
+    """Return an agent's news, as its process sent it. Raises ContractError."""
+    given: dict[str, Any] = dict(value) if isinstance(value, dict) else {}
+    try:
+        asks = [_ask(each) for each in given.pop("asks")]
+        kept = [(int(number), int(length)) for number, length in given.pop("kept")]
+        reward = given.pop("reward", None)
+        return AgentNews(asks, kept, **given, reward=None if reward is None else checked_reward(reward, "the agent"))
+    except (TypeError, ValueError, KeyError) as error:
+        raise ContractError(f"no news of an agent: {shortened(str(error))}") from error
+
+
+def _ask(value: dict[str, Any]) -> AgentAsk:
+    ask = AgentAsk(**value)
+    if not all(type(each) is int for each in ask.tokens):
+        raise ContractError("asked for a turn after other values than tokens")
+    return ask

@@ -1,0 +1,178 @@
+"""One session: an agent's requests become turns to sample, and each turn one node of the rollout's tree (contract 4).
+
+    request -> place in the history -> ask (told to the driver) ... answer -> text, calls -> client
+
+It belongs to the endpoint's event loop. A turn goes on if its client leaves: the client's retry gets the same turn. A
+session that is sealed gives nothing more.
+"""
+
+import asyncio
+import secrets
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from rlctl.data.chat import Chat
+from rlctl.environments.agents.asked import AskedTurn, RefusedError
+from rlctl.environments.agents.history import PlacedRequest, SessionHistory
+from rlctl.environments.agents.said import SaidTurn, say
+from rlctl.environments.contract import ContractError, Message, Reward, checked_reward
+
+# Requests that are refused by the driver; further ones are refused here, so that a deadline runs.
+_MOST_REFUSED = 64
+_ENDED = RefusedError("the session has ended: this agent's rollout is over", 404, "session_ended")
+# Budget of the driver -> its text.
+BUDGETS = {
+    "max_turns": "the episode has had its turns (environment.max_turns)",
+    "max_length": "the conversation is as long as an episode may be (environment.max_length)",
+    "time": "the time of the episode is used up (environment.episode_timeout_s)",
+}
+# Budgets that no shorter prompt gives back.
+_FINAL = ("max_turns", "time")
+# Tokens, log-probs, and `stop` or `length`; or the budget that is used up.
+AgentAnswer = tuple[list[int], list[float], str] | str
+
+
+class Flight:
+    """One turn on its way to its client, and to the client's retries."""
+
+    def __init__(self, work: "asyncio.Task[SaidTurn]") -> None:
+        self.work = work
+        # Connections that wait, and True if one was lost.
+        self.waiting = 0
+        self.lost = False
+
+
+class AgentSession:
+    """Requests of one agent. look: called when there is something to tell the driver."""
+
+    def __init__(self, chat: Chat, tool_format: str | None, look: Callable[[], None]) -> None:
+        self.id, self.secret = secrets.token_hex(8), secrets.token_urlsafe(24)
+        self.sealed = False
+        self.reward: Reward | None = None
+        # Budget that refused the last request; empty if none did.
+        self.budget = ""
+        self.counts: Counter[str] = Counter()
+        # Why requests did not continue a turn, with their numbers.
+        self.rewritten: Counter[str] = Counter()
+        self._chat, self._tool_format, self._look = chat, tool_format, look
+        self._history = SessionHistory(chat)
+        self._flights: dict[bytes, Flight] = {}
+        self._answers: dict[int, asyncio.Future[AgentAnswer]] = {}
+        self._asks: list[dict[str, Any]] = []
+        self._number = 0
+        # Turns that a client got, and that the driver was not told of yet; those that it was told of.
+        self._kept: list[tuple[int, int]] = []
+        self._known: dict[int, SaidTurn] = {}
+        self._told: set[int] = set()
+
+    @property
+    def has_asked(self) -> bool:
+        """True if there are requests that the driver has not been told of."""
+        return bool(self._asks)
+
+    def join(self, digest: bytes, retries: int, read: Callable[[], AskedTurn]) -> Flight:
+        """Return the turn of a request: a new one, or that of an earlier request that this one repeats.
+
+        digest: of path and body. retries: `x-stainless-retry-count` of the request. Raises RefusedError.
+        """
+        if self.sealed:
+            raise _ENDED
+        before = self._flights.get(digest)
+        # An equal body alone is no retry: an agent may sample twice.
+        if before is not None and (retries > 0 or before.lost) and not _failed(before.work):
+            self.counts["coalesced"] += 1
+            before.lost = False
+            return before
+        asked = read()
+        for name in asked.counted:
+            self.counts[name] += 1
+        flight = Flight(asyncio.get_running_loop().create_task(self._turn(asked)))
+        self._flights[digest] = flight
+        return flight
+
+    def count_tokens(self, asked: AskedTurn) -> int:
+        """Return the tokens of a request's prompt. Raises RefusedError."""
+        return self._history.place(asked).length
+
+    def deliver(self, said: SaidTurn) -> None:
+        """Learn that a turn reaches its client: from now on it is a part of the rollout."""
+        if said.number not in self._told and not self.sealed:
+            self._told.add(said.number)
+            self._kept.append((said.number, len(said.tokens)))
+
+    def value(self, reward: Any) -> None:
+        """Take the value that the agent gives its rollout. Raises RefusedError."""
+        if self.sealed:
+            raise _ENDED
+        try:
+            self.reward = checked_reward(reward, "the agent")
+        except ContractError as error:
+            raise RefusedError(str(error)) from error
+
+    def answer(self, number: int, answer: AgentAnswer) -> None:
+        """Take the driver's answer to a request."""
+        waiting = self._answers.pop(number, None)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(answer)
+
+    def tell(self) -> dict[str, Any]:
+        """Return the news for the driver: requests, and turns that clients got."""
+        asks, kept, self._asks, self._kept = self._asks, self._kept, [], []
+        return {"asks": asks, "kept": kept}
+
+    def seal(self) -> None:
+        """Take nothing more. Requests that wait are refused."""
+        self.sealed = True
+        for waiting in self._answers.values():
+            if not waiting.done():
+                waiting.set_exception(_ENDED)
+                waiting.exception()
+        self._answers.clear()
+
+    async def _turn(self, asked: AskedTurn) -> SaidTurn:
+        if self.budget in _FINAL or self.counts["refused"] >= _MOST_REFUSED:
+            self.counts["refused"] += 1
+            raise RefusedError(BUDGETS.get(self.budget, "too many requests were refused before"))
+        try:
+            place = self._history.place(asked)
+        except RefusedError:
+            self.counts["refused"] += 1
+            raise
+        number, self._number = self._number, self._number + 1
+        self._note(place, asked)
+        answer = await self._ask(number, place, asked)
+        if isinstance(answer, str):
+            self.budget = answer
+            self.counts["refused"] += 1
+            raise RefusedError(BUDGETS.get(answer, answer))
+        self.budget = ""
+        said = say(asked, number, self.id, place.length, answer, self._chat, self._tool_format)
+        self.counts["tool_calls"] += len(said.calls) + said.malformed
+        self.counts["malformed_calls"] += said.malformed
+        self._known[number] = said
+        self._history.add(place, said)
+        return said
+
+    def _note(self, place: PlacedRequest, asked: AskedTurn) -> None:
+        self.counts["spelled"] += len(place.spelled)
+        if place.after is not None:
+            # The client has it, also if its connection broke.
+            self.deliver(self._known[place.after])
+        if place.rewritten:
+            self.rewritten[place.rewritten] += 1
+        self._history.note(asked)
+
+    async def _ask(self, number: int, place: PlacedRequest, asked: AskedTurn) -> AgentAnswer:
+        messages: list[Message] = place.messages[len(place.messages) - place.fresh :]
+        ask = {"number": number, "after": place.after, "tokens": place.tokens, "messages": messages}
+        self._asks.append(ask if asked.most is None else {**ask, "most": max(1, asked.most)})
+        future: asyncio.Future[AgentAnswer] = asyncio.get_running_loop().create_future()
+        self._answers[number] = future
+        self._look()
+        return await future
+
+
+def _failed(work: "asyncio.Task[SaidTurn]") -> bool:
+    """Return True if a request was refused: its repetition is judged again."""
+    return work.done() and (work.cancelled() or work.exception() is not None)

@@ -1,0 +1,38 @@
+"""Chat whose tokens are the bytes of the text, for trials without a model."""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from rlctl.data.chat import Prompt, TurnLink
+from rlctl.environments.contract import Message
+
+
+class PlainChat:
+    """`Chat`, as far as a player calls it, whose template writes nothing but the texts."""
+
+    ends = SimpleNamespace(stops=())
+
+    def prompt(self, messages: list[Message], tools: Any = ()) -> Prompt:
+        """Return the texts of all messages."""
+        text = "".join(str(each.get("content") or "") for each in messages)
+        return Prompt(text, list(text_bytes(text)), [])
+
+    def spelled(self, messages: list[Message], tools: Any = ()) -> list[str]:
+        """Return no control token: there is none."""
+        return []
+
+    def turn_text(self, tokens: Sequence[int]) -> str:
+        """Return the text of a turn."""
+        return bytes(tokens).decode(errors="surrogatepass")
+
+    decode = turn_text
+
+    def link(self, messages: list[Message], added: list[Message], tools: Any = ()) -> TurnLink:
+        """Return the texts of the added messages."""
+        return TurnLink([], self.prompt(added).tokens)
+
+
+def text_bytes(text: str) -> bytes:
+    """Return a text as bytes, halves of characters included."""
+    return text.encode(errors="surrogatepass")

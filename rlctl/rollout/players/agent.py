@@ -1,0 +1,193 @@
+"""Player of agents: a program that knows nothing of rlctl asks for turns by HTTP (contracts 4 and 11).
+
+The agent's process places each request in the tree of its session (environments/agents/). Here the tree has the exact
+tokens: a request names the turn that it continues, and brings the tokens behind it. A turn becomes a node once the
+agent got it, so that one that was lost on the way, or asked for twice, trains once or not at all.
+"""
+
+import asyncio
+from collections import Counter
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rlctl.config.environment_schema import AgentSection
+from rlctl.data.chat import Chat
+from rlctl.data.files import DataError
+from rlctl.environments.agents.news import AgentAsk, AgentNews
+from rlctl.environments.contract import Reward
+from rlctl.environments.pool import EnvironmentPool
+from rlctl.generation.requests import Completion
+from rlctl.rollout.players.course import Course, EpisodeLimits
+from rlctl.rollout.players.function import FunctionCall, FunctionPlayer
+from rlctl.rollout.policy import Policy
+from rlctl.rollout.types import Ending, Rollout, RolloutStart
+from rlctl.utils.cores import usable_cores
+
+# Rows of an episode, on average over some episodes, above which the cause is told.
+_MANY_ROWS, _EPISODES = 1.5, 8
+
+
+class AgentPlayer(FunctionPlayer):
+    """Plays rollouts by runs of the pool's agent. most: agents that run at one time; others wait for their turn."""
+
+    def __init__(
+        self,
+        pool: EnvironmentPool,
+        chat: Chat,
+        limits: EpisodeLimits,
+        must_value: bool = False,
+        vocabulary: int = 1 << 31,
+        most: int | None = None,
+    ) -> None:
+        super().__init__(pool, chat, limits, must_value, vocabulary)
+        self._room = asyncio.Semaphore(most) if most else None
+        self._rows = Counter[str]()
+        self._causes = Counter[str]()
+
+    async def play(self, start: RolloutStart, policy: Policy) -> Rollout:
+        async with AsyncExitStack() as stack:
+            if self._room is not None:
+                await stack.enter_async_context(self._room)
+            rollout = await self.episodes.play(start, lambda course: AgentCall(self, course, policy).play())
+        self._note_rows(rollout)
+        return rollout
+
+    def note_causes(self, rewritten: dict[str, int]) -> None:
+        """Count why requests of an agent continued no turn."""
+        self._causes.update(rewritten)
+
+    def _note_rows(self, rollout: Rollout) -> None:
+        """Tell once that episodes train as several rows, with the most common cause."""
+        if rollout.rows:
+            self._rows += Counter(episodes=1, rows=len(rollout.rows))
+        mean = self._rows["rows"] / max(1, self._rows["episodes"])
+        if self._rows["episodes"] >= _EPISODES and mean > _MANY_ROWS and self._causes:
+            ((cause, _),) = self._causes.most_common(1)
+            what = f"its episodes train as {mean:.1f} rows each (agent/rows_per_episode), since it rewrites its history"
+            self.episodes.pool.failures.note("agent", f"{what}: {cause}")
+
+
+@dataclass(eq=False)
+class AgentTurn:
+    """One turn that an agent asked for."""
+
+    ask: AgentAsk
+    # The turn, or the budget that was used up; None while an engine samples.
+    answer: Completion | Ending | None
+
+
+class AgentCall(FunctionCall):
+    """One run of an agent, as the driver sees it."""
+
+    def __init__(self, player: AgentPlayer, course: Course, policy: Policy) -> None:
+        super().__init__(player, course, policy)
+        self._agents = player
+        # Turns that the agent has not got yet, and nodes of those that it got, by the number of the request.
+        self._pending: dict[int, AgentTurn] = {}
+        self._nodes: dict[int, int] = {}
+        # Numbers of requests whose answers are to be sent.
+        self._ready: list[int] = []
+
+    def _started(self) -> Any:
+        task, start = self._course.start.task, self._course.start
+        own = {"id": task.id, "prompt": task.text, "messages": task.messages, "answer": task.answer, "row": task.row}
+        return self._player.episodes.pool.begin_agent(start.id, own, start.group_seed)
+
+    def _sampled(self, turn: Any, completion: Completion) -> None:
+        turn.answer = completion
+        self._ready.append(turn.ask.number)
+
+    def _take(self, told: Any) -> None:
+        """Put the turns that the agent got into the tree."""
+        news: AgentNews = told
+        one, chat = self._course.conversation, self._player.chat
+        for number, length in news.kept:
+            turn = self._pending.pop(number, None)
+            if turn is None or not isinstance(turn.answer, Completion) or length > len(turn.answer.tokens):
+                raise DataError("the agent's process kept a turn that it never got")
+            parent = one.add_context(turn.ask.tokens, self._parent(turn.ask))
+            self._nodes[number] = one.add_turn(_cut(turn.answer, length), parent)
+            one.messages += turn.ask.messages
+            self._course.opening = self._course.opening or len(one.messages)
+            one.messages.append({"role": "assistant", "content": chat.turn_text(turn.answer.tokens[:length].tolist())})
+
+    def _begin(self, told: Any) -> None:
+        """Sample the turns that the agent asks for, within the budgets."""
+        loop, course, most = asyncio.get_running_loop(), self._course, self._player.vocabulary
+        for ask in told.asks:
+            parent = self._parent(ask)
+            tokens = [*(course.conversation.tokens(parent) if parent is not None else ()), *ask.tokens]
+            if not tokens or not 0 <= min(ask.tokens, default=0) <= max(ask.tokens, default=0) < most:
+                raise DataError("the agent's process asked for a turn after ids that are no tokens, or after none")
+            turn = self._pending[ask.number] = AgentTurn(ask, course.used_up(self._turns, len(tokens), loop.time()))
+            if turn.answer is not None:
+                course.ending = turn.answer if isinstance(turn.answer, str) else course.ending
+                self._ready.append(ask.number)
+                continue
+            request = course.request(self._turns, tokens)
+            if ask.most is not None:
+                request = replace(request, max_new_tokens=min(request.max_new_tokens, ask.most))
+            self._sampling[loop.create_task(self._policy.sample(request))] = turn
+            self._turns += 1
+
+    def _parent(self, ask: AgentAsk) -> int | None:
+        if ask.after is None:
+            return None
+        if ask.after not in self._nodes:
+            raise DataError("the agent's process continued a turn that it never got")
+        return self._nodes[ask.after]
+
+    def _send(self) -> None:
+        """Send the turns that are there, and listen: an agent may ask at any time."""
+        ready, self._ready = self._ready, []
+        answers = [(number, _told(self._pending[number].answer)) for number in ready]
+        if answers or not self._open:
+            waits = bool(self._sampling)
+            pool = self._player.episodes.pool
+            self._act(pool.resume_agent(self._course.start.id, answers, waits=waits), waits=not waits)
+
+    def _value(self, told: Any) -> Reward | None:
+        """Return the value that the agent gave its rollout."""
+        news: AgentNews = told
+        course = self._course
+        counts = dict(news.counts or {})
+        course.tool_calls += int(counts.pop("tool_calls", 0))
+        malformed = int(counts.pop("malformed_calls", 0))
+        course.malformed_calls, course.tool_errors = course.malformed_calls + malformed, course.tool_errors + malformed
+        course.spelled += int(counts.pop("spelled", 0))
+        course.counts = counts
+        self._agents.note_causes(news.rewritten or {})
+        if not course.conversation.turns:
+            if course.ending != "done":
+                raise DataError(f"the agent's first prompt met a budget ({course.ending}): nothing was sampled")
+            raise DataError("the agent ended without a turn: does it use the address and the key that it is given?")
+        if news.reward is None and self._player.must_value:
+            if news.raised:
+                raise DataError(
+                    f"a budget was used up ({course.ending}), and the agent then failed: {news.raised}; catch the "
+                    "error and return a value, or name rewards"
+                )
+            raise DataError("the agent gave no value, and rewards is empty: nothing values the rollout")
+        return news.reward
+
+
+def most_agents(section: AgentSection) -> int | None:
+    """Return the agents that run at one time; None for any number, since a function needs no process."""
+    if section.command is None:
+        return None
+    return 8 * usable_cores() if section.max_processes == "auto" else section.max_processes
+
+
+def _cut(answer: Completion, length: int) -> Completion:
+    """Return the first tokens of a turn."""
+    if length == len(answer.tokens):
+        return answer
+    return Completion(answer.tokens[:length], answer.log_probs[:length], answer.versions[:length], "stop")
+
+
+def _told(answer: Completion | Ending | None) -> Any:
+    """Return an answer as the agent's process takes it."""
+    if isinstance(answer, Completion):
+        return answer.tokens.tolist(), answer.log_probs.tolist(), answer.finish
+    return answer

@@ -1,0 +1,161 @@
+"""The plain `openai` SDK talks to the policy: text, tools, streams, stops, parameters."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import openai
+import pytest
+
+from tests.unit.environments.agents.served import ADD, END, Served, call, script
+
+Serve = Callable[..., Served]
+CLIENT = openai.OpenAI(base_url="http://unused", api_key="unused", max_retries=2, timeout=20)
+
+
+def client_of(served: Served) -> openai.OpenAI:
+    return CLIENT.with_options(base_url=served.url, api_key=served.key)
+
+
+def asked(served: Served, messages: Any, **more: Any) -> Any:
+    return client_of(served).chat.completions.create(model="any", messages=messages, **more)
+
+
+USER = {"role": "user", "content": "2+2?"}
+
+
+def test_a_turn_is_text_with_its_usage(serve: Serve) -> None:
+    served = serve(script(f"It is 4.{END}"))
+    answer = asked(served, [USER])
+    (choice,) = answer.choices
+    assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == ("It is 4.", None, "stop")
+    assert served.texts() == [f"<|im_start|>user\n2+2?{END}\n<|im_start|>assistant\n"]
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(served.prompts[0]), 9)
+    assert (answer.model, answer.object) == ("any", "chat.completion")
+
+
+def test_a_later_request_goes_on_with_the_sampled_tokens(serve: Serve) -> None:
+    served = serve(script(call(2, 2, "Let me see. "), f"4{END}"))
+    messages: list[Any] = [USER]
+    message = asked(served, messages, tools=[ADD]).choices[0].message
+    (called,) = message.tool_calls
+    assert (called.function.name, json.loads(called.function.arguments)) == ("add", {"a": 2, "b": 2})
+    messages += [message, {"role": "tool", "tool_call_id": called.id, "content": "4"}]
+    assert asked(served, messages, tools=[ADD]).choices[0].message.content == "4"
+    assert served.asks[1]["after"] == 0
+    assert served.chat.decode(served.asks[1]["tokens"]) == f"\n<|im_start|>tool\n4{END}\n<|im_start|>assistant\n"
+    assert served.prompts[1][: len(served.prompts[0])] == served.prompts[0]
+
+
+def test_a_stream_has_the_same_as_an_answer(serve: Serve) -> None:
+    served = serve(script(call(1, 2, "Hm. ")))
+    stream = asked(served, [USER], tools=[ADD], stream=True, stream_options={"include_usage": True})
+    first, last, usage = list(stream)
+    delta = first.choices[0].delta
+    assert (delta.role, delta.content, delta.tool_calls[0].function.name) == ("assistant", "Hm.", "add")
+    assert last.choices[0].finish_reason == "tool_calls" and usage.choices == []
+    assert usage.usage.completion_tokens == len(served.sampled[0])
+
+
+def test_thinking_is_apart_and_stays_in_the_tokens(serve: Serve) -> None:
+    served = serve(script(f"<think>two and two</think>\n\nIt is 4.{END}", f"Yes.{END}"))
+    message = asked(served, [USER]).choices[0].message
+    assert (message.content, message.reasoning_content) == ("It is 4.", "two and two")
+    # Most clients drop it.
+    asked(served, [USER, {"role": "assistant", "content": "It is 4."}, {"role": "user", "content": "Sure?"}])
+    assert served.asks[1]["after"] == 0 and "<think>two and two</think>" in served.texts()[1]
+
+
+@pytest.mark.parametrize(
+    ("said", "stop", "content", "tokens"),
+    [
+        (f"I think. Observation: 4{END}", ["Observation:"], "I think. ", "I think. Observation:"),
+        (f"abcabc{END}", ["bc", "c"], "a", "abc"),
+        (f"abc{END}", "zzz", "abc", f"abc{END}"),
+        ("abc</code> more", ["</code>", "Observation:"], "abc", "abc</code>"),
+    ],
+)
+def test_a_stop_cuts_text_and_tokens(serve: Serve, said: str, stop: Any, content: str, tokens: str) -> None:
+    served = serve(script(said))
+    choice = asked(served, [USER], stop=stop).choices[0]
+    assert (choice.message.content, choice.finish_reason) == (content, "stop")
+    served.settle()
+    assert served.chat.decode(served.sampled[0][: served.kept[0]]) == tokens
+
+
+def test_a_client_that_puts_the_stop_back_goes_on(serve: Serve) -> None:
+    served = serve(script("abc</code> more", f"4{END}"))
+    content = asked(served, [USER], stop=["</code>"]).choices[0].message.content
+    more = [{"role": "assistant", "content": f"{content}</code>"}, {"role": "user", "content": "Out: 4"}]
+    asked(served, [USER, *more], stop=["</code>"])
+    assert served.asks[1]["after"] == 0
+
+
+def test_sampling_belongs_to_the_run_and_is_counted(serve: Serve) -> None:
+    served = serve(script(f"4{END}"))
+    asked(
+        served,
+        [USER],
+        tools=[ADD],
+        temperature=0.3,
+        seed=1,
+        tool_choice="required",
+        response_format={"type": "json_object"},
+        max_tokens=7,
+        user="me",
+        extra_body={"novelty": 1, "top_k": 5},
+    )
+    assert served.asks[0]["most"] == 7
+    assert {name for name in served.session.counts if "/" in name} == {
+        "overridden/temperature",
+        "overridden/seed",
+        "overridden/top_k",
+        "unenforced/tool_choice",
+        "unenforced/response_format",
+        "ignored/novelty",
+    }
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"n": 2}, "n must be 1"),
+        ({"logit_bias": {"5": 1}}, "logit_bias: would change"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "image_url"),
+        ({"messages": [USER, {"role": "assistant", "content": "So"}]}, "the last one is the assistant's"),
+        ({"messages": []}, "there are none"),
+        ({"tools": [{"type": "web_search"}]}, "no web_search"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_and_not_tried_again(serve: Serve, more: Any, said: str) -> None:
+    served = serve(script())
+    with pytest.raises(openai.BadRequestError, match=said):
+        asked(served, **{"messages": [USER], **more})
+    assert served.asks == []
+
+
+def test_log_probs_and_ids_come_where_they_are_asked_for(serve: Serve) -> None:
+    served = serve(script(f"4{END}"))
+    choice = asked(served, [USER], logprobs=True, extra_body={"return_token_ids": True}).choices[0]
+    assert [each.token for each in choice.logprobs.content] == ["4", END]
+    assert choice.logprobs.content[0].logprob == -0.5 and choice.token_ids == served.sampled[0]
+
+
+def test_a_call_that_cannot_be_read_is_text(serve: Serve) -> None:
+    said = '<tool_call>{"name": "add", "arguments": {"a": 1</tool_call>'
+    served = serve(script(said + END))
+    message = asked(served, [USER], tools=[ADD]).choices[0].message
+    assert (message.content, message.tool_calls) == (said, None)
+    assert served.session.counts["malformed_calls"] == 1
+
+
+def test_a_used_up_budget_is_a_400_with_its_name(serve: Serve) -> None:
+    served = serve(script("max_length", f"4{END}", "max_turns"))
+    with pytest.raises(openai.BadRequestError, match=r"environment\.max_length"):
+        asked(served, [USER])
+    # A shorter prompt may have room, and no budget of turns comes back.
+    asked(served, [USER])
+    for _ in range(3):
+        with pytest.raises(openai.BadRequestError, match=r"environment\.max_turns"):
+            asked(served, [USER])
+    assert len(served.asks) == 3 and served.session.counts["refused"] == 4

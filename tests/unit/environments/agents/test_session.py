@@ -1,0 +1,176 @@
+"""Sessions: what clients send back is matched by meaning, retries get the same turn, strangers get nothing."""
+
+import http.client
+import json
+import socket
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+import openai
+import pytest
+
+from tests.unit.environments.agents.served import ADD, END, Served, call, script
+from tests.unit.environments.agents.test_chat_completions import USER, asked, client_of
+from tests.waiting import until
+
+Serve = Callable[..., Served]
+SYSTEM = {"role": "system", "content": "Be short."}
+
+
+def post(
+    served: Served, body: Any, path: str = "/chat/completions", key: str | None = None, headers: Any = ()
+) -> tuple[int, Any]:
+    """Send a request without an SDK."""
+    parts = urlsplit(served.url)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=20)
+    given = {"Authorization": f"Bearer {served.key if key is None else key}", **dict(headers)}
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    connection.request("POST", parts.path + path, raw, given)
+    answer = connection.getresponse()
+    return answer.status, json.loads(answer.read())
+
+
+def assistant(**fields: Any) -> dict[str, Any]:
+    return {"role": "assistant", **fields}
+
+
+def function(arguments: str, **more: Any) -> dict[str, Any]:
+    return {"id": "x", "type": "function", "function": {"name": "add", "arguments": arguments}, **more}
+
+
+@pytest.mark.parametrize(
+    "sent_back",
+    [
+        assistant(content="Hm.", tool_calls=[function('{"b":2,"a":1}', index=0)]),
+        assistant(content="  Hm. \n", tool_calls=[function('{"a": 1, "b": 2}')], annotations=[], refusal=None),
+        assistant(content=[{"type": "text", "text": "Hm."}], tool_calls=[function('{"a":1,"b":2}')], name="agent"),
+    ],
+)
+def test_what_means_the_same_continues_the_turn(serve: Serve, sent_back: Any) -> None:
+    served = serve(script(call(1, 2, "Hm. "), f"3{END}"))
+    asked(served, [USER], tools=[ADD])
+    asked(served, [USER, sent_back, {"role": "tool", "tool_call_id": "x", "content": "3"}], tools=[ADD])
+    assert served.asks[1]["after"] == 0 and not served.session.rewritten
+
+
+@pytest.mark.parametrize(
+    ("messages", "tools", "why"),
+    [
+        (
+            [USER, assistant(content="Calling tools:\n[...]"), {"role": "user", "content": "Observation: 3"}],
+            [ADD],
+            "message 1 (assistant) is not the turn that was sampled there",
+        ),
+        (
+            [{"role": "system", "content": "Be short."}, USER],
+            [ADD],
+            "message 0 (system) is in the place of one of role user",
+        ),
+        ([USER], [], "the tools are others"),
+    ],
+)
+def test_what_means_something_else_begins_a_row_and_is_named(serve: Serve, messages: Any, tools: Any, why: str) -> None:
+    served = serve(script(call(1, 2), f"3{END}"))
+    asked(served, [USER], tools=[ADD])
+    asked(served, messages, tools=tools or openai.NOT_GIVEN)
+    assert served.asks[1]["after"] is None and list(served.session.rewritten) == [why]
+
+
+def test_an_equal_request_is_another_turn_unless_it_is_a_retry(serve: Serve) -> None:
+    served = serve(script(f"one{END}", f"two{END}"))
+    body = {"model": "m", "messages": [USER]}
+    first = post(served, body)
+    again = post(served, body, headers={"x-stainless-retry-count": "1"})
+    other = post(served, body)
+    assert first == again and other[1]["choices"][0]["message"]["content"] == "two"
+    served.settle()
+    assert served.session.counts["coalesced"] == 1 and sorted(served.kept) == [0, 1]
+
+
+def test_equal_requests_side_by_side_are_turns_of_their_own(serve: Serve) -> None:
+    import asyncio
+
+    served = serve(script(f"one{END}", f"two{END}", f"three{END}"))
+
+    async def all_three() -> set[str]:
+        async with openai.AsyncOpenAI(base_url=served.url, api_key=served.key) as client:
+            work = [client.chat.completions.create(model="m", messages=[USER]) for _ in range(3)]  # type: ignore[list-item]
+            return {str(each.choices[0].message.content) for each in await asyncio.gather(*work)}
+
+    assert asyncio.run(all_three()) == {"one", "two", "three"}
+
+
+@pytest.mark.parametrize("counted", [True, False], ids=["openai's retry", "a client's own retry"])
+def test_a_cut_connection_leaves_one_turn(serve: Serve, counted: bool) -> None:
+    served = serve(script(None, f"another{END}"))
+    raw = json.dumps({"model": "m", "messages": [USER]}).encode()
+    parts = urlsplit(served.url)
+    with socket.create_connection((parts.hostname, parts.port)) as cut:
+        head = f"POST {parts.path}/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {served.key}\r\n"
+        cut.sendall(f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
+        assert served.news.wait(10)
+    served.answer(0, f"first{END}")
+    until(lambda: served.session._flights and next(iter(served.session._flights.values())).lost)
+    served.settle()
+    assert served.kept == {}, "nobody got it"
+    headers = {"x-stainless-retry-count": "1"} if counted else {}
+    assert post(served, raw, headers=headers)[1]["choices"][0]["message"]["content"] == "first"
+    served.settle()
+    assert len(served.asks) == 1 and list(served.kept) == [0]
+
+
+def test_a_lost_turn_that_nobody_asks_for_again_is_no_part_of_the_rollout(serve: Serve) -> None:
+    served = serve(script(None, f"yes{END}"))
+    impatient = client_of(served).with_options(timeout=0.2, max_retries=0)
+    with pytest.raises(openai.APITimeoutError):
+        impatient.chat.completions.create(model="m", messages=[USER])  # type: ignore[list-item]
+    served.answer(0, f"late{END}")
+    asked(served, [{"role": "user", "content": "another"}])
+    served.settle()
+    assert list(served.kept) == [1]
+
+
+def test_a_sealed_session_takes_nothing_more(serve: Serve) -> None:
+    served = serve(script(None))
+    served.call(served.session.seal)
+    with pytest.raises(openai.NotFoundError, match="has ended"):
+        asked(served, [USER])
+    assert served.asks == []
+
+
+@pytest.mark.parametrize(
+    ("path", "key", "status"),
+    [
+        ("/chat/completions", "wrong", 401),
+        ("/chat/completions", "", 401),
+        ("/completions", None, 404),
+        ("/../../etc/passwd", None, 404),
+    ],
+)
+def test_strangers_get_nothing(serve: Serve, path: str, key: str | None, status: int, capfd: Any) -> None:
+    served = serve(script())
+    for _ in range(2):
+        assert post(served, {"messages": [USER]}, path, key)[0] == status
+    assert served.asks == []
+    assert capfd.readouterr().err.count("without its key") == (status == 401)
+
+
+def test_another_sessions_key_opens_nothing(serve: Serve) -> None:
+    one, two = serve(script()), serve(script())
+    assert post(one, {"messages": [USER]}, key=two.key)[0] == 401
+
+
+def test_a_value_is_posted_once_the_agent_knows_it(serve: Serve) -> None:
+    served = serve(script())
+    assert post(served, {"reward": 0.5}, "/reward") == (200, {"taken": True}) and served.session.reward == 0.5
+    assert post(served, {"speed": 1, "right": 0}, "/reward")[0] == 200
+    assert served.session.reward == {"speed": 1, "right": 0}
+    status, told = post(served, {"reward": "good"}, "/reward")
+    assert status == 400 and "finite number" in told["error"]["message"]
+
+
+@pytest.mark.parametrize("body", [b"no json", b"[1]", b'{"messages": 3}', b'{"messages": [' + b"[" * 9000])
+def test_a_body_that_is_none_is_a_400(serve: Serve, body: bytes) -> None:
+    served = serve(script())
+    assert post(served, body)[0] == 400

@@ -1,0 +1,240 @@
+"""Agents in their process, played by the policy: trained ids are sampled ids, and a failure is no value."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlctl.data.chat import Chat, ChatSpec
+from rlctl.data.tasks import Task
+from rlctl.environments.outcomes import AgentSpec, EnvironmentSpec
+from rlctl.environments.pool import EnvironmentPool
+from rlctl.rollout.players.agent import AgentPlayer
+from rlctl.rollout.players.course import EpisodeLimits
+from rlctl.rollout.runner import RolloutRunner
+from rlctl.rollout.types import PlayedEpisode, Rollout
+from tests.unit.data.conftest import tokenizer
+from tests.unit.environments.agents.served import END, TOOLED
+from tests.unit.rollout.test_player import LIMITS, ScriptedEngines, begin, start
+from tests.waiting import until
+
+__all__ = ["tokenizer"]
+
+AGENTS = """
+import os, random, sys, threading, time
+from openai import BadRequestError, OpenAI
+
+CLIENT = OpenAI(base_url="http://unused", api_key="unused")
+
+
+def run(task, base_url, api_key):
+    return globals()[task.row["agent"]](task, base_url, api_key)
+
+
+def say(client, messages, **more):
+    message = client.chat.completions.create(model="m", messages=messages, **more).choices[0].message
+    return [*messages, message]
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def three_turns(task, base_url, api_key):
+    client = CLIENT.with_options(base_url=base_url, api_key=api_key)
+    messages = [user(task.prompt)]
+    for turn in range(3):
+        messages = [*say(client, messages), user(f"turn {turn}")]
+    return {"x": task.row["x"], "turns": 3}
+
+
+async def of_a_coroutine(task, base_url, api_key):
+    return three_turns(task, base_url, api_key)
+
+
+def rewriting(task, base_url, api_key):
+    client = CLIENT.with_options(base_url=base_url, api_key=api_key)
+    for turn in range(3):
+        say(client, [user("sum up"), {"role": "assistant", "content": f"turn {turn}"}, user("more")])
+    return 1
+
+
+def endless(task, base_url, api_key):
+    client = CLIENT.with_options(base_url=base_url, api_key=api_key)
+    messages = [user("go")]
+    while True:
+        messages = [*say(client, messages), user("on")]
+
+
+def careful(task, base_url, api_key):
+    try:
+        endless(task, base_url, api_key)
+    except BadRequestError:
+        return 0.25
+
+
+def raises(task, base_url, api_key):
+    raise KeyError("mine")
+
+
+def silent(task, base_url, api_key):
+    return 1
+
+
+def wrong(task, base_url, api_key):
+    say(CLIENT.with_options(base_url=base_url, api_key=api_key), [user("go")])
+    return "good"
+
+
+def draws(task, base_url, api_key):
+    say(CLIENT.with_options(base_url=base_url, api_key=api_key), [user(str(random.random()))])
+    return 1
+"""
+COMMAND = """
+import json, os, sys
+from urllib.request import Request, urlopen
+
+task = json.loads(os.environ["RLCTL_TASK"])
+body = json.dumps({"messages": [{"role": "user", "content": task["prompt"]}]}).encode()
+key = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
+urlopen(Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, key)).read()
+print("thinking")
+exec(task["row"]["agent"])
+"""
+
+
+@pytest.fixture(scope="module")
+def pools(tmp_path_factory: Any, tokenizer: Any) -> Iterator[dict[bool, EnvironmentPool]]:
+    """Return the pool of the command (True) and that of the functions, each with one process."""
+    folder: Path = tmp_path_factory.mktemp("agents")
+    (folder / "agents.py").write_text(AGENTS)
+    (folder / "command.py").write_text(COMMAND)
+    tokenizer.save_pretrained(folder / "tokenizer")
+    with ExitStack() as stack:
+        made = {}
+        for name, words in ((f"{folder / 'agents.py'}:run", ()), ("command", (sys.executable, f"{folder}/command.py"))):
+            spec = EnvironmentSpec(name, 20.0, agent=AgentSpec(words))
+            pool = stack.enter_context(EnvironmentPool({"agent": spec}, 2048, 1, emit=_tell))
+            pool.give_chat(ChatSpec(str(folder / "tokenizer"), TOOLED, None, None, "text"), "hermes")
+            made[bool(words)] = pool
+        yield made
+
+
+TOLD = list[str]()
+
+
+def _tell(kind: str, what: str, **rest: Any) -> None:
+    TOLD.append(what)
+
+
+Play = Callable[..., tuple[list[Rollout], ScriptedEngines]]
+
+
+@pytest.fixture
+def play(pools: dict[bool, EnvironmentPool], tokenizer: Any) -> Play:
+    """Return a function that plays rollouts of an agent of `AGENTS` in its process, with scripted engines."""
+
+    def played(
+        agent: str,
+        says: Any = lambda request: f"7{END}",
+        count: int = 1,
+        must_value: bool = True,
+        command: bool = False,
+        **limits: Any,
+    ) -> tuple[list[Rollout], ScriptedEngines]:
+        pool, chat = pools[command], Chat(tokenizer, TOOLED, None)
+        engines = ScriptedEngines(chat, says, events=pool.events)
+        own: EpisodeLimits = replace(LIMITS, **limits)
+        runner = RolloutRunner(AgentPlayer(pool, chat, own, must_value, 1000), engines)
+        task = Task("r0", [], "play", None, {"x": 1, "agent": agent})
+        ended = begin(runner, *(replace(start(index), task=task) for index in range(count)))
+        until(lambda: (runner.check(), len(ended) == count)[1])
+        return ended, engines
+
+    return played
+
+
+def episode_of(rollout: Rollout) -> PlayedEpisode:
+    assert rollout.episode
+    return rollout.episode
+
+
+@pytest.mark.parametrize("agent", ["three_turns", "of_a_coroutine"])
+def test_an_append_only_agent_trains_one_row_of_what_was_sampled(play: Play, agent: str) -> None:
+    rollouts, engines = play(agent, lambda request: f"<think>{request.id.turn}</think>seven {request.id}{END}", count=8)
+    for rollout in rollouts:
+        (row,) = rollout.rows
+        episode = episode_of(rollout)
+        assert (episode.reward, episode.turns, episode.ending) == ({"x": 1, "turns": 3}, 3, "done")
+        assert [each["role"] for each in episode.messages] == ["user", "assistant"] * 3 and episode.opening == 1
+        asked = [(request, tokens) for request, tokens in engines.asked if request.id.rollout == rollout.id]
+        assert [request.id.turn for request, _ in asked] == [0, 1, 2]
+        last, tokens = asked[-1]
+        assert row.tokens.tolist() == [*last.prompt_tokens, *tokens]
+        assert row.tokens[row.sampled].tolist() == [token for _, said in asked for token in said]
+
+
+def test_a_rewritten_history_trains_each_token_once_and_is_told(play: Play) -> None:
+    rollouts, engines = play("rewriting", count=8)
+    assert [len(each.rows) for each in rollouts] == [3] * 8
+    trained = [row.tokens.tolist() for each in rollouts for row in each.rows]
+    assert sorted(trained) == sorted([*request.prompt_tokens, *tokens] for request, tokens in engines.asked)
+    assert all(row.sampled.sum() == 2 for each in rollouts for row in each.rows)
+    told = [each for each in TOLD if "agent/rows_per_episode" in each]
+    assert len(told) == 1 and "3.0 rows" in told[0] and "message 1 (assistant) has other content" in told[0]
+
+
+def test_an_agent_that_meets_its_budget_is_cut_and_no_failure(play: Play) -> None:
+    (rollout,), _ = play("careful", max_turns=4)
+    episode = episode_of(rollout)
+    assert (episode.reward, episode.turns, episode.ending, rollout.is_cut) == (0.25, 4, "max_turns", True)
+    (rollout,), _ = play("endless", max_turns=4, must_value=False)
+    episode = episode_of(rollout)
+    assert (episode.reward, episode.turns, episode.ending, episode.failure) == (None, 4, "max_turns", None)
+    (rollout,), _ = play("endless", max_turns=4)
+    assert "a budget was used up (max_turns)" in str(episode_of(rollout).failure) and not rollout.rows
+
+
+@pytest.mark.parametrize(
+    ("agent", "cause"),
+    [
+        ("raises", "run raised KeyError"),
+        ("silent", "ended without a turn"),
+        ("wrong", "must return a finite number"),
+    ],
+)
+def test_a_failure_is_no_value(play: Play, agent: str, cause: str) -> None:
+    (rollout,), _ = play(agent)
+    assert rollout.rows == [] and rollout.reward is None
+    assert cause in str(episode_of(rollout).failure)
+
+
+def test_random_draws_are_the_groups(play: Play) -> None:
+    rollouts, engines = play("draws", count=3)
+    assert len({tuple(request.prompt_tokens) for request, _ in engines.asked}) == 1
+    assert all(np.isfinite(each.log_probs).all() for each in rollouts)
+
+
+@pytest.mark.parametrize(
+    ("end", "reward", "cause"),
+    [
+        ("print(json.dumps({'reward': 0.5}))", 0.5, None),
+        ("print('3'); print()", 3.0, None),
+        ("sys.exit(3)", None, "exited with 3"),
+        ("os.kill(os.getpid(), 9)", None, "ended by signal 9"),
+        ("print('no number')", None, "gave no value"),
+        # A child that stays behind holds the output open.
+        ("import subprocess; subprocess.Popen(['sleep', '60']); print(1)", 1.0, None),
+    ],
+)
+def test_a_command_gives_its_value_in_its_last_line(
+    play: Play, end: str, reward: float | None, cause: str | None
+) -> None:
+    (rollout,), _ = play(end, command=True)
+    episode = episode_of(rollout)
+    assert episode.reward == reward and (cause or "None") in str(episode.failure)
