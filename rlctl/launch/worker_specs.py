@@ -56,6 +56,8 @@ def trainer_specs(session: Session, settled: Settled, files: ModelFiles, allocat
             seed=config.run.seed,
             profile=profile,
             roles=roles,
+            adapters=settled.adapters,
+            base_name=None if config.model.random_init else config.model.path,
         )
         env = trainer_environment(allocation.devices(slot), threads) | allocation.environment(slot)
         log = f"{session.logs}/trainer-{rank}.log"

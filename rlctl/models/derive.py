@@ -130,7 +130,7 @@ def _linears(layers: nn.ModuleList, place: str, kinds: LayerKinds) -> Iterator[L
     for index, layer in enumerate(layers):
         mixtures = [name.rpartition(".")[0] for name, module in layer.named_modules() if _stacks(module)]
         for name, module in layer.named_modules():
-            if not isinstance(module, nn.Linear):
+            if type(module) is not nn.Linear:
                 continue
             part = "other"
             if any(name.startswith(f"{each}.") for each in mixtures):

@@ -5,8 +5,9 @@ import os
 import re
 import shutil
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -87,11 +88,16 @@ def write_folder(source: Path, folder: Path, layout: Layout, tensors: Iterable[t
     config = json.loads((source / "config.json").read_text())
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = layout[0][2]
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    copy_companions(source, folder)
+    _write_weights(folder, layout, tensors)
+
+
+def copy_companions(source: Path, folder: Path) -> None:
+    """Copy tokenizer and generation config of a Hugging Face folder."""
     for pattern in COMPANIONS:
         for file in source.glob(pattern):
             if file.is_file():
                 shutil.copyfile(file, folder / file.name)
-    _write_weights(folder, layout, tensors)
 
 
 def write_folder_together(source: Path, folder: Path, layout: Layout, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -103,13 +109,13 @@ def write_folder_together(source: Path, folder: Path, layout: Layout, tensors: I
     dist.barrier()
 
 
-def _save(tensors: dict[str, Tensor], file: Path) -> None:
+def save_tensors(tensors: dict[str, Tensor], file: Path, metadata: Mapping[str, str] = MappingProxyType({})) -> None:
     """Write a safetensors file. Raises OSError with its name, where safetensors has the system's error as text."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     try:
-        save_file(tensors, file, metadata={"format": "pt"})
+        save_file(tensors, file, metadata={"format": "pt", **metadata})
     except SafetensorError as error:
         if (code := re.search(r"os error (\d+)", str(error))) is None:
             raise
@@ -123,7 +129,7 @@ def _write_weights(folder: Path, layout: Layout, tensors: Iterable[tuple[str, Te
     for name, tensor in tensors:
         held[name] = tensor.detach().to("cpu", copy=True).contiguous()
         if last[file_of[name]] == name:
-            _save(held, folder / file_of[name])
+            save_tensors(held, folder / file_of[name])
             (folder / file_of[name]).chmod(0o644)  # safetensors makes it the owner's alone
             held = {}
     if len(last) > 1:

@@ -74,8 +74,10 @@ def list_end_tokens(folder: Path, tokens: Iterable[int]) -> None:
 
     transformers and vLLM end an answer at the tokens listed there. Where the file is missing they read config.json
     instead, so a new file takes over its bos_token_id and pad_token_id. Nothing is written if all are listed already.
+    An adapter's folder has no config.json.
     """
-    file, config = folder / "generation_config.json", json.loads((folder / "config.json").read_text())
+    file, own = folder / "generation_config.json", folder / "config.json"
+    config = json.loads(own.read_text()) if own.is_file() else {}
     values: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
     if not file.is_file():
         names = ("bos_token_id", "pad_token_id", "eos_token_id")

@@ -4,8 +4,10 @@ Quantised weights need their scales, which rlctl does not apply. They are refuse
 even if config.json says nothing.
 """
 
+import hashlib
 import json
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ from rlctl.config.errors import ModelError
 
 # Bytes; safetensors' own bound.
 _LONGEST_HEADER = 100_000_000
+# Read at each end of a file for its digest.
+_ENDS = 1 << 20
 _SCALES = re.compile(
     r"(.*\.)?(\w*_scale(_inv|_2|s)?|scales|qweight|qzeros|g_idx|weight_packed|SCB|absmax|quant_(map|state)(\..*)?)"
 )
@@ -38,7 +42,7 @@ def weight_files(folder: Path) -> list[Path]:
 def check_weights(folder: Path) -> None:
     """Raise ModelError if a file of the folder is missing, cut short, or holds a tensor of quantised weights."""
     for file in weight_files(folder):
-        for name, entry in _header(file).items():
+        for name, entry in file_header(file).items():
             dtype = str(entry["dtype"])
             if _SCALES.fullmatch(name):
                 raise ModelError(f"{file}: {name} belongs to quantised weights, which rlctl does not train; {_PLAIN}")
@@ -48,11 +52,33 @@ def check_weights(folder: Path) -> None:
 
 def weight_headers(folder: Path) -> dict[str, tuple[str, list[int]]]:
     """Return name -> (dtype as safetensors has it, shape) of each tensor of a folder. Raises ModelError."""
-    entries = (entry for file in weight_files(folder) for entry in _header(file).items())
+    entries = (entry for file in weight_files(folder) for entry in file_header(file).items())
     return {name: (str(entry["dtype"]), list(entry["shape"])) for name, entry in entries}
 
 
-def _header(file: Path) -> dict[str, Any]:
+def digest_of_weights(folder: Path) -> str:
+    """Return the digest of names, sizes, first and last bytes of a folder's safetensors."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("model*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_ENDS))
+            file.seek(max(0, size - _ENDS))
+            digest.update(file.read(_ENDS))
+    return digest.hexdigest()
+
+
+def file_metadata(file: Path) -> dict[str, str]:
+    """Return the metadata of a safetensors file; empty for a file that cannot be read, or has none."""
+    with suppress(OSError, ValueError, AttributeError, RecursionError), file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        found = json.loads(stream.read(min(length, _LONGEST_HEADER))).get("__metadata__")
+        return {str(key): str(value) for key, value in found.items()}
+    return {}
+
+
+def file_header(file: Path) -> dict[str, Any]:
     """Return tensor name -> {dtype, shape, data_offsets}. Raises ModelError."""
     size = file.stat().st_size
     with file.open("rb") as stream:

@@ -17,6 +17,7 @@ from rlctl.config.schema import RunConfig
 from rlctl.data.datasets import shown
 from rlctl.data.files import files_of
 from rlctl.data.tasks import SupervisedSample, Task
+from rlctl.models.weight_headers import digest_of_weights
 from rlctl.preflight.settled import Settled
 
 _SIZES = [
@@ -43,7 +44,6 @@ _SIZES = [
     "rope_theta",
 ]
 _VOCABULARY = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
-_ENDS = 1 << 20
 # Keys that determine the rows, their order and their text, apart from the data file's own bytes.
 _DATASET_KEYS = [
     f"data.train.{name}" for name in ("prompt_key", "answer_key", "messages_key", "limit", "split", "args")
@@ -186,14 +186,7 @@ def _weights(settled: Settled, folder: Path | None) -> str | None:
         return None
     if config.model.random_init:
         return f"random, of seed {config.run.seed}"
-    digest = hashlib.sha256()
-    for path in sorted(folder.glob("model*.safetensors")) if folder else []:
-        digest.update(f"{path.name} {path.stat().st_size}".encode())
-        with path.open("rb") as file:
-            digest.update(file.read(_ENDS))
-            file.seek(max(0, path.stat().st_size - _ENDS))
-            digest.update(file.read(_ENDS))
-    return digest.hexdigest() if folder else None
+    return digest_of_weights(folder) if folder else None
 
 
 def _digest_files(dataset: str | Sequence[str] | None) -> str | None:

@@ -210,16 +210,19 @@ class _ChunkedLogProbs(torch.autograd.Function):
         hidden, weight, bias, targets, entropy, normalizer = ctx.saved_tensors
         work = _for_chunks(_backward) if ctx.compiled else _backward
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+        # A frozen head has neither: its gradient is a product, and float32 numbers, for nothing.
+        _, of_weight, of_bias, *_ = ctx.needs_input_grad
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if of_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if of_bias else None
         for at in range(0, len(hidden), ctx.chunk):
             rows = slice(at, at + ctx.chunk)
             logits = F.linear(hidden[rows], weight, bias)
             gradients = [None if each is None else each[rows] for each in (grad_log_probs, grad_entropy)]
             grad = work(logits, targets[rows], ctx.how, normalizer[rows], entropy[rows], *gradients)
             grad_hidden[rows] = grad @ weight
-            _add_product(grad_weight, grad.T, hidden[rows])
+            if grad_weight is not None:
+                _add_product(grad_weight, grad.T, hidden[rows])
             if grad_bias is not None:
                 grad_bias += grad.sum(0, dtype=torch.float32)
-        given = None if grad_bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight.to(weight.dtype), given, None, None, None, None, None
+        given = [None if each is None else each.to(weight.dtype) for each in (grad_weight, grad_bias)]
+        return grad_hidden, *given, None, None, None, None, None

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
+from rlctl.models.adapters import AdapterSpec
 from rlctl.models.layer_kinds import unusual_parts
 from rlctl.models.parameter_table import Layout, ParameterTable, TensorRow
 from rlctl.preflight.backend import backend_of
@@ -64,6 +65,11 @@ class TrainerSpec:
     profile: ProfileSpec | None
     # The models whose log-probs the run needs, besides the policy's.
     roles: Mapping[Role, RoleModel]
+    # Adapters that are trained in place of the weights, PEFT's folder of their first values, or None to draw them, and
+    # the base's name in an export; None: `model_path`.
+    adapters: AdapterSpec | None = None
+    adapter_folder: str | None = None
+    base_name: str | None = None
 
 
 class TrainerRank(ABC):
@@ -129,6 +135,10 @@ class TrainerRank(ABC):
         if role not in self._spec.roles:
             raise ValueError(f"the trainer has no {role}: its roles are {', '.join(('policy', *self._spec.roles))}")
         live = self._weights()
+        if self._spec.adapters and self._spec.roles[role].folder == self._spec.model_path:
+            from rlctl.training.lora import without_adapters
+
+            return without_adapters(self._lm)
         if role not in self._frozen:
             self._frozen[role] = FrozenWeights(self._read_weights(Path(self._spec.roles[role].folder), live))
         return self._frozen[role].in_place_of(live)
@@ -164,7 +174,7 @@ class TrainerRank(ABC):
         There is no train/lr then.
 
         Raises FloatingPointError, on every rank and with nothing updated, for a loss or a gradient norm that is not
-        finite.
+        finite. Raises RuntimeError after the first optimizer step if an adapter had no gradient.
         """
         metrics, self._metrics = self._metrics, None
         if metrics is None:
@@ -178,6 +188,8 @@ class TrainerRank(ABC):
             norm = self._clip(metrics.loss(self._device), normalizer)
             if norm:
                 self._move_weights(lr)
+                if self._spec.adapters and self._updates == 0:
+                    self._check_adapters()
         finally:
             self._zero_gradients()
         self._updates += norm > 0
@@ -225,9 +237,12 @@ class TrainerRank(ABC):
     def layout(self, dtype: str | None = None) -> Layout:
         """Return (Hugging Face name, shape, dtype) of everything `export` yields, in its order; no data is moved.
 
-        Tensors that transformers keeps in float32 stay so, and buffers have their dtype on disk.
+        Tensors that transformers keeps in float32 stay so, and buffers have their dtype on disk. With adapters these
+        are everything, under the names of `AdapterTensor`.
         """
         kind = dtype or self._kept_in
+        if self._spec.adapters:
+            return [(each.name, each.shape, kind) for each in self._spec.adapters.tensors]
         return [(row.name, row.shape, self._kind_of(row, kind)) for row in self._table.sent]
 
     def _table_of(self, folder: Path) -> ParameterTable:
@@ -367,6 +382,10 @@ class TrainerRank(ABC):
     @abstractmethod
     def _move_weights(self, lr: float) -> None:
         """Make an optimizer step of the gradients that `_clip` left."""
+
+    def _check_adapters(self) -> None:
+        """Raise RuntimeError on all ranks, naming it, if a B had no gradient in the first optimizer step."""
+        raise NotImplementedError
 
     @abstractmethod
     def _rehearse(self, loss: Tensor) -> None:

@@ -1,6 +1,7 @@
 """The policy as one FSDP2 module: a Hugging Face causal LM, its layers sharded, its head computed in chunks.
 
-Weights are float32 masters, read from safetensors one layer at a time, so that no rank ever holds them whole.
+Weights are float32 masters, read from safetensors one layer at a time, so that no rank ever holds them whole. Frozen
+ones, below adapters, are of the compute dtype.
 """
 
 from collections.abc import Mapping
@@ -16,12 +17,14 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rlctl.config.errors import ModelError
+from rlctl.models.adapter_folder import AdapterFile
 from rlctl.models.facts import ModelFacts
 from rlctl.models.grouped_experts import check_grouped
 from rlctl.models.hf_folder import WeightFiles
 from rlctl.models.parameter_table import ParameterTable
 from rlctl.preflight.settings import TrainerSettings
 from rlctl.training.logprobs import chunked_log_probs
+from rlctl.training.lora import FirstAdapters, add_adapters, is_lora
 from rlctl.training.micro_batching import TrainingSample
 from rlctl.training.packing import Packed, compile_for_packs, pack
 
@@ -82,9 +85,11 @@ class Reading:
     facts: ModelFacts
     table: ParameterTable
     files: WeightFiles
-    # Of computations: buffers have it, parameters are float32 masters.
+    # Of computations: buffers and frozen parameters have it, trained ones are float32 masters.
     dtype: torch.dtype
     device: torch.device
+    # First values of adapters.
+    first: FirstAdapters | None
 
 
 def build_policy(
@@ -96,10 +101,12 @@ def build_policy(
     dtype: torch.dtype,
     mesh: DeviceMesh,
     temperature: float,
+    first: FirstAdapters | None = None,
 ) -> FsdpPolicy:
     """Shard a `skeleton` over `mesh` and read its weights; computes in `dtype`, keeps float32 masters.
 
-    Raises the errors of `WeightFiles`, and ValueError for experts that a GPU would multiply one at a time.
+    first: adapters, which alone are trained; None: every parameter is. Raises the errors of `WeightFiles`, and
+    ValueError for experts that a GPU would multiply one at a time.
     """
     cuda = mesh.device_type == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
@@ -110,11 +117,13 @@ def build_policy(
     if section.activation_checkpointing:
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     lm.train()
+    if first:
+        add_adapters(lm, first.spec)
     compiled = section.compile
     policy = FsdpPolicy(lm, facts, temperature, section.logprob_chunk_tokens, compiled)
     half = dtype != torch.float32
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if half else MixedPrecisionPolicy()
-    reading = Reading(facts, table, WeightFiles(folder), dtype, device)
+    reading = Reading(facts, table, WeightFiles(folder), dtype, device, first)
     for i, layer in enumerate(lm.get_submodule(facts.layers)):
         _materialize(layer, f"{facts.layers}.{i}.", reading)
         if compiled:
@@ -137,15 +146,22 @@ def build_policy(
 def _materialize(module: nn.Module, prefix: str, reading: "Reading") -> None:
     """Read every parameter of `module` that is still on the meta device, and every buffer that is on disk."""
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        if not tensor.is_meta or not reading.table.holds(prefix + name):
+        is_adapter = reading.first is not None and is_lora(name)
+        if not tensor.is_meta or not (is_adapter or reading.table.holds(prefix + name)):
             continue
-        whole = isinstance(tensor, nn.Parameter) or reading.facts.keeps_float32(prefix + name)
-        dtype = tensor.dtype if not tensor.is_floating_point() else torch.float32 if whole else reading.dtype
-        value = torch.empty(tensor.shape, dtype=dtype)
-        reading.files.read_into(reading.table.of(prefix + name), value)
+        if is_adapter and reading.first:
+            value = reading.first.value(prefix + name, tensor.shape)
+        else:
+            # A buffer that is on disk needs no gradient.
+            whole = tensor.requires_grad or reading.facts.keeps_float32(prefix + name)
+            dtype = tensor.dtype if not tensor.is_floating_point() else torch.float32 if whole else reading.dtype
+            value = torch.empty(tensor.shape, dtype=dtype)
+            reading.files.read_into(reading.table.of(prefix + name), value)
         value = value.to(reading.device)
+        if isinstance(tensor, nn.Parameter):
+            value = nn.Parameter(value, tensor.requires_grad)
         owner, _, leaf = name.rpartition(".")
-        setattr(module.get_submodule(owner), leaf, nn.Parameter(value) if isinstance(tensor, nn.Parameter) else value)
+        setattr(module.get_submodule(owner), leaf, value)
 
 
 def read_shards(files: WeightFiles, table: ParameterTable, held: Named, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -157,6 +173,17 @@ def read_shards(files: WeightFiles, table: ParameterTable, held: Named, dtype: t
         if isinstance(tensor, DTensor):
             whole = local(distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None))
         weights[name] = whole.to(dtype if isinstance(tensor, nn.Parameter) else tensor.dtype)
+    return weights
+
+
+def read_adapter_shards(folder: Path, held: Named, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Read every adapter from PEFT's folder, in `dtype`, cut as it is held."""
+    file, weights = AdapterFile(folder), {}
+    for name, tensor in held.items():
+        whole = file.tensor(name)
+        if isinstance(tensor, DTensor):
+            whole = local(distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None))
+        weights[name] = whole.to(dtype)
     return weights
 
 

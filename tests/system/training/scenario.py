@@ -12,6 +12,8 @@ from torch import Tensor
 
 from rlctl.config.schema import OptimizerSection
 from rlctl.grpo.losses.base import PolicyLoss, make_loss
+from rlctl.models.adapters import AdapterSpec, choose_targets
+from rlctl.models.derive import load_facts
 from rlctl.preflight.backends.megatron import MegatronSection
 from rlctl.preflight.columns import RoleModel
 from rlctl.preflight.load import load
@@ -152,11 +154,13 @@ def trainer(
     world: int = 1,
     device: str = "cpu",
     reference: Path | None = None,
+    adapters: AdapterSpec | None = None,
+    adapter: Path | None = None,
     **options: Any,
 ) -> Iterator[Any]:
     """A trainer in this process; `folder` holds the rendezvous file, options replace CONFIG's.
 
-    reference: folder of that role's model, `model` unless given.
+    reference: folder of that role's model, `model` unless given. adapter: folder of the adapters' first values.
     """
     meeting = folder / f"meeting-{len(list(folder.glob('meeting*'))) if world == 1 else 'shared'}"
     config = replace(CONFIG, **options)
@@ -165,12 +169,20 @@ def trainer(
             config=config, model_path=str(model), tokenizer_path=str(model), rank=rank, world=world,
             init_method=f"file://{meeting}", device=device, temperature=TEMPERATURE, total_updates=TOTAL_UPDATES,
             seed=0, profile=None, roles={"reference": RoleModel(str(reference or model))},
+            adapters=adapters, adapter_folder=str(adapter) if adapter else None,
         )
     )  # fmt: skip
     try:
         yield one
     finally:
         one.close()
+
+
+def adapters_of(model: Path, rank: int = 4, dropout: float = 0.0, targets: str | list[str] = "all") -> AdapterSpec:
+    """Adapters of a model, scaled by 2."""
+    chosen, problems = choose_targets(load_facts(model).sizes.linears, targets)
+    assert not problems
+    return AdapterSpec(rank, alpha=2.0 * rank, rslora=False, dropout=dropout, targets=chosen)
 
 
 def assert_compiled_trains_alike(model: Path, folder: Path, data: list[TrainingSample], **options: Any) -> None:

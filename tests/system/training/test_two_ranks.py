@@ -8,8 +8,10 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
+from rlctl.models.adapter_folder import AdapterFile
 from tests.system.training.scenario import (
     WeightedLoss,
+    adapters_of,
     assert_close,
     assert_refused,
     refused,
@@ -24,6 +26,8 @@ from tests.system.training.scenario import (
 from tests.tiny_models import Kind, make_model
 
 KINDS: tuple[Kind, ...] = ("qwen3", "qwen3_moe")
+# The same of rank-1 adapters: one of the two ranks has no row of A.
+ADAPTED = "adapted"
 # Dealt so that rank 0 has three micro-batches and an empty one, rank 1 four.
 DATA = sequences(7, seed=4)
 LOSS = WeightedLoss()
@@ -49,6 +53,18 @@ def two_ranks(rank: int, folder: Path) -> None:
             seen["refused"] = refused(one, DATA, 24, rank, 2)
             seen["rollouts"] = train_rollouts(one, DATA, 40, rank, 2)
             torch.save(seen, folder / kind / f"rank-{rank}.pt")
+    with trainer(
+        folder / "qwen3", folder / f"{ADAPTED}-group", rank, 2, adapters=adapters_of(folder / "qwen3", 1)
+    ) as one:
+        mine = share(DATA, 24, rank, 2)
+        seen = {"trained": [one.train(mine, LOSS, totals(DATA)), train_in_parts(one, DATA, 24, rank, 2)]}
+        seen |= {"weights": weights(one), "sent": [(each.name, each.start) for each in one.shards()]}
+        one.save(folder / ADAPTED / "state")
+        one.export_folder(folder / ADAPTED / "exported")
+        reference = one.log_probs(mine, "reference")
+        seen["reference"] = [torch.from_numpy(x) for batch in reference for x in batch]
+        seen["next"] = one.train(mine, LOSS, totals(DATA))
+        torch.save(seen, folder / ADAPTED / f"rank-{rank}.pt")
 
 
 @pytest.fixture(scope="module")
@@ -57,11 +73,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for kind in KINDS:
         make_model(folder / kind, kind)
         (folder / f"{kind}-group").mkdir()
+    for name in (ADAPTED, f"{ADAPTED}-group"):
+        (folder / name).mkdir()
     mp.spawn(two_ranks, (folder,), nprocs=2)
     return folder
 
 
-def seen(run: Path, kind: Kind, rank: int) -> dict[str, Any]:
+def seen(run: Path, kind: str, rank: int) -> dict[str, Any]:
     return torch.load(run / kind / f"rank-{rank}.pt", weights_only=True)
 
 
@@ -118,3 +136,31 @@ def test_the_layout_and_the_exported_folder_hold_full_tensors(kind: Kind, run: P
     result = seen(run, kind, 0)
     assert result["listed"]
     assert_close(load_file(run / kind / "exported" / "model.safetensors"), result["weights"], atol=0)
+
+
+def test_adapters_of_two_ranks_are_those_of_one(run: Path, tmp_path: Path) -> None:
+    ranks = [seen(run, ADAPTED, 0), seen(run, ADAPTED, 1)]
+    spec = adapters_of(run / "qwen3", 1)
+    with trainer(run / "qwen3", tmp_path, adapters=spec) as one:
+        for metrics in ranks[0]["trained"]:
+            assert_close(metrics, one.train(share(DATA, 64), LOSS, totals(DATA)), atol=1e-6)
+        for rank in ranks:
+            assert_close(rank["weights"], weights(one), atol=1e-6)
+    sent = [dict(rank["sent"]) for rank in ranks]
+    assert sent[0].keys() == {each.name for each in spec.tensors}
+    assert sent[1].keys() == {each.name for each in spec.tensors if not each.is_a}
+    with trainer(run / "qwen3", tmp_path) as base:
+        for rank in (0, 1):
+            expected = [x for batch in base.log_probs(share(DATA, 24, rank, 2)) for x in batch]
+            for got, want in zip(ranks[rank]["reference"], expected, strict=True):
+                np.testing.assert_allclose(got.numpy(), want, atol=1e-6)
+
+
+def test_adapters_of_two_ranks_continue_on_one_and_are_exported_whole(run: Path, tmp_path: Path) -> None:
+    spec, result = adapters_of(run / "qwen3", 1), seen(run, ADAPTED, 1)
+    with trainer(run / "qwen3", tmp_path, adapters=spec) as one:
+        one.load(run / ADAPTED / "state")
+        assert_close(weights(one), result["weights"], atol=0)
+        assert_close(one.train([DATA], LOSS, totals(DATA)), result["next"], atol=1e-6)
+    file = AdapterFile(run / ADAPTED / "exported")
+    assert_close({each.name: file.tensor(each.name) for each in spec.tensors}, result["weights"], atol=0)

@@ -134,6 +134,33 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits() -> None:
     assert largest.numel == chunk * vocab
 
 
+@pytest.mark.parametrize("rows", [7, 0])
+def test_a_frozen_head_has_no_gradient_and_costs_no_memory_for_one(rows: int) -> None:
+    hidden, weight, targets = example(8, 4, 500)
+    bias = torch.zeros(500)
+    made = []
+
+    class Float32(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            out = func(*args, **(kwargs or {}))
+            made.extend([out.shape] if isinstance(out, Tensor) else [])
+            return out
+
+    gradients = []
+    for trained in (True, False):
+        own = hidden.clone().requires_grad_()
+        weight.requires_grad_(trained)
+        with Float32():
+            log_probs, entropy = chunked_log_probs(own[:rows], weight, targets[:rows], 1.0, 4, bias=bias)
+            (log_probs.sum() + entropy.sum()).backward()
+        assert (weight.shape in made) == trained
+        made.clear()
+        gradients.append(own.grad)
+        assert (weight.grad is not None) == trained and bias.grad is None
+        weight.grad = None
+    torch.testing.assert_close(*gradients, atol=0, rtol=0)
+
+
 @pytest.mark.long  # compiles
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 def test_a_pack_of_one_chunk_and_one_of_several_share_what_is_compiled() -> None:

@@ -1,0 +1,130 @@
+"""Linear layers with a low-rank adapter, as PEFT computes and draws them, over frozen weights.
+
+Adapters are float32. Their layers compute in the dtype that FSDP casts them to, in the order that engines compute in.
+"""
+
+import math
+import zlib
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rlctl.models.adapter_folder import AdapterFile, write_adapter
+from rlctl.models.adapters import LORA_A, LORA_B, AdapterSpec
+from rlctl.models.hf_folder import copy_companions
+from rlctl.models.layer_kinds import LinearLayer
+from rlctl.models.weight_headers import digest_of_weights
+
+
+class LoraLinear(nn.Linear):
+    """A frozen linear layer plus the product of two smaller ones.
+
+    Its own parameters keep their names. A is `lora_A.weight` [rank, inputs], B is `lora_B.weight` [outputs, rank].
+    """
+
+    def __init__(self, base: nn.Linear, spec: AdapterSpec) -> None:
+        super().__init__(base.in_features, base.out_features, bias=False, device="meta")
+        self.weight, self.bias = base.weight, base.bias  # type: ignore[assignment]
+        self.lora_A = nn.Linear(base.in_features, spec.rank, bias=False, device="meta")
+        self.lora_B = nn.Linear(spec.rank, base.out_features, bias=False, device="meta")
+        self.scale, self.dropout = spec.scale, spec.dropout
+        # False where the base alone is wanted.
+        self.adapts = True
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return y + ((x A^T) B^T) * scale. In training some of x are 0 for A alone, as `dropout` says."""
+        output = F.linear(input, self.weight, self.bias)
+        if not self.adapts:
+            return output
+        if self.dropout and torch.is_grad_enabled():
+            input = F.dropout(input, self.dropout)
+        product: Tensor = self.lora_B(self.lora_A(input))
+        return output + product * self.scale
+
+
+def add_adapters(lm: Any, spec: AdapterSpec) -> None:
+    """Freeze every parameter of a causal LM on the meta device, and add adapters to the targets.
+
+    Comes before `fully_shard`. The adapters are on the meta device too.
+    """
+    lm.requires_grad_(False)
+    for target in spec.targets:
+        owner, _, leaf = target.name.rpartition(".")
+        base = lm.get_submodule(target.name)
+        assert type(base) is nn.Linear, f"{target.name} is a {type(base).__name__}"
+        setattr(lm.get_submodule(owner), leaf, LoraLinear(base, spec))
+
+
+def is_lora(name: str) -> bool:
+    """Return True for a parameter of an adapter."""
+    return name.endswith((LORA_A, LORA_B))
+
+
+@dataclass(frozen=True)
+class FirstAdapters:
+    """Adapters before their first update: those of a folder, or drawn as PEFT draws them."""
+
+    spec: AdapterSpec
+    # PEFT's folder; None: they are drawn.
+    folder: Path | None
+    seed: int
+
+    def value(self, name: str, shape: torch.Size) -> Tensor:
+        """Return a whole tensor, float32. Drawn: A is uniform within 1 / sqrt(inputs), B is 0.
+
+        A depends on the seed and its name alone, so that every rank draws the same.
+        """
+        if self.folder:
+            return AdapterFile(self.folder).tensor(name)
+        drawn = torch.zeros(shape)
+        if name.endswith(LORA_A):
+            # torch's generator takes 32 bits of a seed.
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{self.seed} {name}".encode()))
+            nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)
+        return drawn
+
+
+@contextmanager
+def without_adapters(lm: nn.Module) -> Iterator[None]:
+    """Have the layers compute with the frozen weights alone within the block."""
+    layers = [module for module in lm.modules() if isinstance(module, LoraLinear)]
+    for layer in layers:
+        layer.adapts = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.adapts = True
+
+
+@dataclass(frozen=True)
+class Base:
+    """The model below adapters, for their export."""
+
+    folder: Path
+    # As adapter_config.json names it: a folder, or a hub name.
+    name: str
+    linears: tuple[LinearLayer, ...]
+
+
+def write_together(folder: Path, spec: AdapterSpec, base: Base, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Write PEFT's folder from rank 0, of tensors that all ranks make together, with the tokenizer of the base.
+
+    All ranks return when it is whole.
+    """
+    if dist.get_rank() == 0:
+        named = {each.name: each for each in spec.tensors}
+        own = ((named[name], value) for name, value in tensors)
+        write_adapter(folder, spec, base.linears, base.name, digest_of_weights(base.folder), own)
+        copy_companions(base.folder, folder)
+    else:
+        deque(tensors, maxlen=0)
+    dist.barrier()
