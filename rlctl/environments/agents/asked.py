@@ -53,6 +53,8 @@ class AskedTurn:
     stream: bool = False
     # Keys of the request that change the form of the answer alone.
     form: dict[str, Any] = field(default_factory=dict)
+    # Id of the turn whose conversation the messages go on; empty if they are all.
+    continues: str = ""
     # Names of parameters that were not honoured, as `overridden/temperature`.
     counted: list[str] = field(default_factory=list)
 

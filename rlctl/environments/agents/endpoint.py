@@ -18,7 +18,7 @@ from typing import Any
 
 from aiohttp import web
 
-from rlctl.environments.agents import chat_completions
+from rlctl.environments.agents import anthropic_messages, chat_completions, responses
 from rlctl.environments.agents.asked import AskedTurn, RefusedError
 from rlctl.environments.agents.said import SaidTurn
 from rlctl.environments.agents.session import AgentSession, Flight
@@ -28,7 +28,11 @@ MAX_BODY, BODY_S = 64 << 20, 60.0
 # Some SDKs add `/v1` to a base address that has it already.
 _PATH = re.compile(r"/sessions/(?P<id>[0-9a-f]{16})(?:/v1){0,2}(?P<rest>/.*)?")
 # An API: how a request is read, an answer and an error are written. Each is a module.
-APIS: dict[str, ModuleType] = {"/chat/completions": chat_completions}
+APIS: dict[str, ModuleType] = {
+    "/chat/completions": chat_completions,
+    "/messages": anthropic_messages,
+    "/responses": responses,
+}
 # A stream begins after this many seconds without a turn: errors before that have their own status.
 _STREAM_S, _COMMENT_S = 3.0, 10.0
 _TOLD = 20

@@ -10,11 +10,12 @@ import asyncio
 import secrets
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from rlctl.data.chat import Chat
-from rlctl.environments.agents.asked import AskedTurn, RefusedError
-from rlctl.environments.agents.history import PlacedRequest, SessionHistory
+from rlctl.environments.agents.asked import AskedTurn, RefusedError, checked_messages
+from rlctl.environments.agents.history import PlacedRequest, SessionHistory, said_message
 from rlctl.environments.agents.said import SaidTurn, say
 from rlctl.environments.contract import ContractError, Message, Reward, checked_reward
 
@@ -93,7 +94,7 @@ class AgentSession:
 
     def count_tokens(self, asked: AskedTurn) -> int:
         """Return the tokens of a request's prompt. Raises RefusedError."""
-        return self._history.place(asked).length
+        return self._history.place(self._whole(asked)).length
 
     def deliver(self, said: SaidTurn) -> None:
         """Learn that a turn reaches its client: from now on it is a part of the rollout."""
@@ -135,6 +136,7 @@ class AgentSession:
             self.counts["refused"] += 1
             raise RefusedError(BUDGETS.get(self.budget, "too many requests were refused before"))
         try:
+            asked = self._whole(asked)
             place = self._history.place(asked)
         except RefusedError:
             self.counts["refused"] += 1
@@ -153,6 +155,21 @@ class AgentSession:
         self._known[number] = said
         self._history.add(place, said)
         return said
+
+    def _whole(self, asked: AskedTurn) -> AskedTurn:
+        """Return a request with all messages, of which the session may keep the first ones. Raises RefusedError."""
+        if not asked.continues:
+            return asked
+        number = asked.continues.removeprefix(f"{self.id}-")
+        said = self._known.get(int(number)) if number.isdecimal() else None
+        if said is None:
+            raise RefusedError("previous_response_id is of no turn of this session", 404, "not_found")
+        # Instructions are of one request alone.
+        later = [each for each in said.asked.messages if each["role"] != "system"]
+        opening = [each for each in asked.messages if each["role"] == "system"]
+        added = [each for each in asked.messages if each["role"] != "system"]
+        messages = checked_messages([*opening, *later, said_message(said), *added])
+        return replace(asked, messages=messages, tools=asked.tools or said.asked.tools)
 
     def _note(self, place: PlacedRequest, asked: AskedTurn) -> None:
         self.counts["spelled"] += len(place.spelled)
