@@ -8,6 +8,8 @@ from torch import Tensor
 from rlctl.bench.rounds import BenchEnd, Measured, Meeting, Timing
 from rlctl.bench.schemes import Scheme, receive
 from rlctl.bench.weights import make_tensor
+from rlctl.generation.vllm.adapter_loader import installed
+from rlctl.generation.vllm.adapters import EngineAdapters
 from rlctl.generation.vllm.param_layout import UnsupportedLayout, find_regions
 from rlctl.generation.vllm.worker import RefitWorker
 from rlctl.refit.plan import RefitPlan
@@ -19,6 +21,10 @@ class BenchWorker(RefitWorker):
     """Mix-in of vLLM's worker; `self.rank` counts the workers of its engine."""
 
     _bench: BenchEnd
+
+    @property
+    def _bench_adapters(self) -> EngineAdapters | None:
+        return installed(self.model_runner.get_model())
 
     def bench_meet(self, port: int, parties: int) -> None:
         """Join the other processes of the bench."""
@@ -38,7 +44,7 @@ class BenchWorker(RefitWorker):
         def work(number: int) -> Timing:
             if in_turn:
                 self._bench.meeting.wait()
-            header = Header(version + number, plan.digest, checks)
+            header = Header(version + number, plan.digest, checks, self._bench_adapters is not None)
             report = self._rl.receive(header)
             return {"wire": report.wire, "load": report.load}, self._rl.commit(header)[0]
 
@@ -71,11 +77,12 @@ class BenchWorker(RefitWorker):
 
     def bench_forget(self) -> None:
         """Zero every parameter, so that old weights cannot pass for new ones; not on CPU (see `_bench_load`)."""
-        if self.device.type == "cpu":
+        adapters = self._bench_adapters
+        if self.device.type == "cpu" and not adapters:
             return
         with torch.no_grad():
-            for parameter in self.model_runner.get_model().parameters():
-                parameter.zero_()
+            for held in adapters.buffers.values() if adapters else self.model_runner.get_model().parameters():
+                held.zero_()
 
     def _bench_load(self, tensors: list[tuple[str, Tensor]]) -> None:
         """Load tensors; on CPU, where vLLM repacks weights, keep them: loading is no part of the transport."""
@@ -86,7 +93,9 @@ class BenchWorker(RefitWorker):
 
     def _bench_held(self, plan: RefitPlan) -> dict[str, list[tuple[Any, Tensor]]]:
         """Return where each tensor is: parts of the live parameters, or on CPU the tensors delivered to the loader."""
-        if self._rl_regions is None:
+        if adapters := self._bench_adapters:
+            self._rl_regions = adapters.regions
+        elif self._rl_regions is None:
             self._rl_regions = find_regions(self.model_runner, plan, self.device)
         held: dict[str, list[tuple[Any, Tensor]]] = {}
         if not isinstance(self._rl_regions, UnsupportedLayout):

@@ -97,8 +97,8 @@ class GenerationBench(Bench):
             what = f"{self.tokens}: {self._length} with prompt and answers, and the model's longest sequence is {most}"
             problems.append(Problem("--tokens", "", what))
         for key in (each.partition("=")[0] for each in self.extra):
-            if not key.startswith(("generation.", "environment.", "run.", "placement.")):
-                what = f"{key}: keys of generation, environment, placement and run are what can change"
+            if not key.startswith(("generation.", "environment.", "run.", "placement.", "lora")):
+                what = f"{key}: keys of generation, environment, placement, lora and run are what can change"
                 problems.append(Problem("--set", "", what))
         return problems
 

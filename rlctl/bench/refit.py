@@ -29,6 +29,8 @@ from rlctl.generation.vllm.kind import environment, make_vllm_engine
 from rlctl.launch.local_ray import local_ray
 from rlctl.launch.sampling import shared_memory
 from rlctl.launch.worker_specs import trainer_environment
+from rlctl.models.adapters import AdapterSpec, choose_targets
+from rlctl.models.model_sizes import read_sizes
 from rlctl.preflight.placement import Placement, ResourceRequest, place, this_machine, usual_transport
 from rlctl.refit.protocol import Checks, Kind, Mode, TransportSpec
 from rlctl.refit.refit import EngineEnd, Refit, RefitOptions
@@ -63,6 +65,7 @@ class RefitBench(Bench):
     updates: int  # refits a row while requests run
     references: bool  # measure the other schemes too
     enforce_eager: bool
+    lora_rank: int = 0  # of adapters that are sent instead of the weights; 0: the weights
 
     def check(self) -> list[Problem]:
         problems = model_problems(self.model)
@@ -72,6 +75,9 @@ class RefitBench(Bench):
             assert self.placement
         except ValueError as error:
             problems.append(Problem("--trainers, --generators, --tensor-parallel", "", str(error)))
+        if self.lora_rank and (self.modes != ["auto"] or self.checks != ["all"]):
+            why = "adapters are always staged and checked whole: leave --mode and --checksum out"
+            problems.append(Problem("--lora-rank", "", why))
         if "direct" in self.modes and self.cpu:
             why = "direct needs a GPU: on CPU vLLM repacks its weights; allowed: auto, staged"
             problems.append(Problem("--mode", "", why))
@@ -101,6 +107,13 @@ class RefitBench(Bench):
         request = ResourceRequest(self.trainers, self.engines, self.tensor_parallel, self.colocated)
         return place(this_machine(self.gpus), request)
 
+    def _adapters(self, model: Path) -> AdapterSpec | None:
+        """Return adapters of all linear layers that can have one. model: a folder with its config.json."""
+        if not self.lora_rank:
+            return None
+        targets, _ = choose_targets(read_sizes(model / "config.json").linears, "all")
+        return AdapterSpec(self.lora_rank, 2.0 * self.lora_rank, False, 0.0, targets)
+
     @property
     def kinds(self) -> Sequence[Kind]:
         """Transports that are measured."""
@@ -114,10 +127,11 @@ class RefitBench(Bench):
     def _stage(self, memory: Path, logs: Path) -> Iterator["_Stage"]:
         """Start all processes; they end with the block. memory: folder for weights in transit."""
         model = model_folder(self.model, memory)
-        trainers = self._start_trainers(model, logs)
+        adapters = self._adapters(model)
+        trainers = self._start_trainers(model, adapters, logs)
         engines: list[Worker] = []
         try:
-            engines += [self._start_engine(model, index, logs) for index in range(self.engines)]
+            engines += [self._start_engine(model, adapters, index, logs) for index in range(self.engines)]
             trainers.built().wait(_DEADLINE_S)
             for engine in engines:
                 engine.built().wait(_DEADLINE_S)
@@ -127,17 +141,17 @@ class RefitBench(Bench):
             for engine in engines:
                 engine.kill()
 
-    def _start_trainers(self, model: Path, logs: Path) -> WorkerGroup:
+    def _start_trainers(self, model: Path, adapters: AdapterSpec | None, logs: Path) -> WorkerGroup:
         places, specs = self.placement.trainers, []
         init_method = f"tcp://127.0.0.1:{free_port()}"
         for rank in range(len(places)):
             device = "cpu" if self.cpu else "cuda:0"
-            make = partial(BenchTrainer, str(model), rank, len(places), device, self.master, init_method)
+            make = partial(BenchTrainer, str(model), adapters, rank, len(places), device, self.master, init_method)
             env = trainer_environment(self._visible(places[rank].devices), max(1, usable_cores() // len(places)))
             specs.append(WorkerSpec(f"trainer-{rank}", make, env, f"{logs}/trainer-{rank}.log", threads=2))
         return WorkerGroup(specs, _DEADLINE_S)
 
-    def _start_engine(self, model: Path, index: int, logs: Path) -> Worker:
+    def _start_engine(self, model: Path, adapters: AdapterSpec | None, index: int, logs: Path) -> Worker:
         spec = EngineSpec(
             kind="vllm",
             options={"fast_path": True, "enforce_eager": self.enforce_eager or self.cpu},
@@ -161,6 +175,7 @@ class RefitBench(Bench):
             reset_prefix_cache=True,
             recompute_kv_cache=False,
             forced_lengths=None,
+            adapters=adapters,
         )
         slot = self.placement.engines[index]
         shared = self.placement.peer_devices(slot) if "ipc" in self.kinds else ()
@@ -283,8 +298,11 @@ class _Stage:
             timeout_s=bench.defaults.timeout_s,
             folder=str(self._folder / "refit"),
             checks=bench.checks[0],
-            colocated=bench.placement.shared and not bench.cpu and len(self.trainers) == self.workers == 1,
+            colocated=bench.placement.shared
+            and not (bench.cpu or bench.lora_rank)
+            and len(self.trainers) == self.workers == 1,
             in_flight=True,
+            adapters=bench.lora_rank > 0,
         )
 
     def _clear(self) -> None:

@@ -6,7 +6,8 @@ import torch
 
 from rlctl.bench.rounds import BenchEnd, Measured, Meeting, Timing
 from rlctl.bench.schemes import Scheme, send
-from rlctl.bench.weights import RandomShards
+from rlctl.bench.weights import NamedShape, RandomShards, parameters_of
+from rlctl.models.adapters import AdapterSpec
 from rlctl.refit.plan import RefitPlan
 from rlctl.refit.protocol import Checks, Header, TransportSpec
 from rlctl.refit.sending import SendsWeights
@@ -17,8 +18,18 @@ from rlctl.utils.ports import free_port
 class BenchTrainer(SendsWeights):
     """Trainer rank, hosted by `workers.actor.WorkerActor`."""
 
-    def __init__(self, folder: str, rank: int, world: int, device: str, master: str, init_method: str) -> None:
-        """master: dtype of the weights. init_method: where ranks meet for gathering."""
+    def __init__(
+        self,
+        folder: str,
+        adapters: AdapterSpec | None,
+        rank: int,
+        world: int,
+        device: str,
+        master: str,
+        init_method: str,
+    ) -> None:
+        """adapters: sent instead of the weights. master: dtype of both. init_method: where ranks meet for gathering."""
+        self._prove = adapters is not None
         self._rank, self._world, self._device = rank, world, torch.device(device)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
@@ -26,7 +37,10 @@ class BenchTrainer(SendsWeights):
             backend = "nccl" if self._device.type == "cuda" else "gloo"
             store = met_at(init_method, rank, world)
             torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world)
-        self._weights = RandomShards(Path(folder), rank, world, master, self._device)
+        rows: list[NamedShape] = (
+            [(each.name, each.shape) for each in adapters.tensors] if adapters else parameters_of(Path(folder))
+        )
+        self._weights = RandomShards(rows, rank, world, master, self._device)
         super().__init__(self._weights, rank, self._device)
 
     def layout(self, dtype: str) -> list[tuple[str, tuple[int, ...], str]]:
@@ -63,7 +77,7 @@ class BenchTrainer(SendsWeights):
         """Send `rounds` versions, the first one `version`. in_turn: receivers begin when a send is done."""
 
         def work(number: int) -> Timing:
-            report = self.refit_send(Header(version + number, plan.digest, checks))
+            report = self.refit_send(Header(version + number, plan.digest, checks, self._prove))
             if in_turn:
                 self._end.meeting.wait()
             return {"pack": report.pack}, 0.0

@@ -29,11 +29,11 @@ def make_tensor(name: str, shape: tuple[int, ...], version: int, dtype: torch.dt
 class RandomShards:
     """One rank's rows of every tensor; implements `Sharded`."""
 
-    def __init__(self, folder: Path, rank: int, world: int, master: str, device: torch.device) -> None:
-        """Allocate zeros. master: dtype in which the trainer keeps its weights."""
+    def __init__(self, rows: list[NamedShape], rank: int, world: int, master: str, device: torch.device) -> None:
+        """Allocate zeros. rows: every tensor. master: dtype in which the trainer keeps its weights."""
         self._rank, self._world, self._device = rank, world, device
         self._dtype: torch.dtype = getattr(torch, master)
-        self._rows = parameters_of(folder)
+        self._rows = rows
         self._held = {
             name: torch.zeros(self._padded(shape), dtype=self._dtype, device=device) for name, shape in self._rows
         }

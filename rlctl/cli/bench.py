@@ -53,6 +53,9 @@ def refit(
         int, typer.Option(min=0, help="Refits for each row while requests run, to measure their stall.")
     ] = 8,
     references: Annotated[bool, typer.Option(help="Measure the plain link and other schemes too.")] = True,
+    lora_rank: Annotated[
+        int, typer.Option(min=0, max=512, help="Send LoRA adapters of this rank, proven live; 0: the weights.")
+    ] = 0,
     eager: Annotated[
         bool, typer.Option("--eager", help="Run engines without CUDA graphs, so that they start faster.")
     ] = False,
@@ -71,6 +74,8 @@ def refit(
     gpus = count_gpus()
     defaults = load("grpo", None, []).settled.config.refit
     usual_modes, usual_checks = ("direct,staged", "sampled") if gpus else ("auto", "all,off")
+    if lora_rank:
+        usual_modes, usual_checks, references = "auto", "all", False
     words("--master", master, ("float32", "bfloat16"), problems)
     bench = RefitBench(
         model=model or ("qwen3-8b" if gpus else "tiny"),
@@ -89,6 +94,7 @@ def refit(
         updates=updates,
         references=references,
         enforce_eager=eager,
+        lora_rank=lora_rank,
     )
     run_bench(bench, as_json, plot, problems)
 

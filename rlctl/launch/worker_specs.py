@@ -126,7 +126,8 @@ def refit_options(settled: SettledGrpo, placement: Placement, folder: str) -> Re
         timeout_s=refit.timeout_s,
         folder=folder,
         checks=settled.checksum,
-        colocated=placement.shared and not cpu and config.trainer.num_ranks == engines * workers == 1,
+        # Adapters are small tensors, which one kernel packs: engines need not convert each by itself.
+        colocated=placement.shared and not (cpu or config.lora) and config.trainer.num_ranks == engines * workers == 1,
         in_flight=config.async_.enabled and config.async_.in_flight_weight_updates,
         adapters=config.lora is not None,
     )

@@ -30,6 +30,14 @@ def load_arguments(spec: AdapterSpec, load_format: str) -> dict[str, Any]:
     return {"load_format": LOAD_FORMAT, "additional_config": {KEY: {**asdict(spec), "load_format": load_format}}}
 
 
+def installed(model: torch.nn.Module) -> EngineAdapters | None:
+    """Return the adapters of a loaded model, None without.
+
+    The module of vLLM's workers imports this one, which registers the loader in their processes.
+    """
+    return model.__dict__.get("rl_adapters")
+
+
 @register_model_loader(LOAD_FORMAT)
 class AdapterModelLoader(BaseModelLoader):  # type: ignore[misc]
     """Loads a model as vLLM does, and gives it adapters."""

@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from rlctl.generation.engine import LoadMode
+from rlctl.generation.vllm.adapter_loader import installed
 from rlctl.generation.vllm.adapter_refit import AdapterLoader
 from rlctl.generation.vllm.fast.device_step import device_names_lacking, shorten_device_steps
 from rlctl.generation.vllm.param_layout import UnsupportedLayout, find_regions, live_tensors
@@ -131,7 +132,7 @@ class RefitWorker:
         }
 
     def _loading(self, plan: RefitPlan, mode: Mode, in_flight: bool, room: int) -> WeightLoader:
-        adapters = getattr(self.model_runner.get_model(), "rl_adapters", None)
+        adapters = installed(self.model_runner.get_model())
         if adapters is not None:
             return AdapterLoader(plan, adapters, self.device, "adapters are small")
         if self._rl_regions is None:
