@@ -12,10 +12,13 @@ import torch
 from torch import Tensor
 
 from rlctl.generation.spec import EngineSpec
+from rlctl.generation.vllm.adapter_loader import installed
+from rlctl.generation.vllm.adapters import Slice
 from rlctl.generation.vllm.kind import environment, make_vllm_engine
+from rlctl.generation.vllm.worker import RefitWorker, answered
 from rlctl.models.adapters import AdapterSpec, choose_targets
 from rlctl.models.derive import derive_facts
-from rlctl.refit.protocol import Header, SendReport
+from rlctl.refit.protocol import Header, LiveProof, SendReport
 from rlctl.refit.sending import SendsWeights
 from rlctl.refit.source import Shard
 from rlctl.workers.group import Worker, WorkerSpec
@@ -99,3 +102,31 @@ def log_probs(model: Any, prompt: list[int], answer: list[int]) -> np.ndarray:
         logits = model(torch.tensor([prompt + answer])).logits[0]
     rows = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1]
     return rows[torch.arange(len(answer)), torch.tensor(answer)].numpy()
+
+
+class FaultyWorker(RefitWorker):
+    """Delivers nothing, or adds its adapters a second time, when it is told to."""
+
+    _lazy = False
+    _proof: LiveProof | None = None
+
+    def rl_be_lazy(self) -> None:
+        """Go on with the adapters and the proof of the version before."""
+        self._lazy = True
+
+    def rl_commit(self, header: Header) -> Any:
+        if not self._lazy:
+            answer = super().rl_commit(header)
+            self._proof = answer[1] if isinstance(answer, tuple) else None
+            return answer
+        return 0.0, self._proof
+
+    @answered
+    def rl_adapt_again(self) -> None:
+        """Install the adapters once more: each would count twice."""
+        model = self.model_runner.get_model()
+        adapters = installed(model)
+        assert adapters
+        name = next(iter(adapters.buffers)).rpartition(".")[0]
+        target = adapters.spec.targets[0]
+        adapters.install(model, [(name, Slice(target.name, (0, target.outputs), (0, target.inputs), 0))])

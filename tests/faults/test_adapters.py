@@ -1,0 +1,98 @@
+"""An engine with other adapters than the trainer sent is named and rebuilt. No prefix of older ones is served."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rlctl.generation.pool import EngineSlot, GeneratorPool
+from rlctl.generation.spec import EngineKind
+from rlctl.generation.vllm.engine import VllmEngine
+from rlctl.generation.vllm.kind import environment, make_vllm_engine
+from rlctl.preflight.engines.vllm import VllmOptions
+from rlctl.refit.refit import EngineEnd, Refit
+from rlctl.workers.group import WorkerGroup, WorkerSpec
+from tests.system.adapters import AdapterSource, adapted, adapter_spec, adapters_of, engine_with, start_adapted
+from tests.system.engines import greedy, refit_options, sample
+from tests.system.test_adapters import error
+from tests.turns import turn
+from tests.zoo import make_family
+
+DEADLINE = 600.0
+PROMPTS = [[5, 6, 7, 8], [9, 10, 11]]
+# Longer than a block of the cache.
+SHARED = [12] * 70
+KIND = EngineKind(partial(make_vllm_engine, extension="tests.system.adapters.FaultyWorker"), environment, VllmOptions)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return make_family(tmp_path / "m", "qwen2")
+
+
+@pytest.fixture
+def source(model: Path, ray_here: Path) -> Iterator[WorkerGroup]:
+    group = WorkerGroup([WorkerSpec("source", partial(AdapterSource, adapter_spec(model)))], DEADLINE)
+    try:
+        yield group
+    finally:
+        group.kill()
+
+
+@pytest.mark.slow
+def test_one_of_two_engines_that_kept_its_adapters_is_named_and_rebuilt(
+    model: Path, source: WorkerGroup, ray_here: Path, tmp_path: Path
+) -> None:
+    events: list[tuple[str, dict[str, Any]]] = []
+    spec = replace(engine_with(model, adapter_spec(model)), kind="tests.faults.test_adapters:KIND")
+    slot = EngineSlot(environment("cpu", []))
+    emit: Callable[..., None] = lambda kind, **facts: events.append((kind, facts))  # noqa: E731
+    pool = GeneratorPool(spec, [slot, slot], str(ray_here), DEADLINE, 1, emit)
+    try:
+        pool.wait_until_built()
+        pool.connect(Refit(source, refit_options("shm", tmp_path / "shm", adapters=True)))
+        pool.sync(1)
+        twice = pool.engines[0].start(VllmEngine.rpc, "rl_adapt_again").wait(DEADLINE)[0][0]
+        assert "lora: model.layers.0.self_attn.qkv_proj has adapters already, which would count twice" in str(twice)
+        pool.engines[1].start(VllmEngine.rpc, "rl_be_lazy").wait(DEADLINE)
+        assert pool.sync(2).rebuilt == (1,)
+        [lost] = [facts for kind, facts in events if kind == "engine_lost"]
+        assert lost["engine"] == 1 and "engine-1 does not serve the adapters of version 2 with " in lost["reason"]
+        assert "it proves version 1 with " in lost["reason"]
+        one, other = (sample(engine, greedy(PROMPTS, 12)) for engine in pool.engines)
+        assert np.array_equal(one.log_probs, other.log_probs)
+        # Delivered twice is delivered once.
+        pool.sync(2)
+        assert np.array_equal(sample(pool.engines[0], greedy(PROMPTS, 12)).log_probs, one.log_probs)
+    finally:
+        pool.kill()
+
+
+@pytest.mark.slow
+def test_a_prefix_of_older_adapters_is_out_of_reach_and_shows_where_it_is_not(
+    model: Path, source: WorkerGroup, ray_here: Path, tmp_path: Path
+) -> None:
+    spec = adapter_spec(model)
+    trainer = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    for salted in (True, False):
+        engine = start_adapted(engine_with(model, spec, reset_prefix_cache=salted), ray_here, f"salted-{salted}")
+        try:
+            engine.built().wait(DEADLINE)
+            refit = Refit(source, refit_options("shm", tmp_path / f"shm-{salted}", adapters=True))
+            refit.open([EngineEnd(engine, 1)])
+            gaps = []
+            for version in (1, 2):
+                refit.run([EngineEnd(engine, 1)], version)
+                asked = [turn(version, 0, SHARED, 16, 1.0, version)]
+                with adapted(trainer, spec, adapters_of(spec, version)):
+                    gaps.append(error(trainer, asked, sample(engine, asked).unpack()))
+            assert gaps[0] < 1.001
+            assert gaps[1] < 1.001 if salted else gaps[1] > 1.01
+        finally:
+            engine.kill()
