@@ -22,7 +22,7 @@ from rlctl.models.model_sizes import read_sizes
 from rlctl.preflight.machine import RunMachine
 from rlctl.preflight.memory import trainer_bytes
 from rlctl.preflight.settled import SettledGrpo
-from rlctl.telemetry.throughput import flops_per_token, mfu
+from rlctl.telemetry.throughput import TrainingFlops
 from rlctl.utils.devices import device_memory
 
 # Prompt of a sequence; the rest is sampled.
@@ -30,8 +30,8 @@ _PROMPT = 8
 _LEGEND = (
     "pack: most tokens of one pass; recompute: activations are computed again in the backward pass; step: seconds, "
     "median of those after the first; tok/s: trained tokens; MFU: tok/s x (6 N + 12 L H T) / the device's bf16 peak "
-    "(PaLM, arXiv 2204.02311, appendix B), recomputed activations do not count; peak: most device memory allocated; "
-    "forecast: what preflight expects of the trainer"
+    "(PaLM, arXiv 2204.02311, appendix B), with 4 N where weights are frozen (lora); recomputed activations do not "
+    "count; peak: most device memory allocated; forecast: what preflight expects of the trainer"
 )
 
 
@@ -55,9 +55,9 @@ class SequencesBench(Bench):
                 what = f"{length}: from {_PROMPT + 1} to {most}, the model's longest sequence"
                 problems.append(Problem("--lengths", "", what))
         for key in (each.partition("=")[0] for each in self.extra):
-            if not key.startswith(("trainer.", "grpo.")) or key == "trainer.num_ranks":
+            if not key.startswith(("trainer.", "grpo.", "lora")) or key == "trainer.num_ranks":
                 problems.append(
-                    Problem("--set", "", f"{key}: keys of trainer and grpo, on one rank, are what can change")
+                    Problem("--set", "", f"{key}: keys of trainer, grpo and lora, on one rank, are what can change")
                 )
         return problems
 
@@ -111,6 +111,7 @@ class SequenceRow:
     first: float  # seconds of the first one, which compiles
     rate: float  # tokens/s
     mfu: float | None  # None where the device's peak is not known
+    mfu_6n: float | None  # None without adapters too
     peak: float  # most bytes of the device allocated in a counted step; 0 on a CPU
     forecast: float  # bytes that preflight expects of the trainer
     losses: list[float]  # of each step
@@ -143,7 +144,8 @@ def measure_steps(bench: SequencesBench, settled: SettledGrpo, length: int, fold
         seconds.append(seconds_of(lambda: losses.append(trainer.train(share, loss, totals)["loss/policy"])))
     facts, derived = trainer.info(), find_facts(model)
     rate = length * batch / median(seconds[1:])
-    flops = flops_per_token(facts["active_parameters"], derived.attention, length)
+    flops = TrainingFlops(facts["active_parameters"], derived.attention, facts["adapter_parameters"])
+    used = flops.metrics(rate, length, facts["device_name"])
     return SequenceRow(
         length=length,
         sequences=batch,
@@ -152,9 +154,10 @@ def measure_steps(bench: SequencesBench, settled: SettledGrpo, length: int, fold
         step=median(seconds[1:]),
         first=seconds[0],
         rate=rate,
-        mfu=mfu(rate, flops, facts["device_name"]),
+        mfu=used.get("throughput/mfu"),
+        mfu_6n=used.get("throughput/mfu_6n"),
         peak=trainer.memory()["device_peak"],
-        forecast=sum(trainer_bytes(section, derived.sizes, settled.device, settled.frozen_roles).values()),
+        forecast=sum(trainer_bytes(section, derived.sizes, settled.device, settled.copied_roles).values()),
         losses=losses,
     )
 
@@ -194,6 +197,7 @@ def _cells(row: SequenceRow) -> Cells:
         ("step", f"{row.step:.3f}"),
         ("tok/s", f"{row.rate:,.0f}"),
         ("MFU", "" if row.mfu is None else f"{row.mfu:.1%}"),
+        *([] if row.mfu_6n is None else [("MFU, 6 N", f"{row.mfu_6n:.1%}")]),
         ("peak GiB", f"{row.peak / 2**30:.1f}" if row.peak else ""),
         ("forecast", f"{row.forecast / 2**30:.1f}"),
     ]

@@ -12,6 +12,7 @@ from rlctl.rollout.scoring import GroupScorer
 from rlctl.rollout.types import Decode
 from rlctl.run.recorder import RunRecorder
 from rlctl.telemetry.resource_monitor import ResourceMonitor
+from rlctl.telemetry.throughput import TrainingFlops
 from rlctl.training.trainer_group import TrainerGroup
 
 
@@ -25,8 +26,8 @@ class Devices:
     all: int
     # The trainer's kind of device, which tells its peak.
     name: str
-    # FLOPs a token of training, by sequence length.
-    flops: Callable[[float], float]
+    # FLOPs of training a token.
+    flops: TrainingFlops
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from rlctl.refit.protocol import RefitReport
 from rlctl.rollout.buffer import RolloutBuffer
 from rlctl.rollout.types import RolloutGroup
 from rlctl.telemetry.clock import StepRecorder
-from rlctl.telemetry.throughput import length_of_a_token, mfu
+from rlctl.telemetry.throughput import length_of_a_token
 from rlctl.training.trainer_group import NO_GRADIENT, NO_TOKEN, Update
 
 
@@ -121,6 +121,5 @@ class GrpoStep:
         engines = EngineInterval(self._stats, self._parts.dispatcher.stats(), devices.generator)
         speed |= generator_metrics(engines) if self._async else turn_metrics(metrics, times, devices.generator)
         speed |= prefix_metrics(engines)
-        flops = devices.flops(length_of_a_token([len(sequence) for sequence in batch.sequences]))
-        share = mfu(speed["throughput/training"], flops, devices.name)
-        return speed if share is None else {**speed, "throughput/mfu": share}
+        length = length_of_a_token([len(sequence) for sequence in batch.sequences])
+        return speed | devices.flops.metrics(speed["throughput/training"], length, devices.name)

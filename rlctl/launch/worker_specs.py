@@ -1,6 +1,5 @@
 """Specs of a run's processes, made from its config and placement."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,7 +14,7 @@ from rlctl.preflight.columns import Role, RoleModel
 from rlctl.preflight.placement import Placement, transport_of
 from rlctl.preflight.settled import Settled, SettledGrpo
 from rlctl.refit.refit import RefitOptions
-from rlctl.telemetry.throughput import flops_per_token
+from rlctl.telemetry.throughput import TrainingFlops
 from rlctl.training.profile import ProfileSpec
 from rlctl.training.rank import TrainerSpec
 from rlctl.training.worker import TrainerWorker
@@ -56,7 +55,6 @@ def trainer_specs(session: Session, settled: Settled, files: ModelFiles, allocat
             seed=config.run.seed,
             profile=profile,
             roles=roles,
-            adapters=settled.adapters,
             base_name=None if config.model.random_init else config.model.path,
         )
         env = trainer_environment(allocation.devices(slot), threads) | allocation.environment(slot)
@@ -66,9 +64,10 @@ def trainer_specs(session: Session, settled: Settled, files: ModelFiles, allocat
     return specs
 
 
-def training_cost(files: ModelFiles, facts: dict[str, Any]) -> tuple[str, Callable[[float], float]]:
-    """Return the trainer's device name, and training FLOPs a token by sequence length. facts: `TrainerGroup.info()`."""
-    return facts["device_name"], partial(flops_per_token, facts["active_parameters"], files.facts.attention)
+def training_cost(files: ModelFiles, facts: dict[str, Any]) -> tuple[str, TrainingFlops]:
+    """Return the trainer's device name, and the FLOPs of training a token. facts: `TrainerGroup.info()`."""
+    flops = TrainingFlops(facts["active_parameters"], files.facts.attention, facts["adapter_parameters"])
+    return facts["device_name"], flops
 
 
 def engine_slots(config: GrpoConfig, allocation: Allocation, waits: Waits) -> list[EngineSlot]:

@@ -99,9 +99,9 @@ class ModelFacts:
     sizes: ModelSizes
 
     @property
-    def attention(self) -> list[tuple[float, int | None]]:
-        """Heads times head size, and window, of each attention; see `throughput.flops_per_token`."""
-        return [(each.heads * (each.dim + each.v_dim) / 2, each.window) for each in self.kinds.attention]
+    def attention(self) -> tuple[tuple[float, int | None], ...]:
+        """Heads times head size, and window, of each attention; see `throughput.TrainingFlops`."""
+        return tuple((each.heads * (each.dim + each.v_dim) / 2, each.window) for each in self.kinds.attention)
 
     def keeps_float32(self, name: str) -> bool:
         """Return True for a parameter or buffer that is computed in float32 whatever the compute dtype."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from rlctl.config.grpo_schema import GenerationSection
 from rlctl.config.schema import GrpoConfig, TrainerSection
+from rlctl.models.adapters import AdapterSpec
 from rlctl.models.model_sizes import ModelSizes
 from rlctl.preflight.backend import backend_of
 from rlctl.preflight.machine import Device
@@ -52,6 +53,8 @@ class Basis:
     device: Device
     # None if the model is not on this machine.
     facts: ModelSizes | None
+    # Trained in place of the weights.
+    adapters: AdapterSpec | None
     # Bytes of the smallest device; None when unknown.
     memory: int | None
     # Tokens of the longest sequence, and those that one micro-batch must hold; None when unknown.
@@ -78,6 +81,7 @@ def choose(basis: Basis) -> Chosen:
     """Return settings with a value for each `auto`. Values that were written down stay."""
     choices: list[Choice] = []
     trainer = _Section("trainer", basis.trainer, basis.dtype, choices)
+    trainer.values["adapters"] = basis.adapters
     engines = _Engines(*basis.engines, basis.device, choices) if basis.engines else None
     _choose_replicas(basis, trainer)
     if basis.device == "cpu" or basis.facts is None or basis.memory is None:
@@ -172,7 +176,13 @@ def _choose_replicas(basis: Basis, trainer: _Section) -> None:
         return
     unknown = basis.device == "cuda" and basis.memory is None
     memory = basis.memory if basis.device == "cuda" else None
-    given = (basis.trainer, basis.nodes, None if unknown else basis.facts, memory, DTYPE_BYTES[basis.dtype])
+    given = (
+        TrainerSettings(**trainer.values),
+        basis.nodes,
+        None if unknown else basis.facts,
+        memory,
+        DTYPE_BYTES[basis.dtype],
+    )
     trainer.fill("replicas", *backend_of(basis.trainer).choose_replicas(*given))
 
 

@@ -10,6 +10,7 @@ device: a pass puts them in the policy's own place.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from rlctl.models.adapters import AdapterSpec
 from rlctl.models.model_sizes import ModelSizes
 from rlctl.preflight.backend import FLOAT32, STATES, State, StateBytes, backend_of
 from rlctl.preflight.columns import Role
@@ -139,6 +140,11 @@ def trainer_bytes(
     residual = backend.residual_bytes(trainer, size)
     kept = activation_bytes(sizes, trainer.micro_batch_tokens, size, residual, trainer.activation_checkpointing)
     held = backend.states(trainer, sizes, size).values()
+    adapters = trainer.adapters
+    if adapters:
+        # Each keeps its product with A.
+        layers = 1 if trainer.activation_checkpointing else sizes.layers
+        kept += trainer.micro_batch_tokens * adapters.rank * len(adapters.targets) // sizes.layers * layers * size
     logit = _FUSED_LOGIT_BYTES if trainer.compile else _LOGIT_BYTES
     items = {each.name: each.device + each.host * cpu for each in held} | {
         "gathered layers": gathered * size * backend.gathers_layers(trainer, size),
@@ -146,16 +152,16 @@ def trainer_bytes(
         "activations": kept // (shared.tensor * shared.context),
         "logits": trainer.logprob_chunk_tokens * sizes.vocab * logit // shared.tensor,
         # The sum over the chunks is float32, the product that each adds is of the compute dtype.
-        "output's gradient": (FLOAT32 + size) * sizes.embedding_parameters // shared.tensor,
+        "output's gradient": 0 if adapters else (FLOAT32 + size) * sizes.embedding_parameters // shared.tensor,
     }
     if cpu:
         items.update((role, count) for role, count in _role_bytes(trainer, sizes, frozen).items())
     return {name: count for name, count in items.items() if count}
 
 
-def refit_bytes(sizes: ModelSizes, dtype: Dtype) -> int:
-    """Return the bytes that one refit brings to each engine: every parameter once, tied embeddings too."""
-    return sizes.parameters * DTYPE_BYTES[dtype]
+def refit_bytes(sizes: ModelSizes, dtype: Dtype, adapters: AdapterSpec | None = None) -> int:
+    """Return the bytes that one refit brings to each engine: every parameter once, tied embeddings too; or adapters."""
+    return (adapters.parameters if adapters else sizes.parameters) * DTYPE_BYTES[dtype]
 
 
 def engine_bytes(

@@ -105,7 +105,7 @@ def make_plan(settled: Settled, nodes: Sequence[NodeResources]) -> RunPlan:
         too_large=_too_large(settled, memory) if settled.device == "cuda" else None,
         unserved=unserved(settled),
         schedule=schedule,
-        refit=refit_bytes(sizes, sampling.generation_dtype) if sizes and sampling else None,
+        refit=refit_bytes(sizes, sampling.generation_dtype, settled.adapters) if sizes and sampling else None,
         chosen=settled.choices,
         notes=_notes(settled, schedule.updates, memory),
     )
@@ -119,8 +119,8 @@ def forecast(settled: Settled) -> Memory | None:
     sizes, device, memory, sampling = settled.facts, settled.device, settled.machine.memory, settled.sampling
     if sizes is None:
         return None
-    trainer = trainer_bytes(settled.trainer, sizes, device, settled.frozen_roles)
-    where = placed_states(settled.trainer, sizes, device, settled.shares_devices, settled.phases, settled.frozen_roles)
+    trainer = trainer_bytes(settled.trainer, sizes, device, settled.copied_roles)
+    where = placed_states(settled.trainer, sizes, device, settled.shares_devices, settled.phases, settled.copied_roles)
     if sampling is None:
         return Memory(trainer, {}, memory, False, False, kv_sequences=None, placed_states=where)
     generation, longest = sampling.generation, sampling.longest_sequence
@@ -167,9 +167,10 @@ def _schedule(settled: Settled) -> Schedule:
     checkpoints = steps // often + (at_end and steps % often > 0) if often else int(at_end)
     size = None
     if settled.facts:
-        # Weights and AdamW's two moments in float32, and the exported weights.
-        exported = DTYPE_BYTES[settled.export_dtype] * config.checkpoint.export
-        size = settled.facts.parameters * (12 + exported)
+        # Weights and AdamW's two moments in float32, and the exported weights; or those of adapters, all float32.
+        own = settled.adapters
+        exported = (4 if own else DTYPE_BYTES[settled.export_dtype]) * config.checkpoint.export
+        size = (own.parameters if own else settled.facts.parameters) * (12 + exported)
     kept = min(checkpoints, config.checkpoint.keep_last + config.checkpoint.keep_best)
     return Schedule(steps, steps * config.step_shape.updates, validations, checkpoints, kept, size)
 

@@ -8,6 +8,7 @@ from typing import Literal
 from rlctl.config.fields import spec
 from rlctl.config.grpo_schema import GenerationSection
 from rlctl.config.schema import TrainerSection
+from rlctl.models.adapters import AdapterSpec
 
 Dtype = Literal["float32", "bfloat16"]
 DTYPE_BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2}
@@ -34,6 +35,8 @@ class TrainerSettings(TrainerSection):
     activation_checkpointing: bool = spec("Layers are recomputed.")
     logprob_chunk_tokens: int = spec("The tokens with logits at one time.")
     compile: bool = spec("The trainer is compiled.")
+    # Trained in place of the weights; None: every weight is trained.
+    adapters: AdapterSpec | None = None
 
 
 @dataclass(frozen=True)

@@ -127,6 +127,11 @@ class Settled:
         """Roles besides the policy whose log-probs the loss or the advantage reads."""
         return ()
 
+    @property
+    def copied_roles(self) -> tuple[Role, ...]:
+        """Roles with a copy of the model's size. Below adapters the reference is the policy with adapters off."""
+        return () if self.config.lora else self.frozen_roles
+
     @derived
     def phases(self) -> tuple[Phase, ...]:
         """Phases in the order of a step. Without shared devices nothing waits for engines."""
@@ -150,7 +155,8 @@ class Settled:
 
     def _basis(self, trainer: TrainerSection, engines: tuple[GrpoConfig, Dtype] | None) -> Basis:
         lengths = self.longest_sequence, self.longest_rollout
-        machine = self.device, self.facts, self.machine.memory
+        adapters = self.adapters if self.facts else None
+        machine = self.device, self.facts, adapters, self.machine.memory
         return Basis(trainer, self.dtype, *machine, *lengths, self.shares_devices, self.machine.ranks_by_node, engines)
 
     def trainer_threads(self, cores: int, ranks: int, engines: int) -> int:

@@ -42,7 +42,7 @@ class SftComponents:
     devices: int
     device: str
     # Sequence length -> FLOPs a token of training.
-    flops: Callable[[float], float]
+    flops: throughput.TrainingFlops
 
 
 class SftLoop(Loop):
@@ -74,9 +74,8 @@ class SftLoop(Loop):
             "throughput/training": throughput.training_only(tokens, times, self._parts.devices),
             "idle/trainer": throughput.idle_share(times, ("train",)),
         }
-        flops = self._parts.flops(throughput.length_of_a_token(batch.lengths))
-        if (share := throughput.mfu(speed["throughput/training"], flops, self._parts.device)) is not None:
-            speed["throughput/mfu"] = share
+        length = throughput.length_of_a_token(batch.lengths)
+        speed |= self._parts.flops.metrics(speed["throughput/training"], length, self._parts.device)
         metrics = update.metrics | self._count_skipped_updates(number, [update.skipped]) | speed
         self._parts.recorder.step(number, {"version": number, **metrics, **times})
 

@@ -6,6 +6,7 @@ passed.
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rlctl.telemetry.clock import productive_seconds
@@ -43,14 +44,42 @@ def generation_only(generated_tokens: int, times: Mapping[str, float], devices: 
     return _rate(generated_tokens, times.get("time/generation", 0.0), devices)
 
 
-def flops_per_token(parameters: int, attention: Iterable[tuple[float, int | None]], length: float) -> float:
-    """Return training FLOPs a token: 6 N for the weights, 12 H min(T, W) for each attention over T tokens.
+@dataclass(frozen=True)
+class TrainingFlops:
+    """FLOPs of training a token: 6 N for the weights, 12 H min(T, W) for each attention over T tokens.
 
-    parameters: N that a token passes through (of a mixture of experts, the active ones). attention: (H, W) of each
-    layer: heads times head size, and the window in tokens or None. Source: PaLM, appendix B (arXiv 2204.02311).
-    Recomputed activations do not count.
+    Source: PaLM, appendix B (arXiv 2204.02311). Recomputed activations do not count. A frozen weight costs 4 instead of
+    6: the forward pass, and the gradient of its input. An adapter's weights cost 6.
     """
-    return 6.0 * parameters + sum(12.0 * width * min(length, window or length) for width, window in attention)
+
+    # N that a token passes through; of a mixture of experts, the active ones.
+    parameters: int
+    # (H, W) of each layer: heads times head size, and the window in tokens or None.
+    attention: tuple[tuple[float, int | None], ...]
+    # Parameters of adapters, below which all N are frozen; 0 without.
+    adapters: int = 0
+
+    def of(self, length: float) -> float:
+        """Return the FLOPs that a token of sequences of this length needs."""
+        each = 4.0 if self.adapters else 6.0
+        return each * self.parameters + 6.0 * self.adapters + self._attention(length)
+
+    def of_full(self, length: float) -> float:
+        """Return them as if every weight were trained."""
+        return 6.0 * (self.parameters + self.adapters) + self._attention(length)
+
+    def metrics(self, training: float, length: float, device: str) -> dict[str, float]:
+        """Return throughput/mfu, and with adapters throughput/mfu_6n, by `of_full`; nothing for an unknown device.
+
+        training: tokens/s/device.
+        """
+        share, full = (mfu(training, flops, device) for flops in (self.of(length), self.of_full(length)))
+        if share is None or full is None:
+            return {}
+        return {"throughput/mfu": share} | ({"throughput/mfu_6n": full} if self.adapters else {})
+
+    def _attention(self, length: float) -> float:
+        return sum(12.0 * width * min(length, window or length) for width, window in self.attention)
 
 
 def length_of_a_token(lengths: Sequence[int]) -> float:

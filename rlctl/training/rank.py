@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
-from rlctl.models.adapters import AdapterSpec
 from rlctl.models.layer_kinds import unusual_parts
 from rlctl.models.parameter_table import Layout, ParameterTable, TensorRow
 from rlctl.preflight.backend import backend_of
@@ -65,10 +64,9 @@ class TrainerSpec:
     profile: ProfileSpec | None
     # The models whose log-probs the run needs, besides the policy's.
     roles: Mapping[Role, RoleModel]
-    # Adapters that are trained in place of the weights, PEFT's folder of their first values, or None to draw them, and
-    # the base's name in an export; None: `model_path`.
-    adapters: AdapterSpec | None = None
+    # PEFT's folder of the adapters' first values; None: they are drawn.
     adapter_folder: str | None = None
+    # The model's name in an export of adapters; None: `model_path`.
     base_name: str | None = None
 
 
@@ -135,7 +133,7 @@ class TrainerRank(ABC):
         if role not in self._spec.roles:
             raise ValueError(f"the trainer has no {role}: its roles are {', '.join(('policy', *self._spec.roles))}")
         live = self._weights()
-        if self._spec.adapters and self._spec.roles[role].folder == self._spec.model_path:
+        if self._config.adapters and self._spec.roles[role].folder == self._spec.model_path:
             from rlctl.training.lora import without_adapters
 
             return without_adapters(self._lm)
@@ -188,7 +186,7 @@ class TrainerRank(ABC):
             norm = self._clip(metrics.loss(self._device), normalizer)
             if norm:
                 self._move_weights(lr)
-                if self._spec.adapters and self._updates == 0:
+                if self._config.adapters and self._updates == 0:
                     self._check_adapters()
         finally:
             self._zero_gradients()
@@ -241,8 +239,8 @@ class TrainerRank(ABC):
         are everything, under the names of `AdapterTensor`.
         """
         kind = dtype or self._kept_in
-        if self._spec.adapters:
-            return [(each.name, each.shape, kind) for each in self._spec.adapters.tensors]
+        if self._config.adapters:
+            return [(each.name, each.shape, kind) for each in self._config.adapters.tensors]
         return [(row.name, row.shape, self._kind_of(row, kind)) for row in self._table.sent]
 
     def _table_of(self, folder: Path) -> ParameterTable:
@@ -321,7 +319,7 @@ class TrainerRank(ABC):
         return process_memory(self._device) | self._state.totals()
 
     def info(self) -> dict[str, Any]:
-        """Return parameters, active_parameters, vocab_size, dtype, device, device_name.
+        """Return parameters, active_parameters, adapter_parameters, vocab_size, dtype, device, device_name.
 
         active_parameters: weights that a token is multiplied with, the embedding look-up left out.
         """
@@ -329,6 +327,7 @@ class TrainerRank(ABC):
         return {
             "parameters": self._facts.sizes.parameters,
             "active_parameters": self._facts.sizes.active_parameters,
+            "adapter_parameters": self._config.adapters.parameters if self._config.adapters else 0,
             "vocab_size": self._facts.sizes.vocab,
             "dtype": self._config.dtype,
             "device": str(self._device),

@@ -6,6 +6,7 @@ from rlctl.config.schema import TrainerSection
 from rlctl.models.model_sizes import ModelSizes
 from rlctl.preflight.backend import FLOAT32, Backend, ShardCounts, State, StateBytes, Violation, Violations
 from rlctl.preflight.parallel_layout import Layout
+from rlctl.preflight.settings import TrainerSettings
 
 # Share of a device that weights, gradients and optimizer state may take where each node holds a copy. Activations,
 # gathered layers and logits take the rest.
@@ -59,9 +60,16 @@ class FsdpBackend(Backend):
         return ShardCounts(1, 1, shards, shards, shards)
 
     def states(self, trainer: TrainerSection, sizes: ModelSizes, size: int) -> dict[State, StateBytes]:
-        """Return float32 masters and AdamW's two moments, exactly."""
+        """Return float32 masters and AdamW's two moments, exactly; with adapters theirs, and a base of `size`."""
         shared = self.shard_counts(trainer)
         weights, sharded = shared.of(sizes), -(-sizes.parameters // shared.optimizer)
+        if isinstance(trainer, TrainerSettings) and trainer.adapters:
+            own = -(-trainer.adapters.parameters // shared.weights) * FLOAT32
+            return {
+                "parameters": StateBytes("frozen weights, adapters", weights * size + own),
+                "gradients": StateBytes("gradients of adapters", own),
+                "optimizer": StateBytes("AdamW moments of adapters", 2 * own),
+            }
         return {
             "parameters": StateBytes("weights, float32", weights * FLOAT32),
             "gradients": StateBytes("gradients", weights * FLOAT32),

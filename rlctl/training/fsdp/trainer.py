@@ -50,8 +50,10 @@ class FsdpTrainer(TrainerRank):
         torch.manual_seed(spec.seed + spec.rank)
         self._mesh, self._replicas = _meshes(self._device.type, spec.world, spec.config.replicas)
         first = None
-        if spec.adapters:
-            first = FirstAdapters(spec.adapters, Path(spec.adapter_folder) if spec.adapter_folder else None, spec.seed)
+        if spec.config.adapters:
+            first = FirstAdapters(
+                spec.config.adapters, Path(spec.adapter_folder) if spec.adapter_folder else None, spec.seed
+            )
         where = spec.config, self._dtype, self._mesh, spec.temperature
         self._policy = build_policy(self._lm, self._facts, self._table, self._folder, *where, first)
         if self._facts.kinds.states:
@@ -61,7 +63,7 @@ class FsdpTrainer(TrainerRank):
         self._parameters: dict[str, nn.Parameter] = {name: each for name, each in named if each.requires_grad}
         buffers = {name: each for name, each in self._policy.lm.named_buffers() if self._table.holds(name)}
         # Tensors that are sent and exported, as they are on this rank: the folder's, or the adapters alone.
-        self._held: Named = dict(self._parameters) if spec.adapters else {**self._parameters, **buffers}
+        self._held: Named = dict(self._parameters) if spec.config.adapters else {**self._parameters, **buffers}
         parameters, section = self._parameters.values(), spec.config.optimizer
         # Matrices alone decay.
         groups = [
@@ -87,15 +89,15 @@ class FsdpTrainer(TrainerRank):
     def export(self, dtype: str | None = None) -> Iterator[tuple[str, Tensor]]:
         kinds = {name: kind for name, _, kind in self.layout(dtype)}
         for name, held in self._held.items():
-            first = name if self._spec.adapters else self._table.of(name)[0].name
+            first = name if self._config.adapters else self._table.of(name)[0].name
             cast = held.detach().to(getattr(torch, kinds[first]))
             whole = cast.full_tensor() if isinstance(cast, DTensor) else cast
-            yield from [(name, whole)] if self._spec.adapters else self._table.views(name, whole)
+            yield from [(name, whole)] if self._config.adapters else self._table.views(name, whole)
 
     def export_folder(self, folder: Path, dtype: str | None = None) -> None:
-        if self._spec.adapters:
+        if self._config.adapters:
             base = Base(self._folder, self._spec.base_name or self._spec.model_path, self._facts.sizes.linears)
-            write_together(folder, self._spec.adapters, base, self.export("float32"))
+            write_together(folder, self._config.adapters, base, self.export("float32"))
             return
         self._write_folder(folder, self.layout(dtype or self._config.dtype), self.export(dtype or self._config.dtype))
 
@@ -115,7 +117,7 @@ class FsdpTrainer(TrainerRank):
         return {name: local(each).detach() for name, each in self._held.items()}
 
     def _read_weights(self, folder: Path, live: dict[str, Tensor]) -> dict[str, Tensor]:
-        if self._spec.adapters:
+        if self._config.adapters:
             return read_adapter_shards(folder, self._held, self._dtype)
         return read_shards(WeightFiles(folder), self._table_of(folder), self._held, self._dtype)
 
@@ -196,7 +198,7 @@ class FsdpTrainer(TrainerRank):
         found = []
         for name, held in self._held.items():
             mine, first = local(held).detach(), self._first_row(held)
-            if self._spec.adapters:
+            if self._config.adapters:
                 # A rank may have no row of a matrix of few.
                 found += [Shard(name, (first, 0), mine)] if mine.numel() else []
                 continue

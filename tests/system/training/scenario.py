@@ -163,13 +163,13 @@ def trainer(
     reference: folder of that role's model, `model` unless given. adapter: folder of the adapters' first values.
     """
     meeting = folder / f"meeting-{len(list(folder.glob('meeting*'))) if world == 1 else 'shared'}"
-    config = replace(CONFIG, **options)
+    config = replace(CONFIG, adapters=adapters, **options)
     one: Any = make_trainer(
         TrainerSpec(
             config=config, model_path=str(model), tokenizer_path=str(model), rank=rank, world=world,
             init_method=f"file://{meeting}", device=device, temperature=TEMPERATURE, total_updates=TOTAL_UPDATES,
             seed=0, profile=None, roles={"reference": RoleModel(str(reference or model))},
-            adapters=adapters, adapter_folder=str(adapter) if adapter else None,
+            adapter_folder=str(adapter) if adapter else None,
         )
     )  # fmt: skip
     try:

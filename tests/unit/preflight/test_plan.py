@@ -1,3 +1,4 @@
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from rlctl.preflight.machine import RunMachine, device_of
 from rlctl.preflight.memory import PlacedState, activation_bytes
 from rlctl.preflight.placement import this_machine
 from rlctl.preflight.plan import RunPlan, make_plan
+from rlctl.preflight.settled import settle
 from tests.size_formulas import sizes_by_formula
 
 GIB = 1 << 30
@@ -244,3 +246,44 @@ def test_a_model_that_is_not_here_has_a_plan_without_bytes(home: Path) -> None:
     found = make_plan(run.on(RunMachine("cpu"), None), this_machine(0))
     assert (found.parameters, found.memory, found.refit) == (None, None, None)
     assert found.batch.rollouts == 256
+
+
+def test_a_frozen_base_takes_2_bytes_a_parameter_and_adapters_16(home: Path) -> None:
+    lora = ("lora.rank=4", "lora.targets=[q_proj]", "grpo.loss.kl_coef=0.1")
+    found = plan(home, *lora, "trainer.num_ranks=2", gpus=2)
+    sizes = read_sizes(home / "model/config.json")
+    adapters = 4 * sum(each.inputs + each.outputs for each in sizes.linears if each.name.endswith("q_proj"))
+    assert found.memory
+    assert found.memory.trainer["frozen weights, adapters"] == parameters(home) + 4 * adapters // 2
+    assert found.memory.trainer["gradients of adapters"] == 4 * adapters // 2
+    assert found.memory.trainer["AdamW moments of adapters"] == 8 * adapters // 2
+    # The output is frozen, and the reference is the base with adapters off.
+    assert not {"output's gradient", "reference"} & found.memory.trainer.keys()
+    assert all("reference" not in states for states in found.memory.placed_states.values())
+    # A refit brings adapters in the compute dtype. A checkpoint holds them, their moments and their export.
+    assert found.refit == 2 * adapters
+    assert found.schedule.checkpoint_bytes == 16 * adapters
+
+
+@pytest.mark.parametrize(
+    ("layers", "hidden", "width", "heads", "rank"), [(36, 4096, 12288, 32, 32), (40, 5120, 17408, 40, 32)]
+)
+def test_8b_and_14b_train_colocated_on_one_gpu_of_80_gb(
+    home: Path, layers: int, hidden: int, width: int, heads: int, rank: int
+) -> None:
+    raw = {
+        "model_type": "qwen3", "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": 8, "intermediate_size": width, "vocab_size": 151936, "max_position_embeddings": 40960,
+    }  # fmt: skip
+    peaks = []
+    for lora in (f"lora.rank={rank}", "lora=null"):
+        config = load("grpo", "grpo-tiny", [lora]).settled.config
+        data, answers = replace(config.data, max_prompt_length=512), replace(config.generation, max_new_tokens=1024)
+        run = settle(
+            replace(config, data=data, generation=answers), RunMachine("cuda", 79 * GIB), sizes_by_formula(raw)
+        )
+        found = make_plan(run, this_machine(1))
+        assert found.memory
+        peaks.append(found.memory.peak / GIB)
+        assert bool(found.too_large) == (lora == "lora=null")
+    assert peaks[0] < 0.93 * 79 < 100 < peaks[1]

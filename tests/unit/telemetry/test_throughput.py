@@ -3,8 +3,9 @@
 import pytest
 
 from rlctl.telemetry.throughput import (
+    PEAK_FLOPS,
+    TrainingFlops,
     effective,
-    flops_per_token,
     generation_only,
     idle_share,
     length_of_a_token,
@@ -43,12 +44,28 @@ def test_no_time_is_no_throughput() -> None:
 
 
 def test_flops_a_token_are_those_of_palm_appendix_b() -> None:
-    assert flops_per_token(8_000, [(16, None), (16, None)], length=10) == 6 * 8_000 + 12 * 2 * 16 * 10
+    flops = TrainingFlops(8_000, ((16, None), (16, None)))
+    assert flops.of(10) == flops.of_full(10) == 6 * 8_000 + 12 * 2 * 16 * 10
+
+
+def test_a_frozen_weight_costs_4_and_an_adapters_6() -> None:
+    flops = TrainingFlops(8_000, ((16, None),), adapters=50)
+    assert flops.of(10) == 4 * 8_000 + 6 * 50 + 12 * 16 * 10
+    assert flops.of_full(10) == 6 * 8_050 + 12 * 16 * 10
+
+
+def test_a_run_with_adapters_records_both_shares() -> None:
+    whole, adapted = TrainingFlops(10**9, ()), TrainingFlops(10**9, (), 10**6)
+    assert whole.metrics(1000, 10, "cpu") == adapted.metrics(1000, 10, "cpu") == {}
+    assert whole.metrics(1000, 10, "NVIDIA H100") == {"throughput/mfu": pytest.approx(6e12 / PEAK_FLOPS["H100"])}
+    assert adapted.metrics(1000, 10, "NVIDIA H100") == {
+        "throughput/mfu": pytest.approx(4.006e12 / PEAK_FLOPS["H100"]),
+        "throughput/mfu_6n": pytest.approx(6.006e12 / PEAK_FLOPS["H100"]),
+    }
 
 
 def test_a_window_ends_the_attention_that_is_counted() -> None:
-    layers = [(16.0, None), (16.0, 4), (16.0, 40)]
-    assert flops_per_token(0, layers, length=10) == 12 * 16 * (10 + 4 + 10)
+    assert TrainingFlops(0, ((16.0, None), (16.0, 4), (16.0, 40))).of(10) == 12 * 16 * (10 + 4 + 10)
 
 
 def test_a_token_is_more_often_in_a_long_sequence() -> None:
