@@ -27,7 +27,8 @@ _LONGEST = 400
 Name = Annotated[
     str,
     typer.Argument(
-        metavar="NAME", help="One that ships, my_env.py:Class or module:Class, or a rollout function, my.py:play."
+        metavar="NAME",
+        help="One that ships, my_env.py:Class or module:Class, a rollout function or an agent, my.py:run.",
     ),
 ]
 Seed = Annotated[int, typer.Option(help="The seed of the first episode or task.", min=0)]
@@ -43,6 +44,7 @@ def env() -> None:
         "rlctl env check my_env.py:Game --data tasks.jsonl",
         "rlctl env check guess --arg guesses=4",
         "rlctl env check my_rollout.py:play --data tasks.jsonl",
+        "rlctl env check my_agent.py:run --data tasks.jsonl",
         "rlctl env check my_env.py:Game --data tasks.jsonl --model my-run --episodes 4",
     )
 )
@@ -57,6 +59,7 @@ def check(
         list[str] | None,
         typer.Option(metavar="FILE:FUNCTION", help="A reward that takes `environments`.", show_default=False),
     ] = None,
+    command: Annotated[bool, typer.Option("--command", help="NAME is a command that runs an agent.")] = False,
     timeout: Annotated[float, typer.Option(help="Seconds that each action may take.", min=0.01)] = 5.0,
     memory: Annotated[int, typer.Option(help="MiB that the process may use.", min=64)] = 4096,
     model: Annotated[
@@ -83,13 +86,14 @@ def check(
     from rlctl.config.builtin import runs_folder
     from rlctl.config.plugins import ENVIRONMENTS
     from rlctl.data.files import DataError
-    from rlctl.environments.outcomes import EnvironmentSpec
+    from rlctl.environments.outcomes import AgentSpec, EnvironmentSpec, command_of
     from rlctl.evaluation.environment_check import EPISODES, check_environment, rows_to_try
     from rlctl.evaluation.settings import arguments_of, config_of, episodes_config
     from rlctl.evaluation.target import find_target
     from rlctl.preflight.check_inputs import require_plugin
 
-    require_plugin("NAME", name, ENVIRONMENTS, "Class")
+    if not command:
+        require_plugin("NAME", name, ENVIRONMENTS, "Class")
     if episodes is not None and model is None:
         raise ConfigError([Problem("--episodes", "", "needs --model; without one, three scripted episodes are played")])
     with located("--data", DataError):
@@ -104,11 +108,15 @@ def check(
         require_plugin("--reward", each, (), "function")
     arguments = _arguments(arg) if arg else own
     spec = EnvironmentSpec(name, timeout, arguments, is_function=None, rewards=tuple(reward or ()))
+    if command:
+        spec = replace(spec, agent=AgentSpec(tuple(command_of(name, None))))
     with busy(f"playing {name}"):
         report = check_environment(spec, [row.values for row in rows], memory, seed)
     played = None
     if model is not None and not report.problems:
-        spec = replace(spec, is_function=report.contract is not None and report.contract.is_function)
+        contract = report.contract
+        agent = spec.agent or (AgentSpec() if contract is not None and contract.is_agent else None)
+        spec = replace(spec, is_function=contract is not None and contract.is_function, agent=agent)
         config = episodes_config(config, spec, memory, longest)
         played = _play(config, target, name, (section, rows), episodes or 1)
     if as_json:
@@ -191,7 +199,7 @@ def _show(name: str, data: str, report: "CheckReport", played: "PlayedEpisodes |
     if played:
         _conversations(played)
     else:
-        _script(report.episodes)
+        _script(report.episodes, is_agent=report.contract is not None and report.contract.is_agent)
     note([*report.notes, *(played.notes if played else ())])
     for problem in (*report.problems, *(played.failures if played else ())):
         from rich.text import Text
@@ -210,21 +218,21 @@ def _conversations(played: "PlayedEpisodes") -> None:
     _line("played", f"{what}; the engine started in {duration(played.start_s)}")
 
 
-def _script(episodes: "Sequence[ScriptedEpisode]") -> None:
+def _script(episodes: "Sequence[ScriptedEpisode]", is_agent: bool) -> None:
     for number, episode in enumerate(episodes, 1):
-        _episode(number, episode)
+        _episode(number, episode, is_agent)
         say("")
     rewards = [each.reward for each in episodes if each.reward is not None]
-    actions = sorted(turn.seconds for each in episodes for turn in each.turns)
+    actions = [] if is_agent else sorted(turn.seconds for each in episodes for turn in each.turns)
     if episodes:
         median = f"; an action takes {_seconds(actions[len(actions) // 2])} at the median" if actions else ""
         _line("played", f"{len(episodes)} episodes, {len(rewards)} with a reward{median}")
 
 
-def _episode(number: int, episode: "ScriptedEpisode") -> None:
+def _episode(number: int, episode: "ScriptedEpisode", is_agent: bool) -> None:
     from rlctl.dashboard.formats import count
 
-    begun = "called for" if episode.samples else "reset in"
+    begun = "called for" if episode.samples else "reset in" if not is_agent else "ran for"
     _line(f"episode {number}", f"{begun} {_seconds(episode.reset_s)}")
     for message in episode.opening:
         _line(str(message["role"]), str(message.get("content", "")))

@@ -24,7 +24,7 @@ from rlctl.environments import seeding
 from rlctl.environments.contract import NO_REWARD, EnvironmentContract, read_contract
 from rlctl.environments.episode import CoroutineLoop, Episode
 from rlctl.environments.outcomes import AgentSpec, EnvironmentFailure, EnvironmentSpec
-from rlctl.environments.plain_chat import PlainChat
+from rlctl.environments.plain_chat import PLAIN_FORMAT, PlainChat
 from rlctl.environments.rollout_function import FunctionEpisode, read_function
 from rlctl.utils.plugins import load_object
 from rlctl.utils.user_code import error_text, import_error
@@ -80,7 +80,7 @@ class _Child:
     def _load(self, key: str, spec: EnvironmentSpec) -> EnvironmentContract:
         """Import an environment, and return its contract."""
         if spec.agent is not None:
-            return self._load_agent(key, spec, spec.agent)
+            return self._load_agent(key, spec.name, spec.agent)
         name = ENVIRONMENTS.get(spec.name, spec.name)
         try:
             found = load_object(name)
@@ -91,6 +91,8 @@ class _Child:
             return _unusable(name, problem or import_error(error, __file__))
         except BaseException as error:  # any error of the user's module at import
             return _unusable(name, import_error(error, __file__))
+        if spec.is_function is None and inspect.isfunction(found) and len(inspect.signature(found).parameters) > 2:
+            return self._load_agent(key, name, AgentSpec())
         is_function = inspect.isfunction(found) if spec.is_function is None else spec.is_function
         contract = read_function(found) if is_function else read_contract(found, spec.args)
         if contract.problems:
@@ -106,7 +108,7 @@ class _Child:
         notes = [each for each in contract.notes if not each.startswith(NO_REWARD)]
         return replace(contract, rewards=list(rewards), has_reward=True, notes=notes)
 
-    def _load_agent(self, key: str, spec: EnvironmentSpec, agent: AgentSpec) -> EnvironmentContract:
+    def _load_agent(self, key: str, name: str, agent: AgentSpec) -> EnvironmentContract:
         """Import an agent and start its endpoint; return its contract."""
         # They import aiohttp, which no other environment needs.
         from rlctl.environments.agents.endpoint import Endpoint
@@ -116,18 +118,19 @@ class _Child:
         function: Any = None
         if not agent.command:
             try:
-                function = load_object(spec.name)
+                function = load_object(name)
             except BaseException as error:  # any error of the user's module at import
-                return agent_contract(spec.name, [import_error(error, __file__)])
+                return agent_contract(name, [import_error(error, __file__)])
             if problems := read_agent(function):
-                return agent_contract(spec.name, problems)
+                return agent_contract(name, problems)
         chat: Any = agent.chat.load() if agent.chat else PlainChat()
         endpoint = Endpoint(agent.bind)
         run: Any = partial(start_function, function, endpoint.loop)
         if agent.command:
             run = partial(start_command, list(agent.command), endpoint.loop)
-        self._makers[key] = partial(AgentEpisode, run, endpoint, chat, agent.tool_format, self._reply)
-        return agent_contract(spec.name, [])
+        format = agent.tool_format if agent.chat else PLAIN_FORMAT
+        self._makers[key] = partial(AgentEpisode, run, endpoint, chat, format, self._reply)
+        return agent_contract(name, [])
 
     def _reply(self, action: int, outcome: Any) -> None:
         if os.getpid() != self._own:

@@ -50,6 +50,8 @@ class EnvironmentContract:
     notes: list[str]
     # True for a rollout function, which has none of the above.
     is_function: bool = False
+    # True for an agent, which has none of the above either.
+    is_agent: bool = False
     # Names of reward functions that get the instance at the end of an episode.
     rewards: list[str] = field(default_factory=list)
 

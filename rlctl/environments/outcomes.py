@@ -39,7 +39,7 @@ class EnvironmentSpec:
     timeout_s: float
     # Keyword arguments of the class.
     args: dict[str, Any] = field(default_factory=dict)
-    # True for a rollout function, which is no class. None: the name says which.
+    # True for a rollout function, which is no class. None: the name says which; a function of three is an agent.
     is_function: bool | None = False
     # Reward functions of the run; those with a parameter `environments` are called with the instance.
     rewards: tuple[str, ...] = ()

@@ -1,11 +1,17 @@
 """Chat whose tokens are the bytes of the text, for trials without a model."""
 
+import json
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from rlctl.data.chat import Prompt, TurnLink
 from rlctl.environments.contract import Message
+
+# Parser of the calls in its texts.
+PLAIN_FORMAT = "hermes"
+# Text before the tools of a prompt.
+TOOLS_MARK = "\n[tools] "
 
 
 class PlainChat:
@@ -14,8 +20,9 @@ class PlainChat:
     ends = SimpleNamespace(stops=())
 
     def prompt(self, messages: list[Message], tools: Any = ()) -> Prompt:
-        """Return the texts of all messages."""
+        """Return the texts of all messages, and the tools behind them."""
         text = "".join(str(each.get("content") or "") for each in messages)
+        text += f"{TOOLS_MARK}{json.dumps(list(tools))}" if tools else ""
         return Prompt(text, list(text_bytes(text)), [])
 
     def spelled(self, messages: list[Message], tools: Any = ()) -> list[str]:

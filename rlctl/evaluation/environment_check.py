@@ -20,12 +20,13 @@ from rlctl.data.tasks import Task
 from rlctl.environments.contract import EnvironmentContract, Message, Observation, Reward, opening
 from rlctl.environments.function_trial import try_function
 from rlctl.environments.outcomes import EnvironmentFailure, EnvironmentSpec
-from rlctl.environments.plain_chat import PlainChat
+from rlctl.environments.plain_chat import PLAIN_FORMAT, PlainChat
 from rlctl.environments.pool import EnvironmentPool, UnusableEnvironmentError
 from rlctl.environments.tool_calls import ToolCall
 from rlctl.environments.tool_schema import Schema
-from rlctl.evaluation.scripted_policy import FORMAT, ScriptedPolicy, TimedAction, TimedPool, call_text
+from rlctl.evaluation.scripted_policy import AgentScript, ScriptedPolicy, TimedAction, TimedPool, call_text
 from rlctl.generation.requests import RolloutId
+from rlctl.rollout.players.agent import AgentPlayer, agent_notes
 from rlctl.rollout.players.course import EpisodeLimits
 from rlctl.rollout.players.environment import EnvironmentPlayer
 from rlctl.rollout.types import RolloutStart
@@ -33,6 +34,8 @@ from rlctl.utils.plugins import load_object
 from rlctl.utils.user_code import looks_like_bug, shortened
 
 EPISODES = 3
+# Turns of a tried agent.
+AGENT_TURNS = 8
 MESSAGES = ("1", "Hello.", "I do not know.", "8", "The answer is 3.")
 # Where neither the class nor a row begins an episode, and no rows are given.
 _PROMPT: Message = {"role": "user", "content": "prompt"}
@@ -76,6 +79,9 @@ class ScriptedEpisode:
     turns: list[ScriptedTurn] = field(default_factory=list)
     # Tokens of each prompt of a rollout function and of its answer.
     samples: list[tuple[int, int]] = field(default_factory=list)
+    # Names of an agent's parameters that were not used, and why its requests continued no turn, with their numbers.
+    counts: dict[str, float] = field(default_factory=dict)
+    rewritten: dict[str, int] = field(default_factory=dict)
     # None: the class has no `get_reward`, or the episode failed before.
     reward: Reward | None = None
     # Reason why it ended early.
@@ -113,14 +119,16 @@ def check_environment(
         episodes = []
         for index in range(EPISODES):
             row = rows[index % len(rows)]
-            if contract.is_function:
+            if contract.is_agent:
+                episodes.append(_run_agent(pool, index, row, seed + index))
+            elif contract.is_function:
                 episodes.append(_call_function(pool, index, row, seed + index))
             else:
                 episodes.append(_play(pool, contract, index, row, seed + index))
-        again = [] if contract.is_function else _draws_anew(pool, episodes[0], rows[0], seed)
+        again = [] if contract.is_function or contract.is_agent else _draws_anew(pool, episodes[0], rows[0], seed)
     made_up = [_MADE_UP] * any(each.opening == [_PROMPT] for each in episodes)
     unused = [f"{name} takes no parameter `environments`: it is not tried here" for name in _unused(spec, contract)]
-    notes = [*contract.notes, *unused, *made_up, *again, *_doubts(episodes)]
+    notes = [*contract.notes, *unused, *made_up, *again, *_doubts(episodes), *_told_of_agents(episodes)]
     return CheckReport(contract, episodes, [*_failures(episodes), *_bugs(episodes)], notes, start_s)
 
 
@@ -177,6 +185,46 @@ def _call_function(pool: EnvironmentPool, index: int, row: Mapping[str, Any], se
     return ScriptedEpisode(prompt, samples=tried.samples, reward=tried.reward, failure=failure, reset_s=took)
 
 
+def _run_agent(pool: EnvironmentPool, index: int, row: Mapping[str, Any], seed: int) -> ScriptedEpisode:
+    """Run an agent; its turns call each tool that it shows once, and then say a few messages, the row's answer first.
+
+    Tokens are the bytes of the text. After `AGENT_TURNS` turns its budget is used up.
+    """
+    prompt, answer = _prompt(row), row.get("answer")
+    said = [str(each) for each in (answer, *MESSAGES) if each is not None]
+    limits = EpisodeLimits(AGENT_TURNS, sys.maxsize, float("inf"), 0, "keep")
+    player = AgentPlayer(pool, cast(Chat, PlainChat()), limits)
+    text = "\n".join(str(each.get("content") or "") for each in prompt)
+    own_answer = None if answer is None else str(answer)
+    task = Task(f"row {index}", [], text, own_answer, dict(row), messages=prompt)
+    start = RolloutStart(RolloutId("validation", task.id, index, 0), task, sys.maxsize, 0.0, seed, seed)
+    script = AgentScript(lambda tools: [call_text(each) for each in scripted_calls(tools, row, index)], said)
+    begin = time.perf_counter()
+    played = pool.events.submit(player.play(start, script)).result().episode
+    assert played is not None
+    turns: list[ScriptedTurn] = []
+    for number, message in enumerate(played.messages):
+        if message["role"] == "assistant":
+            after = played.messages[number + 1 : number + 2]
+            next_said = str(after[0]["content"]) if after and after[0]["role"] != "assistant" else None
+            turns.append(ScriptedTurn(str(message["content"]), next_said, False, 0.0))
+    return ScriptedEpisode(
+        opening=played.messages[: played.opening],
+        turns=turns,
+        counts=dict(played.counts or {}),
+        rewritten=dict(played.rewritten or {}),
+        reward=played.reward,
+        failure=played.failure,
+        reset_s=time.perf_counter() - begin,
+    )
+
+
+def _told_of_agents(episodes: Sequence[ScriptedEpisode]) -> list[str]:
+    """Return notes on parameters that were not used, and on requests that continued no turn."""
+    lines = [line for each in episodes for line in agent_notes(each.counts, each.rewritten)]
+    return list(dict.fromkeys(lines))
+
+
 def scripted_calls(tools: Sequence[Schema], row: Mapping[str, Any], index: int) -> list[ToolCall]:
     """Return one call of each tool. index: of the episode; it varies the values."""
     calls = []
@@ -217,7 +265,7 @@ def _play(
     said = [MESSAGES[(index + offset) % len(MESSAGES)] for offset in range(len(MESSAGES) * contract.has_step)]
     limits = EpisodeLimits(len(calls) + len(said), sys.maxsize, float("inf"), 0, "keep")
     timed, contracts = TimedPool(pool), {pool.key_of(row): contract}
-    player = EnvironmentPlayer(cast(EnvironmentPool, timed), contracts, cast(Chat, PlainChat()), limits, FORMAT)
+    player = EnvironmentPlayer(cast(EnvironmentPool, timed), contracts, cast(Chat, PlainChat()), limits, PLAIN_FORMAT)
     task = Task(f"row {index}", [], "", None, dict(row), messages=_prompt(row) or [*made_up])
     start = RolloutStart(RolloutId("validation", task.id, index, 0), task, sys.maxsize, 0.0, seed, seed)
     policy = ScriptedPolicy([*map(call_text, calls), *said])

@@ -18,6 +18,7 @@ from rlctl.preflight.machine import RunMachine
 from rlctl.preflight.settled import settle
 from rlctl.rewards.scorer import Scorer
 from rlctl.rollout.episode_setup import environment_pool, set_up
+from rlctl.rollout.players.agent import agent_notes
 from rlctl.rollout.scoring import GroupScorer
 from rlctl.rollout.types import Sampling
 from rlctl.telemetry.jsonl import Record
@@ -30,7 +31,7 @@ class PlayedEpisodes:
 
     # One group of one rollout an episode, as rollouts.jsonl has them.
     records: list[Record]
-    # One line for each thing worth knowing about the chat template.
+    # One line for each thing worth knowing about the chat template, and about an agent's requests.
     notes: list[str]
     # Seconds until the engine was ready, and of all episodes.
     start_s: float
@@ -72,5 +73,7 @@ def play_episodes(
         groups = dispatcher.sample(runner, Sampling("validation", config.run.seed, *shape), tasks, version)
         ended = time.perf_counter()
         scored = GroupScorer(scorer, decoder(chat.tokenizer, special=False))(groups)
+    played = [rollout.episode for group in groups for rollout in group.rollouts if rollout.episode]
+    told = [line for each in played for line in agent_notes(each.counts or {}, each.rewritten or {})]
     records = group_records(scored, decoder(chat.tokenizer, special=True))
-    return PlayedEpisodes(records, setup.template_notes, ready - begin, ended - ready)
+    return PlayedEpisodes(records, [*setup.template_notes, *dict.fromkeys(told)], ready - begin, ended - ready)

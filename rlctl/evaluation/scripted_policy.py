@@ -1,7 +1,7 @@
 """Scripted policy: the text of each turn is given, so that a player plays an episode without a model or a tokenizer."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -9,13 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from rlctl.environments.plain_chat import text_bytes
+from rlctl.environments.plain_chat import TOOLS_MARK, text_bytes
 from rlctl.environments.pool import EnvironmentPool
 from rlctl.environments.tool_calls import ToolCall
+from rlctl.environments.tool_schema import Schema
 from rlctl.generation.requests import Completion, TurnRequest
 
-# Parser of the calls that `call_text` writes.
-FORMAT = "hermes"
 _ACTIONS = ("reset", "call", "step", "reward", "close")
 
 
@@ -28,6 +27,28 @@ class ScriptedPolicy:
     async def sample(self, request: TurnRequest) -> Completion:
         tokens = np.frombuffer(text_bytes(self.texts[request.id.turn]), np.uint8).astype(np.int32)
         return Completion(tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32), "stop")
+
+
+@dataclass
+class AgentScript:
+    """`Policy` of one agent that calls each tool of its requests once, and then says a few texts in turn.
+
+    calls: texts that call the tools of a prompt, from their schemas.
+    """
+
+    calls: Callable[[list[Schema]], list[str]]
+    texts: Sequence[str]
+    # Texts of the tools that the agent has shown.
+    _called: list[str] | None = None
+
+    async def sample(self, request: TurnRequest) -> Completion:
+        shown = bytes(request.prompt_tokens).decode(errors="replace").rpartition(TOOLS_MARK)
+        if self._called is None and shown[1]:
+            # Later messages follow the list.
+            self._called = self.calls(json.JSONDecoder().raw_decode(shown[2])[0])
+        called, turn = self._called or [], request.id.turn
+        text = called[turn] if turn < len(called) else self.texts[(turn - len(called)) % len(self.texts)]
+        return await ScriptedPolicy([text] * (turn + 1)).sample(request)
 
 
 def call_text(call: ToolCall) -> str:

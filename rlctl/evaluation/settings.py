@@ -1,6 +1,7 @@
 """Configs of weights without a trainer: one for measuring, one for sampling."""
 
 import json
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -66,11 +67,14 @@ def checked_run(target: Target, scratch: Path) -> tuple[SettledGrpo, ModelFiles,
 
 def episodes_config(config: GrpoConfig, spec: EnvironmentSpec, memory_mib: int, max_new_tokens: int) -> GrpoConfig:
     """Return the config by which episodes of `spec` are tried once, without further rewards."""
-    rollout, name = (spec.name, None) if spec.is_function else (None, spec.name)
+    rollout, name = (spec.name, None) if spec.is_function else (None, None if spec.agent else spec.name)
+    words = " ".join(map(shlex.quote, spec.agent.command)) if spec.agent else ""
+    function = spec.name if spec.agent and not words else None
+    agent = replace(config.agent, name=function, command=words or None, wrap=None)
     own = replace(config.environment, name=name, args=spec.args, choices={}, timeout_s=spec.timeout_s)
     own = replace(own, max_retries=0, processes=1, memory_mib=memory_mib)
     generation = replace(config.generation, max_new_tokens=max_new_tokens)
-    return replace(config, environment=own, rollout=rollout, rewards=[], generation=generation)
+    return replace(config, environment=own, rollout=rollout, agent=agent, rewards=[], generation=generation)
 
 
 def arguments_of(config: GrpoConfig, environment: str) -> dict[str, Any]:

@@ -98,6 +98,8 @@ class PlayedEpisode:
     malformed_calls: int = 0
     # Counts of an agent's session by name, as `coalesced`; metrics have them below `agent/`.
     counts: Mapping[str, float] | None = None
+    # Why an agent's requests continued no turn -> how often.
+    rewritten: Mapping[str, int] | None = None
 
 
 @dataclass(frozen=True)

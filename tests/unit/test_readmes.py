@@ -56,6 +56,14 @@ RUN_HERE = ("rlctl config", "rlctl env", "rlctl loss", "rlctl recipes", "rlctl -
 IS_WRONG = "grpo.num_step=10"
 # Files that the examples name.
 RECIPE = {"grpo": folders.GRPO, "sft": folders.SFT}
+AGENT = """
+from urllib.request import Request, urlopen
+
+def run(task, base_url, api_key):
+    body, key = b'{"messages": [{"role": "user", "content": "go"}]}', {"Authorization": f"Bearer {api_key}"}
+    urlopen(Request(f"{base_url}/chat/completions", body, key)).read()
+    return 1.0
+"""
 CLUSTERS = {
     "my-cluster.yaml": "defaults: cluster/ssh.yaml\nhosts: [gpu1, gpu2]\n",
     "mine.yaml": "defaults: cluster/ssh.yaml\nhosts: [gpu1, gpu2]\n",
@@ -147,6 +155,7 @@ def reader(home: Path) -> Path:
     (home / "my_rewards.py").write_text("def brevity(prompt, completion, answer, row):\n    return 0.0\n")
     (home / "my_loss.py").write_text((ROOT / "tests/plugins/my_loss.py").read_text())
     (home / "my_env.py").write_text("class Game:\n    def reset(self, **row):\n        return 'Go.'\n")
+    (home / "my_agent.py").write_text(AGENT)
     (home / "tasks.jsonl").write_text('{"target": 1}\n')
     (home / "prompts.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     for name, text in CLUSTERS.items():

@@ -29,7 +29,7 @@ StartAgent = Callable[[AgentTask, str, str, random.Random, Ended], Callable[[], 
 
 def agent_contract(name: str, problems: list[str]) -> EnvironmentContract:
     """Return the contract of an agent, which has no methods that the policy sees."""
-    return EnvironmentContract(name, [], False, True, False, problems, [], is_function=True)
+    return EnvironmentContract(name, [], False, True, False, problems, [], is_agent=True)
 
 
 class AgentEpisode:

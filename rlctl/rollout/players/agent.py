@@ -7,6 +7,7 @@ agent got it, so that one that was lost on the way, or asked for twice, trains o
 
 import asyncio
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -157,7 +158,8 @@ class AgentCall(FunctionCall):
         course.malformed_calls, course.tool_errors = course.malformed_calls + malformed, course.tool_errors + malformed
         course.spelled += int(counts.pop("spelled", 0))
         course.counts = counts
-        self._agents.note_causes(news.rewritten or {})
+        course.rewritten = news.rewritten or {}
+        self._agents.note_causes(course.rewritten)
         if not course.conversation.turns:
             if course.ending != "done":
                 raise DataError(f"the agent's first prompt met a budget ({course.ending}): nothing was sampled")
@@ -170,6 +172,26 @@ class AgentCall(FunctionCall):
                 )
             raise DataError("the agent gave no value, and rewards is empty: nothing values the rollout")
         return news.reward
+
+
+_HOW = {
+    "overridden": "is not used: the run decides how the policy samples",
+    "unenforced": "is not enforced: another distribution would be sampled",
+    "ignored": "is not known here",
+}
+
+
+def agent_notes(counts: Mapping[str, float], rewritten: Mapping[str, int]) -> list[str]:
+    """Return lines for a person on requests that were not honoured, or continued no turn."""
+    lines = []
+    for name, count in counts.items():
+        how, _, parameter = name.partition("/")
+        if how in _HOW:
+            lines.append(f"requests: {parameter} {_HOW[how]}")
+        elif name in ("refused", "coalesced"):
+            what = "were refused" if name == "refused" else "repeated another, and got its turn"
+            lines.append(f"requests: {count:g} {what}")
+    return [*lines, *(f"requests: {count} began another row: {why}" for why, count in rewritten.items())]
 
 
 def most_agents(section: AgentSection) -> int | None:

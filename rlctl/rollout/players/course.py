@@ -57,6 +57,8 @@ class Course:
 
     # Counts of an agent's session by name; None: no agent plays.
     counts: dict[str, float] | None = None
+    # Why its requests continued no turn -> how often.
+    rewritten: dict[str, int] = field(default_factory=dict)
 
     def begin(self, now: float) -> None:
         """Begin a try."""
@@ -105,6 +107,7 @@ class Course:
             spelled=self.spelled,
             malformed_calls=self.malformed_calls,
             counts=self.counts,
+            rewritten=self.rewritten or None,
         )
         finish = one.completions[-1].finish if one.turns else "stop"
         return Rollout(self.start.id, [] if failure else one.rows(), finish, episode=episode)

@@ -23,7 +23,7 @@ def test_show_is_yaml_with_every_value(rlctl: Rlctl) -> None:
     }
     assert shown["trainer"]["optimizer"]["betas"] == [0.9, 0.99]
     sections = ["run", "model", "data", "grpo", "async", "trainer", "generation", "refit", "validation", "checkpoint"]
-    sections += ["placement", "health", "environment", "rollout"]
+    sections += ["placement", "health", "environment", "rollout", "agent", "lora"]
     assert set(shown) == {"kind", "rewards", "telemetry", *sections}
 
 

@@ -1,0 +1,58 @@
+"""Agents tried without a model: their tools are called, and requests that do not continue a turn are told with why."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlctl.environments.outcomes import AgentSpec, EnvironmentSpec
+from rlctl.evaluation.environment_check import check_environment
+
+AGENT = """
+import os, json
+from openai import OpenAI
+
+CLIENT = OpenAI(base_url="http://unused", api_key="unused")
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}
+
+
+def run(task, base_url, api_key):
+    create = CLIENT.with_options(base_url=base_url, api_key=api_key).chat.completions.create
+    messages = [{"role": "user", "content": task.prompt}]
+    said = create(model="m", messages=messages, tools=[TOOL], temperature=0.5).choices[0].message
+    assert said.tool_calls[0].function.name == "add"
+    messages += [{"role": "assistant", "content": "added"}, {"role": "user", "content": "Observation: 3"}]
+    return float(create(model="m", messages=messages, tools=[TOOL]).choices[0].message.content == task.answer)
+
+
+def broken(task, base_url, api_key):
+    return task.rows
+
+
+
+if __name__ == "__main__":
+    from types import SimpleNamespace
+
+    task = SimpleNamespace(**json.loads(os.environ["RLCTL_TASK"]))
+    print(json.dumps({"reward": run(task, os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"])}))
+"""
+ROWS = [{"prompt": "1+2", "answer": "3"}]
+
+
+@pytest.mark.parametrize("as_command", [False, True], ids=["function", "command"])
+def test_an_agent_is_played_and_its_requests_are_judged(tmp_path: Path, as_command: bool) -> None:
+    (file := tmp_path / "mine.py").write_text(AGENT)
+    agent = AgentSpec((sys.executable, str(file))) if as_command else None
+    report = check_environment(EnvironmentSpec(f"{file}:run", 20.0, is_function=None, agent=agent), ROWS, 1024, 0)
+    assert report.problems == [] and report.contract and report.contract.is_agent
+    for episode in report.episodes:
+        assert episode.reward == 1.0 and [turn.said[:11] for turn in episode.turns] == ["<tool_call>", "added", "3"]
+    assert "requests: temperature is not used: the run decides how the policy samples" in report.notes
+    assert any("1 began another row: message 1 (assistant) is not the turn" in note for note in report.notes)
+
+
+def test_a_broken_agent_is_a_problem(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(AGENT)
+    report = check_environment(EnvironmentSpec(f"{tmp_path}/mine.py:broken", 20.0, is_function=None), ROWS, 1024, 0)
+    (problem,) = report.problems
+    assert "broken raised AttributeError at" in problem and "mine.py:19" in problem
