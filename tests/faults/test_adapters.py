@@ -18,6 +18,7 @@ from rlctl.generation.vllm.kind import environment, make_vllm_engine
 from rlctl.preflight.engines.vllm import VllmOptions
 from rlctl.refit.refit import EngineEnd, Refit
 from rlctl.workers.group import WorkerGroup, WorkerSpec
+from tests.faults.runs import Run
 from tests.system.adapters import AdapterSource, adapted, adapter_spec, adapters_of, engine_with, start_adapted
 from tests.system.engines import greedy, refit_options, sample
 from tests.system.test_adapters import error
@@ -96,3 +97,14 @@ def test_a_prefix_of_older_adapters_is_out_of_reach_and_shows_where_it_is_not(
             assert gaps[1] < 1.001 if salted else gaps[1] > 1.01
         finally:
             engine.kill()
+
+
+@pytest.mark.slow
+def test_a_run_stops_whose_first_optimizer_step_left_every_b_as_it_was(tmp_path: Path) -> None:
+    """The learning rate is one that float32 multiplies to nothing, though it is above 0."""
+    run = Run(tmp_path, "still", "lora={}", "trainer.optimizer.lr=1e-46", "checkpoint.every=0", "grpo.num_steps=4")
+    assert run.end() == 1, run.text()
+    (end,) = (event for event in run.events() if event["kind"] == "run_ended")
+    assert "the first optimizer step left model.layers.0.self_attn.q_proj.lora_B.weight and " in end["reason"]
+    assert "more as it was: no gradient reaches the layer" in end["reason"]
+    assert len(run.steps()) == 1
