@@ -13,7 +13,7 @@ from rlctl.models.adapters import AdapterSpec
 from rlctl.models.model_sizes import ModelSizes
 from rlctl.preflight.backend import backend_of
 from rlctl.preflight.machine import Device
-from rlctl.preflight.memory import engine_bytes, placed_states, token_bytes, trainer_bytes
+from rlctl.preflight.memory import engine_bytes, placed_states, refit_bytes, token_bytes, trainer_bytes
 from rlctl.preflight.settings import DTYPE_BYTES, Choice, Dtype, GenerationSettings, TrainerSettings
 
 GIB = 1 << 30
@@ -115,6 +115,10 @@ class _Engines(_Section):
         self._config, self._dtype = config, dtype
         # The cache of `GenerationSettings`.
         self.cache_mib: int | None = config.generation.kv_cache_mib if device == "cpu" else None
+
+    def base_bytes(self, sizes: ModelSizes) -> int:
+        """Return the bytes of a device's share of the weights."""
+        return refit_bytes(sizes, self._dtype) // self._config.generation.tensor_parallel_size
 
     @property
     def in_flight(self) -> int:
@@ -224,10 +228,21 @@ class _Forecast:
         trainer.fill("micro_batch_tokens", fit.tokens, fit.why + _left_out(fit.tokens, self.basis.whole or 0))
         trainer.fill("activation_checkpointing", fit.checkpointing, checkpointed)
         if engines:
-            do = "do not fit" if fit.sleep else "fit"
-            engines.fill("sleep", fit.sleep, f"trainer and engine {do} side by side")
+            engines.fill("sleep", fit.sleep, self._why_asleep(fit.sleep, engines))
             engines.fill("gpu_memory_utilization", *self._share(TrainerSettings(**trainer.values), engines))
             engines.cache_mib = self._cache_mib(engines)
+
+    def _why_asleep(self, sleeps: bool, engines: _Engines) -> str:
+        """Return the reason why engines sleep or stay awake, and the place of weights that no refit brings."""
+        if not sleeps:
+            kept = "; the base stays in both" if self.basis.adapters and self.basis.shared else ""
+            return f"trainer and engine fit side by side{kept}"
+        why = "trainer and engine do not fit side by side"
+        if not self.basis.adapters:
+            return why
+        return (
+            f"{why}; a refit brings adapters alone, so {engines.base_bytes(self.sizes) / GIB:.0f} GiB wait on the host"
+        )
 
     def _chunk(self) -> tuple[int, str]:
         """Return the largest chunk whose logits, 8 bytes each, take no more than their share."""

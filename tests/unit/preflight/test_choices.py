@@ -262,3 +262,17 @@ def test_a_choice_fits_the_device_wherever_the_state_does(
     if share != 0.6:
         assert resident + share * gib * GIB <= 0.93 * gib * GIB
         assert plan.memory.kv_sequences
+
+
+def test_a_base_that_no_refit_brings_stays_in_the_engine_or_waits_on_the_host(sizes: dict[str, ModelSizes]) -> None:
+    long = ("generation.max_new_tokens=16384", "data.max_prompt_length=1024", "lora={}")
+
+    def said(size: str, memory: int, *overrides: str) -> tuple[bool, str]:
+        run = on(config_of(*overrides), "cuda", sizes[size], memory)
+        return next((each.value, each.why) for each in run.choices if each.key == "generation.sleep")
+
+    awake = (False, "trainer and engine fit side by side; the base stays in both")
+    assert said("qwen3-0.6b", H200, *SHORT, "lora={}") == awake
+    sleeps, reason = said("qwen3-8b", 48 * GIB, *long)
+    assert sleeps and reason.endswith("a refit brings adapters alone, so 15 GiB wait on the host")
+    assert said("qwen3-8b", H100, *SHORT)[1] == "trainer and engine do not fit side by side"
