@@ -73,4 +73,5 @@ def sizes_by_formula(raw: dict[str, Any]) -> ModelSizes:
         embedding_parameters=embedding,
         kv_values_per_token=2 * layers * kv_heads * head_dim,
         linears=tuple(linears),
+        state_layers=0,
     )

@@ -149,7 +149,6 @@ FAMILIES: dict[str, Family] = {
     "gemma4_moe": Family(
         "gemma4_text",
         {**_GEMMA4, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 64},
-        refused="per_expert_scale belongs to quantised weights",
     ),
     "gpt_oss": Family(
         "gpt_oss",
@@ -168,7 +167,7 @@ FAMILIES: dict[str, Family] = {
             "moe_intermediate_size": 64,
             "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
         },
-        refused="has no attribute .hybrid_layer_pattern.",
+        refused="does not build MiMoV2FlashForCausalLM: .*; it reads hybrid_layer_pattern from config.json",
     ),
     # Multi-head latent attention.
     "deepseek_v2": Family(
@@ -213,7 +212,6 @@ FAMILIES: dict[str, Family] = {
             "key_multiplier": 0.7,
         },
         shows=("state space",),
-        refused="Chunked prefill is required for mamba cache mode",
     ),
     "granitemoehybrid": Family(
         "granitemoehybrid",
@@ -225,7 +223,6 @@ FAMILIES: dict[str, Family] = {
             "logits_scaling": 0.25,
             "position_embedding_type": "nope",
         },
-        refused="Chunked prefill is required for mamba cache mode",
     ),
     "bamba": Family(
         "bamba",
@@ -287,7 +284,7 @@ FAMILIES: dict[str, Family] = {
             "linear_num_heads": 4,
             "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
         },
-        refused="has no attribute .get.",
+        refused=f"{_CPU}its delta attention has Triton kernels alone",
     ),
     # No packing.
     "llama4_text": Family(

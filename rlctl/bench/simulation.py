@@ -18,7 +18,7 @@ from rlctl.data.tasks import Task
 from rlctl.generation.pool import GeneratorPool
 from rlctl.generation.spec import ForcedLengths
 from rlctl.grpo.metrics import TRAINER_PHASES, EngineInterval, age_metrics, generator_metrics
-from rlctl.models.model_sizes import ModelSizes
+from rlctl.models.facts import ModelSizes
 from rlctl.preflight.machine import Device, RunMachine
 from rlctl.preflight.settled import settle
 from rlctl.rollout.buffer import RolloutBuffer

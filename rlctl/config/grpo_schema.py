@@ -262,7 +262,8 @@ class GenerationSection:
     prefix_caching: bool | Literal["auto"] = spec(
         "Requests of an engine reuse the keys and values of a common prefix: rollouts of a group their prompt, a later "
         "turn the turns before. auto is true on GPUs, and on a CPU where sequences "
-        "are short enough for it to change no bit: 480 tokens of a model with heads of 32."
+        "are short enough for it to change no bit: 480 tokens of a model with heads of 32. It is false for a model "
+        "with layers that carry a state."
     )
     reset_prefix_cache_after_weight_updates: bool = spec(
         "After a refit no new request or turn reuses keys and values of older weights. If false, it does."

@@ -27,6 +27,8 @@ _LENGTHS = ("max_position_embeddings", "max_sequence_length", "max_seq_len", "n_
 _ENDLESS = 1 << 20
 # Dtypes in the headers of safetensors.
 _DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16", "I64": "int64", "I32": "int32"}
+# Keys of the number of experts that a token is routed to.
+_CHOSEN = ("num_experts_per_tok", "top_k_experts")
 # Matrices of an MLP, and of a router in it, by their names in a layer.
 _MLP, _ROUTER = r"mlp|feed_forward|ffn|shared|moe", r"\.(gate|router)\."
 # An attention's modules, and the matrix of latent attention that engines multiply into queries and outputs.
@@ -186,6 +188,7 @@ def _sizes(lm: Any, layers: nn.ModuleList, kinds: LayerKinds, place: str) -> Mod
         embedding_parameters=rows,
         kv_values_per_token=sum(each.kv_heads * (each.dim + each.v_dim) for each in attention),
         linears=tuple(_linears(layers, place, kinds)),
+        state_layers=len(kinds.states),
     )
 
 
@@ -197,7 +200,7 @@ def _is_parameter(lm: Any, name: str) -> bool:
 def _chosen(lm: Any) -> int:
     """Return the experts that a router chooses for a token."""
     of_routers = (getattr(module, "top_k", None) for module in lm.modules())
-    stated = (*of_routers, getattr(lm.config, "num_experts_per_tok", None), 1)
+    stated = (*of_routers, *(getattr(lm.config, key, None) for key in _CHOSEN), 1)
     return next(each for each in stated if isinstance(each, int))
 
 

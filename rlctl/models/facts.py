@@ -76,6 +76,8 @@ class ModelSizes:
     kv_values_per_token: int
     # All linear layers of the layers, in their order.
     linears: tuple[LinearLayer, ...]
+    # Layers that carry a state from token to token.
+    state_layers: int
 
 
 @dataclass(frozen=True)

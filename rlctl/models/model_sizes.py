@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.config.errors import ModelError
-from rlctl.models.facts import ModelSizes as ModelSizes
-from rlctl.models.facts import find_facts, known_facts
+from rlctl.models.facts import ModelSizes, find_facts, known_facts
 
 # Rotary scales that turn a token the same alone and in a pack of many. transformers' dynamic and longrope follow the
 # longest sequence of a batch, vLLM's a fixed length.

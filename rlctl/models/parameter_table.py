@@ -109,6 +109,11 @@ class ParameterTable:
         """Rows by the name on disk."""
         return {row.name: row for row in self.rows}
 
+    @cached_property
+    def is_mixed(self) -> bool:
+        """True if the folder has parameters in bfloat16 and others in float32."""
+        return {"bfloat16", "float32"} <= {row.dtype for row in self.rows if row.trained}
+
     @property
     def kept(self) -> list[TensorRow]:
         """Rows that the model does not hold. An export copies them from the source."""

@@ -17,9 +17,10 @@ from rlctl.config.errors import ModelError
 _LONGEST_HEADER = 100_000_000
 # Read at each end of a file for its digest.
 _ENDS = 1 << 20
-_SCALES = re.compile(
-    r"(.*\.)?(\w*_scale(_inv|_2|s)?|scales|qweight|qzeros|g_idx|weight_packed|SCB|absmax|quant_(map|state)(\..*)?)"
-)
+_QUANTISED = re.compile(r"(.*\.)?(scales|qweight|qzeros|g_idx|weight_packed|SCB|absmax|quant_(map|state)(\..*)?)")
+# Scale of the tensor before the underscore, weight_scale_inv of weight, or proj_scales of proj_blocks. Without such a
+# tensor it is the model's own.
+_SCALE = re.compile(r"(.*)_scale(_inv|_2|s)?")
 _PLAIN = "use the checkpoint that it was quantised from (its name without -FP8, -AWQ or the like)"
 
 
@@ -41,10 +42,13 @@ def weight_files(folder: Path) -> list[Path]:
 
 def check_weights(folder: Path) -> None:
     """Raise ModelError if a file of the folder is missing, cut short, or holds a tensor of quantised weights."""
-    for file in weight_files(folder):
-        for name, entry in file_header(file).items():
-            dtype = str(entry["dtype"])
-            if _SCALES.fullmatch(name):
+    headers = {file: file_header(file) for file in weight_files(folder)}
+    names = [name for header in headers.values() for name in header if not _SCALE.fullmatch(name)]
+    scaled = {*names, *(name.rpartition("_")[0] for name in names)}
+    for file, header in headers.items():
+        for name, entry in header.items():
+            dtype, scale = str(entry["dtype"]), _SCALE.fullmatch(name)
+            if _QUANTISED.fullmatch(name) or (scale and scale[1] in scaled):
                 raise ModelError(f"{file}: {name} belongs to quantised weights, which rlctl does not train; {_PLAIN}")
             if re.match(r"F[468]_|F8|F4", dtype) or (name.endswith(".weight") and re.match("[IU]", dtype)):
                 raise ModelError(f"{file}: {name} is {dtype}: rlctl does not train quantised weights; {_PLAIN}")

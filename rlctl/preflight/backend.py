@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 from rlctl.config.errors import BrokenValueError
 from rlctl.config.schema import TrainerSection
-from rlctl.models.model_sizes import ModelSizes
+from rlctl.models.facts import ModelSizes
 from rlctl.preflight.parallel_layout import Layout
 
 FLOAT32 = 4

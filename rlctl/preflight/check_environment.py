@@ -10,7 +10,7 @@ from ipaddress import ip_address
 from rlctl.config.errors import BrokenValueError
 from rlctl.config.plugins import ENVIRONMENTS
 from rlctl.config.schema import GrpoConfig
-from rlctl.models.model_sizes import ModelSizes
+from rlctl.models.facts import ModelSizes
 from rlctl.preflight.backend import Violation, Violations
 from rlctl.preflight.check_inputs import missing_plugin
 

@@ -16,7 +16,6 @@ from rlctl.config.grpo_schema import AdvantageSection, LossSection, UserClassSec
 from rlctl.config.plugin_options import load_plugin, plugin_options
 from rlctl.config.plugins import ADVANTAGE_BASE, ADVANTAGES, ENGINES, LOSS_BASE, LOSSES, OVERLONG, reward_names
 from rlctl.config.schema import GrpoConfig
-from rlctl.models.model_sizes import ModelSizes
 from rlctl.preflight.backend import Violation, Violations
 from rlctl.preflight.check_inputs import check_reward, missing_plugin
 from rlctl.preflight.columns import ADVANTAGE, columns_problem
@@ -107,18 +106,19 @@ def check_overlong(config: GrpoConfig) -> Violations:
         yield Violation(f"rewards.{names.index(OVERLONG)}.name", what, ("grpo.overlong.penalty_tokens",))
 
 
-def check_engines(config: GrpoConfig, sizes: ModelSizes | None, away: bool) -> Violations:
+def check_engines(settled: SettledGrpo, away: bool) -> Violations:
     """Find a missing engine, its wrong keys, and models that it does not sample from, or not on these devices.
 
     away: the run is to be elsewhere, where an engine of the user's is imported.
     """
-    engine = config.generation.engine
+    generation, sizes = settled.config.generation, settled.facts
+    engine = generation.engine
     if what := missing_plugin(engine.name, ENGINES, "KIND"):
         yield Violation("generation.engine.name", what)
     elif isinstance(engine, UserEngineSection) and not away:
         yield from check_engine_options(engine)
     if sizes:
-        yield from engine_rules(engine).check_model(config.generation, sizes)
+        yield from engine_rules(engine).check_model(generation, sizes, settled.machine.device)
 
 
 def check_async(settled: SettledGrpo) -> Violations:

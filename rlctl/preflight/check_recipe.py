@@ -34,7 +34,7 @@ def check_recipe(settled: SettledSft, away: bool) -> Violations:
         yield Violation(f"{RECIPE}.model.tokenizer", what, ("model.tokenizer",))
     sampling, sizes = sampled.config, settled.facts
     checks = [check_lengths(sampled), check_chat(sampling), check_validation(sampling), check_data(sampling)]
-    checks += [check_rewards(sampling), check_environment(sampling, sizes), check_engines(sampling, sizes, away)]
+    checks += [check_rewards(sampling), check_environment(sampling, sizes), check_engines(sampled, away)]
     checks += [] if away else [check_generated(sampling)]
     for violations in checks:
         for each in unbroken(violations):

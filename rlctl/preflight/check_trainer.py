@@ -2,7 +2,7 @@
 
 from rlctl.config.fields import MOST_SEQUENCES
 from rlctl.config.schema import RunConfig
-from rlctl.models.model_sizes import ModelSizes
+from rlctl.models.facts import ModelSizes
 from rlctl.preflight.backend import Violation, Violations, backend_of, other_backends, unbroken
 from rlctl.preflight.settled import Settled
 

@@ -61,7 +61,7 @@ def check(settled: Settled, origins: dict[str, Origin], *, resume: bool, away: b
             check_advantage(grpo.config),
             check_sampling(grpo),
             check_overlong(grpo.config),
-            check_engines(grpo.config, sizes, away),
+            check_engines(grpo, away),
             check_async(grpo),
             check_corrections(grpo),
         ]

@@ -10,7 +10,7 @@ from typing import Any
 from rlctl.config.grpo_schema import GenerationSection
 from rlctl.config.schema import GrpoConfig, TrainerSection
 from rlctl.models.adapters import AdapterSpec
-from rlctl.models.model_sizes import ModelSizes
+from rlctl.models.facts import ModelSizes
 from rlctl.preflight.backend import backend_of
 from rlctl.preflight.machine import Device
 from rlctl.preflight.memory import engine_bytes, placed_states, refit_bytes, token_bytes, trainer_bytes
@@ -324,7 +324,12 @@ def _why_compiled(on_gpus: bool) -> str:
 
 
 def _caches(basis: Basis) -> tuple[bool, str]:
-    """Return True where a prefix hit saves work; on a CPU a run must also sample the same tokens without a hit."""
+    """Return True where a prefix hit saves work; on a CPU a run must also sample the same tokens without a hit.
+
+    vLLM keeps states of layers only at ends of blocks, with chunked prefill, and calls that experimental.
+    """
+    if basis.facts and basis.facts.state_layers:
+        return False, f"engines keep keys and values of a prefix, not the states of {basis.facts.state_layers} layers"
     if basis.device == "cuda":
         return True, "rollouts of a group share their prompt, turns of a rollout what was said"
     if basis.facts is None or basis.longest is None:

@@ -13,7 +13,7 @@ from rlctl.config.fields import keys_of, literals, sections_of
 from rlctl.config.grpo_schema import EngineSection, GenerationSection, UserEngineSection
 from rlctl.config.plugin_options import plugin_options
 from rlctl.config.plugins import ENGINE_BASE, ENGINE_OPTIONS_BASE, ENGINES
-from rlctl.models.model_sizes import ModelSizes
+from rlctl.models.facts import ModelSizes
 from rlctl.preflight.backend import Violation, Violations
 from rlctl.preflight.machine import Device
 from rlctl.utils.plugins import load_object
@@ -28,8 +28,11 @@ class EngineRules:
     # It computes with the adapters of `EngineSpec`, and proves after each refit that they are live.
     serves_adapters = False
 
-    def check_model(self, generation: GenerationSection, sizes: ModelSizes) -> Violations:
-        """Yield problems with a model that it samples from on no device, or not on this number of devices."""
+    def check_model(self, generation: GenerationSection, sizes: ModelSizes, device: Device | None) -> Violations:
+        """Yield problems with a model that it samples from on no device, or not by these keys.
+
+        device: None if it is not known yet.
+        """
         yield from ()
 
     def unserved(self, device: Device, path: str, sizes: ModelSizes) -> str | None:

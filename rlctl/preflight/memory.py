@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rlctl.models.adapters import AdapterSpec
-from rlctl.models.model_sizes import ModelSizes
+from rlctl.models.facts import ModelSizes
 from rlctl.preflight.backend import FLOAT32, STATES, State, StateBytes, backend_of
 from rlctl.preflight.columns import Role
 from rlctl.preflight.machine import Device
@@ -175,8 +175,8 @@ def engine_bytes(
 
 
 def token_bytes(sizes: ModelSizes, dtype: Dtype, tensor_parallel_size: int) -> int:
-    """Return the bytes of a cached token on one device of an engine."""
-    return -(-sizes.kv_values_per_token * DTYPE_BYTES[dtype] // min(tensor_parallel_size, sizes.kv_heads))
+    """Return the bytes of a cached token on one device of an engine; 0 for a model without attention."""
+    return -(-sizes.kv_values_per_token * DTYPE_BYTES[dtype] // max(1, min(tensor_parallel_size, sizes.kv_heads)))
 
 
 def engine_items(

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
-from rlctl.models.model_sizes import ModelSizes
+from rlctl.models.facts import ModelSizes
 
 # Largest size proposed for a model that is not known: no model has more heads, or layers, to share.
 _LARGEST = 128

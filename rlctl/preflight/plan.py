@@ -127,7 +127,7 @@ def forecast(settled: Settled) -> Memory | None:
     engine = engine_items(generation, sizes, device, memory)
     per_token = token_bytes(sizes, generation.dtype, generation.tensor_parallel_size)
     held = engine.get("key-value cache")
-    sequences = held // (per_token * longest) if held is not None and longest else None
+    sequences = held // (per_token * longest) if held is not None and longest and per_token else None
     if device == "cpu":
         # One machine holds every rank and every engine, all awake.
         trainer = {name: size * settled.config.trainer.num_ranks for name, size in trainer.items()}

@@ -12,7 +12,7 @@ from rlctl.config.fields import RECIPE
 from rlctl.config.grpo_schema import AdvantageScope, UserLossSection
 from rlctl.config.schema import GrpoConfig, RunConfig, SftConfig, TrainerSection
 from rlctl.models.adapters import AdapterSpec, choose_targets
-from rlctl.models.model_sizes import ModelSizes
+from rlctl.models.facts import ModelSizes
 from rlctl.preflight.choices import Basis, Chosen, choose
 from rlctl.preflight.columns import (
     AGE,

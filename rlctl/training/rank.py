@@ -235,8 +235,8 @@ class TrainerRank(ABC):
     def layout(self, dtype: str | None = None) -> Layout:
         """Return (Hugging Face name, shape, dtype) of everything `export` yields, in its order; no data is moved.
 
-        Tensors that transformers keeps in float32 stay so, and buffers have their dtype on disk. With adapters these
-        are everything, under the names of `AdapterTensor`.
+        Tensors that transformers keeps in float32 stay so, as do those that the folder has in float32 next to bfloat16.
+        Buffers have their dtype on disk. With adapters these are everything, under the names of `AdapterTensor`.
         """
         kind = dtype or self._kept_in
         if self._config.adapters:
@@ -251,7 +251,7 @@ class TrainerRank(ABC):
         return self._table if folder == self._folder else table_of(causal_lm(folder), folder)
 
     def _kind_of(self, row: TensorRow, kind: str) -> str:
-        if self._facts.keeps_float32(str(row.target)):
+        if self._facts.keeps_float32(str(row.target)) or (row.dtype == "float32" and self._table.is_mixed):
             return "float32"
         return row.dtype if row.buffer and row.dtype else kind
 

@@ -67,7 +67,7 @@ def build_llm(spec: EngineSpec, extension: str) -> tuple[Any, list[str]]:
     )
     try:
         llm = llm_engine.from_engine_args(arguments)
-    except ValueError as error:
+    except (ValueError, AttributeError, KeyError, TypeError, AssertionError, ImportError) as error:
         if refused := refusal(error, spec.model_path):
             raise refused from error
         raise

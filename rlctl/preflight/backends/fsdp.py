@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from rlctl.config.schema import TrainerSection
-from rlctl.models.model_sizes import ModelSizes
+from rlctl.models.facts import ModelSizes
 from rlctl.preflight.backend import FLOAT32, Backend, ShardCounts, State, StateBytes, Violation, Violations
 from rlctl.preflight.parallel_layout import Layout
 from rlctl.preflight.settings import TrainerSettings

@@ -11,7 +11,7 @@ from json import dumps
 from rlctl.config.errors import BrokenValueError
 from rlctl.config.fields import spec
 from rlctl.config.schema import TrainerSection
-from rlctl.models.model_sizes import ModelSizes
+from rlctl.models.facts import ModelSizes
 from rlctl.preflight.backend import FLOAT32, Backend, ShardCounts, State, StateBytes, Violation, Violations
 from rlctl.preflight.check_inputs import missing_megatron
 from rlctl.preflight.parallel_layout import KEYS, Layout, clashes, instead, world_sizes

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.config.grpo_schema import EngineSection, GenerationSection
-from rlctl.models.model_sizes import ModelSizes, config_file
+from rlctl.models.facts import ModelSizes
+from rlctl.models.model_sizes import config_file
 from rlctl.preflight.backend import Violation, Violations
 from rlctl.preflight.engine import EngineRules
 from rlctl.preflight.engines.sections import VllmSection
@@ -36,6 +37,7 @@ CPU_REFUSED = {
         "deepseek_v3": "its log-probs are 1.36 from transformers'",
         "ernie4_5_moe": "its router leaves out the correction bias, and its log-probs are 1.25 from transformers'",
         "gpt_oss": "its experts are wrong after a change of weights, and its log-probs 12.2 from transformers'",
+        "kimi_linear": "its delta attention has Triton kernels alone",
         "lfm2": "its log-probs are 1.31 from transformers'",
         "lfm2_moe": "its log-probs are 1.37 from transformers'",
         "llama4_text": "its chunks of attention must be multiples of its blocks",
@@ -64,7 +66,7 @@ class VllmRules(EngineRules):
 
     packages, serves_adapters = ("vllm",), True
 
-    def check_model(self, generation: GenerationSection, sizes: ModelSizes) -> Violations:
+    def check_model(self, generation: GenerationSection, sizes: ModelSizes, device: Device | None) -> Violations:
         if sizes.activation != "silu" and sizes.model_type in _SILU_ALONE:
             what = f"hidden_act {sizes.activation}: vLLM samples from silu models of this kind alone"
             yield Violation("model.path", what)
@@ -76,6 +78,9 @@ class VllmRules(EngineRules):
         elif sizes.kv_heads % size and size % sizes.kv_heads:
             what = f"must divide the model's {sizes.kv_heads} key-value heads or be a multiple of them, not {size}"
             yield Violation(key, what)
+        if generation.prefix_caching is True and sizes.state_layers and device == "cpu":
+            what = f"must be auto or false: {sizes.state_layers} layers carry a state, which vLLM keeps with chunked "
+            yield Violation("generation.prefix_caching", what + "prefill alone, and on a CPU there is none")
 
     def unserved(self, device: Device, path: str, sizes: ModelSizes) -> str | None:
         file = config_file(path)
@@ -99,7 +104,7 @@ def cpu_limit(path: str, sizes: ModelSizes, installed: str | None = None) -> str
     """
     known = installed or _installed()
     built = CPU_HEAD_SIZES.get(".".join(known.split(".")[:2]))
-    if built is None or sizes.head_dim in built:
+    if built is None or not sizes.head_dim or sizes.head_dim in built:
         return None
     names = ", ".join(map(str, built))
     return (

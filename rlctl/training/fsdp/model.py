@@ -105,8 +105,8 @@ def build_policy(
 ) -> FsdpPolicy:
     """Shard a `skeleton` over `mesh` and read its weights; computes in `dtype`, keeps float32 masters.
 
-    first: adapters, which alone are trained; None: every parameter is. Raises the errors of `WeightFiles`, and
-    ValueError for experts that a GPU would multiply one at a time.
+    first: adapters, which alone are trained; None: every parameter is. Raises the errors of `WeightFiles` and
+    `_shard_float32`, and ValueError for experts that a GPU would multiply one at a time.
     """
     cuda = mesh.device_type == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
@@ -126,11 +126,13 @@ def build_policy(
     reading = Reading(facts, table, WeightFiles(folder), dtype, device, first)
     for i, layer in enumerate(lm.get_submodule(facts.layers)):
         _materialize(layer, f"{facts.layers}.{i}.", reading)
+        _shard_float32(layer, f"{facts.layers}.{i}.", facts, mesh, precision)
         if compiled:
             # `forward` alone: FSDP's work before and after stays outside. One graph serves all layers.
             layer.forward = compile_for_packs(layer.forward)
         fully_shard(layer, mesh=mesh, mp_policy=precision)
     _materialize(lm, "", reading)
+    _shard_float32(lm, "", facts, mesh, precision)
     if facts.sizes.tied:
         lm.get_submodule(facts.head).weight = embedding.weight
     fully_shard(policy, mesh=mesh, mp_policy=precision)
@@ -164,15 +166,48 @@ def _materialize(module: nn.Module, prefix: str, reading: "Reading") -> None:
         setattr(module.get_submodule(owner), leaf, value)
 
 
-def read_shards(files: WeightFiles, table: ParameterTable, held: Named, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Read every parameter from files, in `dtype`, cut as it is, and every buffer in its own dtype."""
+def _shard_float32(
+    module: nn.Module, prefix: str, facts: ModelFacts, mesh: DeviceMesh, precision: MixedPrecisionPolicy
+) -> None:
+    """Shard the parts of `module` apart whose parameters transformers keeps in float32 next to bfloat16.
+
+    Raises ModelError for such a parameter in a part that has others too: FSDP computes a part in one dtype.
+    """
+    if precision.param_dtype is None or not facts.float32:
+        return
+    left = {name for name, p in module.named_parameters() if facts.keeps_float32(prefix + name) and not _sharded(p)}
+    for path, part in module.named_modules():
+        own = {f"{path}.{name}" for name, _ in part.named_parameters()}
+        if own and own <= left:
+            left -= own
+            exact = MixedPrecisionPolicy(reduce_dtype=precision.reduce_dtype, cast_forward_inputs=False)
+            fully_shard(part, mesh=mesh, mp_policy=exact)
+    if left:
+        raise ModelError(
+            f"transformers keeps {prefix}{min(left)} in float32, beside others in its module that it does not; "
+            "needed: trainer.dtype=float32"
+        )
+
+
+def _sharded(parameter: nn.Parameter) -> bool:
+    return isinstance(parameter, DTensor)
+
+
+def read_shards(
+    files: WeightFiles, table: ParameterTable, held: Named, facts: ModelFacts, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Read every parameter from files, in the dtype that it is computed in, cut as it is, and every buffer in its own.
+
+    dtype: of parameters that transformers does not keep in float32.
+    """
     weights = {}
     for name, tensor in held.items():
         whole = torch.empty(tensor.shape, dtype=torch.float32 if tensor.is_floating_point() else tensor.dtype)
         files.read_into(table.of(name), whole)
         if isinstance(tensor, DTensor):
             whole = local(distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None))
-        weights[name] = whole.to(dtype if isinstance(tensor, nn.Parameter) else tensor.dtype)
+        computed = torch.float32 if facts.keeps_float32(name) else dtype
+        weights[name] = whole.to(computed if isinstance(tensor, nn.Parameter) else tensor.dtype)
     return weights
 
 

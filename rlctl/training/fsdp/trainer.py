@@ -119,7 +119,7 @@ class FsdpTrainer(TrainerRank):
     def _read_weights(self, folder: Path, live: dict[str, Tensor]) -> dict[str, Tensor]:
         if self._config.adapters:
             return read_adapter_shards(folder, self._held, self._dtype)
-        return read_shards(WeightFiles(folder), self._table_of(folder), self._held, self._dtype)
+        return read_shards(WeightFiles(folder), self._table_of(folder), self._held, self._facts, self._dtype)
 
     def _run(self, micro_batches: list[MicroBatch], loss: Loss, metrics: MetricAccumulator, *, backward: bool) -> None:
         for micro_batch in micro_batches:

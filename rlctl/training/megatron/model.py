@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
 
-from rlctl.models.model_sizes import ModelSizes
+from rlctl.models.facts import ModelSizes
 from rlctl.preflight.backend import layout_of
 from rlctl.preflight.backends.megatron import megatron_of
 from rlctl.preflight.settings import TrainerSettings

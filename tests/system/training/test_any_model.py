@@ -1,6 +1,8 @@
 """A model that no table names trains by its derived facts: log-probs, update, shards and export, buffers included."""
 
 import inspect
+import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from rlctl.config.errors import ModelError
 from rlctl.models.derive import derive_facts
@@ -16,6 +19,7 @@ from rlctl.preflight.backend import backend_of
 from rlctl.refit.plan import RefitPlan
 from tests.system.training.scenario import CONFIG, WeightedLoss, plain_log_probs, sequences, totals, trainer
 from tests.tiny_models import make_model
+from tests.zoo import make_family
 
 DATA = sequences(6)
 MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
@@ -79,6 +83,61 @@ def test_a_state_that_passes_on_to_the_next_sequence_is_refused(
     folder = make_model(tmp_path / "model", "falcon_h1", more=FAMILIES["falcon_h1"], scale=2.0)
     with pytest.raises(ModelError, match="a state passes from one sequence to the next"), trainer(folder, tmp_path):
         pass
+
+
+def rewritten(source: Path, folder: Path, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Path:
+    """Write a copy of a folder whose tensors are changed."""
+    shutil.copytree(source, folder)
+    file = folder / "model.safetensors"
+    save_file({name: change(name, tensor) for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+    return folder
+
+
+def test_a_parameter_that_transformers_keeps_in_float32_is_computed_in_it(tmp_path: Path) -> None:
+    """Gates change by less than bfloat16 has digits for: only float32 sees the difference."""
+
+    def gates(factor: float) -> Callable[[str, torch.Tensor], torch.Tensor]:
+        return lambda name, x: x.bfloat16().float() * factor if name.endswith("gate.weight") else x
+
+    made = make_family(tmp_path / "made", "ernie4_5_moe")
+    folders = [rewritten(made, tmp_path / str(index), gates(factor)) for index, factor in enumerate((1, 1 + 2**-9.2))]
+    first, second = (load_file(folder / "model.safetensors") for folder in folders)
+    assert all(torch.equal(first[name].bfloat16(), second[name].bfloat16()) for name in first)
+    found = []
+    for folder in folders:
+        with trainer(folder, tmp_path, dtype="bfloat16", reference=folders[1]) as one:
+            found += [np.concatenate(one.log_probs([DATA], role)[0]) for role in ("policy", "reference")]
+            kinds = {kind for name, _, kind in one.layout("bfloat16") if name.endswith("gate.weight")}
+            assert kinds == {"float32"}
+            assert one.train([DATA], WeightedLoss(), totals(DATA))["train/grad_norm"] > 0
+    assert np.abs(found[0] - found[2]).max() > 0
+    np.testing.assert_array_equal(found[1], found[2])
+    np.testing.assert_array_equal(found[3], found[2])
+
+
+def test_a_float32_parameter_beside_others_in_its_module_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssPreTrainedModel
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(GptOssPreTrainedModel, "_keep_in_fp32_modules_strict", ["sinks"], raising=False)
+    folder = make_model(tmp_path / "model", "gpt_oss", more=FAMILIES["gpt_oss"])
+    with trainer(folder, tmp_path):
+        pass
+    what = r"keeps model.layers.0.self_attn.sinks in float32, beside others .* needed: trainer.dtype=float32"
+    with pytest.raises(ModelError, match=what), trainer(folder, tmp_path, dtype="bfloat16"):
+        pass
+
+
+def test_tensors_that_a_folder_has_in_float32_beside_bfloat16_are_sent_so(tmp_path: Path) -> None:
+    made = make_model(tmp_path / "made", "llama")
+    exact = "model.norm.weight"
+    folder = rewritten(made, tmp_path / "mixed", lambda name, x: x if name == exact else x.bfloat16())
+    with trainer(folder, tmp_path) as one:
+        assert {name for name, _, kind in one.layout("bfloat16") if kind == "float32"} == {exact}
+    with trainer(made, tmp_path) as one:
+        assert {kind for _, _, kind in one.layout("bfloat16")} == {"bfloat16"}
 
 
 def test_megatron_trains_its_four_and_says_so(tmp_path: Path) -> None:

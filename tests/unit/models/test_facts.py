@@ -71,7 +71,7 @@ def test_other_families_are_counted_as_transformers_builds_them(
 
 def test_windows_and_scales_are_recorded(tmp_path: Path) -> None:
     mistral = derive_facts(written(tmp_path / "mistral", "mistral", sliding_window=8))
-    assert mistral.attention == [(64.0, 8)] * 3
+    assert list(mistral.attention) == [(64.0, 8)] * 3
     granite = derive_facts(written(tmp_path / "granite", "granite", logits_scaling=4.0, attention_multiplier=0.5))
     assert granite.kinds.logits.scale == 0.25 and {each.scale for each in granite.kinds.attention} == {0.5}
 

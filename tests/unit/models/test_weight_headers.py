@@ -43,6 +43,7 @@ def test_plain_weights_pass(tmp_path: Path, kind: Kind) -> None:
         ({DOWN: torch.zeros(16384, 1, dtype=torch.uint8)}, f"{DOWN} is U8"),
         ({f"{DOWN}_scale_inv": torch.ones(1, 2)}, f"{DOWN}_scale_inv belongs to quantised weights"),
         ({f"{DOWN}_scale": torch.ones(1)}, f"{DOWN}_scale belongs to quantised weights"),
+        ({"x_blocks": torch.ones(1).byte(), "x_scales": torch.ones(1)}, "x_scales belongs to quantised weights"),
         (
             {"model.layers.0.mlp.up_proj.qweight": torch.ones(1)},
             "model.layers.0.mlp.up_proj.qweight belongs to quantised weights",
@@ -64,6 +65,10 @@ def test_quantised_weights_are_named_where_config_json_is_silent(
             refused()
         assert f"{folder}/model.safetensors: {expected}" in str(caught.value)
         assert "use the checkpoint that it was quantised from" in str(caught.value)
+
+
+def test_a_scale_of_no_other_tensor_is_the_models_own(tmp_path: Path) -> None:
+    check_weights(rewritten(make_model(tmp_path, "llama"), {"model.layers.0.router.per_expert_scale": torch.ones(4)}))
 
 
 def cut(file: Path) -> None:

@@ -1,6 +1,7 @@
 """Keys at `auto`: constants on a CPU, by the forecast of memory on GPUs, and never in place of a written value."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from hypothesis import strategies as st
 from rlctl.bench.workload import SHAPES
 from rlctl.config.errors import ConfigError
 from rlctl.config.schema import GrpoConfig
-from rlctl.models.model_sizes import ModelSizes, read_sizes
+from rlctl.models.facts import ModelSizes
+from rlctl.models.model_sizes import read_sizes
 from rlctl.preflight.load import load
 from rlctl.preflight.machine import Device, RunMachine, device_of
 from rlctl.preflight.placement import NodeResources, this_machine
@@ -118,6 +120,15 @@ def test_a_number_of_copies_that_no_ranks_can_share_is_refused(backend: str) -> 
         "megatron": "3 needs trainer.backend=fsdp: copies of megatron follow from its layout; set auto here",
     }
     assert expected[backend] in str(raised.value)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_prefixes_are_not_kept_where_layers_carry_a_state(sizes: dict[str, ModelSizes], device: Device) -> None:
+    config = config_of("model.max_length=64", "data.max_prompt_length=null", "generation.max_new_tokens=32")
+    run = on(config, device, replace(sizes["qwen3-0.6b"], state_layers=3), H200)
+    found = {choice.key: (choice.value, choice.why) for choice in run.choices}
+    why = "engines keep keys and values of a prefix, not the states of 3 layers"
+    assert found["generation.prefix_caching"] == (False, why)
 
 
 def test_a_pack_holds_the_longest_sequence(sizes: dict[str, ModelSizes]) -> None:

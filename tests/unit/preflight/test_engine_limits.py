@@ -9,7 +9,7 @@ import pytest
 
 from rlctl.config.errors import ModelError
 from rlctl.models.model_sizes import read_sizes
-from rlctl.preflight.engines.vllm import CPU_HEAD_SIZES, CPU_REFUSED, cpu_limit, cpu_refusal, keep_refusal
+from rlctl.preflight.engines.vllm import CPU_HEAD_SIZES, CPU_REFUSED, ENGINE, cpu_limit, cpu_refusal, keep_refusal
 from rlctl.preflight.load import load
 from rlctl.preflight.machine import RunMachine
 from rlctl.preflight.plan import require_served
@@ -55,6 +55,15 @@ def test_it_is_refused_before_anything_starts_and_on_a_cpu_alone(home: Path) -> 
     with pytest.raises(ModelError, match=r"is a gpt_oss model; on a CPU vLLM .* its experts are wrong after a change"):
         require_served(run.on(RunMachine("cpu"), sizes))
     require_served(run.on(RunMachine("cuda"), sizes))
+
+
+def test_prefixes_of_states_are_not_asked_for_on_a_cpu(home: Path) -> None:
+    sizes = replace(read_sizes(sized(Path("model/config.json"), 32)), state_layers=4)
+    keys = replace(load("grpo", "grpo.recipe.yaml", []).config.generation, prefix_caching=True)
+    [found] = ENGINE.check_model(keys, sizes, "cpu")
+    assert (found.key, found.what[:43]) == ("generation.prefix_caching", "must be auto or false: 4 layers carry a sta")
+    assert not list(ENGINE.check_model(keys, sizes, "cuda"))
+    assert not list(ENGINE.check_model(replace(keys, prefix_caching="auto"), sizes, "cpu"))
 
 
 def test_an_answer_of_the_engine_is_kept_for_the_next_start(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

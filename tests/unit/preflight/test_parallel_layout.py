@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlctl.config.errors import ConfigError
-from rlctl.models.model_sizes import ModelSizes, read_sizes
+from rlctl.models.facts import ModelSizes
+from rlctl.models.model_sizes import read_sizes
 from rlctl.preflight import check_inputs
 from rlctl.preflight.backend import layout_of
 from rlctl.preflight.backends.megatron import cpu_offload_problem
