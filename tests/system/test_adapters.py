@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from rlctl.generation.engine import Engine
 from rlctl.generation.requests import Completion, TurnRequest
+from rlctl.generation.vllm.engine import VllmEngine
 from rlctl.grpo.logprob_mismatch import mismatch
 from rlctl.models.adapters import AdapterSpec
 from rlctl.refit.refit import EngineEnd, Refit
@@ -98,13 +99,40 @@ def error(model: Any, given: list[TurnRequest], found: list[Completion]) -> floa
 def assert_each_token_is_of_its_version(
     model: Any, spec: AdapterSpec, given: list[TurnRequest], found: list[Completion]
 ) -> None:
+    theirs, ours = list[np.ndarray](), list[np.ndarray]()
     for request, one in zip(given, found):
         for version in np.unique(one.versions):
             with adapted(model, spec, adapters_of(spec, max(0, int(version)))):
-                ours = log_probs(model, request.prompt_tokens, one.tokens.tolist())
-            own = one.versions == version
-            gap = mismatch([one.log_probs[own]], [ours[own]], [np.ones(int(own.sum()), np.bool_)])
-            assert gap.token_mult_prob_error < 1.001
+                expected = log_probs(model, request.prompt_tokens, one.tokens.tolist())
+            theirs.append(one.log_probs[one.versions == version])
+            ours.append(expected[one.versions == version])
+    gap = mismatch(theirs, ours, [np.ones(len(row), np.bool_) for row in ours])
+    assert gap.token_mult_prob_error < 1.001
+    # A token of another version would differ by far more.
+    assert gap.max_abs_diff < 0.01
+
+
+@pytest.mark.slow
+def test_a_folded_into_its_layers_weight_as_on_a_gpu_samples_as_the_trainer(ray_here: Path, tmp_path: Path) -> None:
+    folder = make_family(tmp_path / "m", "qwen2")
+    # A rank that tensor cores need padding for.
+    spec = adapter_spec(folder, rank=3)
+    engine = start_adapted(engine_with(folder, spec), ray_here, "folded", "tests.system.folding.FoldingWorker")
+    source = WorkerGroup([WorkerSpec("source", partial(AdapterSource, spec))], DEADLINE)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    try:
+        engine.built().wait(DEADLINE)
+        assert engine.start(VllmEngine.rpc, "rl_methods").wait(DEADLINE)[0] == [["FoldedMethod"]]
+        refit, end = Refit(source, refit_options("shm", tmp_path / "shm", adapters=True)), EngineEnd(engine, 1)
+        refit.open([end])
+        for version in range(3):
+            refit.run([end], version)
+            made = requests(12, 1 + version)
+            with adapted(model, spec, adapters_of(spec, version)):
+                assert error(model, made, sample(engine, made).unpack()) < 1.001
+    finally:
+        source.kill()
+        engine.kill()
 
 
 @pytest.mark.long

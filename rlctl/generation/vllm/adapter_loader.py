@@ -21,6 +21,8 @@ from rlctl.models.adapters import AdapterSpec
 from rlctl.models.layer_kinds import LinearLayer
 
 LOAD_FORMAT, KEY = "rlctl_adapters", "rlctl_adapters"
+# Devices on which A lies below its layer's weight. On a CPU vLLM repacks the weight.
+folded_on = {"cuda"}
 # Tensor cores need a multiple of this many rows.
 _ALIGNED = 16
 
@@ -103,17 +105,17 @@ def _names_on_disk(folder: Path, spec: AdapterSpec) -> Mapping[str, tuple[str, i
 
 @contextmanager
 def _rows_for_a(spec: AdapterSpec) -> Iterator[None]:
-    """Have linear layers that are built on a GPU meanwhile hold rows for A below their weight, in one memory.
+    """Have linear layers that are built meanwhile hold rows for A below their weight, in one memory.
 
-    Made before weights are loaded, layer by layer: a second memory for each loaded weight would double what vLLM
-    reserves.
+    On devices of `folded_on` alone. Made before weights are loaded, layer by layer: a second memory for each loaded
+    weight would double what vLLM reserves.
     """
     create = UnquantizedLinearMethod.create_weights
 
     def create_weights(method: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
         create(method, layer, *args, **kwargs)
         weight = layer.weight
-        if weight.device.type != "cuda":
+        if weight.device.type not in folded_on:
             return
         parts = kwargs.get("output_partition_sizes", args[1] if len(args) > 1 else [0])
         further = -(-spec.rank * len(parts) // _ALIGNED) * _ALIGNED
