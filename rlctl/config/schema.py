@@ -197,6 +197,11 @@ class GrpoHealthSection(HealthSection):
         "older weights, or of a cut distribution.",
         gt=1,
     )
+    max_off_policy_kl: float = spec(
+        "Only in an asynchronous run: warn if mismatch/kl is above this, in nats a token. The weights then move "
+        "further between sampling and training than importance weights correct.",
+        ge=0,
+    )
     max_clipped_share: float = spec(
         "Warn if the bounds of grpo.loss hold more than this share of the tokens in a step's first update. The policy "
         "has not moved there: they hold the gap between engine and trainer.",

@@ -12,6 +12,8 @@ from rlctl.run.health import Ceiling, Decline, Finding, Health, HealthCheck, Met
 # `mismatch/token_mult_prob_error` holds the tokens' age in an asynchronous run, and else the cut by top_p and top_k.
 PARITY = "mismatch/parity"
 MISMATCH = "mismatch/token_mult_prob_error"
+# Gap between generator and trainer over a step's tokens, their age included.
+KL = "mismatch/kl"
 
 
 @dataclass
@@ -88,7 +90,21 @@ def grpo_health(settled: SettledGrpo, cause: Callable[[], str] = str, tool_cause
             worse=-1,
         ),
     ]
+    if config.async_.enabled:
+        checks.append(_off_policy(bounds.max_off_policy_kl))
     return Health(checks, stop=bounds.stop)
+
+
+def _off_policy(bound: float) -> Ceiling:
+    """Return the check of the distance between the weights that sampled a step and those that are trained."""
+    return Ceiling(
+        "off_policy",
+        KL,
+        bound,
+        f"{KL} is {{value:.2g}} nats a token, at most {{bound:g}} (health.max_off_policy_kl): the weights move "
+        "further between sampling and training than importance weights correct; lower trainer.optimizer.lr or "
+        "async.max_trajectory_age_steps",
+    )
 
 
 def _wider(settled: SettledGrpo) -> str:

@@ -23,7 +23,7 @@ from rlctl.rollout.groups import GroupRecord, GroupState, GroupTable
 from rlctl.rollout.patience import TICK_S, Emit, Patience
 from rlctl.rollout.prefetch import AdaptivePrefetch
 from rlctl.rollout.refill import RefillRule
-from rlctl.rollout.runner import RolloutRunner
+from rlctl.rollout.runner import SLICE, RolloutRunner
 from rlctl.rollout.staleness import StalenessRule
 from rlctl.rollout.types import Rollout, RolloutGroup, RolloutStart, Sampling, Waste
 from rlctl.utils.event_loop import within
@@ -72,8 +72,8 @@ class RolloutBuffer:
         # Seconds that the current step waited, and when it began.
         self._waited, self._step_began = 0.0, self._events.now()
         # Set when a group has changed its state.
-        self._changed = asyncio.Event()
-        self._scoring = self._closed = False
+        self._changed = dispatcher.news
+        self._scoring = self._admitting = self._closed = False
         # True if a group was dropped since the last step. A hanging engine may still sample its rollouts.
         self._dropped = False
         dispatcher.restarted = self._restarted
@@ -188,13 +188,14 @@ class RolloutBuffer:
         """Take up the groups of a `snapshot`: READY ones are so again, the others are sampled again at `version`."""
         saved = load_groups(folder)
 
-        def take_up() -> None:
+        def take_up() -> list[GroupRecord]:
             self._version = version
             self._prefetch.resume(state["prefetch"])
             self._refill.load_state_dict(state.get("refill", []))
-            self._begin(self._groups.load_state_dict(state, version, self._source.at, saved))
+            return self._groups.load_state_dict(state, version, self._source.at, saved)
 
-        self._events.ask(take_up)
+        again = self._events.ask(take_up)
+        self._events.run(self._runner.begin_groups(map(self._begun, again), self._ended))
 
     def close(self) -> None:
         """Sample and score no more."""
@@ -227,14 +228,16 @@ class RolloutBuffer:
     async def _attempt(
         self, version: int, attempt: Attempt, waited_for: str | None = None
     ) -> tuple[list[RolloutGroup] | None, str]:
-        """Try until an attempt succeeds, the wait has another cause, or a tick is over; return the groups, and the
-        cause."""
+        """Try until an attempt succeeds, the wait has another cause, an engine is lost, or a tick is over; return the
+        groups, and the cause."""
         self._version = version
         end = self._events.now() + TICK_S
         while True:
             self._changed.clear()
             taken, why = attempt(), self._groups.waits_for()
-            if taken is not None or why != waited_for or not await within(self._changed, end - self._events.now()):
+            if taken is not None or why != waited_for or self._dispatcher.has_lost:
+                return taken, why
+            if not await within(self._changed, end - self._events.now()):
                 return taken, why
 
     def _look_after(self) -> None:
@@ -270,12 +273,30 @@ class RolloutBuffer:
         self._admit()
 
     def _admit(self) -> None:
-        """Begin the groups that are wanted now, deferred ones first."""
-        count = max(0, min(self._wanted(), self._groups.room))
+        """Begin the groups that are wanted now: a slice at once, others while the loop goes round."""
+        if self._admit_slice() and not self._admitting:
+            self._admitting = True
+            self._events.spawn(self._admit_others())
+
+    async def _admit_others(self) -> None:
+        try:
+            await asyncio.sleep(0)
+            while self._admit_slice():
+                await asyncio.sleep(0)
+        finally:
+            self._admitting = False
+
+    def _admit_slice(self) -> bool:
+        """Begin a slice of the wanted groups, deferred ones first; return True if others may follow."""
+        most = max(1, SLICE // self._sampling.num_rollouts)
+        count = max(0, min(self._wanted(), self._groups.room, most))
+        if self._closed or not count:
+            return False
         tasks = {group.number: group.task for group in self._groups.in_state(GroupState.DEFERRED)[:count]}
         first = self._source.cursor.position
         tasks |= dict(enumerate(self._source.draw(count - len(tasks)), first))
         self._begin(self._groups.admit(tasks, self._version))
+        return count == most
 
     def _wanted(self) -> int:
         """Return how many groups are to be begun, if there is room."""
@@ -289,11 +310,13 @@ class RolloutBuffer:
         return self._refill.in_flight(filtered, ready) - groups.active
 
     def _begin(self, groups: Sequence[GroupRecord]) -> None:
-        if self._closed:
-            return
         for group in groups:
-            group.began = self._events.now()
-            self._runner.begin(self._starts(group), self._ended)
+            self._runner.begin(self._begun(group), self._ended)
+
+    def _begun(self, group: GroupRecord) -> list[RolloutStart]:
+        """Note that a group begins now; return its rollouts."""
+        group.began = self._events.now()
+        return self._starts(group)
 
     def _starts(self, group: GroupRecord) -> list[RolloutStart]:
         return self._sampling.starts(group.task, group.number, group.attempt)

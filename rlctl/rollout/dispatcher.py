@@ -80,6 +80,10 @@ class RolloutDispatcher:
         self._placement = TurnPlacement(pool.at_a_time, together=together)
         # Set when an engine has no turn any more.
         self._emptied = asyncio.Event()
+        # Set when the training thread's wait may be over: by its waits' own callbacks, and when an engine is lost.
+        self.news = asyncio.Event()
+        # True from the loss of an engine until `repair`.
+        self.has_lost = False
         pool.forget_gone()
         # By the pool's slots.
         self._queues: list[EngineQueue] = []
@@ -138,6 +142,9 @@ class RolloutDispatcher:
         return queue
 
     def _changed(self, queue: EngineQueue) -> None:
+        if queue.lost:
+            self.has_lost = True
+            self.news.set()
         if not queue.turns or queue.lost:
             self._emptied.set()
         self._placement.changed(queue)
@@ -156,18 +163,27 @@ class RolloutDispatcher:
         """
         first = version * sampling.groups_per_step + first_place
         groups = [sampling.starts(task, first + place) for place, task in enumerate(tasks)]
-        wanted, found, all_ended = sum(map(len, groups)), dict[RolloutId, Rollout](), asyncio.Event()
+        wanted, found = sum(map(len, groups)), dict[RolloutId, Rollout]()
 
         def ended(rollout: Rollout) -> None:
             found[rollout.id] = rollout
             self._patience.news()
             if len(found) == wanted:
-                all_ended.set()
+                self.news.set()
+
+        async def all_ended() -> bool:
+            """Wait until all ended, an engine is lost, or a tick is over; return True if all ended."""
+            end = self.events.now() + TICK_S
+            while len(found) < wanted and not self.has_lost:
+                self.news.clear()
+                if not await within(self.news, end - self.events.now()):
+                    break
+            return len(found) == wanted
 
         self._patience.news()
         runner.check()
-        self.events.ask(lambda: runner.begin([*chain(*groups)], ended, ahead=True))
-        while len(found) < wanted and not self.events.run(within(all_ended, TICK_S)):
+        self.events.run(runner.begin_groups(groups, ended, ahead=True))
+        while not self.events.run(all_ended()):
             runner.check()
             if self.repair():
                 # The time that the replacement took is no silence of the new engine.
@@ -266,6 +282,7 @@ class RolloutDispatcher:
         """Return the slots whose engines are lost, with the reasons; adopt those that a sync has replaced."""
         await self._adopt()
         self._lose_silent()
+        self.has_lost = False
         return {each.index: each.lost for each in self._queues if each.lost and self._is_current(each)}
 
     def _is_current(self, queue: EngineQueue) -> bool:

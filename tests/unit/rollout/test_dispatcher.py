@@ -4,6 +4,7 @@ queue."""
 import gc
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from random import Random
 from types import SimpleNamespace
@@ -13,11 +14,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rlctl.data.cursor import Cursor, TaskSource
 from rlctl.data.tasks import Task
 from rlctl.generation import pool
 from rlctl.generation.pool import EngineSlot, GeneratorPool
 from rlctl.generation.requests import Completion, RequestId, RolloutId, TurnRequest
 from rlctl.generation.vllm import active_requests
+from rlctl.preflight.load import load
+from rlctl.rollout.buffer import RolloutBuffer
 from rlctl.rollout.dispatcher import RolloutDispatcher
 from rlctl.rollout.placement import LeastLoaded
 from rlctl.rollout.players.single_turn import SingleTurnPlayer
@@ -185,6 +189,37 @@ def test_a_validation_outlives_its_engine() -> None:
     found = stage.dispatcher.sample(stage.runner, SAMPLING, TASKS, 0)
     assert lost and [len(group.rollouts) for group in found] == [2, 2, 2]
     assert [kind for kind, _ in stage.told if kind != "warning"] == ["engine_lost", "engine_restarted"]
+
+
+@pytest.mark.parametrize("what", ["validation", "step"])
+def test_a_lost_engine_is_replaced_at_the_moment_of_its_loss(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage, replaced = Stage(2, at_a_time=4), list[float]()
+    config = load("grpo", None, ["grpo.num_prompts_per_step=3", "grpo.num_generations_per_prompt=2"]).settled.config
+    source = TaskSource(TASKS, Cursor(len(TASKS), 0, False))
+    buffer = RolloutBuffer(config, source, stage.dispatcher, stage.runner, list, lambda kind, **fields: None)
+
+    def kill_one() -> None:
+        if not replaced and stage.at(0):
+            stage.pool.engines[0].kill()
+        for worker in stage.pool.engines:
+            if stage.events.time > 0.25:
+                worker.engine.step()  # type: ignore[attr-defined]
+        stage.events.go_on()
+
+    def another(spec: Any) -> FakeWorker:
+        replaced.append(stage.events.time)
+        return FakeWorker(spec)
+
+    monkeypatch.setattr(pool, "Worker", another)
+    stage.happen = kill_one
+    # The wait looks around at 0.6. The engine's call fails at 0.25.
+    stage.events.let_pass(0.1)
+    if what == "step":
+        buffer.admit(0)
+        groups = buffer.take(0, lambda name: nullcontext())
+    else:
+        groups = stage.dispatcher.sample(stage.runner, SAMPLING, TASKS, 0)
+    assert replaced == [0.25] and [len(group.rollouts) for group in groups] == [2, 2, 2]
 
 
 def test_a_validation_that_gets_nothing_is_explained_and_ends_at_its_deadline() -> None:

@@ -192,3 +192,15 @@ def test_tokens_of_older_weights_or_of_a_cut_distribution_are_not_judged(overrid
     assert health.look(1, {"mismatch/token_mult_prob_error": 1.13, "mismatch/parity": 1.0}) == []
     (warning,) = health.look(2, {"mismatch/token_mult_prob_error": 1.13, "mismatch/parity": 2.8})
     assert warning.what.startswith("mismatch/parity is 2.8, at most 1.05 (health.max_token_mult_prob_error)")
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_an_asynchronous_run_whose_rollouts_are_far_off_policy_is_told(asynchronous: bool) -> None:
+    run = load("grpo", None, [f"async.enabled={str(asynchronous).lower()}"]).settled
+    health = grpo_health(run)
+    # Steps 7 to 10 of a collapse of guess-tiny. Its parity was exact, and its accuracy above that of the start.
+    found = [health.look(step, {"mismatch/kl": value}) for step, value in enumerate([0.06, 0.23, 0.31, 0.47], 7)]
+    assert [len(each) for each in found] == [0, int(asynchronous), 0, 0]
+    if asynchronous:
+        assert found[1][0].what.startswith("mismatch/kl is 0.23 nats a token, at most 0.1 (health.max_off_policy_kl)")
+        assert found[1][0].what.endswith("lower trainer.optimizer.lr or async.max_trajectory_age_steps")

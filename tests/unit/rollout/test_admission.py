@@ -1,0 +1,141 @@
+"""Admission lets the event loop go round: it begins rollouts in slices, at a resume and in a validation too."""
+
+import asyncio
+import gc
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from rlctl.bench.simulated_engine import SimulatedPool
+from rlctl.data.cursor import Cursor, TaskSource
+from rlctl.data.tasks import Task
+from rlctl.generation.engine import Engine, EngineStats, FinishedTurns
+from rlctl.generation.requests import Completion, PackedCompletions, TurnRequest
+from rlctl.preflight.load import load
+from rlctl.rollout.buffer import RolloutBuffer
+from rlctl.rollout.dispatcher import RolloutDispatcher
+from rlctl.rollout.players.single_turn import SingleTurnPlayer
+from rlctl.rollout.policy import Policy
+from rlctl.rollout.runner import SLICE, RolloutRunner
+from rlctl.rollout.types import Rollout, RolloutStart, Sampling
+from rlctl.utils.event_loop import EventLoop
+from tests.waiting import until
+
+GROUP, PROMPTS = 8, 512
+# CPU seconds in which the loop goes round; it takes 0.003 to 0.01 with slices, and 0.1 to 0.2 without.
+BOUND_S = 0.05
+ANSWER = Completion(np.zeros(1, np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), "stop")
+
+
+class EngineWorker:
+    """An engine's worker that takes requests. answers: it answers each one a little later."""
+
+    name, answers = "engine-0", False
+
+    def __init__(self) -> None:
+        self.requests = list[TurnRequest]()
+        self._answered = 0
+
+    async def call(self, deadline_s: float, method: Any, *arguments: Any) -> Any:
+        if method is Engine.submit:
+            self.requests.extend(arguments[0])
+            return None
+        await asyncio.sleep(0.05)
+        if not self.answers:
+            return FinishedTurns([], PackedCompletions.pack([]), EngineStats())
+        ended, self._answered = self.requests[self._answered :], len(self.requests)
+        columns = PackedCompletions.pack([ANSWER] * len(ended))
+        return FinishedTurns([request.id for request in ended], columns, EngineStats(tokens=self._answered))
+
+
+class Counting(SingleTurnPlayer):
+    """A player that counts the rollouts that began."""
+
+    begun = 0
+
+    async def play(self, start: RolloutStart, policy: Policy) -> Rollout:
+        self.begun += 1
+        return await super().play(start, policy)
+
+
+class Stage:
+    """A buffer of synchronous steps of 4,096 rollouts, and a task that looks once in each round of the loop."""
+
+    def __init__(self) -> None:
+        sizes = [f"grpo.num_prompts_per_step={PROMPTS}", f"grpo.num_generations_per_prompt={GROUP}"]
+        config = load("grpo", None, sizes).settled.config
+        emit = lambda kind, **fields: None  # noqa: E731
+        self.events, self.worker, self.player = EventLoop("rollouts"), EngineWorker(), Counting()
+        pool = SimulatedPool(cast(Any, [self.worker]), 2 * GROUP * PROMPTS)
+        self.dispatcher = RolloutDispatcher(cast(Any, pool), config.run, emit, self.events)
+        self.runner = RolloutRunner(self.player, self.dispatcher)
+        source = TaskSource([Task("r0", [1, 2], "", None)], Cursor(1, 0, False))
+        self.buffer = RolloutBuffer(config, source, self.dispatcher, self.runner, list, emit)
+        # Rollouts that began, and CPU seconds, in each round.
+        self.rounds = list[tuple[int, float]]()
+        self.events.ask(lambda: self.events.spawn(self._look()))
+
+    async def _look(self) -> None:
+        while True:
+            begun, began = self.player.begun, time.thread_time()
+            await asyncio.sleep(0)
+            self.rounds.append((self.player.begun - begun, time.thread_time() - began))
+
+    def settle(self, rollouts: int) -> None:
+        """Wait until the engine has this number of rollouts."""
+        until(lambda: len(self.worker.requests) >= rollouts)
+
+    def was_never_held_up(self) -> bool:
+        return max(begun for begun, _ in self.rounds) <= SLICE and max(taken for _, taken in self.rounds) < BOUND_S
+
+
+@pytest.fixture
+def stages() -> Iterator[Callable[[], Stage]]:
+    """Make stages without Python's collections of garbage, whose time is that of all objects of the test process."""
+    made = list[Stage]()
+
+    def make() -> Stage:
+        made.append(Stage())
+        return made[-1]
+
+    gc.disable()
+    yield make
+    gc.enable()
+    for stage in made:
+        stage.events.close()
+
+
+def test_a_step_of_4096_rollouts_begins_in_slices_and_whole_groups(stages: Callable[[], Stage]) -> None:
+    stage = stages()
+    stage.buffer.admit(0)
+    stage.settle(GROUP * PROMPTS)
+    assert stage.was_never_held_up()
+    ids = [request.id.rollout for request in stage.worker.requests]
+    assert [(each.group, each.index) for each in ids] == [(n, i) for n in range(PROMPTS) for i in range(GROUP)]
+    # Nothing else is wanted.
+    assert stage.buffer.occupancy() == {0: PROMPTS}
+
+
+def test_a_resume_begins_its_groups_in_slices(stages: Callable[[], Stage], tmp_path: Path) -> None:
+    before = stages()
+    before.buffer.admit(0)
+    before.settle(GROUP * PROMPTS)
+    state, write = before.buffer.snapshot()
+    write(tmp_path)
+    stage = stages()
+    stage.buffer.load(state["groups"], tmp_path, 0)
+    stage.settle(GROUP * PROMPTS)
+    assert stage.was_never_held_up()
+
+
+def test_a_validation_begins_its_groups_in_slices(stages: Callable[[], Stage]) -> None:
+    stage = stages()
+    tasks = [Task(f"v{number}", [1, 2], "", None) for number in range(PROMPTS)]
+    stage.worker.answers = True
+    found = stage.dispatcher.sample(stage.runner, Sampling("validation", 0, PROMPTS, GROUP, 4, 1.0), tasks, 0)
+    assert [len(group.rollouts) for group in found] == [GROUP] * PROMPTS
+    assert max(begun for begun, _ in stage.rounds) <= SLICE
