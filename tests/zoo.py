@@ -269,7 +269,6 @@ FAMILIES: dict[str, Family] = {
     "mamba2": Family(
         "mamba2",
         {"num_heads": 8, "head_dim": 32, "state_size": 16, "chunk_size": 16, "n_groups": 1, "expand": 2},
-        refused="has attention heads of size 0",
     ),
     "kimi_linear": Family(
         "kimi_linear",

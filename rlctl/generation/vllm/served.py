@@ -20,15 +20,16 @@ def refusal(error: Exception, folder: str) -> ModelError | None:
     """Return an error of `LLMEngine.from_engine_args` as one line, if it is about the model's class."""
     import vllm
 
-    name = architectures_in(Path(folder) / "config.json")
     if not re.search("Model architectures? .* (not supported|failed to be inspected)", str(error), re.DOTALL):
         where = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
         if isinstance(error, ValueError) or not any(_CLASSES in each for each in where):
             return None
+        name = architectures_in(Path(folder) / "config.json")
         why = f"vLLM {vllm.__version__} does not build {name}: {type(error).__name__}: {' '.join(str(error).split())}"
         lacking = re.search(r"Config' object has no attribute '(\w+)'", str(error))
         why += f"; it reads {lacking[1]} from config.json" if lacking else ""
         return ModelError(f"{folder}: {why}")
+    name = architectures_in(Path(folder) / "config.json")
     if "failed to be inspected" in str(error):
         return ModelError(f"{folder}: vLLM {vllm.__version__} cannot import {name}; the engine's log says why")
     why = f"vLLM {vllm.__version__} does not serve {name}, nor does its Transformers backend; a newer vLLM may"

@@ -34,5 +34,22 @@ def test_an_architecture_that_vllm_lacks_is_one_line_now_and_at_the_next_start(
     assert ENGINE.unserved("cuda", folder, sizes) == str(caught.value)
 
 
+def test_an_error_in_vllms_class_of_the_model_is_one_line_with_the_key_that_it_reads(tmp_path: Path) -> None:
+    """The family mimo_v2_flash of the zoo shows it with the engine."""
+    import vllm
+    from transformers import MiMoV2FlashConfig
+
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["MiMoV2FlashForCausalLM"]}))
+    place = Path(vllm.__file__).parent / "model_executor/models/mimo_v2.py"
+    with pytest.raises(AttributeError) as raised:
+        exec(compile("config.hybrid_layer_pattern", place, "exec"), {"config": MiMoV2FlashConfig()})
+    said = str(refusal(raised.value, str(tmp_path)))
+    assert said.startswith(
+        f"{tmp_path}: vLLM {vllm.__version__} does not build MiMoV2FlashForCausalLM: AttributeError: "
+    )
+    assert said.endswith("; it reads hybrid_layer_pattern from config.json")
+
+
 def test_another_error_is_vllms_own(tmp_path: Path) -> None:
     assert refusal(ValueError("the cache has no room"), str(tmp_path)) is None
+    assert refusal(AttributeError("raised by no class of a model"), str(tmp_path)) is None
