@@ -41,6 +41,7 @@ def model(tmp_path: Path) -> Path:
 def source(model: Path, ray_here: Path) -> Iterator[WorkerGroup]:
     group = WorkerGroup([WorkerSpec("source", partial(AdapterSource, adapter_spec(model)))], DEADLINE)
     try:
+        group.built().wait(DEADLINE)
         yield group
     finally:
         group.kill()

@@ -54,6 +54,7 @@ def test_an_engine_samples_as_the_trainer_after_each_of_twenty_syncs(
     source = WorkerGroup([WorkerSpec("source", partial(AdapterSource, spec))], DEADLINE)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     try:
+        source.built().wait(DEADLINE)
         engine.built().wait(DEADLINE)
         refit = Refit(source, refit_options("shm", tmp_path / "shm", adapters=True, in_flight=True))
         end = EngineEnd(engine, 1)
@@ -121,6 +122,7 @@ def test_a_folded_into_its_layers_weight_as_on_a_gpu_samples_as_the_trainer(ray_
     source = WorkerGroup([WorkerSpec("source", partial(AdapterSource, spec))], DEADLINE)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     try:
+        source.built().wait(DEADLINE)
         engine.built().wait(DEADLINE)
         assert engine.start(VllmEngine.rpc, "rl_methods").wait(DEADLINE)[0] == [["FoldedMethod"]]
         refit, end = Refit(source, refit_options("shm", tmp_path / "shm", adapters=True)), EngineEnd(engine, 1)
@@ -145,6 +147,7 @@ def test_two_tensor_parallel_workers_sample_as_the_trainer(family: str, ray_here
     source = WorkerGroup([WorkerSpec("source", partial(AdapterSource, spec))], DEADLINE)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     try:
+        source.built().wait(DEADLINE)
         engine.built().wait(DEADLINE)
         refit = Refit(source, refit_options("shm", tmp_path / "shm", adapters=True, in_flight=True))
         end = EngineEnd(engine, 2)
@@ -167,6 +170,7 @@ def test_memory_is_flat_over_two_hundred_syncs(ray_here: Path, tmp_path: Path) -
     engine = start_adapted(engine_with(folder, spec), ray_here, "flat")
     source = WorkerGroup([WorkerSpec("source", partial(AdapterSource, spec))], DEADLINE)
     try:
+        source.built().wait(DEADLINE)
         engine.built().wait(DEADLINE)
         refit, end = Refit(source, refit_options("shm", tmp_path / "shm", adapters=True)), EngineEnd(engine, 1)
         refit.open([end])
