@@ -417,7 +417,7 @@ def test_the_turns_of_a_rollout_stay_on_its_engine_while_it_lives(
     talk, most = Talk(stage, random, last=3), 0
     stage.submit(requests, more=True)
     dies_at, moved = (random.randint(1, 12) if dies else 0), set[str]()
-    for number in range(1, 120):
+    for number in range(1, 400):
         if number == dies_at:
             lost = stage.pool.engines[0]
             moved = {str(each.rollout) for each, name in talk.seen.items() if name == lost.name}
