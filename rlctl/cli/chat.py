@@ -29,6 +29,7 @@ EPILOG = examples(
     "rlctl chat Qwen/Qwen3-0.6B --temperature 0       any model, greedily",
     "rlctl chat my-run --tools my_env.py:Game         with an environment's tools",
     "rlctl chat sums < questions.txt                  a line, an answer",
+    "rlctl chat my-run --endpoint                     an address for your client",
 )
 _NEW, _HELP, _ENDS = "/new", "/help", ("/exit", "/quit", "/bye")
 _ANSWER = f"""\
@@ -57,6 +58,9 @@ def chat(
     row: Annotated[
         str | None, typer.Option(metavar="JSON", help="With --tools: the row for the environment's reset.")
     ] = None,
+    endpoint: Annotated[
+        bool, typer.Option("--endpoint", help="Serve OpenAI's and Anthropic's APIs on this machine, to one client.")
+    ] = False,
 ) -> None:
     """Talk to a model. /new begins another conversation; /help says more; Ctrl-C stops an answer; Ctrl-D ends."""
     from rlctl.evaluation.settings import config_of
@@ -65,10 +69,15 @@ def chat(
     with explained_weights("interrupted"):
         found = find_target(target, runs_folder(), step)
         config, most = config_of(found, seed, system)
-        environment, columns = _environment(tools, config), _row(row, tools)
+        if endpoint and tools is not None:
+            raise ConfigError([Problem("--tools", "", "are those of the client with --endpoint: leave it out")])
+        environment, columns = (None, {}) if endpoint else (_environment(tools, config), _row(row, tools))
         most = max_tokens or most
         sampling = (most, config.generation.temperature if temperature is None else temperature)
         with tempfile.TemporaryDirectory(prefix="rlctl-chat-") as folder:
+            if endpoint:
+                _serve(found, config, sampling, Path(folder))
+                return
             _talk(found, config, sampling, environment, columns, Path(folder))
 
 
@@ -90,6 +99,26 @@ def _talk(
         said = f"{target.name}, temperature {sampling[1]:g}; {_NEW} begins another conversation, "
         say(f"{said}Ctrl-D ends, {_HELP} shows more", err=True)
         converse(session)
+
+
+def _serve(target: "Target", config: "GrpoConfig", sampling: tuple[int, float], logs: Path) -> None:
+    """Serve a policy until Ctrl-C."""
+    import time
+    from contextlib import ExitStack
+
+    from rlctl.evaluation.chat_session import served_policy
+
+    with ExitStack() as stack:
+        with busy(f"starting an engine for {target.name}"):
+            served = stack.enter_context(served_policy(target, config, sampling, logs, tell))
+        root = served.base_url.removesuffix("/v1")
+        say(f"export OPENAI_BASE_URL={served.base_url} OPENAI_API_KEY={served.api_key}")
+        say(f"export ANTHROPIC_BASE_URL={root} ANTHROPIC_API_KEY={served.api_key}")
+        say(f"{target.name}, temperature {sampling[1]:g}, which clients do not change; Ctrl-C ends", err=True)
+        with suppress(KeyboardInterrupt):
+            while True:
+                served.check()
+                time.sleep(0.2)
 
 
 def converse(session: "ChatSession") -> None:

@@ -1,4 +1,4 @@
-"""A rollout function tried with scripted answers, in the process that a run would use, without an engine."""
+"""A rollout function or an agent tried with scripted answers, in the process of a run, without an engine."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -59,4 +59,31 @@ def try_function(
         tried.failure = EnvironmentFailure("contract", "returned without a sample: nothing could be trained")
     else:
         tried.reward = told.reward
+    return tried
+
+
+def try_agent(
+    pool: EnvironmentPool, call: Hashable, task: Mapping[str, Any], seed: int, answer: list[int], most: int
+) -> TriedFunction:
+    """Run the pool's agent once. task: fields of `AgentTask`. answer: tokens of each turn. most: turns that it gets.
+
+    Never raises an error of the agent.
+    """
+    tried = TriedFunction()
+    told = pool.begin_agent(call, task, seed).result()
+    while not isinstance(told, EnvironmentFailure) and not told.ended:
+        given: list[tuple[int, Any]] = []
+        for ask in told.asks:
+            sampled = (answer, [-1.0] * len(answer), "stop")
+            given.append((ask.number, sampled if len(tried.samples) < most else "max_turns"))
+            tried.samples.append((len(ask.tokens), len(answer)))
+        told = pool.resume_agent(call, given, waits=False).result()
+    pool.close(call).result()
+    if isinstance(told, EnvironmentFailure):
+        tried.failure = told
+    elif not tried.samples:
+        tried.failure = EnvironmentFailure("contract", "ended without a request: does it use base_url and api_key?")
+    else:
+        tried.reward = told.reward
+        tried.failure = EnvironmentFailure("raised", told.raised) if told.raised else None
     return tried

@@ -1,5 +1,7 @@
 """Session of `rlctl chat`: an engine without a trainer, and the tools that the policy may call."""
 
+import json
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -7,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.config.schema import GrpoConfig
-from rlctl.data.chat import Chat
+from rlctl.data.chat import Chat, ChatSpec
 from rlctl.data.load import end_tokens, load_chat
+from rlctl.data.tasks import Task
 from rlctl.environments.contract import Message, opening
-from rlctl.environments.outcomes import EnvironmentFailure, EnvironmentSpec
+from rlctl.environments.outcomes import AgentSpec, EnvironmentFailure, EnvironmentSpec
 from rlctl.environments.pool import EnvironmentPool, UnusableEnvironmentError
 from rlctl.evaluation.target import Target
 from rlctl.launch.engines import engines
@@ -18,10 +21,19 @@ from rlctl.models.model_files import ModelFiles
 from rlctl.preflight.machine import RunMachine
 from rlctl.preflight.settled import settle
 from rlctl.rollout.episode_setup import format_of_calls, tool_problems
+from rlctl.rollout.patience import TICK_S
+from rlctl.rollout.players.agent import AgentPlayer
 from rlctl.rollout.players.chat import Talk, TalkEngines, TalkError, TalkLimits, TalkTools, talk_id
+from rlctl.rollout.players.course import EpisodeLimits
+from rlctl.rollout.runner import RolloutRunner
+from rlctl.rollout.types import Rollout, RolloutStart
 from rlctl.workers.user_logs import Emit
 
 _KEY = "tools"
+# Agent that leaves asking to a person's own client.
+_SERVED = "rlctl.environments.agents.runners:announce"
+# Turns that a person's client may ask for, and seconds that it may take.
+_MOST_TURNS, _NO_DEADLINE_S = 32767, 1e8
 
 
 @dataclass
@@ -97,3 +109,65 @@ def _tools(pool: EnvironmentPool, chat: Chat, wanted: str) -> TalkTools:
     if problems or format is None:
         raise UnusableEnvironmentError(problems)
     return TalkTools(pool, contract, format)
+
+
+@dataclass
+class ServedPolicy:
+    """Endpoint of one set of weights, for a person's client."""
+
+    base_url: str
+    api_key: str
+    engines: TalkEngines
+    runner: RolloutRunner
+    ended: list[Rollout]
+
+    def check(self) -> None:
+        """Replace engines that are lost. Raises TalkError when the endpoint has ended, RuntimeError for a defect."""
+        self.runner.check()
+        self.engines.repair()
+        if self.ended:
+            episode = self.ended[0].episode
+            raise TalkError(f"the endpoint has ended: {episode.failure if episode else 'its process is gone'}")
+
+
+@contextmanager
+def served_policy(
+    target: Target, config: GrpoConfig, sampling: tuple[int, float], logs: Path, emit: Emit
+) -> Iterator[ServedPolicy]:
+    """Start an engine at the weights of `target`, and an endpoint on this machine, until the block is left.
+
+    sampling: tokens of an answer, temperature. Raises DataError, ModelError, PlacementError, TalkError.
+    """
+    files = ModelFiles.find(config.model, logs, config.run.seed)
+    chat = load_chat(config, files.folder)
+    stops = end_tokens(config, chat).stops
+    settled = settle(config, RunMachine(), files.facts.sizes)
+    spec = EnvironmentSpec(_SERVED, _NO_DEADLINE_S, agent=AgentSpec())
+    limits = EpisodeLimits(_MOST_TURNS, settled.max_length, float("inf"), 0, "keep")
+    (logs / "endpoint").mkdir(mode=0o700, parents=True)
+    task = Task("endpoint", [], "", None, {"file": str(logs / "endpoint" / "address.json")})
+    start = RolloutStart(talk_id(0), task, *sampling, config.run.seed, 0)
+    with ExitStack() as stack:
+        pool = stack.enter_context(EnvironmentPool({_KEY: spec}, config.environment.memory_mib, 1, logs, emit))
+        pool.give_chat(ChatSpec.of(chat), format_of_calls(config.environment.tool_format, chat))
+        pool.contracts()
+        dispatcher = stack.enter_context(engines(settled, files, stops, target.step, logs, emit, pool.events))
+        runner = RolloutRunner(AgentPlayer(pool, chat, limits), dispatcher)
+        stack.callback(runner.close)
+        ended = list[Rollout]()
+        runner.events.ask(lambda: runner.begin([start], ended.append))
+        while not (address := _address(Path(task.row["file"]))) and not ended:
+            runner.check()
+            time.sleep(TICK_S)
+        served = ServedPolicy(address.get("base_url", ""), address.get("api_key", ""), dispatcher, runner, ended)
+        served.check()
+        yield served
+
+
+def _address(file: Path) -> dict[str, str]:
+    """Return the address and the key in a file; empty until both are there."""
+    try:
+        found: dict[str, str] = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found

@@ -125,7 +125,7 @@ def _try_environments(composed: Composed[Settled], fetch: bool) -> list[str]:
             why = f"{error.name or error} is not installed; see rlctl doctor"
         else:
             begun = f"begun on the first row of {shown(config.data.train.paths)}"
-            return [*setup.notes, *[f"environment: read, and {begun}"] * (config.rollout is None)]
+            return [*setup.notes, *[f"environment: read, and {begun}"] * config.environment.enabled]
     with _as_config_errors(composed), environment_pool(config) as pool:
         read_environments(config, pool)
     return [f"environment: read, but not begun on a row: {why}"]

@@ -10,7 +10,7 @@ from rlctl.data.chat import Chat, ChatSpec
 from rlctl.data.files import DataError
 from rlctl.data.tasks import Task
 from rlctl.environments.contract import ContractError, EnvironmentContract, Message, opening
-from rlctl.environments.function_trial import try_function
+from rlctl.environments.function_trial import try_agent, try_function
 from rlctl.environments.outcomes import AgentSpec, EnvironmentFailure, EnvironmentSpec, command_of
 from rlctl.environments.pool import EnvironmentPool, UnusableEnvironmentError
 from rlctl.environments.tool_calls import PARSERS, tool_format
@@ -100,7 +100,8 @@ def set_up(config: GrpoConfig, pool: EnvironmentPool, chat: Chat, first: Task, *
     if config.agent.enabled:
         format = format_of_calls(section.tool_format, chat)
         pool.give_chat(ChatSpec.of(chat), format)
-        return EpisodeSetup(read_environments(config, pool), format, first.messages, [], [], [])
+        contracts = read_environments(config, pool)
+        return EpisodeSetup(contracts, format, first.messages, [], [_try_agent(config, pool, chat, first, valued)], [])
     contracts, keys = read_environments(config, pool), _keys(config)
     if config.rollout is not None:
         return EpisodeSetup(contracts, None, [], [], [_try_function(config, pool, chat, first, valued)], [])
@@ -148,6 +149,27 @@ def _try_function(config: GrpoConfig, pool: EnvironmentPool, chat: Chat, first: 
         raise UnusableEnvironmentError([(_FUNCTION, f"row {first.id}: {failure}")])
     worth = "no reward" if tried.reward is None else f"reward {tried.reward}"
     return f"rollout: tried on row {first.id} with scripted answers: samples {len(tried.samples)}, {worth}"
+
+
+def _try_agent(config: GrpoConfig, pool: EnvironmentPool, chat: Chat, first: Task, valued: bool) -> str:
+    """Run the agent on a task; each turn says the row's answer, or a word. Return a line on how it went.
+
+    Raises UnusableEnvironmentError for a bug, a broken contract and an agent without a value. It may refuse the turns.
+    """
+    end = [] if chat.ends.trained is None else [chat.ends.trained]
+    said = [*chat.tokenizer(first.answer or "yes", add_special_tokens=False).input_ids, *end]
+    task = {"id": first.id, "prompt": first.text, "messages": first.messages, "answer": first.answer, "row": first.row}
+    tried = try_agent(pool, "first", task, 0, said, config.environment.max_turns)
+    what, failure = f"tried on row {first.id} with made-up turns", tried.failure
+    if failure is not None and failure.kind == "raised" and not looks_like_bug(failure.cause):
+        return f"agent: {what}: {failure}"
+    reason = None if failure is None else str(failure)
+    if reason is None and tried.reward is None and valued and not config.rewards:
+        reason = "gave no value, and rewards is empty: nothing values its rollouts"
+    if reason is not None:
+        raise UnusableEnvironmentError([(_keys(config)[_AGENT], f"row {first.id}: {reason}")])
+    worth = "no reward" if tried.reward is None else f"reward {tried.reward}"
+    return f"agent: {what}: requests {len(tried.samples)}, {worth}"
 
 
 def _problems(

@@ -1,0 +1,44 @@
+"""Whole runs of agents: the shipped recipe trains what it sampled, and a killed run goes on bit for bit."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.faults.runs import Run
+from tests.faults.test_resume import same
+from tests.system.test_games import accuracies
+
+RECIPE = "calculator-agent-tiny"
+
+
+@pytest.mark.slow
+def test_two_steps_of_an_agent_train_one_row_an_episode(tmp_path: Path) -> None:
+    run = Run(tmp_path, "agent", RECIPE, "grpo.num_steps=2", "validation.max_prompts=20")
+    assert run.end() == 0, run.text()
+    for step in run.steps():
+        assert step["mismatch/token_mult_prob_error"] < 1.001
+        assert (step["agent/rows_per_episode"], step["environment/failed"]) == (1, 0)
+        assert 1 < step["environment/turns"] <= 4
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    settings = (RECIPE, "grpo.num_steps=3", "checkpoint={every: 1, keep_last: 100}", "validation.every=0")
+    whole = Run(tmp_path, "whole", *settings)
+    assert whole.end() == 0, whole.text()
+    killed = Run(tmp_path, "killed", *settings)
+    killed.wait_for_step(2)
+    killed.kill()
+    resumed = Run(tmp_path, "killed", resume=True)
+    assert resumed.end() == 0, resumed.text()
+    same(resumed, whole, 3)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_the_recipe_learns(tmp_path: Path) -> None:
+    run = Run(tmp_path, "agent", RECIPE)
+    assert run.end() == 0, run.text()
+    first, *_, last = accuracies(run)
+    assert first < 0.1 and last >= 0.9
