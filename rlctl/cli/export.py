@@ -10,10 +10,12 @@ from rlctl.cli.completion import complete_run
 from rlctl.cli.output import busy, examples, note, refuse, say
 from rlctl.config.builtin import runs_folder
 from rlctl.config.errors import ConfigError, Problem, UserError
+from rlctl.config.run_weights import is_adapter
 
 EPILOG = examples(
     "rlctl export sums sums-hf                          the newest checkpoint of a run",
     "rlctl export sums sums-hf --step 40 --dtype bfloat16",
+    "rlctl export sums-lora sums-hf --merged            a run of adapters, added to its base",
     "rlctl export runs/sums/checkpoints/step_40 sums-hf --push me/sums --private",
 )
 
@@ -34,13 +36,16 @@ def export(
         typer.Option(help="The dtype of the weights; if left out, they stay as they are."),
     ] = None,
     step: OfStep = None,
+    merged: Annotated[
+        bool, typer.Option("--merged", help="Add an adapter to its base: a whole model, in place of PEFT's folder.")
+    ] = False,
     repository: Annotated[
         str | None,
         typer.Option("--push", metavar="OWNER/NAME", help="Upload the folder to this repository of the hub."),
     ] = None,
     private: Annotated[bool, typer.Option("--private", help="With --push: make the repository private.")] = False,
 ) -> None:
-    """Write weights as a Hugging Face folder with a model card: recipe, data, figures."""
+    """Write weights as a Hugging Face folder, or an adapter as PEFT's, with a model card: recipe, data, figures."""
     if private and repository is None:
         raise ConfigError([Problem("--private", "", "needs --push OWNER/NAME")])
     from rlctl.evaluation import export as exporter
@@ -48,8 +53,10 @@ def export(
 
     try:
         with busy("writing"):
-            folder = exporter.export(find_target(target, runs_folder(), step), to, dtype, lambda what: note([what]))
-        say(f"{folder}: loads in transformers and vLLM; its README.md says what made it")
+            found = find_target(target, runs_folder(), step)
+            folder = exporter.export(found, to, dtype, lambda what: note([what]), merged)
+        loads = "PEFT and vLLM (--enable-lora)" if is_adapter(folder) else "transformers and vLLM"
+        say(f"{folder}: loads in {loads}; its README.md says what made it")
         if repository is not None:
             with busy("uploading"):
                 address = exporter.push(folder, repository, private)

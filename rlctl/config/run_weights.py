@@ -11,6 +11,8 @@ from pathlib import Path
 
 _CHECKPOINT = re.compile(r"step_(\d+)")
 _STATE = "state.json"
+# PEFT's name.
+ADAPTER_CONFIG = "adapter_config.json"
 
 
 def is_run(path: Path) -> bool:
@@ -24,8 +26,22 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def is_model(path: Path) -> bool:
-    """Return True if `path` is a Hugging Face folder."""
-    return os.path.isfile(path / "config.json")
+    """Return True if `path` is a Hugging Face folder, or PEFT's of an adapter."""
+    return os.path.isfile(path / "config.json") or is_adapter(path)
+
+
+def is_adapter(path: Path) -> bool:
+    """Return True if `path` is PEFT's folder of an adapter without a model in it."""
+    has_model = any(os.path.isfile(path / name) for name in ("model.safetensors", "model.safetensors.index.json"))
+    return os.path.isfile(path / ADAPTER_CONFIG) and not has_model
+
+
+def base_of(adapter: Path) -> str:
+    """Return the folder or hub name of the model that an adapter is for; empty if its config cannot be read."""
+    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+        base = str(json.loads((adapter / ADAPTER_CONFIG).read_text(encoding="utf-8"))["base_model_name_or_path"])
+        return base if os.path.isdir(base) or not os.path.isdir(adapter / base) else str(adapter / base)
+    return ""
 
 
 def names_weights(path: Path) -> bool:

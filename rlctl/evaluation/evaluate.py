@@ -56,7 +56,7 @@ class Evaluation:
         self._files = ModelFiles.find(first.model, root, first.run.seed)
         self._chat = load_chat(first, self._files.folder)
         self._stops = end_tokens(first, self._chat).stops
-        weights = digest_of_weights(Path(self._files.folder))
+        weights = digest_of_weights(Path(self._files.adapter or self._files.folder))
         self.sets = [self._data_set(name, each, root, weights) for name, each in settings.items()]
 
     def run(self, save_every: int, progress: Progress) -> list[dict[str, Any]]:

@@ -8,9 +8,12 @@ from typing import Any, Literal
 import yaml
 
 from rlctl.config.errors import UserError, first_line
+from rlctl.config.run_weights import is_adapter
 from rlctl.data.datasets import shown
 from rlctl.evaluation.store import MADE_AGAIN, DamagedResult, EvaluationFolder
 from rlctl.evaluation.target import Target
+from rlctl.models.adapter_folder import read_config, write_merged
+from rlctl.models.model_files import check_base
 from rlctl.run.run_dir import RunDir, model_name
 from rlctl.telemetry.jsonl import read_records
 
@@ -29,19 +32,54 @@ class PushError(ExportError):
     exit_code = 1
 
 
-def export(target: Target, to: Path, dtype: ExportDtype | None, warn: Callable[[str], None]) -> Path:
+def export(
+    target: Target, to: Path, dtype: ExportDtype | None, warn: Callable[[str], None], merged: bool = False
+) -> Path:
     """Write the target's weights and model card into the new folder `to`, whole or not at all; return it.
 
     dtype: of floating-point tensors; None: as they are. warn: called where a wider dtype adds no digits, and
-    where an evaluation is damaged. Raises ExportError, ModelError.
+    where an evaluation is damaged. merged: an adapter is added to its base, in float32, and cast once. Raises
+    ExportError, ModelError.
     """
-    from rlctl.models.hf_folder import WeightFiles, write_folder
-
     if to.exists():
         raise ExportError(f"{to} exists: name a folder that does not")
     source = Path(target.model)
     if not source.is_dir():
         raise ExportError(f"{target.model} is not on this machine: only a checkpoint, a run or a folder is exported")
+    if merged and not is_adapter(source):
+        raise ExportError(f"--merged: {source} is no adapter, it holds all weights")
+    if dtype and is_adapter(source) and not merged:
+        raise ExportError(f"--dtype {dtype}: an adapter stays in float32; add --merged for a whole model in {dtype}")
+    temporary = to.with_name(f".{to.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    write = _write_merged if merged else _copy_adapter if is_adapter(source) else _write_weights
+    try:
+        dtypes = write(source, temporary, dtype, warn)
+        (temporary / "README.md").write_text(model_card(target, dtypes, warn))
+        temporary.replace(to)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return to
+
+
+def _copy_adapter(source: Path, folder: Path, dtype: ExportDtype | None, warn: Callable[[str], None]) -> list[str]:
+    read_config(source)
+    shutil.copytree(source, folder)
+    return ["float32"]
+
+
+def _write_merged(source: Path, folder: Path, dtype: ExportDtype | None, warn: Callable[[str], None]) -> list[str]:
+    base = Path(read_config(source).base)
+    if not base.is_dir():
+        raise ExportError(f"{source}: its base {base} is no folder on this machine, and --merged adds to its weights")
+    check_base(source, base)
+    return write_merged(base, source, folder, dtype)
+
+
+def _write_weights(source: Path, folder: Path, dtype: ExportDtype | None, warn: Callable[[str], None]) -> list[str]:
+    from rlctl.models.hf_folder import WeightFiles, write_folder
+
     files = WeightFiles(source)
     layout = [(name, files.shape(name), _new_dtype(files.kind(name), dtype)) for name in files.names()]
     # config.json states the dtype of the first.
@@ -49,16 +87,8 @@ def export(target: Target, to: Path, dtype: ExportDtype | None, warn: Callable[[
     found = {files.kind(name) for name in files.names()} & set(_DIGITS)
     if dtype and found and max(_DIGITS[each] for each in found) < _DIGITS[dtype]:
         warn(f"{source} is {', '.join(sorted(found))}: as {dtype} it takes more bytes and has no more digits")
-    temporary = to.with_name(f".{to.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        write_folder(source, temporary, layout, _tensors(files, layout))
-        (temporary / "README.md").write_text(model_card(target, sorted({kind for _, _, kind in layout}), warn))
-        temporary.replace(to)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    return to
+    write_folder(source, folder, layout, _tensors(files, layout))
+    return sorted({kind for _, _, kind in layout})
 
 
 def push(folder: Path, repository: str, private: bool) -> str:

@@ -85,7 +85,7 @@ def arguments_of(config: GrpoConfig, environment: str) -> dict[str, Any]:
 
 def overrides_for(target: Target) -> list[str]:
     """Return the overrides by which a config takes the weights of `target`, and belongs to no run."""
-    own = [f"model.path={json.dumps(target.model)}", "model.tokenizer=null", "model.random_init=false"]
+    own = [f"model.path={json.dumps(target.model)}", "model.tokenizer=null", "model.random_init=false", "lora=null"]
     return [*own, "telemetry.trackers=[]", "run.name=null"]
 
 

@@ -75,6 +75,8 @@ class EngineSpec:
     # Adapters of the weights of `model_path`, which stay as they are: a refit brings A and B alone. Before the
     # first they add nothing.
     adapters: AdapterSpec | None = None
+    # PEFT's folder of the first adapters, where no refit brings them.
+    adapter_folder: str | None = None
 
 
 @dataclass(frozen=True)

@@ -153,10 +153,11 @@ def assemble(runtime: Runtime, reader: RowReader, probe_only: bool, session: Ses
 
 def _find_model(session: Session) -> ModelFiles:
     """Return the files of the run's model. Raises ModelError for a checkpoint's weights that are damaged."""
-    files = ModelFiles.find(session.config.model, session.run_dir.path, session.config.run.seed)
+    config = session.config
+    files = ModelFiles.find(config.model, session.run_dir.path, config.run.seed, merge=config.lora is None)
     # A resumed run brings its weights.
     resumed = Checkpoints(session.run_dir.checkpoints, 1, 0).latest()
-    if resumed is None and (damage := damage_of_weights(Path(files.source))):
+    if resumed is None and (damage := damage_of_weights(Path(files.adapter or config.model.path))):
         raise ModelError(f"model.path: {damage}; name another checkpoint")
     return files
 

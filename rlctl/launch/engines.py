@@ -5,11 +5,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from rlctl.config.errors import ModelError
 from rlctl.generation.pool import GeneratorPool
 from rlctl.launch.local_ray import local_ray
 from rlctl.launch.runtime import Allocation
 from rlctl.launch.worker_specs import engine_slots, engine_spec
 from rlctl.models.model_files import ModelFiles
+from rlctl.preflight.engine import engine_rules
 from rlctl.preflight.machine import RunMachine
 from rlctl.preflight.placement import ResourceRequest, place, this_machine
 from rlctl.preflight.plan import require_served
@@ -48,6 +50,8 @@ def engines(
     machine = RunMachine(placement.device, memory)
     settled = replace(settled, config=config, machine=machine, facts=files.facts.sizes)
     require_served(settled)
+    if files.adapter and not engine_rules(generation.engine).serves_adapters:
+        raise ModelError(f"generation.engine={generation.engine.name} serves no adapters, and {files.adapter} is one")
     with ExitStack() as stack:
         reaper = stack.enter_context(local_ray(logs, deadline_s=config.run.deadline_s))
         folder: Callable[[str, str | None], str] = lambda prefix, root: str(  # noqa: E731

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from shlex import quote
 
+from rlctl.config.run_weights import base_of, is_adapter
 from rlctl.config.telemetry_schema import (
     MlflowSection,
     SwanlabSection,
@@ -52,8 +53,13 @@ def _with_files(settled: Settled, run_dir: RunDir, known: str) -> Iterator[str]:
             yield f"rlctl eval {known}{'' if sampling else ' RECIPE'}{step}"
         if settled.sft:
             yield f"rlctl train grpo RECIPE model.path={quote(str(chosen.path)) if step else known}"
-        yield f"rlctl export {known} {quote(f'{run_dir.name}-hf')}{step}"
-        yield f"vllm serve {quote(str(chosen.export))}"
+        if is_adapter(chosen.export):
+            yield f"rlctl export {known} {quote(f'{run_dir.name}-hf')} --merged{step}"
+            named = quote(f"{run_dir.name}={chosen.export}")
+            yield f"vllm serve {quote(base_of(chosen.export))} --enable-lora --lora-modules {named}"
+        else:
+            yield f"rlctl export {known} {quote(f'{run_dir.name}-hf')}{step}"
+            yield f"vllm serve {quote(str(chosen.export))}"
     for section in settled.config.telemetry.trackers:
         yield from _of_tracker(section, run_dir.path)
 

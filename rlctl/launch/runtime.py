@@ -11,6 +11,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import TYPE_CHECKING, Protocol
 
+from rlctl.config.run_weights import ADAPTER_CONFIG, is_adapter
 from rlctl.dashboard.state import read_state
 from rlctl.preflight.machine import Device, RunMachine
 from rlctl.preflight.placement import (
@@ -219,6 +220,11 @@ class ClusterRuntime:
             time.sleep(_POLL_S)
 
 
+def config_of_model(folder: Path) -> Path:
+    """Return the file that a folder of a model, or of an adapter, has in any case."""
+    return folder / (ADAPTER_CONFIG if is_adapter(folder) else "config.json")
+
+
 def must_share(nodes: "Sequence[NodeLease]", run: Path, model: Path | None) -> None:
     """Raise PlacementError unless every node sees the run directory and the model's folder as this process does.
 
@@ -231,7 +237,7 @@ def must_share(nodes: "Sequence[NodeLease]", run: Path, model: Path | None) -> N
             mend = "put it on a file system that all nodes share, under the same path"
             if node.reads(str(probe)) != text:
                 raise PlacementError(f"run.dir: {run} is not seen from node {node.name}: {mend}")
-            if model is not None and node.reads(str(model / "config.json")) is None:
+            if model is not None and node.reads(str(config_of_model(model))) is None:
                 raise PlacementError(f"model.path: {model} is not seen from node {node.name}: {mend}")
     finally:
         probe.unlink(missing_ok=True)

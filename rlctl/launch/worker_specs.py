@@ -34,8 +34,8 @@ def trainer_specs(session: Session, settled: Settled, files: ModelFiles, allocat
     init_method = f"tcp://{allocation.meeting_point()}"
     updates = config.telemetry.profile_updates
     profile = ProfileSpec(str(session.run_dir.path / "profile"), *updates) if updates else None
-    # The reference is the policy's model at version 0.
-    folders: dict[Role, str] = {"reference": files.folder}
+    # The reference is the policy's model at version 0: the base, or the adapter that the run starts from.
+    folders: dict[Role, str] = {"reference": files.adapter or files.folder}
     roles = {role: RoleModel(folders[role]) for role in settled.frozen_roles}
     specs = []
     for rank, slot in enumerate(placement.trainers):
@@ -55,7 +55,8 @@ def trainer_specs(session: Session, settled: Settled, files: ModelFiles, allocat
             seed=config.run.seed,
             profile=profile,
             roles=roles,
-            base_name=None if config.model.random_init else config.model.path,
+            adapter_folder=files.adapter,
+            base_name=None if config.model.random_init else files.base,
         )
         env = trainer_environment(allocation.devices(slot), threads) | allocation.environment(slot)
         log = f"{session.logs}/trainer-{rank}.log"
@@ -108,7 +109,9 @@ def engine_spec(settled: SettledGrpo, files: ModelFiles, stops: tuple[int, ...],
         reset_prefix_cache=generation.reset_prefix_cache_after_weight_updates,
         recompute_kv_cache=config.async_.recompute_kv_cache_after_weight_updates,
         forced_lengths=ForcedLengths(*generation.forced_lengths) if generation.forced_lengths else None,
-        adapters=settled.adapters,
+        adapters=settled.adapters or files.adapters,
+        # In a run a refit brings them.
+        adapter_folder=None if settled.adapters else files.adapter,
     )
 
 

@@ -2,23 +2,30 @@
 
 A folder names its base model. Its tensors are PEFT's: `base_model.model.`, the module's name, `lora_A.weight`. torch is
 imported by the functions that read or write tensors alone.
+
+`python -m rlctl.models.adapter_folder ADAPTER FOLDER` writes a merged model; FOLDER appears whole or not at all.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+import os
+import shutil
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlctl.config.errors import ModelError
+from rlctl.config.run_weights import ADAPTER_CONFIG, base_of
 from rlctl.models.adapters import LORA_A, LORA_B, AdapterSpec, AdapterTensor
 from rlctl.models.layer_kinds import LinearLayer
-from rlctl.models.weight_headers import file_header, file_metadata
+from rlctl.models.weight_headers import file_header
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 # Keys of adapter_config.json that change the product, with the values that leave it as it is.
 _PLAIN: dict[str, tuple[Any, ...]] = {
@@ -37,8 +44,9 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     # Others shift the base, or cost a decomposition of it.
     "init_lora_weights": (None, True, False, "gaussian", "orthogonal"),
 }
-# Digest of the base's weights in the metadata of the file.
-_DIGEST = "base_digest"
+# File with the digest of the base's weights. The metadata of safetensors has no fixed order: equal adapters would be
+# unequal files.
+_BASE = "rlctl_base.json"
 
 
 @dataclass(frozen=True)
@@ -53,31 +61,30 @@ class AdapterConfig:
     dropout: float
 
 
-def is_adapter(folder: Path) -> bool:
-    """Return True if `folder` holds an adapter."""
-    return (folder / CONFIG).is_file()
-
-
 def read_config(folder: Path) -> AdapterConfig:
     """Return the config of an adapter's folder. Raises ModelError for one that is no plain LoRA."""
-    file = folder / CONFIG
+    file = folder / ADAPTER_CONFIG
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
         if raw["peft_type"] != "LORA":
             raise ModelError(f"{file}: peft_type is {raw['peft_type']}; rlctl has LORA alone")
-        base, rank, alpha = str(raw["base_model_name_or_path"]), int(raw["r"]), float(raw["lora_alpha"])
+        base, rank, alpha = raw["base_model_name_or_path"] and base_of(folder), int(raw["r"]), float(raw["lora_alpha"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         what = f"has no {error}" if isinstance(error, KeyError) else f"is no adapter's config: {error}"
         raise ModelError(f"{file} {what}") from error
     for key, plain in _PLAIN.items():
         if raw.get(key) not in plain:
             raise ModelError(f"{file}: {key} is {json.dumps(raw[key])}; rlctl has plain LoRA of linear layers alone")
+    if not base:
+        raise ModelError(f"{file}: base_model_name_or_path names no model")
     return AdapterConfig(base, rank, alpha, bool(raw.get("use_rslora")), float(raw.get("lora_dropout") or 0.0))
 
 
 def base_digest(folder: Path) -> str | None:
     """Return the digest of the weights that the adapter was trained on, if rlctl wrote it."""
-    return file_metadata(folder / WEIGHTS).get(_DIGEST)
+    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+        return str(json.loads((folder / _BASE).read_text())["digest"])
+    return None
 
 
 def read_spec(folder: Path, linears: Sequence[LinearLayer]) -> AdapterSpec:
@@ -143,9 +150,10 @@ def write_adapter(
         "target_modules": _shortest(spec, linears),
         "inference_mode": True,
     }
-    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     held = {_PREFIX + each.name: value.detach().to("cpu", copy=True).contiguous() for each, value in tensors}
-    save_tensors(held, folder / WEIGHTS, {_DIGEST: digest})
+    (folder / _BASE).write_text(json.dumps({"name": base, "digest": digest}, indent=2) + "\n")
+    save_tensors(held, folder / WEIGHTS)
     (folder / WEIGHTS).chmod(0o644)
 
 
@@ -156,3 +164,46 @@ def _shortest(spec: AdapterSpec, linears: Sequence[LinearLayer]) -> list[str]:
     if all(each.name in chosen for each in linears if each.name.rpartition(".")[2] in last):
         return sorted(last)
     return sorted(chosen)
+
+
+def write_merged(base: Path, adapter: Path, folder: Path, dtype: str | None = None) -> list[str]:
+    """Write a Hugging Face folder of the base with the adapter's product added, and return the dtypes in it.
+
+    Added in float32, and cast once: to `dtype`, or to the base's own. Raises ModelError.
+    """
+    import torch
+
+    from rlctl.models.derive import load_facts, table_of
+    from rlctl.models.hf_folder import WeightFiles, write_folder
+    from rlctl.models.meta_model import causal_lm
+
+    files, table = WeightFiles(base), table_of(causal_lm(base), base)
+    spec, held = read_spec(adapter, load_facts(base).sizes.linears), AdapterFile(adapter)
+    adapted = {f"{each.name}.weight": each.name for each in spec.targets}
+    layout = []
+    for row in table.rows:
+        kind = files.kind(row.name)
+        layout.append((row.name, row.shape, dtype if dtype and files.dtype(row.name).is_floating_point else kind))
+
+    def tensors() -> Iterator[tuple[str, "Tensor"]]:
+        for row, (name, _, kind) in zip(table.rows, layout):
+            value = files.tensor(name)
+            if target := adapted.get(str(row.target)):
+                a, b = held.tensor(target + LORA_A), held.tensor(target + LORA_B)
+                value = value.float() + row.view((b @ a).contiguous()) * spec.scale
+            yield name, value.to(getattr(torch, kind))
+
+    write_folder(base, folder, layout, tensors())
+    return sorted({kind for _, _, kind in layout})
+
+
+def main(adapter: Path, folder: Path) -> None:
+    """Write a merged model in float32."""
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    write_merged(Path(read_config(adapter).base), adapter, temporary, "float32")
+    os.replace(temporary, folder)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

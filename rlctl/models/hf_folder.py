@@ -5,9 +5,8 @@ import os
 import re
 import shutil
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -109,13 +108,13 @@ def write_folder_together(source: Path, folder: Path, layout: Layout, tensors: I
     dist.barrier()
 
 
-def save_tensors(tensors: dict[str, Tensor], file: Path, metadata: Mapping[str, str] = MappingProxyType({})) -> None:
+def save_tensors(tensors: dict[str, Tensor], file: Path) -> None:
     """Write a safetensors file. Raises OSError with its name, where safetensors has the system's error as text."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     try:
-        save_file(tensors, file, metadata={"format": "pt", **metadata})
+        save_file(tensors, file, metadata={"format": "pt"})
     except SafetensorError as error:
         if (code := re.search(r"os error (\d+)", str(error))) is None:
             raise

@@ -9,10 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlctl.config.errors import ModelError
+from rlctl.config.run_weights import is_adapter
 from rlctl.config.schema import ModelSection
+from rlctl.models.adapter_folder import base_digest, read_config, read_spec
+from rlctl.models.adapters import AdapterSpec
 from rlctl.models.facts import ModelFacts, find_facts
 from rlctl.models.model_sizes import check_config, read_sizes
-from rlctl.models.weight_headers import check_weights
+from rlctl.models.weight_headers import check_weights, digest_of_weights
 
 _FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 
@@ -26,15 +30,26 @@ class ModelFiles:
     # Folder that the config names; another one than `folder` with `random_init`.
     source: str
     facts: ModelFacts
+    # PEFT's folder that the config names, an adapter of the model in `folder`; None for a model without one.
+    adapter: str | None = None
+    # Folder or hub name of the model itself.
+    base: str = ""
+
+    @property
+    def adapters(self) -> AdapterSpec | None:
+        """Adapters of `adapter`."""
+        return read_spec(Path(self.adapter), self.facts.sizes.linears) if self.adapter else None
 
     @classmethod
-    def find(cls, model: ModelSection, run_dir: Path, seed: int) -> "ModelFiles":
+    def find(cls, model: ModelSection, run_dir: Path, seed: int, merge: bool = False) -> "ModelFiles":
         """Return the facts of a folder or hub name. A hub model is downloaded once into the Hugging Face cache.
 
-        With `random_init` the folder is made inside the run directory, once for all attempts. Raises ModelError for a
-        model that rlctl does not train, and for quantised, truncated or missing weights.
+        An adapter's folder is that adapter and its base; merge: a model of both, inside the run directory. With
+        `random_init` the folder is made there too, once for all attempts. Raises ModelError for a model that rlctl does
+        not train, for quantised, truncated or missing weights, and for an adapter of other weights.
         """
-        source = model.path
+        adapter = Path(model.path) if is_adapter(Path(model.path)) else None
+        base = source = read_config(adapter).base if adapter else model.path
         if not Path(source).is_dir():
             from huggingface_hub import snapshot_download
 
@@ -48,7 +63,16 @@ class ModelFiles:
             _make_random(source, folder, seed)
         else:
             check_weights(Path(source))
-        return cls(folder, source, find_facts(Path(folder)))
+        found = cls(folder, source, find_facts(Path(folder)), str(adapter) if adapter else None, base)
+        if adapter is None:
+            return found
+        check_base(adapter, Path(folder))
+        assert found.adapters
+        if not merge:
+            return found
+        merged = run_dir / "init"
+        _make(merged, f"no merged model of {adapter}", "rlctl.models.adapter_folder", str(adapter), str(merged))
+        return cls(str(merged), source, find_facts(merged), None, str(merged))
 
     @property
     def max_length(self) -> int:
@@ -56,17 +80,31 @@ class ModelFiles:
         return self.facts.sizes.max_positions
 
 
+def check_base(adapter: Path, base: Path) -> None:
+    """Raise ModelError if rlctl trained the adapter on other weights than the base has now."""
+    digest = base_digest(adapter)
+    if digest is not None and digest != digest_of_weights(base):
+        raise ModelError(f"{adapter} was trained on other weights than {base} has now: it adapts those alone")
+
+
 def _make_random(shape: str, folder: str, seed: int) -> None:
-    if (Path(folder) / "config.json").exists():
+    what = f"no random model in the shape of {shape}"
+    _make(Path(folder), what, "rlctl.models.meta_model", shape, folder, str(seed))
+
+
+def _make(folder: Path, what: str, module: str, *arguments: str) -> None:
+    """Have a module write a model's folder in a separate process, once: the driver stays free of torch.
+
+    what: the loss, for the message of the RuntimeError.
+    """
+    if (folder / "config.json").exists():
         return
-    # In a separate process: the driver stays free of torch.
-    command = [sys.executable, "-m", "rlctl.models.meta_model", shape, folder, str(seed)]
-    made = subprocess.run(command, capture_output=True, text=True, check=False)
+    made = subprocess.run([sys.executable, "-m", module, *arguments], capture_output=True, text=True, check=False)
     if made.returncode:
         lines = made.stderr.strip().splitlines()
         raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception): ", line)]
         reason = (raised or lines or [f"exit code {made.returncode}"])[-1]
-        raise RuntimeError(f"no random model in the shape of {shape}: {reason}")
+        raise RuntimeError(f"{what}: {reason}")
 
 
 def list_end_tokens(folder: Path, tokens: Iterable[int]) -> None:

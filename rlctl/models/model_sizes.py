@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.config.errors import ModelError
+from rlctl.config.run_weights import base_of, is_adapter
 from rlctl.models.facts import ModelSizes, find_facts, known_facts
 
 # Rotary scales that turn a token the same alone and in a pack of many. transformers' dynamic and longrope follow the
@@ -14,8 +15,14 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
 
 
 def config_file(model: str) -> Path | None:
-    """Return the config.json of a model folder, or of a hub name in the local hub cache; None when it is not here."""
+    """Return the config.json of a model folder, or of a hub name in the local hub cache; None when it is not here.
+
+    An adapter has that of its base.
+    """
     folder = Path(model)
+    if is_adapter(folder):
+        base = base_of(folder)
+        return config_file(base) if base and not is_adapter(Path(base)) else None
     # Path.is_dir would raise for a text that cannot name a file.
     if not os.path.isdir(folder):
         home = Path(os.environ.get("HF_HOME", Path.home() / ".cache/huggingface"))

@@ -7,7 +7,6 @@ even if config.json says nothing.
 import hashlib
 import json
 import re
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -71,15 +70,6 @@ def digest_of_weights(folder: Path) -> str:
             file.seek(max(0, size - _ENDS))
             digest.update(file.read(_ENDS))
     return digest.hexdigest()
-
-
-def file_metadata(file: Path) -> dict[str, str]:
-    """Return the metadata of a safetensors file; empty for a file that cannot be read, or has none."""
-    with suppress(OSError, ValueError, AttributeError, RecursionError), file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        found = json.loads(stream.read(min(length, _LONGEST_HEADER))).get("__metadata__")
-        return {str(key): str(value) for key, value in found.items()}
-    return {}
 
 
 def file_header(file: Path) -> dict[str, Any]:

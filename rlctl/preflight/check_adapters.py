@@ -1,7 +1,11 @@
 """Checks of `lora`: its backend, dropout and targets; notes on its learning rate."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
+from rlctl.config.errors import ModelError
+from rlctl.config.run_weights import is_adapter
+from rlctl.models.adapter_folder import read_config, read_spec
 from rlctl.models.adapters import choose_targets
 from rlctl.preflight.backend import Violation, Violations, backend_of
 from rlctl.preflight.engine import engine_rules
@@ -19,6 +23,7 @@ def check_adapters(settled: Settled) -> Violations:
     are no targets.
     """
     config, own = settled.config, settled.config.lora
+    yield from _check_start(settled)
     if own is None:
         return
     if not backend_of(config.trainer).trains_adapters:
@@ -37,8 +42,40 @@ def check_adapters(settled: Settled) -> Violations:
             yield Violation("lora.targets", what, ("model.path",))
 
 
-def rate_notes(settled: Settled) -> Iterator[str]:
-    """Yield a note on a learning rate that is far from those in use, with adapters and without."""
+def _check_start(settled: Settled) -> Violations:
+    """Find an adapter to start from that is no plain LoRA, or another one than `lora` trains."""
+    model, own, folder = settled.config.model, settled.config.lora, Path(settled.config.model.path)
+    if not is_adapter(folder):
+        return
+    try:
+        given = read_config(folder)
+        spec = read_spec(folder, settled.facts.linears) if settled.facts else None
+    except ModelError as error:
+        yield Violation("model.path", str(error))
+        return
+    if model.random_init:
+        yield Violation(
+            "model.random_init", "must be false: model.path is an adapter of given weights", ("model.path",)
+        )
+    if own is None:
+        return
+    theirs = {"rank": given.rank, "alpha": given.alpha, "rslora": given.rslora}
+    for key, value in theirs.items():
+        if getattr(own, key) != value:
+            shown = str(value).lower() if isinstance(value, bool) else f"{value:g}"
+            what = f"the adapter of model.path has {shown}: set lora.{key}={shown}, or start from its base {given.base}"
+            yield Violation(f"lora.{key}", what, ("model.path",))
+    chosen, wrong = choose_targets(settled.facts.linears, own.targets) if settled.facts else ((), [])
+    if spec and not wrong and chosen != spec.targets:
+        names = ", ".join(dict.fromkeys(each.name.rpartition(".")[2] for each in spec.targets))
+        what = f"the adapter of model.path has others, {len(spec.targets)} layers by the names {names}"
+        yield Violation("lora.targets", what, ("model.path",))
+
+
+def adapter_notes(settled: Settled) -> Iterator[str]:
+    """Yield notes on an adapter that is merged, and on a learning rate far from those in use."""
+    if settled.config.lora is None and is_adapter(Path(settled.config.model.path)):
+        yield "model.path is an adapter: without lora every weight of it merged with its base is trained"
     rate, adapters = settled.config.trainer.optimizer.lr, settled.config.lora is not None
     if settled.facts and settled.facts.parameters < _SMALL:
         return

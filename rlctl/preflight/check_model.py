@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 from rlctl.config.errors import ModelError
+from rlctl.config.run_weights import is_adapter
 from rlctl.config.schema import RunConfig
 from rlctl.models.model_sizes import check_config, config_file
 from rlctl.models.weight_headers import check_weights
@@ -17,6 +18,9 @@ def check_model(config: RunConfig) -> Violations:
     """Find files of model and tokenizer that are missing or cannot be used."""
     model, path = config.model, config.model.path
     file = config_file(path)
+    if file is None and is_adapter(Path(path)):
+        # Its base is a model of the hub, which the run fetches, or `check_adapters` says more.
+        return
     if file is None:
         if os.path.isdir(path):
             yield Violation("model.path", f"{path} has no config.json; needed: a Hugging Face model folder")

@@ -10,7 +10,7 @@ from rlctl.config.plugins import ENVIRONMENT_REWARD, OVERLONG, reward_names
 from rlctl.config.provenance import Origin
 from rlctl.config.schema import GrpoConfig
 from rlctl.preflight.backend import backend_of
-from rlctl.preflight.check_adapters import rate_notes
+from rlctl.preflight.check_adapters import adapter_notes
 from rlctl.preflight.check_recipe import recipe_notes
 from rlctl.preflight.check_trainer import GENERATION, LOG_PROBS
 from rlctl.preflight.settled import Settled, SettledGrpo
@@ -36,7 +36,7 @@ def notes(settled: Settled, origins: dict[str, Origin]) -> list[str]:
         said += _age_notes(grpo.config, given.get("async.max_trajectory_age_steps")) + _advantage_notes(grpo.config)
     if sft:
         said += recipe_notes(sft.config)
-    return [*said, *rate_notes(settled), *_best_checkpoints(settled)]
+    return [*said, *adapter_notes(settled), *_best_checkpoints(settled)]
 
 
 def _age_notes(config: GrpoConfig, given: Origin | None) -> list[str]:

@@ -96,6 +96,7 @@ def made_with(settled: Settled, model: Path | None) -> dict[str, Any]:
         "model": sizes_of(model) if model else None,
         "model_path": config.model.path,
         "weights": _weights(settled, model),
+        "lora": _lora(config),
         "tokenizer": _vocabulary(tokenizer) if tokenizer else None,
         "tokenizer_path": config.model.tokenizer or config.model.path,
         "data": _digest_files(dataset),
@@ -129,7 +130,10 @@ def _models(then: Mapping[str, Any], now: Mapping[str, Any], step: int) -> Itera
     if sizes:
         yield Contradiction("model.path", *paths, f"not the model of {of}: {', '.join(sizes[:4])}")
     elif _differ(then, now, "weights"):
-        yield Contradiction("model.path", *paths, f"not the reference policy of {of} (grpo.loss.kl_coef above 0)")
+        role = "base below the adapters" if now.get("lora") else "reference policy (grpo.loss.kl_coef above 0)"
+        yield Contradiction("model.path", *paths, f"not the {role} of {of}")
+    if then.get("lora") != now.get("lora"):
+        yield Contradiction("lora", _shown(then.get("lora")), _shown(now.get("lora")), f"{of} holds the former")
     if _differ(then, now, "tokenizer"):
         key = "model.tokenizer" if now["tokenizer_path"] != now["model_path"] else "model.path"
         paths = (then["tokenizer_path"], now["tokenizer_path"])
@@ -180,13 +184,22 @@ def _vocabulary(folder: Path) -> str | None:
 
 
 def _weights(settled: Settled, folder: Path | None) -> str | None:
-    """Return the digest of names, sizes, first and last bytes of a reference policy's files; None without one."""
+    """Return the digest of names, sizes, first and last bytes of the files below adapters, or of a reference policy.
+
+    None without either: a checkpoint holds all weights.
+    """
     config = settled.config
-    if "reference" not in settled.frozen_roles:
+    if config.lora is None and "reference" not in settled.frozen_roles:
         return None
     if config.model.random_init:
         return f"random, of seed {config.run.seed}"
     return digest_of_weights(folder) if folder else None
+
+
+def _lora(config: RunConfig) -> dict[str, Any] | None:
+    """Return the keys that adapters depend on; None where every weight is trained."""
+    own = config.lora
+    return None if own is None else {key: getattr(own, key) for key in ("rank", "alpha", "rslora", "targets")}
 
 
 def _digest_files(dataset: str | Sequence[str] | None) -> str | None:

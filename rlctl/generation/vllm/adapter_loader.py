@@ -27,9 +27,13 @@ folded_on = {"cuda"}
 _ALIGNED = 16
 
 
-def load_arguments(spec: AdapterSpec, load_format: str) -> dict[str, Any]:
-    """Return the arguments by which vLLM loads a model with adapters. load_format: that of its weights."""
-    return {"load_format": LOAD_FORMAT, "additional_config": {KEY: {**asdict(spec), "load_format": load_format}}}
+def load_arguments(spec: AdapterSpec, load_format: str, folder: str | None) -> dict[str, Any]:
+    """Return the arguments by which vLLM loads a model with adapters.
+
+    load_format: that of its weights. folder: PEFT's, of the first adapters; None: they add nothing.
+    """
+    given = {**asdict(spec), "load_format": load_format, "folder": folder}
+    return {"load_format": LOAD_FORMAT, "additional_config": {KEY: given}}
 
 
 def installed(model: torch.nn.Module) -> EngineAdapters | None:
@@ -48,6 +52,7 @@ class AdapterModelLoader(BaseModelLoader):  # type: ignore[misc]
         """Return the model; its `rl_adapters` are the `EngineAdapters`."""
         given = dict(vllm_config.additional_config[KEY])
         own = get_model_loader(replace(self.load_config, load_format=given.pop("load_format")))
+        folder = given.pop("folder")
         targets = tuple(LinearLayer(**each) for each in given.pop("targets"))
         adapters = EngineAdapters(AdapterSpec(**given, targets=targets))
         load, slices = own.load_weights, list[tuple[str, Slice]]()
@@ -61,6 +66,8 @@ class AdapterModelLoader(BaseModelLoader):  # type: ignore[misc]
         with _rows_for_a(adapters.spec):
             model: torch.nn.Module = own.load_model(vllm_config, model_config, prefix)
         adapters.install(model, slices)
+        if folder:
+            adapters.fill(Path(folder))
         # No module's attribute: it is none of the model's tensors.
         model.__dict__["rl_adapters"] = adapters
         return model

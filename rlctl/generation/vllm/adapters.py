@@ -13,6 +13,7 @@ columns of A and whole B: its partial sums meet in vLLM's own all-reduce.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.nn.functional import linear
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, UnquantizedLinearMethod
 
 from rlctl.config.errors import ModelError
+from rlctl.models.adapter_folder import AdapterFile
 from rlctl.models.adapters import LORA_A, LORA_B, AdapterSpec
 from rlctl.refit.param_slices import ParamSlice
 from rlctl.refit.plan import TensorSlice
@@ -92,6 +94,15 @@ class EngineAdapters:
             by_layer.setdefault(name, []).append(part)
         for name, parts in by_layer.items():
             self._adapt(name, model.get_submodule(name), parts)
+
+    @torch.no_grad()
+    def fill(self, folder: Path) -> None:
+        """Take the adapters of PEFT's folder."""
+        file = AdapterFile(folder)
+        for region in self.regions:
+            box = region.box
+            part = tuple(slice(start, start + size) for start, size in zip(box.start, box.shape))
+            region.view.copy_(file.tensor(box.name)[part])
 
     def _adapt(self, name: str, layer: Any, parts: Sequence[Slice]) -> None:
         method = _admitted(name, layer)

@@ -51,7 +51,8 @@ def build_llm(spec: EngineSpec, extension: str) -> tuple[Any, list[str]]:
         if spec.tensor_parallel_size > 1:
             # In a placement group vLLM would choose Ray, and asks for a group that it made itself.
             extra["distributed_executor_backend"] = "mp"
-    extra |= load_arguments(spec.adapters, spec.load_format) if spec.adapters else {"load_format": spec.load_format}
+    loaded = {"load_format": spec.load_format}
+    extra |= load_arguments(spec.adapters, spec.load_format, spec.adapter_folder) if spec.adapters else loaded
     arguments = engine_args(
         model=spec.model_path,
         skip_tokenizer_init=True,

@@ -38,7 +38,7 @@ def test_a_folder_is_used_where_it_is(tmp_path: Path) -> None:
 def test_attention_is_as_wide_as_heads_times_their_size(
     tmp_path: Path, head_dim: dict[str, int | None], width: int
 ) -> None:
-    assert list(find(folder_of(tmp_path / "m", head_dim), tmp_path).facts.attention) == [(width, None)] * 3
+    assert find(folder_of(tmp_path / "m", head_dim), tmp_path).facts.attention == ((width, None),) * 3
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rlctl.config.errors import ConfigError
-from rlctl.preflight.check_adapters import rate_notes
+from rlctl.preflight.check_adapters import adapter_notes
 from rlctl.preflight.load import load
 from rlctl.preflight.settled import Settled
 
@@ -78,7 +78,7 @@ def test_sft_may_have_dropout() -> None:
 )
 def test_an_unusual_rate_is_noted(overrides: list[str], expected: list[str]) -> None:
     run = settled("grpo", *overrides)
-    assert run.facts and list(rate_notes(run)) == [], "tiny models learn at high rates"
+    assert run.facts and list(adapter_notes(run)) == [], "tiny models learn at high rates"
     large = replace(run, facts=replace(run.facts, parameters=10**9))
-    found = list(rate_notes(large))
+    found = list(adapter_notes(large))
     assert len(found) == len(expected) and all(line.startswith(words) for line, words in zip(found, expected))

@@ -1,0 +1,147 @@
+"""PEFT's folders: written and read, refused with a reason, merged in float32; a run that starts from one."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlctl.config.errors import ConfigError, ModelError
+from rlctl.config.run_weights import base_of, is_adapter, is_model
+from rlctl.config.schema import ModelSection
+from rlctl.models.adapter_folder import AdapterFile, read_config, read_spec, write_adapter, write_merged
+from rlctl.models.adapters import AdapterSpec
+from rlctl.models.hf_folder import WeightFiles
+from rlctl.models.model_files import ModelFiles
+from rlctl.models.weight_headers import digest_of_weights
+from rlctl.preflight.load import load
+from tests.system.training.scenario import adapters_of
+from tests.tiny_models import make_model
+from tests.zoo import make_family
+
+
+def make_adapter(folder: Path, model: Path, spec: AdapterSpec, std: float = 0.05) -> dict[str, torch.Tensor]:
+    """Write an adapter of random numbers, and return its tensors."""
+    torch.manual_seed(0)
+    values = {each.name: torch.randn(each.shape) * std for each in spec.tensors}
+    sizes = ModelFiles.find(ModelSection(str(model), None, False, None), folder.parent, 0).facts.sizes
+    named = ((each, values[each.name]) for each in spec.tensors)
+    write_adapter(folder, spec, sizes.linears, str(model), digest_of_weights(model), named)
+    return values
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return make_model(tmp_path / "model", "qwen3")
+
+
+@pytest.fixture
+def adapter(model: Path) -> Path:
+    make_adapter(model.parent / "adapter", model, adapters_of(model))
+    return model.parent / "adapter"
+
+
+def test_a_folder_is_read_as_it_was_written(model: Path, tmp_path: Path) -> None:
+    spec = adapters_of(model, dropout=0.1)
+    values = make_adapter(tmp_path / "a", model, spec)
+    assert read_spec(tmp_path / "a", ModelFiles.find(section(model), tmp_path, 0).facts.sizes.linears) == spec
+    file = AdapterFile(tmp_path / "a")
+    assert all(torch.equal(file.tensor(name), value) for name, value in values.items())
+    assert is_adapter(tmp_path / "a") and is_model(tmp_path / "a") and base_of(tmp_path / "a") == str(model)
+    assert not is_adapter(model)
+
+
+def section(path: Path) -> ModelSection:
+    return ModelSection(str(path), None, False, None)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "why"),
+    [
+        ("use_dora", True, "use_dora is true; rlctl has plain LoRA"),
+        ("modules_to_save", ["lm_head"], "modules_to_save is"),
+        ("init_lora_weights", "pissa", 'init_lora_weights is "pissa"'),
+        ("rank_pattern", {"q_proj": 8}, "rank_pattern is"),
+        ("bias", "all", 'bias is "all"'),
+        ("peft_type", "IA3", "peft_type is IA3; rlctl has LORA alone"),
+        ("base_model_name_or_path", None, "base_model_name_or_path names no model"),
+        ("r", None, "is no adapter's config"),
+    ],
+)
+def test_other_kinds_of_adapter_are_refused(adapter: Path, key: str, value: Any, why: str) -> None:
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+    with pytest.raises(ModelError, match=why):
+        read_config(adapter)
+
+
+def test_a_tensor_without_a_place_or_of_another_shape_is_named(adapter: Path, model: Path) -> None:
+    linears = ModelFiles.find(section(model), model.parent, 0).facts.sizes.linears
+    with pytest.raises(ModelError, match=r"layers\.0\.self_attn\.q_proj\.lora_A\.weight has no linear layer"):
+        read_spec(adapter, [each for each in linears if not each.name.endswith("layers.0.self_attn.q_proj")])
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"r": 2}))
+    with pytest.raises(ModelError, match=r"has shape \(4, 256\), expected \(2, 256\)"):
+        read_spec(adapter, linears)
+
+
+def test_an_adapter_of_other_weights_is_refused(adapter: Path, model: Path, tmp_path: Path) -> None:
+    assert ModelFiles.find(section(adapter), tmp_path, 0).folder == str(model)
+    make_model(model, "qwen3", scale=0.5)
+    with pytest.raises(ModelError, match="was trained on other weights than"):
+        ModelFiles.find(section(adapter), tmp_path, 0)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "phi3", "qwen2_moe"])
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_a_merged_model_is_added_in_float32_and_cast_once(family: str, dtype: str | None, tmp_path: Path) -> None:
+    model = make_family(tmp_path / "model", family)
+    spec = adapters_of(model)
+    values = make_adapter(tmp_path / "adapter", model, spec)
+    assert write_merged(model, tmp_path / "adapter", tmp_path / "merged", dtype) == [dtype or "float32"]
+    before, after = WeightFiles(model), WeightFiles(tmp_path / "merged")
+    assert before.names() == after.names()
+    for name in before.names():
+        expected = before.tensor(name).float()
+        if f"{name.removesuffix('.weight')}.lora_A.weight" in values:
+            a, b = (values[f"{name.removesuffix('.weight')}.lora_{side}.weight"] for side in "AB")
+            expected = expected + b @ a * 2.0
+        torch.testing.assert_close(after.tensor(name), expected.to(after.dtype(name)), atol=0, rtol=0)
+
+
+def test_training_every_weight_from_an_adapter_begins_with_the_merged_model(adapter: Path, tmp_path: Path) -> None:
+    found = ModelFiles.find(section(adapter), tmp_path / "run", 0, merge=True)
+    assert found.adapter is None and found.folder == str(tmp_path / "run/init")
+    write_merged(Path(found.source), adapter, tmp_path / "expected", "float32")
+    merged, expected = WeightFiles(Path(found.folder)), WeightFiles(tmp_path / "expected")
+    assert all(torch.equal(merged.tensor(name), expected.tensor(name)) for name in expected.names())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["lora.rank=4", "lora.alpha=8"], ""),
+        (["lora.rank=8", "lora.alpha=8"], "the adapter of model.path has 4: set lora.rank=4, or start from its base"),
+        (["lora.rank=4", "lora.alpha=8", "lora.rslora=true"], "has false: set lora.rslora=false"),
+        (["lora.rank=4", "lora.alpha=8", "lora.targets=mlp"], "the adapter of model.path has others, 14 layers by the"),
+        (["lora.rank=4", "lora.alpha=8", "model.random_init=true"], "must be false: model.path is an adapter of given"),
+    ],
+)
+def test_a_run_starts_from_an_adapter_of_its_own_kind(adapter: Path, overrides: list[str], expected: str) -> None:
+    keys = [f"model.path={adapter}", "model.random_init=false", *overrides]
+    if not expected:
+        run = load("sft", None, keys)
+        assert run.settled.adapters and run.settled.adapters.rank == 4
+        return
+    with pytest.raises(ConfigError, match=expected):
+        load("sft", None, keys)
+
+
+def test_an_adapter_without_lora_is_merged_and_a_note_says_so(adapter: Path) -> None:
+    (note,) = [
+        note
+        for note in load("sft", None, [f"model.path={adapter}", "model.random_init=false"]).notes
+        if "adapter" in note
+    ]
+    assert note == "model.path is an adapter: without lora every weight of it merged with its base is trained"
