@@ -17,12 +17,12 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Union
+from typing import Any
 
 from rlctl.config.plugins import ENVIRONMENTS
 from rlctl.environments import seeding
 from rlctl.environments.contract import NO_REWARD, EnvironmentContract, read_contract
-from rlctl.environments.episode import CoroutineLoop, Episode
+from rlctl.environments.episode import CalledEpisode, CoroutineLoop, Episode
 from rlctl.environments.outcomes import AgentSpec, EnvironmentFailure, EnvironmentSpec
 from rlctl.environments.plain_chat import PLAIN_FORMAT, PlainChat
 from rlctl.environments.rollout_function import FunctionEpisode, read_function
@@ -31,16 +31,13 @@ from rlctl.utils.user_code import error_text, import_error
 from rlctl.workers.named_reward import takes_environments
 from rlctl.workers.supervisor import run_guarded
 
-if TYPE_CHECKING:
-    from rlctl.environments.agents.episode import AgentEpisode
-
 # Bytes of a reply. JSON escapes a character by six, one beyond the basic plane by twelve.
 MAX_REPLY = 8 << 20
 # The kernel ends this process before others when the machine has no memory left.
 _OOM_SCORE = "500"
 
 
-AnyEpisode = Union[Episode, FunctionEpisode, "AgentEpisode"]
+AnyEpisode = Episode | CalledEpisode
 
 
 class _Child:

@@ -9,6 +9,7 @@ import asyncio
 import inspect
 import random
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from contextlib import suppress
 from contextvars import Context, ContextVar
@@ -88,6 +89,74 @@ class CoroutineLoop:
             return await asyncio.gather(*coroutines, return_exceptions=True)
 
         return asyncio.run_coroutine_threadsafe(all_of_them(), self.running).result()
+
+
+class CalledEpisode(ABC):
+    """One call of a rollout function or an agent, on an event loop. It has the methods of `Episode`.
+
+    One action at a time is open. It is answered when there is something to tell, or when the next one comes.
+    """
+
+    def __init__(self, name: str, reply: Reply) -> None:
+        """name: subject of an error's cause."""
+        self._name, self._reply = name, reply
+        # Number of the action that is open.
+        self._open: int | None = None
+
+    def start(self) -> None:  # noqa: B027
+        """Start nothing: the loop runs already."""
+
+    def submit(self, action: int, kind: str, payload: Any) -> None:
+        """Do an action: begin, resume or close."""
+        self._soon(partial(self._contained, partial(self._act, action, kind, payload)))
+
+    def _contained(self, work: Callable[[], None]) -> None:
+        """Do a part of an action. Without this the loop would lose its error, and the caller would wait without end."""
+        try:
+            work()
+        except Exception as error:
+            if self._open is not None:
+                cause = f"{self._name} failed with {type(error).__name__}"
+                self._answer(EnvironmentFailure("raised", cause, error_text(error), trace_of(error)))
+
+    def _act(self, action: int, kind: str, payload: Any) -> None:
+        if self._open is not None:
+            self._tell()
+        if kind == "close":
+            self._close()
+            self._reply(action, None)
+            return
+        self._open = action
+        if kind == "begin":
+            self._begin(*payload)
+        else:
+            self._resume(payload)
+
+    def _answer(self, value: Any) -> None:
+        """Reply to the action that is open."""
+        assert self._open is not None
+        action, self._open = self._open, None
+        self._reply(action, value)
+
+    @abstractmethod
+    def _soon(self, work: Callable[[], None]) -> None:
+        """Have the event loop do some work, from any thread."""
+
+    @abstractmethod
+    def _begin(self, task: dict[str, Any], seed: Any) -> None:
+        """Begin the call."""
+
+    @abstractmethod
+    def _resume(self, answers: Any) -> None:
+        """Give the call what it waits for."""
+
+    @abstractmethod
+    def _close(self) -> None:
+        """End the call."""
+
+    @abstractmethod
+    def _tell(self) -> None:
+        """Answer the action that is open with the state of the call."""
 
 
 class Episode(threading.Thread):

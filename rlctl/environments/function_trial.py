@@ -4,10 +4,11 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlctl.environments.agents.news import AgentNews
 from rlctl.environments.contract import Reward
 from rlctl.environments.outcomes import EnvironmentFailure
 from rlctl.environments.pool import EnvironmentPool
-from rlctl.environments.rollout_function import Answer
+from rlctl.environments.rollout_function import Answer, FunctionRequest
 
 # Samples that get an answer. Any further one gets three empty lists, as at the end of a budget.
 MOST_SAMPLES = 8
@@ -53,13 +54,7 @@ def try_function(
             given.append((tokens, [-1.0] * len(tokens), [0] * len(tokens)) if tokens else None)
         told = pool.resume(call, given, waits=False).result()
     pool.close(call).result()
-    if isinstance(told, EnvironmentFailure):
-        tried.failure = told
-    elif not tried.samples:
-        tried.failure = EnvironmentFailure("contract", "returned without a sample: nothing could be trained")
-    else:
-        tried.reward = told.reward
-    return tried
+    return _outcome(tried, told, "returned without a sample: nothing could be trained")
 
 
 def try_agent(
@@ -79,11 +74,18 @@ def try_agent(
             tried.samples.append((len(ask.tokens), len(answer)))
         told = pool.resume_agent(call, given, waits=False).result()
     pool.close(call).result()
+    tried = _outcome(tried, told, "ended without a request: does it use base_url and api_key?")
+    if not isinstance(told, EnvironmentFailure) and tried.failure is None and told.raised:
+        tried.failure = EnvironmentFailure("raised", told.raised)
+    return tried
+
+
+def _outcome(tried: TriedFunction, told: FunctionRequest | AgentNews | EnvironmentFailure, idle: str) -> TriedFunction:
+    """Add the outcome of a call. idle: cause of a failure where it sampled nothing."""
     if isinstance(told, EnvironmentFailure):
         tried.failure = told
     elif not tried.samples:
-        tried.failure = EnvironmentFailure("contract", "ended without a request: does it use base_url and api_key?")
+        tried.failure = EnvironmentFailure("contract", idle)
     else:
         tried.reward = told.reward
-        tried.failure = EnvironmentFailure("raised", told.raised) if told.raised else None
     return tried

@@ -14,14 +14,12 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from contextvars import Context, copy_context
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 from rlctl.environments import seeding
 from rlctl.environments.contract import ContractError, EnvironmentContract, Reward, checked_reward
-from rlctl.environments.episode import CallbackCount, CoroutineLoop, Reply, attempted, counted_by
-from rlctl.environments.outcomes import EnvironmentFailure
-from rlctl.utils.user_code import error_text, shortened, trace_of
+from rlctl.environments.episode import CallbackCount, CalledEpisode, CoroutineLoop, Reply, attempted, counted_by
+from rlctl.utils.user_code import shortened
 
 # Context of no episode.
 _OURS = Context()
@@ -110,19 +108,15 @@ def checked_request(value: object) -> FunctionRequest:
     raise ContractError("neither tokens to sample after nor a reward")
 
 
-class FunctionEpisode:
-    """One call of a rollout function, on the event loop of its process. It has the methods of `Episode`.
-
-    One action at a time is open. It is replied to when there is something to tell, or when the next one comes.
-    """
+class FunctionEpisode(CalledEpisode):
+    """One call of a rollout function, on the event loop of its process."""
 
     def __init__(self, function: PlayFunction, loop: CoroutineLoop, reply: Reply) -> None:
-        self._function, self._loop, self._reply = function, loop, reply
+        super().__init__(function.__name__, reply)
+        self._function, self._loop = function, loop
         self._generator = random.Random()
         # Callbacks of the function's own, and how many there were at the last look.
         self._callbacks, self._seen, self._looks = CallbackCount(), 0, False
-        # Number of the action that is open.
-        self._open: int | None = None
         self._task: asyncio.Task[Any] | None = None
         # Prompts that were not told yet; samples that wait, in order; answers that wait their turn.
         self._asked: list[list[int]] = []
@@ -135,45 +129,27 @@ class FunctionEpisode:
         # True once the function asked again after each concurrent sample could have got an empty answer.
         self._again = False
 
-    def start(self) -> None:
-        """Start nothing: the loop runs already."""
+    def _soon(self, work: Callable[[], None]) -> None:
+        self._loop.running.call_soon_threadsafe(work)
 
-    def submit(self, action: int, kind: str, payload: Any) -> None:
-        """Do an action: begin, resume or close."""
-        self._loop.running.call_soon_threadsafe(self._contained, partial(self._act, action, kind, payload))
-
-    def _contained(self, work: Callable[[], None]) -> None:
-        """Do a part of an action. Without this the loop would lose its error, and the caller would wait without end."""
-        try:
-            work()
-        except Exception as error:
-            if self._open is not None:
-                action, self._open = self._open, None
-                cause = f"{self._function.__name__} failed with {type(error).__name__}"
-                self._reply(action, EnvironmentFailure("raised", cause, error_text(error), trace_of(error)))
-
-    def _act(self, action: int, kind: str, payload: Any) -> None:
-        if self._open is not None:
-            self._tell()
-        if kind == "close":
-            if self._task is not None:
-                self._task.cancel()
-            for waiting in self._waiting:
-                waiting.cancel()
-            self._reply(action, None)
-            return
-        self._open = action
-        if kind == "begin":
-            task, seed = payload
-            self._generator.seed(seed)
-            context = copy_context()
-            context.run(seeding.use, self._generator)
-            context.run(counted_by.set, self._callbacks)
-            self._task = self._loop.running.create_task(self._played(PlayTask(**task)), context=context)
-            self._task.add_done_callback(lambda _: self._look_soon())
-        else:
-            self._answers += payload
+    def _begin(self, task: dict[str, Any], seed: Any) -> None:
+        self._generator.seed(seed)
+        context = copy_context()
+        context.run(seeding.use, self._generator)
+        context.run(counted_by.set, self._callbacks)
+        self._task = self._loop.running.create_task(self._played(PlayTask(**task)), context=context)
+        self._task.add_done_callback(lambda _: self._look_soon())
         self._look_soon()
+
+    def _resume(self, answers: list[Answer | None]) -> None:
+        self._answers += answers
+        self._look_soon()
+
+    def _close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+        for waiting in self._waiting:
+            waiting.cancel()
 
     async def _played(self, task: PlayTask) -> Any:
         return await self._function(task, FunctionPolicy(self._ask))
@@ -218,12 +194,11 @@ class FunctionEpisode:
 
     def _tell(self) -> None:
         """Reply to the action that is open."""
-        assert self._open is not None and self._task is not None
-        action, self._open = self._open, None
+        assert self._task is not None
         if self._task.done():
-            self._reply(action, attempted(self._function.__name__, self._returned, self._function, __file__))
+            self._answer(attempted(self._function.__name__, self._returned, self._function, __file__))
         else:
-            self._reply(action, {"samples": self._asked, "taken": self._taken, "again": self._again})
+            self._answer({"samples": self._asked, "taken": self._taken, "again": self._again})
             self._asked, self._taken = [], 0
 
     def _returned(self) -> dict[str, Any]:

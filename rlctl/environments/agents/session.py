@@ -21,7 +21,6 @@ from rlctl.environments.contract import ContractError, Message, Reward, checked_
 
 # Requests that are refused by the driver; further ones are refused here, so that a deadline runs.
 _MOST_REFUSED = 64
-_ENDED = RefusedError("the session has ended: this agent's rollout is over", 404, "session_ended")
 # Budget of the driver -> its text.
 BUDGETS = {
     "max_turns": "the episode has had its turns (environment.max_turns)",
@@ -78,7 +77,7 @@ class AgentSession:
         digest: of path and body. retries: `x-stainless-retry-count` of the request. Raises RefusedError.
         """
         if self.sealed:
-            raise _ENDED
+            raise _ended()
         before = self._flights.get(digest)
         # An equal body alone is no retry: an agent may sample twice.
         if before is not None and (retries > 0 or before.lost) and not _failed(before.work):
@@ -105,7 +104,7 @@ class AgentSession:
     def value(self, reward: Any) -> None:
         """Take the value that the agent gives its rollout. Raises RefusedError."""
         if self.sealed:
-            raise _ENDED
+            raise _ended()
         try:
             self.reward = checked_reward(reward, "the agent")
         except ContractError as error:
@@ -127,7 +126,7 @@ class AgentSession:
         self.sealed = True
         for waiting in self._answers.values():
             if not waiting.done():
-                waiting.set_exception(_ENDED)
+                waiting.set_exception(_ended())
                 waiting.exception()
         self._answers.clear()
 
@@ -188,6 +187,11 @@ class AgentSession:
         self._answers[number] = future
         self._look()
         return await future
+
+
+def _ended() -> RefusedError:
+    """Return the refusal of a sealed session. Each has a traceback of its own."""
+    return RefusedError("the session has ended: this agent's rollout is over", 404, "session_ended")
 
 
 def _failed(work: "asyncio.Task[SaidTurn]") -> bool:
