@@ -241,12 +241,13 @@ def _meshes(device: str, world: int, replicas: int) -> tuple[DeviceMesh, dist.Pr
 
 def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
     """Yield float32 tensors together up to `_BUCKET` numbers, a larger one alone."""
-    bucket: list[Tensor] = []
+    bucket, numbers = list[Tensor](), 0
     for tensor in tensors:
-        if bucket and sum(each.numel() for each in bucket) + tensor.numel() > _BUCKET:
+        if bucket and numbers + tensor.numel() > _BUCKET:
             yield bucket
-            bucket = []
+            bucket, numbers = [], 0
         bucket.append(tensor)
+        numbers += tensor.numel()
     if bucket:
         yield bucket
 
