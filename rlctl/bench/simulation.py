@@ -242,7 +242,7 @@ class SimulatedRun:
 
 
 class _LateRunner(RolloutRunner):
-    """Runner whose rollouts come with their reward, so that the buffer's scoring takes no time."""
+    """Runner of rollouts with a reward, so that the buffer's scoring takes no time."""
 
     def __init__(self, dispatcher: RolloutDispatcher, reward: float) -> None:
         super().__init__(SingleTurnPlayer(), dispatcher)

@@ -261,7 +261,7 @@ class SettledGrpo(Settled):
 
     @derived
     def _own_columns(self) -> set[str]:
-        """Columns that the KL term reads, that the advantage reads, or that the loss names."""
+        """Columns of the KL term, of the advantage, and of the loss."""
         loss = self.config.grpo.loss
         reference = [REFERENCE_LOG_PROB.name] * (loss.kl_coef > 0)
         return {*named_columns(loss), *self.advantage_columns, *reference}

@@ -1,4 +1,4 @@
-"""The adapters of a vLLM worker as the destination of a refit, and the proof that it serves what was sent.
+"""Adapters of a vLLM worker: the destination of a refit, and the proof of the live version.
 
 A version arrives in a second copy of A and B while requests run; one short copy makes it live. Before the next token
 is sampled, the checksum of each live A and B is compared with the sum that the trainer announced. Where a
@@ -104,7 +104,7 @@ class AdapterLoader(WeightLoader):
 
 
 class _ProvenSink(ParamSliceSink):
-    """Sink that keeps what arrives for each part of a cut tensor, for its checksum."""
+    """Sink that keeps each part of a cut tensor as it arrived, for its checksum."""
 
     def __init__(self, plan: RefitPlan, regions: Iterable[ParamSlice], device: torch.device) -> None:
         super().__init__(plan, regions, beside_requests=True)

@@ -84,7 +84,7 @@ class AgentCall(FunctionCall):
     def __init__(self, player: AgentPlayer, course: Course, policy: Policy) -> None:
         super().__init__(player, course, policy)
         self._agents = player
-        # Turns that the agent has not got yet, and nodes of those that it got, by the number of the request.
+        # By the number of the request: turns on their way to the agent, and nodes of delivered turns.
         self._pending: dict[int, AgentTurn] = {}
         self._nodes: dict[int, int] = {}
         # Numbers of requests whose answers are to be sent.
