@@ -72,6 +72,8 @@ class PlacedRequest:
     rewritten: str
     # Control tokens that the messages spell.
     spelled: list[str]
+    # Key of each message, with the schemas of the tools in front.
+    keys: list[str]
 
 
 class SessionHistory:
@@ -80,7 +82,7 @@ class SessionHistory:
     def __init__(self, chat: Chat) -> None:
         self._chat = chat
         self._turns: dict[bytes, KnownTurn] = {}
-        # Keys of the messages of earlier requests, each with the schemas of its tools in front.
+        # `PlacedRequest.keys` of earlier requests.
         self._requests: list[list[str]] = []
 
     def place(self, asked: AskedTurn) -> PlacedRequest:
@@ -111,12 +113,13 @@ class SessionHistory:
             chain=chains[-1],
             rewritten=rewritten,
             spelled=self._chat.spelled(added, () if turn else asked.tools),
+            keys=keys,
         )
 
-    def note(self, asked: AskedTurn) -> None:
+    def note(self, place: PlacedRequest) -> None:
         """Remember a request, to tell later how another one differs from it."""
         self._requests = self._requests[1 - _COMPARED :]
-        self._requests.append([json.dumps(asked.tools, sort_keys=True), *map(message_key, asked.messages)])
+        self._requests.append(place.keys)
 
     def add(self, placement: PlacedRequest, said: SaidTurn) -> None:
         """Add a turn that was sampled at a place."""

@@ -141,7 +141,7 @@ class AgentSession:
             self.counts["refused"] += 1
             raise
         number, self._number = self._number, self._number + 1
-        self._note(place, asked)
+        self._note(place)
         answer = await self._ask(number, place, asked)
         if isinstance(answer, str):
             self.budget = answer
@@ -170,14 +170,14 @@ class AgentSession:
         messages = checked_messages([*opening, *later, said_message(said), *added])
         return replace(asked, messages=messages, tools=asked.tools or said.asked.tools)
 
-    def _note(self, place: PlacedRequest, asked: AskedTurn) -> None:
+    def _note(self, place: PlacedRequest) -> None:
         self.counts["spelled"] += len(place.spelled)
         if place.after is not None:
             # The client has it, also if its connection broke.
             self.deliver(self._known[place.after])
         if place.rewritten:
             self.rewritten[place.rewritten] += 1
-        self._history.note(asked)
+        self._history.note(place)
 
     async def _ask(self, number: int, place: PlacedRequest, asked: AskedTurn) -> AgentAnswer:
         messages: list[Message] = place.messages[len(place.messages) - place.fresh :]
