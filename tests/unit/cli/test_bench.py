@@ -147,7 +147,7 @@ def test_mistakes_of_bench_sequences_are_told_at_once(rlctl: Rlctl) -> None:
     )
     others = ("--set", "async.enabled=true", "--set", "trainer.num_ranks=2", "--set", "grpo.loss.clip_low=0.1")
     done = rlctl("bench", "sequences", "--model", tiny, *others)
-    said = "keys of trainer and grpo, on one rank, are what can change"
+    said = "keys of trainer, grpo and lora, on one rank, are what can change"
     assert done.err.splitlines()[-3:-1] == [
         f"error: --set: {key}: {said}" for key in ("async.enabled", "trainer.num_ranks")
     ]
@@ -164,7 +164,8 @@ def test_mistakes_of_bench_generation_are_told_at_once(rlctl: Rlctl) -> None:
         [
             "error: --turns: 5: --tokens 6 does not divide into as many turns",
             "error: --tokens: 6: 118 with prompt and answers, and the model's longest sequence is 64",
-            "error: --set: trainer.compile: keys of generation, environment, placement and run are what can change",
+            "error: --set: trainer.compile: keys of generation, environment, placement, lora and run are "
+            "what can change",
             "3 problems; nothing was started",
         ],
     )

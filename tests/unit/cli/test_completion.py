@@ -95,5 +95,5 @@ def test_runs_and_recipes_are_completed_where_one_is_asked_for(home: Path) -> No
     (home / "other").mkdir()
     (home / "runs/sums").rename(home / "other/sums")
     assert fish(home, "rlctl runs show --dir other ") == ["sums"]
-    assert fish(home, "rlctl recipes show sft") == ["sft-games-tiny", "sft-tiny"]
+    assert fish(home, "rlctl recipes show sft") == ["sft-games-tiny", "sft-lora-tiny", "sft-tiny"]
     assert "grpo-tiny" not in fish(home, "rlctl train sft ")
