@@ -102,7 +102,8 @@ def _step(plan: RunPlan) -> list[tuple[str, str]]:
         rows.append(("tokens", f"at most {batch.longest:,} a sequence, {batch.tokens:,} a step"))
         rows.append(("micro-batches", f"at most {batch.micro_batches} of {batch.full_sequences} full sequences a rank"))
     if plan.refit is not None:
-        rows.append(("refit", f"{size(plan.refit)} to each engine"))
+        way = f", by {plan.refit_way}" if plan.refit_way else ""
+        rows.append(("refit", f"{size(plan.refit)} to each engine{way}"))
     return rows
 
 

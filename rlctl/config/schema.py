@@ -145,8 +145,8 @@ class GrpoPlacementSection(PlacementSection):
         "devices of one engine are on one node."
     )
     colocated: bool | None = spec(
-        "Only on GPUs: engines share the trainer's devices and sleep while it trains. null is the opposite of "
-        "async.enabled."
+        "Engines share the trainer's devices: on GPUs they sleep while it trains; on several nodes, each has equal "
+        "shares of ranks and engines. null is the opposite of async.enabled."
     )
 
 

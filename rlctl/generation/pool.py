@@ -15,6 +15,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from rlctl.generation.engine import Engine, MemoryPart
 from rlctl.generation.spec import EngineSpec, build_engine
+from rlctl.refit.by_node import RefitByNode
 from rlctl.refit.plan import RefitPlan
 from rlctl.refit.protocol import Checks, RefitReport
 from rlctl.refit.refit import EngineEnd, EnginesLost, Refit
@@ -58,7 +59,7 @@ class GeneratorPool:
         self.version = spec.version
         self.asleep = False
         # None where engines keep the weights that they are built with.
-        self._refit: Refit | None = None
+        self._refit: Refit | RefitByNode | None = None
         # By slot; None where an engine is gone with its node.
         self.slots: list[Worker | None] = [self._start(index) for index in range(len(slots))]
 
@@ -83,7 +84,7 @@ class GeneratorPool:
         """Return the engines as a refit sees them."""
         return [EngineEnd(engine, self._spec.tensor_parallel_size) for engine in self.engines]
 
-    def connect(self, refit: Refit) -> None:
+    def connect(self, refit: Refit | RefitByNode) -> None:
         """Open `refit` to every engine and own it from now on. Emit how each engine takes weights in."""
         self._refit = refit
         try:
@@ -131,7 +132,7 @@ class GeneratorPool:
         return time.perf_counter() - begin
 
     @property
-    def _opened(self) -> Refit:
+    def _opened(self) -> Refit | RefitByNode:
         if self._refit is None:
             raise RuntimeError("no refit is connected: the engines keep the weights that they were built with")
         return self._refit

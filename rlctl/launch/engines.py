@@ -61,7 +61,7 @@ def engines(
         waits = Waits(config.run.explain_after_s, lambda what: emit("warning", what=what))
         stack.callback(waits.close)
         spec = replace(engine_spec(settled, files, stops, placement), version=version)
-        slots = engine_slots(config, allocation, waits)
+        slots = engine_slots(settled, allocation, waits)
         pool = GeneratorPool(spec, slots, str(logs), config.run.deadline_s, generation.max_restarts, emit)
         stack.callback(pool.kill)
         pool.wait_until_built()

@@ -3,6 +3,7 @@
 A GRPO run has them, and an SFT run that is validated by a recipe.
 """
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import chain
@@ -18,6 +19,7 @@ from rlctl.data.tasks import Task
 from rlctl.launch.runtime import Allocation
 from rlctl.launch.session import Session
 from rlctl.models.model_files import ModelFiles
+from rlctl.preflight.placement import Placement, transport_of
 from rlctl.preflight.settings import DTYPE_BYTES
 from rlctl.preflight.settled import SettledGrpo
 from rlctl.workers.reaper import SHARED_MEMORY, free_bytes
@@ -97,7 +99,7 @@ class SamplingParts:
         session, config = self.session, self.config
         self.pool = GeneratorPool(
             engine_spec(self.settled, self.files, self.ends.stops, allocation.placement),
-            engine_slots(config, allocation, session.waits),
+            engine_slots(self.settled, allocation, session.waits),
             str(session.logs),
             config.run.deadline_s,
             config.generation.max_restarts,
@@ -108,12 +110,18 @@ class SamplingParts:
     def connect(self, allocation: Allocation, trainer: "TrainerGroup") -> None:
         """Open the refit from the trainer to the engines."""
         from rlctl.launch.worker_specs import refit_options
+        from rlctl.refit.by_node import RefitByNode
         from rlctl.refit.refit import Refit
 
-        placement = allocation.placement
+        placement, nodes = allocation.placement, len(allocation.placement.used)
         with self.session.starting("refit"):
             parameters = int(trainer.info()["parameters"])
-            folder = self._transit(allocation, parameters) if len(placement.used) == 1 else ""
+            if nodes > 1 and transport_of(self.settled, placement) != "broadcast":
+                leases = [node for index, node in enumerate(allocation.nodes) if node and index in placement.used]
+                folders = {node.id: self._transit(node.folder, placement, parameters) for node in leases}
+                self.pool.connect(RefitByNode(trainer.group, refit_options(self.settled, placement, ""), folders))
+                return
+            folder = self._transit(allocation.folder, placement, parameters) if nodes == 1 else ""
             self.pool.connect(Refit(trainer.group, refit_options(self.settled, placement, folder)))
 
     def open(self, stack: ExitStack) -> "tuple[RolloutDispatcher, RolloutRunner]":
@@ -141,16 +149,16 @@ class SamplingParts:
         """Text of tokens with the special ones, for records."""
         return decoder(self.chat.tokenizer, special=True)
 
-    def _transit(self, allocation: Allocation, parameters: int) -> str:
-        """Return a new folder for weights in transit, which are there twice."""
+    def _transit(self, make_folder: Callable[[str, str | None], str], placement: Placement, parameters: int) -> str:
+        """Return a new folder for weights in transit, which are there twice. make_folder: as `Allocation.folder`."""
         nbytes = 2 * parameters * DTYPE_BYTES[self.settled.generation_dtype]
-        root = shared_memory(nbytes + _BESIDE_BYTES) if allocation.placement.device == "cpu" else shared_memory()
+        root = shared_memory(nbytes + _BESIDE_BYTES) if placement.device == "cpu" else shared_memory()
         if root is None:
             free, needed = f"{free_bytes(SHARED_MEMORY) >> 20} MiB free", f"2 x {nbytes >> 21} MiB"
             what = f"{SHARED_MEMORY} has {free}, weights in transit take {needed}"
             what += ": they go through the disk, which is slower; in a container: docker run --shm-size=2g"
             self.session.events.emit("warning", what=what)
-        return allocation.folder(f"rlctl-{self.session.run_dir.name}-", root)
+        return make_folder(f"rlctl-{self.session.run_dir.name}-", root)
 
 
 def held_out_tasks(settled: SettledGrpo, chat: Chat, emit: Emit) -> list[Task]:

@@ -4,12 +4,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from rlctl.config.schema import GrpoConfig
 from rlctl.generation.pool import EngineSlot
 from rlctl.generation.spec import EngineSpec, ForcedLengths, engine_kind, engine_options
 from rlctl.launch.runtime import Allocation
 from rlctl.launch.session import Session
 from rlctl.models.model_files import ModelFiles
+from rlctl.preflight.backend import backend_of
 from rlctl.preflight.columns import Role, RoleModel
 from rlctl.preflight.placement import Placement, transport_of
 from rlctl.preflight.settled import Settled, SettledGrpo
@@ -71,10 +71,10 @@ def training_cost(files: ModelFiles, facts: dict[str, Any]) -> tuple[str, Traini
     return facts["device_name"], flops
 
 
-def engine_slots(config: GrpoConfig, allocation: Allocation, waits: Waits) -> list[EngineSlot]:
+def engine_slots(settled: SettledGrpo, allocation: Allocation, waits: Waits) -> list[EngineSlot]:
     """Return the slot of each engine. waits: explains calls that an engine does not answer."""
-    reads = transport_of(config, allocation.placement) == "ipc"
-    slots, environment = [], engine_kind(config.generation.engine.name).environment
+    reads = transport_of(settled, allocation.placement) == "ipc"
+    slots, environment = [], engine_kind(settled.config.generation.engine.name).environment
     for slot in allocation.placement.engines:
         beside = allocation.beside(slot) if reads else []
         env = environment(allocation.placement.device, allocation.devices(slot), beside) | allocation.environment(slot)
@@ -120,7 +120,7 @@ def refit_options(settled: SettledGrpo, placement: Placement, folder: str) -> Re
     config, refit, cpu = settled.config, settled.config.refit, placement.device == "cpu"
     engines, workers = config.generation.num_engines, config.generation.tensor_parallel_size
     return RefitOptions(
-        kind=transport_of(config, placement),
+        kind=transport_of(settled, placement),
         dtype=settled.generation_dtype,
         mode=refit.mode,
         num_buffers=refit.num_buffers,
@@ -132,6 +132,7 @@ def refit_options(settled: SettledGrpo, placement: Placement, folder: str) -> Re
         colocated=placement.shared and not (cpu or config.lora) and config.trainer.num_ranks == engines * workers == 1,
         in_flight=config.async_.enabled and config.async_.in_flight_weight_updates,
         adapters=config.lora is not None,
+        ranks_a_copy=backend_of(settled.trainer).ranks_a_copy(settled.trainer) if len(placement.used) > 1 else 0,
     )
 
 

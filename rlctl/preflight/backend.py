@@ -81,6 +81,10 @@ class Backend(ABC):
     def layout(self, trainer: TrainerSection) -> Layout:
         """Return how the ranks share the work."""
 
+    def ranks_a_copy(self, trainer: TrainerSection) -> int:
+        """Return the number of consecutive ranks, from a multiple of it on, that hold all weights together."""
+        return trainer.num_ranks
+
     def check_keys(self, trainer: TrainerSection) -> Violations:
         """Yield the missing parts of the backend itself, such as its package."""
         yield from ()

@@ -1,8 +1,9 @@
 """Placement of trainer ranks and engines on nodes and devices, and the refit's transport that follows from it. Pure.
 
 The slots of ranks, or of engines, fill one node before the next (pack) or go round the nodes (spread). An engine's
-devices are on one node. Devices are counted from 0 among those that a node has free; their real indices are known once
-they are reserved.
+devices are on one node. Where engines share the trainer's devices on several nodes, each of these has equal shares of
+ranks and engines: weights then stay on their node. Devices are counted from 0 among those that a node has free; their
+real indices are known once they are reserved.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,9 +11,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlctl.config.errors import UserError
-from rlctl.config.schema import GrpoConfig
+from rlctl.preflight.backend import backend_of
 from rlctl.preflight.machine import Device
-from rlctl.preflight.settled import Settled
+from rlctl.preflight.settled import Settled, SettledGrpo
 
 Strategy = Literal["pack", "spread"]
 Transport = Literal["shm", "ipc", "broadcast"]
@@ -77,6 +78,8 @@ class Placement:
     # Names of all nodes, used or not.
     nodes: tuple[str, ...] = ("",)
     cpus_per_process: float = 1.0
+    # True on several nodes that have equal shares of ranks and engines each.
+    by_node: bool = False
 
     @property
     def trainer_devices(self) -> int:
@@ -134,9 +137,16 @@ def place(nodes: Sequence[NodeResources], resources: ResourceRequest, device: De
         each = resources.cpus_per_process
         most = [_MOST_ON_CPU if node.cpus is None else int(node.cpus / each + 1e-6) for node in nodes]
     free = [list(range(count)) for count in most]
+    names = tuple(node.name for node in nodes)
     shared = resources.colocated and device == "cuda"
-    if shared and resources.engines:
-        free = _one_node(free, resources, nodes)
+    if resources.colocated and resources.engines:
+        found = _equal_shares(free, resources, device)
+        if found and len({slot.node for slot in found[0]}) > 1:
+            return Placement(device, *found, True, names, resources.cpus_per_process, by_node=True)
+        if found and shared:
+            free = [slots if node == found[0][0].node else [] for node, slots in enumerate(free)]
+        elif shared and _enough(free, resources):
+            raise PlacementError(_unequal(nodes, resources))
     others = [list(slots) for slots in free] if shared else free
     trainers = _take(free, resources.ranks, 1, resources.trainer)
     size = resources.tensor_parallel_size if device == "cuda" else 1
@@ -147,7 +157,6 @@ def place(nodes: Sequence[NodeResources], resources: ResourceRequest, device: De
     trainers.sort(key=lambda slot: slot.node)
     if device == "cpu":
         trainers, engines = ([PlacementSlot(slot.node) for slot in slots] for slots in (trainers, engines))
-    names = tuple(node.name for node in nodes)
     return Placement(device, trainers, engines, shared or device == "cpu", names, resources.cpus_per_process)
 
 
@@ -167,43 +176,96 @@ def this_machine(gpus: int) -> list[NodeResources]:
     return [NodeResources("", gpus)]
 
 
-def transport_of(config: GrpoConfig, placement: Placement) -> Transport:
+def stays_on_nodes(settled: Settled, placement: Placement) -> bool:
+    """Return True if on each of several nodes the trainer's ranks bring the engines there all weights.
+
+    Raises PlacementError where engines share GPUs with ranks that hold a part of the weights alone.
+    """
+    if not placement.by_node:
+        return False
+    there, copy = placement.ranks_by_node[0], backend_of(settled.trainer).ranks_a_copy(settled.trainer)
+    if there % copy and placement.device == "cuda":
+        what = f"engines share GPUs with ranks of {len(placement.used)} nodes, but a node's {there} ranks hold a part"
+        why = f"of the weights alone: {copy} ranks share a copy"
+        raise PlacementError(f"{what} {why}; placement.colocated=false, or trainer.replicas={len(placement.used)}")
+    return there % copy == 0
+
+
+def transport_of(settled: SettledGrpo, placement: Placement) -> Transport:
     """Return `refit.transport` with `auto` resolved. Raises PlacementError for one that does not leave a node."""
-    given = config.refit.transport
-    if len(placement.used) > 1 and given not in ("auto", "broadcast"):
+    given, stays = settled.config.refit.transport, stays_on_nodes(settled, placement)
+    if len(placement.used) > 1 and not stays and given not in ("auto", "broadcast"):
         nodes = ", ".join(placement.nodes[node] for node in placement.used)
         raise PlacementError(f"refit.transport={given} stays on a node, the run is on {nodes}: broadcast, or auto")
-    return usual_transport(placement, config.generation.num_engines) if given == "auto" else given
+    return usual_transport(placement, settled.config.generation.num_engines, stays) if given == "auto" else given
 
 
-def usual_transport(placement: Placement, engines: int) -> Transport:
+def refit_way(settled: SettledGrpo, placement: Placement) -> str:
+    """Return the way of weights to engines, with its reason, for a reader. Raises the errors of `transport_of`."""
+    kind, count = transport_of(settled, placement), len(placement.used)
+    if count == 1:
+        return kind
+    if kind != "broadcast":
+        there = placement.ranks_by_node[0]
+        whose = "whose rank holds" if there == 1 else f"whose {there} ranks hold"
+        return f"{kind} within each of {count} nodes, {whose} all weights"
+    return f"{kind} between {count} nodes"
+
+
+def usual_transport(placement: Placement, engines: int, stays: bool = False) -> Transport:
     """Return the transport that `auto` means.
 
     On CPU the mapping of shared memory is the only copy. Several engines that read the trainers' memory share its
     link (2 ranks to 2 engines on H200s: 62.3 ms, by broadcast 48.4), and one engine gets the parts of several ranks
     sooner by broadcast too (from 3 ranks 44.8 ms, reading 46.9; both while engines saw no other devices). Two NCCL
-    ranks cannot share a device. Other nodes have neither this one's memory nor its GPUs.
+    ranks cannot share a device. Other nodes have neither this one's memory nor its GPUs, so that a run on several
+    broadcasts. It needs not where weights stay on their node (stays).
     """
-    if len(placement.used) > 1:
+    if len(placement.used) > 1 and not stays:
         return "broadcast"
     if placement.device == "cpu":
         return "shm"
     return "ipc" if placement.shared or engines == len(placement.trainers) == 1 else "broadcast"
 
 
-def _one_node(free: list[list[int]], resources: ResourceRequest, nodes: Sequence[NodeResources]) -> list[list[int]]:
-    """Return the free devices of the first node that holds trainer and engines, and none elsewhere.
+def _equal_shares(
+    free: list[list[int]], resources: ResourceRequest, device: Device
+) -> tuple[list[PlacementSlot], list[PlacementSlot]] | None:
+    """Return slots of ranks and engines on nodes with equal shares of both: few nodes (pack), or many (spread).
 
-    Weights go from a GPU to an engine on the same one without leaving the node. Raises PlacementError if none has room.
+    None if no number of nodes divides both and has room.
     """
-    needed = max(resources.ranks, resources.engines * resources.tensor_parallel_size)
-    fits = next((node for node, slots in enumerate(free) if len(slots) >= needed), None)
-    if fits is not None:
-        return [slots if node == fits else [] for node, slots in enumerate(free)]
-    if sum(map(len, free)) < needed:
-        return free
-    what = f"{needed} GPUs of one node needed, where engines share the trainer's (placement.colocated)"
-    raise PlacementError(f"{what}; {_free(nodes, [node.gpus for node in nodes], 'GPU')}")
+    ranks, engines = resources.ranks, resources.engines
+    size = resources.tensor_parallel_size if device == "cuda" else 1
+    counts = [count for count in range(1, len(free) + 1) if not ranks % count and not engines % count]
+    for count in reversed(counts) if resources.trainer == "spread" else counts:
+        trained, sampled = ranks // count, engines // count
+        needed = max(trained, sampled * size) if device == "cuda" else trained + sampled
+        nodes = [node for node, slots in enumerate(free) if len(slots) >= needed][:count]
+        if len(nodes) < count:
+            continue
+        if device == "cpu":
+            return [PlacementSlot(n) for n in nodes for _ in range(trained)], [
+                PlacementSlot(n) for n in nodes for _ in range(sampled)
+            ]
+        return [PlacementSlot(n, (free[n][i],)) for n in nodes for i in range(trained)], [
+            PlacementSlot(n, tuple(free[n][i * size : (i + 1) * size])) for n in nodes for i in range(sampled)
+        ]
+    return None
+
+
+def _enough(free: list[list[int]], resources: ResourceRequest) -> bool:
+    return sum(map(len, free)) >= max(resources.ranks, resources.engines * resources.tensor_parallel_size)
+
+
+def _unequal(nodes: Sequence[NodeResources], resources: ResourceRequest) -> str:
+    size = resources.tensor_parallel_size
+    ranks, engines = f"{resources.ranks} trainer ranks", f"{resources.engines} engines x {size}"
+    what = f"{ranks} and {engines} share GPUs (placement.colocated), but not in equal parts on nodes with room"
+    most = max(node.gpus for node in nodes)
+    if size > most:
+        what = f"an engine's {size} GPUs (tensor_parallel_size) must be of one node, the largest has {most}"
+    return f"{what}; {_free(nodes, [node.gpus for node in nodes], 'GPU')}"
 
 
 def _take(free: list[list[int]], count: int, size: int, strategy: Strategy) -> list[PlacementSlot] | None:

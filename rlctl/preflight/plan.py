@@ -12,7 +12,7 @@ from rlctl.preflight.backend import backend_of, layout_of
 from rlctl.preflight.engine import engine_rules
 from rlctl.preflight.memory import Memory, engine_items, placed_states, refit_bytes, token_bytes, trainer_bytes
 from rlctl.preflight.parallel_layout import Layout
-from rlctl.preflight.placement import NodeResources, Placement, PlacementError, place, resources
+from rlctl.preflight.placement import NodeResources, Placement, PlacementError, place, refit_way, resources
 from rlctl.preflight.settings import DTYPE_BYTES, Choice
 from rlctl.preflight.settled import Settled
 
@@ -70,8 +70,9 @@ class RunPlan:
     # Reason why the engine's kernels cannot sample from the model on this device; None if they can.
     unserved: str | None
     schedule: Schedule
-    # Bytes of a refit to each engine.
+    # Bytes of a refit to each engine, and the way that they take, if it is known.
     refit: int | None
+    refit_way: str | None
     # Values of the keys that were left at `auto`, with reasons.
     chosen: tuple[Choice, ...]
     notes: list[str]
@@ -92,6 +93,12 @@ def make_plan(settled: Settled, nodes: Sequence[NodeResources]) -> RunPlan:
     if placement:
         machine = replace(settled.machine, ranks_by_node=placement.ranks_by_node)
         settled = settled.on(machine, sizes)
+    way = None
+    if placement and settled.sampling:
+        try:
+            way = refit_way(settled.sampling, placement)
+        except PlacementError as error:
+            placement, misplaced = None, str(error)
     memory, schedule = forecast(settled), _schedule(settled)
     return RunPlan(
         kind=config.kind,
@@ -106,6 +113,7 @@ def make_plan(settled: Settled, nodes: Sequence[NodeResources]) -> RunPlan:
         unserved=unserved(settled),
         schedule=schedule,
         refit=refit_bytes(sizes, sampling.generation_dtype, settled.adapters) if sizes and sampling else None,
+        refit_way=way,
         chosen=settled.choices,
         notes=_notes(settled, schedule.updates, memory),
     )

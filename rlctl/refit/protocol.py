@@ -40,6 +40,8 @@ class TransportSpec:
     port: int = 0
     # Trainer rank 0 and the one receiver share their device.
     colocated: bool = False
+    # Trainer rank that the plan counts as 0: the first of its node, where each node has a refit.
+    first_rank: int = 0
 
     @property
     def rendezvous(self) -> bool:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from rlctl.models.adapters import LORA_A, LORA_B
 from rlctl.refit.plan import ITEM_BYTES, OWNERS_AT_ONCE, Layout, RefitPlan
@@ -95,6 +95,10 @@ class RefitOptions:
     in_flight: bool
     # Adapters are sent, and each engine proves that they are live.
     adapters: bool = False
+    # Consecutive ranks that hold all weights together; 0: all ranks do. Others hold the same, and send nothing.
+    ranks_a_copy: int = 0
+    # Trainer rank that the plan counts as 0.
+    first_rank: int = 0
 
 
 class EnginesLost(RuntimeError):
@@ -114,24 +118,25 @@ class EnginesLost(RuntimeError):
         ]
 
 
+class Planned(NamedTuple):
+    """Plan of all refits of a run."""
+
+    plan: RefitPlan
+    # Bytes of a buffer.
+    buffer_bytes: int
+    # One copy in Ray's store for all ranks and engines, also for those that are rebuilt.
+    shared: RefitPlan
+
+
 class Refit:
     """Brings engines to the trainer's version."""
 
-    def __init__(self, trainers: WorkerGroup, options: RefitOptions) -> None:
+    def __init__(self, trainers: WorkerGroup, options: RefitOptions, planned: Planned | None = None) -> None:
+        """Make the plan, unless it is given as `make_plan` returns it."""
         self._trainers, self.options = trainers, options
-        holdings = trainers.call(SendsWeights.refit_holding, options.dtype)
-        (layout,) = trainers.workers[0].start(SendsWeights.refit_layout, options.dtype).wait(trainers.deadline_s)
-        _require_one_layout(holdings)
-        self.buffer_bytes = _buffer_bytes(layout, holdings, options)
-        chunk_bytes, edge_bytes = self.buffer_bytes, _LEAST_BUFFER_BYTES
-        if options.kind == "shm":
-            longest_row = max(prod(shape[1:]) * ITEM_BYTES[dtype] for _, shape, dtype in layout)
-            chunk_bytes = edge_bytes = max(_CACHED_BYTES, longest_row)
-        elif options.colocated:
-            edge_bytes = self.buffer_bytes
-        self.plan = RefitPlan.build(layout, [holding.boxes for holding in holdings], chunk_bytes, edge_bytes)
-        # One copy in Ray's store for all ranks and engines, also for those that are rebuilt.
-        self._shared_plan = put_once(self.plan)
+        if planned is None:
+            planned = make_plan(*ask_holdings(trainers, options.dtype), options)
+        self.plan, self.buffer_bytes, self._shared_plan = planned
         self._opened = False
         # Version of the adapters sent last, and the digest of their checksums.
         self._sent = (-1, 0)
@@ -234,9 +239,8 @@ class Refit:
     def transport(self, receivers: int) -> TransportSpec:
         """Return the transport of a refit to `receivers` engine workers."""
         options = self.options
-        spec = TransportSpec(
-            options.kind, receivers, options.timeout_s, options.num_buffers, options.folder, colocated=options.colocated
-        )
+        fixed = options.kind, receivers, options.timeout_s, options.num_buffers, options.folder
+        spec = TransportSpec(*fixed, colocated=options.colocated, first_rank=options.first_rank)
         if options.kind == "broadcast" and receivers:
             # Rank 0 keeps the store where all meet.
             host, port = self._trainers.workers[0].meeting_point()
@@ -275,6 +279,30 @@ class Refit:
         if failed:
             raise _verdict(failed, len(engines))
         return [answers[index][0] for index in range(len(engines))], answers.get(len(engines), [])
+
+
+def ask_holdings(trainers: WorkerGroup, dtype: str) -> tuple[Layout, list[Holding]]:
+    """Return the layout of all weights, and each rank's part. Raises RefitError if ranks have different layouts."""
+    holdings = trainers.call(SendsWeights.refit_holding, dtype)
+    (layout,) = trainers.workers[0].start(SendsWeights.refit_layout, dtype).wait(trainers.deadline_s)
+    _require_one_layout(holdings)
+    return layout, holdings
+
+
+def make_plan(layout: Layout, holdings: list[Holding], options: RefitOptions) -> Planned:
+    """Plan how ranks send what they hold."""
+    # The ranks of one copy fill the links of any engine. More senders would be more communicators.
+    senders = options.ranks_a_copy or len(holdings)
+    buffer_bytes = _buffer_bytes(layout, holdings[:senders], options)
+    chunk_bytes, edge_bytes = buffer_bytes, _LEAST_BUFFER_BYTES
+    if options.kind == "shm":
+        longest_row = max(prod(shape[1:]) * ITEM_BYTES[dtype] for _, shape, dtype in layout)
+        chunk_bytes = edge_bytes = max(_CACHED_BYTES, longest_row)
+    elif options.colocated:
+        edge_bytes = buffer_bytes
+    boxes = [holding.boxes if rank < senders else [] for rank, holding in enumerate(holdings)]
+    plan = RefitPlan.build(layout, boxes, chunk_bytes, edge_bytes)
+    return Planned(plan, buffer_bytes, put_once(plan))
 
 
 def _first_ranks(engines: list[EngineEnd]) -> list[int]:

@@ -49,7 +49,7 @@ class SendsWeights:
     def refit_open(self, spec: TransportSpec, plan: RefitPlan) -> None:
         """Join the transport."""
         self.refit_close()
-        self._source = WeightSource(plan, self._sending_rank, self._sharded.shards())
+        self._source = WeightSource(plan, self._sending_rank - spec.first_rank, self._sharded.shards())
         self._sender = open_sender(spec, self._source, self._sending_device)
 
     def refit_send(self, header: Header) -> SendReport:

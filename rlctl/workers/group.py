@@ -275,6 +275,12 @@ class WorkerGroup:
     def __len__(self) -> int:
         return len(self.workers)
 
+    def part(self, ranks: Sequence[int]) -> "WorkerGroup":
+        """Return some of the ranks as a group, whose calls never go through a compiled graph."""
+        group = WorkerGroup([], self.deadline_s)
+        group.workers = [self.workers[rank] for rank in ranks]
+        return group
+
     def built(self) -> Pending[None]:
         """Return the construction of all ranks."""
         return Pending("start-up", self.workers, [worker._built for worker in self.workers])

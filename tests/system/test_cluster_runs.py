@@ -41,8 +41,8 @@ def wait_for(seen: Any, what: str, within_s: float = 240) -> None:
 def test_up_train_and_down(clusters: Clusters, tmp_path: Path) -> None:
     clusters.run("up", "nodes=2", "num_cpus=2")
     folders = [node["folder"] for node in clusters.state()["nodes"]]
-    # Two ranks and two engines: on two CPUs a node, they stand on both.
-    sizes = ("trainer.num_ranks=2", "generation.num_engines=2", "grpo.num_steps=2")
+    # Ranks on one node of two CPUs, engines on the other.
+    sizes = ("trainer.num_ranks=2", "generation.num_engines=2", "placement.colocated=false", "grpo.num_steps=2")
     out, err = clusters.run("grpo", "--cluster", "local", "--dry-run", *sizes, group="train")
     assert ["head", "2", "CPUs:", "rank", "0,", "1"] in [line.split() for line in out.splitlines()]
     assert ["node-1", "2", "CPUs:", "engine", "0,", "1"] in [line.split() for line in out.splitlines()]

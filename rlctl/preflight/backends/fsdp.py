@@ -21,6 +21,9 @@ class FsdpBackend(Backend):
     def layout(self, trainer: TrainerSection) -> Layout:
         return Layout(trainer.num_ranks, tensor=1, pipeline=1, context=1, expert=1)
 
+    def ranks_a_copy(self, trainer: TrainerSection) -> int:
+        return self.shard_counts(trainer).weights
+
     def check_unused(self, trainer: TrainerSection) -> Violations:
         if trainer.replicas not in ("auto", 1):
             why = f"needs trainer.backend=fsdp: copies of {trainer.backend} follow from its layout; set auto here"

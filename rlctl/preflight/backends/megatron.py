@@ -4,6 +4,7 @@ Every problem of a layout ends with the nearest layout that works. Two of the CP
 construction: the distributed optimizer is always used, and AdamW is the only optimizer.
 """
 
+import math
 from contextlib import suppress
 from dataclasses import dataclass
 from json import dumps
@@ -103,6 +104,11 @@ class MegatronBackend(Backend):
             expert=sizes.expert_model_parallel_size,
             sequence=sizes.sequence_parallel,
         )
+
+    def ranks_a_copy(self, trainer: TrainerSection) -> int:
+        """Return all ranks where there are several stages: these are the slowest of the orders of ranks."""
+        own = self.layout(trainer)
+        return own.world if own.pipeline > 1 else math.lcm(own.tensor * own.context, own.expert)
 
     def check_keys(self, trainer: TrainerSection) -> Violations:
         if what := missing_megatron():

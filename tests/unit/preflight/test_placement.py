@@ -6,21 +6,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlctl.config.schema import GrpoConfig
 from rlctl.launch.runtime import Allocation
 from rlctl.launch.worker_specs import engine_slots
 from rlctl.preflight.load import load
+from rlctl.preflight.machine import Device, RunMachine
 from rlctl.preflight.placement import (
     NodeResources,
+    Placement,
     PlacementError,
     PlacementSlot,
     ResourceRequest,
     Strategy,
     place,
+    refit_way,
     resources,
     this_machine,
     transport_of,
     usual_transport,
 )
+from rlctl.preflight.settled import SettledGrpo, settle
 from rlctl.utils.devices import count_gpus
 from rlctl.workers.waits import Waits
 
@@ -41,8 +46,10 @@ def test_every_part_has_devices_of_its_own_on_one_node_or_the_error_says_how_man
     try:
         placement = place(rooms, ResourceRequest(ranks, engines, size, shared, trainer, generator), "cuda")
     except ValueError as error:
-        if f"{needed} GPUs of one node needed" in str(error):
+        if not str(error).startswith(f"{needed} GPUs needed, "):
             assert shared and max(gpus) < needed <= sum(gpus)
+            in_parts = "share GPUs (placement.colocated), but not in equal parts on nodes with room" in str(error)
+            assert in_parts != (f"an engine's {size} GPUs (tensor_parallel_size) must be of one node" in str(error))
             return
         assert str(error).startswith(f"{needed} GPUs needed, ")
         # A sufficient total is too few only where engines take several GPUs of one node.
@@ -132,9 +139,54 @@ def test_colocated_engines_stay_on_one_node_with_the_trainer() -> None:
     assert place(
         [NodeResources("a", 2), NodeResources("b", 4)], ResourceRequest(ranks=2, engines=2, tensor_parallel_size=2)
     ).used == [1]
-    with pytest.raises(ValueError, match=r"^6 GPUs of one node needed, .* 12 GPUs free: a 4, b 4, c 4$"):
-        place(NODES, ResourceRequest(ranks=6, engines=2))
     assert place(NODES, ResourceRequest(ranks=6)).used == [0, 1]
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=4), few, few, few, st.sampled_from(["cuda", "cpu"]), strategies)
+def test_several_nodes_with_engines_on_the_trainers_devices_have_equal_shares(
+    rooms: list[int], ranks: int, engines: int, size: int, device: Device, strategy: Strategy
+) -> None:
+    nodes = [NodeResources(f"n{index}", count, float(count)) for index, count in enumerate(rooms)]
+    try:
+        placement = place(nodes, ResourceRequest(ranks, engines, size, trainer=strategy), device)
+    except PlacementError:
+        return
+    shares = [placement.processes_on(node) for node in placement.used]
+    if placement.by_node:
+        assert len(shares) > 1 and len(set(shares)) == 1
+    else:
+        assert len(shares) == 1 or device == "cpu"
+
+
+def test_ranks_and_engines_that_make_no_equal_shares_are_refused_in_a_line() -> None:
+    placement = place(NODES, ResourceRequest(ranks=6, engines=2))
+    assert (placement.used, placement.by_node, placement.ranks_by_node) == ([0, 1], True, (3, 3))
+    assert [slot.node for slot in placement.engines] == [0, 1]
+    with pytest.raises(ValueError, match=r"^7 trainer ranks and 2 engines x 1 share GPUs .* a 4, b 4, c 4$"):
+        place(NODES, ResourceRequest(ranks=7, engines=2))
+    message = r"^an engine's 8 GPUs \(tensor_parallel_size\) must be of one node, the largest has 4; "
+    with pytest.raises(ValueError, match=message):
+        place(NODES, ResourceRequest(ranks=8, engines=1, tensor_parallel_size=8))
+
+
+def test_weights_stay_on_nodes_that_hold_a_copy_each() -> None:
+    nodes, ranks = (
+        [NodeResources("a", 2, 4.0), NodeResources("b", 2, 4.0)],
+        ("trainer.num_ranks=4", "generation.num_engines=4"),
+    )
+
+    def on(device: Device, *overrides: str) -> tuple[SettledGrpo, Placement]:
+        config = load("grpo", None, [*ranks, *overrides]).config
+        assert isinstance(config, GrpoConfig)
+        placement = place(nodes, resources(settle(config, RunMachine(device), None)), device)
+        return settle(config, RunMachine(device, None, placement.ranks_by_node), None), placement
+
+    way = "ipc within each of 2 nodes, whose 2 ranks hold all weights"
+    assert refit_way(*on("cuda", "trainer.replicas=2")) == refit_way(*on("cuda", "trainer.replicas=4")) == way
+    assert refit_way(*on("cpu", "trainer.replicas=2")) == way.replace("ipc", "shm")
+    assert refit_way(*on("cpu", "trainer.replicas=1")) == "broadcast between 2 nodes"
+    with pytest.raises(PlacementError, match=r"a node's 2 ranks hold a part .* 4 ranks share a copy"):
+        refit_way(*on("cuda", "trainer.replicas=1"))
 
 
 def test_a_cluster_with_gpus_is_not_trained_on_by_its_cpus() -> None:
@@ -155,7 +207,7 @@ def test_a_process_gets_the_devices_that_the_driver_was_given(monkeypatch: pytes
 def test_an_engine_sees_the_devices_of_its_node_that_it_reads_from(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,3,GPU-1a,2")
     apart = place(this_machine(4), ResourceRequest(ranks=2, engines=1, colocated=False))
-    config = load("grpo", None, []).config
+    config = settle(load("grpo", None, []).config, RunMachine("cuda"), None)
     one = place(this_machine(4), ResourceRequest(ranks=1, engines=1, colocated=False))
     (slot,) = engine_slots(config, Allocation(one, [None], lambda prefix, root: ""), WAITS)
     assert slot.environment["CUDA_VISIBLE_DEVICES"] == "3,6"
@@ -203,7 +255,7 @@ def test_a_recipe_uses_as_many_gpus_as_its_name_says(recipe: str, gpus: int, sha
     run = load("grpo", recipe, []).settled
     placement = place(this_machine(gpus), resources(run))
     assert (placement.all_devices, placement.shared) == (max(1, gpus), shared)
-    assert transport_of(run.config, placement) == transport
+    assert transport_of(run.on(RunMachine(placement.device), None), placement) == transport
 
 
 def test_a_transport_that_stays_on_a_node_is_refused_over_several(home: Path) -> None:
@@ -211,4 +263,4 @@ def test_a_transport_that_stays_on_a_node_is_refused_over_several(home: Path) ->
     nodes = [NodeResources("a", 1), NodeResources("b", 1)]
     message = "refit.transport=ipc stays on a node, the run is on a, b: broadcast, or auto"
     with pytest.raises(PlacementError, match=message):
-        transport_of(run.config, place(nodes, resources(run)))
+        transport_of(run.on(RunMachine("cuda"), None), place(nodes, resources(run)))

@@ -1,0 +1,69 @@
+"""Runs over several nodes of one machine learn as a run on one node does: same ranks, same mesh, same bits."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.faults.runs import read
+from tests.system.clusters import Clusters
+
+# Two CPUs a node: a rank and an engine on each.
+SIZES = ("trainer.num_ranks=2", "generation.num_engines=2", "trainer.threads=1")
+SMALL = ("grpo.num_prompts_per_step=8", "grpo.num_generations_per_prompt=4", "validation.every=0", "grpo.num_steps=3")
+
+
+@pytest.fixture
+def clusters(tmp_path: Path) -> Iterator[Clusters]:
+    clusters = Clusters(tmp_path)
+    yield clusters
+    clusters.clean()
+
+
+def train(clusters: Clusters, name: str, *arguments: str) -> Path:
+    clusters.run("grpo", f"run.name={name}", *SIZES, *SMALL, *arguments, group="train", within_s=560)
+    return clusters.home / "runs" / name
+
+
+def steps(run: Path) -> list[dict[str, Any]]:
+    return [each for each in read(run / "metrics.jsonl") if each["kind"] == "step"]
+
+
+def learned(run: Path) -> list[dict[str, Any]]:
+    """Gradient norm, learning rate and reward of each step."""
+    kept = "train/grad_norm", "train/lr", "reward/mean"
+    return [{key: value for key, value in each.items() if key in kept} for each in steps(run)]
+
+
+def weights(run: Path) -> dict[str, Any]:
+    (file,) = sorted((run / "checkpoints").glob("*/hf/model.safetensors"))[-1:]
+    return load_file(file)
+
+
+def ways(run: Path) -> set[str]:
+    return {each["transport"] for each in read(run / "events.jsonl") if each["kind"] == "refit_opened"}
+
+
+@pytest.mark.long  # four runs: minutes
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_two_nodes_learn_to_the_last_bit_what_one_node_does(clusters: Clusters) -> None:
+    alone = train(clusters, "alone", "trainer.replicas=2")
+    clusters.run("up", "nodes=2", "num_cpus=2")
+    out, _ = clusters.run("grpo", "--cluster", "local", "--dry-run", *SIZES, group="train")
+    said = " ".join(out.split())
+    assert "shm within each of 2 nodes, whose rank holds all weights" in said
+    assert "head 2 CPUs: rank 0; engine 0" in said and "node-1 2 CPUs: rank 1; engine 1" in said
+    assert "trainer.replicas=2" in said and "only gradients cross nodes, once an update" in said
+
+    colocated = train(clusters, "colocated", "--cluster", "local")
+    apart = train(clusters, "apart", "--cluster", "local", "placement.colocated=false", "trainer.replicas=2")
+    assert (ways(alone), ways(colocated), ways(apart)) == ({"shm"}, {"shm"}, {"broadcast"})
+    expected = json.dumps(learned(alone))
+    assert expected.count("train/grad_norm") == expected.count("reward/mean") == 3
+    for run in (colocated, apart):
+        assert json.dumps(learned(run)) == expected
+        assert all(tensor.equal(weights(run)[name]) for name, tensor in weights(alone).items())
