@@ -130,6 +130,9 @@ class KnownKeys:
         section, _, name = path.rpartition(".")
         values = [each for each in here if not self._own.get(f"{section}.{each}" if section else each, True)]
         alike = [each for each in values if each.startswith(name) or name.startswith(each)]
+        parts = set(name.split("_"))
+        # Words may be left out: pipeline_parallel_size for pipeline_model_parallel_size.
+        alike += [each for each in values if len(parts) > 1 and parts < set(each.split("_"))]
         longest = max((each for each in alike if min(len(each), len(name)) >= _SHORTEST_FORM), key=len, default="")
         return longest or next((each for each in values if _ratio(name, each) >= _VERY_NEAR), "")
 

@@ -15,6 +15,11 @@ from tests.unit.folders import GRPO
 
 OURS = {key for kind in KINDS.values() for key, _ in schema_keys(kind)}
 
+EXPERTS = "expert parallel generation: generation.tensor_parallel_size cuts every expert over the GPUs of an engine"
+PIPELINE = (
+    "pipeline parallel generation: an engine is on one node, cut over its GPUs by generation.tensor_parallel_size"
+)
+
 
 def problems(overrides: list[str], recipe: str = "grpo.recipe.yaml") -> list[str]:
     with pytest.raises(ConfigError) as caught:
@@ -74,6 +79,16 @@ def test_a_former_word_for_a_value_is_answered_with_the_new_one(home: Path) -> N
         ("optim.lr=1e-6", "prime-rl's optim.lr is trainer.optimizer.lr"),
         ("ckpt={}", "prime-rl's ckpt is checkpoint"),
         ("wandb.project=x", "prime-rl's wandb.project is telemetry.trackers: [{name: wandb, project: ...}]"),
+        # Engines over several nodes, and engines of experts: the reason and the remedy in one line.
+        ("generation.expert_parallel_size=8", f"rlctl has no {EXPERTS}"),
+        ("generation.engine.enable_expert_parallel=true", f"rlctl has no {EXPERTS}"),
+        ("actor_rollout_ref.rollout.expert_parallel_size=8", f"rlctl has no {EXPERTS}"),
+        ("generation.vllm_cfg.expert_parallel_size=8", f"rlctl has no {EXPERTS}"),
+        ("generation.pipeline_parallel_size=2", f"rlctl has no {PIPELINE}"),
+        ("generation.engine.pipeline_parallel_size=2", f"rlctl has no {PIPELINE}"),
+        ("rollout.pipeline_model_parallel_size=2", f"rlctl has no {PIPELINE}"),
+        ("trainer.megatron.pipeline_parallel_size=2", "did you mean pipeline_model_parallel_size?"),
+        ("trainer.megatron.expert_parallel_size=2", "did you mean expert_model_parallel_size?"),
         # In any section, and by the end of its path.
         ("beta=0.04", "TRL's beta is grpo.loss.kl_coef"),
         ("grpo.loss.epsilon_high=0.28", "TRL's epsilon_high is grpo.loss.clip_high"),
