@@ -30,6 +30,7 @@ MEANING = {
     "environment/seconds": "seconds in which an episode waited for its environment, mean",
     "agent/rows_per_episode": "rows that an agent's episode trains on, mean; above 1 where it rewrites its history",
     "agent/coalesced": "requests of a step that repeated one, and got the same turn",
+    "agent/rewritten": "requests of a step that continued no turn, and so began another row",
     "agent/refused": "requests of a step that were answered by an error",
     "agent/overridden/NAME": "requests of a step whose parameter of sampling was not used",
     "agent/unenforced/NAME": "requests of a step with a parameter that the policy was not held to",

@@ -158,7 +158,9 @@ class Endpoint:
             if streamed:
                 return await self._stream(request, session, api, flight)
             said = await asyncio.shield(flight.work)
-            return await _sent(request, session, flight, said, web.json_response(api.write(said)))
+            with session.guarded():
+                answer = web.json_response(api.write(said))
+            return await _sent(request, session, flight, said, answer)
         finally:
             flight.waiting -= 1
             flight.lost |= request.transport is None or request.transport.is_closing()
@@ -176,11 +178,13 @@ class Endpoint:
                 await response.write(api.waiting())
                 await asyncio.wait([flight.work], timeout=_COMMENT_S)
             said = await asyncio.shield(flight.work)
+            with session.guarded():
+                events = b"".join(api.stream(said))
         except RefusedError as refused:
             await response.write(api.stream_error(refused))
             await response.write_eof()
             return response
-        return await _sent(request, session, flight, said, response, b"".join(api.stream(said)))
+        return await _sent(request, session, flight, said, response, events)
 
     def _tell(self, request: web.Request, what: str) -> None:
         """Print the request of a stranger, once each cause."""

@@ -78,6 +78,10 @@ class AgentEpisode(CalledEpisode):
             self._answer(news)
             return
         outcome, session, raised = self._outcome, self._session, ""
+        if session.defect is not None:
+            # An agent may catch the error, and return a value.
+            self._answer(session.defect)
+            return
         if isinstance(outcome, EnvironmentFailure):
             if not session.budget:
                 self._answer(outcome)
@@ -94,6 +98,7 @@ class AgentEpisode(CalledEpisode):
             "reward": session.reward if reward is None else reward,
             "raised": raised,
             "counts": {name: count for name, count in session.counts.items() if count},
+            # The others are in the count `rewritten`.
             "rewritten": dict(session.rewritten.most_common(8)),
         }
         self._answer({**news, **ended})

@@ -9,7 +9,8 @@ session that is sealed gives nothing more.
 import asyncio
 import secrets
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,8 @@ from rlctl.environments.agents.asked import AskedTurn, RefusedError, checked_mes
 from rlctl.environments.agents.history import PlacedRequest, SessionHistory, said_message
 from rlctl.environments.agents.said import SaidTurn, say
 from rlctl.environments.contract import ContractError, Message, Reward, checked_reward
+from rlctl.environments.outcomes import EnvironmentFailure
+from rlctl.utils.user_code import error_text, trace_of
 
 # Requests that are refused by the driver; further ones are refused here, so that a deadline runs.
 _MOST_REFUSED = 64
@@ -50,6 +53,8 @@ class AgentSession:
         self.id, self.secret = secrets.token_hex(8), secrets.token_urlsafe(24)
         self.sealed = False
         self.reward: Reward | None = None
+        # First error of the endpoint's own: nothing values the rollout then.
+        self.defect: EnvironmentFailure | None = None
         # Budget that refused the last request; empty if none did.
         self.budget = ""
         self.counts: Counter[str] = Counter()
@@ -79,12 +84,15 @@ class AgentSession:
         if self.sealed:
             raise _ended()
         before = self._flights.get(digest)
+        if self.defect is not None:
+            raise _broken(self.defect)
         # An equal body alone is no retry: an agent may sample twice.
         if before is not None and (retries > 0 or before.lost) and not _failed(before.work):
             self.counts["coalesced"] += 1
             before.lost = False
             return before
-        asked = read()
+        with self.guarded():
+            asked = read()
         for name in asked.counted:
             self.counts[name] += 1
         flight = Flight(asyncio.get_running_loop().create_task(self._turn(asked)))
@@ -93,7 +101,8 @@ class AgentSession:
 
     def count_tokens(self, asked: AskedTurn) -> int:
         """Return the tokens of a request's prompt. Raises RefusedError."""
-        return self._history.place(self._whole(asked)).length
+        with self.guarded():
+            return self._history.place(self._whole(asked)).length
 
     def deliver(self, said: SaidTurn) -> None:
         """Learn that a turn reaches its client: from now on it is a part of the rollout."""
@@ -121,6 +130,23 @@ class AgentSession:
         asks, kept, self._asks, self._kept = self._asks, self._kept, [], []
         return {"asks": asks, "kept": kept}
 
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Turn an error of the endpoint's own into the refusal that its client gets, and remember the first.
+
+        It is a 400: the SDKs of OpenAI and Anthropic, litellm and Codex send a request again after a 5xx, and the same
+        request would meet the same error.
+        """
+        try:
+            yield
+        except RefusedError:
+            raise
+        except Exception as error:
+            if self.defect is None:
+                cause = f"the agents' endpoint failed with {type(error).__name__}"
+                self.defect = EnvironmentFailure("raised", cause, error_text(error), trace_of(error))
+            raise _broken(self.defect) from error
+
     def seal(self) -> None:
         """Take nothing more. Requests that wait are refused."""
         self.sealed = True
@@ -131,6 +157,10 @@ class AgentSession:
         self._answers.clear()
 
     async def _turn(self, asked: AskedTurn) -> SaidTurn:
+        with self.guarded():
+            return await self._sampled(asked)
+
+    async def _sampled(self, asked: AskedTurn) -> SaidTurn:
         if self.budget in _FINAL or self.counts["refused"] >= _MOST_REFUSED:
             self.counts["refused"] += 1
             raise RefusedError(BUDGETS.get(self.budget, "too many requests were refused before"))
@@ -176,6 +206,7 @@ class AgentSession:
             # The client has it, also if its connection broke.
             self.deliver(self._known[place.after])
         if place.rewritten:
+            self.counts["rewritten"] += 1
             self.rewritten[place.rewritten] += 1
         self._history.note(place)
 
@@ -192,6 +223,10 @@ class AgentSession:
 def _ended() -> RefusedError:
     """Return the refusal of a sealed session. Each has a traceback of its own."""
     return RefusedError("the session has ended: this agent's rollout is over", 404, "session_ended")
+
+
+def _broken(defect: EnvironmentFailure) -> RefusedError:
+    return RefusedError(f"{defect}; the rollout has no value, and rlctl's log has the traceback", kind="internal_error")
 
 
 def _failed(work: "asyncio.Task[SaidTurn]") -> bool:

@@ -191,7 +191,10 @@ def agent_notes(counts: Mapping[str, float], rewritten: Mapping[str, int]) -> li
         elif name in ("refused", "coalesced"):
             what = "were refused" if name == "refused" else "repeated another, and got its turn"
             lines.append(f"requests: {count:g} {what}")
-    return [*lines, *(f"requests: {count} began another row: {why}" for why, count in rewritten.items())]
+    lines += [f"requests: {count} began another row: {why}" for why, count in rewritten.items()]
+    if others := counts.get("rewritten", 0) - sum(rewritten.values()):
+        lines.append(f"requests: {others:g} began another row for further reasons")
+    return lines
 
 
 def most_agents(section: AgentSection) -> int | None:

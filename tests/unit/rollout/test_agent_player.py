@@ -14,7 +14,7 @@ from rlctl.data.chat import Chat, ChatSpec
 from rlctl.data.tasks import Task
 from rlctl.environments.outcomes import AgentSpec, EnvironmentSpec
 from rlctl.environments.pool import EnvironmentPool
-from rlctl.rollout.players.agent import AgentPlayer
+from rlctl.rollout.players.agent import AgentPlayer, agent_notes
 from rlctl.rollout.players.course import EpisodeLimits
 from rlctl.rollout.runner import RolloutRunner
 from rlctl.rollout.types import PlayedEpisode, Rollout
@@ -89,6 +89,39 @@ def silent(task, base_url, api_key):
 def wrong(task, base_url, api_key):
     say(CLIENT.with_options(base_url=base_url, api_key=api_key), [user("go")])
     return "good"
+
+
+def in_a_broken_endpoint(task, base_url, api_key):
+    from rlctl.environments.agents import session
+
+    own, session.say = session.say, None
+    try:
+        careful(task, base_url, api_key)
+    finally:
+        session.say = own
+    return 1
+
+
+def many_reasons(task, base_url, api_key):
+    client = CLIENT.with_options(base_url=base_url, api_key=api_key)
+    for turn in range(12):
+        say(client, [user("sum up"), *[{"role": "assistant", "content": "so"}, user("more")] * turn])
+    return 1
+
+
+def side_by_side(task, base_url, api_key):
+    from concurrent.futures import ThreadPoolExecutor
+
+    client = CLIENT.with_options(base_url=base_url, api_key=api_key)
+
+    def ask(number):
+        try:
+            return len(say(client, [user(str(number))]))
+        except BadRequestError:
+            return 0
+
+    with ThreadPoolExecutor(40) as threads:
+        return sum(threads.map(ask, range(200)))
 
 
 def draws(task, base_url, api_key):
@@ -206,12 +239,30 @@ def test_an_agent_that_meets_its_budget_is_cut_and_no_failure(play: Play) -> Non
         ("raises", "run raised KeyError"),
         ("silent", "ended without a turn"),
         ("wrong", "must return a finite number"),
+        # The agent caught the error, and returned a value.
+        ("in_a_broken_endpoint", "the agents' endpoint failed with TypeError"),
     ],
 )
 def test_a_failure_is_no_value(play: Play, agent: str, cause: str) -> None:
     (rollout,), _ = play(agent)
     assert rollout.rows == [] and rollout.reward is None
     assert cause in str(episode_of(rollout).failure)
+
+
+def test_reasons_are_cut_and_the_others_are_counted(play: Play) -> None:
+    (rollout,), _ = play("many_reasons", max_turns=20)
+    episode = episode_of(rollout)
+    assert episode.counts and episode.rewritten and len(rollout.rows) == 12
+    assert (episode.counts["rewritten"], len(episode.rewritten)) == (11, 8)
+    assert agent_notes(episode.counts, episode.rewritten)[-1] == "requests: 3 began another row for further reasons"
+
+
+def test_no_agent_gets_more_turns_than_its_budget(play: Play) -> None:
+    """Two hundred requests side by side: each turn and each prompt is one node, and the rest is refused."""
+    (rollout,), engines = play("side_by_side", max_turns=16)
+    episode = episode_of(rollout)
+    assert (episode.reward, episode.turns, episode.ending, len(engines.asked)) == (32, 16, "max_turns", 16)
+    assert episode.counts and episode.counts["refused"] == 184 and len(rollout.rows) == 16
 
 
 def test_random_draws_are_the_groups(play: Play) -> None:

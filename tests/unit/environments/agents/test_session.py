@@ -3,6 +3,7 @@
 import http.client
 import json
 import socket
+import threading
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
@@ -159,6 +160,31 @@ def test_strangers_get_nothing(serve: Serve, path: str, key: str | None, status:
 def test_another_sessions_key_opens_nothing(serve: Serve) -> None:
     one, two = serve(script()), serve(script())
     assert post(one, {"messages": [USER]}, key=two.key)[0] == 401
+
+
+def test_an_error_of_the_endpoints_own_is_told_once_and_not_tried_again(serve: Serve) -> None:
+    served = serve(lambda number: None)
+
+    def break_it() -> None:
+        assert served.news.wait(10)
+        served.call(lambda: served.session.answer(0, ([1], [0.0])))  # type: ignore[arg-type]
+
+    breaker = threading.Thread(target=break_it)
+    breaker.start()
+    for _ in range(2):
+        with pytest.raises(openai.BadRequestError, match="endpoint failed with ValueError") as caught:
+            asked(served, [USER])
+        assert caught.value.response.request.headers["x-stainless-retry-count"] == "0"
+    breaker.join()
+    assert len(served.asks) == 1, "nothing is sampled for a session without a value"
+    assert served.session.defect and "say(" in served.session.defect.trace
+
+
+def test_all_requests_that_begin_a_row_are_counted(serve: Serve) -> None:
+    served = serve(lambda number: f"{number}{END}")
+    for number in range(12):
+        asked(served, [USER, *[assistant(content="x"), USER] * number])
+    assert served.session.counts["rewritten"] == 11 == sum(served.session.rewritten.values())
 
 
 def test_a_value_is_posted_once_the_agent_knows_it(serve: Serve) -> None:
