@@ -20,6 +20,8 @@ class TriedFunction:
 
     # Tokens of each prompt that it sampled after, and of the answer; 0 where the budget was used up.
     samples: list[tuple[int, int]] = field(default_factory=list)
+    # Tokens of an agent's first prompt.
+    prompt: list[int] = field(default_factory=list)
     # The value that it returned; None leaves the value to rewards.
     reward: Reward | None = None
     # Reason why it ended without one.
@@ -72,6 +74,7 @@ def try_agent(
             sampled = (answer, [-1.0] * len(answer), "stop")
             given.append((ask.number, sampled if len(tried.samples) < most else "max_turns"))
             tried.samples.append((len(ask.tokens), len(answer)))
+            tried.prompt = tried.prompt or ask.tokens
         told = pool.resume_agent(call, given, waits=False).result()
     pool.close(call).result()
     tried = _outcome(tried, told, "ended without a request: does it use base_url and api_key?")

@@ -96,17 +96,14 @@ def preview(composed: Composed[Settled], of: Literal["train", "validation"], cou
         return _samples(sft, parts, chat, count, most)
     assert composed.settled.grpo
     config = composed.settled.grpo.config
-    if config.agent.enabled:
-        what = "an agent writes its prompts: rlctl env check shows them"
-        raise ConfigError([Problem("", "agent", what)])
     ends = end_tokens(config, chat)
     rows, reports = _all(parts, lambda part: load_prompts(config, part.section, chat, part.rows))
-    if config.environment.enabled:
+    if config.opens_prompts:
         # The first row is begun: its prompt with the tools.
         setup = try_environments(composed, parts[0].section, parts[0].rows[0], chat)
-        prompt = chat.prompt(setup.first, setup.tools)
-        first = [("first row", [Piece(prompt.text, False)])] * bool(count)
-        return DataPreview(reports, ends, Lengths.of([len(prompt.tokens)]), first, notes=setup.notes)
+        tokens = setup.prompt or chat.prompt(setup.first, setup.tools).tokens
+        first = [("first row", [Piece(chat.decode(tokens), False)])] * bool(count)
+        return DataPreview(reports, ends, Lengths.of([len(tokens)]), first, notes=setup.notes)
     shown = [
         (_title(task), [Piece(f"{task.text}\nanswer: {task.answer}", False)]) for task in _first(rows, config, count)
     ]

@@ -36,6 +36,8 @@ class EpisodeSetup:
     # One line for each thing worth knowing of the environments, by the key that names each, and of the chat template.
     environment_notes: list[str]
     template_notes: list[str]
+    # Tokens of the prompt that an agent began with; empty without one.
+    prompt: Sequence[int] = ()
 
     @property
     def notes(self) -> list[str]:
@@ -101,7 +103,8 @@ def set_up(config: GrpoConfig, pool: EnvironmentPool, chat: Chat, first: Task, *
         format = format_of_calls(section.tool_format, chat)
         pool.give_chat(ChatSpec.of(chat), format)
         contracts = read_environments(config, pool)
-        return EpisodeSetup(contracts, format, first.messages, [], [_try_agent(config, pool, chat, first, valued)], [])
+        note, prompt = _try_agent(config, pool, chat, first, valued)
+        return EpisodeSetup(contracts, format, first.messages, [], [note], [], prompt)
     contracts, keys = read_environments(config, pool), _keys(config)
     if config.rollout is not None:
         return EpisodeSetup(contracts, None, [], [], [_try_function(config, pool, chat, first, valued)], [])
@@ -151,8 +154,10 @@ def _try_function(config: GrpoConfig, pool: EnvironmentPool, chat: Chat, first: 
     return f"rollout: tried on row {first.id} with scripted answers: samples {len(tried.samples)}, {worth}"
 
 
-def _try_agent(config: GrpoConfig, pool: EnvironmentPool, chat: Chat, first: Task, valued: bool) -> str:
-    """Run the agent on a task; each turn says the row's answer, or a word. Return a line on how it went.
+def _try_agent(
+    config: GrpoConfig, pool: EnvironmentPool, chat: Chat, first: Task, valued: bool
+) -> tuple[str, list[int]]:
+    """Run the agent on a task; each turn says the row's answer, or a word. Return a line on it, and its first prompt.
 
     Raises UnusableEnvironmentError for a bug, a broken contract and an agent without a value. It may refuse the turns.
     """
@@ -162,14 +167,14 @@ def _try_agent(config: GrpoConfig, pool: EnvironmentPool, chat: Chat, first: Tas
     tried = try_agent(pool, "first", task, 0, said, config.environment.max_turns)
     what, failure = f"tried on row {first.id} with made-up turns", tried.failure
     if failure is not None and failure.kind == "raised" and not looks_like_bug(failure.cause):
-        return f"agent: {what}: {failure}"
+        return f"agent: {what}: {failure}", tried.prompt
     reason = None if failure is None else str(failure)
     if reason is None and tried.reward is None and valued and not config.rewards:
         reason = "gave no value, and rewards is empty: nothing values its rollouts"
     if reason is not None:
         raise UnusableEnvironmentError([(_keys(config)[_AGENT], f"row {first.id}: {reason}")])
     worth = "no reward" if tried.reward is None else f"reward {tried.reward}"
-    return f"agent: {what}: requests {len(tried.samples)}, {worth}"
+    return f"agent: {what}: requests {len(tried.samples)}, {worth}", tried.prompt
 
 
 def _problems(

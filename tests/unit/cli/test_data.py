@@ -6,6 +6,8 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+import pytest
+
 from rlctl.config.builtin import RECIPES
 from tests.unit.cli.conftest import Rlctl
 
@@ -35,6 +37,15 @@ def test_preview_of_prompts(rlctl: Rlctl) -> None:
     ).out.splitlines()
     assert lines[0].endswith("validation.jsonl: 200 rows; none cut; longest 6 tokens")
     assert lines[-1].startswith("answer: ") and lines[-2].endswith("=")
+
+
+@pytest.mark.long  # 3 s of CPU: the agent's process imports the tokenizer's library
+def test_preview_of_an_agent_shows_the_first_prompt_that_it_writes(rlctl: Rlctl) -> None:
+    done = rlctl("data", "preview", "calculator-agent-tiny")
+    prompt = "Compute 99 - 55 * 7. Use the tool calculate, then give the result to the tool answer."
+    begun = "<|system|>Tools: answer(value), calculate(expression).<|end|>"
+    assert done.out.splitlines()[-1] == f"{begun}<|user|>{prompt}<|end|><|assistant|>"
+    assert "made-up turns: requests 1" in done.err
 
 
 def test_preview_starts_nothing_so_that_a_run_of_that_name_may_exist(rlctl: Rlctl, home: Path) -> None:
