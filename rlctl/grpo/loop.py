@@ -20,10 +20,8 @@ from rlctl.grpo.overlong import training_score
 from rlctl.grpo.parity_check import compare, sample_parity
 from rlctl.grpo.step import GrpoStep
 from rlctl.grpo.validation import Validation
-from rlctl.models.adapters import LORA_B
 from rlctl.preflight.columns import PROXIMAL_LOG_PROB, ROLLOUT_LOG_PROB, computed
 from rlctl.preflight.settled import SettledGrpo
-from rlctl.refit.protocol import RefitReport
 from rlctl.rollout.buffer import RolloutBuffer
 from rlctl.run.checkpoints import Checkpoint
 from rlctl.run.health import HealthStop
@@ -46,8 +44,6 @@ class GrpoLoop(Loop):
         # column to compute, and advantages of a group's scope.
         self._streams = settled.streams_training and not self._columns
         self._warned_of_budget = False
-        # An optimizer step was made, and every B has changed with it.
-        self._moved = False
         self._drains = config.async_.enabled and not config.async_.in_flight_weight_updates
         self._buffer = RolloutBuffer(
             config,
@@ -82,23 +78,9 @@ class GrpoLoop(Loop):
             self._compare_parity(step, self._sample_parity(step, self.done))
         step.measured |= self._count_skipped_updates(self.done, step.skipped_updates)
         step.record(self._buffer, refit)
-        self._require_changed(step, refit)
         self._say_not_replaced(step)
         if step.left_out:
             self._details["non_finite"] = f"first {step.left_out[0]}"
-
-    def _require_changed(self, step: GrpoStep, refit: RefitReport) -> None:
-        """Raise HealthStop if the first optimizer step left the B of an adapter as it was, as it was sent."""
-        rates = [update.metrics.get("train/lr", 0.0) for update in step.updates if not update.skipped]
-        if self._config.lora is None or self._moved or not any(rates):
-            return
-        self._moved = True
-        if left := [name for name in refit.unchanged if name.endswith(LORA_B)]:
-            more = f" and {len(left) - 1} more" if left[1:] else ""
-            raise HealthStop(
-                f"step {self.done}: the first optimizer step left {left[0]}{more} as it was: no gradient reaches the "
-                f"layer, or the engines are sent another tensor than is trained; {self._parts.recorder.newest}"
-            )
 
     def _say_not_replaced(self, step: GrpoStep) -> None:
         """Warn of the run's first step that has fewer groups to train on than it should, its budget being used up."""

@@ -17,13 +17,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlctl.config.errors import ModelError
-from rlctl.config.run_weights import ADAPTER_CONFIG, base_of
+from rlctl.config.run_weights import ADAPTER_CONFIG, base_of, is_adapter
 from rlctl.models.adapters import LORA_A, LORA_B, AdapterSpec, AdapterTensor
 from rlctl.models.layer_kinds import LinearLayer
 from rlctl.models.weight_headers import file_header
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from rlctl.models.hf_folder import WeightFiles
+    from rlctl.models.parameter_table import TensorRow
 
 WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -120,6 +123,18 @@ class AdapterFile:
         """Return a whole tensor, float32."""
         value: Tensor = self._file.get_tensor(_PREFIX + name)
         return value.float()
+
+    def read_into(self, rows: "Iterable[TensorRow]", target: "Tensor") -> None:
+        """Fill `target`, a whole parameter, from its row."""
+        for row in rows:
+            target.copy_(self.tensor(row.name))
+
+
+def open_weights(folder: Path) -> "AdapterFile | WeightFiles":
+    """Return the tensors of an adapter's folder, or of a model's. Raises as `WeightFiles`."""
+    from rlctl.models.hf_folder import WeightFiles
+
+    return AdapterFile(folder) if is_adapter(folder) else WeightFiles(folder)
 
 
 def write_adapter(

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from rlctl.config.errors import ModelError
+from rlctl.models.adapters import AdapterTensor
 
 Shape = tuple[int, ...]
 # (name, shape, dtype) of each tensor.
@@ -43,16 +44,18 @@ class TensorRow:
     start: Shape = ()
     size: Shape = ()
     buffer: bool = False
+    # Below adapters: it stays as it is.
+    frozen: bool = False
 
     @property
     def trained(self) -> bool:
-        """True for parameters."""
-        return self.target is not None and not self.buffer
+        """True if it has gradients, and a checkpoint saves it."""
+        return self.sent and not self.buffer
 
     @property
     def sent(self) -> bool:
-        """True if a refit sends it: every tensor that the model holds, buffers too."""
-        return self.target is not None
+        """True if refits and exports have it: a tensor of the model, buffers too, unless it is frozen."""
+        return self.target is not None and not self.frozen
 
     @cached_property
     def axes(self) -> Shape:
@@ -117,7 +120,7 @@ class ParameterTable:
     @property
     def kept(self) -> list[TensorRow]:
         """Rows that the model does not hold. An export copies them from the source."""
-        return [row for row in self.rows if not row.sent]
+        return [row for row in self.rows if row.target is None]
 
     @property
     def sent(self) -> list[TensorRow]:
@@ -131,6 +134,17 @@ class ParameterTable:
     def holds(self, target: str) -> bool:
         """Return True if a tensor on disk belongs to this parameter or buffer."""
         return target in self._of
+
+    def sends(self, target: str) -> bool:
+        """Return True if a refit sends this parameter or buffer."""
+        return any(row.sent for row in self._of.get(target, ()))
+
+    def below(self, adapters: Iterable[AdapterTensor]) -> "ParameterTable":
+        """Return the table of the model with adapters: the same rows, frozen, then a row for each adapter."""
+        rows = [replace(row, frozen=True) for row in self.rows]
+        for each in adapters:
+            rows.append(TensorRow(each.name, each.shape, "float32", each.name, each.shape, (0, 0), each.shape))
+        return ParameterTable(rows)
 
     def views(self, target: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield the names on disk of a whole parameter or buffer, with their views of `tensor`."""

@@ -150,8 +150,6 @@ class ChunkSender:
         self._packing, self._sums = DeviceStream(device), StreamingChecksums(device)
         # By chunk and buffer.
         self._copies: dict[tuple[int, int], BatchedCopy] = {}
-        # Checksums of the version before, by item, where engines prove what they serve.
-        self._before: dict[int, int] = {}
         self.drop = transport.drop
 
     def send(self, header: Header) -> SendReport:
@@ -171,14 +169,7 @@ class ChunkSender:
                 raise
         seconds = time.perf_counter() - begin
         report = SendReport(elapsed(packed), self._transport.wire, seconds, self._size, self._transport.buffers.nbytes)
-        return self._with_digest(report) if header.prove and self._chunks else report
-
-    def _with_digest(self, report: SendReport) -> SendReport:
-        """Add the digest of this version's checksums, and the tensors that are as they were."""
-        items, sums, before = self._source.plan.items, self._sums.values(), self._before
-        same = dict.fromkeys(items[n].box.name for n, value in sums.items() if before.get(n) == value)
-        self._before = sums
-        return replace(report, digest=digest_of(sums), unchanged=tuple(same))
+        return replace(report, digest=digest_of(self._sums.values())) if header.prove and self._chunks else report
 
     def close(self) -> None:
         """Free buffers, files and groups."""

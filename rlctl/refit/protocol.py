@@ -65,8 +65,6 @@ class SendReport:
     extra_bytes: int
     # Where engines prove what they serve: `digest_of` the checksums.
     digest: int = 0
-    # Names of tensors whose checksums are those of the version before; empty for the first version.
-    unchanged: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -144,8 +142,6 @@ class RefitReport:
     # and until the engines have theirs, before and after it.
     rest: float = 0.0
     wake: float = 0.0
-    # Where engines prove what they serve: names of tensors with the numbers of the version before.
-    unchanged: tuple[str, ...] = ()
 
 
 class RefitError(RuntimeError):

@@ -352,5 +352,4 @@ def _merged(engines: list[EngineReport], sent: list[SendReport]) -> RefitReport:
         stall=max(report.stall for report in engines),
         trainer_extra_bytes=max(report.extra_bytes for report in sent),
         engine_extra_bytes=max(report.received.extra_bytes for report in engines),
-        unchanged=tuple(name for report in sent for name in report.unchanged),
     )

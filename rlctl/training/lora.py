@@ -6,7 +6,7 @@ Adapters are float32. Their layers compute in the dtype that FSDP casts them to,
 import math
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,9 @@ from rlctl.models.adapter_folder import AdapterFile, write_adapter
 from rlctl.models.adapters import LORA_A, LORA_B, AdapterSpec
 from rlctl.models.hf_folder import copy_companions
 from rlctl.models.layer_kinds import LinearLayer
+from rlctl.models.parameter_table import TensorRow
 from rlctl.models.weight_headers import digest_of_weights
+from rlctl.refit.source import Shard
 
 
 class LoraLinear(nn.Linear):
@@ -63,11 +65,6 @@ def add_adapters(lm: Any, spec: AdapterSpec) -> None:
         setattr(lm.get_submodule(owner), leaf, LoraLinear(base, spec))
 
 
-def is_lora(name: str) -> bool:
-    """Return True for a parameter of an adapter."""
-    return name.endswith((LORA_A, LORA_B))
-
-
 @dataclass(frozen=True)
 class FirstAdapters:
     """Adapters before their first update: those of a folder, or drawn as PEFT draws them."""
@@ -91,6 +88,11 @@ class FirstAdapters:
             nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)
         return drawn
 
+    def read_into(self, rows: Iterable[TensorRow], target: Tensor) -> None:
+        """Fill `target`, a whole A or B, as its row is named."""
+        for row in rows:
+            target.copy_(self.value(row.name, target.shape))
+
 
 @contextmanager
 def without_adapters(lm: nn.Module) -> Iterator[None]:
@@ -103,6 +105,37 @@ def without_adapters(lm: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.adapts = True
+
+
+@contextmanager
+def require_moved(sent: Iterable[TensorRow], shards: Callable[[], list[Shard]], lr: float) -> Iterator[None]:
+    """Raise RuntimeError on all ranks, naming it, if the optimizer step within the block leaves a B as it was.
+
+    sent: rows that refits send; without adapters nothing is looked at, nor at a rate of 0. shards: returns this rank's
+    parts, as a refit reads them. Every B moves in the first step at a rate above 0. Later steps may round to none.
+    """
+    names = [row.name for row in sent if row.name.endswith(LORA_B)] if lr else []
+    before = _bits(names, shards)
+    yield
+    if not names:
+        return
+    moved = torch.tensor([one != other for one, other in zip(before, _bits(names, shards))], dtype=torch.int32)
+    dist.all_reduce(moved, dist.ReduceOp.MAX)
+    if still := [name for name, value in zip(names, moved.tolist()) if not value]:
+        raise RuntimeError(
+            f"the first optimizer step left {len(still)} of {len(names)} adapters as they were, first {still[0]}: the "
+            "model computes without them, so that no gradient reaches them (leave them out of lora.targets), or the "
+            f"rate {lr:g} is too small (trainer.optimizer.lr)"
+        )
+
+
+def _bits(names: Sequence[str], shards: Callable[[], list[Shard]]) -> list[int]:
+    """Return the sum of each tensor's bits, over this rank's parts."""
+    sums = dict.fromkeys(names, 0)
+    for shard in shards() if names else ():
+        if shard.name in sums:
+            sums[shard.name] += int(shard.tensor.view(torch.int32).sum(dtype=torch.int64))
+    return [*sums.values()]
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
+from rlctl.config.run_weights import is_adapter
 from rlctl.models.layer_kinds import unusual_parts
 from rlctl.models.parameter_table import Layout, ParameterTable, TensorRow
 from rlctl.preflight.backend import backend_of
@@ -32,6 +33,7 @@ from rlctl.preflight.columns import Role, RoleModel
 from rlctl.preflight.settings import TrainerSettings
 from rlctl.refit.source import Shard
 from rlctl.training.interface import Loss, MicroBatch, Totals
+from rlctl.training.lora import require_moved, without_adapters
 from rlctl.training.offload import FrozenWeights, OffloadManager
 from rlctl.training.profile import ProfileSpec
 from rlctl.training.update import MetricAccumulator, learning_rate
@@ -93,6 +95,10 @@ class TrainerRank(ABC):
         self._lm = skeleton(self._folder, self._device)
         self._facts = load_facts(self._folder)
         self._table = table_of(self._lm, self._folder)
+        # Folder of the weights that stay as they are, below adapters.
+        self._below = None
+        if adapters := spec.config.adapters:
+            self._table, self._below = self._table.below(adapters.tensors), spec.model_path
         for finding in backend_of(spec.config).check_model(spec.config, self._facts.sizes):
             raise ValueError(finding.what)
         self._join()
@@ -133,9 +139,7 @@ class TrainerRank(ABC):
         if role not in self._spec.roles:
             raise ValueError(f"the trainer has no {role}: its roles are {', '.join(('policy', *self._spec.roles))}")
         live = self._weights()
-        if self._config.adapters and self._spec.roles[role].folder == self._spec.model_path:
-            from rlctl.training.lora import without_adapters
-
+        if self._spec.roles[role].folder == self._below:
             return without_adapters(self._lm)
         if role not in self._frozen:
             self._frozen[role] = FrozenWeights(self._read_weights(Path(self._spec.roles[role].folder), live))
@@ -172,7 +176,7 @@ class TrainerRank(ABC):
         There is no train/lr then.
 
         Raises FloatingPointError, on every rank and with nothing updated, for a loss or a gradient norm that is not
-        finite. Raises RuntimeError after the first optimizer step if an adapter had no gradient.
+        finite. Raises RuntimeError on every rank after the first optimizer step if it left an adapter as it was.
         """
         metrics, self._metrics = self._metrics, None
         if metrics is None:
@@ -185,9 +189,8 @@ class TrainerRank(ABC):
             self._reduce_gradients()
             norm = self._clip(metrics.loss(self._device), normalizer)
             if norm:
-                self._move_weights(lr)
-                if self._config.adapters and self._updates == 0:
-                    self._check_adapters()
+                with require_moved(self._table.sent, self._shards, lr if self._updates == 0 else 0.0):
+                    self._move_weights(lr)
         finally:
             self._zero_gradients()
         self._updates += norm > 0
@@ -239,8 +242,6 @@ class TrainerRank(ABC):
         Buffers have their dtype on disk. With adapters these are everything, under the names of `AdapterTensor`.
         """
         kind = dtype or self._kept_in
-        if self._config.adapters:
-            return [(each.name, each.shape, kind) for each in self._config.adapters.tensors]
         return [(row.name, row.shape, self._kind_of(row, kind)) for row in self._table.sent]
 
     def _table_of(self, folder: Path) -> ParameterTable:
@@ -248,7 +249,7 @@ class TrainerRank(ABC):
         from rlctl.models.derive import table_of
         from rlctl.models.meta_model import causal_lm
 
-        return self._table if folder == self._folder else table_of(causal_lm(folder), folder)
+        return self._table if folder == self._folder or is_adapter(folder) else table_of(causal_lm(folder), folder)
 
     def _kind_of(self, row: TensorRow, kind: str) -> str:
         if self._facts.keeps_float32(str(row.target)) or (row.dtype == "float32" and self._table.is_mixed):
@@ -381,10 +382,6 @@ class TrainerRank(ABC):
     @abstractmethod
     def _move_weights(self, lr: float) -> None:
         """Make an optimizer step of the gradients that `_clip` left."""
-
-    def _check_adapters(self) -> None:
-        """Raise RuntimeError on all ranks, naming it, if a B had no gradient in the first optimizer step."""
-        raise NotImplementedError
 
     @abstractmethod
     def _rehearse(self, loss: Tensor) -> None:

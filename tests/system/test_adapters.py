@@ -70,7 +70,6 @@ def test_an_engine_samples_as_the_trainer_after_each_of_twenty_syncs(
                 time.sleep(0.05)
             report = refit.run([end], version)
             assert report.bytes == 4 * spec.parameters
-            assert not report.unchanged
             answers = collect_all(engine, running) if running else []
             if running:
                 assert_each_token_is_of_its_version(model, spec, running, answers)

@@ -24,7 +24,7 @@ from rlctl.models.hf_folder import WeightFiles
 from rlctl.models.parameter_table import ParameterTable
 from rlctl.preflight.settings import TrainerSettings
 from rlctl.training.logprobs import chunked_log_probs
-from rlctl.training.lora import FirstAdapters, add_adapters, is_lora
+from rlctl.training.lora import FirstAdapters, add_adapters
 from rlctl.training.micro_batching import TrainingSample
 from rlctl.training.packing import Packed, compile_for_packs, pack
 
@@ -84,12 +84,12 @@ class Reading:
 
     facts: ModelFacts
     table: ParameterTable
+    # Frozen parameters and buffers come from `files`, trained parameters from `first`.
     files: WeightFiles
+    first: WeightFiles | FirstAdapters
     # Of computations: buffers and frozen parameters have it, trained ones are float32 masters.
     dtype: torch.dtype
     device: torch.device
-    # First values of adapters.
-    first: FirstAdapters | None
 
 
 def build_policy(
@@ -123,7 +123,8 @@ def build_policy(
     policy = FsdpPolicy(lm, facts, temperature, section.logprob_chunk_tokens, compiled)
     half = dtype != torch.float32
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if half else MixedPrecisionPolicy()
-    reading = Reading(facts, table, WeightFiles(folder), dtype, device, first)
+    files = WeightFiles(folder)
+    reading = Reading(facts, table, files, first or files, dtype, device)
     for i, layer in enumerate(lm.get_submodule(facts.layers)):
         _materialize(layer, f"{facts.layers}.{i}.", reading)
         _shard_float32(layer, f"{facts.layers}.{i}.", facts, mesh, precision)
@@ -148,17 +149,14 @@ def build_policy(
 def _materialize(module: nn.Module, prefix: str, reading: "Reading") -> None:
     """Read every parameter of `module` that is still on the meta device, and every buffer that is on disk."""
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        is_adapter = reading.first is not None and is_lora(name)
-        if not tensor.is_meta or not (is_adapter or reading.table.holds(prefix + name)):
+        if not tensor.is_meta or not reading.table.holds(prefix + name):
             continue
-        if is_adapter and reading.first:
-            value = reading.first.value(prefix + name, tensor.shape)
-        else:
-            # A buffer that is on disk needs no gradient.
-            whole = tensor.requires_grad or reading.facts.keeps_float32(prefix + name)
-            dtype = tensor.dtype if not tensor.is_floating_point() else torch.float32 if whole else reading.dtype
-            value = torch.empty(tensor.shape, dtype=dtype)
-            reading.files.read_into(reading.table.of(prefix + name), value)
+        # A buffer that is on disk needs no gradient.
+        whole = tensor.requires_grad or reading.facts.keeps_float32(prefix + name)
+        dtype = tensor.dtype if not tensor.is_floating_point() else torch.float32 if whole else reading.dtype
+        value = torch.empty(tensor.shape, dtype=dtype)
+        source = reading.first if tensor.requires_grad else reading.files
+        source.read_into(reading.table.of(prefix + name), value)
         value = value.to(reading.device)
         if isinstance(tensor, nn.Parameter):
             value = nn.Parameter(value, tensor.requires_grad)
@@ -194,7 +192,7 @@ def _sharded(parameter: nn.Parameter) -> bool:
 
 
 def read_shards(
-    files: WeightFiles, table: ParameterTable, held: Named, facts: ModelFacts, dtype: torch.dtype
+    files: WeightFiles | AdapterFile, table: ParameterTable, held: Named, facts: ModelFacts, dtype: torch.dtype
 ) -> dict[str, Tensor]:
     """Read every parameter from files, in the dtype that it is computed in, cut as it is, and every buffer in its own.
 
@@ -208,17 +206,6 @@ def read_shards(
             whole = local(distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None))
         computed = torch.float32 if facts.keeps_float32(name) else dtype
         weights[name] = whole.to(computed if isinstance(tensor, nn.Parameter) else tensor.dtype)
-    return weights
-
-
-def read_adapter_shards(folder: Path, held: Named, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Read every adapter from PEFT's folder, in `dtype`, cut as it is held."""
-    file, weights = AdapterFile(folder), {}
-    for name, tensor in held.items():
-        whole = file.tensor(name)
-        if isinstance(tensor, DTensor):
-            whole = local(distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None))
-        weights[name] = whole.to(dtype)
     return weights
 
 

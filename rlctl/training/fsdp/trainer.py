@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from rlctl.models.adapters import LORA_B
-from rlctl.models.hf_folder import WeightFiles
+from rlctl.models.adapter_folder import open_weights
 from rlctl.preflight.offload_plan import residency
 from rlctl.refit.source import Shard
 from rlctl.training.fsdp.model import (
@@ -22,7 +21,6 @@ from rlctl.training.fsdp.model import (
     check_restarts,
     free_gathered,
     local,
-    read_adapter_shards,
     read_shards,
 )
 from rlctl.training.interface import Loss, LossOutput, MicroBatch
@@ -61,9 +59,9 @@ class FsdpTrainer(TrainerRank):
         # Those that are trained.
         named = self._policy.lm.named_parameters()
         self._parameters: dict[str, nn.Parameter] = {name: each for name, each in named if each.requires_grad}
-        buffers = {name: each for name, each in self._policy.lm.named_buffers() if self._table.holds(name)}
-        # Tensors that are sent and exported, as they are on this rank: the folder's, or the adapters alone.
-        self._held: Named = dict(self._parameters) if spec.config.adapters else {**self._parameters, **buffers}
+        buffers = {name: each for name, each in self._policy.lm.named_buffers() if self._table.sends(name)}
+        # Tensors that are sent and exported, as they are on this rank.
+        self._held: Named = {**self._parameters, **buffers}
         parameters, section = self._parameters.values(), spec.config.optimizer
         # Matrices alone decay.
         groups = [
@@ -89,10 +87,9 @@ class FsdpTrainer(TrainerRank):
     def export(self, dtype: str | None = None) -> Iterator[tuple[str, Tensor]]:
         kinds = {name: kind for name, _, kind in self.layout(dtype)}
         for name, held in self._held.items():
-            first = name if self._config.adapters else self._table.of(name)[0].name
-            cast = held.detach().to(getattr(torch, kinds[first]))
+            cast = held.detach().to(getattr(torch, kinds[self._table.of(name)[0].name]))
             whole = cast.full_tensor() if isinstance(cast, DTensor) else cast
-            yield from [(name, whole)] if self._config.adapters else self._table.views(name, whole)
+            yield from self._table.views(name, whole)
 
     def export_folder(self, folder: Path, dtype: str | None = None) -> None:
         if self._config.adapters:
@@ -117,9 +114,7 @@ class FsdpTrainer(TrainerRank):
         return {name: local(each).detach() for name, each in self._held.items()}
 
     def _read_weights(self, folder: Path, live: dict[str, Tensor]) -> dict[str, Tensor]:
-        if self._config.adapters:
-            return read_adapter_shards(folder, self._held, self._dtype)
-        return read_shards(WeightFiles(folder), self._table_of(folder), self._held, self._facts, self._dtype)
+        return read_shards(open_weights(folder), self._table_of(folder), self._held, self._facts, self._dtype)
 
     def _run(self, micro_batches: list[MicroBatch], loss: Loss, metrics: MetricAccumulator, *, backward: bool) -> None:
         for micro_batch in micro_batches:
@@ -173,18 +168,6 @@ class FsdpTrainer(TrainerRank):
         self._state.wait()
         self._optimizer.step()
 
-    def _check_adapters(self) -> None:
-        # A moment is 0 where no gradient was: a layer that reads the weight past its forward leaves the adapter out.
-        names = [name for name in self._parameters if name.endswith(LORA_B)]
-        moments = [local(self._optimizer.state[self._parameters[name]]["exp_avg"]) for name in names]
-        moved = torch.stack([each.abs().amax() if each.numel() else each.new_zeros(()) for each in moments])
-        dist.all_reduce(moved, dist.ReduceOp.MAX)
-        if still := [name for name, value in zip(names, moved.tolist()) if value == 0]:
-            what = f"{len(still)} of {len(names)} adapters had no gradient in the first optimizer step"
-            raise RuntimeError(
-                f"{what}, first {still[0]}: the model computes without them; leave them out of lora.targets"
-            )
-
     def _rehearse(self, loss: Tensor) -> None:
         for p in self._parameters.values():
             if p.grad is not None:
@@ -198,10 +181,6 @@ class FsdpTrainer(TrainerRank):
         found = []
         for name, held in self._held.items():
             mine, first = local(held).detach(), self._first_row(held)
-            if self._config.adapters:
-                # A rank may have no row of a matrix of few.
-                found += [Shard(name, (first, 0), mine)] if mine.numel() else []
-                continue
             for row in self._table.of(name):
                 if part := row.part(mine, first):
                     found.append(Shard(row.name, *part))

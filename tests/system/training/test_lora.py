@@ -1,5 +1,6 @@
 """Low-rank adapters of the FSDP trainer: equal to PEFT's, the base untouched, saved, resumed, exported."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -201,10 +202,26 @@ def test_a_layer_that_reads_its_weight_past_the_adapter_is_named(model: Path, tm
     with trainer(model, tmp_path, adapters=adapters_of(model)) as one:
         bypassed = one._lm.model.layers[2].self_attn.o_proj
         bypassed.forward = lambda x: torch.nn.functional.linear(x, bypassed.weight)
-        with pytest.raises(
-            RuntimeError, match=r"1 of 28 adapters had no gradient.*layers\.2\.self_attn\.o_proj\.lora_B"
-        ):
+        with pytest.raises(RuntimeError, match=r"left 1 of 28 adapters .*2\.self_attn\.o_proj\.lora_B.* without"):
             train(one)
+
+
+def test_a_rate_that_moves_nothing_is_named_at_the_first_step_alone(model: Path, tmp_path: Path) -> None:
+    spec, tiny = adapters_of(model), replace(OPTIMIZER, lr=1e-46, warmup_steps=0)
+    said = r"left 28 of 28 adapters .*q_proj\.lora_B.*the rate 1e-46 is too small"
+    with trainer(model, tmp_path, adapters=spec, optimizer=tiny) as one, pytest.raises(RuntimeError, match=said):
+        train(one)
+    with trainer(model, tmp_path, adapters=spec) as one:
+        train(one)
+        one.save(tmp_path / "moved")
+    # A resumed run may end at next to nothing; a rate of 0 is one's own wish.
+    for lr, load in ((1e-46, True), (0.0, False)):
+        with trainer(model, tmp_path, adapters=spec, optimizer=replace(tiny, lr=lr)) as one:
+            if load:
+                one.load(tmp_path / "moved")
+            before = weights(one)
+            train(one)
+            assert_close(weights(one), before, atol=0)
 
 
 def test_ranks_and_names_draw_the_same_and_another_seed_others(model: Path, tmp_path: Path) -> None:

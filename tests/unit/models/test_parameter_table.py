@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlctl.config.errors import ModelError
+from rlctl.models.adapters import AdapterSpec, choose_targets
 from rlctl.models.derive import derive_facts, table_of
 from rlctl.models.hf_folder import WeightFiles, write_folder
 from rlctl.models.meta_model import causal_lm, skeleton
@@ -106,6 +107,20 @@ def test_buffers_are_sent_and_not_trained(tmp_path: Path) -> None:
     assert buffer.sent and not buffer.trained
     facts = derive_facts(folder)
     assert facts.buffers == (buffer.name,) and facts.keeps_float32(buffer.name)
+
+
+def test_below_adapters_their_rows_alone_are_trained_sent_and_saved(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "m", "glm4_moe", more=FAMILIES["glm4_moe"])
+    own = table_of(causal_lm(folder), folder)
+    targets, _ = choose_targets(derive_facts(folder).sizes.linears, "attention")
+    spec = AdapterSpec(2, 4.0, False, 0.0, targets)
+    table = own.below(spec.tensors)
+    assert [(row.name, row.shape) for row in table.sent] == [(each.name, each.shape) for each in spec.tensors]
+    assert all(row.trained and table.sends(row.name) for row in table.sent)
+    # The base, its buffers too, is read by its names on disk, and goes nowhere.
+    assert [row.name for row in table.rows if row.frozen] == [row.name for row in own.rows]
+    assert not table.kept and not table.is_mixed
+    assert all(table.holds(str(row.target)) and not table.sends(str(row.target)) for row in own.rows)
 
 
 def changed(folder: Path, add: dict[str, torch.Tensor], rename: Any = str, drop: str = "") -> Path:
