@@ -6,6 +6,7 @@ cursor would count other rows, so that tasks are lost or trained twice (contract
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,29 +21,11 @@ from rlctl.data.tasks import SupervisedSample, Task
 from rlctl.models.weight_headers import digest_of_weights
 from rlctl.preflight.settled import Settled
 
-_SIZES = [
-    "model_type",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "intermediate_size",
-    "vocab_size",
-    "tie_word_embeddings",
-    "attention_bias",
-    "mlp_bias",
-    "num_experts",
-    "num_local_experts",
-    "num_experts_per_tok",
-    "moe_intermediate_size",
-    "mlp_only_layers",
-    "decoder_sparse_step",
-    "norm_topk_prob",
-    "rms_norm_eps",
-    "hidden_act",
-    "rope_theta",
-]
+# Keys of config.json that change neither a weight's shape nor what a layer computes.
+_NOT_OF_THE_MODEL = re.compile(
+    r"_.*|architectures|auto_map|transformers_version|(torch_)?dtype|use_cache|.*token_id|max_position_embeddings|"
+    r".*dropout.*|initializer_.*|output_.*|return_dict.*|id2label|label2id|problem_type|quantization_config"
+)
 _VOCABULARY = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 # Keys that determine the rows, their order and their text, apart from the data file's own bytes.
 _DATASET_KEYS = [
@@ -173,9 +156,20 @@ def sizes_of(folder: Path) -> dict[str, Any]:
         raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    found = {key: raw[key] for key in _SIZES if raw.get(key) is not None}
-    return found | {key if key == "rope_theta" else f"rope {key}": value for key, value in rope.items()}
+    return dict(_settings(raw))
+
+
+def _settings(raw: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the settings of a model by name. Those of the text model are named as in a folder without other models."""
+    for key, value in raw.items():
+        if _NOT_OF_THE_MODEL.fullmatch(key) or value is None:
+            continue
+        if isinstance(value, Mapping):
+            # Newer folders have `rope_parameters` for older ones' `rope_scaling` and `rope_theta`.
+            own = {"text_config": within, "rope_parameters": "rope ", "rope_scaling": "rope "}
+            yield from _settings(value, own.get(key, f"{within}{key}."))
+        else:
+            yield key if (within, key) == ("rope ", "rope_theta") else within + key, value
 
 
 def _vocabulary(folder: Path) -> str | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-# Several times the duration of a start on a slow and busy machine; a hanging run is found by its own deadlines.
+# Several times the duration of a start on a slow and busy machine; the deadlines of a hanging run find it.
 DEADLINE_S = 600.0
 # Small steps, but every part of the program: two engines would start slower and show no more.
 SETTINGS = {

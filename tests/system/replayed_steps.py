@@ -28,7 +28,7 @@ ROLLOUTS = 48
 
 
 class WatchedEngine(VllmEngine):
-    """Lends its config to schedulers without a model, and tells the state of its own cache."""
+    """Lends its config to schedulers without a model, and tells the state of a cache."""
 
     def blocks(self) -> dict[str, int]:
         """Count the cache's free blocks, the blocks that other requests can find, and the tokens found."""

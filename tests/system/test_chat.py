@@ -10,6 +10,7 @@ from rlctl.config.builtin import RECIPES
 SUMS = "12+30=\n7+8=\n/new\n12+30=\n"
 
 
+@pytest.mark.long  # the lines: tests/unit/cli/test_chat.py
 @pytest.mark.slow
 def test_lines_of_a_pipe_are_answered_and_new_forgets_what_was_said() -> None:
     command = [sys.executable, "-m", "rlctl.cli.main", "chat", str(RECIPES / "tiny/qwen3-tiny")]

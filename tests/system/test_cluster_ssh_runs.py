@@ -1,4 +1,4 @@
-"""Runs over several hosts, each with its own network; one host is cut off while they train."""
+"""Runs over several hosts, each with a network; one host is cut off while they train."""
 
 import sys
 from collections.abc import Iterator

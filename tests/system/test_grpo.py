@@ -28,6 +28,7 @@ class Notes:
 """
 
 
+@pytest.mark.long  # one run; its parts: test_next_token.py, test_parity_check.py
 @pytest.mark.slow
 def test_a_run_under_top_p_trains_and_is_judged_by_tokens_of_the_whole_distribution(tmp_path: Path) -> None:
     cut = ("generation.top_p=0.8", "generation.top_k=12", "grpo.updates_per_step=2")
@@ -128,6 +129,7 @@ def test_a_loss_and_an_advantage_of_ones_own_are_trained_with_their_keys(own: Ru
     assert "tau_down: 2" in (own.path / "config.yaml").read_text()
 
 
+@pytest.mark.long  # combination
 @pytest.mark.slow
 def test_an_advantage_reads_the_references_log_probs_in_an_asynchronous_run(tmp_path: Path) -> None:
     """They are computed before the advantages, which differ from token to token once the policy has moved."""

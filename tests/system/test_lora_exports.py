@@ -19,7 +19,7 @@ from tests.zoo import make_family
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11], [12, 3, 40]]
 TOKENS = 12
-# vLLM's own LoRA, in a process of its own: it compiles nothing, and samples greedily.
+# vLLM's own LoRA, in a second process: it compiles nothing, and samples greedily.
 _VLLM = """
 import json, sys
 from vllm import LLM, SamplingParams
@@ -45,8 +45,9 @@ def by_transformers(model: torch.nn.Module) -> list[list[int]]:
     return found
 
 
+@pytest.mark.long  # the files: tests/unit/models/test_adapter_folder.py
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2", pytest.param("phi3", marks=pytest.mark.long)])
+@pytest.mark.parametrize("family", ["qwen2", "phi3"])
 def test_an_export_gives_the_same_greedy_tokens_everywhere(family: str, ray_here: Path, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="PEFT is in the dev extra")
     from transformers import AutoModelForCausalLM

@@ -9,6 +9,7 @@ from tests.faults.runs import Run, outcomes
 pytest.importorskip("megatron.core")
 
 
+@pytest.mark.long  # combination; the ranks: training/test_megatron.py
 @pytest.mark.slow
 def test_grpo_on_two_tensor_ranks_with_a_reference_and_log_probs_of_its_own(tmp_path: Path) -> None:
     settings = (

@@ -1,4 +1,4 @@
-"""Source and ring: a rank's items are views of its own memory; other items are packed in a buffer."""
+"""Source and ring: a rank's items are views of the rank's memory; other items are packed in a buffer."""
 
 import pytest
 import torch

@@ -11,7 +11,7 @@ import pytest
 
 from rlctl.data.tasks import SupervisedSample, Task
 from rlctl.preflight.load import load
-from rlctl.run.fingerprint import contradictions, digest_rows, made_with
+from rlctl.run.fingerprint import contradictions, digest_rows, made_with, sizes_of
 from tests.unit import folders
 
 
@@ -64,6 +64,21 @@ def test_another_model_is_refused_with_the_sizes_that_differ(home: Path) -> None
     assert str(found) == (
         f"{home}/model -> {home}/other: not the model of the checkpoint of step 4: hidden_size 64 -> 32"
     )
+
+
+def test_a_setting_that_no_list_of_ours_names_is_compared_too(home: Path) -> None:
+    """A family brings new keys, and a text model may stand in a part of config.json."""
+    settings: dict[str, dict[str, Any]] = {
+        "scaled": {"mamba_multiplier": 1.0, "vision_config": {"depth": 2}},
+        "wrapped": {"text_config": {"mamba_multiplier": 0.5}},
+        "deeper": {"mamba_multiplier": 1.0, "vision_config": {"depth": 3}},
+    }
+    for name, new in settings.items():
+        copy(home, name, lambda config, new=new: config.update(new))  # type: ignore[misc]
+    then = {**facts(), "model": sizes_of(home / "scaled")}
+    for folder, change in (("wrapped", "mamba_multiplier 1.0 -> 0.5"), ("deeper", "vision_config.depth 2 -> 3")):
+        (found,) = contradictions(then, {**then, "model": sizes_of(home / folder)}, 4)
+        assert str(found).endswith(f"not the model of the checkpoint of step 4: {change}")
 
 
 def test_another_vocabulary_is_refused(home: Path) -> None:
