@@ -70,7 +70,7 @@ class BenchEnd:
 
     def open_wire(self, spec: TransportSpec, buffer_bytes: int, rank: int | None) -> Wire:
         """Join the group of the reference schemes. rank: 0 sends, None only takes part in gathering."""
-        group = None if rank is None else BroadcastGroup(rendezvous(spec, rank == 0), spec, 0, rank, self.device)
+        group = None if rank is None else BroadcastGroup(rendezvous(spec, rank == 0), spec, (0,), rank, self.device)
         self.wire = Wire(group, buffer_bytes, self.device)
         return self.wire
 

@@ -64,7 +64,7 @@ class Wire:
     def broadcast(self, tensor: Tensor) -> None:
         """Send one tensor's bytes from trainer rank 0."""
         if self.group:
-            self.group.broadcast([tensor.view(-1).view(torch.uint8)], "a bench tensor")
+            self.group.broadcast(0, [tensor.view(-1).view(torch.uint8)], "a bench tensor")
 
 
 def send(scheme: Scheme, wire: Wire, tensors: Named, payload: int) -> dict[str, float]:

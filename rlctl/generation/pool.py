@@ -199,7 +199,7 @@ class GeneratorPool:
     @property
     def _live(self) -> list[int]:
         """Slots of `engines`, in their order."""
-        return [index for index, worker in enumerate(self.slots) if worker]
+        return [index for index, _ in self._alive()]
 
     def _start(self, index: int) -> Worker:
         slot, log = self._slots[index], f"{self._logs}/engine-{index}.log"
@@ -234,48 +234,59 @@ class GeneratorPool:
     def _rebuild(self, lost: Sequence[int], version: int, behind: Sequence[int] = ()) -> list[int]:
         """Start new engines in the `lost` slots, bring them and those `behind` to `version`; return the rebuilt slots.
 
-        behind: slots whose engines are sound but missed the version. An engine that is lost on the way is rebuilt too,
-        until all are at `version`. One whose node is gone is left out from now on. Raises NoEngineLeft if that was the
-        last, and RuntimeError when `generation.max_restarts` are used up.
+        behind: slots whose engines are sound but missed the version. They get it at once and go on, while the new ones
+        start. An engine that is lost on the way is rebuilt too, until all are at `version`. One whose node is gone is
+        left out from now on. Raises NoEngineLeft if that was the last, and RuntimeError when
+        `generation.max_restarts` are used up.
         """
-        begin, rebuilt = time.monotonic(), set[int]()
+        begin, rebuilt, starting = time.monotonic(), set[int](), set[int]()
         while True:
-            fresh = self._restart(lost)
-            rebuilt |= set(fresh)
-            ends, live = self.ends(), self._live
-            place = {index: ends[position] for position, index in enumerate(live)}
-            behind = [index for index in behind if index in place]
+            starting |= {*self._restart(lost)}
+            ends = {index: EngineEnd(worker, self._spec.tensor_parallel_size) for index, worker in self._alive()}
+            behind = asked = [index for index in behind if index in ends]
             try:
+                if self._refit and behind and starting:
+                    self._refit.catch_up([ends[index] for index in behind], version)
+                    behind = []
+                fresh, starting = self._wait_for(starting), set()
+                rebuilt |= {*fresh}
+                asked = self._live
                 if self._refit:
-                    late = [place[index] for index in behind]
-                    self._refit.resend(ends, [place[index] for index in fresh], late, version)
+                    late, new = ([ends[index] for index in each] for each in (behind, fresh))
+                    self._refit.resend([ends[index] for index in asked], new, late, version)
                 break
             except EnginesLost as error:
                 # One that was left untouched only because another fell out tries again; alone it is at fault itself.
-                broken = [position for position in error.reasons if position not in error.intact] or [*error.reasons]
-                for position in broken:
-                    self._count_loss(live[position], error.reasons[position])
-                lost = [live[position] for position in broken]
-                behind = sorted({*behind, *(live[position] for position in error.reasons)} - {*lost})
+                broken = [place for place in error.reasons if place not in error.intact] or [*error.reasons]
+                for place in broken:
+                    self._count_loss(asked[place], error.reasons[place])
+                lost = [asked[place] for place in broken]
+                behind = sorted({*behind, *(asked[place] for place in error.reasons)} - {*lost})
         restarted = [index for index in sorted(rebuilt) if self.slots[index]]
         for index in restarted:
             self._emit("engine_restarted", engine=index, seconds=time.monotonic() - begin, version=version)
         return restarted
 
+    def _alive(self) -> list[tuple[int, Worker]]:
+        return [(index, worker) for index, worker in enumerate(self.slots) if worker]
+
     def _restart(self, lost: Sequence[int]) -> list[int]:
-        """Start new engines in the `lost` slots; return those that were built. Raises NoEngineLeft."""
+        """Start new engines in the `lost` slots; return the slots, with those whose nodes are gone."""
         # The node of a lost engine may have held others, whose loss nobody has noticed yet.
-        lost = sorted({*lost, *(n for n, worker in enumerate(self.slots) if worker and worker.lost_its_node)})
+        lost = sorted({*lost, *(index for index, worker in self._alive() if worker.lost_its_node)})
         for index in lost:
             if worker := self.slots[index]:
                 worker.kill()
                 self.slots[index] = None if worker.lost_its_node else self._start(index)
-        fresh = [index for index in lost if self._came_up(index)]
-        for index in lost:
-            if index not in fresh:
-                self.slots[index] = None
-                what = f"its node is gone, the run goes on with {len(self.engines)} of {len(self.slots)} engines"
-                self._emit("engine_gone", engine=index, reason=what)
+        return lost
+
+    def _wait_for(self, starting: Collection[int]) -> list[int]:
+        """Wait until restarted engines are built; return their slots. Raises NoEngineLeft."""
+        fresh = [index for index in sorted(starting) if self._came_up(index)]
+        for index in sorted({*starting} - {*fresh}):
+            self.slots[index] = None
+            what = f"its node is gone, the run goes on with {len(self.engines)} of {len(self.slots)} engines"
+            self._emit("engine_gone", engine=index, reason=what)
         if not self.engines:
             raise NoEngineLeft("the nodes of all engines are gone")
         return fresh

@@ -65,6 +65,10 @@ class RefitByNode:
         except EnginesLost as error:
             raise EnginesLost({engines.index(concerned[n]): why for n, why in error.reasons.items()}) from error
 
+    def catch_up(self, behind: list[EngineEnd], version: int) -> None:
+        """Bring engines to `version` on the nodes that have such, see `Refit.catch_up`."""
+        self._together(behind, lambda refit, own: refit.catch_up(own, version))
+
     def rest_trainers(self) -> None:
         """Have the trainers give the device's memory to engines that share it."""
         self._trainers.call(SendsWeights.rest)

@@ -50,6 +50,11 @@ class SenderTransport(ABC):
     # Seconds that the last version's chunks were on the wire.
     wire = 0.0
 
+    @property
+    def extra_bytes(self) -> int:
+        """Memory that it holds for refits."""
+        return self.buffers.nbytes
+
     @abstractmethod
     def begin(self, header: Header, deadline: Deadline) -> None:
         """Prepare to send a version, before any chunk is packed."""
@@ -168,7 +173,7 @@ class ChunkSender:
                 self._transport.abort()
                 raise
         seconds = time.perf_counter() - begin
-        report = SendReport(elapsed(packed), self._transport.wire, seconds, self._size, self._transport.buffers.nbytes)
+        report = SendReport(elapsed(packed), self._transport.wire, seconds, self._size, self._transport.extra_bytes)
         return replace(report, digest=digest_of(self._sums.values())) if header.prove and self._chunks else report
 
     def close(self) -> None:

@@ -177,6 +177,15 @@ class RefitPlan:
         return tuple(self._chunks_of)
 
     @cached_property
+    def owner_groups(self) -> tuple[tuple[int, ...], ...]:
+        """The owners, dealt out in turn over at most `OWNERS_AT_ONCE` groups.
+
+        A group's owners share one communicator with all engine workers, so its number does not grow with ranks.
+        """
+        count = min(OWNERS_AT_ONCE, len(self.owners))
+        return tuple(self.owners[first::count] for first in range(count))
+
+    @cached_property
     def digest(self) -> str:
         """Hash of names, shapes, dtypes, owners, order and boundaries."""
         rows = [[e.name, e.shape, e.dtype, e.offset] for e in self.entries]

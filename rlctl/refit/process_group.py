@@ -1,8 +1,9 @@
-"""A private process group of one trainer rank and all engine workers: NCCL between GPUs, gloo on CPU."""
+"""A private process group of some trainer ranks and all engine workers: NCCL between GPUs, gloo on CPU."""
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -17,48 +18,150 @@ from rlctl.workers import changed_environment
 
 # NCCL's own watchdog is never to be first: rlctl's deadline names who is late, the watchdog ends the process.
 _NCCL_PATIENCE_S = 7 * 24 * 3600.0
+# Trainer ranks of a group in a message.
+_NAMED = 4
+# Key under which the store has the reason for which a refit cannot go on, and times between looks at it.
+_LOST = "lost"
+_GATHER_S, _WATCH_S = 0.02, 0.2
 
 
 class BroadcastGroup:
-    """One owner (rank 0) and all engine workers (ranks from 1)."""
+    """Trainer ranks that take turns as senders (ranks from 0), and all engine workers after them.
 
-    def __init__(self, store: Any, spec: TransportSpec, owner: int, rank: int, device: torch.device) -> None:
-        self.device = device
-        self._who = f"refit: engine worker {rank} and trainer rank {owner}" if rank else f"refit: trainer rank {owner}"
+    Every member calls the same methods in the same order.
+    """
+
+    def __init__(self, store: Any, spec: TransportSpec, owners: Sequence[int], rank: int, device: torch.device) -> None:
+        """owners: its trainer ranks. rank: of the member among all; a trainer's is its place in `owners`."""
+        self.device, self.owners = device, tuple(owners)
+        self._places = {owner: place for place, owner in enumerate(owners)}
+        self._senders = named(owners)
+        me = f"engine worker {rank - len(owners) + 1} and {self._senders}"
+        self._who = f"refit: {me if rank >= len(owners) else f'trainer rank {owners[rank]}'}"
         self._aborted = threading.Lock()
-        world = 1 + spec.receivers
+        world = len(owners) + spec.receivers
         try:
-            self._group = _make(PrefixStore(f"owner-{owner}", store), rank, world, spec.timeout_s, device)
+            self._group = _make(PrefixStore(f"owner-{owners[0]}", store), rank, world, spec.timeout_s, device)
             # The communicator is made by the first collective: now, while nobody waits for weights.
-            self.broadcast([torch.zeros(1, dtype=torch.int64, device=device)], "a first word")
+            self.broadcast(owners[0], [torch.zeros(1, dtype=torch.int64, device=device)], "a first word")
         except Exception as error:
             place = f"{spec.host}:{spec.port}"
-            text = f"rank {rank} of {world} could not join trainer rank {owner}'s refit group at {place}: {error}"
-            raise RefitError(text) from error
+            text = f"rank {rank} of {world} could not join the refit group of {self._senders} at {place}: {error}"
+            raise PeerLost(text) from error
 
-    def broadcast(self, tensors: list[Tensor], what: str) -> None:
-        """Send contiguous tensors from rank 0 into the others' memory; on CUDA queued on the current stream.
+    def broadcast(self, owner: int, tensors: list[Tensor], what: str) -> None:
+        """Send contiguous tensors from trainer rank `owner` into the others' memory, as `exchange`."""
+        self.exchange([(owner, tensor) for tensor in tensors], what)
+
+    def exchange(self, parts: Sequence[tuple[int, Tensor]], what: str) -> None:
+        """Send each contiguous tensor from its trainer rank into the others' memory; on CUDA all in one kernel, queued
+        on the current stream.
 
         Raises PeerLost, whose message names the transfer.
         """
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
+        group = self._group
+        if group is None:
+            raise PeerLost(f"{self._who}: the group was ended before {what}")
         try:
             if self.device.type == "cpu":
-                for tensor in tensors:
-                    self._group.broadcast([tensor], options).wait()
+                for owner, tensor in parts:
+                    group.broadcast([tensor], self._from(owner)).wait()
                 return
-            self._group._start_coalescing()
-            for tensor in tensors:
-                self._group.broadcast([tensor], options)
-            self._group._end_coalescing().wait()
+            group._start_coalescing()
+            for owner, tensor in parts:
+                group.broadcast([tensor], self._from(owner))
+            group._end_coalescing().wait()
         except RuntimeError as error:
             raise PeerLost(f"{self._who}: the group broke at {what}: {_brief(error)}") from error
 
+    def _from(self, owner: int) -> dist.BroadcastOptions:
+        options = dist.BroadcastOptions()
+        options.rootRank = self._places[owner]
+        return options
+
     def abort(self) -> None:
-        """End pending transfers on this rank; the group is of no use afterwards. gloo ends after its timeout."""
-        if self.device.type == "cuda" and self._aborted.acquire(blocking=False):
-            self._group.abort()
+        """End pending transfers on this rank; the group is of no use afterwards. Any thread may call.
+
+        gloo's transfers end when a neighbour closes its connections, as this rank's are closed with the group: so the
+        end of one member ends all. Where a member hangs they end after their timeout.
+        """
+        if self._aborted.acquire(blocking=False):
+            group, self._group = self._group, None
+            group.abort()
+
+
+def gather(store: Any, spec: TransportSpec, members: int, error: type[RefitError]) -> None:
+    """Wait until all members of all groups are at the store, so that none waits for a dead one while it joins.
+
+    Raises `error` once `tell_lost` was called or the time is over.
+    """
+    if store.add("here", 1) == members:
+        store.set("all here", "")
+    end = time.monotonic() + spec.timeout_s
+    while not store.check(["all here"]):
+        if store.check([_LOST]):
+            raise error(store.get(_LOST).decode())
+        if time.monotonic() > end:
+            here = store.add("here", 0)
+            raise error(f"refit: {here} of {members} met at {spec.host}:{spec.port} in {spec.timeout_s:g} s")
+        time.sleep(_GATHER_S)
+
+
+def tell_lost(store: Any, why: str) -> None:
+    """Tell everybody who has met at the store that a member is lost."""
+    store.set(_LOST, why)
+
+
+class LostWatch:
+    """Thread that ends the transfers of an engine worker when a member of its groups is lost.
+
+    Without it a worker would wait in a broadcast until the deadline, and its engine could be told nothing meanwhile.
+    """
+
+    def __init__(self, spec: TransportSpec, end_transfers: Callable[[], None]) -> None:
+        self._spec, self._end_transfers = spec, end_transfers
+        self._lost, self._closed, self._running = "", False, threading.Event()
+        threading.Thread(target=self._watch, name="refit-watch", daemon=True).start()
+
+    def begin(self) -> None:
+        """Watch from now on."""
+        self._running.set()
+
+    def end(self) -> None:
+        """Watch no more. Raises PeerLost if a member was lost meanwhile."""
+        self._running.clear()
+        self.check()
+
+    def check(self) -> None:
+        """Raise PeerLost if a member was lost: the words that arrived are none."""
+        if self._lost:
+            raise PeerLost(self._lost)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed = True
+        self._running.set()
+
+    def _watch(self) -> None:
+        # The store of a trainer that is gone: nothing is to be learnt from it.
+        with suppress(RuntimeError):
+            # A second client: a store that does not answer keeps the callers of one client waiting.
+            store = rendezvous(self._spec, False)
+            while not self._closed:
+                self._running.wait()
+                if store.check([_LOST]):
+                    self._lost = store.get(_LOST).decode()
+                    self._end_transfers()
+                    return
+                time.sleep(_WATCH_S)
+
+
+def named(owners: Sequence[int]) -> str:
+    """Return trainer ranks in words."""
+    if len(owners) == 1:
+        return f"trainer rank {owners[0]}"
+    shown, more = ", ".join(map(str, owners[:_NAMED])), len(owners) - _NAMED
+    return f"trainer ranks {shown}{f' and {more} more' if more > 0 else ''}"
 
 
 def rendezvous(spec: TransportSpec, server: bool) -> Any:

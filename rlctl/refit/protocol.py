@@ -154,3 +154,7 @@ class PeerLost(RefitError):
 
 class Untouched(RefitError):
     """A refit that failed before the engine's live weights were touched: it still serves its old version."""
+
+
+class Interrupted(RefitError):
+    """A refit that lost a peer when live weights were touched: the engine waits for the version, and samples then."""

@@ -5,7 +5,7 @@ Every wait has a deadline. A failure names its rank and tensor; engines that may
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -16,6 +16,7 @@ from rlctl.refit.protocol import (
     Checks,
     EngineReport,
     Header,
+    Interrupted,
     Kind,
     Mode,
     PeerLost,
@@ -61,7 +62,7 @@ class ReceivesWeights(Protocol):
         """Bring the engine to a version between two steps; running requests continue under the new version, their KV
         kept.
 
-        A failure leaves the engine poisoned (it samples no more), unless it raises `Untouched`.
+        A failure leaves the engine poisoned (it samples no more), unless it raises `Untouched` or `Interrupted`.
         """
 
 
@@ -110,12 +111,8 @@ class EnginesLost(RuntimeError):
 
     @property
     def intact(self) -> list[int]:
-        """Engines whose live weights were not touched: they need the version again, but no new process."""
-        return [
-            index
-            for index, reason in self.reasons.items()
-            if isinstance(reason, WorkerError) and reason.failures[0].type == Untouched.__name__
-        ]
+        """Engines that need the version again, but no new process: untouched ones, and those that lost a peer."""
+        return [index for index, reason in self.reasons.items() if _is_intact(reason)]
 
 
 class Planned(NamedTuple):
@@ -124,7 +121,7 @@ class Planned(NamedTuple):
     plan: RefitPlan
     # Bytes of a buffer.
     buffer_bytes: int
-    # One copy in Ray's store for all ranks and engines, also for those that are rebuilt.
+    # One copy in Ray's store, for every rank and engine, rebuilt ones included.
     shared: RefitPlan
 
 
@@ -156,7 +153,7 @@ class Refit:
             engine.worker.start(ReceivesWeights.refit_open, spec, plan, first, mode, in_flight)
             for engine, first in zip(engines, _first_ranks(engines))
         ]
-        modes, _ = self._await(opening, senders)
+        modes, _ = self._await(opening, senders, self._drop_of(engines) if options.kind == "broadcast" else None)
         self._opened = True
         return modes
 
@@ -166,19 +163,13 @@ class Refit:
         Raises EnginesLost for engines that failed, and a trainer's error if no engine was the cause.
         """
         header = self._header(version, checks)
-        firsts = _first_ranks(engines)
-
-        def drop(index: int, reason: Exception) -> None:
-            ranks = list(range(firsts[index], firsts[index] + engines[index].ranks))
-            self._trainers.aside(SendsWeights.refit_drop, ranks, str(reason))
-
         begin = time.perf_counter()
         sending = self._trainers.start(SendsWeights.refit_send, header)
         if not self.transport(0).rendezvous:
             sending.wait(self._patience, KNOB)
         written = time.perf_counter() - begin
         receiving = [engine.worker.start(ReceivesWeights.refit_receive, header) for engine in engines]
-        served, sent = self._await(receiving, [sending], drop)
+        served, sent = self._await(receiving, [sending], self._drop_of(engines))
         if header.prove:
             self._sent = (version, sum(report.digest for report in sent) % 2**64)
             self._verify(version, engines, served)
@@ -228,6 +219,16 @@ class Refit:
         if lost:
             raise EnginesLost(lost)
 
+    def catch_up(self, behind: list[EngineEnd], version: int) -> None:
+        """Bring engines to `version` alone, while the lost ones are being rebuilt. Raises as `run`."""
+        if self.transport(0).rendezvous:
+            self.open(behind)
+            self.run(behind, version, "all")
+            return
+        header = self._header(version)
+        served, _ = self._await([engine.worker.start(ReceivesWeights.refit_receive, header) for engine in behind])
+        self._verify(version, behind, served)
+
     def rest_trainers(self) -> None:
         """Have the trainers give the device's memory to engines that share it."""
         self._trainers.call(SendsWeights.rest)
@@ -247,6 +248,16 @@ class Refit:
             return replace(spec, host=host, port=port)
         return spec
 
+    def _drop_of(self, engines: list[EngineEnd]) -> Callable[[int, Exception], None]:
+        """Return a function that tells the trainers of a failed engine; they tell the other engines."""
+        firsts = [*_first_ranks(engines), 0]
+
+        def drop(index: int, reason: Exception) -> None:
+            ranks = list(range(firsts[index], firsts[index] + engines[index].ranks)) if index < len(engines) else []
+            self._trainers.aside(SendsWeights.refit_drop, ranks, str(reason))
+
+        return drop
+
     def _await(
         self,
         engines: list[Pending[R]],
@@ -255,30 +266,46 @@ class Refit:
     ) -> tuple[list[R], list[Any]]:
         """Return each engine's answer, and the trainers' if engines meet them in this call.
 
-        drop: tells the trainers of a failed engine, so that they wait no longer. Without it the call leaves ranks
-        behind that wait for a failed one. Raises EnginesLost by the place in `engines`, or a trainer's error.
+        drop: tells the trainers of a failed engine, so that nobody waits for it. Raises
+        EnginesLost by the place in `engines`, or a trainer's error.
         """
         answers, failed = dict[int, list[Any]](), dict[int, Exception]()
-        for index, outcome in as_completed([*engines, *trainers], self._patience, KNOB):
+        calls = [*engines, *trainers]
+        for index, outcome in as_completed(calls, self._patience, KNOB):
             if not isinstance(outcome, Exception):
                 answers[index] = outcome
                 continue
             failed[index] = outcome
-            if index < len(engines) and drop:
-                drop(index, outcome)
-            elif index < len(engines) and trainers:
-                break
-            elif index == len(engines) and not _blames_others(outcome):
+            if index == len(engines) and not _blames_others(outcome):
                 raise outcome
-            elif index == len(engines) and len(failed) == 1:
-                # A trainer may give up before Ray has noticed an engine's death, or because an engine hangs. One that
-                # does not answer now hangs.
-                settled = as_completed(engines, _SETTLE_S, KNOB)
-                failed |= {engine: reason for engine, reason in settled if isinstance(reason, Exception)}
+            if drop:
+                drop(index, outcome)
+            # Where all need each other, the others fail now too. A trainer may give up before Ray has noticed an
+            # engine's death, or because an engine hangs: one that does not answer now hangs.
+            if index == len(engines) or (self.options.kind == "broadcast" and trainers):
+                failed |= self._settled(calls, len(engines), answers, failed)
+                break
+            if trainers and not drop:
                 break
         if failed:
             raise _verdict(failed, len(engines))
         return [answers[index][0] for index in range(len(engines))], answers.get(len(engines), [])
+
+    def _settled(
+        self, calls: list[Pending[Any]], trainers: int, answers: Collection[int], failed: dict[int, Exception]
+    ) -> dict[int, Exception]:
+        """Return the further failures of a refit that has failed. Raises a trainer's error that blames no engine."""
+        rest = [index for index in range(len(calls)) if index not in answers and index not in failed]
+        found = dict[int, Exception]()
+        for place, outcome in as_completed([calls[index] for index in rest], _SETTLE_S, KNOB):
+            if isinstance(outcome, Exception):
+                found[rest[place]] = outcome
+        error = found.get(trainers)
+        # A trainer without an answer hangs, unless an engine is gone: it may wait for that one.
+        hangs = all(_is_intact(reason) for index, reason in (failed | found).items() if index != trainers)
+        if error and not _blames_others(error) and (hangs or not isinstance(error, WorkerTimeout)):
+            raise error
+        return found
 
 
 def ask_holdings(trainers: WorkerGroup, dtype: str) -> tuple[Layout, list[Holding]]:
@@ -291,7 +318,7 @@ def ask_holdings(trainers: WorkerGroup, dtype: str) -> tuple[Layout, list[Holdin
 
 def make_plan(layout: Layout, holdings: list[Holding], options: RefitOptions) -> Planned:
     """Plan how ranks send what they hold."""
-    # The ranks of one copy fill the links of any engine. More senders would be more communicators.
+    # The ranks of one copy fill the links of any engine. More senders would be more members of a communicator.
     senders = options.ranks_a_copy or len(holdings)
     buffer_bytes = _buffer_bytes(layout, holdings[:senders], options)
     chunk_bytes, edge_bytes = buffer_bytes, _LEAST_BUFFER_BYTES
@@ -324,6 +351,11 @@ def _buffer_bytes(layout: Layout, holdings: list[Holding], options: RefitOptions
     sent = sum(prod(shape) * ITEM_BYTES[dtype] for _, shape, dtype in layout)
     apart = min(sent, 4 * sent // len(holdings)) // _CHUNKS[options.kind]
     return min(most, max(sent // _CHUNKS_COLOCATED if options.colocated else apart, _LEAST_BUFFER_BYTES))
+
+
+def _is_intact(reason: Exception) -> bool:
+    kinds = (Untouched.__name__, Interrupted.__name__)
+    return isinstance(reason, WorkerError) and reason.failures[0].type in kinds
 
 
 def _blames_others(failure: Exception) -> bool:

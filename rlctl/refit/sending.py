@@ -8,14 +8,14 @@ from rlctl.refit.pipeline import ChunkSender
 from rlctl.refit.plan import Layout, RefitPlan, TensorSlice, layout_digest
 from rlctl.refit.protocol import Header, SendReport, TransportSpec
 from rlctl.refit.source import Sharded, WeightSource
-from rlctl.refit.transport import open_sender
+from rlctl.refit.transport import call_off, open_sender
 
 
 @dataclass(frozen=True)
 class Holding:
     """The tensors that a rank can send."""
 
-    # Of (Hugging Face name, shape, dtype) of every whole tensor: it must be that of every other rank.
+    # Hash of its layout (`layout_digest`), equal on every rank.
     layout_digest: str
     # The rank's own parts of the tensors.
     boxes: list[TensorSlice]
@@ -29,6 +29,8 @@ class SendsWeights:
     def __init__(self, sharded: Sharded, rank: int, device: torch.device) -> None:
         self._sharded, self._sending_rank, self._sending_device = sharded, rank, device
         self._sender: ChunkSender | None = None
+        # The transport that is being joined, or was.
+        self._opening: TransportSpec | None = None
 
     def refit_layout(self, dtype: str) -> Layout:
         """Return (Hugging Face name, shape, dtype) of every whole tensor; each travels as `dtype`."""
@@ -49,6 +51,7 @@ class SendsWeights:
     def refit_open(self, spec: TransportSpec, plan: RefitPlan) -> None:
         """Join the transport."""
         self.refit_close()
+        self._opening = spec
         self._source = WeightSource(plan, self._sending_rank - spec.first_rank, self._sharded.shards())
         self._sender = open_sender(spec, self._source, self._sending_device)
 
@@ -65,9 +68,11 @@ class SendsWeights:
         return report
 
     def refit_drop(self, receivers: list[int], reason: str) -> None:
-        """Wait no longer for these receivers (ranks from 1); called while `refit_send` runs."""
+        """Wait no longer for these receivers (ranks from 1); called while `refit_open` or `refit_send` runs."""
         if self._sender:
             self._sender.drop(receivers, reason)
+        elif self._opening and self._sending_rank == 0:
+            call_off(self._opening, reason)
 
     def refit_close(self) -> None:
         """Leave the transport."""

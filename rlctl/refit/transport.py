@@ -46,6 +46,14 @@ def open_receiver(spec: TransportSpec, plan: RefitPlan, rank: int, device: torch
     return ChunkReceiver(transport, plan, rank, device, spec.timeout_s)
 
 
+def call_off(spec: TransportSpec, reason: str) -> None:
+    """Have those who still join a transport give up, where they would wait for a member that is gone."""
+    if spec.kind == "broadcast":
+        from rlctl.refit.process_group import rendezvous, tell_lost
+
+        tell_lost(rendezvous(spec, False), reason)
+
+
 def receiver_bytes(spec: TransportSpec, plan: RefitPlan) -> int:
     """Return the device memory for buffers that an engine worker's end holds at most."""
     if spec.kind != "broadcast":

@@ -19,7 +19,17 @@ from rlctl.generation.spec import EngineSpec
 from rlctl.generation.vllm.active_requests import ActiveRequests, after_step, stall
 from rlctl.generation.vllm.build import add_request, begun, build_llm, cached_sequences, vllm_request
 from rlctl.refit.plan import RefitPlan
-from rlctl.refit.protocol import EngineReport, Header, LiveProof, Mode, ReceiveReport, TransportSpec, Untouched
+from rlctl.refit.protocol import (
+    EngineReport,
+    Header,
+    Interrupted,
+    LiveProof,
+    Mode,
+    PeerLost,
+    ReceiveReport,
+    TransportSpec,
+    Untouched,
+)
 
 _IDLE_POLL_S = 0.05
 _STAGED_POLL_S = 0.002
@@ -38,6 +48,7 @@ class RefitState(Enum):
     SERVING = "one version, whole"
     RECEIVING = "one version, whole; the next one arrives beside it"
     CHANGING = "becoming the next version: nothing is sampled"
+    INTERRUPTED = "perhaps a mixture: nothing is sampled until a version has arrived whole"
     POISONED = "perhaps a mixture: nothing is sampled any more"
 
 
@@ -175,13 +186,17 @@ class VllmEngine(Engine):
                 self._commands.get()[1].set_exception(error)
         while True:
             self._run_commands()
-            if self._requests:
+            if self._samples:
                 self._step()
+
+    @property
+    def _samples(self) -> bool:
+        return bool(self._requests) and self._state is not RefitState.INTERRUPTED
 
     def _run_commands(self) -> None:
         while True:
             try:
-                work, future = self._commands.get(block=not self._requests, timeout=_IDLE_POLL_S)
+                work, future = self._commands.get(block=not self._samples, timeout=_IDLE_POLL_S)
             except queue.Empty:
                 return
             try:
@@ -263,6 +278,10 @@ class VllmEngine(Engine):
         self._advance(RefitState.CHANGING)
         try:
             seconds = load()
+        except PeerLost as error:
+            # Running requests continue once the version has come: the other end may be at fault, not this engine.
+            self._advance(RefitState.INTERRUPTED)
+            raise Interrupted(str(error)) from error
         except BaseException as error:
             # Weights may be a mixture: running requests must not continue.
             self._poison(f"the refit to version {header.version} failed: {error}", error)

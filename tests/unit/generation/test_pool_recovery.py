@@ -7,7 +7,7 @@ import pytest
 
 from rlctl.generation import pool as pool_module
 from rlctl.generation.pool import EngineSlot, GeneratorPool
-from rlctl.refit.protocol import RefitReport, Untouched
+from rlctl.refit.protocol import Interrupted, RefitReport, Untouched
 from rlctl.refit.refit import EnginesLost
 from rlctl.workers.errors import EngineUnusable, Failure, WorkerDied, WorkerError
 
@@ -58,6 +58,10 @@ class FakeRefit:
         self._attempt()
         return RefitReport(seconds=0.1, bytes=8)
 
+    def catch_up(self, behind: list[Any], version: int) -> None:
+        self.resent.append(([], [end.worker.name for end in behind]))
+        self._attempt()
+
     def resend(self, engines: list[Any], fresh: list[Any], behind: list[Any], version: int) -> None:
         self.resent.append(([end.worker.name for end in fresh], [end.worker.name for end in behind]))
         self._attempt()
@@ -96,7 +100,8 @@ def test_a_dead_engine_is_rebuilt_and_an_untouched_one_gets_the_version_again(ma
     pool, refit, events = make({1: DIED, 2: UNTOUCHED})
     dead, sound = pool.slots[1], pool.slots[2]
     report = pool.sync(4)
-    assert refit.resent == [(["engine-1"], ["engine-2"])]
+    # At once, while the other one starts.
+    assert refit.resent == [([], ["engine-2"]), (["engine-1"], [])]
     assert not dead.alive and pool.slots[1] is not dead and pool.slots[2] is sound
     assert report.rebuilt == (1,) and not report.bytes
     assert events == [("engine_lost", 1), ("engine_restarted", 1)]
@@ -105,7 +110,7 @@ def test_a_dead_engine_is_rebuilt_and_an_untouched_one_gets_the_version_again(ma
 def test_engines_that_fall_out_during_the_recovery_are_rebuilt_too(make: Any) -> None:
     pool, refit, events = make({0: DIED}, {2: DIED, 1: UNTOUCHED}, {}, restarts=2)
     assert pool.sync(5).rebuilt == (0, 2)
-    assert refit.resent == [(["engine-0"], []), (["engine-2"], ["engine-1"])]
+    assert refit.resent == [(["engine-0"], []), ([], ["engine-1"]), (["engine-2"], [])]
     assert [kind for kind, _ in events] == ["engine_lost", "engine_lost", "engine_restarted", "engine_restarted"]
     assert pool.version == 5
 
@@ -114,6 +119,23 @@ def test_hundreds_of_losses_need_no_deeper_stack(make: Any) -> None:
     pool, refit, _ = make(*[{0: DIED}] * 2000, restarts=2000)
     assert pool.sync(1).rebuilt == (0,)
     assert len(refit.resent) == 2000
+
+
+@pytest.mark.parametrize("failure", [Untouched, Interrupted])
+def test_a_dead_engine_costs_its_own_restart_alone_whatever_the_others_were_doing(make: Any, failure: type) -> None:
+    intact = WorkerError("refit_receive", [Failure("engine", failure.__name__, "a peer is lost", "")])
+    pool, refit, events = make({3: DIED} | {index: intact for index in range(8) if index != 3}, engines=8, restarts=1)
+    assert pool.sync(4).rebuilt == (3,)
+    others = [f"engine-{index}" for index in range(8) if index != 3]
+    assert refit.resent == [([], others), (["engine-3"], [])]
+    assert events == [("engine_lost", 3), ("engine_restarted", 3)]
+
+
+def test_an_engine_that_dies_while_another_starts_leaves_the_started_one_alone(make: Any) -> None:
+    pool, refit, events = make({0: DIED, 1: UNTOUCHED, 2: UNTOUCHED}, {1: DIED, 0: UNTOUCHED})
+    pool.sync(4)
+    assert refit.resent == [([], ["engine-1", "engine-2"]), ([], ["engine-1"]), (["engine-0", "engine-2"], [])]
+    assert [index for kind, index in events if kind == "engine_lost"] == [0, 2]
 
 
 def test_an_engine_that_alone_stays_untouched_is_at_fault_itself(make: Any) -> None:

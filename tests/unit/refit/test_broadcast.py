@@ -4,7 +4,7 @@ import multiprocessing
 import socket
 import time
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -13,9 +13,9 @@ import torch
 
 from rlctl.refit.batched_copy import BatchedCopy
 from rlctl.refit.plan import RefitPlan
-from rlctl.refit.protocol import Checks, Header, PeerLost, RefitError, TransportSpec
+from rlctl.refit.protocol import Checks, Header, PeerLost, RefitError, TransportSpec, Untouched
 from rlctl.refit.sink import WholeTensorSink
-from rlctl.refit.transport import open_receiver, open_sender
+from rlctl.refit.transport import call_off, open_receiver, open_sender
 from rlctl.utils.ports import free_port
 from tests.unit.refit.weights import CPU, plan_for, source_of, tensors
 from tests.waiting import PATIENCE_S
@@ -125,17 +125,21 @@ def test_another_version_than_announced_is_refused(others: ProcessPoolExecutor) 
     assert "sends version 8 of this plan" in answer.result(PATIENCE_S)[0]
 
 
+# The first and the last of three owners share a group.
+@pytest.mark.parametrize(("world", "wrong"), [(2, 1), (3, 2)], ids=["two groups", "one group"])
 def test_one_of_several_owners_with_another_version_is_named_before_anything_is_received(
-    others: ProcessPoolExecutor,
+    others: ProcessPoolExecutor, world: int, wrong: int
 ) -> None:
-    spec, plan = make_spec(PATIENCE_S), plan_for(tensors(), 2)
+    spec, plan = make_spec(PATIENCE_S), plan_for(tensors(), world)
     answer = others.submit(receive, spec, plan, [7], "all")
-    late = others.submit(send, spec, plan, [8], "all", 1, 2)
+    sending = [
+        others.submit(send, spec, plan, [8 if rank == wrong else 7], "all", rank, world) for rank in range(1, world)
+    ]
     with pytest.raises(PeerLost):
-        send(spec, plan, [7], "all", 0, 2)
+        send(spec, plan, [7], "all", 0, world)
     (text,) = answer.result(PATIENCE_S)
-    assert f"expected version 7 of plan {plan.digest}, trainer rank 1 sends version 8 of this plan" in text
-    assert isinstance(late.exception(PATIENCE_S), PeerLost)
+    assert f"expected version 7 of plan {plan.digest}, trainer rank {wrong} sends version 8 of this plan" in text
+    assert all(isinstance(each.exception(PATIENCE_S), PeerLost) for each in sending)
 
 
 @pytest.mark.parametrize("buffer_bytes", [300_000, 1 << 20], ids=["chunks", "one chunk"])
@@ -175,6 +179,45 @@ def test_a_receiver_that_leaves_is_noticed_before_the_deadline() -> None:
         for version in range(3):
             sender.send(Header(version, plan.digest, "all"))
     assert time.monotonic() - begin < PATIENCE_S
+
+
+def test_engine_workers_learn_at_once_that_another_is_lost(others: ProcessPoolExecutor) -> None:
+    spec, plan = make_spec(2 * PATIENCE_S, receivers=3), plan_for(tensors())
+    arriving = [others.submit(receive, spec, plan, [1], "all", rank) for rank in (2, 3)]
+    process = PROCESSES.Process(target=stand_still, args=(spec, plan))
+    process.start()
+    sender = open_sender(spec, source_of(plan, tensors()), CPU)
+    begin = time.monotonic()
+    process.kill()
+    with pytest.raises(PeerLost):
+        for version in range(1, 4):
+            sender.send(Header(version, plan.digest, "all"))
+    sender.drop([1], "engine-0 died")
+    # Their own deadline is far away.
+    for part in arriving:
+        # One that still joined raises.
+        assert "the group broke at" in (str(part.exception(PATIENCE_S) or "") or part.result()[0])
+    assert time.monotonic() - begin < PATIENCE_S
+    sender.close()
+
+
+def test_who_waits_for_a_dead_one_to_join_is_called_off(others: ProcessPoolExecutor) -> None:
+    spec, plan = make_spec(2 * PATIENCE_S, receivers=2), plan_for(tensors())
+    joining = others.submit(receive, spec, plan, [1], "all", 2)
+    with ThreadPoolExecutor(1) as threads:
+        opening = threads.submit(open_sender, spec, source_of(plan, tensors()), CPU)
+        time.sleep(0.5)
+        call_off(spec, "engine-0 died during refit_open")
+        assert str(opening.exception(PATIENCE_S)) == "engine-0 died during refit_open"
+    error = joining.exception(PATIENCE_S)
+    assert isinstance(error, Untouched) and str(error) == "engine-0 died during refit_open"
+
+
+def stand_still(spec: TransportSpec, plan: RefitPlan) -> None:
+    """Joins, and receives nothing."""
+    receiver = open_receiver(spec, plan, 1, CPU)
+    time.sleep(10 * PATIENCE_S)
+    receiver.close()
 
 
 def test_nobody_to_meet_is_an_error_that_names_the_place() -> None:

@@ -179,3 +179,20 @@ def test_every_rank_of_an_uneven_split_sends_its_own() -> None:
     plan = plan_for(held, 3)
     assert sum(item.nbytes for item in plan.items) == plan.payload
     assert {name for name, *_ in layout(held)} - {item.box.name for item in plan.items} == {"none"}
+
+
+def test_the_number_of_groups_does_not_grow_with_the_owners() -> None:
+    rows, layout = 512, [("a", (512, 2), "float32")]
+    for owners in (1, 2, 3, 64, 512):
+        share = -(-rows // owners)
+        boxes = [
+            [TensorSlice("a", (rank * share, 0), (min(share, rows - rank * share), 2))]
+            for rank in range(owners)
+            if rank * share < rows
+        ]
+        plan = RefitPlan.build(layout, boxes)
+        assert len(plan.owner_groups) == min(owners, 2)
+        assert sorted(owner for group in plan.owner_groups for owner in group) == list(plan.owners)
+        # Neighbours in sending order are of different groups, so that one is loaded while the next one arrives.
+        order = [next(place for place, group in enumerate(plan.owner_groups) if c.owner in group) for c in plan.chunks]
+        assert owners == 1 or all(one != other for one, other in pairwise(order))

@@ -241,6 +241,9 @@ class FakeRefit:
         self._ship(ends, range(len(ends)), version)
         return RefitReport(0.0)
 
+    def catch_up(self, behind: list[EngineEnd], version: int) -> None:
+        self._ship(behind, range(len(behind)), version)
+
     def resend(self, ends: list[EngineEnd], fresh: list[EngineEnd], behind: list[EngineEnd], version: int) -> None:
         self._ship(ends, [ends.index(end) for end in (*fresh, *behind)], version)
 

@@ -7,7 +7,7 @@ import pytest
 
 from rlctl.generation.engine import LoadMode
 from rlctl.generation.vllm.worker import answered
-from rlctl.refit.protocol import Header, ReceiveReport, RefitError, Untouched
+from rlctl.refit.protocol import Header, Interrupted, PeerLost, ReceiveReport, RefitError, Untouched
 from tests.turns import turn, turns
 from tests.unit.rollout.fake_engine import FakeModel, SteppedEngine, answer
 
@@ -23,6 +23,7 @@ class Model(FakeModel):
     def __init__(self, mode: str = "direct", overwrites: tuple[bool, ...] = (True, True), failing: str = "") -> None:
         super().__init__()
         self.levels, self.failing = list[int](), [failing] * 2
+        self.error: type[RefitError] = RefitError
         self._mode: Any = mode
         self._overwrites = overwrites
 
@@ -49,7 +50,7 @@ class Model(FakeModel):
     @answered
     def rl_receive(self, rank: int) -> ReceiveReport:
         if self.failing[rank]:
-            raise RefitError(self.failing[rank])
+            raise self.error(self.failing[rank])
         return ReceiveReport(0.0, 0.0, 1.0, 1, 0)
 
     rl_staged = rl_receive
@@ -78,6 +79,27 @@ def test_what_runs_ends_with_the_refit_that_failed(monkeypatch: pytest.MonkeyPat
         one.collect(0.0)
     with pytest.raises(RuntimeError, match="must not be used: the refit to version 5 failed"):
         one.submit([turn(1)])
+
+
+def test_what_runs_waits_for_the_version_where_a_refit_lost_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model(failing="engine-1 died")
+    model.error = PeerLost
+    one = engine(monkeypatch, model)
+    one.submit([turn(0)])
+    one.step()
+    with pytest.raises(Interrupted, match="engine-1 died"):
+        one.refit_receive(HEADER)
+    assert not one._samples
+    # It takes requests meanwhile, and goes on once the version is there.
+    one.submit([turn(1)])
+    model.failing = ["", ""]
+    one.refit_receive(HEADER)
+    assert one._samples
+    while one.active:
+        one.step()
+    turns = one.collect(0.0)
+    versions = {str(name): done.versions.tolist() for name, done in zip(turns.ids, turns.columns.unpack())}
+    assert versions == {str(turn(0).id): [4, 5, 5], str(turn(1).id): [5, 5, 5]}
 
 
 def test_requests_enter_a_few_a_step_and_each_is_answered_by_the_weights_that_it_met(

@@ -1,0 +1,105 @@
+"""An engine of plain parameters that samples nothing: it receives weights into the live ones, over broadcast."""
+
+import hashlib
+import os
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rlctl.generation.engine import Engine, EngineStats, FinishedTurns, LoadMode, MemoryPart
+from rlctl.generation.requests import PackedCompletions, RequestId, TurnRequest
+from rlctl.generation.spec import EngineKind, EngineSpec
+from rlctl.refit.batched_copy import BatchedCopy
+from rlctl.refit.pipeline import ChunkReceiver
+from rlctl.refit.plan import RefitPlan
+from rlctl.refit.protocol import EngineReport, Header, Interrupted, Mode, PeerLost, TransportSpec
+from rlctl.refit.sink import WholeTensorSink
+from rlctl.refit.transport import open_receiver
+
+CPU = torch.device("cpu")
+
+
+class PlainEngine(Engine):
+    """Holds the tensors of the plan. `state` says whether they are whole."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self._folder = Path(spec.model_path)
+        self._receiver: ChunkReceiver | None = None
+        self._sink: Live | None = None
+        self.state = "whole"
+
+    def refit_open(
+        self, spec: TransportSpec, plan: RefitPlan, first_rank: int, mode: Mode, in_flight: bool
+    ) -> LoadMode:
+        if self._receiver:
+            self._receiver.close()
+        self._receiver = open_receiver(spec, plan, first_rank, CPU)
+        self._sink = self._sink or Live(plan, self._folder)
+        return LoadMode("direct", "plain parameters", 0, overwrites=True)
+
+    def refit_receive(self, header: Header) -> EngineReport:
+        assert self._receiver and self._sink
+        begin, self.state = time.perf_counter(), "interrupted"
+        try:
+            received = self._receiver.receive(header, self._sink)
+        except PeerLost as error:
+            raise Interrupted(str(error)) from error
+        self.state, seconds = "whole", time.perf_counter() - begin
+        return EngineReport(received, seconds, seconds, 0.0)
+
+    def live(self) -> dict[str, str]:
+        """Return the state and a hash of every tensor."""
+        assert self._sink
+        return {"state": self.state} | {name: hash_of(tensor) for name, tensor in self._sink.tensors()}
+
+    def submit(self, requests: list[TurnRequest]) -> None:
+        raise NotImplementedError
+
+    def collect(self, patience_s: float) -> FinishedTurns:
+        return FinishedTurns([], PackedCompletions.pack([]), EngineStats())
+
+    def abort(self, ids: list[RequestId]) -> int:
+        return 0
+
+    def sleep(self) -> None:
+        """There is no device memory to give back."""
+
+    def wake(self, part: MemoryPart) -> None:
+        """There is no device memory to take."""
+
+    def memory(self) -> dict[str, float]:
+        return {}
+
+    def notes(self) -> list[str]:
+        return []
+
+
+def hash_of(tensor: Tensor) -> str:
+    """Return a hash of a tensor's bytes."""
+    return hashlib.sha256(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+class Live(WholeTensorSink):
+    """The live parameters. A process with a file `hold-PID` stands still in the middle of a refit."""
+
+    def __init__(self, plan: RefitPlan, folder: Path) -> None:
+        super().__init__(plan, CPU)
+        self._folder, self._chunks = folder, 0
+
+    def copies(self, arrived: Iterable[tuple[int, Tensor]]) -> BatchedCopy:
+        self._chunks += 1
+        if self._chunks == 4 and (self._folder / f"hold-{os.getpid()}").exists():
+            (self._folder / f"held-{os.getpid()}").touch()
+            time.sleep(3600)
+        return super().copies(arrived)
+
+
+def environment(device: str, devices: Sequence[str], beside: Sequence[str] = ()) -> dict[str, str]:
+    """One thread: there are many engines."""
+    return {"OMP_NUM_THREADS": "1"}
+
+
+KIND = EngineKind(PlainEngine, environment)
