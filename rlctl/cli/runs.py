@@ -130,21 +130,30 @@ def stop(run: Run = "", root: Root = None) -> None:
     say(f"{folder.name} {what}")
 
 
-@app.command(epilog=examples("rlctl runs logs --follow", "rlctl runs logs grpo--qwen3-tiny--1 --process trainer-0"))
+@app.command(
+    epilog=examples(
+        "rlctl runs logs --follow",
+        "rlctl runs logs grpo--qwen3-tiny--1 --process trainer-0",
+        "rlctl runs logs grpo--qwen3-tiny--1 --node gpu2",
+    )
+)
 def logs(
     run: Run = "",
     root: Root = None,
     process: Annotated[
         str | None, typer.Option("--process", help="Only the log of this process, such as trainer-0.")
     ] = None,
+    node: Annotated[
+        str | None, typer.Option("--node", help="Only the logs of the processes on this node of a cluster.")
+    ] = None,
     follow: Follow = False,
     lines: Lines = 10,
 ) -> None:
-    """Print the logs of a run's processes, of its newest attempt."""
+    """Print the logs of a run's processes, of its newest attempt; of a run over several nodes after the node's name."""
     from rlctl.cluster.jobs.watch import show_run_logs
 
     with explained():
-        raise typer.Exit(show_run_logs(_find(run, root), process, follow, lines))
+        raise typer.Exit(show_run_logs(_find(run, root), process, node, follow, lines))
 
 
 @app.command(

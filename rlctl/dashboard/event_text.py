@@ -15,6 +15,8 @@ STYLE = {
     "restart": "yellow",
     "checkpoint": "cyan",
 }
+# Processes whose ids are shown in a line.
+MOST_IDS = 16
 ENDS = {"done": "green", "failed": "bold red", "interrupted": "yellow", "stopped": "yellow"}
 
 
@@ -76,14 +78,22 @@ def _chosen(event: Record) -> str:
 def _opened(event: Record) -> str:
     extra = float(event.get("extra_bytes", 0)) / 2**30
     memory = f", {extra:.1f} GiB beyond the weights" if extra else ""
-    return f"refit to {event.get('engine')}: {event.get('transport')}, {event.get('mode')} ({event.get('why')}){memory}"
+    names = list(event.get("engines") or [])
+    engines = names[0] if len(names) == 1 else f"{len(names)} engines"
+    return f"refit to {engines}: {event.get('transport')}, {event.get('mode')} ({event.get('why')}){memory}"
+
+
+def _processes(event: Record) -> str:
+    shown = _fields(event)
+    count = len(event) - 2
+    return f"process ids: {shown}" if count <= MOST_IDS else f"process ids: of {count} processes, in events.jsonl"
 
 
 _WORDS: dict[str, Callable[[Record], str]] = {
     "run_started": _started,
     "started": _start_up,
     "chosen": lambda event: f"chosen: {_chosen(event)}",
-    "processes": lambda event: f"process ids: {_fields(event)}",
+    "processes": _processes,
     "checkpoint": lambda event: f"checkpoint of step {event.get('step')}{_took(event)} {event.get('path', '')}",
     "probe": lambda event: (
         "probe: trainer and generator agree, token_mult_prob_error "

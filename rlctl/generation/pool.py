@@ -92,8 +92,9 @@ class GeneratorPool:
         except EnginesLost as error:
             # Nothing is to be saved yet: the part that failed says why.
             raise next(iter(error.reasons.values())) from error
-        for engine, choice in zip(self.engines, choices):
-            self._emit("refit_opened", engine=engine.name, transport=refit.options.kind, **vars(choice))
+        ways = {choice: [e.name for e, own in zip(self.engines, choices) if own == choice] for choice in choices}
+        for choice, names in ways.items():
+            self._emit("refit_opened", engines=names, transport=refit.options.kind, **vars(choice))
 
     def sync(self, version: int, checks: Checks | None = None) -> RefitReport:
         """Bring every engine to the trainer's `version`, and rebuild those that are lost meanwhile.

@@ -223,6 +223,28 @@ def prefix_metrics(interval: EngineInterval) -> dict[str, float]:
     return {"generator/prefix_hit_share": cached / prompts} if prompts else {}
 
 
+def engine_metrics(interval: EngineInterval) -> dict[str, float]:
+    """Return the median and the slowest of several engines, tokens/s while they sampled, and the most idle one's share.
+
+    So many numbers whatever the number of engines. Empty for one engine, or until two have sampled.
+    """
+    rates, idle = dict[int, float](), dict[int, float]()
+    for index, (before, after) in enumerate(zip(interval.before, interval.after)):
+        busy, whole = after.busy - before.busy, after.at - before.at
+        if busy > 0 and before.at > 0 and whole > 0:
+            rates[index] = (after.tokens - before.tokens) / busy
+            idle[index] = min(1.0, max(0.0, 1 - busy / whole))
+    if len(rates) < 2:
+        return {}
+    slowest = min(rates, key=lambda index: rates[index])
+    return {
+        "engines/rate_median": float(np.median([*rates.values()])),
+        "engines/rate_slowest": rates[slowest],
+        "engines/slowest": float(slowest),
+        "engines/idle_most": max(idle.values()),
+    }
+
+
 def generator_metrics(interval: EngineInterval) -> dict[str, float]:
     """Return the generator's speed while it sampled, and the shares of the time in which it was idle or paused.
 

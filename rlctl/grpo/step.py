@@ -11,6 +11,7 @@ from rlctl.grpo.group_record import step_records
 from rlctl.grpo.metrics import (
     EngineInterval,
     age_metrics,
+    engine_metrics,
     generator_metrics,
     length_metrics,
     prefix_metrics,
@@ -120,6 +121,6 @@ class GrpoStep:
         speed = speed_metrics(metrics, times, devices.trainer, devices.all)
         engines = EngineInterval(self._stats, self._parts.dispatcher.stats(), devices.generator)
         speed |= generator_metrics(engines) if self._async else turn_metrics(metrics, times, devices.generator)
-        speed |= prefix_metrics(engines)
+        speed |= prefix_metrics(engines) | engine_metrics(engines)
         length = length_of_a_token([len(sequence) for sequence in batch.sequences])
         return speed | devices.flops.metrics(speed["throughput/training"], length, devices.name)

@@ -3,6 +3,7 @@
 Both yield an `Allocation`: slots for this run alone, and the means to start a process in one.
 """
 
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -11,6 +12,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import TYPE_CHECKING, Protocol
 
+from rlctl.cluster.remote_scripts.logs import NODES
 from rlctl.config.run_weights import ADAPTER_CONFIG, is_adapter
 from rlctl.dashboard.state import read_state
 from rlctl.preflight.machine import Device, RunMachine
@@ -27,6 +29,7 @@ from rlctl.run.run_dir import JobRecord, RunDir, RunDirError
 from rlctl.utils.code_cache import forget_old_code
 from rlctl.utils.cores import usable_cores
 from rlctl.utils.devices import count_gpus, device_memory, visible_gpus
+from rlctl.utils.files import write_whole
 from rlctl.workers.reaper import leftovers, sweep
 
 if TYPE_CHECKING:
@@ -189,6 +192,10 @@ class ClusterRuntime:
         model = Path(session.config.model.path)
         others = [node for node in leases if not node.is_the_drivers]
         must_share(others, session.run_dir.path.resolve(), model if model.is_dir() else None)
+        if len(placement.used) > 1:
+            # The driver's own logs are the head's.
+            where = {**placement.node_by_process, "driver": placement.nodes[0]}
+            write_whole(session.logs / NODES, json.dumps(where))
         nodes = dict(zip(placement.used, leases))
         # Weights in transit are on the node of the processes, which need not be the driver's.
         yield Allocation(placement, [nodes.get(index) for index in range(len(placement.nodes))], leases[0].folder)

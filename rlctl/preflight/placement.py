@@ -107,6 +107,12 @@ class Placement:
         counts = [self.processes_on(node)[0] for node in self.used]
         return tuple(count for count in counts if count)
 
+    @property
+    def node_by_process(self) -> dict[str, str]:
+        """Name of the node of each process: trainer-N, engine-N."""
+        sides = {"trainer": self.trainers, "engine": self.engines}
+        return {f"{side}-{n}": self.nodes[slot.node] for side, slots in sides.items() for n, slot in enumerate(slots)}
+
     def processes_on(self, node: int) -> tuple[int, int]:
         """Return the numbers of ranks and of engines on a node."""
         return sum(slot.node == node for slot in self.trainers), sum(slot.node == node for slot in self.engines)

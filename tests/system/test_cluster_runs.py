@@ -59,7 +59,7 @@ def test_up_train_and_down(clusters: Clusters, tmp_path: Path) -> None:
     assert "--cluster local grpo.num_steps=4" in out
     assert steps(run) == [1, 2]
     opened = [event for event in read(run / "events.jsonl") if event["kind"] == "refit_opened"]
-    assert [event["transport"] for event in opened] == ["broadcast"] * 2
+    assert [(event["transport"], len(event["engines"])) for event in opened] == [("broadcast", 2)]
     shown = json.loads(clusters.run("list", "--json", group="runs")[0])
     assert [(each["name"], each["status"]) for each in shown] == [(run.name, "done")]
     # Reserved resources are free again, and no secret stands anywhere.
@@ -68,6 +68,9 @@ def test_up_train_and_down(clusters: Clusters, tmp_path: Path) -> None:
     assert seen["runs"] == []
     assert all(b"do not show this" not in path.read_bytes() for path in run.rglob("*") if path.is_file())
     assert "trainer-0.log" in {path.name for path in (run / "logs" / "latest").iterdir()}
+
+    lines = clusters.run("logs", run.name, "--node", "node-1", group="runs")[0].splitlines()
+    assert {line.partition(" | ")[0] for line in lines} == {"node-1 engine-0.log", "node-1 engine-1.log"}
 
     late = ("run.name=spät", "placement.wait_s=1", "trainer.num_ranks=4", *SMALL)
     out, err = clusters.run("grpo", "--cluster", "local", "--wait", *late, group="train", code=1)

@@ -134,7 +134,7 @@ def test_a_run_lives_on_its_nodes(clusters: Clusters, lab: SlurmLab) -> None:
     assert "grpo--qwen3-tiny--1 done" in out, err
     opened = [event for event in read(run / "events.jsonl") if event["kind"] == "refit_opened"]
     # The rank stands on one node, the engine on the other: a node has one CPU here.
-    assert [event["transport"] for event in opened] == ["broadcast"]
+    assert [(event["transport"], event["engines"]) for event in opened] == [("broadcast", ["engine-0"])]
     assert json.loads(clusters.run("status", "--json")[0])["runs"] == []
     clusters.run("down")
     assert gone(folders_of(state), within_s=60)

@@ -148,8 +148,11 @@ def stop_job(run: Path, record: JobRecord, now: bool) -> bool:
     return bool(ask(state, "stop", request)["stopped"])
 
 
-def show_run_logs(run: Path, process: str | None, follow: bool, lines: int) -> int:
-    """Print a run's logs and return the exit code. Raises ClusterError for a run of a cluster that is not up."""
+def show_run_logs(run: Path, process: str | None, node: str | None, follow: bool, lines: int) -> int:
+    """Print a run's logs, of one process or node if given, and return the exit code.
+
+    Raises ClusterError for a run of a cluster that is not up.
+    """
     record, host, folder = JobRecord.read(run), Host(""), str(RunDir(run).logs.resolve())
     if record and record.remote:
         state = cluster_of(record)
@@ -157,7 +160,7 @@ def show_run_logs(run: Path, process: str | None, follow: bool, lines: int) -> i
             raise ClusterError(f"{run.name} was on {record.cluster}, which is not up: its logs are in {record.remote}")
         host, folder = state.host_of(state.head), f"{record.remote}/logs/latest"
     request = {"folder": folder, "keep": folder, "cluster": "", "node": run.name, "lines": lines, "follow": follow}
-    running = host.follow("logs.run", {**request, "suffixes": [".log"], "process": process})
+    running = host.follow("logs.run", {**request, "suffixes": [".log"], "process": process, "on_node": node})
     try:
         return running.wait()
     finally:

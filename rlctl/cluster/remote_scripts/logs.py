@@ -1,10 +1,12 @@
 """Runs on a host: prints the ends of a node's logs, and with follow further lines, each after the node's name.
 
 request: folder (of a live node); keep, cluster, node (see `kept_logs`); lines, follow; suffixes (of the files to show;
-left out: Ray's logs); process (NAME of the one NAME.log to show; left out or null: all). Exit code 2 where there is no
-such process.
+left out: Ray's logs); process (NAME of the one NAME.log to show; left out or null: all); on_node (show the logs of its
+processes alone; left out or null: all). Exit code 2 where there is no such process or node. In a folder with `NODES`, a
+run's over several nodes, each line has the node's name of its process in front.
 """
 
+import json
 import os
 import re
 import sys
@@ -16,6 +18,8 @@ from rlctl.cluster.remote_scripts.node import kept_logs
 # Logs that say why something went wrong; Ray's others count events.
 SUFFIXES = ("start.log", "gcs_server.out", "raylet.out", ".err")
 PREFIXES = ("worker-", "job-driver-")
+# The node of each process, in the log folder of a run over several nodes. A log without an entry is the driver's.
+NODES = "nodes.json"
 # Control characters except tab, and direction marks that reorder a line.
 UNSAFE = "[\x00-\x08\x0a-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]"
 
@@ -33,12 +37,17 @@ def run(request: dict[str, Any]) -> None:
         there = "there are {}".format(", ".join(names)) if names else "there are none yet"
         sys.stderr.write("error: {} has no process {}; {}\n".format(request["node"], request["process"], there))
         sys.exit(2)
+    nodes = nodes_in(folders[0])
+    if request.get("on_node") and request["on_node"] not in nodes.values():
+        there = "; there are {}".format(", ".join(sorted(set(nodes.values())))) if nodes else ": it is on one node"
+        sys.stderr.write("error: {} has no node {}{}\n".format(request["node"], request["on_node"], there))
+        sys.exit(2)
     places: dict[str, int] = {}
     for path in paths(folders, request):
         with open(path, "rb") as file:
             text = file.read().decode(errors="replace")
             places[path] = file.tell()
-        say(request["node"], path, text.splitlines()[-request["lines"] :])
+        say(nodes, request, path, text.splitlines()[-request["lines"] :])
     if names and not places and not request["follow"]:
         wrote = request.get("process") or ", ".join(names)
         print("{}: {} wrote nothing".format(request["node"], wrote))
@@ -49,26 +58,41 @@ def run(request: dict[str, Any]) -> None:
                 new = file.read()
             whole = new[: new.rfind(b"\n") + 1]
             places[path] = places.get(path, 0) + len(whole)
-            say(request["node"], path, whole.decode(errors="replace").splitlines())
+            say(nodes, request, path, whole.decode(errors="replace").splitlines())
         time.sleep(0.5)
+
+
+def nodes_in(folder: str) -> "dict[str, str]":
+    try:
+        with open(os.path.join(folder, NODES), encoding="utf-8") as file:
+            return dict(json.load(file))
+    except (OSError, ValueError):
+        return {}
+
+
+def node_of(nodes: "dict[str, str]", path: str) -> "str | None":
+    name = os.path.basename(path)
+    return nodes.get(name[: -len(".log")], nodes.get("driver"))
 
 
 def paths(folders: "list[str]", request: dict[str, Any]) -> "list[str]":
     suffixes = tuple(request.get("suffixes") or SUFFIXES)
-    process = request.get("process")
+    process, nodes = request.get("process"), nodes_in(folders[0])
     prefixes = () if request.get("suffixes") else PREFIXES
     found = []
     for folder in folders:
         for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else []:
             path = os.path.join(folder, name)
             wanted = name == f"{process}.log" if process else name.endswith(suffixes) or name.startswith(prefixes)
+            if request.get("on_node") and node_of(nodes, path) != request["on_node"]:
+                continue
             if wanted and os.path.isfile(path) and os.path.getsize(path):
                 found.append(path)
     return found
 
 
-def say(node: str, path: str, lines: "list[str]") -> None:
-    name, shown = os.path.basename(path), []
+def say(nodes: "dict[str, str]", request: dict[str, Any], path: str, lines: "list[str]") -> None:
+    name, node, shown = os.path.basename(path), node_of(nodes, path) or request["node"], list[str]()
     for line in lines:
         # Ray colours some lines whether anybody sees it or not.
         line = re.sub("\x1b\\[[0-9;]*m", "", line)

@@ -77,7 +77,15 @@ def throughput(state: RunState, width: int, height: int) -> list[Row]:
         rows.append(_course(state, name, key, number(value), width - 4))
     if (share := state.latest("throughput/mfu")) is not None:
         rows.append(_course(state, "MFU", "throughput/mfu", percent(share), width - 4))
-    return box("Throughput", rows, width, height, "tokens/s/device")
+    return box("Throughput", rows, width, height, "tokens/s/device", _engines(state))
+
+
+def _engines(state: RunState) -> str:
+    """Return the median and the slowest of several engines, in words; empty for one."""
+    median, slowest = (state.latest(f"engines/rate_{name}") for name in ("median", "slowest"))
+    if median is None or slowest is None:
+        return ""
+    return f"engines {number(median)}, slowest {number(slowest)} (#{state.latest('engines/slowest'):.0f})"
 
 
 def _course(state: RunState, label: str, name: str, shown: str, width: int) -> Row:
@@ -86,8 +94,10 @@ def _course(state: RunState, label: str, name: str, shown: str, width: int) -> R
 
 
 def idle(state: RunState, width: int, height: int) -> list[Row]:
-    """Draw a bar for each side, as long as it was idle."""
-    return box("Idle", _idle_rows(state, width - 4), width, height, "share of the step")
+    """Draw a bar for each side, as long as it was idle, and one for the most idle of several engines."""
+    most = state.latest("engines/idle_most")
+    worst = [] if most is None else [_share_row("idlest", "blue", most, width - 4)]
+    return box("Idle", [*_idle_rows(state, width - 4), *worst], width, height, "share of the step")
 
 
 def memory(state: RunState, width: int, height: int) -> list[Row]:
@@ -118,10 +128,12 @@ def _idle_rows(state: RunState, width: int) -> list[Row]:
     sides = [("trainer", "green", state.latest("idle/trainer"))]
     if state.algorithm != "sft":
         sides.append(("generator", "blue", state.generated("idle/generator")))
-    room, rows = max(0, width - 20), []
-    for side, style, share in sides:
-        drawn = "" if share is None else bar(share, room)
-        rest = "" if share is None else "░" * (room - len(drawn))
-        name, shown = (f"{side:<10}", "bright_black"), (f"{percent(share):>6}", "bold")
-        rows.append(row(name, shown, "  ", (drawn, style), (rest, "bright_black")))
-    return rows
+    return [_share_row(*side, width) for side in sides]
+
+
+def _share_row(name: str, style: str, share: float | None, width: int) -> Row:
+    room = max(0, width - 20)
+    drawn = "" if share is None else bar(share, room)
+    rest = "" if share is None else "░" * (room - len(drawn))
+    shown = (f"{percent(share):>6}", "bold")
+    return row((f"{name:<10}", "bright_black"), shown, "  ", (drawn, style), (rest, "bright_black"))

@@ -12,7 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from rlctl.cli.runs import app
+from rlctl.cluster.remote_scripts.logs import NODES
 from rlctl.dashboard.state import read_state
+from rlctl.preflight.placement import NodeResources, ResourceRequest, place
 from rlctl.telemetry.events import EventLog
 from rlctl.telemetry.exact_tokens import TokenRow, pack
 from rlctl.telemetry.rollouts_file import RolloutsFile
@@ -114,6 +116,32 @@ def test_logs_of_a_process_that_there_is_not_name_those_there_are(
     assert told("0")[0] == 2
     assert told("trainer-0") == (0, "a trainer-0.log | a line\n", "")
     assert told("engine-0") == (0, "a: engine-0 wrote nothing\n", "")
+
+
+def test_logs_of_a_run_over_several_nodes_begin_with_the_node_and_can_be_those_of_one(
+    runs: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    logs = runs / "a/logs/latest"
+    for name in ("driver", "engine-0", "engine-1", "trainer-0"):
+        (logs / f"{name}.log").write_text(f"of {name}\n")
+
+    def told(*words: str) -> tuple[int, str, str]:
+        code = call("logs", "a", "--dir", runs, *words)[0]
+        return (code, *capfd.readouterr())
+
+    # A run on one node has no need to say which.
+    assert told()[1].splitlines()[0] == "a driver.log | of driver"
+    assert told("--node", "gpu1") == (2, "", "error: a has no node gpu1: it is on one node\n")
+    placement = place([NodeResources("gpu1", 1), NodeResources("gpu2", 2)], ResourceRequest(1, 2, colocated=False))
+    (logs / NODES).write_text(json.dumps({**placement.node_by_process, "driver": "gpu1"}))
+    lines = ["driver.log | of driver", "engine-0.log | of engine-0", "engine-1.log | of engine-1"]
+    lines.append("trainer-0.log | of trainer-0")
+    nodes = ["gpu1", *(placement.node_by_process[each.split(".")[0]] for each in lines[1:])]
+    assert set(nodes) == {"gpu1", "gpu2"}
+    both = [f"{node} {line}\n" for node, line in zip(nodes, lines)]
+    assert told() == (0, "".join(both), "")
+    assert told("--node", "gpu2") == (0, "".join(line for line in both if line.startswith("gpu2 ")), "")
+    assert told("--node", "gpu3") == (2, "", "error: a has no node gpu3; there are gpu1, gpu2\n")
 
 
 def test_a_stopped_run_is_called_so(runs: Path) -> None:

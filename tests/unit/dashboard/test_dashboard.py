@@ -14,6 +14,8 @@ from rlctl.dashboard.console import write_svg
 from rlctl.dashboard.dashboard import render
 from rlctl.dashboard.state import read_state
 from rlctl.dashboard.view import LiveDashboard
+from rlctl.generation.engine import EngineStats
+from rlctl.grpo.metrics import EngineInterval, engine_metrics
 from rlctl.telemetry.events import EventLog
 from tests.unit.dashboard.synthetic import START, async_metrics, step_metrics, write_run
 from tests.waiting import until
@@ -231,6 +233,30 @@ def test_a_constant_series_is_flat_at_the_bottom_also_where_it_changes_by_less_t
     sft = write_run(tmp_path, "sft", algorithm="sft", metrics=lambda step: {"loss/nll": 2.0, "time/step": 1.0}).path
     curve = [line for line in screen(sft, 140, 40) if "┤" in line]
     assert "2.00 ┤⣀⣀⣀" in curve[-1] and "⣀" not in "".join(curve[:-1])
+
+
+def of_many_engines(step: int) -> dict[str, float]:
+    """Return a step of a run of 64 engines, of which engine 37 is slow."""
+    engines = [EngineStats(0.0, 0.0, 0, at=1.0)] * 64, [EngineStats(2.0, 0.0, 2400, at=5.0)] * 64
+    engines[1][37] = EngineStats(3.0, 0.0, 1200, at=5.0)
+    engines[1][5] = EngineStats(1.0, 0.0, 1200, at=5.0)
+    return async_metrics(step) | engine_metrics(EngineInterval(*engines, devices=64))
+
+
+@pytest.mark.parametrize("size", [(80, 24), (140, 40)])
+def test_sixty_four_engines_are_shown_by_their_median_and_the_worst(tmp_path: Path, size: tuple[int, int]) -> None:
+    one, many = (
+        screen(write_run(tmp_path, name, metrics=metrics, devices=(64, 64)).path, *size)
+        for name, metrics in (("one", async_metrics), ("all", of_many_engines))
+    )
+    [found] = [line for line in many if "slowest" in line]
+    assert "engines 1,200, slowest 400 (#37) ─╯" in found
+    assert [number for number, line in enumerate(one) if "─ Events" in line] == [
+        number for number, line in enumerate(many) if "─ Events" in line
+    ]
+    if size[0] > 116:
+        [idlest] = [line for line in many if "idlest" in line]
+        assert "75.0%" in idlest
 
 
 def ends_without_sampling(step: int) -> dict[str, float]:

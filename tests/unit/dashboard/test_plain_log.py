@@ -65,9 +65,19 @@ def test_events_say_what_they_are_in_the_first_column() -> None:
     assert list(lines.lines({"kind": "startup", "what": "ray", "seconds": 2.0})) == ["startup     ray 2.00s"]
     assert list(lines.lines({"kind": "engine_lost", "engine": 1})) == ["engine      1 lost"]
     assert list(lines.lines({"kind": "engine_gone", "engine": 1})) == ["engine      1 is gone"]
-    assert list(lines.lines({"kind": "processes", "trainer-0": 7})) == ["process ids trainer-0 7"]
-    opened = {"kind": "refit_opened", "engine": "engine-0", "transport": "shm", "mode": "staged", "why": "on CPU"}
+    opened = {"kind": "refit_opened", "engines": ["engine-0"], "transport": "shm", "mode": "staged", "why": "on CPU"}
     assert list(lines.lines(opened)) == ["refit       to engine-0: shm, staged (on CPU)"]
+
+
+def test_the_processes_of_a_large_run_take_a_line_and_not_a_screen() -> None:
+    lines = LineFormat(1)
+    few = {"kind": "processes", "time": 1.0, **{f"engine-{index}": index for index in range(2)}}
+    assert list(lines.lines(few)) == ["process ids engine-0 0 engine-1 1"]
+    many = {"kind": "processes", "time": 1.0, **{f"engine-{index}": index for index in range(64)}}
+    assert list(lines.lines(many)) == ["process ids of 64 processes, in events.jsonl"]
+    engines = [f"engine-{index}" for index in range(64)]
+    opened = {"kind": "refit_opened", "engines": engines, "transport": "ipc", "mode": "direct", "why": "nothing runs"}
+    assert list(lines.lines(opened)) == ["refit       to 64 engines: ipc, direct (nothing runs)"]
 
 
 def test_what_is_no_news_is_not_printed() -> None:

@@ -15,6 +15,7 @@ from rlctl.grpo.batch import make_batch
 from rlctl.grpo.losses.sections import GrpoLossSection
 from rlctl.grpo.metrics import (
     EngineInterval,
+    engine_metrics,
     generator_metrics,
     prefix_metrics,
     refit_metrics,
@@ -223,6 +224,15 @@ def test_a_generator_of_its_own_is_measured_by_its_own_clock() -> None:
         }
     )
     assert prefix_metrics(interval) == {"generator/prefix_hit_share": 240 / 400}
+    assert engine_metrics(interval) == pytest.approx(
+        {
+            "engines/rate_median": (300 / 3 + 300 / 6) / 2,
+            "engines/rate_slowest": 300 / 6,
+            "engines/slowest": 1,
+            "engines/idle_most": 1 - 3 / 4,
+        }
+    )
+    assert engine_metrics(EngineInterval(before[:1], after[:1], devices=1)) == {}
     unheard = [EngineStats()]
     assert generator_metrics(EngineInterval(unheard, after[:1], devices=1)) == {}
     assert generator_metrics(EngineInterval(after, after, devices=4)) == {}
