@@ -41,8 +41,8 @@ from rlctl.workers.group import Pending, Worker, WorkerGroup, WorkerSpec
 
 _DEADLINE_S = 600.0
 _PROMPT_TOKENS, _REQUESTS, _REQUEST_TOKENS = 64, 16, 192
-# Long enough for decoding to begin, short enough for requests to outlast the update.
-_BEFORE_UPDATE_S = 0.25
+# Steps of an engine before an update: its prompts are computed, and its requests outlast the update.
+_BEFORE_UPDATE, _POLL_S = 12, 0.005
 
 
 @dataclass(frozen=True)
@@ -268,7 +268,7 @@ class _Stage:
 
     def _while_requests_run(self, refit: Refit, checks: Checks) -> dict[str, Any]:
         """Refit as a run does, through the driver, while every engine samples."""
-        stalls, seconds = [], []
+        stalls, gaps, seconds = [], [], []
         for number in range(self.bench.updates):
             # Different prompts, so that no prefix is cached.
             ids = [RequestId(RolloutId("parity", "bench", number * _REQUESTS + i, 0)) for i in range(_REQUESTS)]
@@ -277,15 +277,19 @@ class _Stage:
                 for i, each in enumerate(ids)
             ]
             for engine in self.engines:
+                begun = _steps(engine)
                 engine.start(Engine.submit, requests).wait(_DEADLINE_S)
-            time.sleep(_BEFORE_UPDATE_S)
+                # A step with prompts is longer: it must not count as the update's.
+                while _steps(engine) < begun + _BEFORE_UPDATE:
+                    time.sleep(_POLL_S)
             begin = time.perf_counter()
             report = refit.run(self.ends, 1 + self.bench.rounds + number, checks)
             seconds.append(time.perf_counter() - begin)
             stalls.append(report.stall)
+            gaps.append(report.gap)
             for engine in self.engines:
                 engine.start(Engine.abort, ids).wait(_DEADLINE_S)
-        return {"stall": median(stalls), "driver": median(seconds)}
+        return {"stall": median(stalls), "step": median(gaps), "driver": median(seconds)}
 
     def _options(self, kind: Kind, mode: Mode, buffers: int) -> RefitOptions:
         bench = self.bench
@@ -321,6 +325,11 @@ class _Stage:
 
     def _rpc(self, method: str, *args: object) -> list[Any]:
         return _answers([engine.start(VllmEngine.rpc, method, *args) for engine in self.engines])
+
+
+def _steps(engine: Worker) -> int:
+    """Return the number of steps that an engine has made."""
+    return int(engine.start(Engine.collect, 0.0).wait(_DEADLINE_S)[0].stats.steps)
 
 
 def _answers(pending: Sequence[Pending[Any]]) -> list[Any]:

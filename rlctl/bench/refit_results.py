@@ -12,9 +12,9 @@ from rlctl.dashboard.formats import count
 PHASES = ("gather", "pack", "wire", "load")
 _LEGEND = (
     "ms: median until every engine holds every tensor; share: of the plain link's rate; pause: no sampling; "
-    "stall: longest gap between two tokens of running requests beyond their usual one; driver: ms of such a refit as "
-    "the driver sees it; memory: peak on the device beyond the weights, trainer + engine; bits: compared with "
-    "what was sent"
+    "stall: longest gap between two tokens of running requests beyond their usual one, which is step; driver: ms of "
+    "such a refit as the driver sees it; memory: peak on the device beyond the weights, trainer + engine; bits: "
+    "compared with what was sent"
 )
 
 
@@ -35,6 +35,7 @@ class SchemeRow:
     wrong: list[str] = field(default_factory=list)  # tensors that differ in a bit from the sent ones
     driver: float | None = None  # a whole refit while requests run, as the driver sees it
     stall: float | None = None  # the requests' wait beyond their ordinary gap between tokens
+    step: float | None = None  # that ordinary gap
 
     @property
     def pause(self) -> float:
@@ -116,7 +117,7 @@ class RefitResults(Results):
             *(phases if wide else []),
             ("pause", _ms(row.pause) if row.checked else ""),
             ("stall", _ms(row.stall)),
-            *(driver if wide else []),
+            *([("step", _ms(row.step)), *driver] if wide else []),
             ("memory", memory if row.trainer_extra or row.engine_extra else ""),
             ("bits", ("differ" if row.wrong else "equal") if row.checked else ""),
         ]

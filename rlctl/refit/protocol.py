@@ -114,6 +114,8 @@ class EngineReport:
     stall: float
     # One of each worker with adapters.
     proofs: tuple[LiveProof, ...] = ()
+    # Ordinary gap between two tokens of a running request; 0 if none ran.
+    gap: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -131,8 +133,10 @@ class RefitReport:
     load: float = 0.0
     # In which the slowest engine could sample nothing.
     commit: float = 0.0
-    # Longest gap between two tokens of any engine's running request beyond its ordinary gap; 0 if none ran.
+    # Longest gap between two tokens of any engine's running request beyond its ordinary gap, and the longest ordinary
+    # gap of an engine; 0 if none ran.
     stall: float = 0.0
+    gap: float = 0.0
     # Memory that a trainer rank and an engine worker hold for refits at most.
     trainer_extra_bytes: int = 0
     engine_extra_bytes: int = 0

@@ -382,6 +382,7 @@ def _merged(engines: list[EngineReport], sent: list[SendReport]) -> RefitReport:
         load=slowest.received.load,
         commit=slowest.commit,
         stall=max(report.stall for report in engines),
+        gap=max(report.gap for report in engines),
         trainer_extra_bytes=max(report.extra_bytes for report in sent),
         engine_extra_bytes=max(report.received.extra_bytes for report in engines),
     )

@@ -45,11 +45,15 @@ def stall(steps: list[float], begin: float, end: float) -> float:
 
     steps: ascending times; 0 where nothing was sampled before or after.
     """
-    gaps = [(first, last) for first, last in pairwise(steps) if last > begin and first < end]
+    gaps = [last - first for first, last in pairwise(steps) if last > begin and first < end]
+    ordinary = ordinary_gap(steps, begin)
+    return max(0.0, max(gaps) - ordinary) if gaps and ordinary else 0.0
+
+
+def ordinary_gap(steps: list[float], begin: float) -> float:
+    """Return the median gap between two steps before `begin`; 0 where nothing was sampled."""
     before = [last - first for first, last in pairwise([step for step in steps if step <= begin][-_BEFORE:])]
-    if not gaps or not before:
-        return 0.0
-    return max(0.0, max(last - first for first, last in gaps) - median(before))
+    return median(before) if before else 0.0
 
 
 class TurnState(Enum):

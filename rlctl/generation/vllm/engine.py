@@ -16,7 +16,7 @@ from typing import Any, Literal
 from rlctl.generation.engine import Engine, EngineStats, FinishedTurns, LoadMode, MemoryPart
 from rlctl.generation.requests import PackedCompletions, RequestId, TurnRequest
 from rlctl.generation.spec import EngineSpec
-from rlctl.generation.vllm.active_requests import ActiveRequests, after_step, stall
+from rlctl.generation.vllm.active_requests import ActiveRequests, after_step, ordinary_gap, stall
 from rlctl.generation.vllm.build import add_request, begun, build_llm, cached_sequences, vllm_request
 from rlctl.refit.plan import RefitPlan
 from rlctl.refit.protocol import (
@@ -123,7 +123,9 @@ class VllmEngine(Engine):
         end = time.perf_counter()
         self._let_steps_pass(end)
         received = max(reports, key=lambda report: report.seconds)
-        return EngineReport(received, end - begin, commit, stall(list(self._steps), begin, end), tuple(proofs))
+        steps = list(self._steps)
+        gap = ordinary_gap(steps, begin)
+        return EngineReport(received, end - begin, commit, stall(steps, begin, end), tuple(proofs), gap)
 
     def sleep(self) -> None:
         """Give the device's memory to the trainer. Weights and key-value cache are dropped: a refit comes before the
