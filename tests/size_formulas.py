@@ -74,4 +74,6 @@ def sizes_by_formula(raw: dict[str, Any]) -> ModelSizes:
         kv_values_per_token=2 * layers * kv_heads * head_dim,
         linears=tuple(linears),
         state_layers=0,
+        one_sequence_a_row=None,
+        dropout=(),
     )

@@ -22,6 +22,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 _HALF = [SLIDING, FULL] * (LAYERS // 2)
 _WINDOWS = {"sliding_window": WINDOW, "layer_types": _HALF}
 _TIED = {"tie_word_embeddings": True}
+_OWN_HEADS = {"num_key_value_heads": None, "head_dim": None}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 _LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64, "sliding_window": None}
 _ROUTED = {
@@ -79,9 +80,9 @@ FAMILIES: dict[str, Family] = {
     "hunyuan_v1_dense": Family("hunyuan_v1_dense"),
     "arcee": Family("arcee"),
     "helium": Family("helium"),
-    "stablelm": Family("stablelm", refused="StableLmAttention is not told where the sequences of a pack begin"),
+    "stablelm": Family("stablelm", shows=("rows",)),
     "gemma": Family("gemma", _TIED),
-    "nemotron": Family("nemotron", refused="NemotronAttention is not told where the sequences of a pack begin"),
+    "nemotron": Family("nemotron"),
     "granite": Family(
         "granite",
         {"logits_scaling": 0.25, "attention_multiplier": 0.1, "embedding_multiplier": 3.0, "residual_multiplier": 0.3},
@@ -285,16 +286,24 @@ FAMILIES: dict[str, Family] = {
         },
         refused=f"{_CPU}its delta attention has Triton kernels alone",
     ),
-    # No packing.
+    # One sequence a row.
+    "bloom": Family("bloom", {**_OWN_HEADS, **_TIED, "n_layer": LAYERS, "n_head": 4}),
+    "gptj": Family(
+        "gptj", {**_OWN_HEADS, "n_embd": 128, "n_layer": LAYERS, "n_head": 4, "rotary_dim": 16, "n_positions": 256}
+    ),
+    "falcon": Family(
+        "falcon", {**_OWN_HEADS, **_TIED, "new_decoder_architecture": False, "multi_query": True, "parallel_attn": True}
+    ),
+    "mamba": Family("mamba", {**_OWN_HEADS, **_TIED, "num_attention_heads": None, "state_size": 16}),
     "llama4_text": Family(
         "llama4_text",
         {"attention_chunk_size": 32, "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 128},
-        refused="chunked attention counts its chunks from the start of the row",
+        refused=f"{_CPU}its chunks of attention must be multiples of its blocks",
     ),
     "minimax": Family(
         "minimax",
         {**_LOCAL, "layer_types": ["linear_attention", FULL] * 2, "block_size": 16},
-        refused="call neither attention nor a known state function",
+        refused="does not dispatch through the Transformers attention interface",
     ),
 }
 

@@ -33,10 +33,13 @@ def describe(facts: ModelFacts) -> Iterator[Finding]:
     yield Finding("model", f"{what}; vocabulary {sizes.vocab:,}, sequences up to {sizes.max_positions:,} tokens")
     attention = Counter(_attention(each) for each in kinds.attention)
     lines = [f"{count(number, 'layer')} {what}" for what, number in attention.items()]
-    yield Finding("attention", "; ".join(lines) or "none")
+    yield Finding("attention", "; ".join(lines) or ("transformers' own" if sizes.heads else "none"))
     if kinds.states:
         names = ", ".join(sorted({name for each in kinds.states for name in each.functions}))
-        yield Finding("states", f"{count(len(kinds.states), 'layer')}, restarted at each sequence of a pack: {names}")
+        when = "" if sizes.one_sequence_a_row else ", restarted at each sequence of a pack"
+        yield Finding("states", f"{count(len(kinds.states), 'layer')}{when}: {names}")
+    if sizes.one_sequence_a_row:
+        yield Finding("rows", f"one sequence each, padded, without kernels for packs: {sizes.one_sequence_a_row}")
     if sizes.experts:
         where = f"{sizes.experts_per_token} of {sizes.experts} in {count(sizes.sparse_layers, 'layer')}"
         yield Finding("experts", f"{where}, {_number(sizes.expert_parameters)} parameters")

@@ -60,8 +60,8 @@ class SftParts:
                 session.events.emit("data", what=f"{part.name}: {report}")
                 for line in report.warnings:
                     session.events.emit("warning", what=line)
-            shards = layout_of(settled.trainer).data
-            packs = packing(step_lengths(found["train"], config), shards, settled.trainer.micro_batch_tokens)
+            own, lengths = settled.trainer, step_lengths(found["train"], config)
+            packs = packing(lengths, layout_of(own).data, own.micro_batch_tokens, own.padded)
             session.events.emit("data", what=f"packing: {packs}")
         session.depend_on_rows(digest_rows(found["train"]))
         if sampling := self.sampling:

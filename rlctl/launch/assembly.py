@@ -23,6 +23,8 @@ from rlctl.launch.runtime import Allocation, Runtime
 from rlctl.launch.sampling import SamplingParts, user_processes
 from rlctl.launch.session import Session, run_session
 from rlctl.models.model_files import ModelFiles
+from rlctl.preflight.check_model import model_notes
+from rlctl.preflight.machine import RunMachine
 from rlctl.preflight.placement import Placement, resources
 from rlctl.preflight.plan import require_served
 from rlctl.preflight.settled import Settled
@@ -79,10 +81,7 @@ def assemble(runtime: Runtime, reader: RowReader, probe_only: bool, session: Ses
         processes = user_processes(sampling.config, session, stack) if sampling else None
         held = stack.enter_context(runtime.slots(session, resources(session.settled)))
         announce(session, held.placement)
-        settled = session.settled.on(held.machine, files.facts.sizes)
-        require_served(settled)
-        if settled.device == "cuda" and settled.choices:
-            emit("chosen", **{choice.key: choice.value for choice in settled.choices})
+        settled = _settled(session, held.machine, files)
         sampled = None
         if settled.sampling and processes:
             sampled = SamplingParts(session, settled.sampling, files, *processes)
@@ -149,6 +148,17 @@ def assemble(runtime: Runtime, reader: RowReader, probe_only: bool, session: Ses
         if pool:
             # Ranks free the refit's memory. After a failure they may not answer, and are only killed.
             group.call(TrainerWorker.close)
+
+
+def _settled(session: Session, machine: RunMachine, files: ModelFiles) -> Settled:
+    """Return the run on its machine, and say what its model costs. Raises ModelError if no engine serves it."""
+    settled = session.settled.on(machine, files.facts.sizes)
+    require_served(settled)
+    for line in model_notes(files.facts.sizes, settled.device):
+        session.events.emit("warning", what=line)
+    if settled.device == "cuda" and settled.choices:
+        session.events.emit("chosen", **{choice.key: choice.value for choice in settled.choices})
+    return settled
 
 
 def _find_model(session: Session) -> ModelFiles:

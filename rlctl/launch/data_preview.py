@@ -129,8 +129,8 @@ def _samples(settled: SettledSft, parts: list[DataPart], chat: Chat, count: int,
     rows, reports = _all(parts, lambda part: load_samples(config, part.section, chat, part.rows, longest))
     shown = [(_title(sample), _pieces(sample, chat.tokenizer, most)) for sample in _first(rows, config, count)]
     here = settled.on(RunMachine(device_of(count_gpus()), device_memory()), settled.facts)
-    tokens = here.trainer.micro_batch_tokens
-    packs = packing(step_lengths(rows, config), layout_of(config.trainer).data, tokens)
+    own = here.trainer
+    packs = packing(step_lengths(rows, config), layout_of(config.trainer).data, own.micro_batch_tokens, own.padded)
     lengths = Lengths.of([len(sample.tokens) for sample in rows])
     trained = sum(int(sample.mask.sum()) for sample in rows) / lengths.total
     return DataPreview(reports, chat.ends, lengths, shown, trained, packs)

@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import nn
 
 from rlctl.config.errors import ModelError
 from rlctl.models.facts import ModelFacts, ModelSizes, facts_file, has_weights, keep_facts
-from rlctl.models.layer_kinds import LayerKinds, LinearLayer
+from rlctl.models.layer_kinds import AttentionKind, LayerKinds, LinearLayer
 from rlctl.models.meta_model import causal_lm, text_config
 from rlctl.models.observed import observe
 from rlctl.models.parameter_table import ParameterTable, Shape, derive_table, persistent_buffers, tensors_of
@@ -58,8 +59,6 @@ def derive_facts(folder: Path, weights: bool = True) -> ModelFacts:
         kinds = observe(text_config(folder))
     except ValueError as error:
         raise ModelError(f"{folder}: {error}") from error
-    if kinds.one_sequence_a_row:
-        raise ModelError(f"{folder}: {kinds.one_sequence_a_row}, and rlctl trains packs of sequences")
     on_disk = {row.target for row in table.sent}
     return ModelFacts(
         causal_lm=type(lm).__name__,
@@ -145,7 +144,7 @@ def _linears(layers: nn.ModuleList, place: str, kinds: LayerKinds) -> Iterator[L
 
 
 def _sizes(lm: Any, layers: nn.ModuleList, kinds: LayerKinds, place: str) -> ModelSizes:
-    config, held, attention = lm.config, tensors_of(lm), kinds.attention
+    config, held, attention = lm.config, tensors_of(lm), kinds.attention or _stated_attention(lm.config, len(layers))
     embedding, parameters = lm.get_input_embeddings(), {n: p for n, p in held.items() if _is_parameter(lm, n)}
     total = sum(p.numel() for p in parameters.values())
 
@@ -189,7 +188,20 @@ def _sizes(lm: Any, layers: nn.ModuleList, kinds: LayerKinds, place: str) -> Mod
         kv_values_per_token=sum(each.kv_heads * (each.dim + each.v_dim) for each in attention),
         linears=tuple(_linears(layers, place, kinds)),
         state_layers=len(kinds.states),
+        one_sequence_a_row=kinds.one_sequence_a_row,
+        dropout=tuple(key for key, _ in kinds.dropout),
     )
+
+
+def _stated_attention(config: Any, layers: int) -> tuple[AttentionKind, ...]:
+    """Return the attention that a config states, for a model that calls none which can be recorded."""
+    heads = getattr(config, "num_attention_heads", 0) or 0
+    if not heads:
+        return ()
+    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = 1 if getattr(config, "multi_query", False) else getattr(config, "num_key_value_heads", None) or heads
+    kind = AttentionKind(0, None, None, False, dim**-0.5, heads, kv_heads, dim, dim)
+    return tuple(replace(kind, layer=layer) for layer in range(layers))
 
 
 def _is_parameter(lm: Any, name: str) -> bool:

@@ -78,6 +78,10 @@ class ModelSizes:
     linears: tuple[LinearLayer, ...]
     # Layers that carry a state from token to token.
     state_layers: int
+    # Reason why a micro-batch has a row for each sequence, padded; None: sequences are packed.
+    one_sequence_a_row: str | None
+    # Keys of config.json with a rate of dropout, which training sets to 0.
+    dropout: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -114,7 +118,8 @@ class ModelFacts:
         """Return the facts that `to_json` wrote. Raises KeyError or TypeError for anything else."""
         lists = {key: tuple(value[key]) for key in ("float32", "buffers", "kept")}
         linears = tuple(LinearLayer(**each) for each in value["sizes"]["linears"])
-        sizes = ModelSizes(**{**value["sizes"], "linears": linears})
+        tuples = {"linears": linears, "dropout": tuple(value["sizes"]["dropout"])}
+        sizes = ModelSizes(**{**value["sizes"], **tuples})
         return cls(**{**value, **lists, "kinds": _kinds(value["kinds"]), "sizes": sizes})
 
     def to_json(self) -> dict[str, Any]:

@@ -41,10 +41,11 @@ def text_config(folder: Path) -> Any:
     return config
 
 
-def causal_lm(folder: Path) -> Any:
+def causal_lm(folder: Path, attention: str | None = None) -> Any:
     """Return the causal LM of a folder's text model on the meta device, without dropout.
 
-    Raises ModelError for a model type without one, or for dropout that stays.
+    attention: name that transformers knows it by; None: transformers chooses among its own. Raises ModelError for a
+    model type without one, or for dropout that stays.
     """
     from transformers import AutoModelForCausalLM
 
@@ -55,7 +56,7 @@ def causal_lm(folder: Path) -> Any:
             lm = AutoModelForCausalLM.from_config(
                 config,
                 dtype=torch.float32,
-                attn_implementation=packed_attention.register(),
+                attn_implementation=attention,
                 experts_implementation=grouped_experts.register(),
             )
     except Exception as error:  # A model class has an error for each size that does not fit.
@@ -70,12 +71,13 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
-def skeleton(folder: Path, device: torch.device) -> Any:
+def skeleton(folder: Path, device: torch.device, packed: bool = True) -> Any:
     """Return the causal LM with its parameters on the meta device and its computed buffers on `device`.
 
-    Its dropout is off, and its states begin with each sequence of a pack. Raises ModelError as `causal_lm`.
+    Its dropout is off. packed: its attention and states begin with each sequence of a pack; else they are transformers'
+    own, for one sequence a row. Raises ModelError as `causal_lm`.
     """
-    lm = causal_lm(folder)
+    lm = causal_lm(folder, packed_attention.register() if packed else None)
     install_restarts(lm)
     compute_buffers(lm, device)
     return lm

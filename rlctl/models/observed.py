@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,14 +45,15 @@ def observe(config: Any) -> LayerKinds:
     dropout = without_dropout(config)
     # Grouped matrix products have no meta form for every dtype and width.
     ExpertsInterface.register(_EXPERTS, lambda experts, hidden, *_: torch.empty_like(hidden))
+    make = partial(AutoModelForCausalLM.from_config, dtype=torch.bfloat16, experts_implementation=_EXPERTS)
     with torch.device("meta"):
         try:
-            lm = AutoModelForCausalLM.from_config(
-                config, dtype=torch.bfloat16, attn_implementation=register(), experts_implementation=_EXPERTS
-            )
-        except KeyError as error:
-            raise ValueError(f"{config.model_type} does not let others compute its attention") from error
-        record = _Record()
+            # A failure leaves its attention in the config.
+            lm = make(copy.deepcopy(config), attn_implementation=register())
+            record = _Record()
+        except KeyError:
+            lm = make(config, attn_implementation="eager")
+            record = _Record(f"{config.model_type} does not let others compute its attention")
         logits, shown = _forward(lm.eval(), record)
     return LayerKinds(
         logits=_fit(config, logits, shown),
@@ -80,7 +82,9 @@ def without_dropout(config: Any) -> dict[str, float]:
 class _Record:
     """Attention and state calls of one forward pass, by layer."""
 
-    def __init__(self) -> None:
+    def __init__(self, unpacked: str | None = None) -> None:
+        # Reason why its attention cannot keep the sequences of a pack apart.
+        self.unpacked = unpacked
         self.attention: dict[int, AttentionKind] = {}
         self.states: dict[int, list[str]] = {}
         self.not_restarted: set[str] = set()
@@ -103,7 +107,7 @@ class _Record:
     ) -> tuple[Tensor, None]:
         """Record the call of a layer's attention; return a tensor of the output's shape."""
         if [kwargs.pop(known, None) for known in ("cu_seq_lens_q", "max_length_q")].count(None):
-            raise ValueError(f"{type(module).__name__} is not told where the sequences of a pack begin")
+            self.unpacked = f"{type(module).__name__} is not told where the sequences of a pack begin"
         refuse_keywords(module, attention_mask=attention_mask, **kwargs)
         _, heads, tokens, dim = query.shape
         self.attention[self.layer] = AttentionKind(
@@ -125,6 +129,7 @@ class _Record:
         def stand_in(*args: Any, **kwargs: Any) -> Any:
             if name not in FUNCTIONS:
                 self.not_restarted.add(name)
+                self.states.setdefault(self.layer, []).append(name)
                 return inspect.unwrap(original)(*args, **kwargs)
             calls = self.states.setdefault(self.layer, [])
             if name not in calls:
@@ -142,6 +147,9 @@ def _forward(lm: Any, record: _Record) -> tuple[Tensor, Tensor]:
         raise ValueError(f"{type(lm).__name__} has no output head")
     tokens = torch.zeros(1, _TOKENS, dtype=torch.long)
     pack = {"cu_seq_lens_q": torch.zeros(2, dtype=torch.int32), "max_length_q": _TOKENS}
+    if record.unpacked:
+        # Without a mask, making one would read positions.
+        pack = {"attention_mask": torch.ones_like(tokens)}
     with _recorded(lm, record), torch.no_grad():
         handle = head.register_forward_hook(lambda *_: shown.clone())
         try:
@@ -176,6 +184,8 @@ def _recorded(lm: Any, record: _Record) -> Iterator[None]:
 
 
 def _why_not_packed(config: Any, record: _Record) -> str | None:
+    if record.unpacked:
+        return record.unpacked
     types = getattr(config, "layer_types", None) or ["attention"] * config.num_hidden_layers
     if "chunked_attention" in types:
         return "chunked attention counts its chunks from the start of the row"
@@ -185,7 +195,7 @@ def _why_not_packed(config: Any, record: _Record) -> str | None:
     unseen = [i for i, kind in enumerate(types) if i not in seen and kind not in _STATELESS]
     if unseen:
         kinds = ", ".join(sorted({types[i] for i in unseen}))
-        return f"{len(unseen)} layers ({kinds}) call neither attention nor a known state function"
+        return f"{len(unseen)} of {len(types)} layers ({kinds}) call neither attention nor a known state function"
     return None
 
 

@@ -1,14 +1,17 @@
 """Checks of a config's model: its files, its lengths, its chats."""
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 from rlctl.config.errors import ModelError
 from rlctl.config.run_weights import is_adapter
 from rlctl.config.schema import RunConfig
+from rlctl.models.facts import ModelSizes
 from rlctl.models.model_sizes import check_config, config_file
 from rlctl.models.weight_headers import check_weights
 from rlctl.preflight.backend import Violation, Violations
+from rlctl.preflight.machine import Device
 from rlctl.preflight.settled import Settled, SettledSft
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -48,6 +51,20 @@ def check_model(config: RunConfig) -> Violations:
     elif os.path.isdir(tokenizer) and not any((tokenizer / name).is_file() for name in _TOKENIZER_FILES):
         key = "model.path" if model.tokenizer is None else "model.tokenizer"
         yield Violation(key, f"{tokenizer} has no tokenizer.json; set model.tokenizer to a folder that has one")
+
+
+def model_notes(sizes: ModelSizes, device: Device) -> list[str]:
+    """Return notes on parts of a model that cost time, or that training leaves out."""
+    said = []
+    if sizes.one_sequence_a_row:
+        cost = "rows are padded by up to their own length (train/padding), and have no kernels for packs"
+        said.append(f"the model trains one sequence a row, not packs: {sizes.one_sequence_a_row}; {cost}")
+    if sizes.dropout:
+        said.append(f"dropout is off in training, since engines have none: {', '.join(sizes.dropout)} of config.json")
+    if sizes.state_layers and device == "cuda" and find_spec("fla") is None:
+        what = f"{sizes.state_layers} layers carry a state, and flash-linear-attention is not installed"
+        said.append(f"{what}: torch computes them many times slower; pip install 'rlctl[linear-attention]'")
+    return said
 
 
 def check_lengths(settled: Settled) -> Violations:

@@ -82,6 +82,7 @@ def choose(basis: Basis) -> Chosen:
     choices: list[Choice] = []
     trainer = _Section("trainer", basis.trainer, basis.dtype, choices)
     trainer.values["adapters"] = basis.adapters
+    trainer.values["padded"] = basis.facts is not None and basis.facts.one_sequence_a_row is not None
     engines = _Engines(*basis.engines, basis.device, choices) if basis.engines else None
     _choose_replicas(basis, trainer)
     if basis.device == "cpu" or basis.facts is None or basis.memory is None:

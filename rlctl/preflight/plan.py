@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from rlctl.config.errors import ModelError
 from rlctl.preflight.backend import backend_of, layout_of
+from rlctl.preflight.check_model import model_notes
 from rlctl.preflight.engine import engine_rules
 from rlctl.preflight.memory import Memory, engine_items, placed_states, refit_bytes, token_bytes, trainer_bytes
 from rlctl.preflight.parallel_layout import Layout
@@ -217,7 +218,8 @@ def _what_takes_less(memory: Memory) -> str:
 
 
 def _notes(settled: Settled, updates: int, memory: Memory | None) -> list[str]:
-    config, notes, cpu = settled.config, [], settled.device == "cpu"
+    config, cpu = settled.config, settled.device == "cpu"
+    notes = model_notes(settled.facts, settled.device) if settled.facts else []
     metric = config.checkpoint.metric
     if not settled.validates:
         notes.append("nothing is validated: it needs data.validation and validation.every")

@@ -35,6 +35,8 @@ class TrainerSettings(TrainerSection):
     activation_checkpointing: bool = spec("Layers are recomputed.")
     logprob_chunk_tokens: int = spec("The tokens with logits at one time.")
     compile: bool = spec("The trainer is compiled.")
+    # A micro-batch has a row for each sequence, padded: see `ModelSizes.one_sequence_a_row`.
+    padded: bool = False
     # Trained in place of the weights; None: every weight is trained.
     adapters: AdapterSpec | None = None
 

@@ -53,6 +53,7 @@ MEANING = {
     "train/grad_norm": "gradient norm before clipping",
     "train/lr": "learning rate",
     "train/skipped_updates": "updates without an optimizer step: no token to train on, or a gradient of exactly 0",
+    "train/padding": "share of the computed tokens that fill rows up, for a model that is not packed",
     "train/parts": "parts that the step was trained in, as its groups came",
     "ratio/mean": "mean of policy / old policy",
     "ratio/max": "greatest policy / old policy of a token",

@@ -92,8 +92,8 @@ class TrainerRank(ABC):
         self._device = torch.device(spec.device)
         self._dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[spec.config.dtype]
         self._folder = Path(spec.model_path)
-        self._lm = skeleton(self._folder, self._device)
         self._facts = load_facts(self._folder)
+        self._lm = skeleton(self._folder, self._device, self._facts.sizes.one_sequence_a_row is None)
         self._table = table_of(self._lm, self._folder)
         # Folder of the weights that stay as they are, below adapters.
         self._below = None

@@ -15,7 +15,13 @@ from rlctl.preflight.backend import layout_of
 from rlctl.preflight.columns import Role
 from rlctl.preflight.settings import TrainerSettings
 from rlctl.training.interface import Loss, LossNeeds, Totals
-from rlctl.training.micro_batching import TrainingSample, plan_micro_batches, plan_whole_rollouts, rollout_index
+from rlctl.training.micro_batching import (
+    TrainingSample,
+    plan_micro_batches,
+    plan_whole_rollouts,
+    rollout_index,
+    row_tokens,
+)
 from rlctl.training.worker import RankBatch, TrainerWorker
 from rlctl.workers.errors import WorkerDied, WorkerError, WorkerTimeout
 from rlctl.workers.group import WorkerGroup
@@ -38,6 +44,8 @@ class PreparedBatch:
     totals: Totals
     # Lengths of all sequences, each once, also where several ranks get it.
     lengths: list[int]
+    # Tokens that fill rows up, for a model that is not packed; None for packs.
+    padding: int | None = None
 
 
 class Update:
@@ -45,7 +53,7 @@ class Update:
 
     def __init__(self, trainer: "TrainerGroup", loss: Loss, in_parts: bool, timed: Timed) -> None:
         self._trainer, self._loss, self._in_parts, self._timed = trainer, loss, in_parts, timed
-        self._totals = Totals(0, 0, 0)
+        self._totals, self._tokens, self._padding = Totals(0, 0, 0), 0, 0
         self._held: PreparedBatch | None = None
         # Parts with samples, and the number of parts that the ranks have.
         self.parts, self._sent = 0, 0
@@ -67,6 +75,7 @@ class Update:
             if not batch.totals.sequences:
                 return
             self._send_held()
+            self._tokens, self._padding = self._tokens + sum(batch.lengths), self._padding + (batch.padding or 0)
             self._totals, self._held, self.parts = self._totals + batch.totals, batch, self.parts + 1
             if self._in_parts:
                 self._send_held()
@@ -88,6 +97,8 @@ class Update:
                 raise
             # The rank that holds a bad gradient names it; the others know but that there is one.
             raise FloatingPointError(max((failure.text for failure in error.failures), key=len)) from error
+        if self.metrics and self._trainer.padded:
+            self.metrics["train/padding"] = self._padding / (self._tokens + self._padding)
 
     def _discard(self, why: Exception) -> None:
         # Ranks that are dead or stuck would not answer.
@@ -114,6 +125,8 @@ class TrainerGroup:
     def __init__(self, group: WorkerGroup, section: TrainerSettings) -> None:
         self.group = group
         self._tokens = section.micro_batch_tokens
+        # True for a model whose sequences have a row each.
+        self.padded = section.padded
         self._shards = layout_of(section).shards
         self.worthwhile = worthwhile_tokens(section)
 
@@ -121,7 +134,9 @@ class TrainerGroup:
         """Do the part of an update that needs no rank. May run on any thread, also while the ranks work."""
         rollouts = len({each.rollout for each in sequences} - {None}) + sum(each.rollout is None for each in sequences)
         totals = Totals(sum(int(sequence.mask.sum()) for sequence in sequences), len(sequences), rollouts)
-        return PreparedBatch(self._shares(self._plan(sequences, needs), sequences), totals, list(map(len, sequences)))
+        plan, lengths = self._plan(sequences, needs), list(map(len, sequences))
+        padding = row_tokens(plan, lengths) - sum(lengths) if self.padded else None
+        return PreparedBatch(self._shares(plan, sequences), totals, lengths, padding)
 
     @contextmanager
     def update(self, loss: Loss, *, in_parts: bool = False, timed: Timed = nullcontext) -> Iterator[Update]:
@@ -196,8 +211,8 @@ class TrainerGroup:
         lengths, shards = [len(sequence) for sequence in sequences], max(self._shards) + 1
         if needs.whole_rollouts and any(sequence.rollout is not None for sequence in sequences):
             rollouts = rollout_index([sequence.rollout for sequence in sequences])
-            return plan_whole_rollouts(lengths, rollouts, shards, self._tokens)
-        return plan_micro_batches(lengths, shards, self._tokens)
+            return plan_whole_rollouts(lengths, rollouts, shards, self._tokens, self.padded)
+        return plan_micro_batches(lengths, shards, self._tokens, self.padded)
 
     def _shares(self, plan: list[list[list[int]]], sequences: Rows[TrainingSample]) -> list[RankBatch]:
         """Return every rank's share."""

@@ -30,13 +30,8 @@ REFUSED = [name for name, family in FAMILIES.items() if family.refused]
 # One family for each mechanism; the others are long.
 SHOWN = [name for name in TRAINED if FAMILIES[name].shows]
 CASES = [name if name in SHOWN else pytest.param(name, marks=pytest.mark.long) for name in TRAINED]
-# Refused before a trainer is built. The engine alone refuses the others.
-UNTRAINED = ("llama4_text", "minimax", "stablelm", "nemotron")
-PACKED = [
-    name if family.shows else pytest.param(name, marks=pytest.mark.long)
-    for name, family in FAMILIES.items()
-    if name not in UNTRAINED
-]
+# Engines alone refuse families: all train.
+PACKED = [name if family.shows else pytest.param(name, marks=pytest.mark.long) for name, family in FAMILIES.items()]
 DATA = sequences(6)
 
 

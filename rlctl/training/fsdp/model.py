@@ -54,7 +54,24 @@ class FsdpPolicy(nn.Module):
 
         rows: int64 [N], each after its sequence's first.
         """
-        output = self.lm.get_submodule(self.facts.decoder)(
+        hidden = self._hidden_states(packed, rows - 1)
+        targets = packed.tokens[rows]
+        head = self.lm.get_submodule(self.facts.head)
+        how: dict[str, Any] = {"transform": self.facts.kinds.logits, "compiled": self.compiled}
+        return chunked_log_probs(
+            hidden, head.weight, targets, self.temperature, self.chunk, bias=getattr(head, "bias", None), **how
+        )
+
+    def _hidden_states(self, packed: Packed, rows: Tensor) -> Tensor:
+        """Return the hidden states [N, hidden] at `rows` of a pack."""
+        decoder = self.lm.get_submodule(self.facts.decoder)
+        if self.facts.sizes.one_sequence_a_row:
+            # A token sees none after it, so that padding needs no mask. The last token fills each row.
+            starts, ends = packed.cu_seqlens[:-1, None].long(), packed.cu_seqlens[1:, None].long()
+            at = torch.minimum(starts + torch.arange(packed.max_len, device=starts.device), ends - 1)
+            padded: Tensor = decoder(input_ids=packed.tokens[at], use_cache=False).last_hidden_state
+            return padded.flatten(0, 1).index_select(0, packed.sequence[rows] * packed.max_len + packed.positions[rows])
+        output = decoder(
             input_ids=packed.tokens[None],
             position_ids=packed.positions[None],
             use_cache=False,
@@ -62,13 +79,8 @@ class FsdpPolicy(nn.Module):
             max_length_q=packed.max_len,
             **self._boundaries(packed),
         )
-        hidden = output.last_hidden_state[0].index_select(0, rows - 1)
-        targets = packed.tokens[rows]
-        head = self.lm.get_submodule(self.facts.head)
-        how: dict[str, Any] = {"transform": self.facts.kinds.logits, "compiled": self.compiled}
-        return chunked_log_probs(
-            hidden, head.weight, targets, self.temperature, self.chunk, bias=getattr(head, "bias", None), **how
-        )
+        hidden: Tensor = output.last_hidden_state[0].index_select(0, rows)
+        return hidden
 
     def _boundaries(self, packed: Packed) -> dict[str, Any]:
         """Return the further keywords by which layers with states find the sequences of a pack."""
@@ -214,7 +226,7 @@ _RESTARTED = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 
 
 def check_restarts(policy: FsdpPolicy, device: torch.device, dtype: torch.dtype) -> None:
-    """Raise ModelError unless sequences of a pack have the log-probs that each has alone. All ranks call together.
+    """Raise ModelError unless sequences of a micro-batch have the log-probs of each alone. All ranks call together.
 
     The first sequence of a pack is right in any case: it tells what rounding alone does not.
     """
@@ -229,11 +241,13 @@ def check_restarts(policy: FsdpPolicy, device: torch.device, dtype: torch.dtype)
     free_gathered(policy)
     apart = float((found[0] - torch.cat(found[1:])).abs().mean())
     if not apart <= _RESTARTED[dtype]:
+        what = f"are {apart:.3g} nats from those of each alone, limit {_RESTARTED[dtype]:g}"
+        if policy.facts.sizes.one_sequence_a_row:
+            raise ModelError(f"log-probs of padded sequences {what}: rows or padding change each other")
         names = ", ".join(sorted({name for kind in policy.facts.kinds.states for name in kind.functions}))
-        what = (
-            f"log-probs of packed sequences are {apart:.3g} nats from those of each alone, limit {_RESTARTED[dtype]:g}"
+        raise ModelError(
+            f"log-probs of packed sequences {what}: a state passes from one sequence to the next ({names})"
         )
-        raise ModelError(f"{what}: a state passes from one sequence to the next ({names})")
 
 
 def free_gathered(policy: nn.Module) -> None:

@@ -54,7 +54,7 @@ class FsdpTrainer(TrainerRank):
             )
         where = spec.config, self._dtype, self._mesh, spec.temperature
         self._policy = build_policy(self._lm, self._facts, self._table, self._folder, *where, first)
-        if self._facts.kinds.states:
+        if self._facts.kinds.states or self._facts.sizes.one_sequence_a_row:
             check_restarts(self._policy, self._device, self._dtype)
         # Those that are trained.
         named = self._policy.lm.named_parameters()

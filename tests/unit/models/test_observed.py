@@ -87,10 +87,16 @@ def test_states_are_recorded_layer_by_layer() -> None:
         (
             "minimax",
             EXPERTS | {"num_local_experts": 2},
-            r"1 layers \(linear_attention\) call neither attention nor a kn",
+            r"1 of 2 layers \(linear_attention\) call neither attention nor a kn",
         ),
         ("mamba", {}, "mamba_selective_scan cannot restart at a sequence's start"),
-        ("bloom", {}, r"2 layers \(attention\) call neither attention nor a known state function"),
+        ("gptj", {"rotary_dim": 8}, "gptj does not let others compute its attention"),
+        (
+            "stablelm",
+            {"num_attention_heads": 2, "head_dim": 24},
+            "StableLmAttention is not told where the sequences of a pack begin",
+        ),
+        ("bloom", {}, r"2 of 2 layers \(attention\) call neither attention nor a known state function"),
     ],
 )
 def test_a_model_that_cannot_be_packed_says_why(family: str, keys: dict[str, Any], why: str) -> None:
@@ -98,11 +104,6 @@ def test_a_model_that_cannot_be_packed_says_why(family: str, keys: dict[str, Any
     assert reason is not None
     with pytest.raises(ValueError, match=why):
         raise ValueError(reason)
-
-
-def test_a_model_with_a_table_of_attention_of_its_own_is_refused() -> None:
-    with pytest.raises(ValueError, match="gptj does not let others compute its attention"):
-        observed("gptj")
 
 
 def test_dropout_is_found_and_off() -> None:

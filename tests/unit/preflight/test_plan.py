@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from rlctl.models.model_sizes import read_sizes
+from rlctl.preflight.check_model import model_notes
 from rlctl.preflight.load import load
 from rlctl.preflight.machine import RunMachine, device_of
 from rlctl.preflight.memory import PlacedState, activation_bytes
@@ -287,3 +288,20 @@ def test_8b_and_14b_train_colocated_on_one_gpu_of_80_gb(
         peaks.append(found.memory.peak / GIB)
         assert bool(found.too_large) == (lora == "lora=null")
     assert peaks[0] < 0.93 * 79 < 100 < peaks[1]
+
+
+def test_costs_of_a_model_are_noted_once_each() -> None:
+    rows = replace(ONE_LAYER, one_sequence_a_row="LlamaAttention is not told", dropout=("attention_dropout",))
+    first, second = model_notes(rows, "cpu")
+    assert first.startswith(
+        "the model trains one sequence a row, not packs: LlamaAttention is not told; rows are padded"
+    )
+    assert second == "dropout is off in training, since engines have none: attention_dropout of config.json"
+    assert model_notes(ONE_LAYER, "cuda") == [] == model_notes(replace(ONE_LAYER, state_layers=2), "cpu")
+
+
+def test_missing_kernels_of_states_are_noted_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = replace(ONE_LAYER, state_layers=2)
+    for installed, said in ((None, 1), (object(), 0)):
+        monkeypatch.setattr("rlctl.preflight.check_model.find_spec", lambda name, found=installed: found)
+        assert len([each for each in model_notes(states, "cuda") if "flash-linear-attention is not" in each]) == said

@@ -2,7 +2,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlctl.training.micro_batching import PackingStats, packing, plan_micro_batches, plan_whole_rollouts, rollout_index
+from rlctl.training.micro_batching import (
+    PackingStats,
+    packing,
+    plan_micro_batches,
+    plan_whole_rollouts,
+    rollout_index,
+    row_tokens,
+)
 
 lengths_and_limit = st.lists(st.integers(1, 50), max_size=60).flatmap(
     lambda lengths: st.tuples(st.just(lengths), st.integers(max(lengths, default=1), 120))
@@ -75,3 +82,32 @@ def test_packing_counts_room_that_only_keeps_ranks_in_step() -> None:
 
 def test_what_packs_badly_says_so() -> None:
     assert str(packing([[90, 60]], 2, 100)).endswith("75% full; the busiest rank has 1.20 times the mean")
+
+
+@given(lengths_and_limit, st.integers(1, 4))
+def test_rows_and_their_padding_are_within_the_limit_and_no_row_is_below_half(
+    case: tuple[list[int], int], ranks: int
+) -> None:
+    lengths, limit = case
+    plan = plan_micro_batches(lengths, ranks, limit, padded=True)
+    assert sorted(i for rank in plan for batch in rank for i in batch) == list(range(len(lengths)))
+    assert len(plan) == ranks and len({len(batches) for batches in plan}) == 1
+    for own in ([lengths[i] for i in batch] for batches in plan for batch in batches if batch):
+        assert len(own) * max(own) <= limit and 2 * min(own) >= max(own)
+
+
+def test_padding_is_counted() -> None:
+    plan = plan_micro_batches([10, 6, 4], 1, 20, padded=True)
+    assert plan == [[[0, 1], [2]]] and row_tokens(plan, [10, 6, 4]) == 24
+    found = packing([[10, 6, 4]], 1, 20, padded=True)
+    assert found.padding == pytest.approx(4 / 24)
+    assert str(found).endswith("50% full; one sequence a row, 17% of the computed tokens are padding")
+    assert "padding" not in str(packing([[10, 6, 4]], 1, 20))
+
+
+def test_rows_of_a_rollout_count_with_their_padding() -> None:
+    rollouts = rollout_index([0, 0, 1])
+    assert plan_whole_rollouts([8, 2, 6], rollouts, 1, 24, padded=True) == [[[0, 1, 2]]]
+    assert plan_whole_rollouts([8, 2, 6], rollouts, 1, 16) == [[[0, 1, 2]]]
+    with pytest.raises(ValueError, match="2 rows of 16 tokens together, a micro-batch at most 15"):
+        plan_whole_rollouts([8, 2, 6], rollouts, 1, 15, padded=True)
