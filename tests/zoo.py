@@ -56,6 +56,8 @@ class Family:
     hub: Mapping[str, Any] = field(default_factory=dict)
     # Mechanisms that it is the suite's example of.
     shows: tuple[str, ...] = ()
+    # Factor of its matrices, so that log-probs are far from uniform.
+    scale: float = 4.0
     # Words of its refusal on a CPU, a pattern; empty if it trains.
     refused: str = ""
 
@@ -294,7 +296,12 @@ FAMILIES: dict[str, Family] = {
     "falcon": Family(
         "falcon", {**_OWN_HEADS, **_TIED, "new_decoder_architecture": False, "multi_query": True, "parallel_attn": True}
     ),
-    "mamba": Family("mamba", {**_OWN_HEADS, **_TIED, "num_attention_heads": None, "state_size": 16}),
+    "mamba": Family(
+        "mamba",
+        {**_OWN_HEADS, **_TIED, "num_attention_heads": None, "state_size": 16},
+        scale=1.0,
+        refused=f"{_CPU}its scan has CUDA kernels alone",
+    ),
     "llama4_text": Family(
         "llama4_text",
         {"attention_chunk_size": 32, "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 128},
@@ -318,10 +325,10 @@ def family_config(name: str) -> Any:
     return AutoConfig.for_model(family.kind, **keys)
 
 
-def make_family(folder: Path, name: str, seed: int = 0, scale: float = 4.0) -> Path:
+def make_family(folder: Path, name: str, seed: int = 0, scale: float | None = None) -> Path:
     """Write a family's random float32 model and the character tokenizer; return `folder`.
 
-    scale: factor of matrices, so that log-probs are far from uniform. Biases, norms and buffers are random too.
+    scale: of its matrices, `Family.scale` unless given. Biases, norms and buffers are random too.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -330,11 +337,16 @@ def make_family(folder: Path, name: str, seed: int = 0, scale: float = 4.0) -> P
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(family_config(name), dtype=torch.float32)
         saved = model.state_dict()
-        buffers = [buffer for key, buffer in model.named_buffers() if key in saved and buffer.is_floating_point()]
+        buffers = [
+            buffer
+            for key, buffer in model.named_buffers()
+            # A random table of decays would look at later tokens.
+            if key in saved and buffer.is_floating_point() and not key.endswith("decay")
+        ]
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.ndim > 1 and parameter.any():
-                    parameter.mul_(scale)
+                    parameter.mul_(FAMILIES[name].scale if scale is None else scale)
                 else:
                     parameter.add_(0.1 * torch.randn_like(parameter))
             for buffer in buffers:

@@ -41,6 +41,7 @@ CPU_REFUSED = {
         "lfm2": "its log-probs are 1.31 from transformers'",
         "lfm2_moe": "its log-probs are 1.37 from transformers'",
         "llama4_text": "its chunks of attention must be multiples of its blocks",
+        "mamba": "its scan has CUDA kernels alone",
         "minimax_m2": "its router takes softmax scores alone",
         "nemotron_h": "its experts must have a gate there",
         "olmo_hybrid": "its gated delta layers need Triton",
