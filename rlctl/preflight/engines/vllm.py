@@ -87,7 +87,13 @@ class VllmRules(EngineRules):
         file = config_file(path)
         if file and (why := _kept_refusals().get(architectures_in(file))):
             return f"{path}: {why}"
-        return (cpu_limit(path, sizes) or cpu_refusal(path, sizes.model_type)) if device == "cpu" else None
+        if device != "cpu":
+            return None
+        return (
+            cpu_limit(path, sizes)
+            or cpu_refusal(path, sizes.model_type)
+            or (whole_refusal(path, file) if file else None)
+        )
 
     def options(self, section: EngineSection, device: Device) -> dict[str, Any]:
         assert isinstance(section, VllmSection)
@@ -121,6 +127,15 @@ def cpu_refusal(path: str, model_type: str, installed: str | None = None) -> str
     if why is None:
         return None
     return f"{path} is a {model_type} model; on a CPU vLLM {known} fails: {why}; use a GPU, where the probe judges"
+
+
+def whole_refusal(path: str, file: Path) -> str | None:
+    """Return why an engine on a CPU cannot load a text model inside a larger one; None for a text model alone."""
+    found = architectures_in(file)
+    if "ForConditionalGeneration" not in found:
+        return None
+    what = f"{path}: {found} has a part for images, for which vLLM imports torchvision; a CPU install has no code of it"
+    return f"{what}; use a GPU, or a folder of the text model alone"
 
 
 def architectures_in(file: Path) -> str:

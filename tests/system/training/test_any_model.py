@@ -147,3 +147,41 @@ def test_megatron_trains_its_four_and_says_so(tmp_path: Path) -> None:
     checked = {name: replace(CONFIG, backend=name) for name in ("fsdp", "megatron")}
     found = {name: [each.what for each in backend_of(one).check_model(one, sizes)] for name, one in checked.items()}
     assert found == {"fsdp": [], "megatron": [what]}
+
+
+def test_a_class_that_transformers_learns_of_later_trains_by_its_derived_facts(tmp_path: Path) -> None:
+    """Its names, its attention's scale and its logits are its own; no file of the product knows them."""
+    from torch import nn
+    from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    class LaterConfig(LlamaConfig):
+        model_type = "later_than_this"
+        logit_scale = 0.5
+
+    class LaterForCausalLM(LlamaForCausalLM):
+        config_class = LaterConfig
+
+        def __init__(self, config: LaterConfig) -> None:
+            super().__init__(config)
+            self.model.final_bias = nn.Parameter(torch.zeros(config.hidden_size))
+            for layer in self.model.layers:
+                layer.self_attn.scaling = 0.3
+
+        def forward(self, *args: Any, **keywords: Any) -> Any:
+            output = super().forward(*args, **keywords)
+            output.logits = output.logits * self.config.logit_scale
+            return output
+
+    AutoConfig.register("later_than_this", LaterConfig)
+    AutoModelForCausalLM.register(LaterConfig, LaterForCausalLM)
+    folder = make_model(tmp_path / "model", "later_than_this", more={"logit_scale": 0.5}, scale=2.0)
+    facts = derive_facts(folder)
+    assert (facts.causal_lm, facts.kinds.logits.scale) == ("LaterForCausalLM", 0.5)
+    assert {round(kind.scale, 6) for kind in facts.kinds.attention} == {0.3}
+    lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    expected = [plain_log_probs(lm, sequence)[0].detach().numpy() for sequence in DATA]
+    with trainer(folder, tmp_path) as one:
+        for got, want in zip(one.log_probs([DATA])[0], expected, strict=True):
+            np.testing.assert_allclose(got[1:], want, atol=2e-5)
+        assert "model.final_bias" in {name for name, _, _ in one.layout()}
+        assert one.train([DATA], WeightedLoss(), totals(DATA))["train/grad_norm"] > 0

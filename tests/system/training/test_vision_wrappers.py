@@ -1,0 +1,95 @@
+"""The text part of a vision-language folder trains alone, in the layout that is published; an export keeps the rest."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rlctl.models.derive import derive_facts
+from rlctl.models.hf_folder import WeightFiles
+from rlctl.preflight.engines.vllm import ENGINE
+from tests.system.training.scenario import WeightedLoss, plain_log_probs, sequences, totals, trainer
+from tests.tiny_models import EOS, PAD, make_tokenizer
+
+DATA = sequences(6)
+TEXT: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 256, "pad_token_id": PAD, "eos_token_id": EOS,
+    "bos_token_id": None,
+}  # fmt: skip
+VISION: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "patch_size": 14}
+DELTA = {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 2}
+DELTA |= {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "partial_rotary_factor": 0.5}
+# model_type -> text, vision and other keys, and the prefixes of text and of other tensors as they are published.
+WRAPPERS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], str, tuple[str, ...]]] = {
+    "gemma3": (
+        TEXT | {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+        VISION | {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28},
+        {"mm_tokens_per_image": 4, "image_token_index": 60, "boi_token_index": 61, "eoi_token_index": 62},
+        "language_model.model.",
+        ("vision_tower.", "multi_modal_projector."),
+    ),
+    "qwen3_5": (
+        TEXT | DELTA,
+        VISION | {"depth": 1, "num_heads": 2, "out_hidden_size": 64, "num_position_embeddings": 16},
+        {"image_token_id": 60, "video_token_id": 61, "vision_start_token_id": 62, "vision_end_token_id": 63}
+        | {"tie_word_embeddings": True},
+        "model.language_model.",
+        ("model.visual.",),
+    ),
+}
+
+
+def make_wrapper(folder: Path, kind: str) -> Path:
+    """Write a random vision-language model with float32 weights."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    text, vision, more, *_ = WRAPPERS[kind]
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, text_config=text, vision_config=vision, **more)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2.0) if parameter.ndim > 1 else parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    make_tokenizer(folder, TEXT["vocab_size"])
+    return folder
+
+
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_the_text_trains_as_the_whole_computes_it_and_an_export_keeps_the_rest(kind: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForImageTextToText
+
+    *_, own, others = WRAPPERS[kind]
+    folder = make_wrapper(tmp_path / "model", kind)
+    source, facts = WeightFiles(folder), derive_facts(folder)
+    kept = {name for name in source.names() if name.startswith(others)}
+    assert set(facts.kept) == kept and all(name.startswith(own) for name in source.names() if name not in kept)
+
+    def log_probs(of: Path) -> list[Any]:
+        whole = AutoModelForImageTextToText.from_pretrained(of, dtype=torch.float32, attn_implementation="eager").eval()
+        with torch.no_grad():
+            return [plain_log_probs(whole, sequence)[0].numpy() for sequence in DATA]
+
+    with trainer(folder, tmp_path) as one:
+        for got, want in zip(one.log_probs([DATA])[0], log_probs(folder), strict=True):
+            np.testing.assert_allclose(got[1:], want, atol=2e-5)
+        assert {name for name, _, _ in one.layout()} == set(source.names()) - kept
+        assert one.train([DATA], WeightedLoss(), totals(DATA))["train/grad_norm"] > 0
+        one.export_folder(tmp_path / "out", "float32")
+        trained = one.log_probs([DATA])[0]
+    out = WeightFiles(tmp_path / "out")
+    assert sorted(out.names()) == sorted(source.names())
+    assert all(torch.equal(out.tensor(name), source.tensor(name)) for name in kept)
+    assert not all(torch.equal(out.tensor(name), source.tensor(name)) for name in source.names())
+    for got, want in zip(trained, log_probs(tmp_path / "out"), strict=True):
+        np.testing.assert_allclose(got[1:], want, atol=2e-5)
+
+
+def test_an_engine_on_a_cpu_refuses_the_whole_in_one_line(tmp_path: Path) -> None:
+    folder = make_wrapper(tmp_path / "model", "gemma3")
+    said = ENGINE.unserved("cpu", str(folder), derive_facts(folder).sizes)
+    assert said and "Gemma3ForConditionalGeneration has a part for images" in said and "\n" not in said
+    assert ENGINE.unserved("cuda", str(folder), derive_facts(folder).sizes) is None
