@@ -2,6 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,23 @@ class LayerKinds:
     one_sequence_a_row: str | None
     # Rates above 0 of the config, by key. They are 0 in training: the engine samples without dropout.
     dropout: tuple[tuple[str, float], ...]
+
+
+@cache
+def is_installed(package: str) -> bool:
+    """Return True if a package of kernels is importable. It is not imported."""
+    return find_spec(package) is not None
+
+
+@cache
+def has_kernels() -> bool:
+    """Return True if flash-linear-attention's kernels of states are importable.
+
+    They are in the package fla-core. flash-linear-attention alone has a folder `fla` too, without them.
+    """
+    found = find_spec("fla")
+    places = found.submodule_search_locations if found else None
+    return any((Path(place) / "ops").is_dir() for place in places or ())
 
 
 # Kinds of attention that two libraries may compute differently, by their name in a message.

@@ -4,7 +4,6 @@ transformers calls a module-level function for each kind. `install_restarts` rep
 empty state at every sequence of a pack: on a GPU by flash-linear-attention's kernels, elsewhere in plain torch.
 """
 
-import importlib.util
 import inspect
 import sys
 from collections.abc import Callable
@@ -15,6 +14,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from rlctl.models.layer_kinds import has_kernels, is_installed
 
 Function = Callable[..., Any]
 # Keywords that tell of packs. A batch of single sequences has none.
@@ -56,16 +57,6 @@ def install_restarts(lm: Any) -> list[str]:
     return found
 
 
-def has_kernels() -> bool:
-    """Return True if flash-linear-attention is installed."""
-    return _installed("fla")
-
-
-@cache
-def _installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
-
-
 @cache
 def _has_scalar_gates() -> bool:
     """Return True if kernels with one gate a head have a backward pass here.
@@ -80,7 +71,7 @@ def _has_scalar_gates() -> bool:
 
 def _serves(function: "StateFunction") -> bool:
     """Return True if transformers' own choice of a kernel serves."""
-    if not _installed(function.package):
+    if not is_installed(function.package):
         return False
     return function.package != "fla" or function.kernel is None or _has_scalar_gates()
 

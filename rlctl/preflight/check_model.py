@@ -1,13 +1,13 @@
 """Checks of a config's model: its files, its lengths, its chats."""
 
 import os
-from importlib.util import find_spec
 from pathlib import Path
 
 from rlctl.config.errors import ModelError
 from rlctl.config.run_weights import is_adapter
 from rlctl.config.schema import RunConfig
 from rlctl.models.facts import ModelSizes
+from rlctl.models.layer_kinds import has_kernels
 from rlctl.models.model_sizes import check_config, config_file
 from rlctl.models.weight_headers import check_weights
 from rlctl.preflight.backend import Violation, Violations
@@ -61,8 +61,8 @@ def model_notes(sizes: ModelSizes, device: Device) -> list[str]:
         said.append(f"the model trains one sequence a row, not packs: {sizes.one_sequence_a_row}; {cost}")
     if sizes.dropout:
         said.append(f"dropout is off in training, since engines have none: {', '.join(sizes.dropout)} of config.json")
-    if sizes.state_layers and device == "cuda" and find_spec("fla") is None:
-        what = f"{sizes.state_layers} layers carry a state, and flash-linear-attention is not installed"
+    if sizes.state_layers and device == "cuda" and not has_kernels():
+        what = f"{sizes.state_layers} layers carry a state, and flash-linear-attention (fla-core) is not installed"
         said.append(f"{what}: torch computes them many times slower; pip install 'rlctl[linear-attention]'")
     return said
 

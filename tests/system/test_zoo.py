@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import rlctl
 from rlctl.cli.main import app
 from rlctl.config.errors import ConfigError
 from rlctl.evaluation.model_check import check_model
@@ -33,6 +34,9 @@ CASES = [name if name in SHOWN else pytest.param(name, marks=pytest.mark.long) f
 # Engines alone refuse families: all train.
 PACKED = [name if family.shows else pytest.param(name, marks=pytest.mark.long) for name, family in FAMILIES.items()]
 DATA = sequences(6)
+PACKAGE = Path(rlctl.__file__).parent
+# model_type that transformers and vLLM know, and no file of ours.
+STRANGER = "jais2"
 
 
 def findings(folder: Path, scratch: Path) -> Iterator[Finding]:
@@ -62,6 +66,15 @@ def test_a_pack_has_its_sequences_gradients_and_a_resume_repeats_every_bit(name:
     assert_close(alone, whole, atol=1e-4)
     assert norm_again == norm
     assert_close(again, whole, atol=0)
+
+
+@pytest.mark.long
+def test_a_family_that_no_table_has_is_proven(tmp_path: Path) -> None:
+    sources = [*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.yaml")]
+    assert STRANGER not in FAMILIES and not any(STRANGER in each.read_text() for each in sources)
+    found = list(findings(make_model(tmp_path / "m", STRANGER), tmp_path / "check"))
+    assert [each.text for each in found if each.holds is False] == []
+    assert len([each for each in found if each.holds]) == 7
 
 
 @pytest.mark.long

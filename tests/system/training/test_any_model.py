@@ -150,7 +150,7 @@ def test_megatron_trains_its_four_and_says_so(tmp_path: Path) -> None:
 
 
 def test_a_class_that_transformers_learns_of_later_trains_by_its_derived_facts(tmp_path: Path) -> None:
-    """Its names, its attention's scale and its logits are its own; no file of the product knows them."""
+    """It has a parameter, a scale of attention and logits that no file of the product knows."""
     from torch import nn
     from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 

@@ -1,6 +1,11 @@
 """A probe that fails names the parts of the model that two libraries may compute differently."""
 
-from rlctl.models.layer_kinds import AttentionKind, LayerKinds, LogitTransform, StateKind, unusual_parts
+import importlib
+from pathlib import Path
+
+import pytest
+
+from rlctl.models.layer_kinds import AttentionKind, LayerKinds, LogitTransform, StateKind, has_kernels, unusual_parts
 
 PLAIN = AttentionKind(0, None, None, False, 32.0**-0.5, 4, 2, 32, 32)
 
@@ -32,3 +37,14 @@ def test_scale_window_states_and_experts_are_named_with_their_layers() -> None:
         "8 experts",
         "p 0.1 in config.json",
     ]
+
+
+def test_kernels_are_those_of_fla_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """flash-linear-attention 0.6 alone has layers and models in the folder."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for part, found in (("layers", False), ("ops", True)):
+        (tmp_path / "fla" / part).mkdir(parents=True)
+        importlib.invalidate_caches()
+        has_kernels.cache_clear()
+        assert has_kernels() is found
+    has_kernels.cache_clear()

@@ -302,6 +302,6 @@ def test_costs_of_a_model_are_noted_once_each() -> None:
 
 def test_missing_kernels_of_states_are_noted_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     states = replace(ONE_LAYER, state_layers=2)
-    for installed, said in ((None, 1), (object(), 0)):
-        monkeypatch.setattr("rlctl.preflight.check_model.find_spec", lambda name, found=installed: found)
-        assert len([each for each in model_notes(states, "cuda") if "flash-linear-attention is not" in each]) == said
+    for installed, said in ((False, 1), (True, 0)):
+        monkeypatch.setattr("rlctl.preflight.check_model.has_kernels", lambda found=installed: found)
+        assert len([each for each in model_notes(states, "cuda") if "(fla-core) is not installed" in each]) == said
