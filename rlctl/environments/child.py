@@ -108,9 +108,10 @@ class _Child:
     def _load_agent(self, key: str, name: str, agent: AgentSpec) -> EnvironmentContract:
         """Import an agent and start its endpoint; return its contract."""
         # They import aiohttp, which no other environment needs.
+        from rlctl.environments.agents.commands import start_command
         from rlctl.environments.agents.endpoint import Endpoint
         from rlctl.environments.agents.episode import AgentEpisode, agent_contract
-        from rlctl.environments.agents.runners import read_agent, start_command, start_function
+        from rlctl.environments.agents.runners import read_agent, start_function
 
         function: Any = None
         if not agent.command:
@@ -121,7 +122,10 @@ class _Child:
             if problems := read_agent(function):
                 return agent_contract(name, problems)
         chat: Any = agent.chat.load() if agent.chat else PlainChat()
-        endpoint = Endpoint(agent.bind)
+        try:
+            endpoint = Endpoint(agent.bind)
+        except OSError as error:
+            return agent_contract(name, [f"agent.bind={agent.bind} is no address of this machine: {error}"])
         run: Any = partial(start_function, function, endpoint.loop)
         if agent.command:
             run = partial(start_command, list(agent.command), endpoint.loop)

@@ -124,7 +124,7 @@ class CalledEpisode(ABC):
             self._tell()
         if kind == "close":
             self._close()
-            self._reply(action, None)
+            self._when_over(partial(self._reply, action, None))
             return
         self._open = action
         if kind == "begin":
@@ -157,6 +157,10 @@ class CalledEpisode(ABC):
     @abstractmethod
     def _tell(self) -> None:
         """Answer the action that is open with the state of the call."""
+
+    def _when_over(self, then: Callable[[], None]) -> None:
+        """Do `then` once nothing of the call runs any more, after `_close`."""
+        then()
 
 
 class Episode(threading.Thread):

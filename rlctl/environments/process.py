@@ -1,8 +1,8 @@
 """Driver's end of a process that runs episodes: actions with deadlines, memory, and the end of the process.
 
 Everything here runs on the pool's event loop, so that many episodes wait side by side. An action past its deadline
-costs its episode; the process then gets no new ones, and ends when its others have. A process that dies costs its
-episodes.
+costs its episode. Its thread hangs, so that the process then gets no new episodes, and ends when its others have. A
+process that dies costs its episodes.
 """
 
 import asyncio
@@ -53,6 +53,8 @@ class EnvironmentProcess:
         self.episodes: set[int] = set()
         # True from the first action past its deadline on: one of its threads hangs, and cannot be ended alone.
         self.hangs = False
+        # An agent whose action is late is closed from outside of its thread. It hangs if its close is late too.
+        self._closable = all(each.agent is not None for each in specs.values())
         # True when it has ended, or is about to.
         self.ended = False
         self._launched = asyncio.create_task(asyncio.to_thread(self._process.launch))
@@ -107,7 +109,7 @@ class EnvironmentProcess:
             async with asyncio.timeout(timeout_s):
                 return await outcome
         except TimeoutError:
-            self.hangs = True
+            self.hangs |= kind == "close" or not self._closable
             return EnvironmentFailure("timeout", f"{kind} took longer than {timeout_s:g} s")
         finally:
             del self._waiting[action]

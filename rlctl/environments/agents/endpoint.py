@@ -1,7 +1,7 @@
 """HTTP server of a process's agents: `/sessions/ID/v1/...`, on its own thread.
 
 A session is named in the path and guarded by its secret, so that every SDK, command line and subprocess reaches its own
-alone. The server answers wrong keys and paths at once, and bounds bodies and their time.
+alone. The server answers wrong keys and paths at once. Bodies, headers, connections and their times are bounded.
 """
 
 import asyncio
@@ -9,22 +9,24 @@ import hmac
 import json
 import re
 import socket
-import sys
 import threading
+import traceback
+from collections.abc import Coroutine
 from functools import partial
 from hashlib import blake2b
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from aiohttp import web
 
 from rlctl.environments.agents import anthropic_messages, chat_completions, responses
 from rlctl.environments.agents.asked import AskedTurn, RefusedError
+from rlctl.environments.agents.connections import Connection, Connections
 from rlctl.environments.agents.said import SaidTurn
 from rlctl.environments.agents.session import AgentSession, Flight
 
-# Bytes of a request, and seconds that its body may take.
-MAX_BODY, BODY_S = 64 << 20, 60.0
+# Bytes of a request, and seconds that its body and its answer may take.
+MAX_BODY, BODY_S, ANSWER_S = 64 << 20, 60.0, 60.0
 # Some SDKs add `/v1` to a base address that has it already.
 _PATH = re.compile(r"/sessions/(?P<id>[0-9a-f]{16})(?:/v1){0,2}(?P<rest>/.*)?")
 # An API: how a request is read, an answer and an error are written. Each is a module.
@@ -35,7 +37,6 @@ APIS: dict[str, ModuleType] = {
 }
 # A stream begins after this many seconds without a turn: errors before that have their own status.
 _STREAM_S, _COMMENT_S = 3.0, 10.0
-_TOLD = 20
 
 
 class Endpoint:
@@ -47,8 +48,7 @@ class Endpoint:
     def __init__(self, bind: str) -> None:
         self._bind = bind
         self._sessions: dict[str, AgentSession] = {}
-        # Causes of refused strangers that were told.
-        self._told: set[str] = set()
+        self._connections = Connections()
         self.loop = asyncio.new_event_loop()
         self.port = 0
         self._started = threading.Event()
@@ -84,15 +84,10 @@ class Endpoint:
         self.loop.run_forever()
 
     async def _listen(self) -> None:
-        app = web.Application(client_max_size=MAX_BODY)
-        app.router.add_route("*", "/{path:.*}", self._answer)
-        runner = web.AppRunner(app, access_log=None)
-        await runner.setup()
-        site = web.TCPSite(runner, self._bind, 0, backlog=1024)
-        await site.start()
-        self.port = runner.addresses[0][1]
+        server = await self._connections.listen(self._answer, self._bind)
+        self.port = server.sockets[0].getsockname()[1]
 
-    async def _answer(self, request: web.Request) -> web.StreamResponse:
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         api: ModuleType = chat_completions
         try:
             session, path = self._find(request)
@@ -113,11 +108,18 @@ class Endpoint:
             retries = request.headers.get("x-stainless-retry-count", "0")
             digest = blake2b(path.encode() + b" " + body, digest_size=16).digest()
             flight = session.join(digest, int(retries) if retries.isdecimal() else 0, read)
-            return await self._deliver(request, session, api, flight, _wants_stream(body))
+            return await self._deliver(request, session, api, flight)
         except RefusedError as error:
             return web.json_response(api.error(error), status=error.status)
+        except ConnectionError:
+            return web.Response()  # nobody reads it
+        except Exception as error:  # our defect: the agent is told, and others go on
+            shown = f"a request that cannot be read: {traceback.format_exc()}"
+            self._connections.tell(_connection(request).peer, shown)
+            refused = RefusedError(f"the request cannot be read: {type(error).__name__}")
+            return web.json_response(api.error(refused), status=refused.status)
 
-    def _find(self, request: web.Request) -> tuple[AgentSession, str]:
+    def _find(self, request: web.BaseRequest) -> tuple[AgentSession, str]:
         """Return the session of a request, and the path below it. Raises RefusedError."""
         found = _PATH.fullmatch(request.path)
         session = self._sessions.get(found["id"]) if found else None
@@ -128,21 +130,36 @@ class Endpoint:
         if session is None:
             raise RefusedError("there is no such session: it has ended, or never was", 404, "session_ended")
         head = request.method == "HEAD" and not given
-        if not head and not hmac.compare_digest(given.encode(), session.secret.encode()):
+        # A header may have any bytes.
+        if not head and not hmac.compare_digest(given.encode(errors="surrogateescape"), session.secret.encode()):
             self._tell(request, "a session without its key")
             raise RefusedError("the key is not that of the session", 401, "authentication_error")
+        if not head:
+            self._connections.prove(_connection(request))
         return session, found["rest"] or ""
 
-    async def _body(self, request: web.Request) -> bytes:
+    async def _body(self, request: web.BaseRequest) -> bytes:
+        body, late = bytearray(), f"a body that took longer than {BODY_S:g} s"
         try:
             async with asyncio.timeout(BODY_S):
-                return await request.read()
-        except web.HTTPRequestEntityTooLarge:
-            self._tell(request, f"a body of more than {MAX_BODY:,} bytes")
-            raise RefusedError(f"the body has more than {MAX_BODY:,} bytes", 413, "request_too_large") from None
+                if request.headers.get("Expect", "").lower() == "100-continue":
+                    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+                    request.writer.output_size = 0
+                if (request.content_length or 0) <= MAX_BODY:
+                    async for part in request.content.iter_any():
+                        body += part
+                        if len(body) > MAX_BODY:
+                            break
+                    else:
+                        return bytes(body)
         except TimeoutError:
-            self._tell(request, f"a body that took longer than {BODY_S:g} s")
-            raise RefusedError(f"the body took longer than {BODY_S:g} s", 408, "timeout") from None
+            self._tell(request, late)
+            raise RefusedError(f"the request has {late}", 408, "timeout") from None
+        except web.RequestPayloadError as error:
+            raise RefusedError(f"the body cannot be read: {type(error).__name__}") from error
+        large = f"a body of more than {MAX_BODY:,} bytes"
+        self._tell(request, large)
+        raise RefusedError(f"the request has {large}", 413, "request_too_large")
 
     @staticmethod
     def _read(api: ModuleType, body: bytes) -> AskedTurn:
@@ -150,69 +167,79 @@ class Endpoint:
         return asked
 
     async def _deliver(
-        self, request: web.Request, session: AgentSession, api: ModuleType, flight: Flight, streamed: bool
+        self, request: web.BaseRequest, session: AgentSession, api: ModuleType, flight: Flight
     ) -> web.StreamResponse:
         """Answer with a turn once it is there."""
-        flight.waiting += 1
+        gone = _connection(request).gone
+        waiting: list[asyncio.Future[Any]] = [flight.work, gone]
         try:
-            if streamed:
+            if flight.stream:
                 return await self._stream(request, session, api, flight)
-            said = await asyncio.shield(flight.work)
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if not flight.work.done():
+                raise ConnectionResetError
+            said = flight.work.result()
             with session.guarded():
                 answer = web.json_response(api.write(said))
-            return await _sent(request, session, flight, said, answer)
+            return await _sent(request, session, said, answer)
         finally:
-            flight.waiting -= 1
-            flight.lost |= request.transport is None or request.transport.is_closing()
+            flight.lost |= gone.done() or request.transport is None or request.transport.is_closing()
 
     async def _stream(
-        self, request: web.Request, session: AgentSession, api: ModuleType, flight: Flight
+        self, request: web.BaseRequest, session: AgentSession, api: ModuleType, flight: Flight
     ) -> web.StreamResponse:
-        await asyncio.wait([flight.work], timeout=_STREAM_S)
+        waiting: list[asyncio.Future[Any]] = [flight.work, _connection(request).gone]
+        await asyncio.wait(waiting, timeout=_STREAM_S, return_when=asyncio.FIRST_COMPLETED)
         if flight.work.done() and (error := flight.work.exception()) is not None:
             raise error
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        await response.prepare(request)
+        await _written(request, response.prepare(request))
         try:
             while not flight.work.done():
-                await response.write(api.waiting())
-                await asyncio.wait([flight.work], timeout=_COMMENT_S)
-            said = await asyncio.shield(flight.work)
+                await _written(request, response.write(api.waiting()))
+                await asyncio.wait(waiting, timeout=_COMMENT_S, return_when=asyncio.FIRST_COMPLETED)
+                if waiting[1].done():
+                    raise ConnectionResetError
+            said = flight.work.result()
             with session.guarded():
                 events = b"".join(api.stream(said))
         except RefusedError as refused:
-            await response.write(api.stream_error(refused))
-            await response.write_eof()
+            await _written(request, response.write(api.stream_error(refused)))
+            await _written(request, response.write_eof())
             return response
-        return await _sent(request, session, flight, said, response, events)
+        return await _sent(request, session, said, response, events)
 
-    def _tell(self, request: web.Request, what: str) -> None:
+    def _tell(self, request: web.BaseRequest, what: str) -> None:
         """Print the request of a stranger, once each cause."""
-        if what not in self._told and len(self._told) < _TOLD:
-            self._told.add(what)
-            print(f"agents' endpoint: {request.remote} asked for {what}, and was refused", file=sys.stderr, flush=True)
+        self._connections.tell(_connection(request).peer, what)
 
 
 async def _sent(
-    request: web.Request,
-    session: AgentSession,
-    flight: Flight,
-    said: SaidTurn,
-    response: web.StreamResponse,
-    rest: bytes = b"",
+    request: web.BaseRequest, session: AgentSession, said: SaidTurn, response: web.StreamResponse, rest: bytes = b""
 ) -> web.StreamResponse:
     """Send a turn. It is a part of the rollout from now on, if its client is still there."""
     transport = request.transport
     if transport is None or transport.is_closing():
-        return response
+        raise ConnectionResetError
     # Before the last byte: the agent may end as soon as it has it.
     session.deliver(said)
-    if rest:
-        await response.write(rest)
-    else:
-        await response.prepare(request)
-    await response.write_eof()
+    await _written(request, response.write(rest) if rest else response.prepare(request))
+    await _written(request, response.write_eof())
     return response
+
+
+async def _written(request: web.BaseRequest, work: Coroutine[Any, Any, Any]) -> None:
+    """Wait until a part of an answer is written. A client that does not read loses its connection."""
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            await work
+    except TimeoutError:
+        _connection(request).abort()
+        raise ConnectionResetError from None
+
+
+def _connection(request: web.BaseRequest) -> Connection:
+    return cast(Connection, request.protocol)
 
 
 def _json(body: bytes) -> dict[str, Any]:
@@ -227,10 +254,6 @@ def _json(body: bytes) -> dict[str, Any]:
 
 def _reward(body: dict[str, Any]) -> Any:
     return body["reward"] if set(body) == {"reward"} else body
-
-
-def _wants_stream(body: bytes) -> bool:
-    return bool(re.search(rb'"stream"\s*:\s*true', body)) and bool(_json(body).get("stream"))
 
 
 def _models() -> dict[str, Any]:

@@ -4,7 +4,8 @@
     resume -> it gets turns, and runs on                -> likewise
 
 An agent may ask from any thread. Its first request is told at once, so that turns are numbered in the order in which
-they arrive.
+they arrive. A close is answered once the thread or the command has ended: one that never does has a deadline, and the
+process is then used no more.
 """
 
 import random
@@ -42,6 +43,8 @@ class AgentEpisode(CalledEpisode):
         self._session = AgentSession(chat, tool_format, self._look)
         self._stop: Callable[[], None] = lambda: None
         self._ended, self._outcome = False, None
+        # Called at its end, after a close.
+        self._then: Callable[[], None] = lambda: None
 
     def _soon(self, work: Callable[[], None]) -> None:
         self._endpoint.loop.call_soon_threadsafe(work)
@@ -66,6 +69,13 @@ class AgentEpisode(CalledEpisode):
         self._ended, self._outcome = True, outcome
         self._endpoint.close(self._session)
         self._look()
+        self._then()
+
+    def _when_over(self, then: Callable[[], None]) -> None:
+        if self._ended:
+            then()
+        else:
+            self._then = then
 
     def _look(self) -> None:
         if self._open is not None and (self._ended or self._session.has_asked):

@@ -8,7 +8,7 @@ caches. A conversation without a known turn begins a new path.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
@@ -22,6 +22,8 @@ from rlctl.utils.user_code import shortened
 
 # Requests that a new one is compared with, to name the rewritten part.
 _COMPARED = 16
+# Characters of new messages, as JSON: they reach the driver in one reply of the process.
+MAX_NEW = 2 << 20
 
 
 def message_key(message: Message) -> str:
@@ -84,6 +86,10 @@ class SessionHistory:
         self._turns: dict[bytes, KnownTurn] = {}
         # `PlacedRequest.keys` of earlier requests.
         self._requests: list[list[str]] = []
+        # Keys, messages and tools, each once: each request brings them again.
+        self._keys: dict[str, str] = {}
+        self._messages: dict[str, Message] = {}
+        self._tools: dict[str, list[Schema]] = {}
 
     def place(self, asked: AskedTurn) -> PlacedRequest:
         """Find the turn that a request continues, and render the messages behind it.
@@ -91,6 +97,7 @@ class SessionHistory:
         Raises RefusedError for messages that the template refuses.
         """
         keys = [json.dumps(asked.tools, sort_keys=True), *map(message_key, asked.messages)]
+        keys = [self._keys.get(key, key) for key in keys]
         chains = [b""]
         for key in keys:
             chains.append(_chained(chains[-1], key))
@@ -98,6 +105,8 @@ class SessionHistory:
         matched = next((k for k in range(len(asked.messages), 0, -1) if chains[k + 1] in self._turns), 0)
         turn = self._turns[chains[matched + 1]] if matched else None
         added = asked.messages[matched:]
+        if (length := sum(map(len, keys[matched + 1 if turn else 0 :]))) > MAX_NEW:
+            raise RefusedError(f"the new messages have {length:,} characters as JSON, and at most {MAX_NEW:,} are read")
         tokens = self._following(turn, added, asked.tools) if turn else self._opening(added, asked.tools)
         common, nearest = self._nearest(keys)
         rewritten = ""
@@ -118,8 +127,16 @@ class SessionHistory:
 
     def note(self, place: PlacedRequest) -> None:
         """Remember a request, to tell later how another one differs from it."""
+        self._keys.update(zip(place.keys, place.keys))
         self._requests = self._requests[1 - _COMPARED :]
         self._requests.append(place.keys)
+
+    def shared(self, asked: AskedTurn, place: PlacedRequest) -> AskedTurn:
+        """Return a request with the objects of earlier ones in place of equal messages and tools."""
+        tools, *keys = place.keys
+        known = [self._messages.setdefault(key, message) for key, message in zip(keys, asked.messages)]
+        messages = [a if a == b else b for a, b in zip(known, asked.messages)]
+        return replace(asked, messages=messages, tools=self._tools.setdefault(tools, asked.tools))
 
     def add(self, placement: PlacedRequest, said: SaidTurn) -> None:
         """Add a turn that was sampled at a place."""

@@ -6,6 +6,9 @@ from typing import Any
 from rlctl.environments.contract import ContractError, Message, Reward, checked_reward
 from rlctl.utils.user_code import shortened
 
+# Numbers that an agent's process may tell, and characters of the name of one.
+_MOST, _LONGEST = 64, 400
+
 
 @dataclass(frozen=True)
 class AgentTask:
@@ -47,7 +50,7 @@ class AgentNews:
     reward: Reward | None = None
     # Failure of an agent whose last request met a used-up budget.
     raised: str = ""
-    counts: dict[str, float] | None = None
+    counts: dict[str, int] | None = None
     # Why requests continued no turn -> how often.
     rewritten: dict[str, int] | None = None
 
@@ -59,13 +62,26 @@ def checked_news(value: object) -> AgentNews:
         asks = [_ask(each) for each in given.pop("asks")]
         kept = [(int(number), int(length)) for number, length in given.pop("kept")]
         reward = given.pop("reward", None)
+        for name in ("counts", "rewritten"):
+            given[name] = _numbers(given[name]) if name in given else None
         return AgentNews(asks, kept, **given, reward=None if reward is None else checked_reward(reward, "the agent"))
     except (TypeError, ValueError, KeyError) as error:
         raise ContractError(f"no news of an agent: {shortened(str(error))}") from error
 
 
+def _numbers(value: Any) -> dict[str, int]:
+    """Return numbers by name. Raises ContractError for others, and for more than an agent's session has."""
+    given = dict(value)
+    if len(given) > _MOST or not all(len(name) <= _LONGEST and 0 <= number < 1e9 for name, number in given.items()):
+        raise ContractError("counted in other values than numbers by name")
+    return {name: int(number) for name, number in given.items()}
+
+
 def _ask(value: dict[str, Any]) -> AgentAsk:
     ask = AgentAsk(**value)
+    numbers = [ask.number, *(each for each in (ask.after, ask.most) if each is not None)]
+    if not all(type(each) is int and each >= 0 for each in numbers) or not isinstance(ask.messages, list):
+        raise ContractError("asked for a turn that is none")
     if not all(type(each) is int for each in ask.tokens):
         raise ContractError("asked for a turn after other values than tokens")
     return ask

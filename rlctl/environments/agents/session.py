@@ -8,7 +8,7 @@ session that is sealed gives nothing more.
 
 import asyncio
 import secrets
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,6 +24,10 @@ from rlctl.utils.user_code import error_text, trace_of
 
 # Requests that are refused by the driver; further ones are refused here, so that a deadline runs.
 _MOST_REFUSED = 64
+# Names of counts, some of which a client chooses.
+MAX_COUNTS = 48
+# Bytes of the requests in one reply of the process, of which a token takes this many.
+MAX_NEWS, _TOKEN = 2 << 20, 8
 # Budget of the driver -> its text.
 BUDGETS = {
     "max_turns": "the episode has had its turns (environment.max_turns)",
@@ -39,11 +43,11 @@ AgentAnswer = tuple[list[int], list[float], str] | str
 class Flight:
     """One turn on its way to its client, and to the client's retries."""
 
-    def __init__(self, work: "asyncio.Task[SaidTurn]") -> None:
-        self.work = work
-        # Connections that wait, and True if one was lost.
-        self.waiting = 0
+    def __init__(self, work: "asyncio.Task[SaidTurn]", stream: bool) -> None:
+        self.work, self.stream = work, stream
+        # True if a connection was lost that waited for it.
         self.lost = False
+        work.add_done_callback(_failed)
 
 
 class AgentSession:
@@ -64,7 +68,8 @@ class AgentSession:
         self._history = SessionHistory(chat)
         self._flights: dict[bytes, Flight] = {}
         self._answers: dict[int, asyncio.Future[AgentAnswer]] = {}
-        self._asks: list[dict[str, Any]] = []
+        # With the bytes of each, about.
+        self._asks: deque[tuple[int, dict[str, Any]]] = deque()
         self._number = 0
         # Turns that a client got, and that the driver was not told of yet; those that it was told of.
         self._kept: list[tuple[int, int]] = []
@@ -94,8 +99,9 @@ class AgentSession:
         with self.guarded():
             asked = read()
         for name in asked.counted:
-            self.counts[name] += 1
-        flight = Flight(asyncio.get_running_loop().create_task(self._turn(asked)))
+            known = name in self.counts or len(self.counts) < MAX_COUNTS
+            self.counts[name if known else "ignored/others"] += 1
+        flight = Flight(asyncio.get_running_loop().create_task(self._turn(asked)), asked.stream)
         self._flights[digest] = flight
         return flight
 
@@ -126,8 +132,12 @@ class AgentSession:
             waiting.set_result(answer)
 
     def tell(self) -> dict[str, Any]:
-        """Return the news for the driver: requests, and turns that clients got."""
-        asks, kept, self._asks, self._kept = self._asks, self._kept, [], []
+        """Return the news for the driver: requests, as many as one reply has room for, and turns that clients got."""
+        asks, kept, self._kept, room = list[dict[str, Any]](), self._kept, [], MAX_NEWS
+        while self._asks and (not asks or room >= self._asks[0][0]):
+            length, ask = self._asks.popleft()
+            asks.append(ask)
+            room -= length
         return {"asks": asks, "kept": kept}
 
     @contextmanager
@@ -172,6 +182,7 @@ class AgentSession:
             raise
         number, self._number = self._number, self._number + 1
         self._note(place)
+        asked = self._history.shared(asked, place)
         answer = await self._ask(number, place, asked)
         if isinstance(answer, str):
             self.budget = answer
@@ -213,7 +224,8 @@ class AgentSession:
     async def _ask(self, number: int, place: PlacedRequest, asked: AskedTurn) -> AgentAnswer:
         messages: list[Message] = place.messages[len(place.messages) - place.fresh :]
         ask = {"number": number, "after": place.after, "tokens": place.tokens, "messages": messages}
-        self._asks.append(ask if asked.most is None else {**ask, "most": max(1, asked.most)})
+        length = sum(map(len, place.keys[-place.fresh :])) + _TOKEN * len(place.tokens)
+        self._asks.append((length, ask if asked.most is None else {**ask, "most": max(1, asked.most)}))
         future: asyncio.Future[AgentAnswer] = asyncio.get_running_loop().create_future()
         self._answers[number] = future
         self._look()
@@ -221,7 +233,7 @@ class AgentSession:
 
 
 def _ended() -> RefusedError:
-    """Return the refusal of a sealed session. Each has a traceback of its own."""
+    """Return the refusal of a sealed session. Each has its own traceback."""
     return RefusedError("the session has ended: this agent's rollout is over", 404, "session_ended")
 
 
@@ -230,5 +242,5 @@ def _broken(defect: EnvironmentFailure) -> RefusedError:
 
 
 def _failed(work: "asyncio.Task[SaidTurn]") -> bool:
-    """Return True if a request was refused: its repetition is judged again."""
+    """Return True if a request was refused: its repetition is judged again. Asyncio does not report its error then."""
     return work.done() and (work.cancelled() or work.exception() is not None)

@@ -27,6 +27,8 @@ from rlctl.utils.cores import usable_cores
 
 # Rows of an episode, on average over some episodes, above which the cause is told.
 _MANY_ROWS, _EPISODES = 1.5, 8
+# Names of a run's counts, and its causes of further rows: clients choose a part of them.
+_MOST_NAMES, _OTHERS = 64, "ignored/others"
 
 
 class AgentPlayer(FunctionPlayer):
@@ -45,6 +47,7 @@ class AgentPlayer(FunctionPlayer):
         self._room = asyncio.Semaphore(most) if most else None
         self._rows = Counter[str]()
         self._causes = Counter[str]()
+        self._names: set[str] = {_OTHERS}
 
     async def play(self, start: RolloutStart, policy: Policy) -> Rollout:
         async with AsyncExitStack() as stack:
@@ -56,7 +59,18 @@ class AgentPlayer(FunctionPlayer):
 
     def note_causes(self, rewritten: dict[str, int]) -> None:
         """Count why requests of an agent continued no turn."""
-        self._causes.update(rewritten)
+        known = {why: count for why, count in rewritten.items() if why in self._causes}
+        self._causes.update(rewritten if len(self._causes) < _MOST_NAMES else known)
+
+    def named(self, counts: Mapping[str, int]) -> dict[str, float]:
+        """Return counts by the first names of the run; those of further names are one."""
+        found = Counter[str]()
+        for name, count in counts.items():
+            if len(self._names) < _MOST_NAMES:
+                self._names.add(name)
+            # A name without a slash is rlctl's own.
+            found[name if name in self._names or "/" not in name else _OTHERS] += count
+        return dict(found)
 
     def _note_rows(self, rollout: Rollout) -> None:
         """Tell once that episodes train as several rows, with the most common cause."""
@@ -152,7 +166,7 @@ class AgentCall(FunctionCall):
         """Return the value that the agent gave its rollout."""
         news: AgentNews = told
         course = self._course
-        counts = dict(news.counts or {})
+        counts = self._agents.named(news.counts or {})
         course.tool_calls += int(counts.pop("tool_calls", 0))
         malformed = int(counts.pop("malformed_calls", 0))
         course.malformed_calls, course.tool_errors = course.malformed_calls + malformed, course.tool_errors + malformed

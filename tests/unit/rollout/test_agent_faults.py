@@ -1,0 +1,269 @@
+"""Agents that go wrong in their process: the failure is their episode's, others in the process go on (contract 11)."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rlctl.data.tasks import Task
+from rlctl.environments.outcomes import AgentSpec, EnvironmentSpec
+from rlctl.environments.plain_chat import PlainChat
+from rlctl.environments.pool import EnvironmentPool
+from rlctl.rollout.players.agent import AgentPlayer
+from rlctl.rollout.runner import RolloutRunner
+from rlctl.rollout.types import Rollout
+from tests.unit.rollout.test_player import LIMITS, ScriptedEngines, begin, start
+from tests.waiting import until
+
+# Several times the start of a command on a busy machine.
+DEADLINE_S = 4.0
+# Without an SDK: its import takes longer than all of this.
+ASK = """
+import json, os, signal, subprocess, sys, threading, time
+from urllib.request import Request, urlopen
+
+
+def ask(url, key, text="go"):
+    body = json.dumps({"messages": [{"role": "user", "content": text}]}).encode()
+    return urlopen(Request(url + "/chat/completions", body, {"Authorization": f"Bearer {key}"})).read()
+"""
+FUNCTIONS = """
+
+def run(task, url, key):
+    return globals()[task.row["agent"]](task, url, key)
+
+
+def well(task, url, key):
+    ask(url, key)
+    return 1
+
+
+def hangs(task, url, key):
+    ask(url, key)
+    while True:
+        time.sleep(0.01)
+
+
+def hangs_until_it_is_refused(task, url, key):
+    while True:
+        time.sleep(0.05)
+        urlopen(Request(url + "/models", headers={"Authorization": f"Bearer {key}"})).read()
+
+
+def leaves(task, url, key):
+    ask(url, key)
+    os._exit(7)
+
+
+def forks(task, url, key):
+    if os.fork() == 0:
+        time.sleep(300)
+        os._exit(0)
+    ask(url, key)
+    return 1
+
+
+def floods(task, url, key):
+    for _ in range(200):
+        print("x" * 100_000)
+    ask(url, key)
+    return 1
+
+
+def gives_up(task, url, key):
+    try:
+        urlopen(Request("http://127.0.0.1:1"))
+    except OSError as error:
+        raise RuntimeError("Connection error.") from error
+"""
+COMMAND = """
+task = json.loads(os.environ["RLCTL_TASK"])
+turn = lambda: ask(os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"])
+here = task["row"]["here"]
+exec(task["row"]["agent"])
+"""
+# A child in a session of its own, with children of its own.
+LEFT = """
+child = [sys.executable, "-c", "import os,subprocess,sys,time; subprocess.Popen(['sleep','300'],start_new_session=True)"
+    ";open(sys.argv[1],'w').write(str(os.getpid()));time.sleep(300)", here]
+subprocess.Popen(child, start_new_session=True)
+while not (os.path.exists(here) and open(here).read()):
+    time.sleep(0.01)
+turn()
+print(1)
+"""
+STUBBORN = """
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+open(here, "w").write(str(os.getpid()))
+turn()
+time.sleep(300)
+"""
+
+
+class Played:
+    """Rollouts of one pool, with one process, and with scripted engines."""
+
+    def __init__(self, pool: EnvironmentPool, logs: Path) -> None:
+        self.pool, self.logs = pool, logs
+        # Bytes in place of tokens: no process loads a tokenizer.
+        chat: Any = PlainChat()
+        engines = ScriptedEngines(chat, lambda request: [55], events=pool.events)
+        # No second try, so that each failure is seen.
+        self._runner = RolloutRunner(AgentPlayer(pool, chat, replace(LIMITS, max_retries=0), True, 1000), engines)
+
+    def begin(self, *agents: str, here: str = "") -> list[Rollout]:
+        """Begin a rollout of each, side by side; return a list that gets them as they end."""
+        tasks = [Task("r0", [0], "play", None, {"agent": each, "here": here}) for each in agents]
+        return begin(self._runner, *(replace(start(index), task=task) for index, task in enumerate(tasks)))
+
+    def play(self, *agents: str, here: str = "") -> list[Rollout]:
+        """Return a rollout of each, in order, once the process holds none of them."""
+        ended = self.begin(*agents, here=here)
+        until(lambda: (self._runner.check(), len(ended) == len(agents))[1])
+        until(lambda: not any(each.episodes for each in self.pool._processes))
+        return sorted(ended, key=lambda each: each.id.index)
+
+    def worker(self) -> psutil.Process:
+        """The process that runs the agents."""
+        return psutil.Process(self.pool.pids()[-1]).children()[0].children()[0]
+
+
+@pytest.fixture(scope="module")
+def functions(tmp_path_factory: Any) -> Iterator[Played]:
+    folder: Path = tmp_path_factory.mktemp("functions")
+    (folder / "agents.py").write_text(ASK + FUNCTIONS)
+    with ExitStack() as stack:
+        yield played(stack, folder, f"{folder}/agents.py:run", ())
+
+
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory: Any) -> Iterator[Played]:
+    folder: Path = tmp_path_factory.mktemp("commands")
+    (folder / "command.py").write_text(ASK + COMMAND)
+    with ExitStack() as stack:
+        yield played(stack, folder, "command", (sys.executable, "-S", f"{folder}/command.py"))
+
+
+def played(stack: ExitStack, logs: Path, name: str, command: tuple[str, ...]) -> Played:
+    spec = EnvironmentSpec(name, DEADLINE_S, agent=AgentSpec(command))
+    pool = stack.enter_context(EnvironmentPool({"agent": spec}, 2048, 1, logs))
+    pool.contracts()
+    return Played(pool, logs)
+
+
+def failure(rollout: Rollout) -> str:
+    assert rollout.episode and rollout.reward is None
+    assert (rollout.episode.failure is None) == bool(rollout.rows)
+    return str(rollout.episode.failure)
+
+
+def is_well(rollout: Rollout) -> bool:
+    return rollout.episode is not None and rollout.episode.reward == 1 and len(rollout.rows) == 1
+
+
+def test_a_function_that_hangs_costs_its_episode_and_later_its_process(functions: Played) -> None:
+    before = functions.worker()
+    hung, well = functions.play("hangs", "well")
+    assert "resume took longer than 4 s" in failure(hung) and is_well(well)
+    # The thread went on after its session. Only the end of the process ended it.
+    until(lambda: not before.is_running())
+    assert is_well(functions.play("well")[0])
+
+
+def test_a_function_that_ends_with_its_session_costs_no_process(functions: Played) -> None:
+    assert is_well(functions.play("well")[0])
+    before = functions.worker()
+    hung, _ = functions.play("hangs_until_it_is_refused", "well")
+    assert "took longer than 4 s" in failure(hung)
+    assert is_well(functions.play("well")[0]) and functions.worker() == before
+
+
+def test_a_function_that_exits_takes_its_process_along_and_gives_no_value(functions: Played) -> None:
+    (left,) = functions.play("leaves")
+    assert "its process ended: exit code 7" in failure(left)
+    assert is_well(functions.play("well")[0])
+
+
+@pytest.mark.parametrize("agent", ["forks", "floods"])
+def test_a_function_that_forks_or_floods_is_played(functions: Played, agent: str) -> None:
+    assert all(is_well(each) for each in functions.play(agent, "well"))
+
+
+def test_a_client_that_gives_up_is_a_failure(functions: Played) -> None:
+    assert "RuntimeError" in failure(functions.play("gives_up")[0])
+
+
+def test_a_killed_process_costs_its_episodes_alone(functions: Played) -> None:
+    assert is_well(functions.play("well")[0])
+    before = functions.worker()
+    ended = functions.begin("hangs")
+    before.kill()
+    until(lambda: len(ended) == 1)
+    assert "its process ended: SIGKILL" in failure(ended[0])
+    assert is_well(functions.play("well")[0])
+
+
+def test_a_command_that_hangs_is_ended_and_its_process_serves_on(commands: Played, tmp_path: Path) -> None:
+    before, here = commands.worker(), tmp_path / "pid"
+    hung, well = commands.play(STUBBORN, "turn(); print(1)", here=str(here))
+    assert "took longer than 4 s" in failure(hung) and is_well(well)
+    pid = int(here.read_text())
+    until(lambda: not psutil.pid_exists(pid))
+    assert is_well(commands.play("turn(); print(1)")[0]) and commands.worker() == before
+
+
+def test_nothing_outlives_a_command(commands: Played, tmp_path: Path) -> None:
+    here = tmp_path / "pid"
+    assert is_well(commands.play(LEFT, here=str(here))[0])
+    pid = int(here.read_text())
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    family = psutil.Process(commands.pool.pids()[-1])
+    until(lambda: "sleep" not in [each.name() for each in family.children(recursive=True)])
+
+
+FLOOD = """
+turn()
+for _ in range(3000):
+    sys.{stream}.write("y\\n" * 2000)
+print()
+print(1)
+"""
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_flood_of_output_is_cut_and_costs_little(commands: Played, stream: str) -> None:
+    spent = sum(commands.worker().cpu_times()[:2])
+    assert is_well(commands.play(FLOOD.format(stream=stream))[0])
+    spent = sum(commands.worker().cpu_times()[:2]) - spent
+    assert spent < 1.5, "12 MB of short lines"
+    until(lambda: b"printed more than 1 MiB" in (commands.logs / "environments.log").read_bytes())
+
+
+def test_a_row_that_is_too_long_for_a_command_says_so(commands: Played) -> None:
+    assert "RLCTL_TASK has" in failure(commands.play("turn()" + " " * (1 << 18))[0])
+
+
+def test_a_command_without_a_turn_has_no_value(commands: Played) -> None:
+    assert "ended without a turn" in failure(commands.play("print(1)")[0])
+
+
+def test_threads_and_files_do_not_grow_with_episodes(commands: Played) -> None:
+    def held() -> tuple[int, int]:
+        return commands.worker().num_threads(), commands.worker().num_fds()
+
+    commands.play(*["turn(); print(1)"] * 4)
+    before = held()
+    for _ in range(3):
+        commands.play(*["turn(); print(1)"] * 4)
+    until(lambda: all(now <= then for now, then in zip(held(), before)), held)
+
+
+def test_an_address_of_another_machine_is_a_problem() -> None:
+    spec = EnvironmentSpec("command", 20.0, agent=AgentSpec((sys.executable,), "192.0.2.1"))
+    with EnvironmentPool({"agent": spec}, 2048, 1) as pool, pytest.raises(Exception, match=r"agent\.bind=192\.0\.2\.1"):
+        pool.contracts()
