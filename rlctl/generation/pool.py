@@ -286,7 +286,8 @@ class GeneratorPool:
         fresh = [index for index in sorted(starting) if self._came_up(index)]
         for index in sorted({*starting} - {*fresh}):
             self.slots[index] = None
-            what = f"its node is gone, the run goes on with {len(self.engines)} of {len(self.slots)} engines"
+            node = lease.name if (lease := self._slots[index].node) else "this machine"
+            what = f"node {node} is gone, the run goes on with {len(self.engines)} of {len(self.slots)} engines"
             self._emit("engine_gone", engine=index, reason=what)
         if not self.engines:
             raise NoEngineLeft("the nodes of all engines are gone")

@@ -1,9 +1,11 @@
 """The commands that a run proposes at its end, one a line: look, use the weights, measure, go on."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from shlex import quote
 
+from rlctl.config.errors import ConfigError
 from rlctl.config.run_weights import base_of, is_adapter
 from rlctl.config.telemetry_schema import (
     MlflowSection,
@@ -13,14 +15,19 @@ from rlctl.config.telemetry_schema import (
     TrackioSection,
     WandbSection,
 )
+from rlctl.preflight.load import load
+from rlctl.preflight.placement import ResourceRequest, resources
 from rlctl.preflight.settled import Settled
 from rlctl.run.checkpoints import Checkpoints
 from rlctl.run.run_dir import JobRecord, RunDir, RunDirError
 from rlctl.telemetry.jsonl import read_records
 
 
-def next_commands(settled: Settled, run_dir: RunDir, status: str) -> list[str]:
-    """Return the commands after a run with this `status`, the most useful first, to go on last."""
+def next_commands(settled: Settled, run_dir: RunDir, status: str, smaller: Sequence[ResourceRequest] = ()) -> list[str]:
+    """Return the commands after a run with this `status`, the most useful first, to go on last.
+
+    smaller: after a loss of nodes, the run as it fits those that are left, the largest first.
+    """
     config = settled.config
     try:
         record = JobRecord.read(run_dir.path)
@@ -30,6 +37,8 @@ def next_commands(settled: Settled, run_dir: RunDir, status: str) -> list[str]:
     there = f" --cluster {record.cluster}" if record else ""
     known = quote(record.called if record and record.called else str(run_dir.path))
     resume = f"rlctl train {config.kind} --resume {known}{there}"
+    if status == "failed":
+        resume = " ".join([resume, *_fewer(settled, run_dir, smaller)])
     if status != "done":
         return [resume, f"rlctl runs logs {known}"] if status == "failed" else [resume]
     steps = config.num_steps
@@ -39,6 +48,21 @@ def next_commands(settled: Settled, run_dir: RunDir, status: str) -> list[str]:
     # Files of a run on a cluster cannot be read from here.
     here = [] if record and (record.remote or record.called) else list(_with_files(settled, run_dir, known))
     return [f"rlctl runs dash {known}", *here, f"{resume} {config.kind}.num_steps={2 * steps}"]
+
+
+def _fewer(settled: Settled, run_dir: RunDir, smaller: Sequence[ResourceRequest]) -> list[str]:
+    """Return the overrides of the largest run among `smaller` that its checks admit; none for the whole run."""
+    config, whole = settled.config, resources(settled)
+    for share in smaller:
+        changed = [f"trainer.num_ranks={share.ranks}"] * (share.ranks != whole.ranks)
+        changed += [f"generation.num_engines={share.engines}"] * (share.engines != whole.engines)
+        if changed and config.trainer.replicas not in ("auto", 1):
+            changed.append("trainer.replicas=auto")
+        with suppress(ConfigError):
+            if changed:
+                load(config.kind, str(run_dir.config), changed, resume=True)
+            return changed
+    return []
 
 
 def _with_files(settled: Settled, run_dir: RunDir, known: str) -> Iterator[str]:

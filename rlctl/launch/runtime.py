@@ -23,6 +23,7 @@ from rlctl.preflight.placement import (
     PlacementSlot,
     ResourceRequest,
     place,
+    smaller_runs,
     this_machine,
 )
 from rlctl.run.run_dir import JobRecord, RunDir, RunDirError
@@ -34,7 +35,7 @@ from rlctl.workers.reaper import leftovers, sweep
 
 if TYPE_CHECKING:
     from rlctl.launch.session import Session
-    from rlctl.workers.nodes import NodeLease, Reservation
+    from rlctl.workers.nodes import LiveNode, NodeLease, NodeRequest, Reservation
 
 _RESERVE_S = 120.0
 _POLL_S = 3.0
@@ -164,6 +165,8 @@ class ClusterRuntime:
 
     def __init__(self, wait: bool) -> None:
         self._wait = wait
+        # Nodes of the last attempt; 0: there was none.
+        self._parts = 0
 
     def refuse(self, run: RunDir) -> None:
         """Refuse nothing: the submitter of the job has checked the run."""
@@ -176,13 +179,19 @@ class ClusterRuntime:
         `placement.wait_s`.
         """
         from rlctl.launch.local_ray import ray_session
+        from rlctl.workers.errors import NoEngineLeft, WorkerDied, WorkerTimeout
 
         with ExitStack() as stack:
             stack.enter_context(ray_session(session.logs, address="auto"))
             placement, reservation = self._reserved(session, resources)
+            self._parts = len(placement.used)
             stack.callback(reservation.release)
             memory = min((node.memory for node in reservation.nodes if node.memory), default=None)
-            yield HeldSlots(placement, memory, reservation)
+            try:
+                yield HeldSlots(placement, memory, reservation)
+            except (WorkerDied, WorkerTimeout, NoEngineLeft):
+                session.smaller = self._smaller(resources, reservation.shares)
+                raise
 
     @contextmanager
     def allocation(self, session: "Session", held: HeldSlots) -> Iterator[Allocation]:
@@ -200,6 +209,22 @@ class ClusterRuntime:
         # Weights in transit are on the node of the processes, which need not be the driver's.
         yield Allocation(placement, [nodes.get(index) for index in range(len(placement.nodes))], leases[0].folder)
 
+    def _smaller(self, resources: ResourceRequest, own: "Sequence[NodeRequest]" = ()) -> list[ResourceRequest]:
+        """Return the run as it fits the nodes that are left, the largest first. own: what the run still holds of them.
+
+        The whole run is the first if it fits.
+        """
+        from rlctl.workers.nodes import live_nodes
+
+        found = live_nodes()
+        held = {share.node.id: {"GPU": float(share.gpus), "CPU": share.cpus} for share in own}
+        rooms = []
+        for each in found:
+            back = held.get(each.id, {})
+            free = {key: each.free.get(key, 0.0) + back.get(key, 0.0) for key in ("GPU", "CPU")}
+            rooms.append(NodeResources.of(each.name, free))
+        return list(smaller_runs(rooms, resources, self._parts, _device_of(found)))
+
     def _reserved(self, session: "Session", resources: ResourceRequest) -> tuple[Placement, "Reservation"]:
         from rlctl.workers.nodes import NodeRequest, NoRoom, Reservation, live_nodes
 
@@ -208,9 +233,8 @@ class ClusterRuntime:
         while True:
             found = live_nodes()
             try:
-                # A cluster with GPUs does not train on its CPUs.
-                device: Device = "cuda" if any(each.total.get("GPU") for each in found) else "cpu"
-                placement = place([NodeResources.of(each.name, each.free) for each in found], resources, device)
+                rooms = [NodeResources.of(each.name, each.free) for each in found]
+                placement = place(rooms, resources, _device_of(found))
                 shares = [NodeRequest(found[n], placement.gpus_on(n), placement.cpus_on(n)) for n in placement.used]
                 return placement, Reservation(shares, _RESERVE_S)
             except (PlacementError, NoRoom) as error:
@@ -218,6 +242,7 @@ class ClusterRuntime:
                 if not patient:
                     raise PlacementError(f"{why}; --wait waits for it") from None
             if time.monotonic() > end:
+                session.smaller = self._smaller(resources)
                 raise TimeoutError(f"no room within placement.wait_s={session.config.placement.wait_s:g}: {why}")
             if session.interrupts.asked:
                 raise KeyboardInterrupt
@@ -225,6 +250,11 @@ class ClusterRuntime:
                 told = why
                 session.events.emit("warning", what=f"waiting for room: {why}")
             time.sleep(_POLL_S)
+
+
+def _device_of(nodes: "Sequence[LiveNode]") -> Device:
+    """Return the devices of a cluster's runs: one with GPUs does not train on its CPUs."""
+    return "cuda" if any(each.total.get("GPU") for each in nodes) else "cpu"
 
 
 def config_of_model(folder: Path) -> Path:

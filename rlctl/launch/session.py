@@ -26,6 +26,7 @@ from rlctl.data.datasets import shown
 from rlctl.data.files import DataError
 from rlctl.grpo.advantages.base import AdvantageError
 from rlctl.launch.next_steps import next_commands
+from rlctl.preflight.placement import ResourceRequest
 from rlctl.preflight.settled import Settled
 from rlctl.preflight.version import earlier_version
 from rlctl.run.checkpoints import Checkpoint, EarlierVersion, NoWholeCheckpoint
@@ -79,6 +80,8 @@ class Session:
     begun: float = field(default_factory=lambda: time.monotonic() - age_s())
     # The command that begins the run again, if no checkpoint is whole.
     begin_command: str = ""
+    # After a loss of nodes: the run as it fits those that are left, the largest first. Empty: not known, or never.
+    smaller: list[ResourceRequest] = field(default_factory=list)
 
     @property
     def config(self) -> RunConfig:
@@ -155,7 +158,7 @@ class Session:
         """Start the next attempt in this process, which continues as a resume does."""
         self.recorder = RunRecorder(self.run_dir, self.events, self.recorder.metrics, self.config)
         _start_attempt(self.run_dir, self.resolved)
-        self.resumed, self.startup, self.begun = True, {}, time.monotonic()
+        self.resumed, self.startup, self.smaller, self.begun = True, {}, [], time.monotonic()
         self.attempts += 1
 
     def started(self) -> None:
@@ -226,7 +229,8 @@ def run_session(settled: Settled, resolved: str, resume: Path | None, body: Call
         lost = events.lost + metrics.lost
         if lost:
             reason = f"{reason + '; ' if reason else ''}{lost} records could not be written"
-        commands = [session.begin_command] if session.begin_command else next_commands(settled, run_dir, status)
+        commands = [session.begin_command] if session.begin_command else []
+        commands = commands or next_commands(settled, run_dir, status, session.smaller)
         end = {"status": status, "reason": reason, "next": commands}
         events.emit("run_ended", **end)
         view.end = {"kind": "run_ended", "time": time.time(), **end}

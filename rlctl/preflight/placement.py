@@ -6,8 +6,9 @@ ranks and engines: weights then stay on their node. Devices are counted from 0 a
 real indices are known once they are reserved.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from rlctl.config.errors import UserError
@@ -145,13 +146,15 @@ def place(nodes: Sequence[NodeResources], resources: ResourceRequest, device: De
     free = [list(range(count)) for count in most]
     names = tuple(node.name for node in nodes)
     shared = resources.colocated and device == "cuda"
+    if device == "cuda" and resources.engines and _enough(most, resources):
+        _require_on_a_node(nodes, resources.tensor_parallel_size)
     if resources.colocated and resources.engines:
         found = _equal_shares(free, resources, device)
         if found and len({slot.node for slot in found[0]}) > 1:
             return Placement(device, *found, True, names, resources.cpus_per_process, by_node=True)
         if found and shared:
             free = [slots if node == found[0][0].node else [] for node, slots in enumerate(free)]
-        elif shared and _enough(free, resources):
+        elif shared and _enough(most, resources):
             raise PlacementError(_unequal(nodes, resources))
     others = [list(slots) for slots in free] if shared else free
     trainers = _take(free, resources.ranks, 1, resources.trainer)
@@ -164,6 +167,21 @@ def place(nodes: Sequence[NodeResources], resources: ResourceRequest, device: De
     if device == "cpu":
         trainers, engines = ([PlacementSlot(slot.node) for slot in slots] for slots in (trainers, engines))
     return Placement(device, trainers, engines, shared or device == "cpu", names, resources.cpus_per_process)
+
+
+def smaller_runs(
+    nodes: Sequence[NodeResources], resources: ResourceRequest, parts: int, device: Device
+) -> Iterator[ResourceRequest]:
+    """Yield the run, if it has room, and then its shares that have room, the largest first.
+
+    parts: number of nodes of the whole run. A share has the ranks and engines of fewer of them, and at least one.
+    """
+    for count in range(parts, 0, -1):
+        ranks, engines = (max(1, each * count // parts) for each in (resources.ranks, resources.engines))
+        share = replace(resources, ranks=ranks, engines=engines if resources.engines else 0)
+        with suppress(PlacementError):
+            place(nodes, share, device)
+            yield share
 
 
 def resources(settled: Settled) -> ResourceRequest:
@@ -260,18 +278,29 @@ def _equal_shares(
     return None
 
 
-def _enough(free: list[list[int]], resources: ResourceRequest) -> bool:
-    return sum(map(len, free)) >= max(resources.ranks, resources.engines * resources.tensor_parallel_size)
+def _needed(resources: ResourceRequest) -> int:
+    """Return the number of GPUs that a run takes."""
+    wanted = resources.engines * resources.tensor_parallel_size
+    return max(resources.ranks, wanted) if resources.colocated else resources.ranks + wanted
+
+
+def _enough(gpus: Sequence[int], resources: ResourceRequest) -> bool:
+    return sum(gpus) >= _needed(resources)
+
+
+def _require_on_a_node(nodes: Sequence[NodeResources], size: int) -> None:
+    """Raise PlacementError for an engine that would need the GPUs of two nodes."""
+    most = max(node.gpus for node in nodes)
+    if size > most:
+        what = f"generation.tensor_parallel_size={size}: the workers of an engine are processes of one node"
+        why = f"and the largest has {most} GPUs: at most {most}; a model that {most} cannot hold needs larger ones"
+        raise PlacementError(f"{what}, {why}; {_free(nodes, [node.gpus for node in nodes], 'GPU')}")
 
 
 def _unequal(nodes: Sequence[NodeResources], resources: ResourceRequest) -> str:
-    size = resources.tensor_parallel_size
-    ranks, engines = f"{resources.ranks} trainer ranks", f"{resources.engines} engines x {size}"
-    what = f"{ranks} and {engines} share GPUs (placement.colocated), but not in equal parts on nodes with room"
-    most = max(node.gpus for node in nodes)
-    if size > most:
-        what = f"an engine's {size} GPUs (tensor_parallel_size) must be of one node, the largest has {most}"
-    return f"{what}; {_free(nodes, [node.gpus for node in nodes], 'GPU')}"
+    ranks, engines = f"{resources.ranks} trainer ranks", f"{resources.engines} engines x"
+    what = f"{ranks} and {engines} {resources.tensor_parallel_size} share GPUs (placement.colocated), but not in equal"
+    return f"{what} parts on nodes with room; {_free(nodes, [node.gpus for node in nodes], 'GPU')}"
 
 
 def _take(free: list[list[int]], count: int, size: int, strategy: Strategy) -> list[PlacementSlot] | None:
@@ -308,8 +337,7 @@ def _too_little(nodes: Sequence[NodeResources], resources: ResourceRequest, devi
             return f"{ranks}{engines}: at most {_MOST_ON_CPU} processes share a machine without GPUs"
         what = f"{needed * each:g} CPUs needed for {ranks}{engines} (placement.cpus_per_process={each:g})"
         return f"{what}; {_free(nodes, [node.cpus or 0 for node in nodes], 'CPU')}"
-    wanted = resources.engines * resources.tensor_parallel_size
-    needed = max(resources.ranks, wanted) if resources.colocated else resources.ranks + wanted
+    needed = _needed(resources)
     how = "shared by" if resources.colocated else "apart for"
     what = f"{needed} GPUs needed, {how} {ranks} and {resources.engines} engines x {resources.tensor_parallel_size}"
     what = f"{what} (tensor_parallel_size); {_free(nodes, [node.gpus for node in nodes], 'GPU')}"

@@ -102,7 +102,8 @@ class Worker:
         try:
             (result,) = _results(name, [answer.result()])
         except RayActorError as error:
-            raise WorkerDied(name, [self.name], _reason(error)) from error
+            why = await asyncio.to_thread(_reason, error, [self])
+            raise WorkerDied(name, [self.name], why) from error
         return cast(R, result)
 
     @property
@@ -169,18 +170,19 @@ class Pending(Generic[R]):
         waiting = set(ray.wait(self.refs, num_returns=len(self.refs), timeout=0, fetch_local=False)[1])
         return [worker for worker, ref in zip(self.workers, self.refs) if ref in waiting]
 
-    def dead(self) -> list[str]:
-        """Return the names of the workers whose processes are gone, by their answers."""
+    def dead(self) -> list[Worker]:
+        """Return the workers whose processes are gone, by their answers."""
         ready, _ = ray.wait(self.refs, num_returns=len(self.refs), timeout=_LOOK_S)
         answered = set(ready)
-        return [worker.name for worker, ref in zip(self.workers, self.refs) if ref in answered and _is_lost(ref)]
+        return [worker for worker, ref in zip(self.workers, self.refs) if ref in answered and _is_lost(ref)]
 
     def _answers(self, ready: Sequence[Any]) -> dict[Any, Answer]:
         """Return the answers of calls that have ended. Raises WorkerDied."""
         try:
             return dict(zip(ready, ray.get(ready, timeout=_ASK_S)))
         except RayActorError as error:
-            raise WorkerDied(self.call, self.dead(), _reason(error)) from error
+            dead = self.dead()
+            raise WorkerDied(self.call, [worker.name for worker in dead], _reason(error, dead)) from error
 
 
 def _as_ready(refs: Sequence[Any], left: Callable[[], float]) -> Iterator[list[Any]]:
@@ -344,9 +346,10 @@ class WorkerGroup:
         except RayError as error:
             # Each is asked on its own: one process that is gone must not hide the others.
             asked = [Pending[int]("pid", [worker], [worker.handle.pid.remote()]) for worker in self.workers]
-            gone = [name for part in asked for name in part.dead()]
+            gone = [worker for part in asked for worker in part.dead()]
             if gone or isinstance(error, RayActorError):
-                raise WorkerDied(method, gone or [w.name for w in self.workers], _reason(error)) from error
+                names = [worker.name for worker in gone or self.workers]
+                raise WorkerDied(method, names, _reason(error, gone)) from error
             return self._repeat(message, error)
         return _results(method, answers)
 
@@ -364,7 +367,11 @@ class WorkerGroup:
         return self._start(message).wait(self.deadline_s)
 
 
-def _reason(error: RayError) -> str:
+def _reason(error: RayError, dead: Sequence[Worker]) -> str:
+    """Return why the `dead` workers are gone: with their node, or their process alone."""
+    leases = {each.spec.node.id: each.spec.node for each in dead if each.spec.node}
+    if names := [lease.name for lease in leases.values() if lease.is_gone()]:
+        return f"node {', '.join(names)} is gone"
     # Ray's text is a page on why workers die in general; one sentence there is about this one.
     detail = re.search(r"exit detail: ([^.\n]*)", str(error))
     return detail.group(1).strip() if detail else "its process is gone"

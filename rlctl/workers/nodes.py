@@ -7,6 +7,7 @@ may share one.
 
 import shutil
 import socket
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,8 @@ from rlctl.workers.errors import WorkerDied, WorkerTimeout
 
 _ID_LABEL = "ray.io/node-id"
 _POLL_S, _ASK_S = 5.0, 60.0
+# Time from the end of a node's processes until Ray lists it as dead: three missed looks, a second apart, and some more.
+_NOTICE_S, _LOOK_S = 8.0, 0.2
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,22 @@ class NodeLease:
         """Return True if Ray lists the node as alive."""
         return self.id in {each["NodeID"] for each in ray.nodes() if each["Alive"]}
 
+    def is_gone(self) -> bool:
+        """Return True if the node is gone. If its helper does not answer, wait until Ray has noticed."""
+        end = time.monotonic() + _NOTICE_S
+        while self.lives():
+            if time.monotonic() > end or self._helper_answers():
+                return False
+            time.sleep(_LOOK_S)
+        return True
+
+    def _helper_answers(self) -> bool:
+        try:
+            ray.get(self.helper.reads.remote(""), timeout=1.0)
+        except (RayActorError, GetTimeoutError):
+            return False
+        return True
+
 
 class NoRoom(RuntimeError):
     """Resources that were free a moment ago are not: another run took them."""
@@ -132,6 +151,7 @@ class Reservation:
 
     def __init__(self, shares: Sequence[NodeRequest], deadline_s: float) -> None:
         """Reserve the shares. Raises NoRoom if that takes longer than the deadline."""
+        self.shares = shares
         # Ray wants a bundle to ask for something.
         wanted = [{"GPU": float(share.gpus), "CPU": share.cpus} for share in shares]
         bundles = [{key: amount for key, amount in each.items() if amount} or {"CPU": 0.001} for each in wanted]

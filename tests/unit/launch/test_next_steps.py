@@ -1,5 +1,6 @@
 """The proposals at a run's end: commands that work where the run is, one a line, the command to go on last."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 
 from rlctl.launch.next_steps import next_commands
 from rlctl.preflight.load import load
+from rlctl.preflight.placement import NodeResources, resources, smaller_runs
 from rlctl.run.checkpoints import Checkpoints
 from rlctl.run.run_dir import JobRecord, RunDir
 from rlctl.telemetry.jsonl import JsonlWriter
@@ -91,3 +93,26 @@ def test_a_tracker_is_shown_by_its_own_program(
         (run.path / file).parent.mkdir(exist_ok=True)
         (run.path / file).touch()
     assert next_commands(settled, run, "done")[-2] == command.format(run=run.path)
+
+
+def of_sizes(folder: Path, *overrides: str) -> tuple[Any, RunDir]:
+    composed = load("grpo", None, list(overrides))
+    _, run = ended(folder)
+    run.config.write_text(composed.to_yaml())
+    return composed.settled, run
+
+
+def test_a_run_that_lost_nodes_goes_on_with_as_many_processes_as_those_left_have_room_for(tmp_path: Path) -> None:
+    settled, run = of_sizes(tmp_path, "trainer.num_ranks=8", "generation.num_engines=4", "trainer.replicas=2")
+    whole = resources(settled)
+    three, one = (list(smaller_runs([NodeResources("n", 0, cpus)], whole, 4, "cpu")) for cpus in (9.0, 3.0))
+    resume = f"rlctl train grpo --resume {run.path}"
+    for smaller, ranks, engines in ((three, 6, 3), (one, 2, 1)):
+        changed = f"trainer.num_ranks={ranks} generation.num_engines={engines} trainer.replicas=auto"
+        assert next_commands(settled, run, "failed", smaller)[0] == f"{resume} {changed}"
+    assert next_commands(settled, run, "failed", [whole, *one])[0] == resume
+    # Ranks that the layout has no use for are not proposed.
+    layout = ("trainer.backend=megatron", "trainer.megatron.tensor_model_parallel_size=2")
+    megatron, run = of_sizes(tmp_path / "megatron", "trainer.num_ranks=4", *layout)
+    smaller = [replace(resources(megatron), ranks=ranks) for ranks in (3, 2)]
+    assert next_commands(megatron, run, "failed", smaller)[0].endswith(f"{run.path} trainer.num_ranks=2")

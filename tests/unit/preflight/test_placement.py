@@ -21,6 +21,7 @@ from rlctl.preflight.placement import (
     place,
     refit_way,
     resources,
+    smaller_runs,
     this_machine,
     transport_of,
     usual_transport,
@@ -47,9 +48,11 @@ def test_every_part_has_devices_of_its_own_on_one_node_or_the_error_says_how_man
         placement = place(rooms, ResourceRequest(ranks, engines, size, shared, trainer, generator), "cuda")
     except ValueError as error:
         if not str(error).startswith(f"{needed} GPUs needed, "):
-            assert shared and max(gpus) < needed <= sum(gpus)
+            assert needed <= sum(gpus)
+            wide = str(error).startswith(f"generation.tensor_parallel_size={size}: the workers of an engine are ")
+            assert wide == (size > max(gpus))
             in_parts = "share GPUs (placement.colocated), but not in equal parts on nodes with room" in str(error)
-            assert in_parts != (f"an engine's {size} GPUs (tensor_parallel_size) must be of one node" in str(error))
+            assert wide or (in_parts and shared and max(gpus) < needed)
             return
         assert str(error).startswith(f"{needed} GPUs needed, ")
         # A sufficient total is too few only where engines take several GPUs of one node.
@@ -117,10 +120,7 @@ def test_too_few_devices_are_an_error_with_the_arithmetic() -> None:
     with pytest.raises(ValueError, match=r"the cluster has 5 GPUs free: a 4, b 1$"):
         place([NodeResources("a", 4), NodeResources("b", 1)], resources)
     with pytest.raises(ValueError, match=r"6 GPUs free: a 3, b 3; an engine's are of one node$"):
-        place(
-            [NodeResources("a", 3), NodeResources("b", 3)],
-            ResourceRequest(ranks=2, engines=1, tensor_parallel_size=4, colocated=False),
-        )
+        place([NodeResources("a", 3), NodeResources("b", 3)], resources)
 
 
 def test_pack_fills_a_node_that_holds_them_all_and_spread_takes_turns() -> None:
@@ -164,9 +164,27 @@ def test_ranks_and_engines_that_make_no_equal_shares_are_refused_in_a_line() -> 
     assert [slot.node for slot in placement.engines] == [0, 1]
     with pytest.raises(ValueError, match=r"^7 trainer ranks and 2 engines x 1 share GPUs .* a 4, b 4, c 4$"):
         place(NODES, ResourceRequest(ranks=7, engines=2))
-    message = r"^an engine's 8 GPUs \(tensor_parallel_size\) must be of one node, the largest has 4; "
-    with pytest.raises(ValueError, match=message):
-        place(NODES, ResourceRequest(ranks=8, engines=1, tensor_parallel_size=8))
+
+
+@pytest.mark.parametrize(("ranks", "colocated"), [(8, True), (4, False)])
+def test_an_engine_over_two_nodes_is_refused_with_the_reason_and_the_remedy(ranks: int, colocated: bool) -> None:
+    with pytest.raises(PlacementError) as caught:
+        place(NODES, ResourceRequest(ranks, engines=1, tensor_parallel_size=8, colocated=colocated))
+    assert str(caught.value) == (
+        "generation.tensor_parallel_size=8: the workers of an engine are processes of one node, and the largest has 4 "
+        "GPUs: at most 4; a model that 4 cannot hold needs larger ones; the cluster has 12 GPUs free: a 4, b 4, c 4"
+    )
+
+
+def test_a_run_fits_the_nodes_that_are_left_with_the_processes_of_as_many() -> None:
+    whole = ResourceRequest(ranks=12, engines=6, tensor_parallel_size=2)
+    assert [(each.ranks, each.engines) for each in smaller_runs(NODES, whole, 3, "cuda")] == [(12, 6), (8, 4), (4, 2)]
+    assert [(each.ranks, each.engines) for each in smaller_runs(NODES[:2], whole, 3, "cuda")] == [(8, 4), (4, 2)]
+    assert list(smaller_runs([NodeResources("a", 1)], whole, 3, "cuda")) == []
+    apart = ResourceRequest(ranks=8, engines=1, colocated=False, cpus_per_process=2.0)
+    assert [(each.ranks, each.engines) for each in smaller_runs(NODES[:2], apart, 3, "cpu")] == [(5, 1), (2, 1)]
+    supervised = ResourceRequest(ranks=8)
+    assert [(each.ranks, each.engines) for each in smaller_runs(NODES[:1], supervised, 2, "cuda")] == [(4, 0)]
 
 
 def test_weights_stay_on_nodes_that_hold_a_copy_each() -> None:

@@ -1,0 +1,122 @@
+"""A node that dies in any phase is named; the run goes on with the nodes left, or ends with the command that does."""
+
+import os
+import shlex
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.faults.runs import read
+from tests.system.clusters import Clusters, processes_of
+from tests.system.test_cluster_runs import steps, wait_for
+
+# Long: each loss of a trainer's node costs a start of the run.
+pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(2400)]
+TINY = ("grpo.num_prompts_per_step=4", "grpo.num_generations_per_prompt=2", "validation.every=0", "run.probe=false")
+ENDLESS = ("grpo.num_steps=5000", "checkpoint.every=1", "trainer.threads=1", "run.restart_backoff_s=1")
+
+
+@pytest.fixture
+def clusters(tmp_path: Path) -> Iterator[Clusters]:
+    clusters = Clusters(tmp_path)
+    yield clusters
+    clusters.clean()
+
+
+class Hurt:
+    """A run on a cluster of this machine, some of whose nodes are killed."""
+
+    def __init__(self, clusters: Clusters, name: str, *settings: str) -> None:
+        self.clusters, self.path = clusters, clusters.home / "runs" / name
+        command = ("grpo", "--cluster", "local", f"run.name={name}", *TINY, *ENDLESS, *settings)
+        self.process = clusters.popen(*command, group="train")
+
+    def events(self, kind: str, **fields: Any) -> list[dict[str, Any]]:
+        found = [event for event in read(self.path / "events.jsonl") if event["kind"] == kind]
+        return [event for event in found if fields.items() <= event.items()]
+
+    def wait(self, kind: str, count: int, **fields: Any) -> dict[str, Any]:
+        """Return the `count`th event with these fields, once there is one."""
+
+        def seen() -> bool:
+            assert self.process.poll() is None or kind == "run_ended", self.process.communicate()
+            return len(self.events(kind, **fields)) >= count
+
+        wait_for(seen, f"{kind} {fields} number {count}", 500)
+        return self.events(kind, **fields)[count - 1]
+
+    def kill_in(self, phase: str, node: str) -> None:
+        """Kill all processes of a node when the next phase of this name begins, after one whole step."""
+        done = len(steps(self.path))
+        wait_for(lambda: len(steps(self.path)) > done, "step", 500)
+        (folder,) = [each["folder"] for each in self.clusters.state()["nodes"] if each["name"] == node]
+        roots = [psutil.Process(pid) for pid in processes_of([folder])]
+        all_of_it = {*roots, *(child for root in roots for child in root.children(recursive=True))}
+        self.wait("phase", len(self.events("phase", name=phase)) + 1, name=phase)
+        for each in all_of_it:
+            with suppress(ProcessLookupError):
+                os.kill(each.pid, signal.SIGKILL)
+
+
+def test_a_node_of_ranks_and_engines_is_lost_in_each_phase_and_the_run_begins_again_or_says_how(
+    clusters: Clusters,
+) -> None:
+    clusters.run("up", "nodes=2", "num_cpus=2")
+    sizes = ("trainer.num_ranks=2", "generation.num_engines=2", "run.max_restarts=4", "placement.wait_s=500")
+    run = Hurt(clusters, "hurt", *sizes)
+    wait_for(run.path.is_dir, "submission")
+    phases = ("generation", "train", "refit", "checkpoint")
+    for count, phase in enumerate(phases, 1):
+        run.kill_in(phase, "node-1")
+        reason = run.wait("restart", count)["reason"]
+        assert "trainer-1 died during " in reason and reason.endswith(": node node-1 is gone"), (phase, reason)
+        clusters.run("up", "nodes=2", "num_cpus=2")
+        begun = run.wait("run_started", count + 1)
+        # The save of the step may have been whole or not.
+        assert begun["start_step"] >= len(steps(run.path)) - 1, (phase, begun)
+    run.kill_in("train", "node-1")
+    out, err = run.process.communicate(timeout=400)
+    assert run.process.returncode == 1, out + err
+    ended = run.wait("run_ended", 1)
+    assert ended["reason"].endswith(": node node-1 is gone"), ended
+    changed = "trainer.num_ranks=1 generation.num_engines=1"
+    resume = f"rlctl train grpo --resume {run.path} --cluster local {changed}"
+    assert ended["next"][0] == resume and resume in out
+
+    numbers = steps(run.path)
+    assert numbers == list(range(1, len(numbers) + 1))
+    arguments = [*shlex.split(resume)[2:], f"grpo.num_steps={len(numbers) + 1}"]
+    clusters.run(*arguments, group="train")
+    assert steps(run.path) == list(range(1, len(numbers) + 2))
+    # More ranks and engines than it was saved by, on one node again.
+    clusters.run("up", "nodes=2", "num_cpus=2")
+    clusters.run(*shlex.split(resume)[2:6], *sizes[:2], f"grpo.num_steps={len(numbers) + 2}", group="train")
+    assert steps(run.path) == list(range(1, len(numbers) + 3))
+    clusters.run("down")
+
+
+def test_nodes_of_engines_are_lost_and_the_run_goes_on_with_the_others(clusters: Clusters) -> None:
+    clusters.run("up", "nodes=4", "num_cpus=1")
+    sizes = ("generation.num_engines=3", "placement.colocated=false", "async.enabled=true")
+    run = Hurt(clusters, "hurt", *sizes, "refit.timeout_s=60", "run.max_restarts=0")
+    wait_for(run.path.is_dir, "submission")
+    for count, (phase, node) in enumerate((("refit", "node-1"), ("train", "node-2")), 1):
+        run.kill_in(phase, node)
+        gone = run.wait("engine_gone", count)
+        assert gone["reason"] == f"node {node} is gone, the run goes on with {3 - count} of 3 engines", (phase, gone)
+        # Nothing counts against generation.max_restarts, and the others go on as they are.
+        assert not run.events("engine_restarted") and len(run.events("engine_lost")) == count
+    done = len(steps(run.path))
+    wait_for(lambda: len(steps(run.path)) >= done + 2, "further steps", 400)
+    run.kill_in("checkpoint", "node-3")
+    out, err = run.process.communicate(timeout=400)
+    assert run.process.returncode == 1 and "the nodes of all engines are gone" in out + err
+    assert f"--resume {run.path} --cluster local" in run.wait("run_ended", 1)["next"][0]
+    numbers = steps(run.path)
+    assert numbers == list(range(1, len(numbers) + 1))
+    clusters.run("down")
