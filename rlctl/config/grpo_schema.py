@@ -224,7 +224,9 @@ class GenerationSection:
         "The engine that samples, by its `name`, with its own keys."
     )
     num_engines: int = spec("The number of engines.", ge=1, most=MOST_PROCESSES)
-    tensor_parallel_size: int = spec("The devices of each engine.", ge=1, most=MOST_PROCESSES)
+    tensor_parallel_size: int = spec(
+        "The devices of each engine, all of one node. Layers and experts are cut over them.", ge=1, most=MOST_PROCESSES
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = spec(
         "The dtype of the engines' weights. auto is the trainer's compute dtype."
     )

@@ -82,7 +82,7 @@ class Backend(ABC):
         """Return how the ranks share the work."""
 
     def ranks_a_copy(self, trainer: TrainerSection) -> int:
-        """Return the number of consecutive ranks, from a multiple of it on, that hold all weights together."""
+        """Return the number of ranks that hold one copy of all weights. The ranks of a copy are consecutive."""
         return trainer.num_ranks
 
     def check_keys(self, trainer: TrainerSection) -> Violations:

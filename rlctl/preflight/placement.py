@@ -174,7 +174,7 @@ def smaller_runs(
 ) -> Iterator[ResourceRequest]:
     """Yield the run, if it has room, and then its shares that have room, the largest first.
 
-    parts: number of nodes of the whole run. A share has the ranks and engines of fewer of them, and at least one.
+    parts: number of nodes of the whole run. A share has the ranks and engines of fewer nodes, at least one of each.
     """
     for count in range(parts, 0, -1):
         ranks, engines = (max(1, each * count // parts) for each in (resources.ranks, resources.engines))

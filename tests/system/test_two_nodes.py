@@ -24,7 +24,7 @@ def clusters(tmp_path: Path) -> Iterator[Clusters]:
 
 
 def train(clusters: Clusters, name: str, *arguments: str) -> Path:
-    clusters.run("grpo", f"run.name={name}", *SIZES, *SMALL, *arguments, group="train", within_s=560)
+    clusters.run("grpo", f"run.name={name}", *SIZES, *SMALL, *arguments, group="train", within_s=800)
     return clusters.home / "runs" / name
 
 
@@ -62,8 +62,29 @@ def test_two_nodes_learn_to_the_last_bit_what_one_node_does(clusters: Clusters) 
     colocated = train(clusters, "colocated", "--cluster", "local")
     apart = train(clusters, "apart", "--cluster", "local", "placement.colocated=false", "trainer.replicas=2")
     assert (ways(alone), ways(colocated), ways(apart)) == ({"shm"}, {"shm"}, {"broadcast"})
+    # Groups of an asynchronous run depend on the time. Engines have the trainer's weights all the same.
+    ahead = train(clusters, "ahead", "--cluster", "local", "async.enabled=true", "health.parity_every=1")
+    assert ways(ahead) == {"broadcast"} and [each["step"] for each in steps(ahead)] == [1, 2, 3]
+    assert max(each["mismatch/parity"] for each in steps(ahead)) < 1 + 1e-6
+    assert max(each["age/max"] for each in steps(ahead)) <= 1
     expected = json.dumps(learned(alone))
     assert expected.count("train/grad_norm") == expected.count("reward/mean") == 3
     for run in (colocated, apart):
         assert json.dumps(learned(run)) == expected
         assert all(tensor.equal(weights(run)[name]) for name, tensor in weights(alone).items())
+
+
+@pytest.mark.long  # two runs of eight processes: minutes
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_four_nodes_learn_to_the_last_bit_what_one_node_does(clusters: Clusters) -> None:
+    sizes = ("trainer.num_ranks=4", "generation.num_engines=4", "grpo.num_steps=2")
+    alone = train(clusters, "alone", "trainer.replicas=4", *sizes)
+    clusters.run("up", "nodes=4", "num_cpus=2")
+    four = train(clusters, "four", "--cluster", "local", *sizes)
+    (attempt,) = (four / "logs").glob("attempt_*")
+    nodes = json.loads((attempt / "nodes.json").read_text())
+    assert all(nodes[f"trainer-{n}"] == nodes[f"engine-{n}"] for n in range(4)) and len(set(nodes.values())) == 4
+    assert (ways(alone), ways(four)) == ({"shm"}, {"shm"})
+    assert json.dumps(learned(four)) == json.dumps(learned(alone)) and len(learned(four)) == 2
+    assert all(tensor.equal(weights(four)[name]) for name, tensor in weights(alone).items())
