@@ -130,11 +130,12 @@ class KnownKeys:
         section, _, name = path.rpartition(".")
         values = [each for each in here if not self._own.get(f"{section}.{each}" if section else each, True)]
         alike = [each for each in values if each.startswith(name) or name.startswith(each)]
-        parts = set(name.split("_"))
-        # Words may be left out: pipeline_parallel_size for pipeline_model_parallel_size.
-        alike += [each for each in values if len(parts) > 1 and parts < set(each.split("_"))]
         longest = max((each for each in alike if min(len(each), len(name)) >= _SHORTEST_FORM), key=len, default="")
-        return longest or next((each for each in values if _ratio(name, each) >= _VERY_NEAR), "")
+        if form := longest or next((each for each in values if _ratio(name, each) >= _VERY_NEAR), ""):
+            return form
+        # Words may be left out: pipeline_parallel_size for pipeline_model_parallel_size.
+        parts = set(name.split("_"))
+        return min((each for each in values if len(parts) > 1 and parts < set(each.split("_"))), key=len, default="")
 
     def _peer(self, words: list[str], at_least: int) -> PeerKey | None:
         """Return the peer's key that shares most words with the path, from its end.
