@@ -11,8 +11,7 @@ from rlctl.models.adapters import AdapterSpec
 from rlctl.refit.plan import RefitPlan
 from rlctl.refit.protocol import Checks, Header, TransportSpec
 from rlctl.refit.sending import SendsWeights
-from rlctl.training.rank import met_at
-from rlctl.utils.ports import free_port
+from rlctl.utils.ports import free_port, met_at
 
 
 class BenchTrainer(SendsWeights):

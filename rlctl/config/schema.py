@@ -174,6 +174,10 @@ class CheckpointSection:
     export_dtype: Literal["auto", "float32", "bfloat16"] = spec(
         "The dtype of that folder. auto is the trainer's compute dtype."
     )
+    beside_training: bool = spec(
+        "Copy the trainer's state to host memory and write it while the next steps train. Where the host has no room "
+        "for the copy, and if false, steps wait until the checkpoint is written."
+    )
 
 
 @dataclass

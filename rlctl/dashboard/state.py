@@ -237,7 +237,8 @@ class RunState:
         if record["step"] > self.start.get("start_step", 0) and record["time"] < self.start.get("time", 0.0):
             # The resume will cut it off the file once its checkpoint is loaded.
             return
-        (self.validations if record.get("kind") == "validation" else self.steps).add(record)
+        if record.get("kind") != "checkpoint":  # its event says as much
+            (self.validations if record.get("kind") == "validation" else self.steps).add(record)
 
 
 class RunReader:

@@ -35,7 +35,9 @@ class GrpoLoop(Loop):
     def __init__(self, settled: SettledGrpo, parts: GrpoComponents, stop: Callable[[], bool]) -> None:
         config = settled.config
         health = grpo_health(settled, parts.failure_cause, parts.tool_cause)
-        super().__init__(config.grpo.num_steps, parts.recorder, parts.source.cursor, parts.trainer.save, stop, health)
+        super().__init__(
+            config.grpo.num_steps, parts.recorder, parts.source.cursor, parts.trainer.begin_save, stop, health
+        )
         self._settled, self._config, self._parts = settled, config, parts
         self._loss, self._advantage = make_loss(settled), make_advantage(config)
         # Name -> role.

@@ -4,18 +4,19 @@ import json
 import os
 import re
 import shutil
-from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rlctl.models.parameter_table import Layout, Shape, TensorRow
+from rlctl.models.safetensors_files import lay_out, write_at, write_box
 from rlctl.models.weight_headers import check_weights, weight_files
 
+_INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 4 * 10**9
 COMPANIONS = ("generation_config.json", "token*", "vocab*", "merges*", "special_tokens*", "added_tokens*", "chat_t*")
 
@@ -81,14 +82,78 @@ class WeightFiles:
             row.view(target).copy_(value)
 
 
+class FolderWriter:
+    """Writer of boxes of a folder's weights. Processes write one folder side by side, each its own byte ranges.
+
+    Every process makes the same headers from the same layout. Raises OSError with the file's name.
+    """
+
+    def __init__(self, folder: Path, layout: Layout) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder, self._layout = folder, layout
+        self._file_of, self._kinds = _shards(layout), {name: getattr(torch, kind) for name, _, kind in layout}
+        parts: dict[str, Layout] = {}
+        for each in layout:
+            parts.setdefault(self._file_of[each[0]], []).append(each)
+        self._files = {file: lay_out(part, {"format": "pt"}) for file, part in parts.items()}
+        self._open: dict[str, int] = {}
+        self._sum = 0
+
+    def write(self, name: str, start: Shape, part: Tensor) -> None:
+        """Write the box of a tensor that begins at `start`, in the folder's dtype."""
+        file = self._file_of[name]
+        value = part.detach().to("cpu", self._kinds[name])
+        with _named(self._folder / file):
+            self._sum += write_box(self._descriptor(file), self._files[file].places[name], start, value)
+
+    def write_headers(self) -> None:
+        """Write what belongs to no tensor: headers, and the index of several files."""
+        for file, layout in self._files.items():
+            with _named(self._folder / file):
+                write_at(self._descriptor(file), layout.header, 0)
+            self._sum += sum(layout.header)
+        if len(self._files) > 1:
+            total = sum(_nbytes(shape, dtype) for _, shape, dtype in self._layout)
+            index = {"metadata": {"total_size": total}, "weight_map": self._file_of}
+            (self._folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+    def close(self) -> int:
+        """Have everything on the disk; return the sum of the bytes that were written into the files of weights."""
+        for file, descriptor in self._open.items():
+            with _named(self._folder / file):
+                os.fsync(descriptor)
+            os.close(descriptor)
+        self._open = {}
+        return self._sum
+
+    def _descriptor(self, file: str) -> int:
+        if file not in self._open:
+            # For writing alone: a network file system must not read a page that another process writes into.
+            self._open[file] = os.open(self._folder / file, os.O_WRONLY | os.O_CREAT, 0o644)
+        return self._open[file]
+
+
+def folder_files(folder: Path) -> list[Path]:
+    """Return the files of weights in a folder, in order."""
+    return sorted(folder.glob("model*.safetensors"))
+
+
 def write_folder(source: Path, folder: Path, layout: Layout, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write a Hugging Face folder of `tensors`, in the order of `layout`, with the other files of `source`."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write a Hugging Face folder of whole `tensors`, in any order, with the other files of `source`."""
+    writer = FolderWriter(folder, layout)
+    write_companions(source, folder, layout[0][2])
+    writer.write_headers()
+    for name, tensor in tensors:
+        writer.write(name, (0,) * tensor.ndim, tensor)
+    writer.close()
+
+
+def write_companions(source: Path, folder: Path, dtype: str) -> None:
+    """Write the files of a folder that hold no weights: the configuration with its dtype, tokenizer files."""
     config = json.loads((source / "config.json").read_text())
-    config["torch_dtype" if "torch_dtype" in config else "dtype"] = layout[0][2]
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     copy_companions(source, folder)
-    _write_weights(folder, layout, tensors)
 
 
 def copy_companions(source: Path, folder: Path) -> None:
@@ -99,13 +164,11 @@ def copy_companions(source: Path, folder: Path) -> None:
                 shutil.copyfile(file, folder / file.name)
 
 
-def write_folder_together(source: Path, folder: Path, layout: Layout, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write the folder from rank 0, of tensors that all ranks make together. All ranks return when it is whole."""
-    if dist.get_rank() == 0:
-        write_folder(source, folder, layout, tensors)
-    else:
-        deque(tensors, maxlen=0)
-    dist.barrier()
+def save_tokenizer(source: str, folder: Path) -> None:
+    """Put another tokenizer in place of the model folder's own: the one that was trained with."""
+    from transformers import AutoTokenizer
+
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
 
 
 def save_tensors(tensors: dict[str, Tensor], file: Path) -> None:
@@ -121,20 +184,13 @@ def save_tensors(tensors: dict[str, Tensor], file: Path) -> None:
         raise OSError(int(code[1]), os.strerror(int(code[1])), str(file)) from error
 
 
-def _write_weights(folder: Path, layout: Layout, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    file_of = _shards(layout)
-    last = {file: name for name, file in file_of.items()}
-    held: dict[str, Tensor] = {}
-    for name, tensor in tensors:
-        held[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        if last[file_of[name]] == name:
-            save_tensors(held, folder / file_of[name])
-            (folder / file_of[name]).chmod(0o644)  # safetensors makes it the owner's alone
-            held = {}
-    if len(last) > 1:
-        total = sum(_nbytes(shape, dtype) for _, shape, dtype in layout)
-        index = {"metadata": {"total_size": total}, "weight_map": file_of}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+@contextmanager
+def _named(file: Path) -> Iterator[None]:
+    """Name the file in an OSError of a call by its descriptor."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(file)) from error
 
 
 def _shards(layout: Layout) -> dict[str, str]:

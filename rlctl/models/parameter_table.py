@@ -72,19 +72,20 @@ class TensorRow:
         """Return the tensor as it is on disk, a view of the whole target."""
         return target[self.slices].view(self.shape)
 
-    def part(self, rows: Tensor, first: int) -> tuple[Shape, Tensor] | None:
-        """Return (begin on disk, view) of the part that lies in some rows of the target; None if none does.
+    def part(self, piece: Tensor, first: Shape) -> tuple[Shape, Tensor] | None:
+        """Return (begin on disk, view) of the part that lies in a box of the target; None if none does.
 
-        rows: the target's rows from `first` on.
+        piece: the target's box that begins at `first`.
         """
         if not self.size:
-            return (0,) * len(self.shape), rows.view(self.shape)
-        begin = max(self.start[0], first)
-        end = min(self.start[0] + self.size[0], first + len(rows))
-        if begin >= end:
+            return (0,) * len(self.shape), piece.view(self.shape)
+        begin = [max(own, other) for own, other in zip(self.start, first)]
+        ends = zip(self.start, self.size, first, piece.shape)
+        end = [min(own + size, other + count) for own, size, other, count in ends]
+        if any(b >= e for b, e in zip(begin, end)):
             return None
-        view = rows[(slice(begin - first, end - first), *self.slices[1:])]
-        cut = (begin - self.start[0], *(0,) * (len(self.size) - 1))
+        view = piece[tuple(slice(b - at, e - at) for b, e, at in zip(begin, end, first))]
+        cut = [b - own for b, own in zip(begin, self.start)]
         shape = [1 if axis < 0 else view.shape[axis] for axis in self.axes]
         return tuple(0 if axis < 0 else cut[axis] for axis in self.axes), view.view(shape)
 

@@ -9,7 +9,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,10 @@ from rlctl.utils.files import sync
 from rlctl.workers.errors import WorkerDied, WorkerTimeout
 
 _STATE = "state.json"
+# Path -> (bytes, digest), of files whose writers have synced them and know both.
+Known = Mapping[Path, tuple[int, str]]
+# Fills the folder of a checkpoint.
+Write = Callable[[], Known]
 
 
 @dataclass(frozen=True)
@@ -82,33 +87,18 @@ class Checkpoints:
         self._folder, self._keep_last, self._keep_best = folder, keep_last, keep_best
 
     def save(self, step: int, state: dict[str, Any], write: Callable[[Path], None]) -> Checkpoint:
-        """Save a checkpoint; `write` fills the folder given as its argument.
+        """Save a checkpoint, as `begin` and `CheckpointSave.finish` do; `write` fills the folder."""
+        return self.begin(step, state, lambda folder: lambda: _nothing_known(write, folder)).finish()
+
+    def begin(self, step: int, state: dict[str, Any], begin: Callable[[Path], Write]) -> "CheckpointSave":
+        """Begin a checkpoint. `begin` gets its folder and returns a function that fills the folder.
 
         `state["score"]` ranks checkpoints: the larger the better, among equals the earlier; None is not ranked.
-        Raises CheckpointError (a full disk, say), or the loss of a worker, after removing the unfinished folder;
-        earlier ones stay untouched.
+        Raises as `CheckpointSave.finish`.
         """
-        temporary, final = self._folder / f"tmp_step_{step}", self._folder / f"step_{step}"
-        shutil.rmtree(temporary, ignore_errors=True)
-        try:
-            temporary.mkdir(parents=True)
-            write(temporary)
-            (temporary / _STATE).write_text(json.dumps({"step": step, **state}))
-            write_manifest(temporary)
-            for path in (*temporary.rglob("*"), temporary):
-                sync(path)
-        except BaseException as error:
-            shutil.rmtree(temporary, ignore_errors=True)
-            # A lost worker is no fault of the checkpoint: the run begins again from the one before.
-            if isinstance(error, Exception) and not isinstance(error, WorkerDied | WorkerTimeout):
-                raise CheckpointError(f"no checkpoint of step {step} in {self._folder}: {error}") from error
-            raise
-        if final.exists():
-            _remove(final)
-        os.replace(temporary, final)
-        sync(self._folder)
-        self._prune()
-        return Checkpoint(final, step, state)
+        save = CheckpointSave(self, self._folder, step, state)
+        save.begin(begin)
+        return save
 
     def all(self) -> list[Checkpoint]:
         """Return the checkpoints whose state can be read, oldest first. Other files are not read.
@@ -180,7 +170,8 @@ class Checkpoints:
         )
         yield from sorted((int(name[1]), path) for name, path in names if name and path.is_dir())
 
-    def _prune(self) -> None:
+    def prune(self) -> None:
+        """Remove checkpoints that are not to be kept, unfinished folders, and damaged ones that the run has passed."""
         found = self.all()
         best = _by_score(found)[: self._keep_best]
         keep = {c.step for c in found[-self._keep_last :]} | {c.step for c in best}
@@ -193,6 +184,70 @@ class Checkpoints:
             # The run has passed it.
             if step <= found[-1].step:
                 shutil.rmtree(path, ignore_errors=True)
+
+
+class CheckpointSave:
+    """A checkpoint that is being written: `finish` may run on another thread than the one that began it."""
+
+    def __init__(self, checkpoints: Checkpoints, folder: Path, step: int, state: dict[str, Any]) -> None:
+        self._checkpoints, self._step, self._folder = checkpoints, step, folder
+        # As it is now: training goes on.
+        self._state, self._text = state, ""
+        self._temporary, self._final = folder / f"tmp_step_{step}", folder / f"step_{step}"
+        self._write: Write = dict
+        self._abandoned = False
+
+    def begin(self, begin: Callable[[Path], Write]) -> None:
+        """Make the folder, and have `begin` take what it needs of the moment."""
+        shutil.rmtree(self._temporary, ignore_errors=True)
+        with self._whole_or_nothing():
+            self._text = json.dumps({"step": self._step, **self._state})
+            self._temporary.mkdir(parents=True)
+            self._write = begin(self._temporary)
+
+    def finish(self) -> Checkpoint:
+        """Fill the folder, then give it its name: it is whole or not there at all.
+
+        Raises CheckpointError (a full disk, say), or the loss of a worker, after removing the unfinished folder;
+        earlier ones stay untouched.
+        """
+        with self._whole_or_nothing():
+            known = self._write()
+            (self._temporary / _STATE).write_text(self._text)
+            write_manifest(self._temporary, known=known)
+            # The writers of known files have synced them.
+            for path in (*self._temporary.rglob("*"), self._temporary):
+                if path not in known:
+                    sync(path)
+            if self._abandoned:
+                raise CheckpointError(f"the checkpoint of step {self._step} was given up")
+        if self._final.exists():
+            _remove(self._final)
+        os.replace(self._temporary, self._final)
+        sync(self._folder)
+        self._checkpoints.prune()
+        return Checkpoint(self._final, self._step, self._state)
+
+    def abandon(self) -> None:
+        """Let `finish` neither name nor remove the folder: it may belong to a later save of the same step."""
+        self._abandoned = True
+
+    @contextmanager
+    def _whole_or_nothing(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            if not self._abandoned:
+                shutil.rmtree(self._temporary, ignore_errors=True)
+            # A lost worker is no fault of the checkpoint: the run begins again from the one before.
+            if isinstance(error, Exception) and not isinstance(error, WorkerDied | WorkerTimeout | CheckpointError):
+                raise CheckpointError(f"no checkpoint of step {self._step} in {self._folder}: {error}") from error
+            raise
+
+
+def _nothing_known(write: Callable[[Path], None], folder: Path) -> Known:
+    write(folder)
+    return {}
 
 
 def _read(path: Path, step: int) -> Checkpoint | None:

@@ -3,33 +3,44 @@
 A file's digest is the SHA-256 of the SHA-256s of its pieces of 64 MiB, so that all cores work on one large file.
 """
 
-import hashlib
 import json
-import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from rlctl.utils.cores import usable_cores
+from rlctl.utils.digests import PIECE, count_pieces, join_pieces, piece_digest
 from rlctl.utils.files import write_whole
 
 MANIFEST = "manifest.json"
-_PIECE = 64 << 20
-_READ = 4 << 20
 # More readers get no more out of a disk.
 _MOST_THREADS = 16
 
 
-def write_manifest(folder: Path, names: Sequence[str] | None = None) -> None:
-    """Write the manifest of these files in `folder`, of all for None. Raises OSError."""
+def write_manifest(
+    folder: Path, names: Sequence[str] | None = None, known: Mapping[Path, tuple[int, str]] | None = None
+) -> None:
+    """Write the manifest of these files in `folder`, of all for None.
+
+    known: path -> (bytes, digest) of files whose writers say so; the others are read. Raises OSError, also for a known
+    file of another size.
+    """
     if names is None:
         names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-    digests = _digests([folder / name for name in names])
+    told = known or {}
+    digests = _digests([folder / name for name in names if folder / name not in told])
     if failed := [error for error in digests.values() if isinstance(error, OSError)]:
         raise failed[0]
-    files = {name: {"bytes": (folder / name).stat().st_size, "digest": digests[folder / name]} for name in names}
-    content = {"digest": f"sha256 of the sha256s of pieces of {_PIECE} bytes", "files": files}
+    files = {}
+    for name in names:
+        path, size = folder / name, (folder / name).stat().st_size
+        if path in told and told[path][0] != size:
+            raise OSError(f"{path} has {size:,} bytes as seen from here, and {told[path][0]:,} were written")
+        files[name] = {"bytes": size, "digest": told[path][1] if path in told else digests[path]}
+    if lost := [path for path in told if str(path.relative_to(folder)) not in files]:
+        raise OSError(f"{lost[0]} was written, and is not there as seen from here: is run.dir the same on every node?")
+    content = {"digest": f"sha256 of the sha256s of pieces of {PIECE} bytes", "files": files}
     write_whole(folder / MANIFEST, json.dumps(content, indent=1))
 
 
@@ -95,24 +106,13 @@ def _wrong_size(path: Path, facts: dict[str, Any]) -> str:
 
 def _digests(paths: Iterable[Path]) -> dict[Path, str | OSError]:
     """Return the digest of each file, or the error of reading it."""
-    pieces = {path: max(1, -(-path.stat().st_size // _PIECE)) for path in paths}
+    pieces = {path: count_pieces(path.stat().st_size) for path in paths}
     found: dict[Path, str | OSError] = {}
     with ThreadPoolExecutor(min(_MOST_THREADS, usable_cores())) as threads:
-        parts = {path: [threads.submit(_piece, path, n) for n in range(count)] for path, count in pieces.items()}
+        parts = {path: [threads.submit(piece_digest, path, n) for n in range(count)] for path, count in pieces.items()}
         for path, futures in parts.items():
             try:
-                found[path] = hashlib.sha256(b"".join(future.result() for future in futures)).hexdigest()
+                found[path] = join_pieces(future.result() for future in futures)
             except OSError as error:
                 found[path] = error
     return found
-
-
-def _piece(path: Path, number: int) -> bytes:
-    digest, buffer = hashlib.sha256(), bytearray(_READ)
-    view, left = memoryview(buffer), _PIECE
-    with path.open("rb", buffering=0) as file:
-        os.lseek(file.fileno(), number * _PIECE, os.SEEK_SET)
-        while left and (count := file.readinto(view[: min(left, _READ)])):
-            digest.update(view[:count])
-            left -= count
-    return digest.digest()

@@ -1,28 +1,70 @@
 """The records of a loop in the run directory: steps, validations, rollouts, checkpoints.
 
-Order at the end of a step: its record, then validation, then the checkpoint. So a kill cuts off only steps after the
-newest checkpoint. A resume drops and repeats them.
+Order at the end of a step: its record, then validation, then the checkpoint, which may be written while further steps
+train. So a kill cuts off only steps after the newest checkpoint that is whole. A resume drops and repeats them.
 """
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rlctl.config.schema import RunConfig
 from rlctl.models.model_files import list_end_tokens
-from rlctl.run.checkpoints import Checkpoint, Checkpoints
+from rlctl.run.checkpoints import Checkpoint, Checkpoints, CheckpointSave, Known, Write
 from rlctl.run.run_dir import RunDir
 from rlctl.telemetry.events import EventLog, MetricsLog
 from rlctl.telemetry.exact_tokens import without_tokens
 from rlctl.telemetry.jsonl import Record
 from rlctl.telemetry.rollouts_file import GroupPurpose, RolloutsFile
 
-# (the trainer's folder, that of the export if asked for, the export's dtype)
-WriteTrainer = Callable[[Path, Path | None, str | None], None]
+
+class BegunSave(Protocol):
+    """The trainer's part of a checkpoint, begun."""
+
+    @property
+    def uncopied(self) -> str:
+        """Reason why no step may train before it is written; empty if one may."""
+
+    def finish(self) -> Known:
+        """Wait until all of it is on the disk."""
+
+
+# (the trainer's folder, that of the export if asked for, the export's dtype, if steps train meanwhile)
+WriteTrainer = Callable[[Path, Path | None, str | None, bool], BegunSave]
 # (number of groups, from the first on; if with their exact tokens) -> their records
 MakeRecords = Callable[[int, bool], list[Record]]
+
+
+@dataclass
+class _Saving:
+    """A save that goes on, on a thread."""
+
+    step: int
+    begin: float
+    save: CheckpointSave
+    done: threading.Event = field(default_factory=threading.Event)
+    # Seconds from begin to end, and seconds without training; None: equally many.
+    seconds: float = 0.0
+    stopped: float | None = None
+    checkpoint: Checkpoint | None = None
+    error: BaseException | None = None
+
+    def run(self, events: EventLog) -> None:
+        """Finish the save, and tell it."""
+        try:
+            checkpoint = self.save.finish()
+            self.seconds = time.perf_counter() - self.begin
+            times = {"seconds": self.seconds, "stopped": self.stopped or self.seconds}
+            events.emit("checkpoint", step=self.step, path=str(checkpoint.path), **times)
+            self.checkpoint = checkpoint
+        except BaseException as error:
+            self.error = error
+        finally:
+            self.done.set()
 
 
 class RunRecorder:
@@ -40,6 +82,8 @@ class RunRecorder:
         # Metrics of the step just done: a checkpoint is ranked by metrics of the saved weights alone.
         self.measured: dict[str, float] = {}
         self.saved: int | None = None
+        self._saving: _Saving | None = None
+        self._warned_of_copies = False
         # The inputs that checkpoints depend on, see fingerprint.py.
         self.made_with: dict[str, Any] = {}
         # Dtype of exported Hugging Face folders, and the tokens at which their answers end.
@@ -86,24 +130,71 @@ class RunRecorder:
 
     def save(
         self, step: int, state: dict[str, Any], write: WriteTrainer, write_own: Callable[[Path], None] | None = None
-    ) -> Checkpoint:
-        """Save a checkpoint: `write` fills the trainer's part, `write_own` the loop's."""
+    ) -> None:
+        """Save a checkpoint: `write` begins the trainer's part, `write_own` writes the loop's.
+
+        With `checkpoint.beside_training` training goes on once the trainer's state is copied, and `finish_save` tells
+        the end. Waits for the save before.
+        """
+        self.finish_save()
         begin = time.perf_counter()
         self.events.emit("phase", step=step, name="checkpoint")
+        uncopied = ""
 
-        def both(folder: Path) -> None:
+        def fill(folder: Path) -> Write:
+            nonlocal uncopied
+            export = folder / "hf" if self._checkpoint.export else None
             (folder / "trainer").mkdir()
-            if write_own:
-                write_own(folder)
-            write(folder / "trainer", folder / "hf" if self._checkpoint.export else None, self.export_dtype)
-            if self._checkpoint.export and self.end_tokens:
-                list_end_tokens(folder / "hf", self.end_tokens)
+            trainer = write(folder / "trainer", export, self.export_dtype, self._checkpoint.beside_training)
+            uncopied = trainer.uncopied
 
-        checkpoint = self.checkpoints.save(step, {**state, "made_with": self.made_with, "score": self._score()}, both)
-        self.saved = step
-        seconds = time.perf_counter() - begin
-        self.events.emit("checkpoint", step=step, path=str(checkpoint.path), seconds=seconds)
-        return checkpoint
+            def rest() -> Known:
+                if write_own:
+                    write_own(folder)
+                known = trainer.finish()
+                if export and self.end_tokens:
+                    list_end_tokens(export, self.end_tokens)
+                return known
+
+            return rest
+
+        state = {**state, "made_with": self.made_with, "score": self._score()}
+        saving = _Saving(step, begin, self.checkpoints.begin(step, state, fill))
+        beside = self._checkpoint.beside_training and not uncopied
+        if uncopied and not self._warned_of_copies:
+            self._warned_of_copies = True
+            self.events.emit("warning", what=f"steps wait while checkpoints are written: {uncopied}")
+        threading.Thread(target=saving.run, args=(self.events,), name="checkpoint", daemon=True).start()
+        self._saving, self.saved = saving, step
+        if beside:
+            saving.stopped = time.perf_counter() - begin
+        else:
+            self.finish_save()
+
+    def finish_save(self, *, wait: bool = True) -> Checkpoint | None:
+        """Wait for the save that goes on, and return its checkpoint, None if there was none.
+
+        wait: False returns None at once while it goes on. Raises the save's error, once, see `CheckpointSave.finish`.
+        """
+        saving = self._saving
+        if saving is None or not (wait or saving.done.is_set()):
+            return None
+        saving.done.wait()
+        self._saving = None
+        if saving.checkpoint is None:
+            self.saved = None
+            assert saving.error
+            raise saving.error
+        times = {"time/checkpoint": saving.seconds, "time/checkpoint_stopped": saving.stopped or saving.seconds}
+        self.metrics.write("checkpoint", saving.step, times)
+        return saving.checkpoint
+
+    def leave_save(self, wait_s: float) -> None:
+        """Give a save at most this long to end, after an error of the run that counts more than its own."""
+        if self._saving and not self._saving.done.wait(wait_s):
+            self._saving.save.abandon()
+            self.events.emit("warning", what=f"the checkpoint of step {self._saving.step} was not finished")
+        self._saving = None
 
     @property
     def newest(self) -> str:

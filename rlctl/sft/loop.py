@@ -49,7 +49,7 @@ class SftLoop(Loop):
     """The steps of a run, see `Loop`."""
 
     def __init__(self, config: SftConfig, parts: SftComponents, stop: Callable[[], bool]) -> None:
-        write, health = parts.trainer.save, _health(config)
+        write, health = parts.trainer.begin_save, _health(config)
         super().__init__(config.sft.num_steps, parts.recorder, parts.source.cursor, write, stop, health)
         self._config, self._parts = config, parts
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="batches")

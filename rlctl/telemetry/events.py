@@ -44,7 +44,7 @@ class EventLog(JsonlWriter):
 
 
 class MetricsLog:
-    """metrics.jsonl: one flat record a step (kind "step") and one a validation (kind "validation").
+    """metrics.jsonl: one flat record a step, a validation or a checkpoint (kind "step", "validation", "checkpoint").
 
     A value that is no finite number is left out, and reported as one warning event a name. Trackers receive the written
     numbers.

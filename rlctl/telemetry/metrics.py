@@ -125,6 +125,8 @@ MEANING = {
     "time/idle_rollouts": "seconds in which the trainer waited for rollouts to be sampled",
     "time/idle_scores": "seconds in which the trainer waited for rewards",
     "time/idle_oldest": "seconds in which the trainer waited for the oldest group, which the bound on age puts first",
+    "time/checkpoint": "seconds from the begin of a checkpoint until it is whole, in a record of its own",
+    "time/checkpoint_stopped": "seconds of it without training (checkpoint.beside_training)",
     "time/other": "the driver's own time, seconds",
     "validation/accuracy": "share of scored held-out answers that are right, by the reward that decides",
     "validation/pass_at_k": "share of held-out prompts with one right answer among k; prompts without a score left out",

@@ -5,7 +5,6 @@ Adapters are float32. Their layers compute in the dtype that FSDP casts them to,
 
 import math
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from rlctl.models.adapter_folder import AdapterFile, write_adapter
 from rlctl.models.adapters import LORA_A, LORA_B, AdapterSpec
-from rlctl.models.hf_folder import copy_companions
+from rlctl.models.hf_folder import copy_companions, save_tokenizer
 from rlctl.models.layer_kinds import LinearLayer
 from rlctl.models.parameter_table import TensorRow
 from rlctl.models.weight_headers import digest_of_weights
@@ -148,16 +147,26 @@ class Base:
     linears: tuple[LinearLayer, ...]
 
 
-def write_together(folder: Path, spec: AdapterSpec, base: Base, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write PEFT's folder from rank 0, of tensors that all ranks make together, with the tokenizer of the base.
+@dataclass(frozen=True)
+class AdapterJob:
+    """PEFT's folder as the export of a checkpoint: rank 0 writes it, with the tokenizer of the base or another one."""
 
-    All ranks return when it is whole.
-    """
-    if dist.get_rank() == 0:
-        named = {each.name: each for each in spec.tensors}
-        own = ((named[name], value) for name, value in tensors)
-        write_adapter(folder, spec, base.linears, base.name, digest_of_weights(base.folder), own)
-        copy_companions(base.folder, folder)
-    else:
-        deque(tensors, maxlen=0)
-    dist.barrier()
+    folder: Path
+    spec: AdapterSpec
+    base: Base
+    tokenizer: str | None
+    # Whole tensors by their names in memory; none on other ranks than 0.
+    tensors: dict[str, Tensor]
+    rank: int
+
+    def write(self) -> int:
+        """Write the folder; return 0: no rank shares a file with another. Raises OSError."""
+        if self.rank == 0:
+            named = {each.name: each for each in self.spec.tensors}
+            own = ((named[name], value) for name, value in self.tensors.items())
+            digest = digest_of_weights(self.base.folder)
+            write_adapter(self.folder, self.spec, self.base.linears, self.base.name, digest, own)
+            copy_companions(self.base.folder, self.folder)
+            if self.tokenizer:
+                save_tokenizer(self.tokenizer, self.folder)
+        return 0

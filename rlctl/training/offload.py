@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -105,8 +106,8 @@ class OffloadedTensors:
         if self._buffer is None:
             self._buffer = torch.empty(self._room, dtype=torch.uint8)
             if self._device.type == "cuda":
-                _lock(self._buffer)
-                weakref.finalize(self, _unlock, self._buffer, self._stream).atexit = False
+                lock_pages(self._buffer, "offloaded state")
+                weakref.finalize(self, unlock_pages, self._buffer, self._stream).atexit = False
         # Behind the current stream, which computed the tensors, or had other tensors in their memory until now.
         self._stream.follow()
         begin = self._stream.mark()
@@ -183,6 +184,16 @@ class OffloadManager:
         return {**ways, "offload/seconds": seconds}
 
 
+def process_memory(device: torch.device) -> dict[str, float]:
+    """Return bytes now and at peak: device_allocated, device_peak, host_rss."""
+    cuda = device.type == "cuda"
+    return {
+        "device_allocated": float(torch.cuda.memory_allocated()) if cuda else 0.0,
+        "device_peak": float(torch.cuda.max_memory_allocated()) if cuda else 0.0,
+        "host_rss": float(psutil.Process().memory_info().rss),
+    }
+
+
 def _on_device(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [tensor for tensor in tensors if tensor.device.type != "cpu"]
 
@@ -191,7 +202,7 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _lock(buffer: Tensor) -> None:
+def lock_pages(buffer: Tensor, what: str) -> None:
     """Page-lock the buffer as it is: torch's own pinned memory comes in powers of two, up to twice as large.
 
     Raises RuntimeError where the system refuses to lock this much.
@@ -199,10 +210,10 @@ def _lock(buffer: Tensor) -> None:
     code = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)  # type: ignore[no-untyped-call]
     if int(code):
         gib = buffer.numel() / 2**30
-        raise RuntimeError(f"{gib:.1f} GiB of host memory for offloaded state could not be locked (CUDA error {code})")
+        raise RuntimeError(f"{gib:.1f} GiB of host memory for {what} could not be locked (CUDA error {code})")
 
 
-def _unlock(buffer: Tensor, stream: DeviceStream) -> None:
+def unlock_pages(buffer: Tensor, stream: DeviceStream) -> None:
     stream.wait()
     torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())  # type: ignore[no-untyped-call]
 

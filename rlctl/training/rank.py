@@ -9,21 +9,18 @@ torch's compiler (2.5 s) are therefore imported where they are used.
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import chain
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from typing import Any
 
 import numpy as np
-import psutil
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.distributed.constants import default_pg_timeout
 
 from rlctl.config.run_weights import is_adapter
 from rlctl.models.layer_kinds import unusual_parts
@@ -34,14 +31,19 @@ from rlctl.preflight.settings import TrainerSettings
 from rlctl.refit.source import Shard
 from rlctl.training.interface import Loss, MicroBatch, Totals
 from rlctl.training.lora import require_moved, without_adapters
-from rlctl.training.offload import FrozenWeights, OffloadManager
+from rlctl.training.offload import FrozenWeights, OffloadManager, process_memory
 from rlctl.training.profile import ProfileSpec
+from rlctl.training.rank_checkpoint import (
+    ExportJob,
+    RankSave,
+    SaveBegun,
+    Shards,
+    TensorShard,
+    WeightsJob,
+)
 from rlctl.training.update import MetricAccumulator, learning_rate
 from rlctl.utils.cores import usable_cores
-from rlctl.utils.ports import open_store
-
-if TYPE_CHECKING:
-    from rlctl.training.sharded_checkpoint import TensorShard
+from rlctl.utils.ports import met_at
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,8 @@ class TrainerRank(ABC):
     first `accumulate` to `step` or `discard` only `accumulate`, `layout`, `shards` and `memory` may be called.
     """
 
+    # True if `_saved` returns live tensors, which a later step changes; False if it returns copies on the host.
+    saves_live_tensors = True
     # Set by the backend's constructor: the movable state, and the dtype of the weights that `export` reads.
     _state: OffloadManager
     _kept_in: str
@@ -106,6 +110,8 @@ class TrainerRank(ABC):
         self._frozen: dict[Role, FrozenWeights] = {}
         # Updates made; the learning rate follows this count.
         self._updates = 0
+        # This rank's part of the newest checkpoint.
+        self.saving = RankSave(spec.rank, spec.world, self._device)
         # Metrics of the open update.
         self._metrics: MetricAccumulator | None = None
 
@@ -256,15 +262,6 @@ class TrainerRank(ABC):
             return "float32"
         return row.dtype if row.buffer and row.dtype else kind
 
-    def _write_folder(self, folder: Path, layout: Layout, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Write a Hugging Face folder of `tensors`, and of the source's tensors that the model does not hold."""
-        from rlctl.models.hf_folder import WeightFiles, write_folder_together
-
-        kept = [(row.name, row.shape, str(row.dtype)) for row in self._table.kept]
-        source = WeightFiles(self._folder) if kept else None
-        unread = ((name, source.tensor(name)) for name, _, _ in kept if source)
-        write_folder_together(self._folder, folder, layout + kept, chain(tensors, unread))
-
     @abstractmethod
     def export(self, dtype: str | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield full tensors under Hugging Face checkpoint names, one alive at a time, in lockstep on every rank.
@@ -276,13 +273,24 @@ class TrainerRank(ABC):
     def save(self, folder: Path) -> None:
         """Write weights, optimizer, number of updates and RNG into `folder`, loadable on any number of ranks.
 
-        All ranks must see the same folder: they write side by side. State is written from where it is: engines may
-        hold the device's memory. Raises OSError with the first rank's reason, a full disk say.
+        All ranks must see the same folder: they write side by side. Raises OSError.
         """
-        from rlctl.training.sharded_checkpoint import save_shards
+        self.begin_save(folder, None, None, beside_training=False)
+        self.saving.written(None)
+        dist.barrier()
 
+    def begin_save(self, folder: Path, export: Path | None, dtype: str | None, beside_training: bool) -> SaveBegun:
+        """Begin to write `save`'s files, and `export_folder`'s into `export`, on a thread; `saving` tells the rest.
+
+        beside_training: copy the state first, if the host has room. Otherwise it must not change until it is written.
+        """
         self._reach_state()
-        save_shards(folder, self._saved(), self._updates)
+        state = self._saved()
+        weights = self._exported(state) if export else {}
+        job = partial(self._export_job, export, dtype=dtype) if export else None
+        return self.saving.begin(
+            folder, state, self._updates, weights, job, beside_training and self.saves_live_tensors
+        )
 
     def load(self, folder: Path) -> None:
         """Read the files of any backend's `save`. Raises FileNotFoundError if `folder` holds no state, OSError."""
@@ -298,12 +306,32 @@ class TrainerRank(ABC):
         self._state.wait()
         self._state.settle()
 
-    @abstractmethod
     def export_folder(self, folder: Path, dtype: str | None = None) -> None:
-        """Write a Hugging Face folder (config.json, tokenizer, model.safetensors) that transformers and vLLM load.
+        """Write a Hugging Face folder (config.json, tokenizer, safetensors) that transformers and vLLM load.
 
+        Each rank writes its rows as byte ranges; nothing is gathered. All ranks return when it is whole.
         Configuration and tokenizer files are the model's own. dtype: None for the compute dtype.
         """
+        self._state.wait()
+        self._state.settle()
+        job = self._export_job(folder, self._exported(self._saved(moments=False)), dtype)
+        job.write()
+        dist.barrier()
+
+    def _exported(self, state: Shards) -> Shards:
+        """Return the weights of an export, by their names in memory, as this rank writes them."""
+        held = {name.removeprefix("model."): each for name, each in state.items() if name.startswith("model.")}
+        return {**held, **self._saved_buffers()}
+
+    def _export_job(self, folder: Path, weights: Shards, dtype: str | None) -> ExportJob:
+        """Return the job of writing these weights in `dtype`, and the source's tensors that the model does not hold."""
+        spec, kind = self._spec, dtype or self._config.dtype
+        layout = self.layout(kind) + [(row.name, row.shape, str(row.dtype)) for row in self._table.kept]
+        return WeightsJob(folder, self._folder, self._tokenizer(), layout, self._table, weights, spec.rank, spec.world)
+
+    def _tokenizer(self) -> str | None:
+        """Return the tokenizer's folder for an export; None for the model's own."""
+        return self._spec.tokenizer_path if self._spec.tokenizer_path != self._spec.model_path else None
 
     # Memory and facts.
 
@@ -392,11 +420,16 @@ class TrainerRank(ABC):
         """Do the work of `shards`."""
 
     @abstractmethod
-    def _saved(self) -> "dict[str, TensorShard]":
+    def _saved(self, *, moments: bool = True) -> dict[str, TensorShard]:
         """Return weights and optimizer state by their names in a checkpoint, as this rank writes them.
 
-        Names: model.NAME, exp_avg.NAME, exp_avg_sq.NAME and step.NAME, for the model's own parameter names.
+        Ranks that hold the same share it out: no box is written twice. Names: model.NAME, exp_avg.NAME,
+        exp_avg_sq.NAME and step.NAME, for the model's own parameter names. moments: False for the weights alone.
         """
+
+    def _saved_buffers(self) -> dict[str, TensorShard]:
+        """Return the buffers of the model's folder that this rank writes into an export."""
+        return {}
 
     @abstractmethod
     def _load(self, folder: Path) -> None:
@@ -412,22 +445,3 @@ def make_trainer(spec: TrainerSpec) -> TrainerRank:
         if dist.is_initialized():
             dist.destroy_process_group()
         raise
-
-
-def met_at(init_method: str, rank: int, world: int) -> Any:
-    """Return the store that ranks meet at: tcp://host:port, served by rank 0, or file://path."""
-    url = urlsplit(init_method)
-    if url.scheme == "file":
-        return dist.FileStore(url.path, world)  # type: ignore[attr-defined]
-    assert url.hostname and url.port
-    return open_store(url.hostname, url.port, server=rank == 0, timeout=default_pg_timeout, world=world)
-
-
-def process_memory(device: torch.device) -> dict[str, float]:
-    """Return bytes now and at peak: device_allocated, device_peak, host_rss."""
-    cuda = device.type == "cuda"
-    return {
-        "device_allocated": float(torch.cuda.memory_allocated()) if cuda else 0.0,
-        "device_peak": float(torch.cuda.max_memory_allocated()) if cuda else 0.0,
-        "host_rss": float(psutil.Process().memory_info().rss),
-    }

@@ -1,10 +1,10 @@
-"""Checkpoints of tensors that ranks hold parts of, through torch DCP as safetensors: nothing is pickled.
+"""Checkpoints of tensors that ranks hold parts of, as safetensors in the form of torch DCP: nothing is pickled.
 
-Every rank writes its boxes into one file. Any number of ranks, on any layout, each reads its own boxes.
+`rank_checkpoint.py` writes them: every rank its boxes, into one file. Any number of ranks, on any layout, each reads
+its own boxes.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,43 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-
-@dataclass(frozen=True)
-class TensorShard:
-    """The part `tensor` of a whole tensor of `shape`, from `start` on."""
-
-    shape: tuple[int, ...]
-    start: tuple[int, ...]
-    tensor: Tensor
-
-    @classmethod
-    def whole(cls, tensor: Tensor) -> "TensorShard":
-        """Return all of a tensor as its shard."""
-        return cls(tuple(tensor.shape), (0,) * tensor.ndim, tensor)
-
-
-def save_shards(folder: Path, shards: Mapping[str, TensorShard], updates: int) -> None:
-    """Write shards, the number of updates and this rank's RNG state; all ranks together.
-
-    Raises OSError with the first rank's reason, a full disk say.
-    """
-    rng = {f"rng.{dist.get_rank()}": TensorShard.whole(torch.get_rng_state())}
-    shards = {**shards, **rng, "updates": TensorShard.whole(torch.tensor(updates))}
-    state: dict[str, Any] = {name: shard.tensor for name, shard in shards.items()}
-    folder.mkdir(parents=True, exist_ok=True)
-    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-    try:
-        dcp_save(state, storage_writer=writer, planner=_Saving(shards))
-    except CheckpointException as error:  # not even an Exception: it would pass every handler above
-        raise OSError(_first(error, "write")) from error
+from rlctl.training.rank_checkpoint import TensorShard
 
 
 def load_shards(folder: Path, shards: Mapping[str, TensorShard]) -> None:
@@ -57,7 +28,7 @@ def load_shards(folder: Path, shards: Mapping[str, TensorShard]) -> None:
     try:
         dcp_load(state, storage_reader=HuggingFaceStorageReader(str(folder)), planner=_Loading(shards))
     except CheckpointException as error:
-        raise OSError(f"{_first(error, 'read')} from {folder}") from error
+        raise OSError(f"{_first(error)} from {folder}") from error
 
 
 def load_progress(folder: Path) -> int:
@@ -77,34 +48,9 @@ def load_progress(folder: Path) -> int:
     return int(updates)
 
 
-def _first(error: CheckpointException, what: str) -> str:
+def _first(error: CheckpointException) -> str:
     rank, (cause, _) = next(iter(error.failures.items()))
-    return f"rank {rank} could not {what}: {cause}"
-
-
-class _Saving(DefaultSavePlanner):
-    """Writes each tensor as the part of a larger one that it is."""
-
-    def __init__(self, shards: Mapping[str, TensorShard]) -> None:
-        super().__init__()
-        self._shards = shards
-
-    def create_local_plan(self) -> SavePlan:
-        def placed(item: WriteItem) -> WriteItem:
-            assert item.tensor_data
-            shard = self._shards[item.index.fqn]
-            offsets = torch.Size(shard.start)
-            chunk = ChunkStorageMetadata(offsets=offsets, sizes=shard.tensor.size())
-            data = replace(item.tensor_data, chunk=chunk, size=torch.Size(shard.shape))
-            index = MetadataIndex(item.index.fqn, offsets)
-            return replace(item, index=index, type=WriteItemType.SHARD, tensor_data=data)
-
-        plan = super().create_local_plan()
-        self.plan = replace(plan, items=[placed(item) for item in plan.items])
-        return self.plan
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        return self.state_dict[index.fqn]
+    return f"rank {rank} could not read: {cause}"
 
 
 class _Loading(DefaultLoadPlanner):

@@ -22,6 +22,7 @@ from rlctl.training.micro_batching import (
     rollout_index,
     row_tokens,
 )
+from rlctl.training.trainer_save import TrainerSave
 from rlctl.training.worker import RankBatch, TrainerWorker
 from rlctl.workers.errors import WorkerDied, WorkerError, WorkerTimeout
 from rlctl.workers.group import WorkerGroup
@@ -186,14 +187,15 @@ class TrainerGroup:
                 start += len(sequences[index])
         return answers
 
-    def save(self, folder: Path, export: Path | None, dtype: str | None) -> None:
-        """Write training state into `folder`, a Hugging Face folder of `dtype` (None: the compute dtype) into `export`.
+    def begin_save(self, folder: Path, export: Path | None, dtype: str | None, beside_training: bool) -> TrainerSave:
+        """Begin to write training state into `folder`, and into `export` a Hugging Face folder of `dtype`.
 
-        Raises RuntimeError if the folder is still empty as seen from here.
+        dtype: None for the compute dtype. beside_training: ranks copy their state first, so that steps may go on.
         """
-        self.group.call(TrainerWorker.save, str(folder), str(export) if export else None, dtype)
-        if not any(folder.iterdir()):
-            raise RuntimeError(f"the ranks wrote no state into {folder}: do their nodes see another run.dir?")
+        places = str(folder), str(export) if export else None
+        return TrainerSave.of(
+            self.group, folder, export, self.group.call(TrainerWorker.begin_save, *places, dtype, beside_training)
+        )
 
     def info(self) -> dict[str, Any]:
         """Return rank 0's facts about the model."""

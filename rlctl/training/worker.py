@@ -13,6 +13,7 @@ from rlctl.training.interface import Loss, MicroBatch, Totals
 from rlctl.training.micro_batching import TrainingSample
 from rlctl.training.profile import Profiler
 from rlctl.training.rank import TrainerSpec, make_trainer
+from rlctl.training.rank_checkpoint import FilesWritten, PiecesRead, SaveBegun
 from rlctl.utils.code_cache import keep_code
 
 
@@ -97,13 +98,15 @@ class TrainerWorker(SendsWeights):
         joined: NDArray[np.float32] = _join([row for batch in batches for row in batch], np.dtype(np.float32))
         return joined
 
-    def save(self, folder: str, export: str | None, dtype: str | None) -> None:
-        """Write training state into `folder`; if named, a Hugging Face folder of `dtype` into `export` too."""
-        self._trainer.save(Path(folder))
-        if export:
-            self._trainer.export_folder(Path(export), dtype)
-            if self._spec.rank == 0 and self._spec.tokenizer_path != self._spec.model_path:
-                save_tokenizer(self._spec.tokenizer_path, Path(export))
+    def begin_save(self, folder: str, export: str | None, dtype: str | None, beside_training: bool) -> SaveBegun:
+        """Begin to write training state into `folder`; if named, a Hugging Face folder of `dtype` into `export` too."""
+        return self._trainer.begin_save(Path(folder), Path(export) if export else None, dtype, beside_training)
+
+    def save_written(self, wait_s: float) -> FilesWritten | None:
+        return self._trainer.saving.written(wait_s)
+
+    def export_pieces(self, wait_s: float) -> PiecesRead | None:
+        return self._trainer.saving.pieces(wait_s)
 
     def load(self, folder: str) -> None:
         self._trainer.load(Path(folder))
@@ -127,10 +130,3 @@ class TrainerWorker(SendsWeights):
 
 def _join(parts: list[Any], dtype: np.dtype[Any]) -> Any:
     return np.concatenate(parts) if parts else np.zeros(0, dtype)
-
-
-def save_tokenizer(source: str, folder: Path) -> None:
-    """Put the tokenizer that was trained with in place of the model folder's own."""
-    from transformers import AutoTokenizer
-
-    AutoTokenizer.from_pretrained(source).save_pretrained(folder)

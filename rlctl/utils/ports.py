@@ -5,6 +5,7 @@ import socket
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
+from urllib.parse import urlsplit
 
 LOOPBACK = "127.0.0.1"
 # Linux hands out those from 32768 on to callers that ask for any port; Ray's workers take those below 20000.
@@ -39,6 +40,18 @@ def open_store(host: str, port: int, *, server: bool, timeout: timedelta, world:
         # The store closes it.
         options["master_listen_fd"] = listening.detach()
     return TCPStore(host, port, world, server, **options)
+
+
+def met_at(init_method: str, rank: int, world: int) -> Any:
+    """Return the store that ranks meet at: tcp://host:port, served by rank 0, or file://path."""
+    from torch.distributed import FileStore  # type: ignore[attr-defined]
+    from torch.distributed.constants import default_pg_timeout
+
+    url = urlsplit(init_method)
+    if url.scheme == "file":
+        return FileStore(url.path, world)
+    assert url.hostname and url.port
+    return open_store(url.hostname, url.port, server=rank == 0, timeout=default_pg_timeout, world=world)
 
 
 def _family(address: str) -> socket.AddressFamily:

@@ -71,6 +71,10 @@ class WorkerActor:
         """Run a short method at once, while another may be running: it must be made for that."""
         getattr(self._worker, method)(*args)
 
+    def ask(self, method: str, wait_s: float) -> Answer:
+        """Run a method that returns within `wait_s` seconds, on this thread: it must be made for that."""
+        return self._answer(lambda: getattr(self._worker, method)(wait_s))
+
     def pid(self) -> Answer:
         """Return the process id, at once, also while a method runs."""
         return None, os.getpid()
@@ -82,17 +86,17 @@ class WorkerActor:
     def _guarded(self, work: Callable[[], Any]) -> Answer:
         """Run `work` on a thread of the worker; return its exception as a Failure."""
 
-        def run() -> Answer:
-            try:
-                return None, work()
-            except BaseException as error:
-                # A worker that calls sys.exit must not end its thread and leave a caller waiting.
-                with contextlib.suppress(Exception):  # the log may be on the disk that is full
-                    traceback.print_exc()
-                trace = format_trace(error, error.__traceback__)
-                return Failure(self._name, type(error).__name__, message_of(error), trace), None
+        return self._run(lambda: self._answer(work))
 
-        return self._run(run)
+    def _answer(self, work: Callable[[], Any]) -> Answer:
+        try:
+            return None, work()
+        except BaseException as error:
+            # A worker that calls sys.exit must not end its thread and leave a caller waiting.
+            with contextlib.suppress(Exception):  # the log may be on the disk that is full
+                traceback.print_exc()
+            trace = format_trace(error, error.__traceback__)
+            return Failure(self._name, type(error).__name__, message_of(error), trace), None
 
 
 def _one_thread(name: str) -> Run:

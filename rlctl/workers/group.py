@@ -36,6 +36,8 @@ DEADLINE_KNOB = "run.deadline_s"
 _ASK_S = 60.0
 # Longest time between two looks at calls of which some have ended.
 _FIRST_LOOK_S, _LOOK_S = 0.01, 0.2
+# Longest time of one question for an outcome.
+_ASIDE_S = 2.0
 # Time that the other ranks have to fail or end, once one has failed.
 _OTHERS_S = 10.0
 
@@ -62,8 +64,8 @@ class Worker:
 
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec
-        # One slot more than the worker's threads: `pid` answers while they are busy.
-        actor = ray.remote(num_cpus=0, max_concurrency=spec.threads + 1, max_restarts=0)(WorkerActor)
+        # Two slots more than the worker's threads: `pid` and `ask` answer while they are busy.
+        actor = ray.remote(num_cpus=0, max_concurrency=spec.threads + 2, max_restarts=0)(WorkerActor)
         if spec.node:
             actor = actor.options(scheduling_strategy=spec.node.strategy)
         self.handle = actor.remote(spec.name, spec.make, spec.env, spec.log, spec.threads)
@@ -319,6 +321,21 @@ class WorkerGroup:
         """Call a short method while others run (see `WorkerActor.aside`); nobody waits for its answer."""
         for worker in self.workers:
             worker.handle.aside.remote(method.__name__, args)
+
+    def outcomes(self, method: Callable[[Any, float], R | None], deadline_s: float, knob: str) -> list[R]:
+        """Return each rank's outcome of work on a thread of its own. May run on any thread.
+
+        method: waits for some seconds, and returns None while the work goes on. Raises the errors of `Pending.wait`.
+        """
+        name, end = method.__name__, time.monotonic() + deadline_s
+        found: dict[str, R] = {}
+        while waiting := [worker for worker in self.workers if worker.name not in found]:
+            if time.monotonic() > end:
+                raise WorkerTimeout(name, [worker.name for worker in waiting], deadline_s, knob)
+            refs = [worker.handle.ask.remote(name, _ASIDE_S) for worker in waiting]
+            answers = Pending[R | None](name, waiting, refs).wait(_ASK_S)
+            found |= {worker.name: answer for worker, answer in zip(waiting, answers) if answer is not None}
+        return [found[worker.name] for worker in self.workers]
 
     def kill(self) -> None:
         """End all processes at once."""

@@ -24,11 +24,12 @@ from rlctl.training.fsdp.model import (
     read_shards,
 )
 from rlctl.training.interface import Loss, LossOutput, MicroBatch
-from rlctl.training.lora import Base, FirstAdapters, write_together
+from rlctl.training.lora import AdapterJob, Base, FirstAdapters
 from rlctl.training.offload import OffloadManager
 from rlctl.training.packing import pack, token_batch
 from rlctl.training.rank import TrainerRank, TrainerSpec
-from rlctl.training.sharded_checkpoint import TensorShard, load_shards
+from rlctl.training.rank_checkpoint import ExportJob, Shards, TensorShard
+from rlctl.training.sharded_checkpoint import load_shards
 from rlctl.training.update import MetricAccumulator, divide_and_clip, gradient_norm
 
 # Numbers that replicas add up at a time: 256 MiB.
@@ -91,12 +92,16 @@ class FsdpTrainer(TrainerRank):
             whole = cast.full_tensor() if isinstance(cast, DTensor) else cast
             yield from self._table.views(name, whole)
 
-    def export_folder(self, folder: Path, dtype: str | None = None) -> None:
-        if self._config.adapters:
-            base = Base(self._folder, self._spec.base_name or self._spec.model_path, self._facts.sizes.linears)
-            write_together(folder, self._config.adapters, base, self.export("float32"))
-            return
-        self._write_folder(folder, self.layout(dtype or self._config.dtype), self.export(dtype or self._config.dtype))
+    def _export_job(self, folder: Path, weights: Shards, dtype: str | None) -> ExportJob:
+        if self._config.adapters is None:
+            return super()._export_job(folder, weights, dtype)
+        # Adapters are small: rank 0 writes them whole.
+        base = Base(self._folder, self._spec.base_name or self._spec.model_path, self._facts.sizes.linears)
+        whole = {}
+        for name, tensor in self.export("float32"):
+            if self._spec.rank == 0:
+                whole[name] = tensor.to("cpu", copy=True)
+        return AdapterJob(folder, self._config.adapters, base, self._tokenizer(), whole, self._spec.rank)
 
     def _log_probs(self, micro_batches: list[MicroBatch]) -> list[list[NDArray[np.float32]]]:
         found: list[list[NDArray[np.float32]]] = []
@@ -180,25 +185,42 @@ class FsdpTrainer(TrainerRank):
     def _shards(self) -> list[Shard]:
         found = []
         for name, held in self._held.items():
-            mine, first = local(held).detach(), self._first_row(held)
+            mine = local(held).detach()
+            first = (self._first_row(held), *(0,) * (mine.ndim - 1)) if mine.ndim else ()
             for row in self._table.of(name):
                 if part := row.part(mine, first):
                     found.append(Shard(row.name, *part))
         return found
 
-    def _saved(self) -> dict[str, TensorShard]:
-        """Return the live tensors: a load fills them."""
-        found = {}
-        for name, p in self._parameters.items():
-            for kind, tensor in {"model": p.detach(), **self._optimizer.state[p]}.items():
-                start = (self._first_row(tensor), *(0,) * (tensor.ndim - 1)) if tensor.ndim else ()
-                shard = TensorShard(tuple(tensor.shape), start, self._state.at_hand(local(tensor)))
-                if shard.tensor.numel():
-                    found[f"{kind}.{name}"] = shard
+    def _saved(self, *, moments: bool = True) -> dict[str, TensorShard]:
+        # Replicas hold the same shards: each writes some parameters. What every rank of a replica holds whole, its
+        # first writes.
+        copies, mine = (1, 0) if self._replicas is None else (self._replicas.size(), dist.get_rank(self._replicas))
+        own = list(self._parameters)[mine::copies]
+        return {
+            f"{kind}.{name}": shard
+            for name in own
+            for kind, shard in self._state_of(name).items()
+            if (moments or kind == "model") and (kind != "step" or self._mesh.get_local_rank() == 0)
+        }
+
+    def _saved_buffers(self) -> dict[str, TensorShard]:
+        held = self._held.items() if self._spec.rank == 0 else ()
+        return {name: TensorShard.whole(each) for name, each in held if name not in self._parameters}
+
+    def _state_of(self, name: str) -> dict[str, TensorShard]:
+        """Return this rank's live shards of a parameter and its optimizer state: a load fills them."""
+        p, found = self._parameters[name], {}
+        for kind, tensor in {"model": p.detach(), **self._optimizer.state[p]}.items():
+            start = (self._first_row(tensor), *(0,) * (tensor.ndim - 1)) if tensor.ndim else ()
+            shard = TensorShard(tuple(tensor.shape), start, self._state.at_hand(local(tensor)))
+            if shard.tensor.numel():
+                found[kind] = shard
         return found
 
     def _load(self, folder: Path) -> None:
-        load_shards(folder, self._saved())
+        names = self._parameters
+        load_shards(folder, {f"{kind}.{n}": each for n in names for kind, each in self._state_of(n).items()})
 
     def _first_row(self, tensor: Tensor) -> int:
         """Return the first row of this rank's shard: torch cuts rows evenly, rounded up."""

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from rlctl.training.megatron.mapping import Mapping, Part
 from rlctl.training.megatron.optimizer import MOMENTS, Optimizer, OptimizerShard
-from rlctl.training.sharded_checkpoint import TensorShard, load_shards
+from rlctl.training.rank_checkpoint import TensorShard
+from rlctl.training.sharded_checkpoint import load_shards
 
 KINDS = ("model", *MOMENTS)
 
@@ -36,11 +37,14 @@ class Stage:
         return self.at_hand(slot.main if kind == "model" else slot.state[kind])
 
 
-def saved(stage: Stage, updates: int) -> dict[str, TensorShard]:
-    """Return weights, moments and step counts as this rank writes them."""
-    shards = {kind: _merged(_own_parts(stage, kind), stage.mapping) for kind in KINDS}
+def saved(stage: Stage, updates: int, moments: bool) -> dict[str, TensorShard]:
+    """Return weights, and moments and step counts if asked for, as this rank writes them: copies on the host."""
+    kinds = KINDS if moments else KINDS[:1]
+    shards = {kind: _merged(_own_parts(stage, kind), stage.mapping) for kind in kinds}
     state = {f"{kind}.{name}": shard for kind, found in shards.items() for name, shard in found.items()}
-    return state | {f"step.{name}": TensorShard.whole(torch.tensor(float(updates))) for name in shards["model"]}
+    # Several ranks may have parts of a tensor: one has its begin.
+    steps = [name for name, shard in shards["model"].items() if moments and not any(shard.start)]
+    return state | {f"step.{name}": TensorShard.whole(torch.tensor(float(updates))) for name in steps}
 
 
 def load(folder: Path, stage: Stage, updates: int) -> None:
@@ -50,11 +54,6 @@ def load(folder: Path, stage: Stage, updates: int) -> None:
     for slot in stage.optimizer.slots.values():
         slot.state["step"].fill_(float(updates))
     stage.optimizer.publish(lambda slot: stage.piece(slot, "model"))
-
-
-def mains(stage: Stage) -> dict[str, Tensor]:
-    """Return the float32 weights behind this rank's parameters, on the host; all ranks together."""
-    return {name: _gathered(stage, p, "model", stage.optimizer.group(p)).cpu() for name, p in stage.parameters.items()}
 
 
 def _load_kind(folder: Path, stage: Stage, kind: str) -> None:

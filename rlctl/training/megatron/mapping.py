@@ -159,18 +159,15 @@ class Exporter:
             name for name in named if (later and mapping.replicated(name)) or (copied and name == "output_layer.weight")
         }
 
-    def tensors(self, layout: Layout, values: dict[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield every tensor of `layout`, in its order and dtype; on every rank, in lockstep.
-
-        values: stand-ins for the parameters, by name and of their shape; None for the parameters themselves.
-        """
+    def tensors(self, layout: Layout) -> Iterator[tuple[str, Tensor]]:
+        """Yield every tensor of `layout`, in its order and dtype; on every rank, in lockstep."""
         dense = parallel_state.get_data_parallel_rank(with_context_parallel=True)
         expert = parallel_state.get_expert_data_parallel_rank()
         parts: dict[str, list[Part]] = {}
         for name, parameter in self._named.items():
             copies_before = dense if getattr(parameter, "allreduce", True) else expert
             if name not in self.mirrored and copies_before == 0:
-                for part in self._mapping.parts(name, values[name] if values else parameter.detach()):
+                for part in self._mapping.parts(name, parameter.detach()):
                     parts.setdefault(part.name, []).append(part)
         for name, shape, dtype in layout:
             whole = torch.zeros(shape, dtype=getattr(torch, dtype), device=self._device)

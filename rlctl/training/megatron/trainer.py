@@ -33,7 +33,7 @@ from rlctl.training.megatron.stage_io import Head, PackSlicer
 from rlctl.training.offload import OffloadManager
 from rlctl.training.packing import Packed, pack, token_batch
 from rlctl.training.rank import TrainerRank, TrainerSpec
-from rlctl.training.sharded_checkpoint import TensorShard
+from rlctl.training.rank_checkpoint import TensorShard
 from rlctl.training.update import MetricAccumulator
 
 # (log-probs, entropy, their pack, true if the pack holds a sequence) -> loss and the value to keep.
@@ -45,6 +45,8 @@ class MegatronTrainer(TrainerRank):
 
     Ranks count tensor-parallel ones first, then context, data, pipeline.
     """
+
+    saves_live_tensors = False
 
     def __init__(self, spec: TrainerSpec) -> None:
         """Join the process groups and load the model.
@@ -94,15 +96,6 @@ class MegatronTrainer(TrainerRank):
 
     def export(self, dtype: str | None = None) -> Iterator[tuple[str, Tensor]]:
         return self._exporter.tensors(self.layout(dtype))
-
-    def export_folder(self, folder: Path, dtype: str | None = None) -> None:
-        layout, mains = self.layout(dtype), None
-        if dtype == "float32" != self._kept_in:
-            # The optimizer has them unrounded.
-            self._state.wait()
-            self._state.settle()
-            mains = checkpoint.mains(self._stage)
-        self._write_folder(folder, layout, self._exporter.tensors(layout, mains))
 
     def close(self) -> None:
         parallel_state.destroy_model_parallel()
@@ -230,8 +223,8 @@ class MegatronTrainer(TrainerRank):
                 read(self._mapping.parts(name, whole), files.part)
                 slot.main.copy_(whole.view(-1)[slot.start : slot.stop])
 
-    def _saved(self) -> dict[str, TensorShard]:
-        return checkpoint.saved(self._stage, self._updates)
+    def _saved(self, *, moments: bool = True) -> dict[str, TensorShard]:
+        return checkpoint.saved(self._stage, self._updates, moments)
 
     def _load(self, folder: Path) -> None:
         checkpoint.load(folder, self._stage, self._updates)

@@ -81,7 +81,8 @@ def test_the_rows_of_several_ranks_make_up_every_tensor(
         whole = held[str(row.target)].detach()
         each = -(-len(whole) // ranks) if whole.ndim else 1
         for first in range(0, len(whole), each) if whole.ndim else [0]:
-            part = row.part(whole[first : first + each] if whole.ndim else whole, first)
+            start = (first, *(0,) * (whole.ndim - 1)) if whole.ndim else ()
+            part = row.part(whole[first : first + each] if whole.ndim else whole, start)
             if part:
                 start, view = part
                 made[row.name][tuple(slice(at, at + size) for at, size in zip(start, view.shape))] = view

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from rlctl.run import manifest
 from rlctl.run.checkpoints import Checkpoints, NoWholeCheckpoint
+from rlctl.utils import digests
 
 SHARD = "trainer/shard-00001.safetensors"
 
@@ -175,8 +176,8 @@ def test_a_damaged_one_set_aside_counts_for_nothing_and_goes_once_the_run_has_pa
 
 
 def test_a_file_of_many_pieces_is_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manifest, "_PIECE", 1 << 12)
-    monkeypatch.setattr(manifest, "_READ", 1 << 10)
+    monkeypatch.setattr(digests, "PIECE", 1 << 12)
+    monkeypatch.setattr(digests, "_READ", 1 << 10)
     (tmp_path / "file").write_bytes(np.random.default_rng(0).bytes(50_000))
     manifest.write_manifest(tmp_path)
     assert manifest.find_damage(tmp_path) == {}

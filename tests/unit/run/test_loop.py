@@ -12,10 +12,19 @@ from rlctl.data.cursor import Cursor
 from rlctl.preflight.load import load
 from rlctl.run.health import Ceiling, Health, HealthStop
 from rlctl.run.loop import Loop
-from rlctl.run.recorder import RunRecorder
+from rlctl.run.recorder import BegunSave, RunRecorder
 from rlctl.run.run_dir import RunDir
 from rlctl.telemetry.events import EventLog, MetricsLog
 from rlctl.telemetry.jsonl import read_records
+
+
+class Saved:
+    """A trainer's part that is on the disk."""
+
+    uncopied = ""
+
+    def finish(self) -> dict[Path, tuple[int, str]]:
+        return {}
 
 
 class Diary(Loop):
@@ -39,7 +48,7 @@ class Diary(Loop):
         events = EventLog(run.events)
         config = replace(
             load("sft", None, []).config,
-            checkpoint=CheckpointSection(save, at_end, 9, 0, "loss", False, "auto"),
+            checkpoint=CheckpointSection(save, at_end, 9, 0, "loss", False, "auto", False),
             validation=ValidationSection(validate, at_start, 1, 0.0, None),
             telemetry=TelemetrySection("off", [], 0, 0, False, 1, None),
         )
@@ -65,8 +74,9 @@ class Diary(Loop):
     def close(self) -> None:
         self.book.append("close")
 
-    def _save(self, *_: object) -> None:
+    def _save(self, *_: object) -> BegunSave:
         self.book.append(f"save {self.done}")
+        return Saved()
 
 
 def test_a_step_is_validated_before_it_is_saved(tmp_path: Path) -> None:
@@ -196,4 +206,5 @@ def test_updates_without_an_optimizer_step_are_counted_and_each_cause_is_told_on
         f"step {step}: no optimizer step, for {cause}; further ones are counted only (train/skipped_updates)"
         for step, cause in ((2, "zero"), (4, "none"))
     ]
-    assert [step["train/skipped_updates"] for step in read_records(diary.run_dir.metrics)] == [0, 1, 2, 2]
+    steps = [record for record in read_records(diary.run_dir.metrics) if record["kind"] == "step"]
+    assert [step["train/skipped_updates"] for step in steps] == [0, 1, 2, 2]

@@ -1,6 +1,7 @@
 """The records of a run: steps of validations and checkpoints, a checkpoint's score, and the order of records."""
 
 import json
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from rlctl.config.schema import CheckpointSection, ValidationSection
 from rlctl.config.telemetry_schema import TelemetrySection
 from rlctl.preflight.load import load
+from rlctl.run.checkpoints import Checkpoint, CheckpointError
 from rlctl.run.recorder import RunRecorder
 from rlctl.run.run_dir import RunDir
 from rlctl.telemetry.events import EventLog, MetricsLog
@@ -24,22 +26,45 @@ def make_recorder(
     metric: str = "validation/accuracy",
     export: bool = False,
     record_tokens: bool = True,
+    beside: bool = False,
 ) -> RunRecorder:
     run = RunDir.create("r", root)
     events = EventLog(run.events)
-    checkpoint = CheckpointSection(save_every, at_end, 9, 0, metric, export, "bfloat16" if export else "auto")
+    checkpoint = CheckpointSection(save_every, at_end, 9, 0, metric, export, "bfloat16" if export else "auto", beside)
     validation = ValidationSection(every, False, 1, 0.0, None)
     telemetry = TelemetrySection("off", [], 1, 2, record_tokens, 1, None)
     config = replace(load("sft", None, []).config, checkpoint=checkpoint, validation=validation, telemetry=telemetry)
     return RunRecorder(run, events, MetricsLog(run.metrics, events), config)
 
 
-def write(trainer: Path, export: Path | None, dtype: str | None) -> None:
+class Begun:
+    """A trainer's part that is on the disk when `release` is set; `error`: raised then."""
+
+    uncopied = ""
+
+    def __init__(self, error: Exception | None = None, release: threading.Event | None = None) -> None:
+        self._error, self._release = error, release
+
+    def finish(self) -> dict[Path, tuple[int, str]]:
+        if self._release:
+            self._release.wait(20)
+        if self._error:
+            raise self._error
+        return {}
+
+
+def save(recorder: RunRecorder, step: int, state: dict[str, Any]) -> Checkpoint:
+    recorder.save(step, state, write)
+    return recorder.checkpoints.all()[-1]
+
+
+def write(trainer: Path, export: Path | None, dtype: str | None, beside: bool) -> Begun:
     (trainer / "weights").write_text("w")
     if export:
         export.mkdir()
         (export / "dtype").write_text(str(dtype))
         (export / "config.json").write_text('{"eos_token_id": 5}')
+    return Begun()
 
 
 def records(file: Path) -> list[dict[str, Any]]:
@@ -52,7 +77,7 @@ def validate(recorder: RunRecorder, step: int, accuracy: float) -> None:
 
 
 def score(recorder: RunRecorder, step: int) -> float | None:
-    value: float | None = recorder.save(step, {}, write).state["score"]
+    value: float | None = save(recorder, step, {}).state["score"]
     return value
 
 
@@ -125,8 +150,9 @@ def test_a_step_ends_with_its_record_then_validation_then_checkpoint(tmp_path: P
     recorder, run = make_recorder(tmp_path), RunDir(tmp_path / "r")
     recorder.step(2, {"loss": 1.0})
     validate(recorder, 2, 0.5)
-    saved = recorder.save(2, {"version": 2}, write)
-    assert [(record["kind"], record["step"]) for record in records(run.metrics)] == [("step", 2), ("validation", 2)]
+    saved = save(recorder, 2, {"version": 2})
+    kinds = [(record["kind"], record["step"]) for record in records(run.metrics)]
+    assert kinds == [("step", 2), ("validation", 2), ("checkpoint", 2)]
     events = records(run.events)
     assert [event["kind"] for event in events] == ["validation_started", "phase", "checkpoint"]
     assert events[-1]["path"] == str(saved.path) == str(run.checkpoints / "step_2")
@@ -134,11 +160,11 @@ def test_a_step_ends_with_its_record_then_validation_then_checkpoint(tmp_path: P
 
 
 def test_a_checkpoint_holds_the_trainers_part_and_the_export_if_asked_for(tmp_path: Path) -> None:
-    plain = make_recorder(tmp_path / "plain").save(1, {}, write)
+    plain = save(make_recorder(tmp_path / "plain"), 1, {})
     assert (plain.trainer / "weights").exists() and not plain.export.exists()
     recorder = make_recorder(tmp_path / "exported", export=True)
     recorder.export_dtype, recorder.end_tokens = "bfloat16", (5, 7)
-    exported = recorder.save(1, {}, write)
+    exported = save(recorder, 1, {})
     assert (exported.export / "dtype").read_text() == "bfloat16"
     assert json.loads((exported.export / "generation_config.json").read_text())["eos_token_id"] == [5, 7]
 
@@ -146,7 +172,7 @@ def test_a_checkpoint_holds_the_trainers_part_and_the_export_if_asked_for(tmp_pa
 def test_a_checkpoint_that_fails_is_neither_announced_nor_counted_as_saved(tmp_path: Path) -> None:
     recorder, run = make_recorder(tmp_path), RunDir(tmp_path / "r")
 
-    def full(*_: object) -> None:
+    def full(*_: object) -> Begun:
         raise OSError("No space left on device")
 
     with pytest.raises(RuntimeError, match="no checkpoint of step 1"):
@@ -180,3 +206,53 @@ def test_exact_tokens_are_recorded_if_the_config_says_so_and_trackers_never_get_
     recorder.groups(4, "train", make)
     assert ["exact" in each for each in records(run.rollouts)] == [kept]
     assert sent == [{"task": "a", "rollouts": []}]
+
+
+def test_a_save_beside_training_returns_before_it_is_whole_and_tells_its_seconds_when_it_is(tmp_path: Path) -> None:
+    recorder, run, release = make_recorder(tmp_path, beside=True), RunDir(tmp_path / "r"), threading.Event()
+    recorder.save(1, {}, lambda *_: Begun(release=release))
+    assert recorder.saved == 1 and recorder.checkpoints.latest() is None
+    assert recorder.finish_save(wait=False) is None
+    release.set()
+    saved = recorder.finish_save()
+    assert saved is not None and saved.path == run.checkpoints / "step_1"
+    (record,) = records(run.metrics)
+    assert record["kind"] == "checkpoint" and 0 < record["time/checkpoint_stopped"] < record["time/checkpoint"]
+    assert recorder.finish_save() is None
+
+
+def test_the_error_of_a_save_beside_training_is_raised_once_by_the_next(tmp_path: Path) -> None:
+    recorder = make_recorder(tmp_path, beside=True)
+    recorder.save(1, {}, lambda *_: Begun(OSError("No space left on device")))
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 1 .*No space left"):
+        recorder.save(2, {}, write)
+    assert recorder.saved is None and not list(RunDir(tmp_path / "r").checkpoints.iterdir())
+    recorder.save(3, {}, write)
+    assert recorder.finish_save() is not None
+
+
+def test_a_state_that_cannot_be_copied_is_written_before_the_next_step_and_said_once(tmp_path: Path) -> None:
+    recorder, run = make_recorder(tmp_path, beside=True), RunDir(tmp_path / "r")
+
+    def uncopied(*arguments: Any) -> Begun:
+        begun = write(*arguments)
+        begun.uncopied = "no room"
+        return begun
+
+    for step in (1, 2):
+        recorder.save(step, {}, uncopied)
+        assert recorder.checkpoints.all()[-1].step == step
+    assert [event["what"] for event in records(run.events) if event["kind"] == "warning"] == [
+        "steps wait while checkpoints are written: no room"
+    ]
+
+
+def test_a_save_that_is_left_behind_takes_no_name(tmp_path: Path) -> None:
+    recorder, run, release = make_recorder(tmp_path, beside=True), RunDir(tmp_path / "r"), threading.Event()
+    recorder.save(1, {}, lambda *_: Begun(release=release))
+    (thread,) = (each for each in threading.enumerate() if each.name == "checkpoint")
+    recorder.leave_save(0.01)
+    release.set()
+    thread.join(20)
+    assert [path.name for path in run.checkpoints.iterdir()] == ["tmp_step_1"]
+    assert records(run.events)[-1]["what"] == "the checkpoint of step 1 was not finished"

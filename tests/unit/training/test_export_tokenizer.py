@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from rlctl.training.worker import save_tokenizer
+from rlctl.models.hf_folder import save_tokenizer
 from tests.tiny_models import make_model
 
 

@@ -1,0 +1,296 @@
+"""One rank's part of a checkpoint: copied to host memory, then written by a thread while the next step trains.
+
+No rank waits for another: each writes one file of its state, and its byte ranges of the Hugging Face folder. Digests
+are computed where the bytes are. The driver asks every rank for its part (`trainer_save.py`).
+"""
+
+import json
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYet
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import psutil
+import torch
+from torch import Tensor
+
+from rlctl.models.hf_folder import FolderWriter, WeightFiles, folder_files, save_tokenizer, write_companions
+from rlctl.models.parameter_table import Layout, ParameterTable
+from rlctl.models.safetensors_files import FileLayout, bytes_of, lay_out, sum_of
+from rlctl.training.offload import lock_pages, unlock_pages
+from rlctl.utils.device_stream import DeviceStream
+from rlctl.utils.digests import StreamDigest, count_pieces, piece_digest
+
+R = TypeVar("R")
+# Bytes: each copy begins at a multiple of this.
+_ALIGNED = 512
+# Share of the free host memory that copies may take.
+_MOST_OF_FREE = 0.8
+
+
+@dataclass(frozen=True)
+class TensorShard:
+    """The part `tensor` of a whole tensor of `shape`, from `start` on."""
+
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+    tensor: Tensor
+
+    @classmethod
+    def whole(cls, tensor: Tensor) -> "TensorShard":
+        """Return all of a tensor as its shard."""
+        return cls(tuple(tensor.shape), (0,) * tensor.ndim, tensor)
+
+
+Shards = Mapping[str, TensorShard]
+
+
+@dataclass(frozen=True)
+class SaveBegun:
+    """A rank's answer to the begin of a save: training may go on, or has to wait."""
+
+    # Bytes that this rank writes, its export left out.
+    nbytes: int
+    # Reason why the state was not copied, so that it must not change before it is written; empty if it was.
+    uncopied: str
+
+
+@dataclass(frozen=True)
+class FilesWritten:
+    """Files of one rank that are on the disk."""
+
+    # Path -> (bytes, digest), of files that this rank wrote alone.
+    files: dict[str, tuple[int, str]]
+    # Sum of the bytes that it wrote into the weights of the export.
+    export_sum: int
+    # Seconds that writing took.
+    seconds: float
+
+
+@dataclass(frozen=True)
+class PiecesRead:
+    """A rank's share of the pieces of the export's weights, as they are on the disk."""
+
+    # Path -> number of the piece -> its SHA-256.
+    pieces: dict[str, dict[int, bytes]]
+    # Sum of their bytes.
+    read_sum: int
+
+
+class StateCopies:
+    """Host copies of a rank's state in one buffer, made at the first use and kept; page-locked for a GPU's state."""
+
+    def __init__(self, device: torch.device, ranks_here: int) -> None:
+        """ranks_here: ranks that share the host's memory, at most."""
+        self._device, self._ranks_here = device, ranks_here
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, shards: Mapping[int, TensorShard]) -> dict[int, TensorShard]:
+        """Return copies, under the same keys. Raises RuntimeError where the host's memory is too small."""
+        starts, room = dict[int, int](), 0
+        for name, shard in shards.items():
+            starts[name] = room
+            room += -(-shard.tensor.nbytes // _ALIGNED) * _ALIGNED
+        if room > self._buffer.nbytes:
+            self._make_room(room)
+        copies = {}
+        for name, shard in shards.items():
+            tensor, begin = shard.tensor.detach(), starts[name]
+            copy = self._buffer[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            copies[name] = replace(shard, tensor=copy.copy_(tensor, non_blocking=True))
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        return copies
+
+    def _make_room(self, size: int) -> None:
+        free, needed = psutil.virtual_memory().available, size * self._ranks_here
+        if needed > _MOST_OF_FREE * free:
+            room, left = (f"{count / 2**30:.1f} GiB" for count in (needed, free))
+            raise RuntimeError(f"copies of the state take {room} of host memory, of which {left} are free")
+        self._buffer = torch.empty(size, dtype=torch.uint8)
+        if self._device.type == "cuda":
+            lock_pages(self._buffer, "copies of checkpoints")
+            weakref.finalize(self, unlock_pages, self._buffer, DeviceStream(self._device)).atexit = False
+
+
+class ExportJob(Protocol):
+    """One rank's part of a folder that is a checkpoint's export."""
+
+    @property
+    def folder(self) -> Path: ...
+
+    def write(self) -> int:
+        """Write this rank's part; return the sum of its bytes in `folder_files`. Raises OSError."""
+
+
+@dataclass(frozen=True)
+class WeightsJob:
+    """One rank's part of a Hugging Face folder that ranks write together."""
+
+    folder: Path
+    # Folder of the trained model: the source of configuration files, and of tensors without a parameter.
+    source: Path
+    # Folder of the tokenizer that was trained with; None: the source's.
+    tokenizer: str | None
+    layout: Layout
+    table: ParameterTable
+    # Weights that this rank writes, by their names in memory.
+    weights: Shards
+    rank: int
+    world: int
+
+    def write(self) -> int:
+        """Write this rank's boxes, and the other files if it is rank 0; return the sum of the bytes of weights."""
+        writer = FolderWriter(self.folder, self.layout)
+        if self.rank == 0:
+            writer.write_headers()
+            write_companions(self.source, self.folder, self.layout[0][2])
+            if self.tokenizer:
+                save_tokenizer(self.tokenizer, self.folder)
+        for name, shard in self.weights.items():
+            for row in self.table.of(name):
+                if part := row.part(shard.tensor, shard.start):
+                    writer.write(row.name, *part)
+        if unread := self.table.kept[self.rank :: self.world]:
+            source = WeightFiles(self.source)
+            for row in unread:
+                writer.write(row.name, (0,) * len(row.shape), source.tensor(row.name))
+        return writer.close()
+
+
+class RankSave:
+    """The save of one rank: begun between two steps, written by a thread, asked about from any thread."""
+
+    def __init__(self, rank: int, world: int, device: torch.device) -> None:
+        self._rank, self._world = rank, world
+        self._copies = StateCopies(device, min(world, torch.cuda.device_count()) if device.type == "cuda" else world)
+        self._written: Future[FilesWritten] | None = None
+        self._pieces: Future[PiecesRead] | None = None
+        self._export: Path | None = None
+
+    def begin(
+        self,
+        folder: Path,
+        state: Shards,
+        updates: int,
+        weights: Shards,
+        export: Callable[[Shards], ExportJob] | None,
+        copied: bool,
+    ) -> SaveBegun:
+        """Write this rank's file, and its part of the export, on a thread from now on.
+
+        The RNG state is the one of this moment. weights: of the export. copied: copy both first. Waits for the end of
+        the save before.
+        """
+        self.settle()
+        uncopied = ""
+        if copied:
+            try:
+                # Most weights are in both: each is copied once.
+                copies = self._copies.take({id(each): each for each in (*state.values(), *weights.values())})
+                state = {name: copies[id(each)] for name, each in state.items()}
+                weights = {name: copies[id(each)] for name, each in weights.items()}
+            except RuntimeError as error:
+                uncopied = str(error)
+        rng = {f"rng.{self._rank}": TensorShard.whole(torch.get_rng_state())}
+        count = {"updates": TensorShard.whole(torch.tensor(updates))} if self._rank == 0 else {}
+        written = {**state, **rng, **count}
+        job = export(weights) if export else None
+        self._export, self._pieces = job.folder if job else None, None
+        self._written = _beside(lambda: self._write(folder, written, job))
+        return SaveBegun(sum(each.tensor.nbytes for each in written.values()), uncopied)
+
+    def settle(self) -> None:
+        """Wait until no thread writes, however it ended."""
+        if self._written:
+            self._written.exception()
+
+    def written(self, wait_s: float | None) -> FilesWritten | None:
+        """Return the files once they are on the disk, None if they are not after `wait_s` seconds. Raises OSError."""
+        assert self._written
+        return _ask(self._written, wait_s)
+
+    def pieces(self, wait_s: float | None) -> PiecesRead | None:
+        """Return the digests of this rank's share of the export's pieces; begin to read at the first call.
+
+        Every rank must have written by then. Raises OSError.
+        """
+        if self._pieces is None:
+            self._pieces = _beside(self._read)
+        return _ask(self._pieces, wait_s)
+
+    def _write(self, folder: Path, shards: Shards, export: ExportJob | None) -> FilesWritten:
+        begin, total = time.perf_counter(), 0
+        file = folder / f"shard-{self._rank + 1:05}-model-00001-of-00001.safetensors"
+        folder.mkdir(parents=True, exist_ok=True)
+        written = {str(file): _write_shards(file, shards)}
+        if export:
+            total = export.write()
+        return FilesWritten(written, total, time.perf_counter() - begin)
+
+    def _read(self) -> PiecesRead:
+        assert self._export
+        found, total = dict[str, dict[int, bytes]](), 0
+
+        def add(data: memoryview) -> None:
+            nonlocal total
+            total += sum_of(data)
+
+        every = [(file, n) for file in folder_files(self._export) for n in range(count_pieces(file.stat().st_size))]
+        for file, number in every[self._rank :: self._world]:
+            found.setdefault(str(file), {})[number] = piece_digest(file, number, add)
+        return PiecesRead(found, total)
+
+
+def shard_file(shards: Shards) -> FileLayout:
+    """Return the layout of a file of shards. torch's reader finds the begin of each in the header."""
+    tensors = [(n, tuple(s.tensor.shape), str(s.tensor.dtype).removeprefix("torch.")) for n, s in shards.items()]
+    starts = {name: {"saved_offsets": list(shard.start)} for name, shard in shards.items()}
+    return lay_out(tensors, {"DCP_SHARDING_INFO": json.dumps(starts), "DCP_VERSION": "1.0", "format": "pt"})
+
+
+def _write_shards(file: Path, shards: Shards) -> tuple[int, str]:
+    """Write one rank's state; return its bytes and digest. Raises OSError with the file's name."""
+    layout, digest = shard_file(shards), StreamDigest()
+    try:
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        try:
+            for data in (memoryview(layout.header), *(bytes_of(shards[name].tensor.cpu()) for name in layout.places)):
+                digest.update(data)
+                while data:
+                    data = data[os.write(descriptor, data) :]
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(file)) from error
+    return layout.nbytes, digest.hexdigest()
+
+
+def _beside(work: Callable[[], R]) -> "Future[R]":
+    """Do some work on a thread that does not keep the process alive."""
+    future: Future[R] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="checkpoint", daemon=True).start()
+    return future
+
+
+def _ask(future: "Future[R]", wait_s: float | None) -> R | None:
+    try:
+        return future.result(wait_s)
+    except NotYet:
+        if future.done():
+            raise
+        return None

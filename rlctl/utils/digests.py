@@ -1,0 +1,58 @@
+"""Digests of files in pieces: the SHA-256 of the SHA-256s of pieces of 64 MiB.
+
+All cores, or several machines, work on one large file. A writer has the digest when its last byte is written.
+"""
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+PIECE = 64 << 20
+_READ = 4 << 20
+
+
+class StreamDigest:
+    """Digest of bytes that are given one after the other."""
+
+    def __init__(self) -> None:
+        self._piece, self._left, self._digests = hashlib.sha256(), PIECE, list[bytes]()
+
+    def update(self, data: memoryview) -> None:
+        """Add some bytes."""
+        while data:
+            part = data[: self._left]
+            self._piece.update(part)
+            data, self._left = data[len(part) :], self._left - len(part)
+            if not self._left:
+                self._digests.append(self._piece.digest())
+                self._piece, self._left = hashlib.sha256(), PIECE
+
+    def hexdigest(self) -> str:
+        """Return the digest of all bytes so far."""
+        last = [self._piece.digest()] if self._left < PIECE or not self._digests else []
+        return join_pieces([*self._digests, *last])
+
+
+def count_pieces(size: int) -> int:
+    """Return the number of pieces of a file of `size` bytes; an empty file has one."""
+    return max(1, -(-size // PIECE))
+
+
+def piece_digest(path: Path, number: int, look: Callable[[memoryview], None] | None = None) -> bytes:
+    """Return the SHA-256 of one piece of a file. look: gets all bytes too. Raises OSError."""
+    digest, buffer, left = hashlib.sha256(), bytearray(_READ), PIECE
+    view = memoryview(buffer)
+    with path.open("rb", buffering=0) as file:
+        os.lseek(file.fileno(), number * PIECE, os.SEEK_SET)
+        while left and (count := file.readinto(view[: min(left, _READ)])):
+            digest.update(view[:count])
+            if look:
+                look(view[:count])
+            left -= count
+    return digest.digest()
+
+
+def join_pieces(pieces: Iterable[bytes]) -> str:
+    """Return a file's digest from those of its pieces, in order."""
+    return hashlib.sha256(b"".join(pieces)).hexdigest()
