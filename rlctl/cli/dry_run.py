@@ -16,8 +16,17 @@ if TYPE_CHECKING:
     from rlctl.preflight.settled import Settled
 
 
-def show_plan(composed: "Composed[Settled]", plan: "RunPlan", resumed: "Resumed | None", where: str = "") -> None:
-    """End a dry run. where: the options that name a cluster; empty on this machine, where the data is too."""
+def show_plan(
+    composed: "Composed[Settled]",
+    plan: "RunPlan",
+    resumed: "Resumed | None",
+    where: str = "",
+    demands: list[tuple[str, str]] | None = None,
+) -> None:
+    """End a dry run. where: the options that name a cluster; empty on this machine, where the data is too.
+
+    demands: of a cluster that is not there, where nothing can be started.
+    """
     from rlctl.cli.plan_view import data_rows, format_plan, format_rows
     from rlctl.data.files import files_of
     from rlctl.data.load import RowReader
@@ -26,8 +35,12 @@ def show_plan(composed: "Composed[Settled]", plan: "RunPlan", resumed: "Resumed 
 
     note(composed.notes)
     console().print(format_plan(plan))
+    if demands:
+        console().print(format_rows("demands on the cluster", demands))
     refuse(composed, plan.too_large)
     refuse(composed, plan.unserved, "model.path")
+    if demands is not None:
+        raise typer.Exit(OK)
     if not where:
         data = composed.config.data
         with reading("loading the tokenizer"):

@@ -1,6 +1,7 @@
 """The plan of a run as tables that fit 80 columns."""
 
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,9 @@ from rlctl.preflight.settings import Choice
 if TYPE_CHECKING:
     from rlctl.data.ends import EndTokens
     from rlctl.data.load import RunRows
+
+# More nodes than these share rows.
+_MOST_NODES = 8
 
 
 def format_plan(plan: RunPlan) -> Group:
@@ -78,16 +82,34 @@ def _where(plan: RunPlan) -> list[tuple[str, str]]:
 
 
 def _on_nodes(placement: Placement) -> list[tuple[str, str]]:
-    """Return a row for each node in use: processes and their reserved resources."""
+    """Return a row for each node in use: processes and their reserved resources. Many nodes share rows."""
+    if len(placement.used) > _MOST_NODES:
+        return _many_nodes(placement)
     rows = []
     for node in placement.used:
         ranks = [str(i) for i, slot in enumerate(placement.trainers) if slot.node == node]
         engines = [str(i) for i, slot in enumerate(placement.engines) if slot.node == node]
         who = [f"rank {', '.join(ranks)}"] * bool(ranks) + [f"engine {', '.join(engines)}"] * bool(engines)
-        gpus = placement.gpus_on(node)
-        amount = f"{gpus} GPU{'s' * (gpus != 1)}" if gpus else f"{placement.cpus_on(node):g} CPUs"
-        rows.append((placement.nodes[node], f"{amount}: {'; '.join(who)}"))
+        rows.append((placement.nodes[node], f"{_amount(placement, node)}: {'; '.join(who)}"))
     return rows
+
+
+def _many_nodes(placement: Placement) -> list[tuple[str, str]]:
+    """Return a row for each run of nodes with equally many ranks and engines."""
+    rows = []
+    alike = groupby(placement.used, key=lambda node: (_amount(placement, node), placement.processes_on(node)))
+    for (amount, (ranks, engines)), nodes in alike:
+        names = [placement.nodes[node] for node in nodes]
+        who = [count(ranks, "rank")] * bool(ranks) + [count(engines, "engine")] * bool(engines)
+        shown = names[0] if len(names) == 1 else f"{len(names)} nodes"
+        between = f", {names[0]} to {names[-1]}" if len(names) > 1 else ""
+        rows.append((shown, f"{amount}, {' and '.join(who)} on each{between}"))
+    return rows
+
+
+def _amount(placement: Placement, node: int) -> str:
+    gpus = placement.gpus_on(node)
+    return f"{gpus} GPU{'s' * (gpus != 1)}" if gpus else f"{placement.cpus_on(node):g} CPUs"
 
 
 def _step(plan: RunPlan) -> list[tuple[str, str]]:

@@ -157,6 +157,7 @@ def _check_here(
     from rlctl.data.load import RowReader, part_of
     from rlctl.launch.data_preview import local_chat
     from rlctl.launch.first_row import runs_others_code, try_all, try_environments
+    from rlctl.preflight.capacity import capacity_rows, planned_cluster, settle_there
     from rlctl.preflight.engine import engine_rules
     from rlctl.preflight.machine import RunMachine, device_of, read_machine
     from rlctl.preflight.placement import this_machine
@@ -166,6 +167,13 @@ def _check_here(
     machine = read_machine(Path(config.run.dir).absolute())
     memory = min((gpu.memory for gpu in machine.gpus), default=machine.memory)
     settled = composed.settled.on(RunMachine(device_of(len(machine.gpus)), memory), composed.settled.facts)
+    cluster = planned_cluster(config.placement.nodes) if config.placement.nodes else None
+    if cluster and not dry_run:
+        refuse(composed, "is a cluster that is not there, for --dry-run alone: leave it out", "placement.nodes")
+    if cluster:
+        there = settle_there(composed.settled, cluster)
+        plan = make_plan(there, cluster.resources)
+        show_plan(composed, plan, resumed, demands=capacity_rows(there, plan))
     plan = make_plan(settled, this_machine(len(machine.gpus)))
     if dry_run:
         played = sampling is not None and sampling.config.has_turns

@@ -10,6 +10,7 @@ from rlctl.config.builtin import is_shipped
 from rlctl.config.errors import BrokenValueError, Problem
 from rlctl.config.provenance import Origin
 from rlctl.preflight.backend import Violation, Violations, unbroken
+from rlctl.preflight.capacity import check_nodes
 from rlctl.preflight.check_adapters import check_adapters
 from rlctl.preflight.check_environment import check_environment
 from rlctl.preflight.check_generated import check_generated
@@ -52,6 +53,7 @@ def check(settled: Settled, origins: dict[str, Origin], *, resume: bool, away: b
         check_validation(config),
         check_data(config),
         check_profile(config),
+        check_nodes(config),
     ]
     if grpo := settled.grpo:
         checks += [
