@@ -1,0 +1,53 @@
+"""A run that is killed while a checkpoint is written beside training resumes from the one before, bit for bit."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.faults.runs import Run, survivors
+
+SETTINGS = ("sft.num_steps=12", "checkpoint.every=2", "checkpoint.keep_last=100", "validation.every=0")
+
+
+def stop_the_rank_while_it_writes(run: Run, rank: int) -> Path:
+    """Return the folder of a checkpoint that is not whole: the rank stood still before its thread had ended."""
+    folder = run.path / "checkpoints"
+    seen = set[Path]()
+    while True:
+        assert run.process.poll() is None, run.text()
+        for temporary in set(folder.glob("tmp_step_*")) - seen:
+            os.kill(rank, signal.SIGSTOP)
+            seen.add(temporary)
+            time.sleep(0.5)
+            if temporary.exists():
+                return temporary
+            # It had written everything.
+            os.kill(rank, signal.SIGCONT)
+
+
+@pytest.mark.long  # three runs; the parts: tests/unit/run/test_recorder.py and test_checkpoints.py
+@pytest.mark.slow
+def test_a_kill_while_a_checkpoint_is_written_loses_only_the_steps_since_the_one_before(tmp_path: Path) -> None:
+    run = Run(tmp_path, "hurt", *SETTINGS, kind="sft")
+    rank = run.wait_for_event("processes")["trainer-0"]
+    run.wait_for_event("checkpoint", step=2)
+    unfinished = stop_the_rank_while_it_writes(run, rank)
+    step = int(unfinished.name.removeprefix("tmp_step_"))
+    family = psutil.Process(run.process.pid).children(recursive=True)
+    run.kill()
+    assert survivors(family) == []
+    assert unfinished.exists() and not unfinished.with_name(f"step_{step}").exists()
+
+    resumed = Run(tmp_path, "hurt", resume=True, kind="sft")
+    assert resumed.start() == step - 2
+    assert resumed.end() == 0, resumed.text()
+    assert not unfinished.exists()
+    whole = Run(tmp_path, "whole", *SETTINGS, kind="sft")
+    assert whole.end() == 0, whole.text()
+    assert [record["step"] for record in resumed.steps()] == list(range(1, 13))
+    last = "checkpoints/step_12/hf/model.safetensors"
+    assert (resumed.path / last).read_bytes() == (whole.path / last).read_bytes()
