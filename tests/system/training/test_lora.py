@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from rlctl.models.adapters import AdapterSpec
 from rlctl.training.lora import FirstAdapters
@@ -17,6 +18,7 @@ from tests.system.training.scenario import (
     WeightedLoss,
     adapters_of,
     assert_close,
+    plain_log_probs,
     plain_loss,
     sequences,
     share,
@@ -168,6 +170,32 @@ def test_saved_and_loaded_training_continues_bit_by_bit(model: Path, tmp_path: P
         one.load(tmp_path / "state")
         assert [train(one), train(one)] == expected
         assert_close(weights(one), after, atol=0)
+
+
+def test_an_export_written_while_training_goes_on_has_the_adapters_of_its_moment(model: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    spec = adapters_of(model)
+    with trainer(model, tmp_path, adapters=spec) as one:
+        train(one)
+        expected, saved = log_probs(one), weights(one)
+        begun = one.begin_save(tmp_path / "state", tmp_path / "hf", None, beside_training=True)
+        assert not begun.uncopied
+        # The thread may write before this update or after it.
+        train(one)
+        assert one.saving.written(None)
+        assert any(not torch.equal(after, saved[name]) for name, after in weights(one).items())
+        one.load(tmp_path / "state")
+        assert_same(log_probs(one), expected)
+    file = load_file(tmp_path / "hf" / "adapter_model.safetensors")
+    written = {name.removeprefix("base_model.model."): each for name, each in file.items()}
+    assert written.keys() == saved.keys()
+    assert all(torch.equal(each, saved[name]) for name, each in written.items())
+    peft = pytest.importorskip("peft", reason="PEFT is in the dev extra")
+    lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
+    theirs = peft.PeftModel.from_pretrained(lm, tmp_path / "hf").eval()
+    for sequence, ours in zip(DATA, expected, strict=True):
+        np.testing.assert_allclose(ours[1:], plain_log_probs(theirs, sequence)[0].detach().numpy(), atol=1e-5)
 
 
 def test_dropout_is_of_training_alone(model: Path, tmp_path: Path) -> None:
