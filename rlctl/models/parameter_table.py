@@ -189,7 +189,8 @@ def derive_table(lm: Any, disk: Mapping[str, tuple[str, Shape]] | None, folder: 
         by_target.setdefault(str(row.target), []).append(replace(row, name=rename(row.name)))
     for target, own in by_target.items():
         found += _on_disk(target, held[target], own, rename, disk, folder)
-    left = [name for name in disk if name not in {row.name for row in found}]
+    read = {row.name for row in found}
+    left = [name for name in disk if name not in read]
     return ParameterTable([*_ordered(found, held), *_kept(lm, left, disk, folder)])
 
 
