@@ -1,11 +1,13 @@
-"""Agents that are functions: each call has its own thread."""
+"""Agents that are functions: a thread each, and one event loop for all that are coroutines."""
 
 import asyncio
 import inspect
 import json
 import random
+import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,14 @@ from typing import Any
 from rlctl.environments import seeding
 from rlctl.environments.agents.episode import Ended
 from rlctl.environments.agents.news import AgentTask
-from rlctl.environments.episode import attempted
+from rlctl.environments.episode import CoroutineLoop, attempted
 from rlctl.utils.user_code import shortened
 
 Agent = Callable[[AgentTask, str, str], Any]
+# Event loop of all agents that are coroutines.
+_COROUTINES = CoroutineLoop()
+# Seconds that one may wait to begin, before a line says so, once.
+_LATE_S, _LATE_TOLD = 5.0, threading.Event()
 
 
 def read_agent(function: Any) -> list[str]:
@@ -46,14 +52,25 @@ def start_function(
     generator: random.Random,
     ended: Ended,
 ) -> Callable[[], None]:
-    """Call a function in its own thread: one that blocks holds up no other. A coroutine gets an event loop there.
+    """Call a function in its own thread: one that blocks holds up no other. A coroutine runs on the process's loop.
 
-    loop: `ended` is called on it. Returns the way to stop it, which can only cut off its session.
+    Clients of asyncio belong to one loop, and most SDKs keep one a process. loop: `ended` is called on it. Returns the
+    way to stop it: a coroutine is cancelled, a thread can only be cut off from its session.
     """
+    stopped, tasks = threading.Event(), list[asyncio.Task[Any]]()
+
+    async def awaited(value: Coroutine[Any, Any, Any], asked: float) -> Any:
+        _note_late(time.monotonic() - asked)
+        tasks.append(asyncio.ensure_future(seeding.using(generator, value)))
+        if stopped.is_set():
+            tasks[0].cancel()
+        return await tasks[0]
 
     def call() -> Any:
         value = function(task, base_url, api_key)
-        return asyncio.run(value) if inspect.iscoroutine(value) else value
+        if not inspect.iscoroutine(value):
+            return value
+        return asyncio.run_coroutine_threadsafe(awaited(value, time.monotonic()), _COROUTINES.running).result()
 
     def run() -> None:
         seeding.use(generator)
@@ -62,5 +79,18 @@ def start_function(
         with suppress(RuntimeError):  # the process is about to end
             loop.call_soon_threadsafe(ended, outcome)
 
+    def stop() -> None:
+        stopped.set()
+        for each in tasks:
+            _COROUTINES.running.call_soon_threadsafe(each.cancel)
+
     threading.Thread(target=run, name="agent", daemon=True).start()
-    return lambda: None
+    return stop
+
+
+def _note_late(seconds: float) -> None:
+    """Print once that a coroutine waited long for the loop."""
+    if seconds > _LATE_S and not _LATE_TOLD.is_set():
+        _LATE_TOLD.set()
+        what = f"a coroutine began {seconds:.0f} s late: another one blocks the event loop that all of a process share"
+        print(f"agents: {what}; await an async client, or write `def run`", file=sys.stderr, flush=True)

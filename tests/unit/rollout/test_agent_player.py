@@ -26,10 +26,11 @@ from tests.waiting import until
 __all__ = ["tokenizer"]
 
 AGENTS = """
-import os, random, sys, threading, time
-from openai import BadRequestError, OpenAI
+import asyncio, os, random, sys, threading, time
+from openai import AsyncOpenAI, BadRequestError, OpenAI
 
 CLIENT = OpenAI(base_url="http://unused", api_key="unused")
+ASYNC = AsyncOpenAI(base_url="http://unused", api_key="unused", max_retries=0)
 
 
 def run(task, base_url, api_key):
@@ -54,7 +55,12 @@ def three_turns(task, base_url, api_key):
 
 
 async def of_a_coroutine(task, base_url, api_key):
-    return three_turns(task, base_url, api_key)
+    client = ASYNC.with_options(base_url=base_url, api_key=api_key)
+    messages = [user(task.prompt)]
+    for turn in range(3):
+        answer = await client.chat.completions.create(model="m", messages=messages)
+        messages = [*messages, answer.choices[0].message, user(f"turn {turn}")]
+    return {"x": task.row["x"], "turns": 3}
 
 
 def rewriting(task, base_url, api_key):

@@ -1,0 +1,56 @@
+"""Agents that are functions: coroutines share one event loop, and a closed session cancels its own."""
+
+import asyncio
+import random
+import threading
+from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlctl.environments.agents import runners
+from rlctl.environments.agents.news import AgentTask
+from rlctl.environments.outcomes import EnvironmentFailure
+
+TASK = AgentTask("r0", "2+2?", [], None, {})
+ENDS_AT_ONCE: Any = SimpleNamespace(call_soon_threadsafe=lambda function, value: function(value))
+
+
+def started(function: Any) -> tuple[Any, SimpleQueue[Any]]:
+    """Start an agent; return the way to stop it, and the queue of its outcome."""
+    outcomes = SimpleQueue[Any]()
+    return runners.start_function(function, ENDS_AT_ONCE, TASK, "", "", random.Random(0), outcomes.put), outcomes
+
+
+def test_coroutines_share_a_loop_since_clients_of_asyncio_belong_to_one() -> None:
+    async def loop_of(task: AgentTask, base_url: str, api_key: str) -> int:
+        return id(asyncio.get_running_loop())
+
+    outcomes = [started(loop_of)[1] for _ in range(3)]
+    assert len({each.get(timeout=20) for each in outcomes}) == 1
+
+
+def test_a_coroutine_is_cancelled_when_its_session_is_closed() -> None:
+    begun = threading.Event()
+
+    async def waits(task: AgentTask, base_url: str, api_key: str) -> None:
+        begun.set()
+        await asyncio.sleep(600)
+
+    stop, outcomes = started(waits)
+    assert begun.wait(20)
+    stop()
+    outcome = outcomes.get(timeout=20)
+    assert isinstance(outcome, EnvironmentFailure) and "waits raised CancelledError" in outcome.cause
+
+
+def test_a_coroutine_that_blocks_the_others_is_told_once(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    monkeypatch.setattr(runners, "_LATE_S", 0.0)
+    monkeypatch.setattr(runners, "_LATE_TOLD", threading.Event())
+
+    async def ends(task: AgentTask, base_url: str, api_key: str) -> float:
+        return 1.0
+
+    assert [started(ends)[1].get(timeout=20) for _ in range(3)] == [1.0] * 3
+    assert capfd.readouterr().err.count("write `def run`") == 1
