@@ -64,9 +64,10 @@ def stream(said: SaidTurn) -> Iterator[bytes]:
     begun = {**_head(said), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
     yield _event("message_start", {"message": begun})
     for index, block in enumerate(_blocks(said)):
-        empty, delta = _as_delta(block)
+        empty, deltas = _as_deltas(block)
         yield _event("content_block_start", {"index": index, "content_block": empty})
-        yield _event("content_block_delta", {"index": index, "delta": delta})
+        for delta in deltas:
+            yield _event("content_block_delta", {"index": index, "delta": delta})
         yield _event("content_block_stop", {"index": index})
     yield _event("message_delta", {"delta": _ending(said), "usage": {"output_tokens": len(said.tokens)}})
     yield _event("message_stop", {})
@@ -151,22 +152,24 @@ def _head(said: SaidTurn) -> dict[str, Any]:
 def _blocks(said: SaidTurn) -> list[dict[str, Any]]:
     blocks: list[dict[str, Any]] = []
     if said.reasoning:
-        blocks.append({"type": "thinking", "thinking": said.reasoning, "signature": ""})
+        # pydantic-ai sends thinking without a signature back as a message of the user.
+        blocks.append({"type": "thinking", "thinking": said.reasoning, "signature": said.id})
     if said.content or not said.calls:
         blocks.append({"type": "text", "text": said.content})
     calls = ({"type": "tool_use", "id": each.id, "name": each.name, "input": each.arguments} for each in said.calls)
     return [*blocks, *calls]
 
 
-def _as_delta(block: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the empty block that a stream begins, and the delta that fills it."""
+def _as_deltas(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return the empty block that a stream begins, and the deltas that fill it."""
     if block["type"] == "text":
-        return {"type": "text", "text": ""}, {"type": "text_delta", "text": block["text"]}
+        return {"type": "text", "text": ""}, [{"type": "text_delta", "text": block["text"]}]
     if block["type"] == "thinking":
-        delta = {"type": "thinking_delta", "thinking": block["thinking"]}
-        return {"type": "thinking", "thinking": "", "signature": ""}, delta
+        signed = {"type": "signature_delta", "signature": block["signature"]}
+        empty = {"type": "thinking", "thinking": "", "signature": ""}
+        return empty, [{"type": "thinking_delta", "thinking": block["thinking"]}, signed]
     text = json.dumps(block["input"], ensure_ascii=False)
-    return {**block, "input": {}}, {"type": "input_json_delta", "partial_json": text}
+    return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": text}]
 
 
 def _ending(said: SaidTurn) -> dict[str, Any]:

@@ -32,6 +32,8 @@ def test_a_turn_is_blocks(serve: Serve) -> None:
     answer = asked(served, [USER], system="Be short.")
     thinking, text = answer.content
     assert (thinking.thinking, text.text, answer.stop_reason) == ("two and two", "It is 4.", "end_turn")
+    # pydantic-ai sends thinking back as the user's without one.
+    assert thinking.signature
     assert served.texts()[0].startswith(f"<|im_start|>system\nBe short.{END}\n<|im_start|>user\n2+2?{END}")
     assert (answer.usage.input_tokens, answer.usage.output_tokens) == (len(served.prompts[0]), len(served.sampled[0]))
 
@@ -63,7 +65,7 @@ def test_a_stream_has_the_same_as_an_answer(serve: Serve) -> None:
         assert "".join(stream.text_stream) == "So:"
         final = stream.get_final_message()
     thinking, text, use = final.content
-    assert (thinking.thinking, text.text, use.input) == ("Hm", "So:", {"a": 1, "b": 2})
+    assert (thinking.thinking, text.text, use.input) == ("Hm", "So:", {"a": 1, "b": 2}) and thinking.signature
     assert (final.stop_reason, final.usage.output_tokens) == ("tool_use", len(served.sampled[0]))
 
 

@@ -1,0 +1,146 @@
+"""Agents of nine clients, unmodified, with a real engine and a real trainer: 8 sessions of 8 turns each.
+
+Trained ids are sampled ids, and the trainer agrees with the engine over whole episodes. The SDKs are those of the extra
+`agents-test`; a test whose SDK is missing is skipped.
+"""
+
+import json
+import shutil
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlctl.config.builtin import RECIPES
+from rlctl.data.chat import Chat, ChatSpec, load_tokenizer
+from rlctl.data.tasks import Task
+from rlctl.environments.outcomes import AgentSpec, EnvironmentSpec
+from rlctl.environments.pool import EnvironmentPool
+from rlctl.generation.pool import GeneratorPool
+from rlctl.generation.requests import Completion, RolloutId, TurnRequest
+from rlctl.grpo.batch import training_sample
+from rlctl.grpo.logprob_mismatch import mismatch
+from rlctl.preflight.load import load
+from rlctl.preflight.machine import RunMachine
+from rlctl.refit.refit import Refit
+from rlctl.rollout.dispatcher import RolloutDispatcher
+from rlctl.rollout.players.agent import AgentPlayer
+from rlctl.rollout.players.course import EpisodeLimits
+from rlctl.rollout.runner import RolloutRunner
+from rlctl.rollout.types import Rollout, Sampling
+from rlctl.training.trainer_group import TrainerGroup
+from rlctl.workers.group import WorkerGroup, WorkerSpec
+from tests.system import agent_clients
+from tests.system.engines import SEAT, refit_options, spec_for
+from tests.system.test_parity_check import DEADLINE, MakeTrainer
+
+SESSIONS, TURNS, TURN = 8, 8, 40
+# Positions: the system prompts of smolagents have thousands of tokens.
+LENGTH = 32768
+# Agent -> the package that it needs, and True if its client only appends.
+AGENTS = {
+    "calculator:run": ("openai", True),
+    "here:openai_async": ("openai", True),
+    "langgraph_agent:run": ("langgraph", True),
+    "openai_agents:run": ("agents", True),
+    "openai_agents:run_responses": ("agents", True),
+    "pydantic_ai_agent:run": ("pydantic_ai", True),
+    "pydantic_ai_agent:run_anthropic": ("pydantic_ai", True),
+    "smolagents_agent:run": ("smolagents", False),
+    "smolagents_agent:run_code": ("smolagents", False),
+    "here:mini_swe_agent": ("minisweagent", False),
+}
+EXPRESSIONS = [f"{number} + {number + 9}" for number in range(11, 11 + TURNS)]
+
+
+@dataclass
+class Stage:
+    """A trainer and an engine with its weights, and agents that ask it for turns."""
+
+    trainer: TrainerGroup
+    dispatcher: RolloutDispatcher
+    runner: RolloutRunner
+    # Requests of each rollout, and what was sampled.
+    sampled: dict[RolloutId, list[tuple[TurnRequest, Completion]]]
+
+    def play(self, agent: str) -> list[Rollout]:
+        row = {"agent": agent, "expressions": EXPRESSIONS}
+        tasks = [Task(f"{agent} {number}", [], "", None, row) for number in range(SESSIONS)]
+        sampling = Sampling("train", 0, SESSIONS, 1, TURN, 1.0)
+        return [one for group in self.dispatcher.sample(self.runner, sampling, tasks, 0) for one in group.rollouts]
+
+
+@pytest.fixture(scope="module")
+def stage(ray_here: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    """Return the shipped tiny chat model, with more positions, at the start of a run of the recipe."""
+    made = tmp_path_factory.mktemp("sdks")
+    folder = made / "model"
+    shutil.copytree(RECIPES / "tiny/qwen3-games", folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": LENGTH}))
+    settings = ["run.name=null", f"model.path={folder}", f"trainer.micro_batch_tokens={LENGTH}"]
+    run = load("grpo", "calculator-agent-tiny", settings).settled.on(RunMachine("cpu"), None)
+    spec = EnvironmentSpec(f"{agent_clients.__file__}:run", 120.0, agent=AgentSpec())
+    chat = Chat(load_tokenizer(str(folder)), (folder / "chat_template.jinja").read_text(), None, folder)
+    engine = replace(spec_for(folder, LENGTH), kv_cache_mib=512)
+    with ExitStack() as stack:
+        agents = stack.enter_context(EnvironmentPool({"agent": spec}, 6144, 1))
+        agents.give_chat(ChatSpec.of(chat), "hermes")
+        workers = WorkerGroup([WorkerSpec("trainer-0", MakeTrainer(run.trainer, folder, made / "store"))], DEADLINE)
+        pool = GeneratorPool(engine, [SEAT], str(ray_here), DEADLINE, 0, lambda *_, **__: None)
+        for part in (pool, workers):
+            stack.callback(part.kill)
+        workers.built().wait(DEADLINE)
+        pool.wait_until_built()
+        pool.connect(Refit(workers, refit_options("shm", made)))
+        pool.sync(0)
+        dispatcher = RolloutDispatcher(pool, run.config.run, lambda *_, **__: None, agents.events)
+        stack.callback(dispatcher.close)
+        sampled = watched(dispatcher)
+        limits = EpisodeLimits(TURNS, LENGTH, 600.0, 0, "keep")
+        runner = RolloutRunner(AgentPlayer(agents, chat, limits), dispatcher)
+        stack.callback(runner.close)
+        yield Stage(TrainerGroup(workers, run.trainer), dispatcher, runner, sampled)
+
+
+def watched(dispatcher: RolloutDispatcher) -> dict[RolloutId, list[tuple[TurnRequest, Completion]]]:
+    """Return what each rollout samples from now on."""
+    found: dict[RolloutId, list[tuple[TurnRequest, Completion]]] = defaultdict(list)
+    sample: Any = dispatcher.sample_turn
+
+    async def watching(request: TurnRequest, **more: Any) -> Completion:
+        completion: Completion = await sample(request, **more)
+        found[request.id.rollout].append((request, completion))
+        return completion
+
+    dispatcher.sample_turn = watching  # type: ignore[method-assign]
+    return found
+
+
+@pytest.mark.long  # an engine, a trainer, and SDKs that take seconds to import
+@pytest.mark.slow
+@pytest.mark.parametrize("agent", AGENTS)
+def test_what_was_sampled_trains_and_the_trainer_agrees(agent: str, stage: Stage) -> None:
+    package, appends = AGENTS[agent]
+    if find_spec(package) is None:
+        pytest.skip(f"{package} is not installed: pip install -e '.[agents-test]'")
+    rollouts = stage.play(agent)
+    assert [one.episode and (one.episode.failure, one.episode.turns) for one in rollouts] == [(None, TURNS)] * SESSIONS
+    for one in rollouts:
+        trained = sorted(
+            tuple(row.tokens[row.turns == turn].tolist())
+            for row in one.rows
+            for turn in {*row.turns[row.sampled].tolist()}
+        )
+        assert trained == sorted(tuple(completion.tokens.tolist()) for _, completion in stage.sampled[one.id])
+        if appends:
+            assert len(one.rows) == 1, one.episode and one.episode.rewritten
+    samples = [training_sample(row, 0.0) for one in rollouts for row in one.rows]
+    theirs = [sample.columns["rollout_log_prob"] for sample in samples]
+    gap = mismatch(theirs, stage.trainer.log_probs(samples), [sample.mask for sample in samples])
+    assert gap.tokens == sum(one.num_sampled for one in rollouts) and gap.token_mult_prob_error < 1.001
