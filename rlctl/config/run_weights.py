@@ -1,4 +1,4 @@
-"""Weights of runs and checkpoints by the layout of a run directory: RUN/checkpoints/step_N/{state.json, hf/}.
+"""Weights by the layout of folders: a model's, an adapter's, a run's (RUN/checkpoints/step_N/{state.json, hf/}).
 
 A run is its newest checkpoint, here as in `rlctl eval`. Nothing is read but the state of a checkpoint.
 """
@@ -13,6 +13,7 @@ _CHECKPOINT = re.compile(r"step_(\d+)")
 _STATE = "state.json"
 # PEFT's name.
 ADAPTER_CONFIG = "adapter_config.json"
+_CHAT_FILES = ("tokenizer_config.json", "generation_config.json")
 
 
 def is_run(path: Path) -> bool:
@@ -23,6 +24,36 @@ def is_run(path: Path) -> bool:
 def is_checkpoint(path: Path) -> bool:
     """Return True if `path` is the folder of one checkpoint."""
     return os.path.isfile(path / _STATE)
+
+
+def local_folder(model: str) -> Path | None:
+    """Return the folder of a model or adapter, or of a hub name in the local hub cache; None when it is not here."""
+    folder = Path(model)
+    # Path.is_dir would raise for a text that cannot name a file.
+    if os.path.isdir(folder):
+        return folder
+    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache/huggingface"))
+    cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub")) / f"models--{model.replace('/', '--')}"
+    reference = cache / "refs/main"
+    return cache / "snapshots" / reference.read_text().strip() if os.path.isfile(reference) else None
+
+
+def local_adapter(model: str) -> Path | None:
+    """Return `local_folder` of an adapter; None for a whole model, and when it is not here."""
+    folder = local_folder(model)
+    return folder if folder is not None and is_adapter(folder) else None
+
+
+def chat_folder(model: str) -> str:
+    """Return the folder or hub name of a model's tokenizer, chat template and end tokens.
+
+    An adapter's own folder where it has them all, as rlctl writes it, else its base's.
+    """
+    adapter = local_adapter(model)
+    if adapter is None or all(os.path.isfile(adapter / name) for name in _CHAT_FILES):
+        return str(adapter or model)
+    base = base_of(adapter)
+    return str(local_folder(base) or base) if base and local_adapter(base) is None else model
 
 
 def is_model(path: Path) -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from rlctl.config.data_schema import DataSection, DatasetSection, TrainDataSection
+from rlctl.config.run_weights import chat_folder
 from rlctl.config.schema import GrpoConfig, RunConfig, SftConfig
 from rlctl.data.chat import Chat, load_tokenizer, make_chat
 from rlctl.data.datasets import Row, load_rows, shown
@@ -179,7 +180,7 @@ def may_rewrite(config: RunConfig) -> bool:
 
 def _template_text(config: RunConfig) -> str:
     """Return the template as it is written; empty if there is none, or none that can be read."""
-    own, folder = config.data.chat_template, Path(config.model.tokenizer or config.model.path)
+    own, folder = config.data.chat_template, Path(config.model.tokenizer or chat_folder(config.model.path))
     with suppress(OSError, ValueError):
         if own not in ("auto", "none"):
             return Path(own).read_text(encoding="utf-8")
@@ -193,6 +194,7 @@ def _template_text(config: RunConfig) -> str:
 
 def load_chat(config: RunConfig, model: str) -> Chat:
     """Load the tokenizer and template of a run. model: the policy's folder or hub name. Raises DataError."""
+    model = chat_folder(model)
     folder = Path(model) if Path(model).is_dir() else None
     return make_chat(load_tokenizer(config.model.tokenizer or model), config.data, folder)
 

@@ -78,7 +78,7 @@ def chat_session(
     Raises DataError, ModelError, UnusableEnvironmentError, PlacementError.
     """
     files = ModelFiles.find(config.model, logs, config.run.seed)
-    chat = load_chat(config, files.folder)
+    chat = load_chat(config, files.chat)
     stops = end_tokens(config, chat).stops
     most, temperature = sampling
     settled = settle(config, RunMachine(), files.facts.sizes)
@@ -139,7 +139,7 @@ def served_policy(
     sampling: tokens of an answer, temperature. Raises DataError, ModelError, PlacementError, TalkError.
     """
     files = ModelFiles.find(config.model, logs, config.run.seed)
-    chat = load_chat(config, files.folder)
+    chat = load_chat(config, files.chat)
     stops = end_tokens(config, chat).stops
     settled = settle(config, RunMachine(), files.facts.sizes)
     spec = EnvironmentSpec(_SERVED, _NO_DEADLINE_S, agent=AgentSpec())

@@ -55,7 +55,7 @@ def play_episodes(
     begin = time.perf_counter()
     files = ModelFiles.find(config.model, logs, config.run.seed)
     settled = settle(config, RunMachine(), files.facts.sizes)
-    chat = load_chat(config, files.folder)
+    chat = load_chat(config, files.chat)
     stops = end_tokens(config, chat).stops
     tasks, _ = load_prompts(config, section, chat, list(rows))
     tasks = [replace(tasks[index % len(tasks)], id=f"episode {index + 1}") for index in range(count)]

@@ -54,7 +54,7 @@ class Evaluation:
         self.target, self._emit = target, emit
         first = next(iter(settings.values())).settled.config
         self._files = ModelFiles.find(first.model, root, first.run.seed)
-        self._chat = load_chat(first, self._files.folder)
+        self._chat = load_chat(first, self._files.chat)
         self._stops = end_tokens(first, self._chat).stops
         weights = digest_of_weights(Path(self._files.adapter or self._files.folder))
         self.sets = [self._data_set(name, each, root, weights) for name, each in settings.items()]

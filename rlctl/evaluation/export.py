@@ -8,7 +8,7 @@ from typing import Any, Literal
 import yaml
 
 from rlctl.config.errors import UserError, first_line
-from rlctl.config.run_weights import is_adapter
+from rlctl.config.run_weights import is_adapter, local_folder
 from rlctl.data.datasets import shown
 from rlctl.evaluation.store import MADE_AGAIN, DamagedResult, EvaluationFolder
 from rlctl.evaluation.target import Target
@@ -43,9 +43,10 @@ def export(
     """
     if to.exists():
         raise ExportError(f"{to} exists: name a folder that does not")
-    source = Path(target.model)
-    if not source.is_dir():
-        raise ExportError(f"{target.model} is not on this machine: only a checkpoint, a run or a folder is exported")
+    source = local_folder(target.model)
+    if source is None:
+        what = "only a checkpoint, a run, a folder, or a hub's model that was fetched before is exported"
+        raise ExportError(f"{target.model} is not on this machine: {what}")
     if merged and not is_adapter(source):
         raise ExportError(f"--merged: {source} is no adapter, it holds all weights")
     if dtype and is_adapter(source) and not merged:
@@ -70,9 +71,10 @@ def _copy_adapter(source: Path, folder: Path, dtype: ExportDtype | None, warn: C
 
 
 def _write_merged(source: Path, folder: Path, dtype: ExportDtype | None, warn: Callable[[str], None]) -> list[str]:
-    base = Path(read_config(source).base)
-    if not base.is_dir():
-        raise ExportError(f"{source}: its base {base} is no folder on this machine, and --merged adds to its weights")
+    name = read_config(source).base
+    base = local_folder(name)
+    if base is None:
+        raise ExportError(f"{source}: its base {name} is not on this machine, and --merged adds to its weights")
     check_base(source, base)
     return write_merged(base, source, folder, dtype)
 

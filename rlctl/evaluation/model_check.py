@@ -15,6 +15,7 @@ import psutil
 import torch
 from numpy.typing import NDArray
 
+from rlctl.config.run_weights import is_adapter
 from rlctl.evaluation.engine_process import EngineProcess
 from rlctl.evaluation.model_facts import Finding, describe
 from rlctl.generation.engine import Engine
@@ -23,6 +24,7 @@ from rlctl.generation.spec import EngineSpec, engine_kind
 from rlctl.grpo.logprob_mismatch import mismatch
 from rlctl.grpo.parity_check import BOUNDS
 from rlctl.launch.worker_specs import engine_spec
+from rlctl.models.adapter_folder import read_config, write_merged
 from rlctl.models.model_files import ModelFiles
 from rlctl.preflight.placement import Placement
 from rlctl.preflight.plan import require_served
@@ -63,8 +65,10 @@ class PlainLoss:
 class CheckedTrainer:
     """A trainer of one rank in this process, asked by sequences of tokens."""
 
-    def __init__(self, trainer: TrainerSettings, folder: str, device: str, scratch: Path) -> None:
-        """scratch: an empty folder. Raises ValueError for a model that cannot train."""
+    def __init__(
+        self, trainer: TrainerSettings, folder: str, device: str, scratch: Path, adapter: str | None = None
+    ) -> None:
+        """scratch: an empty folder. adapter: PEFT's folder. Raises ValueError for a model that cannot train."""
         optimizer = replace(trainer.optimizer, lr=_RATE, weight_decay=0.1, warmup_steps=0, schedule="constant")
         self.dtype = trainer.dtype
         own = replace(trainer, num_ranks=1, optimizer=optimizer, threads=None, compile=False)
@@ -81,7 +85,9 @@ class CheckedTrainer:
             seed=0,
             profile=None,
             roles={},
+            adapter_folder=adapter,
         )
+        self.adapts = adapter is not None
         self.rank: TrainerRank = make_trainer(spec)
         # True for a model whose sequences have a row each.
         self.padded = trainer.padded
@@ -143,7 +149,7 @@ class CheckedEngine:
 
     def refit(self, trainer: CheckedTrainer, version: int) -> None:
         """Bring the engine to the trainer's weights; every tensor's checksum is compared."""
-        header = Header(version, self._plan.digest, "all")
+        header = Header(version, self._plan.digest, "all", prove=trainer.adapts)
         trainer.sender.refit_send(header)
         self._process.call(Engine.refit_receive, header)
 
@@ -210,6 +216,15 @@ def as_transformers(trainer: CheckedTrainer, folder: str, device: str, vocab: in
     return Finding("transformers", text, worst <= close, {"transformers_diff": worst})
 
 
+def _whole(folder: Path) -> str:
+    """Return the folder of a whole model: an adapter's is added to its base, in float32."""
+    if not is_adapter(folder):
+        return str(folder)
+    merged = folder.with_name(f"{folder.name}-merged")
+    write_merged(Path(read_config(folder).base), folder, merged, "float32")
+    return str(merged)
+
+
 def plain_model(folder: str, device: str) -> Any:
     """Return transformers' own causal LM of a folder, in float32."""
     from transformers import AutoModelForCausalLM
@@ -239,7 +254,7 @@ def plain_log_probs(lm: Any, tokens: NDArray[np.int32]) -> NDArray[np.float32]:
 def greedy(trainer: CheckedTrainer, engine: CheckedEngine, device: str, vocab: int, scratch: Path) -> Finding:
     """Compare the engine's greedy tokens with the largest logits of transformers' model of the trainer's export."""
     trainer.rank.export_folder(scratch, trainer.dtype)
-    lm = plain_model(str(scratch), device)
+    lm = plain_model(_whole(scratch), device)
     prompts = random_sequences(vocab, [PROMPT_TOKENS] * PROMPTS, 2)
     same, tokens = 0, 0
     for prompt, answer in zip(prompts, engine.answers(prompts, 0.0)):
@@ -323,10 +338,12 @@ def _too_large(parameters: int, device: str) -> Finding | None:
 
 
 @contextmanager
-def checked_trainer(settings: TrainerSettings, folder: str, device: str, scratch: Path) -> Iterator[CheckedTrainer]:
+def checked_trainer(
+    settings: TrainerSettings, folder: str, device: str, scratch: Path, adapter: str | None = None
+) -> Iterator[CheckedTrainer]:
     """Run a `CheckedTrainer` until the block is left."""
     with ExitStack() as stack:
-        trainer = CheckedTrainer(settings, folder, device, scratch)
+        trainer = CheckedTrainer(settings, folder, device, scratch, adapter)
         stack.callback(trainer.close)
         yield trainer
 
@@ -346,15 +363,19 @@ def check_model(
     """
     device = "cpu" if placement.device == "cpu" else "cuda:0"
     longest = min(files.max_length, settled.max_length)
-    yield from describe(files.facts)
+    yield from describe(files.facts, files.adapters)
     if (lacking := _too_large(files.facts.sizes.parameters, device)) is not None:
         yield lacking
         return
-    with checked_trainer(settled.trainer, files.folder, device, scratch) as trainer:
+    settings, whole = replace(settled.trainer, adapters=files.adapters), files.folder
+    if files.adapter:
+        whole = str(scratch / "merged")
+        write_merged(Path(files.folder), Path(files.adapter), Path(whole), "float32")
+    with checked_trainer(settings, files.folder, device, scratch, files.adapter) as trainer:
         vocab = int(trainer.rank.info()["vocab_size"])
         yield from packed_alone(trainer, vocab, longest)
         yield gradients_packed_alone(trainer, vocab, longest, scratch / "before")
-        yield as_transformers(trainer, files.folder, device, vocab, longest)
+        yield as_transformers(trainer, whole, device, vocab, longest)
         if with_engine:
             require_served(settled)
             spec = engine_spec(settled, files, (), placement)

@@ -7,6 +7,7 @@ from math import isclose
 from typing import Any
 
 from rlctl.dashboard.formats import count
+from rlctl.models.adapters import AdapterSpec
 from rlctl.models.facts import ModelFacts
 from rlctl.models.layer_kinds import AttentionKind, LogitTransform
 
@@ -25,8 +26,8 @@ class Finding:
     figures: dict[str, float] = field(default_factory=dict)
 
 
-def describe(facts: ModelFacts) -> Iterator[Finding]:
-    """Yield a line for each part of a model."""
+def describe(facts: ModelFacts, adapters: AdapterSpec | None = None) -> Iterator[Finding]:
+    """Yield a line for each part of a model. adapters: those that alone are trained and sent."""
     sizes, kinds = facts.sizes, facts.kinds
     what = f"{facts.causal_lm}, {count(sizes.layers, 'layer')}, {_number(sizes.parameters)} parameters"
     what += f", {_number(sizes.active_parameters)} of them for a token" if sizes.experts else ""
@@ -47,6 +48,15 @@ def describe(facts: ModelFacts) -> Iterator[Finding]:
     if kinds.dropout:
         rates = ", ".join(f"{key} {rate:g}" for key, rate in kinds.dropout)
         yield Finding("dropout", f"off in training, since engines have none: config.json has {rates}")
+    if adapters:
+        names = ", ".join(dict.fromkeys(each.name.rpartition(".")[2] for each in adapters.targets))
+        what = (
+            f"rank {adapters.rank}, scale {adapters.scale:g}, {count(len(adapters.targets), 'linear layer')}: {names}"
+        )
+        yield Finding("adapter", what)
+        yield Finding("trained", f"its {_number(adapters.parameters)} parameters, over frozen ones")
+        yield Finding("sent", "its parameters")
+        return
     kept32 = f", {_listed(facts.float32)} always in float32" if facts.float32 else ""
     yield Finding("trained", f"all {_number(sizes.parameters)} parameters{kept32}")
     buffers = f", and {_listed(facts.buffers)}, which training leaves alone" if facts.buffers else ""

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from rlctl.config.run_weights import chat_folder
 from rlctl.config.schema import GrpoConfig
 from rlctl.dashboard.formats import count
 from rlctl.data.load import part_of
@@ -156,7 +157,7 @@ def _completions(answers: StoredAnswers, config: GrpoConfig) -> Callable[[Record
     """Return a function from a rollout's record to the text that rewards are given."""
     special: list[str] = []
     if any("completion" not in rollout for record in answers.groups for rollout in record["rollouts"]):
-        special = list(_special_tokens(Path(config.model.tokenizer or config.model.path)))
+        special = list(_special_tokens(Path(config.model.tokenizer or chat_folder(config.model.path))))
 
     def text(rollout: Record) -> str:
         if "completion" in rollout:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlctl.config.errors import ConfigError, Problem
+from rlctl.config.run_weights import local_adapter
 from rlctl.config.schema import RunConfig
 from rlctl.data.chat import Chat
 from rlctl.data.cursor import Drawn, RowSource
@@ -112,7 +113,7 @@ def preview(composed: Composed[Settled], of: Literal["train", "validation"], cou
 
 def local_chat(config: RunConfig) -> Chat:
     """Return the tokenizer and template of a config, with its model's end tokens if that is on this machine."""
-    file = config_file(config.model.path)
+    file = None if local_adapter(config.model.path) else config_file(config.model.path)
     return load_chat(config, str(file.parent) if file else config.model.path)
 
 

@@ -36,7 +36,7 @@ def load_chats(
 def _load_chat(session: Session, config: RunConfig, files: ModelFiles, whose: str) -> tuple[Chat, EndTokens]:
     """Load the tokenizer by a config, and find the tokens that end an answer. whose: the config, in events."""
     with session.starting(f"{whose}tokenizer"):
-        chat = load_chat(config, files.folder)
+        chat = load_chat(config, files.chat)
         ends = end_tokens(config, chat)
     session.events.emit("data", what=f"{whose}answers end at {ends}")
     for warning in ends.warnings:

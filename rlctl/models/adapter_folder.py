@@ -3,7 +3,7 @@
 A folder names its base model. Its tensors are PEFT's: `base_model.model.`, the module's name, `lora_A.weight`. torch is
 imported by the functions that read or write tensors alone.
 
-`python -m rlctl.models.adapter_folder ADAPTER FOLDER` writes a merged model; FOLDER appears whole or not at all.
+`python -m rlctl.models.adapter_folder ADAPTER BASE FOLDER` writes a merged model; FOLDER appears whole or not at all.
 """
 
 import json
@@ -212,13 +212,13 @@ def write_merged(base: Path, adapter: Path, folder: Path, dtype: str | None = No
     return sorted({kind for _, _, kind in layout})
 
 
-def main(adapter: Path, folder: Path) -> None:
+def main(adapter: Path, base: Path, folder: Path) -> None:
     """Write a merged model in float32."""
     temporary = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
-    write_merged(Path(read_config(adapter).base), adapter, temporary, "float32")
+    write_merged(base, adapter, temporary, "float32")
     os.replace(temporary, folder)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(*map(Path, sys.argv[1:]))

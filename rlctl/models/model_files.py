@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.config.errors import ModelError
-from rlctl.config.run_weights import is_adapter
+from rlctl.config.run_weights import ADAPTER_CONFIG, chat_folder, local_adapter
 from rlctl.config.schema import ModelSection
 from rlctl.models.adapter_folder import base_digest, read_config, read_spec
 from rlctl.models.adapters import AdapterSpec
@@ -48,7 +48,7 @@ class ModelFiles:
         `random_init` the folder is made there too, once for all attempts. Raises ModelError for a model that rlctl does
         not train, for quantised, truncated or missing weights, and for an adapter of other weights.
         """
-        adapter = Path(model.path) if is_adapter(Path(model.path)) else None
+        adapter = _fetch_adapter(model.path)
         base = source = read_config(adapter).base if adapter else model.path
         if not Path(source).is_dir():
             from huggingface_hub import snapshot_download
@@ -71,13 +71,32 @@ class ModelFiles:
         if not merge:
             return found
         merged = run_dir / "init"
-        _make(merged, f"no merged model of {adapter}", "rlctl.models.adapter_folder", str(adapter), str(merged))
+        own = str(adapter), folder, str(merged)
+        _make(merged, f"no merged model of {adapter}", "rlctl.models.adapter_folder", *own)
         return cls(str(merged), source, find_facts(merged), None, str(merged))
+
+    @property
+    def chat(self) -> str:
+        """Folder of tokenizer, chat template and end tokens."""
+        return chat_folder(self.adapter or self.folder)
 
     @property
     def max_length(self) -> int:
         """Longest sequence in tokens."""
         return self.facts.sizes.max_positions
+
+
+def _fetch_adapter(name: str) -> Path | None:
+    """Return the folder of an adapter, one of the hub downloaded; None for a whole model."""
+    if Path(name).is_dir():
+        return local_adapter(name)
+    from huggingface_hub import snapshot_download
+
+    folder = Path(snapshot_download(name, allow_patterns=["config.json", ADAPTER_CONFIG]))
+    if not (folder / ADAPTER_CONFIG).is_file():
+        return None
+    # A repository of both is a model: that the weights tell.
+    return local_adapter(snapshot_download(name, allow_patterns=_FILES))
 
 
 def check_base(adapter: Path, base: Path) -> None:

@@ -1,12 +1,11 @@
 """config.json of a model folder, read without torch: where it is, what in it rlctl does not train, and its sizes."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from rlctl.config.errors import ModelError
-from rlctl.config.run_weights import base_of, is_adapter
+from rlctl.config.run_weights import base_of, is_adapter, local_adapter, local_folder
 from rlctl.models.facts import ModelSizes, find_facts, known_facts
 
 # Rotary scales that turn a token the same alone and in a pack of many. transformers' dynamic and longrope follow the
@@ -19,19 +18,11 @@ def config_file(model: str) -> Path | None:
 
     An adapter has that of its base.
     """
-    folder = Path(model)
-    if is_adapter(folder):
+    folder = local_folder(model)
+    if folder is not None and is_adapter(folder):
         base = base_of(folder)
-        return config_file(base) if base and not is_adapter(Path(base)) else None
-    # Path.is_dir would raise for a text that cannot name a file.
-    if not os.path.isdir(folder):
-        home = Path(os.environ.get("HF_HOME", Path.home() / ".cache/huggingface"))
-        cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub")) / f"models--{model.replace('/', '--')}"
-        reference = cache / "refs/main"
-        if not os.path.isfile(reference):
-            return None
-        folder = cache / "snapshots" / reference.read_text().strip()
-    return folder / "config.json" if (folder / "config.json").is_file() else None
+        return config_file(base) if base and local_adapter(base) is None else None
+    return folder / "config.json" if folder is not None and (folder / "config.json").is_file() else None
 
 
 def sizes_of(model: str) -> ModelSizes | None:

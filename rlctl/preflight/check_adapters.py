@@ -1,10 +1,9 @@
 """Checks of `lora`: its backend, dropout and targets; notes on its learning rate."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from rlctl.config.errors import ModelError
-from rlctl.config.run_weights import is_adapter
+from rlctl.config.run_weights import local_adapter
 from rlctl.models.adapter_folder import read_config, read_spec
 from rlctl.models.adapters import choose_targets
 from rlctl.preflight.backend import Violation, Violations, backend_of
@@ -44,8 +43,8 @@ def check_adapters(settled: Settled) -> Violations:
 
 def _check_start(settled: Settled) -> Violations:
     """Find an adapter to start from that is no plain LoRA, or another one than `lora` trains."""
-    model, own, folder = settled.config.model, settled.config.lora, Path(settled.config.model.path)
-    if not is_adapter(folder):
+    model, own, folder = settled.config.model, settled.config.lora, local_adapter(settled.config.model.path)
+    if folder is None:
         return
     try:
         given = read_config(folder)
@@ -74,7 +73,7 @@ def _check_start(settled: Settled) -> Violations:
 
 def adapter_notes(settled: Settled) -> Iterator[str]:
     """Yield notes on an adapter that is merged, and on a learning rate far from those in use."""
-    if settled.config.lora is None and is_adapter(Path(settled.config.model.path)):
+    if settled.config.lora is None and local_adapter(settled.config.model.path):
         yield "model.path is an adapter: without lora every weight of it merged with its base is trained"
     rate, adapters = settled.config.trainer.optimizer.lr, settled.config.lora is not None
     if settled.facts and settled.facts.parameters < _SMALL:

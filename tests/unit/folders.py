@@ -63,3 +63,12 @@ def write(folder: Path) -> Path:
     (folder / "grpo.recipe.yaml").write_text(GRPO)
     (folder / "sft.recipe.yaml").write_text(SFT)
     return folder
+
+
+def cached(hub: Path, name: str, folder: Path) -> Path:
+    """Put a folder into a hub cache under a name, as a download would, and return its snapshot there."""
+    there = hub / f"models--{name.replace('/', '--')}"
+    shutil.copytree(folder, there / "snapshots/0123")
+    (there / "refs").mkdir()
+    (there / "refs/main").write_text("0123")
+    return there / "snapshots/0123"

@@ -8,16 +8,18 @@ import pytest
 import torch
 
 from rlctl.config.errors import ConfigError, ModelError
-from rlctl.config.run_weights import base_of, is_adapter, is_model
+from rlctl.config.run_weights import base_of, chat_folder, is_adapter, is_model
 from rlctl.config.schema import ModelSection
 from rlctl.models.adapter_folder import AdapterFile, read_config, read_spec, write_adapter, write_merged
 from rlctl.models.adapters import AdapterSpec
 from rlctl.models.hf_folder import WeightFiles
 from rlctl.models.model_files import ModelFiles
+from rlctl.models.model_sizes import config_file
 from rlctl.models.weight_headers import digest_of_weights
 from rlctl.preflight.load import load
 from tests.system.training.scenario import adapters_of
 from tests.tiny_models import make_model
+from tests.unit.folders import cached
 from tests.zoo import make_family
 
 
@@ -110,14 +112,6 @@ def test_a_merged_model_is_added_in_float32_and_cast_once(family: str, dtype: st
         torch.testing.assert_close(after.tensor(name), expected.to(after.dtype(name)), atol=0, rtol=0)
 
 
-def test_training_every_weight_from_an_adapter_begins_with_the_merged_model(adapter: Path, tmp_path: Path) -> None:
-    found = ModelFiles.find(section(adapter), tmp_path / "run", 0, merge=True)
-    assert found.adapter is None and found.folder == str(tmp_path / "run/init")
-    write_merged(Path(found.source), adapter, tmp_path / "expected", "float32")
-    merged, expected = WeightFiles(Path(found.folder)), WeightFiles(tmp_path / "expected")
-    assert all(torch.equal(merged.tensor(name), expected.tensor(name)) for name in expected.names())
-
-
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
@@ -145,3 +139,54 @@ def test_an_adapter_without_lora_is_merged_and_a_note_says_so(adapter: Path) -> 
         if "adapter" in note
     ]
     assert note == "model.path is an adapter: without lora every weight of it merged with its base is trained"
+
+
+@pytest.fixture
+def hub(adapter: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A hub cache without network: some/base, and its adapter some/adapter, without a tokenizer."""
+    from huggingface_hub import constants
+
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    cached(tmp_path / "hub", "some/base", model)
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": "some/base"}))
+    cached(tmp_path / "hub", "some/adapter", adapter)
+    return tmp_path / "hub"
+
+
+def test_an_adapter_of_the_hub_is_found_with_its_base(hub: Path, model: Path, tmp_path: Path) -> None:
+    base, own = (hub / f"models--some--{name}/snapshots/0123" for name in ("base", "adapter"))
+    found = ModelFiles.find(section(Path("some/adapter")), tmp_path / "run", 0)
+    assert (found.folder, found.adapter, found.base) == (str(base), str(own), "some/base")
+    assert found.adapters == adapters_of(model)
+    assert config_file("some/adapter") == base / "config.json"
+    assert ModelFiles.find(section(Path("some/base")), tmp_path / "run", 0).adapter is None
+
+
+def test_training_every_weight_from_an_adapter_begins_with_the_merged_model(
+    hub: Path, adapter: Path, tmp_path: Path
+) -> None:
+    found = ModelFiles.find(section(Path("some/adapter")), tmp_path / "run", 0, merge=True)
+    assert found.adapter is None and found.folder == str(tmp_path / "run/init")
+    write_merged(Path(found.source), adapter, tmp_path / "expected", "float32")
+    merged, expected = WeightFiles(Path(found.folder)), WeightFiles(tmp_path / "expected")
+    assert all(torch.equal(merged.tensor(name), expected.tensor(name)) for name in expected.names())
+
+
+def test_an_adapters_own_tokenizer_counts_where_its_end_tokens_are_too(hub: Path) -> None:
+    base, own = (hub / f"models--some--{name}/snapshots/0123" for name in ("base", "adapter"))
+    assert chat_folder("some/base") == "some/base"
+    assert chat_folder("some/adapter") == chat_folder(str(own)) == str(base)
+    for name in ("tokenizer_config.json", "generation_config.json"):
+        assert chat_folder("some/adapter") == str(base)
+        (own / name).write_text("{}")
+    assert chat_folder("some/adapter") == str(own)
+
+
+def test_the_config_of_a_run_knows_an_adapter_of_the_hub(hub: Path) -> None:
+    keys = ["model.path=some/adapter", "model.random_init=false", "lora.rank=4"]
+    assert load("sft", None, [*keys, "lora.alpha=8"]).settled.facts is not None
+    with pytest.raises(ConfigError, match=r"the adapter of model\.path has 8: set lora\.alpha=8, or start from"):
+        load("sft", None, [*keys, "lora.alpha=16"])
