@@ -25,6 +25,15 @@ def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, tied: bool) 
     return _QWEN3 | sizes | {"num_attention_heads": heads, "num_key_value_heads": 8, "tie_word_embeddings": tied}
 
 
+_EXPERTS: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
 # From config.json of the published models; `tiny` is rlctl's own, too large for a CPU's caches.
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": _qwen3(512, 1536, 4, 8, True) | {"vocab_size": 32000, "head_dim": 64},
@@ -32,17 +41,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, True),
     "qwen3-4b": _qwen3(2560, 9728, 36, 32, True),
     "qwen3-8b": _qwen3(4096, 12288, 36, 32, False),
-    "qwen3-30b-a3b": _qwen3(2048, 6144, 48, 32, False)
-    | {
-        "model_type": "qwen3_moe",
-        "num_key_value_heads": 4,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    },
+    "qwen3-30b-a3b": _qwen3(2048, 6144, 48, 32, False) | _EXPERTS | {"moe_intermediate_size": 768},
+    "qwen3-235b-a22b": _qwen3(4096, 12288, 94, 64, False) | _EXPERTS | {"moe_intermediate_size": 1536},
     "llama-8b": {
         "model_type": "llama",
         "vocab_size": 128256,

@@ -371,6 +371,31 @@ def dispatch(
 
 @app.command(
     epilog=examples(
+        "rlctl bench scale",
+        "rlctl bench scale --models qwen3-8b --gpus 8,256 --json",
+    )
+)
+def scale(
+    models: Annotated[str, typer.Option(help="Shapes by name, or Hugging Face folders, with commas.")] = (
+        "qwen3-8b,qwen3-30b-a3b,qwen3-235b-a22b"
+    ),
+    gpus: Annotated[str, typer.Option(help="A row for each: whole nodes of 8.")] = "8,64,512,4096",
+    engines: Annotated[str, typer.Option(help="Numbers of engines, for the cost of an event.")] = "8,64,512",
+    as_json: AsJson = False,
+    plot: Plot = None,
+) -> None:
+    """Measure the driver's part of runs on GPUs that are not there: plan, start, rebuild, batch, events."""
+    from rlctl.bench.scale import ScaleBench
+
+    problems: list[Problem] = []
+    sizes = numbers("--gpus", gpus, "8,64", problems)
+    numbers_ = numbers("--engines", engines, "8,64", problems)
+    shapes = [each.strip() for each in models.split(",")]
+    run_bench(ScaleBench(shapes, sizes, numbers_), as_json, plot, problems)
+
+
+@app.command(
+    epilog=examples(
         "rlctl bench algorithms",
         "rlctl bench algorithms grpo gspo dapo --seeds 5 --plot algorithms.png",
         "rlctl bench algorithms grpo 'grpo grpo.loss.clip_high=0.4' my-algorithm.yaml --recipe my.yaml",

@@ -139,10 +139,12 @@ def _chosen(choices: Sequence[Choice]) -> Table:
 
 
 def _memory(memory: Memory) -> Table:
-    table = make_table(names(width=26), figures())
+    table = make_table(names(width=36), figures())
     for part, items in (("trainer: ", memory.trainer), ("engine: ", memory.engine)):
         for name, amount in items.items():
             table.add_row(name if name.startswith("engines: ") else part + name, size(amount))
+    for name, amount in memory.host.items():
+        table.add_row(f"host, a rank: {name}", size(amount))
     limit = f" of {size(memory.capacity)}" if memory.capacity else ""
     table.add_row("peak", f"{size(memory.peak)}{limit}", style="bold")
     if memory.kv_sequences is not None:

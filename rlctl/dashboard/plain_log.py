@@ -74,6 +74,9 @@ class LineFormat:
         elif kind == "step":
             if int(record["step"]) % self._every == 0:
                 yield from self._step(record)
+        elif kind == "checkpoint" and "path" not in record:
+            # The record of its times. Its event says more.
+            return
         elif kind == "startup" and record.get("seconds") is not None:
             yield f"startup     {record.get('what')} {duration(record['seconds'])}"
         elif kind and kind not in SILENT and kind not in ("validation_started", "run_ended"):

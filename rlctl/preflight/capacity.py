@@ -9,12 +9,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from rlctl.config.schema import RunConfig
-from rlctl.preflight.backend import FLOAT32, Violation, Violations, layout_of
+from rlctl.preflight.backend import Violation, Violations, layout_of
 from rlctl.preflight.machine import RunMachine
-from rlctl.preflight.memory import refit_bytes
+from rlctl.preflight.memory import communicator_bytes, copied_bytes, refit_bytes
 from rlctl.preflight.placement import NodeResources, Placement, PlacementError, place, resources
-from rlctl.preflight.plan import RunPlan
-from rlctl.preflight.settings import DTYPE_BYTES
+from rlctl.preflight.plan import RunPlan, refit_groups, refit_senders
 from rlctl.preflight.settled import Settled
 
 # Bytes/s: copies to page-locked memory, and a rank's share of a shared disk.
@@ -25,7 +24,7 @@ _LINKS = {_WITHIN: 200e9, "between nodes, 400 Gbit/s a GPU": 50e9}
 # Bytes of a token of a batch as it travels: id, mask, and each column in float32.
 _TOKEN, _COLUMN = 5, 4
 # Bytes of an H100, as torch counts them.
-_H100 = 79 << 30
+H100_BYTES = 79 << 30
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ def planned_cluster(text: str) -> PlannedCluster:
     found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)(?:x([1-9]\d*))?", text)
     if not found:
         raise ValueError(f"must be nodes x GPUs as 32x8, or 32x8x141 with the GiB of a GPU, not {text!r}")
-    return PlannedCluster(int(found[1]), int(found[2]), int(found[3]) << 30 if found[3] else _H100)
+    return PlannedCluster(int(found[1]), int(found[2]), int(found[3]) << 30 if found[3] else H100_BYTES)
 
 
 def capacity_rows(settled: Settled, plan: RunPlan) -> list[tuple[str, str]]:
@@ -57,7 +56,7 @@ def capacity_rows(settled: Settled, plan: RunPlan) -> list[tuple[str, str]]:
     placement = plan.placement
     if placement is None or settled.facts is None:
         return []
-    return [*_refit(settled, placement), *_driver(settled, plan), *_checkpoint(settled)]
+    return [*_refit(settled, placement), *_driver(settled, plan), *_checkpoint(settled, plan)]
 
 
 def _refit(settled: Settled, placement: Placement) -> Iterator[tuple[str, str]]:
@@ -69,12 +68,13 @@ def _refit(settled: Settled, placement: Placement) -> Iterator[tuple[str, str]]:
     ways = {way: rate for way, rate in _LINKS.items() if way == _WITHIN or len(placement.used) > 1}
     shown = "; ".join(f"{each / rate:.2g} s {way}" for way, rate in ways.items())
     yield "refit, at least", f"{each / 1e9:.3g} GB into each GPU of an engine: {shown}"
-    if len(placement.used) > 1:
-        # One group an owner of weights; public issues measured 0.5 to 1.6 GiB each with peers on other nodes.
-        groups = settled.trainer.num_ranks
-        low, high = (groups * gib for gib in (0.5, 1.6))
-        text = f"at most {groups} of {1 + placement.generator_devices} ranks each, {low:.0f} to {high:.0f} GiB"
-        yield "communicators", f"{text} of every GPU of an engine, which the forecast leaves out"
+    if groups := refit_groups(sampling, placement):
+        members = -(-refit_senders(sampling, placement) // groups) + placement.generator_devices
+        room = f"{groups * communicator_bytes(len(placement.used)) / 2**30:.1f} GiB"
+        yield (
+            "communicators",
+            f"{groups} on a GPU of an engine, of {members} ranks each: at most {room}, in the forecast",
+        )
 
 
 def _driver(settled: Settled, plan: RunPlan) -> Iterator[tuple[str, str]]:
@@ -89,22 +89,25 @@ def _driver(settled: Settled, plan: RunPlan) -> Iterator[tuple[str, str]]:
     yield "from the driver", f"{text}, to {copies} rank{'s' * (copies != 1)} of each of {shape.data} shards"
 
 
-def _checkpoint(settled: Settled) -> Iterator[tuple[str, str]]:
-    assert settled.facts
-    parameters, ranks = settled.facts.parameters, settled.trainer.num_ranks
-    state = parameters * 3 * FLOAT32
-    export = parameters * DTYPE_BYTES[settled.export_dtype] * settled.config.checkpoint.export
-    a_rank = (state + export) / ranks
-    yield (
-        "checkpoint",
-        f"{(state + export) / 1e9:,.0f} GB, {a_rank / 1e9:.3g} GB a rank; {a_rank / _DISK:.2g} s to write",
-    )
+def _checkpoint(settled: Settled, plan: RunPlan) -> Iterator[tuple[str, str]]:
+    assert settled.facts and plan.schedule.checkpoint_bytes
+    whole = plan.schedule.checkpoint_bytes
+    a_rank = whole / settled.trainer.num_ranks
+    yield "checkpoint", f"{whole / 1e9:,.0f} GB, {a_rank / 1e9:.3g} GB a rank; {a_rank / _DISK:.2g} s to write"
     if settled.config.checkpoint.beside_training:
-        copied = state / ranks
-        stop = f"steps stop for {copied / _TO_HOST:.2g} s"
+        stop, copied = f"steps stop for {stopped_s(settled, plan):.2g} s", copied_bytes(settled.trainer, settled.facts)
         yield "", f"{stop}; {copied / 2**30:.1f} GiB of host memory a rank hold the copy meanwhile"
     else:
         yield "", "steps stop while it is written (checkpoint.beside_training=false)"
+
+
+def stopped_s(settled: Settled, plan: RunPlan) -> float:
+    """Return the seconds that steps stop for a checkpoint: the copy to host memory, or writing with the export."""
+    assert settled.facts
+    if settled.config.checkpoint.beside_training:
+        return copied_bytes(settled.trainer, settled.facts) / _TO_HOST
+    assert plan.schedule.checkpoint_bytes
+    return plan.schedule.checkpoint_bytes / settled.trainer.num_ranks / _DISK
 
 
 def check_nodes(config: RunConfig) -> Violations:

@@ -20,6 +20,12 @@ from rlctl.preflight.settings import DTYPE_BYTES, Dtype, GenerationSettings, Tra
 
 # Bytes a logit while the gradient of a chunk is made, as measured: torch keeps its steps apart unless it fuses them.
 _LOGIT_BYTES, _FUSED_LOGIT_BYTES = 16, 8
+# Groups of trainer ranks with all engine workers in a refit by broadcast, at most. Each is a communicator of every
+# engine's device. An engine has buffers for one sender of each. Not more: the kernels of groups wait for each other
+# across devices, and must all find room.
+REFIT_GROUPS = 2
+# Bytes of a communicator on its device, within a node and between nodes: NCCL's issues 864, 2363 have 0.5 to 1.6 GiB.
+_COMMUNICATOR_BYTES = {"within": 1 << 29, "between": (1 << 34) // 10}
 # Bytes of an engine for CUDA's context, graphs and the longest prefill, and for each logit that it samples from.
 _ENGINE_BYTES, _SAMPLED_LOGIT_BYTES = 6 << 30, 12
 
@@ -54,6 +60,8 @@ class Memory:
     kv_sequences: int | None
     # States of one rank by phase.
     placed_states: dict[Phase, dict[State | Role, PlacedState]]
+    # Further bytes of one rank in host memory by purpose; empty on a CPU, where `trainer` has them.
+    host: dict[str, int]
 
     @property
     def state_peak(self) -> int:
@@ -162,6 +170,17 @@ def trainer_bytes(
 def refit_bytes(sizes: ModelSizes, dtype: Dtype, adapters: AdapterSpec | None = None) -> int:
     """Return the bytes that one refit brings to each engine: every parameter once, tied embeddings too; or adapters."""
     return (adapters.parameters if adapters else sizes.parameters) * DTYPE_BYTES[dtype]
+
+
+def communicator_bytes(nodes: int) -> int:
+    """Return the bytes of one communicator of a refit on its device, at most. nodes: of its members."""
+    return _COMMUNICATOR_BYTES["between" if nodes > 1 else "within"]
+
+
+def copied_bytes(trainer: TrainerSettings, sizes: ModelSizes) -> int:
+    """Return the bytes that a rank copies to host memory for a checkpoint: float32 weights and both moments."""
+    trained = trainer.adapters.parameters if trainer.adapters else sizes.parameters
+    return -(-trained * 3 * FLOAT32 // trainer.num_ranks)
 
 
 def engine_bytes(

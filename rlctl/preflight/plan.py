@@ -8,14 +8,33 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rlctl.config.errors import ModelError
+from rlctl.models.facts import ModelSizes
 from rlctl.preflight.backend import backend_of, layout_of
 from rlctl.preflight.check_model import model_notes
 from rlctl.preflight.engine import engine_rules
-from rlctl.preflight.memory import Memory, engine_items, placed_states, refit_bytes, token_bytes, trainer_bytes
+from rlctl.preflight.memory import (
+    REFIT_GROUPS,
+    Memory,
+    communicator_bytes,
+    copied_bytes,
+    engine_items,
+    placed_states,
+    refit_bytes,
+    token_bytes,
+    trainer_bytes,
+)
 from rlctl.preflight.parallel_layout import Layout
-from rlctl.preflight.placement import NodeResources, Placement, PlacementError, place, refit_way, resources
+from rlctl.preflight.placement import (
+    NodeResources,
+    Placement,
+    PlacementError,
+    place,
+    refit_way,
+    resources,
+    transport_of,
+)
 from rlctl.preflight.settings import DTYPE_BYTES, Choice
-from rlctl.preflight.settled import Settled
+from rlctl.preflight.settled import Settled, SettledGrpo
 
 
 @dataclass(frozen=True)
@@ -100,7 +119,7 @@ def make_plan(settled: Settled, nodes: Sequence[NodeResources]) -> RunPlan:
             way = refit_way(settled.sampling, placement)
         except PlacementError as error:
             placement, misplaced = None, str(error)
-    memory, schedule = forecast(settled), _schedule(settled)
+    memory, schedule = forecast(settled, placement), _schedule(settled)
     return RunPlan(
         kind=config.kind,
         model=config.model.path,
@@ -120,18 +139,21 @@ def make_plan(settled: Settled, nodes: Sequence[NodeResources]) -> RunPlan:
     )
 
 
-def forecast(settled: Settled) -> Memory | None:
+def forecast(settled: Settled, placement: Placement | None = None) -> Memory | None:
     """Return the forecast of a run's memory; None until the model's sizes are known.
 
-    On a CPU ranks and engines share the machine's memory at all times.
+    placement: communicators of its refit count too. On a CPU ranks and engines share the machine's memory at all times.
     """
     sizes, device, memory, sampling = settled.facts, settled.device, settled.machine.memory, settled.sampling
     if sizes is None:
         return None
     trainer = trainer_bytes(settled.trainer, sizes, device, settled.copied_roles)
+    host = _copies(settled, sizes)
+    if device == "cpu":
+        trainer, host = trainer | host, {}
     where = placed_states(settled.trainer, sizes, device, settled.shares_devices, settled.phases, settled.copied_roles)
     if sampling is None:
-        return Memory(trainer, {}, memory, False, False, kv_sequences=None, placed_states=where)
+        return Memory(trainer, {}, memory, False, False, kv_sequences=None, placed_states=where, host=host)
     generation, longest = sampling.generation, sampling.longest_sequence
     engine = engine_items(generation, sizes, device, memory)
     per_token = token_bytes(sizes, generation.dtype, generation.tensor_parallel_size)
@@ -141,9 +163,32 @@ def forecast(settled: Settled) -> Memory | None:
         # One machine holds every rank and every engine, all awake.
         trainer = {name: size * settled.config.trainer.num_ranks for name, size in trainer.items()}
         engine = {f"engines: {name}": size * generation.num_engines for name, size in engine.items()}
-        return Memory(trainer | engine, {}, memory, False, False, kv_sequences=sequences, placed_states=where)
+        return Memory(trainer | engine, {}, memory, False, False, sequences, where, host)
+    if placement and (groups := refit_groups(sampling, placement)):
+        each = communicator_bytes(len(placement.used))
+        trainer, engine = trainer | {"refit's communicator": each}, engine | {"refit's communicators": groups * each}
     shared, awake = settled.shares_devices, not generation.sleep
-    return Memory(trainer, engine, memory, shared, awake, kv_sequences=sequences, placed_states=where)
+    return Memory(trainer, engine, memory, shared, awake, sequences, where, host)
+
+
+def refit_groups(settled: SettledGrpo, placement: Placement) -> int:
+    """Return the communicators of an engine's device; 0 where weights take another way than a broadcast."""
+    if placement.device == "cpu" or transport_of(settled, placement) != "broadcast":
+        return 0
+    return min(REFIT_GROUPS, refit_senders(settled, placement))
+
+
+def refit_senders(settled: Settled, placement: Placement) -> int:
+    """Return the number of ranks that send in a refit: between nodes those of one copy of the weights."""
+    trainer = settled.trainer
+    return backend_of(trainer).ranks_a_copy(trainer) if len(placement.used) > 1 else trainer.num_ranks
+
+
+def _copies(settled: Settled, sizes: ModelSizes) -> dict[str, int]:
+    """Return a rank's host memory for checkpoints that are written while training goes on."""
+    section = settled.config.checkpoint
+    saves = section.beside_training and (section.every or section.at_end)
+    return {"copies of a checkpoint": copied_bytes(settled.trainer, sizes)} if saves else {}
 
 
 def _batch(settled: Settled) -> BatchSize:

@@ -13,6 +13,7 @@ from functools import cached_property, lru_cache
 from itertools import zip_longest
 from math import prod
 
+from rlctl.preflight.memory import REFIT_GROUPS
 from rlctl.refit.protocol import Header, RefitError
 
 # (Hugging Face name, shape, dtype) of every whole tensor.
@@ -23,9 +24,6 @@ ALIGNMENT = 512
 # Grouped NCCL broadcasts of Qwen3-8B's own tensors reached 100% of a raw broadcast's rate (two H200s); a separate
 # broadcast costs a small tensor more than a copy through a buffer.
 PACKED_BYTES = 16 << 20
-# Owners whose chunks a receiver has buffers for at a time. Not more: their kernels, which wait for each other across
-# devices, must all find room.
-OWNERS_AT_ONCE = 2
 # One check in this many items a refit where checks are sampled; the sample moves on with the version.
 SAMPLE = 16
 
@@ -178,11 +176,11 @@ class RefitPlan:
 
     @cached_property
     def owner_groups(self) -> tuple[tuple[int, ...], ...]:
-        """The owners, dealt out in turn over at most `OWNERS_AT_ONCE` groups.
+        """The owners, dealt out in turn over at most `REFIT_GROUPS` groups.
 
         A group's owners share one communicator with all engine workers, so its number does not grow with ranks.
         """
-        count = min(OWNERS_AT_ONCE, len(self.owners))
+        count = min(REFIT_GROUPS, len(self.owners))
         return tuple(self.owners[first::count] for first in range(count))
 
     @cached_property

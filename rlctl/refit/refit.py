@@ -11,7 +11,8 @@ from math import prod
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from rlctl.models.adapters import LORA_A, LORA_B
-from rlctl.refit.plan import ITEM_BYTES, OWNERS_AT_ONCE, Layout, RefitPlan
+from rlctl.preflight.memory import REFIT_GROUPS
+from rlctl.refit.plan import ITEM_BYTES, Layout, RefitPlan
 from rlctl.refit.protocol import (
     Checks,
     EngineReport,
@@ -347,7 +348,7 @@ def _require_one_layout(holdings: list[Holding]) -> None:
 def _buffer_bytes(layout: Layout, holdings: list[Holding], options: RefitOptions) -> int:
     smallest = min(holding.device_bytes for holding in holdings)
     # A receiver holds buffers of several owners at a time: no more memory than those of one would take.
-    most = min(int(options.buffer_memory_ratio * smallest), MAX_BUFFER_BYTES) // min(OWNERS_AT_ONCE, len(holdings))
+    most = min(int(options.buffer_memory_ratio * smallest), MAX_BUFFER_BYTES) // min(REFIT_GROUPS, len(holdings))
     sent = sum(prod(shape) * ITEM_BYTES[dtype] for _, shape, dtype in layout)
     apart = min(sent, 4 * sent // len(holdings)) // _CHUNKS[options.kind]
     return min(most, max(sent // _CHUNKS_COLOCATED if options.colocated else apart, _LEAST_BUFFER_BYTES))

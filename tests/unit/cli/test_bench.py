@@ -116,7 +116,7 @@ def test_mistakes_of_bench_sft_are_told_at_once(rlctl: Rlctl) -> None:
         "error: --modes: eagre: allowed are eager, eager-graph, compiled, compiled-graph, "
         "megatron[-tpN][-ppN][-cpN][-epN][-compiled][-graph]; did you mean eager?",
         "error: --model: tiy is no model; did you mean tiny?; allowed: tiny, qwen3-0.6b, qwen3-1.7b, qwen3-4b, "
-        "qwen3-8b, qwen3-30b-a3b, llama-8b, or a folder with a config.json",
+        "qwen3-8b, qwen3-30b-a3b, qwen3-235b-a22b, llama-8b, or a folder with a config.json",
         "4 problems; nothing was started",
     ]
     longer = rlctl("bench", "sft", "--model", str(RECIPES / "tiny/qwen3-tiny"), "--seq-len", "65")
@@ -216,7 +216,7 @@ def test_mistakes_of_advice_are_told_at_once(rlctl: Rlctl) -> None:
         "error: --rates: '3,x': tokens/s of training, ms of an engine's step, and ms more for each sequence, like "
         "21900,2.6,0.018",
         "error: --model: tiy is no model; did you mean tiny?; allowed: tiny, qwen3-0.6b, qwen3-1.7b, qwen3-4b, "
-        "qwen3-8b, qwen3-30b-a3b, llama-8b, or a folder with a config.json",
+        "qwen3-8b, qwen3-30b-a3b, qwen3-235b-a22b, llama-8b, or a folder with a config.json",
         "error: --gpus: 1: with --advise from 2 to 64, which this machine need not have",
         "6 problems; nothing was started",
     ]

@@ -56,6 +56,13 @@ def test_validation_is_a_line_of_its_own() -> None:
     assert line == "validation  step 10  accuracy 0.750 failed_rewards 2"
 
 
+def test_a_checkpoint_is_one_line_of_its_event_and_its_record() -> None:
+    event = {"kind": "checkpoint", "step": 4, "path": "/r/step_4", "seconds": 0.24}
+    record = {"kind": "checkpoint", "step": 4, "time": 1.0, "time/checkpoint": 0.24}
+    lines = LineFormat(1)
+    assert [*lines.lines(event), *lines.lines(record)] == ["checkpoint  of step 4 (0.24s) /r/step_4"]
+
+
 def test_events_say_what_they_are_in_the_first_column() -> None:
     lines = LineFormat(1)
     assert list(lines.lines({"kind": "warning", "what": "disk is\nfull"})) == ["warning     disk is full"]

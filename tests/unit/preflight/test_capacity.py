@@ -40,14 +40,15 @@ def test_a_size_that_cannot_be_read_is_refused_with_the_form(text: str) -> None:
 def test_a_run_over_nodes_names_its_links_driver_and_disk() -> None:
     rows = demands(*numbers(trainer__num_ranks=16, generation__num_engines=8))
     assert "between nodes" in rows["refit, at least"]
-    assert rows["communicators"].startswith("at most 16 of 9 ranks")
+    assert rows["communicators"] == "2 on a GPU of an engine, of 12 ranks each: at most 3.2 GiB, in the forecast"
     assert "to 1 rank of each of 16 shards" in rows["from the driver"]
     assert "steps stop for" in rows[""]
 
 
 def test_a_run_within_a_node_asks_nothing_of_links_between_nodes() -> None:
     rows = demands(*numbers(trainer__num_ranks=4, generation__num_engines=4))
-    assert "between nodes" not in rows["refit, at least"] and "communicators" not in rows
+    assert "between nodes" not in rows["refit, at least"]
+    assert rows["communicators"] == "2 on a GPU of an engine, of 6 ranks each: at most 1.0 GiB, in the forecast"
 
 
 def test_a_checkpoint_that_steps_wait_for_says_so() -> None:

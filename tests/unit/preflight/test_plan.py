@@ -146,6 +146,27 @@ def test_on_one_cpu_everything_adds_up_and_a_shared_gpu_takes_turns(home: Path) 
     assert gpu.peak == resident + sum(gpu.engine.values())
 
 
+def test_communicators_of_a_refit_by_broadcast_take_memory_of_both_sides(home: Path) -> None:
+    apart = ("placement.colocated=false", "generation.num_engines=2")
+    for ranks, groups in (("1", 1), ("4", 2)):
+        memory = plan(home, *apart, f"trainer.num_ranks={ranks}", gpus=6).memory
+        assert memory and memory.trainer["refit's communicator"] == GIB // 2
+        assert memory.engine["refit's communicators"] == groups * GIB // 2
+    one = plan(home, "placement.colocated=false", gpus=2)
+    assert one.refit_way == "ipc" and one.memory and "refit's communicators" not in one.memory.engine
+
+
+def test_a_checkpoint_is_copied_to_host_memory_while_training_goes_on(home: Path) -> None:
+    state = 12 * parameters(home)
+    gpu = plan(home, "trainer.num_ranks=2", gpus=2).memory
+    assert gpu and gpu.host == {"copies of a checkpoint": state // 2} and "copies of a checkpoint" not in gpu.trainer
+    cpu = plan(home, "trainer.num_ranks=2").memory
+    assert cpu and cpu.trainer["copies of a checkpoint"] == state and not cpu.host
+    for never in (("checkpoint.beside_training=false",), ("checkpoint.every=0", "checkpoint.at_end=false")):
+        memory = plan(home, *never, gpus=1).memory
+        assert memory and not memory.host
+
+
 def test_where_state_stands_is_forecast_by_phase(home: Path) -> None:
     state = 4 * parameters(home)
     kept, plain = plan(home, gpus=1, memory=GIB).memory, {"parameters": state, "gradients": 0, "optimizer": 2 * state}

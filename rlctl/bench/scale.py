@@ -1,0 +1,299 @@
+"""`rlctl bench scale`: the driver's part of runs on many GPUs that are not there, by the run's own code.
+
+Ranks and engines are counted, not started: their boxes are those of FSDP2 on the meta device. The plan, what travels,
+and the driver's CPU time are real. Half of the GPUs train, the others generate.
+"""
+
+import pickle
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from rlctl.bench.charts import Bar, BarChart
+from rlctl.bench.events import EventRow, event_rows
+from rlctl.bench.frame import Bench, Cells, Line, Results, ResultTable, Say, until_interrupted
+from rlctl.bench.workload import model_folder, model_problems
+from rlctl.config.builtin import RECIPES
+from rlctl.config.errors import Problem
+from rlctl.launch.local_ray import local_ray
+from rlctl.launch.worker_specs import refit_options
+from rlctl.preflight.capacity import H100_BYTES, PlannedCluster, settle_there, stopped_s
+from rlctl.preflight.load import load
+from rlctl.preflight.memory import communicator_bytes, refit_bytes
+from rlctl.preflight.plan import RunPlan, make_plan
+from rlctl.preflight.settled import SettledGrpo
+from rlctl.refit.plan import Layout, TensorSlice, layout_digest
+from rlctl.refit.refit import make_plan as plan_refit
+from rlctl.refit.sending import Holding
+from rlctl.training.micro_batching import TrainingSample
+from rlctl.training.trainer_group import TrainerGroup
+from rlctl.workers.group import Pending, Worker, WorkerGroup, WorkerSpec
+from rlctl.workers.shared import SharedArgument, array_bytes, put_common, put_once
+
+_NODE, _CALLS, _DEADLINE_S = 8, 512, 300.0
+# Share of a GPU that an engine's weights may take: it has as few GPUs as that needs.
+_WEIGHTS_SHARE = 0.7
+# A step's batch: sequences a trainer rank, and tokens of each.
+_SEQUENCES, _TOKENS = 4, 4096
+_LEGEND = (
+    "comms: communicators on a GPU of an engine, with the members of the largest and their memory at most; plan: bytes "
+    "of the refit's plan; start, rebuild: CPU time of the driver until all ranks and engines have joined, at the start "
+    f"and after a rebuild of an engine; batch: bytes and CPU time of {_SEQUENCES} x {_TOKENS:,} tokens a rank; "
+    "stop: time for which a checkpoint stops training; *: too few GPUs for weights, gradients and optimizer state"
+)
+_EVENTS = "event: CPU time of the driver from the answer of one rollout to the next order, without Ray's part of calls"
+
+
+class Idle:
+    """A worker of which only calls are wanted."""
+
+    def take(self, *given: Any) -> None:
+        """Return at once."""
+
+
+@dataclass(frozen=True)
+class ScaleRow:
+    """One model on a number of GPUs."""
+
+    model: str
+    gpus: int
+    # True if a device cannot hold its share of the states.
+    too_large: bool
+    ranks: int
+    engines: int
+    # GPUs of an engine.
+    tensor_parallel: int
+    # Copies of the weights among the ranks, and ranks that send.
+    replicas: int
+    owners: int
+    # Communicators on a GPU of an engine, members of the largest, and bytes of all at most.
+    communicators: int
+    members: int
+    communicator_bytes: int
+    # Bytes of the plan, and CPU seconds to pickle it.
+    plan_bytes: int
+    plan_pickled: float
+    # CPU seconds of the driver.
+    start: float
+    rebuild: float
+    # Bytes that leave the driver, and its CPU seconds.
+    batch_bytes: int
+    batch: float
+    # Seconds in which a checkpoint stops training, and bytes of one.
+    stopped: float
+    checkpoint_bytes: int
+
+    def cells(self) -> Cells:
+        """Return the cells of its table row."""
+        return [
+            ("model", self.model),
+            ("GPUs", f"{self.gpus:,}{' *' * self.too_large}"),
+            ("ranks", f"{self.ranks:,}"),
+            ("engines", f"{self.engines:,}"),
+            ("comms", f"{self.communicators} x {self.members:,}"),
+            ("GiB", f"{self.communicator_bytes / 2**30:.1f}"),
+            ("plan", _megabytes(self.plan_bytes)),
+            ("start", _seconds(self.start)),
+            ("rebuild", _seconds(self.rebuild)),
+            ("batch", _megabytes(self.batch_bytes)),
+            ("", _seconds(self.batch)),
+            ("stop", _seconds(self.stopped)),
+        ]
+
+
+@dataclass(frozen=True)
+class ScaleBench(Bench):
+    """Runs on clusters that are not there, a row for each model and size."""
+
+    models: Sequence[str]
+    gpus: Sequence[int]
+    # Numbers of engines, for events.
+    engines: Sequence[int]
+
+    def check(self) -> list[Problem]:
+        problems = [each for model in self.models for each in model_problems(model)]
+        odd = [count for count in self.gpus if count % _NODE]
+        return [*problems, *(Problem("--gpus", "", f"{count}: whole nodes of {_NODE}, like 8,64,512") for count in odd)]
+
+    def measure(self, folder: Path, say: Say) -> "ScaleResults":
+        events = []
+        for number in self.engines:
+            say(f"events of {number} engines")
+            events += event_rows([number])
+        with local_ray(folder):
+            # Ray's client counts calls alike for any number of processes: two answer for all.
+            group = WorkerGroup([WorkerSpec(f"idle-{n}", Idle, log=f"{folder}/idle-{n}.log") for n in range(2)], 60)
+            try:
+                group.built().wait(_DEADLINE_S)
+                a_call = _call_seconds(group.workers)
+                rows, interrupted = until_interrupted(self._rows(folder, a_call, say))
+            finally:
+                group.kill()
+        return ScaleResults(rows, events, a_call, interrupted)
+
+    def _rows(self, folder: Path, a_call: float, say: Say) -> Iterator[ScaleRow]:
+        for name in self.models:
+            say(name)
+            model = _Model(model_folder(name, folder))
+            for gpus in self.gpus:
+                say(f"{name} on {gpus:,} GPUs")
+                yield _row(name, model, gpus, a_call)
+
+
+class _Model:
+    """A model's tensors on the meta device."""
+
+    def __init__(self, folder: Path) -> None:
+        from rlctl.models.derive import derive_facts, table_of
+        from rlctl.models.meta_model import causal_lm
+
+        lm = causal_lm(folder)
+        self.folder, self.sizes = folder, derive_facts(folder, weights=False).sizes
+        self._table, self._parameters = table_of(lm, folder), dict(lm.named_parameters())
+
+    def layout(self, dtype: str) -> Layout:
+        return [(row.name, row.shape, dtype) for row in self._table.sent]
+
+    def boxes(self, ranks: int) -> list[list[TensorSlice]]:
+        """Return the boxes of each of `ranks` ranks that share a copy: FSDP2 cuts rows evenly, rounded up."""
+        found: list[list[TensorSlice]] = [[] for _ in range(ranks)]
+        for name, whole in self._parameters.items():
+            each = -(-len(whole) // ranks)
+            pieces: dict[int, Any] = {}
+            for row in self._table.of(name):
+                for rank in range(row.start[0] // each, -(-(row.start[0] + row.size[0]) // each)):
+                    piece = pieces.setdefault(rank, whole[rank * each : (rank + 1) * each])
+                    if part := row.part(piece, (rank * each, *(0,) * (whole.ndim - 1))):
+                        found[rank].append(TensorSlice(row.name, part[0], tuple(part[1].shape)))
+        return found
+
+
+def _row(name: str, model: _Model, gpus: int, a_call: float) -> ScaleRow:
+    settled, run = _planned(model, gpus)
+    assert run.placement and run.schedule.checkpoint_bytes
+    ranks, generation = settled.trainer.num_ranks, settled.config.generation
+    options, nodes = refit_options(settled, run.placement, ""), len(run.placement.used)
+    layout, boxes = model.layout(options.dtype), model.boxes(options.ranks_a_copy or ranks)
+    digest = layout_digest(layout)
+    holdings = [pickle.dumps(Holding(digest, own, H100_BYTES)) for own in boxes]
+    with _Timer() as starting:
+        held = [pickle.loads(each) for each in islice(cycle(holdings), ranks)]
+        plan, _, _ = plan_refit(layout, held, options)
+    del held
+    with _Timer() as pickling:
+        plan_bytes = len(pickle.dumps(plan))
+    actors, groups = ranks + generation.num_engines, plan.owner_groups
+    sent, batching = _batch(settled)
+    members = max(map(len, groups)) + generation.num_engines * generation.tensor_parallel_size
+    return ScaleRow(
+        model=name,
+        gpus=gpus,
+        too_large=run.too_large is not None,
+        ranks=ranks,
+        engines=generation.num_engines,
+        tensor_parallel=generation.tensor_parallel_size,
+        replicas=ranks // len(boxes),
+        owners=len(plan.owners),
+        communicators=len(groups) if options.kind == "broadcast" else 0,
+        members=members,
+        communicator_bytes=len(groups) * communicator_bytes(nodes),
+        plan_bytes=plan_bytes,
+        plan_pickled=pickling.seconds,
+        # Calls: boxes of each rank; joining of all. After a rebuild: joining, then the version.
+        start=starting.seconds + (ranks + actors) * a_call,
+        rebuild=2 * actors * a_call,
+        batch_bytes=sent,
+        batch=batching + ranks * a_call,
+        stopped=stopped_s(settled, run),
+        checkpoint_bytes=run.schedule.checkpoint_bytes,
+    )
+
+
+def _planned(model: _Model, gpus: int) -> tuple[SettledGrpo, RunPlan]:
+    """Return an asynchronous run of which half of the GPUs train, and its plan."""
+    cluster, half = PlannedCluster(max(1, gpus // _NODE), min(gpus, _NODE), H100_BYTES), gpus // 2
+    size = 1
+    while refit_bytes(model.sizes, "bfloat16") > size * _WEIGHTS_SHARE * H100_BYTES and size < min(half, _NODE):
+        size *= 2
+    whose = [f"model.path={model.folder}", "model.random_init=true", f"model.tokenizer={RECIPES / 'tiny/qwen3-tiny'}"]
+    sizes = [f"trainer.num_ranks={half}", f"generation.num_engines={half // size}"]
+    given = [*whose, *sizes, f"generation.tensor_parallel_size={size}", "async.enabled=true", "trainer.backend=fsdp"]
+    known = load("grpo", None, [*given, f"grpo.num_prompts_per_step={half * _SEQUENCES}"]).settled
+    settled = cast(SettledGrpo, settle_there(known.on(known.machine, model.sizes), cluster))
+    return settled, make_plan(settled, cluster.resources)
+
+
+def _batch(settled: SettledGrpo) -> tuple[int, float]:
+    """Return the bytes of a step's batch as it leaves the driver, and the CPU seconds until it is in Ray's store."""
+    import ray
+
+    columns = {name: np.zeros(_TOKENS, np.float32) for name in ("advantage", "rollout_log_prob")}
+    sample = TrainingSample(np.zeros(_TOKENS, np.int32), np.ones(_TOKENS, np.bool_), columns)
+    trainer = TrainerGroup(cast(WorkerGroup, None), settled.trainer)
+    samples = [sample] * (_SEQUENCES * settled.trainer.num_ranks)
+    with _Timer() as timer:
+        shares = trainer.prepare(samples).shares
+        for (argument,) in put_common([(share,) for share in shares]):
+            if not isinstance(argument, SharedArgument):
+                # As Ray does with a call's argument of this size.
+                ray.put(argument)
+    return sum(array_bytes(share) for share in {id(share): share for share in shares}.values()), timer.seconds
+
+
+def _call_seconds(workers: Sequence[Worker]) -> float:
+    """Return the driver's CPU seconds of one call among many, with the wait for all answers."""
+    given = put_once(0)
+    seconds = []
+    for _ in range(2):
+        chosen = list(islice(cycle(workers), _CALLS))
+        with _Timer() as timer:
+            refs = [worker.start(Idle.take, given).refs[0] for worker in chosen]
+            Pending[None]("take", chosen, refs).wait(_DEADLINE_S)
+        seconds.append(timer.seconds)
+    return seconds[-1] / _CALLS
+
+
+class _Timer:
+    """CPU seconds of this process, all threads, within a block."""
+
+    seconds = 0.0
+
+    def __enter__(self) -> "_Timer":
+        self._begin = time.process_time()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds = time.process_time() - self._begin
+
+
+@dataclass(frozen=True)
+class ScaleResults(Results):
+    """A row for each model and size, and one for each number of engines."""
+
+    rows: list[ScaleRow]
+    events: list[EventRow]
+    # CPU seconds of one call.
+    call: float
+    interrupted: bool = False
+
+    def report(self, wide: bool) -> list[Line | ResultTable]:
+        table = ResultTable([row.cells() for row in self.rows], gap=1)
+        events = ResultTable([row.cells() for row in self.events])
+        return [table, Line(_LEGEND, "dim"), events, Line(_EVENTS, "dim")]
+
+    def chart(self) -> BarChart:
+        bars = [Bar(f"{row.model}, {row.gpus:,}", row.start, _seconds(row.start), True) for row in self.rows]
+        return BarChart("Driver's CPU time at the start of a run", "seconds", bars)
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.0f} s"
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:,.1f} MB" if count < 1e8 else f"{count / 1e9:,.2f} GB"
