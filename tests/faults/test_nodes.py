@@ -95,7 +95,7 @@ def test_a_node_of_ranks_and_engines_is_lost_in_each_phase_and_the_run_begins_ag
     assert steps(run.path) == list(range(1, len(numbers) + 2))
     # More ranks and engines than it was saved by, on one node again.
     clusters.run("up", "nodes=2", "num_cpus=2")
-    clusters.run(*shlex.split(resume)[2:6], *sizes[:2], f"grpo.num_steps={len(numbers) + 2}", group="train")
+    clusters.run(*shlex.split(resume)[2:7], *sizes[:2], f"grpo.num_steps={len(numbers) + 2}", group="train")
     assert steps(run.path) == list(range(1, len(numbers) + 3))
     clusters.run("down")
 

@@ -50,8 +50,9 @@ class Watched:
 
     def __init__(self, clusters: Clusters, name: str, *settings: str) -> None:
         self.clusters, self.name, self.path = clusters, name, clusters.home / "runs" / name
-        sizes = ("trainer.num_ranks=2", "generation.num_engines=2", "grpo.num_steps=5000", "refit.timeout_s=60")
-        command = ("grpo", "--cluster", "lab", f"run.name={name}", *sizes, *SMALL, *settings)
+        sizes = ("trainer.num_ranks=2", "generation.num_engines=2", "placement.colocated=false")
+        kept = ("grpo.num_steps=5000", "refit.timeout_s=60", *SMALL)
+        command = ("grpo", "--cluster", "lab", f"run.name={name}", *sizes, *kept, *settings)
         self.process = clusters.popen(*command, group="train")
 
     def events(self, kind: str) -> list[dict[str, Any]]:
