@@ -29,6 +29,10 @@ class PlainChat:
         """Return no control token: there is none."""
         return []
 
+    def encode(self, text: str) -> list[int]:
+        """Return the bytes of a text."""
+        return list(text_bytes(text))
+
     def turn_text(self, tokens: Sequence[int]) -> str:
         """Return the text of a turn."""
         return bytes(tokens).decode(errors="surrogatepass")

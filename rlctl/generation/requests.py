@@ -86,6 +86,8 @@ class TurnRequest:
     max_new_tokens: int
     temperature: float
     seed: int
+    # Tokens that end this turn, besides those that end every turn.
+    stops: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

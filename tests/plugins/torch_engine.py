@@ -153,7 +153,7 @@ class TorchEngine(Engine):
         turn.tokens.append(token)
         turn.log_probs.append(float(log_probs[token]))
         turn.versions.append(self._version)
-        stops = token in spec.stop_token_ids
+        stops = token in (*spec.stop_token_ids, *request.stops)
         if stops or len(turn.tokens) == request.max_new_tokens or len(tokens) + 1 == spec.max_model_len:
             self._ended.append((self._turns.pop(request.id), "stop" if stops else "length"))
 

@@ -1,11 +1,16 @@
 """Whole runs of agents: the shipped recipe trains what it sampled, and a killed run goes on bit for bit."""
 
+import json
+import shlex
+import sys
 from pathlib import Path
 
 import pytest
 
+from rlctl.config.builtin import RECIPES
 from tests.faults.runs import Run
 from tests.faults.test_resume import same
+from tests.system.test_eval import evaluate
 from tests.system.test_games import accuracies
 
 RECIPE = "calculator-agent-tiny"
@@ -33,6 +38,20 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     resumed = Run(tmp_path, "killed", resume=True)
     assert resumed.end() == 0, resumed.text()
     same(resumed, whole, 3)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize("as_command", [False, True], ids=["function", "command"])
+def test_an_agent_is_evaluated_on_held_out_tasks(tmp_path: Path, as_command: bool) -> None:
+    recipe = tmp_path / "mine.yaml"
+    command = shlex.join([sys.executable, str(RECIPES / "agents/command_line.py")])
+    agent = f"agent: {{name: null, command: {json.dumps(command)}}}\n" if as_command else ""
+    recipe.write_text(f"defaults: {RECIPE}\n{agent}validation: {{max_prompts: 12}}\n")
+    (found,) = evaluate(str(RECIPES / "tiny/qwen3-games"), str(recipe), cwd=tmp_path)
+    metrics = found["figures"]["metrics"]
+    assert (metrics["validation/failed_episodes"], metrics["validation/prompts"]) == (0, 12)
+    assert metrics["validation/turns"] > 1 and metrics["validation/accuracy"] < 0.5
 
 
 @pytest.mark.long

@@ -37,6 +37,11 @@ APIS: dict[str, ModuleType] = {
 }
 # A stream begins after this many seconds without a turn: errors before that have their own status.
 _STREAM_S, _COMMENT_S = 3.0, 10.0
+# Address that means all of a machine -> its family, an address far away, and loopback.
+_ANY = {
+    "0.0.0.0": (socket.AF_INET, "10.255.255.255", "127.0.0.1"),
+    "::": (socket.AF_INET6, "2001:db8::1", "::1"),
+}
 
 
 class Endpoint:
@@ -60,7 +65,7 @@ class Endpoint:
 
     def url(self, session: AgentSession) -> str:
         """Return the base address of a session, as the `openai` SDK takes it."""
-        host = _own_address() if self._bind in ("0.0.0.0", "::") else self._bind
+        host = _own_address(self._bind) if self._bind in _ANY else self._bind
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}/sessions/{session.id}/v1"
 
     def open(self, session: AgentSession) -> None:
@@ -260,8 +265,12 @@ def _models() -> dict[str, Any]:
     return {"object": "list", "data": [{"id": "policy", "object": "model", "created": 0, "owned_by": "rlctl"}]}
 
 
-def _own_address() -> str:
-    """Return the address by which other machines reach this one."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as found:
-        found.connect(("10.255.255.255", 1))  # nothing is sent
+def _own_address(bind: str) -> str:
+    """Return the address by which other machines reach this one; that of loopback where no network has a route."""
+    family, far, loopback = _ANY[bind]
+    with socket.socket(family, socket.SOCK_DGRAM) as found:
+        try:
+            found.connect((far, 1))  # nothing is sent
+        except OSError:
+            return loopback
         return str(found.getsockname()[0])

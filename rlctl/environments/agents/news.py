@@ -1,6 +1,6 @@
 """Values between an agent's process and the driver: its task, its requests for turns, its end."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rlctl.environments.contract import ContractError, Message, Reward, checked_reward
@@ -37,6 +37,8 @@ class AgentAsk:
     messages: list[Message]
     # Tokens of the turn at most; None: those of the run.
     most: int | None = None
+    # Tokens that are one of the request's stops, and end the turn.
+    stops: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,6 @@ def _ask(value: dict[str, Any]) -> AgentAsk:
     numbers = [ask.number, *(each for each in (ask.after, ask.most) if each is not None)]
     if not all(type(each) is int and each >= 0 for each in numbers) or not isinstance(ask.messages, list):
         raise ContractError("asked for a turn that is none")
-    if not all(type(each) is int for each in ask.tokens):
+    if not all(type(each) is int for each in (*ask.tokens, *ask.stops)):
         raise ContractError("asked for a turn after other values than tokens")
     return ask

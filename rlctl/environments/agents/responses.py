@@ -43,7 +43,8 @@ def read(body: dict[str, Any]) -> AskedTurn:
     left = Parameters(dict(body))
     instructions = left.take("instructions", str, "")
     given = left.take("input", (str, list), [])
-    tools = [_tool(each) for each in left.take("tools", list, [])]
+    tools, hosted = _tools(left.take("tools", list, []))
+    left.counted += [f"unenforced/tool_{kind}" for kind in hosted]
     messages = [{"role": "system", "content": instructions}] if instructions else []
     messages += [{"role": "user", "content": given}] if isinstance(given, str) else _messages(given)
     text = left.body.get("text")
@@ -153,11 +154,18 @@ def _messages(items: list[Any]) -> list[Message]:
     return found
 
 
-def _tool(given: Any) -> dict[str, Any]:
-    kind = given.get("type") if isinstance(given, dict) else type(given).__name__
-    if kind != "function":
-        raise RefusedError(f"tools: this policy calls functions, and no {kind}")
-    return function_schema(given)
+def _tools(given: list[Any]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the functions, and the kinds of tools that the policy is not shown.
+
+    Raises RefusedError if no tool is a function. Codex brings a web search, namespaces and tools of free text besides its functions, and works without them.
+    """
+    kinds = [each.get("type") if isinstance(each, dict) else type(each).__name__ for each in given]
+    others = [
+        kind if isinstance(kind, str) and kind.isidentifier() else "other" for kind in kinds if kind != "function"
+    ]
+    if others and len(others) == len(given):
+        raise RefusedError(f"tools: this policy calls functions, and no {others[0]}")
+    return [function_schema(each) for each, kind in zip(given, kinds) if kind == "function"], others
 
 
 def _head(said: SaidTurn, status: str) -> dict[str, Any]:

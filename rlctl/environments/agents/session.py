@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from rlctl.data.chat import Chat
+from rlctl.data.files import DataError
 from rlctl.environments.agents.asked import AskedTurn, RefusedError, checked_messages
 from rlctl.environments.agents.history import PlacedRequest, SessionHistory, said_message
 from rlctl.environments.agents.said import SaidTurn, say
@@ -34,6 +35,8 @@ BUDGETS = {
     "max_length": "the conversation is as long as an episode may be (environment.max_length)",
     "time": "the time of the episode is used up (environment.episode_timeout_s)",
 }
+# Stops of a request that an engine is told of.
+_STOPS = 16
 # Budgets that no shorter prompt gives back.
 _FINAL = ("max_turns", "time")
 # Tokens, log-probs, and `stop` or `length`; or the budget that is used up.
@@ -224,6 +227,12 @@ class AgentSession:
     async def _ask(self, number: int, place: PlacedRequest, asked: AskedTurn) -> AgentAnswer:
         messages: list[Message] = place.messages[len(place.messages) - place.fresh :]
         ask = {"number": number, "after": place.after, "tokens": place.tokens, "messages": messages}
+        # The engine ends the turn at a stop that is one token. Others are found in its text.
+        try:
+            stops = [tokens[0] for tokens in map(self._chat.encode, asked.stop[:_STOPS]) if len(tokens) == 1]
+        except DataError as error:
+            raise RefusedError(f"stop: {error}") from error
+        ask |= {"stops": stops} if stops else {}
         length = sum(map(len, place.keys[-place.fresh :])) + _TOKEN * len(place.tokens)
         self._asks.append((length, ask if asked.most is None else {**ask, "most": max(1, asked.most)}))
         future: asyncio.Future[AgentAnswer] = asyncio.get_running_loop().create_future()

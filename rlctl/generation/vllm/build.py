@@ -147,7 +147,7 @@ def _sampling_params(spec: EngineSpec, request: TurnRequest) -> Any:
         seed=None if greedy else request.seed,
         max_tokens=forced.draw(request.seed, longest) if forced else longest,
         ignore_eos=forced is not None,
-        stop_token_ids=[] if forced else list(spec.stop_token_ids),
+        stop_token_ids=[] if forced else [*spec.stop_token_ids, *request.stops],
         logprobs=0,
         flat_logprobs=True,
         detokenize=False,

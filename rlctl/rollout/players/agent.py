@@ -140,7 +140,7 @@ class AgentCall(FunctionCall):
                 course.ending = turn.answer if isinstance(turn.answer, str) else course.ending
                 self._ready.append(ask.number)
                 continue
-            request = course.request(self._turns, tokens)
+            request = replace(course.request(self._turns, tokens), stops=tuple(ask.stops))
             if ask.most is not None:
                 request = replace(request, max_new_tokens=min(request.max_new_tokens, ask.most))
             self._sampling[loop.create_task(self._policy.sample(request))] = turn

@@ -1,5 +1,6 @@
 """Agents in their process, played by the policy: trained ids are sampled ids, and a failure is no value."""
 
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -10,14 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlctl.config.environment_schema import AgentSection
 from rlctl.data.chat import Chat, ChatSpec
 from rlctl.data.tasks import Task
-from rlctl.environments.outcomes import AgentSpec, EnvironmentSpec
+from rlctl.environments.outcomes import AgentSpec, EnvironmentSpec, command_of
 from rlctl.environments.pool import EnvironmentPool
-from rlctl.rollout.players.agent import AgentPlayer, agent_notes
+from rlctl.rollout.players.agent import AgentPlayer, agent_notes, most_agents
 from rlctl.rollout.players.course import EpisodeLimits
 from rlctl.rollout.runner import RolloutRunner
 from rlctl.rollout.types import PlayedEpisode, Rollout
+from rlctl.utils.cores import usable_cores
 from tests.unit.data.conftest import tokenizer
 from tests.unit.environments.agents.served import END, TOOLED
 from tests.unit.rollout.test_player import LIMITS, ScriptedEngines, begin, start
@@ -130,6 +133,11 @@ def side_by_side(task, base_url, api_key):
         return sum(threads.map(ask, range(200)))
 
 
+def stops(task, base_url, api_key):
+    say(CLIENT.with_options(base_url=base_url, api_key=api_key), [user("go")], stop=["7"])
+    return 1
+
+
 def draws(task, base_url, api_key):
     say(CLIENT.with_options(base_url=base_url, api_key=api_key), [user(str(random.random()))])
     return 1
@@ -147,6 +155,25 @@ exec(task["row"]["agent"])
 """
 
 
+# A sandbox of the user's: the command sees these variables and no others.
+WRAP = """
+import os, sys
+
+names = ("OPENAI_BASE_URL", "OPENAI_API_KEY", "RLCTL_TASK")
+os.execve(sys.argv[1], sys.argv[1:], {name: os.environ[name] for name in names})
+"""
+COUNT = """
+import time
+from pathlib import Path
+
+folder = Path(task["row"]["x"])
+(folder / str(os.getpid())).touch()
+time.sleep(0.2)
+print(len(list(folder.iterdir())))
+(folder / str(os.getpid())).unlink()
+"""
+
+
 @pytest.fixture(scope="module")
 def pools(tmp_path_factory: Any, tokenizer: Any) -> Iterator[dict[bool, EnvironmentPool]]:
     """Return the pool of the command (True) and that of the functions, each with one process."""
@@ -156,7 +183,10 @@ def pools(tmp_path_factory: Any, tokenizer: Any) -> Iterator[dict[bool, Environm
     tokenizer.save_pretrained(folder / "tokenizer")
     with ExitStack() as stack:
         made = {}
-        for name, words in ((f"{folder / 'agents.py'}:run", ()), ("command", (sys.executable, f"{folder}/command.py"))):
+        (folder / "wrap.py").write_text(WRAP)
+        python = shlex.quote(sys.executable)
+        wrapped = tuple(command_of(f"{python} {folder}/command.py", f"{python} {folder}/wrap.py"))
+        for name, words in ((f"{folder / 'agents.py'}:run", ()), ("command", wrapped)):
             spec = EnvironmentSpec(name, 20.0, agent=AgentSpec(words))
             pool = stack.enter_context(EnvironmentPool({"agent": spec}, 2048, 1, emit=_tell))
             pool.give_chat(ChatSpec(str(folder / "tokenizer"), TOOLED, None, None, "text"), "hermes")
@@ -184,13 +214,15 @@ def play(pools: dict[bool, EnvironmentPool], tokenizer: Any) -> Play:
         count: int = 1,
         must_value: bool = True,
         command: bool = False,
+        most: int | None = None,
+        x: Any = 1,
         **limits: Any,
     ) -> tuple[list[Rollout], ScriptedEngines]:
         pool, chat = pools[command], Chat(tokenizer, TOOLED, None)
         engines = ScriptedEngines(chat, says, events=pool.events)
         own: EpisodeLimits = replace(LIMITS, **limits)
-        runner = RolloutRunner(AgentPlayer(pool, chat, own, must_value, 1000), engines)
-        task = Task("r0", [], "play", None, {"x": 1, "agent": agent})
+        runner = RolloutRunner(AgentPlayer(pool, chat, own, must_value, 1000, most), engines)
+        task = Task("r0", [], "play", None, {"x": x, "agent": agent})
         ended = begin(runner, *(replace(start(index), task=task) for index in range(count)))
         until(lambda: (runner.check(), len(ended) == count)[1])
         return ended, engines
@@ -269,6 +301,19 @@ def test_no_agent_gets_more_turns_than_its_budget(play: Play) -> None:
     episode = episode_of(rollout)
     assert (episode.reward, episode.turns, episode.ending, len(engines.asked)) == (32, 16, "max_turns", 16)
     assert episode.counts and episode.counts["refused"] == 184 and len(rollout.rows) == 16
+
+
+def test_a_stop_of_one_token_ends_the_turn_in_the_engine(play: Play, tokenizer: Any) -> None:
+    _, engines = play("stops")
+    assert [request.stops for request, _ in engines.asked] == [tuple(tokenizer("7").input_ids)]
+
+
+def test_no_more_commands_run_at_one_time_than_allowed(play: Play, tmp_path: Path) -> None:
+    rollouts, _ = play(COUNT, count=4, command=True, most=2, x=str(tmp_path))
+    assert {episode_of(each).reward for each in rollouts} <= {1.0, 2.0} and len(rollouts) == 4
+    section = AgentSection(None, "python x.py", None, 3, "127.0.0.1")
+    assert most_agents(section) == 3 and most_agents(replace(section, max_processes="auto")) == 8 * usable_cores()
+    assert most_agents(replace(section, name="x.py:run", command=None)) is None
 
 
 def test_random_draws_are_the_groups(play: Play) -> None:

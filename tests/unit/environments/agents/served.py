@@ -45,6 +45,7 @@ class Served:
     chat: Chat
     says: Callable[[int], str | None]
     tool_format: str | None = "hermes"
+    bind: str = "127.0.0.1"
     # Prompt of each request, as tokens; what was sampled, and the number of tokens that are kept.
     prompts: list[list[int]] = field(default_factory=list)
     sampled: dict[int, list[int]] = field(default_factory=dict)
@@ -53,7 +54,7 @@ class Served:
     news: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
-        self.endpoint = Endpoint("127.0.0.1")
+        self.endpoint = Endpoint(self.bind)
         self.session = AgentSession(self.chat, self.tool_format, self._look)
         self.call(lambda: self.endpoint.open(self.session))
 

@@ -83,6 +83,12 @@ def test_a_stop_cuts_text_and_tokens(serve: Serve, said: str, stop: Any, content
     assert served.chat.decode(served.sampled[0][: served.kept[0]]) == tokens
 
 
+def test_the_engine_is_told_of_stops_that_are_one_token(serve: Serve) -> None:
+    served = serve(script("ab"))
+    asked(served, [USER], stop=["b", "Observation:"])
+    assert served.asks[0]["stops"] == served.chat.encode("b")
+
+
 def test_a_client_that_puts_the_stop_back_goes_on(serve: Serve) -> None:
     served = serve(script("abc</code> more", f"4{END}"))
     content = asked(served, [USER], stop=["</code>"]).choices[0].message.content

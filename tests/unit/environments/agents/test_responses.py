@@ -75,3 +75,15 @@ def test_what_cannot_be_honoured_is_counted_or_refused(serve: Serve) -> None:
     ):
         with pytest.raises(openai.BadRequestError, match=said):
             asked(served, **{"given": more.pop("input", "?"), **more})  # type: ignore[arg-type]
+
+
+def test_tools_of_codex_that_the_policy_is_not_shown_are_counted(serve: Serve) -> None:
+    served = serve(script(f"4{END}"))
+    hosted: list[Any] = [{"type": "web_search"}, {"type": "namespace", "name": "x", "tools": []}, {"type": "a b"}]
+    asked(served, "?", tools=[ADD, *hosted])
+    assert {name for name in served.session.counts if "/" in name} == {
+        "unenforced/tool_web_search",
+        "unenforced/tool_namespace",
+        "unenforced/tool_other",
+    }
+    assert '"add"' in served.texts()[0] and "web_search" not in served.texts()[0]

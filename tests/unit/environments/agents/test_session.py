@@ -187,6 +187,23 @@ def test_all_requests_that_begin_a_row_are_counted(serve: Serve) -> None:
     assert served.session.counts["rewritten"] == 11 == sum(served.session.rewritten.values())
 
 
+def test_a_stop_that_no_tokenizer_takes_is_refused(serve: Serve) -> None:
+    served = serve(script())
+    status, told = post(served, {"messages": [USER], "stop": "\ud800"})
+    assert status == 400 and "stop: the text has the lone surrogate" in told["error"]["message"]
+    assert served.session.defect is None
+
+
+@pytest.mark.parametrize("bind", ["0.0.0.0", "::"])
+def test_an_endpoint_for_other_machines_has_an_address_and_needs_the_key(serve: Serve, bind: str) -> None:
+    if ":" in bind and not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6")
+    served = serve(script(f"4{END}"), bind=bind)
+    assert urlsplit(served.url).hostname not in ("0.0.0.0", "::")
+    body = {"messages": [USER]}
+    assert [post(served, body, key=key)[0] for key in ("", "wrong", served.key)] == [401, 401, 200]
+
+
 def test_a_value_is_posted_once_the_agent_knows_it(serve: Serve) -> None:
     served = serve(script())
     assert post(served, {"reward": 0.5}, "/reward") == (200, {"taken": True}) and served.session.reward == 0.5
