@@ -113,6 +113,20 @@ def test_runs_survive_the_loss_of_an_engines_host_and_of_a_trainers(
     restarting.steps_on(3)
     restarting.stop()
 
+    # A rank and an engine on each of two hosts: weights stay there, gradients go over the network.
+    both = Watched(clusters, "both", "placement.colocated=true", "checkpoint.every=1")
+    wait_for(lambda: both.path.is_dir(), "submission")
+    both.steps_on(3)
+    assert {event["transport"] for event in both.events("refit_opened")} == {"shm"}
+    hosts.plug(2, "down")
+    out, err = both.process.communicate(timeout=300)
+    assert both.process.returncode == 1, out + err
+    (ended,) = both.events("run_ended")
+    assert ended["reason"].endswith(": node host2 is gone"), ended
+    changed = "trainer.num_ranks=1 generation.num_engines=1"
+    assert ended["next"][0] == f"rlctl train grpo --resume runs/both --cluster lab {changed}"
+    hosts.plug(2, "up")
+
     hosts.plug(1, "up")
     hosts.wait()
     clusters.run("down", "lab")
