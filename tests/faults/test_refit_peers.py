@@ -125,10 +125,11 @@ def test_a_direct_refit_survives_an_engine_killed_in_the_middle(
 
         killer = threading.Thread(target=kill)
         killer.start()
+        begin = time.monotonic()
         report = pool.sync(1)
         killer.join()
         assert report.rebuilt == (VICTIM,)
-        record_property("seconds", report.seconds)
+        record_property("seconds", time.monotonic() - begin)
         check_one_loss(pool, before, events)
         whole = {"state": "whole"} | {name: hash_of(tensor) for name, tensor in make_tensors().items()}
         live = [engine.start(PlainEngine.live) for engine in pool.engines]
@@ -169,11 +170,12 @@ def test_eight_engines_that_stage_by_broadcast_sample_on_while_a_killed_one_is_r
         trainer.suspend()
         killer = threading.Thread(target=kill)
         killer.start()
+        begin = time.monotonic()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Worker, "start", started)
-            report = pool.sync(1)
+            pool.sync(1)
         killer.join()
-        record_property("seconds", report.seconds)
+        record_property("seconds", time.monotonic() - begin)
         check_one_loss(pool, before, events)
         answers = [sample(engine, greedy([[5, 6, 7, 8], [9, 10, 11]], 12)) for engine in pool.engines]
         assert all(set(each.versions.tolist()) == {1} for each in answers)
