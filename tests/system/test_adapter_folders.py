@@ -64,8 +64,7 @@ def test_chat_eval_and_export_take_it_by_name_and_by_folder(hub: Path) -> None:
     for name in (ADAPTER, str(hub / "merged"), BASE):
         found += json.loads(rlctl(hub, "eval", name, *recipe, "--to", str(hub / f"eval-{len(found)}")))
     one, merged, base = (each["figures"]["metrics"] for each in found)
-    assert one["validation/length/mean"] == merged["validation/length/mean"] and one != base
-    assert one["validation/accuracy"] == merged["validation/accuracy"]
+    assert one == merged != base
 
 
 @pytest.mark.long  # starts an engine
