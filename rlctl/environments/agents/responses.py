@@ -157,7 +157,8 @@ def _messages(items: list[Any]) -> list[Message]:
 def _tools(given: list[Any]) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the functions, and the kinds of tools that the policy is not shown.
 
-    Raises RefusedError if no tool is a function. Codex brings a web search, namespaces and tools of free text besides its functions, and works without them.
+    Codex brings a web search, namespaces and tools of free text besides its functions, and works without them. Raises
+    RefusedError if no tool is a function.
     """
     kinds = [each.get("type") if isinstance(each, dict) else type(each).__name__ for each in given]
     others = [
