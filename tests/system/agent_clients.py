@@ -44,6 +44,19 @@ async def openai_async(task, base_url, api_key):  # type: ignore[no-untyped-def]
     return problems.reward()
 
 
+def stopping(task, base_url, api_key):  # type: ignore[no-untyped-def]
+    """Ask with a stop that is one token of the tiny model's."""
+    from calculator import CLIENT, TOOLS
+    from problems import Problems
+
+    client, messages = CLIENT.with_options(base_url=base_url, api_key=api_key), []
+    for prompt in Problems(task.row).prompts():
+        messages.append({"role": "user", "content": prompt})
+        answer = client.chat.completions.create(model="policy", messages=messages, tools=TOOLS, stop=["}}"])
+        messages.append({"role": "assistant", "content": answer.choices[0].message.content or ""})
+    return 0.0
+
+
 def mini_swe_agent(task, base_url, api_key):  # type: ignore[no-untyped-def]
     """Run mini-swe-agent's default agent. Its commands are not executed: a tiny model wrote them."""
     from minisweagent.agents.default import DefaultAgent

@@ -62,6 +62,7 @@ EXPRESSIONS = [f"{number} + {number + 9}" for number in range(11, 11 + TURNS)]
 class Stage:
     """A trainer and an engine with its weights, and agents that ask it for turns."""
 
+    chat: Chat
     trainer: TrainerGroup
     dispatcher: RolloutDispatcher
     runner: RolloutRunner
@@ -105,7 +106,7 @@ def stage(ray_here: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         limits = EpisodeLimits(TURNS, LENGTH, 600.0, 0, "keep")
         runner = RolloutRunner(AgentPlayer(agents, chat, limits), dispatcher)
         stack.callback(runner.close)
-        yield Stage(TrainerGroup(workers, run.trainer), dispatcher, runner, sampled)
+        yield Stage(chat, TrainerGroup(workers, run.trainer), dispatcher, runner, sampled)
 
 
 def watched(dispatcher: RolloutDispatcher) -> dict[RolloutId, list[tuple[TurnRequest, Completion]]]:
@@ -144,3 +145,14 @@ def test_what_was_sampled_trains_and_the_trainer_agrees(agent: str, stage: Stage
     theirs = [sample.columns["rollout_log_prob"] for sample in samples]
     gap = mismatch(theirs, stage.trainer.log_probs(samples), [sample.mask for sample in samples])
     assert gap.tokens == sum(one.num_sampled for one in rollouts) and gap.token_mult_prob_error < 1.001
+
+
+@pytest.mark.long  # the engine and the trainer of the test above
+@pytest.mark.slow
+def test_the_engine_ends_a_turn_at_a_stop(stage: Stage) -> None:
+    (stop,) = stage.chat.encode("}}")
+    rollouts = stage.play("here:stopping")
+    turns = [completion for one in rollouts for _, completion in stage.sampled[one.id]]
+    ended = [each for each in turns if stop in each.tokens]
+    assert ended and len(turns) == SESSIONS * TURNS
+    assert all(each.tokens.tolist().index(stop) == len(each.tokens) - 1 and each.finish == "stop" for each in ended)

@@ -47,7 +47,7 @@ def test_an_agent_is_evaluated_on_held_out_tasks(tmp_path: Path, as_command: boo
     recipe = tmp_path / "mine.yaml"
     command = shlex.join([sys.executable, str(RECIPES / "agents/command_line.py")])
     agent = f"agent: {{name: null, command: {json.dumps(command)}}}\n" if as_command else ""
-    recipe.write_text(f"defaults: {RECIPE}\n{agent}validation: {{max_prompts: 12}}\n")
+    recipe.write_text(f"defaults: {RECIPE}\n{agent}validation: {{max_prompts: 12, temperature: 1.0}}\n")
     (found,) = evaluate(str(RECIPES / "tiny/qwen3-games"), str(recipe), cwd=tmp_path)
     metrics = found["figures"]["metrics"]
     assert (metrics["validation/failed_episodes"], metrics["validation/prompts"]) == (0, 12)
