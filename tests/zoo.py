@@ -357,12 +357,3 @@ def make_family(folder: Path, name: str, seed: int = 0, scale: float | None = No
         file.write_text(json.dumps(json.loads(file.read_text()) | dict(hub), indent=2))
     make_tokenizer(folder, VOCAB)
     return Path(folder)
-
-
-def result_table() -> str:
-    """Return the Markdown table of models/README.md: each family and its result on a CPU."""
-    rows = ["| family | on a CPU |", "| --- | --- |"]
-    for name, family in FAMILIES.items():
-        what = family.refused.replace(_CPU, "the engine: ") if family.refused else ""
-        rows.append(f"| {name} | {'trains' if not what else f'refused: {what}'} |")
-    return "\n".join(rows)

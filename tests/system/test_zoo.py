@@ -1,7 +1,6 @@
 """A family trains exactly, by the proof of `rlctl model check`, or is refused in the words that the zoo expects."""
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,22 +9,13 @@ from typer.testing import CliRunner
 import rlctl
 from rlctl.cli.main import app
 from rlctl.config.errors import ConfigError
-from rlctl.evaluation.model_check import check_model
 from rlctl.evaluation.model_facts import Finding
-from rlctl.evaluation.settings import checked_run
-from rlctl.evaluation.target import find_target
+from tests.faults.runs import Run
 from tests.system.training.scenario import WeightedLoss, assert_close, sequences, totals, trainer, weights
 from tests.tiny_models import make_model
 from tests.zoo import FAMILIES, make_family
+from tests.zoo_table import findings
 
-# Imported once for all engines: a family then takes 4 s instead of 15.
-IMPORTS = (
-    "vllm.engine.arg_utils",
-    "vllm.v1.engine.llm_engine",
-    "vllm.v1.worker.cpu_worker",
-    "rlctl.generation.vllm.engine",
-    "rlctl.generation.vllm.worker",
-)
 TRAINED = [name for name, family in FAMILIES.items() if not family.refused]
 REFUSED = [name for name, family in FAMILIES.items() if family.refused]
 # One family for each mechanism; the others are long.
@@ -37,12 +27,6 @@ DATA = sequences(6)
 PACKAGE = Path(rlctl.__file__).parent
 # model_type that transformers and vLLM know, and no file of ours.
 STRANGER = "jais2"
-
-
-def findings(folder: Path, scratch: Path) -> Iterator[Finding]:
-    scratch.mkdir()
-    run, files, placement = checked_run(find_target(str(folder), folder.parent), scratch)
-    yield from check_model(run, files, placement, True, scratch, IMPORTS)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -66,6 +50,25 @@ def test_a_pack_has_its_sequences_gradients_and_a_resume_repeats_every_bit(name:
     assert_close(alone, whole, atol=1e-4)
     assert norm_again == norm
     assert_close(again, whole, atol=0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["stablelm", "gptj"])
+def test_a_model_of_one_sequence_a_row_trains_by_grpo(name: str, tmp_path: Path) -> None:
+    """The attention of stablelm drops the arguments of a pack; that of gptj cannot be replaced."""
+    (tmp_path / "mine.py").write_text(
+        "def spread(prompt, completion, answer, row):\n    return sum(map(ord, completion)) % 17 / 17\n"
+    )
+    folder = make_family(tmp_path / name, name)
+    settings = ("model.random_init=false", "grpo.num_steps=3", "validation.every=0", "rewards=[{name: 'mine:spread'}]")
+    run = Run(tmp_path, "rows", f"model.path={folder}", *settings)
+    assert run.end() == 0, run.text()
+    assert len(run.steps()) == 3
+    for step in run.steps():
+        assert step["mismatch/token_mult_prob_error"] < 1.001 and step["train/grad_norm"] > 0
+        assert 0 < step["train/padding"] < 0.5
+    said = [event["what"] for event in run.events() if event["kind"] == "warning"]
+    assert len([what for what in said if "one sequence a row" in what]) == 1
 
 
 @pytest.mark.long

@@ -58,11 +58,13 @@ class FsdpTrainer(TrainerRank):
         if self._facts.kinds.states or self._facts.sizes.one_sequence_a_row:
             check_restarts(self._policy, self._device, self._dtype)
         # Those that are trained.
-        named = self._policy.lm.named_parameters()
-        self._parameters: dict[str, nn.Parameter] = {name: each for name, each in named if each.requires_grad}
+        named = dict(self._policy.lm.named_parameters())
+        self._parameters: dict[str, nn.Parameter] = {name: each for name, each in named.items() if each.requires_grad}
+        # Parameters that transformers freezes, such as corrections of a router, are sent like buffers.
+        sent = {name: each for name, each in named.items() if each.requires_grad or self._table.sends(name)}
         buffers = {name: each for name, each in self._policy.lm.named_buffers() if self._table.sends(name)}
         # Tensors that are sent and exported, as they are on this rank.
-        self._held: Named = {**self._parameters, **buffers}
+        self._held: Named = {**sent, **buffers}
         parameters, section = self._parameters.values(), spec.config.optimizer
         # Matrices alone decay.
         groups = [
@@ -205,8 +207,19 @@ class FsdpTrainer(TrainerRank):
         }
 
     def _saved_buffers(self) -> dict[str, TensorShard]:
-        held = self._held.items() if self._spec.rank == 0 else ()
-        return {name: TensorShard.whole(each) for name, each in held if name not in self._parameters}
+        # Frozen parameters are cut like trained ones. The first replica writes them, its first rank the buffers.
+        first = self._replicas is None or dist.get_rank(self._replicas) == 0
+        found = {}
+        for name, each in self._held.items():
+            if name in self._parameters or not first:
+                continue
+            if isinstance(each, DTensor):
+                mine, start = local(each.detach()), (self._first_row(each), *(0,) * (each.ndim - 1))
+                if mine.numel():
+                    found[name] = TensorShard(tuple(each.shape), start, mine)
+            elif self._spec.rank == 0:
+                found[name] = TensorShard.whole(each)
+        return found
 
     def _state_of(self, name: str) -> dict[str, TensorShard]:
         """Return this rank's live shards of a parameter and its optimizer state: a load fills them."""

@@ -39,6 +39,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "lm_head_multiplier": 0.5,
     },
     "mixtral": {"num_local_experts": 4},
+    # Corrections of its routers are parameters without a gradient.
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 64, "moe_num_shared_experts": 1},
     "glm4_moe": MOE | {"n_routed_experts": 4, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
 }
 

@@ -54,7 +54,7 @@ def behave(prompt, completion, answer, row):
     return row.get("worth", 1.0)
 
 def forks(prompt, completion, answer, row):
-    """The child comes back from the function before its parent, with a value of its own."""
+    """The child comes back from the function before its parent, with another value."""
     fork = ctypes.CDLL(None).fork if completion == "below Python" else os.fork
     if child := fork():
         os.waitpid(child, 0)
@@ -66,7 +66,7 @@ def pools(prompt, completion, answer, row):
         return sum(pool.map(abs, [row["worth"], 0.0]))
 
 def leaves(prompt, completion, answer, row):
-    """Leaves a child, one in a session of its own, and a daemon whose parent is gone."""
+    """Leaves a child, one in its own session, and a daemon whose parent is gone."""
     sleep = "import time; time.sleep(3000)  # left in " + os.getcwd()
     children = [subprocess.Popen([sys.executable, "-c", sleep], start_new_session=new) for new in (False, True)]
     daemon = "import subprocess as s, sys; s.Popen([sys.executable, '-c', sys.argv[1]], start_new_session=True)"

