@@ -58,6 +58,8 @@ _TEMPLATE = (
 _BETWEEN = len(ANSWER.split()) + 5
 # Forced lengths are drawn, and cut at a turn's tokens: they are drawn from a range this much longer.
 _FAR = 1000
+# Names of the players of several turns, and the agent.
+_PARTNER, _ASKING = "environment", "rlctl.bench.slow_partner:converse"
 # Tokens of a turn before anything is counted, for kernels that are compiled when they are first used.
 _WARM_UP = 4
 # Bytes of the copy that tells the device's bandwidth.
@@ -84,6 +86,7 @@ class GenerationBench(Bench):
     pause: float  # seconds of the environment between two turns
     rounds: int
     extra: list[str]  # overrides of the GRPO config
+    agent: bool = False  # several turns are also asked for through the endpoint of agents
 
     def check(self) -> list[Problem]:
         if unknown := model_problems(self.model):
@@ -137,21 +140,29 @@ class GenerationBench(Bench):
         try:
             # Environments before Ray, which has threads: their processes are forked.
             with environment_pool(config, logs, emit) as environments, ExitStack() as stack:
-                setup = set_up(config, environments, chat, next(prompts))
+                setups = {_PARTNER: (config, environments, set_up(config, environments, chat, next(prompts)))}
+                if self.agent:
+                    asks = replace(config, agent=replace(config.agent, name=_ASKING))
+                    (logs / "agents").mkdir()
+                    agents = stack.enter_context(environment_pool(asks, logs / "agents", emit))
+                    setups["agent"] = asks, agents, set_up(asks, agents, chat, _asked(next(prompts), 1, 0.0))
                 dispatcher = stack.enter_context(engines(settled, files, (), 0, logs, emit, environments.events))
                 rows = []
                 for turns in self.turns:
-                    played, own = environments if turns > 1 else None, _in_turns(settled, turns)
-                    lengths = TurnLengths(dispatcher, turns, self.spread, self.tokens)
-                    rows.append((lengths, make_runner(own, chat, lengths, played, setup, trains=False)))
-                    stack.callback(rows[-1][1].close)
+                    for player, (played_by, pool, setup) in setups.items() if turns > 1 else [("", setups[_PARTNER])]:
+                        own = _in_turns(replace(settled, config=played_by), turns)
+                        lengths = TurnLengths(dispatcher, turns, self.spread, self.tokens)
+                        played = pool if turns > 1 else None
+                        runner = make_runner(own, chat, lengths, played, setup, trains=False)
+                        rows.append(Played(player, lengths, runner))
+                        stack.callback(runner.close)
                 rounds, interrupted = until_interrupted(self._measured(dispatcher, rows, prompts, say))
         except PlacementError as error:
             raise RuntimeError(str(error)) from error
         generation = config.generation
         row = partial(_row, bench=self, settled=settled)
-        own_rounds = {turns: [each for each in rounds if each.turns == turns] for turns in self.turns}
-        found = [row(turns, own, speed) for turns, own in own_rounds.items() if own]
+        own_rounds = {each: [one for one in rounds if one.played is each] for each in rows}
+        found = [row(each, own, speed) for each, own in own_rounds.items() if own]
         devices = generation.num_engines * generation.tensor_parallel_size
         return GenerationResults(self.model, self.tokens, self.spread, devices, speed, found, warnings, interrupted)
 
@@ -181,49 +192,69 @@ class GenerationBench(Bench):
     def _measured(
         self,
         dispatcher: "RolloutDispatcher",
-        rows: "Sequence[tuple[TurnLengths, RolloutRunner]]",
+        rows: "Sequence[Played]",
         prompts: Iterator[Task],
         say: Say,
     ) -> "Iterator[Round]":
         """Yield the rounds, all rows in each, so that a device getting slower slows all rows."""
         # The first rollouts trigger the compilation in the engines.
         say("warm-up")
-        for lengths, runner in rows:
-            self._round(dispatcher, runner, lengths, prompts, 0, min(_WARM_UP, self.tokens // lengths.turns))
+        for each in rows:
+            self._round(dispatcher, each, prompts, 0, min(_WARM_UP, self.tokens // each.turns))
         for number in range(self.rounds):
-            for lengths, runner in rows:
-                say(f"{count(lengths.turns, 'turn')}: round {number + 1} of {self.rounds}")
-                yield self._round(dispatcher, runner, lengths, prompts, 1 + number, self.tokens // lengths.turns)
+            for each in rows:
+                say(f"{each.name}: round {number + 1} of {self.rounds}")
+                yield self._round(dispatcher, each, prompts, 1 + number, self.tokens // each.turns)
 
     def _round(
         self,
         dispatcher: "RolloutDispatcher",
-        runner: "RolloutRunner",
-        lengths: TurnLengths,
+        played: "Played",
         prompts: Iterator[Task],
         version: int,
         length: int,
     ) -> "Round":
         """Sample once. version: tells the rounds' seeds apart. length: tokens of a mean turn. Raises RuntimeError."""
-        turns, lengths.tokens = lengths.turns, lengths.turns * length
+        turns = played.turns
+        played.lengths.tokens = turns * length
         sampling = Sampling("train", turns, self.prompts, self.generations, length, 1.0)
-        tasks, before, cpu = list(islice(prompts, self.prompts)), dispatcher.stats(), time.process_time()
+        tasks = [_asked(each, turns, self.pause) for each in islice(prompts, self.prompts)]
+        before, cpu = dispatcher.stats(), time.process_time()
         begin = time.perf_counter()
-        groups = dispatcher.sample(runner, sampling, tasks, version)
+        groups = dispatcher.sample(played.runner, sampling, tasks, version)
         seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         if any(rollout.num_sampled != turns * length for rollout in rollouts):
             failed = next((each.episode.failure for each in rollouts if each.episode and each.episode.failure), None)
             raise RuntimeError(f"a rollout ended before its {turns * length} tokens: {failed or 'no reason given'}")
         place = float(np.mean([np.flatnonzero(rollout.sampled).mean() for rollout in rollouts]))
-        return Round(turns, seconds, cpu, turns * length * len(rollouts), place, before, dispatcher.stats())
+        return Round(played, seconds, cpu, turns * length * len(rollouts), place, before, dispatcher.stats())
+
+
+@dataclass(frozen=True, eq=False)
+class Played:
+    """Rollouts of a row, and their player: `agent`, or the partner; empty for a single turn."""
+
+    player: str
+    lengths: TurnLengths
+    runner: "RolloutRunner"
+
+    @property
+    def turns(self) -> int:
+        """Turns of a rollout."""
+        return self.lengths.turns
+
+    @property
+    def name(self) -> str:
+        """Turns and player, in words."""
+        return " ".join([count(self.turns, "turn"), self.player]).strip()
 
 
 @dataclass(frozen=True)
 class Round:
     """One round of a row."""
 
-    turns: int
+    played: Played
     seconds: float
     cpu: float  # seconds of this process
     tokens: int  # sampled
@@ -240,6 +271,7 @@ class Round:
 class GenerationRow:
     """Rollouts of a number of turns."""
 
+    player: str  # environment, agent; empty for one turn
     turns: int
     rollouts: int  # of a round
     tokens: int  # sampled in a mean turn
@@ -253,11 +285,13 @@ class GenerationRow:
     driver: float  # CPU seconds of this process a second
 
 
-def _row(turns: int, rounds: list[Round], speed: float, bench: GenerationBench, settled: SettledGrpo) -> GenerationRow:
+def _row(
+    played: Played, rounds: list[Round], speed: float, bench: GenerationBench, settled: SettledGrpo
+) -> GenerationRow:
     """Return the figures of a row. speed: bytes/s that a device reads."""
     generation, sizes, seconds = settled.config.generation, settled.facts, [each.seconds for each in rounds]
     assert sizes
-    engines = generation.num_engines
+    engines, turns = generation.num_engines, played.turns
 
     def total(name: str) -> float:
         return sum(each.gain(name) for each in rounds)
@@ -266,6 +300,7 @@ def _row(turns: int, rounds: list[Round], speed: float, bench: GenerationBench, 
     weights = refit_bytes(sizes, settled.generation_dtype) / generation.tensor_parallel_size
     per_token = token_bytes(sizes, settled.generation_dtype, generation.tensor_parallel_size)
     return GenerationRow(
+        player=played.player,
         turns=turns,
         rollouts=bench.prompts * bench.generations,
         tokens=bench.tokens // turns,
@@ -305,6 +340,11 @@ def _prompts(chat: "Chat") -> Iterator[Task]:
         messages = [{"role": "user", "content": text}]
         prompt = chat.prompt(messages)
         yield Task(f"r{number}", prompt.tokens, prompt.text, None, {"prompt": text}, messages=messages)
+
+
+def _asked(task: Task, turns: int, pause: float) -> Task:
+    """Return a task that tells an agent how long to talk."""
+    return replace(task, row={**task.row, "turns": turns, "pause": pause})
 
 
 def _in_turns(settled: SettledGrpo, turns: int) -> SettledGrpo:
@@ -353,4 +393,4 @@ class GenerationResults(Results):
 
 
 def _name(row: GenerationRow) -> str:
-    return f"{row.turns} of {row.tokens:,}"
+    return " ".join([f"{row.turns} of {row.tokens:,}", row.player]).strip()

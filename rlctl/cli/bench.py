@@ -5,6 +5,7 @@ from typing import Annotated, get_args
 import typer
 
 from rlctl.bench.frame import Bench, numbers, words
+from rlctl.cli import bench_sampling
 from rlctl.cli.arguments import AsJson
 from rlctl.cli.bench_frame import run_bench
 from rlctl.cli.bench_options import Advise, Plot, Rates, RunSettings, TrainedModel, read_lengths, read_rates
@@ -226,6 +227,10 @@ def sft(
     run_bench(bench, as_json, plot)
 
 
+app.command(epilog=bench_sampling.GENERATION_EPILOG)(bench_sampling.generation)
+app.command(epilog=bench_sampling.AGENTS_EPILOG)(bench_sampling.agents)
+
+
 @app.command(
     epilog=examples(
         "rlctl bench offload",
@@ -296,48 +301,6 @@ def sequences(
         steps=steps,
         extra=override or [],
         device="cuda:0" if gpus else "cpu",
-    )
-    run_bench(bench, as_json, plot, problems)
-
-
-@app.command(
-    epilog=examples(
-        "rlctl bench generation",
-        "rlctl bench generation --model qwen3-0.6b --tokens 256 --turns 1 --plot generation.png",
-        "rlctl bench generation --prompts 32 --pause 1 --set generation.max_num_seqs=128 --json",
-    )
-)
-def generation(
-    model: TrainedModel = None,
-    turns: Annotated[str | None, typer.Option(help="A row for each. Default: 1,8; on a CPU 1,4.")] = None,
-    tokens: Annotated[
-        int | None, typer.Option(min=1, help="Sampled tokens of a rollout, in all turns. Default: 1024; on a CPU 64.")
-    ] = None,
-    prompts: Annotated[int | None, typer.Option(min=1, help="Prompts of a round. Default: 64; on a CPU 4.")] = None,
-    generations: Annotated[int, typer.Option(min=2, help="Rollouts of each prompt.")] = 8,
-    spread: Annotated[
-        float, typer.Option(min=0, max=3, help="Sigma of the log-normal lengths of a rollout's turns; 0: all alike.")
-    ] = 0.5,
-    pause: Annotated[float, typer.Option(min=0, help="Seconds of the environment between two turns.")] = 0.2,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds of each row, after a warm-up.")] = 3,
-    override: RunSettings = None,
-    as_json: AsJson = False,
-    plot: Plot = None,
-) -> None:
-    """Time the sampling of engines, in one turn and in several with an environment, against the device's limit."""
-    from rlctl.bench.generation import GenerationBench
-
-    gpus, problems = count_gpus(), list[Problem]()
-    bench = GenerationBench(
-        model=model or ("qwen3-1.7b" if gpus else "tiny"),
-        prompts=prompts or (64 if gpus else 4),
-        generations=generations,
-        tokens=tokens or (1024 if gpus else 64),
-        turns=numbers("--turns", turns or ("1,8" if gpus else "1,4"), "1,8", problems),
-        spread=spread,
-        pause=pause,
-        rounds=rounds,
-        extra=override or [],
     )
     run_bench(bench, as_json, plot, problems)
 

@@ -68,6 +68,19 @@ def test_a_step_and_where_its_time_goes(tmp_path: Path) -> None:
     assert "eager-graph" in chart
 
 
+def test_turns_of_an_agent_are_compared_with_those_of_an_environment(tmp_path: Path) -> None:
+    options = ["--turns", "2", "--tokens", "16", "--prompts", "2", "--rounds", "2", "--pause", "0.05"]
+    found, chart = measured(tmp_path, "agents", *GAMES, *options, "--bodies", "2KB,4KB", "--sessions", "4")
+    assert [(round(row["body"] / 1024), row["sessions"], row["requests"]) for row in found["rows"]] == [
+        (size, sessions, 8 * sessions) for size in (2, 4) for sessions in (1, 4)
+    ]
+    assert all(0 < row["server"] < 1 and 0 < row["driver"] < 1 for row in found["rows"])
+    environment, agent = found["generation"]["rows"]
+    assert (environment["player"], agent["player"]) == ("environment", "agent")
+    assert environment["turns"] == agent["turns"] == 2 and environment["rollouts"] == agent["rollouts"] == 16
+    assert found["share"] == agent["rate"] / environment["rate"] and "CPU ms of a request" in chart
+
+
 def test_rows_sample_as_many_tokens_in_any_number_of_turns(tmp_path: Path) -> None:
     options = ["--turns", "1,2", "--tokens", "16", "--prompts", "2", "--generations", "2", "--rounds", "2"]
     found, chart = measured(tmp_path, "generation", *GAMES, *options, "--pause", "0.05", "--spread", "0.3")
