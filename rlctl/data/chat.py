@@ -20,6 +20,8 @@ Tools = Sequence[dict[str, Any]]
 # Stands for the text of a turn, to find the template's text around a turn.
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _ANSWER = "the-text-of-an-answer"
+# Sets of tools that are kept with their marks.
+_TOOL_SETS = 16
 EMPTY_PROMPT = "the prompt is empty, and the tokenizer puts no token before it: an answer has nothing to follow"
 
 
@@ -198,8 +200,25 @@ class Chat:
             # The config's own text, which may name control tokens.
             shown = [{"role": "system", "content": self.system_prompt}, *shown]
         if self.special_tokens == "text":
-            tools = self._control.outside(list(tools))
+            tools = self._marked_tools(tools)
         return self._write(shown, generation, tools)
+
+    def _marked_tools(self, tools: Tools) -> Tools:
+        """Return tools with marks in the control tokens that they spell. An object is marked once: nobody changes it.
+
+        24 tools of an agent take 2 ms, and each of its turns brings them.
+        """
+        known = self._tools.get(id(tools))
+        if known is None or known[0] is not tools:
+            while len(self._tools) >= _TOOL_SETS:
+                self._tools.pop(next(iter(self._tools)), None)
+            known = self._tools[id(tools)] = tools, self._control.outside(list(tools))
+        return known[1]
+
+    @cached_property
+    def _tools(self) -> dict[int, tuple[Tools, Tools]]:
+        """Tools, and their marked form, by the id of the former."""
+        return {}
 
     def _write(self, messages: Messages, generation: bool, tools: Tools = ()) -> str:
         if self.template is None:

@@ -22,6 +22,7 @@ from aiohttp import web
 from rlctl.environments.agents import anthropic_messages, chat_completions, responses
 from rlctl.environments.agents.asked import AskedTurn, RefusedError
 from rlctl.environments.agents.connections import Connection, Connections
+from rlctl.environments.agents.history import ToolSets
 from rlctl.environments.agents.said import SaidTurn
 from rlctl.environments.agents.session import AgentSession, Flight
 
@@ -54,6 +55,7 @@ class Endpoint:
         self._bind = bind
         self._sessions: dict[str, AgentSession] = {}
         self._connections = Connections()
+        self.tools = ToolSets()
         self.loop = asyncio.new_event_loop()
         self.port = 0
         self._started = threading.Event()

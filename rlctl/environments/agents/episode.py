@@ -40,7 +40,7 @@ class AgentEpisode(CalledEpisode):
     ) -> None:
         super().__init__("the agent's session", reply)
         self._start, self._endpoint = start, endpoint
-        self._session = AgentSession(chat, tool_format, self._look)
+        self._session = AgentSession(chat, tool_format, self._look, endpoint.tools)
         self._stop: Callable[[], None] = lambda: None
         self._ended, self._outcome = False, None
         # Called at its end, after a close.

@@ -22,6 +22,8 @@ from rlctl.utils.user_code import shortened
 
 # Requests that a new one is compared with, to name the rewritten part.
 _COMPARED = 16
+# Sets of tools that a process keeps.
+_TOOL_SETS = 64
 # Characters of new messages, as JSON: they reach the driver in one reply of the process.
 MAX_NEW = 2 << 20
 
@@ -65,7 +67,8 @@ class PlacedRequest:
     # Tokens that follow the turn's, and the length of the whole prompt.
     tokens: list[int]
     length: int
-    # All messages as the template is given them, and the number of new ones.
+    # Tools, and all messages as the template is given them, and the number of new ones.
+    tools: list[Schema]
     messages: list[Message]
     fresh: int
     # Chained hash of the messages.
@@ -78,25 +81,41 @@ class PlacedRequest:
     keys: list[str]
 
 
-class SessionHistory:
-    """Turns of one session."""
+class ToolSets:
+    """Tools of all sessions of a process, which nearly always are the same: each set is one object."""
 
-    def __init__(self, chat: Chat) -> None:
-        self._chat = chat
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[str, list[Schema]]] = {}
+
+    def one(self, tools: list[Schema]) -> tuple[str, list[Schema]]:
+        """Return the key of a set (equal in meaning, equal key), and the first object that was equal to it."""
+        raw = json.dumps(tools)
+        if (known := self._known.get(raw)) is None:
+            known = json.dumps(tools, sort_keys=True), tools
+            if len(self._known) < _TOOL_SETS:
+                self._known[raw] = known
+        return known
+
+
+class SessionHistory:
+    """Turns of one session. tools: those of all sessions."""
+
+    def __init__(self, chat: Chat, tools: ToolSets) -> None:
+        self._chat, self._tools = chat, tools
         self._turns: dict[bytes, KnownTurn] = {}
         # `PlacedRequest.keys` of earlier requests.
         self._requests: list[list[str]] = []
-        # Keys, messages and tools, each once: each request brings them again.
+        # Keys and messages, each once: each request brings them again.
         self._keys: dict[str, str] = {}
         self._messages: dict[str, Message] = {}
-        self._tools: dict[str, list[Schema]] = {}
 
     def place(self, asked: AskedTurn) -> PlacedRequest:
         """Find the turn that a request continues, and render the messages behind it.
 
         Raises RefusedError for messages that the template refuses.
         """
-        keys = [json.dumps(asked.tools, sort_keys=True), *map(message_key, asked.messages)]
+        key, tools = self._tools.one(asked.tools)
+        keys = [key, *map(message_key, asked.messages)]
         keys = [self._keys.get(key, key) for key in keys]
         chains = [b""]
         for key in keys:
@@ -107,7 +126,7 @@ class SessionHistory:
         added = asked.messages[matched:]
         if (length := sum(map(len, keys[matched + 1 if turn else 0 :]))) > MAX_NEW:
             raise RefusedError(f"the new messages have {length:,} characters as JSON, and at most {MAX_NEW:,} are read")
-        tokens = self._following(turn, added, asked.tools) if turn else self._opening(added, asked.tools)
+        tokens = self._following(turn, added, tools) if turn else self._opening(added, tools)
         common, nearest = self._nearest(keys)
         rewritten = ""
         if self._turns and (turn is None or any(each["role"] == "assistant" for each in added)):
@@ -117,11 +136,12 @@ class SessionHistory:
             after=turn.number if turn else None,
             tokens=tokens,
             length=len(tokens) + (turn.length if turn else 0),
+            tools=tools,
             messages=[*(turn.messages if turn else ()), *added],
             fresh=min(fresh, len(asked.messages)),
             chain=chains[-1],
             rewritten=rewritten,
-            spelled=self._chat.spelled(added, () if turn else asked.tools),
+            spelled=self._chat.spelled(added, () if turn else tools),
             keys=keys,
         )
 
@@ -133,10 +153,9 @@ class SessionHistory:
 
     def shared(self, asked: AskedTurn, place: PlacedRequest) -> AskedTurn:
         """Return a request with the objects of earlier ones in place of equal messages and tools."""
-        tools, *keys = place.keys
-        known = [self._messages.setdefault(key, message) for key, message in zip(keys, asked.messages)]
+        known = [self._messages.setdefault(key, message) for key, message in zip(place.keys[1:], asked.messages)]
         messages = [a if a == b else b for a, b in zip(known, asked.messages)]
-        return replace(asked, messages=messages, tools=self._tools.setdefault(tools, asked.tools))
+        return replace(asked, messages=messages, tools=place.tools)
 
     def add(self, placement: PlacedRequest, said: SaidTurn) -> None:
         """Add a turn that was sampled at a place."""

@@ -17,7 +17,7 @@ from typing import Any
 from rlctl.data.chat import Chat
 from rlctl.data.files import DataError
 from rlctl.environments.agents.asked import AskedTurn, RefusedError, checked_messages
-from rlctl.environments.agents.history import PlacedRequest, SessionHistory, said_message
+from rlctl.environments.agents.history import PlacedRequest, SessionHistory, ToolSets, said_message
 from rlctl.environments.agents.said import SaidTurn, say
 from rlctl.environments.contract import ContractError, Message, Reward, checked_reward
 from rlctl.environments.outcomes import EnvironmentFailure
@@ -54,9 +54,11 @@ class Flight:
 
 
 class AgentSession:
-    """Requests of one agent. look: called when there is something to tell the driver."""
+    """Requests of one agent. look: called when there is something to tell the driver. tools: those of all sessions."""
 
-    def __init__(self, chat: Chat, tool_format: str | None, look: Callable[[], None]) -> None:
+    def __init__(
+        self, chat: Chat, tool_format: str | None, look: Callable[[], None], tools: ToolSets | None = None
+    ) -> None:
         self.id, self.secret = secrets.token_hex(8), secrets.token_urlsafe(24)
         self.sealed = False
         self.reward: Reward | None = None
@@ -68,7 +70,7 @@ class AgentSession:
         # Why requests did not continue a turn, with their numbers.
         self.rewritten: Counter[str] = Counter()
         self._chat, self._tool_format, self._look = chat, tool_format, look
-        self._history = SessionHistory(chat)
+        self._history = SessionHistory(chat, tools or ToolSets())
         self._flights: dict[bytes, Flight] = {}
         self._answers: dict[int, asyncio.Future[AgentAnswer]] = {}
         # With the bytes of each, about.

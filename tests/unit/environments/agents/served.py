@@ -39,13 +39,16 @@ def call(a: int, b: int, before: str = "") -> str:
 class Served:
     """A session whose turns `says` gives: a text, a budget (`max_turns`), or None: no answer for now.
 
-    It has the driver's tree: each request's whole prompt, and the turns that the agent got.
+    It has the driver's tree: each request's whole prompt, and the turns that the agent got. delay: seconds of a turn.
+    shared: an endpoint of several sessions.
     """
 
     chat: Chat
     says: Callable[[int], str | None]
     tool_format: str | None = "hermes"
     bind: str = "127.0.0.1"
+    delay: Callable[[], float] = lambda: 0.0
+    shared: Endpoint | None = None
     # Prompt of each request, as tokens; what was sampled, and the number of tokens that are kept.
     prompts: list[list[int]] = field(default_factory=list)
     sampled: dict[int, list[int]] = field(default_factory=dict)
@@ -54,7 +57,7 @@ class Served:
     news: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
-        self.endpoint = Endpoint(self.bind)
+        self.endpoint = self.shared or Endpoint(self.bind)
         self.session = AgentSession(self.chat, self.tool_format, self._look)
         self.call(lambda: self.endpoint.open(self.session))
 
@@ -96,7 +99,7 @@ class Served:
             self.asks.append(ask)
             self.prompts.append([*before, *ask["tokens"]])
             if (text := self.says(ask["number"])) is not None:
-                asyncio.get_running_loop().call_soon(self._give, ask["number"], text)
+                asyncio.get_running_loop().call_later(self.delay(), self._give, ask["number"], text)
         self.news.set()
 
     def _path(self, number: int) -> list[int]:
