@@ -16,7 +16,7 @@ SESSIONS, TURNS, CUT = 64, 4, 0.2
 
 
 class CuttingProxy:
-    """Passes connections on to a port, and cuts a share of them after some bytes of either side."""
+    """Passes connections on to a port, and cuts one in five after some bytes of either side."""
 
     def __init__(self, port: int) -> None:
         self._to, self._draw = port, random.Random(7)
