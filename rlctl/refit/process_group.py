@@ -73,6 +73,9 @@ class BroadcastGroup:
             group._end_coalescing().wait()
         except RuntimeError as error:
             raise PeerLost(f"{self._who}: the group broke at {what}: {_brief(error)}") from error
+        finally:
+            # An error that somebody keeps has this frame: the group would stay open, and neighbours would wait for it.
+            del group
 
     def _from(self, owner: int) -> dist.BroadcastOptions:
         options = dist.BroadcastOptions()
