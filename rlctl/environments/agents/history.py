@@ -172,8 +172,13 @@ class SessionHistory:
     def _following(self, turn: KnownTurn, added: list[Message], tools: list[Schema]) -> list[int]:
         """Return the tokens between a turn and the next one."""
         stops = frozenset(self._chat.ends.stops)
-        before = turn.messages[:-1]
-        return self._rendered(lambda given: self._chat.link(before, given, tools).after(turn.tokens, stops), added)
+        count = len(turn.messages) - 1
+
+        def render(given: list[Message]) -> list[int]:
+            return self._chat.link(given[:count], given[count:], tools).after(turn.tokens, stops)
+
+        # A later system message may be before the turn, and the first one of those behind it.
+        return self._rendered(render, [*turn.messages[:-1], *added])
 
     def _rendered(self, render: Any, messages: list[Message]) -> list[int]:
         """Return the tokens of messages. A template that takes one system message gets later ones as the user's."""

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import openai
 import pytest
 
-from tests.unit.environments.agents.served import ADD, END, Served, call, script
+from tests.unit.environments.agents.served import ADD, END, TOOLED, Served, call, script
 from tests.unit.environments.agents.test_chat_completions import USER, asked, client_of
 from tests.waiting import until
 
@@ -76,6 +76,18 @@ def test_what_means_something_else_begins_a_row_and_is_named(serve: Serve, messa
     asked(served, [USER], tools=[ADD])
     asked(served, messages, tools=tools or openai.NOT_GIVEN)
     assert served.asks[1]["after"] is None and list(served.session.rewritten) == [why]
+
+
+def test_later_system_messages_are_the_users_where_the_template_takes_one(serve: Serve) -> None:
+    """Claude Code sends one behind the first message, and others between turns."""
+    one = "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('one') }}{% endif %}"
+    served = serve(script(f"4{END}", f"5{END}"), template=f"{one}{{% endfor %}}{TOOLED}")
+    messages = [SYSTEM, USER, SYSTEM]
+    asked(served, messages)
+    asked(served, [*messages, assistant(content="4"), SYSTEM])
+    assert served.asks[1]["after"] == 0
+    later = f"<|im_start|>user\nBe short.{END}\n"
+    assert served.texts()[1].count(later) == 2 and "4" in served.texts()[1]
 
 
 def test_an_equal_request_is_another_turn_unless_it_is_a_retry(serve: Serve) -> None:
