@@ -13,7 +13,7 @@ from rlctl.launch.assembly import launch
 from rlctl.launch.runtime import LocalRuntime
 from rlctl.launch.session import Session, run_session
 from rlctl.preflight.load import load
-from rlctl.run.checkpoints import Checkpoints
+from rlctl.run.checkpoints import Checkpoints, Known
 from rlctl.run.run_dir import JobRecord, RunDirError
 from rlctl.telemetry.jsonl import read_records
 from rlctl.workers.errors import WorkerDied
@@ -22,11 +22,21 @@ from tests.unit import folders
 Body = Callable[[Session], None]
 
 
-def export_only(folder: Path, export: Path | None, dtype: str | None) -> None:
+class Written:
+    """A trainer's part of a checkpoint that is on the disk."""
+
+    uncopied = ""
+
+    def finish(self) -> Known:
+        return {}
+
+
+def export_only(folder: Path, export: Path | None, dtype: str | None, beside: bool) -> Written:
     """Write a checkpoint with no state of a trainer."""
     assert export
     export.mkdir()
     (export / "config.json").write_text("{}")
+    return Written()
 
 
 @pytest.fixture
@@ -43,7 +53,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
                 session.recorder.save(step, {}, export_only)
         raise RuntimeError("lost")
 
-    config = load("grpo", "grpo.recipe.yaml", ["run.name=mine", "telemetry.dashboard=off"])
+    config = load(
+        "grpo", "grpo.recipe.yaml", ["run.name=mine", "telemetry.dashboard=off", "checkpoint.beside_training=false"]
+    )
     assert run_session(config.settled, config.to_yaml(), None, body) == 1
     return Path("runs/mine")
 
@@ -59,7 +71,7 @@ def files(run: Path) -> dict[str, bytes]:
 
 
 def steps(run: Path, name: str = "metrics") -> list[int]:
-    return [record["step"] for record in read_records(run / f"{name}.jsonl")]
+    return [record["step"] for record in read_records(run / f"{name}.jsonl") if record["kind"] != "checkpoint"]
 
 
 def rate(run: Path) -> float:
