@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.faults.runs import RUNS
+from tests.system.clusters import Clusters
 
 # As in the Makefile: where containers set it, each of the many processes started here would compile vLLM again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -57,3 +58,11 @@ def ray_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     logs = tmp_path_factory.mktemp("logs")
     with local_ray(logs):
         yield logs
+
+
+@pytest.fixture
+def clusters(tmp_path: Path) -> Iterator[Clusters]:
+    """The user of clusters of this machine; none is left afterwards."""
+    clusters = Clusters(tmp_path)
+    yield clusters
+    clusters.clean()

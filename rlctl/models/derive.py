@@ -194,7 +194,7 @@ def _sizes(lm: Any, layers: nn.ModuleList, kinds: LayerKinds, place: str) -> Mod
 
 
 def _stated_attention(config: Any, layers: int) -> tuple[AttentionKind, ...]:
-    """Return the attention that a config states, for a model that calls none which can be recorded."""
+    """Return the attention of a config, for a model without calls of attention to record."""
     heads = getattr(config, "num_attention_heads", 0) or 0
     if not heads:
         return ()

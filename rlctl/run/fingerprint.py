@@ -21,7 +21,7 @@ from rlctl.data.tasks import SupervisedSample, Task
 from rlctl.models.weight_headers import digest_of_weights
 from rlctl.preflight.settled import Settled
 
-# Keys of config.json that change neither a weight's shape nor what a layer computes.
+# Keys of config.json without effect on the shape of a weight or the output of a layer.
 _NOT_OF_THE_MODEL = re.compile(
     r"_.*|architectures|auto_map|transformers_version|(torch_)?dtype|use_cache|.*token_id|max_position_embeddings|"
     r".*dropout.*|initializer_.*|output_.*|return_dict.*|id2label|label2id|problem_type|quantization_config"

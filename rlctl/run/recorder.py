@@ -190,11 +190,15 @@ class RunRecorder:
         return saving.checkpoint
 
     def leave_save(self, wait_s: float) -> None:
-        """Give a save at most this long to end, after an error of the run that counts more than its own."""
-        if self._saving and not self._saving.done.wait(wait_s):
-            self._saving.save.abandon()
-            self.events.emit("warning", what=f"the checkpoint of step {self._saving.step} was not finished")
-        self._saving = None
+        """Give a save at most this long to end, after an error of the run that counts more. Warn if it fails too."""
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return
+        if not saving.done.wait(wait_s):
+            saving.save.abandon()
+            self.events.emit("warning", what=f"the checkpoint of step {saving.step} was not finished")
+        elif saving.error:
+            self.events.emit("warning", what=str(saving.error))
 
     @property
     def newest(self) -> str:

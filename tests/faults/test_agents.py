@@ -2,17 +2,15 @@
 
 import random
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
 from rlctl.data.cursor import Cursor
-from tests.faults.runs import Run, in_transit, outcomes, read, survivors
-from tests.faults.test_async import KILLS, PROMPTS, without_its_engine_it_goes_on
-from tests.faults.test_episodes import without_an_environment_process_it_goes_on
+from tests.faults.runs import Run, in_transit, outcomes, read
+from tests.faults.test_async import KILLS, PROMPTS
+from tests.faults.test_episodes import BLOWS, hurt
 from tests.system.test_episodes import data
 
 AGE, ROWS, ROLLOUTS, TURNS, STEPS = 2, 40, 4, 3, 6 * KILLS
@@ -62,25 +60,6 @@ def _command(process: psutil.Process) -> list[str]:
         return []
 
 
-def hurt(run: Run, resumed: Callable[[], Run], last: int) -> Run:
-    """Kill an agent, an environment process, the engine, the driver, and so on; return the attempt that is left."""
-    moments = random.Random(5)
-    for kill in range(KILLS):
-        done = max((step["step"] for step in run.steps()), default=0)
-        run.wait_for_step(min(last, done + moments.randint(1, 3)))
-        time.sleep(moments.uniform(0, 0.8))
-        if kill % 4 == 0:
-            without_an_agent_it_goes_on(run, moments)
-        elif kill % 4 == 1:
-            without_an_environment_process_it_goes_on(run, moments)
-        elif kill % 4 == 2:
-            without_its_engine_it_goes_on(run)
-        else:
-            assert survivors(run.kill()) == []
-            run = resumed()
-    return run
-
-
 def whole_and_valued(run: Run, age: int) -> int:
     """Every group that was trained has all of its rollouts, whole, with the agent's value. Returns the failed tries."""
     failures = 0
@@ -106,7 +85,7 @@ def whole_and_valued(run: Run, age: int) -> int:
 def test_an_asynchronous_run_of_agents_loses_none_and_trains_none_twice(tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text(AGENT)
     run = Run(tmp_path, "hurt-agents", *SETTINGS, *data(tmp_path), *ASYNCHRONOUS)
-    run = hurt(run, lambda: Run(tmp_path, "hurt-agents", resume=True), STEPS)
+    run = hurt(run, lambda: Run(tmp_path, "hurt-agents", resume=True), STEPS, (without_an_agent_it_goes_on, *BLOWS))
     assert run.end() == 0, run.text()
     steps = run.steps()
     assert [step["step"] for step in steps] == list(range(1, STEPS + 1))

@@ -2,7 +2,7 @@
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -40,17 +40,23 @@ def without_an_environment_process_it_goes_on(run: Run, moments: random.Random) 
     moments.choice([each for each in family if "rlctl.environments.child" in each.cmdline()]).kill()
 
 
-def hurt(run: Run, resumed: Callable[[], Run], last: int) -> Run:
-    """Kill an environment process, the engine, the driver, and so on; return the attempt that is left."""
+Blow = Callable[[Run, random.Random], None]
+BLOWS: tuple[Blow, ...] = (
+    without_an_environment_process_it_goes_on,
+    lambda run, moments: without_its_engine_it_goes_on(run),
+)
+
+
+def hurt(run: Run, resumed: Callable[[], Run], last: int, blows: Sequence[Blow] = BLOWS) -> Run:
+    """Strike each of `blows` in turn, then kill the driver, and so on; return the attempt that is left."""
     moments = random.Random(5)
     for kill in range(KILLS):
         done = max((step["step"] for step in run.steps()), default=0)
         run.wait_for_step(min(last, done + moments.randint(1, 3)))
         time.sleep(moments.uniform(0, 0.8))
-        if kill % 3 == 0:
-            without_an_environment_process_it_goes_on(run, moments)
-        elif kill % 3 == 1:
-            without_its_engine_it_goes_on(run)
+        turn = kill % (len(blows) + 1)
+        if turn < len(blows):
+            blows[turn](run, moments)
         else:
             assert survivors(run.kill()) == []
             run = resumed()

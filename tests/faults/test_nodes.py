@@ -3,9 +3,7 @@
 import os
 import shlex
 import signal
-from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -19,13 +17,6 @@ from tests.system.test_cluster_runs import steps, wait_for
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(2400)]
 TINY = ("grpo.num_prompts_per_step=4", "grpo.num_generations_per_prompt=2", "validation.every=0", "run.probe=false")
 ENDLESS = ("grpo.num_steps=5000", "checkpoint.every=1", "trainer.threads=1", "run.restart_backoff_s=1")
-
-
-@pytest.fixture
-def clusters(tmp_path: Path) -> Iterator[Clusters]:
-    clusters = Clusters(tmp_path)
-    yield clusters
-    clusters.clean()
 
 
 class Hurt:

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,13 +14,6 @@ import ray
 ray.init(log_to_driver=False)
 print(ray.get(ray.remote(lambda: 6 * 7).remote()))
 """
-
-
-@pytest.fixture
-def clusters(tmp_path: Path) -> Iterator[Clusters]:
-    clusters = Clusters(tmp_path)
-    yield clusters
-    clusters.clean()
 
 
 def clock_set(folder: Path, by_s: int) -> tuple[str, ...]:

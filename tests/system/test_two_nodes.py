@@ -1,7 +1,6 @@
 """Runs over several nodes of one machine learn as a run on one node does: same ranks, same mesh, same bits."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,6 @@ from tests.system.clusters import Clusters
 # Two CPUs a node: a rank and an engine on each.
 SIZES = ("trainer.num_ranks=2", "generation.num_engines=2", "trainer.threads=1")
 SMALL = ("grpo.num_prompts_per_step=8", "grpo.num_generations_per_prompt=4", "validation.every=0", "grpo.num_steps=3")
-
-
-@pytest.fixture
-def clusters(tmp_path: Path) -> Iterator[Clusters]:
-    clusters = Clusters(tmp_path)
-    yield clusters
-    clusters.clean()
 
 
 def train(clusters: Clusters, name: str, *arguments: str) -> Path:

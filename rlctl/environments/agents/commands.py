@@ -133,7 +133,7 @@ class _Command:
             self._loop.call_soon_threadsafe(self._ended, outcome)
 
     def _pass_on(self) -> None:
-        """Pass its output on to the log, up to a bound, and keep the end of it."""
+        """Pass its output on to the log, up to a bound, and keep the last line."""
         assert self._process.stdout and self._process.stderr
         own, others = self._process.stdout.fileno(), self._process.stderr.fileno()
         poll, left = select.poll(), MAX_OUTPUT
@@ -174,7 +174,7 @@ def _end_orphans(secret: str) -> None:
 
 
 def _children(pid: int) -> list[int]:
-    """Return the children of a process; none if the kernel keeps no list of them."""
+    """Return the children of a process; none if the kernel lists none."""
     try:
         return [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in _words(task / "children")]
     except OSError:

@@ -177,7 +177,7 @@ class SessionHistory:
         def render(given: list[Message]) -> list[int]:
             return self._chat.link(given[:count], given[count:], tools).after(turn.tokens, stops)
 
-        # A later system message may be before the turn, and the first one of those behind it.
+        # A second system message may stand before the turn, another behind it.
         return self._rendered(render, [*turn.messages[:-1], *added])
 
     def _rendered(self, render: Any, messages: list[Message]) -> list[int]:

@@ -256,3 +256,13 @@ def test_a_save_that_is_left_behind_takes_no_name(tmp_path: Path) -> None:
     thread.join(20)
     assert [path.name for path in run.checkpoints.iterdir()] == ["tmp_step_1"]
     assert records(run.events)[-1]["what"] == "the checkpoint of step 1 was not finished"
+
+
+def test_a_save_that_fails_beside_an_error_of_the_run_is_told(tmp_path: Path) -> None:
+    recorder, run = make_recorder(tmp_path, beside=True), RunDir(tmp_path / "r")
+    recorder.save(1, {}, lambda *_: Begun(OSError("No space left on device")))
+    recorder.leave_save(20)
+    last = records(run.events)[-1]
+    assert last["kind"] == "warning" and last["what"].startswith("no checkpoint of step 1 in ")
+    assert last["what"].endswith("No space left on device")
+    assert recorder.finish_save() is None
