@@ -1,5 +1,6 @@
 """Safetensors files with headers made before any tensor: processes write their own byte ranges side by side."""
 
+import ctypes
 import json
 import math
 import os
@@ -56,8 +57,14 @@ def lay_out(tensors: Layout, metadata: Mapping[str, str]) -> FileLayout:
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """Return the bytes of a tensor on the host; its own memory if it is contiguous."""
-    flat = tensor.detach().contiguous().view(-1)
-    return memoryview(flat.view(torch.uint8).numpy().data) if flat.numel() else memoryview(b"")
+    flat = tensor.detach().contiguous()
+    if not flat.numel():
+        return memoryview(b"")
+    # Not by numpy: torch then never resizes the tensor's memory again, and offloading could not free it.
+    array = (ctypes.c_ubyte * flat.nbytes).from_address(flat.data_ptr())
+    # The view holds the array, which holds the memory.
+    array.tensor = flat  # type: ignore[attr-defined]
+    return memoryview(array).cast("B")
 
 
 def runs(shape: Shape, start: Shape, size: Shape) -> Iterator[tuple[int, int]]:

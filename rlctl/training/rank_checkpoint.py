@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -261,7 +262,9 @@ def _write_shards(file: Path, shards: Shards) -> tuple[int, str]:
     try:
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
-            for data in (memoryview(layout.header), *(bytes_of(shards[name].tensor.cpu()) for name in layout.places)):
+            # One tensor at a time leaves the device.
+            tensors = (bytes_of(shards[name].tensor.cpu()) for name in layout.places)
+            for data in chain((memoryview(layout.header),), tensors):
                 digest.update(data)
                 while data:
                     data = data[os.write(descriptor, data) :]

@@ -25,6 +25,7 @@ def test_lines_of_a_pipe_are_answered_and_new_forgets_what_was_said() -> None:
     ]
 
 
+@pytest.mark.long  # its parts: tests/unit/environments/agents, tests/unit/cli/test_chat.py
 @pytest.mark.slow
 def test_an_endpoint_serves_a_persons_client_until_ctrl_c() -> None:
     import re

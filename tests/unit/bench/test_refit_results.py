@@ -71,6 +71,7 @@ def test_every_shape_has_the_parameters_of_its_name(name: str, tmp_path: Path) -
         "qwen3-4b": 4022,
         "qwen3-8b": 8191,
         "qwen3-30b-a3b": 30532,
+        "qwen3-235b-a22b": 235094,
         "llama-8b": 8030,
     }
     assert millions == pytest.approx(expected[name], rel=0.005)

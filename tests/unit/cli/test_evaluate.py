@@ -125,7 +125,8 @@ def test_an_export_says_what_is_in_its_way(rlctl: Rlctl, home: Path) -> None:
     done = rlctl("export", "me/model", "out")
     assert done.code == 2
     assert done.err.startswith(
-        "error: me/model is not on this machine: only a checkpoint, a run or a folder is exported"
+        "error: me/model is not on this machine: only a checkpoint, a run, a folder, or a hub's model that was fetched "
+        "before is exported"
     )
 
 

@@ -12,7 +12,7 @@ from rlctl.generation.requests import TurnRequest
 from tests.unit.rollout.fake_engine import answer
 from tests.unit.rollout.schedule import Schedule, fakes
 
-STEPS, PROMPTS = 200, 6
+STEPS, PROMPTS = 100, 6
 WEIGHTS = {"fast": 3.0, "slow": 2.0, "rare": 0.5}
 TASKS = [
     Task(f"r{i}", [1], "", None, source=name) for i, name in enumerate(name for name in WEIGHTS for _ in range(11))

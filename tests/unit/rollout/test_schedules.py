@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:R
 # 10,000 schedules, the first 1,400 of which are in every run of the suite.
 PER_CHUNK, CHUNKS, SHORT = 200, 50, 7
 # Schedules that catch rare mutations. They come first, to save time alone.
-OFTEN_NOTICE = (48, 51, 57, 64, 70, 75, 616)
+OFTEN_NOTICE = (48, 51, 57, 64, 70, 75, 91, 205, 616, 683)
 
 
 @pytest.mark.parametrize("chunk", [pytest.param(i, marks=[pytest.mark.long] * (i >= SHORT)) for i in range(CHUNKS)])
