@@ -22,7 +22,7 @@ from rlctl.generation.engine import Engine
 from rlctl.generation.requests import Completion, RequestId, RolloutId, TurnRequest
 from rlctl.generation.spec import EngineSpec, engine_kind
 from rlctl.grpo.logprob_mismatch import mismatch
-from rlctl.grpo.parity_check import BOUNDS
+from rlctl.grpo.parity_check import BOUNDS, judge, rounding_of
 from rlctl.launch.worker_specs import engine_spec
 from rlctl.models.adapter_folder import read_config, write_merged
 from rlctl.models.model_files import ModelFiles
@@ -97,6 +97,11 @@ class CheckedTrainer:
         """Return the log-probs of every token given those before it, 0 at the first."""
         batches = self.rank.log_probs(self._batches(sequences, packed))
         return [row for batch in batches for row in batch]
+
+    def exact_log_probs(self, sequences: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]] | None:
+        """Return `log_probs` in float32 of the weights as they are rounded; None for a backend that cannot."""
+        batches = self.rank.exact_log_probs(self._batches(sequences, packed=True))
+        return None if batches is None else [row for batch in batches for row in batch]
 
     def train(self, sequences: Sequence[NDArray[np.int32]], *, packed: bool = True) -> float:
         """Make one update; return the norm of its gradient."""
@@ -192,17 +197,18 @@ def sampled(engine: CheckedEngine, vocab: int) -> list[tuple[NDArray[np.int32], 
     return list(zip(prompts, engine.answers(prompts, 1.0)))
 
 
-def agreement(
-    trainer: CheckedTrainer, pairs: list[tuple[NDArray[np.int32], Completion]], bound: float, when: str
-) -> Finding:
+def agreement(trainer: CheckedTrainer, pairs: list[tuple[NDArray[np.int32], Completion]], when: str) -> Finding:
     """Compare log-probs of tokens that the engine sampled with the trainer's."""
     sequences = [np.concatenate([prompt, answer.tokens]) for prompt, answer in pairs]
     theirs = [np.concatenate([np.zeros(len(prompt), np.float32), answer.log_probs]) for prompt, answer in pairs]
     masks = [np.arange(len(each)) >= len(prompt) for each, (prompt, _) in zip(sequences, pairs)]
-    gap = mismatch(theirs, trainer.log_probs(sequences), masks)
-    error = gap.token_mult_prob_error
+    own = trainer.log_probs(sequences)
+    gap = mismatch(theirs, own, masks)
+    found = judge(gap, trainer.dtype, lambda: rounding_of(theirs, own, trainer.exact_log_probs(sequences), masks))
+    error, bound = gap.token_mult_prob_error, BOUNDS[trainer.dtype]
     text = f"token_mult_prob_error {error:.6f} over {gap.tokens} tokens, {when}; allowed: {bound:g}"
-    return Finding("trainer = engine", text, bool(error <= bound), {"token_mult_prob_error": error})
+    text += f", or rounding: {found.why}" if found.why else ""
+    return Finding("trainer = engine", text, found.agree, {"token_mult_prob_error": error})
 
 
 def as_transformers(trainer: CheckedTrainer, folder: str, device: str, vocab: int, longest: int) -> Finding:
@@ -275,18 +281,18 @@ def engine_findings(
 
     imports: see `EngineProcess`.
     """
-    device, bound = spec.device, BOUNDS[spec.dtype]
+    device = spec.device
     environment = engine_kind(spec.kind).environment(device, ["0"] if device != "cpu" else [], [])
     with EngineProcess(spec, environment, scratch / "engine.log", imports) as process:
         engine = CheckedEngine(process)
         first = sampled(engine, vocab)
-        yield agreement(trainer, first, bound, "both from disk")
+        yield agreement(trainer, first, "both from disk")
         before = engine.checksums()
         plan = engine.open(trainer, spec.dtype, scratch / "refit")
         trainer.rank.save(scratch / "state")
         trainer.train(random_sequences(vocab, LENGTHS, 3))
         engine.refit(trainer, 1)
-        yield replace(agreement(trainer, sampled(engine, vocab), bound, "after an update and a refit"), subject="")
+        yield replace(agreement(trainer, sampled(engine, vocab), "after an update and a refit"), subject="")
         between = engine.checksums()
         trainer.rank.load(scratch / "state")
         engine.refit(trainer, 2)

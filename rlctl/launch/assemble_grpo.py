@@ -97,7 +97,8 @@ class GrpoParts:
             if config.run.probe or self.probe_only:
                 with session.starting("probe"):
                     tasks = data.validation or data.train
-                    gap = probe(config, components, tasks, session.start, pool.dtype)
+                    warn = lambda what: session.events.emit("warning", what=what)  # noqa: E731
+                    gap = probe(config, components, tasks, session.start, pool.dtype, warn)
                 session.events.emit("probe", **vars(gap))
             else:
                 pool.sync(session.start)

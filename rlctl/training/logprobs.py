@@ -60,6 +60,18 @@ def chunked_log_probs(
 _How = tuple[float, float, float | None]
 
 
+# Rows of a weight that are converted at a time.
+_ROWS = 1 << 13
+
+
+def _product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return hidden @ weight.T + bias, in float32 where `hidden` alone is: the whole weight need not fit twice."""
+    if hidden.dtype == weight.dtype:
+        return F.linear(hidden, weight, bias)
+    logits = torch.cat([F.linear(hidden, rows.to(hidden.dtype)) for rows in torch.split(weight, _ROWS)], -1)
+    return logits if bias is None else logits + bias
+
+
 def _transformed(logits: Tensor, how: _How) -> Tensor:
     """Return the transform of logits, float32, perhaps in their own memory."""
     _, scale, softcap = how
@@ -198,7 +210,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         entropy, normalizer = torch.empty_like(log_probs), log_probs.new_empty(len(hidden), 2)
         for at in range(0, len(hidden), chunk):
             rows = slice(at, at + chunk)
-            parts = work(F.linear(hidden[rows], weight, bias), targets[rows], how)
+            parts = work(_product(hidden[rows], weight, bias), targets[rows], how)
             log_probs[rows], entropy[rows], normalizer[rows] = parts
         ctx.save_for_backward(hidden, weight, bias, targets, entropy, normalizer)
         ctx.how, ctx.chunk, ctx.compiled = how, chunk, compiled

@@ -33,14 +33,7 @@ from rlctl.training.interface import Loss, MicroBatch, Totals
 from rlctl.training.lora import require_moved, without_adapters
 from rlctl.training.offload import FrozenWeights, OffloadManager, process_memory
 from rlctl.training.profile import ProfileSpec
-from rlctl.training.rank_checkpoint import (
-    ExportJob,
-    RankSave,
-    SaveBegun,
-    Shards,
-    TensorShard,
-    WeightsJob,
-)
+from rlctl.training.rank_checkpoint import ExportJob, RankSave, SaveBegun, Shards, TensorShard, WeightsJob
 from rlctl.training.update import MetricAccumulator, learning_rate
 from rlctl.utils.cores import usable_cores
 from rlctl.utils.ports import met_at
@@ -137,6 +130,10 @@ class TrainerRank(ABC):
         with self._weights_of(role), torch.no_grad():
             self._state.enter("log_probs")
             return self._log_probs(micro_batches)
+
+    def exact_log_probs(self, micro_batches: list[MicroBatch]) -> list[list[NDArray[np.float32]]] | None:
+        """Return `log_probs` in float32 of the weights as they are rounded; None for a backend that cannot."""
+        return None
 
     def _weights_of(self, role: Role) -> AbstractContextManager[None]:
         """Return a context in which the live weights are those of `role`."""

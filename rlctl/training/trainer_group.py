@@ -179,13 +179,15 @@ class TrainerGroup:
         """Return log-probs float32 [T] of each sequence under the weights of `role`, in order."""
         plan = self._plan(sequences)
         found = self.group.run(TrainerWorker.log_probs, [(share, role) for share in self._shares(plan, sequences)])
-        answers: list[Any] = [None] * len(sequences)
-        for shard, columns in dict(zip(self._shards, found)).items():
-            start = 0
-            for index in (index for batch in plan[shard] for index in batch):
-                answers[index] = columns[start : start + len(sequences[index])]
-                start += len(sequences[index])
-        return answers
+        return self._in_order(plan, sequences, found)
+
+    def exact_log_probs(self, sequences: Rows[TrainingSample]) -> list[NDArray[np.float32]] | None:
+        """Return the policy's log-probs in float32 of the weights as they are rounded; None if the backend cannot."""
+        plan = self._plan(sequences)
+        shares = [(share,) for share in self._shares(plan, sequences)]
+        found = self.group.run(TrainerWorker.exact_log_probs, shares)
+        able = [each for each in found if each is not None]
+        return self._in_order(plan, sequences, able) if able else None
 
     def begin_save(self, folder: Path, export: Path | None, dtype: str | None, beside_training: bool) -> TrainerSave:
         """Begin to write training state into `folder`, and into `export` a Hugging Face folder of `dtype`.
@@ -215,6 +217,18 @@ class TrainerGroup:
             rollouts = rollout_index([sequence.rollout for sequence in sequences])
             return plan_whole_rollouts(lengths, rollouts, shards, self._tokens, self.padded)
         return plan_micro_batches(lengths, shards, self._tokens, self.padded)
+
+    def _in_order(
+        self, plan: list[list[list[int]]], sequences: Rows[TrainingSample], found: list[NDArray[np.float32]]
+    ) -> list[NDArray[np.float32]]:
+        """Return each sequence's part of the ranks' answers."""
+        answers: list[Any] = [None] * len(sequences)
+        for shard, columns in dict(zip(self._shards, found)).items():
+            start = 0
+            for index in (index for batch in plan[shard] for index in batch):
+                answers[index] = columns[start : start + len(sequences[index])]
+                start += len(sequences[index])
+        return answers
 
     def _shares(self, plan: list[list[list[int]]], sequences: Rows[TrainingSample]) -> list[RankBatch]:
         """Return every rank's share."""

@@ -94,9 +94,12 @@ class TrainerWorker(SendsWeights):
 
     def log_probs(self, share: RankBatch, role: Role = "policy") -> NDArray[np.float32]:
         """Return log-probs float32 [N] under the weights of `role`, in the order of the share's tokens."""
-        batches = self._trainer.log_probs(share.micro_batches(), role)
-        joined: NDArray[np.float32] = _join([row for batch in batches for row in batch], np.dtype(np.float32))
-        return joined
+        return _columns(self._trainer.log_probs(share.micro_batches(), role))
+
+    def exact_log_probs(self, share: RankBatch) -> NDArray[np.float32] | None:
+        """Return the policy's log-probs in float32 of the weights as they are rounded; None if the backend cannot."""
+        found = self._trainer.exact_log_probs(share.micro_batches())
+        return None if found is None else _columns(found)
 
     def begin_save(self, folder: str, export: str | None, dtype: str | None, beside_training: bool) -> SaveBegun:
         """Begin to write training state into `folder`; if named, a Hugging Face folder of `dtype` into `export` too."""
@@ -126,6 +129,12 @@ class TrainerWorker(SendsWeights):
     def close(self) -> None:
         """Free the refit's buffers and connections."""
         self.refit_close()
+
+
+def _columns(batches: list[list[NDArray[np.float32]]]) -> NDArray[np.float32]:
+    """Return the values of all sequences, one after the other."""
+    joined: NDArray[np.float32] = _join([row for batch in batches for row in batch], np.dtype(np.float32))
+    return joined
 
 
 def _join(parts: list[Any], dtype: np.dtype[Any]) -> Any:

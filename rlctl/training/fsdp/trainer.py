@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from rlctl.models.adapter_folder import open_weights
 from rlctl.preflight.offload_plan import residency
 from rlctl.refit.source import Shard
+from rlctl.training.fsdp.exact import in_float32
 from rlctl.training.fsdp.model import (
     Named,
     build_policy,
@@ -104,6 +105,10 @@ class FsdpTrainer(TrainerRank):
             if self._spec.rank == 0:
                 whole[name] = tensor.to("cpu", copy=True)
         return AdapterJob(folder, self._config.adapters, base, self._tokenizer(), whole, self._spec.rank)
+
+    def exact_log_probs(self, micro_batches: list[MicroBatch]) -> list[list[NDArray[np.float32]]] | None:
+        with in_float32(self._policy):
+            return self.log_probs(micro_batches)
 
     def _log_probs(self, micro_batches: list[MicroBatch]) -> list[list[NDArray[np.float32]]]:
         found: list[list[NDArray[np.float32]]] = []

@@ -1,0 +1,91 @@
+"""A pass of an FSDP policy in float32 with the weights that bfloat16 rounded: the measure of the other rounding."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
+
+from rlctl.training.fsdp.model import FsdpPolicy
+
+
+@contextmanager
+def in_float32(policy: FsdpPolicy) -> Iterator[None]:
+    """Have the policy compute in float32 within the block, without compiled code.
+
+    The weights are those of a pass in bfloat16. A layer's are converted for the time of its own pass: a whole model in
+    float32 may not fit the device.
+    """
+    facts, lm = policy.facts, policy.lm
+    layers = list(lm.get_submodule(facts.layers))
+    # The head converts its weight by itself.
+    done = {id(module) for layer in layers for module in layer.modules()} | {id(lm.get_submodule(facts.head))}
+    embedding = lm.get_submodule(facts.embedding)
+    with ExitStack() as stack:
+        stack.callback(setattr, policy, "compiled", policy.compiled)
+        policy.compiled = False
+        for layer in layers:
+            given = _Given()
+            hook = layer.register_forward_pre_hook(given.keep, prepend=True, with_kwargs=True)
+            stack.callback(hook.remove)
+            stack.enter_context(_replaced(layer, partial(_forward, layer, list(layer.modules()), given)))
+        for module in lm.modules():
+            if id(module) not in done and (module._parameters or module._buffers):
+                # Few rows of the embedding are looked up: those alone are converted.
+                parts = [] if module is embedding else [module]
+                stack.enter_context(_replaced(module, partial(_forward, module, parts, None)))
+        yield
+
+
+class _Given:
+    """Arguments of a layer before FSDP rounds them."""
+
+    def keep(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Keep them; a hook."""
+        self.args, self.kwargs = args, kwargs
+
+
+def _forward(module: nn.Module, parts: Sequence[nn.Module], given: _Given | None, *args: Any, **kwargs: Any) -> Any:
+    """Return a module's output, computed in float32. parts: modules whose parameters are converted."""
+    if given:
+        args, kwargs = given.args, given.kwargs
+    args, kwargs = tree_map(_float, (args, kwargs))
+    with _converted(parts):
+        # The class's: an instance's is compiled.
+        return tree_map(_float, type(module).forward(module, *args, **kwargs))
+
+
+def _float(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+@contextmanager
+def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Give `module` another `forward`, below FSDP's own work, within the block."""
+    own = module.__dict__.get("forward")
+    module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.__dict__["forward"]
+        else:
+            module.__dict__["forward"] = own
+
+
+@contextmanager
+def _converted(parts: Sequence[nn.Module]) -> Iterator[None]:
+    """Have float32 copies of the modules' gathered parameters in their places within the block."""
+    with ExitStack() as stack:
+        for part in parts:
+            for name, parameter in list(part._parameters.items()):
+                # Those of a group of its own are still sharded, and float32.
+                if parameter is None or isinstance(parameter, DTensor) or parameter.dtype == torch.float32:
+                    continue
+                stack.callback(part._parameters.__setitem__, name, parameter)
+                part._parameters[name] = nn.Parameter(parameter.detach().float(), requires_grad=False)
+        yield
