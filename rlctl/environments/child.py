@@ -126,9 +126,9 @@ class _Child:
             endpoint = Endpoint(agent.bind)
         except OSError as error:
             return agent_contract(name, [f"agent.bind={agent.bind} is no address of this machine: {error}"])
-        run: Any = partial(start_function, function, endpoint.loop)
+        run: Any = partial(start_function, function)
         if agent.command:
-            run = partial(start_command, list(agent.command), endpoint.loop)
+            run = partial(start_command, list(agent.command))
         format = agent.tool_format if agent.chat else PLAIN_FORMAT
         self._makers[key] = partial(AgentEpisode, run, endpoint, chat, format, self._reply)
         return agent_contract(name, [])

@@ -1,10 +1,8 @@
 """An agent that is a command: started once a rollout, and ended with all that it started."""
 
-import asyncio
 import errno
 import json
 import os
-import random
 import select
 import signal
 import subprocess
@@ -17,8 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rlctl.environments.agents.episode import Ended
-from rlctl.environments.agents.news import AgentTask
+from rlctl.environments.agents.episode import AgentLaunch
 from rlctl.environments.outcomes import EnvironmentFailure
 from rlctl.utils.user_code import shortened
 
@@ -35,30 +32,21 @@ _LEFT_OUT = b"\n[the agent printed more than 1 MiB: the rest is left out]\n"
 _ROUNDS = 20
 
 
-def start_command(
-    command: list[str],
-    loop: asyncio.AbstractEventLoop,
-    task: AgentTask,
-    base_url: str,
-    api_key: str,
-    generator: random.Random,
-    ended: Ended,
-) -> Callable[[], None]:
+def start_command(command: list[str], call: AgentLaunch) -> Callable[[], None]:
     """Start a command in its own session. Returns the way to stop it, with all that it started.
 
-    The last line of its output is its value, if it is JSON: a number, or an object with `reward`. `ended` is called on
-    `loop` once its processes are gone.
+    The last line of its output is its value, if it is JSON: a number, or an object with `reward`. `call.ended` is
+    called once its processes are gone.
     """
-    root = base_url.removesuffix("/v1")
     own = {
-        "OPENAI_BASE_URL": base_url,
-        "OPENAI_API_KEY": api_key,
-        "ANTHROPIC_BASE_URL": root,
-        "ANTHROPIC_API_KEY": api_key,
-        "RLCTL_BASE_URL": base_url,
-        "RLCTL_API_KEY": api_key,
-        "RLCTL_TASK": json.dumps(asdict(task), default=str),
-        "RLCTL_SEED": str(generator.getrandbits(31)),
+        "OPENAI_BASE_URL": call.base_url,
+        "OPENAI_API_KEY": call.api_key,
+        "ANTHROPIC_BASE_URL": call.base_url.removesuffix("/v1"),
+        "ANTHROPIC_API_KEY": call.api_key,
+        "RLCTL_BASE_URL": call.base_url,
+        "RLCTL_API_KEY": call.api_key,
+        "RLCTL_TASK": json.dumps(asdict(call.task), default=str),
+        "RLCTL_SEED": str(call.generator.getrandbits(31)),
         # These call home, or change their requests with each one, otherwise.
         "OPENAI_AGENTS_DISABLE_TRACING": "1",
         "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
@@ -77,24 +65,17 @@ def start_command(
         )
     except OSError as error:
         long = f": RLCTL_TASK has {len(own['RLCTL_TASK']):,} characters" if error.errno == errno.E2BIG else ""
-        loop.call_soon(ended, EnvironmentFailure("raised", f"{name} cannot be started", f"{error}{long}"))
+        failure = EnvironmentFailure("raised", f"{name} cannot be started", f"{error}{long}")
+        call.loop.call_soon(call.ended, failure)
         return lambda: None
-    running = _Command(name, process, api_key, loop, ended)
-    return running.stop
+    return _Command(name, process, call).stop
 
 
 class _Command:
-    """One command that runs. secret: a value in the environment of its processes alone."""
+    """One command that runs."""
 
-    def __init__(
-        self,
-        name: str,
-        process: "subprocess.Popen[bytes]",
-        secret: str,
-        loop: asyncio.AbstractEventLoop,
-        ended: Ended,
-    ) -> None:
-        self._name, self._process, self._secret, self._loop, self._ended = name, process, secret, loop, ended
+    def __init__(self, name: str, process: "subprocess.Popen[bytes]", call: AgentLaunch) -> None:
+        self._name, self._process, self._call = name, process, call
         # End of its output.
         self._tail = b""
         # Held while it is reaped: its number may be another's then.
@@ -106,7 +87,7 @@ class _Command:
     def stop(self) -> None:
         """Ask its processes to end, and end them later. Called on the loop."""
         if self._signal(signal.SIGTERM):
-            self._loop.call_later(TERM_S, self._signal, signal.SIGKILL)
+            self._call.loop.call_later(TERM_S, self._signal, signal.SIGKILL)
 
     def _signal(self, number: signal.Signals) -> bool:
         """Send a signal to its group, whose leader may have ended before its children; return False if it is gone."""
@@ -122,7 +103,8 @@ class _Command:
         self._reader.join(_OUTPUT_S)
         with self._lock:
             code, self._reaped = self._process.wait(), True
-        _end_orphans(self._secret)
+        # The key is in the environment of its processes alone.
+        _end_orphans(self._call.api_key)
         self._reader.join(_OUTPUT_S)
         last = self._tail.rstrip().rpartition(b"\n")[2].decode(errors="replace").strip()
         outcome: Any = _value(last)
@@ -130,7 +112,7 @@ class _Command:
             how = f"was ended by signal {-code}" if code < 0 else f"exited with {code}"
             outcome = EnvironmentFailure("raised", f"{self._name} {how}", shortened(last))
         with suppress(RuntimeError):  # the process is about to end
-            self._loop.call_soon_threadsafe(self._ended, outcome)
+            self._call.loop.call_soon_threadsafe(self._call.ended, outcome)
 
     def _pass_on(self) -> None:
         """Pass its output on to the log, up to a bound, and keep the last line."""

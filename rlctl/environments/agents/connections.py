@@ -20,7 +20,7 @@ HEADERS_S, _MOMENT_S = 10.0, 1.0
 IDLE_S = 75.0
 # Seconds in which the rest of a refused body is read: the client sees the refusal.
 _LINGER_S = 0.5
-# Reasons of refusals that are told.
+# Reasons of refusals that are told. The others are counted, and the count is told at each power of ten.
 _TOLD = 20
 
 
@@ -67,6 +67,7 @@ class Connections(logging.Handler):
         # Connections without a session's key so far, oldest first, and their deadlines.
         self._strangers: dict[Connection, asyncio.TimerHandle] = {}
         self._told: set[str] = set()
+        self._untold = 0
         # Errors of the HTTP library: each has a traceback otherwise.
         self.logger = logging.Logger("rlctl.agents", logging.ERROR)
         self.logger.addHandler(self)
@@ -100,10 +101,18 @@ class Connections(logging.Handler):
             self._forget(one)
 
     def tell(self, peer: str, what: str) -> None:
-        """Print the request of a stranger, once each cause."""
-        if what not in self._told and len(self._told) < _TOLD:
+        """Print the request of a stranger, once each cause. Beyond `_TOLD` causes, print the number of refusals."""
+        if what in self._told:
+            return
+        if len(self._told) < _TOLD:
             self._told.add(what)
-            print(f"agents' endpoint: {peer} asked for {what}, and was refused", file=sys.stderr, flush=True)
+            said = f"{peer} asked for {what}, and was refused"
+        else:
+            self._untold += 1
+            if not _is_power_of_ten(self._untold):
+                return
+            said = f"refused {self._untold:,} more for other causes than the {_TOLD} above, the last {peer} for {what}"
+        print(f"agents' endpoint: {said}", file=sys.stderr, flush=True)
 
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
@@ -122,6 +131,10 @@ class Connections(logging.Handler):
         timer = self._strangers.pop(one, None)
         if timer is not None:
             timer.cancel()
+
+
+def _is_power_of_ten(number: int) -> bool:
+    return str(number).rstrip("0") == "1"
 
 
 def _descriptors() -> int:

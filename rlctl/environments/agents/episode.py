@@ -8,8 +8,10 @@ they arrive. A close is answered once the thread or the command has ended: one t
 process is then used no more.
 """
 
+import asyncio
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from rlctl.data.chat import Chat
@@ -21,10 +23,24 @@ from rlctl.environments.episode import CalledEpisode, Reply
 from rlctl.environments.outcomes import EnvironmentFailure
 from rlctl.utils.user_code import shortened
 
-# Ends the agent's run; called on the endpoint's loop with its value or failure.
-Ended = Callable[[Any], None]
-# Starts an agent: task, base address, key, generator of its seed, end. Returns the way to stop it.
-StartAgent = Callable[[AgentTask, str, str, random.Random, Ended], Callable[[], None]]
+
+@dataclass(frozen=True)
+class AgentLaunch:
+    """One call of an agent, as its function or command is started."""
+
+    task: AgentTask
+    # Address and key of its session at the endpoint.
+    base_url: str
+    api_key: str
+    # Generator of its seed.
+    generator: random.Random
+    # Takes the agent's value or failure, on `loop`, the endpoint's.
+    ended: Callable[[Any], None]
+    loop: asyncio.AbstractEventLoop
+
+
+# Starts an agent. Returns the way to stop it.
+StartAgent = Callable[[AgentLaunch], Callable[[], None]]
 
 
 def agent_contract(name: str, problems: list[str]) -> EnvironmentContract:
@@ -51,8 +67,8 @@ class AgentEpisode(CalledEpisode):
 
     def _begin(self, task: dict[str, Any], seed: Any) -> None:
         self._endpoint.open(self._session)
-        own = (self._endpoint.url(self._session), self._session.secret, random.Random(seed))
-        self._stop = self._start(AgentTask(**task), *own, self._end)
+        url, secret, loop = self._endpoint.url(self._session), self._session.secret, self._endpoint.loop
+        self._stop = self._start(AgentLaunch(AgentTask(**task), url, secret, random.Random(seed), self._end, loop))
         self._look()
 
     def _resume(self, answers: list[tuple[int, AgentAnswer]]) -> None:

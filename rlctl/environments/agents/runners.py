@@ -3,7 +3,6 @@
 import asyncio
 import inspect
 import json
-import random
 import sys
 import threading
 import time
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.environments import seeding
-from rlctl.environments.agents.episode import Ended
+from rlctl.environments.agents.episode import AgentLaunch
 from rlctl.environments.agents.news import AgentTask
 from rlctl.environments.episode import CoroutineLoop, attempted
 from rlctl.utils.user_code import shortened
@@ -43,41 +42,33 @@ def announce(task: AgentTask, base_url: str, api_key: str) -> None:
     threading.Event().wait()
 
 
-def start_function(
-    function: Agent,
-    loop: asyncio.AbstractEventLoop,
-    task: AgentTask,
-    base_url: str,
-    api_key: str,
-    generator: random.Random,
-    ended: Ended,
-) -> Callable[[], None]:
+def start_function(function: Agent, call: AgentLaunch) -> Callable[[], None]:
     """Call a function in its own thread: one that blocks holds up no other. A coroutine runs on the process's loop.
 
-    Clients of asyncio belong to one loop, and most SDKs keep one a process. loop: `ended` is called on it. Returns the
-    way to stop it: a coroutine is cancelled, a thread can only be cut off from its session.
+    Clients of asyncio belong to one loop, and most SDKs keep one a process. Returns the way to stop it: a coroutine is
+    cancelled, a thread can only be cut off from its session.
     """
     stopped, tasks = threading.Event(), list[asyncio.Task[Any]]()
 
     async def awaited(value: Coroutine[Any, Any, Any], asked: float) -> Any:
         _note_late(time.monotonic() - asked)
-        tasks.append(asyncio.ensure_future(seeding.using(generator, value)))
+        tasks.append(asyncio.ensure_future(seeding.using(call.generator, value)))
         if stopped.is_set():
             tasks[0].cancel()
         return await tasks[0]
 
-    def call() -> Any:
-        value = function(task, base_url, api_key)
+    def played() -> Any:
+        value = function(call.task, call.base_url, call.api_key)
         if not inspect.iscoroutine(value):
             return value
         return asyncio.run_coroutine_threadsafe(awaited(value, time.monotonic()), _COROUTINES.running).result()
 
     def run() -> None:
-        seeding.use(generator)
+        seeding.use(call.generator)
         name = str(getattr(function, "__name__", "agent"))
-        outcome = attempted(name, call, function, __file__)
+        outcome = attempted(name, played, function, __file__)
         with suppress(RuntimeError):  # the process is about to end
-            loop.call_soon_threadsafe(ended, outcome)
+            call.loop.call_soon_threadsafe(call.ended, outcome)
 
     def stop() -> None:
         stopped.set()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from rlctl.environments.agents import runners
+from rlctl.environments.agents.episode import AgentLaunch
 from rlctl.environments.agents.news import AgentTask
 from rlctl.environments.outcomes import EnvironmentFailure
 
@@ -20,7 +21,8 @@ ENDS_AT_ONCE: Any = SimpleNamespace(call_soon_threadsafe=lambda function, value:
 def started(function: Any) -> tuple[Any, SimpleQueue[Any]]:
     """Start an agent; return the way to stop it, and the queue of its outcome."""
     outcomes = SimpleQueue[Any]()
-    return runners.start_function(function, ENDS_AT_ONCE, TASK, "", "", random.Random(0), outcomes.put), outcomes
+    call = AgentLaunch(TASK, "", "", random.Random(0), outcomes.put, ENDS_AT_ONCE)
+    return runners.start_function(function, call), outcomes
 
 
 def test_coroutines_share_a_loop_since_clients_of_asyncio_belong_to_one() -> None:

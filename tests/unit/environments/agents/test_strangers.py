@@ -173,6 +173,17 @@ def test_what_is_no_http_is_told_once(serve: Serve, capfd: Any) -> None:
     assert "Traceback" not in told and told.count("\n") <= 1
 
 
+def test_causes_beyond_those_told_are_counted_by_powers_of_ten(capfd: Any) -> None:
+    told = connections.Connections()
+    for number in range(20 + 123):
+        told.tell("1.2.3.4", f"/path-{number}")
+        told.tell("1.2.3.4", "/path-0")
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[:20] == [f"agents' endpoint: 1.2.3.4 asked for /path-{n}, and was refused" for n in range(20)]
+    more = "agents' endpoint: refused {} more for other causes than the 20 above, the last 1.2.3.4 for /path-{}"
+    assert lines[20:] == [more.format(n, 19 + n) for n in (1, 10, 100)]
+
+
 def test_a_client_that_reads_nothing_loses_its_connection(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint, "ANSWER_S", 0.2)
     monkeypatch.setattr(chat_completions, "stream", lambda said: [b"more than two sockets hold" * (1 << 20)])
