@@ -92,11 +92,17 @@ def _count_prefix_hits(manager: Any) -> None:
 
 
 def _classes() -> tuple[Any, Any]:
-    """Import EngineArgs and LLMEngine. Modules are no garbage: collecting it meanwhile takes 2 of 9 s of CPU."""
+    """Import EngineArgs and LLMEngine.
+
+    Modules are no garbage. Looking for it among them while they are imported takes 2 of 9 s of CPU. vLLM then collects
+    garbage five times while it builds an engine: 1.7 s of 2.0, and 0.1 once the modules are frozen.
+    """
     gc.disable()
     try:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
+
+        gc.freeze()
     finally:
         gc.enable()
     return EngineArgs, LLMEngine
