@@ -1,7 +1,7 @@
 """Agents of smolagents: `agent: smolagents_agent.py:run`, or `:run_code` for one that writes Python.
 
-Needs `pip install "smolagents[openai]"`. Both rewrite their history each turn, and so train a row a turn. Their system
-prompt has thousands of tokens, and the recipe's tiny model 256 positions.
+Needs `pip install "smolagents[openai]"`. Their system prompt has thousands of tokens, and the recipe's tiny model 256
+positions.
 """
 
 from openai import OpenAI

@@ -241,7 +241,11 @@ def _episode(number: int, episode: "ScriptedEpisode", is_agent: bool) -> None:
         _line("sample", f"after {count(prompt, 'token')}, {said}")
     for turn in episode.turns:
         _line("assistant", turn.said)
-        _line("error" if turn.failed else "answer", turn.answer if turn.answer is not None else "the episode has ended")
+        if turn.answer is not None or not is_agent:
+            label = "error" if turn.failed else "answer"
+            _line(label, turn.answer if turn.answer is not None else "the episode has ended")
+    if is_agent and episode.failure is None:
+        _line("end", "the agent has ended by itself")
     if episode.reward is not None:
         parts = episode.reward.items() if isinstance(episode.reward, dict) else [("", episode.reward)]
         _line("reward", ", ".join(f"{part} {value:g}".strip() for part, value in parts))

@@ -1,7 +1,7 @@
 """Process that runs episodes, below its supervisor: `python -m rlctl.environments.child FD`.
 
     parent -> child: the environments, once; then (action id, episode id, kind, payload), pickled
-    child -> parent: {pid}, {contracts}, then {action, value or failure} in the order of their ends, as JSON
+    child -> parent: {pid, supervisor}, {contracts}, then {action, value or failure} in the order of their ends, as JSON
 The parent never unpickles a reply, since the user's code runs here.
 """
 
@@ -51,7 +51,7 @@ class _Child:
 
     def work(self) -> None:
         requests = self._connection.makefile("rb")
-        self._send({"pid": self._own})
+        self._send({"pid": self._own, "supervisor": os.getppid()})
         specs: dict[str, EnvironmentSpec] = pickle.load(requests)
         self._send({"contracts": {key: asdict(self._load(key, spec)) for key, spec in specs.items()}})
         while True:

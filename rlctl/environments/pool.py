@@ -89,6 +89,8 @@ class EnvironmentPool:
         self._processes: list[EnvironmentProcess] = []
         self._episodes: dict[Hashable, tuple[EnvironmentProcess, int, str]] = {}
         self._numbers = itertools.count()
+        # Episodes that have ended, and are leaving their processes.
+        self._leaving: dict[Hashable, asyncio.Task[EnvironmentFailure | None]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._submit(self._begin())
 
@@ -158,7 +160,10 @@ class EnvironmentPool:
         return self._submit(self._act(episode, "reward", said and dict(said), checked_reward))
 
     def close(self, episode: Hashable) -> "Future[EnvironmentFailure | None]":
-        """End an episode: its instance's `close` is called, if it has one. Without effect where it has ended."""
+        """End an episode: its instance's `close` is called, if it has one. Done once nothing of the episode runs.
+
+        Of an episode that a failure ended: waits until it has left its process.
+        """
         return self._submit(self._close(episode))
 
     def check(self) -> None:
@@ -281,18 +286,31 @@ class EnvironmentPool:
         if self._episodes.get(episode) != (process, number, key):
             # Another action of this episode failed before, or the episode was closed meanwhile.
             return outcome
-        del self._episodes[episode]
         # An agent is closed from outside of its thread.
         hung = outcome.kind == "timeout" and self._specs[key].agent is None
-        self._spawn(self._leave(process, number, None if hung else key))
+        self._begin_leaving(episode, not hung)
         return self._count_failure(key, outcome)
 
     async def _close(self, episode: Hashable) -> EnvironmentFailure | None:
         if episode not in self._episodes:
+            if (leaving := self._leaving.get(episode)) is not None:
+                await asyncio.wait([leaving])
             return None
-        process, number, key = self._episodes.pop(episode)
-        failure = await self._leave(process, number, key)
+        key = self._episodes[episode][2]
+        failure = await asyncio.shield(self._begin_leaving(episode, True))
         return failure and self._count_failure(key, failure)
+
+    def _begin_leaving(self, episode: Hashable, closes: bool) -> "asyncio.Task[EnvironmentFailure | None]":
+        """Begin to take an episode out of its process. closes: it does not hang, and is closed first."""
+        process, number, key = self._episodes.pop(episode)
+        task = self._leaving[episode] = self._spawn(self._leave(process, number, key if closes else None))
+
+        def left(_: object) -> None:
+            if self._leaving.get(episode) is task:
+                del self._leaving[episode]
+
+        task.add_done_callback(left)
+        return task
 
     async def _leave(self, process: EnvironmentProcess, number: int, key: str | None) -> EnvironmentFailure | None:
         """Take an episode out of its process, closed first unless it hangs (key None). End a process that is to end."""
@@ -300,8 +318,10 @@ class EnvironmentPool:
         if key is not None and not process.ended:
             outcome = await process.act(number, "close", None, self._specs[key].timeout_s)
         process.episodes.discard(number)
-        if process.hangs and not process.episodes and not process.ended:
+        if process.ended or (process.hangs and not process.episodes):
             await process.stop(EnvironmentFailure("timeout", "an episode of its process hung"))
+        elif isinstance(outcome, EnvironmentFailure) and process.hangs:
+            await process.over.wait()
         return outcome if isinstance(outcome, EnvironmentFailure) else None
 
     def key_of(self, row: Mapping[str, Any]) -> Any:

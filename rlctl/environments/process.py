@@ -6,19 +6,23 @@ process that dies costs its episodes.
 """
 
 import asyncio
+import contextlib
 import itertools
 import json
 import os
 import pickle
+import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from rlctl.environments.child import MAX_REPLY
 from rlctl.environments.contract import EnvironmentContract
 from rlctl.environments.outcomes import EnvironmentFailure, EnvironmentSpec
 from rlctl.utils.user_code import shortened
-from rlctl.workers.guarded import GuardedProcess
+from rlctl.workers.guarded import ENDING_TIMEOUT_S, GuardedProcess
 
 START_TIMEOUT_S = 120.0  # imports only, on a machine that may be busy
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -47,7 +51,9 @@ class EnvironmentProcess:
         # Actions whose replies nobody waits for any more.
         self._given_up: set[int] = set()
         self._ending: asyncio.Task[Any] | None = None
+        # Process ids of the process itself and of its inner supervisor.
         self._worker: int | None = None
+        self._supervisor: int | None = None
         self._reason: EnvironmentFailure | None = None
         # Numbers of the episodes that are in it.
         self.episodes: set[int] = set()
@@ -55,8 +61,8 @@ class EnvironmentProcess:
         self.hangs = False
         # An agent whose action is late is closed from outside of its thread. It hangs if its close is late too.
         self._closable = all(each.agent is not None for each in specs.values())
-        # True when it has ended, or is about to.
-        self.ended = False
+        # True when it has ended, or is about to; `over` once nothing that it started runs.
+        self.ended, self.over = False, asyncio.Event()
         self._launched = asyncio.create_task(asyncio.to_thread(self._process.launch))
         # Contracts by key, or the reason why it could not start.
         self.ready: asyncio.Task[Started] = spawn(self._start())
@@ -76,7 +82,8 @@ class EnvironmentProcess:
         self._writer.write(pickle.dumps(self._specs))
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                self._worker = int((await _message(reader))["pid"])
+                told = await _message(reader)
+                self._worker, self._supervisor = int(told["pid"]), int(told["supervisor"])
                 told = (await _message(reader))["contracts"]
                 contracts = {key: EnvironmentContract(**told[key]) for key in self._specs}
         except TimeoutError:
@@ -135,6 +142,10 @@ class EnvironmentProcess:
         if self._ending is None:
             self._ending = self._spawn(asyncio.to_thread(self._process.stop))
         await asyncio.shield(self._ending)
+        if self._supervisor is not None and not self.over.is_set():
+            # Where the outer supervisor was killed, the inner one ends all that the process started.
+            await asyncio.to_thread(_wait_for_end, self._supervisor)
+        self.over.set()
         if self._writer is not None:
             self._writer.close()
 
@@ -171,6 +182,14 @@ class EnvironmentProcess:
             self._given_up.discard(action)
         elif not (outcome := self._waiting[action]).done():
             outcome.set_result(value)
+
+
+def _wait_for_end(pid: int) -> None:
+    """Wait until a supervisor has ended, for as long as it may take."""
+    with contextlib.suppress(psutil.Error):
+        process, end = psutil.Process(pid), time.monotonic() + ENDING_TIMEOUT_S
+        while process.is_running() and process.status() != psutil.STATUS_ZOMBIE and time.monotonic() < end:
+            time.sleep(0.005)
 
 
 def _shown(error: Exception) -> str:

@@ -198,7 +198,9 @@ def _run_agent(pool: EnvironmentPool, index: int, row: Mapping[str, Any], seed: 
     own_answer = None if answer is None else str(answer)
     task = Task(f"row {index}", [], text, own_answer, dict(row), messages=prompt)
     start = RolloutStart(RolloutId("validation", task.id, index, 0), task, sys.maxsize, 0.0, seed, seed)
-    script = AgentScript(lambda tools: [call_text(each) for each in scripted_calls(tools, row, index)], said)
+    script = AgentScript(
+        lambda tools: [call_text(each) for each in _rotated(scripted_calls(tools, row, index), index)], said
+    )
     begin = time.perf_counter()
     played = pool.events.submit(player.play(start, script)).result().episode
     assert played is not None
@@ -217,6 +219,12 @@ def _run_agent(pool: EnvironmentPool, index: int, row: Mapping[str, Any], seed: 
         failure=played.failure,
         reset_s=time.perf_counter() - begin,
     )
+
+
+def _rotated(calls: list[ToolCall], index: int) -> list[ToolCall]:
+    """Return calls with another one first in each episode, since that one may end it."""
+    first = index % max(1, len(calls))
+    return [*calls[first:], *calls[:first]]
 
 
 def _told_of_agents(episodes: Sequence[ScriptedEpisode]) -> list[str]:

@@ -11,6 +11,7 @@ from rlctl.data.cursor import Cursor
 from tests.faults.runs import Run, in_transit, outcomes, read
 from tests.faults.test_async import KILLS, PROMPTS
 from tests.faults.test_episodes import BLOWS, hurt
+from tests.faults.test_resume import same
 from tests.system.test_episodes import data
 
 AGE, ROWS, ROLLOUTS, TURNS, STEPS = 2, 40, 4, 3, 6 * KILLS
@@ -60,6 +61,9 @@ def _command(process: psutil.Process) -> list[str]:
         return []
 
 
+AGENT_BLOWS = (without_an_agent_it_goes_on, *BLOWS)
+
+
 def whole_and_valued(run: Run, age: int) -> int:
     """Every group that was trained has all of its rollouts, whole, with the agent's value. Returns the failed tries."""
     failures = 0
@@ -85,7 +89,7 @@ def whole_and_valued(run: Run, age: int) -> int:
 def test_an_asynchronous_run_of_agents_loses_none_and_trains_none_twice(tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text(AGENT)
     run = Run(tmp_path, "hurt-agents", *SETTINGS, *data(tmp_path), *ASYNCHRONOUS)
-    run = hurt(run, lambda: Run(tmp_path, "hurt-agents", resume=True), STEPS, (without_an_agent_it_goes_on, *BLOWS))
+    run = hurt(run, lambda: Run(tmp_path, "hurt-agents", resume=True), STEPS, AGENT_BLOWS)
     assert run.end() == 0, run.text()
     steps = run.steps()
     assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
@@ -95,3 +99,25 @@ def test_an_asynchronous_run_of_agents_loses_none_and_trains_none_twice(tmp_path
     assert set(ended) == {f"e{each.epoch}-r{each.row}" for each in Cursor(ROWS, 0, True).draw(STEPS * PROMPTS)}
     assert whole_and_valued(run, AGE) > 0
     assert in_transit("hurt-agents") == []
+
+
+@pytest.mark.long  # repetitions
+@pytest.mark.slow
+@pytest.mark.timeout(900 + 120 * KILLS)
+def test_a_synchronous_run_of_agents_equals_one_that_nothing_happened_to_bit_for_bit(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(AGENT)
+    settings = (*SETTINGS, *data(tmp_path), "grpo.num_steps=100000")
+    run = Run(tmp_path, "hurt-agents", *settings)
+    run = hurt(run, lambda: Run(tmp_path, "hurt-agents", resume=True), 100000, AGENT_BLOWS)
+    run.wait_for_step(max(step["step"] for step in run.steps()) + 4)
+    run.interrupt()
+    assert run.end() == 130
+    # The interrupt may have saved another step than the second, fourth, and so on.
+    last = len(run.steps()) // 2 * 2
+    whole = Run(tmp_path, "whole-agents", *settings)
+    whole.wait_for_event("checkpoint", step=last)
+    whole.interrupt()
+    assert whole.end() == 130
+    same(run, whole, last)
+    assert whole_and_valued(run, 0) > 0
+    assert in_transit("hurt-agents") == in_transit("whole-agents") == []

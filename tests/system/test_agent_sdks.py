@@ -51,8 +51,8 @@ AGENTS = {
     "openai_agents:run_responses": ("agents", True),
     "pydantic_ai_agent:run": ("pydantic_ai", True),
     "pydantic_ai_agent:run_anthropic": ("pydantic_ai", True),
-    "smolagents_agent:run": ("smolagents", False),
-    "smolagents_agent:run_code": ("smolagents", False),
+    "smolagents_agent:run": ("smolagents", True),
+    "smolagents_agent:run_code": ("smolagents", True),
     "here:mini_swe_agent": ("minisweagent", False),
 }
 EXPRESSIONS = [f"{number} + {number + 9}" for number in range(11, 11 + TURNS)]

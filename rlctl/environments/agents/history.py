@@ -7,8 +7,10 @@ Messages are compared by meaning (`message_key`): clients drop thinking, seriali
 caches. A conversation without a known turn begins a new path.
 """
 
+import ast
 import json
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
 
@@ -26,18 +28,44 @@ _COMPARED = 16
 _TOOL_SETS = 64
 # Characters of new messages, as JSON: they reach the driver in one reply of the process.
 MAX_NEW = 2 << 20
+# Words that smolagents writes before the calls of a turn, and characters of calls that are read.
+_CALLING, _LONGEST_CALLS = "Calling tools:\n", 1 << 15
 
 
 def message_key(message: Message) -> str:
     """Return a text that two messages of one meaning share.
 
-    Ids of calls, thinking and the blanks around an assistant's text mean nothing; arguments are compared as JSON.
+    Ids of calls, thinking and the blanks around an assistant's text mean nothing; arguments are compared as JSON. Calls
+    mean the same as a list or as text.
     """
     content = message["content"]
     if message["role"] == "assistant":
         functions = [each["function"] for each in message.get("tool_calls", ())]
-        content = [content.strip(), [[each["name"], each["arguments"]] for each in functions]]
+        text, written = _written_calls(content) if _CALLING in content else (content, [])
+        content = [text.strip(), [[each["name"], each["arguments"]] for each in functions] + written]
     return json.dumps([message["role"], content], sort_keys=True, default=str)
+
+
+@lru_cache(maxsize=512)
+def _written_calls(content: str) -> tuple[str, list[list[Any]]]:
+    """Return a turn's text and the calls that smolagents wrote behind it.
+
+    Its code agents write the code of the text once more, as a call: that is none.
+    """
+    text, _, written = content.rpartition(_CALLING)
+    try:
+        if len(written) > _LONGEST_CALLS:
+            raise ValueError("too long")
+        functions = [each["function"] for each in ast.literal_eval(written)]
+        calls = [[str(each["name"]), each["arguments"]] for each in functions]
+        json.dumps(calls, sort_keys=True)
+    except (ValueError, SyntaxError, TypeError, KeyError, RecursionError, MemoryError):
+        return content, []
+    return text, [[name, given] for name, given in calls if not (isinstance(given, str) and _has_lines(text, given))]
+
+
+def _has_lines(text: str, code: str) -> bool:
+    return all(line.strip() in text for line in code.splitlines())
 
 
 def said_message(said: SaidTurn, content: str | None = None) -> Message:

@@ -8,7 +8,6 @@ agent got it, so that one that was lost on the way, or asked for twice, trains o
 import asyncio
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,12 +49,25 @@ class AgentPlayer(FunctionPlayer):
         self._names: set[str] = {_OTHERS}
 
     async def play(self, start: RolloutStart, policy: Policy) -> Rollout:
-        async with AsyncExitStack() as stack:
-            if self._room is not None:
-                await stack.enter_async_context(self._room)
-            rollout = await self.episodes.play(start, lambda course: AgentCall(self, course, policy).play())
+        rollout = await self.episodes.play(start, lambda course: self._attempt(course, policy))
         self._note_rows(rollout)
         return rollout
+
+    async def _attempt(self, course: Course, policy: Policy) -> Reward | None:
+        """Run the agent once. Its room is free again when nothing of it runs, which may be after its failure."""
+        if self._room is None:
+            return await AgentCall(self, course, policy).play()
+        await self._room.acquire()
+        course.began = asyncio.get_running_loop().time()
+        try:
+            return await AgentCall(self, course, policy).play()
+        finally:
+            self.episodes.pool.close(course.start.id).add_done_callback(lambda _: self._leave_room())
+
+    def _leave_room(self) -> None:
+        assert self._room
+        # The pool may end on another thread.
+        self.episodes.pool.events.call(self._room.release)
 
     def note_causes(self, rewritten: dict[str, int]) -> None:
         """Count why requests of an agent continued no turn."""

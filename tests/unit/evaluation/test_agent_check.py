@@ -56,3 +56,30 @@ def test_a_broken_agent_is_a_problem(tmp_path: Path) -> None:
     report = check_environment(EnvironmentSpec(f"{tmp_path}/mine.py:broken", 20.0, is_function=None), ROWS, 1024, 0)
     (problem,) = report.problems
     assert "broken raised AttributeError at" in problem and "mine.py:19" in problem
+
+
+TWO_TOOLS = """
+from openai import OpenAI
+
+CLIENT = OpenAI(base_url="http://unused", api_key="unused")
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"properties": {}}}} for name in ("end", "look")]
+
+
+def run(task, base_url, api_key):
+    create = CLIENT.with_options(base_url=base_url, api_key=api_key).chat.completions.create
+    messages = [{"role": "user", "content": "go"}]
+    while True:
+        message = create(model="m", messages=messages, tools=TOOLS).choices[0].message
+        call = message.tool_calls[0]
+        if call.function.name == "end":
+            return 1
+        messages += [message, {"role": "tool", "tool_call_id": call.id, "content": "seen"}]
+"""
+
+
+def test_a_tool_that_ends_the_episode_hides_no_other_tool(tmp_path: Path) -> None:
+    (file := tmp_path / "mine.py").write_text(TWO_TOOLS)
+    report = check_environment(EnvironmentSpec(f"{file}:run", 20.0, is_function=None), ROWS, 1024, 0)
+    assert report.problems == []
+    called = [[turn.said.split('"')[3] for turn in episode.turns] for episode in report.episodes]
+    assert called == [["end"], ["look", "end"], ["end"]]

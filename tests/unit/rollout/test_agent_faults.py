@@ -108,23 +108,24 @@ time.sleep(300)
 class Played:
     """Rollouts of one pool, with one process, and with scripted engines."""
 
-    def __init__(self, pool: EnvironmentPool, logs: Path) -> None:
+    def __init__(self, pool: EnvironmentPool, logs: Path, most: int | None = None) -> None:
         self.pool, self.logs = pool, logs
         # Bytes in place of tokens: no process loads a tokenizer.
         chat: Any = PlainChat()
         engines = ScriptedEngines(chat, lambda request: [55], events=pool.events)
         # No second try, so that each failure is seen.
-        self._runner = RolloutRunner(AgentPlayer(pool, chat, replace(LIMITS, max_retries=0), True, 1000), engines)
+        player = AgentPlayer(pool, chat, replace(LIMITS, max_retries=0), True, 1000, most)
+        self.runner = RolloutRunner(player, engines)
 
     def begin(self, *agents: str, here: str = "") -> list[Rollout]:
         """Begin a rollout of each, side by side; return a list that gets them as they end."""
         tasks = [Task("r0", [0], "play", None, {"agent": each, "here": here}) for each in agents]
-        return begin(self._runner, *(replace(start(index), task=task) for index, task in enumerate(tasks)))
+        return begin(self.runner, *(replace(start(index), task=task) for index, task in enumerate(tasks)))
 
     def play(self, *agents: str, here: str = "") -> list[Rollout]:
         """Return their rollouts in order, once the process holds none."""
         ended = self.begin(*agents, here=here)
-        until(lambda: (self._runner.check(), len(ended) == len(agents))[1])
+        until(lambda: (self.runner.check(), len(ended) == len(agents))[1])
         until(lambda: not any(each.episodes for each in self.pool._processes))
         return sorted(ended, key=lambda each: each.id.index)
 
@@ -215,6 +216,27 @@ def test_a_command_that_hangs_is_ended_and_its_process_serves_on(commands: Playe
     pid = int(here.read_text())
     until(lambda: not psutil.pid_exists(pid))
     assert is_well(commands.play("turn(); print(1)")[0]) and commands.worker() == before
+
+
+SECOND = """
+alive = [pid for pid in open(here).read().split() if os.path.exists("/proc/" + pid)]
+turn()
+print(0.5 if alive else 1)
+"""
+
+
+@pytest.mark.parametrize("blow", ["", "os.kill(os.getppid(), 9)"], ids=["stopped", "its process killed"])
+def test_another_command_waits_until_nothing_of_a_stopped_one_runs(commands: Played, tmp_path: Path, blow: str) -> None:
+    """A stubborn command goes on for two seconds. Where its process is killed, a supervisor ends it."""
+    here, bounded = tmp_path / "pid", Played(commands.pool, commands.logs, most=1)
+    ended = bounded.begin(f"{STUBBORN.replace('turn()', f'turn(); {blow}')}", SECOND, here=str(here))
+    until(lambda: here.exists() and here.read_text())
+    if not blow:
+        (first,) = bounded.runner.events.run(bounded.runner.stop([start(0).id]))
+        assert first == start(0).id
+    until(lambda: (bounded.runner.check(), len(ended) == (2 if blow else 1))[1])
+    assert is_well(max(ended, key=lambda each: each.id.index)), "it began while the first one ran"
+    bounded.runner.close()
 
 
 def test_nothing_outlives_a_command(commands: Played, tmp_path: Path) -> None:

@@ -28,8 +28,8 @@ KEPT = {
     "openai_agents:run_responses": ('"type": "reasoning"', 1),
     "pydantic_ai_agent:run": ('"reasoning_content": "hm"', 1),
     "pydantic_ai_agent:run_anthropic": ('"thinking": "hm"', 1),
-    "smolagents_agent:run": ("", 8),
-    "smolagents_agent:run_code": ("", 8),
+    "smolagents_agent:run": ("", 1),
+    "smolagents_agent:run_code": ("", 1),
     # Two of its eight turns have no call: it leaves them out.
     "here:mini_swe_agent": ('"reasoning_content": "hm"', 3),
 }

@@ -36,7 +36,7 @@ def assistant(**fields: Any) -> dict[str, Any]:
     return {"role": "assistant", **fields}
 
 
-def function(arguments: str, **more: Any) -> dict[str, Any]:
+def function(arguments: Any, **more: Any) -> dict[str, Any]:
     return {"id": "x", "type": "function", "function": {"name": "add", "arguments": arguments}, **more}
 
 
@@ -46,6 +46,8 @@ def function(arguments: str, **more: Any) -> dict[str, Any]:
         assistant(content="Hm.", tool_calls=[function('{"b":2,"a":1}', index=0)]),
         assistant(content="  Hm. \n", tool_calls=[function('{"a": 1, "b": 2}')], annotations=[], refusal=None),
         assistant(content=[{"type": "text", "text": "Hm."}], tool_calls=[function('{"a":1,"b":2}')], name="agent"),
+        # smolagents has them as text.
+        assistant(content=f"Hm.Calling tools:\n{[function({'b': 2, 'a': 1})]}"),
     ],
 )
 def test_what_means_the_same_continues_the_turn(serve: Serve, sent_back: Any) -> None:
@@ -53,6 +55,30 @@ def test_what_means_the_same_continues_the_turn(serve: Serve, sent_back: Any) ->
     asked(served, [USER], tools=[ADD])
     asked(served, [USER, sent_back, {"role": "tool", "tool_call_id": "x", "content": "3"}], tools=[ADD])
     assert served.asks[1]["after"] == 0 and not served.session.rewritten
+
+
+def written(code: str) -> Any:
+    """The turn of a code agent of smolagents, and its code once more."""
+    again = {"id": "call_1", "type": "function", "function": {"name": "python_interpreter", "arguments": code}}
+    return assistant(content=f"<code>\n  a = 1\nprint(a)\n</code>Calling tools:\n{[again]}")
+
+
+@pytest.mark.parametrize(("code", "after"), [("a = 1\nprint(a)", 0), ("a = 2\nprint(a)", None)])
+def test_code_that_is_written_twice_means_the_same(serve: Serve, code: str, after: int | None) -> None:
+    served = serve(script(f"<code>\n  a = 1\nprint(a)\n</code>{END}", f"3{END}"))
+    asked(served, [USER], stop=["</code>"])
+    asked(served, [USER, written(code), USER], stop=["</code>"])
+    assert served.asks[1]["after"] == after
+
+
+@pytest.mark.parametrize(
+    "calls", ["[...]", "[{(1,): 2}]", "[{'function': {'name': 1, 'arguments': {(1,): 2}}}]", "[" * 300]
+)
+def test_text_that_looks_like_calls_stays_text(serve: Serve, calls: str) -> None:
+    served = serve(script(f"Hm. Calling tools:\n{calls}{END}", f"3{END}"))
+    asked(served, [USER])
+    asked(served, [USER, assistant(content=f"Hm. Calling tools:\n{calls}"), USER])
+    assert served.asks[1]["after"] == 0
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ import json
 import os
 import random
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,9 +14,13 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
+import psutil
 import pytest
 
 from rlctl.environments.agents import chat_completions, connections, endpoint
+from rlctl.environments.agents.commands import start_command
+from rlctl.environments.agents.episode import AgentLaunch
+from rlctl.environments.agents.news import AgentTask
 from rlctl.environments.agents.session import AgentSession
 from tests.unit.environments.agents.served import END, Served, script
 from tests.unit.environments.agents.test_chat_completions import USER
@@ -207,6 +213,53 @@ def test_a_client_that_leaves_holds_nothing(serve: Serve) -> None:
     until(lambda: next(iter(flights.values())).lost)
     assert not next(iter(flights.values())).work.done(), "the turn goes on: it may be asked for again"
     assert served.call(lambda: served.endpoint._connections._number) == 0
+
+
+NOBODY = 65534
+# Another user of this machine, who has a session's address and its agent's process id, and looks for the key.
+OTHER_USER = """
+import encodings.idna, json, os, sys, urllib.error, urllib.request
+
+os.setgroups([])
+os.setgid(int(sys.argv[1]))
+os.setuid(int(sys.argv[1]))
+
+
+def asked(**headers):
+    request = urllib.request.Request(sys.argv[2] + "/chat/completions", b'{"messages": []}', headers)
+    try:
+        return urllib.request.urlopen(request, timeout=20).status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def read(name):
+    try:
+        return open(f"/proc/{sys.argv[3]}/{name}").read()
+    except PermissionError:
+        return None
+
+
+statuses = [asked(), asked(Authorization="Bearer guess"), asked(**{"x-api-key": "guess"})]
+print(json.dumps([statuses, read("environ"), read("mem"), read("cmdline")]))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
+def test_another_user_of_the_machine_gets_no_turn_and_no_key(serve: Serve, capfd: Any) -> None:
+    served = serve(script(f"4{END}"))
+    task, ended = AgentTask("r0", "", [], None, {}), threading.Event()
+    own = (random.Random(0), lambda _: ended.set(), served.endpoint.loop)
+    stop = start_command(["sleep", "60"], AgentLaunch(task, served.url, served.key, *own))
+    (agent,) = [each for each in psutil.Process().children() if each.name() == "sleep"]
+    until(lambda: served.key in agent.environ().values())
+    command = [sys.executable, "-c", OTHER_USER, str(NOBODY), served.url, str(agent.pid)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    served.call(stop)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [[401] * 3, None, None, "sleep\x0060\x00"]
+    assert served.asks == [] and answered(served) and ended.wait(20)
+    assert capfd.readouterr().err.count("a session without its key") == 1
 
 
 VALUES: list[Any] = [None, True, 3, -1, 1.5, "", "text", [], {}, [None], [[]], [{}], {"type": "x"}, ["text"]]
