@@ -46,7 +46,12 @@ class BenchWorker(RefitWorker):
                 self._bench.meeting.wait()
             header = Header(version + number, plan.digest, checks, self._bench_adapters is not None)
             report = self._rl.receive(header)
-            return {"wire": report.wire, "load": report.load}, self._rl.commit(header)[0]
+            self._rl.commit(header)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            seconds = self._rl.committed()
+            assert seconds is not None, "the device has done all"
+            return {"wire": report.wire, "load": report.load}, seconds
 
         return self._bench.measure(rounds, work)
 

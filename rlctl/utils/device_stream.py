@@ -28,6 +28,15 @@ class DeviceEvent:
         return float(earlier.event.elapsed_time(self.event)) / 1e3
 
 
+def mark_here(device: torch.device) -> DeviceEvent:
+    """Return the current point of the thread's current stream."""
+    if device.type != "cuda":
+        return DeviceEvent(None)
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))  # type: ignore[no-untyped-call]
+    return DeviceEvent(event)
+
+
 class DeviceStream:
     """A stream: `with stream:` queues device work on it."""
 

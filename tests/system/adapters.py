@@ -117,9 +117,9 @@ class FaultyWorker(RefitWorker):
     def rl_commit(self, header: Header) -> Any:
         if not self._lazy:
             answer = super().rl_commit(header)
-            self._proof = answer[1] if isinstance(answer, tuple) else None
+            self._proof = answer if isinstance(answer, LiveProof) else None
             return answer
-        return 0.0, self._proof
+        return self._proof
 
     @answered
     def rl_adapt_again(self) -> None:

@@ -114,13 +114,13 @@ class VllmEngine(Engine):
         return choice
 
     def refit_receive(self, header: Header) -> EngineReport:
-        begin, reports, proofs = time.perf_counter(), list[ReceiveReport](), list[LiveProof]()
-        if self._mode == "staged":
-            reports = self._stage(header)
-            commit = self._on_thread(lambda: self._change(header, lambda: self._commit(header, proofs)))
-        else:
-            commit = self._on_thread(lambda: self._change(header, lambda: self._receive(header, reports, proofs)))
-        end = time.perf_counter()
+        begin, proofs = time.perf_counter(), list[LiveProof]()
+        reports = self._stage(header) if self._mode == "staged" else []
+        paused = self._on_thread(lambda: self._change(header, lambda: self._make_live(header, reports, proofs)))
+        # Nothing may arrive in shadow parameters that the device still copies.
+        while (copying := self._on_thread(self._committed)) is None:
+            time.sleep(_STAGED_POLL_S)
+        commit, end = paused + copying, time.perf_counter()
         self._let_steps_pass(end)
         received = max(reports, key=lambda report: report.seconds)
         steps = list(self._steps)
@@ -273,9 +273,7 @@ class VllmEngine(Engine):
         return list(reports)
 
     def _change(self, header: Header, load: Callable[[], float]) -> float:
-        """Make a version live by `load`; running requests continue under the new weights; return the seconds that
-        `load` says.
-        """
+        """Make a version live by `load`; running requests continue under the new weights; return `load`'s seconds."""
         self._require_sound()
         self._advance(RefitState.CHANGING)
         try:
@@ -317,16 +315,23 @@ class VllmEngine(Engine):
                 raise answer
         return answers
 
-    def _commit(self, header: Header, proofs: list[LiveProof]) -> float:
-        answers = self._workers("rl_commit", header)
-        proofs += [proof for _, proof in answers if proof]
-        return float(max(seconds for seconds, _ in answers))
+    def _make_live(self, header: Header, reports: list[ReceiveReport], proofs: list[LiveProof]) -> float:
+        """Commit a version; receive first if there are no reports yet. Return the seconds of receiving here."""
+        begin = end = time.perf_counter()
+        if not reports:
+            reports += self._workers("rl_receive", header)
+            end = time.perf_counter()
+        proofs += [proof for proof in self._workers("rl_commit", header) if proof]
+        return end - begin
 
-    def _receive(self, header: Header, reports: list[ReceiveReport], proofs: list[LiveProof]) -> float:
-        begin = time.perf_counter()
-        reports += self._workers("rl_receive", header)
-        self._commit(header, proofs)
-        return time.perf_counter() - begin
+    def _committed(self) -> float | None:
+        """Return the seconds of the last commit once every worker's device has done it, None before."""
+        parts = self._workers("rl_committed")
+        if None in parts:
+            return None
+        seconds = float(max(parts))
+        self._stats = replace(self._stats, paused=self._stats.paused + seconds)
+        return seconds
 
     def _restart_what_has_not_begun(self) -> list[tuple[Any, str]]:
         """Have requests that have not begun enter again: their salt is of the version before. Return the others.

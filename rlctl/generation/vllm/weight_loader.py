@@ -1,8 +1,9 @@
 """Ways in which a vLLM worker takes new weights in: where they are received, and how they become the live ones.
 
-staged: received into shadow parameters, on a thread, while the engine samples; then one short commit. direct: received
-into the live weights, nothing sampled meanwhile. Either way the receiver has checked every item before `commit`
-returns; a failure before a staged commit leaves the live weights untouched.
+staged: received into shadow parameters, on a thread, while the engine samples; then one short commit. The device does
+it after the steps that it has, and the host prepares the next step meanwhile. direct: received into the live weights,
+nothing sampled meanwhile. Either way the receiver has checked every item before `commit` returns; a failure before a
+staged commit leaves the live weights untouched.
 """
 
 import threading
@@ -20,6 +21,7 @@ from rlctl.refit.pipeline import ChunkReceiver
 from rlctl.refit.plan import RefitPlan
 from rlctl.refit.protocol import Header, LiveProof, Mode, ReceiveReport, RefitError
 from rlctl.refit.sink import WeightSink, WholeTensorSink
+from rlctl.utils.device_stream import Span, elapsed, mark_here
 
 # Left free, apart from the shadow parameters, for the engine's own temporary memory.
 _SPARE_BYTES = 2 << 30
@@ -49,6 +51,8 @@ class WeightReceiver:
         self._receiver, self._loading, self._device = receiver, loading, device
         self._staging: threading.Thread | None = None
         self._staged: ReceiveReport | Exception | None = None
+        # Begin and end of the last commit on the device, and its seconds on the host.
+        self._committing: tuple[Span, float] | None = None
 
     @property
     def choice(self) -> LoadMode:
@@ -77,14 +81,22 @@ class WeightReceiver:
         return self._receiver.receive(header, self._loading.sink)
 
     @torch.no_grad()
-    def commit(self, header: Header) -> tuple[float, LiveProof | None]:
-        """Make the received version the live one; return the seconds that took, and the proof if one is asked for."""
-        begin = time.perf_counter()
+    def commit(self, header: Header) -> LiveProof | None:
+        """Make the received version live for everything queued from now on; return a proof if one is asked for.
+
+        The host does not wait. Nothing may be received before `committed` says that the device is done.
+        """
+        begin, first = time.perf_counter(), mark_here(self._device)
         self._loading.commit()
         proof = self._loading.prove(header, self._receiver.received) if header.prove else None
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
-        return time.perf_counter() - begin, proof
+        self._committing = (first, mark_here(self._device)), time.perf_counter() - begin
+        return proof
+
+    def committed(self) -> float | None:
+        """Return the seconds of the last commit once the device has done it, None before."""
+        assert self._committing, "commit comes before committed"
+        span, host = self._committing
+        return max(host, elapsed([span])) if span[1].reached() else None
 
     def close(self) -> None:
         """Leave the transport; a thread that still receives ends with an error."""

@@ -109,9 +109,14 @@ class RefitWorker:
         return self._rl.staged()
 
     @answered
-    def rl_commit(self, header: Header) -> tuple[float, LiveProof | None]:
-        """Make the received weights live; return the seconds that took, and the proof if one is asked for."""
+    def rl_commit(self, header: Header) -> LiveProof | None:
+        """Make the received weights live for the next step; return the proof if one is asked for."""
         return self._rl.commit(header)
+
+    @answered
+    def rl_committed(self) -> float | None:
+        """Return the seconds of the last commit once the device has done it, None before."""
+        return self._rl.committed()
 
     @answered
     def rl_checksums(self) -> dict[str, int]:

@@ -41,8 +41,13 @@ class Model(FakeModel):
 
     rl_stage = rl_room
 
-    def rl_commit(self, rank: int) -> tuple[float, None]:
-        return 0.0, None
+    def rl_commit(self, rank: int) -> None:
+        self.committing = 2
+
+    def rl_committed(self, rank: int) -> float | None:
+        """Rank 1's device is done at the second question, after rank 0's."""
+        self.committing -= rank
+        return None if rank and self.committing else 0.25
 
     def rl_open(self, rank: int) -> LoadMode:
         return LoadMode(self._mode, "", 0, self._overwrites[rank])
@@ -180,4 +185,12 @@ def test_a_failure_is_raised_when_every_worker_has_answered(monkeypatch: pytest.
     with pytest.raises(Untouched, match="rank 1 lost its peer"):
         one.refit_receive(HEADER)
     model.failing = ["", ""]
-    assert one.refit_receive(HEADER).received.bytes == 1 and one.version == 5
+    report = one.refit_receive(HEADER)
+    assert report.received.bytes == 1 and one.version == 5
+
+
+def test_a_commit_lasts_until_the_device_of_every_worker_has_done_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model("staged")
+    one = engine(monkeypatch, model)
+    assert one.refit_receive(HEADER).commit == 0.25 and model.committing == 0
+    assert one.collect(0.0).stats.paused == 0.25
