@@ -180,11 +180,13 @@ def _row(name: str, model: _Model, gpus: int, a_call: float) -> ScaleRow:
     options, nodes = refit_options(settled, run.placement, ""), len(run.placement.used)
     layout, boxes = model.layout(options.dtype), model.boxes(options.ranks_a_copy or ranks)
     digest = layout_digest(layout)
-    holdings = [pickle.dumps(Holding(digest, own, H100_BYTES)) for own in boxes]
+    # Ranks of one copy alone send their boxes.
+    shares = [*boxes, *([] for _ in range(ranks - len(boxes)))]
+    holdings = [pickle.dumps(Holding(digest, digest, own, H100_BYTES)) for own in shares]
     with _Timer() as starting:
-        held = [pickle.loads(each) for each in islice(cycle(holdings), ranks)]
-        plan, _, _ = plan_refit(layout, held, options)
-    del held
+        plan, _, _ = plan_refit(layout, [pickle.loads(each) for each in holdings], options)
+        # It travels with every refit.
+        assert plan.digest
     with _Timer() as pickling:
         plan_bytes = len(pickle.dumps(plan))
     actors, groups = ranks + generation.num_engines, plan.owner_groups

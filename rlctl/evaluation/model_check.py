@@ -145,7 +145,7 @@ class CheckedEngine:
 
     def open(self, trainer: CheckedTrainer, dtype: str, folder: Path) -> RefitPlan:
         """Connect both ends."""
-        holding = trainer.sender.refit_holding(dtype)
+        holding = trainer.sender.refit_holding(dtype, True)
         self._plan = RefitPlan.build(trainer.sender.refit_layout(dtype), [holding.boxes], _CHUNK_BYTES, _CHUNK_BYTES)
         spec = TransportSpec("shm", 1, 60.0, folder=str(folder))
         trainer.sender.refit_open(spec, self._plan)

@@ -27,8 +27,8 @@ class RefitByNode:
         two nodes hold different boxes.
         """
         self._trainers, self.options = trainers, options
-        layout, holdings = ask_holdings(trainers, options.dtype)
         ranks = [[n for n, worker in enumerate(trainers.workers) if node_of(worker) == node] for node in folders]
+        layout, holdings = ask_holdings(trainers, options.dtype, ranks[0])
         _verify_alike(holdings, ranks)
         planned = make_plan(layout, [holdings[rank] for rank in ranks[0]], options)
         self.plan, self.buffer_bytes = planned.plan, planned.buffer_bytes
@@ -109,5 +109,5 @@ def _verify_alike(holdings: Sequence[Holding], ranks: Sequence[Sequence[int]]) -
         if len(own) != len(ranks[0]):
             raise RefitError(f"nodes have {len(ranks[0])} and {len(own)} trainer ranks: no plan serves both")
         for first, rank in zip(ranks[0], own):
-            if holdings[first].boxes != holdings[rank].boxes:
+            if holdings[first].boxes_digest != holdings[rank].boxes_digest:
                 raise RefitError(f"trainer ranks {first} and {rank} hold different boxes: no plan serves both nodes")

@@ -7,11 +7,14 @@ Two sides that disagree about a name, a shape, a dtype, an owner or a boundary s
 
 import hashlib
 import json
+import pickle
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import zip_longest
+from itertools import pairwise, starmap, zip_longest
 from math import prod
+from operator import add, gt
+from typing import Any, NamedTuple
 
 from rlctl.preflight.memory import REFIT_GROUPS
 from rlctl.refit.protocol import Header, RefitError
@@ -44,8 +47,8 @@ class TensorEntry:
         return prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
-@dataclass(frozen=True)
-class TensorSlice:
+# The small parts are tuples: a plan has hundreds of thousands, and a frozen dataclass is four times slower to make.
+class TensorSlice(NamedTuple):
     """A rectangular part (box) of the tensor `name`: begin and extent in each dimension."""
 
     name: str
@@ -57,8 +60,11 @@ class TensorSlice:
         return tuple(slice(start, start + size) for start, size in zip(self.start, self.shape))
 
 
-@dataclass(frozen=True)
-class RefitItem:
+# Number of a tensor, one of its boxes, and the bytes of this box.
+_Sized = tuple[int, TensorSlice, int]
+
+
+class RefitItem(NamedTuple):
     """A box that one rank sends."""
 
     # Index of its tensor in `RefitPlan.entries`.
@@ -69,8 +75,7 @@ class RefitItem:
     nbytes: int
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """Items [first, last) that travel in one piece: one large item, or several small ones packed."""
 
     first: int
@@ -88,8 +93,7 @@ class Segment:
         return self.last - self.first == 1
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Segments that `owner` (a trainer rank) sends at a time; at most a buffer's size."""
 
     owner: int
@@ -129,12 +133,10 @@ class RefitPlan:
         `buffer_bytes`.
         """
         entries = _entries(layout)
-        index = {entry.name: i for i, entry in enumerate(entries)}
         if boxes is None:
             boxes = [[TensorSlice(entry.name, (0,) * len(entry.shape), entry.shape) for entry in entries]]
-        shares = _assign(entries, index, boxes)
-        _check_coverage(entries, index, shares)
-        return cls._in_turns(entries, [_split(share, entries, index, buffer_bytes, edge_bytes) for share in shares])
+        shares = _assign(entries, boxes)
+        return cls._in_turns(entries, [_split(share, buffer_bytes, edge_bytes) for share in shares])
 
     @classmethod
     def _in_turns(cls, entries: tuple[TensorEntry, ...], parts: list[list[list[RefitItem]]]) -> "RefitPlan":
@@ -147,6 +149,13 @@ class RefitPlan:
                 items += chunk
                 chunks.append(Chunk(owner, segments, end))
         return cls(entries, tuple(items), tuple(chunks))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # As bytes of plain values: Ray's pickler asks a Python function about every object that is none.
+        entries = [(entry.name, entry.shape, entry.dtype) for entry in self.entries]
+        items = [(entry, start, shape, offset, nbytes) for entry, (_, start, shape), offset, nbytes in self.items]
+        chunks = [(owner, [tuple(each) for each in segments], nbytes) for owner, segments, nbytes in self.chunks]
+        return _unpickled, (pickle.dumps((entries, items, chunks), pickle.HIGHEST_PROTOCOL),)
 
     @property
     def nbytes(self) -> int:
@@ -189,7 +198,7 @@ class RefitPlan:
         rows = [[e.name, e.shape, e.dtype, e.offset] for e in self.entries]
         parts = [[i.entry, i.box.start, i.box.shape, i.offset] for i in self.items]
         chunks = [[c.owner, [[s.first, s.last, s.offset, s.nbytes] for s in c.segments]] for c in self.chunks]
-        return hashlib.sha256(json.dumps([rows, parts, chunks]).encode()).hexdigest()[:16]
+        return _short_hash([rows, parts, chunks])
 
     def dtype(self, number: int) -> str:
         """Return the dtype in which item `number` travels."""
@@ -245,7 +254,16 @@ def aligned(size: int) -> int:
 
 def layout_digest(layout: Layout) -> str:
     """Return a hash by which ranks compare their layouts."""
-    return hashlib.sha256(json.dumps(layout).encode()).hexdigest()[:16]
+    return _short_hash(layout)
+
+
+def boxes_digest(boxes: list[TensorSlice]) -> str:
+    """Return a hash by which ranks of several copies compare their boxes."""
+    return _short_hash(boxes)
+
+
+def _short_hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
 def _entries(layout: Iterable[tuple[str, tuple[int, ...], str]]) -> tuple[TensorEntry, ...]:
@@ -257,88 +275,88 @@ def _entries(layout: Iterable[tuple[str, tuple[int, ...], str]]) -> tuple[Tensor
     return tuple(entries)
 
 
-def _assign(
-    entries: tuple[TensorEntry, ...], index: dict[str, int], boxes: Sequence[Sequence[TensorSlice]]
-) -> list[list[TensorSlice]]:
-    """Return each rank's boxes to send, in the entries' order; a box held by several ranks goes to the least loaded."""
-    holders: dict[TensorSlice, list[int]] = {}
+def _unpickled(fields: bytes) -> RefitPlan:
+    layout, items, chunks = pickle.loads(fields)
+    entries = _entries(layout)
+    return RefitPlan(
+        entries,
+        tuple(
+            RefitItem(n, TensorSlice(entries[n].name, start, shape), at, size) for n, start, shape, at, size in items
+        ),
+        tuple(Chunk(owner, tuple(starmap(Segment, segments)), nbytes) for owner, segments, nbytes in chunks),
+    )
+
+
+def _assign(entries: tuple[TensorEntry, ...], boxes: Sequence[Sequence[TensorSlice]]) -> list[list[_Sized]]:
+    """Return each rank's boxes to send, in the entries' order.
+
+    A box held by several ranks goes to the least loaded. Raises RefitError unless boxes make up every tensor.
+    """
+    index = {entry.name: number for number, entry in enumerate(entries)}
+    holders: list[dict[TensorSlice, list[int]]] = [{} for _ in entries]
     for rank, share in enumerate(boxes):
         for box in share:
-            if box.name not in index:
+            if (number := index.get(box.name)) is None:
                 raise RefitError(f"trainer rank {rank} holds {box.name}, which its layout does not list")
-            if prod(box.shape):
-                holders.setdefault(box, []).append(rank)
-    loads, shares = [0] * len(boxes), [list[TensorSlice]() for _ in boxes]
-    for box in sorted(holders, key=lambda box: (index[box.name], box.start)):
-        rank = min(holders[box], key=lambda rank: loads[rank])
-        loads[rank] += _nbytes(box, entries[index[box.name]])
-        shares[rank].append(box)
+            holders[number].setdefault(box, []).append(rank)
+    loads, shares = [0] * len(boxes), [list[_Sized]() for _ in boxes]
+    for number, entry in enumerate(entries):
+        held, size = 0, ITEM_BYTES[entry.dtype]
+        for box in sorted(holders[number]):
+            name, begin, shape = box
+            if not (count := prod(shape)):
+                continue
+            if any(map(gt, map(add, begin, shape), entry.shape)):
+                raise RefitError(f"{name}: a trainer rank holds {shape} from {begin}, outside {entry.shape}")
+            held += count
+            rank = min(holders[number][box], key=loads.__getitem__)
+            loads[rank] += count * size
+            shares[rank].append((number, box, count * size))
+        if held != prod(entry.shape):
+            raise RefitError(f"{entry.name}: the trainer ranks hold {held} of its {prod(entry.shape)} numbers")
     return shares
 
 
-def _check_coverage(entries: tuple[TensorEntry, ...], index: dict[str, int], shares: list[list[TensorSlice]]) -> None:
-    held = [0] * len(entries)
-    for box in (box for share in shares for box in share):
-        entry = entries[index[box.name]]
-        if any(start + size > whole for start, size, whole in zip(box.start, box.shape, entry.shape)):
-            raise RefitError(f"{box.name}: a trainer rank holds {box.shape} from {box.start}, outside {entry.shape}")
-        held[index[box.name]] += prod(box.shape)
-    for entry, count in zip(entries, held):
-        if count != prod(entry.shape):
-            raise RefitError(f"{entry.name}: the trainer ranks hold {count} of its {prod(entry.shape)} numbers")
-
-
-def _split(
-    share: list[TensorSlice], entries: tuple[TensorEntry, ...], index: dict[str, int], limit: int, edge: int
-) -> list[list[RefitItem]]:
+def _split(share: list[_Sized], limit: int, edge: int) -> list[list[RefitItem]]:
     """Return a rank's boxes as chunks of items, each filled in order."""
     chunks: list[list[RefitItem]] = []
-    sent, left = 0, sum(_nbytes(box, entries[index[box.name]]) for box in share)
+    sent, left = 0, sum(size for _, _, size in share)
     room = end = 0
-    for box in share:
-        number = index[box.name]
-        rest: TensorSlice | None = box
+    for number, whole, nbytes in share:
+        rest: TensorSlice | None = whole
         while rest is not None:
-            if not chunks or end + _nbytes(rest, entries[number]) > room:
+            if not chunks or end + nbytes > room:
                 chunks.append([])
                 room, end = min(limit, max(edge, min(sent, left // 2))), 0
-            part, rest = _cut(rest, entries[number], room, limit)
-            size = _nbytes(part, entries[number])
+            (part, rest), size = (rest, None), nbytes
+            if nbytes > room:
+                part, rest = _cut(part, nbytes, room, limit)
+                size = nbytes // (part.shape[0] + (rest.shape[0] if rest else 0)) * part.shape[0]
             chunks[-1].append(RefitItem(number, part, end, size))
             end += aligned(size)
-            sent, left = sent + size, left - size
+            nbytes, sent, left = nbytes - size, sent + size, left - size
     return chunks
 
 
-def _cut(box: TensorSlice, entry: TensorEntry, room: int, limit: int) -> tuple[TensorSlice, TensorSlice | None]:
+def _cut(box: TensorSlice, nbytes: int, room: int, limit: int) -> tuple[TensorSlice, TensorSlice | None]:
     """Return as many of the box's first rows as have room, at least one, and the rest."""
-    if _nbytes(box, entry) <= room:
-        return box, None
-    row = _nbytes(box, entry) // box.shape[0]
+    name, start, shape = box
+    row = nbytes // shape[0]
     if row > limit:
-        raise RefitError(f"{box.name}: one row has {row} bytes, a buffer {limit}: raise refit.buffer_memory_ratio")
+        raise RefitError(f"{name}: one row has {row} bytes, a buffer {limit}: raise refit.buffer_memory_ratio")
     rows = max(1, room // row)
-    if rows == box.shape[0]:
+    if rows == shape[0]:
         return box, None
-    above = TensorSlice(box.name, box.start, (rows, *box.shape[1:]))
-    return above, TensorSlice(box.name, (box.start[0] + rows, *box.start[1:]), (box.shape[0] - rows, *box.shape[1:]))
+    above = TensorSlice(name, start, (rows, *shape[1:]))
+    return above, TensorSlice(name, (start[0] + rows, *start[1:]), (shape[0] - rows, *shape[1:]))
 
 
 def _segments(items: list[RefitItem], first: int) -> tuple[tuple[Segment, ...], int]:
     """Return the segments of a chunk whose first item has index `first`, and the chunk's size."""
-    segments: list[Segment] = []
-    packing = False
-    for number, item in enumerate(items, first):
-        small = item.nbytes < PACKED_BYTES
-        if small and packing:
-            last = segments[-1]
-            size = item.offset + item.nbytes - last.offset
-            segments[-1] = Segment(last.first, number + 1, last.offset, size)
-        else:
-            segments.append(Segment(number, number + 1, item.offset, item.nbytes))
-        packing = small
+    small = [item.nbytes < PACKED_BYTES for item in items]
+    ends = [place for place, both in enumerate(pairwise(small), 1) if not all(both)] + [len(items)]
+    segments = []
+    for begin, end in pairwise([0, *ends]):
+        head, last = items[begin], items[end - 1]
+        segments.append(Segment(first + begin, first + end, head.offset, last.offset + last.nbytes - head.offset))
     return tuple(segments), aligned(items[-1].offset + items[-1].nbytes)
-
-
-def _nbytes(box: TensorSlice, entry: TensorEntry) -> int:
-    return prod(box.shape) * ITEM_BYTES[entry.dtype]

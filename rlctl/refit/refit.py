@@ -7,6 +7,7 @@ Every wait has a deadline. A failure names its rank and tensor; engines that may
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -133,7 +134,8 @@ class Refit:
         """Make the plan, unless it is given as `make_plan` returns it."""
         self._trainers, self.options = trainers, options
         if planned is None:
-            planned = make_plan(*ask_holdings(trainers, options.dtype), options)
+            senders = range(options.ranks_a_copy or len(trainers))
+            planned = make_plan(*ask_holdings(trainers, options.dtype, senders), options)
         self.plan, self.buffer_bytes, self._shared_plan = planned
         self._opened = False
         # Version of the adapters sent last, and the digest of their checksums.
@@ -309,9 +311,13 @@ class Refit:
         return found
 
 
-def ask_holdings(trainers: WorkerGroup, dtype: str) -> tuple[Layout, list[Holding]]:
-    """Return the layout of all weights, and each rank's part. Raises RefitError if ranks have different layouts."""
-    holdings = trainers.call(SendsWeights.refit_holding, dtype)
+def ask_holdings(trainers: WorkerGroup, dtype: str, senders: Collection[int]) -> tuple[Layout, list[Holding]]:
+    """Return the layout of all weights, and each rank's part, with the boxes of `senders`.
+
+    Raises RefitError if ranks have different layouts.
+    """
+    asked = [(dtype, rank in senders) for rank in range(len(trainers))]
+    holdings = trainers.run(SendsWeights.refit_holding, asked)
     (layout,) = trainers.workers[0].start(SendsWeights.refit_layout, dtype).wait(trainers.deadline_s)
     _require_one_layout(holdings)
     return layout, holdings
@@ -335,7 +341,7 @@ def make_plan(layout: Layout, holdings: list[Holding], options: RefitOptions) ->
 
 def _first_ranks(engines: list[EngineEnd]) -> list[int]:
     """Return the transport's rank of each engine's first worker; rank 0 is the trainer's."""
-    return [1 + sum(engine.ranks for engine in engines[:index]) for index in range(len(engines))]
+    return [*accumulate((engine.ranks for engine in engines), initial=1)][:-1]
 
 
 def _require_one_layout(holdings: list[Holding]) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from rlctl.refit.pipeline import ChunkSender
-from rlctl.refit.plan import Layout, RefitPlan, TensorSlice, layout_digest
+from rlctl.refit.plan import Layout, RefitPlan, TensorSlice, boxes_digest, layout_digest
 from rlctl.refit.protocol import Header, SendReport, TransportSpec
 from rlctl.refit.source import Sharded, WeightSource
 from rlctl.refit.transport import call_off, open_sender
@@ -17,7 +17,8 @@ class Holding:
 
     # Hash of its layout (`layout_digest`), equal on every rank.
     layout_digest: str
-    # The rank's own parts of the tensors.
+    # Hash of the rank's own parts of the tensors. The parts themselves are there if they were asked for.
+    boxes_digest: str
     boxes: list[TensorSlice]
     # Memory of its device.
     device_bytes: int
@@ -36,17 +37,19 @@ class SendsWeights:
         """Return (Hugging Face name, shape, dtype) of every whole tensor; each travels as `dtype`."""
         return self._sharded.layout(dtype)
 
-    def refit_holding(self, dtype: str) -> Holding:
-        """Return the rank's own input of the plan. 256 layouts of a 235B mixture of experts would be 590 MB."""
+    def refit_holding(self, dtype: str, sends: bool) -> Holding:
+        """Return the rank's own input of the plan. 256 layouts of a 235B mixture of experts would be 590 MB.
+
+        sends: with its boxes, which the plan has no use for in a rank that holds the same as another.
+        """
         if self._sending_device.type == "cuda":
             memory = torch.cuda.get_device_properties(self._sending_device).total_memory
         else:
             import psutil
 
             memory = int(psutil.virtual_memory().total)
-        return Holding(
-            layout_digest(self._sharded.layout(dtype)), [shard.box for shard in self._sharded.shards()], memory
-        )
+        boxes = [shard.box for shard in self._sharded.shards()]
+        return Holding(layout_digest(self._sharded.layout(dtype)), boxes_digest(boxes), boxes if sends else [], memory)
 
     def refit_open(self, spec: TransportSpec, plan: RefitPlan) -> None:
         """Join the transport."""

@@ -1,5 +1,6 @@
 """The plan: every number of every tensor travels once, in chunks that fit a buffer, by a digest both ends share."""
 
+import pickle
 from itertools import pairwise
 from math import prod
 
@@ -157,6 +158,12 @@ def test_another_owner_or_boundary_is_another_digest() -> None:
     held = tensors()
     digests = {plan_for(held, world, size).digest for world in (1, 2, 3) for size in (300_000, 1 << 20)}
     assert len(digests) == 6
+
+
+def test_a_plan_that_travelled_is_the_same() -> None:
+    plan = plan_for(tensors(), 2, 300_000)
+    arrived = pickle.loads(pickle.dumps(plan))
+    assert arrived == plan and arrived.digest == plan.digest and arrived.chunks[0].numbers == plan.chunks[0].numbers
 
 
 def test_a_header_of_another_plan_is_refused() -> None:

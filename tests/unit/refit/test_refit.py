@@ -6,7 +6,7 @@ import pytest
 
 from rlctl.refit.plan import TensorSlice, layout_digest
 from rlctl.refit.protocol import RefitError
-from rlctl.refit.refit import Refit, RefitOptions
+from rlctl.refit.refit import Refit, RefitOptions, ask_holdings
 from rlctl.refit.sending import Holding, SendsWeights
 
 LAYOUT = [("a", (4, 2), "float32"), ("b", (2,), "float32")]
@@ -29,8 +29,12 @@ class Ranks:
     def __init__(self, holdings: list[Holding]) -> None:
         self.holdings, self.workers = holdings, [self]
 
-    def call(self, method: Any, *arguments: Any) -> list[Holding]:
+    def __len__(self) -> int:
+        return len(self.holdings)
+
+    def run(self, method: Any, per_rank: list[Any]) -> list[Holding]:
         assert method is SendsWeights.refit_holding
+        self.asked = per_rank
         return self.holdings
 
     def start(self, method: Any, *arguments: Any) -> Answered:
@@ -41,6 +45,13 @@ class Ranks:
 def test_a_rank_of_another_model_is_named() -> None:
     boxes = [TensorSlice("a", (0, 0), (4, 2)), TensorSlice("b", (0,), (2,))]
     other = layout_digest([("a", (4, 2), "float32"), ("b", (2,), "bfloat16")])
-    ranks: Any = Ranks([Holding(layout_digest(LAYOUT), boxes, 1 << 30), Holding(other, [], 1 << 30)])
+    ranks: Any = Ranks([Holding(layout_digest(LAYOUT), "", boxes, 1 << 30), Holding(other, "", [], 1 << 30)])
     with pytest.raises(RefitError, match="trainer rank 1 has other tensors, shapes or dtypes than trainer rank 0"):
         Refit(ranks, OPTIONS)
+    assert ranks.asked == [("float32", True)] * 2
+
+
+def test_ranks_that_hold_the_same_as_others_send_no_boxes() -> None:
+    ranks: Any = Ranks([Holding(layout_digest(LAYOUT), "", [], 1 << 30)] * 4)
+    assert ask_holdings(ranks, "float32", range(2)) == (LAYOUT, ranks.holdings)
+    assert ranks.asked == [("float32", True)] * 2 + [("float32", False)] * 2
