@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from rlctl.config.schema import CheckpointSection
 from rlctl.generation.pool import EngineSlot
 from rlctl.generation.spec import EngineSpec, ForcedLengths, engine_kind, engine_options
 from rlctl.launch.runtime import Allocation
@@ -17,6 +18,7 @@ from rlctl.refit.refit import RefitOptions
 from rlctl.telemetry.throughput import TrainingFlops
 from rlctl.training.profile import ProfileSpec
 from rlctl.training.rank import TrainerSpec
+from rlctl.training.rank_checkpoint import Copies
 from rlctl.training.worker import TrainerWorker
 from rlctl.workers.group import WorkerSpec
 from rlctl.workers.waits import Waits
@@ -57,12 +59,20 @@ def trainer_specs(session: Session, settled: Settled, files: ModelFiles, allocat
             roles=roles,
             adapter_folder=files.adapter,
             base_name=None if config.model.random_init else files.base,
+            copies=_copies(config.checkpoint),
         )
         env = trainer_environment(allocation.devices(slot), threads) | allocation.environment(slot)
         log = f"{session.logs}/trainer-{rank}.log"
         make, node = partial(TrainerWorker, spec), allocation.node(slot)
         specs.append(WorkerSpec(f"trainer-{rank}", make, env, log, node=node, waits=session.waits))
     return specs
+
+
+def _copies(section: CheckpointSection) -> Copies:
+    """Return what checkpoints of a run copy to the host."""
+    if not (section.beside_training and (section.every or section.at_end)):
+        return "nothing"
+    return "state and export" if section.export else "state"
 
 
 def training_cost(files: ModelFiles, facts: dict[str, Any]) -> tuple[str, TrainingFlops]:

@@ -33,7 +33,7 @@ from rlctl.training.interface import Loss, MicroBatch, Totals
 from rlctl.training.lora import require_moved, without_adapters
 from rlctl.training.offload import FrozenWeights, OffloadManager, process_memory
 from rlctl.training.profile import ProfileSpec
-from rlctl.training.rank_checkpoint import ExportJob, RankSave, SaveBegun, Shards, TensorShard, WeightsJob
+from rlctl.training.rank_checkpoint import Copies, ExportJob, RankSave, SaveBegun, Shards, TensorShard, WeightsJob
 from rlctl.training.update import MetricAccumulator, learning_rate
 from rlctl.utils.cores import usable_cores
 from rlctl.utils.ports import met_at
@@ -65,6 +65,8 @@ class TrainerSpec:
     adapter_folder: str | None = None
     # The model's name in an export of adapters; None: `model_path`.
     base_name: str | None = None
+    # Parts that checkpoints copy to the host.
+    copies: Copies = "nothing"
 
 
 class TrainerRank(ABC):
@@ -104,7 +106,8 @@ class TrainerRank(ABC):
         # Updates made; the learning rate follows this count.
         self._updates = 0
         # This rank's part of the newest checkpoint.
-        self.saving = RankSave(spec.rank, spec.world, self._device)
+        copies = spec.copies if self.saves_live_tensors else "nothing"
+        self.saving = RankSave(spec.rank, spec.world, self._device, copies)
         # Metrics of the open update.
         self._metrics: MetricAccumulator | None = None
 
@@ -197,6 +200,8 @@ class TrainerRank(ABC):
         finally:
             self._zero_gradients()
         self._updates += norm > 0
+        if norm and self.saving.unprepared:
+            self.saving.prepare(state := self._saved(), self._exported(state))
         made = metrics.join() | {"train/grad_norm": norm} | ({"train/lr": lr} if norm else {})
         return made | self._state.take_metrics()
 

@@ -1,0 +1,70 @@
+"""Copies of a rank's state are in memory that was taken beside the steps before, and no copy is in two locked parts."""
+
+from itertools import pairwise
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlctl.training import rank_checkpoint
+from rlctl.training.rank_checkpoint import StateCopies, TensorShard, copied_once, locked_parts
+
+CPU = torch.device("cpu")
+
+
+def state(*sizes: int) -> dict[int, TensorShard]:
+    return {n: TensorShard.whole(torch.arange(size, dtype=torch.float32) + n) for n, size in enumerate(sizes)}
+
+
+def sizes(shards: dict[int, TensorShard]) -> list[int]:
+    return [each.tensor.nbytes for each in shards.values()]
+
+
+def place(copies: dict[int, TensorShard]) -> int:
+    return copies[0].tensor.untyped_storage().data_ptr()
+
+
+def test_a_save_finds_the_memory_that_was_taken_for_it_and_the_next_one_finds_it_again() -> None:
+    shards, copies = state(3, 1000, 0, 7), StateCopies(CPU, 1)
+    copies.prepare(sizes(shards))
+    assert copies._room
+    room = copies._room.result(10.0)
+    for version in range(2):
+        for shard in shards.values():
+            shard.tensor.add_(version)
+        taken = copies.take(shards)
+        assert place(taken) == room.untyped_storage().data_ptr()
+        assert all(torch.equal(taken[n].tensor, shard.tensor) for n, shard in shards.items())
+        assert all(taken[n].shape == shard.shape and taken[n].start == shard.start for n, shard in shards.items())
+
+
+def test_other_sizes_than_expected_get_memory_of_their_own() -> None:
+    copies, more = StateCopies(CPU, 1), state(5, 2000)
+    copies.prepare([20])
+    assert all(torch.equal(each.tensor, more[n].tensor) for n, each in copies.take(more).items())
+
+
+def test_too_little_memory_is_said_by_the_save_that_needs_it() -> None:
+    shards, copies = state(100), StateCopies(CPU, 1 << 50)
+    copies.prepare(sizes(shards))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"copies of the state take [0-9.]+ GiB of host memory, of which"):
+            copies.take(shards)
+
+
+def test_a_tensor_of_state_and_export_is_copied_once() -> None:
+    one, other = state(1, 2).values()
+    assert list(copied_once({"model.a": one}, {"a": one, "buffer": other}).values()) == [one, other]
+
+
+@given(st.lists(st.integers(0, 5000), max_size=20))
+def test_parts_are_locked_in_turn_and_none_divides_a_tensor(held: list[int]) -> None:
+    with patch.object(rank_checkpoint, "_LOCKED", 4096):
+        parts = list(locked_parts(held))
+    ends = {sum(-(-size // 512) * 512 for size in held[:count]) for count in range(len(held) + 1)}
+    assert {at for part in parts for at in part} <= ends
+    assert all(end == begin for (_, end), (begin, _) in pairwise(parts))
+    assert not sum(held) or (parts[0][0], parts[-1][1]) == (0, max(ends))
+    assert all(end - begin >= 4096 for begin, end in parts[:-1])
