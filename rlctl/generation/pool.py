@@ -113,12 +113,11 @@ class GeneratorPool:
             report = refit.run(self.ends(), version, checks)
         except EnginesLost as error:
             begin = time.perf_counter()
-            live = self._live
-            rebuilt = [live[index] for index in error.reasons if index not in error.intact]
-            for index in error.reasons:
-                if index not in error.intact:
-                    self._count_loss(live[index], error.reasons[index])
-            rebuilt = self._rebuild(rebuilt, version, [live[index] for index in error.intact])
+            live, intact = self._live, error.intact
+            broken = {live[index]: reason for index, reason in error.reasons.items() if index not in intact}
+            for index, reason in broken.items():
+                self._count_loss(index, reason)
+            rebuilt = self._rebuild([*broken], version, [live[index] for index in intact])
             report = RefitReport(seconds=time.perf_counter() - begin, rebuilt=tuple(rebuilt))
         if self.asleep:
             wake += self._wake("kv_cache")

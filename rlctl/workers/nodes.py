@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -41,6 +42,12 @@ class LiveNode:
     # Resources by Ray's names, such as GPU and CPU.
     total: dict[str, float]
     free: dict[str, float]
+
+
+@lru_cache(maxsize=1)
+def _living(moment: int) -> frozenset[str]:
+    # Once for all that ask at a moment: a lost engine makes the pool ask about every other.
+    return frozenset(each["NodeID"] for each in ray.nodes() if each["Alive"])
 
 
 @dataclass(frozen=True)
@@ -103,8 +110,8 @@ class NodeLease:
             raise WorkerTimeout(method, [f"the helper on {self.name}"], _ASK_S, "nothing") from error
 
     def lives(self) -> bool:
-        """Return True if Ray lists the node as alive."""
-        return self.id in {each["NodeID"] for each in ray.nodes() if each["Alive"]}
+        """Return True if Ray lists the node as alive, or did 0.2 s ago."""
+        return self.id in _living(int(time.monotonic() / _LOOK_S))
 
     def is_gone(self) -> bool:
         """Return True if the node is gone. If its helper does not answer, wait until Ray has noticed."""
