@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 from rlctl.config.errors import ConfigError, Problem, did_you_mean
@@ -33,6 +34,11 @@ def runs_folder(overrides: Iterable[str] = ()) -> Path:
     given = [text.partition("=")[2] for text in overrides if text.startswith("run.dir=")]
     if given:
         return Path(given[-1])
+    return _default_runs()
+
+
+@cache
+def _default_runs() -> Path:
     import yaml
 
     return Path(yaml.safe_load((CONFIGS / "base.yaml").read_text())["run"]["dir"])

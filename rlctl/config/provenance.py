@@ -9,6 +9,7 @@ import stat
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -115,10 +116,17 @@ def read_file(path: Path) -> ConfigNode:
     Raises ConfigError: unreadable, too large, not YAML, no mapping, a key written twice.
     """
     try:
-        root = yaml.compose(_read_text(path), Loader=_Loader)
+        return _tree(path, _read_text(path))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigError([Problem(show_path(path), "", f"cannot be read: {reason}")]) from error
+
+
+@lru_cache(maxsize=64)
+def _tree(path: Path, text: str) -> ConfigNode:
+    """Return the mapping in a file of YAML. Parents of recipes are read again and again: 4 ms of CPU each."""
+    try:
+        root = yaml.compose(text, Loader=_Loader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         line = mark.line + 1 if mark else 1
