@@ -6,6 +6,8 @@ READY := $(VENV)/ready
 
 # Containers often set it: then every process of a run compiles torch, vLLM and transformers again, 40 s of CPU a run.
 unexport PYTHONDONTWRITEBYTECODE
+# 21 s of one core without a cache of types, 13 s of two.
+export MYPY_NUM_WORKERS ?= 2
 
 .PHONY: train test quick check setup clean
 

@@ -1,6 +1,6 @@
 """Shared parts of the trainer tests: a loss, sequences, a trainer in this process, plain loops to compare with."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+import torch.multiprocessing as mp
 from torch import Tensor
 
 from rlctl.config.schema import OptimizerSection
@@ -144,6 +145,15 @@ def refused(one: Any, data: list[TrainingSample], max_tokens: int, rank: int = 0
         except FloatingPointError as error:
             seen["said"].append(str(error))
     return seen | {"after": weights(one)}
+
+
+def run_ranks(function: Callable[[int, Path], None], folder: Path, count: int) -> None:
+    """Run `function(rank, folder)` in `count` processes, forked from one that has imported torch: 3 s of CPU a rank."""
+    mp.spawn(_fork_ranks, (function, folder, count), nprocs=1)
+
+
+def _fork_ranks(_: int, function: Callable[[int, Path], None], folder: Path, count: int) -> None:
+    mp.start_processes(function, (folder,), nprocs=count, start_method="fork")
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as mp
 from filelock import FileLock
 
 from rlctl.preflight.backends.megatron import MegatronSection
@@ -22,6 +21,7 @@ from tests.system.training.scenario import (
     assert_close,
     assert_refused,
     refused,
+    run_ranks,
     sequences,
     share,
     totals,
@@ -148,7 +148,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
             make_deep_model(folder / "deep")
             for name in [*LAYOUTS, *(f"rounded-{name}-{wide}" for name in ROUNDED for wide in (False, True))]:
                 (folder / name).mkdir()
-            mp.spawn(all_on_two_ranks, (folder,), nprocs=2)
+            run_ranks(all_on_two_ranks, folder, 2)
             (folder / "done").touch()
     return folder
 
@@ -302,7 +302,7 @@ def three_ranks(rank: int, folder: Path) -> None:
 @pytest.mark.long  # variant: three ranks
 def test_three_ranks_save_experts_that_one_goes_on_with(tmp_path: Path) -> None:
     make_model(tmp_path / "model", "qwen3_moe")
-    mp.spawn(three_ranks, (tmp_path,), nprocs=3)
+    run_ranks(three_ranks, tmp_path, 3)
     result = torch.load(tmp_path / "rank-2.pt", weights_only=True)
     (tmp_path / "one").mkdir()
     with trainer(tmp_path / "model", tmp_path / "one") as one:

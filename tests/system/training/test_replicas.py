@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -14,6 +13,7 @@ from tests.system.training.scenario import (
     assert_close,
     assert_refused,
     refused,
+    run_ranks,
     sequences,
     share,
     totals,
@@ -62,7 +62,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("replicas")
     make_model(folder / "model", "qwen3")
     (folder / "group").mkdir()
-    mp.spawn(four_ranks, (folder,), nprocs=RANKS)
+    run_ranks(four_ranks, folder, RANKS)
     return folder
 
 
@@ -114,7 +114,7 @@ def test_the_exported_folder_has_the_weights(run: Path) -> None:
 
 
 def test_the_state_continues_on_one_process_and_on_other_replicas(run: Path, tmp_path: Path) -> None:
-    mp.spawn(two_ranks, (run,), nprocs=2)
+    run_ranks(two_ranks, run, 2)
     with trainer(run / "model", tmp_path) as one:
         one.load(run / "state")
         own = weights(one)

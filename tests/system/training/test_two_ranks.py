@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 from rlctl.models.adapter_folder import AdapterFile
 from tests.system.training.scenario import (
@@ -15,6 +14,7 @@ from tests.system.training.scenario import (
     assert_close,
     assert_refused,
     refused,
+    run_ranks,
     sequences,
     share,
     totals,
@@ -75,7 +75,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / f"{kind}-group").mkdir()
     for name in (ADAPTED, f"{ADAPTED}-group"):
         (folder / name).mkdir()
-    mp.spawn(two_ranks, (folder,), nprocs=2)
+    run_ranks(two_ranks, folder, 2)
     return folder
 
 
