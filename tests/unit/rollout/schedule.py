@@ -111,6 +111,8 @@ class Schedule:
         self.filtered: set[int] = set()
         # Numbers of the groups that teach nothing and were scored when the budget was used up.
         self.kept: set[int] = set()
+        # Task ids of the draws so far; a resume draws the same.
+        self.numbers: dict[str, int] = {}
         self.scoring_hangs = False
         self.syncing = False
         self.saved: Any = None
@@ -249,7 +251,11 @@ class Schedule:
 
     def number(self, group: RolloutGroup) -> int:
         """Number of a group's draw: no two draws have the same task."""
-        return next(number for number in range(self.drawn) if self.source.at(number) == group.task)
+        for number in range(len(self.numbers), self.drawn):
+            self.numbers[self.source.at(number).id] = number
+        number = self.numbers[group.task.id]
+        self.demand(number < self.drawn and self.source.at(number) == group.task, 2, f"{group.task.id} was not drawn")
+        return number
 
     def groups(self) -> list[dict[str, Any]]:
         """Return the groups as a checkpoint has them, in the order of their numbers."""
