@@ -249,6 +249,7 @@ class GrpoHealthSection(HealthSection):
         ge=0,
         le=1,
     )
+    max_agent_turn_s: float = spec("Warn if an agent waited longer than this for a turn, in seconds.", gt=0)
 
 
 @dataclass

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rlctl.grpo.losses.sections import DppoLossSection
-from rlctl.grpo.metrics import FIRST_CLIPPED
+from rlctl.grpo.metrics import AGENT_TURN, FIRST_CLIPPED
 from rlctl.preflight.settled import SettledGrpo
 from rlctl.run.health import Ceiling, Decline, Finding, Health, HealthCheck, Metrics, failed_validation, gradient_jump
 
@@ -63,6 +63,14 @@ def grpo_health(settled: SettledGrpo, cause: Callable[[], str] = str, tool_cause
             bounds.max_malformed_call_share,
             "{value:.0%} of the tool calls are malformed, at most {bound:.0%} (health.max_malformed_call_share): "
             "rlctl runs rollouts shows them; environment.tool_format names the format that is parsed",
+        ),
+        Ceiling(
+            "agent_turn",
+            AGENT_TURN,
+            bounds.max_agent_turn_s,
+            "an agent waited {value:.0f} s for a turn, at most {bound:g} (health.max_agent_turn_s): clients of OpenAI "
+            "and Anthropic end a request after 600 s, and give up after three; lower generation.max_new_tokens, play "
+            "fewer rollouts at a time, or raise the client's timeout",
         ),
         FailedShare(
             "failed_rewards",

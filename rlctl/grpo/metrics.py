@@ -17,6 +17,7 @@ from rlctl.telemetry import throughput
 
 GENERATOR_PHASES = ("generation", "refit")
 FIRST_CLIPPED = "ratio/clipped_first"
+AGENT_TURN = "agent/longest_turn"
 TRAINER_PHASES = ("train", "log_probs", "refit")
 
 
@@ -70,8 +71,11 @@ def environment_metrics(groups: Rows[RolloutGroup]) -> dict[str, float]:
         metrics["environment/spelled_tokens"] = float(spelled)
     metrics["environment/seconds"] = float(np.mean([episode.environment_s for _, episode in played]))
     agents = [episode.counts or {} for _, episode in played]
-    rows = "agent/rows_per_episode" if any(episode.counts is not None for _, episode in played) else "environment/rows"
+    of_agents = any(episode.counts is not None for _, episode in played)
+    rows = "agent/rows_per_episode" if of_agents else "environment/rows"
     metrics[rows] = float(np.mean([len(one.rows) for one, _ in played]))
+    if of_agents:
+        metrics[AGENT_TURN] = max(episode.longest_turn_s for _, episode in played)
     for name in sorted({name for counts in agents for name in counts}):
         metrics[f"agent/{name}"] = float(sum(counts.get(name, 0) for counts in agents))
     endings = Counter(episode.ending for _, episode in played)

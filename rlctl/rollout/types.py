@@ -96,6 +96,8 @@ class PlayedEpisode:
     spelled: int = 0
     # Malformed calls among the failed ones, text in the shape of a call included.
     malformed_calls: int = 0
+    # Seconds of an agent's longest wait for a turn.
+    longest_turn_s: float = 0.0
     # Counts of an agent's session by name, as `coalesced`; metrics have them below `agent/`.
     counts: Mapping[str, float] | None = None
     # Why an agent's requests continued no turn -> how often.

@@ -29,6 +29,7 @@ MEANING = {
     "environment/malformed_calls": "share of tool calls that cannot be read, text that only looks like one included",
     "environment/seconds": "seconds in which an episode waited for its environment, mean",
     "agent/rows_per_episode": "rows that an agent's episode trains on, mean; above 1 where it rewrites its history",
+    "agent/longest_turn": "longest wait of an agent for a turn in a step, in seconds",
     "agent/coalesced": "requests of a step that repeated one, and got the same turn",
     "agent/rewritten": "requests of a step that continued no turn, and so began another row",
     "agent/refused": "requests of a step that were answered by an error",

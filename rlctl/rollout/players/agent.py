@@ -102,6 +102,8 @@ class AgentTurn:
     ask: AgentAsk
     # The turn, or the budget that was used up; None while an engine samples.
     answer: Completion | Ending | None
+    # Time of the request, by the event loop's clock.
+    asked: float
 
 
 class AgentCall(FunctionCall):
@@ -123,6 +125,8 @@ class AgentCall(FunctionCall):
 
     def _sampled(self, turn: Any, completion: Completion) -> None:
         turn.answer = completion
+        waited = asyncio.get_running_loop().time() - turn.asked
+        self._course.longest_turn_s = max(self._course.longest_turn_s, waited)
         self._ready.append(turn.ask.number)
 
     def _take(self, told: Any) -> None:
@@ -147,7 +151,8 @@ class AgentCall(FunctionCall):
             tokens = [*(course.conversation.tokens(parent) if parent is not None else ()), *ask.tokens]
             if not tokens or not 0 <= min(ask.tokens, default=0) <= max(ask.tokens, default=0) < most:
                 raise DataError("the agent's process asked for a turn after ids that are no tokens, or after none")
-            turn = self._pending[ask.number] = AgentTurn(ask, course.used_up(self._turns, len(tokens), loop.time()))
+            now = loop.time()
+            turn = self._pending[ask.number] = AgentTurn(ask, course.used_up(self._turns, len(tokens), now), now)
             if turn.answer is not None:
                 course.ending = turn.answer if isinstance(turn.answer, str) else course.ending
                 self._ready.append(ask.number)

@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -16,10 +17,11 @@ from rlctl.data.chat import Chat, ChatSpec
 from rlctl.data.tasks import Task
 from rlctl.environments.outcomes import AgentSpec, EnvironmentSpec, command_of
 from rlctl.environments.pool import EnvironmentPool
+from rlctl.grpo.metrics import environment_metrics
 from rlctl.rollout.players.agent import AgentPlayer, agent_notes, most_agents
 from rlctl.rollout.players.course import EpisodeLimits
 from rlctl.rollout.runner import RolloutRunner
-from rlctl.rollout.types import PlayedEpisode, Rollout
+from rlctl.rollout.types import PlayedEpisode, Rollout, RolloutGroup
 from rlctl.utils.cores import usable_cores
 from tests.unit.data.conftest import tokenizer
 from tests.unit.environments.agents.served import END, TOOLED
@@ -248,6 +250,12 @@ def test_an_append_only_agent_trains_one_row_of_what_was_sampled(play: Play, age
         last, tokens = asked[-1]
         assert row.tokens.tolist() == [*last.prompt_tokens, *tokens]
         assert row.tokens[row.sampled].tolist() == [token for _, said in asked for token in said]
+
+
+def test_the_longest_wait_for_a_turn_is_known_whichever_turn_it_was(play: Play) -> None:
+    (slow,), _ = play("three_turns", lambda request: (time.sleep(0.1 * (request.id.turn == 1)), f"7{END}")[1])
+    found = environment_metrics([RolloutGroup(Task("r0", [], "", None), [slow])])
+    assert found["agent/longest_turn"] == episode_of(slow).longest_turn_s >= 0.1
 
 
 def test_a_rewritten_history_trains_each_token_once_and_is_told(play: Play) -> None:

@@ -176,6 +176,17 @@ def test_calls_that_are_mostly_malformed_are_told_with_the_key_of_their_format()
     )
 
 
+def test_turns_that_take_longer_than_a_client_waits_are_told_before_they_do() -> None:
+    health = grpo_health(load("grpo", None, []).settled)
+    found = [health.look(step, {"agent/longest_turn": waited}) for step, waited in enumerate([500.0, 512.4, 900.0], 1)]
+    assert [len(each) for each in found] == [0, 1, 0]
+    assert not found[1][0].fatal and found[1][0].what == (
+        "an agent waited 512 s for a turn, at most 500 (health.max_agent_turn_s): clients of OpenAI and Anthropic end "
+        "a request after 600 s, and give up after three; lower generation.max_new_tokens, play fewer rollouts at a "
+        "time, or raise the client's timeout"
+    )
+
+
 def test_a_validation_without_scores_is_told() -> None:
     run = load("grpo", None, []).settled
     health = grpo_health(run)
