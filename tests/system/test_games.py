@@ -31,12 +31,13 @@ def test_two_steps_with_a_calculator_train_on_turns_that_called_it(tmp_path: Pat
 
 @pytest.mark.long  # a minute or two of training each
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["async.enabled=false", "async.enabled=true"])
+@pytest.mark.parametrize("bound", [0, 1, 2])
 @pytest.mark.parametrize("recipe", ["guess-tiny", "calculator-tiny"])
-def test_a_game_is_learned_and_won_where_it_was_never_trained(tmp_path: Path, recipe: str, mode: str) -> None:
+def test_a_game_is_learned_and_won_where_it_was_never_trained(tmp_path: Path, recipe: str, bound: int) -> None:
     # Run has settings for small steps; these are the recipe's own.
     own = ("grpo.num_prompts_per_step=32", "grpo.num_generations_per_prompt=8", "validation.every=10")
-    run = Run(tmp_path, recipe, recipe, mode, *own)
+    mode = ("async.enabled=true", f"async.max_trajectory_age_steps={bound}") if bound else ()
+    run = Run(tmp_path, recipe, recipe, *mode, *own)
     assert run.end() == 0, run.text()
     held_out = accuracies(run)
     assert held_out[0] <= 0.4
