@@ -80,3 +80,26 @@ def test_four_nodes_learn_to_the_last_bit_what_one_node_does(clusters: Clusters)
     assert (ways(alone), ways(four)) == ({"shm"}, {"shm"})
     assert json.dumps(learned(four)) == json.dumps(learned(alone)) and len(learned(four)) == 2
     assert all(tensor.equal(weights(four)[name]) for name, tensor in weights(alone).items())
+
+
+@pytest.mark.long  # two runs of eight processes: minutes
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_four_nodes_apart_and_asynchronous_learn_what_one_node_does(clusters: Clusters) -> None:
+    # No group depends on the time: a step trains the oldest groups, which the version before sampled whole.
+    whole = ("async.in_flight_weight_updates=false", "async.streamed_training=false", "async.prefetch=full")
+    ordered = ("async.enabled=true", "async.policy=in_order", "placement.colocated=false", *whole)
+    sizes = ("trainer.num_ranks=4", "generation.num_engines=4", "trainer.replicas=4", *ordered)
+    alone = train(clusters, "alone", *sizes)
+    clusters.run("up", "nodes=4", "num_cpus=2")
+    four = train(clusters, "four", "--cluster", "local", *sizes)
+    (attempt,) = (four / "logs").glob("attempt_*")
+    nodes = json.loads((attempt / "nodes.json").read_text())
+    assert len(set(nodes.values())) == 4 and not {nodes[f"trainer-{n}"] for n in range(4)} & {
+        nodes[f"engine-{n}"] for n in range(4)
+    }
+    assert (ways(alone), ways(four)) == ({"shm"}, {"broadcast"})
+    assert [each["age/max"] for each in steps(four)] == [each["age/max"] for each in steps(alone)] == [0, 1, 1]
+    for ours, theirs in zip(learned(four), learned(alone), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-6)
+    assert all(tensor.allclose(weights(four)[name], rtol=1e-6, atol=1e-8) for name, tensor in weights(alone).items())
