@@ -124,7 +124,8 @@ class RefitWorker:
         tensors = live_tensors(self.model_runner.get_model())
         table = ChecksumTable(len(tensors), self.device)
         for tensor in tensors.values():
-            table.add(lay(tensor))
+            # vLLM keeps some on the host.
+            table.add(lay(tensor.to(self.device)))
         return dict(zip(tensors, table.all().tolist())) if tensors else {}
 
     def rl_memory(self) -> dict[str, float]:
