@@ -78,7 +78,7 @@ def prove(name: str, home: Path) -> Proofs:
             subject = found.subject.removeprefix("packed = ").removeprefix("padded = ")
             proofs.figures |= {f"{subject}/{key}": value for key, value in found.figures.items()}
             if subject == "served = sent":
-                proofs.served = found.holds
+                proofs.served = found.holds and proofs.served is not False
             if subject == "export":
                 proofs.exported = found.holds
             if found.holds is False:

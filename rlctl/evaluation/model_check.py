@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from rlctl.config.run_weights import is_adapter
 from rlctl.evaluation.engine_process import EngineProcess
 from rlctl.evaluation.model_facts import Finding, describe
-from rlctl.generation.engine import Engine
+from rlctl.generation.engine import Engine, LoadMode
 from rlctl.generation.requests import Completion, RequestId, RolloutId, TurnRequest
 from rlctl.generation.spec import EngineSpec, engine_kind
 from rlctl.grpo.logprob_mismatch import mismatch
@@ -31,7 +31,7 @@ from rlctl.preflight.plan import require_served
 from rlctl.preflight.settings import TrainerSettings
 from rlctl.preflight.settled import SettledGrpo
 from rlctl.refit.plan import RefitPlan
-from rlctl.refit.protocol import Header, TransportSpec
+from rlctl.refit.protocol import Header, Mode, TransportSpec
 from rlctl.refit.sending import SendsWeights
 from rlctl.training.interface import LossNeeds, LossOutput, TokenBatch, Totals
 from rlctl.training.micro_batching import TrainingSample
@@ -143,14 +143,18 @@ class CheckedEngine:
         """Return checksums of the live tensors."""
         return self._process.call(Engine.checksums)
 
-    def open(self, trainer: CheckedTrainer, dtype: str, folder: Path) -> RefitPlan:
-        """Connect both ends."""
+    def open(self, trainer: CheckedTrainer, dtype: str, folder: Path, mode: Mode) -> LoadMode:
+        """Connect both ends; return the way in which the engine takes weights in."""
         holding = trainer.sender.refit_holding(dtype, True)
         self._plan = RefitPlan.build(trainer.sender.refit_layout(dtype), [holding.boxes], _CHUNK_BYTES, _CHUNK_BYTES)
         spec = TransportSpec("shm", 1, 60.0, folder=str(folder))
         trainer.sender.refit_open(spec, self._plan)
-        self._process.call(Engine.refit_open, spec, self._plan, 1, "auto", False)
-        return self._plan
+        return self._process.call(Engine.refit_open, spec, self._plan, 1, mode, False)
+
+    @property
+    def sent(self) -> int:
+        """Tensors of a refit."""
+        return len(self._plan.entries)
 
     def refit(self, trainer: CheckedTrainer, version: int) -> None:
         """Bring the engine to the trainer's weights; every tensor's checksum is compared."""
@@ -277,7 +281,8 @@ def engine_findings(
     trainer: CheckedTrainer, spec: EngineSpec, vocab: int, scratch: Path, imports: Sequence[str] = ()
 ) -> Iterator[Finding]:
     """Start the engine, and compare it with the trainer: from disk, after other weights came, and after the first ones
-    came back. Raises EngineProcessError.
+    came back. An engine that can receive into its live weights does so, and then into a second copy of them too.
+    Raises EngineProcessError.
 
     imports: see `EngineProcess`.
     """
@@ -288,16 +293,21 @@ def engine_findings(
         first = sampled(engine, vocab)
         yield agreement(trainer, first, "both from disk")
         before = engine.checksums()
-        plan = engine.open(trainer, spec.dtype, scratch / "refit")
         trainer.rank.save(scratch / "state")
-        trainer.train(random_sequences(vocab, LENGTHS, 3))
-        engine.refit(trainer, 1)
-        yield replace(agreement(trainer, sampled(engine, vocab), "after an update and a refit"), subject="")
-        between = engine.checksums()
-        trainer.rank.load(scratch / "state")
-        engine.refit(trainer, 2)
-        again = sampled(engine, vocab)
-        yield _served(Served(before, between, engine.checksums(), len(plan.entries), _same(first, again)))
+        modes: list[Mode] = ["auto"]
+        for number, mode in enumerate(modes):
+            chosen = engine.open(trainer, spec.dtype, scratch / f"refit-{number}", mode)
+            if mode == "auto" and chosen.mode == "direct" and not trainer.adapts:
+                modes.append("staged")
+            trainer.train(random_sequences(vocab, LENGTHS, 3))
+            engine.refit(trainer, 2 * number + 1)
+            when = f"after an update and a {chosen.mode} refit"
+            yield replace(agreement(trainer, sampled(engine, vocab), when), subject="")
+            between = engine.checksums()
+            trainer.rank.load(scratch / "state")
+            engine.refit(trainer, 2 * number + 2)
+            same = _same(first, sampled(engine, vocab))
+            yield _served(Served(before, between, engine.checksums(), engine.sent, same), chosen)
         yield greedy(trainer, engine, device, vocab, scratch / "export")
 
 
@@ -320,12 +330,13 @@ def _same(one: list[tuple[Any, Completion]], other: list[tuple[Any, Completion]]
     )
 
 
-def _served(found: Served) -> Finding:
+def _served(found: Served, chosen: LoadMode) -> Finding:
     """Judge an engine after other weights and the first ones again. Of some tensors only kernels have a copy."""
     before = found.before
     changed = sum(before[name] != found.between.get(name) for name in before)
     wrong = [name for name in before if before[name] != found.after.get(name)]
-    text = f"{found.sent} tensors sent, twice: first an update changed {changed} of the engine's {len(before)}; then "
+    text = f"{found.sent} tensors sent, twice, {chosen.mode} ({chosen.why}): "
+    text += f"first an update changed {changed} of the engine's {len(before)}; then "
     text += f"{len(before) - len(wrong)} were bit for bit those of the start"
     text += f", but not {wrong[0].partition(': ')[2]}" if wrong else ""
     text += ", and answers too" if found.answers else "; answers were not"
