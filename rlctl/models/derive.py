@@ -19,7 +19,7 @@ from rlctl.config.errors import ModelError
 from rlctl.models.facts import ModelFacts, ModelSizes, facts_file, has_weights, keep_facts
 from rlctl.models.layer_kinds import AttentionKind, LayerKinds, LinearLayer
 from rlctl.models.meta_model import causal_lm, text_config
-from rlctl.models.observed import observe
+from rlctl.models.observed import kept_of_rows, observe
 from rlctl.models.parameter_table import ParameterTable, Shape, derive_table, persistent_buffers, tensors_of
 from rlctl.models.weight_headers import weight_headers
 
@@ -71,7 +71,7 @@ def derive_facts(folder: Path, weights: bool = True) -> ModelFacts:
         float32=tuple(sorted(getattr(lm, "_keep_in_fp32_modules_strict", None) or ())),
         buffers=tuple(name for name in persistent_buffers(lm) if name in on_disk),
         kept=tuple(row.name for row in table.kept),
-        sizes=_sizes(lm, layers, kinds, paths[id(layers)]),
+        sizes=_sizes(lm, layers, kinds, paths[id(layers)], decoder),
     )
 
 
@@ -143,7 +143,7 @@ def _linears(layers: nn.ModuleList, place: str, kinds: LayerKinds) -> Iterator[L
             yield LinearLayer(f"{place}.{index}.{name}", module.in_features, module.out_features, part)
 
 
-def _sizes(lm: Any, layers: nn.ModuleList, kinds: LayerKinds, place: str) -> ModelSizes:
+def _sizes(lm: Any, layers: nn.ModuleList, kinds: LayerKinds, place: str, decoder: nn.Module) -> ModelSizes:
     config, held, attention = lm.config, tensors_of(lm), kinds.attention or _stated_attention(lm.config, len(layers))
     embedding, parameters = lm.get_input_embeddings(), {n: p for n, p in held.items() if _is_parameter(lm, n)}
     total = sum(p.numel() for p in parameters.values())
@@ -190,6 +190,7 @@ def _sizes(lm: Any, layers: nn.ModuleList, kinds: LayerKinds, place: str) -> Mod
         state_layers=len(kinds.states),
         one_sequence_a_row=kinds.one_sequence_a_row,
         dropout=tuple(key for key, _ in kinds.dropout),
+        row_bytes=tuple(kept_of_rows(decoder)) if kinds.one_sequence_a_row else (),
     )
 
 

@@ -31,6 +31,17 @@ _DERIVING = (
 
 
 @dataclass(frozen=True)
+class RowBytes:
+    """Bytes that all layers keep for the backward pass, of a model that computes one sequence a row."""
+
+    dtype: str
+    # Of each token.
+    token: int
+    # Of each pair of tokens of a row: attention scores, where transformers' attention keeps them.
+    pair: int
+
+
+@dataclass(frozen=True)
 class ModelSizes:
     """Sizes of a decoder. Parameter counts are numbers, not bytes."""
 
@@ -82,6 +93,8 @@ class ModelSizes:
     one_sequence_a_row: str | None
     # Keys of config.json with a rate of dropout, which training sets to 0.
     dropout: tuple[str, ...]
+    # One for each compute dtype; empty where sequences are packed.
+    row_bytes: tuple[RowBytes, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -118,7 +131,8 @@ class ModelFacts:
         """Return the facts that `to_json` wrote. Raises KeyError or TypeError for anything else."""
         lists = {key: tuple(value[key]) for key in ("float32", "buffers", "kept")}
         linears = tuple(LinearLayer(**each) for each in value["sizes"]["linears"])
-        tuples = {"linears": linears, "dropout": tuple(value["sizes"]["dropout"])}
+        rows = tuple(RowBytes(**each) for each in value["sizes"]["row_bytes"])
+        tuples = {"linears": linears, "dropout": tuple(value["sizes"]["dropout"]), "row_bytes": rows}
         sizes = ModelSizes(**{**value["sizes"], **tuples})
         return cls(**{**value, **lists, "kinds": _kinds(value["kinds"]), "sizes": sizes})
 

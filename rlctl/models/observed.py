@@ -14,8 +14,11 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from rlctl.models.facts import RowBytes
 from rlctl.models.layer_kinds import AttentionKind, LayerKinds, LogitTransform, StateKind
 from rlctl.models.packed_attention import NAME, refuse_keywords, register
 from rlctl.models.state_layers import FUNCTIONS
@@ -77,6 +80,79 @@ def without_dropout(config: Any) -> dict[str, float]:
         elif hasattr(value, "model_type"):
             found |= without_dropout(value)
     return found
+
+
+# Tokens of the rows that kept bytes are recorded of. Blocks of linear attention have up to 256.
+_SHORT, _LONG = 256, 512
+# Compute dtypes of a trainer.
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def kept_of_rows(decoder: nn.Module) -> Iterator[RowBytes]:
+    """Yield the bytes that a decoder on the meta device keeps for its backward pass, for each compute dtype.
+
+    They are a multiple of a row's tokens and one of their square, found from two lengths. Kernels of torch's own
+    attention keep no scores.
+    """
+    for name, dtype in _DTYPES.items():
+        short, long = (_kept(copy.deepcopy(decoder).to(dtype), tokens) for tokens in (_SHORT, _LONG))
+        pair = max(0.0, (long / _LONG - short / _SHORT) / (_LONG - _SHORT))
+        yield RowBytes(name, round(short / _SHORT - pair * _SHORT), round(pair))
+
+
+def _kept(decoder: nn.Module, tokens: int) -> int:
+    """Return the bytes of the distinct tensors, parameters apart, that a row's forward pass keeps."""
+    own = {each.untyped_storage()._cdata for each in (*decoder.parameters(), *decoder.buffers())}
+    seen: dict[int, Tensor] = {}
+
+    def pack(saved: Tensor) -> Tensor:
+        storage = saved.untyped_storage()._cdata
+        if storage not in own and seen.setdefault(storage, saved).nbytes < saved.nbytes:
+            seen[storage] = saved
+        return saved
+
+    kept: Any = _Kept.apply
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **options: Any) -> Any:
+        if query.shape[-3] != key.shape[-3] and not options.get("enable_gqa"):
+            # torch's kernels take no heads to repeat unless told so: it multiplies, in float32.
+            return ((query @ key.mT).softmax(-1, torch.float32) @ value.float()).to(query.dtype)
+        # It keeps its result too.
+        return kept((*query.shape[:-1], value.shape[-1]), True, query, key, value, attn_mask)
+
+    def multiply(rows: Tensor, matrices: Tensor, **_: Any) -> Any:
+        return kept((len(rows), matrices.shape[-1]), False, rows, matrices)
+
+    ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
+    decoder.train()
+    with torch.device("meta"), ExitStack() as stack:
+        for name, stand_in in {"scaled_dot_product_attention": attend, "grouped_mm": multiply}.items():
+            stack.callback(setattr, F, name, getattr(F, name))
+            setattr(F, name, stand_in)
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved))
+        stack.enter_context(_Yes())
+        decoder(input_ids=ids, use_cache=False)
+    return sum(each.nbytes for each in seen.values())
+
+
+class _Yes(TorchFunctionMode):
+    """Answers questions about values, which meta tensors lack: a row is one sequence, and has no padding."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.__bool__, Tensor.item):
+            return True
+        return func(*args, **(kwargs or {}))
+
+
+class _Kept(torch.autograd.Function):
+    """Stand-in for a kernel without a meta form: keeps its arguments, and its result if told so."""
+
+    @staticmethod
+    def forward(ctx: Any, shape: tuple[int, ...], and_result: bool, *given: Tensor | None) -> Tensor:
+        assert given[0] is not None
+        out = given[0].new_empty(shape)
+        ctx.save_for_backward(*given, *[out] * and_result)
+        return out
 
 
 class _Record:

@@ -57,8 +57,9 @@ def model_notes(sizes: ModelSizes, device: Device) -> list[str]:
     """Return notes on parts of a model that cost time, or that training leaves out."""
     said = []
     if sizes.one_sequence_a_row:
-        cost = "rows are padded by up to their own length (train/padding) and have no kernels for packs; the forecast "
-        cost += "leaves out scores that transformers' own attention may keep"
+        cost = "rows are padded by up to their own length (train/padding) and have no kernels for packs"
+        if pair := max((each.pair for each in sizes.row_bytes), default=0):
+            cost += f", and attention keeps scores: {pair:,} bytes for each pair of a row's tokens"
         said.append(f"the model trains one sequence a row, not packs: {sizes.one_sequence_a_row}; {cost}")
     if sizes.dropout:
         said.append(f"dropout is off in training, since engines have none: {', '.join(sizes.dropout)} of config.json")

@@ -1,15 +1,17 @@
 """One forward pass without memory tells a model's attention, states, dropout, and the work after its head."""
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from rlctl.models.layer_kinds import LayerKinds, LogitTransform
 from rlctl.models.meta_model import skeleton
-from rlctl.models.observed import observe, without_dropout
+from rlctl.models.observed import kept_of_rows, observe, without_dropout
 from tests.tiny_models import make_model
 from tests.unit.models.test_packed_families import EXPERTS, FAMILIES, FOUR, MAMBA, STATE_FAMILIES, WINDOW
 
@@ -104,6 +106,37 @@ def test_a_model_that_cannot_be_packed_says_why(family: str, keys: dict[str, Any
     assert reason is not None
     with pytest.raises(ValueError, match=why):
         raise ValueError(reason)
+
+
+# Scores of all heads of two layers, in float32: kept by gptj's own attention and by falcon's shared keys.
+SCORES = 2 * 4 * 4
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "pair"),
+    [("gptj", {"rotary_dim": 8}, SCORES), ("falcon", {}, SCORES), ("stablelm", {"num_key_value_heads": 4}, 0)],
+)
+def test_bytes_that_rows_keep_are_those_of_a_real_pass(family: str, keys: dict[str, Any], pair: int) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(family, **{**SIZES, "hidden_size": 64, "num_attention_heads": 4, **keys})
+    lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    decoder = lm.get_decoder()
+    recorded = next(each for each in kept_of_rows(copy.deepcopy(decoder).to("meta")) if each.dtype == "float32")
+    assert recorded.pair == pair
+    own = {each.untyped_storage()._cdata for each in (*decoder.parameters(), *decoder.buffers())}
+    for rows, length in ((1, 64), (3, 40)):
+        seen: dict[int, Tensor] = {}
+
+        def keep(tensor: Tensor, seen: dict[int, Tensor] = seen) -> Tensor:
+            seen[tensor.untyped_storage()._cdata] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            decoder(input_ids=torch.ones(rows, length, dtype=torch.long), use_cache=False)
+        real = sum(each.untyped_storage().nbytes() for storage, each in seen.items() if storage not in own)
+        expected = rows * length * (recorded.token + recorded.pair * length)
+        assert abs(real - expected) <= 0.12 * real, (real, expected)
 
 
 def test_dropout_is_found_and_off() -> None:
