@@ -103,9 +103,15 @@ class TrainerSection:
         "the activations."
     )
     logprob_chunk_tokens: int | Literal["auto"] = spec(
-        "The most tokens whose logits exist at one time. auto is 1024 on a CPU, and up to 8192 on GPUs, as memory "
+        "The tokens whose logits are made at one time. auto is 1024 on a CPU, and up to 8192 on GPUs, as memory "
         "allows.",
         ge=1,
+    )
+    logprob_kept_tokens: int | Literal["auto"] = spec(
+        "The tokens of a pack whose logits are kept for the backward pass, in whole chunks of logprob_chunk_tokens. "
+        "Logits of the others are made twice. auto is one chunk, which costs no memory, and more on GPUs, as memory "
+        "allows.",
+        ge=0,
     )
     compile: bool | Literal["auto"] = spec(
         "Use torch.compile for the loss and for each layer (fsdp), or for norms and rotary embeddings (megatron). The "

@@ -16,6 +16,7 @@ from rlctl.config.errors import BrokenValueError
 from rlctl.config.schema import TrainerSection
 from rlctl.models.facts import ModelSizes
 from rlctl.preflight.parallel_layout import Layout
+from rlctl.preflight.settings import TrainerSettings
 
 FLOAT32 = 4
 State = Literal["parameters", "gradients", "optimizer"]
@@ -140,8 +141,8 @@ class Backend(ABC):
         return size
 
     @abstractmethod
-    def gathers_layers(self, trainer: TrainerSection, size: int) -> bool:
-        """Return True if a rank gathers whole layers while it works on them."""
+    def copied_weights(self, trainer: TrainerSettings, sizes: ModelSizes, size: int) -> int:
+        """Return the number of weights that a rank holds once more to compute with. size: as in `states`."""
 
     @abstractmethod
     def more_room(self, trainer: TrainerSection, peak: int, capacity: int) -> str:

@@ -40,6 +40,7 @@ _ROOM = 32
 # A hit changes no bit on a CPU while one head's keys of a sequence, in float32, are below 120 KiB; see
 # generation/README.md. Half the figure allows for smaller caches.
 _EXACT_KEYS = 60 << 10
+_ONE_CHUNK = "one chunk, which costs no memory"
 # Share where sizes or memory are unknown, or nothing fits: half is for each side.
 _UNKNOWN_SHARE = 0.6
 
@@ -82,7 +83,8 @@ def choose(basis: Basis) -> Chosen:
     choices: list[Choice] = []
     trainer = _Section("trainer", basis.trainer, basis.dtype, choices)
     trainer.values["adapters"] = basis.adapters
-    trainer.values["padded"] = basis.facts is not None and basis.facts.one_sequence_a_row is not None
+    if basis.facts and basis.facts.one_sequence_a_row:
+        trainer.values["row_tokens"] = basis.longest or 0
     engines = _Engines(*basis.engines, basis.device, choices) if basis.engines else None
     _choose_replicas(basis, trainer)
     if basis.device == "cpu" or basis.facts is None or basis.memory is None:
@@ -171,6 +173,8 @@ class _Fit:
     checkpointing: bool
     sleep: bool
     why: str
+    # Bytes that are left.
+    room: int
 
 
 def _choose_replicas(basis: Basis, trainer: _Section) -> None:
@@ -201,6 +205,7 @@ def _choose_constants(basis: Basis, trainer: _Section, engines: _Engines | None)
     trainer.fill("activation_checkpointing", False, why)
     trainer.fill("micro_batch_tokens", tokens, why + _left_out(tokens, whole))
     trainer.fill("logprob_chunk_tokens", 1024, why)
+    trainer.fill("logprob_kept_tokens", trainer.values["logprob_chunk_tokens"], _ONE_CHUNK)
     if engines:
         engines.fill("max_num_seqs", _LEAST_SEQUENCES, why)
         engines.fill("gpu_memory_utilization", _UNKNOWN_SHARE, why)
@@ -228,6 +233,7 @@ class _Forecast:
         checkpointed = "no pack that fits keeps its activations" if fit.checkpointing else "activations fit"
         trainer.fill("micro_batch_tokens", fit.tokens, fit.why + _left_out(fit.tokens, self.basis.whole or 0))
         trainer.fill("activation_checkpointing", fit.checkpointing, checkpointed)
+        trainer.fill("logprob_kept_tokens", *self._kept(trainer, fit))
         if engines:
             engines.fill("sleep", fit.sleep, self._why_asleep(fit.sleep, engines))
             engines.fill("gpu_memory_utilization", *self._share(TrainerSettings(**trainer.values), engines))
@@ -251,6 +257,15 @@ class _Forecast:
         tokens = next(fitting, _CHUNKS[-1])
         gib = tokens * self.sizes.vocab * 8 / GIB
         return tokens, f"logits of {gib:.1f} GiB, where {_CHUNK_SHARE:.0%} of the device may be"
+
+    def _kept(self, trainer: _Section, fit: _Fit) -> tuple[int, str]:
+        """Return the tokens whose logits find room, at least one chunk's."""
+        chunk, size = trainer.values["logprob_chunk_tokens"], DTYPE_BYTES[self.basis.dtype]
+        further = min(fit.room // (self.sizes.vocab * size), trainer.values["micro_batch_tokens"] - chunk)
+        kept = chunk + max(0, further // chunk * chunk)
+        if kept == chunk:
+            return chunk, _ONE_CHUNK
+        return kept, f"{(kept - chunk) * self.sizes.vocab * size / GIB:.1f} GiB of what is left; others are made twice"
 
     def _fit(self, trainer: _Section, engines: _Engines | None) -> _Fit:
         """Return the first that fits: an engine that stays awake next to large packs, large packs, recomputed ones.
@@ -279,17 +294,19 @@ class _Forecast:
                 moves = written["offload_optimizer_for_generation"]
                 if (large or awake) and trained + engine <= usable and not moves:
                     sums = f"{trained / GIB:.0f} GiB beside an engine of {engine / GIB:.0f}"
-                    return _Fit(tokens, checkpointing, False, f"{sums}, {of}")
+                    return _Fit(tokens, checkpointing, False, f"{sums}, {of}", 0)
             if awake:
                 # An engine that must stay awake has at most half, where its cache would take more.
                 room = usable - min(engine, usable // 2)
         trial = next((trial for trial in trials if needed[trial] <= room), trials[-1])
         why = f"{needed[trial] / GIB:.0f} GiB of {self.memory / GIB:.0f} when it trains"
-        return _Fit(*trial, shared and not awake, why)
+        return _Fit(*trial, shared and not awake, why, room - needed[trial])
 
     def _trained(self, trainer: _Section, tokens: int, checkpointing: bool) -> int:
         """Return the bytes of a rank's device while it trains packs of that number of tokens."""
         trial = {"micro_batch_tokens": tokens, "activation_checkpointing": checkpointing}
+        if trainer.values["logprob_kept_tokens"] == "auto":
+            trial["logprob_kept_tokens"] = trainer.values["logprob_chunk_tokens"]
         return sum(trainer_bytes(TrainerSettings(**{**trainer.values, **trial}), self.sizes, "cuda").values())
 
     def _share(self, trainer: TrainerSettings, engines: _Engines) -> tuple[float, str]:

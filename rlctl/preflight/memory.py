@@ -18,8 +18,9 @@ from rlctl.preflight.machine import Device
 from rlctl.preflight.offload_plan import Phase, Place, residency
 from rlctl.preflight.settings import DTYPE_BYTES, Dtype, GenerationSettings, TrainerSettings
 
-# Bytes a logit while the gradient of a chunk is made, as measured: torch keeps its steps apart unless it fuses them.
-_LOGIT_BYTES, _FUSED_LOGIT_BYTES = 16, 8
+# Bytes a logit while the gradient of a chunk is made. torch keeps its steps apart (measured) unless it fuses them: then
+# there are a logit and its gradient, and half as much again for the allocator.
+_LOGIT_BYTES, _FUSED_LOGIT_BYTES = 16, 6
 # Groups of trainer ranks with all engine workers in a refit by broadcast, at most. Each is a communicator of every
 # engine's device. An engine has buffers for one sender of each. Not more: the kernels of groups wait for each other
 # across devices, and must all find room.
@@ -136,6 +137,20 @@ def activation_bytes(sizes: ModelSizes, tokens: int, size: int, residual: int, c
     return tokens * per_token
 
 
+def kept_bytes(trainer: TrainerSettings, sizes: ModelSizes, size: int, residual: int) -> int:
+    """Return the bytes that one micro-batch keeps for its backward pass; size, residual: see `activation_bytes`.
+
+    Padded rows keep what `ModelSizes.row_bytes` recorded: scores too, the square of a row's length, if transformers'
+    attention keeps them.
+    """
+    tokens, recomputed = trainer.micro_batch_tokens, trainer.activation_checkpointing
+    recorded = next((each for each in sizes.row_bytes if each.dtype == trainer.dtype), None)
+    if recorded is None or trainer.row_tokens is None:
+        return activation_bytes(sizes, tokens, size, residual, recomputed)
+    kept = tokens * (recorded.token + recorded.pair * min(tokens, trainer.row_tokens))
+    return tokens * sizes.layers * sizes.hidden * residual + kept // sizes.layers if recomputed else kept
+
+
 def trainer_bytes(
     trainer: TrainerSettings, sizes: ModelSizes, device: Device, frozen: Iterable[Role] = ()
 ) -> dict[str, int]:
@@ -143,22 +158,21 @@ def trainer_bytes(
     cpu, size = device == "cpu", DTYPE_BYTES[trainer.dtype]
     backend = backend_of(trainer)
     shared = backend.shard_counts(trainer)
-    # FSDP's root keeps embedding and output gathered; of the layers, the one at work and the next.
-    gathered = (1 if sizes.tied else 2) * sizes.embedding_parameters + 2 * sizes.largest_layer
     residual = backend.residual_bytes(trainer, size)
-    kept = activation_bytes(sizes, trainer.micro_batch_tokens, size, residual, trainer.activation_checkpointing)
+    kept = kept_bytes(trainer, sizes, size, residual)
     held = backend.states(trainer, sizes, size).values()
     adapters = trainer.adapters
     if adapters:
         # Each keeps its product with A.
         layers = 1 if trainer.activation_checkpointing else sizes.layers
         kept += trainer.micro_batch_tokens * adapters.rank * len(adapters.targets) // sizes.layers * layers * size
-    logit = _FUSED_LOGIT_BYTES if trainer.compile else _LOGIT_BYTES
+    logit, chunk = _FUSED_LOGIT_BYTES if trainer.compile else _LOGIT_BYTES, trainer.logprob_chunk_tokens
+    logits = chunk * logit + max(0, trainer.logprob_kept_tokens - chunk) * size
     items = {each.name: each.device + each.host * cpu for each in held} | {
-        "gathered layers": gathered * size * backend.gathers_layers(trainer, size),
+        "weights to compute with": backend.copied_weights(trainer, sizes, size) * size,
         # A pipeline's first stage keeps as many micro-batches as there are stages, each of its share of the layers.
         "activations": kept // (shared.tensor * shared.context),
-        "logits": trainer.logprob_chunk_tokens * sizes.vocab * logit // shared.tensor,
+        "logits": logits * sizes.vocab // shared.tensor,
         # The sum over the chunks is float32, the product that each adds is of the compute dtype.
         "output's gradient": 0 if adapters else (FLOAT32 + size) * sizes.embedding_parameters // shared.tensor,
     }

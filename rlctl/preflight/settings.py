@@ -33,12 +33,19 @@ class TrainerSettings(TrainerSection):
     micro_batch_tokens: int = spec("The tokens of a pack.")
     dtype: Dtype = spec("The compute dtype.")
     activation_checkpointing: bool = spec("Layers are recomputed.")
-    logprob_chunk_tokens: int = spec("The tokens with logits at one time.")
+    logprob_chunk_tokens: int = spec("The tokens whose logits are made at one time.")
+    logprob_kept_tokens: int = spec("The tokens whose logits are kept for the backward pass.")
     compile: bool = spec("The trainer is compiled.")
-    # A micro-batch has a row for each sequence, padded: see `ModelSizes.one_sequence_a_row`.
-    padded: bool = False
+    # Tokens of the longest row, 0 if unknown, where a micro-batch has a padded row for each sequence, see
+    # `ModelSizes.one_sequence_a_row`. None: sequences are packed.
+    row_tokens: int | None = None
     # Trained in place of the weights; None: every weight is trained.
     adapters: AdapterSpec | None = None
+
+    @property
+    def padded(self) -> bool:
+        """True if a micro-batch has a row for each sequence."""
+        return self.row_tokens is not None
 
 
 @dataclass(frozen=True)

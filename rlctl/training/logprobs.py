@@ -1,6 +1,7 @@
-"""Log-probs and entropy from hidden states, a chunk of tokens at a time: logits never exist for more than one chunk.
+"""Log-probs and entropy from hidden states, a chunk of tokens at a time.
 
-The backward pass makes each chunk's logits again instead of keeping them. Softmax is in float32 throughout.
+Logits are kept for the backward pass where there is room: it begins with those, and makes the other chunks' logits
+again. Softmax is in float32 throughout.
 """
 
 from collections.abc import Callable
@@ -38,13 +39,16 @@ def chunked_log_probs(
     transform: LogitTransform = _IDENTITY,
     compiled: bool = False,
     split: Split | None = None,
+    kept: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Return the log-prob of each target, and entropy, under softmax(t(hidden @ weight.T + bias) / temperature).
 
     hidden: [N, h]. weight: [vocab, h]. bias: [vocab]. transform: the t above, of positive scale. targets: int64 [N].
     chunk: rows whose logits exist at one time. compiled: torch.compile fuses the work on logits, which are then read
     twice instead of eleven times. split: weight holds a part of the vocabulary. Results are over the whole vocabulary,
-    equal on all ranks. The gradient to hidden is this part's alone; the caller sums it over the ranks.
+    equal on all ranks. The gradient to hidden is this part's alone; the caller sums it over the ranks. kept: rows whose
+    logits a backward pass finds again, in whole chunks from the end. Up to `chunk` they cost no memory that it would
+    not need anyway.
 
     Both are float32 [N] with gradient to hidden, weight and bias. With p the tempered softmax and H its entropy,
     d log p[y] / dz = onehot(y) - p and dH / dz = -p (log p + H), each over the temperature and times dt / dz, which is
@@ -52,7 +56,8 @@ def chunked_log_probs(
     """
     apply: Any = _ChunkedLogProbs.apply
     how = temperature, transform.scale, transform.softcap
-    log_probs, entropy = apply(hidden, weight, bias, targets, how, chunk, compiled, split)
+    kept = kept if torch.is_grad_enabled() else 0
+    log_probs, entropy = apply(hidden, weight, bias, targets, how, chunk, compiled, split, kept)
     return log_probs, entropy
 
 
@@ -201,6 +206,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         chunk: int,
         compiled: bool,
         split: Split | None,
+        kept: int,
     ) -> tuple[Tensor, Tensor]:
         work: Callable[..., Any] = _for_chunks(_forward) if compiled else _forward
         if split:
@@ -208,10 +214,16 @@ class _ChunkedLogProbs(torch.autograd.Function):
             work = partial(_forward_split, group=split.group, compiled=compiled)
         log_probs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         entropy, normalizer = torch.empty_like(log_probs), log_probs.new_empty(len(hidden), 2)
+        # First row of a chunk -> its logits.
+        ctx.kept = {}
         for at in range(0, len(hidden), chunk):
             rows = slice(at, at + chunk)
-            parts = work(_product(hidden[rows], weight, bias), targets[rows], how)
-            log_probs[rows], entropy[rows], normalizer[rows] = parts
+            logits = _product(hidden[rows], weight, bias)
+            log_probs[rows], entropy[rows], normalizer[rows] = work(logits, targets[rows], how)
+            if len(hidden) - at <= kept:
+                ctx.kept[at] = logits
+            # Freed before the next chunk's are made.
+            del logits
         ctx.save_for_backward(hidden, weight, bias, targets, entropy, normalizer)
         ctx.how, ctx.chunk, ctx.compiled = how, chunk, compiled
         ctx.set_materialize_grads(False)
@@ -226,15 +238,17 @@ class _ChunkedLogProbs(torch.autograd.Function):
         _, of_weight, of_bias, *_ = ctx.needs_input_grad
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if of_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if of_bias else None
-        for at in range(0, len(hidden), ctx.chunk):
+        for at in reversed(range(0, len(hidden), ctx.chunk)):
             rows = slice(at, at + ctx.chunk)
-            logits = F.linear(hidden[rows], weight, bias)
+            logits = ctx.kept.pop(at) if at in ctx.kept else F.linear(hidden[rows], weight, bias)
             gradients = [None if each is None else each[rows] for each in (grad_log_probs, grad_entropy)]
             grad = work(logits, targets[rows], ctx.how, normalizer[rows], entropy[rows], *gradients)
+            del logits
             grad_hidden[rows] = grad @ weight
             if grad_weight is not None:
                 _add_product(grad_weight, grad.T, hidden[rows])
             if grad_bias is not None:
                 grad_bias += grad.sum(0, dtype=torch.float32)
+            del grad
         given = [None if each is None else each.to(weight.dtype) for each in (grad_weight, grad_bias)]
-        return grad_hidden, *given, None, None, None, None, None
+        return grad_hidden, *given, None, None, None, None, None, None

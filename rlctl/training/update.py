@@ -91,19 +91,14 @@ def gradient_norm(gradients: list[Tensor]) -> Tensor:
     return square.sqrt()
 
 
-def divide_and_clip(
-    gradients: list[Tensor],
-    named: Iterable[tuple[str, Tensor]],
-    norm: float,
-    loss: float,
-    normalizer: float,
-    max_norm: float,
-) -> float:
-    """Divide the gradients by `normalizer` and clip them to `max_norm`, in one pass; return their norm between the two.
+def clipping(
+    named: Iterable[tuple[str, Tensor]], norm: float, loss: float, normalizer: float, max_norm: float
+) -> tuple[float, float]:
+    """Return the gradients' norm after a division by `normalizer`, and the factor that divides and clips to `max_norm`.
 
     named: this rank's gradients by name, read only to say which are wrong. norm: 2-norm of the summed gradients; loss:
-    the summed loss; both over all ranks, so that all ranks raise or none. Raises FloatingPointError, with nothing
-    changed, unless both are finite.
+    the summed loss; both over all ranks, so that all ranks raise or none. Raises FloatingPointError unless both are
+    finite.
     """
     wrong = [] if math.isfinite(loss) else [f"the loss is {loss}"]
     if not math.isfinite(norm):
@@ -114,6 +109,22 @@ def divide_and_clip(
     if wrong:
         raise FloatingPointError(f"{' and '.join(wrong)}; the weights were left as they were")
     norm /= normalizer
+    return norm, min(1.0, max_norm / (norm + 1e-6)) / normalizer
+
+
+def divide_and_clip(
+    gradients: list[Tensor],
+    named: Iterable[tuple[str, Tensor]],
+    norm: float,
+    loss: float,
+    normalizer: float,
+    max_norm: float,
+) -> float:
+    """Divide and clip the gradients in one pass, see `clipping`; return their norm between the two.
+
+    Raises FloatingPointError, with nothing changed.
+    """
+    norm, factor = clipping(named, norm, loss, normalizer, max_norm)
     if gradients:
-        torch._foreach_mul_(gradients, min(1.0, max_norm / (norm + 1e-6)) / normalizer)
+        torch._foreach_mul_(gradients, factor)
     return norm

@@ -79,9 +79,20 @@ class FsdpBackend(Backend):
             "optimizer": StateBytes("AdamW moments", 2 * sharded * FLOAT32),
         }
 
-    def gathers_layers(self, trainer: TrainerSection, size: int) -> bool:
-        """Return True unless one rank computes in float32: its shard is the layer."""
-        return self.shard_counts(trainer).weights > 1 or size != FLOAT32
+    def copied_weights(self, trainer: TrainerSettings, sizes: ModelSizes, size: int) -> int:
+        """Return the weights of embedding and output, and of the layer at work and the next, which are gathered.
+
+        One rank casts all its weights instead, and keeps the copies of layers that are not recomputed. It has none of
+        weights in the compute dtype.
+        """
+        whole = (1 if sizes.tied else 2) * sizes.embedding_parameters
+        if self.shard_counts(trainer).weights > 1:
+            return whole + 2 * sizes.largest_layer
+        if size == FLOAT32:
+            return 0
+        if trainer.adapters:
+            return trainer.adapters.parameters
+        return whole + sizes.largest_layer if trainer.activation_checkpointing else sizes.parameters
 
     def more_room(self, trainer: TrainerSection, peak: int, capacity: int) -> str:
         if trainer.replicas not in ("auto", 1):

@@ -16,6 +16,7 @@ from rlctl.models.facts import ModelSizes
 from rlctl.preflight.backend import FLOAT32, Backend, ShardCounts, State, StateBytes, Violation, Violations
 from rlctl.preflight.check_inputs import missing_megatron
 from rlctl.preflight.parallel_layout import KEYS, Layout, clashes, instead, world_sizes
+from rlctl.preflight.settings import TrainerSettings
 
 _SECTION = "trainer.megatron"
 # Model types whose layers and mapping of names `training/megatron/` has.
@@ -217,9 +218,9 @@ class MegatronBackend(Backend):
         """Return 4 with `fp32_residual_connection`."""
         return FLOAT32 if megatron_of(trainer).fp32_residual_connection else size
 
-    def gathers_layers(self, trainer: TrainerSection, size: int) -> bool:
-        """Return False: a rank's layers are whole, or cut for good."""
-        return False
+    def copied_weights(self, trainer: TrainerSettings, sizes: ModelSizes, size: int) -> int:
+        """Return 0: a rank's layers are whole, or cut for good."""
+        return 0
 
     def more_room(self, trainer: TrainerSection, peak: int, capacity: int) -> str:
         return "more ranks, a larger trainer.megatron.tensor_model_parallel_size or optimizer_cpu_offload take less"

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,8 @@ def in_float32(policy: FsdpPolicy) -> Iterator[None]:
     # The head converts its weight by itself.
     done = {id(module) for layer in layers for module in layer.modules()} | {id(lm.get_submodule(facts.head))}
     embedding = lm.get_submodule(facts.embedding)
+    # A rank alone has float32 masters here. Others have gathered weights, rounded already.
+    rounded = _Rounded(policy.dtype, {each for name, each in lm.named_parameters() if not facts.keeps_float32(name)})
     with ExitStack() as stack:
         stack.callback(setattr, policy, "compiled", policy.compiled)
         policy.compiled = False
@@ -32,12 +34,12 @@ def in_float32(policy: FsdpPolicy) -> Iterator[None]:
             given = _Given()
             hook = layer.register_forward_pre_hook(given.keep, prepend=True, with_kwargs=True)
             stack.callback(hook.remove)
-            stack.enter_context(_replaced(layer, partial(_forward, layer, list(layer.modules()), given)))
+            stack.enter_context(_replaced(layer, partial(_forward, layer, list(layer.modules()), given, rounded)))
         for module in lm.modules():
             if id(module) not in done and (module._parameters or module._buffers):
                 # Few rows of the embedding are looked up: those alone are converted.
                 parts = [] if module is embedding else [module]
-                stack.enter_context(_replaced(module, partial(_forward, module, parts, None)))
+                stack.enter_context(_replaced(module, partial(_forward, module, parts, None, rounded)))
         yield
 
 
@@ -49,12 +51,26 @@ class _Given:
         self.args, self.kwargs = args, kwargs
 
 
-def _forward(module: nn.Module, parts: Sequence[nn.Module], given: _Given | None, *args: Any, **kwargs: Any) -> Any:
+class _Rounded(NamedTuple):
+    """Parameters whose values a pass rounds to a dtype."""
+
+    dtype: torch.dtype
+    parameters: set[nn.Parameter]
+
+
+def _forward(
+    module: nn.Module,
+    parts: Sequence[nn.Module],
+    given: _Given | None,
+    rounded: _Rounded,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """Return a module's output, computed in float32. parts: modules whose parameters are converted."""
     if given:
         args, kwargs = given.args, given.kwargs
     args, kwargs = tree_map(_float, (args, kwargs))
-    with _converted(parts):
+    with _converted(parts, rounded):
         # The class's: an instance's is compiled.
         return tree_map(_float, type(module).forward(module, *args, **kwargs))
 
@@ -78,14 +94,19 @@ def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
 
 
 @contextmanager
-def _converted(parts: Sequence[nn.Module]) -> Iterator[None]:
-    """Have float32 copies of the modules' gathered parameters in their places within the block."""
+def _converted(parts: Sequence[nn.Module], rounded: _Rounded) -> Iterator[None]:
+    """Have float32 copies of the modules' parameters, as a pass rounds them, in their places within the block."""
     with ExitStack() as stack:
         for part in parts:
             for name, parameter in list(part._parameters.items()):
                 # Those of a group of its own are still sharded, and float32.
-                if parameter is None or isinstance(parameter, DTensor) or parameter.dtype == torch.float32:
+                if parameter is None or isinstance(parameter, DTensor):
+                    continue
+                value = parameter.detach()
+                if parameter in rounded.parameters:
+                    value = value.to(rounded.dtype)
+                elif value.dtype == torch.float32:
                     continue
                 stack.callback(part._parameters.__setitem__, name, parameter)
-                part._parameters[name] = nn.Parameter(parameter.detach().float(), requires_grad=False)
+                part._parameters[name] = nn.Parameter(value.float(), requires_grad=False)
         yield

@@ -1,11 +1,13 @@
 """The policy as one FSDP2 module: a Hugging Face causal LM, its layers sharded, its head computed in chunks.
 
 Weights are float32 masters, read from safetensors one layer at a time, so that no rank ever holds them whole. Frozen
-ones, below adapters, are of the compute dtype.
+ones, below adapters, are of the compute dtype. A rank that shares its weights with no other has nothing to gather: its
+layers compute with copies in the compute dtype (`compute_in`).
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._pytree import tree_map
 
 from rlctl.config.errors import ModelError
 from rlctl.models.adapter_folder import AdapterFile
@@ -40,13 +43,17 @@ def local(tensor: Tensor) -> Tensor:
 class FsdpPolicy(nn.Module):
     """Causal LM and head in one root module, so that FSDP has the head's weight whole inside `forward`."""
 
-    def __init__(self, lm: Any, facts: ModelFacts, temperature: float, chunk: int, compiled: bool) -> None:
+    def __init__(
+        self, lm: Any, facts: ModelFacts, temperature: float, section: TrainerSettings, dtype: torch.dtype
+    ) -> None:
         super().__init__()
         self.lm = lm
         self.facts = facts
         self.temperature = temperature
-        self.chunk = chunk
-        self.compiled = compiled
+        self.section = section
+        self.compiled = section.compile
+        # Compute dtype.
+        self.dtype = dtype
 
     def forward(self, packed: Packed, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return log-prob and entropy, float32 [N] each, of the tokens at `rows` given those before them, under the
@@ -57,9 +64,16 @@ class FsdpPolicy(nn.Module):
         hidden = self._hidden_states(packed, rows - 1)
         targets = packed.tokens[rows]
         head = self.lm.get_submodule(self.facts.head)
-        how: dict[str, Any] = {"transform": self.facts.kinds.logits, "compiled": self.compiled}
         return chunked_log_probs(
-            hidden, head.weight, targets, self.temperature, self.chunk, bias=getattr(head, "bias", None), **how
+            hidden,
+            head.weight,
+            targets,
+            self.temperature,
+            self.section.logprob_chunk_tokens,
+            bias=getattr(head, "bias", None),
+            transform=self.facts.kinds.logits,
+            compiled=self.compiled,
+            kept=self.section.logprob_kept_tokens,
         )
 
     def _hidden_states(self, packed: Packed, rows: Tensor) -> Tensor:
@@ -118,7 +132,7 @@ def build_policy(
     """Shard a `skeleton` over `mesh` and read its weights; computes in `dtype`, keeps float32 masters.
 
     first: adapters, which alone are trained; None: every parameter is. Raises the errors of `WeightFiles` and
-    `_shard_float32`, and ValueError for experts that a GPU would multiply one at a time.
+    `shard_float32`, and ValueError for experts that a GPU would multiply one at a time.
     """
     cuda = mesh.device_type == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
@@ -131,31 +145,78 @@ def build_policy(
     lm.train()
     if first:
         add_adapters(lm, first.spec)
-    compiled = section.compile
-    policy = FsdpPolicy(lm, facts, temperature, section.logprob_chunk_tokens, compiled)
+    policy = FsdpPolicy(lm, facts, temperature, section, dtype)
     half = dtype != torch.float32
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if half else MixedPrecisionPolicy()
     files = WeightFiles(folder)
     reading = Reading(facts, table, files, first or files, dtype, device)
-    for i, layer in enumerate(lm.get_submodule(facts.layers)):
-        _materialize(layer, f"{facts.layers}.{i}.", reading)
-        _shard_float32(layer, f"{facts.layers}.{i}.", facts, mesh, precision)
-        if compiled:
-            # `forward` alone: FSDP's work before and after stays outside. One graph serves all layers.
+    layers, alone = lm.get_submodule(facts.layers), mesh.size() == 1
+    for i, layer in enumerate(layers):
+        prefix = f"{facts.layers}.{i}."
+        _materialize(layer, prefix, reading)
+        if section.compile:
+            # `forward` alone: work of `compute_in` and FSDP stays outside. One graph serves all layers.
             layer.forward = compile_for_packs(layer.forward)
-        fully_shard(layer, mesh=mesh, mp_policy=precision)
+        if alone:
+            compute_in(layer, dtype, _float32(layer, prefix, facts))
+        else:
+            shard_float32(layer, prefix, facts, mesh, precision)
+            fully_shard(layer, mesh=mesh, mp_policy=precision)
     _materialize(lm, "", reading)
-    _shard_float32(lm, "", facts, mesh, precision)
     if facts.sizes.tied:
         lm.get_submodule(facts.head).weight = embedding.weight
+    if alone:
+        compute_in(policy, dtype, {*_float32(lm, "", facts), *layers.parameters()})
+        return policy
+    shard_float32(lm, "", facts, mesh, precision)
     fully_shard(policy, mesh=mesh, mp_policy=precision)
     for module in policy.modules():
-        if isinstance(module, FSDPModule) and mesh.size() > 1:
-            # Gradients are summed over ranks, not averaged: the update divides them once. A single rank would divide
-            # by 1, in a pass over all gradients.
+        if isinstance(module, FSDPModule):
+            # Gradients are summed over ranks, not averaged: the update divides them once.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     return policy
+
+
+def _float32(module: nn.Module, prefix: str, facts: ModelFacts) -> set[nn.Parameter]:
+    """Return the parameters that transformers keeps in float32 next to bfloat16."""
+    return {each for name, each in module.named_parameters() if facts.keeps_float32(prefix + name)}
+
+
+def compute_in(module: nn.Module, dtype: torch.dtype, left: set[nn.Parameter]) -> None:
+    """Have `forward` compute with copies of the module's parameters in `dtype`, made at each call, and inputs so too.
+
+    left: parameters that it computes with as they are. Copies live until the backward pass, but for recomputed layers.
+    Gradients reach the parameters in their own dtype. On one rank FSDP would do the same with 14 bytes of memory
+    traffic a parameter instead of 6, three times an update.
+    """
+    # Tied parameters have one copy.
+    places: dict[nn.Parameter, list[tuple[dict[str, Any], str]]] = {}
+    for owner in module.modules():
+        held: dict[str, Any] = owner._parameters
+        for name, each in held.items():
+            if each is not None and each.dtype != dtype and each not in left:
+                places.setdefault(each, []).append((held, name))
+    forward = module.forward
+
+    def cast(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    @wraps(forward)
+    def compute(*args: Any, **kwargs: Any) -> Any:
+        for each, named in places.items():
+            copy = each.to(dtype)
+            for held, name in named:
+                held[name] = copy
+        try:
+            return forward(*tree_map(cast, args), **tree_map(cast, kwargs))
+        finally:
+            for each, named in places.items():
+                for held, name in named:
+                    held[name] = each
+
+    if places:
+        module.forward = compute
 
 
 def _materialize(module: nn.Module, prefix: str, reading: "Reading") -> None:
@@ -176,7 +237,7 @@ def _materialize(module: nn.Module, prefix: str, reading: "Reading") -> None:
         setattr(module.get_submodule(owner), leaf, value)
 
 
-def _shard_float32(
+def shard_float32(
     module: nn.Module, prefix: str, facts: ModelFacts, mesh: DeviceMesh, precision: MixedPrecisionPolicy
 ) -> None:
     """Shard the parts of `module` apart whose parameters transformers keeps in float32 next to bfloat16.
@@ -195,7 +256,7 @@ def _shard_float32(
     if left:
         raise ModelError(
             f"transformers keeps {prefix}{min(left)} in float32, beside others in its module that it does not; "
-            "needed: trainer.dtype=float32"
+            "needed: trainer.dtype=float32, or a copy of the weights on each rank (trainer.replicas)"
         )
 
 
@@ -252,5 +313,5 @@ def check_restarts(policy: FsdpPolicy, device: torch.device, dtype: torch.dtype)
 
 def free_gathered(policy: nn.Module) -> None:
     """Drop the root's gathered weights, which a forward pass without a backward pass leaves behind."""
-    assert isinstance(policy, FSDPModule)
-    policy.reshard()  # type: ignore[operator]
+    if isinstance(policy, FSDPModule):
+        policy.reshard()  # type: ignore[operator]

@@ -31,7 +31,7 @@ from rlctl.training.packing import pack, token_batch
 from rlctl.training.rank import TrainerRank, TrainerSpec
 from rlctl.training.rank_checkpoint import ExportJob, Shards, TensorShard
 from rlctl.training.sharded_checkpoint import load_shards
-from rlctl.training.update import MetricAccumulator, divide_and_clip, gradient_norm
+from rlctl.training.update import MetricAccumulator, clipping, divide_and_clip, gradient_norm
 
 # Numbers that replicas add up at a time: 256 MiB.
 _BUCKET = 1 << 26
@@ -171,8 +171,13 @@ class FsdpTrainer(TrainerRank):
         both = torch.stack([squared, loss])
         dist.all_reduce(both)
         square, total = both.tolist()
-        most = self._config.optimizer.max_grad_norm
-        return divide_and_clip(list(grads.values()), grads.items(), math.sqrt(square), total, normalizer, most)
+        given = math.sqrt(square), total, normalizer, self._config.optimizer.max_grad_norm
+        if self._mesh.size() > 1:
+            return divide_and_clip(list(grads.values()), grads.items(), *given)
+        # The optimizer's own pass divides whole tensors: a pass less over all gradients.
+        norm, factor = clipping(grads.items(), *given)
+        self._optimizer.grad_scale = torch.tensor(1 / factor, device=self._device)  # type: ignore[attr-defined]
+        return norm
 
     def _move_weights(self, lr: float) -> None:
         for group in self._optimizer.param_groups:

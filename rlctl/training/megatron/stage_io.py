@@ -87,6 +87,7 @@ class Head:
             self._section.logprob_chunk_tokens,
             compiled=self._section.compile,
             split=split,
+            kept=self._section.logprob_kept_tokens,
         )
         return self._placed(log_probs, packed, mine), self._placed(entropy, packed, mine)
 

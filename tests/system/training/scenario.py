@@ -36,7 +36,7 @@ MEGATRON = MegatronSection(
 )  # fmt: skip
 CONFIG = TrainerSettings(
     backend="fsdp", num_ranks=1, replicas=1, micro_batch_tokens=64, dtype="float32", activation_checkpointing=False,
-    logprob_chunk_tokens=10, compile=False, threads=1,
+    logprob_chunk_tokens=10, logprob_kept_tokens=20, compile=False, threads=1,
     offload_optimizer_for_logprob=False, offload_optimizer_for_generation=False,
     optimizer=OPTIMIZER, megatron=MEGATRON,
 )  # fmt: skip

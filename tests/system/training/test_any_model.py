@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from rlctl.config.errors import ModelError
 from rlctl.models.derive import derive_facts
 from rlctl.models.hf_folder import WeightFiles
 from rlctl.preflight.backend import backend_of
 from rlctl.refit.plan import RefitPlan
+from rlctl.training.fsdp.model import shard_float32
 from tests.system.training.scenario import CONFIG, WeightedLoss, plain_log_probs, sequences, totals, trainer
 from tests.tiny_models import make_model
 from tests.zoo import make_family
@@ -117,7 +119,7 @@ def test_a_parameter_that_transformers_keeps_in_float32_is_computed_in_it(tmp_pa
     np.testing.assert_array_equal(found[3], found[2])
 
 
-def test_a_float32_parameter_beside_others_in_its_module_is_refused(
+def test_a_float32_parameter_beside_others_in_its_module_needs_a_rank_that_shares_no_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssPreTrainedModel
@@ -125,11 +127,13 @@ def test_a_float32_parameter_beside_others_in_its_module_is_refused(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(GptOssPreTrainedModel, "_keep_in_fp32_modules_strict", ["sinks"], raising=False)
     folder = make_model(tmp_path / "model", "gpt_oss", more=FAMILIES["gpt_oss"])
-    with trainer(folder, tmp_path):
-        pass
+    with trainer(folder, tmp_path, dtype="bfloat16") as one:
+        one.train([DATA], WeightedLoss(), totals(DATA))
+        lm, facts = one._policy.lm, one._facts
     what = r"keeps model.layers.0.self_attn.sinks in float32, beside others .* needed: trainer.dtype=float32"
-    with pytest.raises(ModelError, match=what), trainer(folder, tmp_path, dtype="bfloat16"):
-        pass
+    nowhere: Any = None
+    with pytest.raises(ModelError, match=what):
+        shard_float32(lm.model.layers[0], "model.layers.0.", facts, nowhere, MixedPrecisionPolicy(torch.bfloat16))
 
 
 def test_tensors_that_a_folder_has_in_float32_beside_bfloat16_are_sent_so(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """A trainer's pass in float32 of rounded weights, and the judgement of a gap by the rounding that it measures."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,8 +45,9 @@ def flat(batches: list[list[NDArray[np.float32]]] | None) -> NDArray[np.float32]
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "granite", "cohere"])
 def test_a_pass_in_float32_is_that_of_the_rounded_weights(kind: str, tmp_path: Path) -> None:
-    model, batches = rounded(make_family(tmp_path / "m", kind)), share(DATA, 64)
-    with trainer(model, tmp_path) as exact:
+    model, batches = make_family(tmp_path / "m", kind), share(DATA, 64)
+    own = rounded(shutil.copytree(model, tmp_path / "rounded"))
+    with trainer(own, tmp_path) as exact:
         expected = flat(exact.log_probs(batches))
     with trainer(model, tmp_path, dtype="bfloat16") as one:
         before = flat(one.log_probs(batches))

@@ -15,6 +15,7 @@ from rlctl.models.facts import ModelSizes
 from rlctl.models.model_sizes import read_sizes
 from rlctl.preflight.load import load
 from rlctl.preflight.machine import Device, RunMachine, device_of
+from rlctl.preflight.memory import trainer_bytes
 from rlctl.preflight.placement import NodeResources, this_machine
 from rlctl.preflight.plan import make_plan
 from rlctl.preflight.settled import Settled, SettledGrpo, settle
@@ -56,6 +57,7 @@ def test_on_a_cpu_the_values_are_constants(sizes: dict[str, ModelSizes]) -> None
         "trainer.activation_checkpointing": False,
         "trainer.micro_batch_tokens": 8192,
         "trainer.logprob_chunk_tokens": 1024,
+        "trainer.logprob_kept_tokens": 1024,
         "generation.max_num_seqs": 256,
         "generation.gpu_memory_utilization": 0.6,
         "generation.sleep": False,
@@ -207,6 +209,23 @@ def test_engines_with_devices_of_their_own_never_sleep_for_want_of_room(sizes: d
     assert run.generation.cache_mib is None
 
 
+def test_logits_are_kept_where_the_forecast_leaves_room_and_no_further(sizes: dict[str, ModelSizes]) -> None:
+    own = sizes["qwen3-0.6b"]
+    for memory in (20 * GIB, 40 * GIB, H100):
+        run = on(config_of("placement.colocated=false"), "cuda", own, memory)
+        trainer, chunk = run.trainer, run.trainer.logprob_chunk_tokens
+        more = trainer.logprob_kept_tokens - chunk
+        assert more % chunk == 0 and 0 <= more < trainer.micro_batch_tokens
+        needed = sum(trainer_bytes(trainer, own, "cuda").values())
+        one = replace(trainer, logprob_kept_tokens=chunk)
+        assert needed == sum(trainer_bytes(one, own, "cuda").values()) + 2 * more * own.vocab <= 0.85 * memory
+        if trainer.logprob_kept_tokens < trainer.micro_batch_tokens:
+            assert needed + 2 * chunk * own.vocab > 0.85 * memory
+    # An engine that stays awake has the room.
+    awake = on(config_of("generation.sleep=false"), "cuda", own, H200).trainer
+    assert awake.logprob_kept_tokens == awake.logprob_chunk_tokens
+
+
 def test_sequences_follow_the_rollouts_in_flight(sizes: dict[str, ModelSizes]) -> None:
     asynchronous = ("async.enabled=true", "async.max_trajectory_age_steps=2", "generation.num_engines=4")
     for overrides, expected in (
@@ -225,6 +244,7 @@ def test_what_was_written_stays_and_the_rest_follows_from_it(sizes: dict[str, Mo
         "trainer.activation_checkpointing": True,
         "trainer.micro_batch_tokens": 4096,
         "trainer.logprob_chunk_tokens": 100,
+        "trainer.logprob_kept_tokens": 50,
         "generation.max_num_seqs": 7,
         "generation.gpu_memory_utilization": 0.5,
         "generation.sleep": True,

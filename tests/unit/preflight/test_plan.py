@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from rlctl.models.facts import ModelSizes, RowBytes
 from rlctl.models.model_sizes import read_sizes
 from rlctl.preflight.check_model import model_notes
 from rlctl.preflight.load import load
 from rlctl.preflight.machine import RunMachine, device_of
-from rlctl.preflight.memory import PlacedState, activation_bytes
+from rlctl.preflight.memory import PlacedState, activation_bytes, kept_bytes
 from rlctl.preflight.placement import this_machine
 from rlctl.preflight.plan import RunPlan, make_plan
 from rlctl.preflight.settled import settle
@@ -92,19 +93,57 @@ def test_a_reference_is_counted_only_with_kl_and_never_on_a_gpu_since_it_stands_
 
 def test_the_output_takes_the_logits_of_a_chunk_and_the_gradient_of_its_weight(home: Path) -> None:
     # 100 tokens, a vocabulary of 32 and 64 hidden numbers, as in folders.MODEL.
-    chunk = "trainer.logprob_chunk_tokens=100"
-    gpu, fused = plan(home, chunk, "trainer.compile=false", gpus=1).memory, plan(home, chunk, gpus=1).memory
+    chunk = ("trainer.logprob_chunk_tokens=100", "trainer.logprob_kept_tokens=100")
+    gpu, fused = plan(home, *chunk, "trainer.compile=false", gpus=1).memory, plan(home, *chunk, gpus=1).memory
     assert gpu and gpu.trainer["logits"] == 16 * 100 * 32
-    assert fused and fused.trainer["logits"] == 8 * 100 * 32
+    assert fused and fused.trainer["logits"] == 6 * 100 * 32
     # Float32 summed, and one product in bfloat16; on a CPU in float32 too.
     assert gpu.trainer["output's gradient"] == (4 + 2) * 32 * 64
     cpu, halves = (
-        plan(home, chunk).memory,
-        plan(home, *MEGATRON, chunk, "trainer.compile=false", kind="sft", gpus=8).memory,
+        plan(home, *chunk).memory,
+        plan(home, *MEGATRON, *chunk, "trainer.compile=false", kind="sft", gpus=8).memory,
     )
     assert cpu and cpu.trainer["output's gradient"] == (4 + 4) * 32 * 64
     assert halves and halves.trainer["output's gradient"] == (4 + 2) * 32 * 64 // 2
     assert halves.trainer["logits"] == 16 * 100 * 32 // 2
+
+
+def test_logits_that_are_kept_take_two_bytes_beyond_one_chunk(home: Path) -> None:
+    for kept, further in ((0, 0), (100, 0), (300, 200)):
+        memory = plan(home, "trainer.logprob_chunk_tokens=100", f"trainer.logprob_kept_tokens={kept}", gpus=1).memory
+        assert memory and memory.trainer["logits"] == (6 * 100 + 2 * further) * 32
+
+
+def test_one_rank_casts_its_weights_and_several_gather_a_layer_at_a_time(home: Path) -> None:
+    sizes = read_sizes(home / "model/config.json")
+    whole = (1 if sizes.tied else 2) * sizes.embedding_parameters
+    recomputed, kept = "trainer.activation_checkpointing=true", "trainer.activation_checkpointing=false"
+    for overrides, numbers in (
+        ((kept,), sizes.parameters),
+        ((recomputed,), whole + sizes.largest_layer),
+        (("trainer.num_ranks=2",), whole + 2 * sizes.largest_layer),
+        (("trainer.dtype=float32",), 0),
+        (("lora.rank=2", "lora.targets=[q_proj]"), 2 * sum(q_proj(sizes))),
+    ):
+        memory = plan(home, *overrides, gpus=2).memory
+        size = 4 if "trainer.dtype=float32" in overrides else 2
+        assert memory and memory.trainer.get("weights to compute with", 0) == numbers * size, overrides
+
+
+def q_proj(sizes: ModelSizes) -> list[int]:
+    return [each.inputs + each.outputs for each in sizes.linears if each.name.endswith("q_proj")]
+
+
+def test_padded_rows_keep_what_was_recorded_and_scores_by_the_square() -> None:
+    run = load("grpo", "grpo-tiny", []).settled.on(RunMachine("cuda", GIB), ONE_LAYER)
+    trainer = replace(run.trainer, dtype="bfloat16", micro_batch_tokens=1000, activation_checkpointing=False)
+    rows = replace(ONE_LAYER, layers=2, row_bytes=(RowBytes("float32", 7, 9), RowBytes("bfloat16", 5, 3)))
+    kept = partial(kept_bytes, sizes=rows, size=2, residual=2)
+    assert kept(trainer) == activation_bytes(rows, 1000, 2, 2, False)
+    padded = replace(trainer, row_tokens=100)
+    assert kept(padded) == 1000 * (5 + 3 * 100)
+    assert kept(replace(padded, row_tokens=4000)) == 1000 * (5 + 3 * 1000)
+    assert kept(replace(padded, activation_checkpointing=True)) == 1000 * 2 * 8 * 2 + 1000 * (5 + 3 * 100) // 2
 
 
 def test_activations_of_one_layer_counted_by_hand() -> None:
@@ -274,7 +313,7 @@ def test_a_frozen_base_takes_2_bytes_a_parameter_and_adapters_16(home: Path) -> 
     lora = ("lora.rank=4", "lora.targets=[q_proj]", "grpo.loss.kl_coef=0.1")
     found = plan(home, *lora, "trainer.num_ranks=2", gpus=2)
     sizes = read_sizes(home / "model/config.json")
-    adapters = 4 * sum(each.inputs + each.outputs for each in sizes.linears if each.name.endswith("q_proj"))
+    adapters = 4 * sum(q_proj(sizes))
     assert found.memory
     assert found.memory.trainer["frozen weights, adapters"] == parameters(home) + 4 * adapters // 2
     assert found.memory.trainer["gradients of adapters"] == 4 * adapters // 2

@@ -1,6 +1,7 @@
 """Chunked log-probs equal the naive ones in float64, and never hold more logits than a chunk."""
 
 import shutil
+import weakref
 from typing import Any
 
 import pytest
@@ -112,6 +113,48 @@ def test_no_rows_give_zero_gradients_not_missing_ones() -> None:
     log_probs, entropy = chunked_log_probs(hidden[:0], weight, torch.empty(0, dtype=torch.long), 1.0, 4)
     (log_probs.sum() + entropy.sum()).backward()
     assert not hidden.grad.any() and not weight.grad.any()
+
+
+@pytest.mark.parametrize(("kept", "again"), [(0, 5), (4, 4), (5, 4), (12, 3), (100, 0)])
+def test_kept_logits_are_not_made_twice_and_change_no_bit(kept: int, again: int) -> None:
+    # Five chunks, the last of which has three rows.
+    found = []
+    for rows in (0, kept):
+        hidden, weight, targets = example()
+        hidden.requires_grad_(), weight.requires_grad_()
+        log_probs, entropy = chunked_log_probs(hidden, weight, targets, 0.7, 5, kept=rows)
+        with Products() as products:
+            (log_probs - entropy).sum().backward()
+        found.append((log_probs, entropy, hidden.grad, weight.grad))
+    # Two for the gradients of each chunk.
+    assert len(products.made) == 10 + again
+    for one, other in zip(*found):
+        assert torch.equal(one, other)
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products, and the results that are alive at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[weakref.ref[Tensor]] = []
+        self.alive = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            self.made.append(weakref.ref(out))
+            self.alive = max(self.alive, sum(each() is not None for each in self.made))
+        return out
+
+
+@pytest.mark.parametrize(("gradient", "alive"), [(False, 1), (True, 5)])
+def test_logits_are_kept_for_a_backward_pass_alone(gradient: bool, alive: int) -> None:
+    hidden, weight, targets = example()
+    weight.requires_grad_()
+    with torch.set_grad_enabled(gradient), Products() as products:
+        chunked_log_probs(hidden, weight, targets, 1.0, 5, kept=100)
+    assert products.alive == alive
 
 
 def test_no_tensor_is_larger_than_a_chunk_of_logits() -> None:
