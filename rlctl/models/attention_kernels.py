@@ -4,7 +4,7 @@ Shapes are those of `packed_attention`: q [T, heads, dim], k [T, kv_heads, dim],
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache, lru_cache, partial
 from typing import Any
 
@@ -76,24 +76,31 @@ def grouped(
         attend = partial(_sdpa, scale=scale, window=window)
     else:
         attend = partial(_row_blocks, scale=scale, window=window, softcap=softcap, sinks=sinks)
-    starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
-    if int(lengths.min()) == max_len:
+    if int(cu_seqlens.diff().min()) == max_len:
         equal = [x.view(-1, max_len, *x.shape[1:]) for x in (q, k, v)]
         return attend(equal[0], equal[1], equal[2]).flatten(0, 1)
     out = v.new_empty(len(q), q.shape[1], v.shape[2])
-    high = max_len
+    for rows, real in length_groups(cu_seqlens):
+        within = rows.clamp(max=len(q) - 1)
+        padded = attend(q[within], k[within], v[within])
+        out = out.index_copy(0, rows[real], padded[real])
+    return out
+
+
+def length_groups(cu_seqlens: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield (rows, real) of sequences whose lengths differ by a factor of at most two.
+
+    rows: int64 [S, L], tokens of the pack, beyond each sequence's end too; real: true where a token is its own.
+    """
+    starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
+    high = int(lengths.max())
     while high > 0:
         low = high // 2
         chosen = ((lengths > low) & (lengths <= high)).nonzero()[:, 0]
         if len(chosen):
-            offsets = torch.arange(int(lengths[chosen].max()), device=q.device)
-            rows = starts[chosen, None] + offsets
-            real = offsets < lengths[chosen, None]
-            within = rows.clamp(max=len(q) - 1)
-            padded = attend(q[within], k[within], v[within])
-            out = out.index_copy(0, rows[real], padded[real])
+            offsets = torch.arange(int(lengths[chosen].max()), device=cu_seqlens.device)
+            yield starts[chosen, None] + offsets, offsets < lengths[chosen, None]
         high = low
-    return out
 
 
 # Shapes depend on data here, which torch.compile cannot follow.

@@ -17,6 +17,7 @@ from torch import nn
 
 from rlctl.config.errors import ModelError
 from rlctl.models.facts import ModelFacts, ModelSizes, facts_file, has_weights, keep_facts
+from rlctl.models.grouped_experts import stacked_experts
 from rlctl.models.layer_kinds import AttentionKind, LayerKinds, LinearLayer
 from rlctl.models.meta_model import causal_lm, text_config
 from rlctl.models.observed import kept_of_rows, observe
@@ -118,18 +119,11 @@ def layer_container(lm: Any, folder: Path) -> nn.ModuleList:
     return found[0]
 
 
-def _stacks(module: nn.Module) -> list[nn.Parameter]:
-    """Return a module's own parameters that hold all experts of a layer: three dimensions, no convolution."""
-    if isinstance(module, nn.modules.conv._ConvNd):
-        return []
-    return [p for p in module.parameters(recurse=False) if p.ndim == 3 and p.shape[1] > 1]
-
-
 def _linears(layers: nn.ModuleList, place: str, kinds: LayerKinds) -> Iterator[LinearLayer]:
     """Yield every linear layer of the layers. place: the container's path."""
     states = {each.layer for each in kinds.states} - {each.layer for each in kinds.attention}
     for index, layer in enumerate(layers):
-        mixtures = [name.rpartition(".")[0] for name, module in layer.named_modules() if _stacks(module)]
+        mixtures = [name.rpartition(".")[0] for name, module in layer.named_modules() if stacked_experts(module)]
         for name, module in layer.named_modules():
             if type(module) is not nn.Linear:
                 continue
@@ -151,7 +145,7 @@ def _sizes(lm: Any, layers: nn.ModuleList, kinds: LayerKinds, place: str, decode
     def named(pattern: str) -> bool:
         return any(re.search(pattern, name) for name in parameters)
 
-    stacks = [[p for module in layer.modules() for p in _stacks(module)] for layer in layers]
+    stacks = [[p for module in layer.modules() for p in stacked_experts(module)] for layer in layers]
     experts = max((p.shape[0] for own in stacks for p in own), default=0)
     expert = sum(p.numel() for own in stacks for p in own)
     used = min(_chosen(lm), experts)

@@ -25,7 +25,16 @@ from rlctl.utils.files import write_whole
 
 # Modules that determine the facts and their form.
 _DERIVING = (
-    *("facts", "derive", "layer_kinds", "observed", "parameter_table", "meta_model", "packed_attention"),
+    *(
+        "facts",
+        "derive",
+        "layer_kinds",
+        "observed",
+        "parameter_table",
+        "meta_model",
+        "packed_attention",
+        "grouped_experts",
+    ),
     "state_layers",
 )
 

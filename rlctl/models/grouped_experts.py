@@ -145,9 +145,16 @@ def register() -> str:
     return NAME
 
 
-def check_grouped(lm: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Raise ValueError if a GPU would multiply the experts of a model one at a time."""
-    stacked = [module for module in lm.modules() if _holds_experts(module)]
+def stacked_experts(module: nn.Module) -> list[nn.Parameter]:
+    """Return a module's own parameters that hold all experts of a layer, a matrix each; a convolution has rows."""
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return []
+    return [p for p in module.parameters(recurse=False) if p.ndim == 3 and min(p.shape) > 1]
+
+
+def check_grouped(lm: Any, device: torch.device, dtype: torch.dtype) -> None:
+    """Raise ValueError if a GPU would multiply the experts of a causal LM one at a time."""
+    stacked = [module for module in lm.modules() if stacked_experts(module)]
     if device.type != "cuda" or not stacked:
         return
     if own := next((module for module in stacked if not hasattr(module, "is_transposed")), None):
@@ -162,10 +169,4 @@ def check_grouped(lm: nn.Module, device: torch.device, dtype: torch.dtype) -> No
         what = f"grouped products need compute capability 9.0 (H100), not {have}; try trainer.backend=megatron"
     else:
         return
-    raise ValueError(f"this GPU would multiply the model's experts one at a time: {what}")
-
-
-def _holds_experts(module: nn.Module) -> bool:
-    """Return True for a module whose own parameters are matrices, one of each expert. A convolution's have one row."""
-    own = module.parameters(recurse=False)
-    return not isinstance(module, nn.Conv1d) and any(p.ndim == 3 and min(p.shape) > 1 for p in own)
+    raise ValueError(f"this GPU would multiply the experts of {lm.config.model_type} one at a time: {what}")

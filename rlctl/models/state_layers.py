@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rlctl.models.attention_kernels import length_groups
 from rlctl.models.layer_kinds import has_kernels, is_installed
 
 Function = Callable[..., Any]
@@ -132,7 +133,7 @@ def _restarted_scan(reference: Function) -> Function:
     def scan(ends: Tensor, *args: Any, **keywords: Any) -> Any:
         tokens = args[0].shape[1]
         out, result = None, None
-        for rows, real in _length_groups(ends):
+        for rows, real in length_groups(ends):
             within = rows.clamp(max=tokens - 1)
 
             def take(value: Any, within: Tensor = within) -> Any:
@@ -148,21 +149,6 @@ def _restarted_scan(reference: Function) -> Function:
         return (out[None], None) if isinstance(result, tuple) else out[None]
 
     return scan
-
-
-def _length_groups(ends: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Return (rows, real) of each group of sequences: rows int64 [S, L] of the pack, real where a row is a token's."""
-    starts, lengths = ends[:-1].long(), ends.diff().long()
-    groups = []
-    high = int(lengths.max())
-    while high > 0:
-        low = high // 2
-        chosen = ((lengths > low) & (lengths <= high)).nonzero()[:, 0]
-        if len(chosen):
-            offsets = torch.arange(int(lengths[chosen].max()), device=ends.device)
-            groups.append((starts[chosen, None] + offsets, offsets < lengths[chosen, None]))
-        high = low
-    return groups
 
 
 def _restarted_conv(reference: Function) -> Function:

@@ -302,7 +302,8 @@ def check_restarts(policy: FsdpPolicy, device: torch.device, dtype: torch.dtype)
     free_gathered(policy)
     apart = float((found[0] - torch.cat(found[1:])).abs().mean())
     if not apart <= _RESTARTED[dtype]:
-        what = f"are {apart:.3g} nats from those of each alone, limit {_RESTARTED[dtype]:g}"
+        what = f"of {policy.facts.sizes.model_type} are {apart:.3g} nats from those of each alone, "
+        what += f"limit {_RESTARTED[dtype]:g}"
         if policy.facts.sizes.one_sequence_a_row:
             raise ModelError(f"log-probs of padded sequences {what}: rows or padding change each other")
         names = ", ".join(sorted({name for kind in policy.facts.kinds.states for name in kind.functions}))

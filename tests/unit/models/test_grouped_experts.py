@@ -96,10 +96,12 @@ def test_a_gpu_that_would_go_through_experts_one_at_a_time_is_refused(
     dtype: torch.dtype, capability: tuple[int, int], own: bool, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    lm = OwnExperts() if own else model("qwen3_moe", NAME)
+    lm = model("qwen3_moe", NAME)
+    if own:
+        lm.model.layers[0].mlp.experts = OwnExperts()
     with pytest.raises(ValueError) as raised:
         check_grouped(lm, torch.device("cuda"), dtype)
-    assert str(raised.value) == f"this GPU would multiply the model's experts one at a time: {reason}"
+    assert str(raised.value) == f"this GPU would multiply the experts of qwen3_moe one at a time: {reason}"
 
 
 def test_dense_models_and_hopper_are_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
