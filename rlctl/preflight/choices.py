@@ -1,7 +1,7 @@
 """Choice of the keys left at `auto` that follow from the model's sizes and the device's memory, each with its reason.
 
 Pure. On a CPU they are constants: tests of exact numbers rely on them, and packs of other sizes are no faster there. On
-GPUs the forecast of `memory.py` decides. It is an estimate, so it may fill `_USABLE` of a device and no more.
+GPUs the forecast of `memory.py` decides. It is an estimate, so it may fill `USABLE` of a device and no more.
 """
 
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ from rlctl.preflight.memory import engine_bytes, placed_states, refit_bytes, tok
 from rlctl.preflight.settings import DTYPE_BYTES, Choice, Dtype, GenerationSettings, TrainerSettings
 
 GIB = 1 << 30
-# Share of a device's memory that a forecast may fill.
-_USABLE = 0.85
+# Share of a device that a forecast may fill. Measured peaks were 80 to 95% of their forecasts (bench/README.md).
+USABLE = 0.88
 # Tokens of a pack on GPUs, the first that fits. Fewer leave an H200 waiting for launches.
 _PACKS = (32768, 16384, 8192)
 # An engine that stays awake is worth a pack of this size, no smaller one: it saves 0.2 to 0.5 s a step.
@@ -272,7 +272,7 @@ class _Forecast:
 
         Where packs must hold whole rollouts, those that do come first; if none fits, longer rollouts are left out.
         """
-        written, shared, usable = trainer.values, self.basis.shared, int(_USABLE * self.memory)
+        written, shared, usable = trainer.values, self.basis.shared, int(USABLE * self.memory)
         whole = self.basis.whole or self.longest
         packs = tuple(tokens for tokens in _PACKS if tokens >= self.longest) or (_rounded(self.longest),)
         packs = packs if whole <= packs[0] else (_rounded(whole), *packs)
@@ -320,7 +320,7 @@ class _Forecast:
             free = int(_MOST_SHARE * self.memory) - beside - _RESTING_BYTES
         else:
             beside = sum(trainer_bytes(trainer, self.sizes, "cuda").values())
-            free = int(_USABLE * self.memory) - beside
+            free = int(USABLE * self.memory) - beside
             if needed <= free:
                 return -(-needed * 100 // self.memory) / 100, why
         if free < engines.fixed_bytes(self.sizes) + engines.sequence_bytes(self.sizes, self.longest):

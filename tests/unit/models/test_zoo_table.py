@@ -21,7 +21,7 @@ def test_a_row_has_the_figures_of_its_proofs_and_no_path() -> None:
     figures = {"alone/max_abs_diff": 1.23e-6, "trainer = engine/token_mult_prob_error": 1.0000012}
     proofs = Proofs(["4 experts", "ties"], figures, served=True, exported=False, two_ranks=True)
     assert line_of("llama", proofs) == (
-        "| llama | 4 experts, ties | 1.2e-06 |  | 1.000001 | yes | NO | yes |  | trains |"
+        "| llama | 4 experts, ties | 1.2e-06 |  |  | 1.000001 | yes | NO | yes |  | trains |"
     )
     proofs.refused = (
         "/tmp/a/b is a qwen3_next model; on a CPU vLLM 0.32 fails: it stops; use a GPU, where the probe judges"
@@ -33,5 +33,5 @@ def test_a_page_names_its_day_and_versions_and_families_that_were_not_run(tmp_pa
     (tmp_path / "llama.json").write_text('{"facts": ["ties"], "two_ranks": true}')
     page = table(tmp_path)
     assert f"It proved 1 of the {len(FAMILIES)} families" in page and re.search(r"on \d+ \w+ 20\d\d: torch 2\.", page)
-    assert "| llama | ties |  |  |  |  |  | yes |  | trains |" in page.splitlines()
-    assert "| qwen2 |  |  |  |  |  |  |  |  | not in this run; expected: trains |" in page.splitlines()
+    assert "| llama | ties |  |  |  |  |  |  | yes |  | trains |" in page.splitlines()
+    assert "| qwen2 |  |  |  |  |  |  |  |  |  | not in this run; expected: trains |" in page.splitlines()
