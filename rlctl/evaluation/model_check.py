@@ -281,7 +281,7 @@ def engine_findings(
     trainer: CheckedTrainer, spec: EngineSpec, vocab: int, scratch: Path, imports: Sequence[str] = ()
 ) -> Iterator[Finding]:
     """Start the engine, and compare it with the trainer: from disk, after other weights came, and after the first ones
-    came back. An engine that can receive into its live weights does so, and then into a second copy of them too.
+    came back. An engine that can receive into its live weights does so, then also into shadow weights.
     Raises EngineProcessError.
 
     imports: see `EngineProcess`.
