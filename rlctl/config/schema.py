@@ -103,14 +103,11 @@ class TrainerSection:
         "the activations."
     )
     logprob_chunk_tokens: int | Literal["auto"] = spec(
-        "The tokens whose logits are made at one time. auto is 1024 on a CPU, and up to 8192 on GPUs, as memory "
-        "allows.",
-        ge=1,
+        "The tokens whose logits are made at one time. auto is 1024 on a CPU, up to 8192 on GPUs, by memory.", ge=1
     )
     logprob_kept_tokens: int | Literal["auto"] = spec(
-        "The tokens of a pack whose logits are kept for the backward pass, in whole chunks of logprob_chunk_tokens. "
-        "Logits of the others are made twice. auto is one chunk, which costs no memory, and more on GPUs, as memory "
-        "allows.",
+        "The tokens of a pack whose logits are kept for the backward pass, not made twice. auto is one chunk, which "
+        "costs no memory, and on GPUs as many as memory allows.",
         ge=0,
     )
     compile: bool | Literal["auto"] = spec(

@@ -44,9 +44,9 @@ class RowBytes:
     """Bytes that all layers keep for the backward pass, of a model that computes one sequence a row."""
 
     dtype: str
-    # Of each token.
+    # A token's.
     token: int
-    # Of each pair of tokens of a row: attention scores, where transformers' attention keeps them.
+    # A pair of tokens: attention scores, where transformers' attention keeps them.
     pair: int
 
 

@@ -1,6 +1,6 @@
 """Log-probs and entropy from hidden states, a chunk of tokens at a time.
 
-Logits are kept for the backward pass where there is room: it begins with those, and makes the other chunks' logits
+Logits are kept for the backward pass where there is room. Its first chunks are the kept ones; other logits are made
 again. Softmax is in float32 throughout.
 """
 
