@@ -46,7 +46,9 @@ class BenchWorker(RefitWorker):
                 self._bench.meeting.wait()
             header = Header(version + number, plan.digest, checks, self._bench_adapters is not None)
             report = self._rl.receive(header)
-            self._rl.commit(header)
+            self._rl.commit()
+            if header.prove:
+                self._rl.prove(header)
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             seconds = self._rl.committed()

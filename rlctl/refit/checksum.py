@@ -11,7 +11,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from rlctl.utils.device_stream import DeviceEvent, DeviceStream
+from rlctl.utils.device_stream import DeviceEvent, DeviceStream, mark_here
 
 ROW = 512
 FACTOR = 1_000_003
@@ -93,11 +93,28 @@ class FixedTensors:
 
             self.table = table_of(tensors, ROW)
 
-    def sums(self, device: torch.device) -> list[int]:
-        """Return the checksum of each tensor, once the device has finished what is queued on the current stream."""
+    def queue(self, device: torch.device) -> "QueuedSums":
+        """Queue the checksums of all tensors on the current stream."""
         table = ChecksumTable(len(self.tensors), device)
         table.add_fixed(self)
-        return [int(value) for value in table.all().tolist()]
+        return QueuedSums(table.all())
+
+
+class QueuedSums:
+    """Checksums on their way to the host. What is queued after them need not be done before they are read."""
+
+    def __init__(self, sums: Tensor) -> None:
+        """sums: int64 [n] on the device."""
+        self._host = sums
+        if sums.is_cuda:
+            self._host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
+            self._host.copy_(sums, non_blocking=True)
+        self._come = mark_here(sums.device)
+
+    def read(self) -> list[int]:
+        """Return them once they are there."""
+        self._come.wait()
+        return [int(value) for value in self._host.tolist()]
 
 
 class StreamingChecksums:

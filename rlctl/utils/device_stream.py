@@ -16,6 +16,11 @@ class DeviceEvent:
         """Return True if the device has reached the point."""
         return self.event is None or bool(self.event.query())
 
+    def wait(self) -> None:
+        """Wait until the device has reached the point."""
+        if self.event is not None:
+            self.event.synchronize()
+
     def lead(self) -> None:
         """Queue the thread's current stream behind this point."""
         if self.event is not None:

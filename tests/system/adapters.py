@@ -18,7 +18,7 @@ from rlctl.generation.vllm.kind import environment, make_vllm_engine
 from rlctl.generation.vllm.worker import RefitWorker, answered
 from rlctl.models.adapters import AdapterSpec, choose_targets
 from rlctl.models.derive import derive_facts
-from rlctl.refit.protocol import Header, LiveProof, SendReport
+from rlctl.refit.protocol import Header, SendReport
 from rlctl.refit.sending import SendsWeights
 from rlctl.refit.source import Shard
 from rlctl.workers.group import Worker, WorkerSpec
@@ -108,17 +108,18 @@ class FaultyWorker(RefitWorker):
     """Delivers nothing, or adds its adapters a second time, when it is told to."""
 
     _lazy = False
-    _proof: LiveProof | None = None
+    _proof: Any = None
 
     def rl_be_lazy(self) -> None:
         """Go on with the adapters and the proof of the version before."""
         self._lazy = True
 
     def rl_commit(self, header: Header) -> Any:
+        return None if self._lazy else super().rl_commit(header)
+
+    def rl_prove(self, header: Header) -> Any:
         if not self._lazy:
-            answer = super().rl_commit(header)
-            self._proof = answer if isinstance(answer, LiveProof) else None
-            return answer
+            self._proof = super().rl_prove(header)
         return self._proof
 
     @answered

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rlctl.generation.vllm.worker import RefitWorker
-from rlctl.refit.protocol import Header, LiveProof, SendReport
+from rlctl.refit.protocol import Header, SendReport
 from tests.system.engines import FolderSource
 
 
@@ -38,7 +38,7 @@ class CountingWorker(RefitWorker):
     model_runner: Any
     _counts: list[dict[str, int]] | None = None
 
-    def rl_commit(self, header: Header) -> LiveProof | None:
+    def rl_commit(self, header: Header) -> None:
         """Note the length of each running rollout, then make the weights live."""
         running = self.model_runner.requests.items()
         self._counts = [*(self._counts or []), {name.rsplit("-", 1)[0]: len(r.output_token_ids) for name, r in running}]

@@ -1,9 +1,13 @@
 """Adapters of a vLLM worker: the destination of a refit, and the proof of the live version.
 
-A version arrives in a second copy of A and B while requests run; one short copy makes it live. Before the next token
-is sampled, the checksum of each live A and B is compared with the sum that the trainer announced. Where a
-tensor-parallel worker keeps a part of a tensor, the part is kept as it arrived for its sum. The same sums are compared
-again before the next version: nothing may have written to the live tensors meanwhile.
+A version arrives in a second copy of A and B while requests run; one short copy makes it live. Before a token of the
+version leaves the engine, the checksum of each live A and B is compared with the sum that the trainer announced. Where
+a tensor-parallel worker keeps a part of a tensor, the part is kept as it arrived for its sum. The same sums are
+compared again before the next version: nothing may have written to the live tensors meanwhile.
+
+`commit` queues this work on the device and waits for nothing: the next step is queued behind it. `prove` reads the sums
+while the device makes that step. An engine that waited in between stalled for 6.6 ms (8B, rank 32, one H100, steps of
+8.8 ms).
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,7 +21,7 @@ from rlctl.generation.vllm.adapters import EngineAdapters
 from rlctl.generation.vllm.weight_loader import WeightLoader
 from rlctl.models.adapters import LORA_A, LORA_B
 from rlctl.refit.batched_copy import BatchedCopy
-from rlctl.refit.checksum import FixedTensors
+from rlctl.refit.checksum import FixedTensors, QueuedSums
 from rlctl.refit.param_slices import ParamSlice, ParamSliceSink, ShadowParams
 from rlctl.refit.plan import RefitPlan
 from rlctl.refit.protocol import Header, LiveProof, RefitError, digest_of
@@ -65,23 +69,26 @@ class AdapterLoader(WeightLoader):
         self._version = -1
 
     def commit(self) -> None:
-        """Copy the received version into the live buffers. Raises RefitError if these were written to meanwhile."""
-        now = self._sums() if self._served else {}
-        for each in self._live:
-            if self._served.get(each.key, now.get(each.key)) != now.get(each.key):
-                raise RefitError(f"{each.name} was written to after version {self._version} became live")
-        self._served = {}
+        """Queue the copy of the received version into the live buffers, between two passes over their checksums."""
+        before = self._fixed.queue(self._device)
         self._shadow.commit()
+        self._queued = before, self._fixed.queue(self._device), self._sink.queue_parts()
 
     def prove(self, header: Header, sent: Mapping[int, int]) -> LiveProof:
         """Compare the live tensors with the sent ones. sent: the verified checksums, by item.
 
-        Raises RefitError naming the tensor that differs.
+        Raises RefitError naming the tensor that differs, or that was written to since the version before was proven.
         """
+        before, after, parts = self._queued
+        keys = [each.key for each in self._live]
+        was, now = (dict(zip(keys, sums.read())) for sums in (before, after))
+        served, self._served = self._served, {}
+        for each in self._live:
+            if served.get(each.key, was[each.key]) != was[each.key]:
+                raise RefitError(f"{each.name} was written to after version {self._version} became live")
         expected = {each.key: sent[each.key[0]] for each in self._live if each.whole and each.key[0] in sent}
-        expected |= {key: value for key, value in self._sink.part_sums().items() if key[0] in sent}
+        expected |= {key: value for key, value in zip(self._sink.cut, parts.read()) if key[0] in sent}
         live = [each for each in self._live if each.key in expected]
-        now = self._sums()
         wrong = [each.name for each in live if now[each.key] != expected[each.key]]
         if wrong:
             raise RefitError(
@@ -89,18 +96,13 @@ class AdapterLoader(WeightLoader):
                 f"({len(set(wrong))} of {len(self._plan.entries)} tensors)"
             )
         self._served, self._version = expected, header.version
-        served = {each.key[0] for each in live}
-        names = {self._plan.items[number].box.name for number in served}
+        names = {self._plan.items[each.key[0]].box.name for each in live}
         return LiveProof(
             header.version,
             digest_of(sent),
             sum(name.endswith(LORA_A) for name in names),
             sum(name.endswith(LORA_B) for name in names),
         )
-
-    def _sums(self) -> dict[Key, int]:
-        """Return the checksum of each live part."""
-        return dict(zip((each.key for each in self._live), self._fixed.sums(self._device)))
 
 
 class _ProvenSink(ParamSliceSink):
@@ -109,7 +111,9 @@ class _ProvenSink(ParamSliceSink):
     def __init__(self, plan: RefitPlan, regions: Iterable[ParamSlice], device: torch.device) -> None:
         super().__init__(plan, regions, beside_requests=True)
         self._device = device
-        self._cut: dict[Key, Tensor] = {}
+        # Parts as they arrived.
+        self.cut: dict[Key, Tensor] = {}
+        self._fixed = FixedTensors([])
 
     def copies(self, arrived: Iterable[tuple[int, Tensor]]) -> BatchedCopy:
         here = list(arrived)
@@ -118,13 +122,15 @@ class _ProvenSink(ParamSliceSink):
             for place, part in enumerate(self.parts(number)):
                 if not part.whole:
                     # Contiguous.
-                    kept = self._cut.setdefault((number, place), torch.empty_like(part.view).contiguous())
+                    kept = self.cut.setdefault((number, place), torch.empty_like(part.view).contiguous())
                     pairs.append((kept, data[part.inside]))
         return BatchedCopy(pairs, beside_requests=True)
 
-    def part_sums(self) -> dict[Key, int]:
-        """Return the checksum of each part of the last version that is not a whole item."""
-        return dict(zip(self._cut, FixedTensors([*self._cut.values()]).sums(self._device)))
+    def queue_parts(self) -> QueuedSums:
+        """Queue the checksums of the parts in `cut`, in its order."""
+        if len(self._fixed.tensors) != len(self.cut):
+            self._fixed = FixedTensors([*self.cut.values()])
+        return self._fixed.queue(self._device)
 
 
 def _compare(plan: RefitPlan, adapters: EngineAdapters) -> None:

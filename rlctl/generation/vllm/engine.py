@@ -55,6 +55,10 @@ class RefitState(Enum):
 class VllmEngine(Engine):
     """Samples for several callers at a time; every touch of vLLM happens on one thread."""
 
+    # Header of a live version that is to be proven; the workers' proofs of the last one, or their error.
+    _unproven: Header | None = None
+    _proven: list[LiveProof] | BaseException
+
     def __init__(self, spec: EngineSpec, extension: str) -> None:
         """Build the engine. extension: class mixed into vLLM's workers, "module.Class"."""
         self._spec, self._extension = spec, extension
@@ -114,14 +118,15 @@ class VllmEngine(Engine):
         return choice
 
     def refit_receive(self, header: Header) -> EngineReport:
-        begin, proofs = time.perf_counter(), list[LiveProof]()
+        begin = time.perf_counter()
         reports = self._stage(header) if self._mode == "staged" else []
-        paused = self._on_thread(lambda: self._change(header, lambda: self._make_live(header, reports, proofs)))
+        paused = self._on_thread(lambda: self._change(header, lambda: self._make_live(header, reports)))
         # Nothing may arrive in shadow parameters that the device still copies.
         while (copying := self._on_thread(self._committed)) is None:
             time.sleep(_STAGED_POLL_S)
         commit, end = paused + copying, time.perf_counter()
         self._let_steps_pass(end)
+        proofs = self._on_thread(self._proofs)
         received = max(reports, key=lambda report: report.seconds)
         steps = list(self._steps)
         gap = ordinary_gap(steps, begin)
@@ -219,6 +224,8 @@ class VllmEngine(Engine):
         self._let_in()
         outputs = self._llm.step()
         self._steps.append(time.perf_counter())
+        if not self._prove():
+            return
         finished = [output for output in outputs if output.finished]
         self._stats = after_step(
             self._stats,
@@ -315,13 +322,14 @@ class VllmEngine(Engine):
                 raise answer
         return answers
 
-    def _make_live(self, header: Header, reports: list[ReceiveReport], proofs: list[LiveProof]) -> float:
+    def _make_live(self, header: Header, reports: list[ReceiveReport]) -> float:
         """Commit a version; receive first if there are no reports yet. Return the seconds of receiving here."""
         begin = end = time.perf_counter()
         if not reports:
             reports += self._workers("rl_receive", header)
             end = time.perf_counter()
-        proofs += [proof for proof in self._workers("rl_commit", header) if proof]
+        self._workers("rl_commit", header)
+        self._unproven, self._proven = header if header.prove else None, []
         return end - begin
 
     def _committed(self) -> float | None:
@@ -332,6 +340,30 @@ class VllmEngine(Engine):
         seconds = float(max(parts))
         self._stats = replace(self._stats, paused=self._stats.paused + seconds)
         return seconds
+
+    def _prove(self) -> bool:
+        """Have the workers compare the live tensors of a version that is not proven yet; return False if they differ.
+
+        On the engine's thread: after the step that follows a change, before its tokens are recorded. The device is at
+        work on that step meanwhile.
+        """
+        header, self._unproven = self._unproven, None
+        if header is None:
+            return True
+        try:
+            self._proven = self._workers("rl_prove", header)
+        except BaseException as error:
+            self._proven = error
+            self._poison(f"the refit to version {header.version} failed: {error}", error)
+            return False
+        return True
+
+    def _proofs(self) -> list[LiveProof]:
+        """Return each worker's proof of the last version, made now if nothing was sampled. Raises its error."""
+        self._prove()
+        if isinstance(self._proven, BaseException):
+            raise self._proven
+        return self._proven
 
     def _restart_what_has_not_begun(self) -> list[tuple[Any, str]]:
         """Have requests that have not begun enter again: their salt is of the version before. Return the others.

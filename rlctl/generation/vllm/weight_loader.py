@@ -81,16 +81,20 @@ class WeightReceiver:
         return self._receiver.receive(header, self._loading.sink)
 
     @torch.no_grad()
-    def commit(self, header: Header) -> LiveProof | None:
-        """Make the received version live for everything queued from now on; return a proof if one is asked for.
+    def commit(self) -> None:
+        """Make the received version live for everything queued from now on.
 
-        The host does not wait. Nothing may be received before `committed` says that the device is done.
+        The host does not wait. Nothing may be received before `committed` says that the device is done. With adapters
+        `prove` comes next.
         """
         begin, first = time.perf_counter(), mark_here(self._device)
         self._loading.commit()
-        proof = self._loading.prove(header, self._receiver.received) if header.prove else None
         self._committing = (first, mark_here(self._device)), time.perf_counter() - begin
-        return proof
+
+    @torch.no_grad()
+    def prove(self, header: Header) -> LiveProof | None:
+        """Return the proof that the live tensors are those sent. Raises RefitError naming the tensor that differs."""
+        return self._loading.prove(header, self._receiver.received)
 
     def committed(self) -> float | None:
         """Return the seconds of the last commit once the device has done it, None before."""

@@ -109,9 +109,14 @@ class RefitWorker:
         return self._rl.staged()
 
     @answered
-    def rl_commit(self, header: Header) -> LiveProof | None:
-        """Make the received weights live for the next step; return the proof if one is asked for."""
-        return self._rl.commit(header)
+    def rl_commit(self, header: Header) -> None:
+        """Make the received weights live for the next step."""
+        self._rl.commit()
+
+    @answered
+    def rl_prove(self, header: Header) -> LiveProof | None:
+        """Return the proof that live tensors are those sent. Raises RefitError."""
+        return self._rl.prove(header)
 
     @answered
     def rl_committed(self) -> float | None:

@@ -65,7 +65,8 @@ class Ends:
     def refit(self, version: int) -> tuple[LiveProof | None, int]:
         digest = self.send(version)
         self.worker.receive(self.header(version))
-        return self.worker.commit(self.header(version)), digest
+        self.worker.commit()
+        return self.worker.prove(self.header(version)), digest
 
 
 @pytest.mark.parametrize(("rows", "first"), [(ROWS, 0), (ROWS // 2, ROWS // 2)])

@@ -7,11 +7,13 @@ import pytest
 
 from rlctl.generation.engine import LoadMode
 from rlctl.generation.vllm.worker import answered
-from rlctl.refit.protocol import Header, Interrupted, PeerLost, ReceiveReport, RefitError, Untouched
+from rlctl.refit.protocol import Header, Interrupted, LiveProof, PeerLost, ReceiveReport, RefitError, Untouched
 from tests.turns import turn, turns
 from tests.unit.rollout.fake_engine import FakeModel, SteppedEngine, answer
 
 HEADER = Header(5, "digest", "all")
+REPORT = ReceiveReport(0.0, 0.0, 1.0, 1, 0)
+PROVEN = Header(5, "digest", "all", prove=True)
 
 
 class Model(FakeModel):
@@ -24,6 +26,9 @@ class Model(FakeModel):
         super().__init__()
         self.levels, self.failing = list[int](), [failing] * 2
         self.error: type[RefitError] = RefitError
+        # Tensor whose live numbers differ.
+        self.differs = ""
+        self.steps, self.proven_after = 0, list[int]()
         self._mode: Any = mode
         self._overwrites = overwrites
 
@@ -56,9 +61,21 @@ class Model(FakeModel):
     def rl_receive(self, rank: int) -> ReceiveReport:
         if self.failing[rank]:
             raise self.error(self.failing[rank])
-        return ReceiveReport(0.0, 0.0, 1.0, 1, 0)
+        return REPORT
 
     rl_staged = rl_receive
+
+    @answered
+    def rl_prove(self, rank: int) -> LiveProof:
+        """Prove what is live, unless it is to differ; note the steps made before."""
+        self.proven_after.append(self.steps)
+        if self.differs:
+            raise RefitError(f"{self.differs} is live with other numbers than version 5 was sent with")
+        return LiveProof(5, 7, 1, 1)
+
+    def step(self) -> list[Any]:
+        self.steps += 1
+        return super().step()
 
 
 def engine(monkeypatch: pytest.MonkeyPatch, model: FakeModel | None = None) -> SteppedEngine:
@@ -194,3 +211,42 @@ def test_a_commit_lasts_until_the_device_of_every_worker_has_done_it(monkeypatch
     one = engine(monkeypatch, model)
     assert one.refit_receive(HEADER).commit == 0.25 and model.committing == 0
     assert one.collect(0.0).stats.paused == 0.25
+
+
+def test_a_version_is_proven_after_the_step_that_follows_before_its_tokens_are_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The device is at work meanwhile: an engine that proved at once would stall for a step."""
+    model = Model("staged")
+    one = engine(monkeypatch, model)
+    one.submit([turn(0)])
+    one.step()
+    # As `refit_receive` does on the engine's thread.
+    one._change(PROVEN, lambda: one._make_live(PROVEN, [REPORT]))
+    assert not model.proven_after
+    one.step()
+    assert model.proven_after == [2, 2]
+    one.step()
+    assert one.collect(0.0).columns.unpack()[0].versions.tolist() == [4, 5, 5]
+    # An engine that samples nothing proves at once.
+    report = one.refit_receive(PROVEN)
+    assert report.proofs == (LiveProof(5, 7, 1, 1),) * 2
+    assert model.proven_after == [2, 2, 3, 3]
+
+
+def test_no_answer_leaves_an_engine_whose_live_adapters_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model("staged")
+    one = engine(monkeypatch, model)
+    one.submit([turn(0), turn(1)])
+    one.step()
+    one.step()
+    model.differs = "q_proj.lora_B.weight"
+    one._change(PROVEN, lambda: one._make_live(PROVEN, [REPORT]))
+    # The step that ends both.
+    one.step()
+    with pytest.raises(RefitError, match=r"lora_B\.weight is live with other numbers"):
+        one._proofs()
+    with pytest.raises(RefitError, match=r"lora_B\.weight is live with other numbers"):
+        one.collect(0.0)
+    with pytest.raises(RuntimeError, match="must not be used: the refit to version 5 failed"):
+        one.submit([turn(2)])
