@@ -52,7 +52,8 @@ AGENTS = {
     "pydantic_ai_agent:run": ("pydantic_ai", True),
     "pydantic_ai_agent:run_anthropic": ("pydantic_ai", True),
     "smolagents_agent:run": ("smolagents", True),
-    "smolagents_agent:run_code": ("smolagents", True),
+    # Its last step has another system prompt.
+    "smolagents_agent:run_code": ("smolagents", False),
     "here:mini_swe_agent": ("minisweagent", False),
 }
 EXPRESSIONS = [f"{number} + {number + 9}" for number in range(11, 11 + TURNS)]

@@ -71,6 +71,13 @@ def test_code_that_is_written_twice_means_the_same(serve: Serve, code: str, afte
     assert served.asks[1]["after"] == after
 
 
+def test_a_stop_behind_a_turn_that_ended_without_it_means_nothing(serve: Serve) -> None:
+    served = serve(script(f"a = 1{END}", f"3{END}"))
+    asked(served, [USER], stop=["</code>"])
+    asked(served, [USER, assistant(content="a = 1</code>"), USER], stop=["</code>"])
+    assert served.asks[1]["after"] == 0
+
+
 @pytest.mark.parametrize(
     "calls", ["[...]", "[{(1,): 2}]", "[{'function': {'name': 1, 'arguments': {(1,): 2}}}]", "[" * 300]
 )
