@@ -52,7 +52,7 @@ AGENTS = {
     "pydantic_ai_agent:run": ("pydantic_ai", True),
     "pydantic_ai_agent:run_anthropic": ("pydantic_ai", True),
     "smolagents_agent:run": ("smolagents", True),
-    # Its last step has another system prompt.
+    # The last step has another system prompt.
     "smolagents_agent:run_code": ("smolagents", False),
     "here:mini_swe_agent": ("minisweagent", False),
 }

@@ -1,0 +1,167 @@
+"""Weights that change inside an agent's turn: between two requests, and in the middle of a stream that has begun.
+
+The version and the log-prob of each token are known exactly, and the rollout trains as one row.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rlctl.config.builtin import RECIPES
+from rlctl.data.chat import Chat, ChatSpec, load_tokenizer
+from rlctl.data.tasks import Task
+from rlctl.environments.outcomes import AgentSpec, EnvironmentSpec
+from rlctl.environments.pool import EnvironmentPool
+from rlctl.generation.pool import GeneratorPool
+from rlctl.generation.requests import RolloutId
+from rlctl.generation.spec import ForcedLengths
+from rlctl.preflight.load import load
+from rlctl.refit.refit import Refit
+from rlctl.rollout.dispatcher import RolloutDispatcher
+from rlctl.rollout.players.agent import AgentPlayer
+from rlctl.rollout.players.course import EpisodeLimits
+from rlctl.rollout.runner import RolloutRunner
+from rlctl.rollout.types import Rollout, RolloutStart
+from rlctl.workers.group import WorkerGroup, WorkerSpec
+from tests.system.drifting import DriftingSource
+from tests.system.engines import SEAT, MakeSource, refit_options, spec_for
+from tests.system.test_agent_sdks import watched
+from tests.system.test_in_flight import DEADLINE, Models, spans, with_kept_keys
+from tests.waiting import until
+
+SESSIONS, SHORT, STREAMED, POSITIONS = 4, 20, 3000, 4096
+AGENT = f"""
+import json, pathlib, time
+from urllib.request import Request, urlopen
+
+from rlctl.environments.agents import endpoint
+
+# A stream begins before its turn is there.
+endpoint._STREAM_S = 0.02
+
+
+def ask(url, key, messages, most, stream=False):
+    body = json.dumps({{"messages": messages, "max_tokens": most, "stream": stream}}).encode()
+    answer = urlopen(Request(url + "/chat/completions", body, {{"Authorization": f"Bearer {{key}}"}})).read().decode()
+    if not stream:
+        return json.loads(answer)["choices"][0]["message"]["content"] or "", 0
+    parts = [json.loads(line[6:])["choices"] for line in answer.splitlines() if line.startswith("data: {{")]
+    said = "".join(part[0]["delta"].get("content") or "" for part in parts if part)
+    return said, answer.count(": the policy samples")
+
+
+def run(task, url, key):
+    here, messages, comments = pathlib.Path(task.row["here"]), [], 0
+    for turn, (most, stream) in enumerate([({SHORT}, False), ({STREAMED}, True), ({SHORT}, False)]):
+        messages.append({{"role": "user", "content": f"turn {{turn}}"}})
+        said, waited = ask(url, key, messages, most, stream)
+        comments += waited
+        messages.append({{"role": "assistant", "content": said}})
+        (here / f"{{task.id}}-{{turn}}").touch()
+        while not (here / f"after-{{turn}}").exists():
+            time.sleep(0.01)
+    return comments
+"""
+
+
+@dataclass
+class Scene:
+    """Engine, agents, and weights of any version."""
+
+    pool: GeneratorPool
+    dispatcher: RolloutDispatcher
+    runner: RolloutRunner
+    sampled: dict[RolloutId, list[Any]]
+    ended: list[Rollout]
+
+    def check(self) -> None:
+        """Raise the error of a rollout, of the agents or of the engine."""
+        self.runner.check()
+        self.dispatcher.repair()
+
+
+@contextmanager
+def scene(folder: Path, logs: Path, made: Path) -> Iterator[Scene]:
+    chat = Chat(load_tokenizer(str(folder)), (folder / "chat_template.jinja").read_text(), None, folder)
+    (made / "agent.py").write_text(AGENT)
+    spec = EnvironmentSpec(f"{made}/agent.py:run", DEADLINE, agent=AgentSpec())
+    # No turn ends by itself: as many tokens are sampled as were asked for.
+    engine = replace(spec_for(folder, POSITIONS), forced_lengths=ForcedLengths(1e6, 0.001), kv_cache_mib=256)
+    run = load("grpo", "calculator-agent-tiny", ["run.name=null"]).settled.config.run
+    with ExitStack() as stack:
+        agents = stack.enter_context(EnvironmentPool({"agent": spec}, 4096, 1))
+        agents.give_chat(ChatSpec.of(chat), None)
+        source = WorkerGroup([WorkerSpec("source", MakeSource(folder, DriftingSource))], DEADLINE)
+        stack.callback(source.kill)
+        pool = GeneratorPool(engine, [SEAT], str(logs), DEADLINE, 0, lambda *_, **__: None)
+        stack.callback(pool.kill)
+        pool.wait_until_built()
+        pool.connect(Refit(source, refit_options("shm", made, in_flight=True)))
+        pool.sync(0)
+        dispatcher = RolloutDispatcher(pool, run, lambda *_, **__: None, agents.events)
+        stack.callback(dispatcher.close)
+        limits = EpisodeLimits(3, POSITIONS, DEADLINE, 0, "keep")
+        runner = RolloutRunner(AgentPlayer(agents, chat, limits), dispatcher)
+        stack.callback(runner.close)
+        yield Scene(pool, dispatcher, runner, watched(dispatcher), [])
+
+
+@pytest.mark.long  # an engine
+@pytest.mark.slow
+def test_weights_change_between_requests_and_in_the_middle_of_a_stream(ray_here: Path, tmp_path: Path) -> None:
+    folder = float32_model(tmp_path / "model")
+    with scene(folder, ray_here, tmp_path) as own:
+        tasks = [Task(f"r{number}", [], "", None, {"here": str(tmp_path)}) for number in range(SESSIONS)]
+        starts = [
+            RolloutStart(RolloutId("train", task.id, number, 0), task, STREAMED, 1.0, number, 0)
+            for number, task in enumerate(tasks)
+        ]
+        own.runner.events.ask(lambda: own.runner.begin(starts, own.ended.append))
+        version = 0
+        for turn in range(3):
+            if turn == 1:
+                # In the middle of a stream, three times; then between it and the next turn.
+                until(lambda: (own.check(), own.dispatcher.stats()[0].tokens > SESSIONS * SHORT)[1])
+                for version in range(2, 5):
+                    own.pool.sync(version)
+            until(lambda turn=turn: (own.check(), _have(tmp_path, turn))[1])
+            version += 1
+            own.pool.sync(version)
+            (tmp_path / f"after-{turn}").touch()
+        until(lambda: (own.check(), len(own.ended) == SESSIONS)[1])
+    models = Models(folder)
+    for rollout in own.ended:
+        completions = [completion for _, completion in own.sampled[rollout.id]]
+        first, streamed, last = ([version for *_, version in spans(each)] for each in completions)
+        assert (first, streamed, last) == ([0], [1, 2, 3, 4], [5])
+        assert rollout.episode and rollout.episode.failure is None
+        assert rollout.episode.reward is not None and rollout.episode.reward >= 1, "the stream had begun"
+        (row,) = rollout.rows
+        for name, column in (("tokens", row.tokens), ("versions", row.versions), ("log_probs", row.log_probs)):
+            assert np.array_equal(column[row.sampled], np.concatenate([getattr(each, name) for each in completions]))
+        for request, completion in own.sampled[rollout.id]:
+            expected = with_kept_keys(models, list(request.prompt_tokens), completion)
+            assert np.abs(expected - completion.log_probs).max() < 5e-5
+
+
+def _have(here: Path, turn: int) -> bool:
+    return len(list(here.glob(f"r*-{turn}"))) == SESSIONS
+
+
+def float32_model(folder: Path) -> Path:
+    """The shipped tiny chat model in float32, with more positions."""
+    from transformers import AutoModelForCausalLM
+
+    shutil.copytree(RECIPES / "tiny/qwen3-games", folder)
+    AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": POSITIONS}))
+    return folder
