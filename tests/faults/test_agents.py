@@ -10,7 +10,7 @@ import pytest
 from rlctl.data.cursor import Cursor
 from tests.faults.runs import Run, in_transit, outcomes, read
 from tests.faults.test_async import KILLS, PROMPTS
-from tests.faults.test_episodes import BLOWS, hurt
+from tests.faults.test_episodes import BLOWS, command_of, hurt
 from tests.faults.test_resume import same
 from tests.system.test_episodes import data
 
@@ -47,18 +47,11 @@ def without_an_agent_it_goes_on(run: Run, moments: random.Random) -> None:
 
     def seen() -> bool:
         family = psutil.Process(run.process.pid).children(recursive=True)
-        found[:] = [each for each in family if each.is_running() and "agent.py" in _command(each)]
+        found[:] = [each for each in family if each.is_running() and "agent.py" in command_of(each)]
         return bool(found)
 
     run.wait_for("an agent", seen)
     moments.choice(found).kill()
-
-
-def _command(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except psutil.Error:
-        return []
 
 
 AGENT_BLOWS = (without_an_agent_it_goes_on, *BLOWS)

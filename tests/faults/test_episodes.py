@@ -37,7 +37,15 @@ ASYNCHRONOUS = ("async.enabled=true", f"async.max_trajectory_age_steps={AGE}", f
 def without_an_environment_process_it_goes_on(run: Run, moments: random.Random) -> None:
     """Either a supervisor or the process below it, which runs the episodes."""
     family = psutil.Process(run.process.pid).children(recursive=True)
-    moments.choice([each for each in family if "rlctl.environments.child" in each.cmdline()]).kill()
+    moments.choice([each for each in family if "rlctl.environments.child" in command_of(each)]).kill()
+
+
+def command_of(process: psutil.Process) -> list[str]:
+    """The words of a process's command; none of one that has ended."""
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
 
 
 Blow = Callable[[Run, random.Random], None]
