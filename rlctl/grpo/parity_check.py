@@ -4,6 +4,7 @@ Checksums show that every tensor arrived as sent; sampled tokens show that both 
 way.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -40,8 +41,9 @@ class Rounding:
 
     @property
     def explains(self) -> bool:
-        """True if the engine is not much farther from float32 than the trainer."""
-        return self.engine - 1 <= _AS_MUCH * (self.trainer - 1)
+        """True if neither side is much farther from float32 than the other: one that is computes something else."""
+        both = self.trainer - 1, self.engine - 1
+        return all(map(math.isfinite, both)) and max(both) <= _AS_MUCH * min(both)
 
     def __str__(self) -> str:
         return f"the same weights in float32 are {self.trainer:.4f} from the trainer, {self.engine:.4f} from the engine"

@@ -1,0 +1,34 @@
+import math
+
+import pytest
+
+from rlctl.grpo.logprob_mismatch import Mismatch
+from rlctl.grpo.parity_check import Rounding, Verdict, judge
+
+
+@pytest.mark.parametrize(
+    ("trainer", "engine", "explains"),
+    [
+        (1.0555, 1.0576, True),
+        (1.0519, 1.0486, True),
+        (1.03, 1.07, False),
+        # The trainer is the side that computes something else.
+        (1.3, 1.04, False),
+        (math.inf, math.inf, False),
+        (math.nan, 1.05, False),
+        (1.05, math.nan, False),
+    ],
+)
+def test_rounding_explains_a_gap_whose_sides_are_about_as_far_from_float32(
+    trainer: float, engine: float, explains: bool
+) -> None:
+    gap = Mismatch(token_mult_prob_error=1.06, kl=0.0, max_abs_diff=0.2, tokens=128)
+    verdict = judge(gap, "bfloat16", lambda: Rounding(trainer, engine))
+    assert verdict == Verdict(explains, verdict.why)
+    assert f"{trainer:.4f} from the trainer, {engine:.4f} from the engine" in verdict.why
+
+
+def test_a_gap_in_float32_and_one_without_a_second_pass_are_not_explained() -> None:
+    gap = Mismatch(token_mult_prob_error=1.06, kl=0.0, max_abs_diff=0.2, tokens=128)
+    assert judge(gap, "float32", lambda: pytest.fail("measured")) == Verdict(False)
+    assert judge(gap, "bfloat16", lambda: None) == Verdict(False)
