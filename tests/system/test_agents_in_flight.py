@@ -103,6 +103,7 @@ def scene(folder: Path, logs: Path, made: Path) -> Iterator[Scene]:
         stack.callback(source.kill)
         pool = GeneratorPool(engine, [SEAT], str(logs), DEADLINE, 0, lambda *_, **__: None)
         stack.callback(pool.kill)
+        source.built().wait(DEADLINE)
         pool.wait_until_built()
         pool.connect(Refit(source, refit_options("shm", made, in_flight=True)))
         pool.sync(0)

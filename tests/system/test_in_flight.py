@@ -111,6 +111,7 @@ def test_tags_and_log_probs_of_a_thousand_rollouts_across_twenty_updates(
     prompts = [random.integers(3, 64, size=int(random.integers(2, 40))).tolist() for _ in range(groups)]
     requests = [one for i, prompt in enumerate(prompts) for one in turns(i, SAMPLES, prompt, LENGTH, 7 * i)]
     try:
+        source.built().wait(DEADLINE)
         engine.built().wait(DEADLINE)
         refit = Refit(source, refit_options("shm", tmp_path / "shm", in_flight=True))
         refit.open([EngineEnd(engine, 1)])

@@ -90,7 +90,8 @@ def test_only_a_generator_with_the_trainers_weights_passes(ray_here: Path, tmp_p
     with ExitStack() as stack:
         for part in (pool, source, trainer):
             stack.callback(part.kill)
-        trainer.built().wait(DEADLINE)
+        for group in (trainer, source):
+            group.built().wait(DEADLINE)
         pool.wait_until_built()
         dispatcher = RolloutDispatcher(pool, config.run, lambda *_, **__: None)
         stack.callback(dispatcher.close)

@@ -93,8 +93,8 @@ def test_a_turn_after_a_refit_reads_no_keys_of_older_weights_unless_configured(r
         one.run([EngineEnd(engine, 1)], version)
 
     try:
-        for engine in (resets, keeps):
-            engine.built().wait(DEADLINE)
+        for each in (*sources.values(), resets, keeps):
+            each.built().wait(DEADLINE)
         by_new, by_old = ask(keeps), ask(resets)
         assert not same(by_new, by_old)
         # Within a version every computed prefix is found.

@@ -48,8 +48,8 @@ def test_greedy_after_refit_equals_a_fresh_engine(kind: Kind, ray_here: Path, tm
     engines = [start_engine(folder, ray_here, f"{kind}-{folder.name}", STOPS) for folder in (old, new)]
     source = WorkerGroup([WorkerSpec("source", MakeSource(new, FolderSource))], DEADLINE)
     try:
-        for engine in engines:
-            engine.built().wait(DEADLINE)
+        for each in (source, *engines):
+            each.built().wait(DEADLINE)
         before = sample(engines[0], greedy(PROMPTS, 16))
         refit = Refit(source, refit_options("shm", tmp_path / "shm"))
         end = EngineEnd(engines[0], 1)
@@ -130,6 +130,7 @@ def test_a_changed_byte_never_reaches_the_engine_and_a_clean_refit_heals_it(
     engine = start_engine(old, ray_here, "flipped")
     source = WorkerGroup([WorkerSpec("source", MakeSource(new, FlippingSource))], DEADLINE)
     try:
+        source.built().wait(DEADLINE)
         engine.built().wait(DEADLINE)
         before = sample(engine, greedy(PROMPTS, 8))
         refit = Refit(source, refit_options("shm", shm))
@@ -159,8 +160,8 @@ def test_weights_change_while_requests_run(ray_here: Path, tmp_path: Path, shm: 
     source = WorkerGroup([WorkerSpec("source", MakeSource(new, FolderSource))], DEADLINE)
     requests = [turn(i, n, prompt, 160, 1.0, i) for i, prompt in enumerate(PROMPTS * 4) for n in range(2)]
     try:
-        for engine in engines:
-            engine.built().wait(DEADLINE)
+        for each in (source, *engines):
+            each.built().wait(DEADLINE)
         refit = Refit(source, refit_options("shm", shm, in_flight=True))
         end = EngineEnd(engines[0], 1)
         refit.open([end])
