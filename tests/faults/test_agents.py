@@ -10,8 +10,7 @@ import pytest
 from rlctl.data.cursor import Cursor
 from tests.faults.runs import Run, in_transit, outcomes, read
 from tests.faults.test_async import KILLS, PROMPTS
-from tests.faults.test_episodes import BLOWS, command_of, hurt
-from tests.faults.test_resume import same
+from tests.faults.test_episodes import BLOWS, command_of, equal_to_an_unhurt_one, hurt
 from tests.system.test_episodes import data
 
 AGE, ROWS, ROLLOUTS, TURNS, STEPS = 2, 40, 4, 3, 6 * KILLS
@@ -99,18 +98,5 @@ def test_an_asynchronous_run_of_agents_loses_none_and_trains_none_twice(tmp_path
 @pytest.mark.timeout(900 + 120 * KILLS)
 def test_a_synchronous_run_of_agents_equals_one_that_nothing_happened_to_bit_for_bit(tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text(AGENT)
-    settings = (*SETTINGS, *data(tmp_path), "grpo.num_steps=100000")
-    run = Run(tmp_path, "hurt-agents", *settings)
-    run = hurt(run, lambda: Run(tmp_path, "hurt-agents", resume=True), 100000, AGENT_BLOWS)
-    run.wait_for_step(max(step["step"] for step in run.steps()) + 4)
-    run.interrupt()
-    assert run.end() == 130
-    # The interrupt may have saved another step than the second, fourth, and so on.
-    last = len(run.steps()) // 2 * 2
-    whole = Run(tmp_path, "whole-agents", *settings)
-    whole.wait_for_event("checkpoint", step=last)
-    whole.interrupt()
-    assert whole.end() == 130
-    same(run, whole, last)
+    run = equal_to_an_unhurt_one(tmp_path, "agents", (*SETTINGS, *data(tmp_path)), AGENT_BLOWS)
     assert whole_and_valued(run, 0) > 0
-    assert in_transit("hurt-agents") == in_transit("whole-agents") == []

@@ -105,23 +105,29 @@ def test_an_asynchronous_run_of_episodes_loses_none_and_trains_none_twice(tmp_pa
     assert in_transit("hurt-episodes") == []
 
 
-@pytest.mark.long  # repetitions
-@pytest.mark.slow
-@pytest.mark.timeout(900 + 120 * KILLS)
-def test_a_synchronous_run_of_episodes_equals_one_that_nothing_happened_to_bit_for_bit(tmp_path: Path) -> None:
-    (tmp_path / "slow.py").write_text(SLOW)
-    settings = (*SETTINGS, *data(tmp_path), "grpo.num_steps=100000")
-    run = Run(tmp_path, "hurt-episodes", *settings)
-    run = hurt(run, lambda: Run(tmp_path, "hurt-episodes", resume=True), 100000)
+def equal_to_an_unhurt_one(tmp_path: Path, kind: str, settings: Sequence[str], blows: Sequence[Blow] = BLOWS) -> Run:
+    """Return a synchronous run that was hurt, once it equals one that nothing happened to bit for bit."""
+    settings, hurt_name, whole_name = (*settings, "grpo.num_steps=100000"), f"hurt-{kind}", f"whole-{kind}"
+    run = Run(tmp_path, hurt_name, *settings)
+    run = hurt(run, lambda: Run(tmp_path, hurt_name, resume=True), 100000, blows)
     run.wait_for_step(max(step["step"] for step in run.steps()) + 4)
     run.interrupt()
     assert run.end() == 130
     # The interrupt may have saved another step than the second, fourth, and so on.
     last = len(run.steps()) // 2 * 2
-    whole = Run(tmp_path, "whole-episodes", *settings)
+    whole = Run(tmp_path, whole_name, *settings)
     whole.wait_for_event("checkpoint", step=last)
     whole.interrupt()
     assert whole.end() == 130
     same(run, whole, last)
+    assert in_transit(hurt_name) == in_transit(whole_name) == []
+    return run
+
+
+@pytest.mark.long  # repetitions
+@pytest.mark.slow
+@pytest.mark.timeout(900 + 120 * KILLS)
+def test_a_synchronous_run_of_episodes_equals_one_that_nothing_happened_to_bit_for_bit(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SLOW)
+    run = equal_to_an_unhurt_one(tmp_path, "episodes", (*SETTINGS, *data(tmp_path)))
     assert whole_and_no_older_than(run, 0) > 0
-    assert in_transit("hurt-episodes") == in_transit("whole-episodes") == []
