@@ -77,6 +77,8 @@ class Backend(ABC):
     has_layouts: bool
     # True if it trains low-rank adapters (`lora`).
     trains_adapters = False
+    # True if a backward pass allocates the gradients, and an update frees them.
+    frees_gradients = False
 
     @abstractmethod
     def layout(self, trainer: TrainerSection) -> Layout:

@@ -61,6 +61,8 @@ class Basis:
     # Tokens of the longest sequence, and those that one micro-batch must hold; None when unknown.
     longest: int | None
     whole: int | None
+    # Tokens of a rank's share of an update, at most; None: not bounded.
+    update: int | None
     # True if engines are on the trainer's devices.
     shared: bool
     # Trainer ranks by node; empty: not known, or one node.
@@ -82,7 +84,7 @@ def choose(basis: Basis) -> Chosen:
     """Return settings with a value for each `auto`. Values that were written down stay."""
     choices: list[Choice] = []
     trainer = _Section("trainer", basis.trainer, basis.dtype, choices)
-    trainer.values["adapters"] = basis.adapters
+    trainer.values |= {"adapters": basis.adapters, "update_tokens": basis.update}
     if basis.facts and basis.facts.one_sequence_a_row:
         trainer.values["row_tokens"] = basis.longest or 0
     engines = _Engines(*basis.engines, basis.device, choices) if basis.engines else None
@@ -173,8 +175,8 @@ class _Fit:
     checkpointing: bool
     sleep: bool
     why: str
-    # Bytes that are left.
-    room: int
+    # Bytes that the trainer may fill, further logits included; 0: an engine stays awake and has the rest.
+    limit: int
 
 
 def _choose_replicas(basis: Basis, trainer: _Section) -> None:
@@ -261,8 +263,10 @@ class _Forecast:
     def _kept(self, trainer: _Section, fit: _Fit) -> tuple[int, str]:
         """Return the tokens whose logits find room, at least one chunk's."""
         chunk, size = trainer.values["logprob_chunk_tokens"], DTYPE_BYTES[self.basis.dtype]
-        further = min(fit.room // (self.sizes.vocab * size), trainer.values["micro_batch_tokens"] - chunk)
-        kept = chunk + max(0, further // chunk * chunk)
+        shape = trainer.values["micro_batch_tokens"], trainer.values["activation_checkpointing"]
+        most = shape[0] // chunk * chunk
+        fitting = (kept for kept in range(most, chunk, -chunk) if self._trained(trainer, *shape, kept) <= fit.limit)
+        kept = next(fitting, chunk)
         if kept == chunk:
             return chunk, _ONE_CHUNK
         return kept, f"{(kept - chunk) * self.sizes.vocab * size / GIB:.1f} GiB of what is left; others are made twice"
@@ -294,19 +298,22 @@ class _Forecast:
                 moves = written["offload_optimizer_for_generation"]
                 if (large or awake) and trained + engine <= usable and not moves:
                     sums = f"{trained / GIB:.0f} GiB beside an engine of {engine / GIB:.0f}"
-                    return _Fit(tokens, checkpointing, False, f"{sums}, {of}", 0)
+                    return _Fit(tokens, checkpointing, False, f"{sums}, {of}", limit=0)
             if awake:
                 # An engine that must stay awake has at most half, where its cache would take more.
                 room = usable - min(engine, usable // 2)
         trial = next((trial for trial in trials if needed[trial] <= room), trials[-1])
         why = f"{needed[trial] / GIB:.0f} GiB of {self.memory / GIB:.0f} when it trains"
-        return _Fit(*trial, shared and not awake, why, room - needed[trial])
+        return _Fit(*trial, shared and not awake, why, room)
 
-    def _trained(self, trainer: _Section, tokens: int, checkpointing: bool) -> int:
-        """Return the bytes of a rank's device while it trains packs of that number of tokens."""
+    def _trained(self, trainer: _Section, tokens: int, checkpointing: bool, kept: int | None = None) -> int:
+        """Return the bytes of a rank's device while it trains packs of that number of tokens.
+
+        kept: tokens whose logits are kept; None: those of one chunk.
+        """
         trial = {"micro_batch_tokens": tokens, "activation_checkpointing": checkpointing}
         if trainer.values["logprob_kept_tokens"] == "auto":
-            trial["logprob_kept_tokens"] = trainer.values["logprob_chunk_tokens"]
+            trial["logprob_kept_tokens"] = kept or trainer.values["logprob_chunk_tokens"]
         return sum(trainer_bytes(TrainerSettings(**{**trainer.values, **trial}), self.sizes, "cuda").values())
 
     def _share(self, trainer: TrainerSettings, engines: _Engines) -> tuple[float, str]:

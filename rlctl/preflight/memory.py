@@ -125,14 +125,17 @@ def activation_bytes(sizes: ModelSizes, tokens: int, size: int, residual: int, c
     size: bytes of a number; residual: bytes of a number of the residual.
 
     A layer keeps the inputs and outputs of its two norms, q, k and v (twice if these have norms), the attention's
-    output, and in the MLP: gate, up, their activation and product. With checkpointing every layer keeps its input, and
-    one layer at a time everything. The residual is the input of layers and norms.
+    output, and in the MLP: gate, up, their activation and product; a mixture also the inputs of all chosen experts.
+    With checkpointing every layer keeps its input, and one layer at a time everything. The residual is the input of
+    layers and norms.
     """
     hidden, queries = sizes.hidden, sizes.heads * sizes.head_dim
     keys = sizes.kv_heads * sizes.head_dim
     width = sizes.mlp_width
+    # Every expert has its own copies of its tokens.
+    copies = sizes.experts_per_token * hidden if sizes.experts else 0
     normed = queries + keys if sizes.qk_norm else 0
-    layer = 2 * hidden * residual + (2 * hidden + 2 * queries + 2 * keys + normed + 4 * width) * size
+    layer = 2 * hidden * residual + (2 * hidden + 2 * queries + 2 * keys + normed + 4 * width + copies) * size
     per_token = sizes.layers * hidden * residual + layer if checkpointing else sizes.layers * layer
     return tokens * per_token
 
@@ -160,7 +163,7 @@ def trainer_bytes(
     shared = backend.shard_counts(trainer)
     residual = backend.residual_bytes(trainer, size)
     kept = kept_bytes(trainer, sizes, size, residual)
-    held = backend.states(trainer, sizes, size).values()
+    held = backend.states(trainer, sizes, size)
     adapters = trainer.adapters
     if adapters:
         # Each keeps its product with A.
@@ -168,7 +171,7 @@ def trainer_bytes(
         kept += trainer.micro_batch_tokens * adapters.rank * len(adapters.targets) // sizes.layers * layers * size
     logit, chunk = _FUSED_LOGIT_BYTES if trainer.compile else _LOGIT_BYTES, trainer.logprob_chunk_tokens
     logits = chunk * logit + max(0, trainer.logprob_kept_tokens - chunk) * size
-    items = {each.name: each.device + each.host * cpu for each in held} | {
+    items = {each.name: each.device + each.host * cpu for each in held.values()} | {
         "weights to compute with": backend.copied_weights(trainer, sizes, size) * size,
         # A pipeline's first stage keeps as many micro-batches as there are stages, each of its share of the layers.
         "activations": kept // (shared.tensor * shared.context),
@@ -176,6 +179,10 @@ def trainer_bytes(
         # The sum over the chunks is float32, the product that each adds is of the compute dtype.
         "output's gradient": 0 if adapters else (FLOAT32 + size) * sizes.embedding_parameters // shared.tensor,
     }
+    if trainer.one_micro_batch and backend.frees_gradients:
+        # No gradient is there while the only logits are; a layer's takes the place of its activations.
+        gradients = items.pop(held["gradients"].name)
+        items["gradients after the logits"] = max(0, gradients - items["logits"] - items["output's gradient"])
     if cpu:
         items.update((role, count) for role, count in _role_bytes(trainer, sizes, frozen).items())
     return {name: count for name, count in items.items() if count}

@@ -39,6 +39,8 @@ class TrainerSettings(TrainerSection):
     # Tokens of the longest row, 0 if unknown, where a micro-batch has a padded row for each sequence, see
     # `ModelSizes.one_sequence_a_row`. None: sequences are packed.
     row_tokens: int | None = None
+    # Tokens of a rank's share of an update, at most; None: not bounded.
+    update_tokens: int | None = None
     # Trained in place of the weights; None: every weight is trained.
     adapters: AdapterSpec | None = None
 
@@ -46,6 +48,12 @@ class TrainerSettings(TrainerSection):
     def padded(self) -> bool:
         """True if a micro-batch has a row for each sequence."""
         return self.row_tokens is not None
+
+    @property
+    def one_micro_batch(self) -> bool:
+        """True if a rank's share of an update is one micro-batch for certain."""
+        bound = self.update_tokens
+        return bound is not None and bound <= self.micro_batch_tokens and not self.padded
 
 
 @dataclass(frozen=True)

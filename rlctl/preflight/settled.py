@@ -114,6 +114,11 @@ class Settled:
         return self.longest_sequence
 
     @property
+    def update_tokens(self) -> int | None:
+        """Tokens of a rank's share of an update, at most; None: not bounded."""
+        return None
+
+    @property
     def _longest_of_model(self) -> int | None:
         return self.facts.max_positions if self.facts else self.config.model.max_length
 
@@ -157,7 +162,8 @@ class Settled:
         lengths = self.longest_sequence, self.longest_rollout
         adapters = self.adapters if self.facts else None
         machine = self.device, self.facts, adapters, self.machine.memory
-        return Basis(trainer, self.dtype, *machine, *lengths, self.shares_devices, self.machine.ranks_by_node, engines)
+        where = self.shares_devices, self.machine.ranks_by_node
+        return Basis(trainer, self.dtype, *machine, *lengths, self.update_tokens, *where, engines)
 
     def trainer_threads(self, cores: int, ranks: int, engines: int) -> int:
         """Return the CPU threads of one of `ranks` trainer ranks that share a machine of `cores` with engines.
@@ -320,6 +326,11 @@ class SettledGrpo(Settled):
         both = prompt + self.config.generation.max_new_tokens
         return both if own is None else min(own, both)
 
+    @property
+    def update_tokens(self) -> int | None:
+        """Bound of the SFT run. An update of rollouts has any number of rows."""
+        return self.run.update_tokens if self.run else None
+
     @derived
     def longest_rollout(self) -> int | None:
         """Tokens that one micro-batch must hold, if they are known before the data is read.
@@ -345,6 +356,14 @@ class SettledSft(Settled):
     def sft(self) -> "SettledSft | None":
         """This run."""
         return self
+
+    @property
+    def update_tokens(self) -> int | None:
+        """Tokens of a rank's share of an update, at most. All ranks get as many sequences, but for the last one."""
+        longest = self.longest_sequence
+        if longest is None:
+            return None
+        return -(-self.config.sft.batch_size // self.config.trainer.num_ranks) * longest
 
     @derived
     def validates(self) -> bool:

@@ -16,7 +16,7 @@ _REPLICA_SHARE = 0.5
 class FsdpBackend(Backend):
     """torch FSDP2. It trains transformers' own layers on any number of ranks. Its key is `trainer.replicas`."""
 
-    shard_name, has_layouts, trains_adapters = "rank", False, True
+    shard_name, has_layouts, trains_adapters, frees_gradients = "rank", False, True, True
 
     def layout(self, trainer: TrainerSection) -> Layout:
         return Layout(trainer.num_ranks, tensor=1, pipeline=1, context=1, expert=1)

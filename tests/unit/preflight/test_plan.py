@@ -154,6 +154,9 @@ def test_activations_of_one_layer_counted_by_hand() -> None:
     # The residual among these is the input of two norms, and the part of a layer that checkpointing keeps.
     assert three(residual=4, checkpointing=False) == 3 * (120 + 16) * 2
     assert three(residual=4, checkpointing=True) == 3 * (8 + 120 + 24) * 2
+    # A token's inputs of its two experts.
+    mixture = replace(ONE_LAYER, experts=4, experts_per_token=2)
+    assert activation_bytes(mixture, 3, 2, 2, False) == 3 * (120 + 2 * 8) * 2
 
 
 def test_a_float32_residual_takes_memory_where_compute_is_bfloat16(home: Path) -> None:
