@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlctl.config.errors import ModelError
+from rlctl.config.errors import ModelError, first_line
 from rlctl.config.run_weights import ADAPTER_CONFIG, chat_folder, local_adapter
 from rlctl.config.schema import ModelSection
 from rlctl.models.adapter_folder import base_digest, read_config, read_spec
@@ -51,11 +51,9 @@ class ModelFiles:
         adapter = _fetch_adapter(model.path)
         base = source = read_config(adapter).base if adapter else model.path
         if not Path(source).is_dir():
-            from huggingface_hub import snapshot_download
-
             # Two kilobytes say if the weights are worth fetching.
-            read_sizes(Path(snapshot_download(source, allow_patterns=["config.json"])) / "config.json")
-            source = str(snapshot_download(source, allow_patterns=_FILES))
+            read_sizes(_download(source, ["config.json"]) / "config.json")
+            source = str(_download(source, _FILES))
         check_config(Path(source) / "config.json")
         folder = source
         if model.random_init:
@@ -90,13 +88,20 @@ def _fetch_adapter(name: str) -> Path | None:
     """Return the folder of an adapter, one of the hub downloaded; None for a whole model."""
     if Path(name).is_dir():
         return local_adapter(name)
-    from huggingface_hub import snapshot_download
-
-    folder = Path(snapshot_download(name, allow_patterns=["config.json", ADAPTER_CONFIG]))
-    if not (folder / ADAPTER_CONFIG).is_file():
+    if not (_download(name, ["config.json", ADAPTER_CONFIG]) / ADAPTER_CONFIG).is_file():
         return None
     # A repository of both is a model: that the weights tell.
-    return local_adapter(snapshot_download(name, allow_patterns=_FILES))
+    return local_adapter(str(_download(name, _FILES)))
+
+
+def _download(name: str, patterns: list[str]) -> Path:
+    """Return the folder of a hub model in the Hugging Face cache, with these files. Raises ModelError."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except (OSError, ValueError) as error:  # errors of the hub, of the network, of the disk, and of the name
+        raise ModelError(f"{name}: no folder, and not to be had from the hub: {first_line(error)}") from error
 
 
 def check_base(adapter: Path, base: Path) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from rlctl.config.errors import ModelError
 from rlctl.config.schema import ModelSection
 from rlctl.models.meta_model import write_random_model
 from rlctl.models.model_files import ModelFiles, list_end_tokens
@@ -32,6 +33,15 @@ def test_a_folder_is_used_where_it_is(tmp_path: Path) -> None:
     found = find(folder, tmp_path / "run")
     assert (found.folder, found.source, found.max_length) == (str(folder), str(folder), 512)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["nobody/nothing", "no/body/nothing"])
+def test_a_model_that_the_hub_does_not_give_is_one_line(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match=f"^{name}: no folder, and not to be had from the hub: .+$"):
+        find(Path(name), tmp_path / "run")
 
 
 @pytest.mark.parametrize(("head_dim", "width"), [({}, 64), ({"head_dim": None}, 64), ({"head_dim": 32}, 128)])
