@@ -1,7 +1,8 @@
 """PEFT's folders of adapters, read and written: adapter_config.json and adapter_model.safetensors.
 
-A folder names its base model. Its tensors are PEFT's: `base_model.model.`, the module's name, `lora_A.weight`. torch is
-imported by the functions that read or write tensors alone.
+A folder names its base model. Its tensors are PEFT's: `base_model.model.`, the module's name, `lora_A.weight`. Where
+the base is a text model inside a vision-language one, modules have the names that they have there. torch is imported by
+the functions that read or write tensors alone.
 
 `python -m rlctl.models.adapter_folder ADAPTER BASE FOLDER` writes a merged model; FOLDER appears whole or not at all.
 """
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlctl.config.errors import ModelError
 from rlctl.config.run_weights import ADAPTER_CONFIG, base_of, is_adapter
-from rlctl.models.adapters import LORA_A, LORA_B, AdapterSpec, AdapterTensor
+from rlctl.models.adapters import LORA_A, LORA_B, AdapterSpec, AdapterTensor, text_name
 from rlctl.models.layer_kinds import LinearLayer
 from rlctl.models.weight_headers import file_header
 
@@ -98,14 +99,16 @@ def read_spec(folder: Path, linears: Sequence[LinearLayer]) -> AdapterSpec:
     config, file = read_config(folder), folder / WEIGHTS
     if not file.is_file():
         raise ModelError(f"{folder} has no {WEIGHTS}: adapters are read from safetensors only")
-    found = {name: tuple(entry["shape"]) for name, entry in file_header(file).items()}
-    names = {name.removeprefix(_PREFIX).removesuffix(LORA_A).removesuffix(LORA_B) for name in found}
+    header = file_header(file)
+    given = {text_name(name.removeprefix(_PREFIX)): name for name in header}
+    found = {own: tuple(header[name]["shape"]) for own, name in given.items()}
+    names = {name.removesuffix(LORA_A).removesuffix(LORA_B) for name in found}
     targets = tuple(each for each in linears if each.name in names)
     spec = AdapterSpec(config.rank, config.alpha, config.rslora, config.dropout, targets)
-    expected = {_PREFIX + each.name: each.shape for each in spec.tensors}
+    expected = {each.name: each.shape for each in spec.tensors}
     for name in sorted({*found, *expected}):
         if name not in expected:
-            raise ModelError(f"{file}: {name} has no linear layer in {config.base}")
+            raise ModelError(f"{file}: {given[name]} has no linear layer in {config.base}")
         if found.get(name) != expected[name]:
             raise ModelError(f"{file}: {name} has shape {found.get(name)}, expected {expected[name]}")
     return spec
@@ -118,10 +121,11 @@ class AdapterFile:
         from safetensors import safe_open
 
         self._file: Any = safe_open(folder / WEIGHTS, framework="pt")
+        self._names = {text_name(name.removeprefix(_PREFIX)): name for name in file_header(folder / WEIGHTS)}
 
     def tensor(self, name: str) -> "Tensor":
-        """Return a whole tensor, float32."""
-        value: Tensor = self._file.get_tensor(_PREFIX + name)
+        """Return a whole tensor, float32. Raises KeyError."""
+        value: Tensor = self._file.get_tensor(self._names[name])
         return value.float()
 
     def read_into(self, rows: "Iterable[TensorRow]", target: "Tensor") -> None:
@@ -144,9 +148,16 @@ def write_adapter(
     base: str,
     digest: str,
     tensors: Iterable[tuple[AdapterTensor, "Tensor"]],
+    place: tuple[str, str] = ("", ""),
 ) -> None:
-    """Write a folder that PEFT, transformers and vLLM load. base: the model's folder or hub name. Raises OSError."""
+    """Write a folder that PEFT, transformers and vLLM load.
+
+    base: the model's folder or hub name. place: see `meta_model.text_in_whole`. Raises OSError.
+    """
     from rlctl.models.hf_folder import save_tensors
+
+    def inside(name: str) -> str:
+        return place[1] + name.removeprefix(place[0])
 
     folder.mkdir(parents=True, exist_ok=True)
     config = {
@@ -162,11 +173,11 @@ def write_adapter(
         "fan_in_fan_out": False,
         "init_lora_weights": True,
         "modules_to_save": None,
-        "target_modules": _shortest(spec, linears),
+        "target_modules": _shortest(spec, linears) if place[0] == place[1] else [inside(t.name) for t in spec.targets],
         "inference_mode": True,
     }
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    held = {_PREFIX + each.name: value.detach().to("cpu", copy=True).contiguous() for each, value in tensors}
+    held = {_PREFIX + inside(each.name): value.detach().to("cpu", copy=True).contiguous() for each, value in tensors}
     (folder / _BASE).write_text(json.dumps({"name": base, "digest": digest}, indent=2) + "\n")
     save_tensors(held, folder / WEIGHTS)
     (folder / WEIGHTS).chmod(0o644)

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from rlctl.config.errors import did_you_mean
 from rlctl.models.layer_kinds import LinearLayer
 
+# Part of a module's name inside a vision-language model, which the text model alone lacks.
+_INSIDE = "language_model."
 LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
 # Targets by a word.
 WORDS = {"all": ("attention", "mlp"), "attention": ("attention",), "mlp": ("mlp",)}
@@ -76,6 +78,11 @@ class AdapterSpec:
     def parameters(self) -> int:
         """Numbers of all tensors."""
         return self.rank * sum(each.inputs + each.outputs for each in self.targets)
+
+
+def text_name(name: str) -> str:
+    """Return the name that a module of a vision-language model's text has in the text model alone."""
+    return name.replace(_INSIDE, "", 1)
 
 
 def choose_targets(

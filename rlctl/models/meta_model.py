@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from rlctl.config.errors import ModelError
 from rlctl.models import grouped_experts, packed_attention
+from rlctl.models.adapters import text_name
 from rlctl.models.observed import without_dropout
 from rlctl.models.state_layers import install_restarts
 
@@ -39,6 +41,32 @@ def text_config(folder: Path) -> Any:
             f"model_type {config.model_type} in {folder}: transformers {__version__} has no causal language model of it"
         )
     return config
+
+
+@cache
+def text_in_whole(folder: Path) -> tuple[str, str]:
+    """Return how the names of the text model's modules begin, alone and in the folder's own class.
+
+    Both are empty for a text model, and where the class is unknown or renames further parts. Raises ModelError for a
+    class that cannot be built.
+    """
+    import transformers
+
+    whole = transformers.AutoConfig.from_pretrained(folder)
+    kind = getattr(transformers, (whole.architectures or ("",))[0], None)
+    if whole.get_text_config(decoder=True) is whole or kind is None:
+        return "", ""
+    text = causal_lm(folder)
+    decoder = text.get_decoder()
+    try:
+        with torch.device("meta"):
+            lm = kind._from_config(whole, dtype=torch.float32)
+    except Exception as error:  # A model class has an error for each size that does not fit.
+        raise ModelError(f"{folder}: transformers does not build {kind.__name__}: {_reason(error)}") from error
+    alone, inside = ([n for n, m in model.named_modules() if type(m) is type(decoder)] for model in (text, lm))
+    if len(alone) != 1 or len(inside) != 1 or text_name(inside[0] + ".") != alone[0] + ".":
+        return "", ""
+    return alone[0] + ".", inside[0] + "."
 
 
 def causal_lm(folder: Path, attention: str | None = None) -> Any:

@@ -145,6 +145,8 @@ class Base:
     # As adapter_config.json names it: a folder, or a hub name.
     name: str
     linears: tuple[LinearLayer, ...]
+    # See `meta_model.text_in_whole`.
+    place: tuple[str, str]
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,8 @@ class AdapterJob:
             named = {each.name: each for each in self.spec.tensors}
             own = ((named[name], value) for name, value in self.tensors.items())
             digest = digest_of_weights(self.base.folder)
-            write_adapter(self.folder, self.spec, self.base.linears, self.base.name, digest, own)
+            base = self.base
+            write_adapter(self.folder, self.spec, base.linears, base.name, digest, own, base.place)
             copy_companions(self.base.folder, self.folder)
             if self.tokenizer:
                 save_tokenizer(self.tokenizer, self.folder)

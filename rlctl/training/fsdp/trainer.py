@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from rlctl.models.adapter_folder import open_weights
+from rlctl.models.meta_model import text_in_whole
 from rlctl.preflight.offload_plan import residency
 from rlctl.refit.source import Shard
 from rlctl.training.fsdp.exact import in_float32
@@ -51,6 +52,8 @@ class FsdpTrainer(TrainerRank):
         self._mesh, self._replicas = _meshes(self._device.type, spec.world, spec.config.replicas)
         first = None
         if spec.config.adapters:
+            # Names of an export. A class that cannot be built is refused now.
+            self._place = text_in_whole(self._folder)
             first = FirstAdapters(
                 spec.config.adapters, Path(spec.adapter_folder) if spec.adapter_folder else None, spec.seed
             )
@@ -99,7 +102,8 @@ class FsdpTrainer(TrainerRank):
         if self._config.adapters is None:
             return super()._export_job(folder, weights, dtype)
         # Adapters are small: rank 0 writes them whole.
-        base = Base(self._folder, self._spec.base_name or self._spec.model_path, self._facts.sizes.linears)
+        name = self._spec.base_name or self._spec.model_path
+        base = Base(self._folder, name, self._facts.sizes.linears, self._place)
         whole = {}
         for name, tensor in self.export("float32"):
             if self._spec.rank == 0:

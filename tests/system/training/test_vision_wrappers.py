@@ -1,16 +1,19 @@
 """The text part of a vision-language folder trains alone, in the layout that is published; an export keeps the rest."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 
+from rlctl.models.adapter_folder import read_spec
 from rlctl.models.derive import derive_facts
 from rlctl.models.hf_folder import WeightFiles
 from rlctl.preflight.engines.vllm import ENGINE
-from tests.system.training.scenario import WeightedLoss, plain_log_probs, sequences, totals, trainer
+from tests.system.training.scenario import WeightedLoss, adapters_of, plain_log_probs, sequences, totals, trainer
 from tests.tiny_models import EOS, PAD, make_tokenizer
 
 DATA = sequences(6)
@@ -86,6 +89,37 @@ def test_the_text_trains_as_the_whole_computes_it_and_an_export_keeps_the_rest(k
     assert not all(torch.equal(out.tensor(name), source.tensor(name)) for name in source.names())
     for got, want in zip(trained, log_probs(tmp_path / "out"), strict=True):
         np.testing.assert_allclose(got[1:], want, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_an_adapter_of_the_text_has_the_names_of_the_whole(kind: str, tmp_path: Path) -> None:
+    # PEFT takes an adapter whose names it does not find for one of zeros, with a warning.
+    from transformers import AutoModelForImageTextToText
+
+    folder = make_wrapper(tmp_path / "model", kind)
+    spec, out = adapters_of(folder), tmp_path / "out"
+    with trainer(folder, tmp_path, adapters=spec) as one:
+        for _ in range(3):
+            one.train([DATA], WeightedLoss(), totals(DATA))
+        one.export_folder(out)
+        trained = one.log_probs([DATA])[0]
+    whole = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    targets = json.loads((out / "adapter_config.json").read_text())["target_modules"]
+    with safe_open(out / "adapter_model.safetensors", framework="pt") as file:
+        names = file.keys()
+        named = {name.removeprefix("base_model.model."): file.get_tensor(name) for name in names}
+    assert {name.rpartition(".lora_")[0] for name in named} == set(targets)
+    with torch.no_grad():
+        for name in targets:
+            product = named[f"{name}.lora_B.weight"] @ named[f"{name}.lora_A.weight"]
+            whole.get_submodule(name).weight += spec.scale * product
+        for got, sequence in zip(trained, DATA, strict=True):
+            np.testing.assert_allclose(got[1:], plain_log_probs(whole, sequence)[0].numpy(), atol=2e-5)
+
+    assert read_spec(out, derive_facts(folder).sizes.linears) == spec
+    with trainer(folder, tmp_path, adapters=spec, adapter=out) as again:
+        for got, want in zip(again.log_probs([DATA])[0], trained, strict=True):
+            np.testing.assert_allclose(got, want, atol=1e-6)
 
 
 def test_an_engine_on_a_cpu_refuses_the_whole_in_one_line(tmp_path: Path) -> None:
