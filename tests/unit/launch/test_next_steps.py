@@ -1,11 +1,13 @@
 """The proposals at a run's end: commands that work where the run is, one a line, the command to go on last."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rlctl.config.run_weights import ADAPTER_CONFIG
 from rlctl.launch.next_steps import next_commands
 from rlctl.preflight.load import load
 from rlctl.preflight.placement import NodeResources, resources, smaller_runs
@@ -46,6 +48,21 @@ def test_the_best_checkpoint_is_named_where_it_is_not_the_newest(tmp_path: Path)
     ]
     sft = load("sft", None, ["sft.num_steps=4"]).settled
     assert next_commands(sft, run, "done")[2] == f"rlctl train grpo RECIPE model.path={run.path}/checkpoints/step_2"
+
+
+@pytest.mark.parametrize(
+    ("rank", "options"),
+    [(1, ""), (16, ""), (17, " --max-lora-rank 32"), (32, " --max-lora-rank 32"), (400, " --max-lora-rank 512")],
+)
+def test_an_adapter_is_served_by_a_command_that_takes_its_rank(tmp_path: Path, rank: int, options: str) -> None:
+    settled, run = ended(tmp_path)
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 16, "base_model_name_or_path": "me/base"}
+    export = run.checkpoints / "step_4" / "hf"
+    (export / ADAPTER_CONFIG).write_text(json.dumps(config))
+    assert next_commands(settled, run, "done")[2:4] == [
+        f"rlctl export {run.path} sums-hf --merged",
+        f"vllm serve me/base --enable-lora{options} --lora-modules sums={export}",
+    ]
 
 
 def test_what_is_not_there_is_not_offered(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -10,7 +11,7 @@ from rlctl.config.errors import ModelError
 from rlctl.generation.vllm.build import build_llm
 from rlctl.generation.vllm.served import refusal
 from rlctl.models.model_sizes import read_sizes
-from rlctl.preflight.engines.vllm import ENGINE
+from rlctl.preflight.engines.vllm import ENGINE, lora_options
 from tests.system.engines import spec_for
 from tests.unit.folders import MODEL
 
@@ -53,3 +54,13 @@ def test_an_error_in_vllms_class_of_the_model_is_one_line_with_the_key_that_it_r
 def test_another_error_is_vllms_own(tmp_path: Path) -> None:
     assert refusal(ValueError("the cache has no room"), str(tmp_path)) is None
     assert refusal(AttributeError("raised by no class of a model"), str(tmp_path)) is None
+
+
+def test_an_adapter_of_any_rank_is_served_by_a_rank_that_vllm_takes() -> None:
+    from vllm.config.lora import LoRAConfig, MaxLoRARanks
+
+    known = get_args(MaxLoRARanks)
+    for rank in range(1, max(known) + 1):
+        _, *given = lora_options(rank).split()
+        room = int(given[1]) if given else LoRAConfig.max_lora_rank
+        assert room in known and room >= rank
