@@ -242,7 +242,7 @@ def measure_steps(bench: OffloadBench, place: str, folder: Path) -> StepRow:
     from rlctl.sft.loss import NllLoss
     from rlctl.training.interface import Totals
     from rlctl.training.offload import process_memory
-    from rlctl.training.rank import TrainerSpec
+    from rlctl.training.spec import TrainerSpec
     from rlctl.training.worker import TrainerWorker
 
     model, meeting = str(folder / "model"), f"file://{folder / place}"

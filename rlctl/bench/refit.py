@@ -34,8 +34,7 @@ from rlctl.models.model_sizes import read_sizes
 from rlctl.preflight.placement import Placement, ResourceRequest, place, this_machine, usual_transport
 from rlctl.refit.protocol import Checks, Kind, Mode, TransportSpec
 from rlctl.refit.refit import EngineEnd, Refit, RefitOptions
-from rlctl.utils.cores import usable_cores
-from rlctl.utils.devices import visible_gpus
+from rlctl.utils.devices import usable_cores, visible_gpus
 from rlctl.utils.ports import free_port
 from rlctl.workers.group import Pending, Worker, WorkerGroup, WorkerSpec
 

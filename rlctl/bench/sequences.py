@@ -123,7 +123,7 @@ def measure_steps(bench: SequencesBench, settled: SettledGrpo, length: int, fold
 
     from rlctl.grpo.losses.base import make_loss
     from rlctl.training.interface import Totals
-    from rlctl.training.rank import TrainerSpec
+    from rlctl.training.spec import TrainerSpec
     from rlctl.training.worker import TrainerWorker
     from rlctl.utils.code_cache import keep_code
 

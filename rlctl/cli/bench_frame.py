@@ -47,8 +47,7 @@ def show(results: Results, out: "Console") -> None:
     """Print the report, as wide as the terminal is."""
     from rich.text import Text
 
-    from rlctl.dashboard.console import PIPE_WIDTH
-    from rlctl.dashboard.tables import figures, make_table, texts
+    from rlctl.dashboard.console import PIPE_WIDTH, figures, make_table, texts
 
     if not out.is_terminal:
         out.width = PIPE_WIDTH

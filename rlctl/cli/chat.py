@@ -15,7 +15,7 @@ from rlctl.cli.arguments import WEIGHTS, OfStep
 from rlctl.cli.output import busy, console, examples, explained_weights, note, say, tell
 from rlctl.config.builtin import runs_folder
 from rlctl.config.errors import ConfigError, Problem
-from rlctl.utils.escapes import neutral
+from rlctl.dashboard.formats import neutral
 
 if TYPE_CHECKING:
     from rlctl.config.schema import GrpoConfig

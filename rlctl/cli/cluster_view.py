@@ -11,8 +11,8 @@ from rlctl.cluster.launcher import ClusterStatus, NodeStatus, launcher_of
 from rlctl.cluster.requirements import GIB
 from rlctl.cluster.state import ClusterState
 from rlctl.cluster.status import open_ports, summary
+from rlctl.dashboard.console import figures, make_table, names, texts
 from rlctl.dashboard.formats import number
-from rlctl.dashboard.tables import figures, make_table, names, texts
 
 _SIGNS = {"ok": ("ok", "green"), "bad": ("failed", "bold red"), "warning": ("warning", "yellow")}
 _COLOURS = {"up": "green", "partly up": "yellow", "not joined": "yellow", "waiting": "yellow"}

@@ -13,7 +13,7 @@ from rlctl.config import paths
 from rlctl.config.fields import generic, schema_keys
 from rlctl.config.provenance import ConfigNode, dump, leaves, node_at, plain
 from rlctl.config.schema import KINDS
-from rlctl.dashboard.tables import make_table, names, texts
+from rlctl.dashboard.console import make_table, names, texts
 
 _FIELDS: Mapping[str, Any] = {key: each.metadata for kind in KINDS.values() for key, each in schema_keys(kind)}
 _ABSENT = object()

@@ -21,7 +21,7 @@ def doctor(as_json: AsJson = False) -> None:
     """
     from rich.text import Text
 
-    from rlctl.dashboard.tables import make_table, names, texts
+    from rlctl.dashboard.console import make_table, names, texts
     from rlctl.preflight.doctor import examine
 
     checks = examine(Path.cwd())

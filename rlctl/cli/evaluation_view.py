@@ -7,8 +7,8 @@ from rich.console import Group
 from rich.table import Column
 from rich.text import Text
 
+from rlctl.dashboard.console import figures, make_table, names, texts
 from rlctl.dashboard.formats import count, number, percent
-from rlctl.dashboard.tables import figures, make_table, names, texts
 
 
 def result_table(result: Mapping[str, Any]) -> Group:

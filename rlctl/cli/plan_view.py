@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from rlctl.config.provenance import show_path
+from rlctl.dashboard.console import figures, make_table, names, texts
 from rlctl.dashboard.formats import count
-from rlctl.dashboard.tables import figures, make_table, names, texts
 from rlctl.preflight.memory import Memory, PlacedState
 from rlctl.preflight.placement import Placement
 from rlctl.preflight.plan import RunPlan, Schedule

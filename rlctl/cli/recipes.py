@@ -25,7 +25,7 @@ Name = Annotated[
 @app.command("list", epilog=examples("rlctl recipes list"))
 def list_() -> None:
     """List every recipe with its result, and the algorithms for any recipe."""
-    from rlctl.dashboard.tables import make_table, names, texts
+    from rlctl.dashboard.console import make_table, names, texts
 
     out = console()
     algorithms = [f"{ALGORITHMS.name}/{name}" for name in algorithm_names()]

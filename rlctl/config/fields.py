@@ -9,7 +9,7 @@ from dataclasses import Field, dataclass, field, fields, is_dataclass
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 
-from rlctl.utils.plugins import load_object
+from rlctl.utils.user_code import load_object
 
 # Largest sensible numbers. A larger one is a slip, and its arithmetic would not end.
 MOST_PROCESSES = 1 << 14

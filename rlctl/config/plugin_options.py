@@ -13,8 +13,7 @@ from rlctl.config.convert import Converter
 from rlctl.config.errors import ConfigError, Problem
 from rlctl.config.fields import alternatives, join
 from rlctl.config.provenance import ConfigNode, Origin
-from rlctl.utils.plugins import load_object
-from rlctl.utils.user_code import import_error
+from rlctl.utils.user_code import import_error, load_object
 
 _PLAIN = (bool, int, float, str, NoneType)
 _FORMS = "a config holds bool, int, float, str, Literal[...], list[...] of one of these, and `| None`"

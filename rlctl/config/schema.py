@@ -6,14 +6,16 @@ A key that is a Python keyword has an underscore behind it here (`async_`), and 
 # ruff: noqa: RUF009  (spec() makes a field, not a default)
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from rlctl.config.data_schema import DataSection
 from rlctl.config.environment_schema import AgentSection, EnvironmentSection
-from rlctl.config.fields import MOST_PROCESSES, MOST_SEQUENCES, Elsewhere, seconds, spec
+from rlctl.config.fields import MOST_SEQUENCES, seconds, spec
 from rlctl.config.grpo_schema import AsyncSection, GenerationSection, GrpoSection, RefitSection, RewardSection
+from rlctl.config.health_schema import GrpoHealthSection, SftHealthSection
 from rlctl.config.plugins import needs_answers
 from rlctl.config.telemetry_schema import TelemetrySection
+from rlctl.config.trainer_schema import LoraSection, TrainerSection
 
 
 @dataclass
@@ -40,8 +42,8 @@ class RunSection:
 @dataclass
 class ModelSection:
     path: str = spec(
-        "A Hugging Face folder, or the hub name, of a Llama, Qwen2, Qwen3 or Qwen3-MoE causal language model. A run, "
-        "by its directory or its name, is its newest checkpoint. A checkpoint's folder is that checkpoint.",
+        "A Hugging Face folder, or the hub name, of a causal language model. A run, by its directory or its name, is "
+        "its newest checkpoint. A checkpoint's folder is that checkpoint.",
         path="model",
     )
     tokenizer: str | None = spec("The folder or hub name of the tokenizer. null is the model's own.", path="model")
@@ -51,82 +53,6 @@ class ModelSection:
     max_length: int | None = spec(
         "The longest sequence, prompt and answer together, in tokens. null is the model's max_position_embeddings.",
         ge=2,
-    )
-
-
-@dataclass(frozen=True)
-class LoraSection:
-    rank: int = spec("The rank of an adapter's two matrices.", ge=1, le=512)
-    alpha: float = spec("The product of both is scaled by alpha / rank.", gt=0)
-    rslora: bool = spec("Scale by alpha / sqrt(rank) instead (rsLoRA).")
-    dropout: float = spec("Only in SFT: the share of an adapter's inputs that are 0 in training.", ge=0, lt=1)
-    targets: list[str] | Literal["all", "attention", "mlp"] = spec(
-        "The linear layers with adapters: all of attention and MLP, those of one of them, or a list of names such as "
-        "q_proj. Experts, routers, layers with states and the output have none."
-    )
-
-
-@dataclass
-class OptimizerSection:
-    name: Literal["adamw"] = spec("The optimizer.")
-    lr: float = spec("The highest learning rate.", gt=0)
-    betas: list[float] = spec("The decay rates of AdamW's two moments.", ge=0, lt=1)
-    eps: float = spec("AdamW's epsilon.", gt=0)
-    weight_decay: float = spec("The decoupled weight decay of matrices. Norms and biases have none.", ge=0)
-    max_grad_norm: float = spec("Gradients are scaled down to at most this norm.", gt=0)
-    schedule: Literal["constant", "linear", "cosine"] = spec("The course of the learning rate after warm-up.")
-    warmup_steps: int = spec("The updates of linear warm-up.", ge=0)
-    min_lr_ratio: float = spec("The lowest learning rate, as a share of lr.", ge=0, le=1)
-
-
-@dataclass(frozen=True)
-class TrainerSection:
-    backend: Literal["fsdp", "megatron"] = spec("The training backend: torch FSDP2 or Megatron-core.")
-    num_ranks: int = spec("The trainer processes, each with one device.", ge=1, most=MOST_PROCESSES)
-    replicas: int | Literal["auto"] = spec(
-        "Only with backend fsdp: the copies of weights and optimizer state (HSDP). Consecutive ranks share each copy. "
-        "Gradients are added up over the copies once an update. auto is 1 on one node. On several it is one a node, if "
-        "a node's ranks can hold a copy.",
-        ge=1,
-        most=MOST_PROCESSES,
-    )
-    micro_batch_tokens: int | Literal["auto"] = spec(
-        "The tokens that a rank packs into one forward pass. auto is 8192 on a CPU, and up to 32768 on GPUs, as memory "
-        "allows.",
-        ge=1,
-    )
-    dtype: Literal["auto", "float32", "bfloat16"] = spec(
-        "The compute dtype. auto is float32 on a CPU and bfloat16 on GPUs."
-    )
-    activation_checkpointing: bool | Literal["auto"] = spec(
-        "Recompute layers in the backward pass, which saves memory. auto is true on GPUs whose memory does not hold "
-        "the activations."
-    )
-    logprob_chunk_tokens: int | Literal["auto"] = spec(
-        "The tokens whose logits are made at one time. auto is 1024 on a CPU, up to 8192 on GPUs, by memory.", ge=1
-    )
-    logprob_kept_tokens: int | Literal["auto"] = spec(
-        "The tokens of a pack whose logits are kept for the backward pass, not made twice. auto is one chunk, which "
-        "costs no memory, and on GPUs as many as memory allows.",
-        ge=0,
-    )
-    compile: bool | Literal["auto"] = spec(
-        "Use torch.compile for the loss and for each layer (fsdp), or for norms and rotary embeddings (megatron). The "
-        "first start takes up to a minute longer; compiled code is kept. auto is true on GPUs."
-    )
-    threads: int | None = spec(
-        "The CPU threads of a rank. null is its share of the cores that engines on the same machine leave.",
-        ge=1,
-        most=MOST_PROCESSES,
-    )
-    offload_optimizer_for_logprob: bool = spec("Move optimizer state to the host while log-probs are computed.")
-    offload_optimizer_for_generation: bool = spec(
-        "Only if engines share the trainer's GPUs: move optimizer state to the host before they wake, until the next "
-        "update."
-    )
-    optimizer: OptimizerSection = spec("The optimizer and the schedule of its learning rate.")
-    megatron: Annotated[Any, Elsewhere("rlctl.preflight.backends.megatron:MegatronSection")] = spec(
-        "Only with backend megatron: how the ranks share the work."
     )
 
 
@@ -184,81 +110,6 @@ class CheckpointSection:
     beside_training: bool = spec(
         "Copy the trainer's state to host memory and write it while the next steps train. Where the host has no room "
         "for the copy, and if false, steps wait until the checkpoint is written."
-    )
-
-
-@dataclass
-class HealthSection:
-    stop: bool = spec(
-        "A warning about the run's health stops the run, with a checkpoint. If false, it is printed and counted."
-    )
-    max_grad_norm_ratio: float = spec(
-        "Warn if a gradient norm is above this many times the median of the steps before.", gt=1
-    )
-    grad_norm_window: int = spec(
-        "The number of steps in that median. Norms are judged from half as many steps on.", ge=2
-    )
-
-
-@dataclass
-class GrpoHealthSection(HealthSection):
-    max_token_mult_prob_error: float = spec(
-        "Warn if token_mult_prob_error is above this. A synchronous run judges all tokens of a step. An "
-        "asynchronous one, and one with top_p or top_k, judges those of parity_every: the tokens of its steps are of "
-        "older weights, or of a cut distribution.",
-        gt=1,
-    )
-    max_off_policy_kl: float = spec(
-        "Only in an asynchronous run: warn if mismatch/kl is above this, in nats a token. The weights then move "
-        "further between sampling and training than importance weights correct.",
-        ge=0,
-    )
-    max_clipped_share: float = spec(
-        "Warn if the bounds of grpo.loss hold more than this share of the tokens in a step's first update. The policy "
-        "has not moved there: they hold the gap between engine and trainer.",
-        ge=0,
-        le=1,
-    )
-    parity_every: int = spec(
-        "Only in an asynchronous run, and with top_p or top_k: the steps between comparisons of trainer and engines on "
-        "a few tokens that are sampled under equal weights, from the whole distribution. 0 compares never.",
-        ge=0,
-    )
-    max_non_finite_rollouts: float = spec(
-        "Rollouts with a log-prob that is NaN or infinite are left out. The run stops, before the update, if they are "
-        "more than this share of a step's rollouts.",
-        ge=0,
-        le=1,
-    )
-    max_accuracy_drop: float = spec(
-        "Warn if the held-out accuracy is more than this share below its value at the start.", ge=0, le=1
-    )
-    max_failed_reward_share: float = spec(
-        "The run stops, with a checkpoint, if rewards failed for more than this share of a step's rollouts, in "
-        "failed_reward_steps steps in a row. 1 stops it never.",
-        ge=0,
-        le=1,
-    )
-    failed_reward_steps: int = spec("The steps in a row that max_failed_reward_share needs.", ge=1)
-    max_tool_raised_share: float = spec(
-        "Warn if the tools' own code raised in more than this share of a step's tool calls. The model reads such "
-        "errors, and the episodes go on. 1 warns never.",
-        ge=0,
-        le=1,
-    )
-    max_malformed_call_share: float = spec(
-        "Warn if more than this share of a step's tool calls are malformed: turns that look like a call and are none. "
-        "The model reads why, and the episodes go on. 1 warns never.",
-        ge=0,
-        le=1,
-    )
-    max_agent_turn_s: float = spec("Warn if an agent waited longer than this for a turn, in seconds.", gt=0)
-
-
-@dataclass
-class SftHealthSection(HealthSection):
-    max_loss_rise: float = spec(
-        "Warn if the held-out loss is above its value at the start by more than this, in nats a token.", ge=0
     )
 
 

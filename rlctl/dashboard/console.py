@@ -1,4 +1,7 @@
-"""The console that everything is shown on, and the export of a screen as a self-contained SVG."""
+"""The console that everything is shown on, the tables of all commands, and a screen as a self-contained SVG.
+
+Tables have no lines, columns some blanks apart, and three kinds of column.
+"""
 
 import io
 from collections.abc import Iterable
@@ -6,9 +9,10 @@ from pathlib import Path
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.table import Column, Table
 from rich.terminal_theme import TerminalTheme
 
-from rlctl.utils.escapes import neutral
+from rlctl.dashboard.formats import neutral
 
 # Columns of a pipe, which has no width and room for everything.
 PIPE_WIDTH = 200
@@ -32,6 +36,32 @@ class SafeConsole(Console):
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(neutral(segment.text), segment.style)
+
+
+def make_table(
+    *columns: Column, rows: Iterable[Iterable[RenderableType]] = (), titles: str | None = None, gap: int = 2
+) -> Table:
+    """Return a table without lines. titles: style of the columns' titles; None: none is shown. gap: blanks between."""
+    table = Table(*columns, box=None, pad_edge=False, padding=(0, gap, 0, 0), show_header=titles is not None)
+    table.header_style = titles or ""
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def names(title: str = "", style: str = "cyan", width: int | None = None) -> Column:
+    """Return a column of short words that are never broken."""
+    return Column(title, style=style, width=width, no_wrap=True)
+
+
+def figures(title: str = "") -> Column:
+    """Return a column of numbers, to the right."""
+    return Column(title, justify="right", no_wrap=True)
+
+
+def texts(title: str = "", style: str = "") -> Column:
+    """Return a column of text, which is broken where it is long."""
+    return Column(title, style=style, overflow="fold")
 
 
 def write_svg(screen: RenderableType, title: str, path: Path, width: int, height: int) -> None:

@@ -2,9 +2,8 @@
 
 from collections.abc import Callable
 
-from rlctl.dashboard.formats import duration, number
+from rlctl.dashboard.formats import duration, neutral, number
 from rlctl.telemetry.jsonl import Record
-from rlctl.utils.escapes import neutral
 
 STYLE = {
     "warning": "yellow",

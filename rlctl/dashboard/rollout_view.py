@@ -12,13 +12,12 @@ from rich.rule import Rule
 from rich.table import Column
 from rich.text import Text
 
+from rlctl.dashboard.console import make_table
 from rlctl.dashboard.event_text import one_line
-from rlctl.dashboard.formats import NONE, count, duration
+from rlctl.dashboard.formats import NONE, count, duration, neutral
 from rlctl.dashboard.rollout_query import mean_reward
-from rlctl.dashboard.tables import make_table
 from rlctl.telemetry.exact_tokens import unpack
 from rlctl.telemetry.jsonl import Record
-from rlctl.utils.escapes import neutral
 
 BAR = "┃ "
 # Cells of one of several rollouts in a row.

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from rlctl.dashboard.formats import neutral
 from rlctl.telemetry.jsonl import Record, Tail, is_sound
 from rlctl.telemetry.rollouts_file import newest_group
-from rlctl.utils.escapes import neutral
 from rlctl.utils.process import driver_lives
 
 Status = Literal["new", "running", "done", "failed", "interrupted", "stopped", "died"]

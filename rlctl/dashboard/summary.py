@@ -8,10 +8,10 @@ from rich.console import Console, Group
 from rich.text import Text
 
 from rlctl.dashboard.balance_hint import hint
+from rlctl.dashboard.console import make_table, names, texts
 from rlctl.dashboard.event_text import ENDS, one_line
 from rlctl.dashboard.formats import duration, error_factor, gib, number, percent, span
 from rlctl.dashboard.state import RunState, best_checkpoint
-from rlctl.dashboard.tables import make_table, names, texts
 from rlctl.telemetry.throughput import split
 
 # Mean share of groups with equal rewards from which the summary tells it.

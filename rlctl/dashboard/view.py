@@ -18,12 +18,12 @@ from rich.live import Live
 
 from rlctl.dashboard.console import PIPE_WIDTH, SafeConsole
 from rlctl.dashboard.dashboard import render
+from rlctl.dashboard.formats import neutral
 from rlctl.dashboard.plain_log import LineFormat
 from rlctl.dashboard.state import RunReader
 from rlctl.dashboard.summary import say_goodbye
 from rlctl.run.run_dir import RunDir
 from rlctl.telemetry.jsonl import Record
-from rlctl.utils.escapes import neutral
 from rlctl.utils.process import age_s
 
 POLL_S = 0.25

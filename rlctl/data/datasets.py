@@ -13,7 +13,7 @@ from rlctl.config.data_schema import DatasetSection
 from rlctl.config.errors import first_line
 from rlctl.config.plugins import ROW_GENERATORS
 from rlctl.data.files import FILE_SUFFIXES, DataError, Read, files_of, is_file_of_rows, read_file
-from rlctl.utils.plugins import load_object
+from rlctl.utils.user_code import load_object
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,7 @@ from rlctl.environments.episode import CalledEpisode, CoroutineLoop, Episode
 from rlctl.environments.outcomes import AgentSpec, EnvironmentFailure, EnvironmentSpec
 from rlctl.environments.plain_chat import PLAIN_FORMAT, PlainChat
 from rlctl.environments.rollout_function import FunctionEpisode, read_function
-from rlctl.utils.plugins import load_object
-from rlctl.utils.user_code import error_text, import_error
+from rlctl.utils.user_code import error_text, import_error, load_object
 from rlctl.workers.named_reward import takes_environments
 from rlctl.workers.supervisor import run_guarded
 

@@ -31,8 +31,8 @@ from rlctl.environments.contract import (
 from rlctl.environments.outcomes import EnvironmentFailure, EnvironmentSpec, ToolResult
 from rlctl.environments.process import EnvironmentProcess
 from rlctl.environments.rollout_function import Answer, FunctionRequest, checked_request
-from rlctl.environments.tool_calls import Call, MalformedCall
-from rlctl.utils.cores import usable_cores
+from rlctl.environments.tool_formats import Call, MalformedCall
+from rlctl.utils.devices import usable_cores
 from rlctl.utils.event_loop import EventLoop
 from rlctl.workers.guarded import GuardedProcess
 from rlctl.workers.user_logs import Emit, FailureLog, OutputLog

@@ -22,7 +22,7 @@ from rlctl.environments.function_trial import try_function
 from rlctl.environments.outcomes import EnvironmentFailure, EnvironmentSpec
 from rlctl.environments.plain_chat import PLAIN_FORMAT, PlainChat
 from rlctl.environments.pool import EnvironmentPool, UnusableEnvironmentError
-from rlctl.environments.tool_calls import ToolCall
+from rlctl.environments.tool_formats import ToolCall
 from rlctl.environments.tool_schema import Schema
 from rlctl.evaluation.scripted_policy import AgentScript, ScriptedPolicy, TimedAction, TimedPool, call_text
 from rlctl.generation.requests import RolloutId
@@ -30,8 +30,7 @@ from rlctl.rollout.players.agent import AgentPlayer, agent_notes
 from rlctl.rollout.players.course import EpisodeLimits
 from rlctl.rollout.players.environment import EnvironmentPlayer
 from rlctl.rollout.types import RolloutStart
-from rlctl.utils.plugins import load_object
-from rlctl.utils.user_code import looks_like_bug, shortened
+from rlctl.utils.user_code import load_object, looks_like_bug, shortened
 
 EPISODES = 3
 # Turns of a tried agent.

@@ -35,7 +35,8 @@ from rlctl.refit.protocol import Header, Mode, TransportSpec
 from rlctl.refit.sending import SendsWeights
 from rlctl.training.interface import LossNeeds, LossOutput, TokenBatch, Totals
 from rlctl.training.micro_batching import TrainingSample
-from rlctl.training.rank import TrainerRank, TrainerSpec, make_trainer
+from rlctl.training.rank import TrainerRank, make_trainer
+from rlctl.training.spec import TrainerSpec
 
 # Tokens of the sequences that are packed: one of a single prediction, one longer than the others together.
 LENGTHS = (5, 2, 72, 17)

@@ -14,7 +14,7 @@ from rlctl.generation.engine import Engine
 from rlctl.models.adapters import AdapterSpec
 from rlctl.preflight.engine import engine_rules
 from rlctl.preflight.machine import Device
-from rlctl.utils.plugins import load_object
+from rlctl.utils.user_code import load_object
 
 
 @dataclass(frozen=True)

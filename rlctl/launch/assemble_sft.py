@@ -22,7 +22,7 @@ from rlctl.models.model_files import ModelFiles
 from rlctl.preflight.backend import layout_of
 from rlctl.preflight.settled import SettledSft
 from rlctl.run.fingerprint import digest_rows
-from rlctl.utils.cores import usable_cores
+from rlctl.utils.devices import usable_cores
 
 if TYPE_CHECKING:
     from rlctl.grpo.validation import SampledValidation

@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 
 from rlctl.preflight.placement import PlacementError
-from rlctl.utils.cores import usable_cores
+from rlctl.utils.devices import usable_cores
 from rlctl.utils.ports import LOOPBACK
 from rlctl.workers import LOOPBACK_ONLY, changed_environment
 from rlctl.workers.ray_token import TOKEN_FILE, token_of_process, write_token

@@ -28,8 +28,7 @@ from rlctl.preflight.placement import (
 )
 from rlctl.run.run_dir import JobRecord, RunDir, RunDirError
 from rlctl.utils.code_cache import forget_old_code
-from rlctl.utils.cores import usable_cores
-from rlctl.utils.devices import count_gpus, device_memory, visible_gpus
+from rlctl.utils.devices import count_gpus, device_memory, usable_cores, visible_gpus
 from rlctl.utils.files import write_whole
 from rlctl.workers.reaper import leftovers, sweep
 

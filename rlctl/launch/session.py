@@ -21,6 +21,7 @@ import yaml
 
 from rlctl.config.errors import UserError, first_line
 from rlctl.config.schema import RunConfig
+from rlctl.dashboard.formats import neutral
 from rlctl.dashboard.view import RunView, show_run
 from rlctl.data.datasets import shown
 from rlctl.data.files import DataError
@@ -37,7 +38,6 @@ from rlctl.run.run_dir import RunDir, RunDirError, automatic_name
 from rlctl.telemetry.events import EventLog, MetricsLog
 from rlctl.telemetry.jsonl import read_records
 from rlctl.telemetry.trackers.base import open_trackers
-from rlctl.utils.escapes import neutral
 from rlctl.utils.files import Reserve, write_whole
 from rlctl.utils.process import age_s, driver_lives
 from rlctl.workers.errors import NoEngineLeft, WorkerDied, WorkerError, WorkerTimeout

@@ -17,8 +17,8 @@ from rlctl.preflight.settled import Settled, SettledGrpo
 from rlctl.refit.refit import RefitOptions
 from rlctl.telemetry.throughput import TrainingFlops
 from rlctl.training.profile import ProfileSpec
-from rlctl.training.rank import TrainerSpec
 from rlctl.training.rank_checkpoint import Copies
+from rlctl.training.spec import TrainerSpec
 from rlctl.training.worker import TrainerWorker
 from rlctl.workers.group import WorkerSpec
 from rlctl.workers.waits import Waits

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from rlctl.config.errors import BrokenValueError
-from rlctl.config.schema import TrainerSection
+from rlctl.config.trainer_schema import TrainerSection
 from rlctl.models.facts import ModelSizes
 from rlctl.preflight.parallel_layout import Layout
 from rlctl.preflight.settings import TrainerSettings

@@ -21,7 +21,7 @@ from rlctl.preflight.check_inputs import check_reward, missing_plugin
 from rlctl.preflight.columns import ADVANTAGE, columns_problem
 from rlctl.preflight.engine import check_engine_options, engine_rules
 from rlctl.preflight.settled import SettledGrpo
-from rlctl.utils.plugins import load_object
+from rlctl.utils.user_code import load_object
 
 _PROXIMAL = "grpo.loss.proximal"
 _ADVANTAGE = "grpo.advantage"

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlctl.config.grpo_schema import GenerationSection
-from rlctl.config.schema import GrpoConfig, TrainerSection
+from rlctl.config.schema import GrpoConfig
+from rlctl.config.trainer_schema import TrainerSection
 from rlctl.models.adapters import AdapterSpec
 from rlctl.models.facts import ModelSizes
 from rlctl.preflight.backend import backend_of

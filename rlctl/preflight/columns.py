@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from rlctl.config.errors import did_you_mean
 from rlctl.config.grpo_schema import AdvantageSection, LossSection, UserClassSection
-from rlctl.utils.plugins import load_object
+from rlctl.utils.user_code import load_object
 
 # policy: the model that is trained. reference: its weights of version 0.
 Role = Literal["policy", "reference"]

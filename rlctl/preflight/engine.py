@@ -16,8 +16,7 @@ from rlctl.config.plugins import ENGINE_BASE, ENGINE_OPTIONS_BASE, ENGINES
 from rlctl.models.facts import ModelSizes
 from rlctl.preflight.backend import Violation, Violations
 from rlctl.preflight.machine import Device
-from rlctl.utils.plugins import load_object
-from rlctl.utils.user_code import import_error
+from rlctl.utils.user_code import import_error, load_object
 
 
 class EngineRules:

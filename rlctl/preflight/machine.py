@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from rlctl.utils.cores import usable_cores
-from rlctl.utils.devices import Gpu, read_gpus
+from rlctl.utils.devices import Gpu, read_gpus, usable_cores
 
 Device = Literal["cpu", "cuda"]
 

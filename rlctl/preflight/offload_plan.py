@@ -5,7 +5,7 @@ A backend moves its tensors by this table (`training.offload`), the forecast cou
 
 from typing import Literal
 
-from rlctl.config.schema import TrainerSection
+from rlctl.config.trainer_schema import TrainerSection
 from rlctl.preflight.backend import State, backend_of
 
 Phase = Literal["generate", "log_probs", "train", "refit", "checkpoint"]

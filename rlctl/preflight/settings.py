@@ -7,7 +7,7 @@ from typing import Literal
 
 from rlctl.config.fields import spec
 from rlctl.config.grpo_schema import GenerationSection
-from rlctl.config.schema import TrainerSection
+from rlctl.config.trainer_schema import TrainerSection
 from rlctl.models.adapters import AdapterSpec
 
 Dtype = Literal["float32", "bfloat16"]

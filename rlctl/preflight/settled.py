@@ -10,7 +10,8 @@ from typing import Any, Literal, Self, overload
 
 from rlctl.config.fields import RECIPE
 from rlctl.config.grpo_schema import AdvantageScope, UserLossSection
-from rlctl.config.schema import GrpoConfig, RunConfig, SftConfig, TrainerSection
+from rlctl.config.schema import GrpoConfig, RunConfig, SftConfig
+from rlctl.config.trainer_schema import TrainerSection
 from rlctl.models.adapters import AdapterSpec, choose_targets
 from rlctl.models.facts import ModelSizes
 from rlctl.preflight.choices import Basis, Chosen, choose

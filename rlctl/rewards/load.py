@@ -9,8 +9,7 @@ from typing import Any
 from rlctl.config.grpo_schema import RewardSection
 from rlctl.config.plugins import REWARDS
 from rlctl.rewards.base import NEEDS_EPISODE, RewardError, RewardFunction
-from rlctl.utils.plugins import load_module
-from rlctl.utils.user_code import defined_at, import_error
+from rlctl.utils.user_code import defined_at, import_error, load_module
 from rlctl.workers.named_reward import NamedRewardError, is_named, named_arguments, named_value, takes_environments
 
 

@@ -17,7 +17,7 @@ from rlctl.config.plugins import ENVIRONMENT_REWARD, correctness, reward_names
 from rlctl.rewards.base import NEEDS_EPISODE, Outcome, RewardFailure, RewardInput, UnusableError, attempt
 from rlctl.rewards.load import load_function
 from rlctl.rewards.worker import RewardWorker
-from rlctl.utils.cores import usable_cores
+from rlctl.utils.devices import usable_cores
 from rlctl.workers.user_logs import Emit, FailureLog, OutputLog
 
 INLINE = ("exact",)

@@ -13,7 +13,7 @@ from rlctl.environments.contract import ContractError, EnvironmentContract, Mess
 from rlctl.environments.function_trial import try_agent, try_function
 from rlctl.environments.outcomes import AgentSpec, EnvironmentFailure, EnvironmentSpec, command_of
 from rlctl.environments.pool import EnvironmentPool, UnusableEnvironmentError
-from rlctl.environments.tool_calls import PARSERS, tool_format
+from rlctl.environments.tool_formats import PARSERS, tool_format
 from rlctl.preflight.settled import SettledGrpo
 from rlctl.rollout.players.course import EpisodeLimits
 from rlctl.utils.user_code import looks_like_bug

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from rlctl.utils.cores import usable_cores
+from rlctl.utils.devices import usable_cores
 from rlctl.utils.digests import PIECE, count_pieces, join_pieces, piece_digest
 from rlctl.utils.files import write_whole
 

@@ -9,9 +9,8 @@ torch's compiler (2.5 s) are therefore imported where they are used.
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,47 +25,16 @@ from rlctl.config.run_weights import is_adapter
 from rlctl.models.layer_kinds import unusual_parts
 from rlctl.models.parameter_table import Layout, ParameterTable, TensorRow
 from rlctl.preflight.backend import backend_of
-from rlctl.preflight.columns import Role, RoleModel
-from rlctl.preflight.settings import TrainerSettings
+from rlctl.preflight.columns import Role
 from rlctl.refit.source import Shard
 from rlctl.training.interface import Loss, MicroBatch, Totals
 from rlctl.training.lora import require_moved, without_adapters
 from rlctl.training.offload import FrozenWeights, OffloadManager, process_memory
-from rlctl.training.profile import ProfileSpec
-from rlctl.training.rank_checkpoint import Copies, ExportJob, RankSave, SaveBegun, Shards, TensorShard, WeightsJob
+from rlctl.training.rank_checkpoint import ExportJob, RankSave, SaveBegun, Shards, TensorShard, WeightsJob
+from rlctl.training.spec import TrainerSpec
 from rlctl.training.update import MetricAccumulator, learning_rate
-from rlctl.utils.cores import usable_cores
+from rlctl.utils.devices import usable_cores
 from rlctl.utils.ports import met_at
-
-
-@dataclass(frozen=True)
-class TrainerSpec:
-    """The parts a rank is made of."""
-
-    config: TrainerSettings
-    # Hugging Face folder.
-    model_path: str
-    tokenizer_path: str
-    rank: int
-    world: int
-    # Where ranks meet: tcp://host:port, served by rank 0, or file://path.
-    init_method: str
-    # cpu, or cuda:N with N this rank's device.
-    device: str
-    # Log-probs are of the policy tempered by this.
-    temperature: float
-    # Updates that the learning-rate schedule runs over.
-    total_updates: int
-    seed: int
-    profile: ProfileSpec | None
-    # The models whose log-probs the run needs, besides the policy's.
-    roles: Mapping[Role, RoleModel]
-    # PEFT's folder of the adapters' first values; None: they are drawn.
-    adapter_folder: str | None = None
-    # The model's name in an export of adapters; None: `model_path`.
-    base_name: str | None = None
-    # Parts that checkpoints copy to the host.
-    copies: Copies = "nothing"
 
 
 class TrainerRank(ABC):

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlctl.config.schema import OptimizerSection
+from rlctl.config.trainer_schema import OptimizerSection
 from rlctl.training.interface import LossOutput
 
 

@@ -12,8 +12,9 @@ from rlctl.refit.sending import SendsWeights
 from rlctl.training.interface import Loss, MicroBatch, Totals
 from rlctl.training.micro_batching import TrainingSample
 from rlctl.training.profile import Profiler
-from rlctl.training.rank import TrainerSpec, make_trainer
+from rlctl.training.rank import make_trainer
 from rlctl.training.rank_checkpoint import FilesWritten, PiecesRead, SaveBegun
+from rlctl.training.spec import TrainerSpec
 from rlctl.utils.code_cache import keep_code
 
 

@@ -1,4 +1,4 @@
-"""The GPUs that this process may use, and how busy they are, or the CPU's cores where there are none."""
+"""The GPUs and CPU cores that this process may use, and how busy they are."""
 
 import math
 import os
@@ -8,6 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from itertools import takewhile
+from pathlib import Path
+
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,21 @@ def read_gpus() -> tuple[list[Gpu], str | None]:
 def device_memory() -> int | None:
     """Return the bytes of the smallest GPU that this process may use; None without GPUs."""
     return min((gpu.memory for gpu in read_gpus()[0]), default=None)
+
+
+def usable_cores(quota: Path = _QUOTA) -> int:
+    """Return the number of CPU cores: in containers and jobs fewer than the machine has.
+
+    They are those of the affinity mask (taskset, cpusets, Slurm), limited by the control group's quota.
+    quota: a file of cgroup v2 with the CPU time in microseconds, or max, and its period.
+    """
+    allowed = len(os.sched_getaffinity(0))
+    try:
+        time_us, period_us = quota.read_text().split()
+        return max(1, min(allowed, int(time_us) // int(period_us)))
+    except (OSError, ValueError):
+        # No such file, or no limit.
+        return allowed
 
 
 def utilization_meter(device: str) -> Callable[[], float]:

@@ -1,29 +1,60 @@
-"""Errors and values of the user's own code, as short text with file and line."""
+"""Code by its name, `module:object` or `file.py:object`; errors and values of the user's own, with file and line."""
 
 import importlib
+import importlib.util
 import inspect
 import math
+import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Collection
 from functools import partial
 from numbers import Real
 from pathlib import Path
-from types import CodeType, TracebackType
+from types import CodeType, ModuleType, TracebackType
 from typing import Any
-
-from rlctl.utils import plugins
 
 # Folders of code that is nobody's plug-in.
 _LIBRARIES = [
     *(Path(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib", "purelib", "platlib")),
-    Path(plugins.__file__).parents[1],
+    Path(__file__).parents[1],
 ]
 # Characters.
 MAX_DETAIL = 200
 MAX_TRACE = 8000
 # Levels of lists and dicts in a value that a model or an environment gives. Pickle, JSON and templates recurse.
 MAX_LEVELS = 64
+
+
+def load_object(name: str) -> Any:
+    """Return the object of `module:object` or `file.py:object`. Raises the import's errors, or AttributeError."""
+    module, _, attribute = name.rpartition(":")
+    own = module.startswith("rlctl.")
+    return getattr(importlib.import_module(module) if own else load_module(module), attribute)
+
+
+def load_module(name: str) -> ModuleType:
+    """Import a module by its name, looked up in the current directory too, or by its file.
+
+    A file inside a package is imported as its submodule, so that its siblings are found. Raises the import's errors.
+    """
+    path = Path(name)
+    folder = path.resolve().parent if path.suffix == ".py" else Path.cwd()
+    inside = [path.stem]
+    while path.suffix == ".py" and (folder / "__init__.py").is_file():
+        inside.insert(0, folder.name)
+        folder = folder.parent
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    if path.suffix != ".py" or len(inside) > 1:
+        return importlib.import_module(name if path.suffix != ".py" else ".".join(inside))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{name} cannot be loaded")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 def finite_number(value: object) -> float | None:
@@ -67,7 +98,7 @@ def format_trace(error: BaseException, frames: TracebackType | None) -> str:
 
 def import_error(error: BaseException, caller: str) -> str:
     """Return "cannot import: ..." with the place in the user's own files. caller: the file that imported."""
-    loaders = (caller, plugins.__file__, importlib.__file__)
+    loaders = (caller, __file__, importlib.__file__)
     frames = traceback.extract_tb(error.__traceback__)
     inside = [each for each in frames if not each.filename.startswith("<frozen") and each.filename not in loaders]
     last = place_of(inside[-1].filename, inside[-1].lineno or 0) if inside else ""

@@ -20,8 +20,7 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rlctl.utils.cores import usable_cores
-from rlctl.utils.devices import device_memory
+from rlctl.utils.devices import device_memory, usable_cores
 from rlctl.utils.ports import free_port
 from rlctl.workers.errors import WorkerDied, WorkerTimeout
 

@@ -19,7 +19,7 @@ from rlctl.refit.refit import Refit
 from rlctl.rollout.dispatcher import RolloutDispatcher
 from rlctl.rollout.players.single_turn import SingleTurnPlayer
 from rlctl.rollout.runner import RolloutRunner
-from rlctl.training.rank import TrainerSpec
+from rlctl.training.spec import TrainerSpec
 from rlctl.training.trainer_group import TrainerGroup
 from rlctl.training.worker import TrainerWorker
 from rlctl.workers.group import WorkerGroup, WorkerSpec

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from rlctl.environments.tool_calls import MalformedCall, ToolCall, parse_tool_calls
+from rlctl.environments.tool_calls import parse_tool_calls
+from rlctl.environments.tool_formats import MalformedCall, ToolCall
 from tests.tools import TOOLS
 
 NAMES = {"hermes": "hermes", "llama3": "llama3_json", "mistral": "mistral", "qwen3_coder": "qwen3_coder"}

@@ -114,7 +114,7 @@ def test_tables_of_a_terminal_are_made_in_one_module() -> None:
         for node in ast.walk(tree(path))
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("Table", "Table.grid")
     ]
-    assert made == ["dashboard/tables.py"]
+    assert made == ["dashboard/console.py"]
 
 
 def test_a_backend_is_named_in_its_own_folders_alone() -> None:

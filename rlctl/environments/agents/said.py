@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 from rlctl.data.chat import Chat
 from rlctl.environments.agents.asked import AskedTurn
-from rlctl.environments.tool_calls import ToolCall, split_turn
+from rlctl.environments.tool_calls import split_turn
+from rlctl.environments.tool_formats import ToolCall
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 

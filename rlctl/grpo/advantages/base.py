@@ -21,8 +21,7 @@ from rlctl.config.plugin_options import checked_options
 from rlctl.config.plugins import ADVANTAGES
 from rlctl.config.schema import GrpoConfig
 from rlctl.rollout.types import Rollout
-from rlctl.utils.plugins import load_object
-from rlctl.utils.user_code import defined_at, error_text, raised_at, shortened
+from rlctl.utils.user_code import defined_at, error_text, load_object, raised_at, shortened
 
 Floats = NDArray[np.float64]
 Floats32 = NDArray[np.float32]

@@ -24,7 +24,7 @@ from rlctl.grpo.losses.pieces import Bounds, Estimator, bounded_exp, kl_estimate
 from rlctl.preflight.columns import ADVANTAGE, AGE, PROXIMAL_LOG_PROB, REFERENCE_LOG_PROB, ROLLOUT_LOG_PROB
 from rlctl.preflight.settled import SettledGrpo
 from rlctl.training.interface import LossNeeds, LossOutput, TokenBatch, Totals
-from rlctl.utils.plugins import load_module, load_object
+from rlctl.utils.user_code import load_module, load_object
 
 Proximal = Literal["rollout", "recompute", "current"]
 # tokens: over the update's tokens. rollouts: over its rollouts, of each one's mean over its tokens. A number L: the sum

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from rlctl.config.schema import TrainerSection
+from rlctl.config.trainer_schema import TrainerSection
 from rlctl.models.facts import ModelSizes
 from rlctl.preflight.backend import FLOAT32, Backend, ShardCounts, State, StateBytes, Violation, Violations
 from rlctl.preflight.parallel_layout import Layout

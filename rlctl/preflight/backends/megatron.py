@@ -11,7 +11,7 @@ from json import dumps
 
 from rlctl.config.errors import BrokenValueError
 from rlctl.config.fields import spec
-from rlctl.config.schema import TrainerSection
+from rlctl.config.trainer_schema import TrainerSection
 from rlctl.models.facts import ModelSizes
 from rlctl.preflight.backend import FLOAT32, Backend, ShardCounts, State, StateBytes, Violation, Violations
 from rlctl.preflight.check_inputs import missing_megatron

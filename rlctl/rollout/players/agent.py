@@ -22,7 +22,7 @@ from rlctl.rollout.players.course import Course, EpisodeLimits
 from rlctl.rollout.players.function import FunctionCall, FunctionPlayer
 from rlctl.rollout.policy import Policy
 from rlctl.rollout.types import Ending, Rollout, RolloutStart
-from rlctl.utils.cores import usable_cores
+from rlctl.utils.devices import usable_cores
 
 # Rows of an episode, on average over some episodes, above which the cause is told.
 _MANY_ROWS, _EPISODES = 1.5, 8

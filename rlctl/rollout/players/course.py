@@ -5,7 +5,7 @@ from typing import Literal
 
 from rlctl.environments.contract import Message, Reward
 from rlctl.environments.outcomes import EnvironmentFailure
-from rlctl.environments.tool_calls import Call, MalformedCall
+from rlctl.environments.tool_formats import Call, MalformedCall
 from rlctl.generation.requests import RequestId, TurnRequest, turn_seed
 from rlctl.rollout.conversation import Conversation
 from rlctl.rollout.types import Ending, PlayedEpisode, Rollout, RolloutStart

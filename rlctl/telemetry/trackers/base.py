@@ -23,8 +23,7 @@ from rlctl.config.plugins import TRACKERS
 from rlctl.config.telemetry_schema import TrackerSection, UserTrackerSection
 from rlctl.telemetry.events import EventLog, Tracker
 from rlctl.telemetry.jsonl import Record
-from rlctl.utils.plugins import load_object
-from rlctl.utils.user_code import users_place
+from rlctl.utils.user_code import load_object, users_place
 
 # Seconds: the longest pause after failures in a row.
 _LONGEST_PAUSE_S = 300.0

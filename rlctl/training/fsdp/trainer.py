@@ -29,9 +29,10 @@ from rlctl.training.interface import Loss, LossOutput, MicroBatch
 from rlctl.training.lora import AdapterJob, Base, FirstAdapters
 from rlctl.training.offload import OffloadManager
 from rlctl.training.packing import pack, token_batch
-from rlctl.training.rank import TrainerRank, TrainerSpec
+from rlctl.training.rank import TrainerRank
 from rlctl.training.rank_checkpoint import ExportJob, Shards, TensorShard
 from rlctl.training.sharded_checkpoint import load_shards
+from rlctl.training.spec import TrainerSpec
 from rlctl.training.update import MetricAccumulator, clipping, divide_and_clip, gradient_norm
 
 # Numbers that replicas add up at a time: 256 MiB.

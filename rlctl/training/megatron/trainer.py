@@ -32,8 +32,9 @@ from rlctl.training.megatron.optimizer import Optimizer, gradients
 from rlctl.training.megatron.stage_io import Head, PackSlicer
 from rlctl.training.offload import OffloadManager
 from rlctl.training.packing import Packed, pack, token_batch
-from rlctl.training.rank import TrainerRank, TrainerSpec
+from rlctl.training.rank import TrainerRank
 from rlctl.training.rank_checkpoint import TensorShard
+from rlctl.training.spec import TrainerSpec
 from rlctl.training.update import MetricAccumulator
 
 # (log-probs, entropy, their pack, true if the pack holds a sequence) -> loss and the value to keep.

@@ -11,7 +11,7 @@ import torch
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from rlctl.config.schema import OptimizerSection
+from rlctl.config.trainer_schema import OptimizerSection
 from rlctl.grpo.losses.base import PolicyLoss, make_loss
 from rlctl.models.adapters import AdapterSpec, choose_targets
 from rlctl.models.derive import load_facts
@@ -21,7 +21,8 @@ from rlctl.preflight.load import load
 from rlctl.preflight.settings import TrainerSettings
 from rlctl.training.interface import LossNeeds, LossOutput, MicroBatch, TokenBatch, Totals
 from rlctl.training.micro_batching import TrainingSample, plan_micro_batches, plan_whole_rollouts, rollout_index
-from rlctl.training.rank import TrainerSpec, make_trainer
+from rlctl.training.rank import make_trainer
+from rlctl.training.spec import TrainerSpec
 
 TEMPERATURE = 0.8
 # A large epsilon makes AdamW smooth in the gradient, so that equal gradients give equal weights.

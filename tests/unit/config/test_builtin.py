@@ -13,8 +13,9 @@ from rlctl.config.environment_schema import EnvironmentChoice
 from rlctl.config.fields import FURTHER, keys_of, literals, schema_keys, sections_of
 from rlctl.config.grpo_schema import RewardSection
 from rlctl.config.provenance import MISSING, leaves, plain, read_file
-from rlctl.config.schema import KINDS, LoraSection
+from rlctl.config.schema import KINDS
 from rlctl.config.telemetry_schema import TrackerSection
+from rlctl.config.trainer_schema import LoraSection
 from rlctl.grpo.advantages.sections import AnyAdvantageSection
 from rlctl.grpo.losses.sections import AnyLossSection
 from rlctl.preflight.engines.sections import AnyEngineSection

@@ -10,7 +10,8 @@ from rlctl.data.chat import Chat, load_tokenizer
 from rlctl.environments.calculator import Calculator
 from rlctl.environments.contract import read_contract
 from rlctl.environments.guess import Guess
-from rlctl.environments.tool_calls import ToolCall, parse_tool_calls, tool_format
+from rlctl.environments.tool_calls import parse_tool_calls
+from rlctl.environments.tool_formats import ToolCall, tool_format
 from tests.unit.data.test_tiny_material import read
 
 RECIPES = Path(__file__).parents[3] / "recipes"

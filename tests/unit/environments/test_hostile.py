@@ -10,7 +10,7 @@ import pytest
 from rlctl.environments.outcomes import EnvironmentFailure, EnvironmentSpec, ToolResult
 from rlctl.environments.pool import EnvironmentPool, UnusableEnvironmentError
 from rlctl.environments.rollout_function import FunctionRequest
-from rlctl.environments.tool_calls import ToolCall
+from rlctl.environments.tool_formats import ToolCall
 
 OWN = '''
 import asyncio, os, sys, tempfile

@@ -13,7 +13,7 @@ import pytest
 
 from rlctl.environments.outcomes import EnvironmentFailure, EnvironmentSpec, ToolResult
 from rlctl.environments.pool import EnvironmentPool, UnusableEnvironmentError
-from rlctl.environments.tool_calls import MalformedCall, ToolCall
+from rlctl.environments.tool_formats import MalformedCall, ToolCall
 from rlctl.telemetry.events import EventLog
 from rlctl.telemetry.jsonl import read_records
 from rlctl.workers.user_logs import MAX_LOG_BYTES

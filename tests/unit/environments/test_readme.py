@@ -8,7 +8,7 @@ import rlctl.environments.contract as contract_module
 from rlctl.config.plugins import ENVIRONMENTS
 from rlctl.environments.contract import read_contract
 from rlctl.environments.episode import MAX_TEXT
-from rlctl.environments.tool_calls import PARSERS
+from rlctl.environments.tool_formats import PARSERS
 
 PAGE = (Path(contract_module.__file__).parent / "README.md").read_text()
 

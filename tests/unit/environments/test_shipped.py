@@ -15,7 +15,7 @@ from rlctl.environments.contract import read_contract
 from rlctl.environments.guess import Guess
 from rlctl.environments.maze import Maze
 from rlctl.environments.sqlite import Sqlite
-from rlctl.utils.plugins import load_object
+from rlctl.utils.user_code import load_object
 
 
 @pytest.mark.parametrize("name", ENVIRONMENTS)

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlctl.environments.tool_calls import PARSERS, MalformedCall, ToolCall, parse_tool_calls, tool_format
+from rlctl.environments.tool_calls import parse_tool_calls
+from rlctl.environments.tool_formats import PARSERS, MalformedCall, ToolCall, tool_format
 from tests.tools import TOOLS
 
 MARKS = ["<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "<function=move>", "</function>", "</think>"]

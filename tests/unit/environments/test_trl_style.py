@@ -8,7 +8,7 @@ import pytest
 
 from rlctl.environments.outcomes import EnvironmentFailure, EnvironmentSpec, ToolResult
 from rlctl.environments.pool import EnvironmentPool
-from rlctl.environments.tool_calls import ToolCall
+from rlctl.environments.tool_formats import ToolCall
 from rlctl.utils.user_code import place_of
 
 FILE = Path(__file__).parent / "trl_style/counter.py"

@@ -88,7 +88,7 @@ def test_arguments_fit_the_schema_and_a_column_of_the_same_name_comes_first() ->
 def test_those_that_ship_pass(name: str) -> None:
     from itertools import islice
 
-    from rlctl.utils.plugins import load_object
+    from rlctl.utils.user_code import load_object
 
     rows = list(islice(load_object(f"{ENVIRONMENTS[name].partition(':')[0]}:tasks")(0), 3))
     report = check_environment(EnvironmentSpec(name, 20.0), rows, memory_mib=2048, seed=0)

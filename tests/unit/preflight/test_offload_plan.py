@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from rlctl.config.schema import TrainerSection
+from rlctl.config.trainer_schema import TrainerSection
 from rlctl.preflight.backend import STATES
 from rlctl.preflight.load import load
 from rlctl.preflight.offload_plan import PHASES, Phase, residency

@@ -141,9 +141,9 @@ def test_a_recipe_that_is_wrong_is_one_line_with_file_and_line(
 def test_what_has_no_default_must_be_set(home: Path) -> None:
     (home / "x.yaml").write_text("defaults: grpo.yaml\ndata: {train: {path: train.jsonl}}\n")
     assert problems("grpo", "x.yaml") == [
-        "x.yaml: model.path: not set, and has no default: A Hugging Face folder, or the hub name, of a Llama, Qwen2, "
-        "Qwen3 or Qwen3-MoE causal language model. A run, by its directory or its name, is its newest checkpoint. A "
-        "checkpoint's folder is that checkpoint",
+        "x.yaml: model.path: not set, and has no default: A Hugging Face folder, or the hub name, of a causal language "
+        "model. A run, by its directory or its name, is its newest checkpoint. A checkpoint's folder is that "
+        "checkpoint",
         "x.yaml: rewards: not set, and has no default: The rewards, summed by weight. One reward "
         "decides which answers are right (correct_at)",
     ]

@@ -22,7 +22,7 @@ from rlctl.rollout.players.agent import AgentPlayer, agent_notes, most_agents
 from rlctl.rollout.players.course import EpisodeLimits
 from rlctl.rollout.runner import RolloutRunner
 from rlctl.rollout.types import PlayedEpisode, Rollout, RolloutGroup
-from rlctl.utils.cores import usable_cores
+from rlctl.utils.devices import usable_cores
 from tests.unit.data.conftest import tokenizer
 from tests.unit.environments.agents.served import END, TOOLED
 from tests.unit.rollout.test_player import LIMITS, ScriptedEngines, begin, start

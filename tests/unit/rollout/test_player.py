@@ -14,7 +14,7 @@ from rlctl.data.chat import Chat
 from rlctl.data.tasks import Task
 from rlctl.environments.contract import EnvironmentContract
 from rlctl.environments.outcomes import EnvironmentFailure, ToolResult
-from rlctl.environments.tool_calls import MalformedCall
+from rlctl.environments.tool_formats import MalformedCall
 from rlctl.generation.requests import Completion, RequestId, RolloutId, TurnRequest, turn_seed
 from rlctl.rollout.players.course import EpisodeLimits
 from rlctl.rollout.players.environment import EnvironmentPlayer

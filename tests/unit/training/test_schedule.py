@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from rlctl.config.schema import OptimizerSection
+from rlctl.config.trainer_schema import OptimizerSection
 from rlctl.training.update import learning_rate
 
 BASE = OptimizerSection(

@@ -12,7 +12,7 @@ import pytest
 
 from rlctl.preflight.machine import read_machine
 from rlctl.telemetry.resource_monitor import ResourceMonitor
-from rlctl.utils.devices import count_gpus, utilization_meter, visible_gpus
+from rlctl.utils.devices import count_gpus, usable_cores, utilization_meter, visible_gpus
 
 
 @pytest.mark.parametrize(
@@ -103,3 +103,20 @@ def test_use_that_cannot_be_told_is_left_out_and_ends_no_run(
     read = ResourceMonitor("cuda", {}).read()
     assert read["memory/driver_gib"] > 0
     assert ("device/utilization" in read) == (not math.isnan(share))
+
+
+@pytest.fixture
+def three(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 4, 7})
+
+
+@pytest.mark.parametrize(
+    ("quota", "cores"), [("max 100000", 3), ("200000 100000", 2), ("50000 100000", 1), ("900000 100000", 3), ("", 3)]
+)
+def test_affinity_and_quota_both_bound_them(three: None, tmp_path: Path, quota: str, cores: int) -> None:
+    (tmp_path / "cpu.max").write_text(quota + "\n")
+    assert usable_cores(tmp_path / "cpu.max") == cores
+
+
+def test_without_control_groups_the_affinity_counts(three: None, tmp_path: Path) -> None:
+    assert usable_cores(tmp_path / "cpu.max") == 3

@@ -22,7 +22,7 @@ from rlctl.grpo.advantages.leave_one_out import LeaveOneOut
 from rlctl.grpo.advantages.pass_at_k import PassAtK
 from rlctl.grpo.advantages.quantile import QuantileBaseline
 from rlctl.grpo.advantages.sections import AnyAdvantageSection
-from rlctl.utils.plugins import load_object
+from rlctl.utils.user_code import load_object
 from tests.scored import columns, first_tokens
 
 WEIGHTS = {"exact": 1.0, "brevity": -0.25}

@@ -1,0 +1,39 @@
+"""Recipe of a trainer rank: plain data that travels to its process."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rlctl.preflight.columns import Role, RoleModel
+from rlctl.preflight.settings import TrainerSettings
+from rlctl.training.profile import ProfileSpec
+from rlctl.training.rank_checkpoint import Copies
+
+
+@dataclass(frozen=True)
+class TrainerSpec:
+    """The parts a rank is made of."""
+
+    config: TrainerSettings
+    # Hugging Face folder.
+    model_path: str
+    tokenizer_path: str
+    rank: int
+    world: int
+    # Where ranks meet: tcp://host:port, served by rank 0, or file://path.
+    init_method: str
+    # cpu, or cuda:N with N this rank's device.
+    device: str
+    # Log-probs are of the policy tempered by this.
+    temperature: float
+    # Updates that the learning-rate schedule runs over.
+    total_updates: int
+    seed: int
+    profile: ProfileSpec | None
+    # The models whose log-probs the run needs, besides the policy's.
+    roles: Mapping[Role, RoleModel]
+    # PEFT's folder of the adapters' first values; None: they are drawn.
+    adapter_folder: str | None = None
+    # The model's name in an export of adapters; None: `model_path`.
+    base_name: str | None = None
+    # Parts that checkpoints copy to the host.
+    copies: Copies = "nothing"
