@@ -1,3 +1,4 @@
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,13 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current directory, filled by `folders.write`."""
     monkeypatch.chdir(folders.write(tmp_path / "home"))
     return tmp_path / "home"
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Have torch compute on one thread: more than one a core wait for each other, 42 s of CPU instead of 9 in packs."""
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module", autouse=True)
