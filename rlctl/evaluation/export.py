@@ -12,8 +12,9 @@ from rlctl.config.run_weights import is_adapter, local_folder
 from rlctl.data.datasets import shown
 from rlctl.evaluation.store import MADE_AGAIN, DamagedResult, EvaluationFolder
 from rlctl.evaluation.target import Target
-from rlctl.models.adapter_folder import read_config, write_merged
+from rlctl.models.adapter_folder import WEIGHTS, AdapterConfig, read_config, write_merged
 from rlctl.models.model_files import check_base
+from rlctl.models.weight_headers import DTYPES, file_header
 from rlctl.run.run_dir import RunDir, model_name
 from rlctl.telemetry.jsonl import read_records
 
@@ -56,7 +57,8 @@ def export(
     write = _write_merged if merged else _copy_adapter if is_adapter(source) else _write_weights
     try:
         dtypes = write(source, temporary, dtype, warn)
-        (temporary / "README.md").write_text(model_card(target, dtypes, warn))
+        adapter = read_config(temporary) if is_adapter(temporary) else None
+        (temporary / "README.md").write_text(model_card(target, dtypes, warn, adapter))
         temporary.replace(to)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -67,7 +69,7 @@ def export(
 def _copy_adapter(source: Path, folder: Path, dtype: ExportDtype | None, warn: Callable[[str], None]) -> list[str]:
     read_config(source)
     shutil.copytree(source, folder)
-    return ["float32"]
+    return sorted({DTYPES.get(each["dtype"], each["dtype"]) for each in file_header(source / WEIGHTS).values()})
 
 
 def _write_merged(source: Path, folder: Path, dtype: ExportDtype | None, warn: Callable[[str], None]) -> list[str]:
@@ -110,10 +112,12 @@ def push(folder: Path, repository: str, private: bool) -> str:
     return str(address)
 
 
-def model_card(target: Target, dtypes: list[str], warn: Callable[[str], None]) -> str:
+def model_card(
+    target: Target, dtypes: list[str], warn: Callable[[str], None], adapter: AdapterConfig | None = None
+) -> str:
     """Return the README.md of an exported folder: the origin of the weights, their data, and their measurements.
 
-    warn: called for each damaged evaluation. Its figures are left out.
+    warn: called for each damaged evaluation. Its figures are left out. adapter: that of PEFT's folder.
     """
     head: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["rlctl"]}
     config = RunDir(target.run).recorded_config() if target.run else {}
@@ -122,7 +126,13 @@ def model_card(target: Target, dtypes: list[str], warn: Callable[[str], None]) -
         base = str(config["model"]["path"])
         # An absolute path means nothing on the hub.
         head |= {} if Path(base).is_absolute() or config["model"].get("random_init") else {"base_model": base}
-    parts = [f"---\n{yaml.safe_dump(head, sort_keys=False)}---", f"# {target.name}", f"Weights in {', '.join(dtypes)}."]
+    held = "Weights"
+    if adapter:
+        # The hub's page of an adapter says how PEFT loads it.
+        head |= {"library_name": "peft", "tags": [*head["tags"], "lora"]}
+        head |= {} if Path(adapter.base).is_absolute() else {"base_model": adapter.base}
+        held = f"LoRA adapter of rank {adapter.rank} for {model_name(adapter.base)},"
+    parts = [f"---\n{yaml.safe_dump(head, sort_keys=False)}---", f"# {target.name}", f"{held} in {', '.join(dtypes)}."]
     if target.run and config:
         start = "random weights in the shape of " if config["model"].get("random_init") else ""
         start += model_name(config["model"]["path"])

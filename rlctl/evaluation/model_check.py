@@ -25,6 +25,7 @@ from rlctl.grpo.logprob_mismatch import mismatch
 from rlctl.grpo.parity_check import BOUNDS, judge, rounding_of
 from rlctl.launch.worker_specs import engine_spec
 from rlctl.models.adapter_folder import read_config, write_merged
+from rlctl.models.meta_model import whole_class
 from rlctl.models.model_files import ModelFiles
 from rlctl.preflight.placement import Placement
 from rlctl.preflight.plan import require_served
@@ -237,12 +238,15 @@ def _whole(folder: Path) -> str:
 
 
 def plain_model(folder: str, device: str) -> Any:
-    """Return transformers' own causal LM of a folder, in float32."""
+    """Return transformers' own model of a folder, in float32: its causal LM, or the whole around its text model.
+
+    The causal LM of such a folder may lack a tied output, which the configuration of the whole states.
+    """
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    load: Any = AutoModelForCausalLM.from_pretrained
+    load: Any = (whole_class(Path(folder)) or AutoModelForCausalLM).from_pretrained
     lm = load(folder, dtype=torch.float32, attn_implementation="eager")
     return lm.to(device).eval()
 

@@ -22,13 +22,11 @@ from rlctl.models.layer_kinds import AttentionKind, LayerKinds, LinearLayer
 from rlctl.models.meta_model import causal_lm, text_config
 from rlctl.models.observed import kept_of_rows, observe
 from rlctl.models.parameter_table import ParameterTable, Shape, derive_table, persistent_buffers, tensors_of
-from rlctl.models.weight_headers import weight_headers
+from rlctl.models.weight_headers import DTYPES, weight_headers
 
 _LENGTHS = ("max_position_embeddings", "max_sequence_length", "max_seq_len", "n_positions", "seq_length")
 # Longest sequence of a model that states none, such as a state-space model.
 _ENDLESS = 1 << 20
-# Dtypes in the headers of safetensors.
-_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16", "I64": "int64", "I32": "int32"}
 # Keys of the number of experts that a token is routed to.
 _CHOSEN = ("num_experts_per_tok", "top_k_experts")
 # Matrices of an MLP, and of a router in it, by their names in a layer.
@@ -81,7 +79,7 @@ def disk_tensors(folder: Path) -> dict[str, tuple[str, Shape]] | None:
     found = weight_headers(folder) if has_weights(folder) else {}
     if not found:
         return None
-    return {name: (_DTYPES.get(dtype, dtype), tuple(shape)) for name, (dtype, shape) in found.items()}
+    return {name: (DTYPES.get(dtype, dtype), tuple(shape)) for name, (dtype, shape) in found.items()}
 
 
 def table_of(lm: Any, folder: Path) -> ParameterTable:

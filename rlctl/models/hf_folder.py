@@ -18,7 +18,11 @@ from rlctl.models.weight_headers import check_weights, weight_files
 
 _INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 4 * 10**9
-COMPANIONS = ("generation_config.json", "token*", "vocab*", "merges*", "special_tokens*", "added_tokens*", "chat_t*")
+COMPANIONS = (
+    *("generation_config.json", "token*", "vocab*", "merges*", "special_tokens*", "added_tokens*", "chat_t*"),
+    # Engines do not load a vision-language model without those.
+    "*processor_config.json",
+)
 
 
 class WeightFiles:
@@ -157,7 +161,7 @@ def write_companions(source: Path, folder: Path, dtype: str) -> None:
 
 
 def copy_companions(source: Path, folder: Path) -> None:
-    """Copy tokenizer and generation config of a Hugging Face folder."""
+    """Copy tokenizer, processors and generation config of a Hugging Face folder."""
     for pattern in COMPANIONS:
         for file in source.glob(pattern):
             if file.is_file():

@@ -43,6 +43,16 @@ def text_config(folder: Path) -> Any:
     return config
 
 
+def whole_class(folder: Path) -> Any:
+    """Return transformers' class of a folder that holds more than a text model; None for a text model."""
+    import transformers
+
+    whole = transformers.AutoConfig.from_pretrained(folder)
+    if whole.get_text_config(decoder=True) is whole:
+        return None
+    return getattr(transformers, (whole.architectures or ("",))[0], None)
+
+
 @cache
 def text_in_whole(folder: Path) -> tuple[str, str]:
     """Return how the names of the text model's modules begin, alone and in the folder's own class.
@@ -50,17 +60,16 @@ def text_in_whole(folder: Path) -> tuple[str, str]:
     Both are empty for a text model, and where the class is unknown or renames further parts. Raises ModelError for a
     class that cannot be built.
     """
-    import transformers
+    from transformers import AutoConfig
 
-    whole = transformers.AutoConfig.from_pretrained(folder)
-    kind = getattr(transformers, (whole.architectures or ("",))[0], None)
-    if whole.get_text_config(decoder=True) is whole or kind is None:
+    kind = whole_class(folder)
+    if kind is None:
         return "", ""
     text = causal_lm(folder)
     decoder = text.get_decoder()
     try:
         with torch.device("meta"):
-            lm = kind._from_config(whole, dtype=torch.float32)
+            lm = kind._from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
     except Exception as error:  # A model class has an error for each size that does not fit.
         raise ModelError(f"{folder}: transformers does not build {kind.__name__}: {_reason(error)}") from error
     alone, inside = ([n for n, m in model.named_modules() if type(m) is type(decoder)] for model in (text, lm))

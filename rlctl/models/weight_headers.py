@@ -12,6 +12,8 @@ from typing import Any
 
 from rlctl.config.errors import ModelError
 
+# Dtype in a header -> its name in torch.
+DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16", "I64": "int64", "I32": "int32"}
 # Bytes; safetensors' own bound.
 _LONGEST_HEADER = 100_000_000
 # Read at each end of a file for its digest.

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from rlctl.evaluation import model_check
 from rlctl.models.adapter_folder import read_spec
 from rlctl.models.derive import derive_facts
 from rlctl.models.hf_folder import WeightFiles
@@ -67,6 +68,7 @@ def test_the_text_trains_as_the_whole_computes_it_and_an_export_keeps_the_rest(k
 
     *_, own, others = WRAPPERS[kind]
     folder = make_wrapper(tmp_path / "model", kind)
+    (folder / "preprocessor_config.json").write_text("{}")
     source, facts = WeightFiles(folder), derive_facts(folder)
     kept = {name for name in source.names() if name.startswith(others)}
     assert set(facts.kept) == kept and all(name.startswith(own) for name in source.names() if name not in kept)
@@ -79,10 +81,16 @@ def test_the_text_trains_as_the_whole_computes_it_and_an_export_keeps_the_rest(k
     with trainer(folder, tmp_path) as one:
         for got, want in zip(one.log_probs([DATA])[0], log_probs(folder), strict=True):
             np.testing.assert_allclose(got[1:], want, atol=2e-5)
+        # As `rlctl model check` compares them.
+        plain = model_check.plain_model(str(folder), "cpu")
+        for got, sequence in zip(one.log_probs([DATA])[0], DATA, strict=True):
+            np.testing.assert_allclose(got[1:], plain_log_probs(plain, sequence)[0].detach().numpy(), atol=2e-5)
         assert {name for name, _, _ in one.layout()} == set(source.names()) - kept
         assert one.train([DATA], WeightedLoss(), totals(DATA))["train/grad_norm"] > 0
         one.export_folder(tmp_path / "out", "float32")
         trained = one.log_probs([DATA])[0]
+    # Without it no engine loads the whole.
+    assert (tmp_path / "out/preprocessor_config.json").is_file()
     out = WeightFiles(tmp_path / "out")
     assert sorted(out.names()) == sorted(source.names())
     assert all(torch.equal(out.tensor(name), source.tensor(name)) for name in kept)

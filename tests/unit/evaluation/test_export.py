@@ -94,6 +94,19 @@ def test_the_model_card_says_what_made_the_weights_and_what_was_measured(run: Pa
     assert str(Path(__file__).parents[3]) not in text
 
 
+@pytest.mark.parametrize(("base", "told"), [("me/base-1b", {"base_model": "me/base-1b"}), ("/models/base-1b", {})])
+def test_the_card_of_an_adapter_says_so_and_names_its_base(tmp_path: Path, base: str, told: dict[str, str]) -> None:
+    source, config = tmp_path / "source", {"peft_type": "LORA", "r": 8, "lora_alpha": 16}
+    source.mkdir()
+    (source / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": base}))
+    save_file({"base_model.model.q.lora_A.weight": torch.zeros(8, 4).bfloat16()}, source / "adapter_model.safetensors")
+    card = (export(Target(str(source)), tmp_path / "out", None, nothing) / "README.md").read_text()
+    _, head, text = card.split("---\n", 2)
+    known = {"library_name": "peft", "pipeline_tag": "text-generation", "tags": ["rlctl", "lora"]}
+    assert yaml.safe_load(head) == {**known, **told}
+    assert "LoRA adapter of rank 8 for base-1b, in bfloat16." in text
+
+
 def test_a_damaged_evaluation_costs_the_card_its_figures_and_is_named(run: Path, tmp_path: Path) -> None:
     (damaged,) = (run / "evals").glob("step_4--*/result.json")
     damaged.write_text(damaged.read_text() + " ")
