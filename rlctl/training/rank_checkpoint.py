@@ -99,9 +99,12 @@ class StateCopies:
         # Sizes of the tensors that the buffer has a place for, and the buffer.
         self._sizes: list[int] = []
         self._room: Future[Tensor] | None = None
+        # Unlock the parts of the buffer, which they hold until then.
+        self._locked: list[Callable[[], object]] = []
 
     def prepare(self, sizes: Sequence[int]) -> None:
-        """Begin to take the memory for tensors of these bytes, in their order."""
+        """Begin to take the memory for tensors of these bytes, in their order. Earlier memory is free again."""
+        self._unlock()
         self._sizes, self._room = list(sizes), _beside(lambda: self._make_room(sizes))
 
     def take(self, shards: Mapping[int, TensorShard]) -> dict[int, TensorShard]:
@@ -127,13 +130,30 @@ class StateCopies:
         if needed > _MOST_OF_FREE * free:
             room, left = (f"{count / 2**30:.1f} GiB" for count in (needed, free))
             raise RuntimeError(f"copies of the state take {room} of host memory, of which {left} are free")
-        buffer = torch.empty(size, dtype=torch.uint8)
-        for begin, end in locked_parts(sizes):
-            part = buffer[begin:end].zero_()
-            if self._device.type == "cuda":
-                lock_pages(part, "copies of checkpoints")
-                weakref.finalize(self, unlock_pages, part, DeviceStream(self._device)).atexit = False
+        buffer, refused = torch.empty(size, dtype=torch.uint8), ""
+        try:
+            for begin, end in locked_parts(sizes):
+                self._take_part(buffer[begin:end])
+        except RuntimeError as error:
+            refused = str(error)
+        if refused:
+            # A later save asks again. The first error, which the future would keep, has the memory in its frames.
+            self._unlock()
+            del buffer
+            raise RuntimeError(refused)
         return buffer
+
+    def _take_part(self, part: Tensor) -> None:
+        part.zero_()
+        if self._device.type == "cuda":
+            lock_pages(part, "copies of checkpoints")
+            self._locked.append(unlock := weakref.finalize(self, unlock_pages, part, DeviceStream(self._device)))
+            unlock.atexit = False
+
+    def _unlock(self) -> None:
+        for unlock in self._locked:
+            unlock()
+        self._locked = []
 
 
 def _room_of(size: int) -> int:

@@ -1,5 +1,6 @@
 """Copies of a rank's state are in memory that was taken beside the steps before, and no copy is in two locked parts."""
 
+import weakref
 from itertools import pairwise
 from unittest.mock import patch
 
@@ -38,6 +39,26 @@ def test_a_save_finds_the_memory_that_was_taken_for_it_and_the_next_one_finds_it
         assert place(taken) == room.untyped_storage().data_ptr()
         assert all(torch.equal(taken[n].tensor, shard.tensor) for n, shard in shards.items())
         assert all(taken[n].shape == shard.shape and taken[n].start == shard.start for n, shard in shards.items())
+
+
+def test_memory_that_the_system_does_not_lock_is_free_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, unlocked = list[weakref.ref[torch.Tensor]](), list[int]()
+
+    def lock(part: torch.Tensor, what: str) -> None:
+        asked.append(weakref.ref(part))
+        if len(asked) % 3 == 0:
+            raise RuntimeError("not locked")
+
+    monkeypatch.setattr(rank_checkpoint, "_LOCKED", 1)
+    monkeypatch.setattr(rank_checkpoint, "lock_pages", lock)
+    monkeypatch.setattr(rank_checkpoint, "unlock_pages", lambda part, stream: unlocked.append(part.numel()))
+    monkeypatch.setattr(rank_checkpoint, "DeviceStream", lambda device: None)
+    shards, copies = state(100, 100, 100), StateCopies(torch.device("cuda"), 1)
+    for attempt in (1, 2):
+        with pytest.raises(RuntimeError, match="not locked"):
+            copies.take(shards)
+        assert len(asked) == 3 * attempt and len(unlocked) == 2 * attempt
+        assert all(part() is None for part in asked)
 
 
 def test_other_sizes_than_expected_get_memory_of_their_own() -> None:
