@@ -99,7 +99,7 @@ def until_interrupted(measured: Iterable[Measured]) -> tuple[list[Measured], boo
 
 
 def words(option: str, given: str, allowed: Iterable[str], problems: list[Problem]) -> list[Any]:
-    """Return the parts of a comma-separated list; add a problem for each that is not allowed."""
+    """Read the parts of a comma-separated list; add a problem for each that is not allowed."""
     allowed = tuple(allowed)
     parts = [part.strip() for part in given.split(",")]
     for part in parts:
@@ -112,7 +112,7 @@ def words(option: str, given: str, allowed: Iterable[str], problems: list[Proble
 def numbers(
     option: str, given: str, like: str, problems: list[Problem], units: Mapping[str, int] | None = None
 ) -> tuple[int, ...]:
-    """Return the numbers of a comma-separated list, each perhaps with one of the units (name -> factor).
+    """Read the numbers of a comma-separated list, each perhaps with one of the units (name -> factor).
 
     Adds a problem with the example `like` for the first part that is no number, and then returns nothing.
     """

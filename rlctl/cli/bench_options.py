@@ -26,7 +26,7 @@ Rates = Annotated[
 
 
 def read_lengths(given: str, problems: list[Problem]) -> tuple[float, float, int]:
-    """Return mean, sigma and cap of log-normal lengths, in tokens; add a problem to `problems` if there is one."""
+    """Read mean, sigma and cap of log-normal lengths, in tokens; add a problem to `problems` if there is one."""
     try:
         mean, sigma, cap = (float(part) for part in given.split(","))
         if all(isfinite(each) and each > 0 for each in (mean, sigma, cap)) and cap == int(cap):
@@ -38,7 +38,7 @@ def read_lengths(given: str, problems: list[Problem]) -> tuple[float, float, int
 
 
 def read_rates(given: str, problems: list[Problem]) -> "Costs | None":
-    """Return the costs that `--rates` states; None, with a problem added to `problems`, if it states none."""
+    """Read the costs that `--rates` states; None, with a problem added to `problems`, if it states none."""
     from rlctl.bench.simulated_engine import DecodeCost
     from rlctl.bench.simulation import Costs
 

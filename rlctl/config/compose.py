@@ -170,7 +170,7 @@ def _with_recipe(root: ConfigNode) -> ConfigNode:
 
 
 def _inherit(path: Path, below: tuple[Path, ...], known: dict[Path, ConfigNode]) -> ConfigNode:
-    """Return the file over its parents. known: files that were read already."""
+    """Read a file over its parents. known: files that were read already."""
     if path in known:
         return known[path]
     root = read_file(path)

@@ -68,7 +68,7 @@ class Converter(Generic[T]):
         self._hints = 0
 
     def convert(self, root: ConfigNode, key: str = "") -> T:
-        """Return the whole config, or the section `key`; `problems` then holds every mistake in it."""
+        """Convert the whole config, or the section `key`; `problems` then holds every mistake in it."""
         folder = node_at(root, ["run", "dir"])
         self._runs = Path(folder.value) if folder and isinstance(folder.value, str) else None
         config: T = self._section(self.kind, root, key)

@@ -107,7 +107,7 @@ def _unhinted(tool: Callable[..., Any]) -> list[str]:
 
 
 def _hints(tool: Callable[..., Any], problems: list[str]) -> dict[str, Any]:
-    """Return the type hint of each parameter, and of `return` if there is one. problems: gets a line if they fail."""
+    """Read the type hint of each parameter, and of `return` if there is one. problems: gets a line if they fail."""
     try:
         hints = get_type_hints(tool)
     except (Exception, SystemExit) as error:  # a hint is code of the user's

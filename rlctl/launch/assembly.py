@@ -81,7 +81,7 @@ def assemble(runtime: Runtime, reader: RowReader, probe_only: bool, session: Ses
         processes = user_processes(sampling.config, session, stack) if sampling else None
         held = stack.enter_context(runtime.slots(session, resources(session.settled)))
         announce(session, held.placement)
-        settled = _settled(session, held.machine, files)
+        settled = _settle(session, held.machine, files)
         sampled = None
         if settled.sampling and processes:
             sampled = SamplingParts(session, settled.sampling, files, *processes)
@@ -150,8 +150,8 @@ def assemble(runtime: Runtime, reader: RowReader, probe_only: bool, session: Ses
             group.call(TrainerWorker.close)
 
 
-def _settled(session: Session, machine: RunMachine, files: ModelFiles) -> Settled:
-    """Return the run on its machine, and say what its model costs. Raises ModelError if no engine serves it."""
+def _settle(session: Session, machine: RunMachine, files: ModelFiles) -> Settled:
+    """Settle the run on its machine, and say what its model costs. Raises ModelError if no engine serves it."""
     settled = session.settled.on(machine, files.facts.sizes)
     require_served(settled)
     for line in model_notes(files.facts.sizes, settled.device):

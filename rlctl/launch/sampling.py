@@ -118,10 +118,10 @@ class SamplingParts:
             parameters = int(trainer.info()["parameters"])
             if nodes > 1 and transport_of(self.settled, placement) != "broadcast":
                 leases = [node for index, node in enumerate(allocation.nodes) if node and index in placement.used]
-                folders = {node.id: self._transit(node.folder, placement, parameters) for node in leases}
+                folders = {node.id: self._new_transit(node.folder, placement, parameters) for node in leases}
                 self.pool.connect(RefitByNode(trainer.group, refit_options(self.settled, placement, ""), folders))
                 return
-            folder = self._transit(allocation.folder, placement, parameters) if nodes == 1 else ""
+            folder = self._new_transit(allocation.folder, placement, parameters) if nodes == 1 else ""
             self.pool.connect(Refit(trainer.group, refit_options(self.settled, placement, folder)))
 
     def open(self, stack: ExitStack) -> "tuple[RolloutDispatcher, RolloutRunner]":
@@ -149,8 +149,8 @@ class SamplingParts:
         """Text of tokens with the special ones, for records."""
         return decoder(self.chat.tokenizer, special=True)
 
-    def _transit(self, make_folder: Callable[[str, str | None], str], placement: Placement, parameters: int) -> str:
-        """Return a new folder for weights in transit, which are there twice. make_folder: as `Allocation.folder`."""
+    def _new_transit(self, make_folder: Callable[[str, str | None], str], placement: Placement, parameters: int) -> str:
+        """Make a folder for weights in transit, which are there twice. make_folder: as `Allocation.folder`."""
         nbytes = 2 * parameters * DTYPE_BYTES[self.settled.generation_dtype]
         root = shared_memory(nbytes + _BESIDE_BYTES) if placement.device == "cpu" else shared_memory()
         if root is None:

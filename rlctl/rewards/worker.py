@@ -40,7 +40,7 @@ class RewardWorker:
         self._calls = 0
 
     def score(self, reward: int, items: list[RewardInput]) -> list[Outcome]:
-        """Return the outcome of each item. An item that hangs or kills the process costs itself alone."""
+        """Score each item, and return the outcomes. An item that hangs or kills the process costs itself alone."""
         outcomes: list[Outcome] = []
         tried_again = -1
         while len(outcomes) < len(items):

@@ -213,7 +213,7 @@ class RolloutDispatcher:
         `generation.max_restarts` are used up.
         """
         self.events.check()
-        lost = self.events.run(self._to_replace())
+        lost = self.events.run(self._take_lost())
         if lost:
             self._pool.replace(lost, [index for index in lost if not self._queues[index].stats.tokens])
             self.events.run(self._adopt())
@@ -278,8 +278,8 @@ class RolloutDispatcher:
         for queue in self._queues:
             queue.lose_if_silent()
 
-    async def _to_replace(self) -> dict[int, Exception]:
-        """Return the slots whose engines are lost, with the reasons; adopt those that a sync has replaced."""
+    async def _take_lost(self) -> dict[int, Exception]:
+        """Adopt engines that a sync has replaced; take the slots of those that are lost, with the reasons."""
         await self._adopt()
         self._lose_silent()
         self.has_lost = False

@@ -286,7 +286,7 @@ class RankSave:
         return _ask(self._written, wait_s)
 
     def pieces(self, wait_s: float | None) -> PiecesRead | None:
-        """Return the digests of this rank's share of the export's pieces; begin to read at the first call.
+        """Read this rank's share of the export's pieces from the first call on; return the digests.
 
         Every rank must have written by then. Raises OSError.
         """

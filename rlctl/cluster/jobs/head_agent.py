@@ -61,7 +61,7 @@ def accept(request: dict[str, Any]) -> dict[str, Any]:
         return _refuse(request, work, problems)
     try:
         os.chdir(work)
-        run, fresh = _run_dir(request)
+        run, fresh = _place_run(request)
         claim = RunDir(run).claim()
     except RunDirError as error:
         return _refuse(request, work, [str(error)])
@@ -159,8 +159,8 @@ def _refuse(request: dict[str, Any], work: Path, problems: list[str]) -> dict[st
     return {"problems": problems}
 
 
-def _run_dir(request: dict[str, Any]) -> tuple[Path, bool]:
-    """Return the run's directory, and True if it is new; its place and name are put into the config.
+def _place_run(request: dict[str, Any]) -> tuple[Path, bool]:
+    """Make or open the run's directory, and put its place and name into the config. Returns it, and True if it is new.
 
     Raises RunDirError.
     """

@@ -83,7 +83,7 @@ def live(folder: Path, plan: dict[str, Any], index: int, report: Report, place: 
 
 
 def start(request: dict[str, Any], plan: dict[str, Any], report: Report, place: dict[str, Any]) -> dict[str, Any]:
-    """Return the result of `wait`; a node for which Ray's own deadline was too short is started once more."""
+    """Start a node, once more if Ray's own deadline was too short; return the result of `wait`."""
     for again in (True, False):
         report.write(**node.start(request))
         port = report.facts["ports"].get("dashboard-port") if report.facts["found"]["dashboard"] else None

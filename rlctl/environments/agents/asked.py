@@ -67,7 +67,7 @@ class Parameters:
     counted: list[str] = field(default_factory=list)
 
     def take(self, key: str, kind: type | tuple[type, ...] = object, otherwise: Any = None) -> Any:
-        """Return the value of a key; `otherwise` where it is missing or null. Raises RefusedError for another type."""
+        """Take the value of a key; `otherwise` where it is missing or null. Raises RefusedError for another type."""
         value = self.body.pop(key, None)
         if value is None:
             return otherwise

@@ -99,7 +99,7 @@ class AgentEpisode(CalledEpisode):
 
     def _tell(self) -> None:
         """Reply to the action that is open."""
-        news = self._session.tell()
+        news = self._session.take_news()
         if not self._ended:
             self._answer(news)
             return

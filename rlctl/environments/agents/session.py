@@ -87,7 +87,7 @@ class AgentSession:
         return bool(self._asks)
 
     def join(self, digest: bytes, retries: int, read: Callable[[], AskedTurn]) -> Flight:
-        """Return the turn of a request: a new one, or that of an earlier request that this one repeats.
+        """Begin the turn of a request, or join that of an earlier request that this one repeats.
 
         digest: of path and body. retries: `x-stainless-retry-count` of the request. Raises RefusedError.
         """
@@ -136,8 +136,8 @@ class AgentSession:
         if waiting is not None and not waiting.done():
             waiting.set_result(answer)
 
-    def tell(self) -> dict[str, Any]:
-        """Return the news for the driver: requests, as many as one reply has room for, and turns that clients got."""
+    def take_news(self) -> dict[str, Any]:
+        """Take the news for the driver: requests, as many as one reply has room for, and turns that clients got."""
         asks, kept, self._kept, room = list[dict[str, Any]](), self._kept, [], MAX_NEWS
         while self._asks and (not asks or room >= self._asks[0][0]):
             length, ask = self._asks.popleft()

@@ -122,7 +122,7 @@ class VllmEngine(Engine):
         reports = self._stage(header) if self._mode == "staged" else []
         paused = self._on_thread(lambda: self._change(header, lambda: self._make_live(header, reports)))
         # Nothing may arrive in shadow parameters that the device still copies.
-        while (copying := self._on_thread(self._committed)) is None:
+        while (copying := self._on_thread(self._count_commit)) is None:
             time.sleep(_STAGED_POLL_S)
         commit, end = paused + copying, time.perf_counter()
         self._let_steps_pass(end)
@@ -332,8 +332,8 @@ class VllmEngine(Engine):
         self._unproven, self._proven = header if header.prove else None, []
         return end - begin
 
-    def _committed(self) -> float | None:
-        """Return the seconds of the last commit once every worker's device has done it, None before."""
+    def _count_commit(self) -> float | None:
+        """Count the pause of the last commit once every worker's device has done it, and return it; None before."""
         parts = self._workers("rl_committed")
         if None in parts:
             return None

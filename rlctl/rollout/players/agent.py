@@ -75,7 +75,7 @@ class AgentPlayer(FunctionPlayer):
         self._causes.update(rewritten if len(self._causes) < _MOST_NAMES else known)
 
     def named(self, counts: Mapping[str, int]) -> dict[str, float]:
-        """Return counts by the first names of the run; those of further names are one."""
+        """Name counts by the first names of the run; those of further names are one."""
         found = Counter[str]()
         for name, count in counts.items():
             if len(self._names) < _MOST_NAMES:

@@ -62,7 +62,7 @@ class Episodes:
             self.pool.close(start.id)
 
     async def ask(self, course: Course, action: "Future[Value | EnvironmentFailure]", *, waits: bool = True) -> Value:
-        """Return the outcome of an action. Raises EpisodeFailed. A cancelled wait leaves the action to its end.
+        """Wait for an action's outcome. A cancelled wait leaves the action to its end. Raises EpisodeFailed.
 
         waits: the episode waits for nothing else, so that the time is the environment's.
         """

@@ -40,7 +40,7 @@ class ToolLoop:
             self.spelled(course, self.chat.spelled(messages))
 
     async def answer(self, course: Course, tools: list[Schema], policy: Policy) -> str | None:
-        """Return the policy's first turn without a call; None where a budget ended the course, which has the ending.
+        """Play until a turn has no call, and return it; None where a budget ended the course, which has the ending.
 
         Raises DataError for messages that the chat template refuses, EpisodeFailed if a tool's process fails.
         """

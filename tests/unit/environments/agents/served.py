@@ -90,7 +90,7 @@ class Served:
         return [self.chat.decode(each) for each in self.prompts]
 
     def _look(self) -> None:
-        told = self.session.tell()
+        told = self.session.take_news()
         for number, length in told["kept"]:
             assert number not in self.kept
             self.kept[number] = length

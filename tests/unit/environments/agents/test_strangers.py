@@ -338,7 +338,7 @@ def test_many_requests_at_once_reach_the_driver_in_parts(serve: Serve, monkeypat
         each.start()
     until(lambda: len(own._flights) == 4)
     for number in range(4):
-        (ask,) = served.call(own.tell)["asks"]
+        (ask,) = served.call(own.take_news)["asks"]
         assert ask["number"] == number
     assert not served.call(lambda: own.has_asked)
     served.call(own.seal)
