@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlctl.models.parameter_table import Layout, Shape, TensorRow
+from rlctl.config.errors import ModelError
+from rlctl.models.facts import ModelFacts, has_weights
+from rlctl.models.parameter_table import Layout, ParameterTable, Shape, TensorRow
 from rlctl.models.safetensors_files import lay_out, write_at, write_box
 from rlctl.models.weight_headers import check_weights, weight_files
 
@@ -84,6 +86,34 @@ class WeightFiles:
                 expected, found = row.shape, tuple(value.shape)
                 raise ValueError(f"{self.folder}: {row.name} has shape {found}, the configuration says {expected}")
             row.view(target).copy_(value)
+
+
+# Rows at each end of a matrix that are compared.
+_COMPARED = 64
+
+
+def check_tied(folder: Path, table: ParameterTable, facts: ModelFacts) -> None:
+    """Raise ModelError for an output on disk that config.json ties to the embedding, and that differs from it.
+
+    transformers computes with both, rlctl and an export would lose the output.
+    """
+    if not facts.sizes.tied or not has_weights(folder):
+        return
+    files, (own, *_) = WeightFiles(folder), table.of(f"{facts.embedding}.weight")
+    for name in files.names():
+        if name in table.by_name or not name.endswith(f"{facts.head}.weight"):
+            continue
+        rows, *width = own.shape
+        count = min(rows, _COMPARED)
+        equal = files.shape(name) == own.shape and all(
+            torch.equal(*(files.part(each, own.shape, (at, 0), (count, *width)).float() for each in (name, own.name)))
+            for at in (0, rows - count)
+        )
+        if not equal:
+            raise ModelError(
+                f"{folder}: {name} differs from {own.name}, to which config.json ties it: set tie_word_embeddings to "
+                "false there to train both"
+            )
 
 
 class FolderWriter:

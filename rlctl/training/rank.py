@@ -53,6 +53,7 @@ class TrainerRank(ABC):
     def __init__(self, spec: TrainerSpec) -> None:
         """Join the process group. Raises ValueError for a model that the backend does not train."""
         from rlctl.models.derive import load_facts, table_of
+        from rlctl.models.hf_folder import check_tied
         from rlctl.models.meta_model import skeleton
 
         self._spec, self._config = spec, spec.config
@@ -62,6 +63,7 @@ class TrainerRank(ABC):
         self._facts = load_facts(self._folder)
         self._lm = skeleton(self._folder, self._device, self._facts.sizes.one_sequence_a_row is None)
         self._table = table_of(self._lm, self._folder)
+        check_tied(self._folder, self._table, self._facts)
         # Folder of the weights that stay as they are, below adapters.
         self._below = None
         if adapters := spec.config.adapters:

@@ -5,11 +5,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from rlctl.config.errors import ModelError
 from rlctl.models import hf_folder
-from rlctl.models.hf_folder import WeightFiles, write_folder
+from rlctl.models.derive import load_facts, table_of
+from rlctl.models.hf_folder import WeightFiles, check_tied, write_folder
+from rlctl.models.meta_model import causal_lm
 from rlctl.models.parameter_table import TensorRow
+from tests.system.training.scenario import trainer
 from tests.tiny_models import make_model
 
 
@@ -32,6 +36,25 @@ def test_a_tensor_of_another_shape_is_refused_not_broadcast(tmp_path: Path) -> N
 def test_a_folder_without_safetensors_says_so(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="read from safetensors only"):
         WeightFiles(tmp_path)
+
+
+@pytest.mark.parametrize("row", [0, 63, None], ids=["first row", "last row", "equal"])
+def test_an_output_that_is_not_the_embedding_it_is_tied_to_is_refused(tmp_path: Path, row: int | None) -> None:
+    folder = make_model(tmp_path / "m", "qwen3", tied=True)
+    held = load_file(folder / "model.safetensors")
+    head = held["model.embed_tokens.weight"].clone()
+    if row is not None:
+        head[row] += 1
+    save_file({**held, "lm_head.weight": head}, folder / "model.safetensors", metadata={"format": "pt"})
+    lm = causal_lm(folder)
+    given = folder, table_of(lm, folder), load_facts(folder)
+    if row is None:
+        check_tied(*given)
+        return
+    with pytest.raises(ModelError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight, to which"):
+        check_tied(*given)
+    with pytest.raises(ModelError, match=r"set tie_word_embeddings to false"), trainer(folder, tmp_path):
+        pass
 
 
 def test_large_weights_are_written_in_several_files_with_an_index(
