@@ -14,7 +14,6 @@ import torch
 from rlctl.generation.engine import LoadMode
 from rlctl.generation.vllm.adapter_loader import installed
 from rlctl.generation.vllm.adapter_refit import AdapterLoader
-from rlctl.generation.vllm.fast.device_step import device_names_lacking, shorten_device_steps
 from rlctl.generation.vllm.param_layout import UnsupportedLayout, find_regions, live_tensors
 from rlctl.generation.vllm.weight_loader import WeightLoader, WeightReceiver, choose_loading
 from rlctl.refit.checksum import ChecksumTable, lay
@@ -62,14 +61,6 @@ class RefitWorker:
     device: torch.device
     _rl_receiver: WeightReceiver | None = None
     _rl_regions: list[ParamSlice] | UnsupportedLayout | None = None
-
-    def rl_fast_path_lacks(self) -> list[str]:
-        """Return the names that shortened steps rely on and this worker's vLLM does not have."""
-        return device_names_lacking(self.model_runner)
-
-    def rl_shorten_steps(self) -> None:
-        """Shorten the steps to come."""
-        shorten_device_steps(self.model_runner)
 
     @answered
     def rl_room(self) -> int:

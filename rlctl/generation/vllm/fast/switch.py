@@ -83,7 +83,6 @@ def shorten_steps(llm: Any, spec: EngineSpec) -> str | None:
         return f"generation.engine.fast_path=auto uses vLLM's own steps: {why}"
     core = llm.engine_core.engine_core
     StepOutputs(core.scheduler, llm.output_processor.request_states, NextTokens(core.scheduler))
-    llm.collective_rpc("rl_shorten_steps")
     if spec.turns:
         PrefixHashes(core)
     return None
@@ -100,8 +99,6 @@ def _why_not(llm: Any, device: str) -> str | None:
     lacking = [f"Scheduler.{name}" for name in missing(core.scheduler, SCHEDULER)] + _missing_of_requests()
     if not hasattr(core, "request_block_hasher"):
         lacking.append("EngineCore.request_block_hasher")
-    for worker in llm.collective_rpc("rl_fast_path_lacks"):
-        lacking += worker
     return f"vLLM {version} has no {', '.join(dict.fromkeys(lacking))}" if lacking else None
 
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from rlctl.generation.vllm.build import vllm_request
-from rlctl.generation.vllm.fast import device_step, switch
-from rlctl.generation.vllm.fast.device_step import MODULES, RUNNER, device_names_lacking
+from rlctl.generation.vllm.fast import switch
 from rlctl.generation.vllm.fast.switch import COMPARED, EITHER, REQUEST, SCHEDULER, shorten_steps
 from tests.system.engines import spec_for
 from tests.turns import turn
@@ -38,49 +37,10 @@ def test_every_name_of_a_scheduler_and_of_a_request_is_asked_for(file: str) -> N
     assert read_of(file, "request") <= {*REQUEST, *(name for pair in EITHER for name in pair), "num_in_flight_tokens"}
 
 
-def test_every_name_of_a_model_runner_is_asked_for() -> None:
-    asked = {".".join(name.split(".")[:2]) for name in RUNNER} | {name.split(".")[0] for name in RUNNER}
-    read = read_of("device_step.py", "runner") | {f"sampler.{name}" for name in read_of("device_step.py", "sampler")}
-    assert read - {f"sampler.{place.partition(':')[2]}" for place in MODULES} <= asked
-
-
-class Runner:
-    """A model runner of vLLM's second kind, as far as names go."""
-
-
-Runner.__module__ = "vllm.v1.worker.gpu.model_runner"
-
-
-def test_a_runner_without_a_name_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
-    runner: Any = Runner()
-    for name in RUNNER:
-        owner = runner
-        *parts, last = name.split(".")
-        for part in parts:
-            if not hasattr(owner, part):
-                setattr(owner, part, SimpleNamespace())
-            owner = getattr(owner, part)
-        if not hasattr(owner, last):
-            setattr(owner, last, SimpleNamespace())
-    assert device_names_lacking(runner) == [], "another version is left alone"
-    monkeypatch.setattr("vllm.__version__", device_step.COMPARED[0])
-    monkeypatch.setattr(device_step, "MODULES", ("json:dumps", "json:gone", "no_such_module:dumps"))
-    del runner.sampler.penalties_state.apply_penalties
-    assert device_names_lacking(runner) == [
-        "GPUModelRunner.sampler.penalties_state.apply_penalties",
-        "json:gone",
-        "no_such_module:dumps",
-    ]
-    assert device_names_lacking(object()) == [], "a CPU's runner is left alone"
-    assert len(MODULES) == 6
-
-
 def llm(scheduler: Any) -> Any:
     """vLLM's engine, as far as the switch asks."""
     core = SimpleNamespace(scheduler=scheduler, request_block_hasher=None)
-    return SimpleNamespace(
-        engine_core=SimpleNamespace(engine_core=core), collective_rpc=lambda method: [[], ["GPUModelRunner.x"]]
-    )
+    return SimpleNamespace(engine_core=SimpleNamespace(engine_core=core))
 
 
 def test_a_version_that_nobody_compared_has_vllms_own_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -98,7 +58,7 @@ def test_names_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch, tmp_p
     said = shorten_steps(llm(SimpleNamespace(running=[])), spec_for(tmp_path))
     assert said == (
         "generation.engine.fast_path=auto uses vLLM's own steps: vLLM 0.32.0 has no Scheduler.gone.part, "
-        "Request.was_renamed, GPUModelRunner.x"
+        "Request.was_renamed"
     )
 
 
