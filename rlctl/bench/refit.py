@@ -169,7 +169,6 @@ class RefitBench(Bench):
             sleeps=False,
             seed=0,
             load_format="dummy",
-            turns=False,
             prefix_caching=True,
             reset_prefix_cache=True,
             recompute_kv_cache=False,

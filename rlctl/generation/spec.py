@@ -60,8 +60,6 @@ class EngineSpec:
     seed: int
     # "auto" reads the folder's weights; "dummy" draws others, and needs none on disk.
     load_format: str
-    # Rollouts have several turns, each a request that begins with the turns before it.
-    turns: bool
     # Requests reuse keys and values of a prefix that another one computed.
     prefix_caching: bool
     # A change of weights puts the keys and values of before out of new requests' reach.

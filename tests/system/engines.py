@@ -40,7 +40,6 @@ def spec_for(folder: Path, max_model_len: int = 64) -> EngineSpec:
         sleeps=False,
         seed=0,
         load_format="auto",
-        turns=True,
         prefix_caching=True,
         reset_prefix_cache=True,
         recompute_kv_cache=False,

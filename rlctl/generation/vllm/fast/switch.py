@@ -11,7 +11,6 @@ from typing import Any
 
 from rlctl.generation.spec import EngineSpec
 from rlctl.generation.vllm.fast.next_token import NextTokens
-from rlctl.generation.vllm.fast.prefix_hashes import PrefixHashes
 from rlctl.generation.vllm.fast.step_outputs import StepOutputs
 from rlctl.preflight.engines.vllm import VllmOptions
 
@@ -20,7 +19,6 @@ COMPARED = {"cpu": ("0.32.0",), "cuda": ("0.25.1", "0.33.0")}
 # Names of a scheduler, and of its parts, that the shortened steps read or set.
 SCHEDULER = (
     "_pause_state",
-    "block_size",
     "connector",
     "current_step",
     "defer_block_free",
@@ -48,17 +46,13 @@ SCHEDULER = (
 # Names of a request.
 REQUEST = (
     "_all_token_ids",
-    "_block_hasher",
     "_output_token_ids",
-    "block_hashes",
-    "cache_salt",
     "is_prefill_chunk",
     "max_tokens",
     "next_decode_eligible_step",
     "num_computed_tokens",
     "num_output_placeholders",
     "num_output_tokens",
-    "prompt_token_ids",
     "request_id",
     "sampling_params",
     "status",
@@ -83,8 +77,6 @@ def shorten_steps(llm: Any, spec: EngineSpec) -> str | None:
         return f"generation.engine.fast_path=auto uses vLLM's own steps: {why}"
     core = llm.engine_core.engine_core
     StepOutputs(core.scheduler, llm.output_processor.request_states, NextTokens(core.scheduler))
-    if spec.turns:
-        PrefixHashes(core)
     return None
 
 
@@ -97,8 +89,6 @@ def _why_not(llm: Any, device: str) -> str | None:
         return f"shortened ones were compared with vLLM {', '.join(compared)} on this device, not with {version}"
     core = llm.engine_core.engine_core
     lacking = [f"Scheduler.{name}" for name in missing(core.scheduler, SCHEDULER)] + _missing_of_requests()
-    if not hasattr(core, "request_block_hasher"):
-        lacking.append("EngineCore.request_block_hasher")
     return f"vLLM {version} has no {', '.join(dict.fromkeys(lacking))}" if lacking else None
 
 

@@ -27,10 +27,10 @@ def read_of(file: str, *owners: str) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("file", ["next_token.py", "step_outputs.py", "prefix_hashes.py"])
+@pytest.mark.parametrize("file", ["next_token.py", "step_outputs.py"])
 def test_every_name_of_a_scheduler_and_of_a_request_is_asked_for(file: str) -> None:
     asked = {name.rpartition(".")[2] for name in SCHEDULER}
-    owners = ("scheduler", "self._scheduler", "core.scheduler", "manager", "self._manager")
+    owners = ("scheduler", "self._scheduler", "manager", "self._manager")
     # Named by their features.
     parts = {"kv_cache_manager", "block_pool", "coordinator"}
     assert read_of(file, *owners) <= asked | parts
@@ -39,8 +39,7 @@ def test_every_name_of_a_scheduler_and_of_a_request_is_asked_for(file: str) -> N
 
 def llm(scheduler: Any) -> Any:
     """vLLM's engine, as far as the switch asks."""
-    core = SimpleNamespace(scheduler=scheduler, request_block_hasher=None)
-    return SimpleNamespace(engine_core=SimpleNamespace(engine_core=core))
+    return SimpleNamespace(engine_core=SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler)))
 
 
 def test_a_version_that_nobody_compared_has_vllms_own_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
