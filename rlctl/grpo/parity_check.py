@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from rlctl.config.errors import first_line
 from rlctl.config.schema import GrpoConfig
 from rlctl.data.tasks import Task
 from rlctl.grpo.batch import training_sample
@@ -18,6 +19,7 @@ from rlctl.grpo.components import GrpoComponents
 from rlctl.grpo.logprob_mismatch import Floats, Mismatch, mismatch
 from rlctl.rollout.types import Sampling
 from rlctl.training.micro_batching import TrainingSample
+from rlctl.workers.errors import WorkerError
 
 # Fewest prompts of a comparison, fewest of each engine, and the most tokens of each answer.
 PROMPTS, PER_ENGINE, TOKENS = 8, 2, 16
@@ -66,7 +68,11 @@ def judge(gap: Mismatch, dtype: str, rounding: Callable[[], Rounding | None]) ->
     """
     if gap.token_mult_prob_error <= BOUNDS[dtype]:
         return Verdict(True)
-    found = rounding() if dtype != "float32" else None
+    try:
+        found = rounding() if dtype != "float32" else None
+    except WorkerError as error:
+        # A layer may not fit the device in float32. The gap is the reason to tell.
+        return Verdict(False, f"the trainer's pass in float32 failed: {first_line(error)}")
     return Verdict(found.explains, str(found)) if found else Verdict(False)
 
 

@@ -4,6 +4,7 @@ import pytest
 
 from rlctl.grpo.logprob_mismatch import Mismatch
 from rlctl.grpo.parity_check import Rounding, Verdict, judge
+from rlctl.workers.errors import Failure, WorkerError
 
 
 @pytest.mark.parametrize(
@@ -32,3 +33,13 @@ def test_a_gap_in_float32_and_one_without_a_second_pass_are_not_explained() -> N
     gap = Mismatch(token_mult_prob_error=1.06, kl=0.0, max_abs_diff=0.2, tokens=128)
     assert judge(gap, "float32", lambda: pytest.fail("measured")) == Verdict(False)
     assert judge(gap, "bfloat16", lambda: None) == Verdict(False)
+
+
+def test_a_second_pass_that_fails_leaves_the_gap_as_the_reason() -> None:
+    gap = Mismatch(token_mult_prob_error=1.06, kl=0.0, max_abs_diff=0.2, tokens=128)
+
+    def fails() -> Rounding:
+        raise WorkerError("exact_log_probs", [Failure("trainer-0", "OutOfMemoryError", "CUDA out of memory", "")])
+
+    why = "the trainer's pass in float32 failed: exact_log_probs on trainer-0: OutOfMemoryError: CUDA out of memory"
+    assert judge(gap, "bfloat16", fails) == Verdict(False, why)
