@@ -16,8 +16,10 @@ import torch
 from numpy.typing import NDArray
 
 from rlctl.config.run_weights import is_adapter
+from rlctl.evaluation.closeness import EXACT, Side, compare
 from rlctl.evaluation.engine_process import EngineProcess
 from rlctl.evaluation.model_facts import Finding, describe
+from rlctl.evaluation.transformers_model import own_log_probs, plain_logits, plain_model
 from rlctl.generation.engine import Engine, LoadMode
 from rlctl.generation.requests import Completion, RequestId, RolloutId, TurnRequest
 from rlctl.generation.spec import EngineSpec, engine_kind
@@ -25,7 +27,6 @@ from rlctl.grpo.logprob_mismatch import mismatch
 from rlctl.grpo.parity_check import BOUNDS, judge, rounding_of
 from rlctl.launch.worker_specs import engine_spec
 from rlctl.models.adapter_folder import read_config, write_merged
-from rlctl.models.meta_model import whole_class
 from rlctl.models.model_files import ModelFiles
 from rlctl.preflight.placement import Placement
 from rlctl.preflight.plan import require_served
@@ -42,8 +43,8 @@ from rlctl.training.spec import TrainerSpec
 # Tokens of the sequences that are packed: one of a single prediction, one longer than the others together.
 LENGTHS = (5, 2, 72, 17)
 PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 8, 24, 16
-# Largest |difference| of a log-prob in nats, and of a gradient's norm as a share, between a pack and its sequences.
-CLOSE = {"float32": 1e-4, "bfloat16": 0.25}
+# Rounds of `LENGTHS` that are compared: the mean of a rounding takes more tokens than a difference.
+_ROUNDS = {"float32": 1, "bfloat16": 4}
 # Rate of the update that makes other weights.
 _RATE = 1e-3
 _CHUNK_BYTES = 64 << 20
@@ -100,9 +101,15 @@ class CheckedTrainer:
         batches = self.rank.log_probs(self._batches(sequences, packed))
         return [row for batch in batches for row in batch]
 
-    def exact_log_probs(self, sequences: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]] | None:
-        """Return `log_probs` in float32 of the weights as they are rounded; None for a backend that cannot."""
-        batches = self.rank.exact_log_probs(self._batches(sequences, packed=True))
+    def exact_log_probs(
+        self, sequences: Sequence[NDArray[np.int32]], *, packed: bool = True
+    ) -> list[NDArray[np.float32]] | None:
+        """Return `log_probs` in float32 of the weights as they are rounded; None for a backend that cannot, and where
+        nothing is rounded.
+        """
+        if self.dtype == "float32":
+            return None
+        batches = self.rank.exact_log_probs(self._batches(sequences, packed))
         return None if batches is None else [row for batch in batches for row in batch]
 
     def train(self, sequences: Sequence[NDArray[np.int32]], *, packed: bool = True) -> float:
@@ -171,30 +178,32 @@ def random_sequences(vocab: int, lengths: Sequence[int], seed: int) -> list[NDAr
     return [rng.integers(2, vocab, length).astype(np.int32) for length in lengths]
 
 
-def packed_alone(trainer: CheckedTrainer, vocab: int, longest: int) -> Iterator[Finding]:
-    """Compare a pack of sequences with each of them alone: log-probs, and the norm of a gradient."""
-    sequences = random_sequences(vocab, [min(each, longest) for each in LENGTHS], 0)
-    close, tokens = CLOSE[trainer.dtype], sum(map(len, sequences))
-    pairs = zip(trainer.log_probs(sequences), trainer.log_probs(sequences, packed=False))
-    worst = max(float(np.abs(one - other).max()) for one, other in pairs)
-    text = f"log-probs of {tokens} tokens differ by {worst:.1e} at most; allowed: {close:g} in {trainer.dtype}"
-    yield Finding(
-        "padded = alone" if trainer.padded else "packed = alone", text, worst <= close, {"max_abs_diff": worst}
+def checked_sequences(trainer: CheckedTrainer, vocab: int, longest: int) -> list[NDArray[np.int32]]:
+    """Return the sequences whose log-probs are compared."""
+    lengths = [min(each, longest) for each in LENGTHS]
+    return [each for seed in range(_ROUNDS[trainer.dtype]) for each in random_sequences(vocab, lengths, seed)]
+
+
+def packed_alone(trainer: CheckedTrainer, sequences: Sequence[NDArray[np.int32]], scratch: Path) -> Iterator[Finding]:
+    """Compare a pack with each of its sequences alone: log-probs, and the norm of a gradient.
+
+    scratch: an empty folder. The weights stay as they were.
+    """
+    pack, alone = (
+        Side("alone", trainer.log_probs(sequences, packed=packed), trainer.exact_log_probs(sequences, packed=packed))
+        for packed in (True, False)
     )
-
-
-def gradients_packed_alone(trainer: CheckedTrainer, vocab: int, longest: int, scratch: Path) -> Finding:
-    """Compare the gradient's norm of a pack with that of its sequences, from equal weights, which stay as they were."""
-    sequences = random_sequences(vocab, [min(each, longest) for each in LENGTHS], 0)
+    found = compare(trainer.dtype, pack, alone)
+    subject = "padded = alone" if trainer.padded else "packed = alone"
+    yield Finding(subject, found.text, found.holds, {"max_abs_diff": found.worst})
     trainer.rank.save(scratch)
     norms = []
     for packed in (True, False):
         norms.append(trainer.train(sequences, packed=packed))
         trainer.rank.load(scratch)
     gap = abs(norms[0] - norms[1]) / norms[1]
-    close = CLOSE[trainer.dtype]
-    text = f"norm of the gradient {norms[0]:.6g}, alone {norms[1]:.6g}; allowed: a share of {close:g}"
-    return Finding("", text, gap <= close, {"grad_norm_gap": gap})
+    text = f"norm of the gradient {norms[0]:.6g}, alone {norms[1]:.6g}; allowed: a share of {found.gradient:.2g}"
+    yield Finding("", text, gap <= found.gradient, {"grad_norm_gap": gap})
 
 
 def sampled(engine: CheckedEngine, vocab: int) -> list[tuple[NDArray[np.int32], Completion]]:
@@ -217,15 +226,18 @@ def agreement(trainer: CheckedTrainer, pairs: list[tuple[NDArray[np.int32], Comp
     return Finding("trainer = engine", text, found.agree, {"token_mult_prob_error": error})
 
 
-def as_transformers(trainer: CheckedTrainer, folder: str, device: str, vocab: int, longest: int) -> Finding:
-    """Compare the trainer with transformers' own model, a sequence at a time."""
-    sequences = random_sequences(vocab, [min(each, longest) for each in LENGTHS], 0)
-    lm = plain_model(folder, device)
-    found = [plain_log_probs(lm, each) for each in sequences]
-    worst = max(float(np.abs(one - other).max()) for one, other in zip(trainer.log_probs(sequences), found))
-    close = CLOSE[trainer.dtype]
-    text = f"log-probs differ by {worst:.1e} at most from those of its own model; allowed: {close:g}"
-    return Finding("transformers", text, worst <= close, {"transformers_diff": worst})
+def as_transformers(
+    trainer: CheckedTrainer, folder: str, device: str, sequences: Sequence[NDArray[np.int32]]
+) -> Finding:
+    """Compare the trainer with transformers' own model, a sequence at a time.
+
+    Weights of adapters are rounded apart from their base's: no float32 pass of the two together has the same.
+    """
+    exact = None if trainer.adapts else trainer.exact_log_probs(sequences)
+    theirs = own_log_probs(folder, device, sequences, trainer.dtype, rounded=not trainer.adapts)
+    own = Side("trainer", trainer.log_probs(sequences), exact)
+    found = compare(trainer.dtype, own, Side("for its own model", theirs.own, theirs.exact))
+    return Finding("transformers", found.text, found.holds, {"transformers_diff": found.worst, "rounding": found.most})
 
 
 def _whole(folder: Path) -> str:
@@ -237,37 +249,13 @@ def _whole(folder: Path) -> str:
     return str(merged)
 
 
-def plain_model(folder: str, device: str) -> Any:
-    """Return transformers' own model of a folder, in float32: its causal LM, or the whole around its text model.
+def greedy(
+    trainer: CheckedTrainer, engine: CheckedEngine, device: str, vocab: int, scratch: Path, rounding: float
+) -> Finding:
+    """Compare the engine's greedy tokens with the largest logits of transformers' model of the trainer's export.
 
-    The causal LM of such a folder may lack a tied output, which the configuration of the whole states.
+    rounding: of a log-prob in nats, at most; either of two logits may be off by that much.
     """
-    from transformers import AutoModelForCausalLM
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    load: Any = (whole_class(Path(folder)) or AutoModelForCausalLM).from_pretrained
-    lm = load(folder, dtype=torch.float32, attn_implementation="eager")
-    return lm.to(device).eval()
-
-
-@torch.no_grad()
-def plain_logits(lm: Any, tokens: NDArray[np.int32]) -> torch.Tensor:
-    """Return the logits, float32 [T, vocab]."""
-    ids = torch.from_numpy(tokens.astype(np.int64))[None].to(lm.device)
-    logits: torch.Tensor = lm(input_ids=ids, use_cache=False).logits[0].float().cpu()
-    return logits
-
-
-def plain_log_probs(lm: Any, tokens: NDArray[np.int32]) -> NDArray[np.float32]:
-    """Return the log-probs of every token given those before it, 0 at the first."""
-    log_p = plain_logits(lm, tokens)[:-1].log_softmax(-1)
-    chosen = log_p.gather(1, torch.from_numpy(tokens[1:].astype(np.int64))[:, None])[:, 0]
-    return np.concatenate([np.zeros(1, np.float32), chosen.numpy()])
-
-
-def greedy(trainer: CheckedTrainer, engine: CheckedEngine, device: str, vocab: int, scratch: Path) -> Finding:
-    """Compare the engine's greedy tokens with the largest logits of transformers' model of the trainer's export."""
     trainer.rank.export_folder(scratch, trainer.dtype)
     lm = plain_model(_whole(scratch), device)
     prompts = random_sequences(vocab, [PROMPT_TOKENS] * PROMPTS, 2)
@@ -275,21 +263,20 @@ def greedy(trainer: CheckedTrainer, engine: CheckedEngine, device: str, vocab: i
     for prompt, answer in zip(prompts, engine.answers(prompts, 0.0)):
         logits = plain_logits(lm, np.concatenate([prompt, answer.tokens]))[len(prompt) - 1 : -1]
         chosen = logits.gather(1, torch.from_numpy(answer.tokens.astype(np.int64))[:, None])[:, 0]
-        # Either of two logits within rounding is the largest.
-        same += int((chosen >= logits.amax(-1) - CLOSE[trainer.dtype]).sum())
+        same += int((chosen >= logits.amax(-1) - max(EXACT, 2 * rounding)).sum())
         tokens += len(answer.tokens)
     text = f"{same} of {tokens} greedy tokens of the engine are those of transformers with the exported folder"
     return Finding("export", text, same == tokens, {"greedy_same": same, "greedy_tokens": tokens})
 
 
 def engine_findings(
-    trainer: CheckedTrainer, spec: EngineSpec, vocab: int, scratch: Path, imports: Sequence[str] = ()
+    trainer: CheckedTrainer, spec: EngineSpec, vocab: int, scratch: Path, rounding: float, imports: Sequence[str] = ()
 ) -> Iterator[Finding]:
     """Start the engine, and compare it with the trainer: from disk, after other weights came, and after the first ones
     came back. An engine that can receive into its live weights does so, then also into shadow weights.
     Raises EngineProcessError.
 
-    imports: see `EngineProcess`.
+    rounding: see `greedy`. imports: see `EngineProcess`.
     """
     device = spec.device
     environment = engine_kind(spec.kind).environment(device, ["0"] if device != "cpu" else [], [])
@@ -313,7 +300,7 @@ def engine_findings(
             engine.refit(trainer, 2 * number + 2)
             same = _same(first, sampled(engine, vocab))
             yield _served(Served(before, between, engine.checksums(), engine.sent, same), chosen)
-        yield greedy(trainer, engine, device, vocab, scratch / "export")
+        yield greedy(trainer, engine, device, vocab, scratch / "export", rounding)
 
 
 class Served(NamedTuple):
@@ -395,11 +382,12 @@ def check_model(
         write_merged(Path(files.folder), Path(files.adapter), Path(whole), "float32")
     with checked_trainer(settings, files.folder, device, scratch, files.adapter) as trainer:
         vocab = int(trainer.rank.info()["vocab_size"])
-        yield from packed_alone(trainer, vocab, longest)
-        yield gradients_packed_alone(trainer, vocab, longest, scratch / "before")
-        yield as_transformers(trainer, whole, device, vocab, longest)
+        sequences = checked_sequences(trainer, vocab, longest)
+        yield from packed_alone(trainer, sequences, scratch / "before")
+        found = as_transformers(trainer, whole, device, sequences)
+        yield found
         if with_engine:
             require_served(settled)
             spec = engine_spec(settled, files, (), placement)
             spec = replace(spec, version=0, kv_cache_mib=settled.config.generation.kv_cache_mib)
-            yield from engine_findings(trainer, spec, vocab, scratch, imports)
+            yield from engine_findings(trainer, spec, vocab, scratch, found.figures["rounding"], imports)

@@ -37,9 +37,8 @@ def in_float32(policy: FsdpPolicy) -> Iterator[None]:
             stack.enter_context(_replaced(layer, partial(_forward, layer, list(layer.modules()), given, rounded)))
         for module in lm.modules():
             if id(module) not in done and (module._parameters or module._buffers):
-                # Few rows of the embedding are looked up: those alone are converted.
-                parts = [] if module is embedding else [module]
-                stack.enter_context(_replaced(module, partial(_forward, module, parts, None, rounded)))
+                look = partial(_look_up, module) if module is embedding else None
+                stack.enter_context(_replaced(module, look or partial(_forward, module, [module], None, rounded)))
         yield
 
 
@@ -73,6 +72,19 @@ def _forward(
     with _converted(parts, rounded):
         # The class's: an instance's is compiled.
         return tree_map(_float, type(module).forward(module, *args, **kwargs))
+
+
+def _look_up(embedding: nn.Module, tokens: Tensor) -> Any:
+    """Return an embedding's output, computed in float32: some scale it. Only the rows of these tokens are converted."""
+    weight = embedding._parameters["weight"]
+    assert weight is not None
+    unique: Any = torch.unique
+    used, place = unique(tokens, return_inverse=True)
+    embedding._parameters["weight"] = nn.Parameter(weight.detach()[used].float(), requires_grad=False)
+    try:
+        return type(embedding).forward(embedding, place)
+    finally:
+        embedding._parameters["weight"] = weight
 
 
 def _float(value: Any) -> Any:

@@ -43,7 +43,7 @@ def flat(batches: list[list[NDArray[np.float32]]] | None) -> NDArray[np.float32]
     return np.concatenate([row for batch in batches for row in batch])
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "granite", "cohere"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "granite", "cohere", "gemma2"])
 def test_a_pass_in_float32_is_that_of_the_rounded_weights(kind: str, tmp_path: Path) -> None:
     model, batches = make_family(tmp_path / "m", kind), share(DATA, 64)
     own = rounded(shutil.copytree(model, tmp_path / "rounded"))

@@ -1,0 +1,73 @@
+"""Log-probs of transformers' own model of a folder, a sequence at a time: the measure of the trainer's."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rlctl.models.meta_model import whole_class
+
+
+class OwnLogProbs(NamedTuple):
+    """Log-probs of every token given those before it, 0 at the first: float32 [T] a sequence."""
+
+    # In the dtype that was asked for.
+    own: list[NDArray[np.float32]]
+    # In float32, with the weights that the dtype rounds.
+    exact: list[NDArray[np.float32]]
+
+
+def own_log_probs(
+    folder: str, device: str, sequences: Sequence[NDArray[np.int32]], dtype: str, *, rounded: bool = True
+) -> OwnLogProbs:
+    """Compute log-probs in a dtype and in float32. rounded: False leaves the float32 pass its weights as they are."""
+    if dtype == "float32":
+        lm = plain_model(folder, device)
+        exact = [plain_log_probs(lm, each) for each in sequences]
+        return OwnLogProbs(exact, exact)
+    lm = plain_model(folder, device, dtype)
+    own, kinds = [plain_log_probs(lm, each) for each in sequences], _dtypes(lm)
+    # Both at a time may not fit.
+    del lm
+    lm = plain_model(folder, device)
+    if rounded:
+        for name, tensor in lm.state_dict().items():
+            tensor.copy_(tensor.to(kinds[name]))
+    return OwnLogProbs(own, [plain_log_probs(lm, each) for each in sequences])
+
+
+def _dtypes(lm: Any) -> dict[str, torch.dtype]:
+    """Return the dtype of each parameter and persistent buffer: transformers keeps some in float32."""
+    return {name: tensor.dtype for name, tensor in lm.state_dict().items()}
+
+
+def plain_model(folder: str, device: str, dtype: str = "float32") -> Any:
+    """Return transformers' own model of a folder: its causal LM, or the whole around its text model.
+
+    The causal LM of such a folder may lack a tied output, which the configuration of the whole states.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    load: Any = (whole_class(Path(folder)) or AutoModelForCausalLM).from_pretrained
+    lm = load(folder, dtype=getattr(torch, dtype), attn_implementation="eager")
+    return lm.to(device).eval()
+
+
+@torch.no_grad()
+def plain_logits(lm: Any, tokens: NDArray[np.int32]) -> torch.Tensor:
+    """Return the logits, float32 [T, vocab]."""
+    ids = torch.from_numpy(tokens.astype(np.int64))[None].to(lm.device)
+    logits: torch.Tensor = lm(input_ids=ids, use_cache=False).logits[0].float().cpu()
+    return logits
+
+
+def plain_log_probs(lm: Any, tokens: NDArray[np.int32]) -> NDArray[np.float32]:
+    """Return the log-probs of every token given those before it, 0 at the first."""
+    log_p = plain_logits(lm, tokens)[:-1].log_softmax(-1)
+    chosen = log_p.gather(1, torch.from_numpy(tokens[1:].astype(np.int64))[:, None])[:, 0]
+    return np.concatenate([np.zeros(1, np.float32), chosen.numpy()])
