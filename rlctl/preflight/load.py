@@ -13,6 +13,7 @@ from rlctl.config.errors import BrokenValueError, ConfigError, ModelError, Probl
 from rlctl.config.fields import FURTHER, key_of
 from rlctl.config.provenance import ConfigNode, Interpolation, Origin, dump, leaves, read_toml, show_path
 from rlctl.config.recorded_origins import recorded_origins, with_origins
+from rlctl.config.run_weights import local_folder
 from rlctl.config.schema import KINDS, RunConfig
 from rlctl.models.model_sizes import sizes_of, underived
 from rlctl.preflight.checks import check
@@ -135,6 +136,9 @@ def load(
     path = settled.config.model.path
     if not away and underived(path):
         what = "its sizes are not known yet, and not checked; rlctl train derives them before it starts"
+        said.append(f"model.path={path}: {what}")
+    elif not away and local_folder(path) is None:
+        what = "not on this machine, its sizes are not known, and not checked; rlctl train fetches it"
         said.append(f"model.path={path}: {what}")
     recorded, inside = recorded_origins(file) if resume else {}, f"{within}." if within else ""
     recorded = {key.removeprefix(inside): text for key, text in recorded.items() if key.startswith(inside)}

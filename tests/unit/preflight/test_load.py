@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from rlctl.config.builtin import RECIPES
 from rlctl.config.provenance import dump
 from rlctl.config.recorded_origins import recorded_origins, with_origins
 from rlctl.config.schema import GrpoConfig
@@ -129,3 +130,12 @@ def test_what_comes_from_the_environment_travels_as_it_was_written(
     values = composed.values()
     del values["data"]["system_prompt"]
     assert written == values
+
+
+def test_a_model_that_is_not_on_this_machine_is_said_to_be_unchecked() -> None:
+    def said(path: str) -> list[str]:
+        return [note for note in load("grpo", None, [f"model.path={path}"]).notes if "not checked" in note]
+
+    what = "not on this machine, its sizes are not known, and not checked; rlctl train fetches it"
+    assert said("nobody/nothing") == [f"model.path=nobody/nothing: {what}"]
+    assert said(str(RECIPES / "tiny/qwen3-tiny")) == []
