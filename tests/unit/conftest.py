@@ -17,7 +17,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
-    """Have torch compute on one thread: more than one a core wait for each other, 42 s of CPU instead of 9 in packs."""
+    """Have torch compute on one thread: more than one a core wait for each other, 49 s of CPU instead of 8 in packs."""
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)
 
