@@ -107,8 +107,14 @@ class RunState:
     sample: Record = field(default_factory=dict)  # newest group of rollouts.jsonl, for views of one
     damaged: dict[str, int] = field(default_factory=dict)  # file -> lines that are left out
     checkpoint_metric: str = ""
-    mismatch_bound: float = float("inf")  # health.max_token_mult_prob_error
+    configured_bound: float = float("inf")  # health.max_token_mult_prob_error
+    probed_bound: float | None = None  # that of the attempt's probe, which knows the model's rounding
     cuts_distribution: bool = False  # generation.top_p or top_k are set
+
+    @property
+    def mismatch_bound(self) -> float:
+        """Bound on the judged mismatch, as the run's health checks have it."""
+        return self.configured_bound if self.probed_bound is None else self.probed_bound
 
     @property
     def judged_mismatch(self) -> str:
@@ -201,6 +207,7 @@ class RunState:
         if kind == "run_started":
             done = int(event.get("start_step", 0))
             self.start, self.end, self.phase, self.startup = event, {}, None, {}
+            self.probed_bound = None
             self.checkpoints = {step: saved for step, saved in self.checkpoints.items() if step <= done}
             self.steps.drop_after(done)
             self.validations.drop_after(done)
@@ -216,6 +223,8 @@ class RunState:
             else:
                 since, _ = self.startup.get(what, (at - seconds, None))
                 self.startup[what] = (since, float(seconds))
+        elif kind == "probe" and "bound" in event:
+            self.probed_bound = float(event["bound"])
         elif kind == "phase":
             self.phase = (str(event.get("name")), int(event.get("step", 0)), float(event["time"]))
         elif kind == "validation_started":
@@ -283,7 +292,7 @@ class RunReader:
         self._newest_metrics = max((record["time"] for record in unseen), default=self._newest_metrics)
         self._newest = max([self._newest, *(record["time"] for record in [*events[-1:], *metrics[-1:]])])
         if not state.checkpoint_metric:
-            state.checkpoint_metric, state.mismatch_bound, state.cuts_distribution = _from_config(self._config)
+            state.checkpoint_metric, state.configured_bound, state.cuts_distribution = _from_config(self._config)
         if state.end:
             state.status, state.now = state.end.get("status", "failed"), float(state.end["time"])
         else:

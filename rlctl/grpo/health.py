@@ -27,22 +27,23 @@ class FailedShare(Ceiling):
         return found and (*found[:2], f"{found[2]}; most of them {self.cause()}")
 
 
-def grpo_health(settled: SettledGrpo, cause: Callable[[], str] = str, tool_cause: Callable[[], str] = str) -> Health:
-    """Return the checks of a run. cause, tool_cause: return the most common failure of rewards, and of tools."""
+def grpo_health(
+    settled: SettledGrpo,
+    cause: Callable[[], str] = str,
+    tool_cause: Callable[[], str] = str,
+    mismatch_bound: float | None = None,
+) -> Health:
+    """Return the checks of a run. cause, tool_cause: return the most common failure of rewards, and of tools.
+
+    mismatch_bound: of a model that rounds more than health.max_token_mult_prob_error allows.
+    """
     config = settled.config
     bounds = config.health
     # The name of a user's loss may have a path.
     loss = config.grpo.loss.name.replace("{", "{{").replace("}", "}}")
-    mismatch = PARITY if config.compares_apart else MISMATCH
     checks: list[HealthCheck] = [
         gradient_jump(bounds.max_grad_norm_ratio, bounds.grad_norm_window),
-        Ceiling(
-            "mismatch",
-            mismatch,
-            bounds.max_token_mult_prob_error,
-            f"{mismatch} is {{value:.4g}}, at most {{bound:g}} (health.max_token_mult_prob_error): the engine computes "
-            "other log-probs than the trainer does with the same weights",
-        ),
+        _mismatch(settled, mismatch_bound),
         Ceiling(
             "clipped",
             FIRST_CLIPPED,
@@ -112,6 +113,20 @@ def _off_policy(bound: float) -> Ceiling:
         f"{KL} is {{value:.2g}} nats a token, at most {{bound:g}} (health.max_off_policy_kl): the weights move "
         "further between sampling and training than importance weights correct; lower trainer.optimizer.lr or "
         "async.max_trajectory_age_steps",
+    )
+
+
+def _mismatch(settled: SettledGrpo, bound: float | None) -> Ceiling:
+    configured = settled.config.health.max_token_mult_prob_error
+    allowed = configured if bound is None else bound
+    why = "" if allowed == configured else f"={configured:g}, and twice the rounding that the probe found"
+    metric = PARITY if settled.config.compares_apart else MISMATCH
+    return Ceiling(
+        "mismatch",
+        metric,
+        allowed,
+        f"{metric} is {{value:.4g}}, at most {{bound:.4g}} (health.max_token_mult_prob_error{why}): the engine "
+        "computes other log-probs than the trainer does with the same weights",
     )
 
 

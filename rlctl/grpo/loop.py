@@ -32,9 +32,15 @@ from rlctl.training.micro_batching import TrainingSample
 class GrpoLoop(Loop):
     """The steps of a run, see `Loop`."""
 
-    def __init__(self, settled: SettledGrpo, parts: GrpoComponents, stop: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        settled: SettledGrpo,
+        parts: GrpoComponents,
+        stop: Callable[[], bool],
+        mismatch_bound: float | None = None,
+    ) -> None:
         config = settled.config
-        health = grpo_health(settled, parts.failure_cause, parts.tool_cause)
+        health = grpo_health(settled, parts.failure_cause, parts.tool_cause, mismatch_bound)
         super().__init__(
             config.grpo.num_steps, parts.recorder, parts.source.cursor, parts.trainer.begin_save, stop, health
         )

@@ -62,12 +62,12 @@ class GrpoParts:
         """Open the refit, bring the engines to the trainer's version, and compare the two if that is asked."""
         from rlctl.grpo.components import Devices, GrpoComponents
         from rlctl.grpo.loop import GrpoLoop
-        from rlctl.grpo.parity_check import probe
+        from rlctl.grpo.parity_check import bound_of_steps, probe
         from rlctl.launch.worker_specs import training_cost
 
         session, settled, sampling, placement = self.session, self.settled, self.sampling, allocation.placement
         config = settled.config
-        pool = sampling.pool
+        pool, bound = sampling.pool, config.health.max_token_mult_prob_error
         sampling.connect(allocation, trainer)
         if pool.sleeps and precompiles(settled):
             pool.rest()
@@ -99,14 +99,15 @@ class GrpoParts:
                     tasks = data.validation or data.train
                     warn = lambda what: session.events.emit("warning", what=what)  # noqa: E731
                     gap = probe(config, components, tasks, session.start, pool.dtype, warn)
-                session.events.emit("probe", **vars(gap))
+                bound = bound_of_steps(bound, gap.token_mult_prob_error, pool.dtype)
+                session.events.emit("probe", **vars(gap), bound=bound)
             else:
                 pool.sync(session.start)
             if self.probe_only:
                 return None
             # From here on the loop closes the dispatcher and the runner.
             stack.pop_all()
-        return GrpoLoop(settled, components, session.stops)
+        return GrpoLoop(settled, components, session.stops, bound)
 
     def _monitor(self, device: Device, trainer: "TrainerGroup") -> "ResourceMonitor":
         from rlctl.generation.engine import Engine

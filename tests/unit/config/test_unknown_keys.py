@@ -96,6 +96,7 @@ def test_a_former_word_for_a_value_is_answered_with_the_new_one(home: Path) -> N
         ("grpo.loss_type=dapo", "TRL's loss_type is grpo.loss.name: its dapo is grpo, its grpo has reduction "
          "sequence; dr_grpo and cispo too"),
         ("lora.r=8", "PEFT's lora.r is lora.rank"),
+        ("enable_lora=true", "vLLM's enable_lora is lora: {} is the defaults, null is off"),
         ("model.lora_rank=8", "verl's actor_rollout_ref.model.lora_rank is lora.rank: lora: null is its 0"),
         ("trainer.model.lora.rank=3", "it belongs at lora.rank"),
         ("model.peft_config.r=8", "PEFT's lora.r is lora.rank"),

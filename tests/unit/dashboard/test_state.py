@@ -81,6 +81,13 @@ def test_a_resumed_run_forgets_what_its_checkpoint_does_not_hold(tmp_path: Path)
     assert not state.startup
 
 
+def test_the_bound_on_the_mismatch_is_the_probes_where_it_had_one(tmp_path: Path) -> None:
+    run = write_run(tmp_path, steps=3, ended=None)
+    assert read_state(run.path).mismatch_bound == 1.02
+    EventLog(run.events).emit("probe", token_mult_prob_error=1.06, bound=1.12)
+    assert read_state(run.path).mismatch_bound == 1.12
+
+
 def test_polling_without_news_says_so(tmp_path: Path) -> None:
     reader = RunReader(write_run(tmp_path).path)
     assert reader.poll()

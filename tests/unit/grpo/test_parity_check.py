@@ -3,7 +3,7 @@ import math
 import pytest
 
 from rlctl.grpo.logprob_mismatch import Mismatch
-from rlctl.grpo.parity_check import Rounding, Verdict, judge
+from rlctl.grpo.parity_check import Rounding, Verdict, bound_of_steps, judge
 from rlctl.workers.errors import Failure, WorkerError
 
 
@@ -43,3 +43,20 @@ def test_a_second_pass_that_fails_leaves_the_gap_as_the_reason() -> None:
 
     why = "the trainer's pass in float32 failed: exact_log_probs on trainer-0: OutOfMemoryError: CUDA out of memory"
     assert judge(gap, "bfloat16", fails) == Verdict(False, why)
+
+
+@pytest.mark.parametrize(
+    ("configured", "probed", "dtype", "bound"),
+    [
+        (1.05, 1.049, "bfloat16", 1.05),
+        (1.05, 1.06, "bfloat16", 1.12),
+        (1.5, 1.06, "bfloat16", 1.5),
+        # A stricter bound is the user's own, and a smaller gap was not examined.
+        (1.02, 1.06, "bfloat16", 1.02),
+        (1.05, 1.0005, "float32", 1.05),
+    ],
+)
+def test_steps_of_a_model_that_rounds_more_have_a_wider_bound(
+    configured: float, probed: float, dtype: str, bound: float
+) -> None:
+    assert bound_of_steps(configured, probed, dtype) == pytest.approx(bound)

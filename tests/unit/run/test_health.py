@@ -205,6 +205,13 @@ def test_tokens_of_older_weights_or_of_a_cut_distribution_are_not_judged(overrid
     assert warning.what.startswith("mismatch/parity is 2.8, at most 1.05 (health.max_token_mult_prob_error)")
 
 
+def test_a_model_that_rounds_more_is_held_to_its_own_bound() -> None:
+    health = grpo_health(load("grpo", None, []).settled, mismatch_bound=1.12)
+    assert health.look(1, {"mismatch/token_mult_prob_error": 1.0607}) == []
+    (warning,) = health.look(2, {"mismatch/token_mult_prob_error": 1.13})
+    assert "1.13, at most 1.12 (health.max_token_mult_prob_error=1.05, and twice the rounding" in warning.what
+
+
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_an_asynchronous_run_whose_rollouts_are_far_off_policy_is_told(asynchronous: bool) -> None:
     run = load("grpo", None, [f"async.enabled={str(asynchronous).lower()}"]).settled
