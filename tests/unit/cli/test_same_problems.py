@@ -46,7 +46,9 @@ def test_a_recipe_has_no_problem_for_either(rlctl: Rlctl, recipe: str) -> None:
     """The rows of the recipes for GPUs are of a hub."""
     checked = rlctl("config", "check", recipe)
     planned = rlctl("train", "sft" if recipe.startswith("sft") else "grpo", recipe, "--dry-run", "run.dir=runs")
-    assert (checked.code, checked.err, planned.code) == (0, "", 0) and "error" not in planned.err
+    # Models of a hub are on one machine and not on another.
+    told_of = [line for line in checked.err.splitlines() if "not on this machine" not in line]
+    assert (checked.code, told_of, planned.code) == (0, [], 0) and "error" not in planned.err
 
 
 @pytest.mark.parametrize(("kind", "overrides"), BROKEN)

@@ -73,4 +73,5 @@ def test_checkpoints_of_steps_that_are_not_validated(home: Path) -> None:
 
 @pytest.mark.parametrize("recipe", ["grpo-tiny", "sft-tiny", "grpo-qwen3-0.6b-1gpu", "grpo-qwen3-0.6b-2gpu"])
 def test_recipes_keep_their_best(recipe: str) -> None:
-    assert load(None, recipe, []).notes == []
+    # Models of a hub are on one machine and not on another.
+    assert [note for note in load(None, recipe, []).notes if "not on this machine" not in note] == []
