@@ -44,7 +44,9 @@ def run(models: Path) -> Path:
 def test_two_ranks_train_as_fsdp_does_on_one_in_float32(name: str, run: Path, tmp_path: Path) -> None:
     ranks, kind = [seen(run, name, rank) for rank in (0, 1)], LAYOUTS[name][0]
     assert ranks[0]["trained"] == ranks[1]["trained"]
-    with trainer(run / kind, tmp_path, device=DEVICE) as one:
+    # A GPU multiplies experts in bfloat16 alone.
+    device = "cpu" if kind == "qwen3_moe" else DEVICE
+    with trainer(run / kind, tmp_path, device=device) as one:
         assert_close(ranks[0]["exported"], on_host(exported(one)), atol=0)
         for got in ranks[0]["trained"]:
             assert_close(got, one.train(share(SHARED, 64), LOSS, totals(SHARED)), atol=1e-3)
