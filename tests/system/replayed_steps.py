@@ -67,7 +67,9 @@ def check_conversations(engines: list[Worker], give_up: bool) -> None:
         assert (one.tokens.tolist(), one.finish) == (other.tokens.tolist(), other.finish)
         assert np.array_equal(one.log_probs, other.log_probs)
     (shortened,), (own,) = (engine.start(WatchedEngine.blocks).wait(DEADLINE) for engine in engines)
-    assert shortened == own and own["found"] > 500
+    # Requests that are given up have made as many steps as time allowed, and leave as many blocks to be found.
+    same = ("free",) if give_up else tuple(own)
+    assert [shortened[each] for each in same] == [own[each] for each in same] and own["found"] > 500
 
 
 def check_schedules(engines: list[Worker], ahead: bool) -> None:
