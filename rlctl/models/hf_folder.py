@@ -88,8 +88,8 @@ class WeightFiles:
             row.view(target).copy_(value)
 
 
-# Rows at each end of a matrix that are compared.
-_COMPARED = 64
+# Rows of a matrix that are compared at a time.
+_COMPARED = 4096
 
 
 def check_tied(folder: Path, table: ParameterTable, facts: ModelFacts) -> None:
@@ -103,11 +103,11 @@ def check_tied(folder: Path, table: ParameterTable, facts: ModelFacts) -> None:
     for name in files.names():
         if name in table.by_name or not name.endswith(f"{facts.head}.weight"):
             continue
-        rows, *width = own.shape
-        count = min(rows, _COMPARED)
+        rows, width = own.shape
         equal = files.shape(name) == own.shape and all(
-            torch.equal(*(files.part(each, own.shape, (at, 0), (count, *width)).float() for each in (name, own.name)))
-            for at in (0, rows - count)
+            torch.equal(*(files.part(each, own.shape, (at, 0), (count, width)).float() for each in (name, own.name)))
+            for at in range(0, rows, _COMPARED)
+            for count in (min(_COMPARED, rows - at),)
         )
         if not equal:
             raise ModelError(
@@ -119,7 +119,8 @@ def check_tied(folder: Path, table: ParameterTable, facts: ModelFacts) -> None:
 class FolderWriter:
     """Writer of boxes of a folder's weights. Processes write one folder side by side, each its own byte ranges.
 
-    Every process makes the same headers from the same layout. Raises OSError with the file's name.
+    Every process makes the same headers from the same layout. Raises OSError with the file's name. A context manager:
+    leaving it closes the files also after an error, for an open file keeps the room of a removed folder.
     """
 
     def __init__(self, folder: Path, layout: Layout) -> None:
@@ -132,6 +133,14 @@ class FolderWriter:
         self._files = {file: lay_out(part, {"format": "pt"}) for file, part in parts.items()}
         self._open: dict[str, int] = {}
         self._sum = 0
+
+    def __enter__(self) -> "FolderWriter":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for descriptor in self._open.values():
+            os.close(descriptor)
+        self._open = {}
 
     def write(self, name: str, start: Shape, part: Tensor) -> None:
         """Write the box of a tensor that begins at `start`, in the folder's dtype."""
@@ -151,13 +160,11 @@ class FolderWriter:
             index = {"metadata": {"total_size": total}, "weight_map": self._file_of}
             (self._folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
-    def close(self) -> int:
+    def sync(self) -> int:
         """Have everything on the disk; return the sum of the bytes that were written into the files of weights."""
         for file, descriptor in self._open.items():
             with _named(self._folder / file):
                 os.fsync(descriptor)
-            os.close(descriptor)
-        self._open = {}
         return self._sum
 
     def _descriptor(self, file: str) -> int:
@@ -174,12 +181,12 @@ def folder_files(folder: Path) -> list[Path]:
 
 def write_folder(source: Path, folder: Path, layout: Layout, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Write a Hugging Face folder of whole `tensors`, in any order, with the other files of `source`."""
-    writer = FolderWriter(folder, layout)
-    write_companions(source, folder, layout[0][2])
-    writer.write_headers()
-    for name, tensor in tensors:
-        writer.write(name, (0,) * tensor.ndim, tensor)
-    writer.close()
+    with FolderWriter(folder, layout) as writer:
+        write_companions(source, folder, layout[0][2])
+        writer.write_headers()
+        for name, tensor in tensors:
+            writer.write(name, (0,) * tensor.ndim, tensor)
+        writer.sync()
 
 
 def write_companions(source: Path, folder: Path, dtype: str) -> None:

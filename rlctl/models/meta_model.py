@@ -54,28 +54,32 @@ def whole_class(folder: Path) -> Any:
 
 
 @cache
-def text_in_whole(folder: Path) -> tuple[str, str]:
+def text_in_whole(folder: Path, decoder: str) -> tuple[str, str]:
     """Return how the names of the text model's modules begin, alone and in the folder's own class.
 
-    Both are empty for a text model, and where the class is unknown or renames further parts. Raises ModelError for a
-    class that cannot be built.
+    Both are empty for a text model. decoder: path of the text model's decoder, as in `ModelFacts`. Raises ModelError
+    for a class that is unknown, cannot be built, or has other names than `text_name` knows.
     """
     from transformers import AutoConfig
 
+    whole = AutoConfig.from_pretrained(folder)
+    if whole.get_text_config(decoder=True) is whole:
+        return "", ""
+    lost = "an adapter's export would have names that PEFT passes over"
     kind = whole_class(folder)
     if kind is None:
-        return "", ""
-    text = causal_lm(folder)
-    decoder = text.get_decoder()
+        raise ModelError(f"{folder}: transformers has no class of its architectures {whole.architectures}: {lost}")
+    own = type(causal_lm(folder).get_submodule(decoder))
     try:
         with torch.device("meta"):
-            lm = kind._from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+            lm = kind._from_config(whole, dtype=torch.float32)
     except Exception as error:  # A model class has an error for each size that does not fit.
         raise ModelError(f"{folder}: transformers does not build {kind.__name__}: {_reason(error)}") from error
-    alone, inside = ([n for n, m in model.named_modules() if type(m) is type(decoder)] for model in (text, lm))
-    if len(alone) != 1 or len(inside) != 1 or text_name(inside[0] + ".") != alone[0] + ".":
-        return "", ""
-    return alone[0] + ".", inside[0] + "."
+    inside = [name for name, module in lm.named_modules() if type(module) is own]
+    if [text_name(f"{name}.") for name in inside] != [f"{decoder}."]:
+        where = ", ".join(inside) or "no module"
+        raise ModelError(f"{folder}: {kind.__name__} holds its {own.__name__} as {where}, no language_model: {lost}")
+    return f"{decoder}.", f"{inside[0]}."
 
 
 def causal_lm(folder: Path, attention: str | None = None) -> Any:

@@ -1,6 +1,7 @@
 """Model folders as the driver reads and completes them, without torch: sizes, files, the tokens that end an answer."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -50,7 +51,7 @@ class ModelFiles:
         """
         adapter = _fetch_adapter(model.path)
         base = source = read_config(adapter).base if adapter else model.path
-        if not Path(source).is_dir():
+        if not os.path.isdir(source):
             # Two kilobytes say if the weights are worth fetching.
             read_sizes(_download(source, ["config.json"]) / "config.json")
             source = str(_download(source, _FILES))
@@ -86,7 +87,7 @@ class ModelFiles:
 
 def _fetch_adapter(name: str) -> Path | None:
     """Return the folder of an adapter, one of the hub downloaded; None for a whole model."""
-    if Path(name).is_dir():
+    if os.path.isdir(name):
         return local_adapter(name)
     if not (_download(name, ["config.json", ADAPTER_CONFIG]) / ADAPTER_CONFIG).is_file():
         return None

@@ -105,6 +105,8 @@ class StateCopies:
     def prepare(self, sizes: Sequence[int]) -> None:
         """Begin to take the memory for tensors of these bytes, in their order. Earlier memory is free again."""
         self._unlock()
+        # Before the thread asks for the free memory.
+        self._room = None
         self._sizes, self._room = list(sizes), _beside(lambda: self._make_room(sizes))
 
     def take(self, shards: Mapping[int, TensorShard]) -> dict[int, TensorShard]:
@@ -205,21 +207,21 @@ class WeightsJob:
 
     def write(self) -> int:
         """Write this rank's boxes, and the other files if it is rank 0; return the sum of the bytes of weights."""
-        writer = FolderWriter(self.folder, self.layout)
-        if self.rank == 0:
-            writer.write_headers()
-            write_companions(self.source, self.folder, self.layout[0][2])
-            if self.tokenizer:
-                save_tokenizer(self.tokenizer, self.folder)
-        for name, shard in self.weights.items():
-            for row in self.table.of(name):
-                if part := row.part(shard.tensor, shard.start):
-                    writer.write(row.name, *part)
-        if unread := self.table.kept[self.rank :: self.world]:
-            source = WeightFiles(self.source)
-            for row in unread:
-                writer.write(row.name, (0,) * len(row.shape), source.tensor(row.name))
-        return writer.close()
+        with FolderWriter(self.folder, self.layout) as writer:
+            if self.rank == 0:
+                writer.write_headers()
+                write_companions(self.source, self.folder, self.layout[0][2])
+                if self.tokenizer:
+                    save_tokenizer(self.tokenizer, self.folder)
+            for name, shard in self.weights.items():
+                for row in self.table.of(name):
+                    if part := row.part(shard.tensor, shard.start):
+                        writer.write(row.name, *part)
+            if unread := self.table.kept[self.rank :: self.world]:
+                source = WeightFiles(self.source)
+                for row in unread:
+                    writer.write(row.name, (0,) * len(row.shape), source.tensor(row.name))
+            return writer.sync()
 
 
 class RankSave:
@@ -362,6 +364,5 @@ def _ask(future: "Future[R]", wait_s: float | None) -> R | None:
     try:
         return future.result(wait_s)
     except NotYet:
-        if future.done():
-            raise
-        return None
+        # The work may have ended just now, or by a TimeoutError of its own, as of a network's disk.
+        return future.result() if future.done() else None

@@ -54,7 +54,7 @@ class FsdpTrainer(TrainerRank):
         first = None
         if spec.config.adapters:
             # Names of an export. A class that cannot be built is refused now.
-            self._place = text_in_whole(self._folder)
+            self._place = text_in_whole(self._folder, self._facts.decoder)
             first = FirstAdapters(
                 spec.config.adapters, Path(spec.adapter_folder) if spec.adapter_folder else None, spec.seed
             )

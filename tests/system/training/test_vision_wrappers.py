@@ -43,6 +43,16 @@ WRAPPERS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], str, t
         "model.language_model.",
         ("model.visual.",),
     ),
+    # The whole holds a causal LM, not a decoder.
+    "llama4": (
+        TEXT | {"model_type": "llama4_text", "intermediate_size_mlp": 128, "num_local_experts": 2},
+        VISION
+        | {"intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
+        | {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32},
+        {},
+        "language_model.",
+        ("vision_model.", "multi_modal_projector."),
+    ),
 }
 
 

@@ -38,9 +38,12 @@ def test_a_folder_without_safetensors_says_so(tmp_path: Path) -> None:
         WeightFiles(tmp_path)
 
 
-@pytest.mark.parametrize("row", [0, 63, None], ids=["first row", "last row", "equal"])
-def test_an_output_that_is_not_the_embedding_it_is_tied_to_is_refused(tmp_path: Path, row: int | None) -> None:
-    folder = make_model(tmp_path / "m", "qwen3", tied=True)
+@pytest.mark.parametrize("row", [0, 100, 199, None], ids=["first row", "row between", "last row", "equal"])
+def test_an_output_that_is_not_the_embedding_it_is_tied_to_is_refused(
+    tmp_path: Path, row: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hf_folder, "_COMPARED", 64)
+    folder = make_model(tmp_path / "m", "qwen3", tied=True, vocab=200)
     held = load_file(folder / "model.safetensors")
     head = held["model.embed_tokens.weight"].clone()
     if row is not None:
@@ -75,6 +78,19 @@ def test_large_weights_are_written_in_several_files_with_an_index(
     files = WeightFiles(tmp_path / "out")
     for name, tensor in tensors.items():
         assert torch.equal(files.tensor(name), tensor)
+
+
+def test_a_full_disk_leaves_no_file_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # An open file would keep the room of the folder that is removed then.
+    source, out = make_model(tmp_path / "source", "qwen3"), tmp_path / "out"
+    out.mkdir()
+    (out / "model-00002-of-00002.safetensors").symlink_to("/dev/full")
+    monkeypatch.setattr(hf_folder, "SHARD_BYTES", 40)
+    tensors = {name: torch.zeros(8) for name in "ab"}
+    with pytest.raises(OSError, match="No space left on device"):
+        write_folder(source, out, [(name, (8,), "float32") for name in tensors], tensors.items())
+    held = [each.resolve() for each in Path("/proc/self/fd").iterdir() if each.exists()]
+    assert not [each for each in held if each == Path("/dev/full") or each.is_relative_to(out)]
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def test_a_folder_is_used_where_it_is(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("name", ["nobody/nothing", "no/body/nothing"])
+@pytest.mark.parametrize("name", ["nobody/nothing", "no/body/nothing", "x" * 300])
 def test_a_model_that_the_hub_does_not_give_is_one_line(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,7 +30,9 @@ def test_writers_of_rows_and_columns_make_one_file_that_safetensors_reads(tmp_pa
     writers[1].write("scale", (), TENSORS["scale"])
     writers[1].write("flags", (0,), TENSORS["flags"])
     writers[0].write_headers()
-    sums = [writer.close() for writer in writers]
+    sums = [writer.sync() for writer in writers]
+    for writer in writers:
+        writer.__exit__()
     (file,) = folder_files(tmp_path)
     found = load_file(file)
     assert found.keys() == TENSORS.keys()
@@ -39,10 +41,10 @@ def test_writers_of_rows_and_columns_make_one_file_that_safetensors_reads(tmp_pa
 
 
 def test_a_wider_tensor_is_cast_to_the_dtype_of_the_folder(tmp_path: Path) -> None:
-    writer, wide = FolderWriter(tmp_path, [("w", (3,), "bfloat16")]), torch.randn(3)
-    writer.write("w", (0,), wide)
-    writer.write_headers()
-    writer.close()
+    wide = torch.randn(3)
+    with FolderWriter(tmp_path, [("w", (3,), "bfloat16")]) as writer:
+        writer.write("w", (0,), wide)
+        writer.write_headers()
     assert torch.equal(load_file(folder_files(tmp_path)[0])["w"], wide.to(torch.bfloat16))
 
 

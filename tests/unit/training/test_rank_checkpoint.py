@@ -1,7 +1,11 @@
 """Copies of a rank's state are in memory that was taken beside the steps before, and no copy is in two locked parts."""
 
 import weakref
+from concurrent.futures import Future
 from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -10,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlctl.training import rank_checkpoint
-from rlctl.training.rank_checkpoint import StateCopies, TensorShard, copied_once, locked_parts
+from rlctl.training.rank_checkpoint import RankSave, StateCopies, TensorShard, copied_once, locked_parts
 
 CPU = torch.device("cpu")
 
@@ -59,6 +63,40 @@ def test_memory_that_the_system_does_not_lock_is_free_again(monkeypatch: pytest.
             copies.take(shards)
         assert len(asked) == 3 * attempt and len(unlocked) == 2 * attempt
         assert all(part() is None for part in asked)
+
+
+def test_files_that_are_written_as_the_wait_for_them_ends_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Late(Future[Any]):
+        """The work ends after the wait has, and before anybody looks again."""
+
+        def result(self, timeout: float | None = None) -> Any:
+            found = super().result()
+            if timeout is None:
+                return found
+            raise TimeoutError
+
+    monkeypatch.setattr(rank_checkpoint, "Future", Late)
+    save = RankSave(0, 1, CPU, "nothing")
+    save.begin(tmp_path, {}, 3, {}, None, copied=False)
+    written = save.written(0.01)
+    assert written and [Path(name).is_file() for name in written.files] == [True]
+
+
+def test_memory_of_other_sizes_is_free_before_it_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies, alive = StateCopies(CPU, 1), list[bool]()
+    copies.take(state(100))
+    assert copies._room
+    before = weakref.ref(copies._room.result())
+
+    def free() -> SimpleNamespace:
+        alive.append(before() is not None)
+        return SimpleNamespace(available=1 << 40)
+
+    monkeypatch.setattr(rank_checkpoint.psutil, "virtual_memory", free)
+    copies.take(state(200))
+    assert alive == [False]
 
 
 def test_other_sizes_than_expected_get_memory_of_their_own() -> None:
