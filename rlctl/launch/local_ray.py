@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -52,27 +53,41 @@ def ray_session(logs: Path, *, loopback: bool = False, **options: Any) -> Iterat
     """
     import rlctl.workers  # noqa: F401  (sets what Ray reads at its import)
     import ray  # isort: skip
-    from ray._private import ray_constants
 
     logs.mkdir(parents=True, exist_ok=True)
     logger = logging.getLogger("ray")
     logger.handlers, logger.propagate = [logging.FileHandler(logs / "ray.log")], False
-    # Ray reads the switch of loopback at its import, which may have been before.
-    clustered, handler = getattr(ray_constants, _CLUSTER_SWITCH, None), signal.getsignal(signal.SIGTERM)
+    handler = signal.getsignal(signal.SIGTERM)
     try:
-        if clustered is not None:
-            setattr(ray_constants, _CLUSTER_SWITCH, clustered and not loopback)
         try:
-            ray.init(log_to_driver=False, configure_logging=False, **options)
+            with _loopback_switch(loopback):
+                ray.init(log_to_driver=False, configure_logging=False, **options)
         finally:
-            if clustered is not None:
-                setattr(ray_constants, _CLUSTER_SWITCH, clustered)
             # Ray's own handler ends the process at once: a run that is to stop would not be saved.
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, handler)
         yield
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def _loopback_switch(loopback: bool) -> Iterator[None]:
+    """Set Ray's private switch of loopback in the block: Ray reads it at its import, which may have been before.
+
+    A Ray without it goes by the environment (`LOOPBACK_ONLY`) alone.
+    """
+    constants: Any = None
+    with suppress(ImportError):
+        constants = import_module("ray._private.ray_constants")
+    if (clustered := getattr(constants, _CLUSTER_SWITCH, None)) is None:
+        yield
+        return
+    setattr(constants, _CLUSTER_SWITCH, clustered and not loopback)
+    try:
+        yield
+    finally:
+        setattr(constants, _CLUSTER_SWITCH, clustered)
 
 
 @contextmanager

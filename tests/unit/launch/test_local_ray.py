@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from rlctl.launch import local_ray as module
-from rlctl.launch.local_ray import _NEEDED, _UNUSED, RayTooSlow, _watched, _without_unused, local_ray
+from rlctl.launch.local_ray import _NEEDED, _UNUSED, RayTooSlow, _watched, _without_unused, local_ray, ray_session
 
 import ray  # isort: skip (Ray reads rlctl's settings at its import)
 from tests.waiting import until
@@ -84,3 +84,22 @@ def test_a_ray_without_the_private_methods_starts_in_its_own_way(gone: str, monk
         assert kept == (list(own) if gone == "the module" else [])
     monkeypatch.undo()
     assert {name: getattr(Node, name) for name in _UNUSED} == own
+
+
+@pytest.mark.parametrize("gone", ["nothing", "the switch", "the module"])
+def test_a_ray_without_its_private_switch_of_loopback_starts(
+    gone: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ray._private import ray_constants
+
+    own, seen = ray_constants.ENABLE_RAY_CLUSTER, []
+    monkeypatch.setattr(ray, "init", lambda **options: seen.append(getattr(ray_constants, "ENABLE_RAY_CLUSTER", None)))
+    monkeypatch.setattr(ray, "shutdown", lambda: seen.append("shut down"))
+    if gone == "the module":
+        monkeypatch.delattr(ray._private, "ray_constants")
+        monkeypatch.setitem(sys.modules, "ray._private.ray_constants", None)
+    elif gone == "the switch":
+        monkeypatch.delattr(ray_constants, "ENABLE_RAY_CLUSTER")
+    with ray_session(tmp_path, loopback=True):
+        assert getattr(ray_constants, "ENABLE_RAY_CLUSTER", None) == (None if gone == "the switch" else own)
+    assert seen == [{"nothing": False, "the switch": None, "the module": own}[gone], "shut down"]

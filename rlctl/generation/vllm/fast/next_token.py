@@ -8,7 +8,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
-# Features that rlctl's engines lack. A scheduler with any of these, in vLLM 0.25 or 0.32, is left alone.
+# Features that rlctl's engines lack. A scheduler with any of these, by its name in any compared release, is left alone.
 _FEATURES = (
     "connector",
     "ec_connector",
@@ -39,9 +39,9 @@ class SampledTokens:
 class NextTokens:
     """Stands before a scheduler's `schedule`, and takes in the tokens of requests that go on.
 
-    Made for vLLM 0.25 and 0.32, requests of `vllm_request`, and models whose layers all attend to the whole
-    sequence; of others it takes nothing in. It repeats the steps of vLLM's schedulers for a running request with one
-    more token, in their order.
+    Made for the releases of `COMPARED` (`switch.py`), requests of `vllm_request`, and models whose layers all attend
+    to the whole sequence; of others it takes nothing in. It repeats the steps of vLLM's schedulers for a running
+    request with one more token, in their order.
     """
 
     def __init__(self, scheduler: Any) -> None:
@@ -53,7 +53,7 @@ class NextTokens:
         self._running, self._unpaused = RequestStatus.RUNNING, PauseState.UNPAUSED
         # The next step is scheduled before this one's tokens are known: they have placeholders meanwhile.
         self._ahead = isinstance(scheduler, AsyncScheduler)
-        # Attributes of vLLM 0.32 that 0.25 lacks.
+        # Attributes that vLLM 0.25 lacks and later releases have.
         self._counts_in_flight = "num_in_flight_tokens" in Request.__init__.__code__.co_names
         # Tokens that were sampled before a request was preempted, and are yet to come.
         self._stale = "num_stale_output_tokens" if self._counts_in_flight else "async_tokens_to_discard"

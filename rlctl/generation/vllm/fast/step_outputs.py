@@ -14,7 +14,7 @@ from rlctl.generation.vllm.fast.next_token import NextTokens, SampledTokens
 class StepOutputs:
     """Stands between a scheduler and the output processor, for requests that are read once, at their end.
 
-    Made for vLLM 0.25 to 0.32, flat log-probs of sampled tokens, one token a step and request.
+    Made for the releases of `COMPARED` (`switch.py`), flat log-probs of sampled tokens, one token a step and request.
     """
 
     def __init__(self, scheduler: Any, states: Mapping[str, Any], next_tokens: NextTokens | None = None) -> None:
