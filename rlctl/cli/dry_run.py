@@ -37,8 +37,8 @@ def show_plan(
     console().print(format_plan(plan))
     if demands:
         console().print(format_rows("demands on the cluster", demands))
-    refuse(composed, plan.too_large)
-    refuse(composed, plan.unserved, "model.path")
+    refuse_plan(composed, plan.too_large)
+    refuse_plan(composed, plan.unserved, "model.path")
     if demands is not None:
         raise typer.Exit(OK)
     if not where:
@@ -65,7 +65,7 @@ def show_plan(
     raise typer.Exit(OK)
 
 
-def refuse(composed: "Composed[Settled]", why: str | None, key: str = "trainer.num_ranks") -> None:
+def refuse_plan(composed: "Composed[Settled]", why: str | None, key: str = "trainer.num_ranks") -> None:
     """Raise ConfigError if the machine cannot do the work that `key` asks for. why: the reason, None if it can."""
     if why:
         raise ConfigError([Problem(str(composed.origins.get(key, "")), key, why)])

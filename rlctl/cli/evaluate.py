@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -12,9 +12,6 @@ from rlctl.cli.arguments import WEIGHTS, Arguments, AsJson, OfStep, split
 from rlctl.cli.output import busy, console, examples, explained_weights, say, tell
 from rlctl.config.builtin import runs_folder
 from rlctl.config.errors import ConfigError, Problem
-
-if TYPE_CHECKING:
-    pass
 
 EPILOG = examples(
     "rlctl eval sums                            a run's newest checkpoint",

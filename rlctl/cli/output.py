@@ -87,12 +87,12 @@ def refuse(error: UserError) -> NoReturn:
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """End a command that a cluster's error or Ctrl-C ends with one line and the right exit code."""
-    from rlctl.cluster.state import ClusterError
-
+    """End a command that a user's error or Ctrl-C ends with one line and the right exit code."""
     try:
         yield
-    except ClusterError as error:
+    except ConfigError:
+        raise
+    except UserError as error:
         refuse(error)
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None

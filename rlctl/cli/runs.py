@@ -5,13 +5,13 @@ import os
 import sys
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rlctl.cli.arguments import AsJson, Follow, Lines
 from rlctl.cli.completion import complete_run
-from rlctl.cli.output import BAD_INPUT, FAILED, INTERRUPTED, examples, explained, note, refuse, say
+from rlctl.cli.output import BAD_INPUT, FAILED, INTERRUPTED, examples, explained, note, say
 from rlctl.config.builtin import runs_folder
 
 if TYPE_CHECKING:
@@ -110,23 +110,17 @@ def dash(
 @app.command(epilog=examples("rlctl runs stop", "rlctl runs stop grpo--qwen3-tiny--1"))
 def stop(run: Run = "", root: Root = None) -> None:
     """Stop a run after its step, with a checkpoint. A second time stops it at once."""
-    from rlctl.cluster.jobs.watch import stop_job
+    from rlctl.cluster.jobs.watch import stop_run
     from rlctl.dashboard.state import read_state
-    from rlctl.run.run_dir import JobRecord
 
     folder = _find_fresh(run, root)
     state = read_state(folder)
     if state.status not in ("new", "running"):
         say(f"{folder.name} does not run: {state.status}")
         return
-    record = JobRecord.read(folder)
-    again = any(event.get("asked_to_stop") is True for event in state.of_this_attempt())
     with explained():
-        if record is not None:
-            stop_job(folder, record, now=again)
-        else:
-            _stop_driver(folder, state.start)
-    what = "ends now" if again else f"ends after its step, and is saved; watch: rlctl runs dash {quote(str(folder))}"
+        at_once = stop_run(folder, state)
+    what = "ends now" if at_once else f"ends after its step, and is saved; watch: rlctl runs dash {quote(str(folder))}"
     say(f"{folder.name} {what}")
 
 
@@ -227,41 +221,14 @@ def report(
     write_report([_find_fresh(run, root) for run in runs or [""]], output, png, open_it)
 
 
-def _stop_driver(folder: Path, start: "dict[str, Any]") -> None:
-    """Ask a driver on this machine to stop."""
-    import os
-    import signal
-    import socket
-
-    if start.get("host") != socket.gethostname():
-        where = start.get("host") or "no machine that is known"
-        say(f"error: {folder.name} is driven on {where}: stop it there, or press Ctrl-C", err=True)
-        raise typer.Exit(BAD_INPUT)
-    try:
-        os.kill(int(start["pid"]), signal.SIGTERM)
-    except (KeyError, ValueError, TypeError, OverflowError):
-        say(f"error: the events of {folder.name} do not name its driver: stop it where it runs, with Ctrl-C", err=True)
-        raise typer.Exit(BAD_INPUT) from None
-    except OSError as error:
-        say(f"error: process {start['pid']}, which drives {folder.name}, cannot be told: {error.strerror}", err=True)
-        raise typer.Exit(FAILED) from None
-
-
 def _bring_up_to_date(folder: Path) -> None:
     """Copy the newest records of a run, if a cluster drives it."""
     if not (folder / "job.json").is_file():
         return
-    from rlctl.cluster.jobs.watch import refresh_run
-    from rlctl.dashboard.state import read_state
-    from rlctl.run.run_dir import RunDirError
+    from rlctl.cluster.jobs.watch import refresh_open_run
 
-    try:
-        if read_state(folder).status in ("new", "running", "died"):
-            refresh_run(folder)
-    except RunDirError as error:
-        note([str(error)])
-    except OSError as error:
-        note([f"{error.filename or folder} cannot be read: {error.strerror}"])
+    if why := refresh_open_run(folder):
+        note([why])
 
 
 def _print(table: "RenderableType") -> "Console":
@@ -281,7 +248,7 @@ def _find_fresh(run: str, root: Path | None) -> Path:
 def _find(run: str, root: Path | None) -> Path:
     """Return the directory of a run by name, by path, or the newest; end the command if there is none."""
     from rlctl.dashboard.run_list import newest
-    from rlctl.run.run_dir import RunDirError, find_run
+    from rlctl.run.run_dir import find_run
 
     folder = root or runs_folder()
     if not run:
@@ -290,7 +257,5 @@ def _find(run: str, root: Path | None) -> Path:
             say(f"no runs in {folder}; start one with: rlctl train grpo", err=True)
             raise typer.Exit(BAD_INPUT)
         return latest
-    try:
+    with explained():
         return find_run(run, folder)
-    except RunDirError as error:
-        refuse(error)

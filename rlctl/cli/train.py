@@ -9,7 +9,7 @@ import typer
 
 from rlctl.cli.arguments import Arguments, split
 from rlctl.cli.completion import complete_run
-from rlctl.cli.dry_run import refuse, show_plan
+from rlctl.cli.dry_run import refuse_plan, show_plan
 from rlctl.cli.output import FAILED, busy, examples, note, reading, say
 from rlctl.cli.train_there import Where, train_there
 from rlctl.config.errors import ConfigError, ModelError, Problem
@@ -169,7 +169,7 @@ def _check_here(
     settled = composed.settled.on(RunMachine(device_of(len(machine.gpus)), memory), composed.settled.facts)
     cluster = planned_cluster(config.placement.nodes) if config.placement.nodes else None
     if cluster and not dry_run:
-        refuse(composed, "is a cluster that is not there, for --dry-run alone: leave it out", "placement.nodes")
+        refuse_plan(composed, "is a cluster that is not there, for --dry-run alone: leave it out", "placement.nodes")
     if cluster:
         there = settle_there(composed.settled, cluster)
         plan = make_plan(there, cluster.resources)
@@ -182,8 +182,8 @@ def _check_here(
             tried = try_all(composed, rewards=others, environments=played, fetch=False)
         show_plan(replace(composed, notes=[*composed.notes, *tried]), plan, resumed)
     if not elsewhere:
-        refuse(composed, plan.misplaced or plan.too_large)
-        refuse(composed, plan.unserved, "model.path")
+        refuse_plan(composed, plan.misplaced or plan.too_large)
+        refuse_plan(composed, plan.unserved, "model.path")
     note(composed.notes)
     needed = ["torch", "transformers", "ray"]
     if sampling:

@@ -61,7 +61,7 @@ def train_there(
     where: Where, target: "TargetCluster", composed: "Composed[Settled]", resumed: "Resumed | None", dry_run: bool
 ) -> int:
     """Submit a run, or show its plan; return the exit code: the run's own, if it is watched to its end."""
-    from rlctl.cli.dry_run import refuse, show_plan
+    from rlctl.cli.dry_run import refuse_plan, show_plan
     from rlctl.cluster.jobs.submit import Submission, submit
     from rlctl.config.builtin import RECIPES
     from rlctl.preflight.machine import RunMachine, device_of
@@ -72,8 +72,8 @@ def train_there(
     if dry_run:
         show_plan(composed, plan, resumed, f" --cluster {target.state.name}")
     short = f"{plan.misplaced}; --wait waits for it" if plan.misplaced and not where.wait else None
-    refuse(composed, short or plan.too_large)
-    refuse(composed, plan.unserved, "model.path")
+    refuse_plan(composed, short or plan.too_large)
+    refuse_plan(composed, plan.unserved, "model.path")
     note(composed.notes)
     flags = ["--wait"] * where.wait + ["--probe"] * where.probe
     if unsent := [name for name in composed.variables() if name not in where.secrets]:

@@ -6,12 +6,15 @@ signal stops it, and no signal interrupts its clearing up.
 
 import os
 import signal
+import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
+
+from rlctl.config.errors import UserError
 
 
 class Interrupts:
@@ -47,6 +50,29 @@ class Interrupts:
         self.asked = True
         # On a separate thread: the interrupted main thread may hold a lock that this waits for.
         threading.Thread(target=self._notify, name="interrupted").start()
+
+
+class NotStopped(UserError):
+    """A driver that was not told to stop. The message is one line with the remedy."""
+
+
+def stop_driver(run: str, start: Mapping[str, Any]) -> None:
+    """Ask a driver on this machine to stop. start: the run's event `run_started`.
+
+    Raises NotStopped for a driver of another machine, one that the event does not name, and one that cannot be told.
+    """
+    if start.get("host") != socket.gethostname():
+        where = start.get("host") or "no machine that is known"
+        raise NotStopped(f"{run} is driven on {where}: stop it there, or press Ctrl-C")
+    try:
+        os.kill(int(start["pid"]), signal.SIGTERM)
+    except (KeyError, ValueError, TypeError, OverflowError):
+        what = f"the events of {run} do not name its driver: stop it where it runs, with Ctrl-C"
+        raise NotStopped(what) from None
+    except OSError as error:
+        failed = NotStopped(f"process {start['pid']}, which drives {run}, cannot be told: {error.strerror}")
+        failed.exit_code = 1
+        raise failed from None
 
 
 @contextmanager

@@ -15,7 +15,9 @@ from pathlib import Path
 from rlctl.cluster.hosts import Host
 from rlctl.cluster.jobs.submit import ask
 from rlctl.cluster.state import ClusterError, ClusterState, ClusterStore, try_lock
-from rlctl.run.run_dir import JobRecord, RunDir
+from rlctl.dashboard.state import RunState, read_state
+from rlctl.run.interrupts import stop_driver
+from rlctl.run.run_dir import JobRecord, RunDir, RunDirError
 from rlctl.telemetry.events import EventLog
 from rlctl.utils.files import write_whole
 
@@ -139,13 +141,33 @@ def refresh_run(run: Path) -> None:
         followed.copy(threading.Event(), follow=False, end=time.monotonic() + _SYNC_S)
 
 
-def stop_job(run: Path, record: JobRecord, now: bool) -> bool:
-    """Stop a run's job and return True if it ran. now: without finishing its step. Raises ClusterError."""
-    state = cluster_of(record)
-    if state is None:
+def refresh_open_run(run: Path) -> str:
+    """Bring a run that a job drives up to date, unless it has ended. Return why it cannot be read, or nothing."""
+    try:
+        if (run / "job.json").is_file() and read_state(run).status in ("new", "running", "died"):
+            refresh_run(run)
+    except RunDirError as error:
+        return str(error)
+    except OSError as error:
+        return f"{error.filename or run} cannot be read: {error.strerror}"
+    return ""
+
+
+def stop_run(run: Path, state: RunState) -> bool:
+    """Stop a run after its step, or at once if it was asked before. Return True for at once.
+
+    Raises ClusterError for a job whose cluster does not answer, NotStopped for a driver that cannot be told.
+    """
+    record = JobRecord.read(run)
+    now = any(event.get("asked_to_stop") is True for event in state.of_this_attempt())
+    if record is None:
+        stop_driver(run.name, state.start)
+        return now
+    cluster = cluster_of(record)
+    if cluster is None:
         raise ClusterError(f"{record.cluster} is not up, and so nothing of it runs")
-    request = {"job": record.job, "run": ClusterRun(run, record, state).path, "now": now}
-    return bool(ask(state, "stop", request)["stopped"])
+    ask(cluster, "stop", {"job": record.job, "run": ClusterRun(run, record, cluster).path, "now": now})
+    return now
 
 
 def show_run_logs(run: Path, process: str | None, node: str | None, follow: bool, lines: int) -> int:

@@ -3,15 +3,17 @@
 import os
 import pty
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from rlctl.run.interrupts import Interrupts
+from rlctl.run.interrupts import Interrupts, NotStopped, stop_driver
 
 
 @pytest.mark.parametrize(
@@ -51,3 +53,21 @@ with LiveDashboard(write_run(pathlib.Path({str(tmp_path)!r}), ended=None), Conso
             shown += piece
     assert done.returncode == 130 and b"\x1b[?1049h" in shown
     assert shown.endswith(b"\x1b[?1049l\x1b[?25hgo on: rlctl train\r\n")
+
+
+@pytest.mark.parametrize(
+    ("start", "said", "code"),
+    [
+        ({"host": "gpu7", "pid": 1}, "a is driven on gpu7: stop it there, or press Ctrl-C", 2),
+        ({}, "a is driven on no machine that is known: stop it there, or press Ctrl-C", 2),
+        ({"host": "here"}, "the events of a do not name its driver: stop it where it runs, with Ctrl-C", 2),
+        ({"host": "here", "pid": "x"}, "the events of a do not name its driver: stop it where it runs, with Ctrl-C", 2),
+        # No process has a larger number.
+        ({"host": "here", "pid": 1 << 22}, "process 4194304, which drives a, cannot be told: No such process", 1),
+    ],
+)
+def test_a_driver_that_cannot_be_stopped_is_one_line(start: dict[str, Any], said: str, code: int) -> None:
+    where = {"host": socket.gethostname()} if start.get("host") == "here" else {}
+    with pytest.raises(NotStopped) as error:
+        stop_driver("a", start | where)
+    assert (str(error.value), error.value.exit_code) == (said, code)
