@@ -27,7 +27,6 @@ from rlctl.config.provenance import (
     put,
     read_file,
     read_value,
-    show_path,
 )
 from rlctl.config.schema import KINDS
 
@@ -54,13 +53,6 @@ def compose(recipe: Path, overrides: list[str], within: str = "") -> ConfigNode:
     within: dotted key of a whole config inside the file: return that one. Raises ConfigError: a
     parent not found, unreadable YAML, a malformed override or reference.
     """
-    try:
-        return _composed(recipe, overrides, within)
-    except RecursionError:
-        raise ConfigError([Problem(show_path(recipe), "", "nested too deep, in a file or an override")]) from None
-
-
-def _composed(recipe: Path, overrides: list[str], within: str) -> ConfigNode:
     root = _with_recipe(_complete(_inherit(recipe, (), {})))
     if within:
         found = node_at(root, within.split("."))
@@ -270,7 +262,7 @@ def _put(node: ConfigNode, names: list[str], value: ConfigNode, origin: Origin) 
         return merge(node, value)
     name, rest = names[0], names[1:]
     if isinstance(node.value, list):
-        index = int(name) if name.isdecimal() and len(name) < 9 else -1
+        index = int(name) if name.isdecimal() else -1
         if not 0 <= index < len(node.value):
             has = f"0 to {len(node.value) - 1}" if node.value else "none: the list is empty"
             raise ConfigError([Problem(str(origin), "", f"no list entry {name}; there are {has}")])

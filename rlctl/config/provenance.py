@@ -147,7 +147,7 @@ def read_toml(path: Path) -> ConfigNode:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigError([Problem(show_path(path), "", f"cannot be read: {reason}")]) from error
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except tomllib.TOMLDecodeError as error:
         raise ConfigError([Problem(show_path(path), "", f"not TOML: {error}")]) from error
 
 

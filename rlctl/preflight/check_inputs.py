@@ -25,8 +25,6 @@ from rlctl.preflight.backend import Violation, Violations
 
 # Bytes of a name in most file systems, less the text added at its ends.
 _LONGEST_NAME = 200
-# Linux takes 4,096.
-_LONGEST_PATH = 3000
 
 
 def check_data(config: RunConfig) -> Violations:
@@ -102,10 +100,8 @@ def check_reward(reward: RewardSection) -> Iterator[tuple[str, str]]:
     elif reward.pattern is not None:
         try:
             groups = re.compile(reward.pattern).groups
-        except (re.error, OverflowError, RecursionError) as error:
-            # Python's own words of a recursion depend on where it ended.
-            why = "its groups nest too deep" if isinstance(error, RecursionError) else error
-            yield "pattern", f"no regular expression: {why}"
+        except re.error as error:
+            yield "pattern", f"no regular expression: {error}"
         else:
             if groups == 0:
                 advice = "put what is compared with the answer in brackets"
@@ -144,8 +140,6 @@ def _unwritable(directory: str) -> str:
     if directory.startswith("~"):
         return f"{shortened(directory.partition('/')[0])} is no user of this machine"
     folder = Path(os.path.abspath(directory))
-    if len(os.fsencode(folder)) > _LONGEST_PATH:
-        return f"is {len(os.fsencode(folder)):,} letters long: at most {_LONGEST_PATH:,} leave room for a run's files"
     while not os.path.lexists(folder) and folder != folder.parent:
         if len(os.fsencode(folder.name)) > _LONGEST_NAME:
             return f"{shortened(folder.name)} is longer than a folder's name can be, {_LONGEST_NAME} letters"
@@ -191,7 +185,7 @@ def missing_plugin(name: str, known: Iterable[str], kind: str) -> str:
         defined = _defined_names(file)
     except SyntaxError as error:
         return f"{show_path(file)}:{error.lineno}: not Python: {error.msg}"
-    except (OSError, ValueError, RecursionError, MemoryError) as error:
+    except (OSError, ValueError) as error:
         return f"{show_path(file)}: not Python: {error}"
     if attribute in defined:
         return ""
