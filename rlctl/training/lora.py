@@ -23,6 +23,7 @@ from rlctl.models.layer_kinds import LinearLayer
 from rlctl.models.parameter_table import TensorRow
 from rlctl.models.weight_headers import digest_of_weights
 from rlctl.refit.source import Shard
+from rlctl.training.interface import MicroBatch
 
 
 class LoraLinear(nn.Linear):
@@ -106,16 +107,31 @@ def without_adapters(lm: nn.Module) -> Iterator[None]:
             layer.adapts = True
 
 
+def needs_attention(micro_batches: Iterable[MicroBatch]) -> bool:
+    """Return True if a token is trained that has two before it.
+
+    Only such a token's loss depends on queries and keys. The second token of a row follows one, which has all weight.
+    """
+    return any(bool(sample.mask[2:].any()) for batch in micro_batches for sample in batch)
+
+
 @contextmanager
-def require_moved(sent: Iterable[TensorRow], shards: Callable[[], list[Shard]], lr: float) -> Iterator[None]:
+def require_moved(
+    sent: Iterable[TensorRow], shards: Callable[[], list[Shard]], lr: float, attends: bool
+) -> Iterator[bool]:
     """Raise RuntimeError on all ranks, naming it, if the optimizer step within the block leaves a B as it was.
 
-    sent: rows that refits send; without adapters nothing is looked at, nor at a rate of 0. shards: returns this rank's
-    parts, as a refit reads them. Every B moves in the first step at a rate above 0. Later steps may round to none.
+    Gives True if it looks: not without adapters, at a rate of 0, or where no rank's samples need attention. A step that
+    it looks at first moves every B. Later steps may round to none.
+    sent: rows that refits send. shards: returns this rank's parts, as a refit reads them. attends: `needs_attention` of
+    this rank's samples.
     """
     names = [row.name for row in sent if row.name.endswith(LORA_B)] if lr else []
+    if names:
+        dist.all_reduce(needed := torch.tensor(int(attends)), dist.ReduceOp.MAX)
+        names = names if needed else []
     before = _bits(names, shards)
-    yield
+    yield bool(names)
     if not names:
         return
     moved = torch.tensor([one != other for one, other in zip(before, _bits(names, shards))], dtype=torch.int32)

@@ -28,7 +28,7 @@ from rlctl.preflight.backend import backend_of
 from rlctl.preflight.columns import Role
 from rlctl.refit.source import Shard
 from rlctl.training.interface import Loss, MicroBatch, Totals
-from rlctl.training.lora import require_moved, without_adapters
+from rlctl.training.lora import needs_attention, require_moved, without_adapters
 from rlctl.training.offload import FrozenWeights, OffloadManager, process_memory
 from rlctl.training.rank_checkpoint import ExportJob, RankSave, SaveBegun, Shards, TensorShard, WeightsJob
 from rlctl.training.spec import TrainerSpec
@@ -75,6 +75,8 @@ class TrainerRank(ABC):
         self._frozen: dict[Role, FrozenWeights] = {}
         # Updates made; the learning rate follows this count.
         self._updates = 0
+        # True once an optimizer step has moved every adapter; and if the open update needs attention on this rank.
+        self._all_moved, self._attends = spec.config.adapters is None, False
         # This rank's part of the newest checkpoint.
         copies = spec.copies if self.saves_live_tensors else "nothing"
         self.saving = RankSave(spec.rank, spec.world, self._device, copies)
@@ -135,7 +137,8 @@ class TrainerRank(ABC):
         self._state.enter("train")
         if self._metrics is None:
             self._zero_gradients()
-            self._metrics = MetricAccumulator()
+            self._metrics, self._attends = MetricAccumulator(), False
+        self._attends |= needs_attention(micro_batches)
         try:
             self._run(micro_batches, loss, self._metrics, backward=True)
         except BaseException:
@@ -152,7 +155,8 @@ class TrainerRank(ABC):
         There is no train/lr then.
 
         Raises FloatingPointError, on every rank and with nothing updated, for a loss or a gradient norm that is not
-        finite. Raises RuntimeError on every rank after the first optimizer step if it left an adapter as it was.
+        finite. Raises RuntimeError on every rank after the first optimizer step that should move every adapter if it
+        left one as it was.
         """
         metrics, self._metrics = self._metrics, None
         if metrics is None:
@@ -165,8 +169,10 @@ class TrainerRank(ABC):
             self._reduce_gradients()
             norm = self._clip(metrics.loss(self._device), normalizer)
             if norm:
-                with require_moved(self._table.sent, self._shards, lr if self._updates == 0 else 0.0):
+                rate = 0.0 if self._all_moved else lr
+                with require_moved(self._table.sent, self._shards, rate, self._attends) as looked:
                     self._move_weights(lr)
+                self._all_moved |= looked
         finally:
             self._zero_gradients()
         self._updates += norm > 0
@@ -270,6 +276,7 @@ class TrainerRank(ABC):
 
         self._reach_state()
         self._updates = load_progress(folder)
+        self._all_moved = self._config.adapters is None or self._updates > 0
         self._load(folder)
 
     def _reach_state(self) -> None:

@@ -236,6 +236,23 @@ def test_a_layer_that_reads_its_weight_past_the_adapter_is_named(model: Path, tm
             train(one)
 
 
+def test_the_first_step_that_needs_attention_must_move_every_adapter(tmp_path: Path) -> None:
+    """The loss of a row's second token does not depend on queries and keys: one token has all weight."""
+    model = make_family(tmp_path / "model", "gemma2")
+    second = [replace(each, mask=np.arange(len(each)) == 1) for each in DATA]
+    with trainer(model, tmp_path, adapters=adapters_of(model)) as one:
+        first = weights(one)
+        one.train([second], LOSS, totals(second))
+        moved = {name: not torch.equal(value, first[name]) for name, value in weights(one).items() if "lora_B" in name}
+        assert {name for name in moved if not moved[name]} == {
+            each for each in moved if "q_proj" in each or "k_proj" in each
+        }
+        bypassed = one._lm.model.layers[2].self_attn.q_proj
+        bypassed.forward = lambda x: torch.nn.functional.linear(x, bypassed.weight)
+        with pytest.raises(RuntimeError, match=r"left 1 of 28 adapters .*2\.self_attn\.q_proj\.lora_B.* without"):
+            one.train([DATA], LOSS, totals(DATA))
+
+
 def test_a_rate_that_moves_nothing_is_named_at_the_first_step_alone(model: Path, tmp_path: Path) -> None:
     spec, tiny = adapters_of(model), replace(OPTIMIZER, lr=1e-46, warmup_steps=0)
     said = r"left 28 of 28 adapters .*q_proj\.lora_B.*the rate 1e-46 is too small"
