@@ -4,6 +4,7 @@ Pure. On a CPU they are constants: tests of exact numbers rely on them, and pack
 GPUs the forecast of `memory.py` decides. It is an estimate, so it may fill `USABLE` of a device and no more.
 """
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Any
 
@@ -265,9 +266,9 @@ class _Forecast:
         """Return the tokens whose logits find room, at least one chunk's."""
         chunk, size = trainer.values["logprob_chunk_tokens"], DTYPE_BYTES[self.basis.dtype]
         shape = trainer.values["micro_batch_tokens"], trainer.values["activation_checkpointing"]
-        most = shape[0] // chunk * chunk
-        fitting = (kept for kept in range(most, chunk, -chunk) if self._trained(trainer, *shape, kept) <= fit.limit)
-        kept = next(fitting, chunk)
+        whole = range(chunk, shape[0] + 1, chunk)
+        fitting = bisect_right(whole, fit.limit, key=lambda kept: self._trained(trainer, *shape, kept))
+        kept = whole[fitting - 1] if fitting else chunk
         if kept == chunk:
             return chunk, _ONE_CHUNK
         return kept, f"{(kept - chunk) * self.sizes.vocab * size / GIB:.1f} GiB of what is left; others are made twice"

@@ -360,7 +360,10 @@ class SettledSft(Settled):
 
     @property
     def update_tokens(self) -> int | None:
-        """Tokens of a rank's share of an update, at most. All ranks get as many sequences, but for the last one."""
+        """Tokens of a rank's share of an update, at most, where each rank is a shard of the batch, as with FSDP.
+
+        `plan_micro_batches` gives no rank more than an even number of the longest sequences.
+        """
         longest = self.longest_sequence
         if longest is None:
             return None

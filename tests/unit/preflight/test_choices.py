@@ -251,6 +251,17 @@ def test_one_micro_batch_has_its_logits_before_any_gradient(tmp_path: Path) -> N
     assert trainer_bytes(kept, own, "cuda") == trainer_bytes(replace(kept, update_tokens=40960), own, "cuda")
 
 
+def test_packs_of_any_size_are_chosen_for_at_once(sizes: dict[str, ModelSizes]) -> None:
+    """A number that slipped is answered, too: a trial a chunk would take a minute for 30 billion tokens."""
+    settled = sft_on_h100(sizes["qwen3-0.6b"], "sft.batch_size=8")
+    slipped = replace(settled.config.trainer, micro_batch_tokens=10**15, logprob_chunk_tokens=1)
+    tried = settle(replace(settled.config, trainer=slipped), settled.machine, settled.facts).trainer
+    assert tried.logprob_kept_tokens == 1
+    fine = replace(settled.config.trainer, logprob_chunk_tokens=1)
+    kept = settle(replace(settled.config, trainer=fine), settled.machine, settled.facts).trainer.logprob_kept_tokens
+    assert settled.trainer.logprob_kept_tokens <= kept == 32768
+
+
 def test_sequences_follow_the_rollouts_in_flight(sizes: dict[str, ModelSizes]) -> None:
     asynchronous = ("async.enabled=true", "async.max_trajectory_age_steps=2", "generation.num_engines=4")
     for overrides, expected in (

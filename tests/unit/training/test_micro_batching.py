@@ -42,6 +42,14 @@ def test_ranks_differ_by_at_most_the_longest_sequence(case: tuple[list[int], int
 
 
 @given(lengths_and_limit, st.integers(1, 8))
+def test_no_rank_has_more_than_an_even_number_of_the_longest_sequences(case: tuple[list[int], int], ranks: int) -> None:
+    lengths, limit = case
+    plan = plan_micro_batches(lengths, ranks, limit)
+    tokens = [sum(lengths[i] for batch in batches for i in batch) for batches in plan]
+    assert max(tokens) <= -(-len(lengths) // ranks) * max(lengths, default=0)
+
+
+@given(lengths_and_limit, st.integers(1, 8))
 def test_empty_micro_batches_are_only_padding_at_the_end(case: tuple[list[int], int], ranks: int) -> None:
     lengths, limit = case
     plan = plan_micro_batches(lengths, ranks, limit)
