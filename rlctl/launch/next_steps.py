@@ -5,7 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 from shlex import quote
 
-from rlctl.config.errors import ConfigError
+from rlctl.config.errors import ConfigError, ModelError
 from rlctl.config.run_weights import base_of, is_adapter
 from rlctl.config.telemetry_schema import (
     MlflowSection,
@@ -80,10 +80,12 @@ def _with_files(settled: Settled, run_dir: RunDir, known: str) -> Iterator[str]:
         if settled.sft:
             yield f"rlctl train grpo RECIPE model.path={quote(str(chosen.path)) if step else known}"
         if is_adapter(chosen.export):
-            yield f"rlctl export {known} {quote(f'{run_dir.name}-hf')} --merged{step}"
-            named = quote(f"{run_dir.name}={chosen.export}")
-            options = lora_options(read_config(chosen.export).rank)
-            yield f"vllm serve {quote(base_of(chosen.export))} {options} --lora-modules {named}"
+            # One that was damaged meanwhile is not offered.
+            with suppress(ModelError):
+                options = lora_options(read_config(chosen.export).rank)
+                yield f"rlctl export {known} {quote(f'{run_dir.name}-hf')} --merged{step}"
+                named = quote(f"{run_dir.name}={chosen.export}")
+                yield f"vllm serve {quote(base_of(chosen.export))} {options} --lora-modules {named}"
         else:
             yield f"rlctl export {known} {quote(f'{run_dir.name}-hf')}{step}"
             yield f"vllm serve {quote(str(chosen.export))}"

@@ -65,6 +65,12 @@ def test_an_adapter_is_served_by_a_command_that_takes_its_rank(tmp_path: Path, r
     ]
 
 
+def test_an_adapter_that_was_damaged_is_not_offered(tmp_path: Path) -> None:
+    settled, run = ended(tmp_path)
+    (run.checkpoints / "step_4" / "hf" / ADAPTER_CONFIG).write_text("{}")
+    assert [each.split()[1] for each in next_commands(settled, run, "done")] == ["runs", "eval", "train"]
+
+
 def test_what_is_not_there_is_not_offered(tmp_path: Path) -> None:
     settled, run = ended(tmp_path, "data.validation.path=null", "checkpoint.metric=reward/mean", exported=False)
     assert [each.split()[1] for each in next_commands(settled, run, "done")] == ["runs", "train"]
