@@ -108,13 +108,21 @@ class RunState:
     damaged: dict[str, int] = field(default_factory=dict)  # file -> lines that are left out
     checkpoint_metric: str = ""
     configured_bound: float = float("inf")  # health.max_token_mult_prob_error
-    probed_bound: float | None = None  # that of the attempt's probe, which knows the model's rounding
+    probed_bound: float | None = None  # bound of the steps after this attempt's probe; None: the configured one
     cuts_distribution: bool = False  # generation.top_p or top_k are set
 
     @property
     def mismatch_bound(self) -> float:
         """Bound on the judged mismatch, as the run's health checks have it."""
         return self.configured_bound if self.probed_bound is None else self.probed_bound
+
+    @property
+    def bound_source(self) -> str:
+        """Source of that bound, in words."""
+        key = "health.max_token_mult_prob_error"
+        if self.mismatch_bound == self.configured_bound:
+            return key
+        return f"twice the rounding that the probe found; {key} is {self.configured_bound:g}"
 
     @property
     def judged_mismatch(self) -> str:

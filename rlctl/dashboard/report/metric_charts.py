@@ -42,8 +42,9 @@ class MetricChart:
     unit: Unit = "number"
     # Areas one above the other instead of lines; a chart for each run.
     stacked: bool = False
-    # A horizontal line: bound of a health check.
+    # A horizontal line: bound of a health check, and its source in words.
     bound: float | None = None
+    bound_source: str = ""
     series: list[MetricSeries] = field(default_factory=list)
     # For a stacked chart: names in the same chart of any run, and the end of its axis, so that runs can be compared.
     names: tuple[str, ...] = ()
@@ -134,11 +135,9 @@ _LEFT_OUT = (
     "step",
     "time",
 )
-# Metric with the bound of health.max_token_mult_prob_error, by if the run is asynchronous.
 # The bound on the mismatch is drawn once the metric has come this share of the way from 1 to the bound. Before, it
 # would flatten the curve.
 NEAR = 0.2
-BOUNDED = {True: "mismatch/parity", False: "mismatch/token_mult_prob_error"}
 
 
 def charts_of(states: Sequence[RunState]) -> list[MetricChart]:
@@ -161,7 +160,8 @@ def charts_of(states: Sequence[RunState]) -> list[MetricChart]:
         if row.stacked:
             charts += _stacks(row, series)
         elif series:
-            charts.append(replace(row, series=series, bound=_bound(states, series)))
+            bound, source = _bound(states, series)
+            charts.append(replace(row, series=series, bound=bound, bound_source=source))
     return charts
 
 
@@ -237,12 +237,12 @@ def _filled(series: Sequence[MetricSeries]) -> list[MetricSeries]:
     return [replace(each, steps=steps, values=[values.get(step, 0.0) for step in steps]) for each, values in known]
 
 
-def _bound(states: Sequence[RunState], series: Sequence[MetricSeries]) -> float | None:
-    """Return the smallest bound on the mismatch that a run of the series came near; None if none did."""
+def _bound(states: Sequence[RunState], series: Sequence[MetricSeries]) -> tuple[float | None, str]:
+    """Return the smallest bound on the mismatch that a run came near, and its source; None if none did."""
     near = [
-        bound
+        (bound, states[each.run].bound_source)
         for each in series
         if each.name == states[each.run].judged_mismatch
         and max(each.values) - 1 > NEAR * ((bound := states[each.run].mismatch_bound) - 1)
     ]
-    return min(near, default=None)
+    return min(near, default=(None, ""))

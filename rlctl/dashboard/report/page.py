@@ -126,7 +126,7 @@ def _card(number: int, chart: MetricChart, runs: Sequence[str]) -> str:
 def _notes(chart: MetricChart) -> str:
     notes = []
     if chart.bound is not None:
-        notes.append(f"dashed: health.max_token_mult_prob_error, {chart.bound:g}")
+        notes.append(f"dashed: {chart.bound:.4g}, {chart.bound_source}")
     if chart.stacked and (over := vega.steps_above(chart)):
         listed = ", ".join(f"{step} ({value:.3g})" for step, value in over[:3])
         notes.append(f"cut at the top: step {listed}{' and others' * (len(over) > 3)}")

@@ -66,6 +66,23 @@ def test_every_metric_that_is_not_always_0_is_in_exactly_one_chart(tmp_path: Pat
     assert [chart.section for chart in charts_of([state]) if chart.matches("of/my_own")] == ["Other metrics"]
 
 
+@pytest.mark.parametrize(
+    ("probed", "told"),
+    [
+        (None, "dashed: 1.02, health.max_token_mult_prob_error<"),
+        (1.02, "dashed: 1.02, health.max_token_mult_prob_error<"),
+        (1.1207, "dashed: 1.121, twice the rounding that the probe found; health.max_token_mult_prob_error is 1.02<"),
+    ],
+)
+def test_the_bound_on_the_mismatch_has_its_value_and_source(
+    tmp_path: Path, light: None, probed: float | None, told: str
+) -> None:
+    run = write_run(tmp_path, "a", metrics=lambda step: step_metrics(step) | {"mismatch/token_mult_prob_error": 1.06})
+    if probed:
+        EventLog(run.events).emit("probe", token_mult_prob_error=1.06, bound=probed)
+    assert told in page(read_runs([run.path]), "today")
+
+
 def test_the_areas_of_a_step_add_up_to_its_wall_time(tmp_path: Path) -> None:
     def metrics(step: int) -> dict[str, float]:
         times = step_metrics(step)
