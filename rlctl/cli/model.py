@@ -32,10 +32,10 @@ def check(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say what a model is, and prove that a pack trains as its sequences do alone.
+    """Describe a model, and prove that packed sequences train as each does alone.
 
-    With --engine: that the engine agrees with the trainer, serves the weights that it is sent, and answers as the
-    exported folder does. Exit code 1 if a proof fails, 2 for a model that cannot train.
+    With --engine, prove three more facts: engine and trainer agree; the engine serves the weights sent to it; it
+    answers like the exported folder. Exit code 1 if a proof fails, 2 for a model that cannot train.
     """
     import tempfile
     from dataclasses import asdict

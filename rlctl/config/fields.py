@@ -38,6 +38,11 @@ def seconds(doc: str, **limits: Any) -> Any:
     return spec(doc, **limits, most=MOST_SECONDS)
 
 
+def share(doc: str) -> Any:
+    """Return a field of a share, 0 to 1."""
+    return spec(doc, ge=0, le=1)
+
+
 def key_of(name: str) -> str:
     """Return the key of a field: `async` of `async_`, since Python takes no keyword as a name."""
     return name.removesuffix("_")

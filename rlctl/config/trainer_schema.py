@@ -5,7 +5,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from rlctl.config.fields import MOST_PROCESSES, Elsewhere, spec
+from rlctl.config.fields import MOST_PROCESSES, Elsewhere, share, spec
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class OptimizerSection:
     max_grad_norm: float = spec("Gradients are scaled down to at most this norm.", gt=0)
     schedule: Literal["constant", "linear", "cosine"] = spec("The course of the learning rate after warm-up.")
     warmup_steps: int = spec("The updates of linear warm-up.", ge=0)
-    min_lr_ratio: float = spec("The lowest learning rate, as a share of lr.", ge=0, le=1)
+    min_lr_ratio: float = share("The lowest learning rate, as a share of lr.")
 
 
 @dataclass(frozen=True)

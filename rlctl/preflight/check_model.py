@@ -54,7 +54,7 @@ def check_model(config: RunConfig) -> Violations:
 
 
 def model_notes(sizes: ModelSizes, device: Device) -> list[str]:
-    """Return notes on parts of a model that cost time, or that training leaves out."""
+    """Return notes on slow parts of a model, and on those left out of training."""
     said = []
     if sizes.one_sequence_a_row:
         cost = "rows are padded by up to their own length (train/padding) and have no kernels for packs"

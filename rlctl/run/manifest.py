@@ -44,11 +44,6 @@ def write_manifest(
     write_whole(folder / MANIFEST, json.dumps(content, indent=1))
 
 
-def size_of(folder: Path) -> int:
-    """Return the bytes of all files in `folder`."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
 def find_damage(folder: Path, part: str = "") -> dict[Path, str]:
     """Compare the files in `folder`, or in its folder `part` alone, with its manifest; return the damage by path."""
     try:

@@ -161,7 +161,7 @@ def _blocks(said: SaidTurn) -> list[dict[str, Any]]:
 
 
 def _as_deltas(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the empty block that a stream begins, and the deltas that fill it."""
+    """Return an empty block for the beginning of a stream, and the deltas to fill it."""
     if block["type"] == "text":
         return {"type": "text", "text": ""}, [{"type": "text_delta", "text": block["text"]}]
     if block["type"] == "thinking":

@@ -1,4 +1,4 @@
-"""Turn that a client asks for, in one form for all APIs, and the errors of a request that gets none.
+"""A client's request for a turn, in one form for all APIs, and the error of a refused one.
 
 An adapter of an API reads a request into an `AskedTurn`. Parameters that the policy's distribution cannot honour are
 counted or refused, see `Parameters`.

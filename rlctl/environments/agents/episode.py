@@ -3,8 +3,8 @@
     begin  -> the agent runs until it asks for a turn   -> {"asks": ..., "kept": ...} or {"ended": ..., ...}
     resume -> it gets turns, and runs on                -> likewise
 
-An agent may ask from any thread. Its first request is told at once, so that turns are numbered in the order in which
-they arrive. A close is answered once the thread or the command has ended: one that never does has a deadline, and the
+An agent may ask from any thread. Its first request is told at once: turns are numbered in the order of their
+arrival. A close is answered once the thread or the command has ended: one that never does has a deadline, and the
 process is then used no more.
 """
 
@@ -44,7 +44,7 @@ StartAgent = Callable[[AgentLaunch], Callable[[], None]]
 
 
 def agent_contract(name: str, problems: list[str]) -> EnvironmentContract:
-    """Return the contract of an agent, which has no methods that the policy sees."""
+    """Return an agent's contract, without methods for the policy."""
     return EnvironmentContract(name, [], False, True, False, problems, [], is_agent=True)
 
 

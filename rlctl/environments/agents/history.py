@@ -30,7 +30,7 @@ _STOPS = 16
 _TOOL_SETS = 64
 # Characters of new messages, as JSON: they reach the driver in one reply of the process.
 MAX_NEW = 2 << 20
-# Words that smolagents writes before the calls of a turn, and characters of calls that are read.
+# smolagents' words before the calls of a turn, and the most characters of calls to read.
 _CALLING, _LONGEST_CALLS = "Calling tools:\n", 1 << 15
 
 

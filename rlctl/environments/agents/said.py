@@ -97,7 +97,7 @@ def say(
 
 
 def cut(chat: Chat, tokens: Sequence[int], text: str, stops: Sequence[str]) -> tuple[int, str] | None:
-    """Return the length of the shortest beginning of `tokens` whose text has one of `stops`, and that one."""
+    """Return the length of the shortest prefix of `tokens` with a stop in its text, and this stop; None without one."""
     found = [stop for stop in stops if stop in text]
     if not found:
         return None

@@ -76,7 +76,7 @@ class AgentSession:
         # With the bytes of each, about.
         self._asks: deque[tuple[int, dict[str, Any]]] = deque()
         self._number = 0
-        # Turns that a client got, and that the driver was not told of yet; those that it was told of.
+        # Turns that a client got and the driver has not heard of; known ones; those that it has heard of.
         self._kept: list[tuple[int, int]] = []
         self._known: dict[int, SaidTurn] = {}
         self._told: set[int] = set()
@@ -87,7 +87,7 @@ class AgentSession:
         return bool(self._asks)
 
     def join(self, digest: bytes, retries: int, read: Callable[[], AskedTurn]) -> Flight:
-        """Begin the turn of a request, or join that of an earlier request that this one repeats.
+        """Begin the turn of a request, or join an earlier request's if this one repeats it.
 
         digest: of path and body. retries: `x-stainless-retry-count` of the request. Raises RefusedError.
         """
