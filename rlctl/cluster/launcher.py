@@ -13,7 +13,7 @@ from typing import Any
 from rlctl.cluster.hosts import Host
 from rlctl.cluster.state import ClusterNode, ClusterState, ClusterStore
 from rlctl.config.cluster_schema import ClusterConfig
-from rlctl.workers.ray_token import token_environment
+from rlctl.utils.ray_token import token_environment
 
 # Reports progress: (sign, text), the sign one of ok, bad, warning, doing.
 Say = Callable[[str, str], None]

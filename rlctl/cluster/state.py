@@ -23,7 +23,7 @@ from typing import Any
 
 from rlctl.cluster.hosts import Host, pod_host, slurm_host, ssh_host
 from rlctl.config.errors import UserError, did_you_mean
-from rlctl.workers.ray_token import new_token, read_token, token_digest, write_token
+from rlctl.utils.ray_token import new_token, read_token, token_digest, write_token
 
 _VERSION = 2
 

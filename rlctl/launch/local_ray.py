@@ -23,8 +23,8 @@ import psutil
 from rlctl.preflight.placement import PlacementError
 from rlctl.utils.devices import usable_cores
 from rlctl.utils.ports import LOOPBACK
+from rlctl.utils.ray_token import TOKEN_FILE, token_of_process, write_token
 from rlctl.workers import LOOPBACK_ONLY, changed_environment
-from rlctl.workers.ray_token import TOKEN_FILE, token_of_process, write_token
 from rlctl.workers.reaper import SHARED_MEMORY, Reaper, free_bytes
 
 _OBJECT_STORE_BYTES = 1 << 30

@@ -34,7 +34,7 @@ from rlctl.telemetry.events import EventLog
 from rlctl.telemetry.jsonl import read_records
 from rlctl.utils.files import write_private, write_whole
 from rlctl.utils.process import driver_lives
-from rlctl.workers.ray_token import token_here
+from rlctl.utils.ray_token import token_here
 
 _HTTP_S = 20.0
 SECRETS = "job.env"

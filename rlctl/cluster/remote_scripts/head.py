@@ -12,12 +12,12 @@ dashboard (port), token_path, and the fields of the operation.
 import os
 from typing import Any
 
+from rlctl.utils.ray_token import use_token
+
 
 def query(request: dict[str, Any]) -> dict[str, Any]:
-    os.environ.update(request["environment"], RAY_AUTH_MODE="token")
-    if request["token_path"]:
-        os.environ.pop("RAY_AUTH_TOKEN", None)
-        os.environ["RAY_AUTH_TOKEN_PATH"] = request["token_path"]
+    os.environ.update(request["environment"])
+    use_token(request["token_path"])
     # Ray logs an error to the terminal before it raises it.
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)

@@ -33,6 +33,7 @@ import psutil
 from rlctl.cluster.remote_scripts.check import nvidia, software
 from rlctl.utils.ports import free_port
 from rlctl.utils.process import start_id
+from rlctl.utils.ray_token import TOKEN, token_environment
 
 # Ray's command without the server of Ray Client, which has no use here, takes a fixed port, and on a busy machine gives
 # up while the node still starts: the whole node then ends.
@@ -61,8 +62,8 @@ def start(request: dict[str, Any]) -> dict[str, Any]:
     token = os.path.join(folder, "token")
     with os.fdopen(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(request["token"])
-    environment = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "RAY_AUTH_TOKEN")}
-    environment.update(request["environment"], RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=token, TMPDIR=folder)
+    environment = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", TOKEN)}
+    environment.update(request["environment"], **token_environment(token), TMPDIR=folder)
     ray = START + (JOINING if request["joins_loopback"] else "") + MAIN
     arguments = [each.replace("{port}", str(free_port("0.0.0.0"))) for each in request["arguments"]]
     with open(os.path.join(folder, "start.log"), "wb") as log:

@@ -1,4 +1,7 @@
-"""Ray's token: whoever holds it may use a Ray. It rests in files that only their owner reads."""
+"""Ray's token, without which nobody uses a Ray. It rests in files that only their owner reads.
+
+Programs on hosts use this module too, so it imports no Ray and changes no environment.
+"""
 
 import hashlib
 import os
@@ -8,8 +11,9 @@ from pathlib import Path
 
 from rlctl.utils.files import write_private
 
-# Variables in which Ray looks for it: the token itself, and the file that holds it.
+# Variables that Ray reads: the token itself, and its file.
 TOKEN, TOKEN_FILE = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+_ON = {"RAY_AUTH_MODE": "token"}
 
 
 def new_token() -> str:
@@ -40,9 +44,16 @@ def token_here(path: Path) -> str:
     return read_token(path) if path.is_file() else os.environ[TOKEN]
 
 
-def token_environment(path: Path) -> dict[str, str]:
+def token_environment(path: Path | str) -> dict[str, str]:
     """Return the environment by which a Ray program uses the token of a file."""
-    return {"RAY_AUTH_MODE": "token", TOKEN_FILE: str(path)}
+    return {**_ON, TOKEN_FILE: str(path)}
+
+
+def use_token(path: str | None) -> None:
+    """Have Ray in this process use the token of a file; None: that of the environment, as in a pod."""
+    os.environ.update(token_environment(path) if path else _ON)
+    if path:
+        os.environ.pop(TOKEN, None)
 
 
 def token_digest(token: str) -> str:
