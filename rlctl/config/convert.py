@@ -75,7 +75,7 @@ class Converter(Generic[T]):
         return config
 
     def _section(self, kind: type[Any], node: ConfigNode, key: str, others: Iterable[type[Any]] = ()) -> Any:
-        """Return the section as a `kind`. others: its possible kinds under other names."""
+        """Convert the section to a `kind`. others: its possible kinds under other names."""
         if not isinstance(node.value, dict):
             return self._wrong(node, key, f"must be a section of `key: value`, not {_shown(node)}")
         keys = keys_of(kind)
@@ -108,12 +108,12 @@ class Converter(Generic[T]):
             return value
         if isinstance(value, list):
             entries = node.value if isinstance(node.value, list) else []
-            found = [self._path(*each, field, f"{key}.{i}") for i, each in enumerate(zip(value, entries))]
+            found = [self._resolve_path(*each, field, f"{key}.{i}") for i, each in enumerate(zip(value, entries))]
             return BROKEN if any(each is BROKEN for each in found) else found
-        return self._path(value, node, field, key)
+        return self._resolve_path(value, node, field, key)
 
-    def _path(self, value: Any, node: ConfigNode, field: "Field[Any]", key: str) -> Any:
-        """Return the path behind a text; other values as they are."""
+    def _resolve_path(self, value: Any, node: ConfigNode, field: "Field[Any]", key: str) -> Any:
+        """Look up the path behind a text, and note a model that is a run; leave other values."""
         if not isinstance(value, str) or value in literals(field.type):
             return value
         try:

@@ -256,7 +256,7 @@ class Episode(threading.Thread):
                 raise outcome
             failed, failure = isinstance(outcome, Exception), None
             text = f"Error: {_raised_text(outcome)}" if failed else tool_text(outcome)
-            if isinstance(outcome, Exception) and (failure := self._raised(name, outcome)):
+            if isinstance(outcome, Exception) and (failure := self._note_raised(name, outcome)):
                 raised.setdefault(failure.cause, asdict(failure))
             if len(text) > left:
                 text = text[:left] + _CUT.format(f"{MAX_TEXT:,}")
@@ -264,9 +264,11 @@ class Episode(threading.Thread):
             results.append([text, failed, failure.cause if failure else ""])
         return {"results": results, "raised": list(raised.values())}
 
-    def _raised(self, name: str, error: Exception) -> EnvironmentFailure | None:
-        """Return the exception of a tool's own code; None for an unknown tool, and for arguments that it does not
-        take."""
+    def _note_raised(self, name: str, error: Exception) -> EnvironmentFailure | None:
+        """Describe the exception of a tool's own code, with its trace the first time.
+
+        None for an unknown tool, and for arguments that it does not take.
+        """
         if not raised_inside(error, __file__, seeding.__file__):
             return None
         where = raised_at(error, getattr(self._class, name, self._class), __file__)

@@ -124,7 +124,7 @@ def check_environment(
                 episodes.append(_call_function(pool, index, row, seed + index))
             else:
                 episodes.append(_play(pool, contract, index, row, seed + index))
-        again = [] if contract.is_function or contract.is_agent else _draws_anew(pool, episodes[0], rows[0], seed)
+        again = [] if contract.is_function or contract.is_agent else _reset_again(pool, episodes[0], rows[0], seed)
     made_up = [_MADE_UP] * any(each.opening == [_PROMPT] for each in episodes)
     unused = [f"{name} takes no parameter `environments`: it is not tried here" for name in _unused(spec, contract)]
     notes = [*contract.notes, *unused, *made_up, *again, *_doubts(episodes), *_told_of_agents(episodes)]
@@ -309,8 +309,8 @@ def _turn(action: TimedAction) -> ScriptedTurn | None:
     return ScriptedTurn(said, result.content, result.failed, seconds, call.name, result.raised)
 
 
-def _draws_anew(pool: EnvironmentPool, first: ScriptedEpisode, row: Mapping[str, Any], seed: int) -> list[str]:
-    """Return a note if a second episode of the same row and seed begins otherwise than the first."""
+def _reset_again(pool: EnvironmentPool, first: ScriptedEpisode, row: Mapping[str, Any], seed: int) -> list[str]:
+    """Begin a second episode of the same row and seed; return a note if it begins otherwise than the first."""
     observation: Observation | EnvironmentFailure = pool.reset("again", row, seed).result()
     if first.failure or isinstance(observation, EnvironmentFailure):
         return []

@@ -4,8 +4,11 @@ vLLM (`generation/vllm/`) is the first implementation. A second one is a class w
 (`generation/spec.py`) that builds it: `generation.engine=my_engine.py:KIND` chooses it. Nothing above this module knows
 which engine runs.
 
-An engine is hosted by a `WorkerActor`. The driver calls its methods by name from several threads, six at a time, and
-waits for each answer with a deadline. A call that raises leaves the engine in use; a process that ends is replaced.
+An engine is hosted by a `WorkerActor`. Its methods are called from several threads, six at a time, and the driver waits
+for each answer with a deadline. It replaces an engine whose process ends, that misses a deadline, that raises from
+`submit`, `collect` or `abort`, or that fails a refit otherwise than by `Untouched`. Turns of a replaced engine begin
+again elsewhere. An error that a new engine raises too, before any token, ends the run, and so does an error of `sleep`
+or `wake`.
 """
 
 from dataclasses import dataclass, field

@@ -115,7 +115,7 @@ def set_up(config: GrpoConfig, pool: EnvironmentPool, chat: Chat, first: Task, *
     if tools:
         problems += tool_problems(chat, format)
     key = pool.key_of(first.row)
-    messages, found = _opening(pool, first)
+    messages, found = _try_reset(pool, first)
     problems += [(keys[key], found)] if found else []
     if not found:
         problems += _template_problems(chat, messages, contracts[key])
@@ -207,8 +207,8 @@ def tool_problems(chat: Chat, format: str | None) -> list[tuple[str, str]]:
     return []
 
 
-def _opening(pool: EnvironmentPool, task: Task) -> tuple[list[Message], str]:
-    """Return the messages that an episode of a task begins with, and why there are none."""
+def _try_reset(pool: EnvironmentPool, task: Task) -> tuple[list[Message], str]:
+    """Begin an episode of a task, and close it. Return its first messages, or why there are none."""
     observation = pool.reset("first", task.row, 0).result()
     pool.close("first")
     if isinstance(observation, EnvironmentFailure):

@@ -10,12 +10,14 @@ class Policy(Protocol):
     """The policy, as the player of one rollout sees it."""
 
     async def sample(self, request: TurnRequest) -> Completion:
-        """Sample a turn.
+        """Sample a turn: tokens, each with its log-prob and weight version.
 
-        Samples of one rollout that are awaited together are sampled together, on one engine. A lost engine is
-        hidden: another one samples the same request. The ids of a request may be sampled again once its sample has
-        ended. A cancelled sample ends when the engine has confirmed that it stopped, or is lost. Any other exception
-        is a defect of the program.
+        It takes as long as the engines are full, paused for new weights, or being replaced. No deadline cuts it short:
+        the training loop has one for all that it waits for, and ends the run. Samples of one rollout that are awaited
+        together are sampled together, on one engine. A lost engine is hidden: another one samples the same request.
+        The ids of a request may be sampled again once its sample has ended. A cancelled sample ends when the engine
+        has confirmed that it stopped, or is lost: pass the CancelledError on. Any other exception is a defect, such as
+        a sample while the engines sleep, and ends the run.
         """
 
 

@@ -111,7 +111,7 @@ class TrainerRank(ABC):
         return None
 
     def _weights_of(self, role: Role) -> AbstractContextManager[None]:
-        """Return a context in which the live weights are those of `role`."""
+        """Put the weights of `role` in place of the live ones for a block. They are read from their folder once."""
         if role == "policy":
             return nullcontext()
         if role not in self._spec.roles:

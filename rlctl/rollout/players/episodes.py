@@ -46,7 +46,7 @@ class Episodes:
             while True:
                 course.begin(_now())
                 try:
-                    return self._fitting(course, course.rollout(await attempt(course), None))
+                    return self._refuse_too_long(course, course.rollout(await attempt(course), None))
                 except EpisodeFailed as error:
                     course.failures += 1
                     if course.failures > self.limits.max_retries:
@@ -95,8 +95,8 @@ class Episodes:
             mend = "counted in environment/spelled_tokens; data.special_tokens=allow makes tokens of them"
             self.pool.failures.note(self.pool.key_of(course.start.task.row), f"{what}; {mend}")
 
-    def _fitting(self, course: Course, rollout: Rollout) -> Rollout:
-        """Return a rollout; one that no micro-batch holds has failed, and the first is told."""
+    def _refuse_too_long(self, course: Course, rollout: Rollout) -> Rollout:
+        """Replace a rollout that no micro-batch holds by a failed one, and tell the first; leave any other."""
         most, tokens, rows = self.limits.max_trained, rollout.num_tokens, len(rollout.rows)
         if most is None or rows < 2 or tokens <= most or rollout.id.purpose != "train":
             return rollout
