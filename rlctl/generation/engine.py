@@ -4,11 +4,8 @@ vLLM (`generation/vllm/`) is the first implementation. A second one is a class w
 (`generation/spec.py`) that builds it: `generation.engine=my_engine.py:KIND` chooses it. Nothing above this module knows
 which engine runs.
 
-An engine is hosted by a `WorkerActor`. Its methods are called from several threads, six at a time, and the driver waits
-for each answer with a deadline. It replaces an engine whose process ends, that misses a deadline, that raises from
-`submit`, `collect` or `abort`, or that fails a refit otherwise than by `Untouched`. Turns of a replaced engine begin
-again elsewhere. An error that a new engine raises too, before any token, ends the run, and so does an error of `sleep`
-or `wake`.
+An engine is hosted by a `WorkerActor`. The driver calls its methods by name, and waits for each answer with a deadline.
+`tests/system/test_engine_port.py` holds engines to the promises below.
 """
 
 from dataclasses import dataclass, field
@@ -32,7 +29,7 @@ ENOUGH = 32
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Totals since the engine's start."""
+    """Totals since the engine's start. An engine with requests whose totals stay equal is taken for hung."""
 
     # Seconds spent in steps.
     busy: float = 0.0
@@ -67,14 +64,42 @@ class LoadMode:
     mode: Literal["staged", "direct"]
     # Reason of the choice, for a reader.
     why: str
-    # Device memory held by the cache, bytes.
+    # Bytes of device memory for a second copy of the weights.
     extra_bytes: int
     # A refit writes every tensor but buffers, so that nothing of the version before it has to be kept.
     overwrites: bool
 
 
 class Engine(Protocol):
-    """An engine as the driver sees it."""
+    """An engine as the driver sees it. Once it is built it can sample.
+
+    **Calls.** Four kinds come side by side, on threads of their own: `collect`; `submit` and `abort`; the refit,
+    `sleep` and `wake`; `memory`. Within a kind a call comes after the answer to the one before. `collect` and `memory`
+    come also while weights change, and in sleep; `submit` and `abort` also while weights change, if the refit is in
+    flight.
+
+    **Answers.** The distribution of a token is the softmax of logits over the temperature, cut by `top_k` and `top_p`
+    of `EngineSpec`. Requests of the purpose parity and greedy ones have no cut; log-probs of greedy tokens are those of
+    temperature 1. An answer ends by one of `EngineSpec.stop_token_ids` or `TurnRequest.stops`, which stays in it, and
+    its finish is "stop". Else it ends at `max_new_tokens`, or where prompt and answer have `EngineSpec.max_model_len`
+    tokens, and its finish is "length". An engine that lacks any of these, or `forced_lengths`, raises when it is built.
+
+    **Order.** Answers come in any order. A request is in flight from `submit` until `collect` hands it out or `abort`
+    returns. Its id may come again afterwards.
+
+    **Versions.** The first version is `EngineSpec.version`; for -1 a refit comes before any request. Each token has the
+    version whose weights computed its log-prob. A turn that begins after a refit uses no keys of earlier weights,
+    unless `EngineSpec.reset_prefix_cache` is false.
+
+    **Failure.** An engine need not recover. The driver ends and rebuilds one that raises in `submit`, `collect` or
+    `abort`, and one that gives no answer, or shows no other `EngineStats` with requests in flight, for
+    `run.deadline_s`. The new one samples these requests from their first token. An error of a refit does the same, but
+    for `Untouched` and `Interrupted`. An error of `sleep` or `wake` ends the run. So does one that two engines raise
+    before any token of `EngineStats`.
+
+    **Memory.** An engine on the trainer's devices (`EngineSpec.sleeps`) sleeps while these train. The order is `sleep`,
+    `wake("weights")`, `refit_receive`, `wake("kv_cache")`, so that weights and cache may be dropped.
+    """
 
     def submit(self, requests: list[TurnRequest]) -> None:
         """Begin to sample; `collect` hands out each answer. Return at once.
@@ -87,15 +112,15 @@ class Engine(Protocol):
     def collect(self, patience_s: float) -> FinishedTurns:
         """Return the answers that ended since the last call, each once; wait at most `patience_s` for the first.
 
-        Each token has its log-prob under the distribution it was drawn from, and the version of the weights in use:
-        versions of a turn never fall. Raises the error that ended requests otherwise than by their last token or by
-        `abort`.
+        Further ones may gather for `GATHER_MOST_S`. Each token has its log-prob under the distribution it was drawn
+        from, and its version: versions of a turn never fall. Raises the error that ended requests otherwise than by
+        their last token or by `abort`; they are in flight no more.
         """
 
     def abort(self, ids: list[RequestId]) -> int:
-        """Stop sampling these requests; return how many tokens they had. None is handed out afterwards.
+        """Stop sampling these requests, and forget those that have ended; return how many tokens they had.
 
-        Requests that the engine does not have are passed over.
+        None is handed out afterwards. Requests that the engine does not have are passed over.
         """
 
     def refit_open(
@@ -103,19 +128,23 @@ class Engine(Protocol):
     ) -> LoadMode:
         """Join the refit transport as ranks `first_rank` and following; leave the one before.
 
-        in_flight: requests go on during a refit. Raises RefitError for a plan or mode that the engine cannot serve.
+        Requests may run: it comes again after another engine was rebuilt. `refit/transport.py` has the receiver,
+        `refit/sink.py` the places of the plan's tensors, which have their names of Hugging Face's folder. in_flight:
+        requests go on during a refit. Raises RefitError for a plan or mode that the engine cannot serve.
         """
 
     def refit_receive(self, header: Header) -> EngineReport:
-        """Make a version live between two steps. Requests continue under the new version, their keys and values kept or
-        recomputed.
+        """Make a version live between two steps; it may be the live one again. Requests keep their tokens and continue
+        under the new version, their keys and values kept or, if `EngineSpec.recompute_kv_cache`, recomputed.
 
-        The engine serves the old version or the new one, never a mixture. A failure leaves the engine unusable (every
-        later `submit` raises), unless it is `Untouched`: the old version is live then.
+        The engine serves the old version or the new one, never a mixture. A failure leaves the engine unusable: every
+        later `submit` raises, and `collect` raises for the requests that ran. `Untouched` says that the old version is
+        live, and requests go on; `Interrupted`, of a lost peer, that they wait. The version comes again after both.
+        The report has proofs if `header.prove`, for adapters (`EngineRules.serves_adapters`) alone.
         """
 
     def sleep(self) -> None:
-        """Give the device's memory to the trainer. Called only while no request runs."""
+        """Give the device's memory to the trainer. No request is in flight."""
 
     def wake(self, part: MemoryPart) -> None:
         """Take memory back: "weights" before a refit, "kv_cache" before generation."""

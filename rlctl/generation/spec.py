@@ -34,7 +34,7 @@ class ForcedLengths:
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """One engine. Fields that a kind has no use for, it passes over."""
+    """One engine. A kind passes over fields that it has no use for, unless answers depend on them (see `Engine`)."""
 
     # `generation.engine.name`.
     kind: str

@@ -1,4 +1,4 @@
-"""An engine in one file of 170 lines: a transformers model samples one token of each request a step, on a CPU."""
+"""An engine in one file: a transformers model samples one token of each request a step, on a CPU."""
 
 import threading
 import time
@@ -47,8 +47,8 @@ class TorchEngine(Engine):
 
     def __init__(self, spec: EngineSpec) -> None:
         options = TorchOptions(**spec.options)
-        if spec.top_p != 1 or spec.top_k:
-            raise ValueError("this engine samples by temperature alone")
+        if spec.top_p != 1 or spec.top_k or spec.forced_lengths:
+            raise ValueError("this engine samples by temperature alone, and ends by tokens")
         self._spec, self._version, self._stats = spec, spec.version, EngineStats()
         dtype = getattr(torch, spec.dtype)
         model = AutoModelForCausalLM.from_pretrained(
@@ -64,11 +64,13 @@ class TorchEngine(Engine):
 
     def submit(self, requests: list[TurnRequest]) -> None:
         with self._changed:
+            known = {*self._turns, *(turn.request.id for turn, _ in self._ended)}
             for each in requests:
                 if len(each.prompt_tokens) >= self._spec.max_model_len:
                     raise ValueError(f"{each.id}: a prompt of {len(each.prompt_tokens)} tokens does not fit")
-                if each.id in self._turns:
+                if each.id in known:
                     raise ValueError(f"{each.id} is being sampled already")
+                known.add(each.id)
             for each in requests:
                 self._turns[each.id] = Turn(each, torch.Generator().manual_seed(each.seed))
             self._changed.notify_all()
@@ -91,8 +93,10 @@ class TorchEngine(Engine):
 
     def abort(self, ids: list[RequestId]) -> int:
         with self._changed:
-            self._ended = [(turn, finish) for turn, finish in self._ended if turn.request.id not in ids]
-            return sum(len(turn.tokens) for each in ids if (turn := self._turns.pop(each, None)))
+            gone = [turn for turn, _ in self._ended if turn.request.id in ids]
+            self._ended = [each for each in self._ended if each[0] not in gone]
+            gone += [turn for each in ids if (turn := self._turns.pop(each, None))]
+            return sum(len(turn.tokens) for turn in gone)
 
     def refit_open(
         self, spec: TransportSpec, plan: RefitPlan, first_rank: int, mode: Mode, in_flight: bool

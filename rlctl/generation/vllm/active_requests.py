@@ -102,15 +102,20 @@ class ActiveRequests:
         # Without the lock, since the engine's thread asks in each step. A request that ends meanwhile costs one step.
         return len(self._ended) < len(self._turns)
 
-    def add(self, request: TurnRequest, version: int) -> str:
-        """Add a request that is sampled by `version` from its first token on; return its name. Raises ValueError if it
-        is being sampled already."""
-        name = str(request.id)
+    def add(self, requests: Iterable[TurnRequest], version: int) -> list[str]:
+        """Add requests that are sampled by `version` from their first token on; return their names.
+
+        Raises ValueError, and adds none, if one is being sampled already.
+        """
+        new: dict[str, ActiveTurn] = {}
         with self._changed:
-            if name in self._turns:
-                raise ValueError(f"request {name} is being sampled already")
-            self._turns[name] = ActiveTurn(request, [(0, version)])
-        return name
+            for request in requests:
+                name = str(request.id)
+                if name in self._turns or name in new:
+                    raise ValueError(f"request {name} is being sampled already")
+                new[name] = ActiveTurn(request, [(0, version)])
+            self._turns |= new
+        return [*new]
 
     def restart(self, name: str, version: int) -> TurnRequest:
         """Begin a request again, sampled by `version` from its first token on, and return it."""

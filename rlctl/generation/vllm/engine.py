@@ -244,9 +244,8 @@ class VllmEngine(Engine):
         self._require_sound()
         if self._dropped:
             raise RuntimeError("this engine's weights were dropped when it fell asleep: a refit must come first")
-        for request, own in zip(requests, checked, strict=True):
-            self._requests.add(request, self._version)
-            self._entering.append(own)
+        self._requests.add(requests, self._version)
+        self._entering.extend(checked)
 
     def _let_in(self) -> None:
         """Hand requests to vLLM: all that have a place there, and a few per step of the others."""

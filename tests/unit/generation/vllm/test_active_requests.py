@@ -33,7 +33,7 @@ class Output:
 
 def begun(*groups: int, version: int = 0) -> tuple[ActiveRequests, list[str]]:
     requests = ActiveRequests()
-    return requests, [requests.add(turn(group), version) for group in groups]
+    return requests, requests.add(map(turn, groups), version)
 
 
 def ended(requests: ActiveRequests, name: str, length: int) -> list[int]:
@@ -94,13 +94,16 @@ def test_an_aborted_request_is_forgotten_whether_it_ended_or_not_and_leaves_the_
 
 def test_a_request_is_sampled_once_at_a_time() -> None:
     requests, _ = begun(0)
-    with pytest.raises(ValueError, match=r"request train-0\.0#0@0 is being sampled already"):
-        requests.add(turn(0), 0)
+    for asked in ([turn(1), turn(0)], [turn(0), turn(1)], [turn(1), turn(1)]):
+        with pytest.raises(ValueError, match=r"request train-[01]\.0#0@0 is being sampled already"):
+            requests.add(asked, 0)
+    # Nothing of such a call was added.
+    assert requests.abort([turn(1).id]) == {}
 
 
 def test_answers_are_handed_out_once_without_waiting_for_their_group() -> None:
     requests = ActiveRequests()
-    names = [requests.add(request, 0) for request in turns(0, 3, [1], 8)]
+    names = requests.add(turns(0, 3, [1], 8), 0)
     requests.finish(names[1], Output([5, 6], "length"))
     (one,) = requests.collect(1.0)
     assert (one.request.id.rollout.index, one.completion().finish) == (1, "length")

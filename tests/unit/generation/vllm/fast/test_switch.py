@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rlctl.generation.vllm.build import vllm_request
-from rlctl.generation.vllm.fast import switch
+from rlctl.generation.vllm.fast import next_token, switch
 from rlctl.generation.vllm.fast.switch import COMPARED, EITHER, REQUEST, SCHEDULER, shorten_steps
 from tests.system.engines import spec_for
 from tests.turns import turn
@@ -35,6 +35,15 @@ def test_every_name_of_a_scheduler_and_of_a_request_is_asked_for(file: str) -> N
     parts = {"kv_cache_manager", "block_pool", "coordinator"}
     assert read_of(file, *owners) <= asked | parts
     assert read_of(file, "request") <= {*REQUEST, *(name for pair in EITHER for name in pair), "num_in_flight_tokens"}
+
+
+def test_no_name_is_asked_for_that_nothing_reads() -> None:
+    # Without it a newer vLLM would lose the shortened steps for nothing.
+    files = ["next_token.py", "step_outputs.py"]
+    trees = [ast.walk(ast.parse((FAST / file).read_text())) for file in files]
+    read = {node.attr for tree in trees for node in tree if isinstance(node, ast.Attribute)}
+    assert {name.rpartition(".")[2] for name in SCHEDULER} <= read | {*next_token._FEATURES}
+    assert {*REQUEST} <= set().union(*(read_of(file, "request") for file in files))
 
 
 def llm(scheduler: Any) -> Any:
