@@ -20,7 +20,7 @@ class AgentSpec:
     bind: str = "127.0.0.1"
     # Tokenizer and template; None: texts are bytes, for a trial without a model.
     chat: ChatSpec | None = None
-    # Parser of tool calls, see `tool_calls.PARSERS`; None: the template has no known format.
+    # Parser of tool calls, see `tool_formats.PARSERS`; None: the template has no known format.
     tool_format: str | None = None
 
 

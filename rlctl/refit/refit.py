@@ -142,7 +142,7 @@ class Refit:
         self._sent = (-1, 0)
 
     def open(self, engines: list[EngineEnd]) -> list[Any]:
-        """Connect both ends, again after an engine was rebuilt; return each engine's `weight_loader.LoadMode`.
+        """Connect both ends, again after an engine was rebuilt; return each engine's `LoadMode`.
 
         Raises EnginesLost, or a trainer's error.
         """

@@ -19,6 +19,7 @@ CODE = re.compile(r"`([^`\n]+)`")
 A_FILE = re.compile(r"(?:[\w.-]+/)*[\w-]+\.(?:py|md|sh)")
 A_FOLDER = re.compile(r"(?:rlctl|tests|configs|recipes)/[\w/.-]+")
 A_MEMBER = re.compile(r"([A-Z]\w*[a-z]\w*)\.(\w+)")
+IN_A_MODULE = re.compile(r"(?:\w+\.)*([a-z]\w*)\.([A-Z]\w*)")
 A_CLASS = re.compile(r"[A-Z][a-z]+(?:[A-Z][a-z]+)+")
 
 
@@ -93,6 +94,17 @@ def test_a_folder_that_is_named_exists() -> None:
 
 def test_a_member_that_is_named_is_the_classs() -> None:
     assert [place for _, place, found in named(A_MEMBER) if not has_member(*found.groups())] == []
+
+
+def test_a_name_of_a_module_is_made_there() -> None:
+    made: dict[str, set[str]] = {}
+    for path in FILES:
+        nodes = list(ast.walk(tree(path)))
+        names = {node.name for node in nodes if isinstance(node, ast.ClassDef)}
+        names |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        made.setdefault(path.stem, set()).update(names)
+    found = [(place, *match.groups()) for _, place, match in named(IN_A_MODULE)]
+    assert [place for place, module, name in found if module in made and name not in made[module]] == []
 
 
 def test_a_class_that_is_named_is_in_the_code() -> None:

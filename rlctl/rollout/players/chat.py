@@ -39,7 +39,7 @@ class TalkTools:
 
     pool: EnvironmentPool
     contract: EnvironmentContract
-    # Format of `tool_calls.PARSERS` in which the model calls.
+    # Format of `tool_formats.PARSERS` in which the model calls.
     format: str
 
 

@@ -26,7 +26,7 @@ class ToolLoop:
     chat: Chat
     # None: there are no tools to call.
     episodes: Episodes | None
-    # Parser of tool calls, see `tool_calls.PARSERS`; None: no text is a call.
+    # Parser of tool calls, see `tool_formats.PARSERS`; None: no text is a call.
     tool_format: str | None
     # Takes each message of the policy and of a tool as it comes.
     tell: Callable[[Message], None] = lambda message: None
