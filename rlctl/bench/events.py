@@ -14,12 +14,12 @@ from typing import Any, cast
 import numpy as np
 
 from rlctl.bench.frame import Cells
-from rlctl.bench.simulated_engine import SimulatedPool, SimulatedWorker
 from rlctl.data.cursor import Cursor, TaskSource
 from rlctl.data.tasks import Task
 from rlctl.generation.engine import Engine, EngineStats, FinishedTurns
 from rlctl.generation.pool import GeneratorPool
 from rlctl.generation.requests import Completion, PackedCompletions, RequestId
+from rlctl.generation.simulated_engine import SimulatedPool, SimulatedWorker
 from rlctl.preflight.load import load
 from rlctl.rollout.buffer import RolloutBuffer
 from rlctl.rollout.dispatcher import RolloutDispatcher

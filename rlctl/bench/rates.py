@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from rlctl.bench.frame import Say
 from rlctl.bench.grpo import GrpoBench
 from rlctl.bench.runs import run_all
-from rlctl.bench.simulated_engine import DecodeCost
 from rlctl.bench.simulation import Costs
+from rlctl.generation.simulated_engine import DecodeCost
 
 # Rollouts of a measured step, at most: as many as an engine decodes at a time in any case. A CPU works for longer.
 _GPU_ROLLOUTS, _CPU_ROLLOUTS = 256, 32

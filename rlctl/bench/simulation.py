@@ -1,8 +1,8 @@
 """Simulation of GRPO runs on a virtual clock: the run's own buffer, staleness rule, prefetch and dispatcher decide.
 
-The engines (`simulated_engine.py`), the trainer and the refit only let time pass. Trainer ranks share tokens evenly,
-and engines do not slow each other down. A row's first steps are not counted, nor are the last ones of an asynchronous
-run, as in `rlctl bench grpo`.
+The engines (`generation/simulated_engine.py`), the trainer and the refit only let time pass. Trainer ranks share tokens
+evenly, and engines do not slow each other down. A row's first steps are not counted, nor are the last ones of an
+asynchronous run, as in `rlctl bench grpo`.
 """
 
 from collections.abc import Sequence
@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any, Literal, cast
 
-from rlctl.bench.simulated_engine import DecodeCost, SimulatedEngine, SimulatedPool, SimulatedWorker
 from rlctl.config.schema import GrpoConfig
 from rlctl.data.cursor import Cursor, TaskSource
 from rlctl.data.tasks import Task
 from rlctl.generation.pool import GeneratorPool
+from rlctl.generation.simulated_engine import DecodeCost, SimulatedEngine, SimulatedPool, SimulatedWorker
 from rlctl.generation.spec import ForcedLengths
 from rlctl.grpo.metrics import TRAINER_PHASES, EngineInterval, age_metrics, generator_metrics
 from rlctl.models.facts import ModelSizes

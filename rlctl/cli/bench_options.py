@@ -39,8 +39,8 @@ def read_lengths(given: str, problems: list[Problem]) -> tuple[float, float, int
 
 def read_rates(given: str, problems: list[Problem]) -> "Costs | None":
     """Read the costs that `--rates` states; None, with a problem added to `problems`, if it states none."""
-    from rlctl.bench.simulated_engine import DecodeCost
     from rlctl.bench.simulation import Costs
+    from rlctl.generation.simulated_engine import DecodeCost
 
     try:
         training, base, each = (float(part) for part in given.split(","))

@@ -9,8 +9,8 @@ import pytest
 from rlctl.bench.advice import AdviceBench, AdviceResults, setups
 from rlctl.bench.grpo import GrpoBench
 from rlctl.bench.rates import fit_costs
-from rlctl.bench.simulated_engine import DecodeCost
 from rlctl.bench.simulation import Costs, Setup, SimulatedRow
+from rlctl.generation.simulated_engine import DecodeCost
 from tests.unit.cli.test_bench import shown
 
 COLOCATED = Setup(2, 2, colocated=True)

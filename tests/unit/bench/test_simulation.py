@@ -7,12 +7,12 @@ from itertools import pairwise
 
 import pytest
 
-from rlctl.bench.simulated_engine import DecodeCost, SimulatedEngine
 from rlctl.bench.simulation import Costs, Setup, SimulatedMachine, SimulatedRow, SimulatedRun, simulate
 from rlctl.config.schema import GrpoConfig
 from rlctl.data.tasks import Task
 from rlctl.generation.engine import GATHER_S
 from rlctl.generation.requests import RequestId, TurnRequest
+from rlctl.generation.simulated_engine import DecodeCost, SimulatedEngine
 from rlctl.generation.spec import ForcedLengths
 from rlctl.preflight.load import load
 from rlctl.rollout.types import RolloutStart, Sampling

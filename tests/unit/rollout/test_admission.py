@@ -10,11 +10,11 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from rlctl.bench.simulated_engine import SimulatedPool
 from rlctl.data.cursor import Cursor, TaskSource
 from rlctl.data.tasks import Task
 from rlctl.generation.engine import Engine, EngineStats, FinishedTurns
 from rlctl.generation.requests import Completion, PackedCompletions, TurnRequest
+from rlctl.generation.simulated_engine import SimulatedPool
 from rlctl.preflight.load import load
 from rlctl.rollout.buffer import RolloutBuffer
 from rlctl.rollout.dispatcher import RolloutDispatcher
