@@ -101,12 +101,19 @@ def _passages(path: Path, text: str) -> Iterator[Passage]:
     if path.suffix == ".md":
         yield from _paragraphs(path, text)
         return
-    for node in ast.walk(ast.parse(text)):
-        is_scope = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-        said = ast.get_docstring(node) if is_scope else None  # type: ignore[arg-type]
-        if said:
-            yield Passage(path, node.body[0].lineno, said)  # type: ignore[attr-defined]
+    for node in _scopes(ast.parse(text)):
+        if said := ast.get_docstring(node):
+            yield Passage(path, node.body[0].lineno, said)
     yield from _comments(path, text)
+
+
+def _scopes(node: ast.AST) -> "Iterator[ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]":
+    """Yield modules, classes and functions. Only statements have them inside, so that expressions are passed over."""
+    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        yield node
+    for each in ast.iter_child_nodes(node):
+        if isinstance(each, ast.stmt | ast.excepthandler | ast.match_case):
+            yield from _scopes(each)
 
 
 def _paragraphs(path: Path, text: str) -> Iterator[Passage]:

@@ -6,7 +6,6 @@ modules, functions and type checkers.
 
 import ast
 from collections import defaultdict
-from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -49,6 +48,11 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(tree(path)))
+
+
 def module(path: Path) -> str:
     return ".".join(("rlctl", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
 
@@ -56,15 +60,18 @@ def module(path: Path) -> str:
 MODULES = {module(path): path for path in FILES}
 
 
-def imports(path: Path) -> Iterator[str]:
-    for node in ast.walk(tree(path)):
+@cache
+def imports(path: Path) -> list[str]:
+    found = list[str]()
+    for node in nodes(path):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.module and not node.level, f"{path}: relative imports hide where a thing comes from"
             for alias in node.names:
                 whole = f"{node.module}.{alias.name}"
-                yield whole if whole in MODULES else node.module
+                found.append(whole if whole in MODULES else node.module)
+    return found
 
 
 def part(path: Path) -> str:
@@ -89,7 +96,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 def test_a_class_name_means_one_thing() -> None:
     homes = defaultdict(list)
     for path in FILES:
-        for node in ast.walk(tree(path)):
+        for node in nodes(path):
             if isinstance(node, ast.ClassDef):
                 homes[node.name].append(str(path.relative_to(PACKAGE)))
     assert {name: where for name, where in homes.items() if len(where) > 1} == {}
@@ -111,7 +118,7 @@ def test_tables_of_a_terminal_are_made_in_one_module() -> None:
         path.relative_to(PACKAGE).as_posix()
         for path in FILES
         if "rich.table" in imports(path)
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("Table", "Table.grid")
     ]
     assert made == ["dashboard/console.py"]
@@ -122,7 +129,7 @@ def test_a_backend_is_named_in_its_own_folders_alone() -> None:
     for path in FILES:
         if part(path) in ("preflight", "training") and path.parent.name in ("backends", "fsdp", "megatron"):
             continue
-        for node in ast.walk(tree(path)):
+        for node in nodes(path):
             if isinstance(node, ast.Compare):
                 sides = [node.left, *node.comparators]
                 if any(isinstance(side, ast.Constant) and side.value in ("fsdp", "megatron") for side in sides):
@@ -137,7 +144,7 @@ def test_every_module_says_what_it_holds() -> None:
 def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
     wrong = []
     for path in FILES:
-        for node in ast.walk(tree(path)):
+        for node in nodes(path):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 begin = (ast.get_docstring(node) or "").partition(" ")[0].rstrip(",.:;")
                 if begin in BEGINNINGS:
@@ -159,7 +166,7 @@ def test_functions_do_one_thing() -> None:
     sizes = sorted(
         (node.end_lineno or 0) - node.lineno + 1
         for path in FILES
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     )
     assert sizes[-1] <= 80

@@ -120,11 +120,12 @@ def commands() -> list[tuple[str, str]]:
 
 
 COMMANDS = commands()
+RLCTL = get_command(app)
 
 
 def parsed(words: list[str]) -> tuple[str, dict[str, Any]]:
     """(path of the command, its parameters) as the command line understands `rlctl ...`; an error if it does not."""
-    command: Any = get_command(app)
+    command: Any = RLCTL
     name, rest = words[0], [word for word in words[1:] if word != "--help"]
     while True:
         if rest and hasattr(command, "commands") and (rest[0] == "COMMAND" or rest[0].startswith("--c")):

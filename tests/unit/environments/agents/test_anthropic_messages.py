@@ -1,15 +1,17 @@
 """The `anthropic` SDK talks to the policy: blocks, tools, streams, counts."""
 
 from collections.abc import Callable
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pytest
 
 from tests.unit.environments.agents.served import END, Served, call, script
 
+if TYPE_CHECKING:
+    from anthropic.resources import Messages
+
 Serve = Callable[..., Served]
-CLIENT = anthropic.Anthropic(base_url="http://unused", api_key="unused", timeout=20)
 ADD: Any = {
     "name": "add",
     "description": "Add two numbers.",
@@ -19,8 +21,16 @@ USER: Any = {"role": "user", "content": "2+2?"}
 CACHED = {"cache_control": {"type": "ephemeral"}}
 
 
-def messages_of(served: Served, **more: Any) -> anthropic.resources.Messages:
-    return CLIENT.with_options(base_url=served.url.removesuffix("/v1"), api_key=served.key, **more).messages
+@cache
+def client() -> Any:
+    """Return a client. Its import takes 1.3 s, so that only the process of these tests makes it."""
+    from anthropic import Anthropic
+
+    return Anthropic(base_url="http://unused", api_key="unused", timeout=20)
+
+
+def messages_of(served: Served, **more: Any) -> "Messages":
+    return client().with_options(base_url=served.url.removesuffix("/v1"), api_key=served.key, **more).messages
 
 
 def asked(served: Served, messages: Any, **more: Any) -> Any:
@@ -84,6 +94,8 @@ def test_tokens_are_counted_without_a_turn(serve: Serve) -> None:
 
 
 def test_what_cannot_be_honoured_is_counted_or_refused(serve: Serve) -> None:
+    from anthropic import BadRequestError
+
     served = serve(script(f"4{END}"))
     more = {"temperature": 0.1, "thinking": {"type": "adaptive"}}
     asked(served, [USER], tool_choice={"type": "any"}, tools=[ADD], extra_body=more)
@@ -94,13 +106,15 @@ def test_what_cannot_be_honoured_is_counted_or_refused(serve: Serve) -> None:
         ([{"role": "user", "content": [image]}], [], "no image"),
         ([USER], [{"type": "web_search_20250305", "name": "web_search"}], "no web_search"),
     ):
-        with pytest.raises(anthropic.BadRequestError, match=said):
+        with pytest.raises(BadRequestError, match=said):
             asked(served, messages, tools=tools)
 
 
 def test_a_bearer_token_is_a_key_too(serve: Serve) -> None:
+    from anthropic import Anthropic, AuthenticationError
+
     served = serve(script(f"4{END}"))
-    client = anthropic.Anthropic(base_url=served.url, auth_token=served.key, api_key=None)
+    client = Anthropic(base_url=served.url, auth_token=served.key, api_key=None)
     assert client.messages.create(model="m", max_tokens=5, messages=[USER]).content[0].text == "4"  # type: ignore[union-attr]
-    with pytest.raises(anthropic.AuthenticationError):
+    with pytest.raises(AuthenticationError):
         client.with_options(auth_token="wrong").messages.create(model="m", max_tokens=5, messages=[USER])

@@ -2,14 +2,12 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 from unittest.mock import patch
 
 import pytest
 import torch
 
-from rlctl.generation.vllm.adapter_refit import AdapterLoader
-from rlctl.generation.vllm.adapters import EngineAdapters
-from rlctl.generation.vllm.weight_loader import WeightReceiver
 from rlctl.models.adapters import AdapterSpec
 from rlctl.models.layer_kinds import LinearLayer
 from rlctl.refit.param_slices import ParamSlice
@@ -17,6 +15,9 @@ from rlctl.refit.plan import RefitPlan, TensorSlice
 from rlctl.refit.protocol import Header, LiveProof, RefitError, TransportSpec
 from rlctl.refit.source import Shard, WeightSource
 from rlctl.refit.transport import open_receiver, open_sender
+
+if TYPE_CHECKING:
+    from rlctl.generation.vllm.adapters import EngineAdapters
 
 CPU = torch.device("cpu")
 RANK, WIDTH, ROWS = 4, 16, 24
@@ -27,8 +28,10 @@ SPEC = AdapterSpec(RANK, 8.0, False, 0.0, LAYERS)
 FIRST_B = "model.layers.0.self_attn.q_proj.lora_B.weight"
 
 
-def engine_adapters(rows: int = ROWS, first: int = 0) -> EngineAdapters:
-    """A merged layer of both targets, of which this worker has some rows."""
+def engine_adapters(rows: int = ROWS, first: int = 0) -> "EngineAdapters":
+    """A merged layer of both targets, of which this worker has some rows. Its module imports vLLM, 2.6 s."""
+    from rlctl.generation.vllm.adapters import EngineAdapters
+
     held = EngineAdapters(SPEC)
     a, b = torch.zeros(2 * RANK, WIDTH), torch.zeros(2 * rows, 2 * RANK)
     held.buffers = {"qkv.a": a, "qkv.b": b}
@@ -44,7 +47,10 @@ def engine_adapters(rows: int = ROWS, first: int = 0) -> EngineAdapters:
 class Ends:
     """A trainer rank and a vLLM worker with adapters, joined by shared memory."""
 
-    def __init__(self, folder: Path, held: EngineAdapters) -> None:
+    def __init__(self, folder: Path, held: "EngineAdapters") -> None:
+        from rlctl.generation.vllm.adapter_refit import AdapterLoader
+        from rlctl.generation.vllm.weight_loader import WeightReceiver
+
         self.tensors = {each.name: torch.zeros(each.shape) for each in SPEC.tensors}
         self.plan = RefitPlan.build([(name, tuple(t.shape), "float32") for name, t in self.tensors.items()])
         spec = TransportSpec("shm", 1, 5.0, folder=str(folder))
@@ -131,23 +137,23 @@ def test_a_live_buffer_that_is_written_to_is_named_before_the_next_version(tmp_p
         ends.refit(2)
 
 
-def renamed(layers: tuple[LinearLayer, ...], name: str) -> EngineAdapters:
+def renamed(layers: tuple[LinearLayer, ...], name: str) -> "EngineAdapters":
     held = engine_adapters()
     held.spec = AdapterSpec(RANK, 8.0, False, 0.0, (LinearLayer(name, WIDTH, ROWS, "attention"), *layers[1:]))
     return held
 
 
 @pytest.mark.parametrize(
-    ("held", "counts"),
+    ("layers", "counts"),
     [
-        (renamed(LAYERS, "model.layers.0.attn.q"), "the engine has places for 2 A and 2 B"),
-        (renamed(LAYERS[:1], "model.layers.0.attn.q"), "the engine has places for 1 A and 1 B"),
+        (LAYERS, "the engine has places for 2 A and 2 B"),
+        (LAYERS[:1], "the engine has places for 1 A and 1 B"),
     ],
 )
 def test_a_renamed_layer_is_an_error_with_the_counts_of_both_ends(
-    tmp_path: Path, held: EngineAdapters, counts: str
+    tmp_path: Path, layers: tuple[LinearLayer, ...], counts: str
 ) -> None:
     with pytest.raises(RefitError) as caught:
-        Ends(tmp_path, held)
+        Ends(tmp_path, renamed(layers, "model.layers.0.attn.q"))
     assert f"adapters: the trainer sends 2 A and 2 B, {counts}; " in str(caught.value)
     assert "model.layers.0.self_attn.q_proj.lora_A.weight has no place in the engine, and " in str(caught.value)
