@@ -1,8 +1,8 @@
 import json
 import os
 import pty
-import subprocess
 import sys
+import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -64,18 +64,26 @@ def test_preview_cuts_long_text_and_says_what_it_cannot_show(rlctl: Rlctl) -> No
     assert done.code == 2 and "reply" in done.err
 
 
-def test_a_terminal_sees_what_is_read_and_a_pipe_does_not(rlctl: Rlctl, home: Path) -> None:
+def test_a_terminal_sees_what_is_read_and_a_pipe_does_not(
+    rlctl: Rlctl, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (home / "few.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     command = ("data", "preview", "sft-tiny", "--json", "data.train.path=few.jsonl")
     assert rlctl(*command).err == ""
     ours, theirs = pty.openpty()
-    program = [sys.executable, "-m", "rlctl.cli.main", *command]
-    with subprocess.Popen(program, stdout=subprocess.DEVNULL, stderr=theirs, cwd=home) as process:
-        os.close(theirs)
-        # Read until it ends: a terminal that nobody reads is full after 4 KiB, and the command would wait.
-        seen = b""
-        with suppress(OSError):  # EIO, once the command has ended
+    seen = bytearray()
+
+    def read() -> None:
+        """Read until the other side is closed: a terminal that nobody reads is full after 4 KiB."""
+        with suppress(OSError):  # EIO, once it is closed
             while new := os.read(ours, 1 << 16):
-                seen += new
+                seen.extend(new)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    with open(theirs, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        done = rlctl(*command)
+    reader.join()
     os.close(ours)
-    assert process.returncode == 0 and b"reading " in seen
+    assert (done.code, b"reading " in seen) == (0, True), bytes(seen)

@@ -18,9 +18,9 @@ from rlctl.rollout.players.agent import AgentPlayer
 from rlctl.rollout.runner import RolloutRunner
 from rlctl.rollout.types import Rollout
 from tests.unit.rollout.test_player import LIMITS, ScriptedEngines, begin, start
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 
-# Several times the start of a command on a busy machine.
+# Several times the start of a command on a busy machine. Only what hangs is to reach it.
 DEADLINE_S = 4.0
 # Without an SDK: its import takes longer than all of this.
 ASK = """
@@ -139,19 +139,22 @@ def functions(tmp_path_factory: Any) -> Iterator[Played]:
     folder: Path = tmp_path_factory.mktemp("functions")
     (folder / "agents.py").write_text(ASK + FUNCTIONS)
     with ExitStack() as stack:
-        yield played(stack, folder, f"{folder}/agents.py:run", ())
+        yield played(stack, folder, f"{folder}/agents.py:run", (), DEADLINE_S)
 
 
 @pytest.fixture(scope="module")
 def commands(tmp_path_factory: Any) -> Iterator[Played]:
-    folder: Path = tmp_path_factory.mktemp("commands")
-    (folder / "command.py").write_text(ASK + COMMAND)
     with ExitStack() as stack:
-        yield played(stack, folder, "command", (sys.executable, "-S", f"{folder}/command.py"))
+        yield commands_within(stack, tmp_path_factory.mktemp("commands"), PATIENCE_S)
 
 
-def played(stack: ExitStack, logs: Path, name: str, command: tuple[str, ...]) -> Played:
-    spec = EnvironmentSpec(name, DEADLINE_S, agent=AgentSpec(command))
+def commands_within(stack: ExitStack, folder: Path, deadline_s: float) -> Played:
+    (folder / "command.py").write_text(ASK + COMMAND)
+    return played(stack, folder, "command", (sys.executable, "-S", f"{folder}/command.py"), deadline_s)
+
+
+def played(stack: ExitStack, logs: Path, name: str, command: tuple[str, ...], deadline_s: float) -> Played:
+    spec = EnvironmentSpec(name, deadline_s, agent=AgentSpec(command))
     pool = stack.enter_context(EnvironmentPool({"agent": spec}, 2048, 1, logs))
     pool.contracts()
     return Played(pool, logs)
@@ -209,13 +212,16 @@ def test_a_killed_process_costs_its_episodes_alone(functions: Played) -> None:
     assert is_well(functions.play("well")[0])
 
 
-def test_a_command_that_hangs_is_ended_and_its_process_serves_on(commands: Played, tmp_path: Path) -> None:
-    before, here = commands.worker(), tmp_path / "pid"
-    hung, well = commands.play(STUBBORN, "turn(); print(1)", here=str(here))
-    assert "took longer than 4 s" in failure(hung) and is_well(well)
-    pid = int(here.read_text())
-    until(lambda: not psutil.pid_exists(pid))
-    assert is_well(commands.play("turn(); print(1)")[0]) and commands.worker() == before
+def test_a_command_that_hangs_is_ended_and_its_process_serves_on(tmp_path: Path) -> None:
+    here = tmp_path / "pid"
+    with ExitStack() as stack:
+        hurried = commands_within(stack, tmp_path, DEADLINE_S)
+        before = hurried.worker()
+        hung, well = hurried.play(STUBBORN, "turn(); print(1)", here=str(here))
+        assert "took longer than 4 s" in failure(hung) and is_well(well)
+        pid = int(here.read_text())
+        until(lambda: not psutil.pid_exists(pid))
+        assert is_well(hurried.play("turn(); print(1)")[0]) and hurried.worker() == before
 
 
 SECOND = """
