@@ -13,6 +13,8 @@ from typer.core import TyperGroup
 from rlctl.config.builtin import algorithm_names, recipe_names
 from rlctl.config.errors import ConfigError, Problem
 
+# Wrong options and arguments. Some versions of Typer have their own classes, others click's; all have this name.
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 _TRAIN = "rlctl train grpo RECIPE"
 _ONE_COMMAND = f"{_TRAIN} starts trainer, engines and environments"
 _PREFERENCES = f"pairs of answers train nothing here: rlctl train sft RECIPE, or {_TRAIN}"
@@ -47,7 +49,7 @@ WORDS = {
     "evals": _EVALUATE,
     "validate": _EVALUATE,
     "resume": "rlctl train KIND --resume RUN goes on",
-    "run": f"type {_TRAIN}",
+    "run": f"did you mean runs? Or type {_TRAIN}",
     "launch": f"type {_TRAIN}",
     "start": f"type {_TRAIN}; rlctl cluster up starts a cluster",
     "finetune": "type rlctl train sft RECIPE",
@@ -58,11 +60,34 @@ WORDS = {
     "tokenize": "rlctl data preview RECIPE shows how rows become tokens",
     "help": "rlctl --help shows the commands",
 }
-SAME = {"ls": "list", "ps": "list", "view": "show", "watch": "dash", "tail": "logs", "kill": "stop", "cp": "copy"}
+SAME = {
+    "ls": "list",
+    "ps": "list",
+    "view": "show",
+    "watch": "dash",
+    "tail": "logs",
+    "kill": "stop",
+    "cp": "copy",
+    "compare": "diff",
+}
 
 
 class Commands(TyperGroup):
-    """A group of commands. It answers an unknown command with one line."""
+    """A group of commands. It answers an unknown command, option or value with one line."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        """Read the group's own options. Raises ConfigError for a wrong one."""
+        try:
+            return super().parse_args(ctx, args)
+        except _UsageError as error:
+            raise _one_line(error) from error
+
+    def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
+        """Run the command. Raises ConfigError for a wrong option or argument."""
+        try:
+            return super().invoke(ctx)
+        except _UsageError as error:
+            raise _one_line(error) from error
 
     def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:  # type: ignore[override]
         """Return the command that `args` begin with. Raises ConfigError if there is none."""
@@ -79,6 +104,23 @@ class Commands(TyperGroup):
         return {f"{name} {each}": each for name, commands in groups.items() for each in commands}
 
 
+def _one_line(error: Any) -> Exception:
+    """Return a wrong option or argument as one line; as it is, an error whose text is the help."""
+    if type(error).__name__ == "NoArgsIsHelpError":
+        return error  # type: ignore[no-any-return]
+    names, ctx = ["--help"], error.ctx
+    # The outermost name is that of the program, as it was started.
+    while ctx and ctx.parent:
+        names, ctx = [ctx.info_name, *names], ctx.parent
+    more = f"; see rlctl {' '.join(names)}"
+    if (near := getattr(error, "possibilities", None)) is not None:
+        long = sorted(each for each in near if each.startswith("--"))
+        what = f"; did you mean {' or '.join(long)}?" if long else more
+        return ConfigError([Problem(error.option_name, "", f"no such option{what}")])
+    text = error.format_message().rstrip(".").replace("Value error, ", "")
+    return ConfigError([Problem("", "", f"{text[:1].lower()}{text[1:]}{more}")])
+
+
 def _remark(path: str, word: str, here: list[str], inside: dict[str, str]) -> str:
     """Return the answer to an unknown `word` of the group `path`.
 
@@ -92,7 +134,8 @@ def _remark(path: str, word: str, here: list[str], inside: dict[str, str]) -> st
         return f"did you mean {' or '.join(owners)}?"
     if found := _of_training(word):
         return found
-    for near in get_close_matches(word, [*here, *inside.values(), *WORDS], n=1):
+    words = WORDS if path == "rlctl" else {}
+    for near in get_close_matches(word, [*here, *inside.values(), *words], n=1):
         full = next((full for full, each in inside.items() if each == near), "")
         return f"did you mean {f'rlctl {full}' if full else near}?" if near in here or full else WORDS[near]
     return f"{path} has {', '.join(here)}"

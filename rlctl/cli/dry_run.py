@@ -39,6 +39,7 @@ def show_plan(
         console().print(format_rows("demands on the cluster", demands))
     refuse_plan(composed, plan.too_large)
     refuse_plan(composed, plan.unserved, "model.path")
+    refuse_plan(composed, plan.unsaved, "run.dir")
     if demands is not None:
         raise typer.Exit(OK)
     if not where:

@@ -30,7 +30,7 @@ def export(
             autocompletion=complete_run,
         ),
     ],
-    to: Annotated[Path, typer.Argument(help="The folder to write, a new one.", show_default=False)],
+    to: Annotated[Path, typer.Argument(metavar="TO", help="The folder to write, a new one.", show_default=False)],
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
         typer.Option(help="The dtype of the weights; if left out, they stay as they are."),

@@ -172,6 +172,8 @@ def _run(schedule: Schedule) -> list[tuple[str, str]]:
     saved = f"{count(schedule.checkpoints, 'checkpoint')}, {schedule.kept} kept"
     if schedule.checkpoint_bytes:
         saved += f", {size(schedule.checkpoint_bytes)} each"
+    if schedule.checkpoint_bytes and schedule.disk_free:
+        saved += f"; {size(schedule.disk_free)} free"
     return [
         ("steps", f"{schedule.steps:,}, {count(schedule.updates, 'update')}"),
         ("stops", f"{count(schedule.validations, 'validation')}; {saved}"),

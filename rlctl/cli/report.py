@@ -25,8 +25,11 @@ def write_report(folders: Sequence[Path], output: Path | None, png: Path | None,
             write_whole(path, page(runs, time.strftime("written on %Y-%m-%d at %H:%M")))
             drawn = list(_write_pictures(runs, png)) if png else []
         except OSError as error:
-            what = f"cannot be written: {error.strerror or error}; --output names another file"
-            raise ConfigError([Problem(str(error.filename or path), "", what)]) from error
+            place = Path(error.filename or path)
+            drawing = png is not None and place.is_relative_to(png)
+            remedy = "--png names another folder" if drawing else "--output names another file"
+            what = f"cannot be written: {error.strerror or error}; {remedy}"
+            raise ConfigError([Problem(str(place), "", what)]) from error
     for run in runs:
         for remark in run.remarks:
             say(f"note: {run.name} {remark}", err=True)

@@ -161,7 +161,9 @@ def _check_here(
     from rlctl.preflight.engine import engine_rules
     from rlctl.preflight.machine import RunMachine, device_of, read_machine
     from rlctl.preflight.placement import this_machine
-    from rlctl.preflight.plan import make_plan
+    from rlctl.preflight.plan import disk_notes, make_plan
+    from rlctl.run.run_dir import RunDir
+    from rlctl.utils.files import folder_bytes
 
     config, sampling = composed.config, composed.settled.sampling
     machine = read_machine(Path(config.run.dir).absolute())
@@ -174,7 +176,8 @@ def _check_here(
         there = settle_there(composed.settled, cluster)
         plan = make_plan(there, cluster.resources)
         show_plan(composed, plan, resumed, demands=capacity_rows(there, plan))
-    plan = make_plan(settled, this_machine(len(machine.gpus)))
+    saved = folder_bytes(RunDir(resumed.run).checkpoints) if resumed else 0
+    plan = make_plan(settled, this_machine(len(machine.gpus)), machine.disk_free + saved)
     if dry_run:
         played = sampling is not None and sampling.config.has_turns
         with busy("trying the first row"):
@@ -184,7 +187,8 @@ def _check_here(
     if not elsewhere:
         refuse_plan(composed, plan.misplaced or plan.too_large)
         refuse_plan(composed, plan.unserved, "model.path")
-    note(composed.notes)
+        refuse_plan(composed, plan.unsaved, "run.dir")
+    note([*composed.notes, *disk_notes(plan.schedule)])
     needed = ["torch", "transformers", "ray"]
     if sampling:
         needed += engine_rules(sampling.config.generation.engine).packages

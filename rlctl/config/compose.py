@@ -230,6 +230,8 @@ def _apply(root: ConfigNode, overrides: list[str]) -> ConfigNode:
         else:
             try:
                 node = read_value(value, origin)
+                if before := [each for each in overrides[: number - 1] if each.partition("=")[0] == key]:
+                    node = replace(node, note=f"takes the place of {before[-1]}")
                 names = [
                     *key.split("."),
                     *["name"] * (key in (*NAMED_SECTIONS, *_SHORT) and isinstance(node.value, str)),

@@ -26,7 +26,9 @@ class RunSection:
     probe: bool = spec(
         "Before step 1, compare the weights and log-probs of trainer and generator. The run stops if they differ."
     )
-    log_every: int = spec("The steps between two printed lines, where the output is not a terminal.", ge=1)
+    log_every: int = spec(
+        "The steps between two printed lines, where the output is not a terminal. The last step has one too.", ge=1
+    )
     deadline_s: float = seconds("The longest wait for one answer of a worker, in seconds.", gt=0)
     explain_after_s: float = seconds(
         "When nothing has arrived for this many seconds, the run says who waits for whom.", gt=0

@@ -56,8 +56,10 @@ class LineFormat:
     """Turns records into lines."""
 
     def __init__(self, every: int) -> None:
-        """every: print only each so-many-th step."""
+        """every: print only each so-many-th step, and the last one."""
         self._every = every
+        # The step that a run ends with; None: not known yet.
+        self._last: int | None = None
         self._printed = 0
         self._columns = COLUMNS["grpo"]
 
@@ -72,7 +74,7 @@ class LineFormat:
             shown = " ".join(f"{name} {number(value)}" for name, value in values.items())
             yield f"validation  step {record['step']}  {shown}"
         elif kind == "step":
-            if int(record["step"]) % self._every == 0:
+            if int(record["step"]) % self._every == 0 or record["step"] == self._last:
                 yield from self._step(record)
         elif kind == "checkpoint" and "path" not in record:
             # The record of its times. Its event says more.
@@ -81,6 +83,7 @@ class LineFormat:
             yield f"startup     {record.get('what')} {duration(record['seconds'])}"
         elif kind and kind not in SILENT and kind not in ("validation_started", "run_ended"):
             if kind == "run_started":
+                self._last = record.get("num_steps")
                 self._columns = COLUMNS.get(str(record.get("algorithm")), COLUMNS["grpo"])
             tag = TAGS.get(kind, kind)
             text = describe(record)[0]

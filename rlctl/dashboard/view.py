@@ -128,7 +128,7 @@ class LineView(RunView):
     """One line a step for pipes and log files."""
 
     def __init__(self, run: RunDir, every: int, since: float, out: TextIO | None = None) -> None:
-        """every: only each so-many-th step. since: unix seconds; records of earlier attempts are not shown."""
+        """every: only each so-many-th step, and the last. since: unix seconds; earlier records are not shown."""
         self._out = out or sys.stdout
         super().__init__(run, SafeConsole(file=self._out, width=None if self._out.isatty() else PIPE_WIDTH))
         self._format, self._since = LineFormat(every), since

@@ -42,6 +42,8 @@ class LengthReport:
     rewritten_samples: int = 0
     # Rows with tools that the chat template does not show.
     unshown_tools: int = 0
+    # Rows whose messages have no roles and nothing between them, since there is no chat template.
+    run_together: int = 0
     # Turns with text behind their first end token, which is not trained.
     cut_turns: int = 0
     # Turns whose thinking or calls the chat template does not write, so that they are not trained.
@@ -76,6 +78,12 @@ class LengthReport:
         having = f"{self.unshown_tools:,} row{' has' if self.unshown_tools == 1 else 's have'} tools"
         unshown = f"{having}, and the chat template shows none: the model does not see them"
         lines = [f"{unshown}; set another data.chat_template"] * bool(self.unshown_tools)
+        if self.run_together:
+            having = f"{self.run_together:,} row{' has' if self.run_together == 1 else 's have'} several messages"
+            lines.append(
+                f"{having}, and there is no chat template: joined without roles or anything between them; "
+                "set data.chat_template to a Jinja file"
+            )
         if self.cut_turns:
             turns = "1 turn spells" if self.cut_turns == 1 else f"{self.cut_turns:,} turns spell"
             lines.append(f"{turns} an end token: the text behind it is not trained (data.special_tokens=allow)")
@@ -112,6 +120,7 @@ def tokenize_prompts(
         tools = row_tools(row)
         with _place(row):
             prompt = chat.prompt(messages, tools)
+        report.run_together += chat.template is None and len(messages) > 1
         report.unshown_tools += bool(tools) and not chat.shows_tools
         tokens = prompt.tokens
         report.note_spelled(row, prompt.spelled)
@@ -150,6 +159,8 @@ def tokenize_samples(
         tools = row_tools(row)
         with _place(row):
             found = chat_samples(chat, messages, turns.mask, turns.history, tools)
+        # A question and its answer are what plain text has too.
+        report.run_together += chat.template is None and len(messages) > 2
         report.unshown_tools += bool(tools) and not chat.shows_tools
         report.rewritten += found.rewritten
         report.cut_turns += found.cut

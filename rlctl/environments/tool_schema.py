@@ -44,7 +44,11 @@ def tool_schema(tool: Callable[..., Any]) -> Schema:
     hint that JSON has no type for, or without a description below `Args:`.
     """
     doc = (inspect.getdoc(tool) or "").strip()
-    problems = [] if doc else ["has no docstring: the model reads it as the tool's description"]
+    problems = (
+        []
+        if doc
+        else ["has no docstring: the model reads it as the tool's description (a method named _... is no tool)"]
+    )
     problems += _unhinted(tool)
     name = tool.__name__
     description, described, returned = _docstring(doc)

@@ -8,14 +8,17 @@ script for a data set with the answers may even win.
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, cast
 
 from rlctl.config.data_schema import DatasetSection
+from rlctl.config.paths import resolve
 from rlctl.config.plugins import ENVIRONMENTS
+from rlctl.config.provenance import Origin
 from rlctl.data.chat import Chat
 from rlctl.data.datasets import Row, load_rows
+from rlctl.data.files import DataError
 from rlctl.data.tasks import Task
 from rlctl.environments.contract import EnvironmentContract, Message, Observation, Reward, opening
 from rlctl.environments.function_trial import try_function
@@ -343,7 +346,11 @@ def rows_to_try(name: str, data: str | None, seed: int, count: int) -> tuple[Dat
     """
     section = DatasetSection(data, "train", "prompt", "answer", "messages", count, {})
     if data is not None:
-        return section, load_rows(section)
+        try:
+            path = resolve(data, "dataset", Origin())
+        except FileNotFoundError as error:
+            raise DataError(str(error)) from error
+        return section, load_rows(replace(section, path=path))
     own = islice(shipped_tasks(name, seed), count) if name in ENVIRONMENTS else [{}]
     return section, [Row(number, f"task {number + 1}", values) for number, values in enumerate(own)]
 

@@ -1,5 +1,6 @@
 """Export of weights: a Hugging Face folder in the dtype asked for, with a model card, and its way to the hub."""
 
+import errno
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -60,8 +61,10 @@ def export(
         adapter = read_config(temporary) if is_adapter(temporary) else None
         (temporary / "README.md").write_text(model_card(target, dtypes, warn, adapter))
         temporary.replace(to)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno == errno.EROFS:
+            raise ExportError(f"{to} cannot be written: {error.strerror}") from error
         raise
     return to
 

@@ -26,9 +26,11 @@ def text_config(folder: Path) -> Any:
     """Return transformers' config of a folder's text model. Raises ModelError for a model type without a causal LM."""
     from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, __version__
 
-    kind = json.loads((folder / "config.json").read_text()).get("model_type")
+    values = json.loads((folder / "config.json").read_text())
+    kind = values.get("model_type")
     if kind not in CONFIG_MAPPING:
-        raise ModelError(f"model_type {kind} in {folder}: transformers {__version__} does not know it")
+        own = ", and code of a model's folder (auto_map) is never run" if "auto_map" in values else ""
+        raise ModelError(f"model_type {kind} in {folder}: transformers {__version__} does not know it{own}")
     try:
         whole = AutoConfig.from_pretrained(folder)
     except Exception as error:  # A config class has an error for each of its values.

@@ -69,6 +69,13 @@ class Schedule:
     kept: int
     # Bytes of one, with its export.
     checkpoint_bytes: int | None
+    # Bytes that checkpoints may take where the run writes; None: not known.
+    disk_free: int | None = None
+
+    @property
+    def disk_bytes(self) -> int:
+        """Most bytes of checkpoints on the disk: a new one is whole before an old one goes. 0 if not known."""
+        return min(self.checkpoints, self.kept + 1) * (self.checkpoint_bytes or 0)
 
 
 @dataclass(frozen=True)
@@ -89,6 +96,8 @@ class RunPlan:
     too_large: str | None
     # Reason why the engine's kernels cannot sample from the model on this device; None if they can.
     unserved: str | None
+    # Reason why not one checkpoint fits on the disk; None if one does.
+    unsaved: str | None
     schedule: Schedule
     # Bytes of a refit to each engine, and the way that they take, if it is known.
     refit: int | None
@@ -102,8 +111,11 @@ class RunPlan:
 _TIGHT = 0.93
 
 
-def make_plan(settled: Settled, nodes: Sequence[NodeResources]) -> RunPlan:
-    """Return the plan of a run on this machine, the one node, or on a cluster's."""
+def make_plan(settled: Settled, nodes: Sequence[NodeResources], disk_free: int | None = None) -> RunPlan:
+    """Return the plan of a run on this machine, the one node, or on a cluster's.
+
+    disk_free: bytes that the run's checkpoints may take; None: not known.
+    """
     config, sizes, sampling = settled.config, settled.facts, settled.sampling
     backend, placement, misplaced = backend_of(config.trainer), None, None
     try:
@@ -119,7 +131,7 @@ def make_plan(settled: Settled, nodes: Sequence[NodeResources]) -> RunPlan:
             way = refit_way(settled.sampling, placement)
         except PlacementError as error:
             placement, misplaced = None, str(error)
-    memory, schedule = forecast(settled, placement), _schedule(settled)
+    memory, schedule = forecast(settled, placement), _schedule(settled, disk_free)
     return RunPlan(
         kind=config.kind,
         model=config.model.path,
@@ -131,11 +143,12 @@ def make_plan(settled: Settled, nodes: Sequence[NodeResources]) -> RunPlan:
         memory=memory,
         too_large=_too_large(settled, memory) if settled.device == "cuda" else None,
         unserved=unserved(settled),
+        unsaved=_unsaved(schedule),
         schedule=schedule,
         refit=refit_bytes(sizes, sampling.generation_dtype, settled.adapters) if sizes and sampling else None,
         refit_way=way,
         chosen=settled.choices,
-        notes=_notes(settled, schedule.updates, memory),
+        notes=_notes(settled, schedule, memory),
     )
 
 
@@ -210,7 +223,7 @@ def _batch(settled: Settled) -> BatchSize:
     )
 
 
-def _schedule(settled: Settled) -> Schedule:
+def _schedule(settled: Settled, disk_free: int | None) -> Schedule:
     config, steps = settled.config, settled.config.num_steps
     every = config.validation.every
     validations = 0
@@ -226,7 +239,7 @@ def _schedule(settled: Settled) -> Schedule:
         exported = (4 if own else DTYPE_BYTES[settled.export_dtype]) * config.checkpoint.export
         size = (own.parameters if own else settled.facts.parameters) * (12 + exported)
     kept = min(checkpoints, config.checkpoint.keep_last + config.checkpoint.keep_best)
-    return Schedule(steps, steps * config.step_shape.updates, validations, checkpoints, kept, size)
+    return Schedule(steps, steps * config.step_shape.updates, validations, checkpoints, kept, size, disk_free)
 
 
 def _too_large(settled: Settled, memory: Memory | None) -> str | None:
@@ -236,6 +249,27 @@ def _too_large(settled: Settled, memory: Memory | None) -> str | None:
     taken, room = (f"{count / 2**30:.1f} GiB" for count in (memory.state_peak, memory.capacity))
     advice = backend_of(settled.trainer).more_room(settled.trainer, memory.state_peak, memory.capacity)
     return f"weights, gradients and optimizer state alone take {taken} of each device, which has {room}; {advice}"
+
+
+def _unsaved(schedule: Schedule) -> str | None:
+    """Return why the first checkpoint would fail; None if one fits, or if a size is not known."""
+    one, free = schedule.checkpoint_bytes, schedule.disk_free
+    if not schedule.checkpoints or one is None or free is None or one <= free:
+        return None
+    return f"a checkpoint takes {_amount(one)}, and {_amount(free)} are free here: make room, or set another run.dir"
+
+
+def disk_notes(schedule: Schedule) -> list[str]:
+    """Return a note if the disk may become full: one checkpoint fits, but not all that are kept."""
+    free, most = schedule.disk_free, schedule.disk_bytes
+    if free is None or most <= free or _unsaved(schedule):
+        return []
+    less = "a lower checkpoint.keep_last or keep_best takes less"
+    return [f"checkpoints take up to {_amount(most)}, and {_amount(free)} are free in run.dir: {less}"]
+
+
+def _amount(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
 def unserved(settled: Settled) -> str | None:
@@ -262,7 +296,7 @@ def _what_takes_less(memory: Memory) -> str:
     )
 
 
-def _notes(settled: Settled, updates: int, memory: Memory | None) -> list[str]:
+def _notes(settled: Settled, schedule: Schedule, memory: Memory | None) -> list[str]:
     config, cpu = settled.config, settled.device == "cpu"
     notes = model_notes(settled.facts, settled.device) if settled.facts else []
     metric = config.checkpoint.metric
@@ -271,8 +305,9 @@ def _notes(settled: Settled, updates: int, memory: Memory | None) -> list[str]:
         if config.checkpoint.keep_best and metric.lstrip("-").startswith("validation/"):
             notes.append(f"{metric} is never measured: no best checkpoint is kept")
     warmup = config.trainer.optimizer.warmup_steps
-    if warmup >= updates:
-        notes.append(f"warm-up takes {warmup} updates, the run only {updates}: lr is never reached")
+    if warmup >= schedule.updates:
+        notes.append(f"warm-up takes {warmup} updates, the run only {schedule.updates}: lr is never reached")
+    notes += disk_notes(schedule)
     moves = (config.trainer.offload_optimizer_for_logprob, config.trainer.offload_optimizer_for_generation)
     if cpu and any(moves):
         notes.append("nothing is offloaded on a CPU: optimizer state is in host memory at all times")

@@ -50,12 +50,14 @@ class RunDir:
         if not re.fullmatch(r"\w[\w.+=-]*", name):
             raise RunDirError(f"run.name={name}: letters, digits and any of . _ - + = (it names a folder)")
         path = root / name
-        root.mkdir(parents=True, exist_ok=True)
         try:
+            root.mkdir(parents=True, exist_ok=True)
             path.mkdir(0o700)
         except FileExistsError:
             resume = f"continue it with --resume {quote(str(path))}"
             raise RunDirError(f"run.name={name} is in use ({path}): {resume}, or choose another name") from None
+        except OSError as error:
+            raise RunDirError(f"run.dir={root}: {error.strerror or error}: choose another folder") from error
         run = cls(path)
         run.checkpoints.mkdir()
         return run

@@ -23,6 +23,15 @@ def write_whole(path: Path, content: str | bytes) -> None:
         raise
 
 
+def folder_bytes(folder: Path) -> int:
+    """Return the bytes of all files below `folder`; 0 without one. A file that goes meanwhile counts nothing."""
+    total = 0
+    for path in folder.rglob("*"):
+        with suppress(OSError):
+            total += path.stat(follow_symlinks=False).st_size
+    return total
+
+
 def sync(path: Path) -> None:
     """Write a file or folder through to the disk."""
     descriptor = os.open(path, os.O_RDONLY)

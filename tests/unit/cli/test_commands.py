@@ -30,6 +30,9 @@ from tests.unit.cli.conftest import Rlctl
         ("dash", "did you mean rlctl runs dash?"),
         ("config chek", "did you mean check?"),
         ("resum", "rlctl train KIND --resume RUN goes on"),
+        ("run list", "did you mean runs? Or type rlctl train grpo RECIPE"),
+        ("config compare a b", "rlctl config has no `compare`; did you mean diff?"),
+        ("config complet", "rlctl config has show, check, diff, reference"),
         ("env xyz", "rlctl env has no `xyz`; rlctl env has check, tasks"),
     ],
 )
@@ -39,6 +42,32 @@ def test_a_word_of_another_tool_or_a_slip_is_answered_in_one_line(rlctl: Rlctl, 
     line, count = done.err.splitlines()
     assert line.startswith("error: rlctl ") and line.endswith(answer)
     assert count == "1 problem; nothing was started"
+
+
+@pytest.mark.parametrize(
+    ("typed", "answer"),
+    [
+        ("train grpo my.yaml --dryrun", "--dryrun: no such option; did you mean --dry-run?"),
+        ("--verson", "--verson: no such option; did you mean --version?"),
+        ("runs --dir x list", "--dir: no such option"),
+        ("train sft --xyz", "--xyz: no such option; see rlctl train sft --help"),
+        ("model check", "missing argument 'FOLDER | NAME | RUN'; see rlctl model check --help"),
+        ("export a b c", "got unexpected extra argument(s) (c); see rlctl export --help"),
+        (
+            "export a b --dtype bf16",
+            "invalid value for '--dtype': 'bf16' is not one of 'float32', 'bfloat16'",
+        ),
+    ],
+)
+def test_a_wrong_option_or_argument_is_answered_in_one_line(rlctl: Rlctl, typed: str, answer: str) -> None:
+    done = rlctl(*typed.split())
+    line, count = done.err.splitlines()
+    assert (done.code, done.out, count) == (2, "", "1 problem; nothing was started")
+    assert line.startswith(f"error: {answer}")
+
+
+def test_a_group_without_a_command_shows_its_help(rlctl: Rlctl) -> None:
+    assert "Check that a model trains exactly." in rlctl("model").out
 
 
 def test_no_word_of_the_table_is_a_command_and_each_answer_names_commands_that_are(rlctl: Rlctl) -> None:

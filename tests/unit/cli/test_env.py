@@ -99,7 +99,7 @@ def test_check_in_json(rlctl: Rlctl) -> None:
         (["check", "my_env.py:Gam"], "my_env.py defines no Gam; did you mean Game?"),
         (["check", "my_en.py:Game"], "no file my_en.py; did you mean my_env.py?"),
         (["check", "my_env.py"], "my_env.py names a file alone: write my_env.py:Class"),
-        (["check", "my_env.py:Game", "--data", "none.jsonl"], "none.jsonl: no such file"),
+        (["check", "my_env.py:Game", "--data", "none.jsonl"], "no file or folder none.jsonl"),
         (["check", "my_env.py:Game", "--arg", "most"], "must be KEY=VALUE with a YAML value, not most"),
         (["check", "guess", "--episodes", "2"], "needs --model"),
         (["check", "guess", "--model", "none"], "none: no run, no checkpoint, and no folder"),

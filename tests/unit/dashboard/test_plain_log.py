@@ -42,6 +42,12 @@ def test_only_every_so_many_th_step_is_printed() -> None:
     assert [step for step in range(1, 16) if list(lines.lines(record(step)))] == [5, 10, 15]
 
 
+def test_the_last_step_is_printed_too() -> None:
+    lines = LineFormat(5)
+    list(lines.lines({"kind": "run_started", "model": "m", "num_steps": 3, "start_step": 0}))
+    assert [step for step in range(1, 4) if list(lines.lines(record(step)))] == [3]
+
+
 def test_validation_is_a_line_of_its_own() -> None:
     record = {
         "kind": "validation",

@@ -42,6 +42,22 @@ def test_a_chats_trailing_assistant_message_is_the_answer_unless_a_column_has_it
     assert all("yes" not in prompt.text for prompt in prompts)
 
 
+def test_chats_without_a_template_are_told(plain, chatml, section):
+    asked = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="}]
+    several = rows({"messages": asked}, {"prompt": "2"}, {"messages": [*asked, {"role": "assistant", "content": "2"}]})
+    _, report = tokenize_prompts(several, section, plain, None)
+    begin = "2 rows have several messages, and there is no chat template: joined without roles"
+    assert [warning[: len(begin)] for warning in report.warnings] == [begin]
+    assert tokenize_prompts(several, section, chatml, None)[1].warnings == []
+
+
+def test_a_question_and_its_answer_need_no_template(plain, section):
+    pair = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    for chat, warnings in ((pair, 0), ([{"role": "system", "content": "Add."}, *pair], 1)):
+        _, report = tokenize_samples(rows({"messages": chat}), section, plain, ALL, None, 1000)
+        assert len(report.warnings) == warnings
+
+
 def test_long_prompts_are_cut_and_the_report_says_so(plain, section):
     texts = ["a" * n for n in (3, 9, 4, 12)]
     prompts, report = tokenize_prompts(rows(*({"prompt": text} for text in texts)), section, plain, 4)

@@ -113,7 +113,7 @@ def test_everything_that_is_wrong_is_told_at_once() -> None:
     assert contract.problems == [
         "cannot be made with no arguments: missing a required argument: 'size'; they are environment.args",
         "tool look: parameter how has no type hint",
-        "tool move: has no docstring: the model reads it as the tool's description",
+        "tool move: has no docstring: the model reads it as the tool's description (a method named _... is no tool)",
         "has no method reset(self, **row): it begins each episode",
         "get_reward is called as get_reward(self): missing a required argument: 'completion'",
         "step is called as step(self, message): too many positional arguments; a tool needs a docstring, and a type "

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from rlctl.config.plugins import ENVIRONMENTS
+from rlctl.data.files import DataError
 from rlctl.environments.outcomes import EnvironmentSpec
 from rlctl.environments.tool_schema import tool_schema
-from rlctl.evaluation.environment_check import check_environment, scripted_calls, signature
+from rlctl.evaluation.environment_check import check_environment, rows_to_try, scripted_calls, signature
 from tests.unit.environments.test_tool_schema import Tools
 
 OWN = """
@@ -199,3 +200,13 @@ def test_every_failure_is_a_problem() -> None:
     picture = {"messages": [{"role": "user", "content": [{"type": "image"}]}]}
     assert "content must be text" in checked("own.py:Fine", picture).problems[0]
     assert checked("own.py:Nothing").problems == ["own.py has no Nothing"]
+
+
+def test_a_mistyped_file_of_tasks_is_not_looked_for_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tasks.jsonl").write_text('{"answer": "1"}\n')
+    with pytest.raises(DataError, match=r"^no file or folder task\.jsonl; did you mean tasks\.jsonl\?$"):
+        rows_to_try("guess", "task.jsonl", 0, 1)
+    with pytest.raises(DataError, match=r"^no file or folder task; "):
+        rows_to_try("guess", "task", 0, 1)
+    assert len(rows_to_try("guess", "tasks.jsonl", 0, 1)[1]) == 1

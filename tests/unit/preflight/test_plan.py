@@ -25,10 +25,17 @@ ONE_LAYER = sizes_by_formula(
 )  # fmt: skip
 
 
-def plan(home: Path, *overrides: str, kind: str = "grpo", gpus: int = 0, memory: int | None = 16 * GIB) -> RunPlan:
+def plan(
+    home: Path,
+    *overrides: str,
+    kind: str = "grpo",
+    gpus: int = 0,
+    memory: int | None = 16 * GIB,
+    disk: int | None = None,
+) -> RunPlan:
     run = load(kind, f"{kind}.recipe.yaml", list(overrides)).settled
     settled = run.on(RunMachine(device_of(gpus), memory), read_sizes(home / "model/config.json"))
-    return make_plan(settled, this_machine(gpus))
+    return make_plan(settled, this_machine(gpus), disk)
 
 
 def parameters(home: Path) -> int:
@@ -302,6 +309,27 @@ def test_notes_say_what_will_disappoint(home: Path) -> None:
         "validation/accuracy is never measured",
         "warm-up takes 200 updates, the run only 100",
         "the forecast is above the device's memory",
+    ]
+
+
+def test_checkpoints_that_the_disk_does_not_hold_are_told(home: Path) -> None:
+    """25 steps save three times: both kept, and a third before the first one goes."""
+    saves = ["grpo.num_steps=25", "checkpoint.every=10", "checkpoint.keep_last=2", "checkpoint.keep_best=0"]
+    one = plan(home, *saves).schedule.checkpoint_bytes
+    assert one
+
+    def told(disk: int | None, *more: str) -> tuple[bool, list[str]]:
+        found = plan(home, *saves, *more, disk=disk)
+        return found.unsaved is not None, [each for each in found.notes if each.startswith("checkpoints take")]
+
+    assert told(None) == told(3 * one) == (False, [])
+    assert told(one - 1) == (True, [])
+    assert told(one - 1, "checkpoint.every=0", "checkpoint.at_end=false") == (False, [])
+    assert told(2 * one, "checkpoint.keep_last=1") == told(2 * one, "checkpoint.every=20") == (False, [])
+    refused, notes = told(2 * one)
+    assert not refused and notes == [
+        f"checkpoints take up to {3 * one / 2**20:.1f} MiB, and {2 * one / 2**20:.1f} MiB are free in run.dir: "
+        "a lower checkpoint.keep_last or keep_best takes less"
     ]
 
 

@@ -21,6 +21,11 @@ def test_a_name_must_be_a_plain_folder_name(name: str, tmp_path: Path) -> None:
         RunDir.create(name, tmp_path)
 
 
+def test_a_folder_that_cannot_be_made_is_named() -> None:
+    with pytest.raises(RunDirError, match=r"^run\.dir=/proc/none: No such file or directory: choose another folder$"):
+        RunDir.create("a", Path("/proc/none"))
+
+
 def test_what_holds_no_run_cannot_be_opened(tmp_path: Path) -> None:
     with pytest.raises(RunDirError, match="no such run"):
         RunDir.open(tmp_path / "none")
