@@ -52,7 +52,7 @@ def export(
     if merged and not is_adapter(source):
         raise ExportError(f"--merged: {source} is no adapter, it holds all weights")
     if dtype and is_adapter(source) and not merged:
-        raise ExportError(f"--dtype {dtype}: an adapter stays in float32; add --merged for a whole model in {dtype}")
+        raise ExportError(f"--dtype {dtype}: an adapter stays as it is; add --merged for a whole model in {dtype}")
     temporary = to.with_name(f".{to.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     write = _write_merged if merged else _copy_adapter if is_adapter(source) else _write_weights

@@ -76,12 +76,13 @@ class EvaluationFolder:
         self._parts.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise EvaluationError(f"{self.path} is being evaluated by another process") from None
             for unfinished in self._parts.glob("tmp_*"):
                 shutil.rmtree(unfinished)
             yield
-        except BlockingIOError:
-            raise EvaluationError(f"{self.path} is being evaluated by another process") from None
         finally:
             os.close(descriptor)
 

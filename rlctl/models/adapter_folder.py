@@ -51,6 +51,8 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 # File with the digest of the base's weights. The metadata of safetensors has no fixed order: equal adapters would be
 # unequal files.
 _BASE = "rlctl_base.json"
+# Key of `digest_of_weights` there. Earlier folders have `digest`, of both ends of the files alone: it is not compared.
+_DIGEST = "sampled"
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ def read_config(folder: Path) -> AdapterConfig:
 def base_digest(folder: Path) -> str | None:
     """Return the digest of the weights that the adapter was trained on, if rlctl wrote it."""
     with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-        return str(json.loads((folder / _BASE).read_text())["digest"])
+        return str(json.loads((folder / _BASE).read_text())[_DIGEST])
     return None
 
 
@@ -178,7 +180,7 @@ def write_adapter(
     }
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     held = {_PREFIX + inside(each.name): value.detach().to("cpu", copy=True).contiguous() for each, value in tensors}
-    (folder / _BASE).write_text(json.dumps({"name": base, "digest": digest}, indent=2) + "\n")
+    (folder / _BASE).write_text(json.dumps({"name": base, _DIGEST: digest}, indent=2) + "\n")
     save_tensors(held, folder / WEIGHTS)
     (folder / WEIGHTS).chmod(0o644)
 

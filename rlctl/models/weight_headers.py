@@ -16,8 +16,9 @@ from rlctl.config.errors import ModelError
 DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16", "I64": "int64", "I32": "int32"}
 # Bytes; safetensors' own bound.
 _LONGEST_HEADER = 100_000_000
-# Read at each end of a file for its digest.
-_ENDS = 1 << 20
+# Read at each end of a file for its digest, and at so many places between: adapters that are added to their base leave
+# embedding, norm and head at the ends as they are.
+_ENDS, _BETWEEN, _PLACES = 1 << 20, 64 << 10, 128
 _QUANTISED = re.compile(r"(.*\.)?(scales|qweight|qzeros|g_idx|weight_packed|SCB|absmax|quant_(map|state)(\..*)?)")
 # Scale of the tensor before the underscore, weight_scale_inv of weight, or proj_scales of proj_blocks. Without such a
 # tensor it is the model's own.
@@ -62,15 +63,17 @@ def weight_headers(folder: Path) -> dict[str, tuple[str, list[int]]]:
 
 
 def digest_of_weights(folder: Path) -> str:
-    """Return the digest of names, sizes, first and last bytes of a folder's safetensors."""
+    """Return the digest of a folder's safetensors: their names and sizes, both ends, and 128 places between."""
     digest = hashlib.sha256()
     for path in sorted(folder.glob("model*.safetensors")):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())
-        with path.open("rb") as file:
-            digest.update(file.read(_ENDS))
-            file.seek(max(0, size - _ENDS))
-            digest.update(file.read(_ENDS))
+        places = [(0, _ENDS), (max(0, size - _ENDS), _ENDS)]
+        places += [(size * number // (_PLACES + 1), _BETWEEN) for number in range(1, _PLACES + 1)]
+        with path.open("rb", buffering=0) as file:
+            for place, count in places:
+                file.seek(place)
+                digest.update(file.read(count))
     return digest.hexdigest()
 
 

@@ -78,7 +78,8 @@ def made_with(settled: Settled, model: Path | None) -> dict[str, Any]:
     return {
         "model": sizes_of(model) if model else None,
         "model_path": config.model.path,
-        "weights": _weights(settled, model),
+        # Earlier checkpoints have `weights`, a digest of both ends of the files alone.
+        "frozen": _weights(settled, model),
         "lora": _lora(config),
         "tokenizer": _vocabulary(tokenizer) if tokenizer else None,
         "tokenizer_path": config.model.tokenizer or config.model.path,
@@ -112,7 +113,7 @@ def _models(then: Mapping[str, Any], now: Mapping[str, Any], step: int) -> Itera
     sizes = [f"{key} {ours[key]} -> {theirs[key]}" for key in ours if key in theirs and ours[key] != theirs[key]]
     if sizes:
         yield Contradiction("model.path", *paths, f"not the model of {of}: {', '.join(sizes[:4])}")
-    elif _differ(then, now, "weights"):
+    elif _differ(then, now, "frozen"):
         role = "base below the adapters" if now.get("lora") else "reference policy (grpo.loss.kl_coef above 0)"
         yield Contradiction("model.path", *paths, f"not the {role} of {of}")
     if then.get("lora") != now.get("lora"):
@@ -136,7 +137,7 @@ def _data(then: Mapping[str, Any], now: Mapping[str, Any], step: int) -> Iterato
 
 
 def _differ(then: Mapping[str, Any], now: Mapping[str, Any], key: str) -> bool:
-    return then[key] is not None and now[key] is not None and then[key] != now[key]
+    return then.get(key) is not None and now[key] is not None and then[key] != now[key]
 
 
 def _shown(value: Any) -> str:
@@ -178,7 +179,7 @@ def _vocabulary(folder: Path) -> str | None:
 
 
 def _weights(settled: Settled, folder: Path | None) -> str | None:
-    """Return the digest of names, sizes, first and last bytes of the files below adapters, or of a reference policy.
+    """Return `digest_of_weights` of the files below adapters, or of a reference policy.
 
     None without either: a checkpoint holds all weights.
     """

@@ -58,6 +58,9 @@ def test_two_processes_do_not_evaluate_into_one_folder(tmp_path: Path) -> None:
     assert str(raised.value) == f"{tmp_path} is being evaluated by another process"
     with second.claimed():
         pass
+    # As a full pipe raises that does not block, where progress is printed.
+    with pytest.raises(BlockingIOError), first.claimed():
+        raise BlockingIOError
 
 
 def test_a_result_is_there_when_all_of_it_is(tmp_path: Path) -> None:

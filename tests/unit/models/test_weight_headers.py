@@ -13,7 +13,7 @@ from rlctl.config.errors import ModelError
 from rlctl.config.schema import ModelSection
 from rlctl.models.hf_folder import WeightFiles
 from rlctl.models.model_files import ModelFiles
-from rlctl.models.weight_headers import check_weights
+from rlctl.models.weight_headers import check_weights, digest_of_weights
 from tests.tiny_models import KINDS, Kind, make_model
 
 DOWN = "model.layers.1.mlp.down_proj.weight"
@@ -124,3 +124,14 @@ def test_a_folder_whose_name_is_not_utf8_is_refused_with_the_remedy(tmp_path: Pa
     folder.mkdir()
     with pytest.raises(ModelError, match="not UTF-8, which safetensors does not open: rename the folder"):
         check_weights(folder)
+
+
+def test_weights_that_differ_between_the_ends_of_a_file_have_another_digest(tmp_path: Path) -> None:
+    # As a base has that adapters were added to, between its embedding and its head.
+    tensors = {name: torch.zeros(1 << 19) for name in ("embedding", "layer", "norm")}
+    digests = []
+    for change in (0, 0, 1):
+        tensors["layer"] = torch.full((1 << 19,), float(change))
+        save_file(tensors, tmp_path / "model.safetensors")
+        digests.append(digest_of_weights(tmp_path))
+    assert digests[0] == digests[1] != digests[2]

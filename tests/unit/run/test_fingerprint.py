@@ -115,6 +115,9 @@ def test_another_reference_policy_is_refused_where_there_is_one(home: Path) -> N
     assert keys(facts(kl), facts(kl)) == []
     assert keys(facts(kl), facts(kl, other)) == ["model.path"]
     assert keys(facts(kl), facts(kl, "model.random_init=true")) == ["model.path"]
+    # A checkpoint of before has another digest, under another key.
+    earlier = {key: value for key, value in facts(kl).items() if key != "frozen"} | {"weights": "of both ends"}
+    assert keys(earlier, facts(kl, other)) == []
 
 
 def test_no_value_that_may_be_secret_is_kept(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
