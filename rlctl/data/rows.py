@@ -184,11 +184,12 @@ def _with_calls(message: dict[str, Any], row: Row, number: int) -> dict[str, Any
     calls = []
     for call in message["tool_calls"]:
         function = call.get("function", call) if isinstance(call, dict) else {}
+        function = function if isinstance(function, dict) else {}
         arguments = function.get("arguments", {})
         if isinstance(arguments, str):
             try:
                 arguments = json.loads(arguments)
-            except ValueError:
+            except (ValueError, RecursionError):
                 arguments = None
         if not isinstance(function.get("name"), str) or not isinstance(arguments, dict):
             what = "a tool call must have a name, and arguments that are a JSON object or the text of one"
@@ -207,13 +208,12 @@ def _message(message: dict[str, Any], row: Row, number: int) -> dict[str, Any]:
         raise DataError(f"{row.origin}: message {number}: role must be text, not {_shown(role)}")
     if isinstance(content, str):
         return message
-    wrong = content
-    if isinstance(content, list):
-        wrong = next((part for part in content if not _is_text(part)), None)
-        if wrong is None:
-            return {**message, "content": "".join(part["text"] for part in content)}
+    parts: list[Any] = content if isinstance(content, list) else [content]
+    wrong = [each for each in parts if not _is_text(each)] if isinstance(content, list) else parts
+    if not wrong:
+        return {**message, "content": "".join(part["text"] for part in parts)}
     needed = "text or a list of {type: text, text: ...}"
-    raise DataError(f"{row.origin}: message {number} ({role}): content must be {needed}, not {_shown(wrong)}")
+    raise DataError(f"{row.origin}: message {number} ({role}): content must be {needed}, not {_shown(wrong[0])}")
 
 
 def _is_text(part: Any) -> bool:

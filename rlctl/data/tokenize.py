@@ -192,7 +192,7 @@ def read_tasks(rows: list[Row], section: DatasetSection, choices: Collection[str
     report, tasks = LengthReport(len(rows)), list[Task]()
     for row in rows:
         messages, answer = question(row, section, asked=False)
-        if len(choices) > 1 and (key := row.values.get(ENVIRONMENT_COLUMN)) not in choices:
+        if len(choices) > 1 and (key := row.values.get(ENVIRONMENT_COLUMN)) not in [*choices]:
             what = f"column {ENVIRONMENT_COLUMN!r} must be one of {', '.join(choices)}, not {key!r}"
             raise DataError(f"{row.origin}: {what} (environment.choices)")
         text = "\n".join(message["content"] for message in messages)

@@ -210,7 +210,7 @@ class EnvironmentPool:
 
     async def _reset(self, episode: Hashable, row: dict[str, Any], seed: int) -> Observation | EnvironmentFailure:
         key = self.key_of(row)
-        if key not in self._specs:
+        if key not in [*self._specs]:
             known = ", ".join(self._specs)
             failure = EnvironmentFailure("contract", f"no such environment: a row must name one of {known}", repr(key))
             return self._count_failure(str(key), failure)

@@ -114,7 +114,8 @@ def check_nodes(config: RunConfig) -> Violations:
     """Find a size of a cluster that cannot be read."""
     if config.placement.nodes is not None:
         try:
-            planned_cluster(config.placement.nodes)
+            # A broken value is no text, and says so here.
+            planned_cluster(str(config.placement.nodes))
         except ValueError as error:
             yield Violation("placement.nodes", str(error))
 

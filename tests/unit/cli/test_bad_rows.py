@@ -18,6 +18,9 @@ BAD = {
     r'{"prompt": "1", "answer": "2", "x": {"y": ["\udfff"]}}': r"column 'x' has the lone surrogate \udfff",
     r'{"messages": [{"role": "user", "content": "\ud83d"}], "answer": "2"}': "column 'messages' has the lone surrogate",
     '{"messages": [{"role": "user", "content": null}], "answer": "2"}': "message 1 (user): content must be text",
+    '{"messages": [{"role": "user", "content": [null]}], "answer": "2"}': "message 1 (user): content must be text or",
+    '{"messages": [{"role": "user", "content": "1+1="}, {"role": "assistant", "tool_calls": [{"function": true}]}]}':
+        "message 2: a tool call must have a name, and arguments",
     '{"prompt": "1+1=", "answer": [2]}': "answer column 'answer' must be text or a finite number, not a list",
     '{"prompt": "1+1=", "answer": NaN}': "answer column 'answer' must be text or a finite number, not nan",
     '{"prompt": "1+1=", "answer": null}': "no answer to compare with: column 'answer' is null",

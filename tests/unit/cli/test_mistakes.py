@@ -60,6 +60,7 @@ OVERRIDES: dict[str, tuple[list[str], str]] = {
     "a resolver that evaluates": (["run.dir=${oc.create:[a]}"], "only keys, ${a.b}, and variables"),
     "half a pattern": (["rewards=[{name: regex, pattern: '(a'}]"], "no regular expression: missing )"),
     "half a reference": (["run.name=${"], "a reference without its closing bracket"),
+    "nodes without a number": (["placement.nodes=true"], "must be text or null, not true"),
     "a kind that is a list": (["kind=[grpo]"], "must be one of grpo, sft"),
 }  # fmt: skip
 

@@ -5,7 +5,7 @@ import pytest
 from rlctl.data.chat import Chat
 from rlctl.data.datasets import Row
 from rlctl.data.files import DataError
-from rlctl.data.tokenize import tokenize_prompts, tokenize_samples
+from rlctl.data.tokenize import read_tasks, tokenize_prompts, tokenize_samples
 from tests.unit.data.conftest import ALL, CHATML
 
 
@@ -102,6 +102,12 @@ def test_a_bad_row_is_named_by_file_and_line(plain, section, value, complaint):
     with pytest.raises(DataError) as error:
         tokenize_prompts(rows({"prompt": "fine"}, value), section, plain, None)
     assert str(error.value).startswith(f"some.jsonl:2: {complaint}")
+
+
+@pytest.mark.parametrize("key", ["chess", None, ["maze"], {"maze": 1}])
+def test_a_row_must_name_one_of_several_environments(section, key):
+    with pytest.raises(DataError, match=r"some\.jsonl:1: column 'environment' must be one of maze, guess, not"):
+        read_tasks(rows({"environment": key}), section, {"maze": 0, "guess": 0})
 
 
 def test_a_bad_sample_is_named_by_file_and_line(plain, section):
