@@ -57,10 +57,12 @@ def read_sizes(file: Path) -> ModelSizes:
 
 
 def check_config(file: Path) -> None:
-    """Raise ModelError for a config.json that is not JSON, of quantised weights, or with an odd rotary scale."""
+    """Raise ModelError for a config.json that is missing, no JSON, of quantised weights, or with an odd scale."""
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise ModelError(f"{file}: {error.strerror}; needed: a Hugging Face model's config.json") from error
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{file} is not JSON: {error}") from error
     if not isinstance(raw, dict) or not isinstance(raw.get("model_type"), str):
         raise ModelError(f"{file} has no model_type; needed: a Hugging Face model's config.json")

@@ -31,6 +31,12 @@ def test_a_published_size(tmp_path: Path) -> None:
     assert architecture.kv_values_per_token == 2 * 28 * 8 * 128
 
 
+def test_a_folder_without_a_config_says_so(tmp_path: Path) -> None:
+    # As the hub's cache has it where a download was broken off.
+    with pytest.raises(ValueError, match=r"config\.json: No such file or directory; needed: a Hugging Face model's"):
+        read_sizes(tmp_path / "config.json")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
