@@ -96,7 +96,7 @@ def test_a_ray_without_its_private_switch_of_loopback_starts(
     monkeypatch.setattr(ray, "init", lambda **options: seen.append(getattr(ray_constants, "ENABLE_RAY_CLUSTER", None)))
     monkeypatch.setattr(ray, "shutdown", lambda: seen.append("shut down"))
     if gone == "the module":
-        monkeypatch.delattr(ray._private, "ray_constants")
+        monkeypatch.delattr("ray._private.ray_constants")
         monkeypatch.setitem(sys.modules, "ray._private.ray_constants", None)
     elif gone == "the switch":
         monkeypatch.delattr(ray_constants, "ENABLE_RAY_CLUSTER")
