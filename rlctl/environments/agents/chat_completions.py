@@ -130,6 +130,8 @@ def _message(given: Any) -> Message:
         functions = [
             (each.get("function") or {}, each.get("id")) for each in given["tool_calls"] if isinstance(each, dict)
         ]
+        if not all(isinstance(each, dict) for each, _ in functions):
+            raise RefusedError("messages: the function of a tool call must be an object")
         if calls := [called(each.get("name"), each.get("arguments"), number) for each, number in functions]:
             message["tool_calls"] = calls
     if role == "tool":

@@ -131,13 +131,14 @@ def test_sampling_belongs_to_the_run_and_is_counted(serve: Serve) -> None:
         ({"messages": [USER, {"role": "assistant", "content": "So"}]}, "the last one is the assistant's"),
         ({"messages": []}, "there are none"),
         ({"tools": [{"type": "web_search"}]}, "no web_search"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": "add"}]}, USER]}, "must be an object"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_and_not_tried_again(serve: Serve, more: Any, said: str) -> None:
     served = serve(script())
     with pytest.raises(openai.BadRequestError, match=said):
         asked(served, **{"messages": [USER], **more})
-    assert served.asks == []
+    assert served.asks == [] and served.session.defect is None
 
 
 def test_log_probs_and_ids_come_where_they_are_asked_for(serve: Serve) -> None:
