@@ -282,7 +282,7 @@ class RunReader:
         A restart replaces metrics.jsonl, without the steps that will be done again; reread records are not new.
         """
         state = self.state
-        events = self._read_sound(self._events, "time")
+        events = self._read_sound(self._events, "time", "kind")
         metrics = [*map(_numbers, self._read_sound(self._metrics, "time", "step"))]
         # Events first: run_started of a resumed run clears records that its metrics are about to repeat.
         for event in events:

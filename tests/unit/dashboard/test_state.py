@@ -88,6 +88,15 @@ def test_the_bound_on_the_mismatch_is_the_probes_where_it_had_one(tmp_path: Path
     assert read_state(run.path).mismatch_bound == 1.12
 
 
+def test_an_event_without_a_kind_is_left_out_and_counted(tmp_path: Path) -> None:
+    run = write_run(tmp_path)
+    known = len(read_state(run.path).events)
+    with run.events.open("a") as file:
+        file.write('{"time": 1800000000.0, "what": "ray"}\n')
+    state = read_state(run.path)
+    assert (len(state.events), state.damaged["events.jsonl"]) == (known, 1)
+
+
 def test_polling_without_news_says_so(tmp_path: Path) -> None:
     reader = RunReader(write_run(tmp_path).path)
     assert reader.poll()
