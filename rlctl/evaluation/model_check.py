@@ -27,6 +27,7 @@ from rlctl.grpo.logprob_mismatch import mismatch
 from rlctl.grpo.parity_check import BOUNDS, judge, rounding_of
 from rlctl.launch.worker_specs import engine_spec
 from rlctl.models.adapter_folder import read_config, write_merged
+from rlctl.models.facts import find_facts
 from rlctl.models.model_files import ModelFiles
 from rlctl.preflight.placement import Placement
 from rlctl.preflight.plan import require_served
@@ -92,6 +93,9 @@ class CheckedTrainer:
         )
         self.adapts = adapter is not None
         self.rank: TrainerRank = make_trainer(spec)
+        facts = find_facts(Path(folder))
+        # Of a parameter's or buffer's name: no pass rounds it. Weights of adapters are rounded apart from their base's.
+        self.keeps_float32 = (lambda name: True) if self.adapts else facts.keeps_float32
         # True for a model whose sequences have a row each.
         self.padded = trainer.padded
         self.sender = SendsWeights(self.rank, 0, torch.device(device))
@@ -234,7 +238,7 @@ def as_transformers(
     Weights of adapters are rounded apart from their base's: no float32 pass of the two together has the same.
     """
     exact = None if trainer.adapts else trainer.exact_log_probs(sequences)
-    theirs = own_log_probs(folder, device, sequences, trainer.dtype, rounded=not trainer.adapts)
+    theirs = own_log_probs(folder, device, sequences, trainer.dtype, trainer.keeps_float32)
     own = Side("trainer", trainer.log_probs(sequences), exact)
     found = compare(trainer.dtype, own, Side("for its own model", theirs.own, theirs.exact))
     return Finding("transformers", found.text, found.holds, {"transformers_diff": found.worst, "rounding": found.most})

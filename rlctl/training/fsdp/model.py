@@ -52,7 +52,7 @@ class FsdpPolicy(nn.Module):
         self.temperature = temperature
         self.section = section
         self.compiled = section.compile
-        # Compute dtype.
+        # Compute dtype, that of the head's input.
         self.dtype = dtype
 
     def forward(self, packed: Packed, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -61,7 +61,8 @@ class FsdpPolicy(nn.Module):
 
         rows: int64 [N], each after its sequence's first.
         """
-        hidden = self._hidden_states(packed, rows - 1)
+        # A residual in float32 (mamba) ends in the head's dtype, as in transformers.
+        hidden = self._hidden_states(packed, rows - 1).to(self.dtype)
         targets = packed.tokens[rows]
         head = self.lm.get_submodule(self.facts.head)
         return chunked_log_probs(
