@@ -44,8 +44,9 @@ def run_all(
     for name, own in settings.items():
         command = [*_command(kind, run_folder(folder, name), own), *weightless]
         asked = subprocess.run(command, capture_output=True, text=True, start_new_session=True, check=False)
-        # The user has not seen the command that the override's number refers to.
-        said = [re.sub(r"^error: (override \d+: )?", "", line) for line in asked.stderr.splitlines()]
+        # The user has not seen the command that the override's number refers to, nor what it replaces there.
+        lines = [line for line in asked.stderr.splitlines() if not line.startswith("note: ")]
+        said = [re.sub(r"^error: (override \d+: )?", "", line) for line in lines]
         if asked.returncode:
             problems += [Problem(name, "", line) for line in said if not line.endswith("; nothing was started")]
     if problems:

@@ -101,9 +101,9 @@ def _rescore(source: Path, arguments: list[str], step: int | None, to: Path | No
 
     recipe, overrides = split(arguments)
     answers = find_answers(source, runs_folder(), step)
-    overrides = ["telemetry.trackers=[]", "run.name=null", *overrides]
     remedy = f"rlctl eval --rescore {source} RECIPE"
-    composed = load_measured(recipe or str(answers.config), overrides, recipe is None, remedy)
+    own = ["telemetry.trackers=[]", "run.name=null"]
+    composed = load_measured(recipe or str(answers.config), own, overrides, recipe is None, remedy)
     with busy("scoring"):
         return [rescore(answers, composed, to, tell)]
 

@@ -8,6 +8,7 @@ A section or an entry with a `name` takes its defaults by this name, see `NAMED`
 """
 
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -47,18 +48,21 @@ OPTIONAL_SECTIONS = {"lora": "lora"}
 _SHORT = ("agent",)
 
 
-def compose(recipe: Path, overrides: list[str], within: str = "") -> ConfigNode:
+def compose(recipe: Path, overrides: list[str], within: str = "", own: Sequence[str] = ()) -> ConfigNode:
     """Return the merged tree of the file `recipe`, its references filled in.
 
-    within: dotted key of a whole config inside the file: return that one. Raises ConfigError: a
-    parent not found, unreadable YAML, a malformed override or reference.
+    within: dotted key of a whole config inside the file: return that one. own: overrides that a command adds by itself,
+    before those that were typed. Raises ConfigError: a parent not found, unreadable YAML, a malformed override or
+    reference.
     """
+    given = [Origin(text=text) for text in own]
+    given += [Origin(override=number, text=text) for number, text in enumerate(overrides, start=1)]
     root = _with_recipe(_complete(_inherit(recipe, (), {})))
     if within:
         found = node_at(root, within.split("."))
         assert found is not None, f"{recipe} has no {within}"
         root = found
-    root = _apply(root, overrides)
+    root = _apply(root, given)
     inner = node_at(root, _RECIPE)
     if inner is None or not isinstance(inner.value, dict):
         return interpolate(root)
@@ -214,13 +218,12 @@ def _parents(node: ConfigNode | None) -> list[ConfigNode]:
     return entries
 
 
-def _apply(root: ConfigNode, overrides: list[str]) -> ConfigNode:
+def _apply(root: ConfigNode, overrides: list[Origin]) -> ConfigNode:
     problems = []
     root = _named_anew(root, overrides)
     # A recipe comes before its keys, in any order of overrides.
-    for number, text in sorted(enumerate(overrides, start=1), key=lambda each: not each[1].startswith(f"{RECIPE}=")):
-        origin = Origin(override=number, text=text)
-        key, equals, value = text.partition("=")
+    for origin in sorted(overrides, key=lambda each: not each.text.startswith(f"{RECIPE}=")):
+        key, equals, value = origin.text.partition("=")
         if not equals or not all(key.split(".")):
             problems.append(Problem(str(origin), "", "must be key=value, for example trainer.optimizer.lr=1e-6"))
         elif not key[0].isalnum():
@@ -230,7 +233,8 @@ def _apply(root: ConfigNode, overrides: list[str]) -> ConfigNode:
         else:
             try:
                 node = read_value(value, origin)
-                if before := [each for each in overrides[: number - 1] if each.partition("=")[0] == key]:
+                typed = [each for each in overrides if 0 < each.override < origin.override]
+                if before := [each.text for each in typed if each.text.partition("=")[0] == key]:
                     node = replace(node, note=f"takes the place of {before[-1]}")
                 names = [
                     *key.split("."),
@@ -244,14 +248,13 @@ def _apply(root: ConfigNode, overrides: list[str]) -> ConfigNode:
     return root
 
 
-def _named_anew(root: ConfigNode, overrides: list[str]) -> ConfigNode:
+def _named_anew(root: ConfigNode, overrides: list[Origin]) -> ConfigNode:
     """Return the tree with the losses, advantages and engines that the overrides name.
 
     Their other keys come later, so that the order of overrides does not matter.
     """
-    for number, text in enumerate(overrides, start=1):
-        key, _, value = text.partition("=")
-        origin = Origin(override=number, text=text)
+    for origin in overrides:
+        key, _, value = origin.text.partition("=")
         if key.removesuffix(".name") in NAMED_SECTIONS:
             with suppress(ConfigError):  # Reported when it is put.
                 root = _merge_named(root, put(ConfigNode({}, origin), key.split("."), read_value(value, origin)))

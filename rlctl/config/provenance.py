@@ -68,17 +68,22 @@ for _tag, _pattern, _first in _SCALARS:
 
 @dataclass(frozen=True)
 class Origin:
-    """The place where a value was written: a line of a file, or an override."""
+    """The place where a value was written: a line of a file, or an override.
+
+    An override that a command adds by itself has a text and no number. Nobody typed it, so no message names it.
+    """
 
     file: Path | None = None
     line: int = 0
-    # Position of the override, from 1; 0 for a file.
+    # Position of the override among those that were typed, from 1.
     override: int = 0
     text: str = ""
 
     def __str__(self) -> str:
         if self.override:
             return f"override {self.override}: {shortened(self.text, 240)}"
+        if self.text:
+            return ""
         return f"{show_path(self.file)}:{self.line}" if self.file else "defaults"
 
 

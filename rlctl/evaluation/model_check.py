@@ -94,7 +94,7 @@ class CheckedTrainer:
         self.adapts = adapter is not None
         self.rank: TrainerRank = make_trainer(spec)
         facts = find_facts(Path(folder))
-        # Of a parameter's or buffer's name: no pass rounds it. Weights of adapters are rounded apart from their base's.
+        # True for the name of a parameter or buffer that no pass rounds. Adapters are rounded apart from their base.
         self.keeps_float32 = (lambda name: True) if self.adapts else facts.keeps_float32
         # True for a model whose sequences have a row each.
         self.padded = trainer.padded

@@ -42,7 +42,7 @@ def config_of(target: Target, seed: int, system: str | None = None) -> tuple[Grp
     if system is not None:
         given.append(f"data.system_prompt={json.dumps(system)}")
     try:
-        config = load("grpo", str(file) if is_own else None, given, resume=is_own).settled.config
+        config = load("grpo", str(file) if is_own else None, [], resume=is_own, own=given).settled.config
     except OtherVersionError as error:
         what = f"the run is of another version of rlctl ({error.sign}); name its weights alone: {target.model}"
         raise ConfigError([Problem(str(file), "", what)]) from None
@@ -104,7 +104,8 @@ def measured_configs(
     composed = {}
     for name, rows in _named(data):
         path = [f"data.validation.path={json.dumps(rows)}", "data.validation.fraction=null"] if rows else []
-        composed[name] = load_measured(base, [*own, *path, *overrides], recipe is None, f"rlctl eval {text} RECIPE")
+        remedy = f"rlctl eval {text} RECIPE"
+        composed[name] = load_measured(base, [*own, *path], list(overrides), recipe is None, remedy)
         if not composed[name].config.data.has_validation:
             what = f"is null in {base}: there is nothing to evaluate; name rows with --data PATH"
             raise ConfigError([Problem("data.validation.path", "", what)])
@@ -119,13 +120,16 @@ def _recipe_of(target: Target) -> str:
     return str(target.run / "config.yaml")
 
 
-def load_measured(base: str, overrides: list[str], is_own: bool, remedy: str) -> Composed[SettledGrpo]:
-    """Load a recipe, or a run's own config, to measure by. remedy: the command that names a recipe.
+def load_measured(base: str, own: list[str], overrides: list[str], is_own: bool, remedy: str) -> Composed[SettledGrpo]:
+    """Load a recipe, or a run's own config, to measure by.
+
+    own, overrides: the command's, and those that were typed. remedy: the command that names a recipe.
 
     Raises ConfigError.
     """
     try:
-        return load("grpo", base, overrides, resume=is_own, within=_measured_by(Path(base)) if is_own else "")
+        within = _measured_by(Path(base)) if is_own else ""
+        return load("grpo", base, overrides, resume=is_own, within=within, own=own)
     except OtherVersionError as error:
         what = f"the run is of another version of rlctl ({error.sign}); name a recipe that measures it: {remedy}"
         raise ConfigError([Problem(base, "", what)]) from None

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlctl.config.errors import UserError
-from rlctl.config.run_weights import is_checkpoint, is_model
+from rlctl.config.run_weights import is_adapter, is_checkpoint, is_model
+from rlctl.models.facts import has_weights
 from rlctl.run.checkpoints import Checkpoint, Checkpoints, damage_of_weights
 from rlctl.run.manifest import MANIFEST
 from rlctl.run.run_dir import RunDir, RunDirError, find_run, model_name
@@ -45,6 +46,9 @@ def find_target(text: str, root: Path, step: int | None = None) -> Target:
     """
     path = next((each for each in (Path(text), root / text) if is_model(each) or is_checkpoint(each)), None)
     if path is not None:
+        if not (is_checkpoint(path) or is_adapter(path) or has_weights(path)):
+            what = "has a config.json, but no weights (model.safetensors, or its index)"
+            raise TargetError(f"{path} {what}; a run with model.path={path} model.random_init=true makes random ones")
         if step is not None:
             raise TargetError(f"--step {step}: {text} is one set of weights; --step chooses a checkpoint of a run")
         if is_checkpoint(path):

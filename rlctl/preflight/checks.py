@@ -78,13 +78,15 @@ def check(settled: Settled, origins: dict[str, Origin], *, resume: bool, away: b
 
 
 def _place(violation: Violation, origins: dict[str, Origin]) -> str:
-    """Return where the last of the keys was written: overrides come after files, the user's files after shipped."""
+    """Return where the last of the keys was written: the user's files come after shipped ones, then the command's own
+    overrides, then those that were typed.
+    """
 
     def origin(key: str) -> Origin:
         inside = (each for name, each in origins.items() if name.startswith(f"{key}."))
         return origins.get(key) or next(inside, Origin())
 
-    def lateness(each: Origin) -> tuple[int, bool]:
-        return each.override, each.file is not None and not is_shipped(each.file)
+    def lateness(each: Origin) -> tuple[int, bool, bool]:
+        return each.override, bool(each.text), each.file is not None and not is_shipped(each.file)
 
     return str(max(map(origin, (violation.key, *violation.others)), key=lateness))

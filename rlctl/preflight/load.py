@@ -1,6 +1,7 @@
 """Loading of configs that may run. `load` composes, types and checks a config, or raises every problem."""
 
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -104,6 +105,7 @@ def load(
     resume: bool = False,
     away: bool = False,
     within: str = "",
+    own: Sequence[str] = (),
 ) -> Composed[SettledGrpo]: ...
 @overload
 def load(
@@ -121,14 +123,15 @@ def load(
     resume: bool = False,
     away: bool = False,
     within: str = "",
+    own: Sequence[str] = (),
 ) -> Composed[Any]:
     """Return the config of a run. kind: "grpo" or "sft"; None: the recipe's. recipe None: the tiny one.
 
     resume: the run's directory may exist. away: the run is to be elsewhere, where absolute paths may exist that are not
-    here. within: see `compose`. Raises ConfigError with every problem at once.
+    here. within, own: see `compose`. Raises ConfigError with every problem at once.
     """
     file = find_recipe(recipe or TINY[kind or "grpo"])
-    root, settled, problems, said = _checked(kind, file, overrides, resume, away, run=resume, within=within)
+    root, settled, problems, said = _checked(kind, file, overrides, resume, away, run=resume, within=within, own=own)
     if problems:
         raise ConfigError(problems)
     origins = {key: node.origin for key, node in leaves(root)}
@@ -165,12 +168,13 @@ def _checked(
     away: bool = False,
     run: bool = False,
     within: str = "",
+    own: Sequence[str] = (),
 ) -> tuple[ConfigNode, Settled, list[Problem], list[str]]:
     """Return (tree, run whose wrong values are BROKEN, problems, notes). run: the file is a run's own config."""
     if file.suffix == ".toml":
         what = "is TOML; a config is YAML and inherits its kind, `defaults: grpo.yaml` or `defaults: sft.yaml`"
         raise ConfigError(_of_another_tool(kind, file, read_toml(file), what))
-    root = compose(file, overrides, within)
+    root = compose(file, overrides, within, own)
     assert isinstance(root.value, dict)
     stated = root.value.get("kind")
     if stated is None or not isinstance(stated.value, str) or stated.value not in KINDS:

@@ -113,6 +113,21 @@ def test_what_megatron_has_no_layers_for(model: Path, values: dict[str, Any], ex
     load("sft", "sft.recipe.yaml", ["trainer.backend=megatron"])
 
 
+def test_weights_that_a_command_names_by_itself_are_refused_without_an_override_that_nobody_typed(
+    rlctl: Rlctl, model: Path
+) -> None:
+    file = model.parent / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    commands = (("model", "check", "model"), ("eval", "model", "grpo.recipe.yaml", "run.seed=1", "run.sed=2"))
+    (checked, _), (*evaluated, _) = (rlctl(*command).err.splitlines() for command in commands)
+    assert checked.startswith(f"error: model.path: {file} is no safetensors file, or was cut")
+    assert "error: override 2: run.sed=2: unknown key; did you mean seed?" in evaluated
+    file.unlink()
+    done = rlctl("model", "check", "model")
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("error: model has a config.json, but no weights")
+
+
 @pytest.mark.parametrize("size", [0, -1, "many", [], {}, 1.5])
 def test_sizes_that_are_none(model: Path, size: Any) -> None:
     for key in ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size"):
