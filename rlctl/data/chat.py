@@ -1,5 +1,6 @@
 """Chats as text and tokens: a prompt as the model reads it, and the tokens between two of its turns."""
 
+import json
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -121,6 +122,10 @@ class Chat:
         if self._turn.rendered and self._prefix and bos and not self._turn.rendered.startswith(bos):
             what = f"the chat template writes no {bos}, which the tokenizer puts before text: chats begin without it"
             warnings = (*warnings, what)
+        if self._rows is not None:
+            beyond = len(self.tokenizer) - self._rows
+            what = f"the tokenizer has {beyond:,} tokens beyond the model's vocabulary of {self._rows:,}"
+            warnings = (*warnings, f"{what}: text that yields one is refused")
         return replace(ends, warnings=warnings)
 
     def link(self, messages: Messages, added: Messages, tools: Tools = ()) -> TurnLink:
@@ -258,20 +263,38 @@ class Chat:
     @cached_property
     def _prefix(self) -> list[int]:
         """Tokens that the tokenizer puts before a text by itself: usually the beginning-of-text token, or none."""
-        bare = self.encode("a")
+        bare = self._control.encode("a")
         whole = list(self.tokenizer("a").input_ids)
         starts = (at for at in range(len(whole)) if whole[at : at + len(bare)] == bare)
         return whole[: next(starts, 0)]
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of rendered text, none before them. Raises DataError for a lone surrogate."""
+        """Return the tokens of rendered text, none before them.
+
+        Raises DataError for a lone surrogate, and for a token that the model has no row for.
+        """
         try:
-            return self._control.encode(text)
+            tokens = self._control.encode(text)
         except (TypeError, UnicodeEncodeError):  # tokenizers raise either
             if half := _SURROGATE.search(text):
                 what = f"the text has the lone surrogate {half[0]!a}, half of a character, which no tokenizer takes"
                 raise DataError(what) from None
             raise
+        if self._rows is not None and tokens and (last := max(tokens)) >= self._rows:
+            name = self.tokenizer.convert_ids_to_tokens(last)
+            what = f"token {last} ({name!r}) is beyond the model's vocabulary of {self._rows:,}"
+            raise DataError(f"{what}: is the tokenizer the model's own (model.tokenizer)?")
+        return tokens
+
+    @cached_property
+    def _rows(self) -> int | None:
+        """Rows of the model's embedding, where the tokenizer has tokens beyond them; None: each token has a row."""
+        try:
+            config = json.loads((self.folder / "config.json").read_text()) if self.folder else {}
+        except (OSError, ValueError):
+            return None
+        rows = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
+        return rows if isinstance(rows, int) and rows < len(self.tokenizer) else None
 
 
 @dataclass(frozen=True)

@@ -159,14 +159,15 @@ def _try_agent(
 ) -> tuple[str, list[int]]:
     """Run the agent on a task; each turn says the row's answer, or a word. Return a line on it, and its first prompt.
 
-    Raises UnusableEnvironmentError for a bug, a broken contract and an agent without a value. It may refuse the turns.
+    Raises UnusableEnvironmentError for a bug, a broken contract and an agent without a value. It may refuse the turns,
+    but not fail before it has got one.
     """
     end = [] if chat.ends.trained is None else [chat.ends.trained]
     said = [*chat.tokenizer(first.answer or "yes", add_special_tokens=False).input_ids, *end]
     task = {"id": first.id, "prompt": first.text, "messages": first.messages, "answer": first.answer, "row": first.row}
     tried = try_agent(pool, "first", task, 0, said, config.environment.max_turns)
     what, failure = f"tried on row {first.id} with made-up turns", tried.failure
-    if failure is not None and failure.kind == "raised" and not looks_like_bug(failure.cause):
+    if failure is not None and failure.kind == "raised" and tried.samples and not looks_like_bug(failure.cause):
         return f"agent: {what}: {failure}", tried.prompt
     reason = None if failure is None else str(failure)
     if reason is None and tried.reward is None and valued and not config.rewards:

@@ -104,7 +104,8 @@ class Endpoint:
             if request.method == "GET" and path == "/models":
                 return web.json_response(_models())
             if request.method != "POST" or path not in (*APIS, "/reward", "/messages/count_tokens"):
-                raise RefusedError(f"{request.method} {path or '/'}: this endpoint has no such route", 404, "not_found")
+                has = ", ".join(("/models", *APIS))
+                raise RefusedError(f"{request.method} {path or '/'}: no such route; there are {has}", 404, "not_found")
             body = await self._body(request)
             if path == "/reward":
                 session.value(_reward(_json(body)))

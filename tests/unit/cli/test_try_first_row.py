@@ -187,3 +187,23 @@ def test_a_module_is_looked_up_beside_the_recipe_and_the_resolved_config_knows_w
     assert resolved["rewards"][1]["name"] == f"{recipe.parent / 'my_rewards.py'}:score"
     (recipe.parent / "my_rewards.py").unlink()
     assert "my_rewards.py defines no score" in rlctl("config", "check", "recipes/my.yaml").err
+
+
+@pytest.mark.long  # 3 s of CPU a try: the agent's process imports the tokenizer's library
+def test_an_agent_may_refuse_made_up_turns_but_not_fail_before_the_first(rlctl: Rlctl, recipe: Path) -> None:
+    recipe.write_text("defaults: calculator-agent-tiny\nagent: my_agent.py:run\n")
+    asks = (
+        "import json, urllib.request\n\n\ndef run(task, base_url, api_key):\n"
+        "    body = {'model': 'policy', 'n': 1, 'messages': [{'role': 'user', 'content': 'Add.'}]}\n"
+        "    head = {'Authorization': f'Bearer {api_key}', 'Content-Type': 'application/json'}\n"
+        "    address = f'{base_url}/chat/completions'\n"
+        "    urllib.request.urlopen(urllib.request.Request(address, json.dumps(body).encode(), head)).read()\n"
+        "    raise ValueError('no such answer')\n"
+    )
+    (recipe.parent / "my_agent.py").write_text(asks)
+    done = rlctl("config", "check", "recipes/my.yaml", "--try-environments")
+    assert done.code == 0 and "with made-up turns: run raised ValueError at " in " ".join(done.err.split())
+    (recipe.parent / "my_agent.py").write_text(asks.replace("'n': 1", "'n': 2"))
+    done = rlctl("config", "check", "recipes/my.yaml", "--try-environments")
+    told = "error: recipes/my.yaml:2: agent.name: row r0: run raised HTTPError at "
+    assert done.code == 2 and done.err.startswith(told)

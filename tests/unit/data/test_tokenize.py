@@ -1,3 +1,4 @@
+import json
 from dataclasses import replace
 
 import pytest
@@ -146,3 +147,20 @@ def test_rows_that_spell_control_tokens_are_counted_and_the_first_is_named(chatm
     allowed = replace(chatml, special_tokens="allow")
     _, report = tokenize_samples(given, section, allowed, ALL, None, 64)
     assert (report.spelled, report.cut_turns) == (0, 1)
+
+
+def test_a_token_that_the_model_has_no_row_for_is_refused_with_its_place(tokenizer, section, tmp_path):
+    value = rows({"prompt": "1+1=", "answer": "2"})
+    ids = tokenizer("1+1=", add_special_tokens=False).input_ids
+    for count, known in ((max(ids), False), (max(ids) + 1, True)):
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({"vocab_size": count}))
+        chat = Chat(tokenizer, None, None, folder)
+        if known:
+            assert len(tokenize_prompts(value, section, chat, None)[0]) == 1
+        else:
+            with pytest.raises(DataError, match=rf"^some\.jsonl:1: token {count} .* vocabulary of {count}: is the tok"):
+                tokenize_prompts(value, section, chat, None)
+        beyond = f"the tokenizer has {len(tokenizer) - count:,} tokens beyond the model's vocabulary of {count:,}"
+        assert any(warning.startswith(beyond) for warning in chat.ends.warnings)
