@@ -6,7 +6,7 @@ asynchronous run, as in `rlctl bench grpo`.
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any, Literal, cast
@@ -146,8 +146,8 @@ def simulate(
     config: with `generation.forced_lengths`. prompt: tokens of each prompt.
     """
     first, last = (2 + setup.bound, setup.bound) if setup.bound else (1, 0)
-    run = SimulatedRun(config, setup, costs, machine, prompt, first + steps + last)
-    counted = [run.step() for _ in range(first + steps)][first:]
+    with closing(SimulatedRun(config, setup, costs, machine, prompt, first + steps + last)) as run:
+        counted = [run.step() for _ in range(first + steps)][first:]
     wall = sum(step.times["time/step"] for step in counted)
 
     def mean(name: str) -> float:
@@ -224,6 +224,10 @@ class SimulatedRun:
         self._record(step)
         self.version += 1
         return step
+
+    def close(self) -> None:
+        """End the rollouts that no step will train."""
+        self._events.close()
 
     def _train(self, groups: list[RolloutGroup], step: SimulatedStep) -> None:
         tokens = sum(one.num_tokens for group in groups for one in group.rollouts)

@@ -148,4 +148,11 @@ class VirtualEvents(EventLoop):
         self.time = end
 
     def close(self) -> None:
-        """Do nothing: there is no thread."""
+        """Cancel all tasks, make the steps that need no time, and close the loop."""
+        if self.loop.is_closed():
+            return
+        for task in asyncio.all_tasks(self.loop):
+            task.cancel()
+        while self.loop.step():
+            pass
+        self.loop.close()
