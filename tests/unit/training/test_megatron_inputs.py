@@ -8,8 +8,13 @@ from torch import Tensor
 from rlctl.training.micro_batching import TrainingSample
 from rlctl.training.packing import pack
 
-pytest.importorskip("megatron.core")
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def megatron() -> None:
+    """Its import takes 0.8 s: not in every process that collects tests."""
+    pytest.importorskip("megatron.core")
 
 
 def table(like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,12 +1,12 @@
 """An engine whose weights may be a mixture, or were dropped, samples no more; its workers' answers are read to the
 last."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import pytest
 
 from rlctl.generation.engine import LoadMode
-from rlctl.generation.vllm.worker import answered
 from rlctl.refit.protocol import Header, Interrupted, LiveProof, PeerLost, ReceiveReport, RefitError, Untouched
 from tests.turns import turn, turns
 from tests.unit.rollout.fake_engine import FakeModel, SteppedEngine, answer
@@ -14,6 +14,14 @@ from tests.unit.rollout.fake_engine import FakeModel, SteppedEngine, answer
 HEADER = Header(5, "digest", "all")
 REPORT = ReceiveReport(0.0, 0.0, 1.0, 1, 0)
 PROVEN = Header(5, "digest", "all", prove=True)
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def answered(method: Method) -> Method:
+    """Return `method` as a worker wraps it. Its module imports vLLM, 5 s: not in every process that collects tests."""
+    from rlctl.generation.vllm import worker
+
+    return worker.answered(method)
 
 
 class Model(FakeModel):
@@ -57,16 +65,20 @@ class Model(FakeModel):
     def rl_open(self, rank: int) -> LoadMode:
         return LoadMode(self._mode, "", 0, self._overwrites[rank])
 
-    @answered
     def rl_receive(self, rank: int) -> ReceiveReport:
+        return answered(self._receive)(rank)
+
+    def _receive(self, rank: int) -> ReceiveReport:
         if self.failing[rank]:
             raise self.error(self.failing[rank])
         return REPORT
 
     rl_staged = rl_receive
 
-    @answered
     def rl_prove(self, rank: int) -> LiveProof:
+        return answered(self._prove)(rank)
+
+    def _prove(self, rank: int) -> LiveProof:
         """Prove what is live, unless it is to differ; note the steps made before."""
         self.proven_after.append(self.steps)
         if self.differs:
