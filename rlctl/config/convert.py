@@ -218,7 +218,10 @@ def _scalar(node: ConfigNode, hint: Any) -> str | int | float | bool | None:
     if isinstance(value, int) and int in allowed:
         return value
     if isinstance(value, int | float) and float in allowed:
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf if value > 0 else -math.inf
     # `name: 007`, or an override such as pattern=[0-9]: text that YAML takes for something else.
     return node.text if str in allowed and value is not None else None
 
@@ -228,12 +231,14 @@ def _passed(node: ConfigNode, value: int | float, limits: Any) -> str:
     # A number with a fraction may be any that is finite, unless its key says otherwise.
     least, most = (-_MOST, _MOST) if isinstance(value, int) else (-math.inf, math.inf)
     most = limits.get("most", most)
-    if math.isfinite(value) and not least <= value <= most:
+    # A whole number is finite, also one that no float holds.
+    finite = isinstance(value, int) or math.isfinite(value)
+    if finite and not least <= value <= most:
         return f"{f'at most {most}' if value > most else f'at least {least}'}, not {_shown(node)}"
     # nan compares false with everything, so it is out of every range.
     within = {"ge": lambda limit: value >= limit, "gt": lambda limit: value > limit,
               "le": lambda limit: value <= limit, "lt": lambda limit: value < limit}  # fmt: skip
-    if math.isfinite(value) and all(within[name](limits[name]) for name in LIMITS if name in limits):
+    if finite and all(within[name](limits[name]) for name in LIMITS if name in limits):
         return ""
     return f"{describe_limits(limits) or 'finite'}, not {node.value}"
 
