@@ -7,7 +7,7 @@ from typing import Any
 
 from rlctl.config.errors import UserError
 from rlctl.config.grpo_schema import RewardSection
-from rlctl.utils.user_code import defined_at, error_text, finite_number, raised_at, shortened, trace_of
+from rlctl.utils.user_code import defined_at, error_text, finite_number, raised_at, several_numbers, shortened, trace_of
 
 # Kind of the failure of a function that gets the instances of environments, called without an episode.
 NEEDS_EPISODE = "takes environments, and there is no episode"
@@ -76,4 +76,5 @@ def attempt(function: RewardFunction, item: RewardInput) -> Outcome:
         return RewardFailure(f"raised {type(error).__name__}", where, error_text(error), trace_of(error))
     if number is not None:
         return number
-    return RewardFailure("no finite number", defined_at(function), shortened(f"returned {reprlib.repr(value)}"))
+    told = shortened(f"returned {reprlib.repr(value)}") + several_numbers(value)
+    return RewardFailure("no finite number", defined_at(function), told)

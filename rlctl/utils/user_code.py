@@ -7,7 +7,7 @@ import math
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from numbers import Real
 from pathlib import Path
@@ -68,6 +68,12 @@ def finite_number(value: object) -> float | None:
     except OverflowError:
         return None
     return number if math.isfinite(number) else None
+
+
+def several_numbers(value: object) -> str:
+    """Return the remedy for a reward that returns several values; empty for anything else."""
+    several = isinstance(value, Mapping | list | tuple | set)
+    return "; write a function for each number, with an entry of its own in rewards" * several
 
 
 def is_too_deep(value: object) -> bool:

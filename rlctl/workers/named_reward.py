@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rlctl.utils.user_code import defined_at, finite_number, shortened
+from rlctl.utils.user_code import defined_at, finite_number, several_numbers, shortened
 
 # Parameters that tell such a function from one of (prompt, completion, answer, row).
 _NAMES = ("environments", "prompts", "completions")
@@ -64,5 +64,6 @@ def named_value(function: Callable[..., Any], result: Any) -> float | None:
     value = result[0] if listed else result
     number = finite_number(value)
     if number is None and value is not None:
-        raise NamedRewardError(f"no finite number at {defined_at(function)}: {shortened(repr(value))}")
+        told = shortened(repr(value)) + several_numbers(value)
+        raise NamedRewardError(f"no finite number at {defined_at(function)}: {told}")
     return number

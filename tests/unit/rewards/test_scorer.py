@@ -51,7 +51,7 @@ def behave(prompt, completion, answer, row):
         return "one"
     if completion == "nan":
         return float("nan")
-    return row.get("worth", 1.0)
+    return {"right": 1.0, "short": 0.5} if completion == "dict" else row.get("worth", 1.0)
 
 def forks(prompt, completion, answer, row):
     """The child comes back from the function before its parent, with another value."""
@@ -150,6 +150,11 @@ def test_a_hook_is_found_by_module_and_by_path(hooks, name):
         ("nan", "no finite number at my_rewards.py:4: returned nan"),
         ("megabytes", "no finite number at my_rewards.py:4: returned '/xxxxxxxxxxx...xxxxxxxxxxxxx'"),
         ("huge number", "no finite number at my_rewards.py:4: returned 1"),
+        (
+            "dict",
+            "no finite number at my_rewards.py:4: returned {'right': 1.0, 'short': 0.5}; write a function for each "
+            "number, with an entry of its own in rewards",
+        ),
         ("raise megabytes", "raised ValueError at my_rewards.py:25: " + "x" * 200 + "..."),
         ("write", "wrote to a file descriptor that is not its own: "),
         ("write and end", "wrote to a file descriptor that is not its own: "),
