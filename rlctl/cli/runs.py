@@ -112,15 +112,21 @@ def stop(run: Run = "", root: Root = None) -> None:
     """Stop a run after its step, with a checkpoint. A second time stops it at once."""
     from rlctl.cluster.jobs.watch import stop_run
     from rlctl.dashboard.state import read_state
+    from rlctl.run.run_dir import JobRecord
 
-    folder = _find_fresh(run, root)
+    folder = _find(run, root)
+    with explained():
+        # A damaged record is an error here. Elsewhere it is a note.
+        JobRecord.read(folder)
+    _bring_up_to_date(folder)
     state = read_state(folder)
     if state.status not in ("new", "running"):
         say(f"{folder.name} does not run: {state.status}")
         return
     with explained():
         at_once = stop_run(folder, state)
-    what = "ends now" if at_once else f"ends after its step, and is saved; watch: rlctl runs dash {quote(str(folder))}"
+    ends = "ends after its step, and is saved" if state.phase else "ends before its next step"
+    what = "ends now" if at_once else f"{ends}; watch: rlctl runs dash {quote(str(folder))}"
     say(f"{folder.name} {what}")
 
 

@@ -24,13 +24,10 @@ from rlctl.dashboard.state import RunReader
 from rlctl.dashboard.summary import say_goodbye
 from rlctl.run.run_dir import RunDir
 from rlctl.telemetry.jsonl import Record
-from rlctl.utils.process import age_s
 
 POLL_S = 0.25
 # Without news the screen is still redrawn this often, for its clocks.
 IDLE_REDRAW_S = 0.5
-# The age of a process and the times of its events are by two clocks.
-CLOCK_SLACK_S = 2.0
 
 
 class RunView(ABC):
@@ -141,12 +138,13 @@ class LineView(RunView):
 
 
 @contextmanager
-def show_run(run: RunDir, dashboard: Literal["auto", "on", "off"], every: int) -> Iterator[RunView]:
+def show_run(run: RunDir, dashboard: Literal["auto", "on", "off"], every: int, since: float) -> Iterator[RunView]:
     """Show `run` while the block runs, and its summary after it.
 
     The dashboard is for a terminal, lines are for everything else, never both. dashboard, every: telemetry.dashboard
-    and run.log_every. Emit run_ended before leaving the block, and tell the view. Under the dashboard, other output of
-    this process goes to logs/latest/driver.log: start the attempt first.
+    and run.log_every. since: unix seconds of the attempt's start; lines are of later records. Emit run_ended before
+    leaving the block, and tell the view. Under the dashboard, other output of this process goes to
+    logs/latest/driver.log: start the attempt first.
     """
     if dashboard == "on" or (dashboard == "auto" and sys.stdout.isatty()):
         with (
@@ -155,7 +153,7 @@ def show_run(run: RunDir, dashboard: Literal["auto", "on", "off"], every: int) -
         ):
             yield screen
     else:
-        with LineView(run, every, time.time() - age_s() - CLOCK_SLACK_S) as lines:
+        with LineView(run, every, since) as lines:
             yield lines
 
 

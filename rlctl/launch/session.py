@@ -48,6 +48,8 @@ _EXPLAINED = (OSError, RuntimeError, AdvantageError)
 _LONGEST_PAUSE_S = 60.0
 # The submitter of a job releases the run's lock once Ray has accepted it. The driver may start before that.
 _HANDED_OVER_S = 30.0
+# End of a run whose steps have not begun: a part of the start is waited for.
+_NOT_BEGUN = "ending before the next step, with nothing new to save"
 # Disk space kept for the last events, a traceback and a summary's files.
 _LAST_WORDS_BYTES = 64 << 10
 
@@ -80,6 +82,8 @@ class Session:
     begun: float = field(default_factory=lambda: time.monotonic() - age_s())
     # The command that begins the run again, if no checkpoint is whole.
     begin_command: str = ""
+    # True while steps are made: a first signal then waits for the end of one.
+    training: bool = False
     # After a loss of nodes: the run as it fits those that are left, the largest first. Empty: not known, or never.
     smaller: list[ResourceRequest] = field(default_factory=list)
 
@@ -145,6 +149,11 @@ class Session:
             for path in self.damaged:
                 self.recorder.checkpoints.set_aside(path)
 
+    @property
+    def ending(self) -> str:
+        """The end of a run that is to stop, in words."""
+        return "finishing this step and saving" if self.training else _NOT_BEGUN
+
     def stops(self) -> bool:
         """Return True if the run is to end after its step."""
         return self.interrupts.asked or bool(self.lost)
@@ -152,17 +161,19 @@ class Session:
     def lose(self, why: str) -> None:
         """End the run after its step, as failed. From any thread."""
         self.lost = why
-        self.events.emit("warning", what=f"{why}: finishing this step and saving")
+        self.events.emit("warning", what=f"{why}: {self.ending}")
 
     def begin_again(self) -> None:
         """Start the next attempt in this process, which continues as a resume does."""
         self.recorder = RunRecorder(self.run_dir, self.events, self.recorder.metrics, self.config)
         _start_attempt(self.run_dir, self.resolved)
         self.resumed, self.startup, self.smaller, self.begun = True, {}, [], time.monotonic()
+        self.training = False
         self.attempts += 1
 
     def started(self) -> None:
         """Emit the end of the start-up: its seconds since the command, and those of its parts, which overlap."""
+        self.training = True
         self.events.emit("started", seconds=time.monotonic() - self.begun, parts=self.startup)
 
     @contextlib.contextmanager
@@ -186,10 +197,11 @@ def run_session(settled: Settled, resolved: str, resume: Path | None, body: Call
     with contextlib.ExitStack() as stack:
         events: EventLog | None = None
         view: RunView | None = None
+        session: Session | None = None
 
         def notify() -> None:
             if events:
-                what = f"{interrupts.by}: finishing this step and saving; again: stop now"
+                what = f"{interrupts.by}: {session.ending if session else _NOT_BEGUN}; again: stop now"
                 events.emit("warning", what=what, asked_to_stop=True)
 
         def last_words() -> None:
@@ -207,6 +219,7 @@ def run_session(settled: Settled, resolved: str, resume: Path | None, body: Call
             if resume is None:
                 write_whole(run_dir.config, resolved)
             _start_attempt(run_dir, resolved)
+            begun = time.time()
         except (RunDirError, OSError) as error:
             print(f"error: {neutral(str(error))}", file=sys.stderr)
             return 2
@@ -217,7 +230,7 @@ def run_session(settled: Settled, resolved: str, resume: Path | None, body: Call
         metrics = MetricsLog(run_dir.metrics, events, trackers)
         recorder = RunRecorder(run_dir, events, metrics, config)
         reserve = Reserve(run_dir.path / ".reserve", _LAST_WORDS_BYTES)
-        view = stack.enter_context(show_run(run_dir, config.telemetry.dashboard, config.run.log_every))
+        view = stack.enter_context(show_run(run_dir, config.telemetry.dashboard, config.run.log_every, begun))
         waits = Waits(config.run.explain_after_s, lambda what: events.emit("warning", what=what))
         session = Session(
             settled, resolved, run_dir, events, recorder, interrupts, reserve, resumed=resume is not None, waits=waits

@@ -104,8 +104,13 @@ def cluster_of(record: JobRecord) -> ClusterState | None:
 
 @contextmanager
 def follow_run(run: Path) -> Iterator[FollowedRun]:
-    """Keep `run` like the directory on the head while the block runs, and mark a driver's sudden end in it."""
-    record = JobRecord.read(run)
+    """Keep `run` like the directory on the head while the block runs, and mark a driver's sudden end in it.
+
+    A damaged record of the job, which `refresh_open_run` tells, names no cluster to follow.
+    """
+    record = None
+    with suppress(RunDirError):
+        record = JobRecord.read(run)
     state = cluster_of(record) if record else None
     if record is None or state is None:
         yield FollowedRun()

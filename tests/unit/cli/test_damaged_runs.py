@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from rlctl.cli.main import answer
 from rlctl.cli.runs import app
+from rlctl.cluster.jobs.watch import follow_run
 from rlctl.launch.session import claimed
 from rlctl.preflight.load import load
 from rlctl.run.run_dir import RunDir
@@ -95,6 +96,13 @@ def test_a_damaged_run_is_a_line_and_the_others_are_listed(tmp_path: Path, name:
             assert call(command, "hurt", "--dir", tmp_path)[0] == 0
 
 
+def test_a_run_with_a_damaged_job_is_watched_where_it_is(tmp_path: Path) -> None:
+    run = write_run(tmp_path, "hurt", steps=3, ended=None).path
+    (run / "job.json").write_text("{")
+    with follow_run(run) as following:
+        assert not following.is_lost()
+
+
 @pytest.mark.parametrize("name", [each for each in DAMAGE if "folder" not in each])
 def test_a_damaged_run_is_stopped_or_refused_in_a_line(tmp_path: Path, name: str) -> None:
     run = write_run(tmp_path, "hurt", steps=3, ended=None)
@@ -105,8 +113,8 @@ def test_a_damaged_run_is_stopped_or_refused_in_a_line(tmp_path: Path, name: str
         run.events.write_text(text.replace(start_id(os.getpid()), start_id(driver.pid)))
         result = CliRunner().invoke(app, ["stop", "hurt", "--dir", str(tmp_path)])
         if "job.json" in DAMAGE[name][1]:
-            last = result.stderr.splitlines()[-1]
-            assert result.exit_code == 2 and last.startswith("error: ") and "job.json is damaged" in last
+            (only,) = result.stderr.splitlines()
+            assert result.exit_code == 2 and only.startswith("error: ") and "job.json is damaged" in only
         elif "driver" in name or "host" in name:
             assert result.exit_code in (0, 2) and driver.poll() is None
         else:

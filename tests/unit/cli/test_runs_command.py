@@ -161,7 +161,8 @@ def test_a_stopped_run_is_called_so(runs: Path) -> None:
 @pytest.mark.parametrize(
     ("event", "what"),
     [
-        ({"what": "Ray's gcs_server (process 7) is gone: finishing this step and saving"}, "d ends after its step"),
+        ({"what": "Ray's gcs_server (process 7) is gone"}, "d ends before its next step; watch: "),
+        ({"kind": "phase", "name": "train", "step": 4}, "d ends after its step, and is saved; watch: "),
         ({"what": "asked to stop: finishing this step and saving", "asked_to_stop": True}, "d ends now"),
     ],
 )
@@ -173,7 +174,7 @@ def test_a_stop_is_the_second_only_after_a_first(tmp_path: Path, event: dict[str
         alive = {"pid": driver.pid, "start_id": start_id(driver.pid)}
         log = EventLog(run.events)
         log.emit("run_started", **started, **alive)
-        log.emit("warning", **event)
+        log.emit(**{"kind": "warning", **event})
         assert what in call("stop", "d", "--dir", tmp_path)[1]
         assert driver.wait(300) == -signal.SIGTERM
     finally:

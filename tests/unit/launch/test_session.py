@@ -1,7 +1,10 @@
 """A run's session with a body of a few lines in the place of training: its files and its last words."""
 
 import json
+import os
+import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -59,6 +62,44 @@ def test_a_full_disk_is_named_at_the_end_with_the_way_on_and_the_run_has_failed(
     assert "cannot write" in said.err
     (entry,) = json.loads(CliRunner().invoke(app, ["runs", "list", "--json", "--dir", str(small_disk)]).stdout)
     assert entry["status"] == "failed"
+
+
+def test_a_resume_at_once_prints_nothing_of_the_attempt_before(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail(session: Session) -> None:
+        raise RuntimeError("the first reason")
+
+    def go_on(session: Session) -> None:
+        session.events.emit("warning", what="of the second attempt")
+
+    composed = load("sft", "sft-tiny", [f"run.dir={tmp_path}", "run.name=x", "telemetry.dashboard=off"])
+    assert run_session(composed.settled, composed.to_yaml(), None, fail) == 1
+    assert "error       the first reason" in capfd.readouterr().out
+    assert run_session(composed.settled, composed.to_yaml(), tmp_path / "x", go_on) == 0
+    out = capfd.readouterr().out
+    assert "of the second attempt" in out and "the first reason" not in out
+
+
+@pytest.mark.parametrize(
+    ("training", "what"),
+    [(False, "ending before the next step, with nothing new to save"), (True, "finishing this step and saving")],
+)
+def test_a_first_signal_promises_a_save_only_once_steps_are_made(tmp_path: Path, training: bool, what: str) -> None:
+    def interrupted(session: Session) -> None:
+        if training:
+            session.started()
+        os.kill(os.getpid(), signal.SIGINT)
+        deadline = time.monotonic() + 20
+        while "again: stop now" not in session.run_dir.events.read_text() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        session.lose("Ray is gone")
+        session.lost = ""
+
+    assert ran("sft-tiny", tmp_path, interrupted) == 130
+    events = [json.loads(line) for line in (tmp_path / "x/events.jsonl").read_text().splitlines()]
+    told = [event["what"] for event in events if event["kind"] == "warning"]
+    assert told == [f"Ctrl-C: {what}; again: stop now", f"Ray is gone: {what}"]
 
 
 def test_what_comes_from_the_environment_is_on_no_disk_and_a_resume_reads_it_again(
