@@ -43,7 +43,7 @@ def pytest_collection() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported and collected stays: no later collection goes through it."""
+    """Later collections pass over what was imported and collected."""
     gc.freeze()
     gc.enable()
 

@@ -1,10 +1,14 @@
+import json
+import subprocess
+import sys
 from itertools import groupby
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 
 from rlctl.config.data_schema import DataSection, DatasetSection
-from rlctl.data.chat import Chat, load_tokenizer, make_chat
+from rlctl.data.chat import OWN_CLASS, Chat, is_general, load_tokenizer, make_chat
 from rlctl.data.files import DataError
 from tests.unit.data.conftest import CHATML, UNMARKED, UNSTABLE, chat_tokens
 
@@ -104,3 +108,34 @@ def test_a_folder_without_a_tokenizer_is_one_line(tmp_path):
     with pytest.raises(DataError, match="no tokenizer") as error:
         load_tokenizer(str(tmp_path))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "llama", "mistral", "deepseek_v3", "qwen2", "qwen3_5", None])
+def test_the_class_that_is_taken_without_torch_is_the_one_that_transformers_takes(
+    tmp_path: Path, tokenizer: Any, model_type: str | None
+) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer.save_pretrained(tmp_path)
+    if model_type:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    expected, found = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(str(tmp_path))
+    assert type(found) is type(expected) and found("1+1<eos>") == expected("1+1<eos>")
+    assert is_general(tmp_path) == (model_type not in ("qwen2", "qwen3_5"))
+    (tmp_path / "tekken.json").write_text("{}")
+    assert not is_general(tmp_path)
+
+
+def test_transformers_has_a_class_of_its_own_for_the_model_types_that_are_listed_and_for_no_other() -> None:
+    from transformers.models.auto import tokenization_auto as auto
+
+    general = ("TokenizersBackend", "PythonBackend", "PreTrainedTokenizerFast", "MistralCommonBackend", None)
+    names = auto.TOKENIZER_MAPPING_NAMES
+    assert {k for k in auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS if names[k] not in general} == OWN_CLASS
+
+
+def test_a_tokenizer_is_loaded_without_torch() -> None:
+    folder = Path(__file__).parents[3] / "recipes" / "tiny" / "qwen3-tiny"
+    code = "import sys; from rlctl.data.chat import load_tokenizer; load_tokenizer(sys.argv[1]); print(*sys.modules)"
+    made = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True)
+    assert "transformers" in made.stdout.split() and "torch" not in made.stdout.split()

@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def megatron() -> None:
-    """Its import takes 0.8 s: not in every process that collects tests."""
+    """Imported by these tests, and not by every process that collects them: 0.8 s."""
     pytest.importorskip("megatron.core")
 
 
