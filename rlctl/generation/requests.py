@@ -103,6 +103,12 @@ class Completion:
     finish: Finish
 
 
+def token_versions(stretches: Sequence[tuple[int, int]], length: int) -> NDArray[np.int32]:
+    """Return the weight version of each of `length` tokens. stretches: (first token, version), ascending."""
+    starts = [min(start, length) for start, _ in stretches] + [length]
+    return np.repeat(np.array([version for _, version in stretches], np.int32), np.diff(starts))
+
+
 @dataclass(frozen=True)
 class PackedCompletions:
     """Completions as columns, one a kind of value."""

@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 
 from rlctl.generation.engine import GATHER_S, EngineStats, FinishedTurns
-from rlctl.generation.requests import Completion, PackedCompletions, RequestId, TurnRequest
+from rlctl.generation.requests import Completion, PackedCompletions, RequestId, TurnRequest, token_versions
 from rlctl.generation.spec import ForcedLengths
-from rlctl.generation.vllm.active_requests import ActiveTurn
 from rlctl.utils.event_loop import within
 
 # Two times closer than this are the same.
@@ -44,7 +43,9 @@ class DecodeCost:
 class _Sequence:
     """One answer that an engine samples."""
 
-    turn: ActiveTurn
+    id: RequestId
+    # (first token, weight version) of each stretch of tokens.
+    stretches: list[tuple[int, int]]
     # Tokens of the answer.
     length: int
     # Step of the engine that samples its first token.
@@ -76,8 +77,8 @@ class SimulatedEngine:
         self._advance()
         self._changed.set()
         for request in requests:
-            turn = ActiveTurn(request, [(0, self._version)])
-            self._arrived.append(_Sequence(turn, self._lengths.draw(request.seed, request.max_new_tokens)))
+            length = self._lengths.draw(request.seed, request.max_new_tokens)
+            self._arrived.append(_Sequence(request.id, [(0, self._version)], length))
         if not self._running:
             self._began = max(self._began, self._now())
             self._join()
@@ -99,7 +100,7 @@ class SimulatedEngine:
             return FinishedTurns([], _NOTHING, self._stats())
         self._ended = []
         columns = PackedCompletions.pack([_completion(each) for each in leaving])
-        ids = [each.turn.request.id for each in leaving]
+        ids = [each.id for each in leaving]
         return FinishedTurns(ids, columns, self._stats())
 
     def abort(self, ids: Sequence[RequestId]) -> int:
@@ -107,12 +108,12 @@ class SimulatedEngine:
         self._advance()
         self._changed.set()
         gone = set(ids)
-        tokens = sum(self._sampled(each) for _, _, each in self._running if each.turn.request.id in gone)
-        tokens += sum(each.length for each in self._ended if each.turn.request.id in gone)
-        self._running = [entry for entry in self._running if entry[2].turn.request.id not in gone]
+        tokens = sum(self._sampled(each) for _, _, each in self._running if each.id in gone)
+        tokens += sum(each.length for each in self._ended if each.id in gone)
+        self._running = [entry for entry in self._running if entry[2].id not in gone]
         heapq.heapify(self._running)
-        self._arrived = deque(each for each in self._arrived if each.turn.request.id not in gone)
-        self._ended = [each for each in self._ended if each.turn.request.id not in gone]
+        self._arrived = deque(each for each in self._arrived if each.id not in gone)
+        self._ended = [each for each in self._ended if each.id not in gone]
         return tokens
 
     def change(self, version: int, pause: float) -> None:
@@ -122,9 +123,9 @@ class SimulatedEngine:
         self._version, self._paused = version, self._paused + pause
         self._began = (self._began if self._running else self._now()) + pause
         for _, _, each in self._running:
-            each.turn.stretches.append((self._sampled(each), version))
+            each.stretches.append((self._sampled(each), version))
         for each in self._arrived:
-            each.turn.stretches = [(0, version)]
+            each.stretches = [(0, version)]
 
     def next_event(self) -> float | None:
         """Return when an answer ends or leaves, or new ones join; None while there is nothing to do."""
@@ -172,7 +173,7 @@ class SimulatedEngine:
 def _completion(sequence: _Sequence) -> Completion:
     length = sequence.length
     zeros = np.zeros(length, np.int32)
-    return Completion(zeros, np.zeros(length, np.float32), sequence.turn.versions(length), "stop")
+    return Completion(zeros, np.zeros(length, np.float32), token_versions(sequence.stretches, length), "stop")
 
 
 @dataclass

@@ -1,7 +1,9 @@
 """Interface of an engine before anything starts: packages, limits, the values of its keys.
 
-An engine NAME is two things: `ENGINE` in `preflight/engines/NAME.py`, an `EngineRules`, and `generation/NAME/`. Nothing
-else knows an engine by name. An engine of the user's has no rules.
+An engine NAME is two things: `ENGINE` in `preflight/engines/NAME.py`, an `EngineRules`, and `generation/NAME/`. A run
+imports these by that name alone. vLLM is named besides in `bench/`, which measures its parts, in checks of the
+installation, and in proposals of `vllm serve`, for weights that any engine sampled from. An engine of the user's has no
+rules.
 """
 
 import importlib

@@ -113,6 +113,20 @@ def test_engines_and_terminals_are_touched_in_their_own_folders_alone() -> None:
     assert wrong == []
 
 
+def test_no_part_of_a_run_imports_an_engine_but_by_its_name() -> None:
+    """Measurements take it apart; the options of `vllm serve` are for the reader of two messages."""
+    rules, wrong = "rlctl.preflight.engines.vllm", []
+    for path in FILES:
+        where = path.relative_to(PACKAGE).as_posix()
+        if where.startswith(("generation/vllm/", "bench/")):
+            continue
+        found = {name for name in imports(path) if name.startswith(("rlctl.generation.vllm", rules))}
+        if where in ("cli/export.py", "launch/next_steps.py"):
+            found.discard(rules)
+        wrong += [f"{where} imports {name}" for name in sorted(found)]
+    assert wrong == []
+
+
 def test_tables_of_a_terminal_are_made_in_one_module() -> None:
     made = [
         path.relative_to(PACKAGE).as_posix()

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlctl.generation.engine import ENOUGH, GATHER_ROUNDS, GATHER_S, EngineStats
-from rlctl.generation.requests import Completion, RequestId, TurnRequest
+from rlctl.generation.requests import Completion, RequestId, TurnRequest, token_versions
 
 # Requests that wait in the engine and are enough, for each answer.
 _WAITING = 2
@@ -77,8 +77,7 @@ class ActiveTurn:
 
     def versions(self, length: int) -> NDArray[np.int32]:
         """Return the weight version of each of `length` tokens."""
-        starts = [min(start, length) for start, _ in self.stretches] + [length]
-        return np.repeat(np.array([version for _, version in self.stretches], np.int32), np.diff(starts))
+        return token_versions(self.stretches, length)
 
     def completion(self) -> Completion:
         """Return the answer of a request that is DONE."""
