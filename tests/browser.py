@@ -1,4 +1,4 @@
-"""A headless Chromium that a test drives over its pipe: opens a page, listens to it, takes screenshots."""
+"""A headless Chromium that a test drives over its pipe: opens a page, hears its messages, takes screenshots."""
 
 import base64
 import json

@@ -6,8 +6,6 @@ The data's tokenizer has one word a token, so lengths are exact.
 import json
 import random
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 from rlctl.config.errors import ConfigError, Problem, did_you_mean
 from rlctl.preflight.load import load
 from rlctl.preflight.settled import SettledGrpo
+from rlctl.utils.process import run_module
 
 _QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "head_dim": 128}
 
@@ -116,8 +115,7 @@ def _config(model: str) -> str:
 
 def make_random_model(shape: Path, folder: Path) -> None:
     """Write a model with random weights to `folder`/model. shape: from `shape_folder`. Raises RuntimeError."""
-    command = [sys.executable, "-m", "rlctl.models.meta_model", str(shape), str(folder / "model"), "0", "quick"]
-    made = subprocess.run(command, capture_output=True, text=True, check=False)
+    made = run_module("rlctl.models.meta_model", str(shape), str(folder / "model"), "0", "quick")
     if made.returncode:
         raise RuntimeError(f"no random model in the shape of {shape}: {made.stderr.strip().splitlines()[-1]}")
 

@@ -7,8 +7,6 @@ on the meta device. They are kept below rlctl's cache folder, under a digest of 
 import hashlib
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -22,6 +20,7 @@ from rlctl.models.layer_kinds import AttentionKind, LayerKinds, LinearLayer, Log
 from rlctl.models.weight_headers import weight_headers
 from rlctl.utils.code_cache import cache_root
 from rlctl.utils.files import write_whole
+from rlctl.utils.process import run_module
 
 # Modules that determine the facts and their form.
 _DERIVING = (
@@ -176,9 +175,11 @@ def find_facts(folder: Path) -> ModelFacts:
 
 
 def derive_apart(folder: Path) -> ModelFacts:
-    """Derive the facts of a folder in a separate process, which keeps them. Raises ModelError."""
-    command = [sys.executable, "-m", "rlctl.models.derive", str(folder)]
-    made = subprocess.run(command, capture_output=True, text=True, check=False)
+    """Derive the facts of a folder in a separate process, which keeps them.
+
+    Raises ModelError, and ModuleNotFoundError for a package that is not installed.
+    """
+    made = run_module("rlctl.models.derive", str(folder))
     try:
         answer = json.loads(made.stdout.splitlines()[-1])
     except (ValueError, IndexError):

@@ -3,8 +3,6 @@
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +16,7 @@ from rlctl.models.adapters import AdapterSpec
 from rlctl.models.facts import ModelFacts, find_facts
 from rlctl.models.model_sizes import check_config, read_sizes
 from rlctl.models.weight_headers import check_weights, digest_of_weights
+from rlctl.utils.process import run_module
 
 _FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 
@@ -120,11 +119,11 @@ def _make_random(shape: str, folder: str, seed: int) -> None:
 def _make(folder: Path, what: str, module: str, *arguments: str) -> None:
     """Have a module write a model's folder in a separate process, once: the driver stays free of torch.
 
-    what: the loss, for the message of the RuntimeError.
+    what: the loss, for the message of the RuntimeError. Raises ModuleNotFoundError for a package that is not there.
     """
     if (folder / "config.json").exists():
         return
-    made = subprocess.run([sys.executable, "-m", module, *arguments], capture_output=True, text=True, check=False)
+    made = run_module(module, *arguments)
     if made.returncode:
         lines = made.stderr.strip().splitlines()
         raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception): ", line)]

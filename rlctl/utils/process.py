@@ -1,4 +1,4 @@
-"""Identity of a process, and garbage collection at its start.
+"""Identity of a process, garbage collection at its start, and modules that run in a process of their own.
 
 A pid may be reused, so an identity is a pid and the start of that process: the boot id and the clock ticks since boot.
 A wall-clock time would not do. A clock that is set, or slewed, changes when each process is said to have started.
@@ -6,7 +6,10 @@ A wall-clock time would not do. A clock that is set, or slewed, changes when eac
 
 import gc
 import os
+import re
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +17,21 @@ from typing import Any
 
 # Python's is 700.
 _OBJECTS_BETWEEN_COLLECTIONS = 50_000
+# Last line of a process that could not import a package.
+_MISSING = re.compile(r"ModuleNotFoundError: No module named '([^']+)'")
+
+
+def run_module(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a module in a separate process, which keeps this one free of torch. Return its exit code and output.
+
+    Raises ModuleNotFoundError for a package that it could not import, as an import here would.
+    """
+    command = [sys.executable, "-m", module, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = done.stderr.strip().splitlines()
+    if done.returncode and lines and (missing := _MISSING.match(lines[-1])):
+        raise ModuleNotFoundError(lines[-1].partition(": ")[2], name=missing[1])
+    return done
 
 
 def identity() -> dict[str, Any]:

@@ -22,7 +22,7 @@ RANK = 4
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A hub cache with the tiny model, and with an adapter of it that changes its answers."""
+    """A hub cache with the tiny model, and with an adapter that changes its answers."""
     root = tmp_path_factory.mktemp("hub")
     model = RECIPES / "tiny/qwen3-tiny"
     data = sequences(12, vocab=16)

@@ -37,7 +37,7 @@ def test_two_engines_agree_with_two_trainer_ranks_at_every_step(way: str, tmp_pa
     assert run.end() == 0, run.text()
     steps = run.steps()
     assert [each["step"] for each in steps] == [1, 2, 3, 4]
-    # In flight a step trains tokens of older versions: a parity check samples others of its own.
+    # In flight a step trains tokens of older versions: a parity check samples new ones.
     errors = [each[PARITY if IN_FLIGHT[0] in WAYS[way] else MISMATCH] for each in steps]
     assert max(errors) < 1.001, errors
     # An engine without its proof would have been lost.

@@ -195,7 +195,7 @@ def test_engine_workers_learn_at_once_that_another_is_lost(others: ProcessPoolEx
     sender.drop([1], "engine-0 died")
     # Their own deadline is far away.
     for part in arriving:
-        # One that still joined raises, also in the midst of it on a busy machine.
+        # One that still joined raises, also halfway on a busy machine.
         said = str(part.exception(PATIENCE_S) or "") or part.result()[0]
         assert "the group broke at" in said or "could not join the refit group" in said
     assert time.monotonic() - begin < PATIENCE_S

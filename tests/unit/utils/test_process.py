@@ -1,4 +1,4 @@
-"""A process is known by its boot and the ticks since then; a start-up collects garbage less often."""
+"""A process is known by its boot and the ticks since; a start-up collects garbage less often; modules run apart."""
 
 import gc
 import os
@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from rlctl.cluster.remote_scripts.node import lives
-from rlctl.utils.process import age_s, driver_lives, fewer_collections, identity, start_id
+from rlctl.utils.process import age_s, driver_lives, fewer_collections, identity, run_module, start_id
 from tests.waiting import until
 
 
@@ -89,3 +89,17 @@ def test_garbage_is_collected_less_often_within_the_block_and_as_before_after_it
         raise ValueError("fails, as a start-up may")
     assert gc.get_threshold() == before
     gc.set_threshold(*usual)
+
+
+def test_a_package_that_a_module_of_another_process_lacks_is_missing_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command line then says what to install, as for an import of its own."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "needs_more.py").write_text("import sys\nprint(sys.argv[1])\nimport not_there.at_all\n")
+    with pytest.raises(ModuleNotFoundError, match=r"^No module named 'not_there'$") as caught:
+        run_module("needs_more", "1")
+    assert caught.value.name == "not_there"
+    (tmp_path / "broken.py").write_text("print('said')\n1 / 0\n")
+    done = run_module("broken")
+    assert (done.returncode, done.stdout) == (1, "said\n")
