@@ -43,12 +43,11 @@ class _Rounding(NamedTuple):
 
     usual: float
     mean: float
-    most: float
 
     @classmethod
     def of(cls, rows: Floats, exact: Floats) -> "_Rounding":
         gaps = _gaps(rows, exact)
-        return cls(float(np.median(gaps)), float(gaps.mean()), float(gaps.max()))
+        return cls(float(np.median(gaps)), float(gaps.mean()))
 
     def is_like(self, other: "_Rounding") -> bool:
         """Return True if neither is much larger than the other: a side that is computes something else."""
@@ -64,9 +63,8 @@ class Closeness:
     text: str
     # Largest |difference| in nats, in float32 if both have that.
     worst: float
-    # Mean and largest |difference| of the first side to its float32 in nats; 0 in float32.
+    # Mean |difference| of the first side to its float32 in nats; 0 in float32.
     rounding: float
-    most: float
 
     @property
     def gradient(self) -> float:
@@ -80,21 +78,21 @@ def compare(dtype: str, first: Side, second: Side) -> Closeness:
     if dtype == "float32":
         worst = float(_gaps(first.rows, second.rows).max())
         text = f"log-probs of {tokens} tokens differ by {worst:.1e} at most; allowed: {EXACT:g}"
-        return Closeness(worst <= EXACT, text, worst, 0.0, 0.0)
+        return Closeness(worst <= EXACT, text, worst, 0.0)
     exact = second.exact if first.exact is None else first.exact
     if exact is None:
         gaps = _gaps(first.rows, second.rows)
         error, bound, worst = float(np.exp(gaps).mean()), BOUNDS[dtype], float(gaps.max())
         text = f"token_mult_prob_error {error:.4f} over {tokens} tokens; allowed: {bound:g}"
-        return Closeness(error <= bound, text, worst, bound - 1, worst)
+        return Closeness(error <= bound, text, worst, bound - 1)
     own, other = (_Rounding.of(each.rows, exact if each.exact is None else each.exact) for each in (first, second))
     said = f"{dtype} is {own.usual:.1e} from that, {other.usual:.1e} {second.name}; allowed: twice as much"
     if first.exact is None or second.exact is None:
         worst = float(_gaps(first.rows, second.rows).max())
-        return Closeness(own.is_like(other), f"of {tokens} log-probs in float32: {said}", worst, own.mean, own.most)
+        return Closeness(own.is_like(other), f"of {tokens} log-probs in float32: {said}", worst, own.mean)
     worst, most = float(_gaps(first.exact, second.exact).max()), max(EXACT, _SHARE * own.mean)
     text = f"log-probs of {tokens} tokens differ by {worst:.1e} at most in float32; allowed: {most:.1g}; {said}"
-    return Closeness(own.is_like(other) and worst <= most, text, worst, own.mean, own.most)
+    return Closeness(own.is_like(other) and worst <= most, text, worst, own.mean)
 
 
 def _gaps(one: Floats, other: Floats) -> NDArray[np.float32]:

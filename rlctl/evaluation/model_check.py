@@ -16,10 +16,11 @@ import torch
 from numpy.typing import NDArray
 
 from rlctl.config.run_weights import is_adapter
-from rlctl.evaluation.closeness import EXACT, Side, compare
+from rlctl.evaluation.closeness import Side, compare
 from rlctl.evaluation.engine_process import EngineProcess
+from rlctl.evaluation.greedy_answers import GreedyAnswer, judge_greedy
 from rlctl.evaluation.model_facts import Finding, describe
-from rlctl.evaluation.transformers_model import own_log_probs, plain_logits, plain_model
+from rlctl.evaluation.transformers_model import own_log_probs
 from rlctl.generation.engine import Engine, LoadMode
 from rlctl.generation.requests import Completion, RequestId, RolloutId, TurnRequest
 from rlctl.generation.spec import EngineSpec, engine_kind
@@ -241,7 +242,7 @@ def as_transformers(
     theirs = own_log_probs(folder, device, sequences, trainer.dtype, trainer.keeps_float32)
     own = Side("trainer", trainer.log_probs(sequences), exact)
     found = compare(trainer.dtype, own, Side("for its own model", theirs.own, theirs.exact))
-    return Finding("transformers", found.text, found.holds, {"transformers_diff": found.worst, "rounding": found.most})
+    return Finding("transformers", found.text, found.holds, {"transformers_diff": found.worst})
 
 
 def _whole(folder: Path) -> str:
@@ -253,34 +254,22 @@ def _whole(folder: Path) -> str:
     return str(merged)
 
 
-def greedy(
-    trainer: CheckedTrainer, engine: CheckedEngine, device: str, vocab: int, scratch: Path, rounding: float
-) -> Finding:
-    """Compare the engine's greedy tokens with the largest logits of transformers' model of the trainer's export.
-
-    rounding: of a log-prob in nats, at most; either of two logits may be off by that much.
-    """
+def greedy(trainer: CheckedTrainer, engine: CheckedEngine, device: str, vocab: int, scratch: Path) -> Finding:
+    """Compare the engine's greedy tokens with transformers' model of the trainer's export. scratch: an empty folder."""
     trainer.rank.export_folder(scratch, trainer.dtype)
-    lm = plain_model(_whole(scratch), device)
     prompts = random_sequences(vocab, [PROMPT_TOKENS] * PROMPTS, 2)
-    same, tokens = 0, 0
-    for prompt, answer in zip(prompts, engine.answers(prompts, 0.0)):
-        logits = plain_logits(lm, np.concatenate([prompt, answer.tokens]))[len(prompt) - 1 : -1]
-        chosen = logits.gather(1, torch.from_numpy(answer.tokens.astype(np.int64))[:, None])[:, 0]
-        same += int((chosen >= logits.amax(-1) - max(EXACT, 2 * rounding)).sum())
-        tokens += len(answer.tokens)
-    text = f"{same} of {tokens} greedy tokens of the engine are those of transformers with the exported folder"
-    return Finding("export", text, same == tokens, {"greedy_same": same, "greedy_tokens": tokens})
+    answers = [GreedyAnswer(prompt, each.tokens) for prompt, each in zip(prompts, engine.answers(prompts, 0.0))]
+    return judge_greedy(answers, _whole(scratch), device, trainer.dtype)
 
 
 def engine_findings(
-    trainer: CheckedTrainer, spec: EngineSpec, vocab: int, scratch: Path, rounding: float, imports: Sequence[str] = ()
+    trainer: CheckedTrainer, spec: EngineSpec, vocab: int, scratch: Path, imports: Sequence[str] = ()
 ) -> Iterator[Finding]:
     """Start the engine, and compare it with the trainer: from disk, after other weights came, and after the first ones
     came back. An engine that can receive into its live weights does so, then also into shadow weights.
     Raises EngineProcessError.
 
-    rounding: see `greedy`. imports: see `EngineProcess`.
+    imports: see `EngineProcess`.
     """
     device = spec.device
     environment = engine_kind(spec.kind).environment(device, ["0"] if device != "cpu" else [], [])
@@ -304,7 +293,7 @@ def engine_findings(
             engine.refit(trainer, 2 * number + 2)
             same = _same(first, sampled(engine, vocab))
             yield _served(Served(before, between, engine.checksums(), engine.sent, same), chosen)
-        yield greedy(trainer, engine, device, vocab, scratch / "export", rounding)
+        yield greedy(trainer, engine, device, vocab, scratch / "export")
 
 
 class Served(NamedTuple):
@@ -388,10 +377,9 @@ def check_model(
         vocab = int(trainer.rank.info()["vocab_size"])
         sequences = checked_sequences(trainer, vocab, longest)
         yield from packed_alone(trainer, sequences, scratch / "before")
-        found = as_transformers(trainer, whole, device, sequences)
-        yield found
+        yield as_transformers(trainer, whole, device, sequences)
         if with_engine:
             require_served(settled)
             spec = engine_spec(settled, files, (), placement)
             spec = replace(spec, version=0, kv_cache_mib=settled.config.generation.kv_cache_mib)
-            yield from engine_findings(trainer, spec, vocab, scratch, found.figures["rounding"], imports)
+            yield from engine_findings(trainer, spec, vocab, scratch, imports)
