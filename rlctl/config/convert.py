@@ -87,21 +87,29 @@ class Converter(Generic[T]):
                 self._wrong(child, join(key, name), f"unknown key here: {whose}")
             else:
                 self._unknown(child, join(key, name), list(keys))
+        if takes_any and (named := node.value.get("name")) is not None and named.value == MISSING:
+            # Any key may be the class's, but no class is named.
+            for name, child in further.items():
+                if hint := did_you_mean(name, ["name"]):
+                    self._wrong(child, join(key, name), f"unknown key{hint}")
         values: dict[str, Any] = {FURTHER: plain(ConfigNode(further, node.origin))} if takes_any else {}
         for name, field in keys.items():
-            values[field.name] = self._field(field, node.value.get(name), join(key, name))
+            # The entry of a list was written in one place; a section may be put together of many.
+            where = str(node.origin) if key.rpartition(".")[2].isdigit() else self.recipe
+            values[field.name] = self._field(field, node.value.get(name), join(key, name), where)
         return kind(**values)
 
-    def _field(self, field: "Field[Any]", node: ConfigNode | None, key: str) -> Any:
+    def _field(self, field: "Field[Any]", node: ConfigNode | None, key: str, where: str) -> Any:
+        """Convert a value. where: the place to name if it is not set."""
         if node is None:
             what = "section" if sections_of(field.type) else "key"
             parents = " or ".join(f"`defaults: {name}`" for name in self.parents)
             self.missing.append(key)
-            self.problems.append(Problem(self.recipe, key, f"missing {what}: inherit the defaults, {parents}"))
+            self.problems.append(Problem(where, key, f"missing {what}: inherit the defaults, {parents}"))
             return BROKEN
         if node.value == MISSING:
             what = f"not set, and has no default: {field.metadata['doc'].removesuffix('.')}"
-            self.problems.append(Problem(self.recipe, key, what))
+            self.problems.append(Problem(where, key, what))
             return BROKEN
         value = self._value(field.type, node, key, field.metadata)
         if "path" not in field.metadata:

@@ -1,17 +1,23 @@
-"""The keys of a user's own loss or advantage: the fields that its class, a dataclass, adds to rlctl's base class.
+"""The keys of a user's own class, as a config has them.
+
+A loss, an advantage or an engine's options: the fields that the class, a dataclass, adds to rlctl's base class. A
+tracker: the parameters of its constructor after those that rlctl gives. One without a type, or of another type than
+those below, takes any value.
 
 They are converted as strictly as rlctl's own keys. A field may be bool, int, float, str, a Literal, a list of one of
 these, or one of these or None; `spec(...)` gives it limits. Its default stands in the class.
 """
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, Field, field, fields, is_dataclass, make_dataclass, replace
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from rlctl.config.convert import Converter
-from rlctl.config.errors import ConfigError, Problem
-from rlctl.config.fields import alternatives, join
+from rlctl.config.errors import ConfigError, Problem, did_you_mean
+from rlctl.config.fields import FURTHER, alternatives, join
 from rlctl.config.provenance import ConfigNode, Origin
 from rlctl.utils.user_code import import_error, load_object
 
@@ -57,18 +63,68 @@ def plugin_options(
     missing = [each.name for each in own if each.name not in given and not _has_default(each)]
     problems += [Problem("", join(key, name), f"not set, and {plugin.__name__} has no default") for name in missing]
     set_here = [each for each in own if each.name in given]
-    metadata = {each.name: {"doc": each.name, **each.metadata} for each in own}
-    section = make_dataclass(
-        plugin.__name__, [(each.name, hints[each.name], field(metadata=metadata[each.name])) for each in own]
-    )
-    given_nodes = {name: _node(value) for name, value in given.items()}
+    section = [(each.name, hints[each.name], dict(each.metadata)) for each in own]
     # A default is not converted: the class decides.
-    filler = {each.name: _node(None) for each in own if each.name not in given}
-    converter: Converter[Any] = Converter(section, "", among=(section,))
-    values = converter.convert(ConfigNode({**given_nodes, **filler}, Origin()), key)
+    filler = {each.name: None for each in own if each.name not in given}
+    values, wrong = _converted(plugin.__name__, section, {**given, **filler}, key)
     unset = [join(key, name) for name in filler]
-    problems += [replace(each, where="") for each in converter.problems if each.key not in unset]
-    return {each.name: getattr(values, each.name) for each in set_here}, problems
+    problems += [each for each in wrong if each.key not in unset]
+    return {each.name: values[each.name] for each in set_here}, problems
+
+
+def call_options(
+    plugin: Any, leading: Sequence[str], given: Mapping[str, Any], key: str = ""
+) -> tuple[dict[str, Any], list[Problem]]:
+    """Return the arguments of a call of `plugin` by the keys of its entry, and every mistake in `given`.
+
+    leading: names of the arguments before them, which rlctl gives. key: as in `plugin_options`.
+    """
+    name = getattr(plugin, "__name__", "it")
+    try:
+        signature = _signature(plugin)
+    except ValueError:  # a constructor that Python knows no signature of
+        return dict(given), []
+    try:
+        taken = signature.bind_partial(*leading).arguments
+    except TypeError as error:
+        return {}, [Problem("", join(key, "name"), f"{name} is called with {', '.join(leading)} first: {error}")]
+    kinds = inspect.Parameter
+    own = {each.name: each for each in signature.parameters.values() if each.name not in taken}
+    takes_any = any(each.kind is kinds.VAR_KEYWORD for each in own.values())
+    own = {each: own[each] for each in own if own[each].kind not in (kinds.VAR_KEYWORD, kinds.VAR_POSITIONAL)}
+    problems = list[Problem]()
+    for word in given:
+        if word not in own and not takes_any:
+            what = did_you_mean(word, own) or f"; {name} has {', '.join(own) or 'none'}"
+            problems.append(Problem("", join(key, word), f"unknown key{what}"))
+    for word, each in own.items():
+        if word not in given and each.default is kinds.empty:
+            problems.append(Problem("", join(key, word), f"not set, and {name} has no default"))
+    hints = {word: each.annotation for word, each in own.items() if word in given}
+    # A key of that name means something else to the converter.
+    typed: list[tuple[str, Any, dict[str, Any]]]
+    typed = [(word, hint, {}) for word, hint in hints.items() if word != FURTHER and _is_plain(hint)]
+    values, wrong = _converted(name, typed, {word: given[word] for word, _, _ in typed}, key)
+    return {**given, **({} if wrong else values)}, problems + wrong
+
+
+def _converted(
+    name: str, section: list[tuple[str, Any, dict[str, Any]]], given: Mapping[str, Any], key: str
+) -> tuple[dict[str, Any], list[Problem]]:
+    """Return the values of a section, and every mistake. name: of the class. section: (key, type, limits) of each."""
+    made = make_dataclass(
+        name, [(word, hint, field(metadata={"doc": word, **limits})) for word, hint, limits in section]
+    )
+    converter: Converter[Any] = Converter(made, "", among=(made,))
+    values = converter.convert(ConfigNode({word: _node(value) for word, value in given.items()}, Origin()), key)
+    return vars(values), [replace(each, where="") for each in converter.problems]
+
+
+def _signature(plugin: Any) -> inspect.Signature:
+    """Return the signature of a call. Raises ValueError if Python knows none."""
+    with suppress(Exception):  # a hint may be the user's code, or name a module that only type checkers import
+        return inspect.signature(plugin, eval_str=True)
+    return inspect.signature(plugin)
 
 
 def checked_options(plugin: type[Any], base: type[Any], given: Mapping[str, Any], key: str) -> dict[str, Any]:

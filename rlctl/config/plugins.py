@@ -46,6 +46,9 @@ TRACKERS = {
     "trackio": "rlctl.telemetry.trackers.trackio:Trackio",
     "swanlab": "rlctl.telemetry.trackers.swanlab:SwanLab",
 }
+# Arguments of a tracker before its entry's keys, and methods of each tracker.
+TRACKER_ARGUMENTS = ("run", "config")
+TRACKER_METHODS = {"write": "write(self, kind, step, metrics)", "close": "close(self)"}
 
 # Names among the rewards, in metrics and rollouts: the penalty of grpo.overlong, and an environment's own reward.
 OVERLONG, ENVIRONMENT_REWARD = "overlong", "environment"

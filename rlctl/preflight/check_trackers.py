@@ -1,21 +1,35 @@
-"""Checks that a config's trackers can start: installed, and with a key where they send. Imports none.
+"""Checks that a config's trackers can start: installed, with a login where they send, with keys that their class takes.
+
+rlctl's own classes are not imported. A class of the user's is.
 
 A tracker that fails in the middle of a run costs the run nothing: `telemetry/trackers/base.py` says so once a cause.
 """
 
 import netrc
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from rlctl.config.plugins import TRACKERS
+from rlctl.config.errors import Problem
+from rlctl.config.plugin_options import call_options
+from rlctl.config.plugins import TRACKER_ARGUMENTS, TRACKER_METHODS, TRACKERS
 from rlctl.config.schema import RunConfig
-from rlctl.config.telemetry_schema import SwanlabSection, TrackerSection, TrackioSection, WandbSection
-from rlctl.preflight.backend import Violation, Violations
+from rlctl.config.telemetry_schema import (
+    SwanlabSection,
+    TrackerSection,
+    TrackioSection,
+    UserTrackerSection,
+    WandbSection,
+)
+from rlctl.preflight.backend import Violation, Violations, unbroken
 from rlctl.preflight.check_inputs import missing_plugin
+from rlctl.utils.user_code import import_error, load_object
 
+# Characters that wandb refuses in the names of projects and ids of runs.
+_NOT_IN_WANDB = "/\\#?%:"
 _WITHOUT_LOGIN = ("offline", "dryrun", "disabled")
 # Files in which `wandb offline` and `wandb login --host` leave their settings: the working directory's and the user's.
 _SETTINGS = ("wandb/settings", ".wandb/settings", "~/.config/wandb/settings")
@@ -23,16 +37,53 @@ _SETTINGS = ("wandb/settings", ".wandb/settings", "~/.config/wandb/settings")
 
 def check_trackers(config: RunConfig) -> Violations:
     """Find trackers that cannot start."""
-    names = [tracker.name for tracker in config.telemetry.trackers]
-    for index, tracker in enumerate(config.telemetry.trackers):
-        name = tracker.name
-        what = missing_plugin(name, TRACKERS, "Class")
-        if not what and name in TRACKERS and find_spec(name) is None:
-            what = f"{name} is not installed: pip install 'rlctl[{name}]', or leave it out"
-        elif name in TRACKERS and name in names[:index]:
-            what = f"{name} is in the list twice"
-        if what := what or _missing(tracker):
-            yield Violation(f"telemetry.trackers.{index}.name", what)
+    sections = config.telemetry.trackers
+    for index, tracker in enumerate(sections):
+        # A broken value ends the checks of one tracker alone.
+        key = f"telemetry.trackers.{index}"
+        yield from unbroken(_refused(tracker, key))
+        yield from unbroken(_check_tracker(tracker, key, sections[:index]))
+
+
+def _check_tracker(tracker: TrackerSection, key: str, earlier: Sequence[TrackerSection]) -> Violations:
+    name = tracker.name
+    what = missing_plugin(name, TRACKERS, "Class")
+    if not what and name in TRACKERS and find_spec(name) is None:
+        what = f"{name} is not installed: pip install 'rlctl[{name}]', or leave it out"
+    elif name in TRACKERS and any(type(each) is type(tracker) for each in earlier):
+        what = f"{name} is in the list twice"
+    if what := what or _missing(tracker):
+        yield Violation(f"{key}.name", what)
+    elif isinstance(tracker, UserTrackerSection):
+        yield from (Violation(each.key, each.what, (f"{key}.name",)) for each in _problems(tracker, key))
+
+
+def _problems(tracker: UserTrackerSection, key: str) -> list[Problem]:
+    """Return the mistakes of a class of the user's, which is imported, and of its keys."""
+    try:
+        plugin = load_object(tracker.name)
+    except (Exception, SystemExit) as error:
+        return [Problem("", f"{key}.name", import_error(error, __file__))]
+    own = tracker.name.rpartition(":")[2]
+    if not callable(plugin):
+        return [Problem("", f"{key}.name", f"must be a class, not {type(plugin).__name__}: `class {own}:`")]
+    problems = call_options(plugin, TRACKER_ARGUMENTS, tracker.further, key)[1]
+    # A function may return any class, and __getattr__ any method.
+    if isinstance(plugin, type) and not hasattr(plugin, "__getattr__"):
+        lacking = [each for word, each in TRACKER_METHODS.items() if not callable(getattr(plugin, word, None))]
+        what = f"{own} lacks {', '.join(lacking)}, which every tracker has"
+        problems += [Problem("", f"{key}.name", what)] * bool(lacking)
+    return problems
+
+
+def _refused(tracker: TrackerSection, key: str) -> Violations:
+    """Find texts that the tracker's package refuses at its start."""
+    for word in ("project", "experiment", "id"):
+        text = getattr(tracker, word, None)
+        if text is not None and not str(text).strip():
+            yield Violation(f"{key}.{word}", "must not be empty")
+        elif text is not None and isinstance(tracker, WandbSection) and set(text) & set(_NOT_IN_WANDB):
+            yield Violation(f"{key}.{word}", f"must have none of {' '.join(_NOT_IN_WANDB)}, not {text}")
 
 
 def _missing(tracker: TrackerSection) -> str:

@@ -19,7 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlctl.config.plugins import TRACKERS
+from rlctl.config.plugin_options import call_options
+from rlctl.config.plugins import TRACKER_ARGUMENTS, TRACKERS
 from rlctl.config.telemetry_schema import TrackerSection, UserTrackerSection
 from rlctl.telemetry.events import EventLog, Tracker
 from rlctl.telemetry.jsonl import Record
@@ -41,9 +42,12 @@ def open_trackers(
 
 
 def _make(section: TrackerSection, run: Path, config: Mapping[str, Any]) -> Any:
-    options = section.further if isinstance(section, UserTrackerSection) else asdict(section)
-    options = {key: value for key, value in options.items() if key != "name"}
-    return load_object(TRACKERS.get(section.name, section.name))(run, config, **options)
+    tracker = load_object(TRACKERS.get(section.name, section.name))
+    if isinstance(section, UserTrackerSection):
+        # Mistakes are left to the call, as where the config was not checked.
+        return tracker(run, config, **call_options(tracker, TRACKER_ARGUMENTS, section.further)[0])
+    options = {key: value for key, value in asdict(section).items() if key != "name"}
+    return tracker(run, config, **options)
 
 
 class _Attempts:

@@ -5,13 +5,30 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.config.errors import ConfigError
+from rlctl.config.errors import ConfigError, Problem
 from rlctl.config.plugins import TRACKERS
 from rlctl.config.telemetry_schema import UserTrackerSection
 from rlctl.preflight.load import load
 from tests.unit.folders import GRPO
 
 WANDB = "telemetry.trackers=[{name: wandb, project: mine}]"
+MINE = """
+URL = "http://host"
+
+class Notes:
+    def __init__(self, run, config, url: str, every: int = 1, more: dict[str, list[int]] | None = None) -> None: ...
+    def write(self, kind, step, metrics): ...
+    def close(self): ...
+
+class Silent:
+    def __init__(self, run, config): ...
+
+def short(run): ...
+"""
+NO_NAME = (
+    "name: not set, and has no default: tensorboard, wandb, mlflow, trackio, swanlab, or a class: module:Class or "
+    "file.py:Class. The class is called with the run directory, the config and the further keys of its entry"
+)
 LOGIN = "no key for Weights & Biases: wandb login, or WANDB_API_KEY, or mode: offline"
 
 
@@ -144,11 +161,31 @@ def test_a_key_or_none_needed_by_what_wandb_has_written(wandb: Path, file: str, 
             "wandb?"
         ]),
         ("{name: 'mine.py:Nots', url: a}", ["name: mine.py defines no Nots; did you mean Notes?"]),
-        ("{project: a}", [
-            "name: not set, and has no default: tensorboard, wandb, mlflow, trackio, swanlab, or a class: "
-            "module:Class or file.py:Class. The class is called with the run directory, the config and the "
-            "further keys of its entry",
+        ("{nme: wandb}", ["nme: unknown key; did you mean name?", NO_NAME]),
+        ("{name: wandb, project: ' '}", ["project: must not be empty"]),
+        ("{name: mlflow, experiment: ''}", ["experiment: must not be empty"]),
+        ("{name: wandb, project: a/b, id: 'c#'}", [
+            r"project: must have none of / \ # ? % :, not a/b", r"id: must have none of / \ # ? % :, not c#"
         ]),
+        ("{name: wandb, project: a, mode: ofline}\n    - {name: wandbb}", [
+            "mode: must be online, offline, disabled or null, not 'ofline'; did you mean offline?",
+            "telemetry.trackers.1.name: must be tensorboard, wandb, mlflow, trackio, swanlab or module:Class, not "
+            "wandbb; did you mean wandb?",
+        ]),
+        ("{name: 'mine.py:Notes', url: 3, more: {a: [1]}}", []),
+        ("{name: 'mine.py:Notes', ulr: a, every: x}", [
+            "ulr: unknown key; did you mean url?",
+            "url: not set, and Notes has no default",
+            "every: must be a whole number, not 'x'",
+        ]),
+        ("{name: 'mine.py:Silent', url: a}", [
+            "url: unknown key; Silent has none",
+            "name: Silent lacks write(self, kind, step, metrics), close(self), which every tracker has",
+        ]),
+        ("'mine.py:short'", ["name: short is called with run, config first: too many positional arguments"]),
+        ("'mine.py:URL'", ["name: must be a class, not str: `class URL:`"]),
+        ("'broken.py:Notes'", ["name: cannot import: ZeroDivisionError: division by zero at broken.py:1"]),
+        ("{project: a}", [NO_NAME]),
         ("3", [": must be a section of `key: value`, not 3"]),
     ],
 )  # fmt: skip
@@ -156,20 +193,26 @@ def test_an_entry_that_is_wrong_is_told_by_its_key(
     wandb: Path, monkeypatch: pytest.MonkeyPatch, trackers: str, expected: list[str]
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
-    (wandb / "mine.py").write_text("class Notes: ...\n")
+    monkeypatch.setattr("rlctl.preflight.check_trackers.find_spec", lambda name: name)
+    (wandb / "mine.py").write_text(MINE)
+    (wandb / "broken.py").write_text("1 / 0\nclass Notes: ...\n")
     (wandb / "x.yaml").write_text(GRPO + f"telemetry:\n  trackers:\n    - {trackers}\n")
-    with pytest.raises(ConfigError) as caught:
+    told = list[Problem]()
+    try:
         load("grpo", "x.yaml", [])
-    found = [f"{problem.key.removeprefix('telemetry.trackers.0').lstrip('.')}: {problem.what}"
-             for problem in caught.value.problems]  # fmt: skip
+    except ConfigError as error:
+        told = error.problems
+    found = [f"{each.key.removeprefix('telemetry.trackers.0').lstrip('.')}: {each.what}" for each in told]
     assert found == expected
+    # Where the entry is, also for a key that is not there.
+    assert {each.where for each in told} <= {"x.yaml:14", "x.yaml:15"}
 
 
 def test_an_entry_of_the_users_own_comes_through_the_resolved_config(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NOTES_TOKEN", "secret")
-    (home / "mine.py").write_text("class Notes: ...\n")
+    (home / "mine.py").write_text(MINE.replace("url: str, every: int = 1", "token: str"))
     entry = "{name: 'mine.py:Notes', token: '${oc.env:NOTES_TOKEN}', more: {a: [1]}}"
     (home / "x.yaml").write_text(GRPO + f"telemetry:\n  trackers:\n    - {entry}\n")
     composed = load("grpo", "x.yaml", [])
