@@ -1,5 +1,6 @@
 """Arguments that several commands share: at most one recipe, and any number of key=value overrides."""
 
+import math
 import os
 from typing import Annotated
 
@@ -60,3 +61,10 @@ def split(arguments: list[str] | None) -> tuple[str | None, list[str]]:
     if problems:
         raise ConfigError(problems)
     return recipe, overrides
+
+
+def finite(value: float | None) -> float | None:
+    """Return the number of an option. Raises BadParameter for an infinite one, which no least value refuses."""
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"must be a finite number, not {value}")
+    return value

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from rlctl.bench.frame import numbers
-from rlctl.cli.arguments import AsJson
+from rlctl.cli.arguments import AsJson, finite
 from rlctl.cli.bench_frame import run_bench
 from rlctl.cli.bench_options import Plot, RunSettings, TrainedModel
 from rlctl.cli.output import examples
@@ -35,7 +35,9 @@ def generation(
     spread: Annotated[
         float, typer.Option(min=0, max=3, help="Sigma of the log-normal lengths of a rollout's turns; 0: all alike.")
     ] = 0.5,
-    pause: Annotated[float, typer.Option(min=0, help="Seconds of the environment between two turns.")] = 0.2,
+    pause: Annotated[
+        float, typer.Option(min=0, callback=finite, help="Seconds of the environment between two turns.")
+    ] = 0.2,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of each row, after a warm-up.")] = 3,
     override: RunSettings = None,
     as_json: AsJson = False,
@@ -69,7 +71,9 @@ def agents(
         int | None, typer.Option(min=1, help="Sampled tokens of a rollout, in all turns. Default: 1024; on a CPU 64.")
     ] = None,
     prompts: Annotated[int | None, typer.Option(min=1, help="Prompts of a round. Default: 64; on a CPU 4.")] = None,
-    pause: Annotated[float, typer.Option(min=0, help="Seconds of the partner between two turns.")] = 0.2,
+    pause: Annotated[
+        float, typer.Option(min=0, callback=finite, help="Seconds of the partner between two turns.")
+    ] = 0.2,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of each player, after a warm-up.")] = 3,
     override: RunSettings = None,
     as_json: AsJson = False,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlctl.cli.arguments import WEIGHTS, OfStep
+from rlctl.cli.arguments import WEIGHTS, OfStep, finite
 from rlctl.cli.output import busy, console, examples, explained_weights, note, say, tell
 from rlctl.config.builtin import runs_folder
 from rlctl.config.errors import ConfigError, Problem
@@ -44,7 +44,8 @@ def chat(
     target: Annotated[str, WEIGHTS],
     step: OfStep = None,
     temperature: Annotated[
-        float | None, typer.Option(help="0 is greedy; if left out, the run's.", min=0, show_default=False)
+        float | None,
+        typer.Option(help="0 is greedy; if left out, the run's.", min=0, callback=finite, show_default=False),
     ] = None,
     max_tokens: Annotated[
         int | None, typer.Option(help="Tokens of an answer; if left out, the run's.", min=1, show_default=False)

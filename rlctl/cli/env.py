@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlctl.cli.arguments import AsJson
+from rlctl.cli.arguments import AsJson, finite
 from rlctl.cli.completion import complete_run
 from rlctl.cli.output import FAILED, busy, console, examples, explained_weights, note, say, tell
 from rlctl.config.errors import ConfigError, Problem, located
@@ -60,7 +60,7 @@ def check(
         typer.Option(metavar="FILE:FUNCTION", help="A reward that takes `environments`.", show_default=False),
     ] = None,
     command: Annotated[bool, typer.Option("--command", help="NAME is a command that runs an agent.")] = False,
-    timeout: Annotated[float, typer.Option(help="Seconds that each action may take.", min=0.01)] = 5.0,
+    timeout: Annotated[float, typer.Option(help="Seconds that each action may take.", min=0.01, callback=finite)] = 5.0,
     memory: Annotated[int, typer.Option(help="MiB that the process may use.", min=64)] = 4096,
     model: Annotated[
         str | None,

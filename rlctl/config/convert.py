@@ -29,6 +29,7 @@ LIMITS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 _MOST_UNKNOWN = 500
 # Largest 64-bit integer, the bound of torch, numpy and vLLM.
 _MOST = 2**63 - 1
+_NOT_FINITE = re.compile(r"[+-]?(?:inf|infinity|nan)", re.IGNORECASE)
 # Unknown keys of one config for which the nearest one is looked for.
 _MOST_HINTS = 200
 
@@ -230,6 +231,9 @@ def _scalar(node: ConfigNode, hint: Any) -> str | int | float | bool | None:
             return float(value)
         except OverflowError:
             return math.inf if value > 0 else -math.inf
+    if isinstance(value, str) and float in allowed and _NOT_FINITE.fullmatch(value):
+        # YAML writes .inf and .nan. Its range refuses the number, and says which are allowed.
+        return float(value)
     # `name: 007`, or an override such as pattern=[0-9]: text that YAML takes for something else.
     return node.text if str in allowed and value is not None else None
 
@@ -243,12 +247,12 @@ def _passed(node: ConfigNode, value: int | float, limits: Any) -> str:
     finite = isinstance(value, int) or math.isfinite(value)
     if finite and not least <= value <= most:
         return f"{f'at most {most}' if value > most else f'at least {least}'}, not {_shown(node)}"
-    # nan compares false with everything, so it is out of every range.
     within = {"ge": lambda limit: value >= limit, "gt": lambda limit: value > limit,
               "le": lambda limit: value <= limit, "lt": lambda limit: value < limit}  # fmt: skip
     if finite and all(within[name](limits[name]) for name in LIMITS if name in limits):
         return ""
-    return f"{describe_limits(limits) or 'finite'}, not {node.value}"
+    allowed = [*["a finite number"] * (not finite), *filter(None, [describe_limits(limits)])]
+    return f"{', '.join(allowed)}, not {_shown(node)}"
 
 
 def describe(hint: Any) -> str:

@@ -15,6 +15,7 @@ from rlctl.config.errors import did_you_mean
 from rlctl.data.columns import SHAREGPT_ROLES, convention, has_column, value_at
 from rlctl.data.datasets import Row
 from rlctl.data.files import DataError
+from rlctl.utils.user_code import shortened
 
 Messages = list[dict[str, Any]]
 
@@ -137,7 +138,10 @@ def _messages(row: Row, section: DatasetSection) -> Messages:
             return [{"role": "user", "content": prompt + _alpaca_input(row, section)}]
         if prompt is None and has_column(row.values, section.prompt_key):
             raise DataError(f"{row.origin}: column {section.prompt_key!r} is null")
-        if not isinstance(prompt, list):
+        if prompt is not None and not isinstance(prompt, list):
+            what = f"must be text or a list of {{role, content}}, not {_shown(prompt)}"
+            raise DataError(f"{row.origin}: column {section.prompt_key!r} {what}")
+        if prompt is None:
             wanted = f"column {section.prompt_key!r} of text, nor {section.messages_key!r}"
             raise DataError(f"{row.origin}: no {wanted}{_columns(row.values)}{_remedy(row)}")
         key, messages = section.prompt_key, prompt
@@ -145,8 +149,14 @@ def _messages(row: Row, section: DatasetSection) -> Messages:
         messages = [_of_sharegpt(message, row, number) for number, message in enumerate(messages, 1)]
     whole = isinstance(messages, list) and all(isinstance(m, dict) and "role" in m and _says(m) for m in messages)
     if not whole or not messages:
-        text = ", not text; of JSON as text, write the list itself" if isinstance(messages, str) else ""
-        raise DataError(f"{row.origin}: {key!r} must be a list of {{role, content}} or {{from, value}}{text}")
+        text = "; of JSON as text, write the list itself" if isinstance(messages, str) else ""
+        wrong = (
+            next((each for each in messages if not isinstance(each, dict)), None)
+            if isinstance(messages, list)
+            else messages
+        )
+        given = f", not {_shown(wrong)}" if wrong is not None else ""
+        raise DataError(f"{row.origin}: {key!r} must be a list of {{role, content}} or {{from, value}}{given}{text}")
     return [_message(message, row, number) for number, message in enumerate(messages, 1)]
 
 
@@ -201,7 +211,10 @@ def _with_calls(message: dict[str, Any], row: Row, number: int) -> dict[str, Any
 
 def _message(message: dict[str, Any], row: Row, number: int) -> dict[str, Any]:
     """Return the message with its content as text. Parts are joined, since templates leave them out or garble them."""
-    if isinstance(message.get("tool_calls"), list) and message["tool_calls"]:
+    if calls := message.get("tool_calls"):
+        if not isinstance(calls, list):
+            what = f"tool_calls must be a list of {{name, arguments}}, not {_shown(calls)}"
+            raise DataError(f"{row.origin}: message {number}: {what}")
         message = _with_calls(message, row, number)
     role, content = message["role"], message.get("content")
     if not isinstance(role, str):
@@ -221,12 +234,15 @@ def _is_text(part: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    if value is None:
-        return "null"
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    if isinstance(value, str | int | float):
+        return f"the {'text' if isinstance(value, str) else 'number'} {shortened(repr(value))}"
     if isinstance(value, dict) and isinstance(value.get("type"), str):
         kind = str(value["type"])
         return f"a part of type {kind!r}" + " without text" * (kind == "text")
-    return f"a {type(value).__name__}"
+    kind = type(value).__name__
+    return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
 
 
 def _absent(row: Row, key: str) -> str:

@@ -21,6 +21,13 @@ BAD = {
     '{"messages": [{"role": "user", "content": [null]}], "answer": "2"}': "message 1 (user): content must be text or",
     '{"messages": [{"role": "user", "content": "1+1="}, {"role": "assistant", "tool_calls": [{"function": true}]}]}':
         "message 2: a tool call must have a name, and arguments",
+    '{"prompt": 11, "answer": "2"}': "column 'prompt' must be text or a list of {role, content}, not the number 11",
+    '{"prompt": [11], "answer": "2"}': "'prompt' must be a list of {role, content} or {from, value}, not the number 11",
+    '{"messages": 11, "answer": "2"}': "'messages' must be a list of {role, content} or {from, value}, not the number",
+    '{"prompt": [{"role": "user", "content": 11}], "answer": "2"}':
+        "message 1 (user): content must be text or a list of {type: text, text: ...}, not the number 11",
+    '{"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2", "tool_calls": 11}]}':
+        "message 2: tool_calls must be a list of {name, arguments}, not the number 11",
     '{"prompt": "1+1=", "answer": [2]}': "answer column 'answer' must be text or a finite number, not a list",
     '{"prompt": "1+1=", "answer": NaN}': "answer column 'answer' must be text or a finite number, not nan",
     '{"prompt": "1+1=", "answer": null}': "no answer to compare with: column 'answer' is null",

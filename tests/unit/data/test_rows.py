@@ -61,7 +61,7 @@ def test_parts_of_text_are_joined(section: DatasetSection) -> None:
 @pytest.mark.parametrize(
     ("content", "shown"),
     [
-        (None, "null"), (3, "a int"), ({"text": "x"}, "a dict"), ([PART, "x"], "a str"),
+        (None, "null"), (3, "the number 3"), ({"text": "x"}, "a dict"), ([PART, "x"], "the text 'x'"),
         ([{"type": "image_url", "image_url": "x"}], "a part of type 'image_url'"),
         ([{"type": "text", "text": None}], "a part of type 'text' without text"),
     ],
@@ -91,7 +91,7 @@ def test_calls_in_openais_form_are_read_as_templates_want_them(section: DatasetS
     ("values", "told"),
     [
         ({"prompt": None, "answer": 3}, "column 'prompt' is null"),
-        ({"messages": "[]"}, "not text; of JSON as text, write the list itself"),
+        ({"messages": "[]"}, "not the text '[]'; of JSON as text, write the list itself"),
         ({"messages": [{"role": "bot", "content": "x"}]}, "and the last message is of bot, not assistant"),
     ],
 )

@@ -92,7 +92,7 @@ def test_samples_are_truncated_at_max_length_and_those_without_a_trained_token_d
     ("value", "complaint"),
     [
         ({"question": "x"}, "no column 'prompt' of text, nor 'messages' (the row has: 'question')"),
-        ({"prompt": 3}, "no column 'prompt' of text"),
+        ({"prompt": 3}, "column 'prompt' must be text or a list of {role, content}, not the number 3"),
         ({"messages": "x"}, "'messages' must be a list of {role, content}"),
         ({"messages": [{"role": "user"}]}, "'messages' must be a list of {role, content}"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "nothing before the assistant's message"),

@@ -40,7 +40,7 @@ def problems(kind: str, recipe: str, overrides: list[str] | None = None, *, resu
         # Limits and choices.
         ("grpo.num_generations_per_prompt=1", "must be at least 2, not 1"),
         ("generation.top_p=1.5", "must be above 0 and at most 1, not 1.5"),
-        ("trainer.optimizer.lr=.nan", "must be above 0, not nan"),
+        ("trainer.optimizer.lr=.nan", "must be a finite number, above 0, not .nan"),
         ("grpo.loss.proximal=recomput", "must be one of auto, rollout, recompute, not 'recomput'; did you mean "
          "recompute?"),
         ("trainer.optimizer.schedule=cos", "must be one of constant, linear, cosine, not 'cos'; did you mean cosine?"),
