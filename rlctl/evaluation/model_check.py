@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import psutil
@@ -20,6 +20,7 @@ from rlctl.evaluation.closeness import Side, compare
 from rlctl.evaluation.engine_process import EngineProcess
 from rlctl.evaluation.greedy_answers import GreedyAnswer, judge_greedy
 from rlctl.evaluation.model_facts import Finding, describe
+from rlctl.evaluation.served_weights import OtherValues, Served, judge_served, names_to_send
 from rlctl.evaluation.transformers_model import own_log_probs
 from rlctl.generation.engine import Engine, LoadMode
 from rlctl.generation.requests import Completion, RequestId, RolloutId, TurnRequest
@@ -97,6 +98,10 @@ class CheckedTrainer:
         facts = find_facts(Path(folder))
         # True for the name of a parameter or buffer that no pass rounds. Adapters are rounded apart from their base.
         self.keeps_float32 = (lambda name: True) if self.adapts else facts.keeps_float32
+        # Tensors that a refit must bring to engines.
+        self.needed = (
+            {each.name for each in own.adapters.tensors} if own.adapters else names_to_send(Path(folder), facts)
+        )
         # True for a model whose sequences have a row each.
         self.padded = trainer.padded
         self.sender = SendsWeights(self.rank, 0, torch.device(device))
@@ -121,6 +126,20 @@ class CheckedTrainer:
         """Make one update; return the norm of its gradient."""
         totals = Totals(sum(len(each) - 1 for each in sequences), len(sequences), len(sequences))
         return self.rank.train(self._batches(sequences, packed), PlainLoss(), totals)["train/grad_norm"]
+
+    @contextmanager
+    def other_weights(self, dtype: str, scratch: Path) -> Iterator[None]:
+        """Have other values, in `dtype`, of every tensor that is sent; the first ones are back after the block.
+
+        scratch: an empty folder.
+        """
+        values = OtherValues(self.rank.shards())
+        self.rank.save(scratch)
+        self.train(random_sequences(int(self.rank.info()["vocab_size"]), LENGTHS, 3))
+        values.put(dtype)
+        yield
+        values.undo()
+        self.rank.load(scratch)
 
     def _batches(self, sequences: Sequence[NDArray[np.int32]], packed: bool) -> list[list[TrainingSample]]:
         samples = [TrainingSample(each, np.arange(len(each)) > 0) for each in sequences]
@@ -166,9 +185,9 @@ class CheckedEngine:
         return self._process.call(Engine.refit_open, spec, self._plan, 1, mode, False)
 
     @property
-    def sent(self) -> int:
+    def sent(self) -> list[str]:
         """Tensors of a refit."""
-        return len(self._plan.entries)
+        return [entry.name for entry in self._plan.entries]
 
     def refit(self, trainer: CheckedTrainer, version: int) -> None:
         """Bring the engine to the trainer's weights; every tensor's checksum is compared."""
@@ -278,34 +297,21 @@ def engine_findings(
         first = sampled(engine, vocab)
         yield agreement(trainer, first, "both from disk")
         before = engine.checksums()
-        trainer.rank.save(scratch / "state")
         modes: list[Mode] = ["auto"]
         for number, mode in enumerate(modes):
             chosen = engine.open(trainer, spec.dtype, scratch / f"refit-{number}", mode)
             if mode == "auto" and chosen.mode == "direct" and not trainer.adapts:
                 modes.append("staged")
-            trainer.train(random_sequences(vocab, LENGTHS, 3))
-            engine.refit(trainer, 2 * number + 1)
-            when = f"after an update and a {chosen.mode} refit"
-            yield replace(agreement(trainer, sampled(engine, vocab), when), subject="")
-            between = engine.checksums()
-            trainer.rank.load(scratch / "state")
+            with trainer.other_weights(spec.dtype, scratch / f"state-{number}"):
+                engine.refit(trainer, 2 * number + 1)
+                when = f"after an update and a {chosen.mode} refit"
+                yield replace(agreement(trainer, sampled(engine, vocab), when), subject="")
+                between = engine.checksums()
             engine.refit(trainer, 2 * number + 2)
             same = _same(first, sampled(engine, vocab))
-            yield _served(Served(before, between, engine.checksums(), engine.sent, same), chosen)
+            found = Served(before, between, engine.checksums(), engine.sent, trainer.needed, same)
+            yield judge_served(found, chosen)
         yield greedy(trainer, engine, device, vocab, scratch / "export")
-
-
-class Served(NamedTuple):
-    """An engine's checksums before, between and after two refits, and more that they brought."""
-
-    before: dict[str, int]
-    between: dict[str, int]
-    after: dict[str, int]
-    # Tensors of a refit.
-    sent: int
-    # Tokens and log-probs of answers are, to the last bit, those of before.
-    answers: bool
 
 
 def _same(one: list[tuple[Any, Completion]], other: list[tuple[Any, Completion]]) -> bool:
@@ -313,20 +319,6 @@ def _same(one: list[tuple[Any, Completion]], other: list[tuple[Any, Completion]]
         np.array_equal(a.tokens, b.tokens) and np.array_equal(a.log_probs, b.log_probs)
         for (_, a), (_, b) in zip(one, other, strict=True)
     )
-
-
-def _served(found: Served, chosen: LoadMode) -> Finding:
-    """Judge an engine after other weights and the first ones again. Of some tensors only kernels have a copy."""
-    before = found.before
-    changed = sum(before[name] != found.between.get(name) for name in before)
-    wrong = [name for name in before if before[name] != found.after.get(name)]
-    text = f"{found.sent} tensors sent, twice, {chosen.mode} ({chosen.why}): "
-    text += f"first an update changed {changed} of the engine's {len(before)}; then "
-    text += f"{len(before) - len(wrong)} were bit for bit those of the start"
-    text += f", but not {wrong[0].partition(': ')[2]}" if wrong else ""
-    text += ", and answers too" if found.answers else "; answers were not"
-    holds = bool(changed) and not wrong and found.answers
-    return Finding("served = sent", text, holds, {"tensors": len(before), "changed": changed})
 
 
 def _too_large(parameters: int, device: str) -> Finding | None:

@@ -2,11 +2,12 @@
 
 import inspect
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,14 @@ from rlctl.evaluation.model_check import (
     as_transformers,
     checked_sequences,
     checked_trainer,
+    engine_findings,
     packed_alone,
 )
 from rlctl.evaluation.settings import checked_run
 from rlctl.evaluation.target import find_target
+from rlctl.launch.worker_specs import engine_spec
+from rlctl.refit.sending import SendsWeights
+from rlctl.refit.source import Shard
 from tests.zoo import VOCAB, make_family
 
 # A key of config.json with a value that is a little wrong.
@@ -107,6 +112,17 @@ def without_restarts(trainer: CheckedTrainer) -> None:
         setattr(home, name, inspect.unwrap(getattr(home, name)))
 
 
+GATE, UP = (f"model.layers.1.mlp.experts.0.{side}_proj.weight" for side in ("gate", "up"))
+
+
+def with_gate_as_up(trainer: CheckedTrainer) -> None:
+    """One expert's halves are read the other way round."""
+    held = {each.name: each.tensor for each in trainer.rank.shards()}
+    gate = held[GATE].clone()
+    held[GATE].copy_(held[UP])
+    held[UP].copy_(gate)
+
+
 # A family, and a part of its trainer that a wrong derivation would make.
 MUTATIONS: dict[str, tuple[str, Callable[[CheckedTrainer], None]]] = {
     "a window of one token more": ("olmo3", set_attention("sliding_window", lambda window: window + 1)),
@@ -118,6 +134,7 @@ MUTATIONS: dict[str, tuple[str, Callable[[CheckedTrainer], None]]] = {
     "angles for half of their share": ("glm", set_rotary(10000.0, 0.5)),
     "norms without their one": ("gemma", without_one),
     "routes that do not add up to one": ("qwen3_moe", without_normalised_routes),
+    "an expert's gate for its up": ("qwen3_moe", with_gate_as_up),
     "states that go on": ("qwen3_next", without_restarts),
 }
 
@@ -146,6 +163,55 @@ def test_a_trainer_that_is_derived_wrongly_is_refused(
         if mutate is without_restarts:
             leaked = next(iter(packed_alone(trainer, sequences, tmp_path / "state")))
             assert leaked.holds is False, leaked.text
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """A trainer's end of a refit that has other names for some tensors, and none for others."""
+
+    rank: Any
+    names: dict[str, str | None]
+
+    def layout(self, dtype: str | None = None) -> list[tuple[str, tuple[int, ...], str]]:
+        return [each for each in self.rank.layout(dtype) if self.names.get(each[0], "") is not None]
+
+    def shards(self) -> list[Shard]:
+        renamed = ((each, self.names.get(each.name, each.name)) for each in self.rank.shards())
+        return [replace(each, name=name) for each, name in renamed if name is not None]
+
+
+BUFFER = "model.layers.1.mlp.gate.e_score_correction_bias"
+# A family, other names in its refits, and words of the refusals.
+SENT_WRONGLY: dict[str, tuple[str, dict[str, str | None], dict[str, str]]] = {
+    "a buffer is left out": (
+        "glm4_moe",
+        {BUFFER: None},
+        {"served = sent": f"^{BUFFER} of the model's 89 tensors not sent", "": "after an update and a .* refit"},
+    ),
+    "an expert's gate is sent as its up": (
+        "qwen3_moe",
+        {GATE: UP, UP: GATE},
+        {
+            "": "after an update and a .* refit",
+            "served = sent": "but not model.layers.1.mlp.experts",
+            "export": " beyond: ",
+        },
+    ),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("what", SENT_WRONGLY)
+def test_a_trainer_that_sends_wrongly_is_refused(what: str, tmp_path: Path) -> None:
+    name, names, refusals = SENT_WRONGLY[what]
+    run, files, placement = checked_run(find_target(str(make_family(tmp_path / name, name)), tmp_path), tmp_path)
+    spec = replace(engine_spec(run, files, (), placement), version=0, kv_cache_mib=32)
+    with checked_trainer(run.trainer, files.folder, "cpu", tmp_path) as trainer:
+        trainer.sender = SendsWeights(Renamed(trainer.rank, names), 0, torch.device("cpu"))
+        found = list(engine_findings(trainer, spec, VOCAB, tmp_path))
+    assert {each.subject for each in found if not each.holds} >= refusals.keys()
+    for each in found:
+        assert each.holds or re.search(refusals[each.subject], each.text), each
 
 
 @pytest.mark.long

@@ -1,0 +1,92 @@
+"""Proof that an engine serves the trainer's weights: every tensor is sent, and the engine takes each in."""
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlctl.evaluation.model_facts import Finding
+from rlctl.generation.engine import LoadMode
+from rlctl.models.facts import ModelFacts
+from rlctl.models.weight_headers import weight_headers
+from rlctl.refit.source import Shard
+
+# Numbers of the largest tensor that gets other values if an update leaves it as it is. Larger ones are matrices, which
+# an update moves.
+_SMALL = 1 << 20
+# Size of other values, as a share of a tensor's mean, or by itself where that is 0.
+_SHARE, _ALONE = 0.2, 0.05
+
+
+def names_to_send(folder: Path, facts: ModelFacts) -> set[str]:
+    """Return the tensors of a folder that a refit must send: all that the model holds, by the headers of the files.
+
+    A tied output that is saved too is the embedding. Raises ModelError.
+    """
+    tied = f"{facts.head}.weight" if facts.sizes.tied else None
+    return {name for name in weight_headers(folder) if not (tied and name.endswith(tied))} - set(facts.kept)
+
+
+class OtherValues:
+    """Other values for tensors that an update leaves alone: buffers, and weights that move by less than rounding."""
+
+    def __init__(self, shards: list[Shard]) -> None:
+        """Remember the present values. shards: in the trainer's own memory."""
+        small = [each for each in shards if each.tensor.is_floating_point() and each.tensor.numel() <= _SMALL]
+        self._before: list[tuple[Tensor, Tensor]] = [(each.tensor, each.tensor.clone()) for each in small]
+
+    def put(self, dtype: str) -> None:
+        """Change each tensor whose values are still the same in `dtype`."""
+        random, kind = torch.Generator().manual_seed(0), getattr(torch, dtype)
+        for live, before in self._before:
+            if torch.equal(live.to(kind), before.to(kind)):
+                size = _SHARE * before.abs().float().mean() or torch.tensor(_ALONE)
+                step = size.cpu() * torch.randn(live.shape, generator=random)
+                live.add_(step.to(live.device, live.dtype))
+
+    def undo(self) -> None:
+        """Bring the values of before back."""
+        for live, before in self._before:
+            live.copy_(before)
+
+
+class Served(NamedTuple):
+    """An engine's checksums before, between and after two refits, and more that they brought."""
+
+    before: dict[str, int]
+    between: dict[str, int]
+    after: dict[str, int]
+    # Tensors of a refit.
+    sent: Collection[str]
+    # Tensors that it must have.
+    needed: Collection[str]
+    # Tokens and log-probs of answers are, to the last bit, those of before.
+    answers: bool
+
+
+def judge_served(found: Served, chosen: LoadMode) -> Finding:
+    """Judge an engine after other weights and the first ones again. Of some tensors only kernels have a copy."""
+    before = found.before
+    changed = [name for name in before if before[name] != found.between.get(name)]
+    wrong = [name for name in before if before[name] != found.after.get(name)]
+    # Engines have most tensors under names of their own, buffers under those of the folder.
+    still = [name for name in set(before) - set(changed) if _own(name) in found.sent]
+    unsent = sorted(set(found.needed) - set(found.sent))
+    text = f"{len(found.sent)} tensors sent, twice, {chosen.mode} ({chosen.why}): "
+    text += f"first other values changed {len(changed)} of the engine's {len(before)}"
+    text += f", but not {min(map(_own, still))}" if still else ""
+    text += f"; then {len(before) - len(wrong)} were bit for bit those of the start"
+    text += f", but not {_own(wrong[0])}" if wrong else ""
+    text += ", and answers too" if found.answers else "; answers were not"
+    if unsent:
+        more = f" and {len(unsent) - 1} more" if unsent[1:] else ""
+        text = f"{unsent[0]}{more} of the model's {len(found.needed)} tensors not sent: engines would serve others"
+    holds = bool(changed) and not wrong and not still and not unsent and found.answers
+    return Finding("served = sent", text, holds, {"tensors": len(before), "changed": len(changed)})
+
+
+def _own(name: str) -> str:
+    """Return an engine's name of a tensor, without the worker's number."""
+    return name.partition(": ")[2]

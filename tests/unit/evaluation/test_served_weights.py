@@ -1,0 +1,81 @@
+"""`model check`: every tensor of a model is sent, has another value in between, and is taken in by the engine."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rlctl.evaluation.served_weights import OtherValues, Served, judge_served, names_to_send
+from rlctl.generation.engine import LoadMode
+from rlctl.models.facts import find_facts
+from rlctl.refit.source import Shard
+from tests.tiny_models import make_model
+
+NAMES = ["layer.norm.weight", "layer.bias", "router.correction"]
+# An engine's own tensors: two under the names of the folder, one that it makes of another.
+BEFORE = {"0: layer.norm.weight": 1, "0: router.correction": 2, "0: layer.fused": 3}
+BETWEEN = {name: value + 10 for name, value in BEFORE.items()}
+STAGED = LoadMode("staged", "it must", 0, False)
+
+
+def served(**changes: object) -> Served:
+    return Served(BEFORE, BETWEEN, BEFORE, NAMES, set(NAMES), True)._replace(**changes)
+
+
+def test_an_engine_that_took_all_in_and_came_back_holds() -> None:
+    found = judge_served(served(), STAGED)
+    assert found.holds and found.text.startswith("3 tensors sent, twice, staged (it must): "), found
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"sent": NAMES[:2]}, "router.correction of the model's 3 tensors not sent: engines would serve others"),
+        ({"sent": NAMES[1:2]}, "layer.norm.weight and 1 more of the model's 3 tensors not sent"),
+        ({"between": BETWEEN | {"0: router.correction": 2}}, "changed 2 of the engine's 3, but not router.correction;"),
+        ({"after": BETWEEN}, "then 0 were bit for bit those of the start, but not layer.norm.weight"),
+        ({"between": BEFORE, "sent": ["layer.bias"], "needed": {"layer.bias"}}, "changed 0 of the engine's 3;"),
+        ({"answers": False}, "; answers were not"),
+    ],
+)
+def test_each_way_to_serve_something_else_is_refused_by_name(changes: dict[str, object], said: str) -> None:
+    found = judge_served(served(**changes), STAGED)
+    assert found.holds is False and said in found.text, found.text
+
+
+def test_a_tensor_that_an_engine_fuses_may_stay_as_it_is() -> None:
+    """Log-probs tell, since the folder has no such name."""
+    assert judge_served(served(between=BETWEEN | {"0: layer.fused": 3}), STAGED).holds
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tensors_that_an_update_leaves_alone_have_other_values_until_it_is_undone(dtype: str) -> None:
+    moved, rounded, buffer, zeros = (torch.full((8,), value) for value in (1.0, 1.0, 3.0, 0.0))
+    table = torch.arange(3)
+    shards = [Shard(str(number), (0,), each) for number, each in enumerate((moved, rounded, buffer, zeros, table))]
+    values = OtherValues(shards)
+    # An update: the second moves by less than bfloat16 tells apart.
+    moved.add_(0.1)
+    rounded.add_(1e-4)
+    values.put(dtype)
+    kind = getattr(torch, dtype)
+    assert torch.equal(moved, torch.full((8,), 1.1))
+    for each, before in ((rounded, 1.0), (buffer, 3.0), (zeros, 0.0)):
+        assert (each.to(kind) != before).any() and (each - before).abs().max() < 3.0
+    assert (rounded == 1.0001).all() == (dtype == "float32")
+    values.undo()
+    for each, before in ((moved, 1.0), (rounded, 1.0), (buffer, 3.0), (zeros, 0.0)):
+        assert (each == before).all()
+    assert table.tolist() == [0, 1, 2]
+
+
+def test_all_that_a_model_holds_must_be_sent(tmp_path: Path) -> None:
+    """A tied output that is saved too is no tensor of its own; one that the model leaves alone is kept."""
+    folder = make_model(tmp_path / "m", "qwen3")
+    tensors = load_file(folder / "model.safetensors")
+    facts = find_facts(folder)
+    assert facts.sizes.tied and names_to_send(folder, facts) == tensors.keys()
+    more = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone(), "mtp.norm.weight": torch.ones(4)}
+    save_file({**tensors, **more}, folder / "model.safetensors", {"format": "pt"})
+    assert names_to_send(folder, find_facts(folder)) == tensors.keys()
