@@ -60,7 +60,17 @@ def split(arguments: list[str] | None) -> tuple[str | None, list[str]]:
             problems.append(Problem(f"argument {number}", text, what))
     if problems:
         raise ConfigError(problems)
-    return recipe, overrides
+    return recipe, note_repeats(overrides)
+
+
+def note_repeats(overrides: list[str] | None) -> list[str]:
+    """Print a note of each override that takes the place of an earlier one. Return all overrides."""
+    if overrides and len(overrides) > 1:
+        from rlctl.cli.output import note
+        from rlctl.config.compose import repeated
+
+        note(repeated(overrides))
+    return overrides or []
 
 
 def finite(value: float | None) -> float | None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rlctl.cli.arguments import note_repeats
 from rlctl.config.errors import Problem
 
 if TYPE_CHECKING:
@@ -15,7 +16,9 @@ Plot = Annotated[Path | None, typer.Option(help="Write a chart to this PNG or SV
 TrainedModel = Annotated[
     str | None, typer.Option(help="A shape by name, or a Hugging Face folder. Default: tiny; on GPUs qwen3-1.7b.")
 ]
-RunSettings = Annotated[list[str] | None, typer.Option("--set", help="A key=value for every run. Repeatable.")]
+RunSettings = Annotated[
+    list[str] | None, typer.Option("--set", callback=note_repeats, help="A key=value for every run. Repeatable.")
+]
 Advise = Annotated[bool, typer.Option("--advise", help="Simulate every split, bound and lookahead, and advise one.")]
 Rates = Annotated[
     str | None,

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from rlctl.cli.arguments import Arguments, split_any
+from rlctl.cli.arguments import Arguments, note_repeats, split_any
 from rlctl.cli.completion import complete_config
 from rlctl.cli.output import busy, console, examples, note, say
 from rlctl.config.errors import ConfigError
@@ -94,7 +94,7 @@ def diff(
     from rlctl.config.builtin import find_recipe
     from rlctl.config.compose import compose
 
-    table = difference(a, compose(find_recipe(a), []), b, compose(find_recipe(b), overrides or []))
+    table = difference(a, compose(find_recipe(a), []), b, compose(find_recipe(b), note_repeats(overrides)))
     if table is None:
         typer.echo("no difference")
     else:

@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from rlctl.cli.arguments import note_repeats
 from rlctl.cli.output import FAILED, examples, say
 
 app = typer.Typer(no_args_is_help=True)
@@ -34,6 +35,7 @@ def check(
     from rlctl.preflight.load import load
 
     keys = [text if "." in text.partition("=")[0] else f"grpo.loss.{text}" for text in overrides or []]
+    note_repeats(keys)
     settled = load("grpo", None, [f"grpo.loss.name={name}", *keys]).settled
     results = check_loss(make_loss(settled))
     for each in results:

@@ -8,7 +8,7 @@ A section or an entry with a `name` takes its defaults by this name, see `NAMED`
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -16,7 +16,7 @@ from pathlib import Path
 from types import NoneType
 
 from rlctl.config.builtin import CONFIGS, find, recipe_names
-from rlctl.config.errors import ConfigError, Problem, did_you_mean
+from rlctl.config.errors import ConfigError, Problem, did_you_mean, shortened
 from rlctl.config.fields import RECIPE, alternatives, is_section, schema_keys
 from rlctl.config.interpolation import interpolate
 from rlctl.config.provenance import (
@@ -220,6 +220,7 @@ def _parents(node: ConfigNode | None) -> list[ConfigNode]:
 
 def _apply(root: ConfigNode, overrides: list[Origin]) -> ConfigNode:
     problems = []
+    overrides = list(_without_earlier_names(overrides))
     root = _named_anew(root, overrides)
     # A recipe comes before its keys, in any order of overrides.
     for origin in sorted(overrides, key=lambda each: not each.text.startswith(f"{RECIPE}=")):
@@ -233,19 +234,75 @@ def _apply(root: ConfigNode, overrides: list[Origin]) -> ConfigNode:
         else:
             try:
                 node = read_value(value, origin)
-                typed = [each for each in overrides if 0 < each.override < origin.override]
-                if before := [each.text for each in typed if each.text.partition("=")[0] == key]:
-                    node = replace(node, note=f"takes the place of {before[-1]}")
-                names = [
-                    *key.split("."),
-                    *["name"] * (key in (*NAMED_SECTIONS, *_SHORT) and isinstance(node.value, str)),
-                ]
+                names = _names(key, node)
                 root = _complete(_with_recipe(_undone(_put(root, names, node, origin))))
             except ConfigError as error:
                 problems += error.problems
     if problems:
         raise ConfigError(problems)
     return root
+
+
+def repeated(overrides: Sequence[str]) -> list[str]:
+    """Return a line for each override that takes the place of an earlier one, or of a part of it."""
+    said, earlier = [], list[tuple[str, dict[str, bool]]]()
+    for number, text in enumerate(overrides, start=1):
+        origin = Origin(override=number, text=text)
+        keys = _keys_set(origin)
+        if lost := [each for each, theirs in earlier if _take_place(keys, theirs)]:
+            said.append(f"{origin}: takes the place of {shortened(lost[-1], 240)}")
+        earlier.append((text, keys))
+    return said
+
+
+def _keys_set(origin: Origin) -> dict[str, bool]:
+    """Return each key that an override sets -> True if it is null. A list, which replaces another one, is a key too."""
+    key, equals, value = origin.text.partition("=")
+    try:
+        node = read_value(value, origin)
+    except ConfigError:  # Reported when it is put.
+        return {}
+    if not equals or node.value == {}:
+        return {}
+    key = ".".join(_names(key, node))
+    lists = {key: False} if isinstance(node.value, list) else {}
+    return lists | {name: leaf.value is None for name, leaf in leaves(node, key)}
+
+
+def _take_place(keys: Iterable[str], earlier: Mapping[str, bool]) -> bool:
+    """Return True if one of `keys` sets an earlier key, its section, or a key inside a section that was null."""
+    for key in keys:
+        above = key.split(".")
+        if key in earlier or any(earlier.get(".".join(above[:end])) for end in range(1, len(above))):
+            return True
+        # A recipe comes before its keys, in any order.
+        if key != RECIPE and any(each.startswith(f"{key}.") for each in earlier):
+            return True
+    return False
+
+
+def _names(key: str, node: ConfigNode) -> list[str]:
+    """Return the path that an override sets: a bare name is the `name` of a section that has one."""
+    return [*key.split("."), *["name"] * (key in (*NAMED_SECTIONS, *_SHORT) and isinstance(node.value, str))]
+
+
+def _without_earlier_names(overrides: Sequence[Origin]) -> Iterator[Origin]:
+    """Yield the overrides but those that name a loss, advantage or engine where a later one names another.
+
+    Keys of the earlier one may mean nothing in the later one.
+    """
+    last = dict[str, object]()
+    kept = list[Origin]()
+    for origin in reversed(overrides):
+        key, _, value = origin.text.partition("=")
+        section, name = key.removesuffix(".name"), None
+        if section in NAMED_SECTIONS:
+            with suppress(ConfigError):  # Reported when it is put.
+                named = node_at(_with_name(read_value(value, origin)), ["name"])
+                name = named.value if named else None
+        if name is None or last.setdefault(section, name) == name:
+            kept.append(origin)
+    yield from reversed(kept)
 
 
 def _named_anew(root: ConfigNode, overrides: list[Origin]) -> ConfigNode:

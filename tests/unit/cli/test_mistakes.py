@@ -243,3 +243,54 @@ def test_any_file(rlctl: Rlctl, home: Path, pairs: list[tuple[str, str]], noise:
         assert rlctl("config", "check", "fuzzed.yaml").code in (0, 2)
     with bounded():
         assert rlctl("config", "show", "fuzzed.yaml").code in (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "lost"),
+    [
+        (["run.seed=1", "run.seed=2"], "run.seed=1"),
+        (["run.seed=1", "run.seed=2", "run.seed=3"], "run.seed=2"),
+        (["generation={temperature: 0.5}", "generation.temperature=1"], "generation={temperature: 0.5}"),
+        (["generation.temperature=1", "generation={temperature: 0.5, top_p: 0.9}"], "generation.temperature=1"),
+        (["generation={temperature: 0.5}", "generation.top_p=0.9"], None),
+        (["rewards=[{name: exact, weight: 3}]", "rewards.0.weight=2"], "rewards=[{name: exact, weight: 3}]"),
+        (["rewards.0.weight=2", "rewards=[exact]"], "rewards.0.weight=2"),
+        (["rewards=[exact]", "rewards.0.weight=2"], None),
+        (["lora.rank=4", "lora=null"], "lora.rank=4"),
+        (["lora=null", "lora.rank=4"], "lora=null"),
+        (["lora={}", "lora.rank=4"], None),
+        (["grpo.loss=gspo", "grpo.loss.clip_high=0.3"], None),
+        (["grpo.loss={name: gspo, level: token}", "grpo.loss=cispo"], "grpo.loss={name: gspo, level: token}"),
+        (["grpo.loss.name=gspo", "grpo.loss=grpo"], "grpo.loss.name=gspo"),
+    ],
+)
+def test_an_override_that_takes_the_place_of_an_earlier_one_is_noted(
+    rlctl: Rlctl, overrides: list[str], lost: str | None
+) -> None:
+    done = rlctl("config", "check", "grpo.recipe.yaml", *overrides)
+    assert done.code == 0, done.err
+    told = [line for line in done.err.splitlines() if "takes the place" in line]
+    number = f"note: override {len(overrides)}: {overrides[-1]}"
+    assert " ".join(done.err.split()).count("takes the place of") == (len(overrides) - 1 if lost else 0), told
+    assert lost is None or f"{number}: takes the place of {lost}" in " ".join(done.err.split())
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["train", "grpo", "grpo.recipe.yaml", "--dry-run", "{}=1", "{}=2"],
+        ["config", "show", "grpo.recipe.yaml", "{}=1", "{}=2"],
+        ["config", "diff", "grpo.recipe.yaml", "grpo.recipe.yaml", "{}=1", "{}=2"],
+        ["data", "preview", "grpo.recipe.yaml", "run.name=new", "{}=1", "{}=2"],
+        ["loss", "check", "grpo", "{}=1", "{}=2"],
+        ["bench", "sft", "--model", "none", "--set", "{}=1", "--set", "{}=2"],
+    ],
+)
+def test_every_command_with_overrides_notes_a_repeated_one(rlctl: Rlctl, command: list[str]) -> None:
+    said = " ".join(rlctl(*(word.format("run.seed") for word in command)).err.split())
+    assert said.count("takes the place of run.seed=1") == said.count("takes the place of") == 1
+
+
+def test_a_repeated_override_is_noted_beside_errors(rlctl: Rlctl) -> None:
+    done = rlctl("config", "check", "grpo.recipe.yaml", "run.seed=1", "run.seed=x")
+    assert done.code == 2 and "note: override 2: run.seed=x: takes the place of run.seed=1" in done.err

@@ -139,10 +139,3 @@ def test_a_model_that_is_not_on_this_machine_is_said_to_be_unchecked() -> None:
     what = "not on this machine, its sizes are not known, and not checked; rlctl train fetches it"
     assert said("nobody/nothing") == [f"model.path=nobody/nothing: {what}"]
     assert said(str(RECIPES / "tiny/qwen3-tiny")) == []
-
-
-def test_a_key_that_is_overridden_twice_is_noted(home: Path) -> None:
-    twice = load("grpo", "grpo.recipe.yaml", ["run.seed=1", "grpo.num_steps=2", "run.seed=3"])
-    assert twice.config.run.seed == 3
-    assert "override 3: run.seed=3: takes the place of run.seed=1" in twice.notes
-    assert not any("takes the place" in note for note in load("grpo", "grpo.recipe.yaml", ["run.seed=1"]).notes)
