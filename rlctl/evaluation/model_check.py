@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from rlctl.config.run_weights import is_adapter
-from rlctl.evaluation.closeness import Side, compare
+from rlctl.evaluation.closeness import Closeness, Side, compare
 from rlctl.evaluation.engine_process import EngineProcess
 from rlctl.evaluation.greedy_answers import GreedyAnswer, judge_greedy
 from rlctl.evaluation.model_facts import Finding, describe
@@ -218,8 +218,14 @@ def packed_alone(trainer: CheckedTrainer, sequences: Sequence[NDArray[np.int32]]
         for packed in (True, False)
     )
     found = compare(trainer.dtype, pack, alone)
-    subject = "padded = alone" if trainer.padded else "packed = alone"
-    yield Finding(subject, found.text, found.holds, {"max_abs_diff": found.worst})
+    padded = "padded = alone", "in padded rows"
+    subject, where = padded if trainer.padded else ("packed = alone", "in the pack")
+    yield Finding(
+        subject,
+        _named(found, trainer, where),
+        found.holds,
+        {"max_abs_diff": found.worst},
+    )
     trainer.rank.save(scratch)
     norms = []
     for packed in (True, False):
@@ -236,8 +242,18 @@ def sampled(engine: CheckedEngine, vocab: int) -> list[tuple[NDArray[np.int32], 
     return list(zip(prompts, engine.answers(prompts, 1.0)))
 
 
-def agreement(trainer: CheckedTrainer, pairs: list[tuple[NDArray[np.int32], Completion]], when: str) -> Finding:
-    """Compare log-probs of tokens that the engine sampled with the trainer's."""
+def _named(found: Closeness, trainer: CheckedTrainer, where: str) -> str:
+    """Return the text of two sides that were compared; of two that differ, with the parts to look at first."""
+    return found.text if found.holds else f"{found.text}. {trainer.rank.suspects(where)}"
+
+
+def agreement(
+    trainer: CheckedTrainer, pairs: list[tuple[NDArray[np.int32], Completion]], when: str, where: str
+) -> Finding:
+    """Compare log-probs of tokens that the engine sampled with the trainer's.
+
+    where: the side to look at first if they differ.
+    """
     sequences = [np.concatenate([prompt, answer.tokens]) for prompt, answer in pairs]
     theirs = [np.concatenate([np.zeros(len(prompt), np.float32), answer.log_probs]) for prompt, answer in pairs]
     masks = [np.arange(len(each)) >= len(prompt) for each, (prompt, _) in zip(sequences, pairs)]
@@ -247,6 +263,7 @@ def agreement(trainer: CheckedTrainer, pairs: list[tuple[NDArray[np.int32], Comp
     error, bound = gap.token_mult_prob_error, BOUNDS[trainer.dtype]
     text = f"token_mult_prob_error {error:.6f} over {gap.tokens} tokens, {when}; allowed: {bound:g}"
     text += f", or rounding: {found.why}" if found.why else ""
+    text += "" if found.agree else f". {trainer.rank.suspects(where)}"
     return Finding("trainer = engine", text, found.agree, {"token_mult_prob_error": error})
 
 
@@ -261,7 +278,8 @@ def as_transformers(
     theirs = own_log_probs(folder, device, sequences, trainer.dtype, trainer.keeps_float32)
     own = Side("trainer", trainer.log_probs(sequences), exact)
     found = compare(trainer.dtype, own, Side("for its own model", theirs.own, theirs.exact))
-    return Finding("transformers", found.text, found.holds, {"transformers_diff": found.worst})
+    text = _named(found, trainer, "in the trainer")
+    return Finding("transformers", text, found.holds, {"transformers_diff": found.worst})
 
 
 def _whole(folder: Path) -> str:
@@ -282,20 +300,23 @@ def greedy(trainer: CheckedTrainer, engine: CheckedEngine, device: str, vocab: i
 
 
 def engine_findings(
-    trainer: CheckedTrainer, spec: EngineSpec, vocab: int, scratch: Path, imports: Sequence[str] = ()
+    trainer: CheckedTrainer, spec: EngineSpec, vocab: int, scratch: Path, right: bool, imports: Sequence[str] = ()
 ) -> Iterator[Finding]:
     """Start the engine, and compare it with the trainer: from disk, after other weights came, and after the first ones
     came back. An engine that can receive into its live weights does so, then also into shadow weights.
     Raises EngineProcessError.
 
-    imports: see `EngineProcess`.
+    right: True if the trainer has transformers' log-probs. imports: see `EngineProcess`.
     """
-    device = spec.device
+    device, side = spec.device, "in the engine, for the trainer is as transformers" if right else "in the trainer"
     environment = engine_kind(spec.kind).environment(device, ["0"] if device != "cpu" else [], [])
     with EngineProcess(spec, environment, scratch / "engine.log", imports) as process:
         engine = CheckedEngine(process)
         first = sampled(engine, vocab)
-        yield agreement(trainer, first, "both from disk")
+        found = agreement(trainer, first, "both from disk", side)
+        yield found
+        if found.holds:
+            side = "in a refit, for both agreed from disk"
         before = engine.checksums()
         modes: list[Mode] = ["auto"]
         for number, mode in enumerate(modes):
@@ -305,12 +326,12 @@ def engine_findings(
             with trainer.other_weights(spec.dtype, scratch / f"state-{number}"):
                 engine.refit(trainer, 2 * number + 1)
                 when = f"after an update and a {chosen.mode} refit"
-                yield replace(agreement(trainer, sampled(engine, vocab), when), subject="")
+                yield replace(agreement(trainer, sampled(engine, vocab), when, side), subject="")
                 between = engine.checksums()
             engine.refit(trainer, 2 * number + 2)
             same = _same(first, sampled(engine, vocab))
-            found = Served(before, between, engine.checksums(), engine.sent, trainer.needed, same)
-            yield judge_served(found, chosen)
+            served = Served(before, between, engine.checksums(), engine.sent, trainer.needed, same)
+            yield judge_served(served, chosen)
         yield greedy(trainer, engine, device, vocab, scratch / "export")
 
 
@@ -369,9 +390,10 @@ def check_model(
         vocab = int(trainer.rank.info()["vocab_size"])
         sequences = checked_sequences(trainer, vocab, longest)
         yield from packed_alone(trainer, sequences, scratch / "before")
-        yield as_transformers(trainer, whole, device, sequences)
+        found = as_transformers(trainer, whole, device, sequences)
+        yield found
         if with_engine:
             require_served(settled)
             spec = engine_spec(settled, files, (), placement)
             spec = replace(spec, version=0, kv_cache_mib=settled.config.generation.kv_cache_mib)
-            yield from engine_findings(trainer, spec, vocab, scratch, imports)
+            yield from engine_findings(trainer, spec, vocab, scratch, bool(found.holds), imports)

@@ -123,12 +123,11 @@ def probe(
         f"{dtype}"
     )
     if not found.agree:
-        unusual = ", ".join(parts.trainer.unusual_parts())
         more = f"; {found.why}" if found.why else ""
         raise ProbeError(
             f"trainer and generator disagree on log-probs: {said}{more}. All {len(parts.pool.plan.entries)} tensors "
             f"arrived intact, from {parts.pool.plan.entries[0].name} on: one side loads or computes them differently. "
-            + (f"Look first, on both sides, at {unusual}" if unusual else "The model has no unusual layers")
+            f"{parts.trainer.suspects()}"
         )
     if found.why:
         bound = bound_of_steps(config.health.max_token_mult_prob_error, gap.token_mult_prob_error, dtype)

@@ -103,3 +103,9 @@ def unusual_parts(kinds: LayerKinds, experts: int) -> list[str]:
         *[f"{experts} experts"] * bool(experts),
         *[f"{key} {rate:g} in config.json" for key, rate in kinds.dropout],
     ]
+
+
+def suspects(kinds: LayerKinds, experts: int, where: str = "on both sides") -> str:
+    """Return a sentence for two sides whose log-probs differ: the parts of the model to look at first, and where."""
+    unusual = ", ".join(unusual_parts(kinds, experts))
+    return f"Look first, {where}, at {unusual or 'norms and rotary angles: the model has no unusual layers'}"

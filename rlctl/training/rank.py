@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlctl.config.run_weights import is_adapter
-from rlctl.models.layer_kinds import unusual_parts
+from rlctl.models.layer_kinds import suspects
 from rlctl.models.parameter_table import Layout, ParameterTable, TensorRow
 from rlctl.preflight.backend import backend_of
 from rlctl.preflight.columns import Role
@@ -342,9 +342,9 @@ class TrainerRank(ABC):
             "device_name": torch.cuda.get_device_name(self._device) if cuda else "cpu",
         }
 
-    def unusual_parts(self) -> list[str]:
-        """Return the parts of the model that an engine may compute differently, in words."""
-        return unusual_parts(self._facts.kinds, self._facts.sizes.experts)
+    def suspects(self, where: str = "on both sides") -> str:
+        """Return a sentence with the parts of the model that an engine may compute differently, see `suspects`."""
+        return suspects(self._facts.kinds, self._facts.sizes.experts, where)
 
     def close(self) -> None:
         """Leave the process group."""

@@ -203,9 +203,9 @@ class TrainerGroup:
         """Return rank 0's facts about the model."""
         return self.group.call(TrainerWorker.info)[0]
 
-    def unusual_parts(self) -> list[str]:
-        """Return the parts of the model that an engine may compute differently, in words."""
-        return self.group.call(TrainerWorker.unusual_parts)[0]
+    def suspects(self) -> str:
+        """Return a sentence with the parts of the model that an engine may compute differently."""
+        return self.group.call(TrainerWorker.suspects)[0]
 
     def _run(self, method: Callable[[Any, RankBatch, Loss], R], sequences: Rows[TrainingSample], loss: Loss) -> list[R]:
         shares = self._shares(self._plan(sequences, loss.needs), sequences)

@@ -124,8 +124,8 @@ class TrainerWorker(SendsWeights):
     def info(self) -> dict[str, Any]:
         return self._trainer.info()
 
-    def unusual_parts(self) -> list[str]:
-        return self._trainer.unusual_parts()
+    def suspects(self) -> str:
+        return self._trainer.suspects()
 
     def close(self) -> None:
         """Free the refit's buffers and connections."""

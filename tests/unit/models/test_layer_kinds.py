@@ -5,7 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.models.layer_kinds import AttentionKind, LayerKinds, LogitTransform, StateKind, has_kernels, unusual_parts
+from rlctl.models.layer_kinds import (
+    AttentionKind,
+    LayerKinds,
+    LogitTransform,
+    StateKind,
+    has_kernels,
+    suspects,
+    unusual_parts,
+)
 
 PLAIN = AttentionKind(0, None, None, False, 32.0**-0.5, 4, 2, 32, 32)
 
@@ -17,6 +25,8 @@ def kinds(*attention: AttentionKind, states: tuple[StateKind, ...] = (), **other
 
 def test_an_ordinary_model_has_none() -> None:
     assert unusual_parts(kinds(PLAIN, PLAIN), 0) == []
+    said = "Look first, on both sides, at norms and rotary angles: the model has no unusual layers"
+    assert suspects(kinds(PLAIN, PLAIN), 0) == said
 
 
 def test_scale_window_states_and_experts_are_named_with_their_layers() -> None:
@@ -37,6 +47,9 @@ def test_scale_window_states_and_experts_are_named_with_their_layers() -> None:
         "8 experts",
         "p 0.1 in config.json",
     ]
+    assert suspects(kinds(PLAIN, states=(delta,)), 8, "in the engine") == (
+        "Look first, in the engine, at states in 1 of 2 layers, 8 experts"
+    )
 
 
 def test_kernels_are_those_of_fla_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
