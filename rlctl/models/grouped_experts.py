@@ -22,7 +22,8 @@ def _take_rows(rows: Tensor, index: Tensor) -> Tensor:
 take_rows: Callable[[Tensor, Tensor], Tensor] = torch.library.custom_op(
     "rlctl::take_rows", _take_rows, mutates_args=(), schema="(Tensor rows, Tensor index) -> Tensor"
 )
-torch.library.register_fake("rlctl::take_rows", lambda rows, index: rows.new_empty(len(index), *rows.shape[1:]))
+# `len` would be a number, and the compiled graph one of that size alone.
+torch.library.register_fake("rlctl::take_rows", lambda rows, index: rows.new_empty(index.shape[0], *rows.shape[1:]))
 
 
 class _Spread(torch.autograd.Function):

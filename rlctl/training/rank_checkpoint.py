@@ -364,5 +364,5 @@ def _ask(future: "Future[R]", wait_s: float | None) -> R | None:
     try:
         return future.result(wait_s)
     except NotYet:
-        # The work may have ended just now, or by a TimeoutError of its own, as of a network's disk.
+        # The work may have ended just now, or raised a TimeoutError itself, as a network's disk does.
         return future.result() if future.done() else None

@@ -37,10 +37,11 @@ def test_compiled_layers_and_loss_train_alike(kind: Kind, checkpointing: bool, t
         assert other["train/grad_norm"] == pytest.approx(one["train/grad_norm"], rel=0.1)
 
 
-def test_packs_of_any_size_share_what_is_compiled(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_packs_of_any_size_share_what_is_compiled(kind: Kind, tmp_path: Path) -> None:
     """A pack smaller than all before cost a step of a run 10 s."""
     sizes = {"hidden": 2048, "layers": 1, "heads": 16, "kv_heads": 8, "head_dim": 128}
-    model = make_model(tmp_path / "wide", "qwen3", scale=1.0, **sizes)
+    model = make_model(tmp_path / "wide", kind, scale=1.0, **sizes)
     options = {"compile": True, "micro_batch_tokens": 16384, "logprob_chunk_tokens": 4096}
 
     def graphs(count: int) -> int:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from rlctl.models.grouped_experts import NAME, check_grouped, register
+from tests.compiled import new_graphs
 
 COMMON = {
     "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -66,6 +67,20 @@ def test_one_graph_holds_all_experts_of_a_layer_in_bfloat16() -> None:
         out = function(hidden, chosen, weights)
         found.append((out, torch.autograd.grad(out.float().square().sum(), hidden)[0]))
     torch.testing.assert_close(found[1], found[0], atol=0, rtol=0)
+
+
+def test_one_graph_takes_any_number_of_tokens() -> None:
+    experts = model("qwen3_moe", NAME).model.layers[0].mlp.experts.bfloat16()
+    compiled = torch.compile(experts, fullgraph=True, dynamic=True, backend="aot_eager")
+
+    def graphs(tokens: int) -> int:
+        hidden = torch.randn(tokens, 64, dtype=torch.bfloat16, requires_grad=True)
+        chosen, weights = torch.randint(0, 32, (tokens, 3)), torch.rand(tokens, 3, dtype=torch.bfloat16)
+        return new_graphs(lambda: compiled(hidden, chosen, weights).float().sum().backward())
+
+    torch.compiler.reset()
+    assert graphs(63) == 1
+    assert [graphs(tokens) for tokens in (64, 30, 700)] == [0, 0, 0]
 
 
 class OwnExperts(nn.Module):
