@@ -4,7 +4,6 @@ Read `assemble` from top to bottom. It ends its parts, the last first, at any en
 parts, see `AlgorithmParts`.
 """
 
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,7 @@ from rlctl.data.load import RowReader, RunRows
 from rlctl.data.mixture import order_of
 from rlctl.launch.assemble_grpo import GrpoParts
 from rlctl.launch.assemble_sft import SftParts
-from rlctl.launch.loading import RunData, load_chats
+from rlctl.launch.loading import RunData, load_chats, meanwhile
 from rlctl.launch.precompile import precompile, precompiles
 from rlctl.launch.runtime import Allocation, Runtime
 from rlctl.launch.sampling import SamplingParts, user_processes
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from rlctl.generation.pool import GeneratorPool
     from rlctl.run.loop import Loop
     from rlctl.training.trainer_group import TrainerGroup
+    from rlctl.workers.group import WorkerGroup
 
 
 class AlgorithmParts(Protocol):
@@ -72,71 +72,13 @@ def launch(
 
 
 def assemble(runtime: Runtime, reader: RowReader, probe_only: bool, session: Session) -> None:
-    """Start the parts of a run, train until its last step, and end the parts."""
-    deadline_s, emit = session.config.run.deadline_s, session.events.emit
-    files = _find_model(session)
-    session.depend_on(made_with(session.settled, Path(files.source)))
+    """Start the parts of a run, train until its last step, and end the parts.
+
+    An interrupt of the start ends it at once. Later, the loop ends after its step.
+    """
     with ExitStack() as stack:
-        sampling = session.settled.sampling
-        processes = user_processes(sampling.config, session, stack) if sampling else None
-        held = stack.enter_context(runtime.slots(session, resources(session.settled)))
-        announce(session, held.placement)
-        settled = _settle(session, held.machine, files)
-        sampled = None
-        if settled.sampling and processes:
-            sampled = SamplingParts(session, settled.sampling, files, *processes)
-        parts: AlgorithmParts
-        if settled.grpo and sampled:
-            parts = GrpoParts(session, settled.grpo, files, sampled, probe_only)
-        else:
-            assert settled.sft
-            parts = SftParts(session, settled.sft, files, sampled)
-
-        def load() -> RunData[Any]:
-            return parts.load(chat.result()[0], reader.take())
-
-        # The rows are tokenized while Ray starts. Engines wait for the tokens that end an answer alone.
-        threads = stack.enter_context(ThreadPoolExecutor(1))
-        chat = threads.submit(load_chats, session, settled, files, sampled)
-        loading = threads.submit(load)
-        allocation = stack.enter_context(runtime.allocation(session, held))
-        if loading.done():
-            # An error in data or rewards is usually known by now.
-            loading.result()
-
-        # Trainer ranks and engines start side by side. The slow imports come here, after the run has been announced.
-        from rlctl.launch.worker_specs import trainer_specs
-        from rlctl.training.trainer_group import TrainerGroup
-        from rlctl.training.worker import TrainerWorker
-        from rlctl.workers.group import WorkerGroup
-
-        specs = trainer_specs(session, settled, files, allocation)
-        group = WorkerGroup(specs, deadline_s)
-        stack.callback(group.kill)
-        session.recorder.end_tokens = chat.result()[1].stops
-        pool = sampled.start_engines(allocation) if sampled else None
-        if pool:
-            stack.callback(pool.kill)
-        data = loading.result()
-        session.recorder.export_dtype = settled.export_dtype
-        with session.starting("trainer"):
-            group.built().wait(deadline_s)
-        trainer = TrainerGroup(group, settled.trainer)
-        if precompiles(settled) and not (pool and pool.sleeps):
-            # Engines start meanwhile.
-            precompile(session, settled, trainer)
-        if pool:
-            with session.starting("generator"):
-                pool.wait_until_built()
-        workers = [*group.workers, *(pool.engines if pool else ())]
-        emit("processes", **{worker.name: worker.pid() for worker in workers})
-
-        # The checkpoint comes first: engines get the weights that training continues from.
-        source = RowSource(data.train, order_of(data.train, session.config))
-        if session.checkpoint:
-            group.call(TrainerWorker.load, str(session.checkpoint.trainer))
-            source.cursor.load_state_dict(session.checkpoint.state["cursor"])
-        loop = parts.make_loop(allocation, trainer, source, data)
+        with session.interrupts.ends_block():
+            loop, group, pool = _start(runtime, reader, probe_only, session, stack)
         if loop:
             session.waits.where = partial(_versions, loop, pool)
             with closing(loop):
@@ -147,7 +89,77 @@ def assemble(runtime: Runtime, reader: RowReader, probe_only: bool, session: Ses
                 loop.run(session.start)
         if pool:
             # Ranks free the refit's memory. After a failure they may not answer, and are only killed.
+            from rlctl.training.worker import TrainerWorker
+
             group.call(TrainerWorker.close)
+
+
+def _start(
+    runtime: Runtime, reader: RowReader, probe_only: bool, session: Session, stack: ExitStack
+) -> "tuple[Loop | None, WorkerGroup, GeneratorPool | None]":
+    """Start the parts, which `stack` ends. Return the loop, None if only the check was wanted, ranks and engines."""
+    deadline_s, emit = session.config.run.deadline_s, session.events.emit
+    files = _find_model(session)
+    session.depend_on(made_with(session.settled, Path(files.source)))
+    sampling = session.settled.sampling
+    processes = user_processes(sampling.config, session, stack) if sampling else None
+    held = stack.enter_context(runtime.slots(session, resources(session.settled)))
+    announce(session, held.placement)
+    settled = _settle(session, held.machine, files)
+    sampled = None
+    if settled.sampling and processes:
+        sampled = SamplingParts(session, settled.sampling, files, *processes)
+    parts: AlgorithmParts
+    if settled.grpo and sampled:
+        parts = GrpoParts(session, settled.grpo, files, sampled, probe_only)
+    else:
+        assert settled.sft
+        parts = SftParts(session, settled.sft, files, sampled)
+
+    def load() -> RunData[Any]:
+        return parts.load(chat.result()[0], reader.take())
+
+    # The rows are tokenized while Ray starts. Engines wait for the tokens that end an answer alone.
+    chat = meanwhile(stack, lambda: load_chats(session, settled, files, sampled))
+    loading = meanwhile(stack, load)
+    allocation = stack.enter_context(runtime.allocation(session, held))
+    if loading.done():
+        # An error in data or rewards is usually known by now.
+        loading.result()
+
+    # Trainer ranks and engines start side by side. The slow imports come here, after the run has been announced.
+    from rlctl.launch.worker_specs import trainer_specs
+    from rlctl.training.trainer_group import TrainerGroup
+    from rlctl.training.worker import TrainerWorker
+    from rlctl.workers.group import WorkerGroup
+
+    specs = trainer_specs(session, settled, files, allocation)
+    group = WorkerGroup(specs, deadline_s)
+    stack.callback(group.kill)
+    session.recorder.end_tokens = chat.result()[1].stops
+    pool = sampled.start_engines(allocation) if sampled else None
+    if pool:
+        stack.callback(pool.kill)
+    data = loading.result()
+    session.recorder.export_dtype = settled.export_dtype
+    with session.starting("trainer"):
+        group.built().wait(deadline_s)
+    trainer = TrainerGroup(group, settled.trainer)
+    if precompiles(settled) and not (pool and pool.sleeps):
+        # Engines start meanwhile.
+        precompile(session, settled, trainer)
+    if pool:
+        with session.starting("generator"):
+            pool.wait_until_built()
+    workers = [*group.workers, *(pool.engines if pool else ())]
+    emit("processes", **{worker.name: worker.pid() for worker in workers})
+
+    # The checkpoint comes first: engines get the weights that training continues from.
+    source = RowSource(data.train, order_of(data.train, session.config))
+    if session.checkpoint:
+        group.call(TrainerWorker.load, str(session.checkpoint.trainer))
+        source.cursor.load_state_dict(session.checkpoint.state["cursor"])
+    return parts.make_loop(allocation, trainer, source, data), group, pool
 
 
 def _settle(session: Session, machine: RunMachine, files: ModelFiles) -> Settled:

@@ -1,7 +1,12 @@
 """The data of a run: rows are read before anything starts, and tokenized while Ray, ranks and engines start."""
 
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Generic
+from types import TracebackType
+from typing import Generic, TypeVar
 
 from rlctl.config.schema import RunConfig
 from rlctl.data.chat import Chat
@@ -13,6 +18,8 @@ from rlctl.launch.session import Session
 from rlctl.models.model_files import ModelFiles
 from rlctl.preflight.settled import Settled
 
+Value = TypeVar("Value")
+
 
 @dataclass(frozen=True)
 class RunData(Generic[Drawn]):
@@ -20,6 +27,28 @@ class RunData(Generic[Drawn]):
 
     train: list[Drawn]
     validation: list[Drawn]
+
+
+def meanwhile(stack: ExitStack, work: Callable[[], Value]) -> "Future[Value]":
+    """Do work on another thread; return its future. `stack` waits for its end, unless the run is interrupted.
+
+    The thread of an interrupted run may read rows for minutes, and ends with the process.
+    """
+    future: Future[Value] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # also the interrupt that `Session.starting` raises
+            future.set_exception(error)
+
+    def end(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is None or not issubclass(kind, KeyboardInterrupt):
+            future.exception()
+
+    threading.Thread(target=run, name="loading", daemon=True).start()
+    stack.push(end)
+    return future
 
 
 def load_chats(

@@ -10,6 +10,7 @@ import os
 import shlex
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -48,8 +49,8 @@ _EXPLAINED = (OSError, RuntimeError, AdvantageError)
 _LONGEST_PAUSE_S = 60.0
 # The submitter of a job releases the run's lock once Ray has accepted it. The driver may start before that.
 _HANDED_OVER_S = 30.0
-# End of a run whose steps have not begun: a part of the start is waited for.
-_NOT_BEGUN = "ending before the next step, with nothing new to save"
+# End of a run whose steps have not begun.
+_NOT_BEGUN = "ending the start, with nothing new to save"
 # Disk space kept for the last events, a traceback and a summary's files.
 _LAST_WORDS_BYTES = 64 << 10
 
@@ -187,6 +188,9 @@ class Session:
         self.events.emit("startup", what=what)
         begin = time.perf_counter()
         yield
+        if self.interrupts.asked and threading.current_thread() is not threading.main_thread():
+            # The main thread has ended the start, and perhaps the run.
+            raise KeyboardInterrupt
         self.startup[what] = time.perf_counter() - begin
         self.events.emit("startup", what=what, seconds=self.startup[what])
 

@@ -1,7 +1,8 @@
 """Ctrl-C, and SIGTERM, which `rlctl runs stop` and schedulers send.
 
-The first asks the run to end after its step, the second ends it at once. A cluster command has no step: the first
-signal stops it, and no signal interrupts its clearing up.
+The first asks the run to end after its step, the second ends it at once. Before the first step there is nothing to
+save: the first signal ends the start. A cluster command has no step: the first signal stops it, and no signal
+interrupts its clearing up.
 """
 
 import os
@@ -29,6 +30,7 @@ class Interrupts:
         self.by, self.status = "Ctrl-C", "interrupted"
         self._notify, self._last_words = notify, last_words
         self._before: dict[int, Any] = {}
+        self._at_once = False
 
     def __enter__(self) -> "Interrupts":
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -38,6 +40,17 @@ class Interrupts:
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    @contextmanager
+    def ends_block(self) -> Iterator[None]:
+        """Have the first signal raise KeyboardInterrupt in the block, on the main thread: there is nothing to save."""
+        self._at_once = True
+        try:
+            if self.asked:
+                raise KeyboardInterrupt
+            yield
+        finally:
+            self._at_once = False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.asked:
@@ -50,6 +63,10 @@ class Interrupts:
         self.asked = True
         # On a separate thread: the interrupted main thread may hold a lock that this waits for.
         threading.Thread(target=self._notify, name="interrupted").start()
+        if self._at_once:
+            # Once: what follows ends the parts.
+            self._at_once = False
+            raise KeyboardInterrupt
 
 
 class NotStopped(UserError):

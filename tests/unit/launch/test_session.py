@@ -83,7 +83,7 @@ def test_a_resume_at_once_prints_nothing_of_the_attempt_before(
 
 @pytest.mark.parametrize(
     ("training", "what"),
-    [(False, "ending before the next step, with nothing new to save"), (True, "finishing this step and saving")],
+    [(False, "ending the start, with nothing new to save"), (True, "finishing this step and saving")],
 )
 def test_a_first_signal_promises_a_save_only_once_steps_are_made(tmp_path: Path, training: bool, what: str) -> None:
     def interrupted(session: Session) -> None:

@@ -30,6 +30,28 @@ def test_ctrl_c_interrupts_and_a_request_stops(number: signal.Signals, by: str, 
     assert signal.getsignal(number) is before
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_ends_a_block_with_nothing_to_save(number: signal.Signals) -> None:
+    with Interrupts(lambda: None) as interrupts:
+        with interrupts.ends_block():
+            pass
+        with pytest.raises(KeyboardInterrupt), interrupts.ends_block():
+            os.kill(os.getpid(), number)
+            threading.Event().wait(300)
+        assert interrupts.asked
+        # A second attempt of the start is none.
+        with pytest.raises(KeyboardInterrupt), interrupts.ends_block():
+            pytest.fail("the block was entered")
+
+
+def test_outside_such_a_block_a_signal_only_asks() -> None:
+    with Interrupts(lambda: None) as interrupts:
+        with interrupts.ends_block():
+            pass
+        os.kill(os.getpid(), signal.SIGINT)
+        assert interrupts.asked
+
+
 def test_the_second_ctrl_c_gives_the_terminal_back_and_says_how_to_go_on(tmp_path: Path) -> None:
     """In a separate process, which it ends; on a terminal, with the dashboard on its screen."""
     ours, theirs = pty.openpty()

@@ -1,0 +1,41 @@
+"""Rows are read on another thread, which an interrupt of the run does not wait for."""
+
+import threading
+from contextlib import ExitStack
+
+import pytest
+
+from rlctl.launch.loading import meanwhile
+
+
+def test_its_value_or_error_is_the_futures() -> None:
+    with ExitStack() as stack:
+        assert meanwhile(stack, lambda: threading.current_thread()).result(300) is not threading.current_thread()
+        assert isinstance(meanwhile(stack, lambda: 1 / 0).exception(300), ZeroDivisionError)
+
+
+@pytest.mark.parametrize(("error", "waits"), [(None, True), (RuntimeError, True), (KeyboardInterrupt, False)])
+def test_the_end_of_the_stack_waits_for_it_unless_the_run_is_interrupted(
+    error: type[BaseException] | None, waits: bool
+) -> None:
+    may_end, begun, ended = threading.Event(), threading.Event(), list[bool]()
+
+    def work() -> None:
+        begun.set()
+        may_end.wait(300)
+        ended.append(True)
+
+    stack = ExitStack()
+    future = meanwhile(stack, work)
+    assert begun.wait(300)
+    timer = threading.Timer(0.2, may_end.set)
+    if waits:
+        timer.start()
+    if error:
+        with pytest.raises(error), stack:
+            raise error
+    else:
+        stack.close()
+    assert bool(ended) is waits
+    may_end.set()
+    future.result(300)
