@@ -64,11 +64,11 @@ class Proofs:
     refused: str = ""
 
 
-def findings(folder: Path, scratch: Path) -> Iterator[Finding]:
-    """Yield the findings of `rlctl model check --engine`."""
+def findings(folder: Path, scratch: Path, engine: bool = True) -> Iterator[Finding]:
+    """Yield the findings of `rlctl model check --engine`, or without one."""
     scratch.mkdir()
     run, files, placement = checked_run(find_target(str(folder), folder.parent), scratch)
-    yield from check_model(run, files, placement, True, scratch, IMPORTS)
+    yield from check_model(run, files, placement, engine, scratch, IMPORTS)
 
 
 def prove(name: str, home: Path) -> Proofs:

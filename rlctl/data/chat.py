@@ -146,8 +146,11 @@ class Chat:
             what = f"the chat template writes no {bos}, which the tokenizer puts before text: chats begin without it"
             warnings = (*warnings, what)
         if self._rows is not None:
-            beyond = len(self.tokenizer) - self._rows
-            what = f"the tokenizer has {beyond:,} tokens beyond the model's vocabulary of {self._rows:,}"
+            # Added tokens may have any id.
+            base, rows = self.tokenizer.vocab_size, self._rows
+            beyond = sum(each >= max(base, rows) for each in self.tokenizer.added_tokens_decoder)
+            beyond += max(0, base - rows)
+            what = f"the tokenizer has {beyond:,} tokens beyond the model's vocabulary of {rows:,}"
             warnings = (*warnings, f"{what}: text that yields one is refused")
         return replace(ends, warnings=warnings)
 
@@ -317,7 +320,8 @@ class Chat:
         except (OSError, ValueError):
             return None
         rows = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
-        return rows if isinstance(rows, int) and rows < len(self.tokenizer) else None
+        last = max([len(self.tokenizer) - 1, *self.tokenizer.added_tokens_decoder])
+        return rows if isinstance(rows, int) and rows <= last else None
 
 
 @dataclass(frozen=True)

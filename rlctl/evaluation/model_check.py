@@ -16,11 +16,12 @@ import torch
 from numpy.typing import NDArray
 
 from rlctl.config.run_weights import is_adapter
+from rlctl.data.load import load_chat
 from rlctl.evaluation.closeness import Closeness, Side, compare
 from rlctl.evaluation.engine_process import EngineProcess
 from rlctl.evaluation.greedy_answers import GreedyAnswer, judge_greedy
-from rlctl.evaluation.model_facts import Finding, describe
-from rlctl.evaluation.served_weights import OtherValues, Served, judge_served, names_to_send
+from rlctl.evaluation.model_facts import Finding, describe, describe_tokens
+from rlctl.evaluation.served_weights import OtherValues, Served, judge_served, names_to_send, not_finite
 from rlctl.evaluation.transformers_model import own_log_probs
 from rlctl.generation.engine import Engine, LoadMode
 from rlctl.generation.requests import Completion, RequestId, RolloutId, TurnRequest
@@ -373,12 +374,13 @@ def check_model(
 ) -> Iterator[Finding]:
     """Check a model; each finding comes as soon as it is measured.
 
-    imports: see `EngineProcess`. Raises ModelError, EngineProcessError, and
+    imports: see `EngineProcess`. Raises ModelError, DataError, EngineProcessError, and
     ValueError for a model that cannot train.
     """
     device = "cpu" if placement.device == "cpu" else "cuda:0"
     longest = min(files.max_length, settled.max_length)
     yield from describe(files.facts, files.adapters)
+    yield from describe_tokens(load_chat(settled.config, files.chat), files.facts.sizes.vocab)
     if (lacking := _too_large(files.facts.sizes.parameters, device)) is not None:
         yield lacking
         return
@@ -389,6 +391,10 @@ def check_model(
     with checked_trainer(settings, files.folder, device, scratch, files.adapter) as trainer:
         vocab = int(trainer.rank.info()["vocab_size"])
         sequences = checked_sequences(trainer, vocab, longest)
+        if (damaged := not_finite(trainer.rank.shards())) is not None:
+            text = f"{damaged} has a number that is not finite: copy or download the weights again"
+            yield Finding("weights", text, False)
+            return
         yield from packed_alone(trainer, sequences, scratch / "before")
         found = as_transformers(trainer, whole, device, sequences)
         yield found

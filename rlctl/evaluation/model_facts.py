@@ -1,4 +1,4 @@
-"""Facts of a model in lines for a reader: its parts, and the tensors that are trained, sent and kept."""
+"""Facts of a model in lines for a reader: its parts, its tensors that are trained, sent and kept, its tokens."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -7,6 +7,7 @@ from math import isclose
 from typing import Any
 
 from rlctl.dashboard.formats import count
+from rlctl.data.chat import Chat
 from rlctl.models.adapters import AdapterSpec
 from rlctl.models.facts import ModelFacts
 from rlctl.models.layer_kinds import AttentionKind, LogitTransform
@@ -63,6 +64,14 @@ def describe(facts: ModelFacts, adapters: AdapterSpec | None = None) -> Iterator
     yield Finding("sent", f"all parameters{buffers}")
     if facts.kept:
         yield Finding("kept", f"unread, for the export: {_listed(facts.kept)}")
+
+
+def describe_tokens(chat: Chat, vocab: int) -> Iterator[Finding]:
+    """Yield a line for the tokenizer, and one for each of its warnings. Raises DataError."""
+    tokens, ends = len(chat.tokenizer), chat.ends
+    unused = f"; {vocab - tokens:,} rows of the vocabulary have none" * (tokens < vocab)
+    yield Finding("tokens", f"{tokens:,}{unused}; an answer ends with {ends}")
+    yield from (Finding("", warning) for warning in ends.warnings)
 
 
 def _attention(kind: AttentionKind) -> str:

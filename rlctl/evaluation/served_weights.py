@@ -29,6 +29,11 @@ def names_to_send(folder: Path, facts: ModelFacts) -> set[str]:
     return {name for name in weight_headers(folder) if not (tied and name.endswith(tied))} - set(facts.kept)
 
 
+def not_finite(shards: list[Shard]) -> str | None:
+    """Return the first tensor that has a NaN or an infinity; None for weights without one."""
+    return next((each.name for each in shards if not bool(each.tensor.isfinite().all())), None)
+
+
 class OtherValues:
     """Other values for tensors that an update leaves alone: buffers, and weights that move by less than rounding."""
 

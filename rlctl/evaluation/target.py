@@ -9,6 +9,7 @@ from pathlib import Path
 from rlctl.config.errors import UserError
 from rlctl.config.run_weights import is_adapter, is_checkpoint, is_model
 from rlctl.models.facts import has_weights
+from rlctl.models.weight_headers import lacking
 from rlctl.run.checkpoints import Checkpoint, Checkpoints, damage_of_weights
 from rlctl.run.manifest import MANIFEST
 from rlctl.run.run_dir import RunDir, RunDirError, find_run, model_name
@@ -47,7 +48,7 @@ def find_target(text: str, root: Path, step: int | None = None) -> Target:
     path = next((each for each in (Path(text), root / text) if is_model(each) or is_checkpoint(each)), None)
     if path is not None:
         if not (is_checkpoint(path) or is_adapter(path) or has_weights(path)):
-            what = "has a config.json, but no weights (model.safetensors, or its index)"
+            what = f"has a config.json, but no weights: {lacking(path)}"
             raise TargetError(f"{path} {what}; a run with model.path={path} model.random_init=true makes random ones")
         if step is not None:
             raise TargetError(f"--step {step}: {text} is one set of weights; --step chooses a checkpoint of a run")

@@ -19,6 +19,8 @@ _LONGEST_HEADER = 100_000_000
 # Read at each end of a file for its digest, and at so many places between: adapters that are added to their base leave
 # embedding, norm and head at the ends as they are.
 _ENDS, _BETWEEN, _PLACES = 1 << 20, 64 << 10, 128
+# Files of weights by other names, or in other formats.
+_OTHERS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack")
 _QUANTISED = re.compile(r"(.*\.)?(scales|qweight|qzeros|g_idx|weight_packed|SCB|absmax|quant_(map|state)(\..*)?)")
 # Scale of the tensor before the underscore, weight_scale_inv of weight, or proj_scales of proj_blocks. Without such a
 # tensor it is the model's own.
@@ -37,9 +39,26 @@ def weight_files(folder: Path) -> list[Path]:
             names = sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ModelError(f"{index} is no index of weights: {type(error).__name__}: {error}") from error
+        if (folder / "model.safetensors").exists() and "model.safetensors" not in names:
+            # transformers reads the one, vLLM the others.
+            what = f"has model.safetensors, and {index.name} lists other files"
+            raise ModelError(f"{folder} {what}: remove the one that is not the model")
     if missing := [name for name in names if not (folder / name).is_file()]:
-        raise ModelError(f"{folder} has no {missing[0]}: weights are read from safetensors only")
+        if index.exists():
+            what = f"{index.name} lists {missing[0]}: {len(missing)} of {len(names)} files are missing"
+            raise ModelError(f"{folder}: {what}; copy or download them again")
+        raise ModelError(f"{folder} has no weights: {lacking(folder)}")
     return [folder / name for name in names]
+
+
+def lacking(folder: Path) -> str:
+    """Return words for a folder without model.safetensors and without its index."""
+    names = (path.name for pattern in _OTHERS for path in sorted(folder.glob(pattern)))
+    if (other := next(names, None)) is None:
+        return "it needs model.safetensors, or its index"
+    if other.endswith(".safetensors"):
+        return f"{other} is there, but not named model.safetensors, nor listed in an index"
+    return f"{other} is there, but weights are read from safetensors only; transformers' save_pretrained writes those"
 
 
 def check_weights(folder: Path) -> None:

@@ -57,7 +57,7 @@ def test_other_folders_and_hub_names_belong_to_no_run(tmp_path: Path, run: Path)
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
-    with pytest.raises(TargetError, match=r"model has a config.json, but no weights .* model.random_init=true makes"):
+    with pytest.raises(TargetError, match=r"model has a config.json, but no weights: .* model.random_init=true makes"):
         find_target(str(folder), run.parent)
     (folder / "model.safetensors.index.json").write_text("{}")
     assert find_target(str(folder), run.parent) == Target(str(folder))

@@ -34,7 +34,7 @@ def test_a_tensor_of_another_shape_is_refused_not_broadcast(tmp_path: Path) -> N
 
 
 def test_a_folder_without_safetensors_says_so(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="read from safetensors only"):
+    with pytest.raises(ModelError, match=r"it needs model\.safetensors"):
         WeightFiles(tmp_path)
 
 

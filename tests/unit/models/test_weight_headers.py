@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +96,24 @@ def index_of_nothing(file: Path) -> None:
     file.with_name("model.safetensors.index.json").write_text(json.dumps({"weight_map": []}))
 
 
+def renamed(file: Path) -> None:
+    file.rename(file.with_name("mine.safetensors"))
+
+
+def pickled(file: Path) -> None:
+    file.rename(file.with_name("pytorch_model.bin"))
+
+
+def index_of_others(file: Path) -> None:
+    """transformers would read the file, vLLM those of the index."""
+    shutil.copy(file, file.with_name("model-00001-of-00001.safetensors"))
+    weight_map = {"a": "model-00001-of-00001.safetensors"}
+    file.with_name("model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
 def index_of_more(file: Path) -> None:
-    weight_map = {"a": "model-00001-of-00002.safetensors"}
+    file.rename(file.with_name("model-00001-of-00002.safetensors"))
+    weight_map = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
     file.with_name("model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
@@ -107,9 +124,15 @@ def index_of_more(file: Path) -> None:
         (emptied, "is no safetensors file, or was cut short: 0 bytes"),
         (pointer, "is a Git LFS pointer, not the weights; get them: git lfs pull"),
         (noise, "is no safetensors file: its header cannot be read"),
-        (removed, "has no model.safetensors: weights are read from safetensors only"),
+        (removed, "has no weights: it needs model.safetensors, or its index$"),
+        (renamed, "has no weights: mine.safetensors is there, but not named model.safetensors, nor listed in an index"),
+        (pickled, "pytorch_model.bin is there, but weights are read from safetensors only; .* save_pretrained"),
         (index_of_nothing, "model.safetensors.index.json is no index of weights"),
-        (index_of_more, "has no model-00001-of-00002.safetensors"),
+        (
+            index_of_more,
+            "index.json lists model-00002-of-00002.safetensors: 1 of 2 files are missing; copy or download",
+        ),
+        (index_of_others, "has model.safetensors, and model.safetensors.index.json lists other files: remove the one"),
     ],
 )
 def test_files_that_cannot_be_read_are_named(tmp_path: Path, damage: Any, expected: str) -> None:
