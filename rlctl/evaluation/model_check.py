@@ -21,7 +21,7 @@ from rlctl.evaluation.closeness import Closeness, Side, compare
 from rlctl.evaluation.engine_process import EngineProcess
 from rlctl.evaluation.greedy_answers import GreedyAnswer, judge_greedy
 from rlctl.evaluation.model_facts import Finding, describe, describe_tokens
-from rlctl.evaluation.served_weights import OtherValues, Served, judge_served, names_to_send, not_finite
+from rlctl.evaluation.served_weights import OtherValues, Served, is_rounded, judge_served, names_to_send, not_finite
 from rlctl.evaluation.transformers_model import own_log_probs
 from rlctl.generation.engine import Engine, LoadMode
 from rlctl.generation.requests import Completion, RequestId, RolloutId, TurnRequest
@@ -324,12 +324,16 @@ def engine_findings(
             chosen = engine.open(trainer, spec.dtype, scratch / f"refit-{number}", mode)
             if mode == "auto" and chosen.mode == "direct" and not trainer.adapts:
                 modes.append("staged")
+            if is_rounded(trainer.rank.layout(spec.dtype), Path(spec.model_path)):
+                # An engine keeps some tensors in float32, or computes others from them, before it rounds.
+                engine.refit(trainer, 3 * number + 1)
+                first, before = sampled(engine, vocab), engine.checksums()
             with trainer.other_weights(spec.dtype, scratch / f"state-{number}"):
-                engine.refit(trainer, 2 * number + 1)
+                engine.refit(trainer, 3 * number + 2)
                 when = f"after an update and a {chosen.mode} refit"
                 yield replace(agreement(trainer, sampled(engine, vocab), when, side), subject="")
                 between = engine.checksums()
-            engine.refit(trainer, 2 * number + 2)
+            engine.refit(trainer, 3 * number + 3)
             same = _same(first, sampled(engine, vocab))
             served = Served(before, between, engine.checksums(), engine.sent, trainer.needed, same)
             yield judge_served(served, chosen)

@@ -10,7 +10,8 @@ from torch import Tensor
 from rlctl.evaluation.model_facts import Finding
 from rlctl.generation.engine import LoadMode
 from rlctl.models.facts import ModelFacts
-from rlctl.models.weight_headers import weight_headers
+from rlctl.models.weight_headers import DTYPES, weight_headers
+from rlctl.refit.plan import Layout
 from rlctl.refit.source import Shard
 
 # Numbers of the largest tensor that gets other values if an update leaves it as it is. Larger ones are matrices, which
@@ -27,6 +28,16 @@ def names_to_send(folder: Path, facts: ModelFacts) -> set[str]:
     """
     tied = f"{facts.head}.weight" if facts.sizes.tied else None
     return {name for name in weight_headers(folder) if not (tied and name.endswith(tied))} - set(facts.kept)
+
+
+def is_rounded(layout: Layout, folder: Path) -> bool:
+    """Return True if a refit sends a tensor with fewer digits than the folder has: an engine starts with more.
+
+    layout: of the refit.
+    """
+    digits = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}
+    held = {name: DTYPES.get(dtype, dtype) for name, (dtype, _) in weight_headers(folder).items()}
+    return any(digits.get(dtype, 0) < digits.get(held.get(name, dtype), 0) for name, _, dtype in layout)
 
 
 def not_finite(shards: list[Shard]) -> str | None:

@@ -19,6 +19,7 @@ from rlctl.config.errors import ModelError
 from rlctl.evaluation.model_check import (
     CheckedTrainer,
     as_transformers,
+    check_model,
     checked_sequences,
     checked_trainer,
     engine_findings,
@@ -216,6 +217,18 @@ def test_a_trainer_that_sends_wrongly_is_refused(what: str, tmp_path: Path) -> N
     assert {each.subject for each in found if not each.holds} >= refusals.keys()
     for each in found:
         assert each.holds or re.search(refusals[each.subject], each.text), each
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["glm4_moe", "falcon_h1"])
+def test_an_engine_that_rounds_a_folder_is_proven_from_its_first_refit(name: str, tmp_path: Path) -> None:
+    """vLLM takes the router of glm4_moe and the decays of falcon_h1 in float32, where the folder has them so."""
+    folder = make_family(tmp_path / name, name)
+    run, files, placement = checked_run(find_target(str(folder), tmp_path), tmp_path)
+    settings = replace(run.config, trainer=replace(run.config.trainer, dtype="bfloat16"))
+    found = list(check_model(replace(run, config=settings), files, placement, True, tmp_path))
+    assert [each.text for each in found if each.holds is False] == []
+    assert len([each for each in found if each.holds]) == 7
 
 
 @pytest.mark.long

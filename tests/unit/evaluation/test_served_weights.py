@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rlctl.evaluation.served_weights import OtherValues, Served, judge_served, names_to_send
+from rlctl.evaluation.served_weights import OtherValues, Served, is_rounded, judge_served, names_to_send
 from rlctl.generation.engine import LoadMode
 from rlctl.models.facts import find_facts
 from rlctl.refit.source import Shard
@@ -68,6 +68,15 @@ def test_tensors_that_an_update_leaves_alone_have_other_values_until_it_is_undon
     for each, before in ((moved, 1.0), (rounded, 1.0), (buffer, 3.0), (zeros, 0.0)):
         assert (each == before).all()
     assert table.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("sent", "rounded"), [("float32", False), ("bfloat16", True), ("float16", True), ("float64", False)]
+)
+def test_a_refit_of_fewer_digits_than_the_folder_has_rounds(sent: str, rounded: bool, tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2), "b": torch.ones(2, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
+    layout = [("a", (2,), sent), ("b", (2,), "bfloat16"), ("an adapter's", (2,), "bfloat16")]
+    assert is_rounded(layout, tmp_path) is rounded
 
 
 def test_all_that_a_model_holds_must_be_sent(tmp_path: Path) -> None:
