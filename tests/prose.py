@@ -72,8 +72,22 @@ class Measure:
 
 def measure(files: Iterable[Path], root: Path) -> Measure:
     """Return the figures of Python files and pages. root: the folder that their places are relative to."""
+    whole = Measure()
+    for each in (_measure_file(path, root) for path in files):
+        whole.words += each.words
+        whole.sentences += each.sentences
+        whole.counts += each.counts
+        whole.openings += each.openings
+        for figure in FIGURES:
+            whole.offenders[figure] += each.offenders[figure]
+    return whole
+
+
+@cache
+def _measure_file(path: Path, root: Path) -> Measure:
+    """Return the figures of a file, which is in a folder and in the folders above it."""
     found = Measure()
-    for passage in (passage for path in files for passage in passages(path)):
+    for passage in passages(path):
         place = f"{passage.path.relative_to(root)}:{passage.line}"
         found.words += len(passage.text.split())
         if _OPENING.match(passage.text.strip()):

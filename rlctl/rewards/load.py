@@ -1,6 +1,5 @@
 """Loader of reward functions by their names in the config."""
 
-import asyncio
 import importlib
 import inspect
 from collections.abc import Callable
@@ -40,7 +39,12 @@ def named_reward(function: Callable[..., Any]) -> RewardFunction:
         given = {**row, "prompts": said if is_chat else prompt, "completions": answered}
         try:
             result = function(**named_arguments(function, given))
-            value = named_value(function, asyncio.run(result) if inspect.iscoroutine(result) else result)
+            if inspect.iscoroutine(result):
+                # A third of the imports of a process of rewards.
+                import asyncio
+
+                result = asyncio.run(result)
+            value = named_value(function, result)
         except NamedRewardError as error:
             raise RewardError(str(error)) from error
         if value is None:

@@ -1,13 +1,20 @@
+import runpy
+import subprocess
 import sys
+import traceback
+import warnings
 from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from functools import cache
+from io import StringIO
 from pathlib import Path
 
 import pytest
 import typer.main
 import typer.testing
 
-from rlctl.models import facts, model_sizes
+from rlctl.bench import workload
+from rlctl.models import facts, model_files, model_sizes
 from tests.unit import folders
 
 # Derived facts by the name of their file; None for a refused model.
@@ -19,6 +26,32 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current directory, filled by `folders.write`."""
     monkeypatch.chdir(folders.write(tmp_path / "home"))
     return tmp_path / "home"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def models_are_made_here() -> Iterator[None]:
+    """Modules that write models run in this process, which has torch already: 4 s of CPU less a model.
+
+    `test_a_process_of_its_own_derives_facts_and_keeps_them` has such a process.
+    """
+
+    def here(module: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
+        out, err, code = StringIO(), StringIO(), 0
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+            patch.setattr(sys, "argv", [module, *arguments])
+            try:
+                # The module may be imported already, as a part of others.
+                with warnings.catch_warnings(action="ignore"):
+                    runpy.run_module(module, run_name="__main__")
+            except Exception:
+                traceback.print_exc()
+                code = 1
+        return subprocess.CompletedProcess([module, *arguments], code, out.getvalue(), err.getvalue())
+
+    with pytest.MonkeyPatch.context() as patch:
+        for user in (model_files, workload):
+            patch.setattr(user, "run_module", here)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -121,17 +121,26 @@ def test_a_reader_that_stops_early_gets_no_traceback(home: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("command", [("train", "grpo", "grpo.recipe.yaml", "--dry-run"), ("data", "preview")])
-def test_without_the_engines_packages_a_command_says_what_to_install(home: Path, command: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("missing", "command"),
+    [
+        # torch is the first package of the process that derives facts; others take it 3 s to find.
+        ("torch", ("train", "grpo", "grpo.recipe.yaml", "--dry-run")),
+        ("transformers", ("data", "preview")),
+    ],
+)
+def test_without_the_engines_packages_a_command_says_what_to_install(
+    home: Path, missing: str, command: tuple[str, ...]
+) -> None:
     (home / "absent").mkdir()
-    absent = "raise ModuleNotFoundError(\"No module named 'transformers'\", name='transformers')\n"
-    (home / "absent/transformers.py").write_text(absent)
+    absent = f"raise ModuleNotFoundError(\"No module named '{missing}'\", name='{missing}')\n"
+    (home / f"absent/{missing}.py").write_text(absent)
     # In the processes that a command starts, too, with nothing known of the model.
     env = {**os.environ, "PYTHONPATH": str(home / "absent"), "XDG_CACHE_HOME": str(home / "cache")}
     done = subprocess.run([*COMMAND, *command], capture_output=True, text=True, check=False, env=env)
     assert done.returncode == 2
     error, count = done.stderr.splitlines()
-    assert error.startswith("error: transformers is not installed: pip install 'rlctl[cpu]'")
+    assert error.startswith(f"error: {missing} is not installed: pip install 'rlctl[cpu]'")
     assert count == "1 problem; nothing was started"
 
 

@@ -8,16 +8,30 @@ import pytest
 from rlctl.environments.outcomes import AgentSpec, EnvironmentSpec
 from rlctl.evaluation.environment_check import check_environment
 
-AGENT = """
-import os, json
-from openai import OpenAI
+# An agent's requests without an SDK, whose import takes 1.2 s of CPU: test_sdks.py has SDKs.
+CREATOR = """
+def creator(base_url, api_key):
+    def create(**request):
+        headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
+        asked = Request(f"{base_url}/chat/completions", json.dumps(request).encode(), headers)
+        with urlopen(asked) as answer:
+            return json.load(answer, object_hook=lambda each: SimpleNamespace(**each))
 
-CLIENT = OpenAI(base_url="http://unused", api_key="unused")
+    return create
+
+
+"""
+AGENT = """
+import json, os
+from types import SimpleNamespace
+from urllib.request import Request, urlopen
+
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}
 
 
+CREATOR
 def run(task, base_url, api_key):
-    create = CLIENT.with_options(base_url=base_url, api_key=api_key).chat.completions.create
+    create = creator(base_url, api_key)
     messages = [{"role": "user", "content": task.prompt}]
     said = create(model="m", messages=messages, tools=[TOOL], temperature=0.5).choices[0].message
     assert said.tool_calls[0].function.name == "add"
@@ -31,11 +45,9 @@ def broken(task, base_url, api_key):
 
 
 if __name__ == "__main__":
-    from types import SimpleNamespace
-
     task = SimpleNamespace(**json.loads(os.environ["RLCTL_TASK"]))
     print(json.dumps({"reward": run(task, os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"])}))
-"""
+""".replace("CREATOR\n", CREATOR)
 ROWS = [{"prompt": "1+2", "answer": "3"}]
 
 
@@ -55,26 +67,30 @@ def test_a_broken_agent_is_a_problem(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(AGENT)
     report = check_environment(EnvironmentSpec(f"{tmp_path}/mine.py:broken", 20.0, is_function=None), ROWS, 1024, 0)
     (problem,) = report.problems
-    assert "broken raised AttributeError at" in problem and "mine.py:19" in problem
+    line = AGENT[: AGENT.index("task.rows")].count("\n") + 1
+    assert "broken raised AttributeError at" in problem and f"mine.py:{line}:" in problem
 
 
 TWO_TOOLS = """
-from openai import OpenAI
+import json
+from types import SimpleNamespace
+from urllib.request import Request, urlopen
 
-CLIENT = OpenAI(base_url="http://unused", api_key="unused")
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"properties": {}}}} for name in ("end", "look")]
 
 
+CREATOR
 def run(task, base_url, api_key):
-    create = CLIENT.with_options(base_url=base_url, api_key=api_key).chat.completions.create
+    create = creator(base_url, api_key)
     messages = [{"role": "user", "content": "go"}]
     while True:
         message = create(model="m", messages=messages, tools=TOOLS).choices[0].message
         call = message.tool_calls[0]
         if call.function.name == "end":
             return 1
-        messages += [message, {"role": "tool", "tool_call_id": call.id, "content": "seen"}]
-"""
+        said = {"role": "assistant", "tool_calls": [vars(call) | {"function": vars(call.function)}]}
+        messages += [said, {"role": "tool", "tool_call_id": call.id, "content": "seen"}]
+""".replace("CREATOR\n", CREATOR)
 
 
 def test_a_tool_that_ends_the_episode_hides_no_other_tool(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 from rlctl.config.errors import ModelError
 from rlctl.models import facts as facts_module
 from rlctl.models.derive import derive_facts
+from rlctl.models.derive import main as derive_main
 from rlctl.models.facts import ModelFacts, derive_apart, facts_file, find_facts, known_facts
 from rlctl.models.meta_model import skeleton
 from tests.size_formulas import sizes_by_formula
@@ -120,7 +121,17 @@ def test_facts_are_kept_by_config_weights_and_release(
     facts_module._derivation.cache_clear()
 
 
-def test_a_refusal_comes_from_the_other_process_in_one_line(tmp_path: Path, empty_cache: Path) -> None:
+def test_a_refusal_comes_from_the_other_process_in_one_line(
+    tmp_path: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The other process's work is done here: the test above has one."""
+
+    def here(module: str, folder: str) -> "subprocess.CompletedProcess[str]":
+        assert module == "rlctl.models.derive"
+        derive_main(Path(folder))
+        return subprocess.CompletedProcess([], 0, capsys.readouterr().out, "")
+
+    monkeypatch.setattr(facts_module, "run_module", here)
     with pytest.raises(ModelError) as caught:
         derive_apart(written(tmp_path / "m", "gpt99"))
     assert str(caught.value).startswith(f"model_type gpt99 in {tmp_path}/m: transformers 5.")

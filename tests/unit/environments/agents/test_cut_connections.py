@@ -12,11 +12,11 @@ import pytest
 from rlctl.environments.agents.endpoint import Endpoint
 from tests.unit.environments.agents.served import END, Served
 
-SESSIONS, TURNS, CUT = 64, 4, 0.2
+SESSIONS, TURNS, CUT = 32, 4, 0.3
 
 
 class CuttingProxy:
-    """Passes connections on to a port, and cuts one in five after some bytes of either side."""
+    """Passes connections on to a port, and cuts three in ten after some bytes of either side."""
 
     def __init__(self, port: int) -> None:
         self._to, self._draw = port, random.Random(7)
