@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from rlctl.evaluation import model_check
+from rlctl.evaluation import transformers_model
 from rlctl.models.adapter_folder import read_spec
 from rlctl.models.derive import derive_facts
 from rlctl.models.hf_folder import WeightFiles
@@ -92,7 +92,7 @@ def test_the_text_trains_as_the_whole_computes_it_and_an_export_keeps_the_rest(k
         for got, want in zip(one.log_probs([DATA])[0], log_probs(folder), strict=True):
             np.testing.assert_allclose(got[1:], want, atol=2e-5)
         # As `rlctl model check` compares them.
-        plain = model_check.plain_model(str(folder), "cpu")
+        plain = transformers_model.plain_model(str(folder), "cpu")
         for got, sequence in zip(one.log_probs([DATA])[0], DATA, strict=True):
             np.testing.assert_allclose(got[1:], plain_log_probs(plain, sequence)[0].detach().numpy(), atol=2e-5)
         assert {name for name, _, _ in one.layout()} == set(source.names()) - kept
