@@ -202,7 +202,7 @@ float32. It proved {count} of the {all} families of `tests/zoo.py`, each a tiny 
 | gradient alone | The same of the norm of an update's gradient, as a share |
 | transformers | The log-prob's difference to transformers' own model |
 | trainer = engine | `token_mult_prob_error` after an update and a refit; 1 is exact |
-| refit and back | Other values of every tensor, buffers too, changed the engine's tensors; the first ones brought back every bit |
+| refit and back | Other values of every tensor, buffers too, changed the engine; the first brought back every bit |
 | export | Greedy tokens of the engine are those of transformers with the exported folder |
 | two ranks | Two ranks hold every tensor once, as it is on disk; their update has one rank's gradient, within 1e-4 |
 | resume | An update after a load is bit for bit that of before |
