@@ -56,12 +56,14 @@ def stopped_it_saves(run: Run) -> None:
 
 @pytest.mark.slow
 def test_a_killed_engine_and_a_resume_after_a_stop_break_neither(tmp_path: Path) -> None:
-    last, moments = 24, random.Random(11)
-    run = Run(tmp_path, "hurt-async", *SETTINGS, f"grpo.num_steps={last}", "checkpoint.every=0", "validation.every=0")
-    after_some_steps(run, moments, last)
+    # More steps than are made before the stop, on any machine.
+    moments, many = random.Random(11), 2000
+    run = Run(tmp_path, "hurt-async", *SETTINGS, f"grpo.num_steps={many}", "checkpoint.every=0", "validation.every=0")
+    after_some_steps(run, moments, many)
     without_its_engine_it_goes_on(run)
     stopped_it_saves(run)
-    run = Run(tmp_path, "hurt-async", resume=True)
+    last = len(run.steps()) + 10
+    run = Run(tmp_path, "hurt-async", f"grpo.num_steps={last}", resume=True)
     assert run.end() == 0, run.text()
     keeps_both(run, last)
 

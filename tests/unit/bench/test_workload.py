@@ -51,7 +51,8 @@ class Stopped(Exception):
 def test_the_benches_that_make_data_take_the_shape_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mine = users_folder(tmp_path)
     before = files(mine)
-    monkeypatch.setattr("rlctl.bench.workload.run_module", Mock(side_effect=Stopped))
+    for starter in ("subprocess.run", "rlctl.bench.workload.run_module"):
+        monkeypatch.setattr(starter, Mock(side_effect=Stopped))
     benches: list[Bench] = [
         SftBench(str(mine), 0, 1, 128, 8, 8192, 1, ["eager"], []),
         GrpoBench(str(mine), 0, 0, 1, 2, 2, 2, 1, (32.0, 1.0, 192), ["colocated"], []),
