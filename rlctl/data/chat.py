@@ -24,7 +24,7 @@ _ANSWER = "the-text-of-an-answer"
 # Sets of tools that are kept with their marks.
 _TOOL_SETS = 16
 # Model types whose own class transformers takes instead of the general one that a folder names.
-OWN_CLASS = {"qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp", "hyperclovax_vision_v2"}
+OWN_CLASS = {"qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp", "hyperclovax_vision_v2", "siglip2"}
 # Mistral's own format of a tokenizer, which goes before the others.
 MISTRAL = "tekken.json"
 EMPTY_PROMPT = "the prompt is empty, and the tokenizer puts no token before it: an answer has nothing to follow"

@@ -19,6 +19,8 @@ from rlctl.models.attention_kernels import length_groups
 from rlctl.models.layer_kinds import has_kernels, is_installed
 
 Function = Callable[..., Any]
+# A whole Mamba-2 layer: transformers asks it first, which from 5.20 on refuses packs without its package.
+_FUSED = "mamba2_split_conv1d_scan_combined"
 # Keywords that tell of packs. A batch of single sequences has none.
 _PACKING = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
@@ -55,7 +57,14 @@ def install_restarts(lm: Any) -> list[str]:
         original = getattr(home, name)
         if not hasattr(original, "restarts"):
             setattr(home, name, _restarting(original, FUNCTIONS[name]))
+    fused = getattr(home, _FUSED, None)
+    if fused is not None and not hasattr(fused, "restarts"):
+        setattr(home, _FUSED, _restarting(fused, StateFunction("mamba_ssm", lambda _: _none)))
     return found
+
+
+def _none(*_: Any, **__: Any) -> None:
+    """Leave a layer to its single functions, as the fused one does without its package."""
 
 
 @cache

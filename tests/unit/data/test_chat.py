@@ -126,12 +126,13 @@ def test_the_class_that_is_taken_without_torch_is_the_one_that_transformers_take
     assert not is_general(tmp_path)
 
 
-def test_transformers_has_a_class_of_its_own_for_the_model_types_that_are_listed_and_for_no_other() -> None:
+def test_every_model_type_with_a_class_of_its_own_in_transformers_is_listed() -> None:
+    """The list serves all releases: 5.20 has one more than 5.19."""
     from transformers.models.auto import tokenization_auto as auto
 
     general = ("TokenizersBackend", "PythonBackend", "PreTrainedTokenizerFast", "MistralCommonBackend", None)
     names = auto.TOKENIZER_MAPPING_NAMES
-    assert {k for k in auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS if names[k] not in general} == OWN_CLASS
+    assert {k for k in auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS if names[k] not in general} <= OWN_CLASS
 
 
 def test_a_tokenizer_is_loaded_without_torch() -> None:
