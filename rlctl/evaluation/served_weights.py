@@ -83,12 +83,19 @@ class Served(NamedTuple):
 
 
 def judge_served(found: Served, chosen: LoadMode) -> Finding:
-    """Judge an engine after other weights and the first ones again. Of some tensors only kernels have a copy."""
+    """Judge an engine after other weights and the first ones again. Of some tensors only kernels have a copy.
+
+    An engine may fuse several tensors of the folder into a parameter: each parameter must have changed.
+    """
     before = found.before
     changed = [name for name in before if before[name] != found.between.get(name)]
     wrong = [name for name in before if before[name] != found.after.get(name)]
-    # Engines have most tensors under names of their own, buffers under those of the folder.
-    still = [name for name in set(before) - set(changed) if _own(name) in found.sent]
+    # A word in brackets: no parameter. Buffers have the names of the folder; an engine makes others by itself.
+    still = [
+        name
+        for name in set(before) - set(changed)
+        if not name.endswith(")") or _own(name).removesuffix(" (buffer)") in found.sent
+    ]
     unsent = sorted(set(found.needed) - set(found.sent))
     text = f"{len(found.sent)} tensors sent, twice, {chosen.mode} ({chosen.why}): "
     text += f"first other values changed {len(changed)} of the engine's {len(before)}"

@@ -155,7 +155,8 @@ class Engine(Protocol):
     def checksums(self) -> dict[str, int]:
         """Return a checksum of each tensor that answers depend on, by the engine's own names; none if it cannot tell.
 
-        Equal weights have equal checksums, whether they were loaded or came by a refit.
+        Equal weights have equal checksums, whether they were loaded or came by a refit. A word in brackets ends a name
+        if a refit may leave the tensor as it is.
         """
         return {}
 

@@ -39,7 +39,7 @@ def test_heads_of_every_size_agree(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif("gpus() < 1", reason="needs a CUDA device")
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss"])
 def test_mixtures_of_experts_agree(family: str, tmp_path: Path) -> None:
     make_family(tmp_path / "model", family)
     check(tmp_path / "model")

@@ -5,7 +5,7 @@ tensor-parallel rank, replicated heads). They end in plain copies, which are rec
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +24,23 @@ _NO_WEIGHTS = ("_parameters", "_buffers", "_modules", "kv_cache")
 class UnsupportedLayout(RuntimeError):
     """The engine's loader does more than copy: weights must go through it."""
 
+    # True if it may write into the live weights.
+    in_place = False
+
 
 def find_regions(runner: Any, plan: RefitPlan, device: torch.device) -> list[ParamSlice] | UnsupportedLayout:
     """Return the regions of every tensor of the plan, or why there are none. runner: vLLM's, as after start-up."""
     if device.type == "cpu":
         return UnsupportedLayout("on CPU vLLM repacks its weights")
+    model, files = runner.get_model(), None
+    if runner.load_config.load_format != "dummy":
+        files = WeightFiles(Path(runner.model_config.model))
     try:
-        regions = record_regions(runner.get_model(), plan)
-        if runner.load_config.load_format != "dummy":
-            prove(regions, WeightFiles(Path(runner.model_config.model)))
+        regions = record_regions(model, plan)
+        if files:
+            prove(regions, files)
     except UnsupportedLayout as reason:
+        reason.in_place = files is not None and loads_in_place(model, files, [entry.name for entry in plan.entries])
         return reason
     return regions
 
@@ -75,6 +82,25 @@ def prove(regions: list[ParamSlice], files: WeightFiles) -> None:
             raise UnsupportedLayout(f"vLLM rearranges {region.box.name} after loading it")
 
 
+def loads_in_place(model: Any, files: WeightFiles, names: Iterable[str]) -> bool:
+    """Return True if the engine's loader may write into live weights: from `files` it would write their present values.
+
+    names: of the plan. One tensor of each kind is tried, and nothing is written. False for a model that rearranges
+    weights after loading, and for a loader without plain copies into parameters.
+    """
+    kinds = {re.sub(r"\d+", "*", name): name for name in names}
+    for name in kinds.values():
+        compared = _Comparer(model)
+        try:
+            with torch.no_grad(), compared:
+                model.load_weights(iter([(name, files.tensor(name))]))
+        except Exception:  # a loader of several tensors at a time, or a name that the folder lacks
+            return False
+        if not compared.found or compared.differ:
+            return False
+    return True
+
+
 def unregistered(model: torch.nn.Module) -> list[str]:
     """Return the names of device tensors that modules hold neither as parameters nor as buffers; no key-value caches.
 
@@ -84,8 +110,11 @@ def unregistered(model: torch.nn.Module) -> list[str]:
 
 
 def live_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Return parameters, buffers and other tensors of modules by name, without key-value caches."""
-    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    """Return parameters, buffers and other tensors of modules by name, without key-value caches.
+
+    Other names than parameters' end with a word in brackets.
+    """
+    held = {**dict(model.named_parameters()), **{f"{name} (buffer)": each for name, each in model.named_buffers()}}
     for number, (name, tensor) in enumerate(_unregistered(model)):
         held[f"{name} ({number})"] = tensor
     return {name: tensor.detach() for name, tensor in held.items() if tensor.numel()}
@@ -143,6 +172,23 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             start.append(rest // stride if stride else 0)
             rest %= stride or 1
         self.regions.append(ParamSlice(TensorSlice(name, tuple(start), tuple(source.shape)), target.detach()))
+
+
+class _Comparer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Compares copies into parameters with the present values, instead of copying."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._live = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        self.found, self.differ = False, False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and args[0].untyped_storage().data_ptr() in self._live:
+            target, source = args[0], args[1]
+            self.found = True
+            self.differ |= not torch.equal(target, source.to(target.device, target.dtype).expand_as(target))
+            return target
+        return func(*args, **(kwargs or {}))
 
 
 def _steps(tensor: Tensor, shape: torch.Size | None = None) -> tuple[int, ...]:

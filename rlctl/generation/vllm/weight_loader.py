@@ -6,6 +6,7 @@ nothing sampled meanwhile. Either way the receiver has checked every item before
 staged commit leaves the live weights untouched.
 """
 
+import logging
 import threading
 import time
 from collections.abc import Mapping
@@ -150,19 +151,41 @@ class ShadowLoader(WeightLoader):
         self._shadow.commit()
 
 
-class ReloadLoader(WeightLoader):
-    """Receives whole tensors, which the engine's own loader fuses and repacks as at its start."""
+class WholeTensorLoader(WeightLoader):
+    """Receives whole tensors, which go through the engine's own loader."""
 
     def __init__(self, plan: RefitPlan, runner: Any, device: torch.device, why: str) -> None:
         self._whole, self._runner, self._device = WholeTensorSink(plan, device), runner, device
         self.sink: WeightSink = self._whole
         self.choice = LoadMode("staged", why, 0 if device.type == "cpu" else plan.nbytes, overwrites=False)
 
+
+class InPlaceLoader(WholeTensorLoader):
+    """Has the engine's loader write into the live parameters; see `loads_in_place`.
+
+    gpt_oss needs this way: vLLM copies its experts and sinks past the parameters' own loaders, and a reload leaves them
+    as they were. vLLM writes a warning then, and no error.
+    """
+
     def commit(self) -> None:
-        """Load; the parameters keep their storage, so that CUDA graphs stay valid."""
-        self._runner.reload_weights(weights_iterator=self._whole.tensors())
+        """Load; CUDA graphs stay valid, for nothing has another place."""
+        self._runner.get_model().load_weights(self._whole.tensors())
+
+
+class ReloadLoader(WholeTensorLoader):
+    """Has the engine fuse and repack all weights as at its start."""
+
+    def commit(self) -> None:
+        """Load; the parameters keep their storage, so that CUDA graphs stay valid.
+
+        Raises RefitError for weights that vLLM leaves as they were.
+        """
+        with _LostWeights() as lost:
+            self._runner.reload_weights(weights_iterator=self._whole.tensors())
         if self._device.type == "cpu":
             _repack_for_cpu(self._runner.get_model())
+        elif lost.said:
+            raise RefitError(f"vLLM's reload leaves weights as they were: {', '.join(lost.said)}")
 
 
 def choose_loading(
@@ -185,7 +208,7 @@ def choose_loading(
     if isinstance(regions, UnsupportedLayout):
         if mode == "direct":
             raise RefitError(f"refit.mode=direct needs an engine that keeps weights as they are sent: {regions}")
-        return ReloadLoader(plan, runner, device, str(regions))
+        return (InPlaceLoader if regions.in_place else ReloadLoader)(plan, runner, device, str(regions))
     model = runner.get_model()
     parameters = dict(model.named_parameters())
     verify_complete(regions, parameters, _padded(model))
@@ -201,6 +224,27 @@ def choose_loading(
     if staged:
         return ShadowLoader(plan, regions, why, not beside, parameters)
     return DirectLoader(plan, regions, why, not beside)
+
+
+class _LostWeights(logging.Handler):
+    """Collects the layers whose weights vLLM's reload warns of, within a block. A head may be tied to the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        layer, _, what = record.getMessage().partition(": ")
+        if what == "Failed to load weights" and layer not in (*self.said, "ParallelLMHead"):
+            self.said.append(layer)
+
+    def __enter__(self) -> "_LostWeights":
+        self._logger.addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._logger.removeHandler(self)
 
 
 def _padded(model: torch.nn.Module) -> set[str]:

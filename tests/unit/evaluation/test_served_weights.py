@@ -34,8 +34,12 @@ def test_an_engine_that_took_all_in_and_came_back_holds() -> None:
         ({"sent": NAMES[:2]}, "router.correction of the model's 3 tensors not sent: engines would serve others"),
         ({"sent": NAMES[1:2]}, "layer.norm.weight and 1 more of the model's 3 tensors not sent"),
         ({"between": BETWEEN | {"0: router.correction": 2}}, "changed 2 of the engine's 3, but not router.correction;"),
+        ({"between": BETWEEN | {"0: layer.fused": 3}}, "changed 2 of the engine's 3, but not layer.fused;"),
         ({"after": BETWEEN}, "then 0 were bit for bit those of the start, but not layer.norm.weight"),
-        ({"between": BEFORE, "sent": ["layer.bias"], "needed": {"layer.bias"}}, "changed 0 of the engine's 3;"),
+        (
+            {"between": BEFORE, "sent": ["layer.bias"], "needed": {"layer.bias"}},
+            "changed 0 of the engine's 3, but not layer.fused;",
+        ),
         ({"answers": False}, "; answers were not"),
     ],
 )
@@ -44,9 +48,9 @@ def test_each_way_to_serve_something_else_is_refused_by_name(changes: dict[str, 
     assert found.holds is False and said in found.text, found.text
 
 
-def test_a_tensor_that_an_engine_fuses_may_stay_as_it_is() -> None:
-    """Log-probs tell, since the folder has no such name."""
-    assert judge_served(served(between=BETWEEN | {"0: layer.fused": 3}), STAGED).holds
+def test_a_tensor_that_an_engine_made_by_itself_may_stay_as_it_is() -> None:
+    more = {"0: layer.scale (buffer)": 4, "0: layer.backend (0)": 5}
+    assert judge_served(served(before=BEFORE | more, between=BETWEEN | more, after=BEFORE | more), STAGED).holds
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
