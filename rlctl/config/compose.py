@@ -51,8 +51,8 @@ _SHORT = ("agent",)
 def compose(recipe: Path, overrides: list[str], within: str = "", own: Sequence[str] = ()) -> ConfigNode:
     """Return the merged tree of the file `recipe`, its references filled in.
 
-    within: dotted key of a whole config inside the file: return that one. own: overrides that a command adds by itself,
-    before those that were typed. Raises ConfigError: a parent not found, unreadable YAML, a malformed override or
+    within: dotted key of a whole config inside the file: return that one. own: a command's own overrides, which
+    come before the typed ones. Raises ConfigError: a parent not found, unreadable YAML, a malformed override or
     reference.
     """
     given = [Origin(text=text) for text in own]

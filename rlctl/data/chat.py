@@ -23,7 +23,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _ANSWER = "the-text-of-an-answer"
 # Sets of tools that are kept with their marks.
 _TOOL_SETS = 16
-# Model types whose own class transformers takes instead of the general one that a folder names.
+# Model types with a class of their own: transformers takes it, and passes over the general one of the folder.
 OWN_CLASS = {"qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp", "hyperclovax_vision_v2", "siglip2"}
 # Mistral's own format of a tokenizer, which goes before the others.
 MISTRAL = "tekken.json"

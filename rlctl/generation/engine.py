@@ -91,9 +91,9 @@ class Engine(Protocol):
     version whose weights computed its log-prob. A turn that begins after a refit uses no keys of earlier weights,
     unless `EngineSpec.reset_prefix_cache` is false.
 
-    **Failure.** An engine need not recover. The driver ends and rebuilds one that raises in `submit`, `collect` or
-    `abort`, and one that gives no answer, or shows no other `EngineStats` with requests in flight, for
-    `run.deadline_s`. The new one samples these requests from their first token. An error of a refit does the same, but
+    **Failure.** An engine need not recover. The driver ends and rebuilds one whose `submit`, `collect` or `abort`
+    raises. It does the same after `run.deadline_s` without an answer, or with equal `EngineStats` while requests are in
+    flight. The new one samples these requests from their first token. An error of a refit does the same, but
     for `Untouched` and `Interrupted`. An error of `sleep` or `wake` ends the run. So does one that two engines raise
     before any token of `EngineStats`.
 

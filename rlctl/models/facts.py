@@ -40,7 +40,7 @@ _DERIVING = (
 
 @dataclass(frozen=True)
 class RowBytes:
-    """Bytes that all layers keep for the backward pass, of a model that computes one sequence a row."""
+    """Bytes that all layers keep for the backward pass if each sequence has a row."""
 
     dtype: str
     # A token's.
