@@ -102,10 +102,10 @@ class EnvironmentProcess:
 
     async def act(self, episode: int, kind: str, payload: Any, timeout_s: float | None) -> Any:
         """Act in an episode; return the value, or the EnvironmentFailure that ended it. timeout_s: None for none."""
-        if self.ended and self._reason is None:  # it hung up just now
-            return EnvironmentFailure("died", "its process ended", await self._note_end())
-        if self.ended or self._writer is None:
-            return self._reason or EnvironmentFailure("died", "its process has ended")
+        if self.ended:  # without a reason it hung up just now
+            return self._reason or EnvironmentFailure("died", "its process ended", await self._note_end())
+        if self._writer is None:
+            return EnvironmentFailure("died", "its process has not started")
         action = next(self._actions)
         try:
             request = pickle.dumps((action, episode, kind, payload))

@@ -221,12 +221,7 @@ def packed_alone(trainer: CheckedTrainer, sequences: Sequence[NDArray[np.int32]]
     found = compare(trainer.dtype, pack, alone)
     padded = "padded = alone", "in padded rows"
     subject, where = padded if trainer.padded else ("packed = alone", "in the pack")
-    yield Finding(
-        subject,
-        _named(found, trainer, where),
-        found.holds,
-        {"max_abs_diff": found.worst},
-    )
+    yield Finding(subject, _named(found, trainer, where), found.holds, {"max_abs_diff": found.worst})
     trainer.rank.save(scratch)
     norms = []
     for packed in (True, False):

@@ -75,7 +75,7 @@ def prove(regions: list[ParamSlice], files: WeightFiles) -> None:
     A model may rearrange weights after its loaders are through; the recorded copies cannot show this. Raises
     UnsupportedLayout.
     """
-    kinds = {re.sub(r"\d+", "*", region.box.name): region for region in regions}
+    kinds = {_kind(region.box.name): region for region in regions}
     for region in kinds.values():
         stored = files.tensor(region.box.name)[region.box.slices()]
         if not torch.equal(region.view, stored.to(region.view.device, region.view.dtype)):
@@ -88,8 +88,7 @@ def loads_in_place(model: Any, files: WeightFiles, names: Iterable[str]) -> bool
     names: of the plan. One tensor of each kind is tried, and nothing is written. False for a model that rearranges
     weights after loading, and for a loader without plain copies into parameters.
     """
-    kinds = {re.sub(r"\d+", "*", name): name for name in names}
-    for name in kinds.values():
+    for name in {_kind(name): name for name in names}.values():
         compared = _Comparer(model)
         try:
             with torch.no_grad(), compared:
@@ -99,6 +98,11 @@ def loads_in_place(model: Any, files: WeightFiles, names: Iterable[str]) -> bool
         if not compared.found or compared.differ:
             return False
     return True
+
+
+def _kind(name: str) -> str:
+    """Return a tensor's name without the numbers of its layer and expert."""
+    return re.sub(r"\d+", "*", name)
 
 
 def unregistered(model: torch.nn.Module) -> list[str]:
