@@ -21,6 +21,10 @@ _FIELDS = (
     "tensor_parallel_size",
 )
 _CPU_BATCH_TOKENS = 8192
+_NO_WHOLE_GRAPHS = (
+    "a step in which a prompt begins has no whole CUDA graph: log-probs with one were compared for plain attention "
+    "with heads of 128 alone"
+)
 
 
 def build_llm(spec: EngineSpec, extension: str) -> tuple[Any, list[str]]:
@@ -32,7 +36,7 @@ def build_llm(spec: EngineSpec, extension: str) -> tuple[Any, list[str]]:
     # Imports vLLM.
     from rlctl.generation.vllm.adapter_loader import load_arguments
 
-    options = VllmOptions(**spec.options)
+    options, graphs = VllmOptions(**spec.options), None
     extra: dict[str, Any] = {}
     if spec.kv_cache_mib is not None:
         extra["kv_cache_memory_bytes"] = spec.kv_cache_mib << 20
@@ -47,11 +51,14 @@ def build_llm(spec: EngineSpec, extension: str) -> tuple[Any, list[str]]:
         }
     else:
         extra |= {"gpu_memory_utilization": spec.gpu_memory_utilization, "enable_sleep_mode": spec.sleeps}
-        if not options.enforce_eager and _hopper() and whole_graphs(spec.model_path):
-            # vLLM's default has whole graphs for decoding alone: a step in which a prompt begins takes 13 ms instead of
-            # 6 (Qwen3-1.7B, 128 sequences, H200). Rollouts of eight turns make 26,300 tokens/s with whole graphs, and
-            # 18,200 without; of one turn 47,300 and 47,400 (Qwen3-0.6B, H100).
-            extra["compilation_config"] = {"cudagraph_mode": "FULL"}
+        if not options.enforce_eager and _hopper():
+            if whole_graphs(spec.model_path):
+                # vLLM's default has whole graphs for decoding alone: a step in which a prompt begins takes 13 ms
+                # instead of 6 (Qwen3-1.7B, 128 sequences, H200). Rollouts of eight turns make 26,300 tokens/s with
+                # whole graphs, and 18,200 without; of one turn 47,300 and 47,400 (Qwen3-0.6B, H100).
+                extra["compilation_config"] = {"cudagraph_mode": "FULL"}
+            else:
+                graphs = _NO_WHOLE_GRAPHS
         if spec.tensor_parallel_size > 1:
             # In a placement group vLLM would choose Ray, and asks for a group that it made itself.
             extra["distributed_executor_backend"] = "mp"
@@ -76,7 +83,7 @@ def build_llm(spec: EngineSpec, extension: str) -> tuple[Any, list[str]]:
         if refused := refusal(error, spec.model_path):
             raise refused from error
         raise
-    notes = [backend_note(llm), shorten_steps(llm, spec)]
+    notes = [backend_note(llm), shorten_steps(llm, spec), graphs]
     _count_prefix_hits(llm.engine_core.engine_core.scheduler.kv_cache_manager)
     return llm, [note for note in notes if note]
 

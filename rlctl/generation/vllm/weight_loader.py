@@ -180,7 +180,7 @@ class ReloadLoader(WholeTensorLoader):
 
         Raises RefitError for weights that vLLM leaves as they were.
         """
-        with _LostWeights() as lost:
+        with LostWeights() as lost:
             self._runner.reload_weights(weights_iterator=self._whole.tensors())
         if self._device.type == "cpu":
             _repack_for_cpu(self._runner.get_model())
@@ -208,7 +208,9 @@ def choose_loading(
     if isinstance(regions, UnsupportedLayout):
         if mode == "direct":
             raise RefitError(f"refit.mode=direct needs an engine that keeps weights as they are sent: {regions}")
-        return (InPlaceLoader if regions.in_place else ReloadLoader)(plan, runner, device, str(regions))
+        if regions.in_place:
+            return InPlaceLoader(plan, runner, device, f"{regions}; vLLM's loader then writes in place")
+        return ReloadLoader(plan, runner, device, str(regions))
     model = runner.get_model()
     parameters = dict(model.named_parameters())
     verify_complete(regions, parameters, _padded(model))
@@ -226,12 +228,13 @@ def choose_loading(
     return DirectLoader(plan, regions, why, not beside)
 
 
-class _LostWeights(logging.Handler):
+class LostWeights(logging.Handler):
     """Collects the layers whose weights vLLM's reload warns of, within a block. A head may be tied to the embedding."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self._logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+        self._level = self._logger.level
         self.said: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -239,12 +242,15 @@ class _LostWeights(logging.Handler):
         if what == "Failed to load weights" and layer not in (*self.said, "ParallelLMHead"):
             self.said.append(layer)
 
-    def __enter__(self) -> "_LostWeights":
+    def __enter__(self) -> "LostWeights":
+        # VLLM_LOGGING_LEVEL may hide warnings.
+        self._logger.setLevel(logging.WARNING)
         self._logger.addHandler(self)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._logger.removeHandler(self)
+        self._logger.setLevel(self._level)
 
 
 def _padded(model: torch.nn.Module) -> set[str]:
