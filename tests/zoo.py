@@ -315,27 +315,28 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def family_config(name: str) -> Any:
-    """Return the configuration of a family."""
+def family_config(name: str, **other: Any) -> Any:
+    """Return the configuration of a family, with other values of some keys."""
     from transformers import AutoConfig
 
     family = FAMILIES[name]
-    keys = {key: value for key, value in (COMMON | dict(family.keys)).items() if value is not None}
+    keys = {key: value for key, value in (COMMON | dict(family.keys) | other).items() if value is not None}
     keys.setdefault("bos_token_id", None)
     return AutoConfig.for_model(family.kind, **keys)
 
 
-def make_family(folder: Path, name: str, seed: int = 0, scale: float | None = None) -> Path:
+def make_family(folder: Path, name: str, seed: int = 0, scale: float | None = None, **other: Any) -> Path:
     """Write a family's random float32 model and the character tokenizer; return `folder`.
 
-    scale: of its matrices, `Family.scale` unless given. Biases, norms and buffers are random too.
+    scale: of its matrices, `Family.scale` unless given. Biases, norms and buffers are random too. other: see
+    `family_config`.
     """
     import torch
     from transformers import AutoModelForCausalLM
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(family_config(name), dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(family_config(name, **other), dtype=torch.float32)
         saved = model.state_dict()
         buffers = [
             buffer

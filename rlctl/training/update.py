@@ -1,11 +1,12 @@
 """The arithmetic of one update, the same for every backend: its learning rate, its metrics, its one division."""
 
 import math
+import re
 from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlctl.config.trainer_schema import OptimizerSection
 from rlctl.training.interface import LossOutput
@@ -22,6 +23,25 @@ def learning_rate(update: int, section: OptimizerSection, total_updates: int) ->
     done = min(1.0, (update - section.warmup_steps) / max(1, total_updates - section.warmup_steps))
     left = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[section.schedule]
     return section.lr * (section.min_lr_ratio + (1 - section.min_lr_ratio) * left)
+
+
+# Names of norms' weights and of biases, by transformers (`Trainer.get_decay_parameter_names`).
+_UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(^|\.|_)norm(\.|$)")
+
+
+def decayed_names(model: nn.Module) -> set[str]:
+    """Return the names of the parameters that weight decay reaches: matrices that are neither a norm's nor a bias.
+
+    transformers' own grouping has the same matrices. It decays sinks, decays of states and some norms too.
+    """
+    names = set()
+    for path, module in model.named_modules():
+        if "norm" in type(module).__name__.lower():
+            continue
+        for name, parameter in module.named_parameters(path, recurse=False):
+            if parameter.ndim > 1 and not _UNDECAYED.search(name.lower()):
+                names.add(name)
+    return names
 
 
 # name -> (sum, weight), and name -> largest value.

@@ -33,7 +33,7 @@ from rlctl.training.rank import TrainerRank
 from rlctl.training.rank_checkpoint import ExportJob, Shards, TensorShard
 from rlctl.training.sharded_checkpoint import load_shards
 from rlctl.training.spec import TrainerSpec
-from rlctl.training.update import MetricAccumulator, clipping, divide_and_clip, gradient_norm
+from rlctl.training.update import MetricAccumulator, clipping, decayed_names, divide_and_clip, gradient_norm
 
 # Numbers that replicas add up at a time: 256 MiB.
 _BUCKET = 1 << 26
@@ -71,10 +71,12 @@ class FsdpTrainer(TrainerRank):
         # Tensors that are sent and exported, as they are on this rank.
         self._held: Named = {**sent, **buffers}
         parameters, section = self._parameters.values(), spec.config.optimizer
-        # Matrices alone decay.
+        decayed = decayed_names(self._policy.lm)
+        matrices = [p for name, p in self._parameters.items() if name in decayed]
+        others = [p for name, p in self._parameters.items() if name not in decayed]
         groups = [
-            {"params": [p for p in parameters if p.ndim > 1], "weight_decay": section.weight_decay},
-            {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+            {"params": matrices, "weight_decay": section.weight_decay},
+            {"params": others, "weight_decay": 0.0},
         ]
         betas = section.betas[0], section.betas[1]
         self._optimizer = torch.optim.AdamW(groups, lr=section.lr, betas=betas, eps=section.eps, fused=True)

@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig, ParamGroupOverride, get_megatron_optimizer
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from torch import Tensor, nn
 
 from rlctl.preflight.backends.megatron import hosted_share, megatron_of
 from rlctl.preflight.settings import TrainerSettings
-from rlctl.training.update import divide_and_clip
+from rlctl.training.update import decayed_names, divide_and_clip
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -42,7 +43,9 @@ class Optimizer:
         self._section, self._ddp = section.optimizer, ddp
         # Where Megatron has a parameter's gradient, see `_config`.
         self._gradient = "decoupled_grad" if megatron_of(section).optimizer_cpu_offload else "grad"
-        self._chained = get_megatron_optimizer(_config(section, dtype), [ddp], use_gloo_process_groups=False)
+        self._chained = get_megatron_optimizer(
+            _config(section, dtype), [ddp], config_overrides=_without_decay(ddp), use_gloo_process_groups=False
+        )
         self._members = [each for each in self._chained.chained_optimizers if not each.is_stub_optimizer]
         for member in self._members:
             _prepare(member.optimizer)
@@ -133,6 +136,14 @@ def _config(section: TrainerSettings, dtype: torch.dtype) -> OptimizerConfig:
         config.use_precision_aware_optimizer = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
         config.store_param_remainders = False
     return config
+
+
+def _without_decay(ddp: Any) -> dict[ParamKey, ParamGroupOverride]:
+    """Return Megatron's overrides that take the decay from norms and biases: its own rule counts dimensions."""
+    names = decayed_names(ddp.module)
+    decayed = {id(parameter) for name, parameter in ddp.module.named_parameters() if name in names}
+    undecayed = ParamPredicate(name="undecayed", fn=lambda parameter: id(parameter) not in decayed)
+    return {ParamKey(predicate=undecayed): ParamGroupOverride(wd_mult=0.0)}
 
 
 def _prepare(optimizer: Any) -> None:

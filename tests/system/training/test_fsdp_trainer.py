@@ -35,6 +35,7 @@ from tests.system.training.scenario import (
     weights,
 )
 from tests.tiny_models import KINDS, PAD, Kind, make_model
+from tests.zoo import make_family
 
 DATA = sequences()
 LOSS = WeightedLoss()
@@ -373,24 +374,33 @@ def test_an_all_masked_micro_batch_is_no_surprise(models: dict[Kind, Path], tmp_
         assert one.train([DATA], LOSS, totals(DATA)) == pytest.approx(with_silent, abs=1e-6)
 
 
-@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
-def test_decay_reaches_matrices_only(backend: str, models: dict[Kind, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("backend", "family"), [("fsdp", "gpt_oss"), ("fsdp", "cohere"), ("megatron", "qwen2"), ("megatron", "qwen3_moe")]
+)
+def test_decay_reaches_matrices_that_are_neither_norms_nor_biases(backend: str, family: str, tmp_path: Path) -> None:
     """Decay is apart from the gradient: it changes a step by lr * weight_decay of the weights.
 
-    Megatron itself applies its factors only through its own scheduler.
+    Experts of gpt_oss have matrices of biases, queries and keys of cohere have matrices of norms. Megatron itself
+    applies its factors only through its own scheduler.
     """
     if backend == "megatron":
         pytest.importorskip("megatron.core")
+    keys = {"use_qk_norm": True} if family == "cohere" else {}
+    folder = make_family(tmp_path / family, family, **keys)
     made = []
     for decay in (0.0, OPTIMIZER.weight_decay):
         optimizer = replace(OPTIMIZER, weight_decay=decay)
-        with trainer(models["qwen2"], tmp_path, backend=backend, optimizer=optimizer) as one:
+        with trainer(folder, tmp_path, backend=backend, optimizer=optimizer) as one:
             before = weights(one)
             one.train([DATA], WeightedLoss(), totals(DATA))
             made.append(weights(one))
+    plain = ("bias", "norm.weight", "sinks")
+    assert not keys or before["model.layers.0.self_attn.q_norm.weight"].ndim == 2
     for name, after in made[1].items():
-        decayed = OPTIMIZER.lr * OPTIMIZER.weight_decay * before[name] if after.ndim > 1 else torch.zeros_like(after)
-        torch.testing.assert_close(made[0][name] - after, decayed, atol=1e-7, rtol=0)
+        decayed = torch.zeros_like(after)
+        if not name.endswith(plain):
+            decayed = OPTIMIZER.lr * OPTIMIZER.weight_decay * before[name]
+        torch.testing.assert_close(made[0][name] - after, decayed, atol=1e-7, rtol=0, msg=name)
 
 
 def test_a_model_whose_facts_cannot_be_derived_is_refused(tmp_path: Path) -> None:
