@@ -9,7 +9,6 @@ import io
 import os
 import re
 import sys
-from contextlib import suppress
 from typing import Annotated
 
 import typer
@@ -147,12 +146,15 @@ def _open_standard_streams() -> None:
 
 def _skip_teardown(codes: list[int]) -> None:
     """End the process without freeing every object of torch, transformers and Ray: 1.2 s of CPU."""
-    # Output that cannot be written is the interpreter's to report.
-    with suppress(OSError, ValueError):
+    try:
         sys.stdout.flush()
         sys.stderr.flush()
-        if codes:
-            os._exit(codes[0])
+    except (OSError, ValueError) as error:
+        # Output that cannot be written is the interpreter's to report. Of a closed terminal nobody reads the report.
+        if not isinstance(error, OSError) or error.errno != errno.EIO:
+            return
+    if codes:
+        os._exit(codes[0])
 
 
 def answer() -> None:

@@ -178,6 +178,8 @@ def terminal_alone(log: Path) -> Iterator[TextIO]:
         sys.stderr.flush()
         os.dup2(saved[0], 1)
         os.dup2(saved[1], 2)
-        terminal.close()
+        # The terminal may be closed, with text on its way.
+        with suppress(OSError):
+            terminal.close()
         for descriptor in (*saved, target):
             os.close(descriptor)

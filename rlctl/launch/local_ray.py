@@ -57,18 +57,32 @@ def ray_session(logs: Path, *, loopback: bool = False, **options: Any) -> Iterat
     logs.mkdir(parents=True, exist_ok=True)
     logger = logging.getLogger("ray")
     logger.handlers, logger.propagate = [logging.FileHandler(logs / "ray.log")], False
-    handler = signal.getsignal(signal.SIGTERM)
     try:
-        try:
-            with _loopback_switch(loopback):
-                ray.init(log_to_driver=False, configure_logging=False, **options)
-        finally:
-            # Ray's own handler ends the process at once: a run that is to stop would not be saved.
-            if threading.current_thread() is threading.main_thread():
-                signal.signal(signal.SIGTERM, handler)
+        with _loopback_switch(loopback), _own_signals():
+            ray.init(log_to_driver=False, configure_logging=False, **options)
         yield
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def _own_signals() -> Iterator[None]:
+    """Keep this process's handler of SIGTERM in the block, and let processes of the block outlive a closed terminal.
+
+    Ray's own handler would end the process at once, without a word. A SIGHUP goes to all processes of a terminal, and
+    would end Ray's processes before the run is saved. Ray's processes inherit the mask, as they inherit Ray's own of
+    SIGINT. In this process another thread takes the signal, or the signal waits for the end of the block.
+    """
+    handler = signal.getsignal(signal.SIGTERM)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    try:
+        with _replaced("ray._private.utils", "set_sigterm_handler", lambda _: None):
+            yield
+    finally:
+        # A Ray without the private function has set its handler.
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 @contextmanager
@@ -77,17 +91,31 @@ def _loopback_switch(loopback: bool) -> Iterator[None]:
 
     A Ray without it goes by the environment (`LOOPBACK_ONLY`) alone.
     """
-    constants: Any = None
+    constants = "ray._private.ray_constants"
+    clustered = _private(constants, _CLUSTER_SWITCH)
+    with _replaced(constants, _CLUSTER_SWITCH, clustered and not loopback):
+        yield
+
+
+def _private(module: str, name: str) -> Any:
+    """Return a private name of Ray; None where this Ray has none."""
     with suppress(ImportError):
-        constants = import_module("ray._private.ray_constants")
-    if (clustered := getattr(constants, _CLUSTER_SWITCH, None)) is None:
+        return getattr(import_module(module), name, None)
+    return None
+
+
+@contextmanager
+def _replaced(module: str, name: str, value: Any) -> Iterator[None]:
+    """Replace a private name of Ray in the block. A Ray without it stays as it is."""
+    before = _private(module, name)
+    if before is None:
         yield
         return
-    setattr(constants, _CLUSTER_SWITCH, clustered and not loopback)
+    setattr(import_module(module), name, value)
     try:
         yield
     finally:
-        setattr(constants, _CLUSTER_SWITCH, clustered)
+        setattr(import_module(module), name, before)
 
 
 @contextmanager

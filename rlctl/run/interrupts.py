@@ -1,8 +1,8 @@
-"""Ctrl-C, and SIGTERM, which `rlctl runs stop` and schedulers send.
+"""Ctrl-C, the SIGTERM of `rlctl runs stop` and of schedulers, and the SIGHUP of a closed terminal.
 
 The first asks the run to end after its step, the second ends it at once. Before the first step there is nothing to
 save: the first signal ends the start. A cluster command has no step: the first signal stops it, and no signal
-interrupts its clearing up.
+interrupts its clearing up. A SIGHUP that is ignored, as below `nohup`, stays ignored.
 """
 
 import os
@@ -17,29 +17,34 @@ from typing import Any
 
 from rlctl.config.errors import UserError
 
+# Signal -> the signal in words, and the status of a run that it ends.
+_MEANINGS = {
+    signal.SIGINT: ("Ctrl-C", "interrupted"),
+    signal.SIGTERM: ("asked to stop", "stopped"),
+    signal.SIGHUP: ("the terminal was closed", "stopped"),
+}
+
 
 class Interrupts:
-    """Handlers of SIGINT and SIGTERM: the first signal sets `asked`, the second ends the process with exit code 130.
+    """Handlers of the signals: the first sets `asked`, the second ends the process with exit code 130.
 
+    A SIGHUP is never the second: the kernel and the shell each send one when a terminal closes.
     last_words: called by the second before the process ends, on the main thread, which may hold any lock.
     """
 
     def __init__(self, notify: Callable[[], None], last_words: Callable[[], None] = lambda: None) -> None:
         self.asked = False
-        # The signal in words, and the status of a run that it ends.
-        self.by, self.status = "Ctrl-C", "interrupted"
+        self.by, self.status = _MEANINGS[signal.SIGINT]
         self._notify, self._last_words = notify, last_words
-        self._before: dict[int, Any] = {}
+        self._before: Mapping[signal.Signals, Any] = {}
         self._at_once = False
 
     def __enter__(self) -> "Interrupts":
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._handle)
+        self._before = _set_handlers(self._handle, *_MEANINGS)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        _put_back(self._before)
 
     @contextmanager
     def ends_block(self) -> Iterator[None]:
@@ -54,12 +59,13 @@ class Interrupts:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.asked:
+            if number == signal.SIGHUP:
+                return
             try:
                 self._last_words()
             finally:
                 os._exit(130)
-        if number == signal.SIGTERM:
-            self.by, self.status = "asked to stop", "stopped"
+        self.by, self.status = _MEANINGS[signal.Signals(number)]
         self.asked = True
         # On a separate thread: the interrupted main thread may hold a lock that this waits for.
         threading.Thread(target=self._notify, name="interrupted").start()
@@ -111,9 +117,19 @@ def unhurried() -> Iterator[None]:
 
 @contextmanager
 def _handled_by(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
-    before = {number: signal.signal(number, handler) for number in numbers}
+    before = _set_handlers(handler, *numbers)
     try:
         yield
     finally:
-        for number, previous in before.items():
-            signal.signal(number, previous)
+        _put_back(before)
+
+
+def _set_handlers(handler: Any, *numbers: signal.Signals) -> dict[signal.Signals, Any]:
+    """Set the handler of the signals, and return the handlers before. A SIGHUP that is ignored is left out."""
+    heard = [each for each in numbers if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]
+    return {number: signal.signal(number, handler) for number in heard}
+
+
+def _put_back(handlers: Mapping[signal.Signals, Any]) -> None:
+    for number, handler in handlers.items():
+        signal.signal(number, handler)

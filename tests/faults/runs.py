@@ -1,10 +1,15 @@
 """Real runs of the real program, to be hurt: started as a user starts them, watched through their files."""
 
+import fcntl
 import json
 import os
+import pty
+import select
 import signal
 import subprocess
 import sys
+import termios
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,7 +31,10 @@ RUNS: list["Run"] = []
 
 
 class Run:
-    """One attempt of a run in `folder/runs/NAME`. within: a command that becomes the one it is given."""
+    """One attempt of a run in `folder/runs/NAME`. within: a command that becomes the one it is given.
+
+    terminal: give it a terminal of its own, with the dashboard, for `hang_up`.
+    """
 
     def __init__(
         self,
@@ -36,6 +44,7 @@ class Run:
         resume: bool = False,
         kind: str = "grpo",
         within: Sequence[str] = (),
+        terminal: bool = False,
     ) -> None:
         self.path = folder / "runs" / name
         command = [*within, sys.executable, "-m", "rlctl.cli.main", "train", kind]
@@ -45,9 +54,17 @@ class Run:
             command += [f"run.dir={folder / 'runs'}", f"run.name={name}", *SETTINGS[kind], *settings]
         self._before = len(self.events())
         self.output = folder / f"{name}-{time.monotonic_ns()}.out"
+        self._terminal = Terminal(self.output) if terminal else None
         with self.output.open("w") as output:
             # A new session, as a terminal gives: signals go to the whole group.
-            self.process = subprocess.Popen(command, stdout=output, stderr=output, cwd=folder, start_new_session=True)
+            self.process = subprocess.Popen(
+                command,
+                stdout=self._terminal.inner if self._terminal else output,
+                stderr=self._terminal.inner if self._terminal else output,
+                cwd=folder,
+                start_new_session=True,
+                preexec_fn=self._terminal.control if self._terminal else None,
+            )
         RUNS.append(self)
 
     def events(self) -> list[dict[str, Any]]:
@@ -89,6 +106,15 @@ class Run:
         """Ctrl-C, as a terminal sends it."""
         os.killpg(self.process.pid, signal.SIGINT)
 
+    def terminate(self) -> None:
+        """Send SIGTERM to the driver, as schedulers and `rlctl runs stop` do."""
+        self.process.terminate()
+
+    def hang_up(self) -> None:
+        """Close the terminal: the kernel sends SIGHUP to the whole group."""
+        assert self._terminal
+        self._terminal.close()
+
     def kill(self) -> list[psutil.Process]:
         """kill -9 of the driver alone; returns the processes that it had started."""
         family = psutil.Process(self.process.pid).children(recursive=True)
@@ -112,6 +138,34 @@ class Run:
 
     def text(self) -> str:
         return self.output.read_text()
+
+
+class Terminal:
+    """A terminal of 120 columns, whose output goes to a file until it is closed."""
+
+    def __init__(self, output: Path) -> None:
+        # inner: the descriptor of the program's side.
+        self._outer, self.inner = pty.openpty()
+        termios.tcsetwinsize(self.inner, (40, 120))
+        self._output, self._closed = output, threading.Event()
+        self._thread = threading.Thread(target=self._copy, daemon=True)
+        self._thread.start()
+
+    def control(self) -> None:
+        """Make it the terminal of the calling process, which leads a session."""
+        fcntl.ioctl(self.inner, termios.TIOCSCTTY, 0)
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join()
+        os.close(self.inner)
+        os.close(self._outer)
+
+    def _copy(self) -> None:
+        while not self._closed.is_set():
+            if select.select([self._outer], [], [], 0.05)[0]:
+                with self._output.open("ab") as output:
+                    output.write(os.read(self._outer, 1 << 16))
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -34,13 +34,13 @@ def test_a_killed_worker_and_a_killed_driver(tmp_path: Path) -> None:
     assert survivors(run.kill()) == []
 
 
-@pytest.mark.long  # combination: Ctrl-C through a graph
+@pytest.mark.long  # combination: a closed terminal, the dashboard, a graph
 @pytest.mark.slow
-def test_an_interrupt_saves_and_ends_without_noise(tmp_path: Path) -> None:
-    run = Run(tmp_path, "graph", "sft.num_steps=100000", *COMPILED, kind="sft")
+def test_a_closed_terminal_saves_and_ends_without_noise(tmp_path: Path) -> None:
+    run = Run(tmp_path, "graph", "sft.num_steps=100000", *COMPILED, kind="sft", terminal=True)
     run.wait_for_step(3)
     family = psutil.Process(run.process.pid).children(recursive=True)
-    run.interrupt()
+    run.hang_up()
     assert run.end() == 130
     assert survivors(family) == []
     assert "Traceback" not in run.text()

@@ -1,6 +1,7 @@
-"""Ctrl-C before there is anything to save; during steps: test_resume.py."""
+"""A signal before there is anything to save; during steps: test_resume.py and test_compiled.py."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -15,23 +16,26 @@ PROMPT_S = 10.0
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("part", "wait_s"),
+    ("part", "wait_s", "end"),
     [
-        ("ray", 0.0),
+        ("ray", 0.0, Run.hang_up),
         # Some of Ray's processes are there.
-        pytest.param("ray", 2.0, marks=pytest.mark.long),  # variant: the moment
-        pytest.param("trainer", 0.0, marks=pytest.mark.long),  # variant: the moment
-        pytest.param("generator", 0.0, marks=pytest.mark.long),  # variant: the moment
-        pytest.param("probe", 0.0, marks=pytest.mark.long),  # variant: the moment
+        pytest.param("ray", 2.0, Run.interrupt, marks=pytest.mark.long),  # variant: the moment
+        pytest.param("ray", 1.0, Run.terminate, marks=pytest.mark.long),  # variant: the signal
+        pytest.param("trainer", 0.0, Run.hang_up, marks=pytest.mark.long),  # variant: the moment
+        pytest.param("generator", 0.0, Run.interrupt, marks=pytest.mark.long),  # variant: the moment
+        pytest.param("probe", 0.0, Run.terminate, marks=pytest.mark.long),  # variant: the moment
     ],
 )
-def test_the_first_ends_a_start_at_once_and_no_process_is_left(tmp_path: Path, part: str, wait_s: float) -> None:
+def test_the_first_ends_a_start_at_once_and_no_process_is_left(
+    tmp_path: Path, part: str, wait_s: float, end: Callable[[Run], None]
+) -> None:
     before = {each.path for each in leftovers()}
-    run = Run(tmp_path, "early", "grpo.num_steps=100000")
+    run = Run(tmp_path, "early", "grpo.num_steps=100000", terminal=end is Run.hang_up)
     run.wait_for_event("startup", what=part)
     time.sleep(wait_s)
     family, begin = psutil.Process(run.process.pid).children(recursive=True), time.monotonic()
-    run.interrupt()
+    end(run)
     assert run.end() == 130
     assert time.monotonic() - begin < PROMPT_S
     # The reaper of the run waits for nothing: there is nothing to remove.
@@ -40,5 +44,7 @@ def test_the_first_ends_a_start_at_once_and_no_process_is_left(tmp_path: Path, p
     ended = [event["what"] for event in run.events() if event["kind"] == "startup" and "seconds" in event]
     # Ray may be there after two seconds, and its part be over.
     assert part not in ended or wait_s
-    assert run.steps() == [] and run.events()[-1]["kind"] == "run_ended"
+    ended_by = run.events()[-1]
+    assert run.steps() == [] and ended_by["kind"] == "run_ended"
+    assert ended_by["status"] == ("interrupted" if end is Run.interrupt else "stopped")
     assert "Traceback" not in run.text()

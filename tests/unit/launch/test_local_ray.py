@@ -1,6 +1,8 @@
 """A private Ray: its processes are watched, a slow start is explained, and private methods may be missing."""
 
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -14,8 +16,10 @@ import pytest
 
 from rlctl.launch import local_ray as module
 from rlctl.launch.local_ray import _NEEDED, _UNUSED, RayTooSlow, _watched, _without_unused, local_ray, ray_session
+from rlctl.run.interrupts import Interrupts
 
 import ray  # isort: skip (Ray reads rlctl's settings at its import)
+from ray import _private  # isort: skip
 from tests.waiting import until
 
 
@@ -103,3 +107,24 @@ def test_a_ray_without_its_private_switch_of_loopback_starts(
     with ray_session(tmp_path, loopback=True):
         assert getattr(ray_constants, "ENABLE_RAY_CLUSTER", None) == (None if gone == "the switch" else own)
     assert seen == [{"nothing": False, "the switch": None, "the module": own}[gone], "shut down"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_ray_starts_reaches_the_runs_own_handler(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocked = []
+
+    def init(**options: Any) -> None:
+        # As ray.init begins.
+        _private.utils.set_sigterm_handler(lambda number, frame: pytest.fail("Ray's handler was called"))
+        os.kill(os.getpid(), number)
+        program = "import signal; print(*signal.pthread_sigmask(signal.SIG_BLOCK, []))"
+        blocked.append(subprocess.check_output([sys.executable, "-c", program], text=True).split())
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    with Interrupts(lambda: None) as interrupts:
+        with ray_session(tmp_path):
+            assert interrupts.asked
+        assert blocked == [[str(int(signal.SIGHUP))]]

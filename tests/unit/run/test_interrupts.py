@@ -7,18 +7,23 @@ import socket
 import subprocess
 import sys
 import threading
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlctl.run.interrupts import Interrupts, NotStopped, stop_driver
+from rlctl.run.interrupts import Interrupts, NotStopped, stop_driver, stop_signals, unhurried
 
 
 @pytest.mark.parametrize(
     ("number", "by", "status"),
-    [(signal.SIGINT, "Ctrl-C", "interrupted"), (signal.SIGTERM, "asked to stop", "stopped")],
+    [
+        (signal.SIGINT, "Ctrl-C", "interrupted"),
+        (signal.SIGTERM, "asked to stop", "stopped"),
+        (signal.SIGHUP, "the terminal was closed", "stopped"),
+    ],
 )
 def test_ctrl_c_interrupts_and_a_request_stops(number: signal.Signals, by: str, status: str) -> None:
     before, told = signal.getsignal(number), threading.Event()
@@ -26,11 +31,13 @@ def test_ctrl_c_interrupts_and_a_request_stops(number: signal.Signals, by: str, 
         assert not interrupts.asked
         os.kill(os.getpid(), number)
         assert told.wait(300)
+        # The kernel and the shell may each tell a closed terminal: only the others end the run at once.
+        os.kill(os.getpid(), signal.SIGHUP)
         assert (interrupts.asked, interrupts.by, interrupts.status) == (True, by, status)
     assert signal.getsignal(number) is before
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_first_signal_ends_a_block_with_nothing_to_save(number: signal.Signals) -> None:
     with Interrupts(lambda: None) as interrupts:
         with interrupts.ends_block():
@@ -42,6 +49,18 @@ def test_the_first_signal_ends_a_block_with_nothing_to_save(number: signal.Signa
         # A second attempt of the start is none.
         with pytest.raises(KeyboardInterrupt), interrupts.ends_block():
             pytest.fail("the block was entered")
+
+
+@pytest.mark.parametrize("handled", [lambda: Interrupts(pytest.fail), stop_signals, unhurried])
+def test_a_hangup_that_is_ignored_stays_ignored(handled: Callable[[], AbstractContextManager[object]]) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with handled():
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_outside_such_a_block_a_signal_only_asks() -> None:
