@@ -7,6 +7,8 @@ first of a list. A column whose own name has a dot comes first.
 from collections.abc import Mapping
 from typing import Any
 
+from rlctl.config.data_schema import DatasetSection
+
 # Names of a chat's roles in ShareGPT's convention.
 SHAREGPT_ROLES = {
     "human": "user",
@@ -19,6 +21,17 @@ SHAREGPT_ROLES = {
     "function_response": "tool",
     "observation": "tool",
 }
+
+
+# Columns of JSON schemas of functions, the first that holds some is shown to the model; others' names for `tools`.
+TOOL_COLUMNS = ("tools", "tool_defs", "functions")
+# Column of arguments of the chat template.
+TEMPLATE_ARGUMENTS = "chat_template_kwargs"
+
+
+def chat_columns(section: DatasetSection) -> tuple[str, ...]:
+    """Return the columns of which rlctl makes a chat: messages, tools, and arguments of the template."""
+    return (section.messages_key, section.prompt_key, section.answer_key, *TOOL_COLUMNS, TEMPLATE_ARGUMENTS)
 
 
 def value_at(values: Mapping[str, Any], key: str) -> Any:

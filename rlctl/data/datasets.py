@@ -12,7 +12,17 @@ from typing import Any, Protocol
 from rlctl.config.data_schema import DatasetSection
 from rlctl.config.errors import first_line
 from rlctl.config.plugins import ROW_GENERATORS
-from rlctl.data.files import FILE_SUFFIXES, DataError, Read, files_of, is_file_of_rows, read_file
+from rlctl.data.columns import chat_columns
+from rlctl.data.files import (
+    ARROW_BATCH,
+    FILE_SUFFIXES,
+    DataError,
+    Read,
+    arrow_rows,
+    files_of,
+    is_file_of_rows,
+    read_file,
+)
 from rlctl.utils.user_code import load_object
 
 
@@ -79,9 +89,9 @@ def _read(section: DatasetSection) -> Read:
         generator, dataset = made
         read = generator.read(dataset, section.args, section.limit if split == "train" else None)
     elif len(files) == 1 and isinstance(path, str) and not is_file_of_rows(files[0]):
-        return _read_saved(path, split) if _is_saved(Path(path)) else _read_hub(path, split)
+        return _read_saved(section, path) if _is_saved(Path(path)) else _read_hub(section, path)
     else:
-        read = chain.from_iterable(map(read_file, files))
+        read = chain.from_iterable(read_file(file, chat_columns(section)) for file in files)
     if split == "train":
         return read
     rows = list(read)
@@ -107,7 +117,7 @@ def _is_saved(folder: Path) -> bool:
     return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
 
 
-def _read_saved(path: str, split: str) -> Read:
+def _read_saved(section: DatasetSection, path: str) -> Read:
     import datasets
 
     try:
@@ -116,23 +126,29 @@ def _read_saved(path: str, split: str) -> Read:
         raise DataError(f"{path}: not what save_to_disk writes: {first_line(error)}") from error
     parts = dict(loaded) if isinstance(loaded, dict) else {"train": loaded}
     needed = f"it has {', '.join(parts)}, each whole or as train[:90%]"
-    chosen = _rows_of(split, {name: len(rows) for name, rows in parts.items()}, path, needed)
-    return _numbered(((name, parts[name].select(numbers)) for name, numbers in chosen.items() if numbers), path)
+    chosen = _rows_of(section.split, {name: len(rows) for name, rows in parts.items()}, path, needed)
+    loaded_rows = ((name, parts[name].select(numbers)) for name, numbers in chosen.items() if numbers)
+    return _loaded(loaded_rows, section, path)
 
 
-def _numbered(parts: Iterator[tuple[str, Any]], path: str) -> Read:
+def _loaded(parts: Iterator[tuple[str, Any]], section: DatasetSection, path: str) -> Read:
+    """Yield the rows of loaded data sets, by split. Pictures and sounds stay bytes."""
+    columns = chat_columns(section)
     for name, rows in parts:
-        for number, row in enumerate(rows, 1):
-            yield f"{path}[{name}]:{number}", row
+        first = 1
+        for table in rows.with_format("arrow").iter(ARROW_BATCH):
+            yield from arrow_rows(table, f"{path}[{name}]", first, columns)
+            first += table.num_rows
 
 
-def _read_hub(path: str, split: str) -> Read:
+def _read_hub(section: DatasetSection, path: str) -> Read:
     import datasets
 
+    split = section.split
     name, _, configuration = path.partition(":")
     try:
         rows = datasets.load_dataset(name, configuration or None, split=split)
     except Exception as error:  # the hub's errors have no common class; every one ends the run with its line
         files = ", ".join(FILE_SUFFIXES)
         raise DataError(f"{path} is no file ({files}) and no hub dataset: {first_line(error)}") from error
-    return _numbered(iter([(split, rows)]), path)
+    return _loaded(iter([(split, rows)]), section, path)

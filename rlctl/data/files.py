@@ -7,7 +7,8 @@ import json
 import re
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from glob import glob, has_magic
 from os.path import isfile
 from typing import Any
@@ -16,8 +17,11 @@ from rlctl.config.errors import UserError, first_line
 
 # Levels of nesting in a row. Rows are pickled and written as JSON on their way through a run; both recurse.
 MAX_DEPTH = 100
-# Rows of Parquet that are read at a time.
-_BATCH = 4096
+# Rows of Arrow that are read at a time.
+ARROW_BATCH = 4096
+# Types of Arrow below which a value may not be as it was written.
+_JSON_TYPE = "arrow.json"
+_NESTED = re.compile(rf"struct<|map<|{re.escape(_JSON_TYPE)}")
 # Longest cell of a CSV file, in characters.
 _LONGEST_CELL = 1 << 30
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -47,14 +51,14 @@ def files_of(path: str | Sequence[str]) -> list[str]:
     return found
 
 
-def read_file(path: str) -> Read:
-    """Yield the rows of a file with their places. Raises DataError."""
+def read_file(path: str, chat_columns: Collection[str] = ()) -> Read:
+    """Yield the rows of a file with their places. chat_columns: as of `arrow_rows`. Raises DataError."""
     if not isfile(path):
         raise DataError(f"{path}: no such file")
     suffix = next((each for each in FILE_SUFFIXES if path.endswith(each)), None)
     if suffix is None:
         raise DataError(f"{path}: must be a file in {', '.join(FILE_SUFFIXES)}")
-    return _READERS[suffix](path)
+    return _read_parquet(path, chat_columns) if suffix == _PARQUET else _READERS[suffix](path)
 
 
 def first_row(path: str) -> tuple[str, dict[str, Any]]:
@@ -168,13 +172,13 @@ def _read_csv(path: str) -> Read:
         raise DataError(f"{path}: not CSV in UTF-8: {first_line(error)}") from error
 
 
-def _read_parquet(path: str) -> Read:
+def _read_parquet(path: str, chat_columns: Collection[str]) -> Read:
     import pyarrow
     import pyarrow.parquet
 
     broken = (pyarrow.ArrowException, OSError)
     try:
-        batches = pyarrow.parquet.ParquetFile(path, page_checksum_verification=True).iter_batches(_BATCH)
+        batches = pyarrow.parquet.ParquetFile(path, page_checksum_verification=True).iter_batches(ARROW_BATCH)
     except broken as error:
         raise DataError(f"{path}: not Parquet: {first_line(error)}") from error
     number = 1
@@ -185,39 +189,76 @@ def _read_parquet(path: str) -> Read:
             raise DataError(f"{path}:{number}: rows from this one on cannot be read: {first_line(error)}") from error
         if batch is None:
             return
-        for row in _arrow_rows(batch, path, number):
-            yield f"{path}:{number}", row
-            number += 1
+        yield from arrow_rows(batch, path, number, chat_columns)
+        number += batch.num_rows
 
 
-def _arrow_rows(batch: Any, path: str, first: int) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a batch as Python values; float32 as the shortest equal number: 0.1, not 0.1000000014..."""
+def arrow_rows(batch: Any, path: str, first: int, chat_columns: Collection[str]) -> Read:
+    """Yield the rows of a table of Arrow with their places. first: number of its first row. Raises DataError.
+
+    Arrow gives every struct of a column the keys of all of them, with nulls. In `chat_columns` (dotted names) a null of
+    a struct is therefore no key, at any depth; JSON text keeps its nulls, since an author wrote them. A column of JSON
+    is read. A float32 is the shortest equal number: 0.1, not 0.1000000014...
+    """
     import numpy as np
 
     narrow = [field.name for field in batch.schema if str(field.type) in ("float", "halffloat")]
+    nested = [field for field in batch.schema if _NESTED.search(str(field.type))]
     try:
-        rows = batch.to_pylist()
-    except (ValueError, OverflowError):  # Text that is no UTF-8, times that Python does not have.
+        rows = batch.to_pylist(maps_as_pydicts="strict")
+    except (ValueError, OverflowError, KeyError):  # Text not in UTF-8, times beyond Python, equal keys of a map.
         rows = (_arrow_row(batch, index, f"{path}:{first + index}") for index in range(batch.num_rows))
-    for row in rows:
+    for number, row in enumerate(rows, first):
         for name in narrow:
             if row[name] is not None:
                 row[name] = float(str(np.float32(row[name])))
-        yield row
+        for field in nested:
+            column = ArrowColumn(f"{path}:{number}", chat_columns)
+            row[field.name] = column.as_written(row[field.name], field.type, field.name)
+        yield f"{path}:{number}", row
 
 
 def _arrow_row(batch: Any, index: int, origin: str) -> dict[str, Any]:
     try:
-        return dict(batch.slice(index, 1).to_pylist()[0])
-    except (ValueError, OverflowError) as error:
+        return dict(batch.slice(index, 1).to_pylist(maps_as_pydicts="strict")[0])
+    except (ValueError, OverflowError, KeyError) as error:
         raise DataError(f"{origin}: cannot be read: {first_line(error)}") from error
 
 
+@dataclass(frozen=True)
+class ArrowColumn:
+    """A cell of a column of Arrow with structs or JSON."""
+
+    # Place of its row.
+    origin: str
+    chat_columns: Collection[str]
+
+    def as_written(self, value: Any, kind: Any, name: str, is_chat: bool = False) -> Any:
+        """Return a value of an Arrow type as its author wrote it. name: dotted. Raises DataError for bad JSON."""
+        is_chat = is_chat or name in self.chat_columns
+        if getattr(kind, "extension_name", "") == _JSON_TYPE and isinstance(value, str):
+            decoded, text = _json(value.encode(), self.origin)
+            return _checked({name: decoded}, text, self.origin)[name]
+        if isinstance(value, list) and hasattr(kind, "value_field"):
+            inner = kind.value_type
+            return [self.as_written(item, inner, f"{name}.{index}", is_chat) for index, item in enumerate(value)]
+        if not isinstance(value, dict):
+            return value
+        if hasattr(kind, "item_type"):
+            return {key: self.as_written(item, kind.item_type, f"{name}.{key}", is_chat) for key, item in value.items()}
+        written = {}
+        for field in kind:
+            item = value[field.name]
+            if item is not None or not is_chat:
+                written[field.name] = self.as_written(item, field.type, f"{name}.{field.name}", is_chat)
+        return written
+
+
+_PARQUET = ".parquet"
 _READERS: dict[str, Callable[[str], Read]] = {
     ".jsonl": _read_jsonl,
     ".jsonl.gz": _read_gzip,
     ".json": _read_json,
     ".csv": _read_csv,
-    ".parquet": _read_parquet,
 }
-FILE_SUFFIXES = tuple(_READERS)
+FILE_SUFFIXES = (*_READERS, _PARQUET)

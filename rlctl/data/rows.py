@@ -147,16 +147,10 @@ def _messages(row: Row, section: DatasetSection) -> Messages:
         key, messages = section.prompt_key, prompt
     if isinstance(messages, list):
         messages = [_of_sharegpt(message, row, number) for number, message in enumerate(messages, 1)]
-    whole = isinstance(messages, list) and all(isinstance(m, dict) and "role" in m and _says(m) for m in messages)
-    if not whole or not messages:
+    if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
         text = "; of JSON as text, write the list itself" if isinstance(messages, str) else ""
-        wrong = (
-            next((each for each in messages if not isinstance(each, dict)), None)
-            if isinstance(messages, list)
-            else messages
-        )
-        given = f", not {_shown(wrong)}" if wrong is not None else ""
-        raise DataError(f"{row.origin}: {key!r} must be a list of {{role, content}} or {{from, value}}{given}{text}")
+        needed = "must be a list of {role, content} or {from, value}"
+        raise DataError(f"{row.origin}: {key!r} {needed}{_misfit(messages)}{text}")
     return [_message(message, row, number) for number, message in enumerate(messages, 1)]
 
 
@@ -181,9 +175,22 @@ def _remedy(row: Row) -> str:
     return convention(row.values)
 
 
-def _says(message: dict[str, Any]) -> bool:
-    """Return True if the message has content, or calls tools, which needs none."""
-    return "content" in message or bool(message.get("tool_calls"))
+def _is_message(value: Any) -> bool:
+    """Return True for a message that has a role, and content or calls of tools, which need none."""
+    return isinstance(value, dict) and "role" in value and ("content" in value or bool(value.get("tool_calls")))
+
+
+def _misfit(messages: Any) -> str:
+    """Return what is no list of messages, or is no message in a list, for the end of an error."""
+    if not isinstance(messages, list):
+        return f", not {_shown(messages)}"
+    number, wrong = next(((n, each) for n, each in enumerate(messages, 1) if not _is_message(each)), (0, None))
+    if not number:
+        return ", not an empty list"
+    if not isinstance(wrong, dict):
+        return f", not {_shown(wrong)}"
+    absent = "content" if "role" in wrong else "role"
+    return f": message {number} has no {'value' if 'from' in wrong and absent == 'role' else absent}"
 
 
 def _with_calls(message: dict[str, Any], row: Row, number: int) -> dict[str, Any]:

@@ -68,6 +68,70 @@ def test_folders_of_save_to_disk_are_read_by_split(tmp_path: Path, section: Data
         read(str(tmp_path / "two"), section, split="dev")
 
 
+def call(name: str, arguments: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def tool(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
+    schema = {"type": "object", "properties": parameters, "required": [*parameters]}
+    return {"type": "function", "function": {"name": name, "parameters": schema}}
+
+
+ASK = {"role": "user", "content": "ask"}
+CHATS: list[dict[str, Any]] = [
+    {
+        "messages": [ASK, {"role": "assistant", "tool_calls": [call("weather", {"city": "Oslo"}), call("now", {})]}],
+        "tools": [tool("weather", {"city": {"type": "string"}}), tool("now", {})],
+    },
+    {
+        "messages": [{**ASK, "name": "Ann"}, {"role": "assistant", "tool_calls": [call("add", {"a": [1, None]})]}],
+        "tools": [tool("add", {"a": {"type": "array", "items": {"enum": ["x", None]}, "title": "A"}})],
+        "chat_template_kwargs": {"enable_thinking": False},
+        "extra": {"level": "easy"},
+    },
+    {
+        "messages": [ASK, {"role": "assistant", "tool_calls": [call("add", {"a": [3], "deep": {"b": [{"c": 2}]}})]}],
+        "tools": None,
+        "chat_template_kwargs": {"depth": 3},
+    },
+]
+
+
+@pytest.mark.parametrize("key", ["messages", "prompt", "given.prompt"])
+@pytest.mark.parametrize("written", ["parquet", "save_to_disk"])
+def test_nulls_that_arrow_fills_in_are_no_keys_of_chats_and_stay_in_other_columns(
+    tmp_path: Path, section: DatasetSection, written: str, key: str
+) -> None:
+    import datasets
+
+    chats = [{"tools": None, "chat_template_kwargs": None, "extra": None, **row} for row in CHATS]
+    for row in chats:
+        outer, _, inner = key.rpartition(".")
+        messages = row.pop("messages")
+        row |= {outer: {inner: messages, "split": None}} if outer else {key: messages}
+    path = tmp_path / f"chats.{written}"
+    rows = datasets.Dataset.from_list(chats)
+    rows.to_parquet(path) if written == "parquet" else rows.save_to_disk(path)
+    changed = {"messages_key": key} if key == "messages" else {"prompt_key": key}
+    found = [values for _, values in read(str(path), section, **changed)]
+    assert found == chats
+
+
+def test_a_null_that_an_author_wrote_is_a_value(tmp_path: Path, section: DatasetSection) -> None:
+    import datasets
+
+    call_of_null = call("add", {"a": None, "b": 1})
+    row = {"messages": [ASK, {"role": "assistant", "content": "", "tool_calls": [call_of_null]}]}
+    text = {"messages": [ASK, {"role": "assistant", "content": "", "tool_calls": [call("add", '{"a": null}')]}]}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
+    datasets.Dataset.from_list([text]).to_parquet(tmp_path / "text.parquet")
+    mixed = {"messages": [ASK, {"role": "assistant", "content": "", "tool_calls": [call("add", {"a": "x"})]}]}
+    # Types that Arrow cannot unify become columns of JSON.
+    datasets.Dataset.from_list([row, mixed], on_mixed_types="use_json").to_parquet(tmp_path / "json.parquet")
+    for name, expected in (("a.jsonl", [row]), ("text.parquet", [text]), ("json.parquet", [row, mixed])):
+        assert [values for _, values in read(str(tmp_path / name), section)] == expected
+
+
 @pytest.mark.parametrize(
     ("name", "content", "complaint"),
     [

@@ -92,6 +92,10 @@ def test_calls_in_openais_form_are_read_as_templates_want_them(section: DatasetS
     [
         ({"prompt": None, "answer": 3}, "column 'prompt' is null"),
         ({"messages": "[]"}, "not the text '[]'; of JSON as text, write the list itself"),
+        ({"messages": []}, "{from, value}, not an empty list"),
+        ({"messages": [{"role": "user", "content": "x"}, {"role": "user"}]}, "{from, value}: message 2 has no content"),
+        ({"messages": [{"content": "x"}]}, "{from, value}: message 1 has no role"),
+        ({"messages": [{"from": "human"}]}, "{from, value}: message 1 has no value"),
         ({"messages": [{"role": "bot", "content": "x"}]}, "and the last message is of bot, not assistant"),
     ],
 )
