@@ -26,7 +26,8 @@ _LORA_RANKS = (16, 32, 64, 128, 256, 320, 512)
 # Model types whose class in vLLM raises for every other activation.
 _SILU_ALONE = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 # Head sizes for which the attention kernels on a CPU are built, by version of vLLM: each size from 8 to 600 was tried
-# with `torch.ops._C.get_scheduler_metadata`. Another version is not judged.
+# with `torch.ops._C.get_scheduler_metadata`. Another version is not judged. vLLM's builds for AVX2 and for AVX-512 with
+# bfloat16 gave the same sizes; its third, for AVX-512 alone, has the symbols of the one for AVX2.
 CPU_HEAD_SIZES = {"0.32": (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)}
 _BFLOAT16 = "its gated delta layers run in bfloat16 alone, 1.09 from transformers, where 1.05 is the bound"
 # By version of vLLM and model_type: reason why an engine on a CPU cannot be trusted with a family. Numbers are means of
