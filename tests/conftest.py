@@ -50,13 +50,34 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler import LoadFileScheduling
 
     class BesideVllm(LoadFileScheduling):  # type: ignore[misc]
-        """The scheduler of --dist loadfile, with one group of several files."""
+        """The scheduler of --dist loadfile, with one group of several files. A lost process ends the suite.
+
+        xdist gives the rest of its file to a new process, with the test that it was lost in. Where this is the last
+        test of the last file, the new process waits without end for one that follows.
+        """
+
+        lost: str | None = None
+
+        @property
+        def tests_finished(self) -> bool:
+            # xdist asks after each event of its processes.
+            if self.lost:
+                raise pytest.Session.Interrupted(self.lost)
+            finished: bool = super().tests_finished
+            return finished
 
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
             return WITH_VLLM[0] if file.startswith(WITH_VLLM) else file
 
     return BesideVllm(config, log)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """Remember a lost process: the suite ends as soon as the test that it was lost in is failed by name."""
+    if error:
+        node.config.pluginmanager.getplugin("dsession").sched.lost = f"process {node.gateway.id} was lost: {error}"
 
 
 def pytest_collection() -> None:

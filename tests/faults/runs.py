@@ -1,5 +1,6 @@
 """Real runs of the real program, to be hurt: started as a user starts them, watched through their files."""
 
+import ctypes
 import fcntl
 import json
 import os
@@ -12,6 +13,7 @@ import termios
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,8 @@ SETTINGS = {
     "sft": (),
 }
 
+
+PR_SET_PDEATHSIG = 1
 
 # All attempts of this process.
 RUNS: list["Run"] = []
@@ -63,7 +67,7 @@ class Run:
                 stderr=self._terminal.inner if self._terminal else output,
                 cwd=folder,
                 start_new_session=True,
-                preexec_fn=self._terminal.control if self._terminal else None,
+                preexec_fn=partial(begin, self._terminal),
             )
         RUNS.append(self)
 
@@ -166,6 +170,13 @@ class Terminal:
             if select.select([self._outer], [], [], 0.05)[0]:
                 with self._output.open("ab") as output:
                     output.write(os.read(self._outer, 1 << 16))
+
+
+def begin(terminal: Terminal | None) -> None:
+    """Prepare a process that becomes a run. It ends with the thread that started it: an endless run would stay."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if terminal:
+        terminal.control()
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -161,7 +161,7 @@ def a_trainer_that_cannot_open_is_not_hidden_behind_engines_that_wait_for_it(sta
     with socket.create_server(("127.0.0.1", 0)) as taken, patch.object(Worker, "meeting_point") as place:
         place.return_value = taken.getsockname()
         with pytest.raises(WorkerError, match=r"trainer-0.*nobody could be met at 127\.0\.0\.1"):
-            stage.refit("broadcast", TIMEOUT)
+            stage.refit("broadcast", PATIENCE_S)
     # They wait, and sample no more until then.
-    assert time.monotonic() - begin < TIMEOUT
+    assert time.monotonic() - begin < PATIENCE_S
     assert same(stage.sample(0), before)

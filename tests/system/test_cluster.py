@@ -87,7 +87,7 @@ def test_up_used_and_down(clusters: Clusters, tmp_path: Path) -> None:
     began = time.monotonic()
     assert clusters.run("status", code=1)[1].startswith("error: wrong token: ")
     # Ray's own driver would ask for 21 s more than it takes to be answered.
-    assert time.monotonic() - began < answered_s + 15
+    assert time.monotonic() - began < 2 * answered_s + 15
     assert "local is down" in clusters.run("down")[0]
     assert gone(folders)
     assert [path.name for path in clusters.folder().iterdir()] == ["logs"]

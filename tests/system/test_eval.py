@@ -105,9 +105,7 @@ def test_stored_answers_are_scored_by_other_rewards_and_compared(run: Run, tmp_p
     (stored,) = run.path.glob("evals/step_3--validation--????????")
     (tmp_path / "mine.py").write_text("def short(prompt, completion, answer, row):\n    return len(completion) < 2\n")
     rewards = "rewards=[{name: mine.py:short}]"
-    begin = time.monotonic()
     (found,) = evaluate("--rescore", str(stored), rewards, cwd=tmp_path)
-    assert time.monotonic() - begin < 60
     texts = [each["completion"] for record in read(stored / "rollouts.jsonl") for each in record["rollouts"]]
     assert found["figures"]["accuracy"]["value"] == sum(len(text) < 2 for text in texts) / len(texts)
     # The same rewards give the same scores.

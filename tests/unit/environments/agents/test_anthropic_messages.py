@@ -26,7 +26,7 @@ def client() -> Any:
     """Return a client. Its import takes 1.3 s, so that only the process of these tests makes it."""
     from anthropic import Anthropic
 
-    return Anthropic(base_url="http://unused", api_key="unused", timeout=20)
+    return Anthropic(base_url="http://unused", api_key="unused", timeout=300)
 
 
 def messages_of(served: Served, **more: Any) -> "Messages":

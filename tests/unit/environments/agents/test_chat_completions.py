@@ -10,7 +10,7 @@ import pytest
 from tests.unit.environments.agents.served import ADD, END, Served, call, script
 
 Serve = Callable[..., Served]
-CLIENT = openai.OpenAI(base_url="http://unused", api_key="unused", max_retries=2, timeout=20)
+CLIENT = openai.OpenAI(base_url="http://unused", api_key="unused", max_retries=2, timeout=300)
 
 
 def client_of(served: Served) -> openai.OpenAI:

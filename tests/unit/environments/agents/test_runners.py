@@ -30,7 +30,7 @@ def test_coroutines_share_a_loop_since_clients_of_asyncio_belong_to_one() -> Non
         return id(asyncio.get_running_loop())
 
     outcomes = [started(loop_of)[1] for _ in range(3)]
-    assert len({each.get(timeout=20) for each in outcomes}) == 1
+    assert len({each.get(timeout=300) for each in outcomes}) == 1
 
 
 def test_a_coroutine_is_cancelled_when_its_session_is_closed() -> None:
@@ -43,7 +43,7 @@ def test_a_coroutine_is_cancelled_when_its_session_is_closed() -> None:
     stop, outcomes = started(waits)
     assert begun.wait(20)
     stop()
-    outcome = outcomes.get(timeout=20)
+    outcome = outcomes.get(timeout=300)
     assert isinstance(outcome, EnvironmentFailure) and "waits raised CancelledError" in outcome.cause
 
 
@@ -54,5 +54,5 @@ def test_a_coroutine_that_blocks_the_others_is_told_once(monkeypatch: pytest.Mon
     async def ends(task: AgentTask, base_url: str, api_key: str) -> float:
         return 1.0
 
-    assert [started(ends)[1].get(timeout=20) for _ in range(3)] == [1.0] * 3
+    assert [started(ends)[1].get(timeout=300) for _ in range(3)] == [1.0] * 3
     assert capfd.readouterr().err.count("write `def run`") == 1

@@ -24,7 +24,7 @@ def post(
 ) -> tuple[int, Any]:
     """Send a request without an SDK."""
     parts = urlsplit(served.url)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=20)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=300)
     given = {"Authorization": f"Bearer {served.key if key is None else key}", **dict(headers)}
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     connection.request("POST", parts.path + path, raw, given)

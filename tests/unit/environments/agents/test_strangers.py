@@ -33,7 +33,7 @@ Serve = Callable[..., Served]
 @contextmanager
 def connected(served: Served) -> Iterator[socket.socket]:
     parts = urlsplit(served.url)
-    with socket.create_connection((parts.hostname, parts.port), timeout=20) as one:
+    with socket.create_connection((parts.hostname, parts.port), timeout=300) as one:
         yield one
 
 
@@ -91,7 +91,7 @@ def test_a_session_may_be_slow_between_its_requests(serve: Serve, monkeypatch: p
     monkeypatch.setattr(connections, "_MOMENT_S", 0.0)
     served = serve(script(f"4{END}", f"5{END}"))
     parts = urlsplit(served.url)
-    one = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=20)
+    one = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=300)
     for pause in (0.6, 0.0):
         raw = json.dumps({"messages": [USER]})
         one.request("POST", parts.path + "/chat/completions", raw, {"Authorization": f"Bearer {served.key}"})
@@ -232,7 +232,7 @@ os.setuid(int(sys.argv[1]))
 def asked(**headers):
     request = urllib.request.Request(sys.argv[2] + "/chat/completions", b'{"messages": []}', headers)
     try:
-        return urllib.request.urlopen(request, timeout=20).status
+        return urllib.request.urlopen(request, timeout=300).status
     except urllib.error.HTTPError as error:
         return error.code
 
@@ -293,7 +293,7 @@ def test_no_body_is_an_error_of_the_server(serve: Serve, path: str, capfd: Any) 
         return {"role": role, "content": value(2), **({draw.choice(KEYS): value(3)} if draw.random() < 0.5 else {})}
 
     parts = urlsplit(served.url)
-    one = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=20)
+    one = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=300)
     statuses = set()
     for _ in range(300):
         body = {draw.choice(KEYS): value(3) for _ in range(draw.randint(0, 4))}
