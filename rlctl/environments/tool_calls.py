@@ -22,6 +22,7 @@ from rlctl.environments.tool_formats import (
     ToolCall,
     shown,
 )
+from rlctl.environments.tool_values import properties_of
 from rlctl.utils.user_code import MAX_LEVELS, is_too_deep
 
 # Calls of a turn, and characters of one call's arguments and name. A call beyond a bound is answered, and not made.
@@ -49,7 +50,7 @@ def parse_tool_calls(text: str, format: str, tools: list[dict[str, Any]]) -> Par
 
     format: a key of `PARSERS`. tools: schemas of the tools, as `tool_schema` makes them.
     """
-    parameters = {each["function"]["name"]: each["function"]["parameters"]["properties"] for each in tools}
+    parameters = {tool["function"]["name"]: properties_of(tool) for tool in tools}
     said = _without_thinking(text, PARSERS[format], parameters)
     found = PARSERS[format](said, parameters)
     starts, ends = [each.start for each in found], [each.end for each in found]
@@ -64,7 +65,7 @@ def parse_tool_calls(text: str, format: str, tools: list[dict[str, Any]]) -> Par
 
 def split_turn(text: str, format: str | None, tools: list[dict[str, Any]]) -> ParsedMessage:
     """Return the calls of a turn, its text around them, and its thinking apart. format: None: no text is a call."""
-    parameters = {each["function"]["name"]: each["function"]["parameters"]["properties"] for each in tools}
+    parameters = {tool["function"]["name"]: properties_of(tool) for tool in tools}
     said = _without_thinking(text, PARSERS[format] if format else _no_calls, parameters)
     at = text.rfind(said) if said else len(text)
     thought = _THINKING.sub("", text[:at]).strip() if said != text else ""

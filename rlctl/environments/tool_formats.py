@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from rlctl.environments.tool_values import Properties, convert_arguments
 from rlctl.utils.user_code import MAX_LEVELS
 
 _DECODER = json.JSONDecoder()
@@ -40,8 +41,8 @@ class FoundCall:
     end: int
 
 
-# Names of tools -> schemas of their parameters. Formats without types read values by this schema.
-Parameters = dict[str, dict[str, Any]]
+# Schemas of the parameters of each tool, by its name. Formats that convert values read them.
+Parameters = dict[str, Properties]
 Parser = Callable[[str, Parameters], list[FoundCall]]
 
 
@@ -115,35 +116,52 @@ def _llama3(text: str, parameters: Parameters) -> list[FoundCall]:
 
 
 # Possessive: a turn of blanks alone would cost the cube of its length to go back through.
+_MISTRAL_MARK = re.compile(r"\[TOOL_CALLS\](?:\s*+\[TOOL_CALLS\])*+\s*+")
 _MISTRAL_HEAD = re.compile(r"([^\[\]{}]*+)(?:\[CALL_ID\][^\[\]{}]*+)?(?:\[ARGS\]\s*+)?(?=\{)")
 
 
 def _mistral(text: str, parameters: Parameters) -> list[FoundCall]:
     """Find `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, and `[TOOL_CALLS]name[CALL_ID]id[ARGS]{...}`.
 
-    The id and the mark before the arguments may be left out.
+    The id and the mark before the arguments may be left out. The values behind a name are converted by its schema. A
+    list may follow words that are no list, and marks behind it are none.
     """
     found: list[FoundCall] = []
-    mark, at = "[TOOL_CALLS]", 0
-    while (start := text.find(mark, at)) >= 0:
-        begin = start + len(mark)
-        head = _MISTRAL_HEAD.match(text, begin)
+    mark = _MISTRAL_MARK.search(text)
+    while mark:
+        following = _MISTRAL_MARK.search(text, mark.end())
+        head = _MISTRAL_HEAD.match(text, mark.end())
         name = head[1].strip() if head else ""
-        listed = not name
-        while listed and begin < len(text) and text[begin].isspace():
-            begin += 1
-        value, end = _json(text, begin if listed or head is None else head.end())
+        value, end = _json(text, head.end() if head and name else mark.end())
+        if isinstance(value, MalformedCall) and not name:
+            segment_end = following.start() if following else len(text)
+            value, end = _bracketed(text, mark.end(), segment_end) or (value, segment_end)
         if isinstance(value, MalformedCall):
-            at = text.find(mark, begin)
-            at = len(text) if at < 0 else at
-            found.append(FoundCall(value, start, at))
+            found.append(FoundCall(value, mark.start(), following.start() if following else len(text)))
+            mark = following
             continue
-        named = value if listed else {"name": name, "arguments": value}
-        for each in named if isinstance(named, list) else [named]:
-            found.append(FoundCall(_checked(each, "arguments"), max(start, at), end))
-            at = end
-        at = end
+        if name and isinstance(value, dict):
+            value = {"name": name, "arguments": convert_arguments(value, parameters.get(name, {}))}
+        begin = mark.start()
+        for call in value if isinstance(value, list) else [value]:
+            found.append(FoundCall(_checked(call, "arguments"), begin, end))
+            begin = end
+        is_list = isinstance(value, list) or (not name and "name" in value)
+        # Marks within the value are none.
+        mark = None if is_list else _MISTRAL_MARK.search(text, end)
     return found
+
+
+def _bracketed(text: str, begin: int, end: int) -> tuple[Any, int] | None:
+    """Return the JSON list of objects between two positions, and the position after it; None if there is none."""
+    opening = text.find("[{", begin, end)
+    closing = text.rfind("}]", begin, end) + len("}]")
+    if opening < 0 or closing <= opening:
+        return None
+    try:
+        return json.loads(text[opening:closing]), closing
+    except (ValueError, RecursionError):
+        return None
 
 
 _CODER_MARK = re.compile(r"<tool_call>\s*(?:<function=)?|<function=")
@@ -177,15 +195,16 @@ def _coder_call(text: str, at: int, known: Parameters, *, opened: bool) -> tuple
     name = re.compile(r"[^<>\n]+>").match(text, at) if opened else None
     if name is None:
         return MalformedCall("not <function=NAME><parameter=KEY>value</parameter></function>"), at
-    call, at = ToolCall(name[0][:-1].strip(), {}), name.end()
-    schemas = known.get(call.name, {})
+    call = ToolCall(name[0][:-1].strip(), {})
+    at = name.end()
     while True:
         while text[at : at + 1].isspace():
             at += 1
         if text.startswith("</function>", at):
-            return call, at + len("</function>")
+            at += len("</function>")
+            break
         if _CODER_END.match(text, at):
-            return call, at
+            break
         key = re.compile(r"<parameter=([^>\n]+)>").match(text, at)
         closed = _VALUE_END.search(text, key.end()) if key else None
         if key is None or closed is None:
@@ -193,25 +212,9 @@ def _coder_call(text: str, at: int, known: Parameters, *, opened: bool) -> tuple
             what = f"{shown(rest)} is no <parameter=KEY>value</parameter>" if rest else "without </function>"
             return MalformedCall(what), at
         value = text[key.end() : closed.start()].removeprefix("\n").removesuffix("\n")
-        call.arguments[key[1].strip()] = _value(value, schemas.get(key[1].strip(), {}))
+        call.arguments[key[1].strip()] = value
         at = closed.end()
-
-
-def _value(text: str, schema: dict[str, Any]) -> Any:
-    """Return the value of an untyped text; the text itself where it is no value of the schema's type."""
-    wanted = schema.get("type")
-    if schema.get("nullable") and text.strip() in ("null", "None"):
-        return None
-    if wanted == "string" or not schema:
-        return text
-    if wanted == "boolean" and text.strip() in ("True", "False"):
-        return text.strip() == "True"
-    try:
-        value = json.loads(text, parse_constant=_refuse)
-        json.dumps(value, allow_nan=False)
-    except (ValueError, RecursionError):
-        return text
-    return value
+    return ToolCall(call.name, convert_arguments(call.arguments, known.get(call.name, {}))), at
 
 
 # A call in words, as the model is told: marks in them would be text, and no tokens of the model's.
@@ -253,7 +256,8 @@ def _json(text: str, at: int) -> tuple[Any, int]:
 def _checked(value: Any, key: str) -> Call:
     if not isinstance(value, dict):
         return MalformedCall(f"not a JSON object: {shown(json.dumps(value))}")
-    name, arguments = value.get("name"), value.get(key, value.get("arguments", value.get("parameters", {})))
+    name = value.get("name")
+    arguments = value.get("arguments", value.get("parameters", {}))
     if not isinstance(name, str) or not name:
         return MalformedCall(f'no name: a call is {{"name": ..., "{key}": {{...}}}}')
     if isinstance(arguments, str):  # JSON within JSON, as the OpenAI API has it
@@ -264,10 +268,6 @@ def _checked(value: Any, key: str) -> Call:
     if not isinstance(arguments, dict):
         return MalformedCall(f"{key} of {shown(name)} must be a JSON object")
     return ToolCall(name, arguments)
-
-
-def _refuse(constant: str) -> Any:
-    raise ValueError(constant)
 
 
 def _not_json(error: Exception, start: int = 0) -> str:

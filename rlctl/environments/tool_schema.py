@@ -131,6 +131,8 @@ def _parameter(name: str, hint: Any, described: dict[str, str]) -> Schema:
     if choices := _CHOICES.search(text):
         try:
             listed = json.loads(choices[1])
+            if not isinstance(listed, list):
+                raise ValueError(f"it is {choices[1]}")
         except ValueError as error:
             raise SchemaError(f"parameter {name}: (choices: ...) must be a JSON list: {error}") from error
         schema["enum"] = [each.strip() if isinstance(each, str) else each for each in listed]
@@ -153,6 +155,8 @@ def _type(hint: Any) -> Schema:
     if origin in (Union, types.UnionType):
         return _union(arguments)
     if origin is Literal:
+        if foreign := [each for each in arguments if type(each) not in _BASIC]:
+            raise TypeError(f"{foreign[0]!r} of {hint} has no JSON type: use text, numbers, True, False or None")
         names = list(dict.fromkeys(_BASIC[type(each)]["type"] for each in arguments))
         return {"type": names[0] if len(names) == 1 else names, "enum": list(arguments)}
     if origin is list:

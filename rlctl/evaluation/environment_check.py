@@ -27,6 +27,7 @@ from rlctl.environments.plain_chat import PLAIN_FORMAT, PlainChat
 from rlctl.environments.pool import EnvironmentPool, UnusableEnvironmentError
 from rlctl.environments.tool_formats import ToolCall
 from rlctl.environments.tool_schema import Schema
+from rlctl.environments.tool_values import listed, properties_of, schema_types
 from rlctl.evaluation.scripted_policy import AgentScript, ScriptedPolicy, TimedAction, TimedPool, call_text
 from rlctl.generation.requests import RolloutId
 from rlctl.rollout.players.agent import AgentPlayer, agent_notes
@@ -239,24 +240,23 @@ def scripted_calls(tools: Sequence[Schema], row: Mapping[str, Any], index: int) 
     """Return one call of each tool. index: of the episode; it varies the values."""
     calls = []
     for tool in tools:
-        parameters = tool["function"]["parameters"]["properties"]
-        values = {name: row.get(name, _value(schema, index)) for name, schema in parameters.items()}
+        values = {name: row.get(name, _value(schema, index)) for name, schema in properties_of(tool).items()}
         calls.append(ToolCall(tool["function"]["name"], values))
     return calls
 
 
-def _value(schema: Schema, index: int) -> Any:
-    """Return a value of a schema."""
-    if "enum" in schema:
-        return schema["enum"][index % len(schema["enum"])]
-    if "anyOf" in schema:
-        return _value(schema["anyOf"][0], index)
-    if "prefixItems" in schema:
-        return [_value(each, index) for each in schema["prefixItems"]]
-    if "items" in schema:
+def _value(schema: Any, index: int) -> Any:
+    """Return a value of a schema, which may be any JSON."""
+    if values := listed(schema, "enum"):
+        return values[index % len(values)]
+    if choices := listed(schema, "anyOf"):
+        return _value(choices[0], index)
+    if parts := listed(schema, "prefixItems"):
+        return [_value(part, index) for part in parts]
+    if isinstance(schema, dict) and "items" in schema:
         return [_value(schema["items"], index)]
-    kind = schema.get("type", "string")
-    return _VALUES[kind if isinstance(kind, str) else kind[0]][index % EPISODES]
+    kind = next((name for name in schema_types(schema) if name in _VALUES), "string")
+    return _VALUES[kind][index % EPISODES]
 
 
 def _play(

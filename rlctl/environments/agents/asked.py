@@ -14,6 +14,7 @@ from rlctl.environments.contract import Message
 from rlctl.environments.tool_schema import Schema
 from rlctl.utils.user_code import MAX_LEVELS, is_too_deep
 
+_MOST_DIGITS = 18
 # Sampling belongs to the run: its log-probs are of `generation`'s distribution.
 SAMPLING = (
     "temperature",
@@ -118,6 +119,11 @@ def text_of(content: Any, kinds: Collection[str] = ("text", "input_text", "outpu
             raise RefusedError(f"content must be text or parts of text; this policy reads no {kind}")
         texts.append(text)
     return "".join(texts)
+
+
+def whole_number(text: str) -> int | None:
+    """Return the number that a text of digits writes; None for other text, and for one of more than 18 digits."""
+    return int(text) if text.isdecimal() and len(text) <= _MOST_DIGITS else None
 
 
 def function_schema(function: Any) -> Schema:

@@ -20,7 +20,7 @@ from typing import Any, cast
 from aiohttp import web
 
 from rlctl.environments.agents import anthropic_messages, chat_completions, responses
-from rlctl.environments.agents.asked import AskedTurn, RefusedError
+from rlctl.environments.agents.asked import AskedTurn, RefusedError, whole_number
 from rlctl.environments.agents.connections import Connection, Connections
 from rlctl.environments.agents.history import ToolSets
 from rlctl.environments.agents.said import SaidTurn
@@ -113,9 +113,9 @@ class Endpoint:
             read = partial(self._read, api, body)
             if path.endswith("/count_tokens"):
                 return web.json_response({"input_tokens": session.count_tokens(read())})
-            retries = request.headers.get("x-stainless-retry-count", "0")
+            retries = whole_number(request.headers.get("x-stainless-retry-count", "")) or 0
             digest = blake2b(path.encode() + b" " + body, digest_size=16).digest()
-            flight = session.join(digest, int(retries) if retries.isdecimal() else 0, read)
+            flight = session.join(digest, retries, read)
             return await self._deliver(request, session, api, flight)
         except RefusedError as error:
             return web.json_response(api.error(error), status=error.status)

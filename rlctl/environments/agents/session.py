@@ -16,7 +16,7 @@ from typing import Any
 
 from rlctl.data.chat import Chat
 from rlctl.data.files import DataError
-from rlctl.environments.agents.asked import AskedTurn, RefusedError, checked_messages
+from rlctl.environments.agents.asked import AskedTurn, RefusedError, checked_messages, whole_number
 from rlctl.environments.agents.history import PlacedRequest, SessionHistory, ToolSets, said_message
 from rlctl.environments.agents.said import SaidTurn, say
 from rlctl.environments.contract import ContractError, Message, Reward, checked_reward
@@ -205,8 +205,8 @@ class AgentSession:
         """Return a request with all messages, of which the session may keep the first ones. Raises RefusedError."""
         if not asked.continues:
             return asked
-        number = asked.continues.removeprefix(f"{self.id}-")
-        said = self._known.get(int(number)) if number.isdecimal() else None
+        number = whole_number(asked.continues.removeprefix(f"{self.id}-"))
+        said = None if number is None else self._known.get(number)
         if said is None:
             raise RefusedError("previous_response_id is of no turn of this session", 404, "not_found")
         # Instructions are of one request alone.

@@ -182,6 +182,22 @@ def odd_choices(x: str) -> None:
     """
 
 
+def one_choice(x: int) -> None:
+    """Say.
+
+    Args:
+        x: A number (choices: 5)
+    """
+
+
+def odd_literal(x: Literal[b"up"]) -> None:
+    """Say.
+
+    Args:
+        x: A way.
+    """
+
+
 def unknown_hint(x: "Nowhere") -> None:  # type: ignore[name-defined] # noqa: F821
     """Say.
 
@@ -198,6 +214,8 @@ def unknown_hint(x: "Nowhere") -> None:  # type: ignore[name-defined] # noqa: F8
         (no_description, "parameter y has no description: add a line `y: ...`"),
         (odd_hint, "parameter x: tuple[int, ...] has no JSON type: use list"),
         (odd_choices, "parameter x: (choices: ...) must be a JSON list"),
+        (one_choice, "parameter x: (choices: ...) must be a JSON list: it is 5"),
+        (odd_literal, "parameter x: b'up' of typing.Literal[b'up'] has no JSON type: use text"),
         (unknown_hint, "cannot be read: NameError: name 'Nowhere' is not defined"),
     ],
 )

@@ -22,6 +22,8 @@ from rlctl.environments.agents.commands import start_command
 from rlctl.environments.agents.episode import AgentLaunch
 from rlctl.environments.agents.news import AgentTask
 from rlctl.environments.agents.session import AgentSession
+from rlctl.environments.tool_formats import PARSERS
+from rlctl.evaluation.environment_check import scripted_calls
 from tests.unit.environments.agents.served import END, Served, script
 from tests.unit.environments.agents.test_chat_completions import USER
 from tests.unit.environments.agents.test_session import post
@@ -308,6 +310,44 @@ def test_no_body_is_an_error_of_the_server(serve: Serve, path: str, capfd: Any) 
         statuses.add(answer.status)
     assert statuses <= {200, 400, 404} and served.session.defect is None
     assert "Traceback" not in capfd.readouterr().err
+
+
+ODD_SCHEMAS: list[Any] = [
+    *(True, False, None, 1, "x", [], {}, {"type": 5}, {"type": ["integer", None]}, {"enum": True}, {"enum": []}),
+    *({"anyOf": {}}, {"anyOf": [True]}, {"properties": 3}, {"items": False}, {"$ref": "#/$defs/x"}, {"type": "date"}),
+    *({"items": True}, {"prefixItems": 1}, {"type": []}, {"type": "object", "properties": {"b": True}}),
+]
+
+
+@pytest.mark.parametrize("tool_format", sorted(PARSERS))
+def test_a_property_may_be_any_json(serve: Serve, tool_format: str) -> None:
+    """Servers of tools in Rust write `"a": true`, which is a schema."""
+    arguments = '{"name": "add", "arguments": {"a": "text"}}'
+    turns = {
+        "hermes": f"<tool_call>{arguments}</tool_call>",
+        "llama3": arguments,
+        "mistral": '[TOOL_CALLS]add[ARGS]{"a": "text"}',
+        "qwen3_coder": "<tool_call><function=add><parameter=a>text</parameter></function></tool_call>",
+    }
+    served = serve(lambda number: f"{turns[tool_format]}{END}", tool_format=tool_format)
+    for schema in ODD_SCHEMAS:
+        tool = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": schema}}}}
+        status, told = post(served, {"messages": [USER], "tools": [tool]})
+        (call,) = told["choices"][0]["message"]["tool_calls"]
+        assert status == 200 and json.loads(call["function"]["arguments"]) == {"a": "text"}, schema
+        (scripted,) = scripted_calls([tool], {}, index=1)
+        assert json.dumps(scripted.arguments)
+    assert served.session.defect is None
+
+
+@pytest.mark.parametrize("digits", ["9" * 5000, "9" * 400, "\u0664", "-1", "1e3", ""])
+def test_a_number_of_a_client_may_be_any_text(serve: Serve, digits: str) -> None:
+    served = serve(lambda number: f"4{END}")
+    retried = post(served, {"messages": [USER]}, headers={"x-stainless-retry-count": digits.encode()})
+    before = f"resp_{served.session.id}-{digits}"
+    status, told = post(served, {"input": "hi", "previous_response_id": before}, "/responses")
+    assert retried[0] == 200 and status == 404 and "is of no turn of this session" in told["error"]["message"]
+    assert served.session.defect is None
 
 
 def test_names_that_a_client_chooses_are_bounded(serve: Serve) -> None:

@@ -1,0 +1,134 @@
+"""Schemas of foreign tools, read without an error, and values that a model wrote, converted to the types they name.
+
+A serving engine gives the tool the same value: the conversion is that of vLLM's parsers, and a test compares both.
+"""
+
+import json
+import math
+from typing import Any
+
+# Values by the name of a parameter, and the schema of each.
+Properties = dict[str, Any]
+# Names of types that clients write instead of JSON schema's own.
+_ALIASES = {
+    **dict.fromkeys(("str", "text", "varchar", "char", "enum"), "string"),
+    **dict.fromkeys(("int", "int32", "int64", "uint", "uint32", "uint64", "long", "short", "unsigned"), "integer"),
+    **dict.fromkeys(("float", "float32", "float64", "double"), "number"),
+    "bool": "boolean",
+    "dict": "object",
+    **dict.fromkeys(("arr", "list", "sequence"), "array"),
+}
+_CHOICES = ("anyOf", "oneOf", "allOf")
+# Result of a type that the text is no value of.
+_NO_VALUE = object()
+
+
+def properties_of(tool: Any) -> Properties:
+    """Return the schemas of a tool's parameters by their names; empty where the tool has none."""
+    found = tool
+    for key in ("function", "parameters", "properties"):
+        found = found.get(key) if isinstance(found, dict) else None
+    return found if isinstance(found, dict) else {}
+
+
+def schema_types(schema: Any) -> list[str]:
+    """Return the names of the types that a schema allows, each once; `string` if it names none.
+
+    A schema may be any JSON value: `true` allows everything and names nothing. Unknown names are returned too.
+    """
+    named: list[str] = []
+    if isinstance(schema, dict):
+        kinds = schema.get("type")
+        named += [
+            _plain_name(kind) for kind in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(kind, str)
+        ]
+        named += [_type_name(value) for value in listed(schema, "enum")]
+        for key in _CHOICES:
+            for choice in listed(schema, key):
+                named += schema_types(choice)
+    return list(dict.fromkeys(named)) or ["string"]
+
+
+def listed(schema: Any, key: str) -> list[Any]:
+    """Return the list of a schema's key; empty if there is none."""
+    found = schema.get(key) if isinstance(schema, dict) else None
+    return found if isinstance(found, list) else []
+
+
+def convert_arguments(arguments: dict[str, Any], properties: Properties) -> dict[str, Any]:
+    """Return arguments with each value converted to a type of its schema. A value without a schema stays."""
+    return {
+        name: _converted(value, properties[name]) if isinstance(properties.get(name), dict) else value
+        for name, value in arguments.items()
+    }
+
+
+def convert_text(text: str, schema: Any) -> Any:
+    """Return the value of a text: of the first type that fits, else of JSON, else the text itself.
+
+    Types are tried from the narrow to the wide: null, integer, number, boolean, object, array, string.
+    """
+    kinds = set(schema_types(schema))
+    if "null" in kinds and text.lower() == "null":
+        return None
+    for kind, read in (("integer", _read_integer), ("number", _read_number), ("boolean", _read_boolean)):
+        if kind in kinds and (value := read(text)) is not _NO_VALUE:
+            return value
+    if "string" in kinds and not kinds & {"object", "array"}:
+        return text
+    value = _read_json(text)
+    return text if value is _NO_VALUE else value
+
+
+def _converted(value: Any, schema: dict[str, Any]) -> Any:
+    if isinstance(value, str):
+        return convert_text(value, schema)
+    if isinstance(value, dict):
+        properties = schema.get("properties")
+        return convert_arguments(value, properties) if isinstance(properties, dict) else value
+    if isinstance(value, list):
+        items = schema.get("items")
+        return [_converted(item, items) for item in value] if isinstance(items, dict) else value
+    return convert_text(json.dumps(value), schema)
+
+
+def _plain_name(kind: str) -> str:
+    name = kind.strip().lower()
+    return _ALIASES.get(name, name)
+
+
+def _type_name(value: Any) -> str:
+    if value is None:
+        return "null"
+    names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
+    return names.get(type(value), "object")
+
+
+def _read_integer(text: str) -> Any:
+    try:
+        return int(text)
+    except ValueError:
+        return _NO_VALUE
+
+
+def _read_number(text: str) -> Any:
+    try:
+        number = float(text)
+    except ValueError:
+        return _NO_VALUE
+    if not math.isfinite(number):
+        return _NO_VALUE
+    return int(number) if number == int(number) else number
+
+
+def _read_boolean(text: str) -> Any:
+    return {"true": True, "1": True, "false": False, "0": False}.get(text.lower().strip(), _NO_VALUE)
+
+
+def _read_json(text: str) -> Any:
+    try:
+        value = json.loads(text)
+        json.dumps(value, allow_nan=False)
+    except (ValueError, RecursionError):
+        return _NO_VALUE
+    return value
