@@ -44,7 +44,7 @@ MAX_PROCESSES = 4
 _MEMORY_EVERY_S = 0.2
 _THEN = "its episodes are played again, environment.max_retries times at most, or else left out and counted"
 _READ = "the model reads the error, and the episode goes on"
-_CLOSED = EnvironmentFailure("died", "the pool was closed")
+POOL_CLOSED = EnvironmentFailure("died", "the pool was closed")
 
 
 class UnusableEnvironmentError(UserError):
@@ -91,8 +91,7 @@ class EnvironmentPool:
         self._numbers = itertools.count()
         # Episodes that have ended, and are leaving their processes.
         self._leaving: dict[Hashable, asyncio.Task[EnvironmentFailure | None]] = {}
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._submit(self._begin())
+        self._submit(self._watch_memory())
 
     def contracts(self) -> dict[str, EnvironmentContract]:
         """Return the contract of each environment by its key. Starts a process, and waits until it is ready.
@@ -162,8 +161,13 @@ class EnvironmentPool:
     def close(self, episode: Hashable) -> "Future[EnvironmentFailure | None]":
         """End an episode: its instance's `close` is called, if it has one. Done once nothing of the episode runs.
 
-        Of an episode that a failure ended: waits until it has left its process.
+        Of an episode that a failure ended: waits until it has left its process. Once the pool is shut down, nothing
+        is left to close.
         """
+        if self._ended:
+            nothing: Future[EnvironmentFailure | None] = Future()
+            nothing.set_result(None)
+            return nothing
         return self._submit(self._close(episode))
 
     def check(self) -> None:
@@ -175,9 +179,9 @@ class EnvironmentPool:
         return [process.pid for process in self._processes if process.pid is not None]
 
     def shutdown(self) -> None:
-        """End all processes. Actions that still wait fail."""
-        self._submit(self._end()).result()
+        """End all processes. Actions that still wait fail, and no other begins."""
         self._ended = True
+        self.events.submit(self._end()).result()
         self.events.close()
         if self._log is not None:
             self._log.close()
@@ -192,18 +196,7 @@ class EnvironmentPool:
         if self._ended:
             work.close()
             raise RuntimeError("the pool of environments is shut down")
-        return self.events.submit(self._own(work))
-
-    async def _own(self, work: Coroutine[Any, Any, Value]) -> Value:
-        """Do an action in a task that `shutdown` ends."""
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return await work
-
-    async def _begin(self) -> None:
-        self._spawn(self._watch_memory())
+        return self.events.submit(work)
 
     async def _contracts(self) -> dict[str, EnvironmentContract] | EnvironmentFailure:
         return await asyncio.shield(self._choose_process().ready)
@@ -303,7 +296,7 @@ class EnvironmentPool:
     def _begin_leaving(self, episode: Hashable, closes: bool) -> "asyncio.Task[EnvironmentFailure | None]":
         """Begin to take an episode out of its process. closes: it does not hang, and is closed first."""
         process, number, key = self._episodes.pop(episode)
-        task = self._leaving[episode] = self._spawn(self._leave(process, number, key if closes else None))
+        task = self._leaving[episode] = self.events.spawn(self._leave(process, number, key if closes else None))
 
         def left(_: object) -> None:
             if self._leaving.get(episode) is task:
@@ -336,17 +329,13 @@ class EnvironmentPool:
             return min(usable, key=lambda each: len(each.episodes))
         output = self._log.descriptor if self._log else None
         child = GuardedProcess("rlctl.environments.child", MAX_REPLY, output, self._variables)
-        process = EnvironmentProcess(self._specs, self._memory_bytes, child, self._spawn)
+        process = EnvironmentProcess(self._specs, self._memory_bytes, child, self.events.spawn)
         self._processes.append(process)
         return process
 
     def _count_failure(self, key: str, failure: EnvironmentFailure) -> EnvironmentFailure:
         self.failures.add(key, failure)
         return failure
-
-    def _spawn(self, work: Coroutine[Any, Any, Value]) -> "asyncio.Task[Value]":
-        """Run a task that nobody need await: its error is kept for `check`."""
-        return self.events.spawn(self._own(work))
 
     async def _watch_memory(self) -> None:
         for count in itertools.count():
@@ -355,12 +344,12 @@ class EnvironmentPool:
                 await process.check_memory(deep=count % 5 == 0)
 
     async def _end(self) -> None:
-        await asyncio.gather(*(process.stop(_CLOSED) for process in self._processes), return_exceptions=True)
+        stopped = set[EnvironmentProcess]()
+        # An action that another thread submitted meanwhile may start a process.
+        while further := {*self._processes} - stopped:
+            stopped |= further
+            await asyncio.gather(*(process.stop(POOL_CLOSED) for process in further), return_exceptions=True)
         await asyncio.sleep(0)  # a waiter for an action gets its failure first
-        rest = {task for task in self._tasks if task is not asyncio.current_task()}
-        for task in rest:
-            task.cancel()
-        await asyncio.gather(*rest, return_exceptions=True)
 
 
 def _refused(contract: EnvironmentContract) -> EnvironmentFailure | None:

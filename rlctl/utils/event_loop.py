@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 Value = TypeVar("Value")
 # Seconds in which the loop answers another thread. Only a loop that something blocks takes longer.
 ANSWER_S = 300.0
-# Seconds in which cancelled tasks end.
-_END_S = 1.0
+# Seconds in which cancelled tasks end. Only a defect takes longer.
+_END_S = 10.0
 WAITS_FOR_ITSELF = "the event loop waits for itself: only other threads may enter it"
 
 
@@ -31,6 +31,9 @@ class EventLoop:
         # Tasks of `spawn` that have not ended.
         self._tasks: set[asyncio.Task[Any]] = set()
         self._defect: BaseException | None = None
+        # Guards the first moment of `close`: whatever was submitted before it becomes a task, which is then cancelled.
+        self._lock = threading.Lock()
+        self._closes = False
         loop.set_exception_handler(lambda _, context: self._note(context.get("exception")))
 
     def now(self) -> float:
@@ -57,10 +60,11 @@ class EventLoop:
 
     def submit(self, work: Coroutine[Any, Any, Value]) -> "Future[Value]":
         """Begin a coroutine, from any thread; return its future. Keep its error. Raises RuntimeError after `close`."""
-        if self.loop.is_closed():
-            work.close()
-            raise RuntimeError("the event loop is closed")
-        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        with self._lock:
+            if self._closes:
+                work.close()
+                raise RuntimeError("the event loop is closed")
+            future = asyncio.run_coroutine_threadsafe(work, self.loop)
         # The submitter may never look at it.
         future.add_done_callback(lambda done: None if done.cancelled() else self._note(done.exception()))
         return future
@@ -112,17 +116,43 @@ class EventLoop:
             raise RuntimeError(f"a task ended by {type(self._defect).__name__}") from self._defect
 
     def close(self) -> None:
-        """Cancel all tasks and end the thread."""
-        if self.loop.is_closed():
-            return
+        """Cancel tasks until none is left, and end the thread. Nothing begins after that.
+
+        Raises RuntimeError, with the loop closed, for tasks that swallow their cancellation.
+        """
+        with self._lock:
+            if self._closes:
+                return
+            self._closes = True
         self.call(self.loop.stop)
         self._thread.join()
-        left = asyncio.all_tasks(self.loop)
-        for task in left:
-            task.cancel()
-        if left:
-            self.loop.run_until_complete(asyncio.wait(left, timeout=_END_S))
+        endless_tasks = self.loop.run_until_complete(self._end_tasks())
         self.loop.close()
+        if endless_tasks:
+            raise RuntimeError(f"tasks of the event loop swallow their cancellation: {', '.join(endless_tasks)}")
+
+    async def _end_tasks(self) -> list[str]:
+        """End every other task; return the names of those that do not end in time."""
+        end = self.now() + _END_S
+        self._cancel_tasks()
+        while (tasks := self._other_tasks()) and self.now() < end:
+            await asyncio.wait(tasks, timeout=end - self.now())
+        return sorted(str(getattr(task.get_coro(), "__qualname__", task)) for task in tasks)
+
+    def _other_tasks(self) -> "set[asyncio.Task[Any]]":
+        return asyncio.all_tasks(self.loop) - {asyncio.current_task(self.loop)}
+
+    def _cancel_tasks(self) -> None:
+        """Cancel other tasks, and from now on each new one before its first step: a task that ends may begin others."""
+
+        def make_cancelled(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> "asyncio.Task[Any]":
+            task = asyncio.Task(work, loop=loop, **options)
+            task.cancel()
+            return task
+
+        self.loop.set_task_factory(make_cancelled)
+        for task in self._other_tasks():
+            task.cancel()
 
     def _run(self) -> None:
         try:

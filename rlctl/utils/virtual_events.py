@@ -151,8 +151,7 @@ class VirtualEvents(EventLoop):
         """Cancel all tasks, make the steps that need no time, and close the loop."""
         if self.loop.is_closed():
             return
-        for task in asyncio.all_tasks(self.loop):
-            task.cancel()
+        self._cancel_tasks()
         while self.loop.step():
             pass
         self.loop.close()

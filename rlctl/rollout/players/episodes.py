@@ -11,14 +11,13 @@ from typing import TypeVar
 from rlctl.data.files import DataError
 from rlctl.environments.contract import Reward
 from rlctl.environments.outcomes import EnvironmentFailure
-from rlctl.environments.pool import EnvironmentPool
+from rlctl.environments.pool import POOL_CLOSED, EnvironmentPool
 from rlctl.generation.requests import RolloutId
 from rlctl.rollout.players.course import Course, EpisodeLimits
 from rlctl.rollout.types import Rollout, RolloutStart
 from rlctl.utils.event_loop import done
 
 Value = TypeVar("Value")
-_POOL_CLOSED = EnvironmentFailure("died", "the pool was closed")
 _LEFT_OUT = "the episode is left out and counted"
 
 
@@ -49,7 +48,7 @@ class Episodes:
                     return self._refuse_too_long(course, course.rollout(await attempt(course), None))
                 except EpisodeFailed as error:
                     course.failures += 1
-                    if course.failures > self.limits.max_retries:
+                    if course.failures > self.limits.max_retries or error.failure == POOL_CLOSED:
                         return course.rollout(None, error.failure)
                 except DataError as error:
                     # No row or template gets better: another try would fail too.
@@ -74,7 +73,7 @@ class Episodes:
         if waits:
             course.environment_s += self.last_step - asked
             self._asked.pop(course.start.id, None)
-        answer = _POOL_CLOSED if action.cancelled() else action.result()
+        answer = POOL_CLOSED if action.cancelled() else action.result()
         if isinstance(answer, EnvironmentFailure):
             raise EpisodeFailed(answer)
         return answer

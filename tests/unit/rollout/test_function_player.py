@@ -13,6 +13,7 @@ import pytest
 
 from rlctl.data.chat import Chat
 from rlctl.environments.outcomes import EnvironmentFailure
+from rlctl.environments.pool import POOL_CLOSED
 from rlctl.environments.rollout_function import FunctionPolicy, FunctionRequest, checked_request
 from rlctl.generation.requests import RolloutId, TurnRequest, turn_seed
 from rlctl.rollout.players.course import EpisodeLimits
@@ -318,6 +319,12 @@ def test_a_call_that_fails_is_made_again_when_nothing_is_sampled_for_it_any_more
     assert rollout.episode and (rollout.episode.failures, rollout.episode.reward) == (1, 3.0)
     requests = [request for request, _ in engines.asked]
     assert requests[:3] == requests[3:] and [each.id.turn for each in requests[:3]] == [0, 1, 2]
+
+
+def test_no_further_try_begins_once_the_pool_is_closed(engines: ScriptedEngines) -> None:
+    told: list[Told] = [{"sample": [1, 2]}, POOL_CLOSED]
+    _, episode = played(engines, lambda answer: told.pop(0), max_retries=9)
+    assert (episode.failures, episode.failure) == (1, "the pool was closed")
 
 
 def test_what_a_function_did_not_wait_for_trains_nothing(tokenizer: Any) -> None:

@@ -106,8 +106,10 @@ def test_a_stop_waits_for_an_engine_that_hangs_no_longer_than_it_is_told_to(even
 
 
 def test_a_player_that_swallows_its_cancellation_is_a_defect(events: EventLoop) -> None:
+    is_over = False
+
     async def waits(start: RolloutStart, policy: Policy) -> Any:
-        while True:
+        while not is_over:
             with suppress(asyncio.CancelledError):
                 await asyncio.sleep(60)
 
@@ -126,6 +128,7 @@ def test_a_player_that_swallows_its_cancellation_is_a_defect(events: EventLoop) 
             until(lambda each=engines, plays=play: bool(each.asked) or plays is waits)  # type: ignore[misc]
             events.run(runner.stop([starts(1, 1)[0].id], 0.1))
             until(lambda each=runner: bool(each.check()))  # type: ignore[misc,func-returns-value]
+    is_over = True
 
 
 def test_a_stop_ends_the_tasks_and_leaves_an_action_to_its_end(events: EventLoop) -> None:

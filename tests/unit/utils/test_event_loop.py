@@ -1,0 +1,80 @@
+"""A closed event loop has no task left, and nothing begins on it."""
+
+import asyncio
+import gc
+import random
+import sys
+import threading
+import time
+from contextlib import suppress
+
+import pytest
+
+from rlctl.utils.event_loop import EventLoop
+from rlctl.utils.virtual_events import VirtualEvents
+
+LATE_S = random.Random(0)
+
+
+class Tasks:
+    """Tasks that begin others while they end. count: tasks that began."""
+
+    def __init__(self, events: EventLoop) -> None:
+        self.events = events
+        self.count = 0
+
+    async def begin(self, depth: int) -> None:
+        self.count += 1
+        try:
+            await asyncio.sleep(LATE_S.choice([0, 0.0005, 1000]))
+        finally:
+            if depth:
+                self.events.loop.create_task(self.begin(depth - 1))
+                self.events.spawn(self.begin(depth - 1))
+
+    def submit(self) -> None:
+        with suppress(RuntimeError):  # the loop was closed meanwhile
+            for _ in range(5):
+                self.events.submit(self.begin(2))
+
+
+def test_a_thousand_loops_close_while_tasks_begin_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    dropped = list[str]()
+    monkeypatch.setattr(sys, "unraisablehook", lambda error: dropped.append(str(error.exc_value)))
+    for _ in range(1000):
+        tasks = Tasks(EventLoop("closed"))
+        submitter = threading.Thread(target=tasks.submit)
+        submitter.start()
+        time.sleep(LATE_S.random() * 0.0005)
+        tasks.events.close()
+        count_at_close = tasks.count
+        submitter.join()
+        assert tasks.count == count_at_close and not asyncio.all_tasks(tasks.events.loop)
+    gc.collect()
+    assert dropped == []
+
+
+def test_a_virtual_loop_closes_while_tasks_begin_others() -> None:
+    tasks = Tasks(VirtualEvents())
+    tasks.events.ask(lambda: tasks.events.spawn(tasks.begin(9)))
+    tasks.events.let_pass(1)
+    count_at_close = tasks.count
+    tasks.events.close()
+    assert tasks.count == count_at_close > 0 and not asyncio.all_tasks(tasks.events.loop)
+
+
+def test_a_task_that_swallows_its_cancellation_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlctl.utils.event_loop._END_S", 0.05)
+    events = EventLoop("closed")
+    is_over = False
+
+    async def swallows() -> None:
+        while not is_over:
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(1000)
+
+    events.submit(swallows())
+    events.ask(lambda: None)
+    with pytest.raises(RuntimeError, match=r"tasks of the event loop swallow their cancellation: .*swallows"):
+        events.close()
+    is_over = True
