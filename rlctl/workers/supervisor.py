@@ -6,9 +6,11 @@ it ends. There are two, one below the other, since the user's code may kill one 
     outer -> inner -> worker
 
 The outer one ends everything at the parent's request and when the parent is gone (its standard input closes). It adopts
-the orphans of a killed inner one. The inner one ends everything when the outer one is gone (its pipe closes). A child
-of another program, such as a container that a daemon starts, is out of their reach. The first argument of the program
-is the connection's descriptor, see guarded.py.
+the orphans of a killed inner one. The inner one ends everything when the outer one is gone (its pipe closes). A byte on
+the standard input asks the worker's group to end by SIGTERM. A child of another program, such as a container that a
+daemon starts, is out of their reach. The first argument of the program is the connection's descriptor, see guarded.py.
+
+`python supervisor.py FD COMMAND...` supervises any program; its error number goes to FD if it cannot be started.
 """
 
 import contextlib
@@ -26,6 +28,8 @@ from typing import NoReturn
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 # For a family that forks as fast as it is killed.
 _ENDING_S = 5.0
+# Sent to the outer supervisor, asks the worker to end.
+_ASK = b"."
 
 
 def run_guarded(work: Callable[[socket.socket], None]) -> NoReturn:
@@ -36,7 +40,7 @@ def run_guarded(work: Callable[[socket.socket], None]) -> NoReturn:
     inner = _fork()
     if inner:
         os.close(outer_gone)
-        _supervise(inner, 0, connection)
+        _supervise(inner, 0, connection, lambda: os.write(alive, _ASK))
     os.close(alive)
     # A signal to the group of the outer one does not reach it.
     os.setsid()
@@ -44,7 +48,7 @@ def run_guarded(work: Callable[[socket.socket], None]) -> NoReturn:
     supervisor = os.getpid()
     worker = _fork()
     if worker:
-        _supervise(worker, outer_gone, connection)
+        _supervise(worker, outer_gone, connection, lambda: os.killpg(worker, signal.SIGTERM))
     os.setsid()
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != supervisor:
@@ -79,20 +83,23 @@ def _stay_silent_when_forked(connection: socket.socket) -> None:
     os.register_at_fork(after_in_child=silence)
 
 
-def _supervise(child: int, asked: int, connection: socket.socket) -> NoReturn:
-    """Wait until `child` ends or the descriptor `asked` closes, end the family, and exit as shells report `child`."""
+def _supervise(child: int, asked: int, connection: socket.socket, ask: Callable[[], object]) -> NoReturn:
+    """Wait until `child` ends or the descriptor `asked` closes, end the family, and exit as shells report `child`.
+
+    ask: asks the worker to end; called for each byte on `asked`.
+    """
     connection.close()
     for number in (signal.SIGINT, signal.SIGTERM):
         # The parent finishes its step. The worker keeps the defaults, and its children inherit them.
         signal.signal(number, signal.SIG_IGN)
-    status = _wait(child, asked)
+    status = _wait(child, asked, ask)
     _end_family(child)
     code = 0 if status is None else os.waitstatus_to_exitcode(status)
     # Nothing is left to be tidied up, and exit handlers of the interpreter take a while.
     os._exit(code if code >= 0 else 128 - code)
 
 
-def _wait(child: int, asked: int) -> int | None:
+def _wait(child: int, asked: int, ask: Callable[[], object]) -> int | None:
     """Return the exit status of `child`; None if the descriptor `asked` closed first."""
     woken, wake = os.pipe()
     for end in (woken, wake):
@@ -105,8 +112,11 @@ def _wait(child: int, asked: int) -> int | None:
     status = _reap(child)
     while status is None:
         ready = [number for number, _ in poll.poll()]
-        if asked in ready and not os.read(asked, 1):
-            break
+        if asked in ready:
+            if not os.read(asked, 1):
+                break
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                ask()
         with contextlib.suppress(BlockingIOError):
             os.read(woken, 4096)
         status = _reap(child)
@@ -144,3 +154,18 @@ def _end_family(child: int) -> None:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         time.sleep(0.005)
+
+
+def _become_command(connection: socket.socket) -> None:
+    """Become the program that the further arguments name."""
+    # Python ignores them, and the program would inherit that.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    try:
+        os.execvp(sys.argv[2], sys.argv[2:])
+    except OSError as error:
+        connection.send(str(error.errno).encode())
+
+
+if __name__ == "__main__":
+    run_guarded(_become_command)

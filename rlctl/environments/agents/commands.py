@@ -1,10 +1,13 @@
-"""An agent that is a command: started once a rollout, and ended with all that it started."""
+"""An agent that is a command: started once a rollout below supervisors of its own, and ended with all that it started.
+
+A mark in the environment would not find all: `env -i` and setproctitle remove it (workers/supervisor.py).
+"""
 
 import errno
 import json
 import os
 import select
-import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +21,7 @@ from typing import Any
 from rlctl.environments.agents.episode import AgentLaunch
 from rlctl.environments.outcomes import EnvironmentFailure
 from rlctl.utils.user_code import shortened
+from rlctl.workers import supervisor
 
 # Seconds between SIGTERM and SIGKILL for a command's processes.
 TERM_S = 2.0
@@ -28,12 +32,12 @@ MAX_OUTPUT, _READ, _PAUSE_S = 1 << 20, 1 << 16, 0.01
 # Bytes of its last line that are looked at.
 _MAX_LINE = 1 << 16
 _LEFT_OUT = b"\n[the agent printed more than 1 MiB: the rest is left out]\n"
-# Rounds of looking for processes that left its session.
-_ROUNDS = 20
+# Shells report a program that a signal ended by this number and the signal's.
+_BY_SIGNAL = 128
 
 
 def start_command(command: list[str], call: AgentLaunch) -> Callable[[], None]:
-    """Start a command in its own session. Returns the way to stop it, with all that it started.
+    """Start a command in a session of its own. Returns the way to stop it, with all that it started.
 
     The last line of its output is its value, if it is JSON: a number, or an object with `reward`. `call.ended` is
     called once its processes are gone.
@@ -52,67 +56,94 @@ def start_command(command: list[str], call: AgentLaunch) -> Callable[[], None]:
         "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
     }
-    name = Path(command[-1] if len(command) == 1 else command[0]).name
     try:
-        process = subprocess.Popen(
-            command,
-            env={**os.environ, **own},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            bufsize=0,
-            start_new_session=True,
-        )
+        process, connection = _begin_supervised(command, {**os.environ, **own})
     except OSError as error:
-        long = f": RLCTL_TASK has {len(own['RLCTL_TASK']):,} characters" if error.errno == errno.E2BIG else ""
-        failure = EnvironmentFailure("raised", f"{name} cannot be started", f"{error}{long}")
-        call.loop.call_soon(call.ended, failure)
+        call.loop.call_soon(call.ended, _not_started(command, call, error.errno))
         return lambda: None
-    return _Command(name, process, call).stop
+    return _Command(command, process, connection, call).stop
+
+
+def _begin_supervised(command: list[str], variables: dict[str, str]) -> "tuple[subprocess.Popen[bytes], socket.socket]":
+    """Start a command below supervisors. Returns the outer one, and a connection for the error number of a start."""
+    connection, theirs = socket.socketpair()
+    with theirs:
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-I", supervisor.__file__, str(theirs.fileno()), *command],
+                env=variables,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                start_new_session=True,
+            )
+        except OSError:
+            connection.close()
+            raise
+    return process, connection
+
+
+def _name_of(command: list[str]) -> str:
+    return Path(command[-1] if len(command) == 1 else command[0]).name
+
+
+def _not_started(command: list[str], call: AgentLaunch, number: int | None) -> EnvironmentFailure:
+    """Return the failure of a command that the system refused to start with this error number."""
+    error = OSError(number, os.strerror(number or 0), command[0])
+    task = json.dumps(asdict(call.task), default=str)
+    long = f": RLCTL_TASK has {len(task):,} characters" if number == errno.E2BIG else ""
+    return EnvironmentFailure("raised", f"{_name_of(command)} cannot be started", f"{error}{long}")
 
 
 class _Command:
-    """One command that runs."""
+    """One command that runs. connection: gets an error number if it cannot be started."""
 
-    def __init__(self, name: str, process: "subprocess.Popen[bytes]", call: AgentLaunch) -> None:
-        self._name, self._process, self._call = name, process, call
+    def __init__(
+        self, command: list[str], process: "subprocess.Popen[bytes]", connection: socket.socket, call: AgentLaunch
+    ) -> None:
+        self._command = command
+        self._process = process
+        self._connection = connection
+        self._call = call
         # End of its output.
         self._tail = b""
-        # Held while it is reaped: its number may be another's then.
-        self._lock, self._reaped = threading.Lock(), False
         self._reader = threading.Thread(target=self._pass_on, name="agent's output", daemon=True)
         self._reader.start()
         threading.Thread(target=self._watch, name="agent's end", daemon=True).start()
 
     def stop(self) -> None:
         """Ask its processes to end, and end them later. Called on the loop."""
-        if self._signal(signal.SIGTERM):
-            self._call.loop.call_later(TERM_S, self._signal, signal.SIGKILL)
-
-    def _signal(self, number: signal.Signals) -> bool:
-        """Send a signal to its group, whose leader may have ended before its children; return False if it is gone."""
-        with self._lock, suppress(OSError):
-            if not self._reaped:
-                os.killpg(self._process.pid, number)
-                return True
-        return False
+        assert self._process.stdin
+        with suppress(OSError, ValueError):  # it has ended
+            self._process.stdin.write(b".")
+        self._call.loop.call_later(TERM_S, self._process.stdin.close)
 
     def _watch(self) -> None:
-        os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
-        self._signal(signal.SIGKILL)
+        code = self._process.wait()
         self._reader.join(_OUTPUT_S)
-        with self._lock:
-            code, self._reaped = self._process.wait(), True
-        # The key is in the environment of its processes alone.
-        _end_orphans(self._call.api_key)
-        self._reader.join(_OUTPUT_S)
+        with suppress(RuntimeError):  # the process is about to end
+            self._call.loop.call_soon_threadsafe(self._end, code)
+
+    def _end(self, code: int) -> None:
+        """Tell how it ended. Called on the loop, as is `stop`, so that no descriptor is closed while it is written."""
+        assert self._process.stdin
+        self._process.stdin.close()
+        with self._connection:
+            self._connection.setblocking(False)
+            with suppress(BlockingIOError):
+                if number := self._connection.recv(_READ):
+                    self._call.ended(_not_started(self._command, self._call, int(number)))
+                    return
         last = self._tail.rstrip().rpartition(b"\n")[2].decode(errors="replace").strip()
         outcome: Any = _value(last)
         if code:
-            how = f"was ended by signal {-code}" if code < 0 else f"exited with {code}"
-            outcome = EnvironmentFailure("raised", f"{self._name} {how}", shortened(last))
-        with suppress(RuntimeError):  # the process is about to end
-            self._call.loop.call_soon_threadsafe(self._call.ended, outcome)
+            # A negative one is of a supervisor that was killed itself.
+            by = -code if code < 0 else code - _BY_SIGNAL
+            how = f"was ended by signal {by}" if by > 0 else f"exited with {code}"
+            outcome = EnvironmentFailure("raised", f"{_name_of(self._command)} {how}", shortened(last))
+        self._call.ended(outcome)
 
     def _pass_on(self) -> None:
         """Pass its output on to the log, up to a bound, and keep the last line."""
@@ -139,40 +170,6 @@ class _Command:
                 logs[descriptor].flush()
         self._process.stdout.close()
         self._process.stderr.close()
-
-
-def _end_orphans(secret: str) -> None:
-    """End the processes of a command that left its session. The supervisor adopted them."""
-    wanted = f"RLCTL_API_KEY={secret}".encode()
-    for _ in range(_ROUNDS):
-        found = [pid for pid in _children(os.getppid()) if _has(pid, wanted)]
-        if not found:
-            return
-        for pid in found:
-            with suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
-        # Their own children are adopted in turn.
-        time.sleep(_PAUSE_S)
-
-
-def _children(pid: int) -> list[int]:
-    """Return the children of a process; none if the kernel lists none."""
-    try:
-        return [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in _words(task / "children")]
-    except OSError:
-        return []
-
-
-def _words(file: Path) -> list[str]:
-    return file.read_text().split()
-
-
-def _has(pid: int, variable: bytes) -> bool:
-    """Return True if a process began with this variable. It is another's, or gone, if it cannot be read."""
-    try:
-        return variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return False
 
 
 def _value(line: str) -> Any:

@@ -87,11 +87,11 @@ turn = lambda: ask(os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"])
 here = task["row"]["here"]
 exec(task["row"]["agent"])
 """
-# A child in its own session, with its own children.
+# A child in its own session and with its own children. Its environment has no mark of the command.
 LEFT = """
 child = [sys.executable, "-c", "import os,subprocess,sys,time; subprocess.Popen(['sleep','300'],start_new_session=True)"
     ";open(sys.argv[1],'w').write(str(os.getpid()));time.sleep(300)", here]
-subprocess.Popen(child, start_new_session=True)
+subprocess.Popen(child, start_new_session=True, env={})
 while not (os.path.exists(here) and open(here).read()):
     time.sleep(0.01)
 turn()
@@ -231,11 +231,20 @@ print(0.5 if alive else 1)
 """
 
 
-@pytest.mark.parametrize("blow", ["", "os.kill(os.getppid(), 9)"], ids=["stopped", "its process killed"])
+# Two supervisors are between a command and its process.
+KILL_PROCESS = """
+above = os.getpid()
+for _ in range(3):
+    above = int(open(f"/proc/{above}/stat").read().rpartition(")")[2].split()[1])
+os.kill(above, 9)
+"""
+
+
+@pytest.mark.parametrize("blow", ["", KILL_PROCESS], ids=["stopped", "its process killed"])
 def test_another_command_waits_until_nothing_of_a_stopped_one_runs(commands: Played, tmp_path: Path, blow: str) -> None:
     """A stubborn command goes on for two seconds. Where its process is killed, a supervisor ends it."""
     here, bounded = tmp_path / "pid", Played(commands.pool, commands.logs, most=1)
-    ended = bounded.begin(f"{STUBBORN.replace('turn()', f'turn(); {blow}')}", SECOND, here=str(here))
+    ended = bounded.begin(STUBBORN.replace("turn()", f"turn()\n{blow}"), SECOND, here=str(here))
     until(lambda: here.exists() and here.read_text())
     if not blow:
         (first,) = bounded.runner.events.run(bounded.runner.stop([start(0).id]))
@@ -245,9 +254,16 @@ def test_another_command_waits_until_nothing_of_a_stopped_one_runs(commands: Pla
     bounded.runner.close()
 
 
-def test_nothing_outlives_a_command(commands: Played, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "blow", ["", "os.kill(os.getppid(), 9); time.sleep(300)"], ids=["ends", "kills its supervisor"]
+)
+def test_nothing_outlives_a_command(commands: Played, tmp_path: Path, blow: str) -> None:
     here = tmp_path / "pid"
-    assert is_well(commands.play(LEFT, here=str(here))[0])
+    (rollout,) = commands.play(LEFT.replace("print(1)", blow or "print(1)"), here=str(here))
+    if blow:
+        assert "python was ended by signal 9" in failure(rollout)
+    else:
+        assert is_well(rollout)
     pid = int(here.read_text())
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     family = psutil.Process(commands.pool.pids()[-1])
@@ -274,6 +290,14 @@ def test_a_flood_of_output_is_cut_and_costs_little(commands: Played, stream: str
 
 def test_a_row_that_is_too_long_for_a_command_says_so(commands: Played) -> None:
     assert "RLCTL_TASK has" in failure(commands.play("turn()" + " " * (1 << 18))[0])
+
+
+def test_a_command_that_is_no_program_says_so(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        absent = played(stack, tmp_path, "command", ("nowhere", "x"), PATIENCE_S)
+        assert failure(absent.play("")[0]) == (
+            "nowhere cannot be started: [Errno 2] No such file or directory: 'nowhere'"
+        )
 
 
 def test_a_command_without_a_turn_has_no_value(commands: Played) -> None:
