@@ -132,7 +132,7 @@ class EventLoop:
             raise RuntimeError(f"tasks of the event loop swallow their cancellation: {', '.join(endless_tasks)}")
 
     async def _end_tasks(self) -> list[str]:
-        """End every other task; return the names of those that do not end in time."""
+        """End every other task; return the names of tasks that do not end in time."""
         end = self.now() + _END_S
         self._cancel_tasks()
         while (tasks := self._other_tasks()) and self.now() < end:
