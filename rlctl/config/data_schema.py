@@ -80,6 +80,10 @@ class DataSection:
         "auto is the tokenizer's own template, where it has one. none is plain text. Anything else is a Jinja file.",
         path="template",
     )
+    chat_template_kwargs: dict[str, Any] = spec(
+        "Arguments of the chat template, such as {enable_thinking: false}. A row's column chat_template_kwargs and a "
+        "request's own go before them."
+    )
     special_tokens: Literal["text", "allow"] = spec(
         "Control tokens that rows, environments, tools or persons spell. text encodes them as text. allow encodes "
         "them as control tokens."

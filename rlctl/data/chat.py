@@ -2,8 +2,8 @@
 
 import json
 import re
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from rlctl.data.control_tokens import ControlTokens, SpecialTokens, unmarked
 from rlctl.data.ends import EndTokens, TurnEnd, find_ends, find_turn_end
 from rlctl.data.files import DataError
 from rlctl.data.rows import Messages
+from rlctl.data.templates import Template, choose_template, unknown_arguments
 from rlctl.utils.process import fewer_collections
 
 # JSON schemas of functions, as chat templates take them.
@@ -21,8 +22,9 @@ Tools = Sequence[dict[str, Any]]
 # Stands for the text of a turn, to find the template's text around a turn.
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _ANSWER = "the-text-of-an-answer"
-# Sets of tools that are kept with their marks.
+# Most sets of tools that a chat keeps marked, and most sets of arguments that it keeps a variant for.
 _TOOL_SETS = 16
+_ARGUMENT_SETS = 16
 # Model types with a class of their own: transformers takes it, and passes over the general one of the folder.
 OWN_CLASS = {"qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp", "hyperclovax_vision_v2", "siglip2"}
 # Mistral's own format of a tokenizer, which goes before the others.
@@ -93,13 +95,48 @@ class Chat:
     """
 
     tokenizer: Any
-    # Jinja source; None: plain text without roles.
-    template: str | None
+    # None: plain text without roles.
+    template: Template | None
     system_prompt: str | None
     # Folder of the model, whose end tokens count; None: not on this machine.
     folder: Path | None = None
     # data.special_tokens: allow reads spelled tokens as control tokens.
     special_tokens: SpecialTokens = "text"
+    # Arguments of the template, such as enable_thinking.
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def with_kwargs(self, arguments: Mapping[str, Any]) -> "Chat":
+        """Return this chat with further arguments of its template, as a row or a request names them.
+
+        They come from outside: a control token that they spell is text. Raises DataError for a name that the template
+        does not take.
+        """
+        if not arguments:
+            return self
+        key = json.dumps(arguments, sort_keys=True, default=str)
+        if key in self._variants:
+            return self._variants[key]
+        for name, reason in self.unknown_kwargs(arguments).items():
+            raise DataError(f"chat_template_kwargs: {name} {reason}")
+        further = arguments if self.special_tokens == "allow" else self._control.outside(dict(arguments))
+        variant = replace(self, template_kwargs={**self.template_kwargs, **further})
+        # The tokenizer's facts take long to find, and an engine stops at the same tokens for all chats of a run.
+        vars(variant).update({"_control": self._control, "_turn": self._turn, "ends": self.ends})
+        while len(self._variants) >= _ARGUMENT_SETS:
+            self._variants.pop(next(iter(self._variants)), None)
+        self._variants[key] = variant
+        return variant
+
+    def unknown_kwargs(self, names: Collection[str]) -> dict[str, str]:
+        """Return the reason for each name that is no argument of the template."""
+        if self.template is None:
+            return dict.fromkeys(names, "needs a chat template: this tokenizer has none, or it is set to none")
+        return unknown_arguments(names, self.template)
+
+    @cached_property
+    def _variants(self) -> "dict[str, Chat]":
+        """Chats of `with_kwargs`, by the JSON of their arguments."""
+        return {}
 
     def prompt(self, messages: Messages, tools: Tools = ()) -> Prompt:
         """Return the prompt that the model continues: the chat and the opening of the assistant's turn.
@@ -258,10 +295,11 @@ class Chat:
         return str(
             self.tokenizer.apply_chat_template(
                 messages,
-                chat_template=self.template,
+                chat_template=choose_template(self.template, with_tools=bool(tools)),
                 tokenize=False,
                 add_generation_prompt=generation,
                 tools=list(tools) or None,
+                **self.template_kwargs,
             )
         )
 
@@ -330,27 +368,29 @@ class ChatSpec:
 
     # Folder or hub name of the tokenizer.
     tokenizer: str
-    template: str | None
+    template: Template | None
     system_prompt: str | None
     folder: Path | None
     special_tokens: SpecialTokens
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, chat: Chat) -> "ChatSpec":
         """Return the facts of a chat."""
-        own = chat.template, chat.system_prompt, chat.folder, chat.special_tokens
+        own = chat.template, chat.system_prompt, chat.folder, chat.special_tokens, chat.template_kwargs
         return cls(str(chat.tokenizer.name_or_path), *own)
 
     def load(self) -> Chat:
         """Load the tokenizer. Raises DataError."""
-        return Chat(load_tokenizer(self.tokenizer), self.template, self.system_prompt, self.folder, self.special_tokens)
+        own = self.template, self.system_prompt, self.folder, self.special_tokens, self.template_kwargs
+        return Chat(load_tokenizer(self.tokenizer), *own)
 
 
 def make_chat(tokenizer: Any, data: DataSection, folder: Path | None) -> Chat:
-    """Return the chat of a run, by data.chat_template and data.system_prompt. folder: the model's. Raises DataError."""
+    """Return the chat of a run, by data.chat_template and the keys beside it. folder: the model's. Raises DataError."""
     chat_template, system_prompt = data.chat_template, data.system_prompt
     if chat_template == "auto":
-        template = tokenizer.chat_template
+        template: Template | None = tokenizer.chat_template
     elif chat_template == "none":
         template = None
     elif Path(chat_template).is_file():
@@ -359,4 +399,7 @@ def make_chat(tokenizer: Any, data: DataSection, folder: Path | None) -> Chat:
         raise DataError(f"data.chat_template: {chat_template}: no such file (or auto, none)")
     if template is None and system_prompt is not None:
         raise DataError("data.system_prompt needs a chat template: this tokenizer has none, or it is set to none")
-    return Chat(tokenizer, template, system_prompt, folder, data.special_tokens)
+    chat = Chat(tokenizer, template, system_prompt, folder, data.special_tokens, data.chat_template_kwargs)
+    for name, reason in chat.unknown_kwargs(data.chat_template_kwargs).items():
+        raise DataError(f"data.chat_template_kwargs.{name}: {reason}")
+    return chat

@@ -7,7 +7,6 @@ import hashlib
 import json
 import re
 import sys
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -22,6 +21,7 @@ from rlctl.data.ends import EndTokens
 from rlctl.data.files import DataError
 from rlctl.data.rows import conversation, is_plain, question
 from rlctl.data.tasks import SupervisedSample, Task
+from rlctl.data.templates import templates_of
 from rlctl.data.tokenize import LengthReport, read_tasks, tokenize_prompts, tokenize_samples
 
 # Text of a template by which a turn may depend on later ones.
@@ -180,16 +180,7 @@ def may_rewrite(config: RunConfig) -> bool:
 
 def _template_text(config: RunConfig) -> str:
     """Return the template as it is written; empty if there is none, or none that can be read."""
-    own, folder = config.data.chat_template, Path(config.model.tokenizer or chat_folder(config.model.path))
-    with suppress(OSError, ValueError):
-        if own not in ("auto", "none"):
-            return Path(own).read_text(encoding="utf-8")
-        if own == "auto" and (folder / "chat_template.jinja").is_file():
-            return (folder / "chat_template.jinja").read_text(encoding="utf-8")
-        if own == "auto":
-            found = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template")
-            return found if isinstance(found, str) else json.dumps(found or "")
-    return ""
+    return "\n".join(templates_of(config).values())
 
 
 def load_chat(config: RunConfig, model: str) -> Chat:

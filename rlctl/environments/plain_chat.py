@@ -1,7 +1,7 @@
 """Chat whose tokens are the bytes of the text, for trials without a model."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +18,14 @@ class PlainChat:
     """`Chat`, as far as a player calls it, whose template writes nothing but the texts."""
 
     ends = SimpleNamespace(stops=())
+
+    def unknown_kwargs(self, names: Collection[str]) -> dict[str, str]:
+        """Refuse every argument: there is no template."""
+        return dict.fromkeys(names, "needs a chat template")
+
+    def with_kwargs(self, arguments: Mapping[str, Any]) -> "PlainChat":
+        """Return this chat."""
+        return self
 
     def prompt(self, messages: list[Message], tools: Any = ()) -> Prompt:
         """Return the texts of all messages, and the tools behind them."""

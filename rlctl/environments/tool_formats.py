@@ -46,10 +46,9 @@ Parameters = dict[str, Properties]
 Parser = Callable[[str, Parameters], list[FoundCall]]
 
 
-def tool_format(chat_template: str | None) -> str | None:
+def tool_format(template: str) -> str | None:
     """Return the name of the format in which a model with this template calls tools; None if the template has no known
     format."""
-    template = chat_template or ""
     if "<arg_key>" in template:
         return None
     for name, marker in (

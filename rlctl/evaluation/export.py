@@ -1,6 +1,7 @@
 """Export of weights: a Hugging Face folder in the dtype asked for, with a model card, and its way to the hub."""
 
 import errno
+import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ import yaml
 from rlctl.config.errors import UserError, first_line
 from rlctl.config.run_weights import is_adapter, local_folder
 from rlctl.data.datasets import shown
+from rlctl.data.templates import write_arguments
 from rlctl.evaluation.store import MADE_AGAIN, DamagedResult, EvaluationFolder
 from rlctl.evaluation.target import Target
 from rlctl.models.adapter_folder import WEIGHTS, AdapterConfig, read_config, write_merged
@@ -58,6 +60,8 @@ def export(
     write = _write_merged if merged else _copy_adapter if is_adapter(source) else _write_weights
     try:
         dtypes = write(source, temporary, dtype, warn)
+        if target.run is not None:
+            _write_arguments(temporary, RunDir(target.run).recorded_config().get("data") or {}, warn)
         adapter = read_config(temporary) if is_adapter(temporary) else None
         (temporary / "README.md").write_text(model_card(target, dtypes, warn, adapter))
         temporary.replace(to)
@@ -67,6 +71,18 @@ def export(
             raise ExportError(f"{to} cannot be written: {error.strerror}") from error
         raise
     return to
+
+
+def _write_arguments(folder: Path, data: Mapping[str, Any], warn: Callable[[str], None]) -> None:
+    """Give the exported template the arguments of the run. Callers that name none get them."""
+    arguments = data.get("chat_template_kwargs")
+    if not arguments:
+        return
+    if data["chat_template"] == "auto":
+        write_arguments(folder, arguments)
+        return
+    what = f"data.chat_template_kwargs={json.dumps(arguments)} belongs to {data['chat_template']}"
+    warn(f"{what}, which is not exported: name both where the model is served")
 
 
 def _copy_adapter(source: Path, folder: Path, dtype: ExportDtype | None, warn: Callable[[str], None]) -> list[str]:

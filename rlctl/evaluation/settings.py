@@ -37,7 +37,8 @@ def config_of(target: Target, seed: int, system: str | None = None) -> tuple[Grp
     defaults = plain(compose(CONFIGS / "grpo.yaml", []))["generation"]
     if not is_own:
         given.append(f"generation.kv_cache_mib={defaults['kv_cache_mib']}")
-        own = {name: kept.get("data", {}).get(name) for name in ("chat_template", "system_prompt", "special_tokens")}
+        names = ("chat_template", "chat_template_kwargs", "system_prompt", "special_tokens")
+        own = {name: kept.get("data", {}).get(name) for name in names}
         given += [f"data.{name}={json.dumps(value)}" for name, value in own.items() if value is not None]
     if system is not None:
         given.append(f"data.system_prompt={json.dumps(system)}")

@@ -22,6 +22,7 @@ _INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 4 * 10**9
 COMPANIONS = (
     *("generation_config.json", "token*", "vocab*", "merges*", "special_tokens*", "added_tokens*", "chat_t*"),
+    "additional_chat_templates/*.jinja",
     # Engines do not load a vision-language model without those.
     "*processor_config.json",
 )
@@ -202,7 +203,9 @@ def copy_companions(source: Path, folder: Path) -> None:
     for pattern in COMPANIONS:
         for file in source.glob(pattern):
             if file.is_file():
-                shutil.copyfile(file, folder / file.name)
+                copy = folder / file.relative_to(source)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, copy)
 
 
 def save_tokenizer(source: str, folder: Path) -> None:

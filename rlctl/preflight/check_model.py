@@ -6,6 +6,7 @@ from pathlib import Path
 from rlctl.config.errors import ModelError
 from rlctl.config.run_weights import is_adapter
 from rlctl.config.schema import RunConfig
+from rlctl.data.templates import templates_of, unknown_arguments
 from rlctl.models.facts import ModelSizes
 from rlctl.models.layer_kinds import has_kernels
 from rlctl.models.model_sizes import check_config, config_file
@@ -122,7 +123,13 @@ def check_graph(settled: SettledSft) -> Violations:
 
 
 def check_chat(config: RunConfig) -> Violations:
-    """Find a system prompt without a template."""
-    if config.data.system_prompt is not None and config.data.chat_template == "none":
+    """Find a system prompt or arguments without a template, and arguments that the template does not take."""
+    data = config.data
+    if data.chat_template == "none":
         what = "needs a chat template, but data.chat_template is none"
-        yield Violation("data.system_prompt", what, ("data.chat_template",))
+        for key in ("system_prompt", "chat_template_kwargs"):
+            if getattr(data, key) not in (None, {}):
+                yield Violation(f"data.{key}", what, ("data.chat_template",))
+    elif data.chat_template_kwargs and (templates := templates_of(config)):
+        for name, reason in unknown_arguments(data.chat_template_kwargs, templates).items():
+            yield Violation(f"data.chat_template_kwargs.{name}", reason, ("data.chat_template",))

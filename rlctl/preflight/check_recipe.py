@@ -51,7 +51,7 @@ def recipe_notes(config: SftConfig) -> Iterator[str]:
         return
     if recipe.model.path != config.model.path:
         yield f"{RECIPE}: is for {recipe.model.path}; its prompts and lengths measure {config.model.path} here"
-    for key in ("system_prompt", "chat_template", "special_tokens"):
+    for key in ("system_prompt", "chat_template", "chat_template_kwargs", "special_tokens"):
         if getattr(recipe.data, key) != getattr(config.data, key):
             yield f"{RECIPE}.data.{key}: is not the data.{key} that the run trains with"
 

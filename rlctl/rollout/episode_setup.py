@@ -9,6 +9,7 @@ from rlctl.config.schema import GrpoConfig
 from rlctl.data.chat import Chat, ChatSpec
 from rlctl.data.files import DataError
 from rlctl.data.tasks import Task
+from rlctl.data.templates import choose_template
 from rlctl.environments.contract import ContractError, EnvironmentContract, Message, opening
 from rlctl.environments.function_trial import try_agent, try_function
 from rlctl.environments.outcomes import AgentSpec, EnvironmentFailure, EnvironmentSpec, command_of
@@ -193,7 +194,9 @@ def _problems(
 
 def format_of_calls(wanted: str, chat: Chat) -> str | None:
     """Return the parser of tool calls; None if the chat template has no known format. wanted: its name, or auto."""
-    return tool_format(chat.template) if wanted == "auto" else wanted
+    if wanted != "auto":
+        return wanted
+    return None if chat.template is None else tool_format(choose_template(chat.template, with_tools=True))
 
 
 def tool_problems(chat: Chat, format: str | None) -> list[tuple[str, str]]:

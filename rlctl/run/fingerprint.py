@@ -37,6 +37,7 @@ _DATA_KEYS = [
     "data.shuffle",
     "data.system_prompt",
     "data.chat_template",
+    "data.chat_template_kwargs",
     "data.special_tokens",
     "data.max_prompt_length",
 ]

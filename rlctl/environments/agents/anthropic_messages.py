@@ -46,6 +46,7 @@ def read(body: dict[str, Any]) -> AskedTurn:
         tools=tools,
         most=left.take("max_tokens", int),
         stop=[str(each) for each in left.take("stop_sequences", list, []) if each],
+        template_kwargs=left.take_template_kwargs(),
         calls=kind != "none",
         stream=bool(left.take("stream", bool, False)),
         counted=left.rest(),

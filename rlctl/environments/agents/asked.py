@@ -49,6 +49,8 @@ class AskedTurn:
     most: int | None = None
     # Texts at which the turn is cut.
     stop: list[str] = field(default_factory=list)
+    # Arguments of the chat template, such as enable_thinking.
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
     # False: no text of the turn is a tool call.
     calls: bool = True
     stream: bool = False
@@ -76,6 +78,13 @@ class Parameters:
             names = " or ".join(each.__name__ for each in (kind if isinstance(kind, tuple) else (kind,)))
             raise RefusedError(f"{key} must be of type {names}, not {type(value).__name__}")
         return value
+
+    def take_template_kwargs(self) -> dict[str, Any]:
+        """Take the arguments of the chat template, as vLLM has them in its APIs. Raises RefusedError."""
+        arguments: dict[str, Any] = self.take("chat_template_kwargs", dict, {})
+        if is_too_deep(arguments):
+            raise RefusedError(f"chat_template_kwargs must have at most {MAX_LEVELS} levels of lists and objects")
+        return arguments
 
     def ignore(self, keys: Collection[str]) -> None:
         """Drop keys that ask for nothing of the policy."""

@@ -28,7 +28,7 @@ _HARMLESS = (
     "prompt_cache_retention",
     "top_logprobs",
 )
-_UNENFORCED = ("reasoning_effort", "verbosity", "prediction", "chat_template_kwargs", "thinking")
+_UNENFORCED = ("reasoning_effort", "verbosity", "prediction", "thinking")
 _REFUSED = {
     "logit_bias": "would change the policy's distribution",
     "audio": "this policy writes text alone",
@@ -67,6 +67,7 @@ def read(body: dict[str, Any]) -> AskedTurn:
         tools=tools,
         most=min((each for each in limits if each is not None), default=None),
         stop=[str(each) for each in ([stop] if isinstance(stop, str) else stop) if each],
+        template_kwargs=left.take_template_kwargs(),
         calls=choice != "none",
         stream=bool(left.take("stream", bool, False)),
         form={

@@ -107,7 +107,7 @@ class PlacedRequest:
     rewritten: str
     # Control tokens that the messages spell.
     spelled: list[str]
-    # Key of each message, with the schemas of the tools in front.
+    # Key of each message, with the schemas of the tools and the template's arguments in front.
     keys: list[str]
 
 
@@ -145,6 +145,10 @@ class SessionHistory:
         Raises RefusedError for messages that the template refuses.
         """
         key, tools = self._tools.one(asked.tools)
+        unknown = self._chat.unknown_kwargs(asked.template_kwargs)
+        arguments = {name: value for name, value in asked.template_kwargs.items() if name not in unknown}
+        chat = self._chat.with_kwargs(arguments)
+        key += json.dumps(arguments, sort_keys=True) if arguments else ""
         keys = [key, *map(message_key, asked.messages)]
         keys = [self._keys.get(key, key) for key in keys]
         chains = [b""]
@@ -156,7 +160,7 @@ class SessionHistory:
         added = asked.messages[matched:]
         if (length := sum(map(len, keys[matched + 1 if turn else 0 :]))) > MAX_NEW:
             raise RefusedError(f"the new messages have {length:,} characters as JSON, and at most {MAX_NEW:,} are read")
-        tokens = self._following(turn, added, tools) if turn else self._opening(added, tools)
+        tokens = self._following(chat, turn, added, tools) if turn else self._opening(chat, added, tools)
         common, nearest = self._nearest(keys)
         rewritten = ""
         if self._turns and (turn is None or any(each["role"] == "assistant" for each in added)):
@@ -196,16 +200,16 @@ class SessionHistory:
         for content in {said.content, *(said.content + stop for stop in said.asked.stop[:_STOPS])}:
             self._turns[_chained(placement.chain, message_key(said_message(said, content)))] = known
 
-    def _opening(self, messages: list[Message], tools: list[Schema]) -> list[int]:
-        return self._rendered(lambda given: self._chat.prompt(given, tools).tokens, messages)
+    def _opening(self, chat: Chat, messages: list[Message], tools: list[Schema]) -> list[int]:
+        return self._rendered(lambda given: chat.prompt(given, tools).tokens, messages)
 
-    def _following(self, turn: KnownTurn, added: list[Message], tools: list[Schema]) -> list[int]:
+    def _following(self, chat: Chat, turn: KnownTurn, added: list[Message], tools: list[Schema]) -> list[int]:
         """Return the tokens between a turn and the next one."""
-        stops = frozenset(self._chat.ends.stops)
+        stops = frozenset(chat.ends.stops)
         count = len(turn.messages) - 1
 
         def render(given: list[Message]) -> list[int]:
-            return self._chat.link(given[:count], given[count:], tools).after(turn.tokens, stops)
+            return chat.link(given[:count], given[count:], tools).after(turn.tokens, stops)
 
         # A second system message may stand before the turn, another behind it.
         return self._rendered(render, [*turn.messages[:-1], *added])
@@ -245,7 +249,7 @@ def _without_later_systems(messages: list[Message]) -> list[Message]:
 def _difference(keys: list[str], nearest: list[str], common: int) -> str:
     """Return in words where a request leaves the nearest earlier one. keys: tools first, then the messages."""
     if common == 0:
-        return "the tools are others"
+        return "the tools or the arguments of the chat template are others"
     if common >= len(keys):
         return "an earlier request came again"
     role, content = json.loads(keys[common])

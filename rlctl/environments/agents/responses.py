@@ -66,6 +66,7 @@ def read(body: dict[str, Any]) -> AskedTurn:
         messages=messages if before else checked_messages(messages),
         tools=tools,
         most=left.take("max_output_tokens", int),
+        template_kwargs=left.take_template_kwargs(),
         calls=choice != "none",
         stream=bool(left.take("stream", bool, False)),
         continues=before.removeprefix("resp_"),

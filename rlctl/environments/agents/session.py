@@ -103,6 +103,8 @@ class AgentSession:
             return before
         with self.guarded():
             asked = read()
+        if self._chat.unknown_kwargs(asked.template_kwargs):
+            asked.counted.append("ignored/chat_template_kwargs")
         for name in asked.counted:
             known = name in self.counts or len(self.counts) < MAX_COUNTS
             self.counts[name if known else "ignored/others"] += 1
@@ -214,7 +216,8 @@ class AgentSession:
         opening = [each for each in asked.messages if each["role"] == "system"]
         added = [each for each in asked.messages if each["role"] != "system"]
         messages = checked_messages([*opening, *later, said_message(said), *added])
-        return replace(asked, messages=messages, tools=asked.tools or said.asked.tools)
+        template_kwargs = asked.template_kwargs or said.asked.template_kwargs
+        return replace(asked, messages=messages, tools=asked.tools or said.asked.tools, template_kwargs=template_kwargs)
 
     def _note(self, place: PlacedRequest) -> None:
         self.counts["spelled"] += len(place.spelled)

@@ -22,7 +22,7 @@ CHAT = [
 
 def data(template: str, system_prompt: str | None = None) -> DataSection:
     none = DatasetSection(None, "train", "prompt", "answer", "messages", None, {})
-    return DataSection(none, none, system_prompt, template, "text", max_prompt_length=None, shuffle=True)
+    return DataSection(none, none, system_prompt, template, {}, "text", max_prompt_length=None, shuffle=True)
 
 
 def trained(chat: Chat, messages: list[dict[str, str]], train: Literal["all", "last"]) -> list[str]:

@@ -270,8 +270,7 @@ def test_llama_text_without_a_call_is_text() -> None:
         ("{{ '[TOOL_CALLS]' }}", "mistral"),
         ("<tool_call>{function-name}\\n<arg_key>", None),
         ("{{ messages[0].content }}", None),
-        (None, None),
     ],
 )
-def test_the_format_is_known_by_the_template(template: str | None, format: str | None) -> None:
+def test_the_format_is_known_by_the_template(template: str, format: str | None) -> None:
     assert tool_format(template) == format

@@ -64,6 +64,26 @@ def test_floating_point_tensors_are_cast_and_others_are_not(run: Path, tmp_path:
     }
 
 
+def test_the_template_has_the_arguments_of_the_run(run: Path, tmp_path: Path) -> None:
+    config = run / "config.yaml"
+    hf = run / "checkpoints/step_4/hf"
+    (hf / "chat_template.jinja").write_text("{{ enable_thinking }}")
+    config.write_text(
+        config.read_text().replace("chat_template_kwargs: {}", "chat_template_kwargs: {enable_thinking: 0}")
+    )
+    folder = export(find_target(str(run), Path("/")), tmp_path / "out", None, nothing)
+    shown = "{%- if enable_thinking is not defined %}{%- set enable_thinking = 0 %}{%- endif %}\n{{ enable_thinking }}"
+    assert (folder / "chat_template.jinja").read_text() == shown
+    assert (hf / "chat_template.jinja").read_text() == "{{ enable_thinking }}"
+    config.write_text(config.read_text().replace("chat_template: auto", "chat_template: my.jinja"))
+    said = list[str]()
+    export(find_target(str(run), Path("/")), tmp_path / "another", None, said.append)
+    assert said == [
+        'data.chat_template_kwargs={"enable_thinking": 0} belongs to my.jinja, which is not exported: name both where '
+        "the model is served"
+    ]
+
+
 def test_without_a_dtype_they_stay_as_they_are(run: Path, tmp_path: Path) -> None:
     folder = export(find_target(str(run), Path("/")), tmp_path / "out", None, nothing)
     found = load_file(folder / "model.safetensors")

@@ -213,6 +213,18 @@ def test_a_model_without_weights_needs_random_init(home: Path) -> None:
     load("grpo", "grpo.recipe.yaml", ["model.random_init=true"])
 
 
+def test_an_argument_that_the_chat_template_does_not_take_is_told(home: Path) -> None:
+    (home / "model/chat_template.jinja").write_text("{{ messages }}{{ enable_thinking }}")
+    given = "data.chat_template_kwargs.thinking=false"
+    takes = "is no argument of the chat template, which takes enable_thinking; did you mean enable_thinking?"
+    assert problems("sft", "sft.recipe.yaml", [given]) == [f"override 1: {given}: {takes}"]
+    load("sft", "sft.recipe.yaml", ["data.chat_template_kwargs={enable_thinking: false}"])
+    assert problems("sft", "sft.recipe.yaml", [given, "data.chat_template=none"]) == [
+        "override 2: data.chat_template=none: data.chat_template_kwargs: needs a chat template, but data.chat_template "
+        "is none"
+    ]
+
+
 def test_sft_has_its_own_contradictions(home: Path) -> None:
     overrides = ["trainer.num_ranks=8", "sft.batch_size=4", "trainer.micro_batch_tokens=128"]
     overrides += ["data.max_prompt_length=256", "data.system_prompt=Be brief", "data.chat_template=none"]

@@ -101,7 +101,7 @@ def test_text_that_looks_like_calls_stays_text(serve: Serve, calls: str) -> None
             [ADD],
             "message 0 (system) is in the place of one of role user",
         ),
-        ([USER], [], "the tools are others"),
+        ([USER], [], "the tools or the arguments of the chat template are others"),
     ],
 )
 def test_what_means_something_else_begins_a_row_and_is_named(serve: Serve, messages: Any, tools: Any, why: str) -> None:
@@ -109,6 +109,19 @@ def test_what_means_something_else_begins_a_row_and_is_named(serve: Serve, messa
     asked(served, [USER], tools=[ADD])
     asked(served, messages, tools=tools or openai.NOT_GIVEN)
     assert served.asks[1]["after"] is None and list(served.session.rewritten) == [why]
+
+
+def test_arguments_of_the_template_are_a_requests_own(serve: Serve) -> None:
+    shown = "{% if not (enable_thinking | default(true)) %}<think></think>{% endif %}"
+    served = serve(script(f"4{END}", f"5{END}", f"6{END}"), template=TOOLED + shown)
+    off = {"chat_template_kwargs": {"enable_thinking": False}}
+    asked(served, [USER], extra_body=off)
+    asked(served, [USER, assistant(content="4"), USER], extra_body=off)
+    # Those of another opening: the tokens so far are not these.
+    asked(served, [USER, assistant(content="4"), USER], extra_body={"chat_template_kwargs": {"unknown": 1}})
+    assert [text.endswith("<think></think>") for text in served.texts()] == [True, True, False]
+    assert [ask["after"] for ask in served.asks] == [None, 0, None]
+    assert served.session.counts["ignored/chat_template_kwargs"] == 1
 
 
 def test_later_system_messages_are_the_users_where_the_template_takes_one(serve: Serve) -> None:
