@@ -61,6 +61,8 @@ class EnvironmentFailure:
     detail: str = ""
     # Traceback in the user's code.
     trace: str = ""
+    # True if later episodes of the process would fail in the same way.
+    lasting: bool = False
 
     def __str__(self) -> str:
         return f"{self.cause}: {self.detail}" if self.detail else self.cause

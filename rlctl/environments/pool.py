@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,7 +29,7 @@ from rlctl.environments.contract import (
     checked_step,
 )
 from rlctl.environments.outcomes import EnvironmentFailure, EnvironmentSpec, ToolResult
-from rlctl.environments.process import EnvironmentProcess
+from rlctl.environments.process import FAILURES_IN_A_ROW, HUNG, EnvironmentProcess
 from rlctl.environments.rollout_function import Answer, FunctionRequest, checked_request
 from rlctl.environments.tool_formats import Call, MalformedCall
 from rlctl.utils.devices import usable_cores
@@ -53,6 +53,20 @@ class UnusableEnvironmentError(UserError):
     def __init__(self, problems: list[tuple[str, str]]) -> None:
         super().__init__("\n".join(f"{key}: {reason}" for key, reason in problems))
         self.problems = problems
+
+
+@dataclass(eq=False)
+class PlacedEpisode:
+    """One episode in its process."""
+
+    process: EnvironmentProcess
+    number: int
+    # Its environment.
+    key: str
+    # Seed of its task.
+    seed: int
+    # True once an action after its first was answered.
+    has_acted: bool = False
 
 
 class EnvironmentPool:
@@ -87,8 +101,10 @@ class EnvironmentPool:
         self._ended = False
         # Below here everything belongs to the loop's thread.
         self._processes: list[EnvironmentProcess] = []
-        self._episodes: dict[Hashable, tuple[EnvironmentProcess, int, str]] = {}
+        self._episodes: dict[Hashable, PlacedEpisode] = {}
         self._numbers = itertools.count()
+        # Episodes that ended without a failure.
+        self._successes = 0
         # Episodes that have ended, and are leaving their processes.
         self._leaving: dict[Hashable, asyncio.Task[EnvironmentFailure | None]] = {}
         self._submit(self._watch_memory())
@@ -223,18 +239,19 @@ class EnvironmentPool:
             return self._count_failure(
                 key, EnvironmentFailure("contract", f"{kind} of an episode that is going on", repr(episode))
             )
-        process, number = self._choose_process(), next(self._numbers)
-        process.episodes.add(number)
-        self._episodes[episode] = (process, number, key)
+        process = self._choose_process()
+        placed = PlacedEpisode(process, next(self._numbers), key, seed)
+        process.episodes.add(placed.number)
+        self._episodes[episode] = placed
         ready = await asyncio.shield(process.ready)
-        if self._episodes.get(episode) != (process, number, key):
+        if self._episodes.get(episode) is not placed:
             # It was closed meanwhile, and another may have its name.
             return EnvironmentFailure("contract", f"{kind} of an episode that has ended", repr(episode))
         refused = ready if isinstance(ready, EnvironmentFailure) else _refused(ready[key])
         if refused is None:
             return await self._act(episode, kind, (key, row, seed), checked)
         self._episodes.pop(episode, None)
-        process.episodes.discard(number)
+        process.episodes.discard(placed.number)
         return self._count_failure(key, refused)
 
     async def _call(self, episode: Hashable, calls: list[Call]) -> list[ToolResult] | EnvironmentFailure:
@@ -270,33 +287,59 @@ class EnvironmentPool:
         the episode."""
         if episode not in self._episodes:
             return EnvironmentFailure("contract", f"{kind} of an episode that has ended", repr(episode))
-        process, number, key = self._episodes[episode]
-        outcome = await process.act(number, kind, payload, self._specs[key].timeout_s if timed else None)
+        placed = self._episodes[episode]
+        process = placed.process
+        spec = self._specs[placed.key]
+        outcome = await process.act(placed.number, kind, payload, spec.timeout_s if timed else None)
         if not isinstance(outcome, EnvironmentFailure):
             with suppress(Exception):  # any text of the user's code
-                return checked(outcome)
+                value = checked(outcome)
+                if kind not in ("reset", "begin"):
+                    placed.has_acted = True
+                elif isinstance(value, AgentNews | FunctionRequest) and value.ended:
+                    self._note_failure(placed, EnvironmentFailure("contract", "it ended without a turn"))
+                return value
             outcome = EnvironmentFailure("contract", f"its process answered a {kind} with something else")
-        if self._episodes.get(episode) != (process, number, key):
+        if self._episodes.get(episode) is not placed:
             # Another action of this episode failed before, or the episode was closed meanwhile.
             return outcome
+        self._note_failure(placed, outcome)
         # An agent is closed from outside of its thread.
-        hung = outcome.kind == "timeout" and self._specs[key].agent is None
+        hung = outcome.kind == "timeout" and spec.agent is None
         self._begin_leaving(episode, not hung)
-        return self._count_failure(key, outcome)
+        return self._count_failure(placed.key, outcome)
+
+    def _note_failure(self, placed: PlacedEpisode, failure: EnvironmentFailure) -> None:
+        """Retire a process if it, and not its environment, is why its episodes fail."""
+        process = placed.process
+        process.failed_seeds.append(placed.seed)
+        several = len(process.failed_seeds) >= FAILURES_IN_A_ROW and len(set(process.failed_seeds)) > 1
+        # Where nothing ended well since it started, another process would fail too.
+        alone = self._successes > process.successes_before
+        if process.ended or process.retired or not (failure.lasting or (several and alone)):
+            return
+        process.retired = EnvironmentFailure("died", "its process was damaged", str(failure))
+        why = "it is damaged" if failure.lasting else f"{FAILURES_IN_A_ROW} tries in a row failed in it"
+        self.failures.note("process", f"another one takes its place, since {why}: {failure}")
 
     async def _close(self, episode: Hashable) -> EnvironmentFailure | None:
         if episode not in self._episodes:
             if (leaving := self._leaving.get(episode)) is not None:
                 await asyncio.wait([leaving])
             return None
-        key = self._episodes[episode][2]
+        placed = self._episodes[episode]
         failure = await asyncio.shield(self._begin_leaving(episode, True))
-        return failure and self._count_failure(key, failure)
+        if failure is not None:
+            return self._count_failure(placed.key, failure)
+        if placed.has_acted:
+            placed.process.failed_seeds.clear()
+            self._successes += 1
+        return None
 
     def _begin_leaving(self, episode: Hashable, closes: bool) -> "asyncio.Task[EnvironmentFailure | None]":
         """Begin to take an episode out of its process. closes: it does not hang, and is closed first."""
-        process, number, key = self._episodes.pop(episode)
-        task = self._leaving[episode] = self.events.spawn(self._leave(process, number, key if closes else None))
+        task = self.events.spawn(self._leave(self._episodes.pop(episode), closes))
+        self._leaving[episode] = task
 
         def left(_: object) -> None:
             if self._leaving.get(episode) is task:
@@ -305,15 +348,16 @@ class EnvironmentPool:
         task.add_done_callback(left)
         return task
 
-    async def _leave(self, process: EnvironmentProcess, number: int, key: str | None) -> EnvironmentFailure | None:
-        """Take an episode out of its process, closed first unless it hangs (key None). End a process that is to end."""
-        outcome = None
-        if key is not None and not process.ended:
-            outcome = await process.act(number, "close", None, self._specs[key].timeout_s)
-        process.episodes.discard(number)
-        if process.ended or (process.hangs and not process.episodes):
-            await process.stop(EnvironmentFailure("timeout", "an episode of its process hung"))
-        elif isinstance(outcome, EnvironmentFailure) and process.hangs:
+    async def _leave(self, placed: PlacedEpisode, closes: bool) -> EnvironmentFailure | None:
+        """Take an episode out of its process. closes: it does not hang, and is closed first. End a retired process
+        with its last episode."""
+        outcome, process = None, placed.process
+        if closes and not process.ended:
+            outcome = await process.act(placed.number, "close", None, self._specs[placed.key].timeout_s)
+        process.episodes.discard(placed.number)
+        if process.ended or (process.retired and not process.episodes):
+            await process.stop(process.retired or HUNG)
+        elif isinstance(outcome, EnvironmentFailure) and process.retired == HUNG:
             await process.over.wait()
         return outcome if isinstance(outcome, EnvironmentFailure) else None
 
@@ -322,14 +366,15 @@ class EnvironmentPool:
         return row.get(ENVIRONMENT_COLUMN) if len(self._specs) > 1 else next(iter(self._specs))
 
     def _choose_process(self) -> EnvironmentProcess:
-        """Choose the process with the fewest episodes; start a new one while all have some and there may be more."""
-        self._processes = [each for each in self._processes if not each.ended]
-        usable = [each for each in self._processes if not each.hangs]
-        if usable and (len(usable) >= self._size or any(not each.episodes for each in usable)):
-            return min(usable, key=lambda each: len(each.episodes))
+        """Choose the process with the fewest episodes and failures in a row. Start one while all have some, and there
+        may be more."""
+        self._processes = [process for process in self._processes if not process.ended]
+        usable = [process for process in self._processes if not process.retired]
+        if usable and (len(usable) >= self._size or any(process.load == 0 for process in usable)):
+            return min(usable, key=lambda process: process.load)
         output = self._log.descriptor if self._log else None
         child = GuardedProcess("rlctl.environments.child", MAX_REPLY, output, self._variables)
-        process = EnvironmentProcess(self._specs, self._memory_bytes, child, self.events.spawn)
+        process = EnvironmentProcess(self._specs, self._memory_bytes, child, self.events.spawn, self._successes)
         self._processes.append(process)
         return process
 

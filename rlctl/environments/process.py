@@ -1,8 +1,8 @@
 """Driver's end of a process that runs episodes: actions with deadlines, memory, and the end of the process.
 
 Everything here runs on the pool's event loop, so that many episodes wait side by side. An action past its deadline
-costs its episode. Its thread hangs, so that the process then gets no new episodes, and ends when its others have. A
-process that dies costs its episodes.
+costs its episode. Its thread hangs, so that the process is retired: it gets no new episodes, and ends when its others
+have. So is one that is damaged and lives. A process that dies costs its episodes.
 """
 
 import asyncio
@@ -12,6 +12,7 @@ import json
 import os
 import pickle
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,10 @@ from rlctl.workers.guarded import ENDING_TIMEOUT_S, GuardedProcess
 START_TIMEOUT_S = 120.0  # imports only, on a machine that may be busy
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 Started = dict[str, EnvironmentContract] | EnvironmentFailure
+# Tries that fail in a row in one process, of at least two tasks, until it is retired. Where half of all tries fail, a
+# process is lost in some 500 tries. A damaged one costs the tries of three rollouts.
+FAILURES_IN_A_ROW = 8
+HUNG = EnvironmentFailure("timeout", "an episode of its process hung")
 _FOREIGN = "wrote to a file descriptor that is not its own"
 
 
@@ -34,7 +39,8 @@ class EnvironmentProcess:
     """One child process and the episodes in it.
 
     specs: environments by key. memory_bytes: most resident memory of the process and its children. process: not
-    launched yet. spawn: begins a task whose error is kept.
+    launched yet. spawn: begins a task whose error is kept. successes_before: episodes of the pool that ended well so
+    far.
     """
 
     def __init__(
@@ -43,6 +49,7 @@ class EnvironmentProcess:
         memory_bytes: int,
         process: GuardedProcess,
         spawn: Callable[[Coroutine[Any, Any, Any]], "asyncio.Task[Any]"],
+        successes_before: int,
     ) -> None:
         self._specs, self._memory_bytes, self._process, self._spawn = specs, memory_bytes, process, spawn
         self._writer: asyncio.StreamWriter | None = None
@@ -57,8 +64,12 @@ class EnvironmentProcess:
         self._reason: EnvironmentFailure | None = None
         # Numbers of the episodes that are in it.
         self.episodes: set[int] = set()
-        # True from the first action past its deadline on: one of its threads hangs, and cannot be ended alone.
-        self.hangs = False
+        # Seeds of the tasks whose tries failed in it since one ended well.
+        self.failed_seeds = deque[int](maxlen=FAILURES_IN_A_ROW)
+        self.successes_before = successes_before
+        # Why it gets no new episodes and ends with its last one; None for a process that is well. `HUNG` from the first
+        # action past its deadline on: one of its threads hangs, and cannot be ended alone.
+        self.retired: EnvironmentFailure | None = None
         # An agent whose action is late is closed from outside of its thread. It hangs if its close is late too.
         self._closable = all(each.agent is not None for each in specs.values())
         # True when it has ended, or is about to; `over` once nothing that it started runs.
@@ -66,6 +77,11 @@ class EnvironmentProcess:
         self._launched = asyncio.create_task(asyncio.to_thread(self._process.launch))
         # Contracts by key, or the reason why it could not start.
         self.ready: asyncio.Task[Started] = spawn(self._start())
+
+    @property
+    def load(self) -> int:
+        """Number of its episodes, and of its failures in a row: others are chosen before it."""
+        return len(self.episodes) + len(self.failed_seeds)
 
     @property
     def pid(self) -> int | None:
@@ -118,7 +134,8 @@ class EnvironmentProcess:
             async with asyncio.timeout(timeout_s):
                 return await outcome
         except TimeoutError:
-            self.hangs |= kind == "close" or not self._closable
+            if kind == "close" or not self._closable:
+                self.retired = HUNG
             return EnvironmentFailure("timeout", f"{kind} took longer than {timeout_s:g} s")
         finally:
             del self._waiting[action]

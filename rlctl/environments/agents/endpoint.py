@@ -7,6 +7,7 @@ alone. The server answers wrong keys and paths at once. Bodies, headers, connect
 import asyncio
 import hmac
 import json
+import os
 import re
 import socket
 import threading
@@ -70,6 +71,16 @@ class Endpoint:
         host = _own_address(self._bind) if self._bind in _ANY else self._bind
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}/sessions/{session.id}/v1"
 
+    @property
+    def listens(self) -> bool:
+        """True unless code of the process closed the listener, whose descriptor may be another file's since."""
+        try:
+            if os.fstat(self._listener.fileno()).st_ino != self._inode:
+                return False
+            return bool(self._listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+        except OSError:
+            return False
+
     def open(self, session: AgentSession) -> None:
         """Serve a session."""
         self._sessions[session.id] = session
@@ -92,7 +103,9 @@ class Endpoint:
 
     async def _listen(self) -> None:
         server = await self._connections.listen(self._answer, self._bind)
-        self.port = server.sockets[0].getsockname()[1]
+        self._listener = server.sockets[0]
+        self._inode = os.fstat(self._listener.fileno()).st_ino
+        self.port = self._listener.getsockname()[1]
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         api: ModuleType = chat_completions

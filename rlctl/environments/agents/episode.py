@@ -66,6 +66,11 @@ class AgentEpisode(CalledEpisode):
         self._endpoint.loop.call_soon_threadsafe(work)
 
     def _begin(self, task: dict[str, Any], seed: Any) -> None:
+        if not self._endpoint.listens:
+            self._ended = True
+            cause = "the endpoint of its process was closed by code of the process"
+            self._answer(EnvironmentFailure("died", cause, lasting=True))
+            return
         self._endpoint.open(self._session)
         url, secret, loop = self._endpoint.url(self._session), self._session.secret, self._endpoint.loop
         self._stop = self._start(AgentLaunch(AgentTask(**task), url, secret, random.Random(seed), self._end, loop))

@@ -13,6 +13,7 @@ import pytest
 
 from rlctl.environments.outcomes import EnvironmentFailure, EnvironmentSpec, ToolResult
 from rlctl.environments.pool import EnvironmentPool, UnusableEnvironmentError
+from rlctl.environments.process import FAILURES_IN_A_ROW
 from rlctl.environments.tool_formats import MalformedCall, ToolCall
 from rlctl.telemetry.events import EventLog
 from rlctl.telemetry.jsonl import read_records
@@ -110,6 +111,30 @@ class Own:
             code: An expression.
         \"\"\"
         return eval(code)
+"""
+# Every reset needs a descriptor; a tool leaks all, or takes them away.
+OPENS = """
+import os, resource
+
+leaked = []
+
+class Opens:
+    def reset(self, raises=False, **row):
+        if raises:
+            raise ValueError("a bad row")
+        open(__file__).close()
+
+    def get_reward(self):
+        return 1.0
+
+    def leak(self) -> str:
+        \"\"\"Leak all descriptors.\"\"\"
+        while True:
+            leaked.append(os.open(__file__, os.O_RDONLY))
+
+    def limit(self) -> str:
+        \"\"\"Lower the limit.\"\"\"
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 """
 FINE = [ToolResult("select", "42", failed=False)]
 
@@ -251,6 +276,48 @@ def test_an_environment_that_kills_a_supervisor_leaves_nothing_running(whom: str
         assert psutil.wait_procs(family, timeout=60)[1] == []
         begun(pool, "b")
         assert select(pool, "b") == FINE
+
+
+def played(pool: EnvironmentPool, seed: int, tool: str | None = None, **row: Any) -> object:
+    """Play an episode of `Opens`; return its first outcome."""
+    episode = object()
+    outcome = pool.reset(episode, row, seed).result()
+    if not isinstance(outcome, EnvironmentFailure):
+        pool.reward(episode).result()
+        if tool is not None:
+            pool.call(episode, [ToolCall(tool, {})]).result()
+    pool.close(episode).result()
+    return outcome
+
+
+@pytest.mark.parametrize("damage", ["leak", "limit"])
+def test_a_damaged_process_that_lives_is_replaced(tmp_path: Path, damage: str) -> None:
+    (tmp_path / "own.py").write_text(OPENS)
+    told = list[str]()
+    spec = EnvironmentSpec("own.py:Opens", 120.0)
+    with EnvironmentPool({"own": spec}, 2048, 1, emit=lambda _, what: told.append(what)) as pool:
+        played(pool, 0, damage)
+        (damaged,) = pool.pids()
+        outcomes = [played(pool, seed) for seed in range(FAILURES_IN_A_ROW + 2)]
+        failures = [outcome for outcome in outcomes if isinstance(outcome, EnvironmentFailure)]
+        assert failures == outcomes[:FAILURES_IN_A_ROW]
+        assert damaged not in pool.pids() and not psutil.pid_exists(damaged)
+    assert told[-1].startswith(
+        "environment process: another one takes its place, since 8 tries in a row failed in it: "
+    )
+    assert told[-1].endswith(f"Too many open files: '{tmp_path}/own.py'")
+
+
+def test_a_process_is_not_blamed_for_its_environment(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OPENS)
+    with EnvironmentPool({"own": EnvironmentSpec("own.py:Opens", 120.0)}, 2048, 1) as pool:
+        for seed in range(20):
+            assert isinstance(played(pool, seed, raises=True), EnvironmentFailure), "nothing ever ended well"
+        (pid,) = pool.pids()
+        played(pool, 0)
+        for _ in range(20):
+            assert isinstance(played(pool, 1, raises=True), EnvironmentFailure), "one task is bad"
+        assert pool.pids() == [pid]
 
 
 def test_memory_without_end_ends_the_process_and_the_bound_is_told() -> None:

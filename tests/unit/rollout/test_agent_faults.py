@@ -24,7 +24,7 @@ from tests.waiting import PATIENCE_S, until
 DEADLINE_S = 4.0
 # Without an SDK: its import takes longer than all of this.
 ASK = """
-import json, os, signal, subprocess, sys, threading, time
+import json, os, signal, socket, subprocess, sys, threading, time
 from urllib.request import Request, urlopen
 
 
@@ -72,6 +72,17 @@ def floods(task, url, key):
     for _ in range(200):
         print("x" * 100_000)
     ask(url, key)
+    return 1
+
+
+def closes_the_listener(task, url, key):
+    ask(url, key)
+    for number in map(int, os.listdir("/proc/self/fd")):
+        try:
+            if socket.socket(fileno=os.dup(number)).getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                os.close(number)
+        except OSError:
+            continue
     return 1
 
 
@@ -200,6 +211,13 @@ def test_a_function_that_forks_or_floods_is_played(functions: Played, agent: str
 
 def test_a_client_that_gives_up_is_a_failure(functions: Played) -> None:
     assert "RuntimeError" in failure(functions.play("gives_up")[0])
+
+
+def test_a_process_whose_listener_is_closed_is_replaced(functions: Played) -> None:
+    damaged = functions.worker()
+    assert is_well(functions.play("closes_the_listener")[0])
+    assert failure(functions.play("well")[0]) == "the endpoint of its process was closed by code of the process"
+    assert is_well(functions.play("well")[0]) and functions.worker() != damaged
 
 
 def test_a_killed_process_costs_its_episodes_alone(functions: Played) -> None:
