@@ -16,7 +16,7 @@ from rlctl.dashboard.console import make_table
 from rlctl.dashboard.event_text import one_line
 from rlctl.dashboard.formats import NONE, count, duration, neutral
 from rlctl.dashboard.rollout_query import mean_reward
-from rlctl.telemetry.exact_tokens import unpack
+from rlctl.telemetry.exact_tokens import KeyUse, TokenRow, key_use, unpack
 from rlctl.telemetry.jsonl import Record
 
 BAR = "┃ "
@@ -69,18 +69,36 @@ def token_lines(group: Record) -> Iterator[str]:
         return
     if rollouts is None:
         yield "-- no tokens were recorded (telemetry.record_tokens; runs of earlier versions have none)"
+    use = key_use(group)
+    if use == "reused":
+        yield "-- keys of a prompt may be of older weights (generation.reset_prefix_cache_after_weight_updates=false)"
     for record, rows in zip(group["rollouts"], rollouts or ()):
         for number, row in enumerate(rows, 1):
             which = f", row {number} of {len(rows)}" if len(rows) > 1 else ""
             sampled = int(row.sampled.sum())
             yield f"-- tokens of #{record.get('index')}{which}: {len(row.tokens) - sampled} given, {sampled} sampled"
-            for span in row.spans():
-                ids, log_probs = row.tokens[span], row.log_probs[span]
-                if row.sampled[span.start]:
-                    pairs = " ".join(f"{token}:{log_prob:.4g}" for token, log_prob in zip(ids, log_probs))
-                    yield f"{BAR} v{row.versions[span.start]} {pairs}"
-                else:
-                    yield "   " + " ".join(map(str, ids))
+            yield from _row_lines(row, use)
+
+
+def _row_lines(row: TokenRow, use: KeyUse | None) -> Iterator[str]:
+    """Yield a line a span. Before it, name the weights of the keys that it read, if others computed them."""
+    older_keys = {older.readers.start: older.keys for older in row.older_keys()}
+    for span in row.spans():
+        ids = row.tokens[span]
+        if not row.sampled[span.start]:
+            yield "   " + " ".join(map(str, ids))
+            continue
+        version = row.versions[span.start]
+        if span.start in older_keys and use == "recomputed":
+            yield f"-- weights changed within the turn: v{version} computed all keys before this token again"
+        elif span.start in older_keys and use is not None:
+            keys = ", ".join(
+                f"v{key_version} of tokens {positions.start + 1} to {positions.stop}"
+                for positions, key_version in older_keys[span.start]
+            )
+            yield f"-- weights changed within the turn: v{version} read keys by {keys}"
+        pairs = " ".join(f"{token}:{log_prob:.4g}" for token, log_prob in zip(ids, row.log_probs[span]))
+        yield f"{BAR} v{version} {pairs}"
 
 
 def footer(found: int, listed: int, recorded: tuple[int, int]) -> Text:

@@ -61,7 +61,7 @@ class PlacedEpisode:
 
     process: EnvironmentProcess
     number: int
-    # Its environment.
+    # Key of the environment.
     key: str
     # Seed of its task.
     seed: int

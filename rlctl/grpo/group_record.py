@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rlctl.config.schema import GrpoConfig
 from rlctl.grpo.batch import TaskOutcomes, TrainingBatch
 from rlctl.rollout.types import Decode, Rollout, RolloutGroup
-from rlctl.telemetry.exact_tokens import EXACT, TokenRow, pack
+from rlctl.telemetry.exact_tokens import EXACT, KeyUse, TokenRow, pack
 from rlctl.telemetry.jsonl import Record
 
 # (task, index of the rollout) -> float32 [N], the advantages of its trained tokens, over all of its rows.
@@ -18,17 +19,18 @@ Advantages = dict[tuple[str, int], NDArray[np.float32]]
 
 
 def step_records(
-    groups: Sequence[RolloutGroup], batch: TrainingBatch, decode: Decode, tokens: bool = False
+    groups: Sequence[RolloutGroup], batch: TrainingBatch, decode: Decode, keys: KeyUse | None = None
 ) -> list[Record]:
     """Return the records of groups of a step, with outcomes and advantages. batch: the trained part of the step."""
-    records = group_records(groups, decode, tokens, _advantages(batch, {group.task.id for group in groups}))
+    records = group_records(groups, decode, keys, _advantages(batch, {group.task.id for group in groups}))
     return [{"outcome": _outcome(record["task"], batch.outcomes), **record} for record in records]
 
 
 def group_records(
-    groups: Sequence[RolloutGroup], decode: Decode, tokens: bool = False, advantages: Advantages | None = None
+    groups: Sequence[RolloutGroup], decode: Decode, keys: KeyUse | None = None, advantages: Advantages | None = None
 ) -> list[Record]:
-    """Return the record of each group. decode: keeps special tokens, so that ends are seen. tokens: exact ones too."""
+    """Return the record of each group. decode: keeps special tokens, so that ends are seen. keys: of the exact tokens,
+    which are left out for None."""
     advantages = advantages or {}
     return [
         {
@@ -39,10 +41,19 @@ def group_records(
                 _rollout(rollout, group.task.tokens, decode, advantages.get((group.task.id, rollout.id.index)))
                 for rollout in group.rollouts
             ],
-            **({EXACT: pack([_rows(rollout) for rollout in group.rollouts])} if tokens else {}),
+            **({EXACT: pack([_rows(rollout) for rollout in group.rollouts], keys)} if keys else {}),
         }
         for group in groups
     ]
+
+
+def recorded_keys(config: GrpoConfig, tokens: bool) -> KeyUse | None:
+    """Return the fate of keys at a change of weights, for groups recorded with their tokens; None without."""
+    if not tokens:
+        return None
+    if config.async_.recompute_kv_cache_after_weight_updates:
+        return "recomputed"
+    return "kept" if config.generation.reset_prefix_cache_after_weight_updates else "reused"
 
 
 def _advantages(batch: TrainingBatch, tasks: set[str]) -> Advantages:
@@ -85,7 +96,7 @@ def _rollout(
 
 
 def _rows(rollout: Rollout) -> list[TokenRow]:
-    return [TokenRow(row.tokens, row.sampled, row.log_probs, row.versions) for row in rollout.rows]
+    return [TokenRow(row.tokens, row.sampled, row.log_probs, row.versions, row.turns) for row in rollout.rows]
 
 
 def _text(rollout: Rollout, prompt: Sequence[int], decode: Decode) -> list[tuple[str, bool]]:

@@ -11,7 +11,7 @@ from functools import partial
 from rlctl.grpo.advantages.base import make_advantage
 from rlctl.grpo.batch import TrainingBatch, add_column, why_it_teaches_nothing
 from rlctl.grpo.components import GrpoComponents
-from rlctl.grpo.group_record import group_records
+from rlctl.grpo.group_record import group_records, recorded_keys
 from rlctl.grpo.health import PARITY, grpo_health
 from rlctl.grpo.logprob_mismatch import mismatch
 from rlctl.grpo.losses.base import make_loss
@@ -180,7 +180,9 @@ class GrpoLoop(Loop):
             groups = validation.groups(self.done)
             metrics |= validation_metrics(groups)
         parts.recorder.groups(
-            self.done, "validation", lambda n, tokens: group_records(groups[:n], parts.decode, tokens)
+            self.done,
+            "validation",
+            lambda n, tokens: group_records(groups[:n], parts.decode, recorded_keys(self._config, tokens)),
         )
 
     def resume(self, checkpoint: Checkpoint) -> None:

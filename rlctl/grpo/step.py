@@ -7,7 +7,7 @@ from functools import partial
 from rlctl.grpo.advantages.base import Advantage
 from rlctl.grpo.batch import LeftOut, TaskOutcomes, TrainingBatch, make_batch
 from rlctl.grpo.components import GrpoComponents
-from rlctl.grpo.group_record import step_records
+from rlctl.grpo.group_record import recorded_keys, step_records
 from rlctl.grpo.metrics import (
     EngineInterval,
     age_metrics,
@@ -111,7 +111,11 @@ class GrpoStep:
         for group, reason in waste.filtered:
             batch.outcomes.add(TaskOutcomes(filtered={reason: [group.task.id]}))
         parts.recorder.outcomes(number, asdict(batch.outcomes) | left_out)
-        parts.recorder.groups(number, "train", lambda n, tokens: step_records(ended[:n], batch, parts.decode, tokens))
+        parts.recorder.groups(
+            number,
+            "train",
+            lambda n, tokens: step_records(ended[:n], batch, parts.decode, recorded_keys(self._config, tokens)),
+        )
         monitor, times = parts.monitor.read(), self._recorder.finish()
         metrics |= self._speed(metrics, times, batch)
         parts.recorder.step(number, {"version": number, **metrics, **monitor, **times})

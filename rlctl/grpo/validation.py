@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from rlctl.config.schema import GrpoConfig
 from rlctl.data.tasks import Task
 from rlctl.generation.pool import GeneratorPool
-from rlctl.grpo.group_record import group_records
+from rlctl.grpo.group_record import group_records, recorded_keys
 from rlctl.grpo.metrics import validation_metrics
 from rlctl.rollout.dispatcher import RolloutDispatcher
 from rlctl.rollout.runner import RolloutRunner
@@ -63,7 +63,11 @@ class SampledValidation:
         groups = self.validation.groups(version)
         if self.pool.sleeps:
             self.pool.rest()
-        self.recorder.groups(version, "validation", lambda n, tokens: group_records(groups[:n], self.decode, tokens))
+        self.recorder.groups(
+            version,
+            "validation",
+            lambda n, tokens: group_records(groups[:n], self.decode, recorded_keys(self.validation.config, tokens)),
+        )
         return validation_metrics(groups)
 
     def close(self) -> None:

@@ -4,8 +4,9 @@ A group's field `exact` has the rows of all its rollouts, one after the other (c
 sampled ones). A rollout has one row, and several where its history was rewritten on the way. Fields of `exact`:
 
 - rows: for each rollout the numbers of tokens of its rows
-- tokens, sampled, log_probs, versions: one column each, as base64 of zlib of little-endian numbers: int32, uint8,
-  float32, int32. Columns are those of `TokenRow`.
+- tokens, sampled, log_probs, versions, turns: one column each, as base64 of zlib of little-endian numbers: int32,
+  uint8, float32, int32, int16. Columns are those of `TokenRow`. Earlier versions wrote no turns.
+- keys: the fate of keys and values at a change of weights, see `KeyUse`
 
 They take about 7.5 bytes a sampled token, half for the log-prob, and 0.3 s of a core for a million tokens.
 """
@@ -16,7 +17,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,9 +25,24 @@ from numpy.typing import NDArray
 from rlctl.telemetry.jsonl import Record
 
 EXACT = "exact"
-_COLUMNS = {"tokens": "<i4", "sampled": "|u1", "log_probs": "<f4", "versions": "<i4"}
+_COLUMNS = {"tokens": "<i4", "sampled": "|u1", "log_probs": "<f4", "versions": "<i4", "turns": "<i2"}
 # A higher one saves 3% and takes three times as long.
 _LEVEL = 1
+
+
+# kept: a turn that goes on across a change of weights keeps the keys and values of its tokens so far. recomputed: it
+# computes them again with the new weights. reused: kept, and later turns find them in the prefix cache too.
+KeyUse = Literal["kept", "recomputed", "reused"]
+
+
+@dataclass(frozen=True)
+class OlderKeys:
+    """Keys of earlier weights, which a part of a turn read where they were kept."""
+
+    # Positions in the row of the tokens that were sampled so.
+    readers: range
+    # (positions, weight version) of the keys before these tokens.
+    keys: tuple[tuple[range, int], ...]
 
 
 @dataclass(frozen=True)
@@ -41,26 +57,47 @@ class TokenRow:
     log_probs: NDArray[Any]
     # int32 [T], weight version that sampled the token; -1 elsewhere.
     versions: NDArray[Any]
+    # int16 [T], turn that sampled the token; -1 elsewhere. Where it is unknown, 0 for each sampled token.
+    turns: NDArray[Any]
 
     def spans(self) -> Iterator[slice]:
-        """Yield the longest spans of one version, in order; a span was sampled or given as a whole."""
+        """Yield the longest spans of one version and turn, in order; a span was sampled or given as a whole."""
         if not len(self.tokens):
             return
-        edges = np.flatnonzero(np.diff(self.versions) | np.diff(self.sampled.astype(np.int8))) + 1
+        changes = np.diff(self.versions) | np.diff(self.turns) | np.diff(self.sampled.astype(np.int8))
+        edges = np.flatnonzero(changes) + 1
         for first, last in zip([0, *edges.tolist()], [*edges.tolist(), len(self.tokens)]):
             yield slice(first, last)
+
+    def older_keys(self) -> Iterator[OlderKeys]:
+        """Yield the keys of earlier weights that each later span of a turn read, if they were kept.
+
+        A turn computes the keys of its prompt with the weights of its beginning, and the key of a sampled token in the
+        step that samples the next one.
+        """
+        turn = -1
+        keys: list[tuple[range, int]] = []
+        for span in self.spans():
+            if int(self.turns[span.start]) != turn:
+                turn = int(self.turns[span.start])
+                keys = []
+            if keys:
+                yield OlderKeys(range(span.start, span.stop), tuple(keys))
+            if turn >= 0:
+                begin = keys[-1][0].stop if keys else 0
+                keys.append((range(begin, span.stop - 1), int(self.versions[span.start])))
 
     def plain(self) -> Record:
         """Return the columns as lists of Python values."""
         return {name: getattr(self, name).tolist() for name in _COLUMNS}
 
 
-def pack(rollouts: Sequence[Sequence[TokenRow]]) -> Record:
+def pack(rollouts: Sequence[Sequence[TokenRow]], keys: KeyUse) -> Record:
     """Return the field `exact` of a group. rollouts: the rows of each."""
     rows = list(chain.from_iterable(rollouts))
     columns = {name: _joined([getattr(row, name) for row in rows], dtype) for name, dtype in _COLUMNS.items()}
     texts = {name: base64.b64encode(zlib.compress(each, _LEVEL)).decode() for name, each in columns.items()}
-    return {"rows": [[len(row.tokens) for row in each] for each in rollouts], **texts}
+    return {"rows": [[len(row.tokens) for row in each] for each in rollouts], **texts, "keys": keys}
 
 
 def unpack(group: Record) -> list[list[TokenRow]] | None:
@@ -70,17 +107,27 @@ def unpack(group: Record) -> list[list[TokenRow]] | None:
     try:
         exact = group[EXACT]
         lengths = [int(length) for rollout in exact["rows"] for length in rollout]
-        columns = [
-            np.frombuffer(zlib.decompress(base64.b64decode(exact[name])), dtype) for name, dtype in _COLUMNS.items()
-        ]
-        if len(exact["rows"]) != len(group["rollouts"]) or any(len(each) != sum(lengths) for each in columns):
+        columns = {
+            name: np.frombuffer(zlib.decompress(base64.b64decode(exact[name])), dtype)
+            for name, dtype in _COLUMNS.items()
+            if name != "turns" or name in exact
+        }
+        columns["sampled"] = columns["sampled"].astype(bool)
+        columns.setdefault("turns", columns["sampled"].astype(np.int16) - 1)
+        if len(exact["rows"]) != len(group["rollouts"]) or any(len(each) != sum(lengths) for each in columns.values()):
             raise ValueError("columns and rows differ in length")
     except (KeyError, TypeError, ValueError, binascii.Error, zlib.error) as error:
         raise ValueError(f"{EXACT}: {error}") from None
     cuts = np.cumsum(lengths)[:-1]
-    tokens, sampled, log_probs, versions = (np.split(each, cuts) for each in columns)
-    rows = (TokenRow(*each) for each in zip(tokens, (mask.astype(bool) for mask in sampled), log_probs, versions))
+    parts = zip(*(np.split(columns[name], cuts) for name in _COLUMNS))
+    rows = iter([TokenRow(*part) for part in parts])
     return [[next(rows) for _ in rollout] for rollout in exact["rows"]]
+
+
+def key_use(group: Record) -> KeyUse | None:
+    """Return the fate of keys at a change of weights; None where it was not recorded."""
+    known: dict[Any, KeyUse] = {"kept": "kept", "recomputed": "recomputed", "reused": "reused"}
+    return known.get(str(group.get(EXACT, {}).get("keys")))
 
 
 def without_tokens(group: Record) -> Record:
@@ -89,12 +136,29 @@ def without_tokens(group: Record) -> Record:
 
 
 def with_lists(group: Record) -> Record:
-    """Return the group with its exact tokens as lists, in `rows` of each rollout. Raises ValueError as `unpack`."""
+    """Return the group with its exact tokens as lists, in `rows` of each rollout. Raises ValueError as `unpack`.
+
+    `keys` is its `KeyUse`; `older_keys` of a row are [[first reader, end], [[first key, end, version], ...]].
+    """
     rows = unpack(group)
     if rows is None:
         return group
-    rollouts = [{**each, "rows": [row.plain() for row in own]} for each, own in zip(group["rollouts"], rows)]
-    return {**without_tokens(group), "rollouts": rollouts}
+    use = key_use(group)
+    rollouts = [
+        {**rollout, "rows": [_plain_row(row, use) for row in rollout_rows]}
+        for rollout, rollout_rows in zip(group["rollouts"], rows)
+    ]
+    return {**without_tokens(group), "keys": use, "rollouts": rollouts}
+
+
+def _plain_row(row: TokenRow, use: KeyUse | None) -> Record:
+    if use not in ("kept", "reused"):
+        return row.plain()
+    older_keys = []
+    for older in row.older_keys():
+        keys = [[positions.start, positions.stop, version] for positions, version in older.keys]
+        older_keys.append([[older.readers.start, older.readers.stop], keys])
+    return {**row.plain(), "older_keys": older_keys}
 
 
 def _joined(parts: Sequence[NDArray[Any]], dtype: str) -> bytes:

@@ -251,6 +251,7 @@ def test_tokens_are_shown_with_log_probs_and_versions_if_asked_for(recorded: Pat
         np.array([False, False, True, True]),
         np.array([0, 0, -0.25, -1e-5], np.float32),
         np.array([-1, -1, 2, 3], np.int32),
+        np.array([-1, -1, 0, 0], np.int16),
     )
     group = {
         "task": "e0-r2",
@@ -259,10 +260,11 @@ def test_tokens_are_shown_with_log_probs_and_versions_if_asked_for(recorded: Pat
         "rollouts": [{"index": 0, "text": [["49<eos>", True]]}],
     }
     file = RolloutsFile(recorded / "a" / "rollouts.jsonl", 1 << 20, lambda *_, **__: None)
-    file.groups(4, "train", [{**group, "exact": pack([[row]])}])
+    file.groups(4, "train", [{**group, "exact": pack([[row]], "kept")}])
     _, out, _ = call("rollouts", "a", "--dir", recorded, "--tokens")
-    shown = "-- tokens of #0: 2 given, 2 sampled\n   15 34\n┃  v2 49:-0.25\n┃  v3 1:-1e-05\n"
-    assert shown in out
+    shown = "-- tokens of #0: 2 given, 2 sampled\n   15 34\n┃  v2 49:-0.25\n"
+    changed = "-- weights changed within the turn: v3 read keys by v2 of tokens 1 to 2\n┃  v3 1:-1e-05\n"
+    assert shown + changed in out
     _, out, _ = call("rollouts", "a", "--dir", recorded, "--step", "3", "--tokens")
     assert "-- no tokens were recorded (telemetry.record_tokens; runs of earlier versions have none)" in out
     _, out, _ = call("rollouts", "a", "--dir", recorded, "--tokens", "--json")

@@ -77,7 +77,7 @@ def test_exact_tokens_come_back_bit_for_bit_with_their_log_probs_and_versions() 
             completion = Completion(np.array([1], np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), "stop")
             rollouts.append(replace(Rollout.of_turn(turn(index, 0, [7]), completion), rows=rows))
         groups.append(RolloutGroup(Task(name, [7], "", "!"), rollouts))
-    for group_, record in zip(groups, group_records(groups, decode, tokens=True)):
+    for group_, record in zip(groups, group_records(groups, decode, "kept")):
         found = unpack(json.loads(json.dumps(record)))
         assert found is not None and [len(rows) for rows in found] == [1, 0, 2]
         for one, rows in zip(group_.rollouts, found):
@@ -89,7 +89,7 @@ def test_exact_tokens_come_back_bit_for_bit_with_their_log_probs_and_versions() 
 
 def test_tokens_of_a_file_of_an_earlier_version_are_none_and_damaged_ones_an_error() -> None:
     assert unpack({"rollouts": []}) is None
-    (record,) = group_records([group("a", [0.0, 1.0])], decode, tokens=True)
+    (record,) = group_records([group("a", [0.0, 1.0])], decode, "kept")
     for hurt in ({"tokens": "AAAA"}, {"tokens": record["exact"]["sampled"]}, {"rows": None}):
         with pytest.raises(ValueError, match="exact: "):
             unpack({**record, "exact": {**record["exact"], **hurt}})
