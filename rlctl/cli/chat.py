@@ -15,7 +15,7 @@ from rlctl.cli.arguments import WEIGHTS, OfStep, finite
 from rlctl.cli.output import busy, console, examples, explained_weights, note, say, tell
 from rlctl.config.builtin import runs_folder
 from rlctl.config.errors import ConfigError, Problem
-from rlctl.dashboard.formats import neutral
+from rlctl.utils.safe_text import neutral
 
 if TYPE_CHECKING:
     from rlctl.config.schema import GrpoConfig

@@ -264,7 +264,7 @@ def _line(label: str, text: str) -> None:
 
     from rich.text import Text
 
-    from rlctl.dashboard.formats import neutral
+    from rlctl.utils.safe_text import neutral
 
     shown = neutral(" ".join(text.split()))
     shown = shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]}..."

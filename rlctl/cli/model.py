@@ -69,7 +69,7 @@ def _show(subject: str, text: str, holds: bool | None) -> None:
 
     from rich.text import Text
 
-    from rlctl.dashboard.formats import neutral
+    from rlctl.utils.safe_text import neutral
 
     verdict, style = {None: ("", ""), True: ("ok", "green"), False: ("FAILS", "bold red")}[holds]
     width = min(shutil.get_terminal_size().columns, _WIDEST) - _LABEL - 6

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import typer
 
 from rlctl.config.errors import ConfigError, Problem, UserError, located
-from rlctl.dashboard.formats import neutral
+from rlctl.utils.safe_text import neutral
 
 if TYPE_CHECKING:
     from rich.console import Console

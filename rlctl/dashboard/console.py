@@ -12,7 +12,7 @@ from rich.segment import Segment
 from rich.table import Column, Table
 from rich.terminal_theme import TerminalTheme
 
-from rlctl.dashboard.formats import neutral
+from rlctl.utils.safe_text import neutral
 
 # Columns of a pipe, which has no width and room for everything.
 PIPE_WIDTH = 200

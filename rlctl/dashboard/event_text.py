@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 
-from rlctl.dashboard.formats import duration, neutral, number
+from rlctl.dashboard.formats import duration, number
 from rlctl.telemetry.jsonl import Record
+from rlctl.utils.safe_text import neutral
 
 STYLE = {
     "warning": "yellow",

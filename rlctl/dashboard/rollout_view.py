@@ -14,10 +14,11 @@ from rich.text import Text
 
 from rlctl.dashboard.console import make_table
 from rlctl.dashboard.event_text import one_line
-from rlctl.dashboard.formats import NONE, count, duration, neutral
+from rlctl.dashboard.formats import NONE, count, duration
 from rlctl.dashboard.rollout_query import mean_reward
 from rlctl.telemetry.exact_tokens import KeyUse, TokenRow, key_use, unpack
 from rlctl.telemetry.jsonl import Record
+from rlctl.utils.safe_text import neutral
 
 BAR = "┃ "
 # Cells of one of several rollouts in a row.

@@ -11,9 +11,10 @@ from rich.text import Text
 
 from rlctl.dashboard.console import figures, make_table, names, texts
 from rlctl.dashboard.event_text import ENDS
-from rlctl.dashboard.formats import count, neutral, number, percent, span
+from rlctl.dashboard.formats import count, number, percent, span
 from rlctl.dashboard.state import RunState, best_checkpoint, read_state
 from rlctl.telemetry.metrics import meaning
+from rlctl.utils.safe_text import neutral
 
 STATUS_STYLE = {**ENDS, "running": "cyan", "died": "bold red", "new": "bright_black", "unreadable": "red"}
 # Blanks between two columns.

@@ -3,6 +3,7 @@
 `apply_*` are pure folds over records and may see one twice (in a file that is reread); `RunReader` does the reading.
 """
 
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -10,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from rlctl.dashboard.formats import neutral
 from rlctl.telemetry.jsonl import Record, Tail, is_sound
 from rlctl.telemetry.rollouts_file import newest_group
 from rlctl.utils.process import driver_lives
+from rlctl.utils.safe_text import neutral
 
 Status = Literal["new", "running", "done", "failed", "interrupted", "stopped", "died"]
 # Events on the run's place, not on its history.
@@ -270,7 +271,7 @@ class RunReader:
         self._events = Tail(path / "events.jsonl")
         self._metrics = Tail(path / "metrics.jsonl")
         self._config = path / "config.yaml"
-        self._checked = 0.0
+        self._checked = -math.inf
         # Records that hold no numbers where numbers belong.
         self._unsound: Counter[Tail] = Counter()
         self._newest = self._newest_metrics = 0.0
@@ -306,10 +307,10 @@ class RunReader:
         else:
             if state.start and "pid" not in state.start:
                 state.status = "running"
-            elif state.start and time.time() - self._checked > 2.0:
-                self._checked = time.time()
+            elif state.start and time.monotonic() - self._checked > 2.0:
+                self._checked = time.monotonic()
                 state.status = "running" if driver_lives(state.start) else "died"
-            state.now = self._newest if state.status == "died" else time.time()
+            state.now = self._newest if state.status == "died" else max(time.time(), self._newest)
         return sorted([*events, *unseen], key=lambda record: float(record["time"]))
 
     def _read_sound(self, tail: Tail, *needed: str) -> list[Record]:

@@ -33,7 +33,9 @@ def say_goodbye(state: RunState, console: Console, failure: Exception | None = N
         if failure is not None:
             console.print(Text(f"the view stopped early: {failure!r}", style="yellow"))
         print_summary(state, console)
-    except (Exception, SystemExit) as error:  # rich leaves the program at a broken pipe
+    except SystemExit:
+        pass  # rich leaves the program at a broken pipe, as of `| head -2`: nobody reads further
+    except Exception as error:
         with suppress(OSError):
             print(f"the summary could not be printed: {error!r}", file=sys.stderr)
 

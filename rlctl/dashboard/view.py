@@ -18,12 +18,12 @@ from rich.live import Live
 
 from rlctl.dashboard.console import PIPE_WIDTH, SafeConsole
 from rlctl.dashboard.dashboard import render
-from rlctl.dashboard.formats import neutral
 from rlctl.dashboard.plain_log import LineFormat
 from rlctl.dashboard.state import RunReader
 from rlctl.dashboard.summary import say_goodbye
 from rlctl.run.run_dir import RunDir
 from rlctl.telemetry.jsonl import Record
+from rlctl.utils.safe_text import neutral
 
 POLL_S = 0.25
 # Without news the screen is still redrawn this often, for its clocks.
@@ -86,6 +86,10 @@ class RunView(ABC):
                 while not self._stop.wait(POLL_S):
                     self.update()
                 self.update()
+        except BrokenPipeError:
+            # The reader has left, as of `| head -2`. Output goes to nothing from now on: a print must not end the run.
+            with suppress(SystemExit, OSError):
+                self.console.on_broken_pipe()
         except Exception as failure:
             self._failure = failure
 

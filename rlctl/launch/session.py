@@ -22,7 +22,6 @@ import yaml
 
 from rlctl.config.errors import UserError, first_line
 from rlctl.config.schema import RunConfig
-from rlctl.dashboard.formats import neutral
 from rlctl.dashboard.view import RunView, show_run
 from rlctl.data.datasets import shown
 from rlctl.data.files import DataError
@@ -41,6 +40,7 @@ from rlctl.telemetry.jsonl import read_records
 from rlctl.telemetry.trackers.base import open_trackers
 from rlctl.utils.files import Reserve, write_whole
 from rlctl.utils.process import age_s, driver_lives
+from rlctl.utils.safe_text import neutral
 from rlctl.workers.errors import NoEngineLeft, WorkerDied, WorkerError, WorkerTimeout
 from rlctl.workers.waits import Waits
 
@@ -223,12 +223,12 @@ def run_session(settled: Settled, resolved: str, resume: Path | None, body: Call
             if resume is None:
                 write_whole(run_dir.config, resolved)
             _start_attempt(run_dir, resolved)
-            begun = time.time()
         except (RunDirError, OSError) as error:
             print(f"error: {neutral(str(error))}", file=sys.stderr)
             return 2
         go_on = next_commands(settled, run_dir, "interrupted")[0]
         events = EventLog(run_dir.events)
+        begun = events.now()
         # Trackers get the config as it is on disk: values from the environment may be secret.
         trackers = open_trackers(config.telemetry.trackers, run_dir.path, yaml.safe_load(resolved), events)
         metrics = MetricsLog(run_dir.metrics, events, trackers)
@@ -250,7 +250,7 @@ def run_session(settled: Settled, resolved: str, resume: Path | None, body: Call
         commands = commands or next_commands(settled, run_dir, status, session.smaller)
         end = {"status": status, "reason": reason, "next": commands}
         events.emit("run_ended", **end)
-        view.end = {"kind": "run_ended", "time": time.time(), **end}
+        view.end = {"kind": "run_ended", "time": events.now(), **end}
     return code
 
 

@@ -1,18 +1,24 @@
 """Writers of events.jsonl (occurrences of a run) and metrics.jsonl (numbers of a step).
 
-Contract 7: dashboard, lines, summary and reports read these files and nothing else. Times are unix seconds.
+Contract 7: dashboard, lines, summary and reports read these files and nothing else. Times are unix seconds, and never
+go back in a run.
 Kinds of events: run_started, chosen, startup, started, phase, refit_opened, checkpoint, validation_started, prompts,
 warning, error, engine_lost, engine_restarted, engine_gone, redrawn, dispatch, restart, submitted, run_ended.
 Metric names, units and meanings are in `metrics.py`.
 """
 
 import math
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlctl.telemetry.jsonl import JsonlWriter, Record
+from rlctl.telemetry.jsonl import JsonlWriter, Record, last_record
+from rlctl.utils.process import uptime_s
+
+# A time that is later than now by more seconds is damage, and no wrong clock.
+_MOST_AHEAD_S = 86_400.0
 
 
 class Tracker(Protocol):
@@ -25,6 +31,27 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
+class RunClock:
+    """Unix seconds that never go back, also when the machine's clock is set back. Thread-safe.
+
+    Readers compare times to find new records, and those of an earlier attempt. files: the clock goes on from
+    their newest time.
+    """
+
+    def __init__(self, *files: Path) -> None:
+        newest = [as_number(last_record(file).get("time")) or 0.0 for file in files]
+        self._time = max(seconds for seconds in [0.0, *newest] if seconds < time.time() + _MOST_AHEAD_S)
+        self._uptime = uptime_s()
+        self._lock = threading.Lock()
+
+    def __call__(self) -> float:
+        with self._lock:
+            uptime = uptime_s()
+            self._time = max(time.time(), self._time + uptime - self._uptime)
+            self._uptime = uptime
+            return self._time
+
+
 class EventLog(JsonlWriter):
     """The event log of a run. `emit` never raises and may be called from any thread.
 
@@ -35,12 +62,13 @@ class EventLog(JsonlWriter):
     - run_ended: status (done, failed, interrupted or stopped), reason, next (commands to paste)
     """
 
-    def __init__(self, path: Path, now: Callable[[], float] = time.time) -> None:
+    def __init__(self, path: Path, now: Callable[[], float] | None = None) -> None:
         super().__init__(path)
-        self._now = now
+        # Clock of all records of the run.
+        self.now = now or RunClock(path, path.with_name("metrics.jsonl"))
 
     def emit(self, kind: str, **fields: Any) -> None:
-        self.write({"time": self._now(), "kind": kind, **fields})
+        self.write({"time": self.now(), "kind": kind, **fields})
 
 
 class MetricsLog:
@@ -55,12 +83,12 @@ class MetricsLog:
         path: Path,
         events: EventLog,
         trackers: Sequence[Tracker] = (),
-        now: Callable[[], float] = time.time,
+        now: Callable[[], float] | None = None,
     ) -> None:
         self._writer = JsonlWriter(path)
         self._events = events
         self._trackers = trackers
-        self._now = now
+        self._now = now or events.now
         self._refused: set[str] = set()
 
     @property

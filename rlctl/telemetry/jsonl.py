@@ -15,6 +15,8 @@ Record = dict[str, Any]
 _TEXTS = ("kind", "status")
 _NUMBERS = ("time", "step", "start_step", "num_steps", "seconds")
 _MOST = 1e18
+# Bytes at the end of a file in which its last record is looked for.
+_TAIL_BYTES = 1 << 16
 
 
 class JsonlWriter:
@@ -91,6 +93,18 @@ class Tail:
 def read_records(path: Path) -> list[Record]:
     """Return all complete records of a file; none if the file does not exist."""
     return Tail(path).read()
+
+
+def last_record(path: Path) -> Record:
+    """Return the last complete record of a file; empty if there is none, or if it is very long."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            data = file.read()
+    except OSError:
+        return {}
+    records = list(_parse(data[: data.rfind(b"\n") + 1]))
+    return records[-1] if records else {}
 
 
 def damaged_lines(path: Path) -> int:

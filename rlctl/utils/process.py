@@ -70,8 +70,15 @@ def age_s() -> float:
     """Return the seconds since this process started; a clock that was set meanwhile changes nothing."""
     ticks = start_id(os.getpid()).rpartition(":")[2]
     if hasattr(time, "CLOCK_BOOTTIME"):
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
+        return uptime_s() - int(ticks) / os.sysconf("SC_CLK_TCK")
     return time.time() - float(ticks)
+
+
+def uptime_s() -> float:
+    """Return seconds of a clock that nobody sets; where the system has one, it goes on while the machine sleeps."""
+    if hasattr(time, "CLOCK_BOOTTIME"):
+        return time.clock_gettime(time.CLOCK_BOOTTIME)
+    return time.monotonic()
 
 
 def _boot_id() -> str:

@@ -1,11 +1,17 @@
-"""Logs of a user's code in separate processes: failures counted by cause (contract 11), and bounded output."""
+"""Logs of a user's code in separate processes: failures counted by cause (contract 11), and bounded output.
 
+Control characters are written as pictures: a person shows a log on a terminal.
+"""
+
+import codecs
 import os
 import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
+
+from rlctl.utils.safe_text import neutral
 
 Emit = Callable[..., None]
 # Causes hold no text of a rollout, but generated code can raise at ever new places.
@@ -63,7 +69,7 @@ class FailureLog:
             first = cause not in self.counts
             self.counts[cause] += count
             kept = self._path if first and failure.trace else None
-            if kept and not _append(kept, f"{name}: {failure}\n{failure.trace}\n".encode(errors="replace")):
+            if kept and not _append(kept, f"{name}: {failure}\n{failure.trace}\n"):
                 kept = None
         if first and self._emit:
             here = Path.cwd()
@@ -106,25 +112,26 @@ class OutputLog:
 
     def _copy(self) -> None:
         left, bound = MAX_LOG_BYTES, f"{MAX_LOG_BYTES / 2**20:g} MiB"
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
         while data := os.read(self._reading, _READ_BYTES):
             # Output beyond the bound is read all the same: its writer must never wait.
             if left < 0:
                 continue
-            _append(self._path, data[:left])
+            _append(self._path, decoder.decode(data[:left]))
             left -= len(data)
             if left < 0:
-                _append(self._path, f"\n[{self._kind}s printed more than {bound}: the rest is left out]\n".encode())
+                _append(self._path, f"\n[{self._kind}s printed more than {bound}: the rest is left out]\n")
                 if self._emit:
                     what = f"{self._kind}s printed more than {bound}: {self._path.name} has no more of it"
                     self._emit("warning", what=what)
         os.close(self._reading)
 
 
-def _append(path: Path, data: bytes) -> bool:
+def _append(path: Path, text: str) -> bool:
     """Return False where nothing can be written: a full disk must not end a run."""
     try:
         with path.open("ab") as file:
-            file.write(data)
+            file.write(neutral(text).encode())
     except OSError:
         return False
     return True

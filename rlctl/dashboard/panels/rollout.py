@@ -2,11 +2,11 @@
 
 import textwrap
 
-from rlctl.dashboard.formats import neutral
 from rlctl.dashboard.panels.canvas import Row, beside, box, fit, row
 from rlctl.dashboard.rollout_view import BAR, facts, headline, pieces, title_of
 from rlctl.dashboard.state import RunState
 from rlctl.telemetry.jsonl import Record
+from rlctl.utils.safe_text import neutral
 
 # Cells of a panel from which on two rollouts are shown.
 TWO = 100

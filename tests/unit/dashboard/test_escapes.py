@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 
 from rlctl.cli.main import answer, app
 from rlctl.dashboard.console import SafeConsole
-from rlctl.dashboard.formats import neutral
 from rlctl.dashboard.view import LineView
 from rlctl.run.run_dir import RunDir
+from rlctl.utils.safe_text import neutral
 
 # Sets the title, clears the screen, goes up a line (C1), fills the clipboard, turns the rest of the line around.
 HOSTILE = "\x1b]0;title\x07\x1b[2J\x9b1A\x1b]52;c;cm0=\x07\u202e\r"

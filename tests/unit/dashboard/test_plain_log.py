@@ -1,9 +1,13 @@
 """One aligned line a step where there is no terminal."""
 
 import io
+import time
 from pathlib import Path
 
+import pytest
+
 from rlctl.dashboard.plain_log import LineFormat
+from rlctl.dashboard.state import read_state
 from rlctl.dashboard.view import LineView
 from rlctl.run.run_dir import RunDir
 from rlctl.telemetry.events import EventLog, MetricsLog
@@ -136,14 +140,52 @@ def test_a_restart_prints_the_steps_that_are_done_again_and_no_other(tmp_path: P
     assert [line.split()[0] for line in out.getvalue().splitlines()] == ["step", "1", "2", "3", "2", "validation", "3"]
 
 
-def test_a_reader_that_goes_away_does_not_stop_the_run(tmp_path: Path) -> None:
-    class Closed(io.StringIO):
-        def write(self, text: str) -> int:
-            raise BrokenPipeError
+class Closed(io.StringIO):
+    """A pipe whose reader has gone: `| head -2`. room: writes that it takes before."""
 
+    def __init__(self, room: int) -> None:
+        super().__init__()
+        self.room = room
+
+    def write(self, text: str) -> int:
+        self.room -= 1
+        if self.room < 0:
+            raise BrokenPipeError
+        return len(text)
+
+
+@pytest.mark.parametrize("room", [0, 2, 3])
+def test_a_reader_that_goes_away_does_not_stop_the_run_and_is_told_nothing(
+    tmp_path: Path, room: int, capfd: pytest.CaptureFixture[str]
+) -> None:
     run = RunDir.create("a", tmp_path)
-    with LineView(run, 1, 0.0, Closed()):
+    with LineView(run, 1, 0.0, Closed(room)):
         EventLog(run.events).emit("warning", what="unheard")
+    assert capfd.readouterr().err == ""
+
+
+def test_a_clock_that_is_set_back_hides_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDir.create("a", tmp_path)
+    clock = [time.time()]
+    monkeypatch.setattr("rlctl.telemetry.events.time.time", lambda: clock[0])
+    out = io.StringIO()
+    events = EventLog(run.events)
+    view = LineView(run, 1, events.now(), out)
+    events.emit("run_started", algorithm="grpo", model="tiny", num_steps=4)
+    metrics = MetricsLog(run.metrics, events)
+    metrics.write("step", 1, step_metrics(1))
+    view.update()
+    clock[0] -= 3600
+    metrics.write("step", 2, step_metrics(2))
+    view.update()
+    clock[0] -= 3600
+    resumed = EventLog(run.events)
+    later_view = LineView(run, 1, resumed.now(), out)
+    resumed.emit("run_started", algorithm="grpo", model="tiny", num_steps=4, start_step=2)
+    MetricsLog(run.metrics, resumed).write("step", 3, step_metrics(3))
+    later_view.update()
+    assert [line.split()[0] for line in out.getvalue().splitlines()] == ["run", "step", "1", "2", "run", "step", "3"]
+    assert read_state(run.path).step == 3
 
 
 def test_steps_of_an_asynchronous_run_have_columns_of_their_own() -> None:

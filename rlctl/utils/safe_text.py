@@ -1,0 +1,23 @@
+"""Foreign text that is safe to show.
+
+A terminal obeys control characters: a completion could move the cursor, retitle the window or fill the clipboard.
+"""
+
+import re
+
+# Control characters but tab and line feed, the C1 range, directions that reorder a line, and halves of characters.
+_UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_PICTURES = 0x2400
+_DELETE = 0x2421
+
+
+def neutral(text: str) -> str:
+    """Return `text` with one visible character in the place of each that a terminal would obey."""
+    return _UNSAFE.sub(_picture, text)
+
+
+def _picture(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    if code < 0x20:
+        return chr(_PICTURES + code)
+    return chr(_DELETE) if code == 0x7F else "\ufffd"
