@@ -15,6 +15,8 @@ from rlctl.config.errors import ConfigError, Problem
 
 # Wrong options and arguments. Some versions of Typer have their own classes, others click's; all have this name.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+# Likeness of an option and a slip of it.
+_NEAR_OPTION = 0.7
 _TRAIN = "rlctl train grpo RECIPE"
 _ONE_COMMAND = f"{_TRAIN} starts trainer, engines and environments"
 _PREFERENCES = f"pairs of answers train nothing here: rlctl train sft RECIPE, or {_TRAIN}"
@@ -113,12 +115,34 @@ def _one_line(error: Any) -> Exception:
     while ctx and ctx.parent:
         names, ctx = [ctx.info_name, *names], ctx.parent
     more = f"; see rlctl {' '.join(names)}"
-    if (near := getattr(error, "possibilities", None)) is not None:
-        long = sorted(each for each in near if each.startswith("--"))
-        what = f"; did you mean {' or '.join(long)}?" if long else more
-        return ConfigError([Problem(error.option_name, "", f"no such option{what}")])
+    if getattr(error, "possibilities", None) is not None:
+        option = error.option_name
+        takes_keys = any(parameter.name in ("arguments", "overrides") for parameter in error.ctx.command.params)
+        options = [name for parameter in error.ctx.command.params for name in parameter.opts if name[:2] == "--"]
+        near = get_close_matches(option, options, n=1, cutoff=_NEAR_OPTION)
+        key_hint = _key_hint(option, error.ctx.info_name) if takes_keys else ""
+        hint = f"; did you mean {near[0]}?" if near else key_hint or more
+        return ConfigError([Problem(option, "", f"no such option{hint}")])
     text = error.format_message().rstrip(".").replace("Value error, ", "")
     return ConfigError([Problem("", "", f"{text[:1].lower()}{text[1:]}{more}")])
+
+
+def _key_hint(option: str, command: str | None) -> str:
+    """Return a remark on a key of the config that was written as an option; empty if the option is near none."""
+    from rlctl.config.convert import known_keys
+    from rlctl.config.fields import schema_keys
+    from rlctl.config.schema import KINDS
+
+    name = option.lstrip("-").replace("-", "_")
+    schema = KINDS.get(command or "", KINDS["grpo"])
+    keys = [key for key, _ in schema_keys(schema)]
+    if name in keys:
+        return f"; a key has no dashes: {name}=VALUE"
+    known = known_keys(schema)
+    if known.leads(name):
+        return f"; a key has no dashes{known.remark(name, [])}"
+    alike = [key for key in keys if key.rpartition(".")[2] in (f"num_{name}", f"max_{name}")]
+    return f"; a key has no dashes: {' or '.join(alike)}" if alike else ""
 
 
 def _remark(path: str, word: str, here: list[str], inside: dict[str, str]) -> str:

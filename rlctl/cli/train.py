@@ -161,7 +161,7 @@ def _check_here(
     from rlctl.preflight.engine import engine_rules
     from rlctl.preflight.machine import RunMachine, device_of, read_machine
     from rlctl.preflight.placement import this_machine
-    from rlctl.preflight.plan import disk_notes, make_plan
+    from rlctl.preflight.plan import crowding_notes, disk_notes, make_plan
     from rlctl.run.run_dir import RunDir
     from rlctl.utils.files import folder_bytes
 
@@ -177,7 +177,8 @@ def _check_here(
         plan = make_plan(there, cluster.resources)
         show_plan(composed, plan, resumed, demands=capacity_rows(there, plan))
     saved = folder_bytes(RunDir(resumed.run).checkpoints) if resumed else 0
-    plan = make_plan(settled, this_machine(len(machine.gpus)), machine.disk_free + saved)
+    cores = None if elsewhere else machine.cores
+    plan = make_plan(settled, this_machine(len(machine.gpus)), machine.disk_free + saved, cores)
     if dry_run:
         played = sampling is not None and sampling.config.has_turns
         with busy("trying the first row"):
@@ -188,7 +189,7 @@ def _check_here(
         refuse_plan(composed, plan.misplaced or plan.too_large)
         refuse_plan(composed, plan.unserved, "model.path")
         refuse_plan(composed, plan.unsaved, "run.dir")
-    note([*composed.notes, *disk_notes(plan.schedule)])
+    note([*composed.notes, *disk_notes(plan.schedule), *crowding_notes(settled, cores)])
     needed = ["torch", "transformers", "ray"]
     if sampling:
         needed += engine_rules(sampling.config.generation.engine).packages

@@ -29,9 +29,21 @@ LIMITS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 _MOST_UNKNOWN = 500
 # Largest 64-bit integer, the bound of torch, numpy and vLLM.
 _MOST = 2**63 - 1
+_NUMBER = re.compile(r"[-+]?(\d[\d_]*)?\.?\d+([eE][-+]?\d+)?")
+_WITH_COMMAS = re.compile(r"[-+]?\d{1,3}(,\d{3})+(\.\d+)?")
 _NOT_FINITE = re.compile(r"[+-]?(?:inf|infinity|nan)", re.IGNORECASE)
 # Unknown keys of one config for which the nearest one is looked for.
 _MOST_HINTS = 200
+
+
+def known_keys(kind: type[Any], among: Iterable[type[Any]] = KINDS.values()) -> KnownKeys:
+    """Return the keys of the schema `kind`. among: schemas that a misplaced key may belong to."""
+    keys_of_kind = {schema: [key for key, _ in schema_keys(schema)] for schema in among}
+    all_keys = [key for keys in keys_of_kind.values() for key in keys]
+    sections = {key.rpartition(".")[0] for key in all_keys}
+    every = {key: key in sections for key in all_keys}
+    own = {key: every[key] for key in keys_of_kind[kind]}
+    return KnownKeys(own, every, peers=kind in KINDS.values())
 
 
 class Converter(Generic[T]):
@@ -61,11 +73,7 @@ class Converter(Generic[T]):
         self._runs: Path | None = None
         # Unknown keys, each with its node.
         self.unknown: list[tuple[str, ConfigNode]] = []
-        kinds = {each: [key for key, _ in schema_keys(each)] for each in among}
-        sections = {key.rpartition(".")[0] for keys in kinds.values() for key in keys}
-        every = {key: key in sections for keys in kinds.values() for key in keys}
-        own = {key: every[key] for key in kinds[kind]}
-        self._known = KnownKeys(own, every, peers=kind in KINDS.values())
+        self._known = known_keys(kind, among)
         self._hints = 0
 
     def convert(self, root: ConfigNode, key: str = "") -> T:
@@ -171,6 +179,7 @@ class Converter(Generic[T]):
             return BROKEN
         if value is None:
             hint_of_word = renamed_value(key, node.value) or did_you_mean(str(node.value), literals(hint))
+            hint_of_word = hint_of_word or _number_hint(node.value, alternatives(hint))
             return self._wrong(node, key, f"must be {describe(hint)}, not {_shown(node)}{hint_of_word}")
         if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):
             return self._wrong(node, key, "must be text that UTF-8 and file names can hold, without NUL or surrogates")
@@ -236,6 +245,15 @@ def _scalar(node: ConfigNode, hint: Any) -> str | int | float | bool | None:
         return float(value)
     # `name: 007`, or an override such as pattern=[0-9]: text that YAML takes for something else.
     return node.text if str in allowed and value is not None else None
+
+
+def _number_hint(value: object, allowed: tuple[Any, ...]) -> str:
+    """Return a remark on a number in quotes or with commas where a number is allowed; nothing for any other value."""
+    if not isinstance(value, str) or not {int, float} & set(allowed):
+        return ""
+    if _WITH_COMMAS.fullmatch(value):
+        return f"; a number has no commas; write {value.replace(',', '')}"
+    return f"; without quotes: {value}" if _NUMBER.fullmatch(value) else ""
 
 
 def _passed(node: ConfigNode, value: int | float, limits: Any) -> str:

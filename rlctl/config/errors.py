@@ -68,11 +68,11 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return `; did you mean X?` for the nearest of `known`, or nothing if none is near."""
+def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return `; did you mean X?` for the nearest of `known`, or nothing if none is as like as `cutoff`, 0 to 1."""
     if len(word) > LONGEST:
         return ""
-    near = get_close_matches(word, list(known), n=1, cutoff=0.6)
+    near = get_close_matches(word, list(known), n=1, cutoff=cutoff)
     return f"; did you mean {near[0]}?" if near else ""
 
 

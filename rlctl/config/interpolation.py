@@ -12,6 +12,8 @@ from rlctl.config.provenance import MISSING, ConfigNode, children, leaves, node_
 _ESCAPED = re.compile(r"(?<!\\)(?:\\\\)*\\\$\{")
 _INNERMOST = re.compile(r"\$\{([^{}]*)\}")
 _FILLED = "\ue000"
+# Words of OmegaConf.
+_NO_VARIABLE = re.compile(r"Environment variable '([^']*)' not found")
 
 
 class _InterpolationError(Exception):
@@ -55,7 +57,11 @@ def interpolate(root: ConfigNode) -> ConfigNode:
 
 
 def _problem(key: str, node: ConfigNode, error: Exception) -> Problem:
-    return Problem(str(node.origin), key, f"{node.value}: {str(error).strip().splitlines()[0]}")
+    what = str(error).strip().splitlines()[0]
+    if variable := _NO_VARIABLE.search(what):
+        name = variable[1]
+        what = f"the environment has no variable {name}; set it, or write a default: ${{oc.env:{name},DEFAULT}}"
+    return Problem(str(node.origin), key, f"{node.value}: {what}")
 
 
 def _rebuild(node: ConfigNode, filled: dict[int, ConfigNode]) -> ConfigNode:

@@ -133,15 +133,38 @@ def _tree(path: Path, text: str) -> ConfigNode:
     try:
         root = yaml.compose(text, Loader=_Loader)
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-        line = mark.line + 1 if mark else 1
-        what = f"not YAML: {getattr(error, 'problem', None) or getattr(error, 'context', None) or error}"
-        raise ConfigError([Problem(f"{show_path(path)}:{line}", "", what)]) from error
+        line, what = _yaml_mistake(error)
+        raise ConfigError([Problem(f"{show_path(path)}:{line}", "", f"not YAML: {what}")]) from error
     if root is None:
         return ConfigNode({}, Origin(path, 1))
     if not isinstance(root, yaml.MappingNode):
         raise ConfigError([Problem(f"{show_path(path)}:1", "", "a config is a mapping of `key: value` lines")])
     return _Reader(path).node(root, Origin(path, 1))
+
+
+def _yaml_mistake(error: yaml.YAMLError) -> tuple[int, str]:
+    """Return the line of a mistake in YAML, from 1, and the mistake in words for a person; the parser's own for rare
+    ones.
+    """
+    problem = str(getattr(error, "problem", None) or getattr(error, "context", None) or error)
+    context = str(getattr(error, "context", None) or "")
+    place = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+    begin = getattr(error, "context_mark", None) or place
+    line = place.line + 1 if place else 1
+    first_line = begin.line + 1 if begin else line
+    if character := re.search(r"found character '(.+)' that cannot start any token", problem):
+        return line, "a tab; indent with spaces" if character[1] == r"\t" else f"text with {character[1]} needs quotes"
+    if "quoted scalar" in context:
+        return first_line, "a quote that is opened here is not closed"
+    if "flow sequence" in context or "flow mapping" in context:
+        bracket = "[" if "flow sequence" in context else "{"
+        return first_line, f"a {bracket} that is opened here is not closed, or a comma is missing behind it"
+    if "mapping values are not allowed" in problem:
+        return line, "a second `: `, or above it a line that is no `key: value`; put text with `: ` in quotes"
+    if "block mapping" in context or "could not find expected ':'" in problem:
+        what = "this line is no `key: value`, or is not indented like those of its section"
+        return line, f"{what}, which begins in line {first_line}"
+    return line, problem
 
 
 def read_toml(path: Path) -> ConfigNode:
@@ -306,6 +329,13 @@ class _Reader:
             here = self._at(name, origin)
             if not isinstance(name, yaml.ScalarNode):
                 raise _TagError([Problem(str(here), "", "a key must be a name")])
+            if name.value == "<<" and name.style is None:
+                what = "no merge keys (<<) are read; inherit a file with `defaults:`, or name a value with ${other.key}"
+                raise ConfigError([Problem(str(here), "", what)])
+            if _is_rest_of_number(name, child, children):
+                last = next(reversed(children))
+                what = f"a number has no commas; write {children[last].text}{name.value}"
+                raise ConfigError([Problem(str(here), last, what)])
             if name.value in children:
                 first = f"; first in line {children[name.value].origin.line}" if self._file else ""
                 raise ConfigError([Problem(str(here), name.value, f"written twice{first}")])
@@ -314,6 +344,14 @@ class _Reader:
 
     def _at(self, root: yaml.Node, origin: Origin) -> Origin:
         return Origin(self._file, root.start_mark.line + 1) if self._file else origin
+
+
+def _is_rest_of_number(name: yaml.ScalarNode, child: yaml.Node, before: dict[str, ConfigNode]) -> bool:
+    """Return True if `{n: 1,000}` was read as n, 1, and a key 000 without a value."""
+    last = before[next(reversed(before))].value if before else None
+    is_number = isinstance(last, int) and not isinstance(last, bool)
+    has_no_value = isinstance(child, yaml.ScalarNode) and child.value == ""
+    return is_number and has_no_value and re.fullmatch(r"\d{3}", name.value) is not None
 
 
 def _scalar(root: yaml.Node, here: Origin) -> str | int | float | bool | None:

@@ -1,8 +1,11 @@
 """The answer to a key that no section has: the right place, the right spelling, or the word of another tool. Pure.
 
-It is looked for in this order: a peer's key by its whole path or two of its words, a longer or shorter form of a name
-in the same section, a peer's key by its last word, the same name in another section of this kind of run, a near name in
-the same section, the nearest name of this kind, by its last word and its whole path, and then both for other kinds.
+It is looked for in this order: a part that rlctl lacks, such as `critic`; a peer's key by its whole path or two of its
+words; a longer or shorter form of a name in the same section; a peer's key by its last word; the same name in another
+section of this kind of run; a near name in the same section; a near name in an alike section; both for other kinds.
+
+A wrong answer is worse than none. So a name alone leads to another section only if it says what it sets
+(`gpu_memory_utilization`, `lr`): `enabled`, `path` and `backend` mean something else in each section.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,11 +20,16 @@ import yaml
 from rlctl.config.errors import did_you_mean
 from rlctl.config.provenance import ConfigNode, children
 
-_NEAR = 0.6
+# Likeness of two words: sections with one meaning, the same for a name that says nothing by itself, names in the same
+# section, in another one, and forms of one name.
+_SECTIONS_ALIKE = 0.6
+_SECTIONS_EQUAL = 0.8
+_NEAR_HERE = 0.75
+_NEAR_ELSEWHERE = 0.8
 _VERY_NEAR = 0.9
 _SHORTEST_FORM = 3
-# A name that says nothing without its section.
-_ANY_SECTION = ("type",)
+# Names of one word that mean the same in every section. Other words need the section: `type`, `enabled`, `path`.
+_CLEAR_WORDS = ("betas", "colocated", "dtype", "eps", "lr", "rslora", "seed", "temperature", "tokenizer")
 
 
 # Tool of a former key of rlctl itself.
@@ -87,15 +95,15 @@ class KnownKeys:
         """Return True if an unknown section with `names` is known as a whole. It is then a part of rlctl under another
         key, or a part that rlctl lacks.
         """
-        name = path.rpartition(".")[2]
-        elsewhere = _named(name, self._every, section=True)
-        ours = any(all(f"{section}.{each}" in self._every for each in names) for section in elsewhere)
-        return ours or any(each.key == name and not each.ours for each in self._peers) or self._is_whole(path)
+        section_name = path.rpartition(".")[2]
+        our_sections = _named(section_name, self._every, section=True)
+        is_ours = any(all(f"{section}.{name}" in self._every for name in names) for section in our_sections)
+        return is_ours or self._absent_part(path) is not None or self._is_whole(path)
 
     def parts(self, node: ConfigNode, path: str) -> Iterator[tuple[str, ConfigNode]]:
         """Yield (path, node) of each value in an unknown section; a section that a peer's key names is one value."""
         within = children(node)
-        if not within or self._is_whole(path):
+        if not within or self._absent_part(path) is not None or self._is_whole(path):
             yield path, node
             return
         for name, child in within.items():
@@ -103,7 +111,14 @@ class KnownKeys:
 
     def _is_whole(self, path: str) -> bool:
         """Return True if a peer's key of two words or more names all of a section."""
-        return any("." in each.key and f".{path}".endswith(f".{each.key}") for each in self._peers)
+        return any("." in peer.key and f".{path}".endswith(f".{peer.key}") for peer in self._peers)
+
+    def _absent_part(self, path: str) -> PeerKey | None:
+        """Return the peer's part that rlctl lacks and the path leads into, such as `critic`; None if there is none."""
+        words = path.split(".")
+        sections = [f".{'.'.join(words[:end])}" for end in range(1, len(words) + 1)]
+        absent = [peer for peer in self._peers if not peer.ours]
+        return next((peer for peer in absent if any(section.endswith(f".{peer.key}") for section in sections)), None)
 
     def leads(self, path: str) -> bool:
         """Return True if there is a remark on `path` without the names of its section."""
@@ -111,7 +126,10 @@ class KnownKeys:
 
     def _found(self, path: str, here: list[str], section: bool) -> str:
         words = path.split(".")
-        if peer := self._peer(words, at_least=2) or next((each for each in self._peers if each.key == path), None):
+        if absent := self._absent_part(path):
+            return self._translated(absent)
+        peer = self._peer(words, at_least=2) or next((peer for peer in self._peers if peer.key == path), None)
+        if peer:
             return self._translated(peer)
         if form := self._form(path, here):
             return f"; did you mean {form}?"
@@ -120,8 +138,8 @@ class KnownKeys:
         if section and (found := self._section(path)):
             return found
         if words[-2:-1] and words[-2].isdecimal():
-            return did_you_mean(words[-1], here)
-        own = _elsewhere(path, self._own, section) or did_you_mean(words[-1], here)
+            return did_you_mean(words[-1], here, _NEAR_HERE)
+        own = _elsewhere(path, self._own, section) or did_you_mean(words[-1], here, _NEAR_HERE)
         # The very name of another kind's key comes before a name that is only near.
         return own or self._of_another_kind(path, section) or _nearest(path, self._own) or _nearest(path, self._every)
 
@@ -140,15 +158,19 @@ class KnownKeys:
     def _peer(self, words: list[str], at_least: int) -> PeerKey | None:
         """Return the peer's key that shares most words with the path, from its end.
 
-        One word alone must not be an rlctl name too, unless it is a tool's whole key, with another meaning.
+        One word alone must say what it sets. It must not be an rlctl name too, unless it is a tool's whole key, with
+        another meaning.
         """
-        shared = [(_shared_end(words, (key := each.key.split("."))), len(key), each) for each in self._peers]
+        shared = [(_shared_end(words, peer.key.split(".")), peer) for peer in self._peers]
         # Among equals the key that the path names whole.
-        count, _, peer = max(shared, key=lambda row: (row[0], row[0] == row[1]), default=(0, 0, None))
-        if count < at_least or peer is None or (count == 1 and words[-1] in _ANY_SECTION and len(words) > 1):
+        count, peer = max(shared, key=lambda row: (row[0], row[0] == row[1].key.count(".") + 1), default=(0, None))
+        if count < at_least or peer is None:
             return None
-        if count == 1 and words[-1] in self._last:
-            return next((each for each in self._peers if each.key == words[-1]), None)
+        if count > 1 or peer.key == words[-1] == ".".join(words):
+            return peer
+        whole_key = next((peer for peer in self._peers if peer.key == words[-1]), None)
+        if words[-1] in self._last or not _is_clear(words[-1]):
+            return whole_key
         return peer
 
     def _section(self, path: str) -> str:
@@ -169,11 +191,11 @@ class KnownKeys:
 
     def _of_another_kind(self, path: str, section: bool) -> str:
         """Return a remark on a key of another kind of run, with the key of this kind that a peer's is equal to."""
-        key = next(iter(_named(path.rpartition(".")[2], self._every, section)), None)
+        key = next(iter(_of_one_meaning(path, self._every, section)), None)
         if key is None:
             return ""
-        equals = (self._of_this_kind(each.ours) for each in self._peers if key in each.ours.split(" or "))
-        equal = next((each for each in equals if each in self._own), None)
+        equals = (self._of_this_kind(peer.ours) for peer in self._peers if key in peer.ours.split(" or "))
+        equal = next((name for name in equals if name in self._own), None)
         return f"; {key} is of another kind of run" + (f"; this one has {equal}" if equal else "")
 
 
@@ -181,21 +203,38 @@ def _named(name: str, keys: Mapping[str, bool], section: bool) -> list[str]:
     return [key for key in keys if key.rpartition(".")[2] == name and (keys[key] or not section)]
 
 
+def _of_one_meaning(path: str, keys: Mapping[str, bool], section: bool) -> list[str]:
+    """Return the keys with the path's last word: those in an alike section, else all if the word is clear."""
+    name = path.rpartition(".")[2]
+    same_name = _named(name, keys, section)
+    is_clear = _is_clear(name) or section or "." not in path
+    likeness = _SECTIONS_ALIKE if is_clear else _SECTIONS_EQUAL
+    alike = [key for key in same_name if _sections_ratio(path, key) >= likeness]
+    return alike or (same_name if is_clear else [])
+
+
+def _is_clear(name: str) -> bool:
+    """Return True if a name says what it sets without the name of its section."""
+    return "_" in name or name in _CLEAR_WORDS
+
+
 def _elsewhere(path: str, keys: Mapping[str, bool], section: bool) -> str:
     """Return a remark on the keys with the path's last word. section: sections alone."""
-    same = _named(path.rpartition(".")[2], keys, section)
-    nearer = [key for key in same if _parents_ratio(path, key) >= _NEAR]
-    if len(nearer) == 1:
-        return f"; did you mean {nearer[0]}?"
-    return f"; it belongs at {' or '.join(same)}" if same else ""
+    found = _of_one_meaning(path, keys, section)
+    if len(found) == 1 and _sections_ratio(path, found[0]) >= _SECTIONS_ALIKE:
+        return f"; did you mean {found[0]}?"
+    return f"; it belongs at {' or '.join(found)}" if found else ""
 
 
 def _nearest(path: str, keys: Mapping[str, bool]) -> str:
+    """Return a remark on the key whose last word is nearest to the path's, in a section that is alike."""
     name = path.rpartition(".")[2]
-    names = {key: key.rpartition(".")[2] for key in keys}
-    words = {word: ratio for word in set(names.values()) if (ratio := _near_ratio(name, word)) >= _NEAR}
-    near = [key for key in keys if names[key] in words]
-    best = max(near, key=lambda key: (words[names[key]], _parents_ratio(path, key)), default=None)
+    likeness: dict[str, float] = {}
+    for key in keys:
+        ratio = _near_ratio(name, key.rpartition(".")[2])
+        if ratio >= _NEAR_ELSEWHERE and ("." not in path or _sections_ratio(path, key) >= _SECTIONS_ALIKE):
+            likeness[key] = ratio
+    best = max(likeness, key=lambda key: (likeness[key], _sections_ratio(path, key)), default=None)
     return f"; did you mean {best}?" if best else ""
 
 
@@ -204,14 +243,20 @@ def _shared_end(words: list[str], key: list[str]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(reversed(words), reversed(key))))
 
 
-def _parents_ratio(path: str, key: str) -> float:
-    return _ratio(path.rpartition(".")[0], key.rpartition(".")[0]) if "." in path else 0.0
+def _sections_ratio(path: str, key: str) -> float:
+    """Return the likeness of the sections of two keys, by their whole paths or their last words; 0 at the top."""
+    section = path.rpartition(".")[0]
+    other = key.rpartition(".")[0]
+    if not section:
+        return 0.0
+    return max(_ratio(section, other), _ratio(section.rpartition(".")[2], other.rpartition(".")[2]))
 
 
 def _near_ratio(one: str, other: str) -> float:
     """Return their likeness where they may be near, else 0: most words are told apart by their letters alone."""
     matcher = SequenceMatcher(None, one, other)
-    return matcher.ratio() if min(matcher.real_quick_ratio(), matcher.quick_ratio()) >= _NEAR else 0.0
+    may_be_near = min(matcher.real_quick_ratio(), matcher.quick_ratio()) >= _NEAR_ELSEWHERE
+    return matcher.ratio() if may_be_near else 0.0
 
 
 def _ratio(one: str, other: str) -> float:

@@ -25,10 +25,17 @@ from rlctl.run.run_dir import JobRecord, RunDir, RunDirError
 from rlctl.telemetry.jsonl import read_records
 
 
-def next_commands(settled: Settled, run_dir: RunDir, status: str, smaller: Sequence[ResourceRequest] = ()) -> list[str]:
+def next_commands(
+    settled: Settled,
+    run_dir: RunDir,
+    status: str,
+    smaller: Sequence[ResourceRequest] = (),
+    fails_again: bool = False,
+) -> list[str]:
     """Return the commands after a run with this `status`, the most useful first, to go on last.
 
-    smaller: after a loss of nodes, the run as it fits those that are left, the largest first.
+    smaller: after a loss of nodes, the run as it fits those that are left, the largest first. fails_again: it ended by
+    a mistake in its input, which a resumed run would repeat.
     """
     config = settled.config
     try:
@@ -40,9 +47,14 @@ def next_commands(settled: Settled, run_dir: RunDir, status: str, smaller: Seque
     known = quote(record.called if record and record.called else str(run_dir.path))
     resume = f"rlctl train {config.kind} --resume {known}{there}"
     if status == "failed":
-        resume = " ".join([resume, *_fewer(settled, run_dir, smaller)])
+        logs = f"rlctl runs logs {known}"
+        # Of files elsewhere nobody here knows if there is a checkpoint.
+        has_checkpoint = record is not None or Checkpoints(run_dir.checkpoints, 1, 0).latest() is not None
+        if fails_again or not has_checkpoint:
+            return [logs]
+        return [" ".join([resume, *_fewer(settled, run_dir, smaller)]), logs]
     if status != "done":
-        return [resume, f"rlctl runs logs {known}"] if status == "failed" else [resume]
+        return [resume]
     steps = config.num_steps
     if not any(record.get("step") == steps for record in read_records(run_dir.metrics)):
         # A probe: it ends before the steps that are left.

@@ -53,6 +53,8 @@ _HANDED_OVER_S = 30.0
 _NOT_BEGUN = "ending the start, with nothing new to save"
 # Disk space kept for the last events, a traceback and a summary's files.
 _LAST_WORDS_BYTES = 64 << 10
+# Exit code of a run that its input ended.
+_BAD_INPUT = 2
 
 
 @dataclass
@@ -247,7 +249,7 @@ def run_session(settled: Settled, resolved: str, resume: Path | None, body: Call
         if lost:
             reason = f"{reason + '; ' if reason else ''}{lost} records could not be written"
         commands = [session.begin_command] if session.begin_command else []
-        commands = commands or next_commands(settled, run_dir, status, session.smaller)
+        commands = commands or next_commands(settled, run_dir, status, session.smaller, fails_again=code == _BAD_INPUT)
         end = {"status": status, "reason": reason, "next": commands}
         events.emit("run_ended", **end)
         view.end = {"kind": "run_ended", "time": events.now(), **end}

@@ -245,6 +245,8 @@ class _Forecast:
 
     def _why_asleep(self, sleeps: bool, engines: _Engines) -> str:
         """Return the reason why engines sleep or stay awake, and the place of weights that no refit brings."""
+        if not self.basis.shared:
+            return "engines have devices of their own"
         if not sleeps:
             kept = "; the base stays in both" if self.basis.adapters and self.basis.shared else ""
             return f"trainer and engine fit side by side{kept}"

@@ -11,7 +11,7 @@ from rlctl.config.builtin import CONFIGS, find_recipe
 from rlctl.config.compose import compose
 from rlctl.config.convert import Converter
 from rlctl.config.errors import BrokenValueError, ConfigError, ModelError, Problem
-from rlctl.config.fields import FURTHER, key_of
+from rlctl.config.fields import FURTHER, key_of, keys_of
 from rlctl.config.provenance import ConfigNode, Interpolation, Origin, dump, leaves, read_toml, show_path
 from rlctl.config.recorded_origins import recorded_origins, with_origins
 from rlctl.config.run_weights import local_folder
@@ -25,6 +25,8 @@ from rlctl.preflight.version import earlier_version
 
 Kind = TypeVar("Kind", bound=Settled, covariant=True)
 _INHERIT = "inherit it, `defaults: grpo.yaml` or `defaults: sft.yaml`"
+# Sections in which other tools configure rollouts.
+_PEERS_THAT_SAMPLE = {"orchestrator", "actor_rollout_ref"}
 TINY = {"grpo": "grpo-tiny", "sft": "sft-tiny"}
 
 
@@ -207,8 +209,9 @@ def _of_another_tool(kind: str | None, file: Path, root: ConfigNode, what: str, 
 
     The keys are answered for a run of `kind`. For None that is sft where there is data and nothing samples.
     """
-    names = root.value if isinstance(root.value, dict) else {}
-    guess = "sft" if "data" in names and not {"orchestrator", "actor_rollout_ref"} & set(names) else "grpo"
+    names = set(root.value) if isinstance(root.value, dict) else set()
+    sections_that_sample = set(keys_of(KINDS["grpo"])) - set(keys_of(KINDS["sft"])) | _PEERS_THAT_SAMPLE
+    guess = "sft" if "data" in names and not sections_that_sample & names else "grpo"
     converter: Converter[Any] = Converter(KINDS[kind or guess], show_path(file))
     converter.convert(root)
     unknown = [each for each in converter.problems if each.what.startswith("unknown ")]

@@ -111,10 +111,13 @@ class RunPlan:
 _TIGHT = 0.93
 
 
-def make_plan(settled: Settled, nodes: Sequence[NodeResources], disk_free: int | None = None) -> RunPlan:
+def make_plan(
+    settled: Settled, nodes: Sequence[NodeResources], disk_free: int | None = None, cores: int | None = None
+) -> RunPlan:
     """Return the plan of a run on this machine, the one node, or on a cluster's.
 
-    disk_free: bytes that the run's checkpoints may take; None: not known.
+    disk_free: bytes that the run's checkpoints may take; None: not known. cores: those of this machine; None on a
+    cluster.
     """
     config, sizes, sampling = settled.config, settled.facts, settled.sampling
     backend, placement, misplaced = backend_of(config.trainer), None, None
@@ -148,7 +151,7 @@ def make_plan(settled: Settled, nodes: Sequence[NodeResources], disk_free: int |
         refit=refit_bytes(sizes, sampling.generation_dtype, settled.adapters) if sizes and sampling else None,
         refit_way=way,
         chosen=settled.choices,
-        notes=_notes(settled, schedule, memory),
+        notes=[*_notes(settled, schedule, memory), *crowding_notes(settled, cores)],
     )
 
 
@@ -294,6 +297,19 @@ def _what_takes_less(memory: Memory) -> str:
         "; smaller packs (trainer.micro_batch_tokens), trainer.activation_checkpointing, more ranks, or "
         "trainer.backend=megatron with optimizer_cpu_offload take less"
     )
+
+
+def crowding_notes(settled: Settled, cores: int | None) -> list[str]:
+    """Return a note if more processes than cores compute at one time. cores: None where they are not known."""
+    ranks = settled.config.trainer.num_ranks
+    engines = settled.sampling.generation.num_engines if settled.sampling else 0
+    # An engine samples while the others wait, so the tiny run on two cores is no crowd.
+    most = max(ranks, engines)
+    if settled.device != "cpu" or cores is None or most <= cores:
+        return []
+    name = "trainer.num_ranks" if ranks == most else "generation.num_engines"
+    what = f"{most} processes take turns on {cores} core{'s' * (cores != 1)}, and each has a copy of the libraries"
+    return [f"{name}={most}: {what}; {name}={cores} is faster"]
 
 
 def _notes(settled: Settled, schedule: Schedule, memory: Memory | None) -> list[str]:

@@ -50,6 +50,12 @@ def test_a_word_of_another_tool_or_a_slip_is_answered_in_one_line(rlctl: Rlctl, 
         ("train grpo my.yaml --dryrun", "--dryrun: no such option; did you mean --dry-run?"),
         ("--verson", "--verson: no such option; did you mean --version?"),
         ("runs --dir x list", "--dir: no such option"),
+        (
+            "train grpo --grpo.num_steps=1",
+            "--grpo.num_steps: no such option; a key has no dashes: grpo.num_steps=VALUE",
+        ),
+        ("train grpo x --steps 1", "--steps: no such option; a key has no dashes: grpo.num_steps"),
+        ("config check x --lr 1", "--lr: no such option; a key has no dashes; it belongs at trainer.optimizer.lr"),
         ("train sft --xyz", "--xyz: no such option; see rlctl train sft --help"),
         (
             "chat x --temperature inf",

@@ -3,17 +3,23 @@
 import re
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
+from rlctl.config.convert import known_keys
 from rlctl.config.errors import ConfigError
-from rlctl.config.fields import schema_keys
+from rlctl.config.fields import alternatives, literals, schema_keys
 from rlctl.config.schema import KINDS
 from rlctl.config.unknown_keys import peer_keys
 from rlctl.preflight.load import load
 from tests.unit.folders import GRPO
 
-OURS = {key for kind in KINDS.values() for key, _ in schema_keys(kind)}
+FIELDS = {key: field for kind in KINDS.values() for key, field in schema_keys(kind)}
+OURS = set(FIELDS)
+# Tool -> its key -> the kind of its default, and where the name alone leads.
+PEER_CONFIGS: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_name("peer_configs.yaml").read_text())
 
 EXPERTS = "expert parallel generation: generation.tensor_parallel_size cuts every expert over the GPUs of an engine"
 PIPELINE = (
@@ -32,18 +38,62 @@ def named(text: str) -> list[str]:
     return [word for word in re.findall(r"[\w.]+", text) if word not in ("and", "or")]
 
 
-def test_every_key_of_another_tool_is_answered_with_one_of_ours_that_there_is(home: Path) -> None:
-    """All at once, as in a config of these tools."""
-    lines = problems([f"{peer.key}={number}" for number, peer in enumerate(peer_keys())])
-    assert len(lines) == len(peer_keys())
-    for number, peer in enumerate(peer_keys()):
-        [found] = [line for line in lines if f" {peer.key}={number}:" in line]
+def test_every_key_of_another_tool_is_answered_with_one_of_ours_that_there_is() -> None:
+    known = known_keys(KINDS["grpo"])
+    for peer in peer_keys():
+        found = known.remark(peer.key, [])
         assert set(named(peer.ours)) <= OURS and (peer.ours or peer.note) and peer.key not in OURS
         if not peer.ours:
-            assert found.endswith(f"unknown key; rlctl has no {peer.note}")
+            assert found == f"; rlctl has no {peer.note}"
         else:
             assert any(name in found for name in named(peer.ours)), found
             assert peer.note in found or "did you mean" in found, found
+
+
+def kinds_of_values(field: Any) -> set[str]:
+    """Return the kinds of defaults, in the words of peer_configs.yaml, that a key of rlctl may have."""
+    kinds = {str: "text", bool: "bool", int: "int", float: "float"}
+    found = {kinds.get(alternative, "list") for alternative in alternatives(field.type)}
+    found |= {"text"} if literals(field.type) else set()
+    return found | ({"int", "float"} if {"int", "float"} & found else set())
+
+
+def test_a_row_says_where_its_peers_key_has_another_kind_of_value() -> None:
+    """A switch is no number, and a list no text: without a note, the peer's value could be copied."""
+    for peer in peer_keys():
+        their_kinds = {
+            default.split(" -> ")[0]
+            for key, default in PEER_CONFIGS.get(peer.tool, {}).items()
+            if f".{key}".endswith(f".{peer.key}")
+        }
+        if peer.note or not their_kinds - {"any", "unset", "section"}:
+            continue
+        for name in named(peer.ours):
+            our_kinds = kinds_of_values(FIELDS[name])
+            assert their_kinds & {*our_kinds, "any", "unset"}, (peer, their_kinds, our_kinds)
+
+
+@pytest.mark.parametrize("tool", ["verl", "NeMo-RL", "TRL"])
+def test_each_row_is_of_a_key_that_its_tool_has(tool: str) -> None:
+    # From scripts, recipes and arguments of trainers beside the configs that are listed.
+    elsewhere = {"dataset_name", "reward_funcs", "peft_config", "policy.dtensor_cfg.expert_parallel_size"}
+    elsewhere |= {f"algorithm.filter_groups.{name}" for name in ("metric", "enable", "max_num_gen_batches")}
+    keys = [f".{key}." for key in PEER_CONFIGS[tool]]
+    rows = [peer.key for peer in peer_keys() if peer.tool == tool and peer.key not in elsewhere]
+    assert [row for row in rows if not any(f".{row}." in key for key in keys)] == []
+
+
+@pytest.mark.parametrize("tool", PEER_CONFIGS)
+def test_a_key_of_a_peers_own_config_is_answered_by_a_row_or_rightly_or_not_at_all(tool: str) -> None:
+    """A wrong answer is worse than none. A name that leads to a key of rlctl by itself was looked at, one by one."""
+    known = known_keys(KINDS["grpo"])
+    for key, default in PEER_CONFIGS[tool].items():
+        answer = known.remark(key, [])
+        expected = default.partition(" -> ")[2]
+        is_row = re.search("; (rlctl has no|[\\w-]+'s [\\w.]+ is) ", answer)
+        is_none = re.search("^; [\\w. ]+ has $", answer)
+        guessed = "" if is_row or is_none else " or ".join(re.findall(r"\w+(?:\.\w+)+", answer))
+        assert guessed == expected, f"{key}{answer}"
 
 
 def test_a_former_word_for_a_value_is_answered_with_the_new_one(home: Path) -> None:
@@ -89,6 +139,24 @@ def test_a_former_word_for_a_value_is_answered_with_the_new_one(home: Path) -> N
         ("rollout.pipeline_model_parallel_size=2", f"rlctl has no {PIPELINE}"),
         ("trainer.megatron.pipeline_parallel_size=2", "did you mean pipeline_model_parallel_size?"),
         ("trainer.megatron.expert_parallel_size=2", "did you mean expert_model_parallel_size?"),
+        # A hint of another section's key with the same name would mislead.
+        ("checkpointing.enabled=true", "NeMo-RL's checkpointing.enabled is checkpoint.every: 0 is its false"),
+        ("policy.dtensor_cfg.tensor_parallel_size=2", "NeMo-RL's policy.dtensor_cfg.tensor_parallel_size is "
+         "trainer.megatron.tensor_model_parallel_size: with trainer.backend=megatron; fsdp shards over all ranks"),
+        ("policy.generation.backend=vllm", "NeMo-RL's policy.generation.backend is generation.engine.name"),
+        ("grpo.max_rollout_turns=4", "NeMo-RL's grpo.max_rollout_turns is environment.max_turns"),
+        ("logger.log_dir=x", "NeMo-RL's logger.log_dir is run.dir: a run's logs are in dir/name/logs"),
+        ("algorithm.filter_groups.enable=true", "verl's algorithm.filter_groups.enable is "
+         "grpo.dynamic_sampling.filter: rewards or accuracy; null is its false"),
+        ("data.truncation=error", "rlctl has no truncation: prompts above data.max_prompt_length, and samples above "
+         "model.max_length, are left out and counted"),
+        ("data.train_files=[a]", "verl's data.train_files is data.train.path: a file or a list of files"),
+        ("trainer.critic_warmup=0", "rlctl has no critic: baselines are of the group"),
+        ("critic.optim.lr=1e-5", "rlctl has no critic: baselines are of the group"),
+        ("actor_rollout_ref.model.use_remove_padding=true", "verl's actor_rollout_ref.model.use_remove_padding is "
+         "trainer.micro_batch_tokens: always: sequences are packed, none is padded"),
+        ("eval_strategy=steps", "TRL's eval_strategy is validation.every: a number of steps; 0 is its no"),
+        ("reward_funcs=x.py", "TRL's reward_funcs is rewards: a list of {name: file.py:function}"),
         # In any section, and by the end of its path.
         ("beta=0.04", "TRL's beta is grpo.loss.kl_coef"),
         ("grpo.loss.epsilon_high=0.28", "TRL's epsilon_high is grpo.loss.clip_high"),
@@ -98,8 +166,8 @@ def test_a_former_word_for_a_value_is_answered_with_the_new_one(home: Path) -> N
         ("lora.r=8", "PEFT's lora.r is lora.rank"),
         ("enable_lora=true", "vLLM's enable_lora is lora: {} is the defaults, null is off"),
         ("model.lora_rank=8", "verl's actor_rollout_ref.model.lora_rank is lora.rank: lora: null is its 0"),
-        ("trainer.model.lora.rank=3", "it belongs at lora.rank"),
-        ("model.peft_config.r=8", "PEFT's lora.r is lora.rank"),
+        ("trainer.model.lora.rank=3", "did you mean lora.rank?"),
+        ("model.peft_config.r=8", "PEFT's peft_config.r is lora.rank"),
         ("trainer.lora_target_modules=[q_proj]", "TRL's lora_target_modules is lora.targets: a list of names; its "
          "all-linear is all"),
         ("lora.use_dora=true", "rlctl has no DoRA: a column norm is no part of the product that engines add"),
@@ -143,11 +211,11 @@ def test_a_section_of_another_tool_is_answered_key_by_key_with_file_and_line(hom
 
 
 def test_a_huge_section_that_nobody_knows_takes_no_time(home: Path) -> None:
-    (home / "x.yaml").write_text(GRPO + "foo:\n" + "".join(f"  num_stepss{i}: 1\n" for i in range(2000)))
+    (home / "x.yaml").write_text(GRPO + "grpoo:\n" + "".join(f"  num_stepss{i}: 1\n" for i in range(2000)))
     begin = time.process_time()
     found = problems([], "x.yaml")
     assert time.process_time() - begin < 60
-    assert len(found) == 501 and found[-1].endswith("foo: unknown section; only its first 500 keys were looked at")
+    assert len(found) == 501 and found[-1].endswith("grpoo: unknown section; only its first 500 keys were looked at")
 
 
 def test_a_file_of_another_tool_is_answered_key_by_key_though_it_has_no_kind(home: Path) -> None:
@@ -189,7 +257,7 @@ def test_a_toml_file_of_prime_rl_is_answered_with_its_lines(home: Path) -> None:
     first, *lines = problems([], "rl.toml")
     assert first.startswith("rl.toml: is TOML; a config is YAML and inherits its kind")
     *lines, last = sorted(lines, key=lambda line: int(line.split(":")[1]))
-    assert last.startswith("rl.toml:21: trainer.heartbeat.url: unknown key") and lines == [
+    assert last.startswith("rl.toml:21: trainer.heartbeat: unknown key; trainer has backend") and lines == [
         "rl.toml:1: seq_len: unknown key; prime-rl's seq_len is model.max_length",
         "rl.toml:4: model.name: unknown key; prime-rl's model.name is model.path",
         "rl.toml:7: orchestrator.batch_size: unknown key; prime-rl's orchestrator.batch_size is "

@@ -209,6 +209,8 @@ def test_engines_with_devices_of_their_own_never_sleep_for_want_of_room(sizes: d
     found = chosen(run)
     assert (found["generation.sleep"], found["generation.gpu_memory_utilization"]) == (False, 0.85)
     assert run.generation.cache_mib is None
+    [why] = [choice.why for choice in run.choices if choice.key == "generation.sleep"]
+    assert why == "engines have devices of their own"
 
 
 def test_logits_are_kept_where_the_forecast_leaves_room_and_no_further(sizes: dict[str, ModelSizes]) -> None:

@@ -312,6 +312,23 @@ def test_notes_say_what_will_disappoint(home: Path) -> None:
     ]
 
 
+def test_more_processes_than_cores_are_told(home: Path) -> None:
+    def notes(cores: int | None, *overrides: str, gpus: int = 0) -> list[str]:
+        run = load("grpo", "grpo.recipe.yaml", list(overrides)).settled
+        settled = run.on(RunMachine(device_of(gpus), 16 * GIB), read_sizes(home / "model/config.json"))
+        found = make_plan(settled, this_machine(gpus), cores=cores)
+        return [note for note in found.notes if "take turns" in note]
+
+    assert notes(2) == notes(None, "trainer.num_ranks=64") == notes(2, "trainer.num_ranks=64", gpus=64) == []
+    assert notes(2, "trainer.num_ranks=64") == [
+        "trainer.num_ranks=64: 64 processes take turns on 2 cores, and each has a copy of the libraries; "
+        "trainer.num_ranks=2 is faster"
+    ]
+    assert notes(1, "generation.num_engines=3")[0].startswith(
+        "generation.num_engines=3: 3 processes take turns on 1 core,"
+    )
+
+
 def test_checkpoints_that_the_disk_does_not_hold_are_told(home: Path) -> None:
     """25 steps save three times: both kept, and a third before the first one goes."""
     saves = ["grpo.num_steps=25", "checkpoint.every=10", "checkpoint.keep_last=2", "checkpoint.keep_best=0"]
