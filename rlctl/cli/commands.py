@@ -15,7 +15,7 @@ from rlctl.config.errors import ConfigError, Problem
 
 # Wrong options and arguments. Some versions of Typer have their own classes, others click's; all have this name.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
-# Likeness of an option and a slip of it.
+# Least ratio of letters, 0 to 1, at which an option counts as misspelt.
 _NEAR_OPTION = 0.7
 _TRAIN = "rlctl train grpo RECIPE"
 _ONE_COMMAND = f"{_TRAIN} starts trainer, engines and environments"
@@ -128,7 +128,7 @@ def _one_line(error: Any) -> Exception:
 
 
 def _key_hint(option: str, command: str | None) -> str:
-    """Return a remark on a key of the config that was written as an option; empty if the option is near none."""
+    """Return a remark on a key of the config that was written as an option; empty if no key has such a name."""
     from rlctl.config.convert import known_keys
     from rlctl.config.fields import schema_keys
     from rlctl.config.schema import KINDS
@@ -141,8 +141,8 @@ def _key_hint(option: str, command: str | None) -> str:
     known = known_keys(schema)
     if known.leads(name):
         return f"; a key has no dashes{known.remark(name, [])}"
-    alike = [key for key in keys if key.rpartition(".")[2] in (f"num_{name}", f"max_{name}")]
-    return f"; a key has no dashes: {' or '.join(alike)}" if alike else ""
+    similar = [key for key in keys if key.rpartition(".")[2] in (f"num_{name}", f"max_{name}")]
+    return f"; a key has no dashes: {' or '.join(similar)}" if similar else ""
 
 
 def _remark(path: str, word: str, here: list[str], inside: dict[str, str]) -> str:

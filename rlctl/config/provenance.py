@@ -143,9 +143,7 @@ def _tree(path: Path, text: str) -> ConfigNode:
 
 
 def _yaml_mistake(error: yaml.YAMLError) -> tuple[int, str]:
-    """Return the line of a mistake in YAML, from 1, and the mistake in words for a person; the parser's own for rare
-    ones.
-    """
+    """Return the line of a mistake in YAML, from 1, and the mistake in plain words. A rare one keeps the parser's."""
     problem = str(getattr(error, "problem", None) or getattr(error, "context", None) or error)
     context = str(getattr(error, "context", None) or "")
     place = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)

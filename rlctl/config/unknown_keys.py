@@ -2,7 +2,8 @@
 
 It is looked for in this order: a part that rlctl lacks, such as `critic`; a peer's key by its whole path or two of its
 words; a longer or shorter form of a name in the same section; a peer's key by its last word; the same name in another
-section of this kind of run; a near name in the same section; a near name in an alike section; both for other kinds.
+section of this kind of run; a near name in the same section; a near name in a section of nearly the same name. The last
+three are then tried for other kinds.
 
 A wrong answer is worse than none. So a name alone leads to another section only if it says what it sets
 (`gpu_memory_utilization`, `lr`): `enabled`, `path` and `backend` mean something else in each section.
@@ -20,10 +21,10 @@ import yaml
 from rlctl.config.errors import did_you_mean
 from rlctl.config.provenance import ConfigNode, children
 
-# Likeness of two words: sections with one meaning, the same for a name that says nothing by itself, names in the same
-# section, in another one, and forms of one name.
-_SECTIONS_ALIKE = 0.6
-_SECTIONS_EQUAL = 0.8
+# Least ratio at which two words count as the same or as near, from 0 to 1. Sections are compared more strictly for a
+# name that says nothing by itself, and names more strictly in another section.
+_SAME_SECTION = 0.6
+_EQUAL_SECTION = 0.8
 _NEAR_HERE = 0.75
 _NEAR_ELSEWHERE = 0.8
 _VERY_NEAR = 0.9
@@ -114,7 +115,7 @@ class KnownKeys:
         return any("." in peer.key and f".{path}".endswith(f".{peer.key}") for peer in self._peers)
 
     def _absent_part(self, path: str) -> PeerKey | None:
-        """Return the peer's part that rlctl lacks and the path leads into, such as `critic`; None if there is none."""
+        """Return the part of a peer on this path that rlctl lacks, such as `critic`; None if there is none."""
         words = path.split(".")
         sections = [f".{'.'.join(words[:end])}" for end in range(1, len(words) + 1)]
         absent = [peer for peer in self._peers if not peer.ours]
@@ -204,13 +205,13 @@ def _named(name: str, keys: Mapping[str, bool], section: bool) -> list[str]:
 
 
 def _of_one_meaning(path: str, keys: Mapping[str, bool], section: bool) -> list[str]:
-    """Return the keys with the path's last word: those in an alike section, else all if the word is clear."""
+    """Return the keys with the path's last word in nearly the same section; without any, all if the word is clear."""
     name = path.rpartition(".")[2]
     same_name = _named(name, keys, section)
     is_clear = _is_clear(name) or section or "." not in path
-    likeness = _SECTIONS_ALIKE if is_clear else _SECTIONS_EQUAL
-    alike = [key for key in same_name if _sections_ratio(path, key) >= likeness]
-    return alike or (same_name if is_clear else [])
+    likeness = _SAME_SECTION if is_clear else _EQUAL_SECTION
+    in_same_section = [key for key in same_name if _sections_ratio(path, key) >= likeness]
+    return in_same_section or (same_name if is_clear else [])
 
 
 def _is_clear(name: str) -> bool:
@@ -221,18 +222,18 @@ def _is_clear(name: str) -> bool:
 def _elsewhere(path: str, keys: Mapping[str, bool], section: bool) -> str:
     """Return a remark on the keys with the path's last word. section: sections alone."""
     found = _of_one_meaning(path, keys, section)
-    if len(found) == 1 and _sections_ratio(path, found[0]) >= _SECTIONS_ALIKE:
+    if len(found) == 1 and _sections_ratio(path, found[0]) >= _SAME_SECTION:
         return f"; did you mean {found[0]}?"
     return f"; it belongs at {' or '.join(found)}" if found else ""
 
 
 def _nearest(path: str, keys: Mapping[str, bool]) -> str:
-    """Return a remark on the key whose last word is nearest to the path's, in a section that is alike."""
+    """Return a remark on the key in nearly the same section whose last word is nearest to the path's."""
     name = path.rpartition(".")[2]
     likeness: dict[str, float] = {}
     for key in keys:
         ratio = _near_ratio(name, key.rpartition(".")[2])
-        if ratio >= _NEAR_ELSEWHERE and ("." not in path or _sections_ratio(path, key) >= _SECTIONS_ALIKE):
+        if ratio >= _NEAR_ELSEWHERE and ("." not in path or _sections_ratio(path, key) >= _SAME_SECTION):
             likeness[key] = ratio
     best = max(likeness, key=lambda key: (likeness[key], _sections_ratio(path, key)), default=None)
     return f"; did you mean {best}?" if best else ""

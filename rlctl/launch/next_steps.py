@@ -48,7 +48,7 @@ def next_commands(
     resume = f"rlctl train {config.kind} --resume {known}{there}"
     if status == "failed":
         logs = f"rlctl runs logs {known}"
-        # Of files elsewhere nobody here knows if there is a checkpoint.
+        # A run elsewhere may have a checkpoint: its files cannot be read from here.
         has_checkpoint = record is not None or Checkpoints(run_dir.checkpoints, 1, 0).latest() is not None
         if fails_again or not has_checkpoint:
             return [logs]

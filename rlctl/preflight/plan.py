@@ -303,7 +303,7 @@ def crowding_notes(settled: Settled, cores: int | None) -> list[str]:
     """Return a note if more processes than cores compute at one time. cores: None where they are not known."""
     ranks = settled.config.trainer.num_ranks
     engines = settled.sampling.generation.num_engines if settled.sampling else 0
-    # An engine samples while the others wait, so the tiny run on two cores is no crowd.
+    # Ranks and engines take turns: only the larger of the two groups competes for cores.
     most = max(ranks, engines)
     if settled.device != "cpu" or cores is None or most <= cores:
         return []

@@ -21,7 +21,7 @@ _FIELDS = (
     "tensor_parallel_size",
 )
 _CPU_BATCH_TOKENS = 8192
-# Parameters. Models of the tiny recipes have fewer.
+# Models of the tiny recipes have fewer parameters.
 _LARGE = 50_000_000
 _NO_WHOLE_GRAPHS = (
     "a step in which a prompt begins is no whole CUDA graph, whose log-probs are right for plain attention with heads "
@@ -153,7 +153,7 @@ def whole_graphs(model: str) -> bool:
 
 
 def is_worth_a_note(model: str) -> bool:
-    """Return True if a model is so large, or so unknown, that the time of its steps matters to a person."""
+    """Return True if the time of a step matters to a person: the model is no tiny one, or its size is not known."""
     file = config_file(model)
     try:
         return file is None or find_facts(file.parent).sizes.parameters >= _LARGE
