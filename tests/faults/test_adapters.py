@@ -29,7 +29,8 @@ DEADLINE = 600.0
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11]]
 # Longer than a block of the cache.
 SHARED = [12] * 70
-KIND = EngineKind(partial(make_vllm_engine, extension="tests.system.adapters.FaultyWorker"), environment, VllmOptions)
+WORKER = "tests.system.engine_workers.FaultyWorker"
+KIND = EngineKind(partial(make_vllm_engine, extension=WORKER), environment, VllmOptions)
 
 
 @pytest.fixture

@@ -12,10 +12,7 @@ import torch
 from torch import Tensor
 
 from rlctl.generation.spec import EngineSpec
-from rlctl.generation.vllm.adapter_loader import installed
-from rlctl.generation.vllm.adapters import Slice
 from rlctl.generation.vllm.kind import environment, make_vllm_engine
-from rlctl.generation.vllm.worker import RefitWorker, answered
 from rlctl.models.adapters import AdapterSpec, choose_targets
 from rlctl.models.derive import derive_facts
 from rlctl.refit.protocol import Header, SendReport
@@ -102,32 +99,3 @@ def log_probs(model: Any, prompt: list[int], answer: list[int]) -> np.ndarray:
         logits = model(torch.tensor([prompt + answer])).logits[0]
     rows = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1]
     return rows[torch.arange(len(answer)), torch.tensor(answer)].numpy()
-
-
-class FaultyWorker(RefitWorker):
-    """Delivers nothing, or adds its adapters a second time, when it is told to."""
-
-    _lazy = False
-    _proof: Any = None
-
-    def rl_be_lazy(self) -> None:
-        """Go on with the adapters and the proof of the version before."""
-        self._lazy = True
-
-    def rl_commit(self, header: Header) -> Any:
-        return None if self._lazy else super().rl_commit(header)
-
-    def rl_prove(self, header: Header) -> Any:
-        if not self._lazy:
-            self._proof = super().rl_prove(header)
-        return self._proof
-
-    @answered
-    def rl_adapt_again(self) -> None:
-        """Install the adapters once more: each would count twice."""
-        model = self.model_runner.get_model()
-        adapters = installed(model)
-        assert adapters
-        name = next(iter(adapters.buffers)).rpartition(".")[0]
-        target = adapters.spec.targets[0]
-        adapters.install(model, [(name, Slice(target.name, (0, target.outputs), (0, target.inputs), 0))])

@@ -1,13 +1,10 @@
-"""Weights that change with every version, and engine workers: one counts for itself who had how many tokens then, one
-forgets its weights."""
+"""Weights that change with every version."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlctl.generation.vllm.worker import RefitWorker
 from rlctl.refit.protocol import Header, SendReport
 from tests.system.engines import FolderSource
 
@@ -30,30 +27,3 @@ class DriftingSource(FolderSource):
         for name, tensor in drifted(self._first, header.version).items():
             self.tensors[name].copy_(tensor)
         return super().refit_send(header)
-
-
-class CountingWorker(RefitWorker):
-    """Keeps, at every change of weights, the length of each running rollout as vLLM's own model runner has it."""
-
-    model_runner: Any
-    _counts: list[dict[str, int]] | None = None
-
-    def rl_commit(self, header: Header) -> None:
-        """Note the length of each running rollout, then make the weights live."""
-        running = self.model_runner.requests.items()
-        self._counts = [*(self._counts or []), {name.rsplit("-", 1)[0]: len(r.output_token_ids) for name, r in running}]
-        return super().rl_commit(header)
-
-    def rl_counts(self) -> list[dict[str, int]]:
-        """One mapping a commit."""
-        return self._counts or []
-
-
-class ForgettingWorker(RefitWorker):
-    """Loses its weights and its keys and values when it is told to, as a GPU's does that sleeps without a copy."""
-
-    def rl_forget(self) -> None:
-        for parameter in self.model_runner.get_model().parameters():
-            parameter.data.fill_(float("nan"))
-        for cache in self.model_runner.kv_caches:
-            cache.fill_(1000.0)

@@ -91,7 +91,7 @@ def refit_options(kind: Kind, folder: Path | str = "", **changes: Any) -> RefitO
 
 def start_engine(folder: Path, logs: Path, name: str, stops: tuple[int, ...] = (1,)) -> Worker:
     spec = replace(spec_for(folder), stop_token_ids=stops)
-    make = partial(make_vllm_engine, spec, "tests.system.drifting.ForgettingWorker")
+    make = partial(make_vllm_engine, spec, "tests.system.engine_workers.ForgettingWorker")
     return Worker(WorkerSpec(name, make, environment("cpu", []), str(logs / f"{name}.log"), 4))
 
 

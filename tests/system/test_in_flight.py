@@ -104,7 +104,7 @@ def test_tags_and_log_probs_of_a_thousand_rollouts_across_twenty_updates(
     folder = make_model(tmp_path / "m", "qwen3", seed=1, max_length=128)
     groups = GROUPS if not recompute else GROUPS // 5
     spec = replace(spec_for(folder, 128), recompute_kv_cache=recompute)
-    make = partial(make_vllm_engine, spec, "tests.system.drifting.CountingWorker")
+    make = partial(make_vllm_engine, spec, "tests.system.engine_workers.CountingWorker")
     engine = Worker(WorkerSpec("engine", make, environment("cpu", []), str(ray_here / "e.log"), 4))
     source = WorkerGroup([WorkerSpec("source", MakeSource(folder, DriftingSource))], DEADLINE)
     random = np.random.default_rng(0)

@@ -39,7 +39,7 @@ class ForgetfulEngine(VllmEngine):
 
 
 def forgetful(spec: EngineSpec) -> Engine:
-    return ForgetfulEngine(spec, "tests.system.drifting.ForgettingWorker")
+    return ForgetfulEngine(spec, "tests.system.engine_workers.ForgettingWorker")
 
 
 KIND = EngineKind(forgetful, environment)
