@@ -7,7 +7,10 @@ run's log folder.
 import itertools
 import logging
 import os
+import shlex
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -20,6 +23,7 @@ from typing import Any
 
 import psutil
 
+from rlctl.launch import idle_agent
 from rlctl.preflight.placement import PlacementError
 from rlctl.utils.devices import usable_cores
 from rlctl.utils.ports import LOOPBACK
@@ -37,6 +41,13 @@ _SOCKET_BYTES, _RAYS_BYTES = 107, 84
 _NEEDED, _LOOK_S = ("gcs_server", "raylet"), 0.5
 # Methods by which Ray's head starts its autoscaler, its log monitor and the server of its dashboard.
 _UNUSED = ("start_monitor", "start_log_monitor", "start_api_server")
+# Function by which Ray starts each of its processes.
+_STARTER = "start_ray_process"
+# Commands of a raylet's agents, and the ports that each is to name.
+_AGENT_PORTS = {
+    "--dashboard_agent_command": ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port"),
+    "--runtime_env_agent_command": ("runtime_env_agent_port",),
+}
 _CLUSTER_SWITCH = "ENABLE_RAY_CLUSTER"
 _TOO_SLOW = "timed out during startup"
 
@@ -235,11 +246,12 @@ def _object_store(folder: Path) -> dict[str, Any]:
 def _without_unused() -> Iterator[None]:
     """Have a Ray that starts in the block leave out processes of no use to a private one.
 
-    Ray has no switch for these, and they take 2 s of CPU at every start: an autoscaler, a log monitor that would send
-    output to the driver, and the server of a disabled dashboard, for disabled statistics of usage. These methods are
-    private: a Ray without one starts in its own way.
+    Ray has no switch for these, and they take 5 s of CPU at every start: an autoscaler, a log monitor that would send
+    output to the driver, the server of a disabled dashboard, for disabled statistics of usage, and two agents of the
+    node, for whose ports the start would wait. These methods are private: a Ray without one starts in its own way.
     """
     try:
+        from ray._private import services
         from ray._private.node import Node
     except ImportError:
         yield
@@ -248,7 +260,27 @@ def _without_unused() -> Iterator[None]:
         for name in filter(partial(hasattr, Node), _UNUSED):
             stack.callback(setattr, Node, name, getattr(Node, name))
             setattr(Node, name, lambda self, *arguments, **options: None)
+        if hasattr(services, _STARTER):
+            start = getattr(services, _STARTER)
+            stack.callback(setattr, services, _STARTER, start)
+            setattr(services, _STARTER, partial(_start_with_idle_agents, start))
         yield
+
+
+def _start_with_idle_agents(start: Callable[..., Any], command: list[str], *arguments: Any, **options: Any) -> Any:
+    """Start a process of Ray by `start`; a raylet gets agents that do nothing."""
+    return start([_with_idle_agent(option) for option in command], *arguments, **options)
+
+
+def _with_idle_agent(option: str) -> str:
+    """Return the option of a raylet with the command of an idle agent, if it has the command of one of Ray's."""
+    name, _, command = option.partition("=")
+    words = dict(word.split("=", 1) for word in shlex.split(command) if "=" in word) if name in _AGENT_PORTS else {}
+    if "--session-dir" not in words or "--node-id" not in words:
+        return option
+    program = [sys.executable, "-S", "-E", idle_agent.__file__]
+    names = _AGENT_PORTS[name]
+    return f"{name}={subprocess.list2cmdline([*program, words['--session-dir'], words['--node-id'], *names])}"
 
 
 def _inherited(folder: Path) -> dict[str, str]:

@@ -15,7 +15,16 @@ import psutil
 import pytest
 
 from rlctl.launch import local_ray as module
-from rlctl.launch.local_ray import _NEEDED, _UNUSED, RayTooSlow, _watched, _without_unused, local_ray, ray_session
+from rlctl.launch.local_ray import (
+    _NEEDED,
+    _UNUSED,
+    RayTooSlow,
+    _watched,
+    _with_idle_agent,
+    _without_unused,
+    local_ray,
+    ray_session,
+)
 from rlctl.run.interrupts import Interrupts
 
 import ray  # isort: skip (Ray reads rlctl's settings at its import)
@@ -88,6 +97,15 @@ def test_a_ray_without_the_private_methods_starts_in_its_own_way(gone: str, monk
         assert kept == (list(own) if gone == "the module" else [])
     monkeypatch.undo()
     assert {name: getattr(Node, name) for name in _UNUSED} == own
+
+
+def test_a_raylet_gets_idle_agents_and_keeps_what_it_has_in_another_form() -> None:
+    command = "python main.py --node-id=ab --session-dir=/s/t --runtime-env-dir=/r"
+    made = _with_idle_agent(f"--runtime_env_agent_command={command}")
+    assert made.startswith(f"--runtime_env_agent_command={sys.executable} ")
+    assert made.endswith("/idle_agent.py /s/t ab runtime_env_agent_port")
+    for option in ("--runtime_env_agent_command=python main.py", f"--python_worker_command={command}", "--head"):
+        assert _with_idle_agent(option) == option
 
 
 @pytest.mark.parametrize("gone", ["nothing", "the switch", "the module"])
