@@ -28,6 +28,8 @@ SETTINGS = {
 }
 
 
+# A real engine without the start of vLLM, 9 s of CPU: for faults of other parts.
+WITHOUT_VLLM = f"generation.engine={Path(__file__).parents[1] / 'plugins' / 'torch_engine.py'}:KIND"
 PR_SET_PDEATHSIG = 1
 
 # All attempts of this process.

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.faults.runs import Run, in_transit, outcomes, survivors
+from tests.faults.runs import WITHOUT_VLLM, Run, in_transit, outcomes, survivors
 from tests.waiting import until
 
 # Without an end: they are compared where the hurt one happens to be. Every checkpoint is kept.
@@ -91,7 +91,7 @@ def runs_stop(run: Run) -> str:
 
 @pytest.mark.slow
 def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
-    run = Run(tmp_path, "hurt-resume", *SETTINGS)
+    run = Run(tmp_path, "hurt-resume", WITHOUT_VLLM, *SETTINGS)
     run.wait_for_event("run_started")
     second = Run(tmp_path, "hurt-resume", resume=True)
     assert second.end() == 2
@@ -101,7 +101,7 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
     last = run.wait_for_event("checkpoint")["step"]
     without_its_trainer_it_ends_with_one_line(run)
 
-    whole = Run(tmp_path, "whole-resume", *SETTINGS)
+    whole = Run(tmp_path, "whole-resume", WITHOUT_VLLM, *SETTINGS)
     whole.wait_for_event("checkpoint", step=last)
     same(run, whole, last)
     interrupted_twice_it_stops_at_once(whole, ctrl_c, "interrupted")
@@ -135,7 +135,7 @@ def test_killed_again_and_again_equals_uninterrupted(trained: tuple[str, ...], t
 
 @pytest.mark.slow
 def test_a_run_that_was_stopped_before_it_began_is_listed(tmp_path: Path) -> None:
-    run = Run(tmp_path, "early", *SETTINGS)
+    run = Run(tmp_path, "early", WITHOUT_VLLM, *SETTINGS)
     run.wait_for("the run's folder", lambda: (run.path / "config.yaml").exists())
     run.interrupt()
     # The first may end it already.

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.faults.runs import Run, read, survivors
+from tests.faults.runs import WITHOUT_VLLM, Run, read, survivors
 
 # Processes of this test alone, not of others on the machine.
 SECONDS = f"999999.{random.SystemRandom().randrange(10**9)}"
@@ -38,7 +38,7 @@ def test_rewards_that_fail_are_told_once_counted_apart_and_stop_the_run_when_mos
         *("grpo.num_steps=100000", "checkpoint.every=0", "health.failed_reward_steps=2"),
         *("validation.every=2", "validation.max_prompts=30", "telemetry.groups_per_step=8", "run.log_every=1"),
     )
-    run = Run(tmp_path, "failing", *settings)
+    run = Run(tmp_path, "failing", WITHOUT_VLLM, *settings)
     run.wait_for_step(3)
     left = left_by_the_reward()
     assert left

@@ -4,15 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.runs import Run
-
-ENGINE = Path(__file__).parents[1] / "plugins" / "torch_engine.py"
+from tests.faults.runs import WITHOUT_VLLM, Run
 
 
 @pytest.mark.slow
 def test_an_engine_of_ones_own_trains(tmp_path: Path) -> None:
     sizes = ["grpo.num_prompts_per_step=4", "grpo.num_generations_per_prompt=4", "grpo.num_steps=3"]
-    engine = [f"generation.engine={ENGINE}:KIND", "generation.engine.attention=eager"]
+    engine = [WITHOUT_VLLM, "generation.engine.attention=eager"]
     run = Run(tmp_path, "grpo", *engine, *sizes, "validation.max_prompts=8")
     assert run.end() == 0, run.text()
     steps = run.steps()

@@ -200,9 +200,11 @@ def assert_compiled_trains_alike(model: Path, folder: Path, data: list[TrainingS
     """Train compiled and not: micro-batches of many shapes, as a run has them, passes without a gradient between."""
     results, loss = [], WeightedLoss()
     for on in (False, True):
+        own = folder / f"compiled-{on}"
+        own.mkdir(exist_ok=True)
         with (
             torch._dynamo.config.patch(fail_on_recompile_limit_hit=True),
-            trainer(model, folder, compile=on, **options) as one,
+            trainer(model, own, compile=on, **options) as one,
         ):
             log_probs = [one.log_probs(share(data, most)) for most in (30, 64)]
             metrics = [one.train(share(data, most), loss, totals(data)) for most in (20, 45, 64)]

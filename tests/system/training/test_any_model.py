@@ -21,6 +21,7 @@ from rlctl.refit.plan import RefitPlan
 from rlctl.training.fsdp.model import shard_float32
 from tests.system.training.scenario import CONFIG, WeightedLoss, plain_log_probs, sequences, totals, trainer
 from tests.tiny_models import make_model
+from tests.zoo import FAMILIES as ZOO
 from tests.zoo import make_family
 
 DATA = sequences(6)
@@ -47,7 +48,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+# `model check` proves the same of a family of the zoo, in test_zoo.py: those are long here.
+PROVEN = [kind for kind in FAMILIES if kind in ZOO and ZOO[kind].shows and not ZOO[kind].refused]
+CASES = [pytest.param(kind, marks=pytest.mark.long) if kind in PROVEN else kind for kind in FAMILIES]
+
+
+@pytest.mark.parametrize("kind", CASES)
 def test_it_trains_as_transformers_computes_it(kind: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

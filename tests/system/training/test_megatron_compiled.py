@@ -14,6 +14,7 @@ from tests.system.training.scenario import (
     MEGATRON,
     WeightedLoss,
     assert_compiled_trains_alike,
+    run_ranks,
     sequences,
     share,
     totals,
@@ -40,12 +41,24 @@ def variants(function: Callable[..., Any]) -> int:
     return len(_debug_get_cache_entry_list(function.__code__))  # type: ignore[attr-defined]
 
 
-@pytest.mark.long  # test_megatron.py has a compiled layout of two ranks
+@pytest.mark.long  # half a minute each; compiled layers and loss of the other backend: test_lora.py
 @pytest.mark.parametrize("options", [{}, RECOMPUTE])
 @pytest.mark.parametrize("kind", ["qwen3", "llama"])
 def test_compiled_parts_train_alike(kind: Kind, options: dict[str, Any], tmp_path: Path) -> None:
     make_model(tmp_path / kind, kind)
     assert_compiled_trains_alike(tmp_path / kind, tmp_path, DATA, backend="megatron", **options)
+
+
+def train_on_two_ranks(rank: int, folder: Path) -> None:
+    """Be one of two tensor ranks."""
+    layout = {"backend": "megatron", "num_ranks": 2, "megatron": replace(MEGATRON, tensor_model_parallel_size=2)}
+    assert_compiled_trains_alike(folder / "qwen3", folder, DATA, rank=rank, world=2, **layout)
+
+
+@pytest.mark.long  # a minute
+def test_compiled_parts_of_two_tensor_ranks_train_alike(tmp_path: Path) -> None:
+    make_model(tmp_path / "qwen3", "qwen3")
+    run_ranks(train_on_two_ranks, tmp_path, 2)
 
 
 @pytest.mark.long  # over a minute each
