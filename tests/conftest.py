@@ -36,21 +36,31 @@ settings.load_profile("rlctl")
 
 # A minute of one process: begun among the short files at the end, it has the other process wait.
 BEGUN_FIRST = "tests/unit/rollout/test_schedules.py"
-# Files of unit tests that import vLLM.
-WITH_VLLM = (
-    "tests/unit/generation/vllm/",
-    "tests/unit/preflight/test_engine_limits.py",
-    "tests/unit/utils/test_ports.py",
-)
+# Files that share an import of vLLM, 10 s of CPU: in the process of their tests, or in the server of engine processes.
+TOGETHER = {
+    "vllm": (
+        "tests/unit/generation/vllm/",
+        "tests/unit/preflight/test_engine_limits.py",
+        "tests/unit/utils/test_ports.py",
+        "tests/system/test_layout.py",
+        "tests/system/test_tool_parsers.py",
+    ),
+    "engine processes": (
+        "tests/system/test_greedy_answers.py",
+        "tests/system/test_model_check.py",
+        "tests/system/test_unusual_folders.py",
+        "tests/system/test_zoo.py",
+    ),
+}
 
 
 @pytest.hookimpl(optionalhook=True)  # without xdist there is none
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Share files out one by one, those that import vLLM together: the import takes 2.3 s of CPU in each process."""
+    """Share files out one by one, those of a group together."""
     from xdist.scheduler import LoadFileScheduling
 
-    class BesideVllm(LoadFileScheduling):  # type: ignore[misc]
-        """The scheduler of --dist loadfile, with one group of several files. A lost process ends the suite.
+    class ByGroups(LoadFileScheduling):  # type: ignore[misc]
+        """The scheduler of --dist loadfile, with groups of several files. A lost process ends the suite.
 
         xdist gives the rest of its file to a new process, with the test that it was lost in. Where this is the last
         test of the last file, the new process waits without end for one that follows.
@@ -68,9 +78,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            return WITH_VLLM[0] if file.startswith(WITH_VLLM) else file
+            return next((name for name, files in TOGETHER.items() if file.startswith(files)), file)
 
-    return BesideVllm(config, log)
+    return ByGroups(config, log)
 
 
 @pytest.hookimpl(optionalhook=True)

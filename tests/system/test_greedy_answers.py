@@ -13,6 +13,7 @@ from rlctl.evaluation.model_check import CheckedEngine, random_sequences
 from rlctl.generation.spec import engine_kind
 from tests.system.engines import spec_for
 from tests.zoo import VOCAB, make_family
+from tests.zoo_table import IMPORTS
 
 ROUNDS = 3
 # A tensor, and the factor that makes it another one.
@@ -22,7 +23,7 @@ CHANGED = {"model.layers.2.self_attn.o_proj.weight": 0.7, "model.norm.weight": -
 def answers_of(folder: Path, log: Path) -> list[GreedyAnswer]:
     """Have an engine in bfloat16 answer greedily."""
     spec = replace(spec_for(folder), dtype="bfloat16")
-    with EngineProcess(spec, engine_kind(spec.kind).environment("cpu", [], []), log) as process:
+    with EngineProcess(spec, engine_kind(spec.kind).environment("cpu", [], []), log, IMPORTS) as process:
         engine = CheckedEngine(process)
         prompts = [prompt for seed in range(ROUNDS) for prompt in random_sequences(VOCAB, [24] * 8, seed)]
         return [GreedyAnswer(prompt, each.tokens) for prompt, each in zip(prompts, engine.answers(prompts, 0.0))]

@@ -31,6 +31,7 @@ from rlctl.launch.worker_specs import engine_spec
 from rlctl.refit.sending import SendsWeights
 from rlctl.refit.source import Shard
 from tests.zoo import VOCAB, make_family
+from tests.zoo_table import IMPORTS
 
 # A key of config.json with a value that is a little wrong.
 WRONG: dict[str, dict[str, Any]] = {
@@ -213,7 +214,7 @@ def test_a_trainer_that_sends_wrongly_is_refused(what: str, tmp_path: Path) -> N
     spec = replace(engine_spec(run, files, (), placement), version=0, kv_cache_mib=32)
     with checked_trainer(run.trainer, files.folder, "cpu", tmp_path) as trainer:
         trainer.sender = SendsWeights(Renamed(trainer.rank, names), 0, torch.device("cpu"))
-        found = list(engine_findings(trainer, spec, VOCAB, tmp_path, True))
+        found = list(engine_findings(trainer, spec, VOCAB, tmp_path, True, IMPORTS))
     assert {each.subject for each in found if not each.holds} >= refusals.keys()
     for each in found:
         assert each.holds or re.search(refusals[each.subject], each.text), each
@@ -226,7 +227,7 @@ def test_an_engine_that_rounds_a_folder_is_proven_from_its_first_refit(name: str
     folder = make_family(tmp_path / name, name)
     run, files, placement = checked_run(find_target(str(folder), tmp_path), tmp_path)
     settings = replace(run.config, trainer=replace(run.config.trainer, dtype="bfloat16"))
-    found = list(check_model(replace(run, config=settings), files, placement, True, tmp_path))
+    found = list(check_model(replace(run, config=settings), files, placement, True, tmp_path, IMPORTS))
     assert [each.text for each in found if each.holds is False] == []
     assert len([each for each in found if each.holds]) == 7
 
