@@ -70,7 +70,8 @@ def test_rewards_that_fail_are_told_once_counted_apart_and_stop_the_run_when_mos
 
 def it_is_told_once(run: Run, text: str) -> None:
     """Though the message differs from rollout to rollout."""
-    told = [event["what"] for event in run.events() if event["kind"] == "warning" and "check" not in event]
+    warned = [event["what"] for event in run.events() if event["kind"] == "warning" and "check" not in event]
+    told = [what for what in warned if not what.startswith("torch_engine.py ")]
     # Steps whose rollouts have no reward have nothing to train on. Rewards that are all equal have no gradient either.
     skipped = [what for what in told if " no optimizer step, " in what]
     assert len(told) == 1 + len(skipped) and sum("no token to train on" in what for what in skipped) == 1
