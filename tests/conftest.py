@@ -23,6 +23,8 @@ os.environ.pop("PYTHONUNBUFFERED", None)
 for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "TTY_COMPATIBLE"):
     os.environ.pop(name, None)
 os.environ["TERM"] = "xterm"
+# More threads than cores would spin while they wait for each other; a run's trainers have this too.
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 # Hypothesis and torch make millions of objects; at Python's 700 between collections unit tests take 5 to 10% longer.
 gc.set_threshold(50_000)
 # In a shell without job control background processes ignore Ctrl-C, and so would the processes of tests.
@@ -103,6 +105,13 @@ def pytest_collection_finish() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not item.nodeid.startswith(BEGUN_FIRST))
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Have torch compute on one thread: more than one a core wait for each other, 49 s of CPU instead of 8 in packs."""
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

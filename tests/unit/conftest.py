@@ -54,13 +54,6 @@ def models_are_made_here() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    """Have torch compute on one thread: more than one a core wait for each other, 49 s of CPU instead of 8 in packs."""
-    if torch := sys.modules.get("torch"):
-        torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="session", autouse=True)
 def commands_are_built_once() -> Iterator[None]:
     """The command line is built once a process, as for a user: 11 ms of CPU."""
