@@ -1,13 +1,16 @@
 """`rlctl chat`: a conversation with a checkpoint in the terminal. For looking, not for serving."""
 
 import json
+import os
 import re
+import shlex
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import urlsplit
 
 import typer
 
@@ -15,6 +18,7 @@ from rlctl.cli.arguments import WEIGHTS, OfStep, finite
 from rlctl.cli.output import busy, console, examples, explained_weights, note, say, tell
 from rlctl.config.builtin import runs_folder
 from rlctl.config.errors import ConfigError, Problem
+from rlctl.utils.ports import has_proxy, past_proxies
 from rlctl.utils.safe_text import neutral
 
 if TYPE_CHECKING:
@@ -112,14 +116,23 @@ def _serve(target: "Target", config: "GrpoConfig", sampling: tuple[int, float], 
     with ExitStack() as stack:
         with busy(f"starting an engine for {target.name}"):
             served = stack.enter_context(served_policy(target, config, sampling, logs, tell))
-        root = served.base_url.removesuffix("/v1")
-        say(f"export OPENAI_BASE_URL={served.base_url} OPENAI_API_KEY={served.api_key}")
-        say(f"export ANTHROPIC_BASE_URL={root} ANTHROPIC_API_KEY={served.api_key}")
+        for line in client_lines(served.base_url, served.api_key, os.environ):
+            say(line)
         say(f"{target.name}, temperature {sampling[1]:g}, which clients do not change; Ctrl-C ends", err=True)
         with suppress(KeyboardInterrupt):
             while True:
                 served.check()
                 time.sleep(0.2)
+
+
+def client_lines(base_url: str, api_key: str, variables: Mapping[str, str]) -> list[str]:
+    """Return the lines by which a shell tells clients of an endpoint, past the proxy that `variables` have."""
+    exempt = past_proxies(variables, str(urlsplit(base_url).hostname)) if has_proxy(variables) else {}
+    past = "".join(f" {name}={shlex.quote(hosts)}" for name, hosts in exempt.items())
+    return [
+        f"export OPENAI_BASE_URL={base_url} OPENAI_API_KEY={api_key}{past}",
+        f"export ANTHROPIC_BASE_URL={base_url.removesuffix('/v1')} ANTHROPIC_API_KEY={api_key}{past}",
+    ]
 
 
 def converse(session: "ChatSession") -> None:

@@ -111,7 +111,8 @@ def check(
     if command:
         spec = replace(spec, agent=AgentSpec(tuple(command_of(name, None))))
     with busy(f"playing {name}"):
-        report = check_environment(spec, [row.values for row in rows], memory, seed)
+        values = [row.values for row in rows]
+        report = check_environment(spec, values, memory, seed, model_follows=model is not None)
     played = None
     if model is not None and not report.problems:
         contract = report.contract

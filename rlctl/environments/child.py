@@ -25,7 +25,7 @@ from rlctl.environments.contract import NO_REWARD, EnvironmentContract, read_con
 from rlctl.environments.episode import CalledEpisode, CoroutineLoop, Episode
 from rlctl.environments.outcomes import AgentSpec, EnvironmentFailure, EnvironmentSpec
 from rlctl.environments.plain_chat import PLAIN_FORMAT, PlainChat
-from rlctl.environments.rollout_function import FunctionEpisode, read_function
+from rlctl.environments.rollout_function import FunctionEpisode, is_agent, read_function
 from rlctl.utils.user_code import error_text, import_error, load_object
 from rlctl.workers.named_reward import takes_environments
 from rlctl.workers.supervisor import run_guarded
@@ -87,7 +87,7 @@ class _Child:
             return _unusable(name, problem or import_error(error, __file__))
         except BaseException as error:  # any error of the user's module at import
             return _unusable(name, import_error(error, __file__))
-        if spec.is_function is None and inspect.isfunction(found) and len(inspect.signature(found).parameters) > 2:
+        if spec.is_function is None and inspect.isfunction(found) and is_agent(found):
             return self._load_agent(key, name, AgentSpec())
         is_function = inspect.isfunction(found) if spec.is_function is None else spec.is_function
         contract = read_function(found) if is_function else read_contract(found, spec.args)

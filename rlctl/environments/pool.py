@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from rlctl.config.errors import UserError
 from rlctl.config.plugins import ENVIRONMENT_COLUMN
 from rlctl.data.chat import ChatSpec
-from rlctl.environments.agents.news import AgentNews, checked_news
+from rlctl.environments.agents.news import UNREACHED, AgentNews, checked_news
 from rlctl.environments.child import MAX_REPLY
 from rlctl.environments.contract import (
     ContractError,
@@ -34,6 +34,7 @@ from rlctl.environments.rollout_function import Answer, FunctionRequest, checked
 from rlctl.environments.tool_formats import Call, MalformedCall
 from rlctl.utils.devices import usable_cores
 from rlctl.utils.event_loop import EventLoop
+from rlctl.utils.ports import past_proxies, reached_at
 from rlctl.workers.guarded import GuardedProcess
 from rlctl.workers.user_logs import Emit, FailureLog, OutputLog
 
@@ -88,8 +89,9 @@ class EnvironmentPool:
     ) -> None:
         self._specs, self._memory_bytes = dict(specs), memory_mib << 20
         self._size = processes or min(MAX_PROCESSES, usable_cores())
+        addresses = [reached_at(spec.agent.bind) for spec in specs.values() if spec.agent]
         # A process may be replaced while Ray starts, which changes this process's own.
-        self._variables = dict(os.environ)
+        self._variables = {**os.environ, **past_proxies(os.environ, *addresses)}
         self.failures = FailureLog("environment", logs / "environment-errors.log" if logs else None, emit, _THEN)
         # Told of the first error of each cause. The model reads it, so that its episode goes on.
         self.tool_errors = FailureLog(
@@ -300,6 +302,9 @@ class EnvironmentPool:
                     self._note_failure(placed, EnvironmentFailure("contract", "it ended without a turn"))
                 return value
             outcome = EnvironmentFailure("contract", f"its process answered a {kind} with something else")
+        if outcome.kind == "timeout" and kind == "begin" and checked is checked_news:
+            # An agent's first action ends with its first request.
+            outcome = replace(outcome, detail=UNREACHED)
         if self._episodes.get(episode) is not placed:
             # Another action of this episode failed before, or the episode was closed meanwhile.
             return outcome

@@ -26,6 +26,8 @@ _OURS = Context()
 PlayFunction = Callable[..., Coroutine[Any, Any, Any]]
 # Tokens, log-probs and versions of one sampled turn.
 Answer = tuple[list[int], list[float], list[int]]
+# Words in the names of an agent's parameters behind the task.
+_AGENT_WORDS = ("url", "key", "api", "endpoint", "address", "client")
 
 
 @dataclass(frozen=True)
@@ -83,12 +85,28 @@ class FunctionPolicy:
         return await self._ask([int(token) for token in token_ids])
 
 
+def is_agent(function: Callable[..., Any]) -> bool:
+    """Return True for a function that is meant as an agent, `run(task, base_url, api_key)`, by its parameters."""
+    names = list(inspect.signature(function).parameters)
+    if "policy" in names:
+        return False
+    if len(names) < 3 and inspect.iscoroutinefunction(function):
+        # A policy may have any name.
+        return any(word in "".join(names[1:]).lower() for word in _AGENT_WORDS)
+    return True
+
+
 def read_function(function: Any) -> EnvironmentContract:
     """Return the facts about a rollout function, with its problems."""
     name = str(getattr(function, "__name__", function))
     problems = []
     if not inspect.iscoroutinefunction(function):
-        problems.append(f"must be `async def {shortened(name)}(task, policy)`, not a {type(function).__name__}")
+        hint = (
+            "; the key agent names one of (task, base_url, api_key)"
+            if inspect.isfunction(function) and is_agent(function)
+            else ""
+        )
+        problems.append(f"must be `async def {shortened(name)}(task, policy)`, not a {type(function).__name__}{hint}")
     else:
         try:
             inspect.signature(function).bind(None, None)

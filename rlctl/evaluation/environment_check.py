@@ -109,9 +109,12 @@ class CheckReport:
 
 
 def check_environment(
-    spec: EnvironmentSpec, rows: Sequence[Mapping[str, Any]], memory_mib: int, seed: int
+    spec: EnvironmentSpec, rows: Sequence[Mapping[str, Any]], memory_mib: int, seed: int, model_follows: bool = False
 ) -> CheckReport:
-    """Load an environment and play `EPISODES` episodes, one a row in turn. Its errors are in the report."""
+    """Load an environment and play `EPISODES` episodes, one a row in turn. Its errors are in the report.
+
+    model_follows: a model plays afterwards, so that the script's rewards say nothing.
+    """
     begin = time.perf_counter()
     with EnvironmentPool({spec.name: spec}, memory_mib, processes=1) as pool:
         try:
@@ -131,7 +134,8 @@ def check_environment(
         again = [] if contract.is_function or contract.is_agent else _reset_again(pool, episodes[0], rows[0], seed)
     made_up = [_MADE_UP] * any(each.opening == [_PROMPT] for each in episodes)
     unused = [f"{name} takes no parameter `environments`: it is not tried here" for name in _unused(spec, contract)]
-    notes = [*contract.notes, *unused, *made_up, *again, *_doubts(episodes), *_told_of_agents(episodes)]
+    doubts = [*_silent_tools(episodes), *([] if model_follows else _equal_rewards(episodes))]
+    notes = [*contract.notes, *unused, *made_up, *again, *doubts, *_told_of_agents(episodes)]
     return CheckReport(contract, episodes, [*_failures(episodes), *_bugs(episodes)], notes, start_s)
 
 
@@ -159,19 +163,22 @@ def _bugs(episodes: Sequence[ScriptedEpisode]) -> list[str]:
     return list({turn.raised: line for turn, line in zip(reversed(turns), reversed(lines))}.values())[::-1]
 
 
-def _doubts(episodes: Sequence[ScriptedEpisode]) -> list[str]:
-    """Return notes on equal rewards, and on tools without an answer."""
-    silent = dict.fromkeys(turn.tool for each in episodes for turn in each.turns if turn.tool and turn.answer == "None")
-    notes = [f"tool {name} answered None, and the model reads that word: return its answer" for name in silent]
-    rewards = [each.reward for each in episodes if each.reward is not None]
-    if len(rewards) > 1 and all(each == rewards[0] for each in rewards):
-        parts = rewards[0].items() if isinstance(rewards[0], dict) else [("", rewards[0])]
-        same = ", ".join(f"{part} {value:g}".strip() for part, value in parts)
-        notes.append(
-            f"every episode has the same reward, {same}: equal rewards teach nothing; --model plays by a model, whose "
-            "rewards may differ"
-        )
-    return notes
+def _silent_tools(episodes: Sequence[ScriptedEpisode]) -> list[str]:
+    """Return a note on each tool without an answer."""
+    turns = [turn for episode in episodes for turn in episode.turns]
+    silent = dict.fromkeys(turn.tool for turn in turns if turn.tool and turn.answer == "None")
+    return [f"tool {name} answered None, and the model reads that word: return its answer" for name in silent]
+
+
+def _equal_rewards(episodes: Sequence[ScriptedEpisode]) -> list[str]:
+    """Return a note if all episodes have one reward."""
+    rewards = [episode.reward for episode in episodes if episode.reward is not None]
+    if len(rewards) < 2 or any(reward != rewards[0] for reward in rewards):
+        return []
+    parts = rewards[0].items() if isinstance(rewards[0], dict) else [("", rewards[0])]
+    same = ", ".join(f"{part} {value:g}".strip() for part, value in parts)
+    remedy = "--model plays by a model, whose rewards may differ"
+    return [f"every episode has the same reward, {same}: equal rewards teach nothing; {remedy}"]
 
 
 def _call_function(pool: EnvironmentPool, index: int, row: Mapping[str, Any], seed: int) -> ScriptedEpisode:

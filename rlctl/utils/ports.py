@@ -1,7 +1,8 @@
-"""Ports at which processes meet, and torch's store, bound to one address alone."""
+"""Ports at which processes meet, torch's store, bound to one address alone, and addresses that no proxy serves."""
 
 import random
 import socket
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -11,6 +12,48 @@ LOOPBACK = "127.0.0.1"
 # Linux hands out those from 32768 on to callers that ask for any port; Ray's workers take those below 20000.
 _LEFT_ALONE = range(20_000, 30_000)
 _TRIES = 100
+# Address that means all of a machine -> its family, an address far away, and loopback.
+_ANY = {
+    "0.0.0.0": (socket.AF_INET, "10.255.255.255", LOOPBACK),
+    "::": (socket.AF_INET6, "2001:db8::1", "::1"),
+}
+_LOCAL_HOSTS = (LOOPBACK, "localhost", "::1")
+# Variables whose proxy serves an address of http://.
+_PROXIES = ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY")
+
+
+def reached_at(bind: str) -> str:
+    """Return the address by which others reach a listener on `bind`.
+
+    For all addresses of this machine: that of its route to other machines, or loopback where no network has a route.
+    """
+    if bind not in _ANY:
+        return bind
+    family, far, loopback = _ANY[bind]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((far, 1))  # nothing is sent
+        except OSError:
+            return loopback
+        return str(probe.getsockname()[0])
+
+
+def has_proxy(variables: Mapping[str, str]) -> bool:
+    """Return True if programs with these variables reach addresses of http:// by a proxy."""
+    return any(variables.get(name) for name in _PROXIES)
+
+
+def past_proxies(variables: Mapping[str, str], *addresses: str) -> dict[str, str]:
+    """Return `no_proxy` and `NO_PROXY` with loopback and `addresses` added: no proxy serves these.
+
+    Some programs read the one, and some the other. One that is unset begins as the other.
+    """
+    exempt = {}
+    for name, other in (("no_proxy", "NO_PROXY"), ("NO_PROXY", "no_proxy")):
+        given = (variables.get(name) or variables.get(other) or "").split(",")
+        hosts = [host.strip() for host in given if host.strip()]
+        exempt[name] = ",".join(dict.fromkeys([*hosts, *_LOCAL_HOSTS, *addresses]))
+    return exempt
 
 
 def free_port(address: str = LOOPBACK) -> int:

@@ -26,6 +26,7 @@ from rlctl.environments.agents.connections import Connection, Connections
 from rlctl.environments.agents.history import ToolSets
 from rlctl.environments.agents.said import SaidTurn
 from rlctl.environments.agents.session import AgentSession, Flight
+from rlctl.utils.ports import reached_at
 
 # Bytes of a request, and seconds that its body and its answer may take.
 MAX_BODY, BODY_S, ANSWER_S = 64 << 20, 60.0, 60.0
@@ -39,11 +40,6 @@ APIS: dict[str, ModuleType] = {
 }
 # A stream begins after this many seconds without a turn: errors before that have their own status.
 _STREAM_S, _COMMENT_S = 3.0, 10.0
-# Address that means all of a machine -> its family, an address far away, and loopback.
-_ANY = {
-    "0.0.0.0": (socket.AF_INET, "10.255.255.255", "127.0.0.1"),
-    "::": (socket.AF_INET6, "2001:db8::1", "::1"),
-}
 
 
 class Endpoint:
@@ -68,7 +64,7 @@ class Endpoint:
 
     def url(self, session: AgentSession) -> str:
         """Return the base address of a session, as the `openai` SDK takes it."""
-        host = _own_address(self._bind) if self._bind in _ANY else self._bind
+        host = reached_at(self._bind)
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}/sessions/{session.id}/v1"
 
     @property
@@ -157,6 +153,7 @@ class Endpoint:
             raise RefusedError("the key is not that of the session", 401, "authentication_error")
         if not head:
             self._connections.prove(_connection(request))
+            session.was_reached = True
         return session, found["rest"] or ""
 
     async def _body(self, request: web.BaseRequest) -> bytes:
@@ -279,14 +276,3 @@ def _reward(body: dict[str, Any]) -> Any:
 
 def _models() -> dict[str, Any]:
     return {"object": "list", "data": [{"id": "policy", "object": "model", "created": 0, "owned_by": "rlctl"}]}
-
-
-def _own_address(bind: str) -> str:
-    """Return the address by which other machines reach this one; that of loopback where no network has a route."""
-    family, far, loopback = _ANY[bind]
-    with socket.socket(family, socket.SOCK_DGRAM) as found:
-        try:
-            found.connect((far, 1))  # nothing is sent
-        except OSError:
-            return loopback
-        return str(found.getsockname()[0])

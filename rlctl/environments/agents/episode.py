@@ -11,17 +11,17 @@ process is then used no more.
 import asyncio
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlctl.data.chat import Chat
 from rlctl.environments.agents.endpoint import Endpoint
-from rlctl.environments.agents.news import AgentTask
+from rlctl.environments.agents.news import UNREACHED, AgentTask
 from rlctl.environments.agents.session import AgentAnswer, AgentSession
 from rlctl.environments.contract import ContractError, EnvironmentContract, checked_reward
 from rlctl.environments.episode import CalledEpisode, Reply
 from rlctl.environments.outcomes import EnvironmentFailure
-from rlctl.utils.user_code import shortened
+from rlctl.utils.user_code import looks_like_bug, shortened
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class AgentEpisode(CalledEpisode):
             return
         if isinstance(outcome, EnvironmentFailure):
             if not session.budget:
-                self._answer(outcome)
+                self._answer(outcome if session.was_reached else _with_hint(outcome))
                 return
             # The agent met the end of a budget: that is no failure.
             outcome, raised = None, str(outcome)
@@ -133,3 +133,10 @@ class AgentEpisode(CalledEpisode):
             "rewritten": dict(session.rewritten.most_common(8)),
         }
         self._answer({**news, **ended})
+
+
+def _with_hint(failure: EnvironmentFailure) -> EnvironmentFailure:
+    """Return the failure of an agent that nobody heard of, with the usual reason, unless its code has a bug."""
+    if looks_like_bug(failure.cause):
+        return failure
+    return replace(failure, detail=f"{failure.detail}; {UNREACHED}" if failure.detail else UNREACHED)

@@ -8,6 +8,9 @@ from rlctl.utils.user_code import shortened
 
 # Numbers that an agent's process may tell, and characters of the name of one.
 _MOST, _LONGEST = 64, 400
+KEY_HINT = "does it use the address and the key that it is given?"
+# Remedy for an agent that failed before any request with its session's key.
+UNREACHED = f"no request reached its session: {KEY_HINT}"
 
 
 @dataclass(frozen=True)

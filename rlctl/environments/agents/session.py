@@ -61,6 +61,8 @@ class AgentSession:
     ) -> None:
         self.id, self.secret = secrets.token_hex(8), secrets.token_urlsafe(24)
         self.sealed = False
+        # True once a request brought its key.
+        self.was_reached = False
         self.reward: Reward | None = None
         # First error of the endpoint's own: nothing values the rollout then.
         self.defect: EnvironmentFailure | None = None

@@ -14,7 +14,7 @@ from typing import Any
 from rlctl.config.environment_schema import AgentSection
 from rlctl.data.chat import Chat
 from rlctl.data.files import DataError
-from rlctl.environments.agents.news import AgentAsk, AgentNews
+from rlctl.environments.agents.news import KEY_HINT, AgentAsk, AgentNews
 from rlctl.environments.contract import Reward
 from rlctl.environments.pool import EnvironmentPool
 from rlctl.generation.requests import Completion
@@ -194,7 +194,7 @@ class AgentCall(FunctionCall):
         if not course.conversation.turns:
             if course.ending != "done":
                 raise DataError(f"the agent's first prompt met a budget ({course.ending}): nothing was sampled")
-            raise DataError("the agent ended without a turn: does it use the address and the key that it is given?")
+            raise DataError(f"the agent ended without a turn: {KEY_HINT}")
         if news.reward is None and self._player.must_value:
             if news.raised:
                 raise DataError(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rlctl.cli.chat import converse
+from rlctl.cli.chat import client_lines, converse
 from rlctl.environments.outcomes import EnvironmentSpec
 from rlctl.environments.pool import EnvironmentPool
 from rlctl.evaluation.chat_session import ChatSession
@@ -43,6 +43,18 @@ class Game:
         '''
         return n
 """
+
+
+def test_a_client_in_another_shell_is_led_past_its_proxy() -> None:
+    plain = client_lines("http://127.0.0.1:80/sessions/a/v1", "key", {"no_proxy": "a.org"})
+    assert plain == [
+        "export OPENAI_BASE_URL=http://127.0.0.1:80/sessions/a/v1 OPENAI_API_KEY=key",
+        "export ANTHROPIC_BASE_URL=http://127.0.0.1:80/sessions/a ANTHROPIC_API_KEY=key",
+    ]
+    variables = {"http_proxy": "http://proxy:1", "no_proxy": "*.org"}
+    hosts = "'*.org,127.0.0.1,localhost,::1'"
+    proxied = client_lines("http://127.0.0.1:80/sessions/a/v1", "key", variables)
+    assert proxied == [f"{line} no_proxy={hosts} NO_PROXY={hosts}" for line in plain]
 
 
 def test_the_environment_of_the_tools_begins_each_conversation_with_the_row(tmp_path: Path) -> None:

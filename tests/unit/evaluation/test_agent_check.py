@@ -43,6 +43,30 @@ def broken(task, base_url, api_key):
     return task.rows
 
 
+def lost(task, base_url, api_key):
+    creator("http://127.0.0.1:9/v1", api_key)(model="m", messages=[{"role": "user", "content": "hi"}])
+
+
+def keyless(task, base_url, api_key):
+    creator(base_url, "mine")(model="m", messages=[{"role": "user", "content": "hi"}])
+
+
+def slow(task, base_url, api_key):
+    import time
+
+    time.sleep(60)
+
+
+def two(task, url):
+    return 1.0
+
+
+async def asynchronous_two(task, base_url):
+    return 1.0
+
+
+def three(task, model, key, more):
+    return 1.0
 
 if __name__ == "__main__":
     task = SimpleNamespace(**json.loads(os.environ["RLCTL_TASK"]))
@@ -52,7 +76,12 @@ ROWS = [{"prompt": "1+2", "answer": "3"}]
 
 
 @pytest.mark.parametrize("as_command", [False, True], ids=["function", "command"])
-def test_an_agent_is_played_and_its_requests_are_judged(tmp_path: Path, as_command: bool) -> None:
+def test_an_agent_is_played_past_a_proxy_and_its_requests_are_judged(
+    tmp_path: Path, as_command: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setenv("NO_PROXY", "example.org")
     (file := tmp_path / "mine.py").write_text(AGENT)
     agent = AgentSpec((sys.executable, str(file))) if as_command else None
     report = check_environment(EnvironmentSpec(f"{file}:run", 20.0, is_function=None, agent=agent), ROWS, 1024, 0)
@@ -69,6 +98,40 @@ def test_a_broken_agent_is_a_problem(tmp_path: Path) -> None:
     (problem,) = report.problems
     line = AGENT[: AGENT.index("task.rows")].count("\n") + 1
     assert "broken raised AttributeError at" in problem and f"mine.py:{line}:" in problem
+
+
+@pytest.mark.parametrize(
+    ("name", "seconds", "raised"),
+    [
+        ("lost", 20.0, "raised URLError at"),
+        ("keyless", 20.0, "raised HTTPError at"),
+        ("slow", 1.0, "begin took longer than 1 s"),
+    ],
+)
+def test_an_agent_that_reaches_no_session_is_asked_for_its_address_and_key(
+    tmp_path: Path, name: str, seconds: float, raised: str
+) -> None:
+    (tmp_path / "mine.py").write_text(AGENT)
+    report = check_environment(EnvironmentSpec(f"{tmp_path}/mine.py:{name}", seconds, is_function=None), ROWS, 1024, 0)
+    (problem,) = report.problems
+    assert raised in problem
+    assert problem.endswith("no request reached its session: does it use the address and the key that it is given?")
+
+
+@pytest.mark.parametrize("name", ["two", "asynchronous_two", "three"])
+def test_a_wrong_signature_of_an_agent_is_told_the_right_one(tmp_path: Path, name: str) -> None:
+    (tmp_path / "mine.py").write_text(AGENT)
+    report = check_environment(EnvironmentSpec(f"{tmp_path}/mine.py:{name}", 20.0, is_function=None), ROWS, 1024, 0)
+    (problem,) = report.problems
+    assert problem.startswith(f"is called as {name}(task, base_url, api_key): ")
+
+
+def test_a_models_episodes_get_no_note_of_the_scripts_rewards(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(AGENT)
+    spec = EnvironmentSpec(f"{tmp_path}/mine.py:run", 20.0, is_function=None)
+    alone, before = (check_environment(spec, ROWS, 1024, 0, model_follows=follows).notes for follows in (False, True))
+    (note,) = [note for note in alone if note not in before]
+    assert note.startswith("every episode has the same reward, 1: equal rewards teach nothing; --model plays")
 
 
 TWO_TOOLS = """

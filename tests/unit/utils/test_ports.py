@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
-from rlctl.utils.ports import LOOPBACK, free_port, open_store
+from rlctl.utils.ports import LOOPBACK, free_port, has_proxy, open_store, past_proxies
 
 
 def listening(port: int) -> list[str]:
@@ -52,3 +52,20 @@ def test_workers_of_an_engine_meet_at_such_a_store_too() -> None:
     store, rank, world = next(rendezvous(f"tcp://{LOOPBACK}:{port}?rank=0&world_size=1"))
     assert (rank, world, store.num_keys() >= 0) == (0, 1, True)
     assert listening(port) == [LOOPBACK]
+
+
+@pytest.mark.parametrize(
+    ("given", "lower", "upper"),
+    [
+        ({}, "", ""),
+        ({"NO_PROXY": "a.org, .b.org"}, "a.org,.b.org,", "a.org,.b.org,"),
+        ({"no_proxy": "a.org", "NO_PROXY": "b.org"}, "a.org,", "b.org,"),
+    ],
+)
+def test_own_addresses_are_added_to_those_that_no_proxy_serves(given: dict[str, str], lower: str, upper: str) -> None:
+    own = "127.0.0.1,localhost,::1,10.0.0.2"
+    exempt = past_proxies(given, "10.0.0.2")
+    assert exempt == {"no_proxy": lower + own, "NO_PROXY": upper + own}
+    assert past_proxies(exempt, "10.0.0.2") == exempt
+    assert not has_proxy({**exempt, "https_proxy": "http://p:1", "http_proxy": ""})
+    assert has_proxy({"ALL_PROXY": "http://p:1"})
