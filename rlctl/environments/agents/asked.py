@@ -15,6 +15,13 @@ from rlctl.environments.tool_schema import Schema
 from rlctl.utils.user_code import MAX_LEVELS, is_too_deep
 
 _MOST_DIGITS = 18
+# Keys of a request, and entries of its lists: reading and rendering more would take minutes.
+MAX_KEYS = 256
+MAX_ENTRIES = {
+    **dict.fromkeys(("messages", "input"), 1 << 14),
+    **dict.fromkeys(("tools", "system"), 1024),
+    **dict.fromkeys(("stop", "stop_sequences"), 64),
+}
 # Sampling belongs to the run: its log-probs are of `generation`'s distribution.
 SAMPLING = (
     "temperature",
@@ -54,6 +61,8 @@ class AskedTurn:
     # False: no text of the turn is a tool call.
     calls: bool = True
     stream: bool = False
+    # Bytes of the request, and of earlier ones in its conversation.
+    size: int = 0
     # Keys of the request that change the form of the answer alone.
     form: dict[str, Any] = field(default_factory=dict)
     # Id of the turn whose conversation the messages go on; empty if they are all.
@@ -128,6 +137,16 @@ def text_of(content: Any, kinds: Collection[str] = ("text", "input_text", "outpu
             raise RefusedError(f"content must be text or parts of text; this policy reads no {kind}")
         texts.append(text)
     return "".join(texts)
+
+
+def check_sizes(body: Mapping[str, Any]) -> None:
+    """Raise RefusedError for a request with more keys, or more entries in a list, than are read."""
+    if len(body) > MAX_KEYS:
+        raise RefusedError(f"the request has {len(body):,} keys, and at most {MAX_KEYS} are read")
+    for key, most in MAX_ENTRIES.items():
+        entries = body.get(key)
+        if isinstance(entries, list) and len(entries) > most:
+            raise RefusedError(f"{key}: there are {len(entries):,}, and at most {most:,} are read")
 
 
 def whole_number(text: str) -> int | None:

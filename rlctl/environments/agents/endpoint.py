@@ -13,6 +13,7 @@ import socket
 import threading
 import traceback
 from collections.abc import Coroutine
+from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 from types import ModuleType
@@ -21,7 +22,7 @@ from typing import Any, cast
 from aiohttp import web
 
 from rlctl.environments.agents import anthropic_messages, chat_completions, responses
-from rlctl.environments.agents.asked import AskedTurn, RefusedError, whole_number
+from rlctl.environments.agents.asked import AskedTurn, RefusedError, check_sizes, whole_number
 from rlctl.environments.agents.connections import Connection, Connections
 from rlctl.environments.agents.history import ToolSets
 from rlctl.environments.agents.said import SaidTurn
@@ -30,6 +31,8 @@ from rlctl.utils.ports import reached_at
 
 # Bytes of a request, and seconds that its body and its answer may take.
 MAX_BODY, BODY_S, ANSWER_S = 64 << 20, 60.0, 60.0
+# Rounds of the event loop until the lost connection of a retry's first attempt is known.
+_ROUNDS = 4
 # Some SDKs add `/v1` to a base address that has it already.
 _PATH = re.compile(r"/sessions/(?P<id>[0-9a-f]{16})(?:/v1){0,2}(?P<rest>/.*)?")
 # An API: how a request is read, an answer and an error are written. Each is a module.
@@ -121,10 +124,15 @@ class Endpoint:
                 return web.json_response({"taken": True})
             read = partial(self._read, api, body)
             if path.endswith("/count_tokens"):
-                return web.json_response({"input_tokens": session.count_tokens(read())})
+                asked = await session.read(read, len(body))
+                return web.json_response({"input_tokens": await session.count_tokens(asked)})
             retries = whole_number(request.headers.get("x-stainless-retry-count", "")) or 0
+            for _ in range(_ROUNDS if retries else 0):
+                await asyncio.sleep(0)
             digest = blake2b(path.encode() + b" " + body, digest_size=16).digest()
-            flight = session.join(digest, retries, read)
+            flight = session.rejoin(digest, retries)
+            if flight is None:
+                flight = session.begin(digest, await session.read(read, len(body)))
             return await self._deliver(request, session, api, flight)
         except RefusedError as error:
             return web.json_response(api.error(error), status=error.status)
@@ -181,8 +189,10 @@ class Endpoint:
 
     @staticmethod
     def _read(api: ModuleType, body: bytes) -> AskedTurn:
-        asked: AskedTurn = api.read(_json(body))
-        return asked
+        given = _json(body)
+        check_sizes(given)
+        asked: AskedTurn = api.read(given)
+        return replace(asked, size=len(body))
 
     async def _deliver(
         self, request: web.BaseRequest, session: AgentSession, api: ModuleType, flight: Flight
@@ -190,6 +200,7 @@ class Endpoint:
         """Answer with a turn once it is there."""
         gone = _connection(request).gone
         waiting: list[asyncio.Future[Any]] = [flight.work, gone]
+        flight.wait(gone)
         try:
             if flight.stream:
                 return await self._stream(request, session, api, flight)
@@ -201,7 +212,7 @@ class Endpoint:
                 answer = web.json_response(api.write(said))
             return await _sent(request, session, said, answer)
         finally:
-            flight.lost |= gone.done() or request.transport is None or request.transport.is_closing()
+            flight.leave(gone, gone.done() or request.transport is None or request.transport.is_closing())
 
     async def _stream(
         self, request: web.BaseRequest, session: AgentSession, api: ModuleType, flight: Flight

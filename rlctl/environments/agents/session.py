@@ -10,9 +10,11 @@ import asyncio
 import secrets
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from rlctl.data.chat import Chat
 from rlctl.data.files import DataError
@@ -23,6 +25,10 @@ from rlctl.environments.contract import ContractError, Message, Reward, checked_
 from rlctl.environments.outcomes import EnvironmentFailure
 from rlctl.utils.user_code import error_text, trace_of
 
+# Bytes from which a request is worked on in a thread: 200 KB of tools took 3.8 s on two busy cores.
+LARGE = 1 << 14
+_THREADS = ThreadPoolExecutor(8, thread_name_prefix="large requests")
+Value = TypeVar("Value")
 # Requests that are refused by the driver; further ones are refused here, so that a deadline runs.
 _MOST_REFUSED = 64
 # Names of counts, some of which a client chooses.
@@ -50,7 +56,31 @@ class Flight:
         self.work, self.stream = work, stream
         # True if a connection was lost that waited for it.
         self.lost = False
+        # Each waiting connection: done once the connection is lost.
+        self._waiting: set[asyncio.Future[None]] = set()
         work.add_done_callback(_failed)
+
+    @property
+    def is_waited_for(self) -> bool:
+        """True if some connection waits and is not known to be lost."""
+        return bool(self._waiting)
+
+    def wait(self, gone: "asyncio.Future[None]") -> None:
+        """Note a connection that waits for the turn. gone: done once the connection is lost."""
+        self._waiting.add(gone)
+
+    def leave(self, gone: "asyncio.Future[None]", is_lost: bool) -> None:
+        """Note that a connection waits no more."""
+        if gone in self._waiting:
+            self._waiting.discard(gone)
+            self.lost |= is_lost
+
+    def note_lost(self) -> bool:
+        """Return True if a connection that waited was lost, also if its own handler has not learned it so far."""
+        gone = {end for end in self._waiting if end.done()}
+        self._waiting -= gone
+        self.lost |= bool(gone)
+        return self.lost
 
 
 class AgentSession:
@@ -73,7 +103,10 @@ class AgentSession:
         self.rewritten: Counter[str] = Counter()
         self._chat, self._tool_format, self._look = chat, tool_format, look
         self._history = SessionHistory(chat, tools or ToolSets())
-        self._flights: dict[bytes, Flight] = {}
+        # By the digest of a request, and the number of equal ones before it.
+        self._flights: dict[tuple[bytes, int], Flight] = {}
+        # Held while a large request is worked on: a session takes one thread at a time.
+        self._large = asyncio.Lock()
         self._answers: dict[int, asyncio.Future[AgentAnswer]] = {}
         # With the bytes of each, about.
         self._asks: deque[tuple[int, dict[str, Any]]] = deque()
@@ -88,36 +121,47 @@ class AgentSession:
         """True if there are requests that the driver has not been told of."""
         return bool(self._asks)
 
-    def join(self, digest: bytes, retries: int, read: Callable[[], AskedTurn]) -> Flight:
-        """Begin the turn of a request, or join an earlier request's if this one repeats it.
+    def rejoin(self, digest: bytes, retries: int) -> Flight | None:
+        """Return the flight of an earlier request if this one repeats it; None for a new request.
 
         digest: of path and body. retries: `x-stainless-retry-count` of the request. Raises RefusedError.
         """
-        if self.sealed:
-            raise _ended()
-        before = self._flights.get(digest)
-        if self.defect is not None:
-            raise _broken(self.defect)
-        # An equal body alone is no retry: an agent may sample twice.
-        if before is not None and (retries > 0 or before.lost) and not _failed(before.work):
-            self.counts["coalesced"] += 1
-            before.lost = False
-            return before
+        self._refuse_if_over()
+        # An equal body alone is no retry: an agent may sample twice, also side by side.
+        flights = [flight for flight in self._equal_flights(digest) if not _failed(flight.work)]
+        lost = [flight for flight in flights if flight.note_lost()]
+        idle = [flight for flight in flights if not flight.is_waited_for]
+        if not lost and not (retries and flights):
+            return None
+        # A retry may follow a delivered turn, or come before the loss of its first connection is known.
+        repeated = lost[0] if lost else idle[-1] if idle else flights[0]
+        self.counts["coalesced"] += 1
+        repeated.lost = False
+        return repeated
+
+    async def read(self, read: Callable[[], AskedTurn], size: int) -> AskedTurn:
+        """Return a request as it is read. size: bytes of its body. Raises RefusedError."""
         with self.guarded():
-            asked = read()
+            return await self._work(read, size)
+
+    def begin(self, digest: bytes, asked: AskedTurn) -> Flight:
+        """Begin the turn of a request. Raises RefusedError."""
+        self._refuse_if_over()
         if self._chat.unknown_kwargs(asked.template_kwargs):
             asked.counted.append("ignored/chat_template_kwargs")
         for name in asked.counted:
             known = name in self.counts or len(self.counts) < MAX_COUNTS
             self.counts[name if known else "ignored/others"] += 1
         flight = Flight(asyncio.get_running_loop().create_task(self._turn(asked)), asked.stream)
-        self._flights[digest] = flight
+        self._flights[digest, len(self._equal_flights(digest))] = flight
         return flight
 
-    def count_tokens(self, asked: AskedTurn) -> int:
+    async def count_tokens(self, asked: AskedTurn) -> int:
         """Return the tokens of a request's prompt. Raises RefusedError."""
         with self.guarded():
-            return self._history.place(self._whole(asked)).length
+            whole = self._whole(asked)
+            place = await self._work(partial(self._history.place, whole), whole.size)
+            return place.length
 
     def deliver(self, said: SaidTurn) -> None:
         """Learn that a turn reaches its client: from now on it is a part of the rollout."""
@@ -185,7 +229,8 @@ class AgentSession:
             raise RefusedError(BUDGETS.get(self.budget, "too many requests were refused before"))
         try:
             asked = self._whole(asked)
-            place = self._history.place(asked)
+            place = await self._work(partial(self._history.place, asked), asked.size)
+            self._refuse_if_over()
         except RefusedError:
             self.counts["refused"] += 1
             raise
@@ -205,6 +250,25 @@ class AgentSession:
         self._history.add(place, said)
         return said
 
+    async def _work(self, function: Callable[[], Value], size: int) -> Value:
+        """Call a function that reads a request of `size` bytes: for a large one in a thread, so that others go on."""
+        if size < LARGE:
+            return function()
+        async with self._large:
+            return await asyncio.get_running_loop().run_in_executor(_THREADS, function)
+
+    def _equal_flights(self, digest: bytes) -> list[Flight]:
+        flights: list[Flight] = []
+        while (flight := self._flights.get((digest, len(flights)))) is not None:
+            flights.append(flight)
+        return flights
+
+    def _refuse_if_over(self) -> None:
+        if self.sealed:
+            raise _ended()
+        if self.defect is not None:
+            raise _broken(self.defect)
+
     def _whole(self, asked: AskedTurn) -> AskedTurn:
         """Return a request with all messages, of which the session may keep the first ones. Raises RefusedError."""
         if not asked.continues:
@@ -218,8 +282,13 @@ class AgentSession:
         opening = [each for each in asked.messages if each["role"] == "system"]
         added = [each for each in asked.messages if each["role"] != "system"]
         messages = checked_messages([*opening, *later, said_message(said), *added])
-        template_kwargs = asked.template_kwargs or said.asked.template_kwargs
-        return replace(asked, messages=messages, tools=asked.tools or said.asked.tools, template_kwargs=template_kwargs)
+        return replace(
+            asked,
+            messages=messages,
+            tools=asked.tools or said.asked.tools,
+            template_kwargs=asked.template_kwargs or said.asked.template_kwargs,
+            size=asked.size + said.asked.size,
+        )
 
     def _note(self, place: PlacedRequest) -> None:
         self.counts["spelled"] += len(place.spelled)

@@ -4,7 +4,8 @@ import http.client
 import json
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -160,15 +161,24 @@ def test_equal_requests_side_by_side_are_turns_of_their_own(serve: Serve) -> Non
     assert asyncio.run(all_three()) == {"one", "two", "three"}
 
 
+@contextmanager
+def sent_without_waiting(served: Served, raw: bytes) -> Iterator[socket.socket]:
+    """Send a request, and leave its connection open without reading."""
+    parts = urlsplit(served.url)
+    with socket.create_connection((parts.hostname, parts.port)) as connection:
+        head = f"POST {parts.path}/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {served.key}\r\n"
+        served.news.clear()
+        connection.sendall(f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
+        assert served.news.wait(10)
+        yield connection
+
+
 @pytest.mark.parametrize("counted", [True, False], ids=["openai's retry", "a client's own retry"])
 def test_a_cut_connection_leaves_one_turn(serve: Serve, counted: bool) -> None:
     served = serve(script(None, f"another{END}"))
     raw = json.dumps({"model": "m", "messages": [USER]}).encode()
-    parts = urlsplit(served.url)
-    with socket.create_connection((parts.hostname, parts.port)) as cut:
-        head = f"POST {parts.path}/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {served.key}\r\n"
-        cut.sendall(f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
-        assert served.news.wait(10)
+    with sent_without_waiting(served, raw):
+        pass
     served.answer(0, f"first{END}")
     until(lambda: served.session._flights and next(iter(served.session._flights.values())).lost)
     served.settle()
@@ -177,6 +187,25 @@ def test_a_cut_connection_leaves_one_turn(serve: Serve, counted: bool) -> None:
     assert post(served, raw, headers=headers)[1]["choices"][0]["message"]["content"] == "first"
     served.settle()
     assert len(served.asks) == 1 and list(served.kept) == [0]
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("counted", [True, False], ids=["openai's retry", "a client's own retry"])
+def test_the_retry_of_one_of_two_equal_requests_gets_its_own_turn(serve: Serve, lost: int, counted: bool) -> None:
+    served = serve(script(None, None, f"third{END}"))
+    raw = json.dumps({"model": "m", "messages": [USER]}).encode()
+    headers = {"x-stainless-retry-count": "1"} if counted else {}
+    with sent_without_waiting(served, raw) as first, sent_without_waiting(served, raw) as second:
+        [first, second][lost].close()
+        until(lambda: any(flight.note_lost() for flight in served.session._flights.values()))
+        for number in (0, 1):
+            served.answer(number, f"{number}{END}")
+        retried = post(served, raw, headers=headers)
+        assert retried[1]["choices"][0]["message"]["content"] == str(lost)
+        other = [first, second][1 - lost]
+        assert f'"content": "{1 - lost}"'.encode() in other.recv(1 << 16)
+    served.settle()
+    assert sorted(served.kept) == [0, 1] and len(served.asks) == 2
 
 
 def test_a_lost_turn_that_nobody_asks_for_again_is_no_part_of_the_rollout(serve: Serve) -> None:

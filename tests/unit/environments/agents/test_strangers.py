@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
+from rlctl.data.chat import Chat
 from rlctl.environments.agents import chat_completions, connections, endpoint
 from rlctl.environments.agents.commands import start_command
 from rlctl.environments.agents.episode import AgentLaunch
@@ -24,7 +25,7 @@ from rlctl.environments.agents.news import AgentTask
 from rlctl.environments.agents.session import AgentSession
 from rlctl.environments.tool_formats import PARSERS
 from rlctl.evaluation.environment_check import scripted_calls
-from tests.unit.environments.agents.served import END, Served, script
+from tests.unit.environments.agents.served import END, TOOLED, Served, script
 from tests.unit.environments.agents.test_chat_completions import USER
 from tests.unit.environments.agents.test_session import post
 from tests.waiting import until
@@ -257,7 +258,12 @@ def test_another_user_of_the_machine_gets_no_turn_and_no_key(serve: Serve, capfd
     task, ended = AgentTask("r0", "", [], None, {}), threading.Event()
     own = (random.Random(0), lambda _: ended.set(), served.endpoint.loop)
     stop = start_command(["sleep", "60"], AgentLaunch(task, served.url, served.key, *own))
-    (agent,) = [each for each in psutil.Process().children() if each.name() == "sleep"]
+
+    def sleepers() -> list[psutil.Process]:
+        return [process for process in psutil.Process().children(recursive=True) if process.name() == "sleep"]
+
+    until(sleepers)
+    (agent,) = sleepers()
     until(lambda: served.key in agent.environ().values())
     command = [sys.executable, "-c", OTHER_USER, str(NOBODY), served.url, str(agent.pid)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -364,6 +370,57 @@ def test_a_message_that_no_reply_has_room_for_is_refused(serve: Serve) -> None:
     status, told = post(served, {"messages": [{"role": "user", "content": "x" * (3 << 20)}]})
     assert status == 400 and "at most 2,097,152 are read" in told["error"]["message"]
     assert answered(served)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        ("/chat/completions", {"messages": [USER] * 20_000}, "messages: there are 20,000, and at most 16,384 are read"),
+        ("/responses", {"input": [USER] * 20_000}, "input: there are 20,000, and at most 16,384 are read"),
+        ("/messages", {"messages": [USER], "tools": [{}] * 2000}, "tools: there are 2,000, and at most 1,024 are read"),
+        ("/messages", {"messages": [USER], "system": [{}] * 2000}, "system: there are 2,000, and at most 1,024"),
+        (
+            "/chat/completions",
+            {"messages": [USER], "stop": ["a"] * 100},
+            "stop: there are 100, and at most 64 are read",
+        ),
+        (
+            "/chat/completions",
+            dict.fromkeys(map(str, range(300))),
+            "the request has 300 keys, and at most 256 are read",
+        ),
+    ],
+)
+def test_a_request_of_too_many_parts_is_refused(serve: Serve, path: str, body: dict[str, Any], said: str) -> None:
+    served = serve(script(f"4{END}"))
+    status, told = post(served, body, path)
+    assert status == 400 and said in told["error"]["message"]
+    assert answered(served)
+
+
+def test_a_large_request_holds_up_no_other(tokenizer: Any) -> None:
+    begun = threading.Event()
+    released = threading.Event()
+
+    class HeldChat(Chat):
+        def prompt(self, messages: Any, tools: Any = (), *more: Any) -> Any:
+            if len(messages[0]["content"]) > 1 << 14:
+                begun.set()
+                assert released.wait(20)
+            return super().prompt(messages, tools, *more)
+
+    served = Served(HeldChat(tokenizer, TOOLED, None), lambda number: f"4{END}")
+    other = Served(served.chat, served.says, shared=served.endpoint)
+    large = {"messages": [{"role": "user", "content": "x" * (1 << 15)}]}
+    statuses = list[int]()
+    client = threading.Thread(target=lambda: statuses.append(post(served, large)[0]))
+    client.start()
+    assert begun.wait(20)
+    assert answered(served) and post(other, {"messages": [USER]})[0] == 200 and not statuses
+    assert post(served, {"messages": [USER]})[0] == 200, "a small one of the same session goes on too"
+    released.set()
+    client.join(20)
+    assert statuses == [200]
 
 
 def test_many_requests_at_once_reach_the_driver_in_parts(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
