@@ -67,14 +67,13 @@ def check(
 
     recipe, overrides = split_any(arguments, DEFAULT)
     composed = load(None, recipe, overrides)
-    check_first_rows(composed.settled)
-    tried = list[str]()
+    notes = [*composed.notes, *check_first_rows(composed.settled)]
     if rewards or environments:
         from rlctl.launch.first_row import try_all
 
         with busy("trying the first row"):
-            tried = try_all(composed, rewards=rewards, environments=environments, fetch=True)
-    note([*composed.notes, *tried])
+            notes += try_all(composed, rewards=rewards, environments=environments, fetch=True)
+    note(notes)
     command = shlex.join(["rlctl", "train", composed.config.kind, recipe, *overrides])
     say(f"{show_path(composed.recipe)}: no problems; run it: {command}")
 

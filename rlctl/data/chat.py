@@ -22,8 +22,9 @@ Tools = Sequence[dict[str, Any]]
 # Stands for the text of a turn, to find the template's text around a turn.
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _ANSWER = "the-text-of-an-answer"
-# Most sets of tools that a chat keeps marked, and most sets of arguments that it keeps a variant for.
+# Most sets of tools that a chat keeps marked.
 _TOOL_SETS = 16
+# Most variants of a chat that `with_kwargs` keeps.
 _ARGUMENT_SETS = 16
 # Model types with a class of their own: transformers takes it, and passes over the general one of the folder.
 OWN_CLASS = {"qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp", "hyperclovax_vision_v2", "siglip2"}
@@ -72,8 +73,13 @@ class TurnLink:
     # The messages in between, and the opening of the next turn.
     between: list[int]
 
+    # First of `between`, where that is a control token and no other ends a turn, as GLM-4.5's mark of the next role.
+    mark: int | None = None
+
     def after(self, tokens: Sequence[int], stops: Collection[int]) -> list[int]:
         """Return the tokens that follow a turn of these `tokens`. stops: tokens that end one."""
+        if tokens and tokens[-1] == self.mark:
+            return self.between[1:]
         return self.between if tokens and tokens[-1] in stops else [*self.close, *self.between]
 
 
@@ -104,6 +110,13 @@ class Chat:
     special_tokens: SpecialTokens = "text"
     # Arguments of the template, such as enable_thinking.
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def unknown_token(self) -> int | None:
+        """Token in place of text that the tokenizer does not know; None if there is none, or one that begins or ends
+        texts too."""
+        token: int | None = self.tokenizer.unk_token_id
+        return None if token in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id) else token
 
     def with_kwargs(self, arguments: Mapping[str, Any]) -> "Chat":
         """Return this chat with further arguments of its template, as a row or a request names them.
@@ -197,22 +210,45 @@ class Chat:
         added: the messages between the two. The turn itself is not rendered: its tokens are those that were sampled.
         Raises DataError if the template cannot go on after a turn.
         """
-        said = _ANSWER
-        while said in str([*messages, *added]):  # A tool may answer with that text.
-            said += "-"
-        answer = {"role": "assistant", "content": said}
-        try:
-            text = self.render([*messages, answer, *added], generation=True, tools=tools)
-        except Exception as error:  # Any error of a template.
-            raise DataError(f"the chat template cannot go on after a turn: {' '.join(str(error).split())}") from error
-        if said not in text:
-            raise DataError("the chat template leaves out the assistant's text, so that no turn can follow it")
-        behind = text.rpartition(said)[2]
+        before, behind = self._render_around(messages, added, tools)
         marker = self._turn.token
         if marker is None:
-            return TurnLink([], self.encode(behind))
+            between = self.encode(behind, before)
+            is_marked = bool(between) and between[0] in self.tokenizer.added_tokens_decoder
+            return TurnLink([], between, between[0] if is_marked else None)
         end = behind.index(marker) + len(marker)
-        return TurnLink(self._closing(behind[:end]), self.encode(behind[end:]))
+        return TurnLink(self._closing(behind[:end]), self.encode(behind[end:], before + behind[:end]))
+
+    def following_end(self, messages: Messages, added: Messages, tools: Tools = ()) -> str:
+        """Return the template's text behind a turn, up to a token that ends the turn; empty without one.
+
+        messages, added: those before and behind the turn. Its end may be the mark of the next role, as GLM-4.5's.
+        """
+        try:
+            behind = self._render_around(messages, added, tools)[1]
+        except DataError:
+            return ""
+        mark = behind.lstrip()
+        tokens = [text for text, _ in self.ends.named.values() if mark.startswith(text)]
+        return behind[: len(behind) - len(mark) + len(max(tokens, key=len))] if tokens else ""
+
+    def _render_around(self, messages: Messages, added: Messages, tools: Tools) -> tuple[str, str]:
+        """Return the chat up to the end of the assistant's text that follows `messages`, and the text behind it.
+
+        Raises DataError if the template cannot go on after a turn.
+        """
+        answer = _ANSWER
+        while answer in str([*messages, *added]):  # A tool may answer with that text.
+            answer += "-"
+        turn = {"role": "assistant", "content": answer}
+        try:
+            text = self.render([*messages, turn, *added], generation=True, tools=tools)
+        except Exception as error:  # Any error of a template.
+            raise DataError(f"the chat template cannot go on after a turn: {' '.join(str(error).split())}") from error
+        if answer not in text:
+            raise DataError("the chat template leaves out the assistant's text, so that no turn can follow it")
+        before, _, behind = text.rpartition(answer)
+        return before + answer, behind
 
     def rewrites_history(self) -> bool:
         """Return True if the template writes an earlier turn otherwise than it was sampled, as Qwen3's, which drops the
@@ -252,7 +288,7 @@ class Chat:
     @cached_property
     def _closing(self) -> Callable[[str], list[int]]:
         """Encode the text that closes a turn; it is the same after nearly every turn."""
-        return lru_cache(maxsize=16)(self.encode)
+        return lru_cache(maxsize=16)(partial(self.encode, before=_ANSWER))
 
     @cached_property
     def _turn(self) -> TurnEnd:
@@ -332,13 +368,13 @@ class Chat:
         starts = (at for at in range(len(whole)) if whole[at : at + len(bare)] == bare)
         return whole[: next(starts, 0)]
 
-    def encode(self, text: str) -> list[int]:
-        """Return the tokens of rendered text, none before them.
+    def encode(self, text: str, before: str = "") -> list[int]:
+        """Return the tokens of rendered text behind the text `before`, whose tokens stay as they are.
 
         Raises DataError for a lone surrogate, and for a token that the model has no row for.
         """
         try:
-            tokens = self._control.encode(text)
+            tokens = self._control.encode(text, before)
         except (TypeError, UnicodeEncodeError):  # tokenizers raise either
             if half := _SURROGATE.search(text):
                 what = f"the text has the lone surrogate {half[0]!a}, half of a character, which no tokenizer takes"
@@ -387,7 +423,7 @@ class ChatSpec:
 
 
 def make_chat(tokenizer: Any, data: DataSection, folder: Path | None) -> Chat:
-    """Return the chat of a run, by data.chat_template and the keys beside it. folder: the model's. Raises DataError."""
+    """Return the chat of a run, by data.chat_template and the keys around it. folder: the model's. Raises DataError."""
     chat_template, system_prompt = data.chat_template, data.system_prompt
     if chat_template == "auto":
         template: Template | None = tokenizer.chat_template

@@ -9,9 +9,9 @@ import json
 import re
 import secrets
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -31,6 +31,10 @@ _OWN = re.compile(
     r"|</?(function|parameter)\b|_ACTION",
     re.IGNORECASE,
 )
+# Characters before a text that its encoding is found in. Tokenizers look back to the last added token, or by a word.
+_CONTEXT = 256
+# Texts before a cut, for which no token reaches into the text behind.
+_CUTS = ("0", "\n")
 # Values of an assistant's message that it says itself. Its other values, such as tool calls, are data.
 _SAID = ("content", "reasoning_content", "reasoning", "thinking")
 
@@ -107,18 +111,55 @@ class ControlTokens:
             return made + self.spelled([*value, *value.values()])
         return [token for each in value for token in self.spelled(each)] if isinstance(value, list) else []
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, before: str = "") -> list[int]:
         """Return the tokens of marked text: control tokens where no mark is, and text as the model reads it.
 
         Without a mark these are the tokenizer's own. With one, the text between two control tokens is still encoded as
         a whole, so that it merges as it would if the spelled token were no token.
+
+        before: marked text in front, whose tokens stay as they are. The encoding of a text depends on its place:
+        SentencePiece marks the beginning of a word, and some control tokens take the blanks around them.
         """
+        if not before:
+            return self._encode_alone(text)
+        context = self._context(before)
+        tokens = self._encode_behind(text, context)
+        # None: a token would reach into both texts.
+        return self._encode_cut(text) if tokens is None else tokens
+
+    def _context(self, before: str) -> str:
+        """Return the end of a text that decides how text behind it is encoded: from its last token on."""
+        end = before[-_CONTEXT:]
+        starts = [at for at, token in self._spelled(end, self._all) if not end.startswith(_MARK, at + len(token))]
+        if starts:
+            return end[starts[-1] :]
+        # A longer text is cut between two words.
+        return end if len(before) <= _CONTEXT else end[end.find(" ") + 1 :]
+
+    def _encode_behind(self, text: str, context: str) -> list[int] | None:
+        """Return the tokens of text behind a context; None if the context has other tokens there."""
+        head = self._contexts(context)
+        tokens = self._encode_alone(context + text)
+        return tokens[len(head) :] if tokens[: len(head)] == head else None
+
+    def _encode_cut(self, text: str) -> list[int]:
+        """Return the tokens of text that no token shares with the text before it."""
+        tried = (self._encode_behind(text, cut) for cut in _CUTS)
+        return next((tokens for tokens in tried if tokens is not None), None) or self._encode_alone(text)
+
+    @cached_property
+    def _contexts(self) -> Callable[[str], list[int]]:
+        """Encode a context. It is the same before nearly every turn."""
+        return lru_cache(maxsize=64)(self._encode_alone)
+
+    def _encode_alone(self, text: str) -> list[int]:
         if _ESCAPE not in text:
             return self._own(text)
         if self._backend and (tokens := self._backend.encode(self._with_places(text))):
             return tokens
         # The tokenizer is of another library, or its model has the spelled text as a piece.
-        return [token for part in text.split(_MARK) for token in self._own(unmarked(part))]
+        first, *others = map(unmarked, text.split(_MARK))
+        return [*self._own(first), *(token for part in others for token in self._encode_cut(part))]
 
     def _own(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False).input_ids)

@@ -183,6 +183,17 @@ def _template_text(config: RunConfig) -> str:
     return "\n".join(templates_of(config).values())
 
 
+def may_have_unknown_text(config: RunConfig) -> bool:
+    """Return True if the tokenizer has a token for text that it does not know. It is read as in `may_open_thinking`."""
+    folder = Path(config.model.tokenizer or chat_folder(config.model.path))
+    try:
+        model = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    has_token = model.get("unk_token") is not None or model.get("unk_id") is not None
+    return has_token and not model.get("byte_fallback")
+
+
 def load_chat(config: RunConfig, model: str) -> Chat:
     """Load the tokenizer and template of a run. model: the policy's folder or hub name. Raises DataError."""
     model = chat_folder(model)

@@ -1,7 +1,7 @@
 """Chats as samples to imitate: each trained turn reads as the chat template writes it while it is the last one.
 
-The mask is exact by construction. The rendered chat is cut where each trained turn starts and ends. The pieces are
-tokenized one by one, as the model meets them when it generates.
+The mask is exact by construction. The rendered chat is cut where each trained turn starts and ends. Each piece is
+tokenized behind the text before it: these are the tokens of a model that generates.
 
 Some templates write a turn otherwise once the chat goes on: Qwen3's drops its thinking. Turns that stay as they were
 share a sample. Where one does not, `history` decides: strip begins another sample, whose earlier turns read as the
@@ -64,6 +64,8 @@ class ChatSamples:
     cut: int
     # Trained turns whose thinking or calls the template does not write.
     silent: int
+    # Trained turns without a token at which sampling stops.
+    unended: int
 
 
 def chat_samples(
@@ -84,12 +86,22 @@ def chat_samples(
             groups[-1].append(turn)
         else:
             groups.append([turn])
-    if history == "keep" and len(groups) > 1:
-        rows = [_kept(chat, messages, turns, tools)]
+    is_rewritten = len(groups) > 1
+    if history == "keep" and is_rewritten:
+        groups = [turns]
+        samples = [_kept(chat, messages, turns, tools)]
     else:
-        rows = [_sample(chat, group) for group in groups]
-    counts = sum(turn.cut for turn in turns), sum(turn.silent for turn in turns)
-    return ChatSamples([_ended(chat, row, turns[-1]) for row in rows], len(groups) > 1, *counts)
+        samples = [_sample(chat, group) for group in groups]
+    for pieces, group in zip(samples, groups, strict=True):
+        _end_sample(chat, pieces, group[-1])
+    trained = [tokens for pieces in samples for tokens, is_trained in pieces if is_trained]
+    return ChatSamples(
+        rows=[_row(chat, pieces) for pieces in samples],
+        rewritten=is_rewritten,
+        cut=sum(turn.cut for turn in turns),
+        silent=sum(turn.silent for turn in turns),
+        unended=sum(not tokens or tokens[-1] not in chat.ends.named for tokens in trained),
+    )
 
 
 def _sample(chat: Chat, turns: list[TrainedTurn]) -> list[tuple[list[int], bool]]:
@@ -97,32 +109,37 @@ def _sample(chat: Chat, turns: list[TrainedTurn]) -> list[tuple[list[int], bool]
     pieces: list[tuple[list[int], bool]] = []
     position = 0
     for turn in turns:
-        pieces += [(chat.encode(turn.before[position:]), False), (chat.encode(turn.said), True)]
+        opening = chat.encode(turn.before[position:], turn.before[:position])
+        pieces += [(opening, False), (chat.encode(turn.said, turn.before), True)]
         position = len(turn.whole)
     return pieces
 
 
 def _kept(chat: Chat, messages: Messages, turns: list[TrainedTurn], tools: Tools) -> list[tuple[list[int], bool]]:
     """Return the same of turns that each follow the earlier ones as they were while they were the last."""
-    pieces = [(chat.encode(turns[0].before), False), (chat.encode(turns[0].said), True)]
+    pieces = _sample(chat, turns[:1])
+    stops = frozenset(chat.ends.stops)
     for last, turn in pairwise(turns):
         added = messages[last.index + 1 : turn.index]
         link = chat.link(messages[: last.index], added, tools)
-        pieces += [(link.between, False), (chat.encode(turn.said), True)]
+        pieces += [(link.after(pieces[-1][0], stops), False), (chat.encode(turn.said, turn.before), True)]
     return pieces
 
 
-def _ended(chat: Chat, pieces: list[tuple[list[int], bool]], last: TrainedTurn) -> Tokens:
-    """Return tokens and mask of a sample, with the tokens that begin and end it. last: a turn that ends as it does."""
+def _end_sample(chat: Chat, pieces: list[tuple[list[int], bool]], last: TrainedTurn) -> None:
+    """Put the end token behind a sample whose last turn has none. Raises DataError if no token ends an answer."""
+    tokens = pieces[-1][0]
+    if chat.end_marker(last.whole) is not None or (tokens and tokens[-1] in chat.ends.named):
+        return
+    if chat.ends.trained is None:
+        raise DataError("no token ends an answer: the tokenizer has no eos_token; set it in tokenizer_config.json")
+    tokens.append(chat.ends.trained)
+
+
+def _row(chat: Chat, pieces: list[tuple[list[int], bool]]) -> Tokens:
+    """Return tokens and mask of a sample, with the tokens that begin it. Raises DataError for an empty prompt."""
     tokens = [token for piece, _ in pieces for token in piece]
     mask = [trained for piece, trained in pieces for _ in piece]
-    if chat.end_marker(last.whole) is None:
-        trained = chat.ends.trained
-        if trained is None:
-            raise DataError("no token ends an answer: the tokenizer has no eos_token; set it in tokenizer_config.json")
-        if tokens[-1:] != [trained]:
-            tokens.append(trained)
-            mask.append(True)
     begun = chat.begun(tokens)
     mask = [False] * (len(begun) - len(tokens)) + mask
     if mask[0]:
@@ -139,6 +156,8 @@ def _turn(chat: Chat, messages: Messages, index: int, tools: Tools) -> TrainedTu
     start = len(before) if whole.startswith(before) else len(bare)
     end = _end(chat, whole, start)
     said, cut = whole[start:end], bool(whole[end:].strip())
+    if chat.template is not None and chat.end_marker(whole) is None:
+        said += chat.following_end(messages[:index], messages[index + 1 : index + 2], tools)
     if whole.startswith(before) and (thinking is None or thinking[1].strip() in said):
         return TrainedTurn(index, before, said, cut, _is_silent(messages[index], unmarked(said)))
     if not whole.startswith(bare):

@@ -3,7 +3,7 @@
 A row is a chat if it has the messages column, else a prompt text (a user message where there is a template).
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -32,7 +32,7 @@ class LengthReport:
     longest: int = 0
     # Prompts without a reference answer.
     unanswered: int = 0
-    # Samples whose last token does not end an answer.
+    # Trained turns without a token at which sampling stops.
     unended: int = 0
     # Rows with a spelled control token, encoded as text; place of the first one, with the token.
     spelled: int = 0
@@ -44,6 +44,10 @@ class LengthReport:
     unshown_tools: int = 0
     # Rows whose messages have no roles and nothing between them, since there is no chat template.
     run_together: int = 0
+    # Tokens in place of unknown text; rows that have some; the count of the first such row.
+    unknown_tokens: int = 0
+    unknown_rows: int = 0
+    first_unknown: str = ""
     # Turns with text behind their first end token, which is not trained.
     cut_turns: int = 0
     # Turns whose thinking or calls the chat template does not write, so that they are not trained.
@@ -52,8 +56,10 @@ class LengthReport:
     def __add__(self, other: "LengthReport") -> "LengthReport":
         """Return the counts of both sets of rows."""
         both = {key: value + getattr(other, key) for key, value in vars(self).items()}
-        first = self.first_spelled or other.first_spelled
-        return LengthReport(**both | {"longest": max(self.longest, other.longest), "first_spelled": first})
+        both["longest"] = max(self.longest, other.longest)
+        for name in ("first_spelled", "first_unknown"):
+            both[name] = getattr(self, name) or getattr(other, name)
+        return LengthReport(**both)
 
     def __str__(self) -> str:
         """Return, for example, `2,300 rows; 12 dropped (prompt too long), 3 truncated; longest 1,024 tokens`."""
@@ -63,7 +69,9 @@ class LengthReport:
         longest = f"; {', '.join(cuts) or 'none cut'}; longest {self.longest:,} tokens" if self.longest else ""
         text = f"{self.rows:,} rows{longest}"
         lacks = [f"{self.unanswered:,} without an answer"] * bool(self.unanswered)
-        lacks += [f"{self.unended:,} end with no token at which sampling stops"] * bool(self.unended)
+        if self.unended:
+            turns = "1 turn ends" if self.unended == 1 else f"{self.unended:,} turns end"
+            lacks.append(f"{turns} with no token at which sampling stops")
         if self.rewritten:
             kept = "one sample each, turns kept as they were (sft.history=keep)"
             stripped = f"{self.rewritten_samples:,} samples, each turn as it was while the last (sft.history=strip)"
@@ -92,11 +100,28 @@ class LengthReport:
                 f"{self.silent_turns:,} turn{' has' if self.silent_turns == 1 else 's have'} thinking or tool calls"
             )
             lines.append(f"{having} that the chat template does not write: not trained; set another data.chat_template")
+        if self.unknown_rows:
+            line = f"{self.first_unknown}, which stands for text that the tokenizer does not know"
+            if self.unknown_rows > 1:
+                line += f"; {self.unknown_rows:,} rows have {self.unknown_tokens:,} such tokens"
+            lines.append(line)
         if not self.spelled:
             return lines
         others = f" (and {self.spelled - 1:,} more row{'s' * (self.spelled > 2)})" if self.spelled > 1 else ""
         what = f"{self.first_spelled}{others}, which is encoded as text and not as that control token"
         return [*lines, f"{what}; data.special_tokens=allow makes tokens of all that rows spell"]
+
+    def note_unknown(self, row: Row, tokens: Sequence[int], chat: Chat) -> None:
+        """Count the tokens of a row that stand for unknown text, if there are any."""
+        unknown = chat.unknown_token
+        count = 0 if unknown is None else tokens.count(unknown)
+        if count:
+            self.unknown_tokens += count
+            self.unknown_rows += 1
+            name = chat.tokenizer.convert_ids_to_tokens(unknown)
+            verb = "is" if count == 1 else "are"
+            found = f"{count:,} of {len(tokens):,} tokens of {row.origin} {verb} {name}"
+            self.first_unknown = self.first_unknown or found
 
     def note_spelled(self, row: Row, spelled: list[str]) -> None:
         """Count a row that spells these control tokens, if there are any."""
@@ -124,6 +149,7 @@ def tokenize_prompts(
         report.unshown_tools += bool(tools) and not chat.shows_tools
         tokens = prompt.tokens
         report.note_spelled(row, prompt.spelled)
+        report.note_unknown(row, tokens, chat)
         report.longest = max(report.longest, len(tokens))
         if max_prompt_length is not None and len(tokens) > max_prompt_length:
             report.dropped += 1
@@ -152,7 +178,7 @@ def tokenize_samples(
     A sample whose first trained token comes after `max_prompt_length` or `max_length` is left out and counted.
     Raises DataError at the first bad row, or if no sample is left.
     """
-    report, stops = LengthReport(len(rows)), chat.ends.stops
+    report = LengthReport(len(rows))
     samples: list[SupervisedSample] = []
     for row in rows:
         messages = conversation(row, section)
@@ -165,8 +191,10 @@ def tokenize_samples(
         report.rewritten += found.rewritten
         report.cut_turns += found.cut
         report.silent_turns += found.silent
+        report.unended += found.unended
         report.rewritten_samples += len(found.rows) * found.rewritten
         report.note_spelled(row, chat.spelled(messages, tools))
+        report.note_unknown(row, found.rows[-1][0], chat)
         for number, (tokens, mask) in enumerate(found.rows):
             report.longest = max(report.longest, len(tokens))
             prompt_length = max(int(mask.argmax()), 1)
@@ -174,7 +202,6 @@ def tokenize_samples(
                 report.dropped += 1
                 continue
             report.truncated += len(tokens) > max_length
-            report.unended += tokens[-1] not in stops
             kept = np.array(tokens[:max_length], np.int32)
             name = f"r{row.number}.{number}" if number else f"r{row.number}"
             samples.append(SupervisedSample(name, kept, mask[:max_length], row.source))

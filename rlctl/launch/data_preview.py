@@ -128,7 +128,7 @@ def _samples(settled: SettledSft, parts: list[DataPart], chat: Chat, count: int,
         what = f"{config.model.path} is not on this machine, so its longest sequence is not known; set it"
         raise ConfigError([Problem("model.max_length", "", what)])
     rows, reports = _all(parts, lambda part: load_samples(config, part.section, chat, part.rows, longest))
-    shown = [(_title(sample), _pieces(sample, chat.tokenizer, most)) for sample in _first(rows, config, count)]
+    shown = [(_title(sample), _pieces(sample, chat, most)) for sample in _first(rows, config, count)]
     here = settled.on(RunMachine(device_of(count_gpus()), device_memory()), settled.facts)
     own = here.trainer
     packs = packing(step_lengths(rows, config), layout_of(config.trainer).data, own.micro_batch_tokens, own.padded)
@@ -154,10 +154,20 @@ def _title(row: Drawn) -> str:
     return f"{row.id} ({row.source})" if row.source else row.id
 
 
-def _pieces(sample: SupervisedSample, tokenizer: Any, most: int) -> list[Piece]:
-    """Return the text of a sample's first `most` tokens, cut where the mask changes."""
+def _pieces(sample: SupervisedSample, chat: Chat, most: int) -> list[Piece]:
+    """Return the text of a sample's first `most` tokens, cut where the mask changes.
+
+    The text of a piece is that of its place: a decoder may drop a blank at the beginning of a text.
+    """
     mask: NDArray[np.bool_] = sample.mask[:most]
+    tokens = sample.tokens[:most].tolist()
     cuts = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(mask)]
-    spans = [(start, end) for start, end in pairwise(cuts) if end > start]
-    found = [Piece(tokenizer.decode(sample.tokens[start:end].tolist()), bool(mask[start])) for start, end in spans]
-    return [*found, Piece("", False, truncated=True)] if len(sample.tokens) > most else found
+    pieces = list[Piece]()
+    before = ""
+    for start, end in pairwise(cuts):
+        if end > start:
+            text = chat.decode(tokens[:end])
+            added = text.removeprefix(before) if text.startswith(before) else chat.decode(tokens[start:end])
+            pieces.append(Piece(added, bool(mask[start])))
+            before = text
+    return [*pieces, Piece("", False, truncated=True)] if len(sample.tokens) > most else pieces

@@ -12,12 +12,12 @@ from pathlib import Path
 from rlctl.config.data_schema import DatasetSection
 from rlctl.config.errors import ConfigError, Problem, located
 from rlctl.config.fields import RECIPE
-from rlctl.config.schema import GrpoConfig
+from rlctl.config.schema import GrpoConfig, RunConfig
 from rlctl.data.chat import Chat
 from rlctl.data.datasets import Row, shown
 from rlctl.data.files import DataError, files_of
-from rlctl.data.load import load_chat, load_prompts, may_rewrite, read_rows
-from rlctl.data.tokenize import tokenize_samples
+from rlctl.data.load import load_chat, load_prompts, may_have_unknown_text, may_rewrite, read_rows
+from rlctl.data.tokenize import tokenize_prompts, tokenize_samples
 from rlctl.environments.pool import UnusableEnvironmentError
 from rlctl.grpo.advantages.trial import UnusableAdvantageError, try_advantage
 from rlctl.preflight.load import Composed
@@ -28,12 +28,13 @@ from rlctl.rollout.episode_setup import EpisodeSetup, environment_pool, read_env
 from rlctl.rollout.scoring import sample_item
 
 
-def check_first_rows(settled: Settled) -> None:
-    """Raise ConfigError unless a run reads the first row of each data set that is on this machine, as it reads all.
+def check_first_rows(settled: Settled) -> list[str]:
+    """Read the first row of each data set that is on this machine, as a run reads all. Return a line for each finding.
 
-    The rows of a recipe are read too.
+    The rows of a recipe are read too. Raises ConfigError with every problem.
     """
     problems = list[Problem]()
+    notes = list[str]()
     configs = [settled.config, *([settled.sampling.config] if settled.sampling and settled.sft else [])]
     for config in configs:
         held_out = [config.data.validation] * (config.validation.every > 0)
@@ -47,10 +48,23 @@ def check_first_rows(settled: Settled) -> None:
                     # A run finds this when it tokenizes all rows.
                     chat = load_chat(config, config.model.path)
                     tokenize_samples(rows, section, chat, config.sft, None, sys.maxsize)
+                if config.needs_prompts and may_have_unknown_text(config):
+                    notes += _warnings(config, section, rows)
             except DataError as error:
                 problems.append(Problem("data", "", str(error)))
     if problems:
         raise ConfigError(problems)
+    return notes
+
+
+def _warnings(config: RunConfig, section: DatasetSection, rows: list[Row]) -> list[str]:
+    """Tokenize rows, and return a line for each thing in them that a person should look at. Raises DataError."""
+    chat = load_chat(config, config.model.path)
+    if config.sft:
+        report = tokenize_samples(rows, section, chat, config.sft, None, sys.maxsize)[1]
+    else:
+        report = tokenize_prompts(rows, section, chat, None)[1]
+    return report.warnings
 
 
 def runs_others_code(config: GrpoConfig) -> bool:

@@ -36,6 +36,15 @@ def test_show_origin_names_the_line_or_the_override_behind_every_value(rlctl: Rl
     assert all("  # " in line for line in values)
 
 
+def test_check_tells_of_a_first_row_that_the_tokenizer_does_not_know(rlctl: Rlctl, home: Path) -> None:
+    (home / "unk.jsonl").write_text('{"prompt": "what is 1 plus 1?", "answer": "2"}\n')
+    done = rlctl("config", "check", "grpo.recipe.yaml", "data.train.path=unk.jsonl")
+    row = f"{home / 'unk.jsonl'}:1"
+    assert done.code == 0
+    assert f"11 of 17 tokens of {row} are <unk>, which stands for text that the tokenizer does not know" in done.err
+    assert "unk" not in rlctl("config", "check", "grpo.recipe.yaml").err
+
+
 def test_show_doc_gives_the_meaning(rlctl: Rlctl) -> None:
     assert "# The seed of everything random in the run." in rlctl("config", "show", "grpo.recipe.yaml", "--doc").out
 

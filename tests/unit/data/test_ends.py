@@ -8,7 +8,9 @@ import pytest
 
 from rlctl.data.chat import Chat
 from rlctl.data.files import DataError
+from rlctl.data.supervised import chat_samples
 from tests.unit.data.conftest import ALL, CHATML, UNMARKED, chat_tokens
+from tests.unit.data.test_supervised import shown
 
 SPECIAL = ["<unk>", "<eos>", "<bos>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>"]
 LLAMA3 = (
@@ -109,6 +111,59 @@ def test_text_whose_last_token_is_any_added_one_still_gets_its_end_token(templat
     assert written == tokens, "an end token that the answer has is not put there twice"
 
 
+# A turn ends with the mark of the next role.
+GLM = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}[{{ c.name }}]{% endfor %}"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+CALLS = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]},
+    {"role": "tool", "content": "7"},
+    {"role": "assistant", "content": "yes"},
+    {"role": "user", "content": "more"},
+    {"role": "assistant", "content": "no"},
+]
+
+
+def glm(folder: Path, ends: list[str]) -> Chat:
+    """A chat whose model stops at these tokens."""
+    tokenizer = make()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<user>", "<assistant>", "<tool>"]})
+    return Chat(tokenizer, GLM, None, model(folder, 1, tokenizer.convert_tokens_to_ids(ends)))
+
+
+@pytest.mark.parametrize("history", ["strip", "keep"])
+def test_the_mark_of_the_next_role_is_the_end_of_each_turn_where_sampling_stops_there(
+    tmp_path: Path, history: Any
+) -> None:
+    chat = glm(tmp_path, ["<user>", "<tool>"])
+    found = chat_samples(chat, CALLS, "all", history)
+    assert shown(chat, found.rows[0]) == (
+        "<user>hi<assistant>{+[f]<tool>+}7<assistant>{+yes<user>+}more<assistant>{+no<eos>+}"
+    )
+    assert found.unended == 0
+    # The last trained turn ends as the row goes on.
+    assert shown(chat, chat_samples(chat, CALLS[:3], "last", history).rows[0]).endswith("{+[f]<tool>+}")
+
+
+def test_a_turn_behind_which_sampling_does_not_stop_is_counted(tmp_path: Path) -> None:
+    chat = glm(tmp_path, ["<user>"])
+    found = chat_samples(chat, CALLS, "all", "strip")
+    assert shown(chat, found.rows[0]) == (
+        "<user>hi<assistant>{+[f]+}<tool>7<assistant>{+yes<user>+}more<assistant>{+no<eos>+}"
+    )
+    assert found.unended == 1
+
+
+def test_a_sampled_mark_of_the_next_role_comes_once_and_a_cut_turn_gets_it(tmp_path: Path) -> None:
+    chat = glm(tmp_path, ["<user>", "<tool>"])
+    link = chat.link(CALLS[:3], CALLS[4:5])
+    for sampled, text in (("yes<user>", "more<assistant>"), ("ye", "<user>more<assistant>")):
+        assert chat.decode(link.after(chat.encode(sampled), chat.ends.stops)) == text
+    assert chat.decode(link.after(chat.encode("yes<eos>"), chat.ends.stops)) == "<user>more<assistant>"
+
+
 def test_another_end_such_as_that_of_a_tool_call_is_kept_and_counted() -> None:
     from rlctl.config.data_schema import DatasetSection
     from rlctl.data.datasets import Row
@@ -123,7 +178,7 @@ def test_another_end_such_as_that_of_a_tool_call_is_kept_and_counted() -> None:
         "<|eot_id|>",
         "<|eom_id|>",
     ]
-    assert str(report).endswith("1 end with no token at which sampling stops")
+    assert str(report).endswith("1 turn ends with no token at which sampling stops")
 
 
 def test_the_token_that_begins_a_text_comes_once() -> None:

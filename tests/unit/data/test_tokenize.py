@@ -52,6 +52,19 @@ def test_chats_without_a_template_are_told(plain, chatml, section):
     assert tokenize_prompts(several, section, chatml, None)[1].warnings == []
 
 
+def test_text_that_the_tokenizer_does_not_know_is_counted(plain, section):
+    asked = rows({"prompt": "1+1=", "answer": "2"}, {"prompt": "éé1=", "answer": "é"}, {"prompt": "é", "answer": "2"})
+    reports = [
+        tokenize_prompts(asked, section, plain, None)[1],
+        tokenize_samples(asked, section, plain, ALL, None, 9)[1],
+    ]
+    line = "tokens of some.jsonl:2 are <unk>, which stands for text that the tokenizer does not know"
+    assert reports[0].warnings == [f"2 of 4 {line}; 2 rows have 3 such tokens"]
+    assert reports[1].warnings == [f"3 of 6 {line}; 2 rows have 4 such tokens"]
+    assert tokenize_prompts(asked[:1], section, plain, None)[1].warnings == []
+    assert (reports[0] + reports[0]).unknown_tokens == 6
+
+
 def test_a_question_and_its_answer_need_no_template(plain, section):
     pair = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
     for chat, warnings in ((pair, 0), ([{"role": "system", "content": "Add."}, *pair], 1)):
