@@ -12,6 +12,8 @@ Value = TypeVar("Value")
 ANSWER_S = 300.0
 # Seconds in which cancelled tasks end. Only a defect takes longer.
 _END_S = 10.0
+# Seconds after which a task is cancelled again: it may wait for an answer that can no longer come.
+_AGAIN_S = 1.0
 WAITS_FOR_ITSELF = "the event loop waits for itself: only other threads may enter it"
 
 
@@ -129,15 +131,18 @@ class EventLoop:
         endless_tasks = self.loop.run_until_complete(self._end_tasks())
         self.loop.close()
         if endless_tasks:
-            raise RuntimeError(f"tasks of the event loop swallow their cancellation: {', '.join(endless_tasks)}")
+            names = {str(getattr(task.get_coro(), "__qualname__", task)) for task in endless_tasks}
+            what = f"{len(endless_tasks):,} tasks of the event loop swallow their cancellation"
+            raise RuntimeError(f"{what}: {', '.join(sorted(names))}")
 
-    async def _end_tasks(self) -> list[str]:
-        """End every other task; return the names of tasks that do not end in time."""
+    async def _end_tasks(self) -> "set[asyncio.Task[Any]]":
+        """End every other task; return those that do not end in time."""
         end = self.now() + _END_S
         self._cancel_tasks()
         while (tasks := self._other_tasks()) and self.now() < end:
-            await asyncio.wait(tasks, timeout=end - self.now())
-        return sorted(str(getattr(task.get_coro(), "__qualname__", task)) for task in tasks)
+            await asyncio.wait(tasks, timeout=_AGAIN_S)
+            self._cancel_tasks()
+        return tasks
 
     def _other_tasks(self) -> "set[asyncio.Task[Any]]":
         return asyncio.all_tasks(self.loop) - {asyncio.current_task(self.loop)}

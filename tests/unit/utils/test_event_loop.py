@@ -55,16 +55,36 @@ def test_a_thousand_loops_close_while_tasks_begin_others(monkeypatch: pytest.Mon
 
 
 def test_a_virtual_loop_closes_while_tasks_begin_others() -> None:
-    tasks = Tasks(VirtualEvents())
-    tasks.events.ask(lambda: tasks.events.spawn(tasks.begin(9)))
-    tasks.events.let_pass(1)
+    events = VirtualEvents()
+    tasks = Tasks(events)
+    events.ask(lambda: events.spawn(tasks.begin(9)))
+    events.let_pass(1)
     count_at_close = tasks.count
-    tasks.events.close()
-    assert tasks.count == count_at_close > 0 and not asyncio.all_tasks(tasks.events.loop)
+    events.close()
+    assert tasks.count == count_at_close > 0 and not asyncio.all_tasks(events.loop)
+
+
+def test_a_task_that_waits_for_an_answer_while_it_ends_is_cancelled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlctl.utils.event_loop._AGAIN_S", 0.02)
+    events, told = EventLoop("closed"), list[str]()
+
+    async def asks() -> None:
+        try:
+            await asyncio.sleep(1000)
+        except asyncio.CancelledError:
+            await asyncio.sleep(1000)
+        finally:
+            told.append("ended")
+
+    events.submit(asks())
+    events.ask(lambda: None)
+    events.close()
+    assert told == ["ended"]
 
 
 def test_a_task_that_swallows_its_cancellation_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlctl.utils.event_loop._END_S", 0.05)
+    monkeypatch.setattr("rlctl.utils.event_loop._AGAIN_S", 0.02)
     events = EventLoop("closed")
     is_over = False
 
@@ -75,6 +95,6 @@ def test_a_task_that_swallows_its_cancellation_is_named(monkeypatch: pytest.Monk
 
     events.submit(swallows())
     events.ask(lambda: None)
-    with pytest.raises(RuntimeError, match=r"tasks of the event loop swallow their cancellation: .*swallows"):
+    with pytest.raises(RuntimeError, match=r"^1 tasks of the event loop swallow their cancellation: .*swallows"):
         events.close()
     is_over = True
