@@ -3,12 +3,12 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
 from rlctl.config.errors import ModelError
-from rlctl.generation.vllm.build import build_llm
+from rlctl.generation.vllm.build import build_llm, inspect_classes_here
 from rlctl.generation.vllm.served import refusal
 from rlctl.models.model_sizes import read_sizes
 from rlctl.preflight.engines.vllm import ENGINE, lora_options
@@ -64,3 +64,22 @@ def test_an_adapter_of_any_rank_is_served_by_a_rank_that_vllm_takes() -> None:
         _, *given = lora_options(rank).split()
         room = int(given[1]) if given else LoRAConfig.max_lora_rank
         assert room in known and room >= rank
+
+
+def test_a_models_class_is_looked_at_in_the_engines_own_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a start on a CPU imports vLLM once; what an earlier start kept is not read."""
+    from vllm.model_executor.models import registry
+
+    def start_another(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("another process")
+
+    model = registry.ModelRegistry.models["Gemma2ForCausalLM"]
+    monkeypatch.setattr(registry, "_run_in_subprocess", registry._run_in_subprocess)
+    monkeypatch.setattr(registry.subprocess, "run", start_another)
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    with pytest.raises(AssertionError, match="another process"):
+        model.inspect_model_cls()
+    inspect_classes_here()
+    assert model.inspect_model_cls().is_text_generation_model
