@@ -76,8 +76,7 @@ def test_a_models_class_is_looked_at_in_the_engines_own_process(
         raise AssertionError("another process")
 
     model = registry.ModelRegistry.models["Gemma2ForCausalLM"]
-    monkeypatch.setattr(registry, "_run_in_subprocess", registry._run_in_subprocess)
-    monkeypatch.setattr(registry.subprocess, "run", start_another)
+    monkeypatch.setattr(registry, "_run_in_subprocess", start_another)
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     with pytest.raises(AssertionError, match="another process"):
         model.inspect_model_cls()
