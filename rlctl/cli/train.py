@@ -107,7 +107,7 @@ def sft(
 
 def _train(kind: str, arguments: list[str] | None, resume: Path | None, dry_run: bool, where: Where) -> int:
     """Load the run, check it, and launch it here or hand it to a cluster. Returns the exit code."""
-    from rlctl.launch.resume import find_resumed, refuse_contradictions
+    from rlctl.launch.resume import find_resumed, refuse_contradictions, replace_lost_model
     from rlctl.preflight.load import load
 
     target = where.target()
@@ -117,7 +117,9 @@ def _train(kind: str, arguments: list[str] | None, resume: Path | None, dry_run:
         raise ConfigError([Problem(f"--resume {resume}", "", f"a run keeps its own config: leave out {recipe}")])
     resumed = find_resumed(resume, overrides) if resume is not None else None
     if resumed:
-        composed = load(kind, str(resumed.run / "config.yaml"), overrides, resume=True, away=away)
+        replaced = [] if away else replace_lost_model(resumed)
+        note(f"the folder of model.path is gone: going on with {each}" for each in replaced)
+        composed = load(kind, str(resumed.run / "config.yaml"), [*replaced, *overrides], resume=True, away=away)
         refuse_contradictions(composed, resumed.run)
     else:
         composed = load(kind, recipe, overrides, away=away)

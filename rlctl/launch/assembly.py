@@ -5,6 +5,7 @@ parts, see `AlgorithmParts`.
 """
 
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -27,7 +28,7 @@ from rlctl.preflight.machine import RunMachine
 from rlctl.preflight.placement import Placement, resources
 from rlctl.preflight.plan import require_served
 from rlctl.preflight.settled import Settled
-from rlctl.run.checkpoints import Checkpoints, damage_of_weights
+from rlctl.run.checkpoints import Checkpoints, damage_of_weights, stand_in
 from rlctl.run.fingerprint import made_with
 from rlctl.run.run_dir import RunDir
 from rlctl.utils.process import identity
@@ -176,9 +177,11 @@ def _settle(session: Session, machine: RunMachine, files: ModelFiles) -> Settled
 def _find_model(session: Session) -> ModelFiles:
     """Return the files of the run's model. Raises ModelError for a checkpoint's weights that are damaged."""
     config = session.config
-    files = ModelFiles.find(config.model, session.run_dir.path, config.run.seed, merge=config.lora is None)
     # A resumed run brings its weights.
     resumed = Checkpoints(session.run_dir.checkpoints, 1, 0).latest()
+    # At a restart too: the run itself may have deleted an earlier checkpoint that stood in.
+    model = replace(config.model, path=stand_in(config.model.path, resumed) or config.model.path)
+    files = ModelFiles.find(model, session.run_dir.path, config.run.seed, merge=config.lora is None)
     if resumed is None and (damage := damage_of_weights(Path(files.adapter or config.model.path))):
         raise ModelError(f"model.path: {damage}; name another checkpoint")
     return files

@@ -12,7 +12,7 @@ from rlctl.config.provenance import leaves
 from rlctl.models.model_sizes import config_file
 from rlctl.preflight.load import Composed, draft
 from rlctl.preflight.settled import Settled
-from rlctl.run.checkpoints import Checkpoint, Checkpoints, EarlierVersion, NoWholeCheckpoint
+from rlctl.run.checkpoints import Checkpoint, Checkpoints, EarlierVersion, NoWholeCheckpoint, stand_in
 from rlctl.run.fingerprint import contradictions, made_with
 from rlctl.run.run_dir import JobRecord, RunDir, RunDirError, find_run
 
@@ -41,6 +41,17 @@ def find_resumed(text: Path, overrides: list[str]) -> Resumed:
     if not (run / "config.yaml").is_file():
         raise ConfigError([Problem(f"--resume {text}", "", f"{run} has no config.yaml; see `rlctl runs list`")])
     return Resumed(run, text, overrides)
+
+
+def replace_lost_model(resumed: Resumed) -> list[str]:
+    """Return the override by which a run goes on without the folder of its model, see `stand_in`; often none."""
+    try:
+        model = str(RunDir(resumed.run).recorded_config()["model"].get("path"))
+    except (RunDirError, KeyError):
+        # The load of the config says more.
+        return []
+    found = stand_in(model, _checkpoints(resumed.run).latest_as_written())
+    return [f"model.path={found}"] if found else []
 
 
 def refuse_contradictions(composed: Composed[Settled], run: Path) -> None:

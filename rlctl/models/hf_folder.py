@@ -3,9 +3,9 @@
 import json
 import os
 import re
-import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -183,36 +183,46 @@ def folder_files(folder: Path) -> list[Path]:
 def write_folder(source: Path, folder: Path, layout: Layout, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Write a Hugging Face folder of whole `tensors`, in any order, with the other files of `source`."""
     with FolderWriter(folder, layout) as writer:
-        write_companions(source, folder, layout[0][2])
+        Companions.read(source).write(folder, layout[0][2])
         writer.write_headers()
         for name, tensor in tensors:
             writer.write(name, (0,) * tensor.ndim, tensor)
         writer.sync()
 
 
-def write_companions(source: Path, folder: Path, dtype: str) -> None:
-    """Write the files of a folder that hold no weights: the configuration with its dtype, tokenizer files."""
-    config = json.loads((source / "config.json").read_text())
-    config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    copy_companions(source, folder)
+@dataclass(frozen=True)
+class Companions:
+    """The files of a model that hold no weights, as they were when they were read: the folder may be gone since."""
 
+    # config.json.
+    config: dict[str, Any]
+    # Path in the folder -> bytes of tokenizer, processors and generation config.
+    files: dict[str, bytes]
+    # Tokenizer in place of the folder's own; None: the folder's own.
+    tokenizer: Any = None
 
-def copy_companions(source: Path, folder: Path) -> None:
-    """Copy tokenizer, processors and generation config of a Hugging Face folder."""
-    for pattern in COMPANIONS:
-        for file in source.glob(pattern):
-            if file.is_file():
-                copy = folder / file.relative_to(source)
-                copy.parent.mkdir(exist_ok=True)
-                shutil.copyfile(file, copy)
+    @classmethod
+    def read(cls, folder: Path, tokenizer: str | None = None) -> "Companions":
+        """Read the files of a Hugging Face folder. tokenizer: folder or hub name of another tokenizer than its own."""
+        files = [file for pattern in COMPANIONS for file in folder.glob(pattern) if file.is_file()]
+        other = None
+        if tokenizer:
+            from transformers import AutoTokenizer
 
+            other = AutoTokenizer.from_pretrained(tokenizer)
+        config = json.loads((folder / "config.json").read_text())
+        return cls(config, {str(file.relative_to(folder)): file.read_bytes() for file in files}, other)
 
-def save_tokenizer(source: str, folder: Path) -> None:
-    """Put another tokenizer in place of the model folder's own: the one that was trained with."""
-    from transformers import AutoTokenizer
-
-    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    def write(self, folder: Path, dtype: str | None) -> None:
+        """Write the files into a folder. dtype: of its weights; None for an adapter, which has no config.json."""
+        if dtype:
+            key = "torch_dtype" if "torch_dtype" in self.config else "dtype"
+            (folder / "config.json").write_text(json.dumps({**self.config, key: dtype}, indent=2) + "\n")
+        for name, content in self.files.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_bytes(content)
+        if self.tokenizer:
+            self.tokenizer.save_pretrained(folder)
 
 
 def save_tensors(tensors: dict[str, Tensor], file: Path) -> None:

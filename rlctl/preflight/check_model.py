@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from rlctl.config.errors import ModelError
-from rlctl.config.run_weights import is_adapter
+from rlctl.config.run_weights import is_adapter, is_checkpoint, is_run
 from rlctl.config.schema import RunConfig
 from rlctl.data.templates import templates_of, unknown_arguments
 from rlctl.models.facts import ModelSizes
@@ -14,6 +14,8 @@ from rlctl.models.weight_headers import check_weights
 from rlctl.preflight.backend import Violation, Violations
 from rlctl.preflight.machine import Device
 from rlctl.preflight.settled import Settled, SettledSft
+from rlctl.telemetry.jsonl import Record, read_records
+from rlctl.utils.process import driver_lives
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
@@ -52,6 +54,27 @@ def check_model(config: RunConfig) -> Violations:
     elif os.path.isdir(tokenizer) and not any((tokenizer / name).is_file() for name in _TOKENIZER_FILES):
         key = "model.path" if model.tokenizer is None else "model.tokenizer"
         yield Violation(key, f"{tokenizer} has no tokenizer.json; set model.tokenizer to a folder that has one")
+
+
+def live_run_note(model: str) -> str | None:
+    """Return a note on a model that is a checkpoint of a run that still trains, and deletes it later; None for others.
+
+    A run that ended without a word, or whose files cannot be read, is none.
+    """
+    checkpoint = Path(model).parent
+    run = checkpoint.parent.parent
+    if Path(model).name != "hf" or not is_checkpoint(checkpoint) or not is_run(run):
+        return None
+    started: Record = {}
+    for event in read_records(run / "events.jsonl"):
+        if event.get("kind") == "run_started":
+            started = event
+        elif event.get("kind") == "run_ended":
+            started = {}
+    if not started or not driver_lives(started):
+        return None
+    kept = f"that run still trains, and deletes {checkpoint.name} once it has newer ones (its checkpoint.keep_last)"
+    return f"model.path={model}: {kept}: wait for its end, or copy the folder first"
 
 
 def model_notes(sizes: ModelSizes, device: Device) -> list[str]:

@@ -17,6 +17,7 @@ from rlctl.config.recorded_origins import recorded_origins, with_origins
 from rlctl.config.run_weights import local_folder
 from rlctl.config.schema import KINDS, RunConfig
 from rlctl.models.model_sizes import sizes_of, underived
+from rlctl.preflight.check_model import live_run_note
 from rlctl.preflight.checks import check
 from rlctl.preflight.machine import RunMachine
 from rlctl.preflight.notes import notes
@@ -145,6 +146,8 @@ def load(
     elif not away and local_folder(path) is None:
         what = "not on this machine, its sizes are not known, and not checked; rlctl train fetches it"
         said.append(f"model.path={path}: {what}")
+    if not away and (live := live_run_note(path)):
+        said.append(live)
     recorded, inside = recorded_origins(file) if resume else {}, f"{within}." if within else ""
     recorded = {key.removeprefix(inside): text for key, text in recorded.items() if key.startswith(inside)}
     composed = Composed(settled, file, origins, said + notes(settled, origins), {}, recorded)

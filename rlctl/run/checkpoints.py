@@ -56,6 +56,19 @@ def damage_of_weights(model: Path) -> str:
     return _line(wrong) if wrong else ""
 
 
+def stand_in(model: str, newest: Checkpoint | None) -> str | None:
+    """Return the export that stands in for a run's model whose folder is gone: that of its newest checkpoint.
+
+    None for a model that is here or is no path, and where nothing stands in: adapters and a reference policy need the
+    weights of the model itself.
+    """
+    if newest is None or not Path(model).is_absolute() or os.path.isdir(model):
+        return None
+    made_with = newest.state.get("made_with") or {}
+    stands_in = made_with.get("frozen") is None and (newest.export / "config.json").is_file()
+    return str(newest.export) if stands_in else None
+
+
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written; no part is left."""
 

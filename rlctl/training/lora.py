@@ -18,10 +18,9 @@ from torch import Tensor, nn
 
 from rlctl.models.adapter_folder import AdapterFile, write_adapter
 from rlctl.models.adapters import LORA_A, LORA_B, AdapterSpec
-from rlctl.models.hf_folder import copy_companions, save_tokenizer
+from rlctl.models.hf_folder import Companions
 from rlctl.models.layer_kinds import LinearLayer
 from rlctl.models.parameter_table import TensorRow
-from rlctl.models.weight_headers import digest_of_weights
 from rlctl.refit.source import Shard
 from rlctl.training.interface import MicroBatch
 
@@ -157,9 +156,10 @@ def _bits(names: Sequence[str], shards: Callable[[], list[Shard]]) -> list[int]:
 class Base:
     """The model below adapters, for their export."""
 
-    folder: Path
     # As adapter_config.json names it: a folder, or a hub name.
     name: str
+    # See `digest_of_weights`.
+    digest: str
     linears: tuple[LinearLayer, ...]
     # See `meta_model.text_in_whole`.
     place: tuple[str, str]
@@ -167,25 +167,22 @@ class Base:
 
 @dataclass(frozen=True)
 class AdapterJob:
-    """PEFT's folder as the export of a checkpoint: rank 0 writes it, with the tokenizer of the base or another one."""
+    """PEFT's folder as the export of a checkpoint, which rank 0 writes."""
 
     folder: Path
     spec: AdapterSpec
     base: Base
-    tokenizer: str | None
+    # Files of the base that go along; None on other ranks than 0.
+    companions: Companions | None
     # Whole tensors by their names in memory; none on other ranks than 0.
     tensors: dict[str, Tensor]
-    rank: int
 
     def write(self) -> int:
         """Write the folder; return 0: no rank shares a file with another. Raises OSError."""
-        if self.rank == 0:
+        if self.companions:
             named = {each.name: each for each in self.spec.tensors}
             own = ((named[name], value) for name, value in self.tensors.items())
-            digest = digest_of_weights(self.base.folder)
             base = self.base
-            write_adapter(self.folder, self.spec, base.linears, base.name, digest, own, base.place)
-            copy_companions(self.base.folder, self.folder)
-            if self.tokenizer:
-                save_tokenizer(self.tokenizer, self.folder)
+            write_adapter(self.folder, self.spec, base.linears, base.name, base.digest, own, base.place)
+            self.companions.write(self.folder, None)
         return 0

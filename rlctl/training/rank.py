@@ -53,7 +53,7 @@ class TrainerRank(ABC):
     def __init__(self, spec: TrainerSpec) -> None:
         """Join the process group. Raises ValueError for a model that the backend does not train."""
         from rlctl.models.derive import load_facts, table_of
-        from rlctl.models.hf_folder import check_tied
+        from rlctl.models.hf_folder import Companions, WeightFiles, check_tied
         from rlctl.models.meta_model import skeleton
 
         self._spec, self._config = spec, spec.config
@@ -70,6 +70,10 @@ class TrainerRank(ABC):
             self._table, self._below = self._table.below(adapters.tensors), spec.model_path
         for finding in backend_of(spec.config).check_model(spec.config, self._facts.sizes):
             raise ValueError(finding.what)
+        # What exports take from the model's folder, read or opened now: it may be gone when a checkpoint is made.
+        tokenizer = spec.tokenizer_path if spec.tokenizer_path != spec.model_path else None
+        self._companions = Companions.read(self._folder, tokenizer) if spec.rank == 0 else None
+        self._source = WeightFiles(self._folder) if self._table.kept else None
         self._join()
         # Weights of the other roles, each from its first use on.
         self._frozen: dict[Role, FrozenWeights] = {}
@@ -306,11 +310,7 @@ class TrainerRank(ABC):
         """Return the job of writing these weights in `dtype`, and the source's tensors that the model does not hold."""
         spec, kind = self._spec, dtype or self._config.dtype
         layout = self.layout(kind) + [(row.name, row.shape, str(row.dtype)) for row in self._table.kept]
-        return WeightsJob(folder, self._folder, self._tokenizer(), layout, self._table, weights, spec.rank, spec.world)
-
-    def _tokenizer(self) -> str | None:
-        """Return the tokenizer's folder for an export; None for the model's own."""
-        return self._spec.tokenizer_path if self._spec.tokenizer_path != self._spec.model_path else None
+        return WeightsJob(folder, self._companions, self._source, layout, self._table, weights, spec.rank, spec.world)
 
     # Memory and facts.
 

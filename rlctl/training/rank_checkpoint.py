@@ -21,7 +21,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from rlctl.models.hf_folder import FolderWriter, WeightFiles, folder_files, save_tokenizer, write_companions
+from rlctl.models.hf_folder import Companions, FolderWriter, WeightFiles, folder_files
 from rlctl.models.parameter_table import Layout, ParameterTable
 from rlctl.models.safetensors_files import FileLayout, bytes_of, lay_out, sum_of
 from rlctl.training.offload import lock_pages, unlock_pages
@@ -194,10 +194,10 @@ class WeightsJob:
     """One rank's part of a Hugging Face folder that ranks write together."""
 
     folder: Path
-    # Folder of the trained model: the source of configuration files, and of tensors without a parameter.
-    source: Path
-    # Folder of the tokenizer that was trained with; None: the source's.
-    tokenizer: str | None
+    # The other files, which rank 0 writes; None on other ranks.
+    companions: Companions | None
+    # Files of the trained model, open, for tensors without a parameter; None where there are none.
+    source: WeightFiles | None
     layout: Layout
     table: ParameterTable
     # Weights that this rank writes, by their names in memory.
@@ -206,21 +206,18 @@ class WeightsJob:
     world: int
 
     def write(self) -> int:
-        """Write this rank's boxes, and the other files if it is rank 0; return the sum of the bytes of weights."""
+        """Write this rank's boxes, and rank 0's other files; return the sum of the bytes of weights."""
         with FolderWriter(self.folder, self.layout) as writer:
-            if self.rank == 0:
+            if self.companions:
                 writer.write_headers()
-                write_companions(self.source, self.folder, self.layout[0][2])
-                if self.tokenizer:
-                    save_tokenizer(self.tokenizer, self.folder)
+                self.companions.write(self.folder, self.layout[0][2])
             for name, shard in self.weights.items():
                 for row in self.table.of(name):
                     if part := row.part(shard.tensor, shard.start):
                         writer.write(row.name, *part)
-            if unread := self.table.kept[self.rank :: self.world]:
-                source = WeightFiles(self.source)
-                for row in unread:
-                    writer.write(row.name, (0,) * len(row.shape), source.tensor(row.name))
+            if self.source:
+                for row in self.table.kept[self.rank :: self.world]:
+                    writer.write(row.name, (0,) * len(row.shape), self.source.tensor(row.name))
             return writer.sync()
 
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from rlctl.models.adapter_folder import open_weights
 from rlctl.models.meta_model import text_in_whole
+from rlctl.models.weight_headers import digest_of_weights
 from rlctl.preflight.offload_plan import residency
 from rlctl.refit.source import Shard
 from rlctl.training.fsdp.exact import in_float32
@@ -54,7 +55,9 @@ class FsdpTrainer(TrainerRank):
         first = None
         if spec.config.adapters:
             # Names of an export. A class that cannot be built is refused now.
-            self._place = text_in_whole(self._folder, self._facts.decoder)
+            place = text_in_whole(self._folder, self._facts.decoder)
+            name, digest = spec.base_name or spec.model_path, digest_of_weights(self._folder)
+            self._base = Base(name, digest, self._facts.sizes.linears, place)
             first = FirstAdapters(
                 spec.config.adapters, Path(spec.adapter_folder) if spec.adapter_folder else None, spec.seed
             )
@@ -105,13 +108,11 @@ class FsdpTrainer(TrainerRank):
         if self._config.adapters is None:
             return super()._export_job(folder, weights, dtype)
         # Adapters are small: rank 0 writes them whole.
-        name = self._spec.base_name or self._spec.model_path
-        base = Base(self._folder, name, self._facts.sizes.linears, self._place)
         whole = {}
         for name, tensor in self.export("float32"):
             if self._spec.rank == 0:
                 whole[name] = tensor.to("cpu", copy=True)
-        return AdapterJob(folder, self._config.adapters, base, self._tokenizer(), whole, self._spec.rank)
+        return AdapterJob(folder, self._config.adapters, self._base, self._companions, whole)
 
     def exact_log_probs(self, micro_batches: list[MicroBatch]) -> list[list[NDArray[np.float32]]] | None:
         with in_float32(self._policy):

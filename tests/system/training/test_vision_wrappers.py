@@ -97,7 +97,10 @@ def test_the_text_trains_as_the_whole_computes_it_and_an_export_keeps_the_rest(k
             np.testing.assert_allclose(got[1:], plain_log_probs(plain, sequence)[0].detach().numpy(), atol=2e-5)
         assert {name for name, _, _ in one.layout()} == set(source.names()) - kept
         assert one.train([DATA], WeightedLoss(), totals(DATA))["train/grad_norm"] > 0
+        # A checkpoint needs the folder no more: it may be one that another run deletes.
+        aside = folder.rename(tmp_path / "aside")
         one.export_folder(tmp_path / "out", "float32")
+        aside.rename(folder)
         trained = one.log_probs([DATA])[0]
     # Without it no engine loads the whole.
     assert (tmp_path / "out/preprocessor_config.json").is_file()
@@ -119,7 +122,9 @@ def test_an_adapter_of_the_text_has_the_names_of_the_whole(kind: str, tmp_path: 
     with trainer(folder, tmp_path, adapters=spec) as one:
         for _ in range(3):
             one.train([DATA], WeightedLoss(), totals(DATA))
+        aside = folder.rename(tmp_path / "aside")
         one.export_folder(out)
+        aside.rename(folder)
         trained = one.log_probs([DATA])[0]
     whole = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     targets = json.loads((out / "adapter_config.json").read_text())["target_modules"]

@@ -9,13 +9,18 @@ from pathlib import Path
 import pytest
 import yaml
 
+from rlctl.config.errors import ConfigError
 from rlctl.launch.assembly import launch
+from rlctl.launch.resume import find_resumed, replace_lost_model
 from rlctl.launch.runtime import LocalRuntime
 from rlctl.launch.session import Session, run_session
 from rlctl.preflight.load import load
 from rlctl.run.checkpoints import Checkpoints, Known
+from rlctl.run.manifest import write_manifest
 from rlctl.run.run_dir import JobRecord, RunDirError
+from rlctl.telemetry.events import EventLog
 from rlctl.telemetry.jsonl import read_records
+from rlctl.utils.process import identity
 from rlctl.workers.errors import WorkerDied
 from tests.unit import folders
 
@@ -208,3 +213,34 @@ def test_a_run_that_a_cluster_drives_is_not_continued_here(run: Path) -> None:
     with pytest.raises(RunDirError, match="is a copy of a run that lives on lab: add --cluster lab"):
         launch(config.settled, config.to_yaml(), LocalRuntime(), run)
     assert files(run).items() >= before.items()
+
+
+@pytest.mark.parametrize("needs", ["nothing of the model", "its weights"])
+def test_a_run_whose_model_is_gone_goes_on_with_the_newest_export(run: Path, needs: str) -> None:
+    resumed = find_resumed(run, [])
+    assert replace_lost_model(resumed) == []
+    shutil.rmtree("model")
+    if needs == "its weights":
+        # Of a reference policy, or below adapters.
+        file = run / "checkpoints/step_4/state.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "made_with": {"frozen": "abc"}}))
+        write_manifest(run / "checkpoints/step_4")
+        assert replace_lost_model(resumed) == []
+        with pytest.raises(ConfigError, match=r"model\.path: no file or folder .*/model;"):
+            load("grpo", str(run / "config.yaml"), [], resume=True)
+    else:
+        assert replace_lost_model(resumed) == [f"model.path={run / 'checkpoints/step_4/hf'}"]
+
+
+@pytest.mark.parametrize("end", [None, "run_ended"])
+def test_a_start_from_a_run_that_still_trains_is_noted(run: Path, end: str | None) -> None:
+    shutil.copytree("model", run / "checkpoints/step_4/hf", dirs_exist_ok=True)
+    events = EventLog(run / "events.jsonl")
+    events.emit("run_started", **identity())
+    if end:
+        events.emit(end)
+    model = run.absolute() / "checkpoints/step_4/hf"
+    notes = [note for note in load("grpo", "grpo.recipe.yaml", [f"model.path={run}"]).notes if "still trains" in note]
+    said = f"model.path={model}: that run still trains, and deletes step_4 once it has newer ones"
+    more = " (its checkpoint.keep_last): wait for its end, or copy the folder first"
+    assert notes == ([] if end else [said + more])
