@@ -23,7 +23,12 @@ _FOR_HEAD = {
 _FOR_JOBS = {"RAY_JOB_STOP_WAIT_TIME_S": "600"}
 # Ray's processes log event statistics every minute. Nothing else would be seen by a person who follows the logs.
 _NO_STATISTICS = {"RAY_event_stats_print_interval_ms": "0"}
-_FOR_NODES = ("RAY_USAGE_STATS_ENABLED", "RAY_worker_niceness", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO")
+_FOR_NODES = (
+    "RAY_USAGE_STATS_ENABLED",
+    "RAY_worker_niceness",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO",
+    "RAY_task_events_report_interval_ms",
+)
 # Environment of every node of every kind, besides the token.
 NODE_ENVIRONMENT = {name: ENVIRONMENT[name] for name in _FOR_NODES} | _FOR_JOBS
 

@@ -5,6 +5,8 @@
 
 import math
 import time
+from array import array
+from bisect import bisect_left, bisect_right
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,22 +24,31 @@ SILENT = {"phase", "startup", "prompts"}
 ETA_STEPS = 20
 
 
-class History:
-    """Records of a run's steps (or validations) in order, with each metric's series at hand.
+# Newest records that a history keeps whole.
+_WHOLE = 256
+# Points of each series that a live view keeps: a terminal draws fewer.
+LIVE_POINTS = 1000
 
-    Adding the newest is cheap; adding an older one, as after a reread, costs a rebuild.
+
+class History:
+    """Numbers of a run's steps (or validations) in order, by metric, and the newest records whole.
+
+    limit: the most points of a series. Beyond it every second point of the older half is left out, again and again.
+    None: all points stay, 16 bytes each.
     """
 
-    def __init__(self) -> None:
-        self._records: dict[int, Record] = {}
-        self._series: dict[str, tuple[list[int], list[float]]] = {}
+    def __init__(self, limit: int | None = None) -> None:
+        self._limit = limit
+        # By step, the newest last.
+        self._newest: dict[int, Record] = {}
+        self._series: dict[str, tuple[array[int], array[float]]] = {}
 
     def __len__(self) -> int:
-        return len(self._records)
+        return len(self.steps)
 
     @property
-    def steps(self) -> list[int]:
-        return list(self._records)
+    def steps(self) -> Sequence[int]:
+        return self._series["step"][0] if "step" in self._series else ()
 
     @property
     def names(self) -> list[str]:
@@ -47,23 +58,43 @@ class History:
     @property
     def last(self) -> Record:
         """Newest record; empty before the first."""
-        return next(reversed(self._records.values()), {})
+        return next(reversed(self._newest.values()), {})
 
     def add(self, record: Record) -> None:
         """Add the record of `record["step"]`, in place of an earlier one of that step."""
         step = int(record["step"])
-        if not self._records or step > next(reversed(self._records)):
-            self._take(step, record)
-        elif self._records.get(step) != record:
-            self._rebuild({**self._records, step: record})
+        if self._newest.get(step) == record:
+            return
+        in_order = not self._newest or step > next(reversed(self._newest))
+        numbers = {name: value for name, value in record.items() if isinstance(value, (int, float))}
+        if not in_order:
+            for steps, values in self._series.values():
+                _remove_after(steps, values, step - 1, step)
+        for name, value in numbers.items():
+            steps, values = self._series.setdefault(name, (array("q"), array("d")))
+            place = bisect_left(steps, step)
+            steps.insert(place, step)
+            values.insert(place, value)
+            if self._limit and len(steps) > self._limit:
+                older = slice(1, len(steps) // 2, 2)
+                del steps[older]
+                del values[older]
+        self._newest[step] = record
+        if not in_order:
+            self._newest = dict(sorted(self._newest.items()))
+        if len(self._newest) > _WHOLE:
+            del self._newest[next(iter(self._newest))]
 
     def drop_after(self, step: int) -> None:
         """Remove the records of later steps."""
-        self._rebuild({each: record for each, record in self._records.items() if each <= step})
+        self._newest = {number: record for number, record in self._newest.items() if number <= step}
+        for steps, values in self._series.values():
+            _remove_after(steps, values, step)
+        self._series = {name: series for name, series in self._series.items() if series[0]}
 
     def recent(self, count: int) -> list[Record]:
-        """Return the last `count` records, oldest first."""
-        newest = reversed(self._records.values())
+        """Return the last `count` records, oldest first; at most 256."""
+        newest = reversed(self._newest.values())
         return [record for _, record in zip(range(count), newest)][::-1]
 
     def series(self, name: str) -> Sequence[tuple[int, float]]:
@@ -75,18 +106,13 @@ class History:
         """Return the values of `series`, without a copy."""
         return self._series.get(name, ((), ()))[1]
 
-    def _rebuild(self, records: dict[int, Record]) -> None:
-        self._records, self._series = {}, {}
-        for step in sorted(records):
-            self._take(step, records[step])
 
-    def _take(self, step: int, record: Record) -> None:
-        self._records[step] = record
-        for name, value in record.items():
-            if isinstance(value, (int, float)):
-                steps, values = self._series.setdefault(name, ([], []))
-                steps.append(step)
-                values.append(value)
+def _remove_after(steps: "array[int]", values: "array[float]", step: int, last: int | None = None) -> None:
+    """Remove the points of later steps from a series, up to step `last` if there is one."""
+    begin = bisect_right(steps, step)
+    end = len(steps) if last is None else bisect_right(steps, last)
+    del steps[begin:end]
+    del values[begin:end]
 
 
 @dataclass
@@ -103,7 +129,7 @@ class RunState:
     validations: History = field(default_factory=History)
     checkpoints: dict[int, Record] = field(default_factory=dict)
     events: deque[Record] = field(default_factory=lambda: deque(maxlen=100))
-    health: dict[str, dict[int, Record]] = field(default_factory=dict)  # warnings: check -> step -> event
+    health: dict[str, set[int]] = field(default_factory=dict)  # warnings: check -> steps
     status: Status = "new"
     sample: Record = field(default_factory=dict)  # newest group of rollouts.jsonl, for views of one
     damaged: dict[str, int] = field(default_factory=dict)  # file -> lines that are left out
@@ -220,10 +246,7 @@ class RunState:
             self.checkpoints = {step: saved for step, saved in self.checkpoints.items() if step <= done}
             self.steps.drop_after(done)
             self.validations.drop_after(done)
-            health = {
-                check: {step: each for step, each in said.items() if step <= done}
-                for check, said in self.health.items()
-            }
+            health = {check: {step for step in steps if step <= done} for check, steps in self.health.items()}
             self.health = {check: kept for check, kept in health.items() if kept}
         elif kind == "startup":
             what, at, seconds = str(event.get("what")), float(event["time"]), event.get("seconds")
@@ -241,7 +264,7 @@ class RunState:
         elif kind == "checkpoint":
             self.checkpoints[int(event["step"])] = event
         elif kind == "warning" and "check" in event:
-            self.health.setdefault(str(event["check"]), {})[int(event.get("step", 0))] = event
+            self.health.setdefault(str(event["check"]), set()).add(int(event.get("step", 0)))
         elif kind == "submitted":
             # The job's driver has not started yet; the end of an earlier attempt is not its end.
             self.start, self.end, self.phase, self.startup, self.status = {}, {}, None, {}, "new"
@@ -262,10 +285,10 @@ class RunState:
 class RunReader:
     """Follows a run directory and keeps `state` up to date.
 
-    samples: the newest group of rollouts too.
+    samples: the newest group of rollouts too. limit: the most points of a series, for a reader that lives long.
     """
 
-    def __init__(self, path: Path, samples: bool = False) -> None:
+    def __init__(self, path: Path, samples: bool = False, limit: int | None = None) -> None:
         self._rollouts = path / "rollouts.jsonl" if samples else None
         self._sampled = 0.0
         self._events = Tail(path / "events.jsonl")
@@ -275,7 +298,9 @@ class RunReader:
         # Records that hold no numbers where numbers belong.
         self._unsound: Counter[Tail] = Counter()
         self._newest = self._newest_metrics = 0.0
-        self.state = RunState(neutral(path.resolve().name))
+        self.state = RunState(
+            neutral(path.resolve().name), steps=History(limit=limit), validations=History(limit=limit)
+        )
 
     def poll(self) -> list[Record]:
         """Bring `state` up to date; return the new events and metrics by time.

@@ -100,7 +100,7 @@ def facts_of(state: RunState) -> Iterator[tuple[str, str]]:
         warnings = []
         for check, said in state.health.items():
             times = f" {len(said)} times" if len(said) > 1 else ""
-            steps = ", ".join([*map(str, list(said)[:3]), *["..."] * (len(said) > 3)])
+            steps = ", ".join([*map(str, sorted(said)[:3]), *["..."] * (len(said) > 3)])
             warnings.append(f"{check.replace('_', ' ')}{times} (step {steps})")
         yield "warnings", " · ".join(warnings)
     held = {side: state.values(f"memory/{side}_gib") for side in ("trainer", "engine", "driver")}
@@ -138,7 +138,7 @@ def _speed(state: RunState) -> Iterator[tuple[str, str]]:
     if (mfu := state.mean("throughput/mfu")) is not None:
         yield "MFU", percent(mfu)
     if (step := state.mean("time/step")) is not None:
-        shares = split(state.steps.recent(len(state.steps)))
+        shares = split([{name: sum(state.values(name)) for name in state.steps.names}])
         top = " · ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in shares[:6] if share >= 0.005)
         yield "step time", f"{duration(step)}: {top}"
     if idle := _means(state, percent, "idle", ("trainer", "generator")):

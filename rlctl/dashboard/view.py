@@ -19,7 +19,7 @@ from rich.live import Live
 from rlctl.dashboard.console import PIPE_WIDTH, SafeConsole
 from rlctl.dashboard.dashboard import render
 from rlctl.dashboard.plain_log import LineFormat
-from rlctl.dashboard.state import RunReader
+from rlctl.dashboard.state import LIVE_POINTS, RunReader, read_state
 from rlctl.dashboard.summary import say_goodbye
 from rlctl.run.run_dir import RunDir
 from rlctl.telemetry.jsonl import Record
@@ -42,7 +42,9 @@ class RunView(ABC):
     leave_screen = ""
 
     def __init__(self, run: RunDir, console: Console) -> None:
-        self.reader = RunReader(run.path, self.samples)
+        self._run = run
+        # A run may have many steps, each with many metrics: the driver must not grow by them.
+        self.reader = RunReader(run.path, self.samples, LIVE_POINTS)
         # The run_ended event, set by the run's own process: its file may have had no room.
         self.end: Record | None = None
         self.console = console
@@ -65,10 +67,11 @@ class RunView(ABC):
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join(timeout=5)
-        self.reader.poll()
+        # All steps count in the summary.
+        state = read_state(self._run.path)
         if self.end:
-            self.reader.state.end_with(self.end)
-        say_goodbye(self.reader.state, self.console, self._failure)
+            state.end_with(self.end)
+        say_goodbye(state, self.console, self._failure)
 
     def give_back(self, last_words: str) -> None:
         """Leave the screen and print, for a process that ends inside the block. Takes no lock."""

@@ -27,6 +27,8 @@ GroupPurpose = Literal["train", "validation"]
 _HEAD = re.compile(rb'\{"kind": "group", "step": (\d+), "purpose": "(train|validation)", "task": ("(?:[^"\\]|\\.)*")')
 # A line of more than this at the end of the file is not looked for: the newest group is for a screen.
 _NEWEST_BYTES = 16 << 20
+# A live view looks after every step: it looks at the last bytes first.
+_FIRST_BYTES = 64 << 10
 
 
 class RolloutsFile:
@@ -134,14 +136,21 @@ def read_groups(path: Path, places: Sequence[GroupPlace]) -> Iterator[Record]:
 
 def newest_group(path: Path) -> Record | None:
     """Return the group that was written last; None if there is none near the end of the file."""
+    count = _FIRST_BYTES
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)
-            file.seek(max(0, size - _NEWEST_BYTES))
-            lines = file.read().split(b"\n")[:-1]
+            while True:
+                file.seek(max(0, size - count))
+                lines = file.read(count).split(b"\n")[:-1]
+                for line in reversed(lines):
+                    if _HEAD.match(line) and (group := _group(line)):
+                        return group
+                if count >= min(size, _NEWEST_BYTES):
+                    return None
+                count *= 4
     except OSError:
         return None
-    return next((group for line in reversed(lines) if _HEAD.match(line) and (group := _group(line))), None)
 
 
 def _group(line: bytes) -> Record | None:

@@ -158,7 +158,7 @@ class Base:
 
     # As adapter_config.json names it: a folder, or a hub name.
     name: str
-    # See `digest_of_weights`.
+    # `digest_of_weights` of its folder.
     digest: str
     linears: tuple[LinearLayer, ...]
     # See `meta_model.text_in_whole`.

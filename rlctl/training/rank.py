@@ -70,7 +70,7 @@ class TrainerRank(ABC):
             self._table, self._below = self._table.below(adapters.tensors), spec.model_path
         for finding in backend_of(spec.config).check_model(spec.config, self._facts.sizes):
             raise ValueError(finding.what)
-        # What exports take from the model's folder, read or opened now: it may be gone when a checkpoint is made.
+        # Exports take these from the model's folder. It may be gone when a checkpoint is made.
         tokenizer = spec.tokenizer_path if spec.tokenizer_path != spec.model_path else None
         self._companions = Companions.read(self._folder, tokenizer) if spec.rank == 0 else None
         self._source = WeightFiles(self._folder) if self._table.kept else None

@@ -16,6 +16,8 @@ ENVIRONMENT = {
     "RAY_ENABLE_AUTO_CONNECT": "0",
     # A run does not answer for the memory of other programs on the machine.
     "RAY_memory_monitor_refresh_ms": "0",
+    # Ray's head would remember every call, at 30 KiB a step, for `ray list tasks`. Nothing in rlctl asks for them.
+    "RAY_task_events_report_interval_ms": "0",
     # Ray's metrics are readable without the token: nodes collect none. The head's two metrics servers have no switch,
     # and are given a port that does not exist.
     "RAY_enable_metrics_collection": "0",

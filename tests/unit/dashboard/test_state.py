@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlctl.dashboard.state import RunReader, best_checkpoint, read_state
+from rlctl.dashboard.state import History, RunReader, best_checkpoint, read_state
 from rlctl.telemetry.events import EventLog, MetricsLog
 from tests.unit.dashboard.synthetic import STEP_SECONDS, write_run
 
@@ -129,3 +129,21 @@ def test_records_that_lack_what_they_need_are_left_out(tmp_path: Path) -> None:
     with run.events.open("a") as file:
         file.write('{"kind": "phase"}\n')
     assert read_state(run.path).step == 20
+
+
+def test_a_live_history_is_bounded_and_exact_in_its_newer_half() -> None:
+    live, whole = History(limit=100), History()
+    # Once more: a file that is reread.
+    for _ in range(2):
+        for step in range(1, 2001):
+            record = {"step": step, "x": step / 2, "kind": "step"}
+            live.add(record)
+            whole.add(record)
+    points = live.series("x")
+    assert len(points) <= 100 and points[0] == (1, 0.5)
+    assert points[-50:] == whole.series("x")[-50:] == [(step, step / 2) for step in range(1951, 2001)]
+    assert len(whole) == 2000 and whole.last["step"] == 2000 and len(whole.recent(2000)) < 2000
+    whole.add({"step": 7, "y": 1.0})
+    assert whole.series("y") == [(7, 1.0)] and [step for step, _ in whole.series("x")[5:7]] == [6, 8]
+    whole.drop_after(6)
+    assert [*whole.steps] == [1, 2, 3, 4, 5, 6] and "y" not in whole.names

@@ -221,7 +221,7 @@ def test_a_run_whose_model_is_gone_goes_on_with_the_newest_export(run: Path, nee
     assert replace_lost_model(resumed) == []
     shutil.rmtree("model")
     if needs == "its weights":
-        # Of a reference policy, or below adapters.
+        # A reference policy reads them, and so do adapters.
         file = run / "checkpoints/step_4/state.json"
         file.write_text(json.dumps({**json.loads(file.read_text()), "made_with": {"frozen": "abc"}}))
         write_manifest(run / "checkpoints/step_4")

@@ -1,0 +1,41 @@
+"""The memory of a run's own processes does not grow with its steps."""
+
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rlctl.telemetry.jsonl import Tail
+from tests.faults.runs import Run
+from tests.system.test_torch_engine import ENGINE
+
+STEPS, WARM = 2000, 500
+FLAT_BYTES = 5 << 20
+
+
+@pytest.mark.long  # 13 minutes each on two cores that do nothing else
+@pytest.mark.slow
+@pytest.mark.timeout(4 * 3600)
+@pytest.mark.parametrize("groups", [(), ("telemetry.groups_per_step=0",)], ids=["default", "no groups"])
+def test_a_run_of_two_thousand_steps_is_flat_after_five_hundred(tmp_path: Path, groups: tuple[str, ...]) -> None:
+    sizes = ("grpo.num_prompts_per_step=2", "grpo.num_generations_per_prompt=2", f"grpo.num_steps={STEPS}")
+    seldom = ("validation.every=0", "checkpoint.every=0", "checkpoint.at_end=false", "run.probe=false")
+    run = Run(tmp_path, "soak", f"generation.engine={ENGINE}:KIND", *sizes, *seldom, *groups)
+    run.wait_for_step(WARM // 50)
+    driver = psutil.Process(run.process.pid)
+    (head,) = [each for each in driver.children() if each.name() == "gcs_server"]
+    metrics = Tail(run.path / "metrics.jsonl")
+    done = 0
+    held: dict[str, list[int]] = {"driver": [], "gcs_server": []}
+    while done < STEPS:
+        assert run.process.poll() is None, run.text()
+        done += sum(record["kind"] == "step" for record in metrics.read())
+        if WARM <= done < STEPS:
+            held["driver"].append(driver.memory_info().rss)
+            held["gcs_server"].append(head.memory_info().rss)
+        time.sleep(1)
+    assert run.end() == 0, run.text()
+    grown = {name: max(values) - values[0] for name, values in held.items()}
+    print({name: f"{size / 2**20:.1f} MiB" for name, size in grown.items()})
+    assert max(grown.values()) <= FLAT_BYTES, grown
