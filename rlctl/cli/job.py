@@ -3,17 +3,22 @@
 Flags: --wait (for room), --probe (only that).
 """
 
+import ctypes
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
 from rlctl.cluster.jobs.head_agent import CONFIG, SECRETS
 from rlctl.run.run_dir import JobRecord
 
+_PR_SET_PDEATHSIG = 1
+
 
 def main() -> int:
     """Drive the run, and return its exit code."""
+    _leave_group()
     run, flags = Path(sys.argv[1]), sys.argv[2:]
     record = JobRecord.read(run)
     assert record is not None, f"{run} has no job.json"
@@ -31,6 +36,23 @@ def main() -> int:
     composed = load(None, str(run / CONFIG), [], resume=True)
     runtime = ClusterRuntime("--wait" in flags)
     return launch(composed.settled, composed.to_yaml(), runtime, run, probe_only="--probe" in flags)
+
+
+def _leave_group() -> None:
+    """Go on as a child in a new session. The parent waits for the child, and ends as the child does.
+
+    Ray kills a job's group when the cluster's head is gone: nobody would hear why the run ended. A stop reaches the
+    child, since Ray sends it to all processes of a job. The child is asked to stop when the parent is gone.
+    """
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        return
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    os._exit(code if code >= 0 else 128 - code)
 
 
 if __name__ == "__main__":

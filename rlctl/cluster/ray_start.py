@@ -29,8 +29,10 @@ _FOR_NODES = (
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO",
     "RAY_task_events_report_interval_ms",
 )
+# Ray ends processes a minute after its head, without a message. A run may need longer to finish its step and save.
+_PATIENCE = {"RAY_gcs_rpc_server_reconnect_timeout_s": "600"}
 # Environment of every node of every kind, besides the token.
-NODE_ENVIRONMENT = {name: ENVIRONMENT[name] for name in _FOR_NODES} | _FOR_JOBS
+NODE_ENVIRONMENT = {name: ENVIRONMENT[name] for name in _FOR_NODES} | _FOR_JOBS | _PATIENCE
 
 
 @dataclass(frozen=True)

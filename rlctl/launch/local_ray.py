@@ -14,8 +14,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -39,6 +39,8 @@ _ATTEMPTS, _ATTEMPT_S = 2, 30.0
 # Most bytes of a Unix socket's path, and bytes of Ray's own part, with the name of the folder.
 _SOCKET_BYTES, _RAYS_BYTES = 107, 84
 _NEEDED, _LOOK_S = ("gcs_server", "raylet"), 0.5
+# Time that a run has to end by itself once its node of a cluster is gone.
+_GIVE_UP_S = 20.0
 # Methods by which Ray's head starts its autoscaler, its log monitor and the server of its dashboard.
 _UNUSED = ("start_monitor", "start_log_monitor", "start_api_server")
 # Function by which Ray starts each of its processes.
@@ -57,10 +59,10 @@ class RayTooSlow(RuntimeError):
 
 
 @contextmanager
-def ray_session(logs: Path, *, loopback: bool = False, **options: Any) -> Iterator[None]:
-    """Connect by `ray.init(**options)` until the block is left. Ray's messages go to a file in `logs`.
+def ray_session(logs: Path, *, loopback: bool = False, **options: Any) -> Iterator[dict[str, Any]]:
+    """Connect by `ray.init(**options)` until the block is left. Yields Ray's facts of the connection.
 
-    loopback: Ray and its driver listen on loopback alone.
+    Ray's messages go to a file in `logs`. loopback: Ray and its driver listen on loopback alone.
     """
     import rlctl.workers  # noqa: F401  (sets what Ray reads at its import)
     import ray  # isort: skip
@@ -70,8 +72,8 @@ def ray_session(logs: Path, *, loopback: bool = False, **options: Any) -> Iterat
     logger.handlers, logger.propagate = [logging.FileHandler(logs / "ray.log")], False
     try:
         with _loopback_switch(loopback), _own_signals():
-            ray.init(log_to_driver=False, configure_logging=False, **options)
-        yield
+            context = ray.init(log_to_driver=False, configure_logging=False, **options)
+        yield getattr(context, "address_info", {})
     finally:
         ray.shutdown()
 
@@ -169,7 +171,7 @@ def local_ray(logs: Path, lost: Callable[[str], None] = lambda why: None, deadli
                 spent = time.monotonic() - begin
                 if attempt >= _ATTEMPTS and spent + _ATTEMPT_S > deadline_s:
                     raise RayTooSlow(_too_slow(attempt, spent, deadline_s, logs)) from error
-        stack.enter_context(_watched(lost))
+        stack.enter_context(_watched(_needed(), lost))
         yield reaper
 
 
@@ -180,20 +182,29 @@ def _too_slow(attempts: int, spent_s: float, deadline_s: float, logs: Path) -> s
 
 
 @contextmanager
-def _watched(lost: Callable[[str], None]) -> Iterator[None]:
-    """Watch Ray's head and this machine's raylet.
+def _watched(
+    processes: Mapping[str, psutil.Process], lost: Callable[[str], None], give_up: Callable[[], None] | None = None
+) -> Iterator[None]:
+    """Watch Ray's head and this machine's raylet until the block is left.
 
     A driver without them works on for a minute, then Ray ends it without a message.
+    lost: called once, with the reason. give_up: called if the raylet is gone and the block is not left in time. All
+    processes on this machine have ended then, and a driver without the head hears nothing.
     """
-    watched = _needed()
     left = threading.Event()
 
     def look() -> None:
+        is_told = False
         while not left.wait(_LOOK_S):
-            for name, process in watched.items():
-                if not _lives(process):
-                    lost(f"Ray's {name} (process {process.pid}) is gone")
-                    return
+            gone = [name for name, process in processes.items() if not _lives(process)]
+            if gone and not is_told:
+                is_told = True
+                lost(f"Ray's {gone[0]} (process {processes[gone[0]].pid}) is gone")
+            if "raylet" in gone and give_up and not left.wait(_GIVE_UP_S):
+                give_up()
+                return
+            if gone and not give_up:
+                return
 
     thread = threading.Thread(target=look, name="ray-watch", daemon=True)
     thread.start()
@@ -202,6 +213,20 @@ def _watched(lost: Callable[[str], None]) -> Iterator[None]:
     finally:
         left.set()
         thread.join()
+
+
+def watch_node(
+    connection: Mapping[str, Any], lost: Callable[[str], None], give_up: Callable[[], None]
+) -> AbstractContextManager[None]:
+    """Watch the processes of a cluster's Ray on this machine, as `_watched` does. connection: of `ray_session`."""
+    marks = {"gcs_server": connection.get("session_dir"), "raylet": connection.get("raylet_socket_name")}
+    found = {}
+    for process in psutil.process_iter(["name", "cmdline"]):
+        name = process.info["name"]
+        mark = marks.get(name)
+        if mark and any(mark in argument for argument in process.info["cmdline"] or ()):
+            found[name] = process
+    return _watched(found, lost, give_up)
 
 
 def _needed() -> dict[str, psutil.Process]:

@@ -177,11 +177,12 @@ class ClusterRuntime:
         Raises PlacementError with the arithmetic if there is too little room and it must not wait, TimeoutError after
         `placement.wait_s`.
         """
-        from rlctl.launch.local_ray import ray_session
+        from rlctl.launch.local_ray import ray_session, watch_node
         from rlctl.workers.errors import NoEngineLeft, WorkerDied, WorkerTimeout
 
         with ExitStack() as stack:
-            stack.enter_context(ray_session(session.logs, address="auto"))
+            connection = stack.enter_context(ray_session(session.logs, address="auto"))
+            stack.enter_context(watch_node(connection, session.lose, session.give_up))
             placement, reservation = self._reserved(session, resources)
             self._parts = len(placement.used)
             stack.callback(reservation.release)

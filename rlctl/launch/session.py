@@ -72,6 +72,8 @@ class Session:
     # True if there was an attempt before.
     resumed: bool
     waits: Waits
+    # Ends the process at once, with `lost` as the reason of the run's end. From any thread.
+    give_up: Callable[[], None]
     attempts: int = 1
     # Reason to end the run after its step, with a checkpoint; for example, Ray's head is gone.
     lost: str = ""
@@ -210,13 +212,23 @@ def run_session(settled: Settled, resolved: str, resume: Path | None, body: Call
                 what = f"{interrupts.by}: {session.ending if session else _NOT_BEGUN}; again: stop now"
                 events.emit("warning", what=what, asked_to_stop=True)
 
-        def last_words() -> None:
-            why = "stopped at once, without a checkpoint of this step"
+        def end_at_once(status: str, why: str) -> None:
             if view:
                 view.give_back(f"{why}; go on: {go_on}")
             if events and not (view and view.end):
                 # By a separate writer: the interrupted thread may hold the lock of the other.
-                EventLog(run_dir.events).emit("run_ended", status=interrupts.status, reason=why, next=[go_on])
+                EventLog(run_dir.events).emit("run_ended", status=status, reason=why, next=[go_on])
+
+        def last_words() -> None:
+            end_at_once(interrupts.status, "stopped at once, without a checkpoint of this step")
+
+        def give_up() -> None:
+            assert session
+            try:
+                EventLog(run_dir.events).emit("error", what=session.lost)
+                end_at_once("failed", session.lost)
+            finally:
+                os._exit(1)
 
         try:
             run_dir = stack.enter_context(claimed(config, resume))
@@ -239,7 +251,16 @@ def run_session(settled: Settled, resolved: str, resume: Path | None, body: Call
         view = stack.enter_context(show_run(run_dir, config.telemetry.dashboard, config.run.log_every, begun))
         waits = Waits(config.run.explain_after_s, lambda what: events.emit("warning", what=what))
         session = Session(
-            settled, resolved, run_dir, events, recorder, interrupts, reserve, resumed=resume is not None, waits=waits
+            settled,
+            resolved,
+            run_dir,
+            events,
+            recorder,
+            interrupts,
+            reserve,
+            resumed=resume is not None,
+            waits=waits,
+            give_up=give_up,
         )
         code, status, reason = _run(session, body)
         waits.close()

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests.faults.runs import in_transit, read
-from tests.system.clusters import Clusters, gone
+from tests.system.clusters import Clusters, gone, processes_of
 
 SMALL = ("grpo.num_prompts_per_step=8", "grpo.num_generations_per_prompt=4", "validation.every=0", "run.probe=false")
 
@@ -126,11 +126,24 @@ def test_left_stopped_resumed_and_killed(clusters: Clusters, tmp_path: Path) -> 
     assert "is still running (job mine-2-" in err
     _, err = clusters.run("grpo", "--resume", "runs/mine", group="train", code=2)
     assert "is driven by job mine-2-" in err
-    command = ["-m", "rlctl.cli.job", str(run)]
-    (driver,) = [each for each in psutil.process_iter(["cmdline"]) if (each.info["cmdline"] or [])[1:4] == command]
-    driver.kill()
+    started = [event for event in read(run / "events.jsonl") if event["kind"] == "run_started"]
+    psutil.Process(started[-1]["pid"]).kill()
     wait_for(lambda: "its driver is gone" in clusters.run("show", "mine", group="runs")[0], "word of its end", 60)
     assert "mine engine-0.log | " in clusters.run("logs", "mine", "--process", "engine-0", group="runs")[0]
     wait_for(lambda: json.loads(clusters.run("status", "--json")[0])["nodes"][0]["free"]["CPU"] == 2, "room", 60)
     wait_for(lambda: in_transit("mine") == [], "empty shared memory", 30)
+
+    saved = len(steps(run))
+    clusters.run("grpo", "--resume", "runs/mine", "--cluster", "local", "--detach", group="train")
+    wait_for(lambda: len(steps(run)) > saved, "step of the third attempt")
+    (folder,) = [node["folder"] for node in clusters.state()["nodes"]]
+    (head,) = [pid for pid in processes_of([folder]) if psutil.Process(pid).name() == "gcs_server"]
+    os.kill(head, signal.SIGKILL)
+    wait_for(lambda: read(run / "events.jsonl")[-1]["kind"] == "run_ended", "end", 120)
+    error, ended = read(run / "events.jsonl")[-2:]
+    assert error["kind"] == "error" and ended["status"] == "failed"
+    assert ended["reason"].startswith(f"Ray's gcs_server (process {head}) is gone"), ended
+    assert f"rlctl train grpo --resume {run} --cluster local" in ended["next"][0]
+    assert f"Ray's gcs_server (process {head}) is gone" in clusters.run("show", "mine", group="runs")[0]
     clusters.run("down")
+    assert gone([folder]) and in_transit("mine") == []

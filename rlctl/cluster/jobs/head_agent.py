@@ -96,10 +96,9 @@ def stop(request: dict[str, Any]) -> dict[str, Any]:
 
     The reply: stopped, true if it ran.
     """
-    if request["now"]:
-        start = read_state(Path(request["run"])).start
-        if start.get("host") == socket.gethostname() and driver_lives(start):
-            psutil.Process(start["pid"]).kill()
+    run = Path(request["run"])
+    if request["now"] and _is_driven_here(run):
+        psutil.Process(read_state(run).start["pid"]).kill()
     return {"stopped": bool(_http(request, f"/api/jobs/{request['job']}/stop", method="POST")["stopped"])}
 
 
@@ -235,12 +234,21 @@ def _problems(config: str, work: Path, secrets: dict[str, str]) -> list[str]:
     return found or ([] if done.returncode == 0 else lines[-1:])
 
 
+def _is_driven_here(run: Path) -> bool:
+    """Return True if the driver of the run's newest attempt lives on this machine."""
+    start = read_state(run).start
+    return bool(start.get("host") == socket.gethostname() and driver_lives(start))
+
+
 def _mark_ended(run: Path, job: str, found: dict[str, Any]) -> None:
     """Record the end of a driver that was killed before it could. Another job may have the run by now."""
     record = JobRecord.read(run)
     if record is None or record.job != job:
         return
     (run / SECRETS).unlink(missing_ok=True)
+    if _is_driven_here(run):
+        # Without Ray's head a driver still tells why the run ends.
+        return
     kinds = [event.get("kind") for event in read_records(run / "events.jsonl")]
     started = max((n for n, kind in enumerate(kinds) if kind in ("run_started", "submitted")), default=0)
     if "run_ended" not in kinds[started:]:

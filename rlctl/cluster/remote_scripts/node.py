@@ -11,7 +11,8 @@ wait for, or null), head (host and port that it joins; null or left out: not ask
 look: reports how the node and its machine are. request: folder, pid, start_id. The reply: alive, bytes of memory,
 shared memory and disk (free ones too), GPUs and their driver, versions, and every port that its processes listen on.
 
-stop: ends the node and all processes that it started, keeps its logs and removes the rest. request: folder; keep,
+stop: ends the node and all processes that it started, keeps its logs and removes the rest, also what runs that were
+killed left on the machine. request: folder; keep,
 cluster, node (see `kept_logs`). The reply: left (pids that would not end), logs (the folder kept, or null).
 """
 
@@ -34,6 +35,7 @@ from rlctl.cluster.remote_scripts.check import nvidia, software
 from rlctl.utils.ports import free_port
 from rlctl.utils.process import start_id
 from rlctl.utils.ray_token import TOKEN, token_environment
+from rlctl.workers.reaper import leftovers, sweep
 
 # Ray's command without the server of Ray Client, which has no use here, takes a fixed port, and on a busy machine gives
 # up while the node still starts: the whole node then ends.
@@ -188,6 +190,9 @@ def stop(request: dict[str, Any]) -> dict[str, Any]:
         if not os.path.exists(folder):
             break
         time.sleep(0.1)
+    # Weights in transit, for example. The processes that would remove them have just ended too.
+    for leftover in leftovers():
+        sweep([leftover.path])
     return {"left": [process.pid for process in alive], "logs": logs}
 
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from rlctl.launch.local_ray import (
     _NEEDED,
     _UNUSED,
     RayTooSlow,
+    _needed,
     _watched,
     _with_idle_agent,
     _without_unused,
@@ -41,7 +43,8 @@ def sleeper(folder: Path, name: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([folder / name, "600"])
 
 
-def test_the_ended_processes_of_a_first_attempt_are_not_missed(tmp_path: Path) -> None:
+def test_the_ended_processes_of_a_first_attempt_are_not_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_GIVE_UP_S", 0.1)
     if Path(shutil.which("sleep") or "").resolve().name != "sleep":
         pytest.skip("sleep is one of many programs in one file here")
     first = [sleeper(tmp_path, name) for name in _NEEDED]
@@ -50,12 +53,18 @@ def test_the_ended_processes_of_a_first_attempt_are_not_missed(tmp_path: Path) -
         until(lambda each=each: psutil.Process(each.pid).status() == psutil.STATUS_ZOMBIE)
     second, lost = [sleeper(tmp_path, name) for name in _NEEDED], list[str]()
     try:
-        with _watched(lost.append):
+        with _watched(_needed(), lost.append):
             time.sleep(1.2)
             assert lost == []
             second[0].kill()
             until(lambda: lost)
-        assert lost == [f"Ray's gcs_server (process {second[0].pid}) is gone"]
+            # On a cluster the run is given up once its node is gone too, and not before.
+            with _watched(_needed(), lost.append, partial(lost.append, "given up")):
+                time.sleep(1.2)
+                second[1].kill()
+                until(lambda: "given up" in lost)
+        raylet_is_gone = f"Ray's raylet (process {second[1].pid}) is gone"
+        assert lost == [f"Ray's gcs_server (process {second[0].pid}) is gone", raylet_is_gone, "given up"]
     finally:
         for each in (*first, *second):
             each.kill()
