@@ -69,6 +69,9 @@ def export(
         shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(error, OSError) and error.errno == errno.EROFS:
             raise ExportError(f"{to} cannot be written: {error.strerror}") from error
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            # A copy names the file that it reads.
+            raise OSError(error.errno, error.strerror, str(to)) from error
         raise
     return to
 
@@ -87,7 +90,13 @@ def _write_arguments(folder: Path, data: Mapping[str, Any], warn: Callable[[str]
 
 def _copy_adapter(source: Path, folder: Path, dtype: ExportDtype | None, warn: Callable[[str], None]) -> list[str]:
     read_config(source)
-    shutil.copytree(source, folder)
+    # Not by copytree, which hides the number of an error.
+    for file in [source, *sorted(source.rglob("*"))]:
+        copy = folder / file.relative_to(source)
+        if file.is_dir():
+            copy.mkdir(parents=True)
+        else:
+            shutil.copyfile(file, copy)
     return sorted({DTYPES.get(each["dtype"], each["dtype"]) for each in file_header(source / WEIGHTS).values()})
 
 

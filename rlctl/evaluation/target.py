@@ -10,7 +10,7 @@ from rlctl.config.errors import UserError
 from rlctl.config.run_weights import is_adapter, is_checkpoint, is_model
 from rlctl.models.facts import has_weights
 from rlctl.models.weight_headers import lacking
-from rlctl.run.checkpoints import Checkpoint, Checkpoints, damage_of_weights
+from rlctl.run.checkpoints import Checkpoint, Checkpoints, damage_of_weights, hold
 from rlctl.run.manifest import MANIFEST
 from rlctl.run.run_dir import RunDir, RunDirError, find_run, model_name
 
@@ -88,16 +88,17 @@ def _chosen(run: Path, step: int | None) -> Checkpoint:
     if not found:
         raise TargetError(f"{run} has no checkpoint yet")
     if step is None:
-        return found[-1]
+        # A run that still trains may have pruned the newest since, and saved another.
+        return next((newest for newest in reversed(found) if hold(newest.path)), None) or _chosen(run, step)
     chosen = next((each for each in found if each.step == step), None)
-    if chosen is None:
+    if chosen is None or not hold(chosen.path):
         raise TargetError(f"{run} has no checkpoint of step {step}; there are {', '.join(str(e.step) for e in found)}")
     return chosen
 
 
 def _of_checkpoint(path: Path) -> Target:
     found = next((each for each in Checkpoints(path.parent, 1, 0).all() if each.path == path), None)
-    if found is None:
+    if found is None or not hold(path):
         raise TargetError(f"{path}: no checkpoint of rlctl, or its state.json cannot be read")
     return _target(found, path.absolute().parents[1])
 

@@ -28,7 +28,7 @@ from rlctl.preflight.machine import RunMachine
 from rlctl.preflight.placement import Placement, resources
 from rlctl.preflight.plan import require_served
 from rlctl.preflight.settled import Settled
-from rlctl.run.checkpoints import Checkpoints, damage_of_weights, stand_in
+from rlctl.run.checkpoints import Checkpoints, damage_of_weights, hold, stand_in
 from rlctl.run.fingerprint import made_with
 from rlctl.run.run_dir import RunDir
 from rlctl.utils.process import identity
@@ -181,6 +181,8 @@ def _find_model(session: Session) -> ModelFiles:
     resumed = Checkpoints(session.run_dir.checkpoints, 1, 0).latest()
     # At a restart too: the run itself may have deleted an earlier checkpoint that stood in.
     model = replace(config.model, path=stand_in(config.model.path, resumed) or config.model.path)
+    # A run that still trains would prune it.
+    hold(Path(model.path).parent)
     files = ModelFiles.find(model, session.run_dir.path, config.run.seed, merge=config.lora is None)
     if resumed is None and (damage := damage_of_weights(Path(files.adapter or config.model.path))):
         raise ModelError(f"model.path: {damage}; name another checkpoint")

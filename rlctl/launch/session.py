@@ -46,6 +46,7 @@ from rlctl.workers.waits import Waits
 
 # Faults that a message explains. Anything else is a defect of rlctl, and only its traceback helps.
 _EXPLAINED = (OSError, RuntimeError, AdvantageError)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _LONGEST_PAUSE_S = 60.0
 # The submitter of a job releases the run's lock once Ray has accepted it. The driver may start before that.
 _HANDED_OVER_S = 30.0
@@ -237,9 +238,12 @@ def run_session(settled: Settled, resolved: str, resume: Path | None, body: Call
             if resume is None:
                 write_whole(run_dir.config, resolved)
             _start_attempt(run_dir, resolved)
-        except (RunDirError, OSError) as error:
+        except RunDirError as error:
             print(f"error: {neutral(str(error))}", file=sys.stderr)
             return 2
+        except OSError as error:
+            print(f"error: {neutral(_explain(error))}", file=sys.stderr)
+            return 1 if error.errno in _FULL else 2
         go_on = next_commands(settled, run_dir, "interrupted")[0]
         events = EventLog(run_dir.events)
         begun = events.now()
@@ -363,6 +367,8 @@ def _failed(session: Session, reason: str, code: int) -> tuple[int, str, str]:
 
 def _explain(error: BaseException) -> str:
     first = first_line(error)
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        first = f"{error.filename}: {error.strerror}"
     return f"{first}; make room there, then resume" if os.strerror(errno.ENOSPC) in first else first
 
 

@@ -5,12 +5,13 @@ Apart from the trainer's state a checkpoint has one JSON file: version, data cur
 A manifest holds the digest of every file; a resume checks the digest before it reads the file.
 """
 
+import fcntl
 import json
 import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from rlctl.utils.files import sync
 from rlctl.workers.errors import WorkerDied, WorkerTimeout
 
 _STATE = "state.json"
+# Descriptors whose locks keep checkpoints from being pruned, until this process ends.
+_HELD: list[int] = []
 # Path -> (bytes, digest), of files whose writers have synced them and know both.
 Known = Mapping[Path, tuple[int, str]]
 # Fills the folder of a checkpoint.
@@ -54,6 +57,23 @@ def damage_of_weights(model: Path) -> str:
         return ""
     wrong = find_damage(checkpoint, "hf/")
     return _line(wrong) if wrong else ""
+
+
+def hold(checkpoint: Path) -> bool:
+    """Keep a run that still trains on this machine from pruning a checkpoint, until this process ends.
+
+    Return False if the checkpoint is gone. A file system without locks keeps nothing: the run may prune it.
+    """
+    file = checkpoint / _STATE
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    _HELD.append(descriptor)
+    with suppress(OSError):
+        # Waits for a prune that has begun.
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+    return file.exists()
 
 
 def stand_in(model: str, newest: Checkpoint | None) -> str | None:
@@ -190,7 +210,7 @@ class Checkpoints:
         keep = {c.step for c in found[-self._keep_last :]} | {c.step for c in best}
         for checkpoint in found:
             if checkpoint.step not in keep:
-                _remove(checkpoint.path)
+                _remove_unless_held(checkpoint.path)
         for leftover in self._folder.glob("tmp_*"):
             shutil.rmtree(leftover, ignore_errors=True)
         for step, path in self._folders("damaged_"):
@@ -287,6 +307,22 @@ def _line(wrong: dict[Path, str]) -> str:
     """Return the first damage, and the count of the others."""
     (path, what), *more = wrong.items()
     return f"{path}: {what}" + (f" (and {len(more)} more)" if more else "")
+
+
+def _remove_unless_held(checkpoint: Path) -> None:
+    """Remove a checkpoint. One that another process reads, see `hold`, is left for a later time."""
+    descriptor = os.open(checkpoint / _STATE, os.O_RDWR | os.O_CLOEXEC)
+    is_held = False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        is_held = True
+    except OSError:
+        # A file system without locks.
+        pass
+    if not is_held:
+        _remove(checkpoint)
+    os.close(descriptor)
 
 
 def _remove(folder: Path) -> None:

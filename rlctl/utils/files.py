@@ -9,7 +9,7 @@ from pathlib import Path
 def write_whole(path: Path, content: str | bytes) -> None:
     """Replace a file by this content, text as UTF-8. A reader, also after a kill, finds the old file or the new one.
 
-    Nothing is written through a symbolic link: a link at `path` is replaced.
+    Nothing is written through a symbolic link: a link at `path` is replaced. Raises OSError with the file's name.
     """
     data = content.encode("utf-8") if isinstance(content, str) else content
     temporary = path.with_name(f".{path.name}.tmp")
@@ -18,9 +18,9 @@ def write_whole(path: Path, content: str | bytes) -> None:
         with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666), "wb") as file:
             file.write(data)
         temporary.replace(path)
-    except OSError:
+    except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def folder_bytes(folder: Path) -> int:

@@ -1,12 +1,18 @@
 """The disk fills up: one line that names the folder, earlier checkpoints whole, and a resume once there is room."""
 
+import json
 import os
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from rlctl.evaluation.export import export
+from rlctl.evaluation.target import Target
+from rlctl.launch.session import run_session
+from rlctl.preflight.load import load
 from tests.faults.runs import Run
 
 MIB = 2**20
@@ -22,6 +28,31 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip(f"mounting a small file system is not permitted: {mounted.stderr.decode().strip()}")
     yield folder
     subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_an_export_of_an_adapter_and_a_resume_name_the_file_that_has_no_room(
+    small_disk: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "base_model_name_or_path": "x", "target_modules": ["a"]}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    (adapter / "adapter_model.safetensors").write_bytes(b"\0" * 24 * MIB)
+    with pytest.raises(OSError, match="No space left on device") as error:
+        export(Target(str(adapter)), small_disk / "out", None, print)
+    # The command line makes one line of it.
+    assert error.value.filename == str(small_disk / "out") and not list(small_disk.iterdir())
+
+    composed = load("grpo", None, [f"run.dir={small_disk}", "run.name=full", "telemetry.dashboard=off"])
+    assert run_session(composed.settled, composed.to_yaml(), None, lambda session: None) == 0
+    with (small_disk / "ballast").open("wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(b"\0" * 4096)
+    capsys.readouterr()
+    run = small_disk / "full"
+    assert run_session(composed.settled, composed.to_yaml(), run, lambda session: None) == 1
+    what = f"{run}/logs/attempt_2/config.yaml: No space left on device; make room there, then resume"
+    assert capsys.readouterr().err == f"error: {what}\n"
 
 
 @pytest.mark.long  # two runs; the parts: tests/unit/run/test_checkpoints.py and test_recorder.py

@@ -2,11 +2,13 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from rlctl.run.checkpoints import CheckpointError, Checkpoints
+from rlctl.run.checkpoints import CheckpointError, Checkpoints, hold
 from rlctl.workers.errors import WorkerDied
 
 
@@ -27,6 +29,21 @@ def test_the_newest_and_the_best_stay(tmp_path: Path) -> None:
     latest = checkpoints.latest()
     assert latest is not None and (latest.step, latest.state["score"]) == (5, None)
     assert (latest.trainer / "weights").read_text() == "w"
+
+
+def test_a_checkpoint_that_another_process_reads_stays_until_it_has_ended(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep_last=1, keep_best=0)
+    checkpoints.save(1, {}, write)
+    program = f"import pathlib, rlctl.run.checkpoints as c; print(c.hold(pathlib.Path({str(tmp_path / 'step_1')!r})))"
+    command = [sys.executable, "-c", f"{program}; print(flush=True); input()"]
+    reader = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert reader.stdout and reader.stdout.readline() == "True\n" and reader.stdout.readline() == "\n"
+    for step in (2, 3):
+        checkpoints.save(step, {}, write)
+    assert names(tmp_path) == ["step_1", "step_3"] and not hold(tmp_path / "step_2")
+    reader.communicate("\n")
+    checkpoints.save(4, {}, write)
+    assert names(tmp_path) == ["step_4"]
 
 
 def test_of_equal_scores_the_earlier_is_the_best(tmp_path: Path) -> None:
