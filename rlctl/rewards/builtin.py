@@ -6,6 +6,7 @@ from typing import Any
 
 from rlctl.config.grpo_schema import RewardSection
 from rlctl.data.reasoning_gym import COLUMN, Scores, missing_library
+from rlctl.rewards.answer_reading import read_reference
 from rlctl.rewards.base import RewardError, RewardFunction
 
 
@@ -38,23 +39,22 @@ def regex(section: RewardSection) -> RewardFunction:
 
 
 def math_verify(section: RewardSection) -> RewardFunction:
-    """Compare the completion's final answer with the reference mathematically (library math-verify).
+    """Compare the completion's final answer with the reference: a choice, words, or mathematics (library math-verify).
 
     The library's own timeouts use SIGALRM and so need a main thread; they are off here, because the process that runs
     this is killed from outside when it takes too long.
     """
-    from math_verify import parse, verify
+    # SymPy takes seconds to import.
+    from rlctl.rewards.mathematics import is_right
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off
 
     def score(prompt: str, completion: str, answer: str | None, row: dict[str, Any]) -> float:
         answer = _required(answer)
-        # A bare answer such as x^2+1 is no LaTeX to the parser until something says so.
-        marked = answer if "\\boxed" in answer or "$" in answer else f"\\boxed{{{answer}}}"
-        gold = parse(marked, parsing_timeout=None)
-        if not gold:
+        reference = read_reference(answer)
+        if reference is None:
             raise RewardError(f"unreadable answer: {answer!r}")
-        return float(verify(gold, parse(completion, parsing_timeout=None), timeout_seconds=None))
+        return float(is_right(reference, completion, prompt))
 
     return score
 

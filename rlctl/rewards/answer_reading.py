@@ -1,0 +1,251 @@
+r"""Reading of a final answer: a choice, words, or a formula in LaTeX. Pure text; `mathematics.py` compares formulas.
+
+The reference decides how an answer is read. Letters of a choice and words are compared as such: a formula reads a word
+as a product of its letters.
+"""
+
+import re
+import unicodedata
+from dataclasses import dataclass
+from string import ascii_letters
+from typing import Literal
+
+from rlctl.rewards.final_answer import FinalAnswer, find_answers
+
+Kind = Literal["choice", "words", "formula"]
+
+_SIGNS = str.maketrans(
+    {"−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": r"\div ", "∞": r"\infty "}
+    | {"≤": r"\leq ", "≥": r"\geq ", "≠": r"\neq ", "≈": r"\approx ", "±": r"\pm ", "∪": r"\cup ", "∩": r"\cap "}
+    | {"∈": r"\in ", "∅": r"\emptyset ", "°": r"^\circ ", "π": r"\pi ", "θ": r"\theta ", "…": r"\ldots "}
+    | {"ℝ": r"\mathbb{R}", "。": ".", "“": '"', "”": '"', "’": "'", "‘": "'"}
+)
+_SUPERSCRIPTS = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺]+")
+_ROOT_SIGN = re.compile(r"√\s*(?:\((?P<group>[^()]*)\)|(?P<atom>\d+(?:\.\d+)?|[A-Za-z]))")
+_FRACTION_SIGN = re.compile("[¼-¾⅐-⅞]")
+
+_NUMBER = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?|\.\d+)"
+# A number, or numbers with signs between them.
+_SUM = rf"(?<![\w.\\^{{}}])[-+]?{_NUMBER}(?:\s*[-+*/^:=]\s*-?{_NUMBER})*(?:\s*(?:\\?%|percent\b))?"
+# Dollars enclose a formula by Pandoc's rule, or with blanks at both ends: `$5 and $7` is money.
+_SPAN = (
+    r"\$\$.+?\$\$|\\\[.+?\\\]|\\\(.+?\\\)"
+    r"|(?<![\\$\d])\$(?:(?![\s$])(?:[^$\n]*[^\s\\$])?|[ \t]+[^$\n]*[ \t])\$(?!\d)"
+)
+_FORMULA = re.compile(rf"(?P<span>{_SPAN}|-?\\[dt]?frac\{{[^{{}}]*\}}\{{[^{{}}]*\}})|{_SUM}", re.DOTALL)
+_JOINS_FORMULAS = re.compile(r"\s*(?:,?\s*and|,?\s*or|,)\s*", re.IGNORECASE)
+_NEGATION = re.compile(r"\bnot\b|n't\b", re.IGNORECASE)
+
+_TEXT_COMMAND = re.compile(r"\\(?:text(?:bf|it|rm|normal|sf)?|math(?:rm|bf|it|sf)|mbox|boxed|fbox)\s*\{([^{}]*)\}")
+# Two stars between operands are a power.
+_EMPHASIS = re.compile(r"(?<![\w)}])\*\*|\*\*(?![\w(\\])|__|`")
+_CALCULATION = re.compile(r"<<[^<>]*>>")
+_DELIMITERS = re.compile(r"^(?:\$\$?|\\[\[(])|(?:\$\$?|\\[\])])$")
+_LETTERS = frozenset(ascii_letters)
+_COMMAND = re.compile(r"\\[A-Za-z]+|\\.")
+_WORD = re.compile(r"[^\W\d_]{2,}")
+# Words of formulas and of lists of values.
+_FORMULA_WORD = re.compile(
+    "and|or|either|both|(?:arc)?(?:sin|cos|tan)h?|cot|sec|csc|log|ln|exp|sqrt|pi|inf|infinity|infty|max|min|gcd|lcm|mod"
+    "|det|lim|deg|alpha|beta|gamma|delta|theta|lambda|mu|phi|omega|sigma|percent|percentage|pct|[pbv]?matrix|cases"
+    "|array|aligned",
+    re.IGNORECASE,
+)
+# Two to four different letters that are a product of variables, and no word.
+_PRODUCT = re.compile(r"(?=.{2,4}$)(?!.*(.).*\1)(?:[bcdhkmnpqrstuvwxyz]+|a[bcdxyz]+)")
+_UNIT = re.compile(r"(?<=[\d})\s])\s*(?P<unit>[A-Za-z]+(?:[ /]+[A-Za-z]+)*)\.?(?:\s*\^\{?\d\}?)?\s*$")
+_SHORT_UNIT = re.compile("[kmcd]?[mgl]|[shL]|ft|mph|hr|yd|lb")
+_MAGNITUDE = re.compile("hundred|thousand|[mbtr]+illion|dozen", re.IGNORECASE)
+_TWO_NUMBERS = re.compile(r"(?<!_)\d\s+\d")
+
+_LETTER = "[A-J]"
+# A letter in brackets, or one that a sign or nothing follows.
+_CHOICE = re.compile(rf"(?:[Oo]ption|[Cc]hoice)?\s*(?:\(({_LETTER})\)|({_LETTER})(?:[).:]|\s*$))")
+_SMALL_CHOICE = re.compile(r"\(?([a-j])\)?")
+# A letter and its reason; A and I are words too.
+_CHOICE_IN_PROSE = re.compile(
+    r"(?:[Oo]ption|[Cc]hoice)?\s*([B-HJ])(?=,|;|\s+(?:because|since|as|is)\b|\s+[^\w\s]|\s+\d)"
+)
+_SECOND_CHOICE = re.compile(rf"\W*(?:or\b|and\b|/|&|,)\W*{_LETTER}\b(?!')")
+_BRACKETED_CHOICE = re.compile(rf"\(({_LETTER})\)")
+_VERDICTS = frozenset(("right", "correct", "wrong", "incorrect"))
+_BEHIND_WORDS = re.compile(
+    r"\s*(?:$|[.;:!?)\n(]|(?:because|since)\b|,\s*(?:the|an?|which|who|where|because|since|as|so|not)\b)"
+)
+_BETWEEN_WORDS = re.compile(r"\s*[,;]\s*(?:and\s+|or\s+)?|\s+(?:and|or|&)\s+")
+
+_MONEY = re.compile(r"\\?\$|[€£¥₹]")
+_SCIENTIFIC = re.compile(r"(?<![\w.\\])(\d+(?:\.\d+)?|\.\d+)[eE]([-+]?\d+)(?![\w.])")
+_PLAIN_NAME = re.compile(r"(?<![A-Za-z\\])(sin|cos|tan|cot|sec|csc|log|ln|pi|theta|infinity|infty)(?![a-z])")
+_ROOT = re.compile(r"(?:\\|(?<![A-Za-z\\]))sqrt\s*\(((?:[^()]|\([^()]*\))*)\)")
+_LONG_POWER = re.compile(r"\^(-?\d{2,}|-\d)")
+_GROUPED_DIGITS = re.compile(r"(?<=\d)(?:\\[ ,;:!]|~|\s)+(?=\d{3}(?!\d))")
+_MIXED_NUMBER = re.compile(r"(?<![\d./])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d/])")
+_OPEN_FRACTION = re.compile(r"frac\s*(\d)\s+(\d)")
+_SPACING = re.compile(r"\\(?:[,;:! ]|q?quad(?![A-Za-z]))|~")
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A reference answer as it is compared."""
+
+    kind: Kind
+    # Letter of the choice, words in lower case, or LaTeX.
+    text: str
+    # True for the last formula of a written solution: where it is `x^2 = 9`, 9 is right too.
+    is_prose: bool = False
+    # Text behind the letter of a choice.
+    label: "Reference | None" = None
+
+
+def read_reference(answer: str) -> Reference | None:
+    """Return a reference answer as it is compared; None for an empty one."""
+    found = next(find_answers(plain_signs(answer), is_list=True), None)
+    if found is None:
+        return None
+    text = _unwrapped(found.text).strip(" $")
+    choice = _CHOICE.match(text)
+    if choice and not _SECOND_CHOICE.match(text, choice.end()):
+        label = text[choice.end() :].strip()
+        return Reference("choice", choice[1] or choice[2], label=read_reference(label) if label else None)
+    is_prose = found.place == "text" and not is_bare(found.text)
+    if is_prose and not re.search(_SPAN, found.text):
+        return Reference("words", read_words(found.text))
+    if formula := read_formula(found):
+        return Reference("formula", formula, is_prose=is_prose)
+    return Reference("words", read_words(found.text))
+
+
+def read_choice(found: FinalAnswer) -> str | None:
+    """Return the letter of the choice that an answer names; None where it names none, or several."""
+    text = _unwrapped(found.text).strip(" $")
+    if small := _SMALL_CHOICE.fullmatch(text):
+        return small[1].upper()
+    if choice := _CHOICE.match(text) or _CHOICE_IN_PROSE.match(text):
+        letter = next(group for group in choice.groups() if group)
+        return None if _SECOND_CHOICE.match(text, choice.end()) else letter
+    letters = set(_BRACKETED_CHOICE.findall(text.splitlines()[-1] if text else ""))
+    return letters.pop() if len(letters) == 1 else None
+
+
+def has_words(found: FinalAnswer, words: str) -> bool | None:
+    """Return True if an answer is `words`: the whole of it, of a text its last line, of a stated one its beginning.
+
+    Lists of words may have another order. None for "the answer is right" and the like, which states no answer.
+    """
+    given = read_words(found.text.splitlines()[-1] if found.place == "text" else found.text)
+    if sorted(_BETWEEN_WORDS.split(given)) == sorted(_BETWEEN_WORDS.split(words)):
+        return True
+    if found.place != "statement":
+        return False
+    if given in _VERDICTS and words not in _VERDICTS:
+        return None
+    return given.startswith(words) and _BEHIND_WORDS.match(given, len(words)) is not None
+
+
+def read_words(text: str) -> str:
+    """Return a text without markup, in lower case, with single blanks, without an article before it."""
+    words = " ".join(_SPACING.sub(" ", _unwrapped(text)).casefold().split()).strip(" $.,;:!?\"'()*\\")
+    article, _, rest = words.partition(" ")
+    return rest if rest and article in ("a", "an", "the") else words
+
+
+def read_formula(found: FinalAnswer, wanted: str | None = None) -> str | None:
+    """Return the LaTeX of an answer: the whole of it, else one of its formulas or numbers; None without one.
+
+    Of a stated answer it is the first, of a text the last, of a tag the only one. wanted: the reference's formula, for
+    an answer to it; its variables are no unit and no word.
+    """
+    variables = None if wanted is None else frozenset(_COMMAND.sub(" ", wanted)) & _LETTERS
+    text = _CALCULATION.sub("", _unwrapped(found.text)).strip()
+    if is_bare(text, variables):
+        return _cleaned(text, variables)
+    formulas = [] if found.place == "box" else _formulas(text)
+    if not formulas or (found.place == "tag" and len(formulas) > 1):
+        return None
+    if found.place != "text" and _NEGATION.search(text):
+        return None
+    return _cleaned(formulas[0 if found.place == "statement" else -1], variables)
+
+
+def is_bare(text: str, variables: frozenset[str] | None = None) -> bool:
+    """Return True if a text is a formula, a list or a quantity alone, without other words.
+
+    variables: letters of which a word is a product; None: letters that are variables in most formulas.
+    """
+    text = _unwrapped(_OPEN_FRACTION.sub(r"frac{\1}{\2}", text)).strip(" .")
+    if (re.search(_SPAN, text) or ("\n" in text and "\\begin" not in text)) and _formulas(text) != [text]:
+        return False
+    text = _without_unit(text, variables)
+    if _TWO_NUMBERS.search(_MIXED_NUMBER.sub("", _GROUPED_DIGITS.sub("", text))):
+        return False
+    words = _WORD.findall(_COMMAND.sub(" ", text))
+    return all(_FORMULA_WORD.fullmatch(word) or _is_product(word, variables) for word in words)
+
+
+def _cleaned(text: str, variables: frozenset[str] | None) -> str | None:
+    """Return the LaTeX for the library: without delimiters, units, money and spacing; None where nothing is left."""
+    text = _unwrapped(_DELIMITERS.sub("", text.strip().rstrip(".,;:"))).strip().rstrip(".,;:")
+    text = _without_unit(text, variables)
+    text = _MONEY.sub("", text).replace(r"\varnothing", r"\emptyset").replace("**", "^")
+    text = _SPACING.sub(" ", _GROUPED_DIGITS.sub("", text))
+    text = _OPEN_FRACTION.sub(r"frac{\1}{\2}", text)
+    text = _MIXED_NUMBER.sub(r"\1\\frac{\2}{\3}", text)
+    text = _SCIENTIFIC.sub(r"\1 \\cdot 10^{\2}", text)
+    text = _ROOT.sub(r"\\sqrt{\1}", text)
+    text = _PLAIN_NAME.sub(lambda name: rf"\{name[1].replace('infinity', 'infty')} ", text)
+    text = _LONG_POWER.sub(r"^{\1}", text).strip()
+    return text or None
+
+
+def plain_signs(text: str) -> str:
+    """Return a text whose full-width characters, fractions, powers and operators are ASCII and LaTeX."""
+    if text.isascii():
+        return text
+    text = _FRACTION_SIGN.sub(_latex_fraction, text)
+    text = _SUPERSCRIPTS.sub(lambda power: "^{" + unicodedata.normalize("NFKC", power[0]).replace("−", "-") + "}", text)
+    text = _ROOT_SIGN.sub(lambda root: rf"\sqrt{{{root['group'] or root['atom']}}}", text)
+    return unicodedata.normalize("NFKC", text.translate(_SIGNS))
+
+
+def _latex_fraction(sign: re.Match[str]) -> str:
+    numerator, _, denominator = unicodedata.normalize("NFKC", sign[0]).partition("⁄")
+    return rf"\frac{{{numerator}}}{{{denominator}}}"
+
+
+def _unwrapped(text: str) -> str:
+    r"""Return a text without Markdown's emphasis, and without `\text{...}` and the like around words."""
+    return _TEXT_COMMAND.sub(r" \1 ", _EMPHASIS.sub("", text))
+
+
+def _without_unit(text: str, variables: frozenset[str] | None) -> str:
+    """Return a quantity without the unit at its end. variables: as of `is_bare`; with one, a letter is no unit."""
+    unit = _UNIT.search(text)
+    if unit is None or not text[: unit.start()].strip():
+        return text
+    for word in re.split(r"[ /]+", unit["unit"]):
+        if _SHORT_UNIT.fullmatch(word) and not variables:
+            continue
+        is_number = _FORMULA_WORD.fullmatch(word) or _MAGNITUDE.fullmatch(word) or _is_product(word, variables)
+        if len(word) < 2 or is_number:
+            return text
+    return text[: unit.start()].rstrip()
+
+
+def _is_product(word: str, variables: frozenset[str] | None) -> bool:
+    if variables:
+        return variables.issuperset(word)
+    return (word.islower() or word.isupper()) and _PRODUCT.fullmatch(word.lower()) is not None
+
+
+def _formulas(text: str) -> list[str]:
+    """Return the formulas between delimiters and the numbers of a text, in order; `$4$ and $5$` is one."""
+    formulas: list[str] = []
+    end = 0
+    for formula in _FORMULA.finditer(text):
+        if formula["span"] and formulas and _JOINS_FORMULAS.fullmatch(text, end, formula.start()):
+            formulas[-1] = f"{_DELIMITERS.sub('', formulas[-1])},{_DELIMITERS.sub('', formula[0])}"
+        else:
+            formulas.append(formula[0])
+        end = formula.end()
+    return formulas

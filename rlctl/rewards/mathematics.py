@@ -1,0 +1,273 @@
+"""Comparison of two formulas in LaTeX (library math-verify, on SymPy). Nothing large is read or evaluated.
+
+The library reads LaTeX, and compares equations and sets. Numbers, lists and expressions are compared here: the library
+rounds to six decimals, so that 1e-9 equals 2e-9, and its `simplify` may take minutes.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import sympy
+from math_verify import LatexExtractionConfig, LatexNormalizationConfig, parse, verify
+from math_verify.grader import is_assignment_relation, is_equation, is_relation, take_first_relation, take_last_relation
+from sympy import Expr, FiniteSet, Float, Integer, Interval, MatrixBase, Mul, Rational, Tuple, UnevaluatedExpr, oo
+
+from rlctl.rewards.answer_reading import Reference, has_words, plain_signs, read_choice, read_formula, read_reference
+from rlctl.rewards.final_answer import FinalAnswer, find_answers
+from rlctl.utils.user_code import shortened
+
+# The library takes about 20 ms for a token and 0.4 s for a level of brackets.
+_MOST_TOKENS, _MOST_LEVELS = 150, 6
+# Decimal digits of a number that is evaluated.
+_MOST_DIGITS = 10_000
+_TOKEN = re.compile(r"\\?[A-Za-z]+|\d+|\S")
+_PLAIN_NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?")
+_DOTS = re.compile(r"\\[lcd]?dots(?:[cbmio])?(?![A-Za-z])|\.\.\.")
+_UNSEEN = re.compile(r"\\(?:left|right)(?![A-Za-z])|\s+")
+# Units are read by `answer_reading.py`: the library takes the t of 3t for one.
+_READING = LatexExtractionConfig(
+    normalization_config=LatexNormalizationConfig(
+        basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="last", equations=False
+    )
+)
+# Values for variables, of both signs: an expression that is real at three of them at least is compared there.
+_VALUES = [Rational(p, q) for p, q in ((17, 7), (5, 11), (-13, 9), (29, 8), (-4, 7), (31, 3), (-37, 5), (3, 23))]
+_ENOUGH_POINTS = 3
+# A smaller difference of exact numbers, or a smaller part of them, is a rest of their evaluation.
+_LEAST = Float("1e-100")
+
+
+def is_right(reference: Reference, completion: str, prompt: str = "") -> bool:
+    """Return True if the final answer of a completion is the reference. prompt: the text before it."""
+    is_list = reference.kind != "choice" and "," in reference.text
+    for found in find_answers(plain_signs(completion), prompt, is_list=is_list):
+        verdict = _verdict(reference, found)
+        if verdict is not None:
+            return verdict
+    return False
+
+
+def describe_references(answers: Sequence[tuple[str, str]]) -> list[str]:
+    """Return a line for each way in which reference answers are read, with an example. answers: (row, answer)."""
+    examples: dict[str, list[str]] = {}
+    for row, answer in answers:
+        kind, text = _describe(read_reference(answer))
+        examples.setdefault(kind, []).append(f"{row}, {shortened(repr(answer))}{text}")
+    return [
+        f"math_verify reads {len(rows)} of {len(answers)} answers as {kind}: {rows[0]}"
+        for kind, rows in examples.items()
+    ]
+
+
+def _describe(reference: Reference | None) -> tuple[str, str]:
+    """Return how a reference is read, and as what."""
+    if reference is None:
+        return "nothing, so that their rollouts fail", ""
+    if reference.kind == "choice":
+        return "a choice", f", is {reference.text}"
+    if reference.kind == "words":
+        return "words", f", is {reference.text!r}"
+    if read_latex(reference.text) is None:
+        return "a text, right if it is equal: no formula that can be read", ""
+    return "mathematics", f", is {reference.text}"
+
+
+def _verdict(reference: Reference, found: FinalAnswer) -> bool | None:
+    """Return True if an answer is the reference; None where it states nothing of the reference's kind."""
+    if reference.kind == "choice":
+        letter = read_choice(found)
+        if letter is None and reference.label:
+            return _verdict(reference.label, found)
+        return None if letter is None else letter == reference.text
+    if reference.kind == "words":
+        return has_words(found, reference.text)
+    formula = read_formula(found, reference.text)
+    return None if formula is None else equal_formulas(reference.text, formula, is_prose=reference.is_prose)
+
+
+def equal_formulas(gold: str, answer: str, *, is_prose: bool = False) -> bool:
+    """Return True if two formulas are equal. is_prose: `gold` is of a text, where `x^2 = 9` states 9 too."""
+    if _UNSEEN.sub("", gold) == _UNSEEN.sub("", answer):
+        return True
+    if _DOTS.search(gold) or _DOTS.search(answer):
+        gold_parts = _DOTS.sub("...", gold).split(",")
+        given_parts = _DOTS.sub("...", answer).split(",")
+        pairs = zip(gold_parts, given_parts)
+        return len(gold_parts) == len(given_parts) > 1 and all(_equal_parts(*pair) for pair in pairs)
+    wanted = read_latex(gold)
+    read = read_latex(answer)
+    if wanted is None or read is None:
+        return False
+    try:
+        return _are_equal(wanted, read) or (is_prose and _states_value(wanted) and _are_equal(wanted.rhs, read))
+    except Exception:  # SymPy raises for what it cannot compare: NaN, deep sums
+        return False
+
+
+@lru_cache(maxsize=512)
+def read_latex(formula: str) -> Any | None:
+    """Return the SymPy object of a formula; None for one that is none, or too long or too deep to be read soon."""
+    if _PLAIN_NUMBER.fullmatch(formula) and formula[-1:].isdigit():
+        digits = formula.replace(",", "")
+        return None if len(digits) > _MOST_DIGITS // 10 else Float(digits) if "." in digits else Integer(digits)
+    if len(_TOKEN.findall(formula)) > _MOST_TOKENS or _levels(formula) > _MOST_LEVELS:
+        return None
+    read = parse(f"\\boxed{{{formula}}}", [_READING], fallback_mode="no_fallback", parsing_timeout=None)
+    return read[0] if read else None
+
+
+def _levels(formula: str) -> int:
+    """Return the number of brackets in brackets; those of LaTeX's groups are quick to read."""
+    depth = deepest = 0
+    for sign in re.findall(r"\\[{}]|[()\[\]]", formula):
+        depth += 1 if sign in ("(", "[", r"\{") else -1
+        deepest = max(deepest, depth)
+    return deepest
+
+
+def _equal_parts(gold: str, answer: str) -> bool:
+    """Return True if two parts of lists with dots are equal; dots equal dots alone."""
+    if "..." in gold or "..." in answer:
+        return gold.strip() == answer.strip()
+    return equal_formulas(gold, answer)
+
+
+def _states_value(wanted: Any) -> bool:
+    """Return True for an equation of one unknown at most, whose right side is a number but 0."""
+    return is_equation(wanted) and hasattr(wanted, "rhs") and len(wanted.lhs.free_symbols) < 2 and wanted.rhs.is_nonzero
+
+
+def _are_equal(gold: Any, answer: Any) -> bool:
+    """Return True if two objects of SymPy are equal. The right side of an equation counts where the other is none."""
+    if is_assignment_relation(gold) and is_assignment_relation(answer):
+        if take_first_relation(gold).lhs != take_first_relation(answer).lhs:
+            return False
+        gold = take_last_relation(gold).rhs
+        answer = take_last_relation(answer).rhs
+    elif is_equation(answer) and not is_equation(gold):
+        last = take_last_relation(answer)
+        # Of an equation that is solved for nothing, the 0 is no value.
+        answer = answer if last.rhs == 0 and last.lhs.free_symbols and not is_assignment_relation(answer) else last.rhs
+    elif is_assignment_relation(gold) and not is_equation(answer):
+        gold = take_last_relation(gold).rhs
+    if gold.has(sympy.zoo, sympy.nan) or answer.has(sympy.zoo, sympy.nan):
+        return False
+    if gold == answer:
+        return True
+    if (isinstance(gold, Expr) and is_relation(answer)) or (is_relation(gold) and isinstance(answer, Expr)):
+        return False
+    if _digits(gold) > _MOST_DIGITS or _digits(answer) > _MOST_DIGITS:
+        return False
+    for kind in (MatrixBase, Tuple, FiniteSet, Interval):
+        if isinstance(gold, kind) and isinstance(answer, kind):
+            return _equal_members(gold, answer)
+    if _is_number(gold) and _is_number(answer):
+        return any(_equal_numbers(a, b) for a, b in _readings(gold, answer))
+    if isinstance(gold, Expr) and isinstance(answer, Expr) and (decided := _equal_at_points(gold, answer)) is not None:
+        return decided
+    return bool(verify(gold, answer, allow_set_relation_comp=True, timeout_seconds=None))
+
+
+def _equal_members(gold: Any, answer: Any) -> bool:
+    """Return True if two matrices, tuples, sets or intervals have equal members; those of a set in any order."""
+    if isinstance(gold, Interval):
+        same_ends = (gold.left_open, gold.right_open) == (answer.left_open, answer.right_open)
+        return same_ends and _are_equal(gold.start, answer.start) and _are_equal(gold.end, answer.end)
+    if isinstance(gold, MatrixBase):
+        return gold.shape == answer.shape and all(map(_are_equal, gold.flat(), answer.flat()))
+    if len(gold) != len(answer):
+        return False
+    if isinstance(gold, Tuple):
+        return all(map(_are_equal, gold, answer))
+    left = list(answer.args)
+    for member in gold.args:
+        equal = next((index for index, other in enumerate(left) if _are_equal(member, other)), None)
+        if equal is None:
+            return False
+        del left[equal]
+    return True
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Expr) and bool(value.is_number) and not value.has(oo, -oo)
+
+
+def _readings(gold: Expr, answer: Expr) -> Iterator[tuple[Expr, Expr]]:
+    """Yield both numbers as they may be meant: 50% is 0.5, and where one of them has the sign it is 50 too."""
+    yield gold, answer
+    if _is_percent(gold) != _is_percent(answer):
+        yield gold.args[0] if _is_percent(gold) else gold, answer.args[0] if _is_percent(answer) else answer
+
+
+def _is_percent(value: Expr) -> bool:
+    return isinstance(value, Mul) and len(value.args) == 2 and value.args[1] == UnevaluatedExpr(Rational(1, 100))
+
+
+def _equal_numbers(gold: Expr, answer: Expr) -> bool:
+    """Return True if two numbers are equal: exactly if both are exact, else to six decimals.
+
+    Below 1 a decimal number must agree in six digits.
+    """
+    gold = gold.doit()
+    answer = answer.doit()
+    is_decimal = gold.has(Float) or answer.has(Float)
+    if not is_decimal and gold.is_Rational and answer.is_Rational:
+        return bool(gold == answer)
+    difference = _magnitude(gold - answer)
+    scale = max(_magnitude(gold), _magnitude(answer))
+    if not is_decimal:
+        return bool(difference <= max(_LEAST, scale * _LEAST))
+    exponent = math.floor(sympy.log(scale, 10)) + 1 if scale else 0
+    return bool(difference <= 0.5000001 * 10.0 ** (min(0, exponent) - 6))
+
+
+def _magnitude(number: Expr) -> Expr:
+    """Return the absolute value to 30 digits; of a sum that is 0 a rest below 1e-140 of its parts."""
+    return abs(number.evalf(30, maxn=150))
+
+
+def _equal_at_points(gold: Expr, answer: Expr) -> bool | None:
+    """Return True if two expressions are equal where both are real; None where they cannot be evaluated."""
+    gold = gold.doit()
+    answer = answer.doit()
+    names = sorted({symbol.name for symbol in gold.free_symbols | answer.free_symbols})
+    is_decimal = gold.has(Float) or answer.has(Float)
+    tolerance = 1e-6 if is_decimal else 1e-20
+    compared = 0
+    for start in range(len(_VALUES)):
+        point = {name: _VALUES[(start + 3 * index) % len(_VALUES)] + index for index, name in enumerate(names)}
+        first = _value_at(gold, point)
+        second = _value_at(answer, point)
+        if first is None or second is None:
+            return None
+        if not (first.is_real and second.is_real):
+            continue
+        if abs(first - second) > tolerance * max(abs(first), abs(second)):
+            return False
+        compared += 1
+    return True if compared >= _ENOUGH_POINTS else None
+
+
+def _value_at(expression: Expr, point: Mapping[str, Rational]) -> Expr | None:
+    """Return the value of an expression at a point; None where it is no number there."""
+    values = {symbol: point[symbol.name] for symbol in expression.free_symbols}
+    number = expression.subs(values)
+    return number.evalf(30) if _is_number(number) else None
+
+
+def _digits(value: Any) -> float:
+    """Return an upper bound for the decimal digits of the numbers that an evaluation of `value` makes."""
+    if isinstance(value, Rational):
+        return math.log10(2) * int(max(value.p.bit_length(), value.q.bit_length()))
+    inner = [_digits(part) for part in getattr(value, "args", ())]
+    if isinstance(value, sympy.Pow | sympy.exp):
+        power = value.exp
+        size = float(abs(power)) if isinstance(power, Rational) else float(10.0 ** min(inner[-1], 9.0))
+        return max(1.0, *inner) * max(1.0, size)
+    if isinstance(value, sympy.factorial | sympy.binomial):
+        exponent = min(max(inner), 9.0)
+        return float(10.0**exponent) * max(1.0, exponent)
+    return sum(inner, 1.0)
