@@ -43,6 +43,12 @@ def question(
     return messages, answer
 
 
+def is_chat(row: Row, section: DatasetSection) -> bool:
+    """Return True if the prompt of a row is a list of messages, and no text."""
+    messages = value_at(row.values, section.messages_key)
+    return isinstance(value_at(row.values, section.prompt_key) if messages is None else messages, list)
+
+
 def conversation(row: Row, section: DatasetSection) -> Messages:
     """Return the whole chat; the answer column answers a prompt text. Raises DataError."""
     messages = _messages(row, section)

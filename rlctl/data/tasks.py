@@ -22,6 +22,7 @@ class Task:
     row: dict[str, Any] = field(default_factory=dict)
     # Key of data.train.sources; empty if there are none.
     source: str = ""
+    # The prompt of a row that is a chat, and of every row in a run with an environment.
     messages: list[dict[str, Any]] = field(default_factory=list)
 
 

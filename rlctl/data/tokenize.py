@@ -15,7 +15,7 @@ from rlctl.config.schema import SftSection
 from rlctl.data.chat import Chat
 from rlctl.data.datasets import Row, shown
 from rlctl.data.files import DataError
-from rlctl.data.rows import conversation, question, row_tools
+from rlctl.data.rows import conversation, is_chat, question, row_tools
 from rlctl.data.supervised import chat_samples
 from rlctl.data.tasks import SupervisedSample, Task
 
@@ -155,7 +155,8 @@ def tokenize_prompts(
             report.dropped += 1
         else:
             report.unanswered += answer is None
-            prompts.append(Task(f"r{row.number}", tokens, prompt.text, answer, row.values, row.source))
+            asked = messages if is_chat(row, section) else []
+            prompts.append(Task(f"r{row.number}", tokens, prompt.text, answer, row.values, row.source, asked))
     if not prompts:
         raise DataError(
             f"{shown(section.path)}: every prompt is longer than data.max_prompt_length={max_prompt_length}"

@@ -8,10 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from rlctl.config.data_schema import DatasetSection
 from rlctl.config.run_weights import chat_folder
 from rlctl.config.schema import GrpoConfig
 from rlctl.dashboard.formats import count
+from rlctl.data.datasets import Row
 from rlctl.data.load import part_of
+from rlctl.data.rows import is_chat, question
 from rlctl.data.tasks import Task
 from rlctl.evaluation.figures import result_of
 from rlctl.evaluation.store import (
@@ -27,7 +30,7 @@ from rlctl.preflight.load import Composed
 from rlctl.preflight.settled import SettledGrpo
 from rlctl.rewards.base import RewardInput
 from rlctl.rewards.scorer import Scorer
-from rlctl.rollout.scoring import sample_item
+from rlctl.rollout.scoring import reward_input, sample_item
 from rlctl.rollout.types import Rollout, RolloutGroup
 from rlctl.run.run_dir import RunDir, RunDirError, find_run
 from rlctl.telemetry.jsonl import Record, damaged_lines, read_records
@@ -136,7 +139,7 @@ def _groups(answers: StoredAnswers, config: GrpoConfig) -> tuple[list[RolloutGro
     groups, items = [], []
     for record, task in zip(answers.groups, tasks):
         groups.append(RolloutGroup(task, [_rollout(task, rollout) for rollout in record["rollouts"]]))
-        items += [RewardInput(task.text, texts(rollout), task.answer, task.row) for rollout in record["rollouts"]]
+        items += [reward_input(task, None, texts(rollout)) for rollout in record["rollouts"]]
     return groups, items
 
 
@@ -147,10 +150,14 @@ def _tasks(answers: StoredAnswers, config: GrpoConfig) -> list[Task]:
         rows = {f"r{row.number}": row.values for part in part_of(config, "validation") for row in part.rows}
         if lost := [record["task"] for record in answers.groups if record["task"] not in rows]:
             raise EvaluationError(f"{len(lost)} tasks, first {lost[0]}, are no rows of data.validation any more")
-    return [
-        Task(each["task"], [], each["prompt"], each["answer"], each.get("row", rows.get(each["task"], {})))
-        for each in answers.groups
-    ]
+    section: DatasetSection = config.data.validation if config.data.validation.path else config.data.train
+    tasks = []
+    for record in answers.groups:
+        values = record.get("row", rows.get(record["task"], {}))
+        row = Row(0, record["task"], values)
+        messages = question(row, section)[0] if is_chat(row, section) else []
+        tasks.append(Task(record["task"], [], record["prompt"], record["answer"], values, messages=messages))
+    return tasks
 
 
 def _completions(answers: StoredAnswers, config: GrpoConfig) -> Callable[[Record], str]:

@@ -17,6 +17,7 @@ from rlctl.data.chat import Chat
 from rlctl.data.datasets import Row, shown
 from rlctl.data.files import DataError, files_of
 from rlctl.data.load import load_chat, load_prompts, may_have_unknown_text, may_rewrite, read_rows
+from rlctl.data.rows import question
 from rlctl.data.tokenize import tokenize_prompts, tokenize_samples
 from rlctl.environments.pool import UnusableEnvironmentError
 from rlctl.grpo.advantages.trial import UnusableAdvantageError, try_advantage
@@ -26,6 +27,9 @@ from rlctl.rewards.base import UnusableError
 from rlctl.rewards.scorer import Score, Scorer
 from rlctl.rollout.episode_setup import EpisodeSetup, environment_pool, read_environments, set_up
 from rlctl.rollout.scoring import sample_item
+
+# A formula takes about 0.1 s to be read.
+_ROWS_TO_DESCRIBE = 50
 
 
 def check_first_rows(settled: Settled) -> list[str]:
@@ -111,14 +115,21 @@ def _try_rewards(composed: Composed[Settled], fetch: bool) -> list[str]:
             score = _score_of_first_row(config)
     except ImportError as error:
         return [f"rewards: not tried, {error.name or error} is not installed; see rlctl doctor"]
-    parts = ", ".join(f"{name} {value:g}" for name, value in score.parts.items() if value is not None)
+    parts = ", ".join(
+        f"{name} does not judge it (None) and is left out of the sum" if value is None else f"{name} {value:g}"
+        for name, value in score.parts.items()
+        # Environments call some rewards later.
+        if value is not None or not config.environment.enabled
+    )
+    if score.failed:
+        return ["rewards: no reward judges the first row: each returned None; such rollouts are left out and counted"]
     if score.value is None:
         return ["rewards: called with the environment at the end of each episode, so not tried here"]
     judged = "right" if score.right else "not right"
     tried = f"rewards: tried on the first row of {shown(config.data.train.paths)}: {parts}; its own answer is {judged}"
     with _as_config_errors(composed):
         advantage, _ = try_advantage(config) if composed.settled.grpo else ("", False)
-    return [tried, *[advantage] * bool(advantage)]
+    return [tried, *_readings(config), *[advantage] * bool(advantage)]
 
 
 def _try_environments(composed: Composed[Settled], fetch: bool) -> list[str]:
@@ -143,6 +154,20 @@ def _try_environments(composed: Composed[Settled], fetch: bool) -> list[str]:
     with _as_config_errors(composed), environment_pool(config) as pool:
         read_environments(config, pool)
     return [f"environment: read, but not begun on a row: {why}"]
+
+
+def _readings(config: GrpoConfig) -> list[str]:
+    """Return how math_verify reads the reference answers of the first rows."""
+    if all(reward.name != "math_verify" for reward in config.rewards):
+        return []
+    # SymPy takes seconds to import.
+    from rlctl.rewards.mathematics import describe_references
+
+    section = next(iter(config.data.train.sources.values()), config.data.train)
+    least = min(section.limit or _ROWS_TO_DESCRIBE, _ROWS_TO_DESCRIBE)
+    rows = read_rows(config, replace(section, limit=least))
+    answers = [(f"row {row.number + 1}", question(row, section, asked=False)[1]) for row in rows]
+    return describe_references([(row, answer) for row, answer in answers if answer is not None])
 
 
 def _away(config: GrpoConfig, fetch: bool) -> str:

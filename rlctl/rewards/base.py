@@ -1,8 +1,8 @@
-"""Interface of a reward: a function of (prompt, completion, answer, row), its input, its outcome, its errors."""
+"""Interface of a reward: a function and how it is called, its input, its outcome, its errors."""
 
 import reprlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rlctl.config.errors import UserError
@@ -35,6 +35,25 @@ class RewardInput:
     completion: str
     answer: str | None
     row: dict[str, Any]
+    # Messages of the prompt and of the completion where the prompt is a chat; of a text there are none.
+    prompt_messages: list[dict[str, Any]] = field(default_factory=list)
+    completion_messages: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Reward:
+    """A reward: its function, the user's or a built-in one, and how it is called."""
+
+    function: Callable[..., Any]
+    # Returns the value of one rollout.
+    call: Callable[[RewardInput], Any]
+    # True if None is a value: the reward does not judge the rollout.
+    may_abstain: bool = False
+
+    @classmethod
+    def of_function(cls, function: Callable[..., Any]) -> "Reward":
+        """Return a reward that is called with (prompt, completion, answer, row)."""
+        return cls(function, lambda item: function(item.prompt, item.completion, item.answer, item.row))
 
 
 @dataclass(frozen=True)
@@ -63,10 +82,11 @@ class RewardFailure:
 Outcome = float | RewardFailure | None
 
 
-def attempt(function: RewardFunction, item: RewardInput) -> Outcome:
-    """Return the finite number that `function` gives `item`, or its failure."""
+def attempt(reward: Reward, item: RewardInput) -> Outcome:
+    """Return the finite number that `reward` gives `item`, None where it does not judge it, or its failure."""
+    function = reward.function
     try:
-        value: object = function(item.prompt, item.completion, item.answer, item.row)
+        value: object = reward.call(item)
         number = finite_number(value)
     except RewardError as error:
         kind, _, detail = str(error).partition(": ")
@@ -74,7 +94,7 @@ def attempt(function: RewardFunction, item: RewardInput) -> Outcome:
     except BaseException as error:  # SystemExit and KeyboardInterrupt too
         where = raised_at(error, function, __file__)
         return RewardFailure(f"raised {type(error).__name__}", where, error_text(error), trace_of(error))
-    if number is not None:
+    if number is not None or (value is None and reward.may_abstain):
         return number
     told = shortened(f"returned {reprlib.repr(value)}") + several_numbers(value)
     return RewardFailure("no finite number", defined_at(function), told)

@@ -7,8 +7,8 @@ import socket
 from dataclasses import asdict
 
 from rlctl.config.grpo_schema import RewardSection
-from rlctl.rewards.base import RewardError, RewardFailure, RewardFunction, attempt
-from rlctl.rewards.load import load_function
+from rlctl.rewards.base import Reward, RewardError, RewardFailure, attempt
+from rlctl.rewards.load import load_reward
 from rlctl.workers.supervisor import run_guarded
 
 
@@ -16,11 +16,11 @@ def work(connection: socket.socket) -> None:
     """Load the functions, then score until the parent hangs up. The protocol is described in worker.py."""
     requests = connection.makefile("rb")
     sections: list[RewardSection] = pickle.load(requests)
-    functions: list[RewardFunction] = []
+    rewards: list[Reward] = []
     problems: list[tuple[int, str]] = []
     for index, section in enumerate(sections):
         try:
-            functions.append(load_function(section))
+            rewards.append(load_reward(section))
         except RewardError as error:
             problems.append((index, str(error)))
     connection.sendall(json.dumps({"problems": problems}).encode() + b"\n")
@@ -29,7 +29,7 @@ def work(connection: socket.socket) -> None:
         try:
             call, reward, items = pickle.load(requests)
             for number, item in enumerate(items):
-                outcome = attempt(functions[reward], item)
+                outcome = attempt(rewards[reward], item)
                 if os.getpid() != own:
                     os._exit(0)  # forked by the reward, however: its parent answers
                 told = {"failure": asdict(outcome)} if isinstance(outcome, RewardFailure) else {"value": outcome}

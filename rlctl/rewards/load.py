@@ -2,59 +2,39 @@
 
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any
 
 from rlctl.config.grpo_schema import RewardSection
 from rlctl.config.plugins import REWARDS
-from rlctl.rewards.base import NEEDS_EPISODE, RewardError, RewardFunction
+from rlctl.rewards.base import NEEDS_EPISODE, Reward, RewardError, RewardInput
 from rlctl.utils.user_code import defined_at, import_error, load_module
-from rlctl.workers.named_reward import NamedRewardError, is_named, named_arguments, named_value, takes_environments
+from rlctl.workers.named_reward import (
+    NamedRewardError,
+    is_named,
+    is_verl,
+    named_arguments,
+    named_value,
+    takes_environments,
+    verl_arguments,
+    verl_value,
+)
 
 
-def load_function(section: RewardSection) -> RewardFunction:
+def load_reward(section: RewardSection) -> Reward:
     """Return a built-in reward, or the function that `module:function` or `path.py:function` names.
 
-    Raises RewardError if there is no such function or it does not take the four arguments.
+    Raises RewardError if there is no such function or it takes other arguments than a reward's.
     """
     if section.name not in REWARDS:
-        return _user_function(section.name)
+        return _user_reward(section.name)
     module, _, name = REWARDS[section.name].partition(":")
-    function: RewardFunction = getattr(importlib.import_module(module), name)(section)
-    return function
+    return Reward.of_function(getattr(importlib.import_module(module), name)(section))
 
 
-def named_reward(function: Callable[..., Any]) -> RewardFunction:
-    """Return a reward that calls a function by the names of its parameters: `prompts`, `completions`, columns.
-
-    Chats are lists of messages, as in TRL. One that takes `environments` raises RewardError: it needs an episode.
-    """
-
-    def score(prompt: str, completion: str, answer: str | None, row: dict[str, Any]) -> float:
-        if takes_environments(function):
-            raise RewardError(f"{NEEDS_EPISODE}: set environment.name, or take (prompt, completion, answer, row)")
-        said = row.get("prompt", row.get("messages"))
-        is_chat = isinstance(said, list)
-        answered = [{"role": "assistant", "content": completion}] if is_chat else completion
-        given = {**row, "prompts": said if is_chat else prompt, "completions": answered}
-        try:
-            result = function(**named_arguments(function, given))
-            if inspect.iscoroutine(result):
-                # A third of the imports of a process of rewards.
-                import asyncio
-
-                result = asyncio.run(result)
-            value = named_value(function, result)
-        except NamedRewardError as error:
-            raise RewardError(str(error)) from error
-        if value is None:
-            raise RewardError("returned None: it does not judge this rollout")
-        return value
-
-    return score
-
-
-def _user_function(name: str) -> RewardFunction:
+def _user_reward(name: str) -> Reward:
     module_name, colon, attribute = name.rpartition(":")
     if not colon:
         raise RewardError(f"no such reward: use {', '.join(REWARDS)}, or a function of yours as module:function")
@@ -67,14 +47,66 @@ def _user_function(name: str) -> RewardFunction:
         raise RewardError(f"no such function: {module_name} has no {attribute!r}")
     if not callable(function):
         raise RewardError(f"no function: {attribute} of {module_name} is a {type(function).__name__}")
+    where = f" at {place}" if (place := defined_at(function)) else ""
+    is_async = inspect.iscoroutinefunction(function)
+    if not is_async and inspect.iscoroutinefunction(vars(type(function)).get("__call__")):
+        raise RewardError(f"is an object whose __call__ is async{where}: write def __call__, or an async def function")
+    if is_verl(function):
+        return Reward(function, partial(_call_as_verl, function))
     if is_named(function):
-        return named_reward(function)
-    if inspect.iscoroutinefunction(function):
-        raise RewardError(f"is a coroutine at {defined_at(function)}: rewards are called, not awaited; write def")
+        return Reward(function, partial(_call_by_names, function), may_abstain=True)
     try:
         inspect.signature(function).bind("prompt", "completion", "answer", {})
     except TypeError as error:
-        where = f" at {place}" if (place := defined_at(function)) else ""
         wanted = "it must take (prompt, completion, answer, row)"
         raise RewardError(f"wrong signature{where}: {wanted}; {error}") from error
-    return function  # type: ignore[no-any-return]
+    if not is_async:
+        return Reward.of_function(function)
+    return Reward(function, lambda item: _awaited(function(item.prompt, item.completion, item.answer, item.row)))
+
+
+def _call_by_names(function: Callable[..., Any], item: RewardInput) -> float | None:
+    """Return the value of a function that takes `prompts`, `completions` and columns, lists of one, as TRL calls it.
+
+    Raises RewardError for a missing argument, for a value that is none, and for `environments`: they need an episode.
+    """
+    if takes_environments(function):
+        raise RewardError(f"{NEEDS_EPISODE}: set environment.name, or take (prompt, completion, answer, row)")
+    prompt: object = item.prompt_messages or item.prompt
+    completion: object = item.completion_messages if item.prompt_messages else item.completion
+    with _as_reward_errors():
+        arguments = named_arguments(function, {**item.row, "prompts": prompt, "completions": completion})
+    result = _awaited(function(**arguments))
+    with _as_reward_errors():
+        return named_value(function, result)
+
+
+def _call_as_verl(function: Callable[..., Any], item: RewardInput) -> float:
+    """Return the value of a `compute_score` of verl. Raises RewardError."""
+    with _as_reward_errors():
+        arguments = verl_arguments(function, item.completion, item.answer, item.row)
+    result = _awaited(function(**arguments))
+    with _as_reward_errors():
+        return verl_value(function, result)
+
+
+@contextmanager
+def _as_reward_errors() -> Iterator[None]:
+    try:
+        yield
+    except NamedRewardError as error:
+        raise RewardError(str(error)) from error
+
+
+def _awaited(result: Any) -> Any:
+    """Return the result of a call, of a coroutine once it has ended."""
+    return _runner().run(result) if inspect.iscoroutine(result) else result
+
+
+@cache
+def _runner() -> Any:
+    """Return this process's event loop: a client that a function keeps belongs to one loop."""
+    # A third of the imports of a process of rewards.
+    import asyncio
+
+    return asyncio.Runner()

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from rlctl.config.grpo_schema import RewardSection
 from rlctl.config.plugins import ENVIRONMENT_REWARD, correctness, reward_names
 from rlctl.rewards.base import NEEDS_EPISODE, Outcome, RewardFailure, RewardInput, UnusableError, attempt
-from rlctl.rewards.load import load_function
+from rlctl.rewards.load import load_reward
 from rlctl.rewards.worker import RewardWorker
 from rlctl.utils.devices import usable_cores
 from rlctl.workers.user_logs import Emit, FailureLog, OutputLog
@@ -124,8 +124,8 @@ class Scorer:
 
     def _outcomes(self, reward: int, items: list[RewardInput]) -> list[Outcome]:
         if self._sections[reward].name in INLINE:
-            function = load_function(self._sections[reward])
-            return [attempt(function, item) for item in items]
+            inline = load_reward(self._sections[reward])
+            return [attempt(inline, item) for item in items]
         chunks = [items[start : start + ITEMS_PER_CALL] for start in range(0, len(items), ITEMS_PER_CALL)]
         return [outcome for part in self._threads.map(partial(self._remote, reward), chunks) for outcome in part]
 
@@ -142,6 +142,8 @@ class Scorer:
         named = dict(zip(self.names, outcomes, strict=True))
         parts = {name: None if isinstance(outcome, RewardFailure) else outcome for name, outcome in named.items()}
         failures = {name: outcome for name, outcome in named.items() if isinstance(outcome, RewardFailure)}
+        if not failures and not self._episodes and self.names and all(part is None for part in parts.values()):
+            failures = {self.names[0]: RewardFailure("no reward judges it", detail="each returned None")}
         value = sum(
             section.weight * (part or 0.0) for section, part in zip(self._sections, parts.values(), strict=True)
         ) + sum(own.values())
@@ -155,7 +157,12 @@ class Scorer:
         if failures:
             reason = next(f"{name}: {failure}" for name, failure in failures.items())
             return Score(None, parts, reason, right=False)
-        named_first = self.names and (self._stated or not own)
-        decides = parts[self.names[self._decides]] if named_first else sum(own.values())
+        if own and not self._stated:
+            decides: float | None = sum(own.values())
+        else:
+            decides = parts[self.names[self._decides]] if self.names else None
+            # A reward that does not judge a rollout leaves it to the next one.
+            if decides is None and not self._stated:
+                decides = next((part for part in parts.values() if part is not None), None)
         right = (decides or 0.0) >= self._correct_at - 1e-9
         return Score(value, parts, None, right, self._weights)

@@ -127,7 +127,9 @@ def _outcome(reply: dict[str, Any], call: int, item: int) -> Outcome:
         raise BadReply(_text("a reply to call {}, item {}".format(*told)))
     if isinstance(failure := reply.get("failure"), dict):
         return RewardFailure(*(_text(failure.get(key, "")) for key in ("kind", "where", "detail", "trace")))
-    value = reply.get("value")
+    value = reply.get("value", math.nan)
+    if value is None:
+        return None
     if not isinstance(value, float) or not math.isfinite(value):
         raise BadReply("a reply without a finite value")
     return value

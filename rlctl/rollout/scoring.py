@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from rlctl.config.plugins import ENVIRONMENT_REWARD
 from rlctl.data.tasks import Task
-from rlctl.environments.contract import Reward
+from rlctl.environments.contract import Message, Reward
 from rlctl.rewards.base import RewardInput
 from rlctl.rewards.scorer import Score, Scorer
 from rlctl.rollout.types import Decode, PlayedEpisode, Rollout, RolloutGroup
@@ -46,10 +46,16 @@ def reward_input(task: Task, episode: PlayedEpisode | None, text: str) -> Reward
     In an episode, the prompt is its opening and the completion is the rest; the row's `messages` is the conversation.
     """
     if episode is None:
-        return RewardInput(task.text, text, task.answer, task.row)
-    said = [str(message.get("content") or "") for message in episode.messages]
-    prompt, completion = "\n".join(said[: episode.opening]), "\n".join(said[episode.opening :])
-    return RewardInput(prompt, completion, task.answer, {**task.row, "messages": episode.messages})
+        completion_messages = [{"role": "assistant", "content": text}]
+        return RewardInput(task.text, text, task.answer, task.row, task.messages, completion_messages)
+    opening = episode.messages[: episode.opening]
+    rest = episode.messages[episode.opening :]
+    row = {**task.row, "messages": episode.messages}
+    return RewardInput(_text_of(opening), _text_of(rest), task.answer, row, opening, rest)
+
+
+def _text_of(messages: Sequence[Message]) -> str:
+    return "\n".join(str(message.get("content") or "") for message in messages)
 
 
 def environment_rewards(reward: Reward | None) -> dict[str, float]:
@@ -60,8 +66,12 @@ def environment_rewards(reward: Reward | None) -> dict[str, float]:
 
 
 def sample_item(task: Task) -> RewardInput:
-    """Return the input of the rewards' trial before a run: a task with the row's answer."""
-    return RewardInput(task.text, task.answer or "", task.answer, task.row)
+    """Return the input of the rewards' trial before a run: a task with the row's answer.
+
+    The prompt does not open thinking, for the answer is behind it.
+    """
+    item = reward_input(task, None, task.answer or "")
+    return replace(item, prompt=item.prompt.rstrip().removesuffix("<think>") if item.prompt else "")
 
 
 def _failed(rollout: Rollout) -> bool:

@@ -89,8 +89,14 @@ def _inside(value: object) -> Collection[object]:
 
 
 def trace_of(error: BaseException) -> str:
-    """Return the traceback below the frame that caught the error, at most `MAX_TRACE` characters."""
-    trace = format_trace(error, error.__traceback__.tb_next if error.__traceback__ else None)
+    """Return the traceback from the user's first frame, else from the one below that which caught the error.
+
+    It has at most `MAX_TRACE` characters.
+    """
+    frames = error.__traceback__
+    while frames and not _is_users(frames.tb_frame.f_code.co_filename):
+        frames = frames.tb_next
+    trace = format_trace(error, frames or (error.__traceback__ and error.__traceback__.tb_next))
     return trace if len(trace) <= MAX_TRACE else f"{trace[: MAX_TRACE // 2]}\n[...]\n{trace[-MAX_TRACE // 2 :]}"
 
 

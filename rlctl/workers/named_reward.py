@@ -1,17 +1,20 @@
-"""Call of a reward function by the names of its parameters, as TRL's trainers call theirs.
+"""Call of a reward function by the names of its parameters, as TRL's and verl's trainers call theirs.
 
 TRL gives lists with a value for each rollout of a batch, and takes a list of numbers. rlctl scores one rollout at a
-time, so that each list has one element.
+time, so that each list has one element. verl's `compute_score` is of one rollout.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from rlctl.utils.user_code import defined_at, finite_number, several_numbers, shortened
 
 # Parameters that tell such a function from one of (prompt, completion, answer, row).
 _NAMES = ("environments", "prompts", "completions")
+# Parameters of verl's `compute_score` alone, and the columns that it gets.
+_VERL_MARKS = ("data_source", "solution_str")
+_VERL_COLUMNS = ("data_source", "extra_info")
 
 
 class NamedRewardError(ValueError):
@@ -20,8 +23,17 @@ class NamedRewardError(ValueError):
 
 def is_named(function: Callable[..., Any]) -> bool:
     """Return True if a reward function has a parameter `environments`, `prompts` or `completions`."""
+    return _takes_one_of(function, _NAMES)
+
+
+def is_verl(function: Callable[..., Any]) -> bool:
+    """Return True if a reward function has the parameters of verl's `compute_score`."""
+    return _takes_one_of(function, _VERL_MARKS)
+
+
+def _takes_one_of(function: Callable[..., Any], names: Collection[str]) -> bool:
     try:
-        return any(name in inspect.signature(function).parameters for name in _NAMES)
+        return any(name in inspect.signature(function).parameters for name in names)
     except (TypeError, ValueError):
         return False
 
@@ -36,6 +48,28 @@ def named_arguments(function: Callable[..., Any], given: Mapping[str, Any]) -> d
 
     Raises NamedRewardError for a parameter that nothing is given for.
     """
+    return {name: [value] for name, value in _chosen(function, given).items()}
+
+
+def verl_arguments(
+    function: Callable[..., Any], completion: str, answer: str | None, row: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the keyword arguments of verl's `compute_score` for one rollout.
+
+    `data_source` and `extra_info` are columns; `ground_truth` is the answer, else that of the column `reward_model`.
+    Raises NamedRewardError for a parameter that nothing is given for.
+    """
+    given = {"extra_info": {}, **{name: row[name] for name in _VERL_COLUMNS if name in row}, "solution_str": completion}
+    judged = row.get("reward_model")
+    if answer is None and isinstance(judged, Mapping):
+        answer = judged.get("ground_truth")
+    if answer is not None:
+        given["ground_truth"] = answer
+    return _chosen(function, given, f"; {', '.join(_VERL_COLUMNS)} are columns of verl's rows")
+
+
+def _chosen(function: Callable[..., Any], given: Mapping[str, Any], hint: str = "") -> dict[str, Any]:
+    """Return those of the given arguments that `function` takes. Raises NamedRewardError for a missing one."""
     parameters = inspect.signature(function).parameters.values()
     if any(each.kind is each.VAR_KEYWORD for each in parameters):
         chosen = dict(given)
@@ -44,10 +78,10 @@ def named_arguments(function: Callable[..., Any], given: Mapping[str, Any]) -> d
     keywords = [each for each in parameters if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
     missing = [each.name for each in keywords if each.default is each.empty and each.name not in chosen]
     if missing:
-        raise NamedRewardError(
-            f"no value for its parameter {', '.join(missing)} at {defined_at(function)}: it gets {', '.join(given)}"
-        )
-    return {name: [value] for name, value in chosen.items()}
+        place = defined_at(function)
+        problem = f"no value for its parameter {', '.join(missing)} at {place}: it gets {', '.join(given)}{hint}"
+        raise NamedRewardError(problem)
+    return chosen
 
 
 def named_value(function: Callable[..., Any], result: Any) -> float | None:
@@ -66,4 +100,13 @@ def named_value(function: Callable[..., Any], result: Any) -> float | None:
     if number is None and value is not None:
         told = shortened(repr(value)) + several_numbers(value)
         raise NamedRewardError(f"no finite number at {defined_at(function)}: {told}")
+    return number
+
+
+def verl_value(function: Callable[..., Any], result: Any) -> float:
+    """Return the value of verl's `compute_score`: a number, or `score` of a dict. Raises NamedRewardError."""
+    value = result["score"] if isinstance(result, Mapping) and "score" in result else result
+    number = finite_number(value)
+    if number is None:
+        raise NamedRewardError(f"no finite number at {defined_at(function)}: {shortened(repr(result))}")
     return number

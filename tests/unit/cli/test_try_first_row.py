@@ -1,5 +1,6 @@
 """Rewards and environments tried on the first row, in separate processes, before anything else starts."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,33 @@ def test_rewards_that_work_say_what_they_gave(rlctl: Rlctl, recipe: Path) -> Non
     assert checked.code == 0 and said in " ".join(checked.err.split())
     dry = rlctl("train", "grpo", "recipes/my.yaml", "--dry-run")
     assert dry.code == 0 and said in " ".join(dry.err.split())
+
+
+TRL_STYLE = """\
+def chat(completions, solution, **columns):
+    return [float(completions[0][0]["content"] == solution[0])]
+
+def abstains(completions, **columns):
+    return [None]
+"""
+
+
+def test_rewards_of_trl_are_tried_on_a_chat_of_any_column_and_references_are_told(rlctl: Rlctl, recipe: Path) -> None:
+    (recipe.parent / "my_rewards.py").write_text(TRL_STYLE)
+    row = {"question": [{"role": "user", "content": "2+2?"}], "solution": "#### 4"}
+    (recipe.parent / "q.jsonl").write_text(json.dumps(row))
+    names = ["math_verify", "my_rewards.py:chat", "my_rewards.py:abstains"]
+    train = {"path": "q.jsonl", "prompt_key": "question", "answer_key": "solution"}
+    sections = {"data": {"train": train}, "rewards": [{"name": name} for name in names]}
+    recipe.write_text("defaults: grpo-tiny.yaml\n" + yaml.safe_dump(sections))
+    done = rlctl("config", "check", "recipes/my.yaml", "--try-rewards")
+    told = " ".join(done.err.split())
+    assert done.code == 0, told
+    assert "math_verify 1, chat 1, abstains does not judge it (None) and is left out of the sum; its own" in told
+    assert "math_verify reads 1 of 1 answers as mathematics: row 1, '#### 4', is 4" in told
+    rewards = "rewards=[{name: 'recipes/my_rewards.py:abstains'}]"
+    alone = rlctl("config", "check", "recipes/my.yaml", "--try-rewards", rewards)
+    assert "no reward judges the first row: each returned None" in " ".join(alone.err.split())
 
 
 def test_a_wrong_number_of_advantages_is_an_error_at_its_key(rlctl: Rlctl, recipe: Path) -> None:

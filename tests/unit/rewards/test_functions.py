@@ -2,12 +2,12 @@ import pytest
 
 from rlctl.config.grpo_schema import RewardSection
 from rlctl.rewards.base import RewardError, RewardFailure, RewardInput, attempt
-from rlctl.rewards.load import load_function
+from rlctl.rewards.load import load_reward
 
 
 def scored(name: str, completion: str, answer: str | None, pattern: str | None = None) -> object:
     section = RewardSection(name, 1.0, None, pattern, 5.0)
-    outcome = attempt(load_function(section), RewardInput("p", completion, answer, {}))
+    outcome = attempt(load_reward(section), RewardInput("p", completion, answer, {}))
     return str(outcome) if isinstance(outcome, RewardFailure) else outcome
 
 
@@ -27,7 +27,7 @@ def test_regex_compares_the_first_group_of_the_first_match(completion, value):
 @pytest.mark.parametrize(("pattern", "complaint"), [("(", "bad pattern"), (None, "no group"), (r"\d+", "no group")])
 def test_a_pattern_that_cannot_work_is_refused_when_loaded(pattern, complaint):
     with pytest.raises(RewardError, match=complaint):
-        load_function(RewardSection("regex", 1.0, None, pattern, 5.0))
+        load_reward(RewardSection("regex", 1.0, None, pattern, 5.0))
 
 
 @pytest.mark.parametrize(

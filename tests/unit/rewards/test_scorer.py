@@ -99,9 +99,6 @@ def process(prompt, completion, answer, row):
 
 def three(prompt, completion, answer):
     return 1.0
-
-async def later(prompt, completion, answer, row):
-    return 1.0
 '''
 
 
@@ -338,7 +335,6 @@ def test_what_a_hook_prints_goes_to_the_log(hooks, monkeypatch):
     [
         ("nowhere:score", "nowhere:score: cannot import: ModuleNotFoundError: No module named 'nowhere'"),
         ("nowhere.py:score", "nowhere.py:score: cannot import: FileNotFoundError"),
-        ("my_rewards:later", "my_rewards:later: is a coroutine at my_rewards.py:"),
         ("my_rewards:os", "my_rewards:os: no function: os of my_rewards is a module"),
         ("my_rewards:absent", "my_rewards:absent: no such function: my_rewards has no 'absent'"),
         (

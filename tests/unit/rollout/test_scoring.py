@@ -53,7 +53,7 @@ def scored() -> Iterator[Any]:
 
 def test_a_reward_judges_the_whole_conversation() -> None:
     found = reward_input(TASK, episode(None), "never read")
-    assert found == RewardInput("1-9=", "7\n+\n8", "8", {"low": 1, "messages": SAID})
+    assert found == RewardInput("1-9=", "7\n+\n8", "8", {"low": 1, "messages": SAID}, SAID[:1], SAID[1:])
 
 
 def test_an_environments_value_is_a_reward_of_weight_1_beside_the_others(scored: Any) -> None:

@@ -11,7 +11,7 @@ from rlctl.config.telemetry_schema import UserTrackerSection
 from rlctl.environments.outcomes import EnvironmentSpec
 from rlctl.environments.pool import EnvironmentPool, UnusableEnvironmentError
 from rlctl.rewards.base import RewardError
-from rlctl.rewards.load import load_function
+from rlctl.rewards.load import load_reward
 from rlctl.telemetry.events import EventLog
 from rlctl.telemetry.jsonl import read_records
 from rlctl.telemetry.trackers.base import open_trackers
@@ -36,7 +36,7 @@ def test_a_plug_in_that_cannot_be_imported_names_the_users_line(
     plugin, said = f"{name}_mine.py:Mine", list[str]()
     said += [load_plugin(plugin, base)[1] for base in (LOSS_BASE, ADVANTAGE_BASE)]
     with pytest.raises(RewardError) as refused:
-        load_function(RewardSection(plugin, 1.0, None, None, 5.0))
+        load_reward(RewardSection(plugin, 1.0, None, None, 5.0))
     own = EnvironmentPool({"own": EnvironmentSpec(plugin, 20.0)}, 1024, 1)
     with own as pool, pytest.raises(UnusableEnvironmentError) as unusable:
         pool.contracts()
