@@ -25,7 +25,7 @@ def comparison_table(result: Mapping[str, Any]) -> Group:
         found = result[label]
         table.add_row(label, show(found["mean"]), _range(found, show))
         verdict = "more than chance" if found["more_than_chance"] else "no more than chance"
-        table.add_row("", "", f"p = {found['p_value']:.2g}: {verdict}")
+        table.add_row("", "", f"p = {found['p_value']:.2g} ({found['test']}): {verdict}")
     better = result["accuracy"]
     table.add_row("tasks", f"{result['tasks']}", f"{better['better']} better, {better['worse']} worse, rest equal")
     if result["left_out"]:

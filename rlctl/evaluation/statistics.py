@@ -34,6 +34,9 @@ _ONE_TASK, _EQUAL = "one task has no interval", "all tasks are equal: no interva
 # Values that the exact distribution of a test may have; beyond that signs are drawn.
 _MOST_VALUES = 4_000_000
 _DRAWS = 20_000
+# A number is taken for the fraction that it is nearest to, up to rounding, as a mean of rewards of 0 and 1 is.
+_MOST_DENOMINATOR = 10_000
+_ROUNDING = 1e-12
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,8 @@ class Difference:
     note: str
     # Probability of a difference at least as large if both were equally good; two-sided.
     p_value: float
+    # "exact", or the number of drawn signs, below whose inverse no probability is told apart.
+    test: str
     # Numbers of tasks at which the second is better, worse, equal.
     better: int
     worse: int
@@ -123,38 +128,62 @@ def paired(
     """Compare two evaluations, given by their means at the same tasks, in the same order. bounds: of a difference.
 
     The test is Fisher's: if both are equally good, each difference could as well have the other sign. Its distribution
-    is computed exactly for fractions; with one answer to each task it is the sign test, McNemar's exact one. For other
-    numbers signs are drawn. Source: Fisher, The Design of Experiments (1935), section 21. Raises ValueError for no
-    task.
+    is computed exactly for fractions, and for numbers that are fractions up to rounding. With one answer to each task
+    it is the sign test, McNemar's exact one. For other numbers signs are drawn. Source: Fisher, The Design of
+    Experiments (1935), section 21. Raises ValueError for no task.
     """
     if not first or len(first) != len(second):
         raise ValueError(f"{len(first)} and {len(second)} tasks are no pairs")
-    differences = [b - a for a, b in zip(first, second)]
-    rows = np.asarray([float(each) for each in differences], np.float64)
+    rows = np.asarray([float(b) - float(a) for a, b in zip(first, second)], np.float64)
     found = estimate(float(rows.mean()), rows.tolist(), bounds)
     better, worse = int((rows > 0).sum()), int((rows < 0).sum())
-    chance = _p_value(differences, rows)
+    p_value = _exact_p_value(first, second)
+    test = "exact"
+    if p_value is None:
+        p_value = _drawn_p_value(rows)
+        test = f"{_DRAWS:,} drawn signs"
     equal = len(rows) - better - worse
-    return Difference(found.value, found.low, found.high, found.note, chance, better, worse, equal)
+    return Difference(found.value, found.low, found.high, found.note, p_value, test, better, worse, equal)
 
 
 def _standard_error(rows: NDArray[np.float64]) -> float:
     return float(rows.std(ddof=1)) / sqrt(len(rows))
 
 
-def _p_value(differences: Sequence[Fraction | float], rows: NDArray[np.float64]) -> float:
-    exact = [Fraction(each) for each in differences if isinstance(each, int | Fraction) and each]
-    if len(exact) == sum(1 for each in differences if each):
-        scale = lcm(*(each.denominator for each in exact))
-        steps = [abs(int(each * scale)) for each in exact]
-        if len(steps) * (2 * sum(steps) + 1) <= _MOST_VALUES * 1000 and 2 * sum(steps) + 1 <= _MOST_VALUES:
-            return _exact(steps, abs(int(sum(exact, Fraction(0)) * scale)))
+def _exact_p_value(first: Sequence[Fraction | float], second: Sequence[Fraction | float]) -> float | None:
+    """Return the exact probability; None where a mean is no fraction, or there are too many sums."""
+    differences: list[Fraction] = []
+    for before, after in zip(first, second):
+        start = _fraction(before)
+        end = _fraction(after)
+        if start is None or end is None:
+            return None
+        if start != end:
+            differences.append(end - start)
+    scale = lcm(*(difference.denominator for difference in differences))
+    steps = [abs(int(difference * scale)) for difference in differences]
+    sums = 2 * sum(steps) + 1
+    if sums > _MOST_VALUES or len(steps) * sums > _MOST_VALUES * 1000:
+        return None
+    return _exact(steps, abs(int(sum(differences, Fraction(0)) * scale)))
+
+
+def _fraction(value: Fraction | float) -> Fraction | None:
+    """Return the fraction that a number is up to rounding; None for another number."""
+    if isinstance(value, int | Fraction):
+        return Fraction(value)
+    fraction = Fraction(value).limit_denominator(_MOST_DENOMINATOR)
+    return fraction if abs(fraction - Fraction(value)) <= _ROUNDING * max(1.0, abs(value)) else None
+
+
+def _drawn_p_value(rows: NDArray[np.float64]) -> float:
     # A sum that equals the one measured may differ from it by rounding.
-    found = abs(float(rows.sum())) * (1 - 1e-12)
+    measured = abs(float(rows.sum())) * (1 - 1e-12)
     draws = np.random.default_rng(0)
-    extreme = sum(
-        int((np.abs(draws.choice([-1.0, 1.0], (100, len(rows))) @ rows) >= found).sum()) for _ in range(_DRAWS // 100)
-    )
+    extreme = 0
+    for _ in range(_DRAWS // 100):
+        sums = draws.choice([-1.0, 1.0], (100, len(rows))) @ rows
+        extreme += int((np.abs(sums) >= measured).sum())
     return (extreme + 1) / (_DRAWS + 1)
 
 

@@ -72,7 +72,7 @@ def test_two_results_are_compared_task_by_task(rlctl: Rlctl, home: Path) -> None
     assert done.code == 0
     assert "b minus a on validation\nboth: 1 answer each, greedy, at most 64 tokens\n" in done.out
     assert "+35.0 points" in done.out
-    assert "p = 0.016: more than chance" in done.out
+    assert "p = 0.016 (exact): more than chance" in done.out
     assert "7 better, 0 worse, rest equal" in done.out
     found = json.loads(rlctl("eval", "--compare", "b", "a", "--json").out)
     assert found["accuracy"]["mean"] == pytest.approx(-0.35)

@@ -148,10 +148,20 @@ def test_with_one_answer_a_task_it_is_the_sign_test() -> None:
     assert (found.mean, found.better, found.worse, found.equal) == (pytest.approx(0.09), 12, 3, 85)
 
 
+@pytest.mark.parametrize("scale", [1.0, 1 / 3, 0.1 + 0.2])
+def test_numbers_that_are_fractions_have_the_same_exact_test(scale: float) -> None:
+    shares = paired([Fraction(0)] * 90, [Fraction(1)] * 90)
+    rewards = paired([0.0] * 90, [scale] * 90)
+    assert (shares.p_value, shares.test) == (pytest.approx(2 / 2**90), "exact")
+    assert (rewards.p_value, rewards.test) == (shares.p_value, shares.test)
+
+
 def test_the_test_of_real_numbers_is_near_the_exact_one_and_the_same_each_time() -> None:
-    first, second = [0.0] * 15, [1.0] * 12 + [-1.0] * 3
+    first = [0.0] * 15
+    second = [2**0.5] * 12 + [-(2**0.5)] * 3
     found = paired(first, second)
     assert found.p_value == pytest.approx(2 * sum(comb(15, w) for w in range(12, 16)) / 2**15, abs=0.01)
+    assert found.test == "20,000 drawn signs"
     assert paired(first, second) == found
 
 
