@@ -18,6 +18,8 @@ from rlctl.environments.tool_schema import Schema, SchemaError, foreign_classes,
 from rlctl.utils.user_code import MAX_LEVELS, defined_at, finite_number, is_too_deep, shortened
 
 NO_REWARD = "has no get_reward"
+# Characters of the name of a reward, which is part of a metric's name.
+MAX_NAME = 100
 # Methods that are no tools.
 RESERVED = ("close", "get_reward", "reset", "step")
 
@@ -166,6 +168,9 @@ def checked_reward(value: object, what: str = "get_reward") -> Reward:
     """Return the result of the method `what`: a finite number, or a dict of numbers. Raises ContractError."""
     if isinstance(value, dict):
         parts = {name: finite_number(part) for name, part in value.items()}
+        if long := next((name for name in parts if isinstance(name, str) and not _is_short(name)), None):
+            problem = f"names rewards of at most {MAX_NAME} printable characters, not {_shown(long)}"
+            raise ContractError(f"{what} must return a dict that {problem}")
         if parts and all(isinstance(name, str) for name in parts):
             numbers = {name: part for name, part in parts.items() if part is not None}
             if len(numbers) == len(parts) and math.isfinite(sum(numbers.values())):
@@ -173,6 +178,10 @@ def checked_reward(value: object, what: str = "get_reward") -> Reward:
     elif (number := finite_number(value)) is not None:
         return number
     raise ContractError(f"{what} must return a finite number or a dict of them, not {_shown(value)}")
+
+
+def _is_short(name: str) -> bool:
+    return len(name) <= MAX_NAME and name.isprintable()
 
 
 def tool_text(value: object) -> str:

@@ -4,6 +4,7 @@
 """
 
 import math
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -24,6 +25,9 @@ INLINE = ("exact",)
 MAX_WORKERS = 4
 # About a group: slow rewards of several groups run at the same time.
 ITEMS_PER_CALL = 8
+# Names of rewards that a run's environments give. Each is a metric, in every record and on every chart.
+MAX_NAMES = 50
+OTHER_NAMES = "other"
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,9 @@ class Scorer:
         self._sections, self._episodes = sections, episodes
         # Indices of the rewards that environments call.
         self._elsewhere: set[int] = set()
+        # Names that environments gave so far.
+        self._given_names: set[str] = set()
+        self._names_lock = threading.Lock()
         self.names = reward_names(sections)
         self._weights = {name: section.weight for name, section in zip(self.names, sections)}
         self._decides, self._correct_at = correctness(sections)
@@ -138,7 +145,9 @@ class Scorer:
 
     def _combine(self, outcomes: list[Outcome], given: Mapping[str, float] = MappingProxyType({})) -> Score:
         """Combine an item's outcomes to its score; count failures. given: see `score`, prefixed for a shared name."""
-        own = {f"{ENVIRONMENT_REWARD}.{name}" if name in self.names else name: part for name, part in given.items()}
+        own = self._bounded(
+            {f"{ENVIRONMENT_REWARD}.{name}" if name in self.names else name: part for name, part in given.items()}
+        )
         named = dict(zip(self.names, outcomes, strict=True))
         parts = {name: None if isinstance(outcome, RewardFailure) else outcome for name, outcome in named.items()}
         failures = {name: outcome for name, outcome in named.items() if isinstance(outcome, RewardFailure)}
@@ -166,3 +175,18 @@ class Scorer:
                 decides = next((part for part in parts.values() if part is not None), None)
         right = (decides or 0.0) >= self._correct_at - 1e-9
         return Score(value, parts, None, right, self._weights)
+
+    def _bounded(self, given: dict[str, float]) -> dict[str, float]:
+        """Return an environment's values, those of names beyond `MAX_NAMES` added up as `OTHER_NAMES`."""
+        bounded: dict[str, float] = {}
+        for name, part in given.items():
+            with self._names_lock:
+                if len(self._given_names) < MAX_NAMES:
+                    self._given_names.add(name)
+                is_known = name in self._given_names
+            known_name = name if is_known else OTHER_NAMES
+            bounded[known_name] = bounded.get(known_name, 0.0) + part
+            if not is_known:
+                many = f"more than {MAX_NAMES} names: the rewards of further ones, first {name!r}, are added up as"
+                self.failures.note("names", f"environments give rewards of {many} {OTHER_NAMES!r}")
+        return bounded

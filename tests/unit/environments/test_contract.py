@@ -234,7 +234,10 @@ def test_an_observation_of_another_type_breaks_the_contract(value: object) -> No
         checked_observation(value)
 
 
-@pytest.mark.parametrize("value", [None, "1", float("nan"), {}, {"a": None}, {1: 1.0}, {"a": 1e308, "b": 1e308}])
+@pytest.mark.parametrize(
+    "value",
+    [None, "1", float("nan"), {}, {"a": None}, {1: 1.0}, {"a": 1e308, "b": 1e308}, {"a" * 101: 1.0}, {"a\n": 1.0}],
+)
 def test_a_reward_that_is_no_number_breaks_the_contract(value: object) -> None:
     with pytest.raises(ContractError):
         checked_reward(value)

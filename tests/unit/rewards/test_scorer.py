@@ -11,7 +11,7 @@ import pytest
 
 from rlctl.config.grpo_schema import RewardSection
 from rlctl.rewards.base import RewardError, RewardInput
-from rlctl.rewards.scorer import Scorer
+from rlctl.rewards.scorer import MAX_NAMES, Scorer
 from rlctl.workers.user_logs import MAX_CAUSES
 
 HOOKS = r'''
@@ -281,7 +281,7 @@ def test_whatever_a_reward_started_ends_when_the_driver_is_killed(hooks):
 import sys, time
 from rlctl.config.grpo_schema import RewardSection
 from rlctl.rewards.base import RewardInput
-from rlctl.rewards.scorer import Scorer
+from rlctl.rewards.scorer import MAX_NAMES, Scorer
 scorer = Scorer([RewardSection("my_rewards:leaves", 1.0, None, None, 120.0)])
 print(scorer.score([RewardInput("p", "fine", None, {})])[0].value, flush=True)
 time.sleep(600)
@@ -410,3 +410,18 @@ def test_a_reward_that_takes_environments_has_the_value_that_its_environment_gav
     assert scores[0].parts == {"reward_func": 0.8, "said_and_wanted": None, "won": 1.0}
     with Scorer(sections) as scorer, pytest.raises(RewardError, match="takes environments, and there is no episode"):
         scorer.try_on_sample(item)
+
+
+def test_names_of_rewards_that_environments_make_up_are_bounded_and_none_of_their_value_is_lost() -> None:
+    told: list[str] = []
+    sampled = [RewardInput("", "", None, {})] * (MAX_NAMES + 3)
+    given = [{f"episode-{number}": 0.5, "won": 1.0} for number in range(len(sampled))]
+    with Scorer([], emit=lambda kind, what: told.append(what), episodes=True) as scorer:
+        scores = scorer.score(sampled, given)
+    assert [score.value for score in scores] == [1.5] * len(sampled)
+    assert len({name for score in scores for name in score.parts}) == MAX_NAMES + 1
+    assert scores[-1].parts == {"other": 0.5, "won": 1.0}
+    assert told == [
+        "reward names: environments give rewards of more than 50 names: the rewards of further ones, first "
+        f"'episode-{MAX_NAMES - 1}', are added up as 'other'"
+    ]
