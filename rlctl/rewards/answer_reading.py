@@ -129,7 +129,7 @@ def read_choice(found: FinalAnswer) -> str | None:
 
 
 def has_words(found: FinalAnswer, words: str) -> bool | None:
-    """Return True if an answer is `words`: the whole of it, of a text its last line, of a stated one its beginning.
+    """Return True if a whole answer is `words`, or the last line of a text, or the beginning of a statement.
 
     Lists of words may have another order. None for "the answer is right" and the like, which states no answer.
     """
@@ -151,10 +151,10 @@ def read_words(text: str) -> str:
 
 
 def read_formula(found: FinalAnswer, wanted: str | None = None) -> str | None:
-    """Return the LaTeX of an answer: the whole of it, else one of its formulas or numbers; None without one.
+    """Return the LaTeX of a whole answer, else one of its formulas or numbers; None without one.
 
-    Of a stated answer it is the first, of a text the last, of a tag the only one. wanted: the reference's formula, for
-    an answer to it; its variables are no unit and no word.
+    Of a stated answer it is the first, of a text the last, of a tag the only one. wanted: the reference's formula,
+    whose variables are no unit and no word.
     """
     variables = None if wanted is None else frozenset(_COMMAND.sub(" ", wanted)) & _LETTERS
     text = _CALCULATION.sub("", _unwrapped(found.text)).strip()

@@ -1,7 +1,7 @@
 r"""Final answer of a text: the place where a completion or a reference states it. Pure text, milliseconds.
 
 Thinking is cut off first. Then the answer is the text in the last `<answer>`; else the last box; else the last stated
-answer, as "The answer is 5." or "#### 5"; else the text itself. `answer_reading.py` says what the answer is.
+answer, as "The answer is 5." or "#### 5"; else the text itself. `answer_reading.py` reads it.
 """
 
 import re
@@ -146,7 +146,7 @@ def _is_one_answer(between: str, *, is_list: bool) -> bool:
 
 
 def _last_statements(text: str) -> Iterator[str]:
-    """Yield what follows "the answer is" and the like, the last first: up to the end of a line or a formula."""
+    """Yield the texts behind "the answer is" and the like, the last first: up to the end of a line or a formula."""
     for statement in reversed(list(_STATEMENT.finditer(text))[-_MOST_STATEMENTS:]):
         before = _BEFORE_STATED.match(text, statement.end())
         start = before.end() if before else statement.end()

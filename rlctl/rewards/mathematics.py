@@ -33,10 +33,10 @@ _READING = LatexExtractionConfig(
         basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="last", equations=False
     )
 )
-# Values for variables, of both signs: an expression that is real at three of them at least is compared there.
+# Values for variables, of both signs: expressions are compared where they are real, at three values at least.
 _VALUES = [Rational(p, q) for p, q in ((17, 7), (5, 11), (-13, 9), (29, 8), (-4, 7), (31, 3), (-37, 5), (3, 23))]
 _ENOUGH_POINTS = 3
-# A smaller difference of exact numbers, or a smaller part of them, is a rest of their evaluation.
+# A smaller difference of exact numbers, also as a share, is a rest of their evaluation.
 _LEAST = Float("1e-100")
 
 
@@ -63,7 +63,7 @@ def describe_references(answers: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def _describe(reference: Reference | None) -> tuple[str, str]:
-    """Return how a reference is read, and as what."""
+    """Return the kind and the text of a reference as it is read."""
     if reference is None:
         return "nothing, so that their rollouts fail", ""
     if reference.kind == "choice":
@@ -103,7 +103,7 @@ def equal_formulas(gold: str, answer: str, *, is_prose: bool = False) -> bool:
         return False
     try:
         return _are_equal(wanted, read) or (is_prose and _states_value(wanted) and _are_equal(wanted.rhs, read))
-    except Exception:  # SymPy raises for what it cannot compare: NaN, deep sums
+    except Exception:  # SymPy raises for NaN and for deep sums
         return False
 
 
@@ -149,7 +149,7 @@ def _are_equal(gold: Any, answer: Any) -> bool:
         answer = take_last_relation(answer).rhs
     elif is_equation(answer) and not is_equation(gold):
         last = take_last_relation(answer)
-        # Of an equation that is solved for nothing, the 0 is no value.
+        # The 0 of `x + y = 0` is no value.
         answer = answer if last.rhs == 0 and last.lhs.free_symbols and not is_assignment_relation(answer) else last.rhs
     elif is_assignment_relation(gold) and not is_equation(answer):
         gold = take_last_relation(gold).rhs
@@ -196,7 +196,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _readings(gold: Expr, answer: Expr) -> Iterator[tuple[Expr, Expr]]:
-    """Yield both numbers as they may be meant: 50% is 0.5, and where one of them has the sign it is 50 too."""
+    """Yield both numbers as they may be meant: 50% is 0.5, and 50 too where the other number has no sign."""
     yield gold, answer
     if _is_percent(gold) != _is_percent(answer):
         yield gold.args[0] if _is_percent(gold) else gold, answer.args[0] if _is_percent(answer) else answer

@@ -89,7 +89,7 @@ def _inside(value: object) -> Collection[object]:
 
 
 def trace_of(error: BaseException) -> str:
-    """Return the traceback from the user's first frame, else from the one below that which caught the error.
+    """Return the traceback from the user's first frame, else without the frame that caught the error.
 
     It has at most `MAX_TRACE` characters.
     """
