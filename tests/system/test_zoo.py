@@ -21,8 +21,11 @@ REFUSED = [name for name, family in FAMILIES.items() if family.refused]
 # One family for each mechanism; the others are long.
 SHOWN = [name for name in TRAINED if FAMILIES[name].shows]
 CASES = [name if name in SHOWN else pytest.param(name, marks=pytest.mark.long) for name in TRAINED]
-# Engines alone refuse families: all train.
-PACKED = [name if family.shows else pytest.param(name, marks=pytest.mark.long) for name, family in FAMILIES.items()]
+# Engines alone refuse families: all train. Families that are proven have their packs' gradients compared there.
+PACKED = [
+    name if family.shows and family.refused else pytest.param(name, marks=pytest.mark.long)
+    for name, family in FAMILIES.items()
+]
 DATA = sequences(6)
 PACKAGE = Path(rlctl.__file__).parent
 # model_type that transformers and vLLM know, and no file of ours.
