@@ -95,7 +95,7 @@ def build_llm(spec: EngineSpec, extension: str) -> tuple[Any, list[str]]:
 def inspect_classes_here() -> None:
     """Have vLLM look at a model's class in this process, which is to load the class.
 
-    vLLM starts another process for it, so that CUDA is not initialized. On a CPU that only costs its imports: 13 s of
+    vLLM starts another process, so that CUDA is not initialized. On a CPU this only costs imports: 13 s of
     CPU at the first start of each architecture. The function is private: a vLLM without it goes its own way.
     """
     from vllm.model_executor.models import registry
