@@ -39,13 +39,18 @@ def preview(
     as_json: Annotated[bool, typer.Option("--json", help="Print the counts alone, as JSON.")] = False,
 ) -> None:
     """Show how rows become tokens: text, the part that is trained on, lengths, and how well they pack."""
+    from rlctl.cli.train import derive_facts
     from rlctl.data.datasets import shown
     from rlctl.launch import data_preview
     from rlctl.preflight.load import load
 
     recipe, overrides = split_any(arguments, DEFAULT)
     # Nothing is started, so that a run of the recipe's name may exist.
-    composed = load(None, recipe, [*overrides, "run.name=null"])
+    overrides = [*overrides, "run.name=null"]
+    composed = load(None, recipe, overrides)
+    sft = composed.settled.sft
+    if sft and sft.longest_sequence is None and derive_facts(composed):
+        composed = load(None, recipe, overrides)
     section = composed.config.data
     if validation and not section.has_validation:
         raise ConfigError([Problem("data.validation.path", "", "is null: there is nothing to show")])

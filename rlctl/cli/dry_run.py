@@ -29,9 +29,11 @@ def show_plan(
     """
     from rlctl.cli.plan_view import data_rows, format_plan, format_rows
     from rlctl.data.files import files_of
-    from rlctl.data.load import RowReader
-    from rlctl.launch.data_preview import local_ends
+    from rlctl.data.load import RowReader, end_tokens
+    from rlctl.launch.data_preview import local_chat
+    from rlctl.launch.first_row import check_room_of_rows
     from rlctl.launch.resume import plan_of_resume
+    from rlctl.models.model_sizes import config_file
 
     note(composed.notes)
     console().print(format_plan(plan))
@@ -44,8 +46,11 @@ def show_plan(
         raise typer.Exit(OK)
     if not where:
         data = composed.config.data
-        with reading("loading the tokenizer"):
-            ends = local_ends(composed.config)
+        chat = ends = None
+        if config_file(composed.config.model.path):
+            with reading("loading the tokenizer"):
+                chat = local_chat(composed.config)
+                ends = end_tokens(composed.config, chat)
         is_here = all(
             Path(each).exists() for path in (data.train.paths, data.validation.path) if path for each in files_of(path)
         )
@@ -53,6 +58,8 @@ def show_plan(
         if is_here:
             with reading("reading the data"):
                 rows = RowReader(composed.config).read()
+                if chat:
+                    check_room_of_rows(composed.settled, rows, chat)
         console().print(format_rows("data", data_rows(rows, ends)))
         note(ends.warnings if ends else [])
     if resumed:

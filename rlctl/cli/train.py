@@ -123,7 +123,7 @@ def _train(kind: str, arguments: list[str] | None, resume: Path | None, dry_run:
         refuse_contradictions(composed, resumed.run)
     else:
         composed = load(kind, recipe, overrides, away=away)
-        if not away and _derive(composed):
+        if not away and derive_facts(composed):
             # Sizes are checked now that they are known.
             composed = load(kind, recipe, overrides)
     if target is not None:
@@ -136,7 +136,7 @@ def _train(kind: str, arguments: list[str] | None, resume: Path | None, dry_run:
     return launch(composed.settled, text, runtime, resumed.run if resumed else None, where.probe, reader)
 
 
-def _derive(composed: "Composed[Settled]") -> bool:
+def derive_facts(composed: "Composed[Settled]") -> bool:
     """Derive the facts of a model that is here and new. Return True if it was. Raises ConfigError for a bad one."""
     from rlctl.models.facts import find_facts
     from rlctl.models.model_sizes import underived

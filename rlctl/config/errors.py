@@ -68,6 +68,11 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
+def one_line(error: BaseException) -> str:
+    """Return an error's message on one line, or the name of its class."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """Return `; did you mean X?` for the nearest of `known`, or nothing if none is as like as `cutoff`, 0 to 1."""
     if len(word) > LONGEST:

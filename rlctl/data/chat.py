@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.config.data_schema import DataSection
+from rlctl.config.errors import one_line
 from rlctl.data.control_tokens import ControlTokens, SpecialTokens, unmarked
 from rlctl.data.ends import EndTokens, TurnEnd, find_ends, find_turn_end
 from rlctl.data.files import DataError
@@ -244,7 +245,7 @@ class Chat:
         try:
             text = self.render([*messages, turn, *added], generation=True, tools=tools)
         except Exception as error:  # Any error of a template.
-            raise DataError(f"the chat template cannot go on after a turn: {' '.join(str(error).split())}") from error
+            raise DataError(f"the chat template cannot go on after a turn: {one_line(error)}") from error
         if answer not in text:
             raise DataError("the chat template leaves out the assistant's text, so that no turn can follow it")
         before, _, behind = text.rpartition(answer)

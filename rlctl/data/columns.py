@@ -5,7 +5,8 @@ first of a list. A column whose own name has a dot comes first.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from rlctl.config.data_schema import DatasetSection
 
@@ -23,15 +24,51 @@ SHAREGPT_ROLES = {
 }
 
 
-# Columns of JSON schemas of functions, the first that holds some is shown to the model; others' names for `tools`.
-TOOL_COLUMNS = ("tools", "tool_defs", "functions")
-# Column of arguments of the chat template.
-TEMPLATE_ARGUMENTS = "chat_template_kwargs"
+@dataclass(frozen=True)
+class KnownColumn:
+    """A column that tools for training give a meaning."""
+
+    name: str
+    # tools, system and template are read, the first of a kind that is not empty; refused is an error; ignored is said.
+    use: Literal["tools", "system", "template", "refused", "ignored"]
+    meaning: str
+
+
+KNOWN_COLUMNS = (
+    KnownColumn("tools", "tools", "JSON schemas of functions"),
+    KnownColumn("tool_defs", "tools", "JSON schemas of functions"),
+    KnownColumn("functions", "tools", "JSON schemas of functions"),
+    KnownColumn("system", "system", "the text of a system message"),
+    KnownColumn("system_prompt", "system", "the text of a system message"),
+    KnownColumn("chat_template_kwargs", "template", "arguments of the chat template"),
+    KnownColumn("image", "refused", "a picture"),
+    KnownColumn("images", "refused", "pictures"),
+    KnownColumn("video", "refused", "a film"),
+    KnownColumn("videos", "refused", "films"),
+    KnownColumn("audio", "refused", "sound"),
+    KnownColumn("audios", "refused", "sounds"),
+    KnownColumn("history", "ignored", "earlier turns"),
+    KnownColumn("documents", "ignored", "documents of the chat template"),
+    KnownColumn("input_ids", "ignored", "tokens of another program"),
+    KnownColumn("weight", "ignored", "the weight of a row"),
+    KnownColumn("rejected_response", "ignored", "an answer to avoid"),
+    KnownColumn("rejected_messages", "ignored", "a chat to avoid"),
+)
+
+
+def columns_of(*uses: str) -> list[str]:
+    """Return the names of the known columns of these uses, in their order."""
+    return [column.name for column in KNOWN_COLUMNS if column.use in uses]
 
 
 def chat_columns(section: DatasetSection) -> tuple[str, ...]:
     """Return the columns of which rlctl makes a chat: messages, tools, and arguments of the template."""
-    return (section.messages_key, section.prompt_key, section.answer_key, *TOOL_COLUMNS, TEMPLATE_ARGUMENTS)
+    return (section.messages_key, section.prompt_key, section.answer_key, *columns_of("tools", "template"))
+
+
+def is_empty(value: Any) -> bool:
+    """Return True for null, an empty text and an empty list or object."""
+    return value is None or (isinstance(value, str | list | dict) and not value)
 
 
 def value_at(values: Mapping[str, Any], key: str) -> Any:

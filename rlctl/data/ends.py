@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rlctl.config.errors import one_line
 from rlctl.data.files import DataError
 from rlctl.data.rows import Messages
 
@@ -64,8 +65,8 @@ def find_turn_end(render: Callable[[Messages], str], tokenizer: Any) -> TurnEnd:
     try:
         rendered = render([{"role": "user", "content": "question"}, {"role": "assistant", "content": text}])
     except Exception as error:  # Any error of a template; rows that it cannot render are named by their place.
-        reason = " ".join(str(error).split())
-        return TurnEnd(warnings=(f"the chat template refuses a question and its answer: {reason}; {_UNKNOWN}",))
+        what = f"the chat template refuses a question and its answer: {one_line(error)}"
+        return TurnEnd(warnings=(f"{what}; {_UNKNOWN}",))
     if text not in rendered:
         return TurnEnd(None, rendered, (f"the chat template leaves out the assistant's text; {_UNKNOWN}",))
     behind = rendered.rpartition(text)[2].strip()

@@ -19,10 +19,12 @@ from rlctl.data.chat import Chat, load_tokenizer, make_chat
 from rlctl.data.datasets import Row, load_rows, shown
 from rlctl.data.ends import EndTokens
 from rlctl.data.files import DataError
+from rlctl.data.marks import MARKS
 from rlctl.data.rows import conversation, is_plain, question
 from rlctl.data.tasks import SupervisedSample, Task
 from rlctl.data.templates import templates_of
 from rlctl.data.tokenize import LengthReport, read_tasks, tokenize_prompts, tokenize_samples
+from rlctl.data.unwritten import require_system_message
 
 # Text of a template by which a turn may depend on later ones.
 _LOOKS_AHEAD = re.compile(r"messages\s*\|\s*(length|count|last)|messages\[-1\]|loop\.(last|revindex|length|nextitem)")
@@ -155,6 +157,10 @@ def read_rows(config: RunConfig, section: DatasetSection) -> list[Row]:
             said = any(message["content"] for message in messages)
             thought = all("</think>" in message["content"] for message in messages if message["role"] == "assistant")
             unusual.setdefault((roles[0], frozenset(pairwise(roles)), roles[-1], said, thought), row)
+    has_template = Path(config.model.tokenizer or chat_folder(config.model.path)).is_dir()
+    if config.data.system_prompt is not None and has_template:
+        # A template that leaves it out is found here.
+        load_chat(config, config.model.path)
     if unusual:
         # A tokenizer takes seconds to load: only these rows are put to its template this early.
         chat, odd = load_chat(config, config.model.path), list(unusual.values())
@@ -198,7 +204,10 @@ def load_chat(config: RunConfig, model: str) -> Chat:
     """Load the tokenizer and template of a run. model: the policy's folder or hub name. Raises DataError."""
     model = chat_folder(model)
     folder = Path(model) if Path(model).is_dir() else None
-    return make_chat(load_tokenizer(config.model.tokenizer or model), config.data, folder)
+    chat = make_chat(load_tokenizer(config.model.tokenizer or model), config.data, folder)
+    if chat.system_prompt is not None:
+        require_system_message(chat, chat.system_prompt)
+    return chat
 
 
 def end_tokens(config: RunConfig, chat: Chat) -> EndTokens:
@@ -220,4 +229,8 @@ def load_samples(
     config: SftConfig, section: DatasetSection, chat: Chat, rows: list[Row], max_length: int
 ) -> tuple[list[SupervisedSample], LengthReport]:
     """Return the samples of `section` from its rows, cut after `max_length` tokens. Raises DataError."""
-    return tokenize_samples(rows, section, chat, config.sft, config.data.max_prompt_length, max_length)
+    samples, report = tokenize_samples(rows, section, chat, config.sft, config.data.max_prompt_length, max_length)
+    if not samples:
+        what = f"no sample is left: marks of messages leave out every turn ({', '.join(MARKS)})"
+        raise DataError(f"{shown(section.path)}: {what}")
+    return samples, report

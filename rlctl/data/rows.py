@@ -15,6 +15,8 @@ from rlctl.config.errors import did_you_mean
 from rlctl.data.columns import SHAREGPT_ROLES, convention, has_column, value_at
 from rlctl.data.datasets import Row
 from rlctl.data.files import DataError
+from rlctl.data.marks import wrong_mark
+from rlctl.data.row_columns import refuse_media, system_text
 from rlctl.utils.user_code import shortened
 
 Messages = list[dict[str, Any]]
@@ -30,6 +32,8 @@ def question(
     """
     answer = _answer(row, section)
     given = (value_at(row.values, key) for key in (section.messages_key, section.prompt_key))
+    if asked:
+        refuse_media(row)
     messages = _messages(row, section) if asked or any(each is not None for each in given) else []
     if messages and messages[-1]["role"] == "assistant":
         answer = messages[-1]["content"] if answer is None else answer
@@ -44,13 +48,15 @@ def question(
 
 
 def is_chat(row: Row, section: DatasetSection) -> bool:
-    """Return True if the prompt of a row is a list of messages, and no text."""
+    """Return True if the prompt of a row is a list of messages, or its JSON text."""
     messages = value_at(row.values, section.messages_key)
-    return isinstance(value_at(row.values, section.prompt_key) if messages is None else messages, list)
+    prompt = value_at(row.values, section.prompt_key) if messages is None else messages
+    return isinstance(prompt, list) or is_json_chat(row, section)
 
 
 def conversation(row: Row, section: DatasetSection) -> Messages:
     """Return the whole chat; the answer column answers a prompt text. Raises DataError."""
+    refuse_media(row)
     messages = _messages(row, section)
     if value_at(row.values, section.messages_key) is None:
         answer = _answer(row, section)
@@ -59,43 +65,10 @@ def conversation(row: Row, section: DatasetSection) -> Messages:
         return [*messages, {"role": "assistant", "content": answer}]
     if not any(message["role"] == "assistant" for message in messages):
         raise DataError(f"{row.origin}: no assistant message to train on")
+    for number, message in enumerate(messages, 1):
+        if message["role"] == "assistant" and (what := wrong_mark(message)):
+            raise DataError(f"{row.origin}: message {number}: {what}")
     return messages
-
-
-def row_tools(row: Row) -> list[dict[str, Any]]:
-    """Return the JSON schemas of functions that a row's column `tools` shows the model: a list, or its JSON text.
-
-    Raises DataError for anything else.
-    """
-    tools = row.values.get("tools")
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools) if tools.strip() else None
-        except (ValueError, RecursionError):
-            tools = {}
-    if tools is None:
-        return []
-    if isinstance(tools, list):
-        tools = [_tool(each) for each in tools]
-        if all(tools):
-            return tools
-    what = "must be a list of JSON schemas of functions, {type: function, function: {name, ...}}, or its JSON text"
-    raise DataError(f"{row.origin}: column 'tools' {what}")
-
-
-def _tool(value: Any) -> dict[str, Any] | None:
-    """Return a function's schema as chat templates take it; None if it is none."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            return None
-    if not isinstance(value, dict):
-        return None
-    function = value.get("function", value)
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        return None
-    return {"type": "function", **value} if "function" in value else {"type": "function", "function": value}
 
 
 def is_plain(messages: Messages) -> bool:
@@ -135,11 +108,42 @@ def _answer(row: Row, section: DatasetSection) -> str | None:
         raise DataError(f"{row.origin}: answer column {section.answer_key!r} {error}") from None
 
 
+def has_system(messages: Messages) -> bool:
+    """Return True if a chat begins with a system message."""
+    return bool(messages) and messages[0]["role"] in ("system", "developer")
+
+
+def is_json_chat(row: Row, section: DatasetSection) -> bool:
+    """Return True if the row's messages are JSON text."""
+    messages = value_at(row.values, section.messages_key)
+    return _parse_chat(value_at(row.values, section.prompt_key) if messages is None else messages) is not None
+
+
+def _parse_chat(text: Any) -> list[Any] | None:
+    """Return the messages that a text holds as JSON, as verl's files and tables have them; None for any other text."""
+    if not isinstance(text, str) or not text.lstrip().startswith("["):
+        return None
+    try:
+        messages = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    is_chat = isinstance(messages, list) and bool(messages)
+    return messages if is_chat and all(_is_message(each) or _is_sharegpt(each) for each in messages) else None
+
+
 def _messages(row: Row, section: DatasetSection) -> Messages:
+    """Return the chat of `_given_messages`, after the row's column of a system message if it has none itself."""
+    messages = _given_messages(row, section)
+    text = "" if has_system(messages) else system_text(row)
+    return [{"role": "system", "content": text}, *messages] if text else messages
+
+
+def _given_messages(row: Row, section: DatasetSection) -> Messages:
     """Return the messages column, checked, or the prompt text as a user message."""
     key, messages = section.messages_key, value_at(row.values, section.messages_key)
     if messages is None:
         prompt = value_at(row.values, section.prompt_key)
+        prompt = _parse_chat(prompt) or prompt
         if isinstance(prompt, str):
             return [{"role": "user", "content": prompt + _alpaca_input(row, section)}]
         if prompt is None and has_column(row.values, section.prompt_key):
@@ -151,12 +155,12 @@ def _messages(row: Row, section: DatasetSection) -> Messages:
             wanted = f"column {section.prompt_key!r} of text, nor {section.messages_key!r}"
             raise DataError(f"{row.origin}: no {wanted}{_columns(row.values)}{_remedy(row)}")
         key, messages = section.prompt_key, prompt
+    messages = _parse_chat(messages) or messages
     if isinstance(messages, list):
         messages = [_of_sharegpt(message, row, number) for number, message in enumerate(messages, 1)]
     if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
-        text = "; of JSON as text, write the list itself" if isinstance(messages, str) else ""
         needed = "must be a list of {role, content} or {from, value}"
-        raise DataError(f"{row.origin}: {key!r} {needed}{_misfit(messages)}{text}")
+        raise DataError(f"{row.origin}: {key!r} {needed}{_misfit(messages)}")
     return [_message(message, row, number) for number, message in enumerate(messages, 1)]
 
 
@@ -168,13 +172,18 @@ def _alpaca_input(row: Row, section: DatasetSection) -> str:
 
 def _of_sharegpt(message: Any, row: Row, number: int) -> Any:
     """Return a message of ShareGPT's convention, {from, value}, as {role, content}; any other as it is."""
-    if not isinstance(message, dict) or not {"from", "value"} <= message.keys() or "role" in message:
+    if not _is_sharegpt(message):
         return message
     role = SHAREGPT_ROLES.get(str(message["from"]))
     if role is None:
         known = ", ".join(SHAREGPT_ROLES)
         raise DataError(f"{row.origin}: message {number}: from must be one of {known}, not {message['from']!r}")
-    return {"role": role, "content": message["value"]}
+    further = {key: value for key, value in message.items() if key not in ("from", "value")}
+    return {**further, "role": role, "content": message["value"]}
+
+
+def _is_sharegpt(message: Any) -> bool:
+    return isinstance(message, dict) and {"from", "value"} <= message.keys() and "role" not in message
 
 
 def _remedy(row: Row) -> str:
@@ -182,7 +191,7 @@ def _remedy(row: Row) -> str:
 
 
 def _is_message(value: Any) -> bool:
-    """Return True for a message that has a role, and content or calls of tools, which need none."""
+    """Return True for a message with a role, and content or tool calls."""
     return isinstance(value, dict) and "role" in value and ("content" in value or bool(value.get("tool_calls")))
 
 

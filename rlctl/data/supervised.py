@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from rlctl.data.chat import EMPTY_PROMPT, Chat, Tools
 from rlctl.data.control_tokens import unmarked
 from rlctl.data.files import DataError
+from rlctl.data.marks import is_trained
 from rlctl.data.rows import Messages
 
 Tokens = tuple[list[int], NDArray[np.bool_]]
@@ -73,13 +74,15 @@ def chat_samples(
 ) -> ChatSamples:
     """Return the samples of a chat. Each trained turn is trained in one sample.
 
-    train: all assistant turns, or the last. tools: JSON schemas that the prompt shows. Raises DataError if there is no
-    assistant turn, or if the template does not write one as the model would say it.
+    train: all assistant turns, or the last. Turns that a mark leaves out are not trained: a chat may have no sample.
+    tools: JSON schemas that the prompt shows. Raises DataError if there is no assistant turn, or if the template does
+    not write one as the model would say it.
     """
     indices = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if not indices:
         raise DataError("no assistant message to train on")
-    turns = [_turn(chat, messages, index, tools) for index in (indices[-1:] if train == "last" else indices)]
+    chosen = indices[-1:] if train == "last" else indices
+    turns = [_turn(chat, messages, index, tools) for index in chosen if is_trained(messages[index])]
     groups: list[list[TrainedTurn]] = []
     for turn in turns:
         if groups and turn.before.startswith(groups[-1][-1].whole):

@@ -3,21 +3,28 @@
 A row is a chat if it has the messages column, else a prompt text (a user message where there is a template).
 """
 
+import json
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from rlctl.config.data_schema import DatasetSection
+from rlctl.config.errors import one_line
 from rlctl.config.plugins import ENVIRONMENT_COLUMN
 from rlctl.config.schema import SftSection
 from rlctl.data.chat import Chat
 from rlctl.data.datasets import Row, shown
 from rlctl.data.files import DataError
-from rlctl.data.rows import conversation, is_chat, question, row_tools
+from rlctl.data.marks import MARKS, is_trained, unread_marks
+from rlctl.data.row_columns import describe_columns, row_tools, template_arguments
+from rlctl.data.rows import Messages, conversation, is_chat, is_json_chat, question
 from rlctl.data.supervised import chat_samples
 from rlctl.data.tasks import SupervisedSample, Task
+from rlctl.data.unwritten import UnwrittenMessages
 
 
 @dataclass
@@ -52,14 +59,25 @@ class LengthReport:
     cut_turns: int = 0
     # Turns whose thinking or calls the chat template does not write, so that they are not trained.
     silent_turns: int = 0
+    # Turns that a mark of their message leaves out, and rows without any other turn.
+    untrained_turns: int = 0
+    untrained_rows: int = 0
+    # Rows by an unusual way to read them, in words: `tools in column 'functions'`.
+    read: dict[str, int] = field(default_factory=dict)
+    # Rows by something in them without effect, in words.
+    ignored: dict[str, int] = field(default_factory=dict)
 
     def __add__(self, other: "LengthReport") -> "LengthReport":
         """Return the counts of both sets of rows."""
-        both = {key: value + getattr(other, key) for key, value in vars(self).items()}
-        both["longest"] = max(self.longest, other.longest)
+        sums: dict[str, Any] = {"longest": max(self.longest, other.longest)}
         for name in ("first_spelled", "first_unknown"):
-            both[name] = getattr(self, name) or getattr(other, name)
-        return LengthReport(**both)
+            sums[name] = getattr(self, name) or getattr(other, name)
+        for key, value in vars(self).items():
+            if isinstance(value, dict):
+                sums[key] = dict(Counter(value) + Counter(getattr(other, key)))
+            elif key not in sums:
+                sums[key] = value + getattr(other, key)
+        return LengthReport(**sums)
 
     def __str__(self) -> str:
         """Return, for example, `2,300 rows; 12 dropped (prompt too long), 3 truncated; longest 1,024 tokens`."""
@@ -77,6 +95,11 @@ class LengthReport:
             stripped = f"{self.rewritten_samples:,} samples, each turn as it was while the last (sft.history=strip)"
             done = kept if self.rewritten == self.rewritten_samples else stripped
             lacks.append(f"{self.rewritten:,} with earlier turns that the chat template rewrites: {done}")
+        if self.untrained_turns:
+            without = f" ({self.untrained_rows:,} rows have no other)" if self.untrained_rows else ""
+            turns = f"{self.untrained_turns:,} turn{'s' * (self.untrained_turns > 1)}"
+            lacks.append(f"{turns} marked as not to be trained{without}")
+        lacks += [f"{count:,} with {thing}" for thing, count in self.read.items()]
         lacks += [f"{self.spelled:,} spell control tokens (encoded as text)"] * bool(self.spelled)
         return "; ".join([text, *lacks])
 
@@ -105,6 +128,8 @@ class LengthReport:
             if self.unknown_rows > 1:
                 line += f"; {self.unknown_rows:,} rows have {self.unknown_tokens:,} such tokens"
             lines.append(line)
+        for thing, count in self.ignored.items():
+            lines.append(f"{count:,} row{' has' if count == 1 else 's have'} {thing}")
         if not self.spelled:
             return lines
         others = f" (and {self.spelled - 1:,} more row{'s' * (self.spelled > 2)})" if self.spelled > 1 else ""
@@ -123,6 +148,35 @@ class LengthReport:
             found = f"{count:,} of {len(tokens):,} tokens of {row.origin} {verb} {name}"
             self.first_unknown = self.first_unknown or found
 
+    def note_row(self, row: Row, section: DatasetSection, messages: Messages) -> None:
+        """Count the unusual columns of a row, read and ignored ones."""
+        read, ignored = describe_columns(row, section, messages[0]["content"] if messages else "")
+        if is_json_chat(row, section):
+            read.append("messages as JSON text")
+        for thing in read:
+            self.read[thing] = self.read.get(thing, 0) + 1
+        for thing in ignored:
+            self.note_ignored(f"{thing}: passed over")
+
+    def note_ignored(self, thing: str) -> None:
+        """Count a row with a thing that is passed over."""
+        self.ignored[thing] = self.ignored.get(thing, 0) + 1
+
+    def note_unwritten(self, roles: list[str]) -> None:
+        """Count a row with messages of these roles whose text the chat template leaves out."""
+        for role in dict.fromkeys(roles):
+            what = f"a message of role {role} that the chat template leaves out: the model does not see it"
+            self.note_ignored(f"{what}; set another data.chat_template")
+
+    def note_marks(self, messages: Messages) -> None:
+        """Count the turns that a mark leaves out, and the marks under unknown keys."""
+        turns = [message for message in messages if message["role"] == "assistant"]
+        self.untrained_turns += sum(not is_trained(turn) for turn in turns)
+        unread = {key: turn[key] for turn in turns for key in unread_marks(turn)}
+        for key, value in unread.items():
+            what = f"a turn with {key}={json.dumps(value)}, which is no mark that is read: it is trained"
+            self.note_ignored(f"{what}; marks are {', '.join(MARKS)}")
+
     def note_spelled(self, row: Row, spelled: list[str]) -> None:
         """Count a row that spells these control tokens, if there are any."""
         if spelled:
@@ -139,12 +193,16 @@ def tokenize_prompts(
     Raises DataError at the first bad row, or if no prompt is left.
     """
     report = LengthReport(len(rows))
+    unwritten = UnwrittenMessages()
     prompts: list[Task] = []
     for row in rows:
         messages, answer = question(row, section)
         tools = row_tools(row)
+        report.note_row(row, section, messages)
         with _place(row):
-            prompt = chat.prompt(messages, tools)
+            own_chat = _chat_of(row, chat, report)
+            prompt = own_chat.prompt(messages, tools)
+            report.note_unwritten(unwritten.find_roles(own_chat, messages, tools, generation=True))
         report.run_together += chat.template is None and len(messages) > 1
         report.unshown_tools += bool(tools) and not chat.shows_tools
         tokens = prompt.tokens
@@ -177,15 +235,21 @@ def tokenize_samples(
 
     Further samples of a row, of turns that the template rewrites, are named `r{row}.1` and so on.
     A sample whose first trained token comes after `max_prompt_length` or `max_length` is left out and counted.
-    Raises DataError at the first bad row, or if no sample is left.
+    Raises DataError at the first bad row, or if the limits leave no sample.
     """
     report = LengthReport(len(rows))
+    unwritten = UnwrittenMessages()
     samples: list[SupervisedSample] = []
     for row in rows:
         messages = conversation(row, section)
         tools = row_tools(row)
+        report.note_row(row, section, messages)
+        report.note_marks(messages)
         with _place(row):
-            found = chat_samples(chat, messages, turns.mask, turns.history, tools)
+            own_chat = _chat_of(row, chat, report)
+            found = chat_samples(own_chat, messages, turns.mask, turns.history, tools)
+            report.note_unwritten(unwritten.find_roles(own_chat, messages, tools, generation=False))
+        report.untrained_rows += not found.rows
         # A question and its answer are what plain text has too.
         report.run_together += chat.template is None and len(messages) > 2
         report.unshown_tools += bool(tools) and not chat.shows_tools
@@ -195,7 +259,8 @@ def tokenize_samples(
         report.unended += found.unended
         report.rewritten_samples += len(found.rows) * found.rewritten
         report.note_spelled(row, chat.spelled(messages, tools))
-        report.note_unknown(row, found.rows[-1][0], chat)
+        if found.rows:
+            report.note_unknown(row, found.rows[-1][0], chat)
         for number, (tokens, mask) in enumerate(found.rows):
             report.longest = max(report.longest, len(tokens))
             prompt_length = max(int(mask.argmax()), 1)
@@ -206,8 +271,11 @@ def tokenize_samples(
             kept = np.array(tokens[:max_length], np.int32)
             name = f"r{row.number}.{number}" if number else f"r{row.number}"
             samples.append(SupervisedSample(name, kept, mask[:max_length], row.source))
-    if not samples:
-        raise DataError(f"{shown(section.path)}: no sample is left: every prompt is longer than the limit")
+    if not samples and report.dropped:
+        limit = f"fills the longest sequence of {max_length:,} tokens (model.max_length)"
+        if max_prompt_length is not None and max_prompt_length < max_length:
+            limit = f"is longer than data.max_prompt_length={max_prompt_length}"
+        raise DataError(f"{shown(section.path)}: no sample is left: every prompt {limit}")
     return samples, report
 
 
@@ -220,6 +288,7 @@ def read_tasks(rows: list[Row], section: DatasetSection, choices: Collection[str
     report, tasks = LengthReport(len(rows)), list[Task]()
     for row in rows:
         messages, answer = question(row, section, asked=False)
+        report.note_row(row, section, messages)
         if len(choices) > 1 and (key := row.values.get(ENVIRONMENT_COLUMN)) not in [*choices]:
             what = f"column {ENVIRONMENT_COLUMN!r} must be one of {', '.join(choices)}, not {key!r}"
             raise DataError(f"{row.origin}: {what} (environment.choices)")
@@ -228,10 +297,19 @@ def read_tasks(rows: list[Row], section: DatasetSection, choices: Collection[str
     return tasks, report
 
 
+def _chat_of(row: Row, chat: Chat, report: LengthReport) -> Chat:
+    """Return the chat with the row's arguments of the template. Unknown arguments are counted."""
+    arguments = template_arguments(row)
+    unknown = chat.unknown_kwargs(arguments)
+    for name in unknown:
+        report.note_ignored(f"chat_template_kwargs.{name}, which is no argument of the chat template: passed over")
+    return chat.with_kwargs({name: value for name, value in arguments.items() if name not in unknown})
+
+
 @contextmanager
 def _place(row: Row) -> Iterator[None]:
     """Put the row's place before the message of any error inside."""
     try:
         yield
     except Exception as error:
-        raise DataError(f"{row.origin}: {' '.join(str(error).split())}") from error
+        raise DataError(f"{row.origin}: {one_line(error)}") from error

@@ -117,11 +117,6 @@ def local_chat(config: RunConfig) -> Chat:
     return load_chat(config, str(file.parent) if file else config.model.path)
 
 
-def local_ends(config: RunConfig) -> EndTokens | None:
-    """Return the tokens that end an answer; None if the model is not on this machine. Raises DataError."""
-    return end_tokens(config, local_chat(config)) if config_file(config.model.path) else None
-
-
 def _samples(settled: SettledSft, parts: list[DataPart], chat: Chat, count: int, most: int) -> DataPreview:
     config, longest = settled.config, settled.longest_sequence
     if longest is None:

@@ -3,10 +3,12 @@
 They run the user's code in separate processes: in a run, in a dry run, and where an option asks.
 """
 
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from rlctl.config.data_schema import DatasetSection
@@ -16,11 +18,21 @@ from rlctl.config.schema import GrpoConfig, RunConfig
 from rlctl.data.chat import Chat
 from rlctl.data.datasets import Row, shown
 from rlctl.data.files import DataError, files_of
-from rlctl.data.load import load_chat, load_prompts, may_have_unknown_text, may_rewrite, read_rows
+from rlctl.data.load import (
+    RunRows,
+    load_chat,
+    load_prompts,
+    load_samples,
+    may_have_unknown_text,
+    may_rewrite,
+    read_rows,
+)
+from rlctl.data.row_columns import describe_columns, template_arguments
 from rlctl.data.rows import question
 from rlctl.data.tokenize import tokenize_prompts, tokenize_samples
 from rlctl.environments.pool import UnusableEnvironmentError
 from rlctl.grpo.advantages.trial import UnusableAdvantageError, try_advantage
+from rlctl.launch.sampling import check_room
 from rlctl.preflight.load import Composed
 from rlctl.preflight.settled import Settled
 from rlctl.rewards.base import UnusableError
@@ -30,6 +42,8 @@ from rlctl.rollout.scoring import sample_item
 
 # A formula takes about 0.1 s to be read.
 _ROWS_TO_DESCRIBE = 50
+# Rows whose tokens are counted in place of all.
+_FEW_ROWS = 32
 
 
 def check_first_rows(settled: Settled) -> list[str]:
@@ -48,11 +62,8 @@ def check_first_rows(settled: Settled) -> list[str]:
                 continue
             try:
                 rows = read_rows(config, replace(section, limit=1))
-                if config.sft and may_rewrite(config) and Path(config.model.tokenizer or config.model.path).is_dir():
+                if _needs_tokenizer(config, section, rows[0]):
                     # A run finds this when it tokenizes all rows.
-                    chat = load_chat(config, config.model.path)
-                    tokenize_samples(rows, section, chat, config.sft, None, sys.maxsize)
-                if config.needs_prompts and may_have_unknown_text(config):
                     notes += _warnings(config, section, rows)
             except DataError as error:
                 problems.append(Problem("data", "", str(error)))
@@ -69,6 +80,46 @@ def _warnings(config: RunConfig, section: DatasetSection, rows: list[Row]) -> li
     else:
         report = tokenize_prompts(rows, section, chat, None)[1]
     return report.warnings
+
+
+def _needs_tokenizer(config: RunConfig, section: DatasetSection, row: Row) -> bool:
+    """Return True if the template may not write a row as it is. A tokenizer takes seconds to load."""
+    if not config.needs_prompts or not Path(config.model.tokenizer or config.model.path).is_dir():
+        return False
+    if config.data.system_prompt is not None or may_have_unknown_text(config) or (config.sft and may_rewrite(config)):
+        return True
+    messages, _ = question(row, section, asked=False)
+    read, ignored = describe_columns(row, section, messages[0]["content"] if messages else "")
+    usual = {"user", "assistant"}
+    return bool(read or ignored or template_arguments(row)) or any(each["role"] not in usual for each in messages)
+
+
+def check_room_of_rows(settled: Settled, rows: RunRows, chat: Chat) -> None:
+    """Raise DataError as the run would: if no row of a part is left at its limits, or a prompt leaves no room.
+
+    All rows are tokenized only where no row with a short text is left. Of the prompts, only those with
+    the longest texts are tried for room. Nothing is tried where the longest sequence is not known.
+    """
+    if settled.longest_sequence is None:
+        return
+    for part in rows.parts(settled.config.data):
+        section = part.section
+        by_text = sorted(part.rows, key=lambda row: len(json.dumps(row.values, default=str)))
+        if settled.sft:
+            samples = partial(load_samples, settled.sft.config, section, chat, max_length=settled.sft.max_length)
+            try:
+                samples(by_text[:_FEW_ROWS])
+            except DataError:
+                samples(part.rows)
+        elif settled.grpo and not settled.grpo.config.opens_prompts:
+            config = settled.grpo.config
+            try:
+                load_prompts(config, section, chat, by_text[:_FEW_ROWS])
+            except DataError:
+                load_prompts(config, section, chat, part.rows)
+            if config.data.max_prompt_length is None:
+                longest, _ = load_prompts(config, section, chat, by_text[-_FEW_ROWS:])
+                check_room(longest, config.generation.max_new_tokens, settled.max_length)
 
 
 def runs_others_code(config: GrpoConfig) -> bool:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlctl.config.errors import one_line
 from rlctl.config.schema import GrpoConfig
 from rlctl.data.chat import Chat, ChatSpec
 from rlctl.data.files import DataError
@@ -233,5 +234,5 @@ def _template_problems(chat: Chat, messages: list[Message], contract: Environmen
     except DataError as error:
         return [("data.chat_template", str(error))]
     except Exception as error:  # whatever a template raises
-        return [("data.chat_template", f"refuses the first prompt: {' '.join(str(error).split())}")]
+        return [("data.chat_template", f"refuses the first prompt: {one_line(error)}")]
     return []

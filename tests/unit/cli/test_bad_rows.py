@@ -52,6 +52,23 @@ def test_a_bad_row_is_one_line_and_nothing_starts(
     assert not (home / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("kind", "limits", "complaint"),
+    [
+        ("grpo", [], "prompt r0 has 81 tokens; with generation.max_new_tokens="),
+        ("grpo", ["data.max_prompt_length=20"], "every prompt is longer than data.max_prompt_length=20"),
+        ("sft", ["data.max_prompt_length=50"], "left: every prompt is longer than data.max_prompt_length=50"),
+        ("sft", [], "no sample is left: every prompt fills the longest sequence of 64 tokens (model.max_length)"),
+    ],
+)  # fmt: skip
+def test_rows_that_are_all_too_long_are_told_by_a_dry_run(
+    rlctl: Rlctl, home: Path, kind: str, limits: list[str], complaint: str
+) -> None:
+    (home / "rows.jsonl").write_text(f'{{"prompt": "{"1+" * 40}=", "answer": "40"}}\n' * 3)
+    done = rlctl("train", kind, f"{kind}-tiny", "data.train.path=rows.jsonl", *limits, "--dry-run")
+    assert done.code == 2 and complaint in done.err
+
+
 def test_the_driver_of_a_job_reads_the_rows_before_it_asks_the_cluster_for_anything(
     rlctl: Rlctl, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlctl.config.builtin import RECIPES
+from rlctl.models import facts, model_sizes
 from tests.unit.cli.conftest import Rlctl
 
 
@@ -46,6 +47,16 @@ def test_preview_of_an_agent_shows_the_first_prompt_that_it_writes(rlctl: Rlctl)
     begun = "<|system|>Tools: answer(value), calculate(expression).<|end|>"
     assert done.out.splitlines()[-1] == f"{begun}<|user|>{prompt}<|end|><|assistant|>"
     assert "made-up turns: requests 1" in done.err
+
+
+def test_preview_derives_the_facts_of_a_model_that_no_run_has_seen(
+    rlctl: Rlctl, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home / "cache"))
+    # The real one, which looks into the cache; the fixture of all tests knows every model.
+    monkeypatch.setattr(model_sizes, "known_facts", facts.known_facts)
+    done = rlctl("data", "preview", "sft-tiny", "--json", "data.train.limit=5")
+    assert (done.code, json.loads(done.out)["rows"]) == (0, 5), done.err
 
 
 def test_preview_starts_nothing_so_that_a_run_of_that_name_may_exist(rlctl: Rlctl, home: Path) -> None:

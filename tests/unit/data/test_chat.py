@@ -10,6 +10,7 @@ import pytest
 from rlctl.config.data_schema import DataSection, DatasetSection
 from rlctl.data.chat import OWN_CLASS, Chat, is_general, load_tokenizer, make_chat
 from rlctl.data.files import DataError
+from rlctl.data.unwritten import require_system_message
 from tests.unit.data.conftest import CHATML, UNMARKED, UNSTABLE, chat_tokens
 
 CHAT = [
@@ -97,9 +98,16 @@ def test_auto_takes_the_tokenizers_template_and_none_leaves_it(tokenizer, tmp_pa
         tokenizer.chat_template = None
 
 
-def test_a_system_prompt_without_a_template_and_a_missing_template_are_errors(tokenizer):
+def test_a_system_prompt_that_no_template_writes_and_a_missing_template_are_errors(tokenizer, tmp_path):
     with pytest.raises(DataError, match=r"data\.system_prompt needs a chat template"):
         make_chat(tokenizer, data("auto", "be brief"), None)
+    for source, told in (("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", "leaves out"),
+                         ("{{ raise_exception('no \x1b[31m system') }}", "refuses")):  # fmt: skip
+        (tmp_path / "chat.jinja").write_text(source)
+        with pytest.raises(DataError, match=rf"^data\.system_prompt: the chat template {told} a system message"):
+            require_system_message(
+                make_chat(tokenizer, data(str(tmp_path / "chat.jinja"), "be brief"), None), "be brief"
+            )
     with pytest.raises(DataError, match=r"nowhere\.jinja: no such file"):
         make_chat(tokenizer, data("nowhere.jinja"), None)
 

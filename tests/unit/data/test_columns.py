@@ -45,6 +45,12 @@ def test_sharegpts_turns_are_messages(section: DatasetSection) -> None:
         conversation(row(values), replace(section, messages_key="conversations"))
 
 
+def test_a_mark_of_sharegpts_turn_stays(section: DatasetSection) -> None:
+    turns = [{"from": "human", "value": "1+1="}, {"from": "gpt", "value": "2", "weight": 0}]
+    messages = conversation(row({"messages": turns}), section)
+    assert messages[1] == {"role": "assistant", "content": "2", "weight": 0}
+
+
 @pytest.mark.parametrize(
     ("given", "prompt"), [("", "Add them."), ("1 and 1", "Add them.\n\n1 and 1"), (None, "Add them.")]
 )

@@ -1,3 +1,4 @@
+import json
 from dataclasses import replace
 from decimal import Decimal
 from typing import Any
@@ -7,7 +8,7 @@ import pytest
 from rlctl.config.data_schema import DatasetSection
 from rlctl.data.datasets import Row
 from rlctl.data.files import DataError
-from rlctl.data.rows import answer_text, conversation, question
+from rlctl.data.rows import answer_text, conversation, is_json_chat, question
 
 PART = {"type": "text", "text": "hi "}
 
@@ -91,7 +92,7 @@ def test_calls_in_openais_form_are_read_as_templates_want_them(section: DatasetS
     ("values", "told"),
     [
         ({"prompt": None, "answer": 3}, "column 'prompt' is null"),
-        ({"messages": "[]"}, "not the text '[]'; of JSON as text, write the list itself"),
+        ({"messages": "[]"}, "not the text '[]'"),
         ({"messages": []}, "{from, value}, not an empty list"),
         ({"messages": [{"role": "user", "content": "x"}, {"role": "user"}]}, "{from, value}: message 2 has no content"),
         ({"messages": [{"content": "x"}]}, "{from, value}: message 1 has no role"),
@@ -103,6 +104,23 @@ def test_what_a_row_lacks_is_said_as_it_is(section: DatasetSection, values: dict
     with pytest.raises(DataError) as error:
         question(row(**values), section, answered=True)
     assert told in str(error.value)
+
+
+@pytest.mark.parametrize("column", ["messages", "prompt"])
+@pytest.mark.parametrize("key", ["role", "from"])
+def test_messages_may_be_json_text(section: DatasetSection, column: str, key: str) -> None:
+    said = [{"role": "user", "content": "2+2"}] if key == "role" else [{"from": "human", "value": "2+2"}]
+    found = row(**{column: json.dumps(said)})
+    assert question(found, section)[0] == [{"role": "user", "content": "2+2"}] and is_json_chat(found, section)
+    other = row(prompt="[1, 2] has a sum of")
+    assert question(other, section)[0][0]["content"] == "[1, 2] has a sum of" and not is_json_chat(other, section)
+
+
+@pytest.mark.parametrize("value", [0.5, "false", [0, 1], -1, float("nan")])
+def test_a_mark_that_says_neither_yes_nor_no_is_an_error(section: DatasetSection, value: Any) -> None:
+    marked = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", "weight": value}]
+    with pytest.raises(DataError, match=r"^a\.jsonl:3: message 2: weight must be 0 or 1, false or true: a turn is "):
+        conversation(row(messages=marked), section)
 
 
 def test_another_answer_column_is_followed(section: DatasetSection) -> None:

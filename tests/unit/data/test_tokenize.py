@@ -83,8 +83,13 @@ def test_long_prompts_are_cut_and_the_report_says_so(plain, section):
 def test_nothing_left_after_the_cut_is_an_error(plain, section):
     with pytest.raises(DataError, match=r"every prompt is longer than data\.max_prompt_length=2"):
         tokenize_prompts(rows({"prompt": "abc"}), section, plain, 2)
-    with pytest.raises(DataError, match="no sample is left"):
-        tokenize_samples(rows({"prompt": "abc", "answer": "d"}), section, plain, ALL, None, 3)
+    for most, length, limit in (
+        (None, 3, r"fills the longest sequence of 3 tokens \(model\.max_length\)"),
+        (9, 3, r"fills the longest sequence of 3 tokens \(model\.max_length\)"),
+        (2, 9, r"is longer than data\.max_prompt_length=2"),
+    ):
+        with pytest.raises(DataError, match=f"^some.jsonl: no sample is left: every prompt {limit}$"):
+            tokenize_samples(rows({"prompt": "abc", "answer": "d"}), section, plain, ALL, most, length)
 
 
 def test_a_response_is_trained_on_and_its_prompt_is_not(plain, section):
