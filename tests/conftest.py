@@ -98,7 +98,7 @@ def pytest_collection() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Later collections pass over what was imported and collected."""
+    """Later collections pass over imported modules and collected tests."""
     gc.freeze()
     gc.enable()
 
