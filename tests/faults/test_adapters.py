@@ -101,6 +101,7 @@ def test_a_prefix_of_older_adapters_is_out_of_reach_and_shows_where_it_is_not(
             engine.kill()
 
 
+@pytest.mark.long  # a whole run for the words of test_a_rate_that_moves_nothing_is_named_at_the_first_step_alone
 @pytest.mark.slow
 def test_a_run_stops_whose_first_optimizer_step_left_every_b_as_it_was(tmp_path: Path) -> None:
     """The learning rate is one that float32 multiplies to nothing, though it is above 0."""
