@@ -139,4 +139,4 @@ def _with_hint(failure: EnvironmentFailure) -> EnvironmentFailure:
     """Return the failure of an agent that nobody heard of, with the usual reason, unless its code has a bug."""
     if looks_like_bug(failure.cause):
         return failure
-    return replace(failure, detail=f"{failure.detail}; {UNREACHED}" if failure.detail else UNREACHED)
+    return replace(failure, detail="; ".join(filter(None, (failure.detail.rstrip("."), UNREACHED))))
