@@ -5,7 +5,6 @@ import os
 import re
 import shlex
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -70,6 +69,7 @@ def chat(
     """Talk to a model. /new begins another conversation; /help says more; Ctrl-C stops an answer; Ctrl-D ends."""
     from rlctl.evaluation.settings import config_of
     from rlctl.evaluation.target import find_target
+    from rlctl.workers.reaper import scratch_folder
 
     with explained_weights("interrupted"):
         found = find_target(target, runs_folder(), step)
@@ -79,11 +79,11 @@ def chat(
         environment, columns = (None, {}) if endpoint else (_environment(tools, config), _row(row, tools))
         most = max_tokens or most
         sampling = (most, config.generation.temperature if temperature is None else temperature)
-        with tempfile.TemporaryDirectory(prefix="rlctl-chat-") as folder:
+        with scratch_folder("rlctl-chat-") as folder:
             if endpoint:
-                _serve(found, config, sampling, Path(folder))
+                _serve(found, config, sampling, folder)
                 return
-            _talk(found, config, sampling, environment, columns, Path(folder))
+            _talk(found, config, sampling, environment, columns, folder)
 
 
 def _talk(

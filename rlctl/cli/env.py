@@ -158,17 +158,17 @@ def tasks(
 def _play(
     config: "GrpoConfig", target: "Target", name: str, data: "tuple[DatasetSection, list[Row]]", count: int
 ) -> "PlayedEpisodes":
-    import tempfile
+    from rlctl.workers.reaper import scratch_folder
 
     with (
         explained_weights("interrupted"),
-        tempfile.TemporaryDirectory(prefix="rlctl-env-") as logs,
+        scratch_folder("rlctl-env-") as logs,
         busy(f"playing {name} with {target.name}"),
     ):
         # It imports torch, which takes seconds.
         from rlctl.evaluation.episodes import play_episodes
 
-        return play_episodes(config, *data, count, target.step, Path(logs), tell)
+        return play_episodes(config, *data, count, target.step, logs, tell)
 
 
 def _arguments(given: list[str] | None) -> dict[str, Any]:

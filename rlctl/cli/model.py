@@ -37,21 +37,20 @@ def check(
     With --engine, prove three more facts: engine and trainer agree; the engine serves the weights sent to it; it
     answers like the exported folder. Exit code 1 if a proof fails, 2 for a model that cannot train.
     """
-    import tempfile
     from dataclasses import asdict
-    from pathlib import Path
 
     from rlctl.config.builtin import runs_folder
     from rlctl.evaluation.settings import checked_run
     from rlctl.evaluation.target import find_target
+    from rlctl.workers.reaper import scratch_folder
 
     found = []
-    with explained_weights("interrupted"), tempfile.TemporaryDirectory(prefix="rlctl-model-") as scratch:
-        run, files, placement = checked_run(find_target(name, runs_folder()), Path(scratch))
+    with explained_weights("interrupted"), scratch_folder("rlctl-model-") as scratch:
+        run, files, placement = checked_run(find_target(name, runs_folder()), scratch)
         # It imports torch, which takes seconds.
         from rlctl.evaluation.model_check import check_model
 
-        for finding in check_model(run, files, placement, engine, Path(scratch)):
+        for finding in check_model(run, files, placement, engine, scratch):
             found.append(finding)
             if not as_json:
                 _show(finding.subject, finding.text, finding.holds)

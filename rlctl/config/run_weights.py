@@ -9,7 +9,11 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-_CHECKPOINT = re.compile(r"step_(\d+)")
+from rlctl.config.errors import ModelError
+from rlctl.config.json_files import read_object
+
+# A folder that a resume set aside is `damaged_step_N`.
+_CHECKPOINT = re.compile(r"(?:damaged_)?step_(\d+)")
 _STATE = "state.json"
 # PEFT's name.
 ADAPTER_CONFIG = "adapter_config.json"
@@ -69,8 +73,10 @@ def is_adapter(path: Path) -> bool:
 
 def base_of(adapter: Path) -> str:
     """Return the folder or hub name of the model that an adapter is for; empty if its config cannot be read."""
-    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-        base = str(json.loads((adapter / ADAPTER_CONFIG).read_text(encoding="utf-8"))["base_model_name_or_path"])
+    with suppress(ModelError, ValueError):
+        base = read_object(adapter / ADAPTER_CONFIG).get("base_model_name_or_path")
+        if not isinstance(base, str):
+            return ""
         return base if os.path.isdir(base) or not os.path.isdir(adapter / base) else str(adapter / base)
     return ""
 
@@ -95,23 +101,31 @@ def exported_weights(path: Path) -> Path:
     if is_model(path) or not (is_checkpoint(path) or is_run(path)):
         return path
     checkpoint = path if is_checkpoint(path) else _newest(path)
-    if checkpoint is None:
-        raise FileNotFoundError(f"{path} is a run without a checkpoint: it has no weights yet")
     if not is_model(checkpoint / "hf"):
         raise FileNotFoundError(f"{checkpoint} has no hf/ folder: its run had checkpoint.export=false")
     return checkpoint / "hf"
 
 
-def _newest(run: Path) -> Path | None:
-    steps = {path: _step(path) for path in (run / "checkpoints").glob("step_*")}
-    return max((path for path in steps if steps[path] >= 0), key=lambda path: steps[path], default=None)
+def _newest(run: Path) -> Path:
+    """Return the newest checkpoint of a run. Raises FileNotFoundError for none, and for one that is damaged."""
+    steps = {}
+    for path in (run / "checkpoints").glob("*step_*"):
+        if named := _CHECKPOINT.fullmatch(path.name):
+            steps[path] = int(named[1])
+    ordered = sorted(steps, key=lambda path: steps[path])
+    if not ordered:
+        raise FileNotFoundError(f"{run} is a run without a checkpoint: it has no weights yet")
+    newest = ordered[-1]
+    if not newest.name.startswith("damaged_") and _has_state(newest, steps[newest]):
+        return newest
+    whole = [path for path in ordered[:-1] if _has_state(path, steps[path])]
+    remedy = f"; the one before: {whole[-1]}" if whole else ""
+    raise FileNotFoundError(f"{newest}, the newest checkpoint, is damaged{remedy}")
 
 
-def _step(checkpoint: Path) -> int:
-    """Return the step of a checkpoint by its name, -1 if its state cannot be read or is of another step."""
-    named = _CHECKPOINT.fullmatch(checkpoint.name)
+def _has_state(checkpoint: Path, step: int) -> bool:
+    """Return True if the state of a checkpoint can be read and is of this step."""
     try:
-        step = int(named[1]) if named else -1
-        return step if json.loads((checkpoint / _STATE).read_text())["step"] == step else -1
+        return bool(json.loads((checkpoint / _STATE).read_text())["step"] == step)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return -1
+        return False

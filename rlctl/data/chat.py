@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.config.data_schema import DataSection
-from rlctl.config.errors import one_line
+from rlctl.config.errors import ModelError, first_line, one_line
+from rlctl.config.json_files import read_object
 from rlctl.data.control_tokens import ControlTokens, SpecialTokens, unmarked
 from rlctl.data.ends import EndTokens, TurnEnd, find_ends, find_turn_end
 from rlctl.data.files import DataError
@@ -40,14 +41,22 @@ def load_tokenizer(path: str) -> Any:
     try:
         with fewer_collections():
             if is_general(Path(path)):
-                from transformers import TokenizersBackend
-
-                return TokenizersBackend.from_pretrained(path)
-            from transformers import AutoTokenizer
-
-            return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"{path}: no tokenizer: {str(error).strip().splitlines()[0]}") from error
+                from transformers import TokenizersBackend as Tokenizer
+            else:
+                from transformers import AutoTokenizer as Tokenizer
+            tokenizer = Tokenizer.from_pretrained(path)
+        # Some odd values of its files end in an error as late as here.
+        tokenizer.decode(tokenizer("a").input_ids)
+        return tokenizer
+    except ModuleNotFoundError:
+        raise
+    except BaseException as error:  # transformers has an error for each odd value; tokenizers ends in a Rust panic.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        why = first_line(error)
+        if not isinstance(error, OSError | ValueError):
+            why = f"{type(error).__name__}: {why}"
+        raise DataError(f"{path}: no tokenizer can be read from its tokenizer files: {why}") from error
 
 
 def is_general(folder: Path) -> bool:
@@ -56,12 +65,12 @@ def is_general(folder: Path) -> bool:
     The class itself is imported without torch: 0.9 s of CPU and not 2.7, in the driver and in each agent's process.
     """
     try:
-        own = json.loads((folder / "tokenizer_config.json").read_text())
+        own = read_object(folder / "tokenizer_config.json")
         model = folder / "config.json"
-        model_type = json.loads(model.read_text()).get("model_type", "") if model.exists() else ""
-        named = own.get("tokenizer_class") == "TokenizersBackend" and "auto_map" not in own
-    except (OSError, ValueError, AttributeError):
+        model_type = read_object(model).get("model_type", "") if model.exists() else ""
+    except ModelError:
         return False
+    named = own.get("tokenizer_class") == "TokenizersBackend" and "auto_map" not in own
     return named and isinstance(model_type, str) and model_type not in OWN_CLASS and not (folder / MISTRAL).exists()
 
 
@@ -391,10 +400,11 @@ class Chat:
     def _rows(self) -> int | None:
         """Rows of the model's embedding, where the tokenizer has tokens beyond them; None: each token has a row."""
         try:
-            config = json.loads((self.folder / "config.json").read_text()) if self.folder else {}
-        except (OSError, ValueError):
+            config = read_object(self.folder / "config.json") if self.folder else {}
+        except ModelError:
             return None
-        rows = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
+        text = config.get("text_config")
+        rows = config.get("vocab_size") or (text.get("vocab_size") if isinstance(text, dict) else None)
         last = max([len(self.tokenizer) - 1, *self.tokenizer.added_tokens_decoder])
         return rows if isinstance(rows, int) and rows <= last else None
 

@@ -1,16 +1,18 @@
 """Tokens that end an answer: the one trained after an answer by SFT, and all at which GRPO stops sampling."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlctl.config.errors import one_line
+from rlctl.config.errors import ModelError, one_line
+from rlctl.config.json_files import read_object, whole_number
 from rlctl.data.files import DataError
 from rlctl.data.rows import Messages
 
 MODEL_FILES = ("generation_config.json", "config.json")
+# Ids of 31 bits, as tokenizers and engines have them.
+_MOST_TOKENS = 2**31 - 1
 _FURTHER = "generation.stop_token_ids"
 
 
@@ -121,7 +123,8 @@ def _eos(file: Path) -> list[int]:
     if not file.is_file():
         return []
     try:
-        found = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-        return [int(each) for each in (found if isinstance(found, list) else [found]) if each is not None]
-    except (ValueError, TypeError, AttributeError) as error:
-        raise DataError(f"{file}: no eos_token_id can be read: {str(error).splitlines()[0]}") from error
+        found = read_object(file).get("eos_token_id")
+        ids = [each for each in (found if isinstance(found, list) else [found]) if each is not None]
+        return [whole_number(each, f"{file}: eos_token_id", 0, _MOST_TOKENS) for each in ids]
+    except ModelError as error:
+        raise DataError(str(error)) from error

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Literal
 
 from rlctl.config.data_schema import DataSection, DatasetSection, TrainDataSection
+from rlctl.config.errors import ModelError
+from rlctl.config.json_files import read_object
 from rlctl.config.run_weights import chat_folder
 from rlctl.config.schema import GrpoConfig, RunConfig, SftConfig
 from rlctl.data.chat import Chat, load_tokenizer, make_chat
@@ -193,8 +195,10 @@ def may_have_unknown_text(config: RunConfig) -> bool:
     """Return True if the tokenizer has a token for text that it does not know. It is read as in `may_open_thinking`."""
     folder = Path(config.model.tokenizer or chat_folder(config.model.path))
     try:
-        model = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]
-    except (OSError, ValueError, KeyError, TypeError):
+        model = read_object(folder / "tokenizer.json").get("model")
+    except ModelError:
+        return False
+    if not isinstance(model, dict):
         return False
     has_token = model.get("unk_token") is not None or model.get("unk_id") is not None
     return has_token and not model.get("byte_fallback")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.config.errors import did_you_mean
+from rlctl.config.json_files import read_object
 from rlctl.config.run_weights import chat_folder
 from rlctl.config.schema import RunConfig
 from rlctl.data.files import DataError
@@ -52,7 +53,7 @@ def read_templates(folder: Path) -> dict[str, str]:
     with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
         if sources := {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}:
             return sources
-        template = json.loads((folder / _CONFIG).read_text(encoding="utf-8")).get("chat_template")
+        template = read_object(folder / _CONFIG).get("chat_template")
         if isinstance(template, list):
             template = {named["name"]: named["template"] for named in template}
         by_name = template if isinstance(template, dict) else {_DEFAULT: template}
@@ -97,7 +98,7 @@ def write_arguments(folder: Path, arguments: Mapping[str, Any]) -> None:
         if file.is_file():
             file.write_text(head + file.read_text(encoding="utf-8"), encoding="utf-8")
     config = folder / _CONFIG
-    facts = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    facts = read_object(config) if config.is_file() else {}
     template = facts.get("chat_template")
     if isinstance(template, str):
         facts["chat_template"] = head + template

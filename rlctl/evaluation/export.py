@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -67,11 +68,11 @@ def export(
         temporary.replace(to)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(error, OSError) and error.errno == errno.EROFS:
-            raise ExportError(f"{to} cannot be written: {error.strerror}") from error
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             # A copy names the file that it reads.
             raise OSError(error.errno, error.strerror, str(to)) from error
+        if isinstance(error, OSError):
+            raise _explained(error, source, to) from error
         raise
     return to
 
@@ -86,6 +87,14 @@ def _write_arguments(folder: Path, data: Mapping[str, Any], warn: Callable[[str]
         return
     what = f"data.chat_template_kwargs={json.dumps(arguments)} belongs to {data['chat_template']}"
     warn(f"{what}, which is not exported: name both where the model is served")
+
+
+def _explained(error: OSError, source: Path, to: Path) -> ExportError:
+    """Return the error of a file that cannot be read, or of a folder that cannot be written."""
+    file = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else to
+    if file.is_relative_to(source):
+        return ExportError(f"{file} cannot be read: {error.strerror}")
+    return ExportError(f"{to} cannot be written: {error.strerror or error}")
 
 
 def _copy_adapter(source: Path, folder: Path, dtype: ExportDtype | None, warn: Callable[[str], None]) -> list[str]:

@@ -227,6 +227,9 @@ def packed_alone(trainer: CheckedTrainer, sequences: Sequence[NDArray[np.int32]]
     for packed in (True, False):
         norms.append(trainer.train(sequences, packed=packed))
         trainer.rank.load(scratch)
+    if not all(norms):
+        yield Finding("", "norm of the gradient 0: nothing would be trained; are the weights all zero?", False)
+        return
     gap = abs(norms[0] - norms[1]) / norms[1]
     text = f"norm of the gradient {norms[0]:.6g}, alone {norms[1]:.6g}; allowed: a share of {found.gradient:.2g}"
     yield Finding("", text, gap <= found.gradient, {"grad_norm_gap": gap})

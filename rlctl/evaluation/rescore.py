@@ -1,6 +1,5 @@
 """Stored answers scored again by other rewards: those of an evaluation, or of a run's rollouts.jsonl. No engine."""
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -9,6 +8,8 @@ from typing import Any
 import numpy as np
 
 from rlctl.config.data_schema import DatasetSection
+from rlctl.config.errors import ModelError
+from rlctl.config.json_files import read_object
 from rlctl.config.run_weights import chat_folder
 from rlctl.config.schema import GrpoConfig
 from rlctl.dashboard.formats import count
@@ -181,10 +182,11 @@ def _special_tokens(folder: Path) -> Iterator[str]:
     """Yield the texts of the special tokens of a tokenizer. Raises EvaluationError."""
     file = folder / "tokenizer.json"
     try:
-        added = json.loads(file.read_text(encoding="utf-8")).get("added_tokens") or []
-    except (OSError, ValueError):
+        added = read_object(file).get("added_tokens") or []
+        contents = [str(each["content"]) for each in added if each.get("special")]
+    except (ModelError, KeyError, TypeError, AttributeError):
         raise EvaluationError(f"{file}: not readable, and it says which tokens are no part of an answer") from None
-    yield from sorted((each["content"] for each in added if each.get("special")), key=len, reverse=True)
+    yield from sorted(contents, key=len, reverse=True)
 
 
 def _rollout(task: Task, record: Record) -> Rollout:

@@ -64,7 +64,7 @@ def find_target(text: str, root: Path, step: int | None = None) -> Target:
         near = str(error).partition("; ")[2] or "`rlctl runs list` shows the runs"
         what = "no run, no checkpoint, and no folder with config.json and weights"
         raise TargetError(f"{text}: {what}; {near}") from None
-    return _target(_chosen(run, step), run)
+    return _of_run(run, step)
 
 
 def digest_of_weights(folder: Path) -> str:
@@ -83,17 +83,35 @@ def digest_of_weights(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _chosen(run: Path, step: int | None) -> Checkpoint:
-    found = Checkpoints(RunDir(run).checkpoints, 1, 0).all()
-    if not found:
+def _of_run(run: Path, step: int | None) -> Target:
+    """Return the checkpoint of a step, or the newest one. Raises TargetError, also if the newest is damaged."""
+    checkpoints = Checkpoints(RunDir(run).checkpoints, 1, 0)
+    by_step = {checkpoint.step: checkpoint for checkpoint in checkpoints.all()}
+    if step is not None:
+        if step not in by_step or not hold(by_step[step].path):
+            listed = ", ".join(map(str, by_step)) or "none"
+            raise TargetError(f"{run} has no checkpoint of step {step}; there are {listed}")
+        return _target(by_step[step], run)
+    found = checkpoints.damage_of_newest()
+    if found is None:
         raise TargetError(f"{run} has no checkpoint yet")
-    if step is None:
+    newest, damage = found
+    if damage:
         # A run that still trains may have pruned the newest since, and saved another.
-        return next((newest for newest in reversed(found) if hold(newest.path)), None) or _chosen(run, step)
-    chosen = next((each for each in found if each.step == step), None)
-    if chosen is None or not hold(chosen.path):
-        raise TargetError(f"{run} has no checkpoint of step {step}; there are {', '.join(str(e.step) for e in found)}")
-    return chosen
+        if checkpoints.damage_of_newest() != found:
+            return _of_run(run, step)
+    elif newest not in by_step or not hold(by_step[newest].path):
+        return _of_run(run, step)
+    earlier = [checkpoint for checkpoint in by_step.values() if checkpoint.step < newest]
+    try:
+        if damage:
+            raise TargetError(damage)
+        return _target(by_step[newest], run)
+    except TargetError as error:
+        if not earlier:
+            raise
+        before = earlier[-1]
+        raise TargetError(f"{error}; the one before: --step {before.step}, or {before.path}") from None
 
 
 def _of_checkpoint(path: Path) -> Target:
@@ -106,10 +124,10 @@ def _of_checkpoint(path: Path) -> Target:
 def _target(checkpoint: Checkpoint, run: Path) -> Target:
     """Return the checkpoint's weights, once their bytes are those that were written."""
     folder = checkpoint.export
-    if not is_model(folder):
-        raise TargetError(f"{checkpoint.path} has no hf/ folder: its run had checkpoint.export=false")
     if damage := damage_of_weights(folder):
         raise TargetError(damage)
+    if not is_model(folder):
+        raise TargetError(f"{checkpoint.path} has no hf/ folder: its run had checkpoint.export=false")
     return Target(str(folder), checkpoint.step, run if (run / "config.yaml").is_file() else None)
 
 

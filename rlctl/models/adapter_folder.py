@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlctl.config.errors import ModelError
+from rlctl.config.json_files import read_object, real_number, whole_number
 from rlctl.config.run_weights import ADAPTER_CONFIG, base_of, is_adapter
 from rlctl.models.adapters import LORA_A, LORA_B, AdapterSpec, AdapterTensor, text_name
 from rlctl.models.layer_kinds import LinearLayer
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from rlctl.models.parameter_table import TensorRow
 
 WEIGHTS = "adapter_model.safetensors"
+_NEEDED = ("peft_type", "base_model_name_or_path", "r", "lora_alpha")
+# Largest rank and alpha; published ones are below 10,000.
+_MOST = 1_000_000
 _PREFIX = "base_model.model."
 # Keys of adapter_config.json that change the product, with the values that leave it as it is.
 _PLAIN: dict[str, tuple[Any, ...]] = {
@@ -70,26 +74,30 @@ class AdapterConfig:
 def read_config(folder: Path) -> AdapterConfig:
     """Return the config of an adapter's folder. Raises ModelError for one that is no plain LoRA."""
     file = folder / ADAPTER_CONFIG
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-        if raw["peft_type"] != "LORA":
-            raise ModelError(f"{file}: peft_type is {raw['peft_type']}; rlctl has LORA alone")
-        base, rank, alpha = raw["base_model_name_or_path"] and base_of(folder), int(raw["r"]), float(raw["lora_alpha"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        what = f"has no {error}" if isinstance(error, KeyError) else f"is no adapter's config: {error}"
-        raise ModelError(f"{file} {what}") from error
+    raw = read_object(file)
+    if lacking := [key for key in _NEEDED if key not in raw]:
+        raise ModelError(f"{file} has no {lacking[0]}; needed: PEFT's config of a LoRA adapter")
+    if raw["peft_type"] != "LORA":
+        raise ModelError(f"{file}: peft_type is {json.dumps(raw['peft_type'])}; rlctl has LORA alone")
+    rank = whole_number(raw["r"], f"{file}: r", 1, _MOST)
+    alpha = real_number(raw["lora_alpha"], f"{file}: lora_alpha", 0.0, _MOST)
+    dropout = real_number(raw.get("lora_dropout") or 0.0, f"{file}: lora_dropout", 0.0, 1.0)
+    rslora = raw.get("use_rslora") or False
+    if not isinstance(rslora, bool):
+        raise ModelError(f"{file}: use_rslora is {json.dumps(rslora)}; allowed: true, false")
+    base = base_of(folder)
     for key, plain in _PLAIN.items():
         if raw.get(key) not in plain:
             raise ModelError(f"{file}: {key} is {json.dumps(raw[key])}; rlctl has plain LoRA of linear layers alone")
     if not base:
         raise ModelError(f"{file}: base_model_name_or_path names no model")
-    return AdapterConfig(base, rank, alpha, bool(raw.get("use_rslora")), float(raw.get("lora_dropout") or 0.0))
+    return AdapterConfig(base, rank, alpha, rslora, dropout)
 
 
 def base_digest(folder: Path) -> str | None:
     """Return the digest of the weights that the adapter was trained on, if rlctl wrote it."""
-    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-        return str(json.loads((folder / _BASE).read_text())[_DIGEST])
+    with suppress(ModelError, KeyError):
+        return str(read_object(folder / _BASE)[_DIGEST])
     return None
 
 
@@ -122,8 +130,8 @@ class AdapterFile:
     def __init__(self, folder: Path) -> None:
         from safetensors import safe_open
 
-        self._file: Any = safe_open(folder / WEIGHTS, framework="pt")
         self._names = {text_name(name.removeprefix(_PREFIX)): name for name in file_header(folder / WEIGHTS)}
+        self._file: Any = safe_open(folder / WEIGHTS, framework="pt")
 
     def tensor(self, name: str) -> "Tensor":
         """Return a whole tensor, float32. Raises KeyError."""
@@ -134,6 +142,15 @@ class AdapterFile:
         """Fill `target`, a whole parameter, from its row."""
         for row in rows:
             target.copy_(self.tensor(row.name))
+
+
+def check_trainable(folder: Path, spec: AdapterSpec) -> None:
+    """Raise ModelError for a layer whose A and B are all zero: neither would ever have a gradient."""
+    held = AdapterFile(folder)
+    for target in spec.targets:
+        if not held.tensor(target.name + LORA_A).any() and not held.tensor(target.name + LORA_B).any():
+            what = f"A and B of {target.name} are all zero, so that neither has a gradient"
+            raise ModelError(f"{folder / WEIGHTS}: {what}; allowed: one of them zero")
 
 
 def open_weights(folder: Path) -> "AdapterFile | WeightFiles":

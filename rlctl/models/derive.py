@@ -19,7 +19,7 @@ from rlctl.config.errors import ModelError
 from rlctl.models.facts import ModelFacts, ModelSizes, facts_file, has_weights, keep_facts
 from rlctl.models.grouped_experts import stacked_experts
 from rlctl.models.layer_kinds import AttentionKind, LayerKinds, LinearLayer
-from rlctl.models.meta_model import causal_lm, text_config
+from rlctl.models.meta_model import causal_lm, reason, text_config
 from rlctl.models.observed import kept_of_rows, observe
 from rlctl.models.parameter_table import ParameterTable, Shape, derive_table, persistent_buffers, tensors_of
 from rlctl.models.weight_headers import DTYPES, weight_headers
@@ -46,6 +46,15 @@ def load_facts(folder: Path) -> ModelFacts:
 
 def derive_facts(folder: Path, weights: bool = True) -> ModelFacts:
     """Return the facts of a Hugging Face folder. weights: names come from its own, if it has any. Raises ModelError."""
+    try:
+        return _derived(folder, weights)
+    except ModelError:
+        raise
+    except Exception as error:  # A class of a model has an error for each value that does not fit.
+        raise ModelError(f"{folder}/config.json: no model can be derived from it: {reason(error)}") from error
+
+
+def _derived(folder: Path, weights: bool) -> ModelFacts:
     lm = causal_lm(folder)
     layers = layer_container(lm, folder)
     table = derive_table(lm, disk_tensors(folder) if weights else None, folder)

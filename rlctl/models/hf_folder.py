@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rlctl.config.errors import ModelError
+from rlctl.config.json_files import read_object
 from rlctl.models.facts import ModelFacts, has_weights
 from rlctl.models.parameter_table import Layout, ParameterTable, Shape, TensorRow
 from rlctl.models.safetensors_files import lay_out, write_at, write_box
@@ -210,7 +211,7 @@ class Companions:
             from transformers import AutoTokenizer
 
             other = AutoTokenizer.from_pretrained(tokenizer)
-        config = json.loads((folder / "config.json").read_text())
+        config = read_object(folder / "config.json")
         return cls(config, {str(file.relative_to(folder)): file.read_bytes() for file in files}, other)
 
     def write(self, folder: Path, dtype: str | None) -> None:

@@ -4,7 +4,6 @@
 weights are not read. FOLDER appears whole or not at all. The same seed writes the same bytes.
 """
 
-import json
 import os
 import shutil
 import sys
@@ -16,6 +15,7 @@ import torch
 from torch.nn.modules.dropout import _DropoutNd
 
 from rlctl.config.errors import ModelError
+from rlctl.config.json_files import read_object
 from rlctl.models import grouped_experts, packed_attention
 from rlctl.models.adapters import text_name
 from rlctl.models.observed import without_dropout
@@ -26,16 +26,16 @@ def text_config(folder: Path) -> Any:
     """Return transformers' config of a folder's text model. Raises ModelError for a model type without a causal LM."""
     from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, __version__
 
-    values = json.loads((folder / "config.json").read_text())
+    values = read_object(folder / "config.json")
     kind = values.get("model_type")
     if kind not in CONFIG_MAPPING:
         own = ", and code of a model's folder (auto_map) is never run" if "auto_map" in values else ""
         raise ModelError(f"model_type {kind} in {folder}: transformers {__version__} does not know it{own}")
     try:
         whole = AutoConfig.from_pretrained(folder)
+        config = whole.get_text_config(decoder=True)
     except Exception as error:  # A config class has an error for each of its values.
-        raise ModelError(f"{folder}/config.json: {_reason(error)}") from error
-    config = whole.get_text_config(decoder=True)
+        raise ModelError(f"{folder}/config.json: {reason(error)}") from error
     if config is not whole and (tied := getattr(whole, "tie_word_embeddings", None)) is not None:
         config.tie_word_embeddings = tied
     if type(config) not in AutoModelForCausalLM._model_mapping:
@@ -76,7 +76,7 @@ def text_in_whole(folder: Path, decoder: str) -> tuple[str, str]:
         with torch.device("meta"):
             lm = kind._from_config(whole, dtype=torch.float32)
     except Exception as error:  # A model class has an error for each size that does not fit.
-        raise ModelError(f"{folder}: transformers does not build {kind.__name__}: {_reason(error)}") from error
+        raise ModelError(f"{folder}: transformers does not build {kind.__name__}: {reason(error)}") from error
     inside = [name for name, module in lm.named_modules() if type(module) is own]
     if [text_name(f"{name}.") for name in inside] != [f"{decoder}."]:
         where = ", ".join(inside) or "no module"
@@ -103,13 +103,13 @@ def causal_lm(folder: Path, attention: str | None = None) -> Any:
                 experts_implementation=grouped_experts.register(),
             )
     except Exception as error:  # A model class has an error for each size that does not fit.
-        raise ModelError(f"{folder}: transformers does not build {config.model_type}: {_reason(error)}") from error
+        raise ModelError(f"{folder}: transformers does not build {config.model_type}: {reason(error)}") from error
     if left := [name for name, module in lm.named_modules() if isinstance(module, _DropoutNd) and module.p]:
         raise ModelError(f"{folder} has dropout at {left[0]} that no key of its config.json turns off")
     return lm
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
     """Return the kind of an error and its message in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 

@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rlctl.config.errors import ModelError, first_line
+from rlctl.config.json_files import read_object
 from rlctl.config.run_weights import ADAPTER_CONFIG, chat_folder, local_adapter
 from rlctl.config.schema import ModelSection
 from rlctl.models.adapter_folder import base_digest, read_config, read_spec
@@ -139,8 +139,8 @@ def list_end_tokens(folder: Path, tokens: Iterable[int]) -> None:
     An adapter's folder has no config.json.
     """
     file, own = folder / "generation_config.json", folder / "config.json"
-    config = json.loads(own.read_text()) if own.is_file() else {}
-    values: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
+    config = read_object(own) if own.is_file() else {}
+    values = read_object(file) if file.is_file() else {}
     if not file.is_file():
         names = ("bos_token_id", "pad_token_id", "eos_token_id")
         values = {name: config[name] for name in names if config.get(name) is not None}

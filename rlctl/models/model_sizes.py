@@ -1,16 +1,21 @@
 """config.json of a model folder, read without torch: where it is, what in it rlctl does not train, and its sizes."""
 
-import json
+import re
 from pathlib import Path
 from typing import Any
 
 from rlctl.config.errors import ModelError
+from rlctl.config.json_files import read_object
 from rlctl.config.run_weights import base_of, is_adapter, local_adapter, local_folder
 from rlctl.models.facts import ModelSizes, find_facts, known_facts
 
 # Rotary scales that turn a token the same alone and in a pack of many. transformers' dynamic and longrope follow the
 # longest sequence of a batch, vLLM's a fixed length.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
+
+# Keys of numbers of parts that are built one by one, and the most of each.
+_COUNTS = re.compile(r"(layer|layers|expert|experts|head|heads|blocks)$")
+_MOST_PARTS = 100_000
 
 
 def config_file(model: str) -> Path | None:
@@ -58,15 +63,13 @@ def read_sizes(file: Path) -> ModelSizes:
 
 def check_config(file: Path) -> None:
     """Raise ModelError for a config.json that is missing, no JSON, of quantised weights, or with an odd scale."""
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelError(f"{file}: {error.strerror}; needed: a Hugging Face model's config.json") from error
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{file} is not JSON: {error}") from error
-    if not isinstance(raw, dict) or not isinstance(raw.get("model_type"), str):
+    raw = read_object(file)
+    if not isinstance(raw.get("model_type"), str):
         raise ModelError(f"{file} has no model_type; needed: a Hugging Face model's config.json")
     for part in (raw, raw.get("text_config")):
+        for key, value in part.items() if isinstance(part, dict) else ():
+            if _COUNTS.search(key) and isinstance(value, int | float) and value > _MOST_PARTS:
+                raise ModelError(f"{file}: {key} is {value:g}; allowed: at most {_MOST_PARTS:,}")
         if isinstance(part, dict) and (why := _quantised(part) or _rope(part)):
             raise ModelError(f"{file}: {why}")
 

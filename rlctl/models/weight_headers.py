@@ -5,15 +5,27 @@ even if config.json says nothing.
 """
 
 import hashlib
-import json
+import math
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from rlctl.config.errors import ModelError
+from rlctl.config.json_files import parse_object, read_object
 
 # Dtype in a header -> its name in torch.
 DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16", "I64": "int64", "I32": "int32"}
+# Bits of a number, by the dtypes of safetensors 0.8.
+_BITS = {
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
+    **dict.fromkeys(("F32", "I32", "U32"), 32),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
+    **dict.fromkeys(("BOOL", "I8", "U8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    "F4": 4,
+}
 # Bytes; safetensors' own bound.
 _LONGEST_HEADER = 100_000_000
 # Read at each end of a file for its digest, and at so many places between: adapters that are added to their base leave
@@ -35,10 +47,13 @@ def weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     names = ["model.safetensors"]
     if index.exists():
-        try:
-            names = sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ModelError(f"{index} is no index of weights: {type(error).__name__}: {error}") from error
+        listed = read_object(index).get("weight_map")
+        if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
+            raise ModelError(f"{index} is no index of weights: weight_map must give each tensor's file")
+        names = sorted(set(listed.values()))
+        if outside := [name for name in names if Path(name).name != name]:
+            what = f"lists {outside[0]}, which is outside its folder; allowed: names of files beside it"
+            raise ModelError(f"{index} {what}")
         if (folder / "model.safetensors").exists() and "model.safetensors" not in names:
             # transformers reads the one, vLLM the others.
             what = f"has model.safetensors, and {index.name} lists other files"
@@ -82,9 +97,15 @@ def weight_headers(folder: Path) -> dict[str, tuple[str, list[int]]]:
 
 
 def digest_of_weights(folder: Path) -> str:
-    """Return the digest of a folder's safetensors: their names and sizes, both ends, and 128 places between."""
+    """Return the digest of a folder's safetensors: their names and sizes, both ends, and 128 places between.
+
+    Weights that lack a file have the digest of none.
+    """
+    paths = list[Path]()
+    with suppress(ModelError):
+        paths = weight_files(folder)
     digest = hashlib.sha256()
-    for path in sorted(folder.glob("model*.safetensors")):
+    for path in paths:
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())
         places = [(0, _ENDS), (max(0, size - _ENDS), _ENDS)]
@@ -98,21 +119,51 @@ def digest_of_weights(folder: Path) -> str:
 
 def file_header(file: Path) -> dict[str, Any]:
     """Return tensor name -> {dtype, shape, data_offsets}. Raises ModelError."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        start = stream.read(8)
-        if start == b"version ":
-            raise ModelError(f"{file} is a Git LFS pointer, not the weights; get them: git lfs pull")
-        length = int.from_bytes(start, "little")
-        if len(start) < 8 or length > min(size - 8, _LONGEST_HEADER):
-            raise ModelError(f"{file} is no safetensors file, or was cut short: {size:,} bytes")
-        text = stream.read(length)
     try:
-        tensors = {name: entry for name, entry in json.loads(text).items() if name != "__metadata__"}
-        end = 8 + length + max((int(entry["data_offsets"][1]) for entry in tensors.values()), default=0)
-        assert all("dtype" in entry for entry in tensors.values())
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, AssertionError, RecursionError) as error:
-        raise ModelError(f"{file} is no safetensors file: its header cannot be read") from error
-    if end != size:
-        raise ModelError(f"{file} was cut short: {size:,} of {end:,} bytes; copy or download it again")
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            start = stream.read(8)
+            length = int.from_bytes(start, "little")
+            text = stream.read(length) if 8 <= length + 8 <= size and length <= _LONGEST_HEADER else b""
+    except OSError as error:
+        raise ModelError(f"{file} cannot be read: {error.strerror}") from error
+    if start == b"version ":
+        raise ModelError(f"{file} is a Git LFS pointer, not the weights; get them: git lfs pull")
+    if not text:
+        raise ModelError(f"{file} is no safetensors file, or was cut short: {size:,} bytes")
+    try:
+        tensors = parse_object(text, f"the header of {file}")
+    except ModelError as error:
+        raise ModelError(f"{file} is no safetensors file: its header cannot be read: {error}") from error
+    metadata = tensors.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ModelError(f"{file}: __metadata__ of its header must give texts")
+    _check_places(file, tensors, size - 8 - length)
     return tensors
+
+
+def _check_places(file: Path, tensors: dict[str, Any], nbytes: int) -> None:
+    """Raise ModelError unless the tensors of a header fill the bytes behind it, without overlap and without gap."""
+    ends = []
+    for name, entry in tensors.items():
+        place = f"{file}: {name} in its header"
+        if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+            raise ModelError(f"{place} must have dtype, shape and data_offsets")
+        dtype, shape, offsets = (entry[key] for key in ("dtype", "shape", "data_offsets"))
+        if not isinstance(dtype, str) or dtype not in _BITS:
+            raise ModelError(f"{place} has an unknown dtype; allowed: {', '.join(_BITS)}")
+        for key, numbers in (("shape", shape), ("data_offsets", offsets)):
+            if not isinstance(numbers, list) or not all(type(number) is int and number >= 0 for number in numbers):
+                raise ModelError(f"{place} has no {key} of whole numbers, at least 0")
+        if len(offsets) != 2 or (offsets[1] - offsets[0]) * 8 != math.prod(shape) * _BITS[dtype]:
+            raise ModelError(f"{place} has data_offsets {offsets}, which are not those of {dtype} {shape}")
+        ends.append((offsets[0], offsets[1], name))
+    end = 0
+    for begin, stop, name in sorted(ends):
+        if begin != end:
+            raise ModelError(f"{file}: {name} in its header begins at byte {begin:,}, where {end:,} is next")
+        end = stop
+    if end > nbytes:
+        raise ModelError(f"{file} was cut short: {nbytes:,} of {end:,} bytes of weights; copy or download it again")
+    if end < nbytes:
+        raise ModelError(f"{file} has {nbytes - end:,} bytes behind its weights; copy or download it again")

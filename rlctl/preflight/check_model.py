@@ -7,7 +7,7 @@ from rlctl.config.errors import ModelError
 from rlctl.config.run_weights import is_adapter, is_checkpoint, is_run
 from rlctl.config.schema import RunConfig
 from rlctl.data.templates import templates_of, unknown_arguments
-from rlctl.models.facts import ModelSizes
+from rlctl.models.facts import ModelSizes, has_weights
 from rlctl.models.layer_kinds import has_kernels
 from rlctl.models.model_sizes import check_config, config_file
 from rlctl.models.weight_headers import check_weights
@@ -40,14 +40,14 @@ def check_model(config: RunConfig) -> Violations:
         return
     # The hub's cache may hold a part of a model; the run fetches the rest, and checks it then.
     if not model.random_init and os.path.isdir(path):
-        if any(file.parent.glob("model*.safetensors")):
-            try:
-                check_weights(file.parent)
-            except (ModelError, OSError) as error:
-                yield Violation("model.path", str(error))
-        else:
-            what = f"{file.parent} has no model.safetensors; model.random_init=true starts from random weights"
-            yield Violation("model.path", what, ("model.random_init",))
+        try:
+            check_weights(file.parent)
+        except ModelError as error:
+            what, others = str(error), list[str]()
+            if not has_weights(file.parent):
+                what += "; model.random_init=true starts from random weights"
+                others.append("model.random_init")
+            yield Violation("model.path", what, tuple(others))
     tokenizer = Path(model.tokenizer or file.parent)
     if os.path.isfile(tokenizer):
         yield Violation("model.tokenizer", f"{tokenizer} is a file; needed: a folder that has a tokenizer.json")

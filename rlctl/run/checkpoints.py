@@ -156,6 +156,21 @@ class Checkpoints:
                 return checkpoint
         return None
 
+    def damage_of_newest(self) -> tuple[int, str] | None:
+        """Return the step of the newest folder, and a line on its state if that is not as it was written.
+
+        A folder that a resume set aside is damaged. Other files are not read. None for a run without a folder.
+        """
+        folders = sorted([*self._folders(), *self._folders("damaged_")])
+        if not folders:
+            return None
+        step, path = folders[-1]
+        if path.name.startswith("damaged_"):
+            return step, f"{path}: damaged, as a resume has found"
+        if wrong := find_damage(path, _STATE):
+            return step, _line(wrong)
+        return step, "" if _read(path, step) else f"{path / _STATE}: not the state of step {step}"
+
     def newest_whole(self) -> Found:
         """Read every file of the newest checkpoint, and of the next older one if any is not as it was written.
 

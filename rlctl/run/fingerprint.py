@@ -8,12 +8,15 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from rlctl.config.errors import ModelError
+from rlctl.config.json_files import read_object
 from rlctl.config.schema import RunConfig
 from rlctl.data.datasets import shown
 from rlctl.data.files import files_of
@@ -154,11 +157,9 @@ def _value(config: RunConfig, key: str) -> Any:
 
 def sizes_of(folder: Path) -> dict[str, Any]:
     """Return the shapes and arithmetic that config.json sets."""
-    try:
-        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return dict(_settings(raw))
+    with suppress(ModelError):
+        return dict(_settings(read_object(folder / "config.json")))
+    return {}
 
 
 def _settings(raw: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:

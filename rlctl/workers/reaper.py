@@ -68,6 +68,17 @@ class Reaper:
             os.close(descriptor)
 
 
+@contextmanager
+def scratch_folder(prefix: str) -> Iterator[Path]:
+    """Make a temporary folder that exists until the block is left, or until two seconds after a kill."""
+    reaper = Reaper()
+    try:
+        with reaper.folder(prefix) as path:
+            yield path
+    finally:
+        reaper.close()
+
+
 @dataclass(frozen=True)
 class Leftover:
     """A folder of a dead driver."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.config.grpo_schema import EngineSection, GenerationSection
+from rlctl.config.json_files import read_object
 from rlctl.models.facts import ModelSizes
 from rlctl.models.model_sizes import config_file
 from rlctl.preflight.backend import Violation, Violations
@@ -149,7 +150,7 @@ def whole_refusal(path: str, file: Path) -> str | None:
 
 def architectures_in(file: Path) -> str:
     """Return the classes that a config.json names, as vLLM looks them up."""
-    found = json.loads(file.read_text(encoding="utf-8")).get("architectures")
+    found = read_object(file).get("architectures")
     return ", ".join(map(str, found)) if isinstance(found, list) and found else "no architecture"
 
 

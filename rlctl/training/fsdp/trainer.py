@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from rlctl.models.adapter_folder import open_weights
+from rlctl.models.adapter_folder import check_trainable, open_weights
 from rlctl.models.meta_model import text_in_whole
 from rlctl.models.weight_headers import digest_of_weights
 from rlctl.preflight.offload_plan import residency
@@ -58,9 +58,10 @@ class FsdpTrainer(TrainerRank):
             place = text_in_whole(self._folder, self._facts.decoder)
             name, digest = spec.base_name or spec.model_path, digest_of_weights(self._folder)
             self._base = Base(name, digest, self._facts.sizes.linears, place)
-            first = FirstAdapters(
-                spec.config.adapters, Path(spec.adapter_folder) if spec.adapter_folder else None, spec.seed
-            )
+            start = Path(spec.adapter_folder) if spec.adapter_folder else None
+            if start:
+                check_trainable(start, spec.config.adapters)
+            first = FirstAdapters(spec.config.adapters, start, spec.seed)
         where = spec.config, self._dtype, self._mesh, spec.temperature
         self._policy = build_policy(self._lm, self._facts, self._table, self._folder, *where, first)
         if self._facts.kinds.states or self._facts.sizes.one_sequence_a_row:

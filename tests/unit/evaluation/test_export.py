@@ -157,6 +157,23 @@ def test_a_folder_that_is_there_is_left_alone_and_a_failure_leaves_none(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "runs"]
 
 
+@pytest.mark.parametrize("adapter", [False, True])
+def test_a_folder_that_cannot_be_written_is_one_line(run: Path, tmp_path: Path, adapter: bool) -> None:
+    target = find_target(str(run), Path("/"))
+    if adapter:
+        source = tmp_path / "source"
+        source.mkdir()
+        config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "base_model_name_or_path": "me/base"}
+        (source / "adapter_config.json").write_text(json.dumps(config))
+        save_file({"base_model.model.q.lora_A.weight": torch.zeros(8, 4)}, source / "adapter_model.safetensors")
+        target = Target(str(source))
+    (tmp_path / "file").write_text("")
+    for to in (Path("/proc/x"), Path("/proc/self/x/y"), tmp_path / "file/x"):
+        with pytest.raises(ExportError, match=f"^{to} cannot be written: [A-Z].*") as raised:
+            export(target, to, None, nothing)
+        assert raised.value.exit_code == 2
+
+
 def test_a_push_makes_the_repository_and_uploads_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from rlctl.config.run_weights import exported_weights
 from rlctl.evaluation.target import Target, TargetError, digest_of_weights, find_target
 from rlctl.run.checkpoints import Checkpoints
 
@@ -44,6 +45,38 @@ def test_a_file_that_is_not_as_it_was_written_is_named(run: Path) -> None:
     file = run / "checkpoints/step_4/hf/model.safetensors"
     file.write_text("step_other")
     with pytest.raises(TargetError, match=f"{file}: its bytes are not those that were written"):
+        find_target("sums", run.parent)
+
+
+@pytest.mark.parametrize("damage", ["cut", "edited", "missing", "config", "set aside"])
+def test_a_damaged_newest_checkpoint_is_said_and_the_one_before_is_taken_by_name_alone(run: Path, damage: str) -> None:
+    newest, before = (run / f"checkpoints/step_{step}" for step in (4, 2))
+    state = newest / "state.json"
+    if damage == "cut":
+        state.write_text(state.read_text()[:5])
+    elif damage == "edited":
+        state.write_text(state.read_text() + " ")
+    elif damage == "missing":
+        state.unlink()
+    elif damage == "config":
+        (newest / "hf/config.json").unlink()
+    else:
+        newest = Checkpoints(run / "checkpoints", 9, 0).set_aside(newest)
+    for arguments in (("sums", run.parent), (str(run), Path("/"))):
+        with pytest.raises(TargetError) as raised:
+            find_target(*arguments)
+        said = str(raised.value)
+        assert said.startswith(str(newest)) and said.endswith(f"; the one before: --step 2, or {before}")
+    assert find_target("sums", run.parent, 2).step == find_target(str(before), Path("/")).step == 2
+    if damage in ("cut", "missing", "set aside"):
+        with pytest.raises(FileNotFoundError, match=f"{newest}, the newest checkpoint, is damaged; the one before: "):
+            exported_weights(run)
+
+
+def test_a_run_whose_only_checkpoint_is_damaged_names_it(run: Path) -> None:
+    for step in (2, 4):
+        (run / f"checkpoints/step_{step}/state.json").write_text("{")
+    with pytest.raises(TargetError, match=r"step_4/state\.json: cut to 1 of \d+ bytes$"):
         find_target("sums", run.parent)
 
 

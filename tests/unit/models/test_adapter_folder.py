@@ -66,9 +66,9 @@ def section(path: Path) -> ModelSection:
         ("init_lora_weights", "pissa", 'init_lora_weights is "pissa"'),
         ("rank_pattern", {"q_proj": 8}, "rank_pattern is"),
         ("bias", "all", 'bias is "all"'),
-        ("peft_type", "IA3", "peft_type is IA3; rlctl has LORA alone"),
+        ("peft_type", "IA3", 'peft_type is "IA3"; rlctl has LORA alone'),
         ("base_model_name_or_path", None, "base_model_name_or_path names no model"),
-        ("r", None, "is no adapter's config"),
+        ("r", None, "r is null; allowed: a whole number from 1 to 1,000,000"),
     ],
 )
 def test_other_kinds_of_adapter_are_refused(adapter: Path, key: str, value: Any, why: str) -> None:

@@ -104,6 +104,27 @@ def pickled(file: Path) -> None:
     file.rename(file.with_name("pytorch_model.bin"))
 
 
+def index_of_files_elsewhere(file: Path) -> None:
+    shutil.copy(file, file.parent.parent / "model.safetensors")
+    weight_map = {"a": "../model.safetensors"}
+    file.with_name("model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def with_header(change: dict[str, Any]) -> Any:
+    """Another entry of the first tensor in the header."""
+
+    def damage(file: Path) -> None:
+        data = file.read_bytes()
+        length = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + length])
+        name = next(each for each in header if each != "__metadata__")
+        header[name] = {key: value for key, value in {**header[name], **change}.items() if value is not None}
+        text = json.dumps(header).encode()
+        file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+
+    return damage
+
+
 def index_of_others(file: Path) -> None:
     """transformers would read the file, vLLM those of the index."""
     shutil.copy(file, file.with_name("model-00001-of-00001.safetensors"))
@@ -127,6 +148,11 @@ def index_of_more(file: Path) -> None:
         (removed, "has no weights: it needs model.safetensors, or its index$"),
         (renamed, "has no weights: mine.safetensors is there, but not named model.safetensors, nor listed in an index"),
         (pickled, "pytorch_model.bin is there, but weights are read from safetensors only; .* save_pretrained"),
+        (with_header({"shape": None}), "in its header must have dtype, shape and data_offsets"),
+        (with_header({"dtype": ["F32"]}), "in its header has an unknown dtype; allowed: F64, "),
+        (with_header({"data_offsets": [0, float("inf")]}), "has no data_offsets of whole numbers, at least 0"),
+        (with_header({"data_offsets": [4, 8], "shape": [1]}), "in its header begins at byte 4, where 0 is next"),
+        (index_of_files_elsewhere, r"lists \.\./model\.safetensors, which is outside its folder"),
         (index_of_nothing, "model.safetensors.index.json is no index of weights"),
         (
             index_of_more,

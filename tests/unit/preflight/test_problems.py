@@ -207,8 +207,8 @@ def test_a_folder_that_is_no_model_says_so(home: Path) -> None:
 def test_a_model_without_weights_needs_random_init(home: Path) -> None:
     (home / "model/model.safetensors").unlink()
     assert problems("grpo", "grpo.recipe.yaml") == [
-        f"grpo.recipe.yaml:3: model.path: {home}/model has no model.safetensors; model.random_init=true starts from "
-        "random weights"
+        f"grpo.recipe.yaml:3: model.path: {home}/model has no weights: it needs model.safetensors, or its index; "
+        "model.random_init=true starts from random weights"
     ]
     load("grpo", "grpo.recipe.yaml", ["model.random_init=true"])
 

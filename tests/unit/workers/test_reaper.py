@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
+import pytest
 
 from rlctl.preflight.doctor import check_leftovers
 from rlctl.workers import reaper
@@ -122,3 +124,28 @@ def test_what_is_not_surely_a_dead_drivers_of_this_user_is_left_alone(tmp_path: 
         (foreign / ".owner").touch()
         os.chown(foreign, 65534, 65534)
     assert leftovers([tmp_path]) == []
+
+
+SCRATCH = """
+import sys, time
+from rlctl.workers.reaper import scratch_folder
+with scratch_folder("rlctl-model-") as folder:
+    (folder / "engine.log").write_text("1")
+    print(folder, flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_command_that_is_killed_leaves_no_scratch_folder(number: signal.Signals, tmp_path: Path) -> None:
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", SCRATCH]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout
+        folder = Path(process.stdout.readline().strip())
+        assert (folder / "engine.log").is_file()
+        process.send_signal(number)
+    until(lambda: not folder.exists())
+    with reaper.scratch_folder("rlctl-model-") as kept:
+        assert kept.is_dir()
+    assert not kept.exists()
