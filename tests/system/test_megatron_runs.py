@@ -1,12 +1,14 @@
 """Whole runs on Megatron-core: the same commands, with the backend named and its ranks shared out."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from tests.faults.runs import Run, outcomes
 
-pytest.importorskip("megatron.core")
+# An import here, 3 s of CPU, would be made by every process that collects tests.
+pytestmark = pytest.mark.skipif(not find_spec("megatron"), reason="needs megatron-core")
 
 
 @pytest.mark.long  # combination; the ranks: training/test_megatron.py

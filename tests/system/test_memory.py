@@ -7,8 +7,7 @@ import psutil
 import pytest
 
 from rlctl.telemetry.jsonl import Tail
-from tests.faults.runs import Run
-from tests.system.test_torch_engine import ENGINE
+from tests.faults.runs import WITHOUT_VLLM, Run
 
 STEPS, WARM = 2000, 500
 FLAT_BYTES = 5 << 20
@@ -21,7 +20,7 @@ FLAT_BYTES = 5 << 20
 def test_a_run_of_two_thousand_steps_is_flat_after_five_hundred(tmp_path: Path, groups: tuple[str, ...]) -> None:
     sizes = ("grpo.num_prompts_per_step=2", "grpo.num_generations_per_prompt=2", f"grpo.num_steps={STEPS}")
     seldom = ("validation.every=0", "checkpoint.every=0", "checkpoint.at_end=false", "run.probe=false")
-    run = Run(tmp_path, "soak", f"generation.engine={ENGINE}:KIND", *sizes, *seldom, *groups)
+    run = Run(tmp_path, "soak", WITHOUT_VLLM, *sizes, *seldom, *groups)
     run.wait_for_step(WARM // 50)
     driver = psutil.Process(run.process.pid)
     (head,) = [each for each in driver.children() if each.name() == "gcs_server"]

@@ -7,6 +7,7 @@ Compiled parts, 105 s of CPU: test_megatron_compiled.py.
 import os
 import shutil
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ from tests.system.training.scenario import (
 )
 from tests.tiny_models import KINDS, Kind, make_model
 
-pytest.importorskip("megatron.core")
+# An import here, 3 s of CPU, would be made by every process that collects tests.
+pytestmark = pytest.mark.skipif(not find_spec("megatron"), reason="needs megatron-core")
 DATA = sequences(9, seed=4)
 LOSS = WeightedLoss()
 STEPS = 3

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from tests.system.training.scenario import (
 )
 from tests.tiny_models import make_model
 
-pytest.importorskip("megatron.core")
+# An import here, 3 s of CPU, would be made by every process that collects tests.
+pytestmark = pytest.mark.skipif(not find_spec("megatron"), reason="needs megatron-core")
 DATA = sequences()
 LOSS = WeightedLoss()
 HOST = replace(MEGATRON, optimizer_cpu_offload=True)
