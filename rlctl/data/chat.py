@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from rlctl.data.control_tokens import ControlTokens, SpecialTokens, unmarked
 from rlctl.data.ends import EndTokens, TurnEnd, find_ends, find_turn_end
 from rlctl.data.files import DataError
 from rlctl.data.rows import Messages
-from rlctl.data.templates import Template, choose_template, unknown_arguments
+from rlctl.data.templates import Template, choose_template, find_template, unknown_arguments
 from rlctl.utils.process import fewer_collections
 
 # JSON schemas of functions, as chat templates take them.
@@ -268,7 +269,9 @@ class Chat:
         said = f"<think>\nthought\n</think>\n\n{_ANSWER}"
         chat = [{"role": "user", "content": "question"}]
         more = [{"role": "assistant", "content": said}, {"role": "user", "content": "more"}]
-        return not self.render([*chat, *more], generation=True).startswith(self.prompt_text(chat) + said)
+        with suppress(Exception):  # A row that the template refuses is an error with its place.
+            return not self.render([*chat, *more], generation=True).startswith(self.prompt_text(chat) + said)
+        return False
 
     @cached_property
     def shows_tools(self) -> bool:
@@ -277,8 +280,9 @@ class Chat:
             return False
         function = {"name": "named", "description": "", "parameters": {"type": "object", "properties": {}}}
         asked = [{"role": "user", "content": "question"}]
-        shown = self.prompt_text(asked, [{"type": "function", "function": function}])
-        return shown != self.prompt_text(asked)
+        with suppress(Exception):  # As above.
+            return self.prompt_text(asked, [{"type": "function", "function": function}]) != self.prompt_text(asked)
+        return True
 
     def end_marker(self, text: str) -> str | None:
         """Return the token by which the template ended the last turn of `text`; None: it writes none.
@@ -435,15 +439,8 @@ class ChatSpec:
 
 def make_chat(tokenizer: Any, data: DataSection, folder: Path | None) -> Chat:
     """Return the chat of a run, by data.chat_template and the keys around it. folder: the model's. Raises DataError."""
-    chat_template, system_prompt = data.chat_template, data.system_prompt
-    if chat_template == "auto":
-        template: Template | None = tokenizer.chat_template
-    elif chat_template == "none":
-        template = None
-    elif Path(chat_template).is_file():
-        template = Path(chat_template).read_text(encoding="utf-8")
-    else:
-        raise DataError(f"data.chat_template: {chat_template}: no such file (or auto, none)")
+    system_prompt = data.system_prompt
+    template = find_template(data.chat_template, tokenizer)
     if template is None and system_prompt is not None:
         raise DataError("data.system_prompt needs a chat template: this tokenizer has none, or it is set to none")
     chat = Chat(tokenizer, template, system_prompt, folder, data.special_tokens, data.chat_template_kwargs)

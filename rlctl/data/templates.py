@@ -34,6 +34,21 @@ _FILLED = {
 _GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 
 
+def find_template(name: str, tokenizer: Any) -> Template | None:
+    """Return the template of `data.chat_template`; None without one. Raises DataError."""
+    if name == "none":
+        return None
+    if name == "auto":
+        template = tokenizer.chat_template
+        sources = template.values() if isinstance(template, Mapping) else [template or ""]
+        if not all(isinstance(source, str) for source in sources):
+            raise DataError("the tokenizer's chat_template is no text, nor texts by name; set data.chat_template")
+        return template  # type: ignore[no-any-return]
+    if Path(name).is_file():
+        return Path(name).read_text(encoding="utf-8")
+    raise DataError(f"data.chat_template: {name}: no such file (or auto, none)")
+
+
 def choose_template(template: Template, *, with_tools: bool) -> str:
     """Return the source that transformers would take, for a chat with tools or without. Raises DataError for none."""
     if isinstance(template, str):

@@ -81,6 +81,18 @@ def test_the_system_prompt_comes_first_unless_the_chat_has_one_of_its_own(tokeni
     assert "be brief" not in chat.prompt_text(own)
 
 
+def test_an_odd_template_is_one_error_and_no_traceback(tokenizer):
+    failing = Chat(tokenizer, "{{ raise_exception('no \x1b[31m') }}", None)
+    assert failing.shows_tools and not failing.rewrites_history()
+    for template in (5, ["a"], {"default": 5}):
+        tokenizer.chat_template = template
+        try:
+            with pytest.raises(DataError, match="the tokenizer's chat_template is no text"):
+                make_chat(tokenizer, data("auto"), None)
+        finally:
+            tokenizer.chat_template = None
+
+
 def test_a_chat_without_an_assistant_is_refused(tokenizer):
     with pytest.raises(DataError, match="no assistant message"):
         chat_tokens(Chat(tokenizer, CHATML, None), CHAT[:1], "all")
