@@ -1,6 +1,7 @@
 """Megatron-core on GPUs: two ranks train as one in every layout; bfloat16; the optimizer on the host."""
 
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,18 @@ import torch.multiprocessing as mp
 
 from tests.system.training.scenario import MEGATRON, WeightedLoss, assert_close, sequences, share, totals, trainer
 from tests.system.training.scenario import weights as exported
+from tests.system.training.test_megatron import COMPILED, STEPS, on_host, seen, two_ranks
 from tests.system.training.test_megatron import DATA as SHARED
-from tests.system.training.test_megatron import LAYOUTS, STEPS, on_host, seen, two_ranks
+from tests.system.training.test_megatron import LAYOUTS as SPLITS
 from tests.tiny_models import KINDS, Kind, make_model
 
-pytest.importorskip("megatron.core")
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not find_spec("megatron"), reason="needs megatron-core"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+LAYOUTS = SPLITS | COMPILED
 DATA = sequences(40)
 LOSS = WeightedLoss()
 DEVICE = "cuda:0"
