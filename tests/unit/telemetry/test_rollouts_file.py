@@ -5,6 +5,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -92,11 +93,13 @@ def test_a_later_process_counts_what_is_in_the_file(tmp_path: Path) -> None:
     assert [place.step for place in index(path)] == [2] and said
 
 
-def test_the_newest_group_is_read_from_the_end(tmp_path: Path) -> None:
+# The second group is longer than the bytes that are looked at first.
+@pytest.mark.parametrize("answer", ["4", "4" * 100_000])
+def test_the_newest_group_is_read_from_the_end(answer: str, tmp_path: Path) -> None:
     path = tmp_path / "rollouts.jsonl"
     path.write_text(json.dumps({"kind": "group", "step": 1}) + "\n" + "x" * 100 + "\n")
     file, _ = writer(path)
-    file.groups(7, "validation", [record("r1")])
+    file.groups(7, "validation", [record("r1", answer)])
     file.outcomes(8, {"trained": []})
     newest = newest_group(path)
     assert newest is not None and (newest["step"], newest["purpose"]) == (7, "validation")
