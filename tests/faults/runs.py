@@ -39,7 +39,7 @@ RUNS: list["Run"] = []
 class Run:
     """One attempt of a run in `folder/runs/NAME`. within: a command that becomes the one it is given.
 
-    terminal: give it a terminal of its own, with the dashboard, for `hang_up`.
+    terminal: give the run a new terminal, with the dashboard, for `hang_up`.
     """
 
     def __init__(

@@ -40,7 +40,7 @@ def test_an_export_of_an_adapter_and_a_resume_name_the_file_that_has_no_room(
     (adapter / "adapter_model.safetensors").write_bytes(b"\0" * 24 * MIB)
     with pytest.raises(OSError, match="No space left on device") as error:
         export(Target(str(adapter)), small_disk / "out", None, print)
-    # The command line makes one line of it.
+    # The command line prints the error as one line.
     assert error.value.filename == str(small_disk / "out") and not list(small_disk.iterdir())
 
     composed = load("grpo", None, [f"run.dir={small_disk}", "run.name=full", "telemetry.dashboard=off"])

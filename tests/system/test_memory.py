@@ -1,4 +1,4 @@
-"""The memory of a run's own processes does not grow with its steps."""
+"""The memory of a run's driver and of Ray's head does not grow with its steps."""
 
 import time
 from pathlib import Path

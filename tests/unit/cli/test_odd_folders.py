@@ -43,7 +43,7 @@ COUNTS = {
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model in a file that an index lists, and an adapter of it."""
+    """A model in a file that an index lists, and an adapter."""
     root = tmp_path_factory.mktemp("good")
     model = make_model(root / "model", "qwen3", hidden=32, layers=1, heads=2, kv_heads=1, head_dim=16)
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [1]}))
@@ -83,7 +83,7 @@ def mutated(value: Any, rng: random.Random) -> tuple[str, bytes]:
 
 
 def mutated_weights(data: bytes, rng: random.Random) -> tuple[str, bytes]:
-    """Return a change in words, and a safetensors file with it: mostly of its header."""
+    """Return a change in words, and the changed safetensors file: mostly of its header."""
     length = int.from_bytes(data[:8], "little")
     if rng.random() < 0.2:
         cut = rng.randrange(len(data))
@@ -97,7 +97,7 @@ def mutated_weights(data: bytes, rng: random.Random) -> tuple[str, bytes]:
 def test_generated_folders_end_in_a_line(
     name: str, good: Path, rlctl: Rlctl, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # In this process: a process of its own takes seconds.
+    # In this process: another process takes seconds.
     monkeypatch.setattr(facts, "derive_apart", load_facts)
     monkeypatch.setattr("rlctl.models.model_sizes.find_facts", load_facts)
     shutil.rmtree(home / "model")
