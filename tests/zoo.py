@@ -314,12 +314,32 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 
+# GPT-2 and its kin, by the trainer's part alone: `test_zoo.py`.
+_HEADS = {**_OWN_HEADS, "n_embd": 128, "n_layer": LAYERS, "n_head": 4, "n_positions": 256}
+KIN: dict[str, Family] = {
+    "gpt2": Family("gpt2", {**_HEADS, **_TIED}),
+    "gpt_bigcode": Family("gpt_bigcode", {**_HEADS, **_TIED}),
+    "gpt_neo": Family(
+        "gpt_neo",
+        {
+            **_OWN_HEADS,
+            **_TIED,
+            "num_layers": LAYERS,
+            "num_heads": 4,
+            "attention_types": [[["global", "local"], 2]],
+            "window_size": WINDOW,
+        },
+    ),
+    "opt": Family("opt", {**_OWN_HEADS, **_TIED, "ffn_dim": 256, "word_embed_proj_dim": 128}),
+    "codegen": Family("codegen", {**_HEADS, "rotary_dim": 16, "n_ctx": 256}),
+}
+
 
 def family_config(name: str, **other: Any) -> Any:
     """Return the configuration of a family, with other values of some keys."""
     from transformers import AutoConfig
 
-    family = FAMILIES[name]
+    family = (FAMILIES | KIN)[name]
     keys = {key: value for key, value in (COMMON | dict(family.keys) | other).items() if value is not None}
     keys.setdefault("bos_token_id", None)
     return AutoConfig.for_model(family.kind, **keys)
@@ -334,6 +354,7 @@ def make_family(folder: Path, name: str, seed: int = 0, scale: float | None = No
     import torch
     from transformers import AutoModelForCausalLM
 
+    family = (FAMILIES | KIN)[name]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(family_config(name, **other), dtype=torch.float32)
@@ -347,13 +368,13 @@ def make_family(folder: Path, name: str, seed: int = 0, scale: float | None = No
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.ndim > 1 and parameter.any():
-                    parameter.mul_(FAMILIES[name].scale if scale is None else scale)
+                    parameter.mul_(family.scale if scale is None else scale)
                 else:
                     parameter.add_(0.1 * torch.randn_like(parameter))
             for buffer in buffers:
                 buffer.add_(0.1 * torch.randn_like(buffer))
     model.save_pretrained(folder)
-    if hub := FAMILIES[name].hub:
+    if hub := family.hub:
         file = folder / "config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | dict(hub), indent=2))
     make_tokenizer(folder, VOCAB)

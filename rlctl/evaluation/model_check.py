@@ -4,6 +4,8 @@ Each finding is measured: a pack equals its sequences alone, the engine equals t
 that were sent, and an export answers as the engine does.
 """
 
+import re
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -27,7 +29,7 @@ from rlctl.generation.engine import Engine, LoadMode
 from rlctl.generation.requests import Completion, RequestId, RolloutId, TurnRequest
 from rlctl.generation.spec import EngineSpec, engine_kind
 from rlctl.grpo.logprob_mismatch import mismatch
-from rlctl.grpo.parity_check import BOUNDS, judge, rounding_of
+from rlctl.grpo.parity_check import OwnRounding, Rounding, bound_of, judge, rounding_of
 from rlctl.launch.worker_specs import engine_spec
 from rlctl.models.adapter_folder import read_config, write_merged
 from rlctl.models.facts import find_facts
@@ -52,6 +54,9 @@ _ROUNDS = {"float32": 1, "bfloat16": 4}
 # Rate of the update that makes other weights.
 _RATE = 1e-3
 _CHUNK_BYTES = 64 << 20
+# Usual size of an embedding's numbers beside which the epsilon of a norm, 1e-6 or 1e-5, counts.
+_FAINT = 1e-3
+_FAINTLY = "with weights so small that the epsilons of norms count"
 # A parameter's float32 weight, gradient and two moments, and the second model's weight.
 _BYTES = 20
 
@@ -105,6 +110,9 @@ class CheckedTrainer:
         )
         # True for a model whose sequences have a row each.
         self.padded = trainer.padded
+        # Tensors that training leaves alone, and the embedding.
+        self._buffers = facts.buffers
+        self._embedding = f"{facts.embedding}.weight"
         self.sender = SendsWeights(self.rank, 0, torch.device(device))
 
     def log_probs(self, sequences: Sequence[NDArray[np.int32]], *, packed: bool = True) -> list[NDArray[np.float32]]:
@@ -142,9 +150,30 @@ class CheckedTrainer:
         values.undo()
         self.rank.load(scratch)
 
+    @contextmanager
+    def faint_weights(self, scratch: Path) -> Iterator[None]:
+        """Have weights so small that the epsilon of every norm decides; the first ones are back after the block.
+
+        Weights of norms stay. scratch: an empty folder.
+        """
+        kept = re.compile("|".join(["norm", r"\.ln_", *map(re.escape, self._buffers)]))
+        scaled = [shard for shard in self.rank.shards() if not kept.search(shard.name)]
+        embedding = next(each for each in scaled if each.name.endswith(self._embedding))
+        usual = float(embedding.tensor.float().square().mean().sqrt())
+        self.rank.save(scratch)
+        for shard in scaled:
+            shard.tensor.mul_(min(1.0, _FAINT / usual))
+        yield
+        self.rank.load(scratch)
+
     def _batches(self, sequences: Sequence[NDArray[np.int32]], packed: bool) -> list[list[TrainingSample]]:
         samples = [TrainingSample(each, np.arange(len(each)) > 0) for each in sequences]
         return [samples] if packed else [[sample] for sample in samples]
+
+    @property
+    def shows_epsilons(self) -> bool:
+        """True where `faint_weights` shows them: rounding to bfloat16 is larger, and adapters leave their base."""
+        return self.dtype == "float32" and not self.adapts
 
     def close(self) -> None:
         """Leave the process group."""
@@ -247,20 +276,27 @@ def _named(found: Closeness, trainer: CheckedTrainer, where: str) -> str:
 
 
 def agreement(
-    trainer: CheckedTrainer, pairs: list[tuple[NDArray[np.int32], Completion]], when: str, where: str
+    trainer: CheckedTrainer, pairs: list[tuple[NDArray[np.int32], Completion]], bound: float, when: str, where: str
 ) -> Finding:
     """Compare log-probs of tokens that the engine sampled with the trainer's.
 
-    where: the side to look at first if they differ.
+    bound: see `parity_check.bound_of`. where: the side to look at first if they differ.
     """
     sequences = [np.concatenate([prompt, answer.tokens]) for prompt, answer in pairs]
     theirs = [np.concatenate([np.zeros(len(prompt), np.float32), answer.log_probs]) for prompt, answer in pairs]
     masks = [np.arange(len(each)) >= len(prompt) for each, (prompt, _) in zip(sequences, pairs)]
     own = trainer.log_probs(sequences)
     gap = mismatch(theirs, own, masks)
-    found = judge(gap, trainer.dtype, lambda: rounding_of(theirs, own, trainer.exact_log_probs(sequences), masks))
-    error, bound = gap.token_mult_prob_error, BOUNDS[trainer.dtype]
-    text = f"token_mult_prob_error {error:.6f} over {gap.tokens} tokens, {when}; allowed: {bound:g}"
+
+    def rounding() -> Rounding | OwnRounding | None:
+        if trainer.dtype != "float32":
+            return rounding_of(theirs, own, trainer.exact_log_probs(sequences), masks)
+        alone = trainer.log_probs(sequences, packed=False)
+        return OwnRounding(mismatch(alone, own, masks).token_mult_prob_error, gap.token_mult_prob_error)
+
+    found = judge(gap, trainer.dtype, rounding, bound)
+    error = gap.token_mult_prob_error
+    text = f"token_mult_prob_error {error:.6f} over {gap.tokens} tokens, {when}; allowed: {bound:.6g}"
     text += f", or rounding: {found.why}" if found.why else ""
     text += "" if found.agree else f". {trainer.rank.suspects(where)}"
     return Finding("trainer = engine", text, found.agree, {"token_mult_prob_error": error})
@@ -281,6 +317,17 @@ def as_transformers(
     return Finding("transformers", text, found.holds, {"transformers_diff": found.worst})
 
 
+def faintly_as_transformers(
+    trainer: CheckedTrainer, device: str, sequences: Sequence[NDArray[np.int32]], scratch: Path
+) -> Finding:
+    """Compare both with small weights: an epsilon of a norm that differs shows. scratch: an empty folder."""
+    with trainer.faint_weights(scratch / "faint-before"):
+        trainer.rank.export_folder(scratch / "faint", trainer.dtype)
+        found = as_transformers(trainer, str(scratch / "faint"), device, sequences)
+    shutil.rmtree(scratch / "faint")
+    return Finding("", f"{found.text}, {_FAINTLY}", found.holds, {"faint_diff": found.figures["transformers_diff"]})
+
+
 def _whole(folder: Path) -> str:
     """Return the folder of a whole model: an adapter's is added to its base, in float32."""
     if not is_adapter(folder):
@@ -299,20 +346,26 @@ def greedy(trainer: CheckedTrainer, engine: CheckedEngine, device: str, vocab: i
 
 
 def engine_findings(
-    trainer: CheckedTrainer, spec: EngineSpec, vocab: int, scratch: Path, right: bool, imports: Sequence[str] = ()
+    trainer: CheckedTrainer,
+    spec: EngineSpec,
+    vocab: int,
+    scratch: Path,
+    right: bool,
+    bound: float,
+    imports: Sequence[str] = (),
 ) -> Iterator[Finding]:
     """Start the engine, and compare it with the trainer: from disk, after other weights came, and after the first ones
     came back. An engine that can receive into its live weights does so, then also into shadow weights.
     Raises EngineProcessError.
 
-    right: True if the trainer has transformers' log-probs. imports: see `EngineProcess`.
+    right: True if the trainer has transformers' log-probs. bound: see `agreement`. imports: see `EngineProcess`.
     """
     device, side = spec.device, "in the engine, for the trainer is as transformers" if right else "in the trainer"
     environment = engine_kind(spec.kind).environment(device, ["0"] if device != "cpu" else [], [])
     with EngineProcess(spec, environment, scratch / "engine.log", imports) as process:
         engine = CheckedEngine(process)
         first = sampled(engine, vocab)
-        found = agreement(trainer, first, "both from disk", side)
+        found = agreement(trainer, first, bound, "both from disk", side)
         yield found
         if found.holds:
             side = "in a refit, for both agreed from disk"
@@ -324,14 +377,18 @@ def engine_findings(
                 modes.append("staged")
             if is_rounded(trainer.rank.layout(spec.dtype), Path(spec.model_path)):
                 # An engine keeps some tensors in float32, or computes others from them, before it rounds.
-                engine.refit(trainer, 3 * number + 1)
+                engine.refit(trainer, 4 * number + 1)
                 first, before = sampled(engine, vocab), engine.checksums()
             with trainer.other_weights(spec.dtype, scratch / f"state-{number}"):
-                engine.refit(trainer, 3 * number + 2)
+                engine.refit(trainer, 4 * number + 2)
                 when = f"after an update and a {chosen.mode} refit"
-                yield replace(agreement(trainer, sampled(engine, vocab), when, side), subject="")
+                yield replace(agreement(trainer, sampled(engine, vocab), bound, when, side), subject="")
                 between = engine.checksums()
-            engine.refit(trainer, 3 * number + 3)
+            if number == 0 and trainer.shows_epsilons:
+                with trainer.faint_weights(scratch / "faint-state"):
+                    engine.refit(trainer, 4 * number + 3)
+                    yield replace(agreement(trainer, sampled(engine, vocab), bound, _FAINTLY, side), subject="")
+            engine.refit(trainer, 4 * number + 4)
             same = _same(first, sampled(engine, vocab))
             served = Served(before, between, engine.checksums(), engine.sent, trainer.needed, same)
             yield judge_served(served, chosen)
@@ -400,8 +457,11 @@ def check_model(
         yield from packed_alone(trainer, sequences, scratch / "before")
         found = as_transformers(trainer, whole, device, sequences)
         yield found
+        if trainer.shows_epsilons:
+            yield faintly_as_transformers(trainer, device, sequences, scratch)
         if with_engine:
             require_served(settled)
             spec = engine_spec(settled, files, (), placement)
             spec = replace(spec, version=0, kv_cache_mib=settled.config.generation.kv_cache_mib)
-            yield from engine_findings(trainer, spec, vocab, scratch, bool(found.holds), imports)
+            bound = bound_of(settled, placement.device, trainer.dtype)
+            yield from engine_findings(trainer, spec, vocab, scratch, bool(found.holds), bound, imports)

@@ -62,7 +62,7 @@ class GrpoParts:
         """Open the refit, bring the engines to the trainer's version, and compare the two if that is asked."""
         from rlctl.grpo.components import Devices, GrpoComponents
         from rlctl.grpo.loop import GrpoLoop
-        from rlctl.grpo.parity_check import bound_of_steps, probe
+        from rlctl.grpo.parity_check import bound_of, bound_of_steps, probe
         from rlctl.launch.worker_specs import training_cost
 
         session, settled, sampling, placement = self.session, self.settled, self.sampling, allocation.placement
@@ -98,7 +98,8 @@ class GrpoParts:
                 with session.starting("probe"):
                     tasks = data.validation or data.train
                     warn = lambda what: session.events.emit("warning", what=what)  # noqa: E731
-                    gap = probe(config, components, tasks, session.start, pool.dtype, warn)
+                    most = bound_of(settled, placement.device, pool.dtype)
+                    gap = probe(config, components, tasks, session.start, pool.dtype, warn, most)
                 bound = bound_of_steps(bound, gap.token_mult_prob_error, pool.dtype)
                 session.events.emit("probe", **vars(gap), bound=bound)
             else:

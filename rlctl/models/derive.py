@@ -191,7 +191,7 @@ def _sizes(lm: Any, layers: nn.ModuleList, kinds: LayerKinds, place: str, decode
         state_layers=len(kinds.states),
         one_sequence_a_row=kinds.one_sequence_a_row,
         dropout=tuple(key for key, _ in kinds.dropout),
-        row_bytes=tuple(kept_of_rows(decoder)) if kinds.one_sequence_a_row else (),
+        row_bytes=tuple(kept_of_rows(decoder, longest(config))) if kinds.one_sequence_a_row else (),
     )
 
 

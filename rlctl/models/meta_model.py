@@ -18,7 +18,7 @@ from rlctl.config.errors import ModelError
 from rlctl.config.json_files import read_object
 from rlctl.models import grouped_experts, packed_attention
 from rlctl.models.adapters import text_name
-from rlctl.models.observed import without_dropout
+from rlctl.models.observed import without_dropout, without_padding_warning
 from rlctl.models.state_layers import install_restarts
 
 
@@ -104,6 +104,7 @@ def causal_lm(folder: Path, attention: str | None = None) -> Any:
             )
     except Exception as error:  # A model class has an error for each size that does not fit.
         raise ModelError(f"{folder}: transformers does not build {config.model_type}: {reason(error)}") from error
+    without_padding_warning(lm)
     if left := [name for name, module in lm.named_modules() if isinstance(module, _DropoutNd) and module.p]:
         raise ModelError(f"{folder} has dropout at {left[0]} that no key of its config.json turns off")
     return lm

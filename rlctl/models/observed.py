@@ -57,6 +57,7 @@ def observe(config: Any) -> LayerKinds:
         except KeyError:
             lm = make(config, attn_implementation="eager")
             record = _Record(f"{config.model_type} does not let others compute its attention")
+        without_padding_warning(lm)
         logits, shown = _forward(lm.eval(), record)
     return LayerKinds(
         logits=_fit(config, logits, shown),
@@ -65,6 +66,16 @@ def observe(config: Any) -> LayerKinds:
         one_sequence_a_row=_why_not_packed(config, record),
         dropout=tuple(dropout.items()),
     )
+
+
+def without_padding_warning(lm: nn.Module) -> None:
+    """Take a warning from transformers' classes that reads tokens: GPT-2's, at each pass without a mask.
+
+    Tokens on the meta device cannot be read, and on a GPU the pass would wait for them.
+    """
+    for module in lm.modules():
+        if hasattr(module, "warn_if_padding_and_no_attention_mask"):
+            module.warn_if_padding_and_no_attention_mask = lambda *_: None  # type: ignore[assignment]
 
 
 def without_dropout(config: Any) -> dict[str, float]:
@@ -82,22 +93,24 @@ def without_dropout(config: Any) -> dict[str, float]:
     return found
 
 
-# Tokens of the rows that kept bytes are recorded of. Blocks of linear attention have up to 256.
-_SHORT, _LONG = 256, 512
+# Most tokens of the rows that kept bytes are recorded of. Blocks of linear attention have up to 256.
+_LONGEST_ROW = 512
 # Compute dtypes of a trainer.
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def kept_of_rows(decoder: nn.Module) -> Iterator[RowBytes]:
+def kept_of_rows(decoder: nn.Module, longest: int) -> Iterator[RowBytes]:
     """Yield the bytes that a decoder on the meta device keeps for its backward pass, for each compute dtype.
 
-    They are a multiple of a row's tokens and one of their square, found from two lengths. Kernels of torch's own
-    attention keep no scores.
+    They are a multiple of a row's tokens and one of their square, found from two lengths within the longest sequence.
+    Kernels of torch's own attention keep no scores.
     """
+    last = max(2, min(_LONGEST_ROW, longest))
+    first = last // 2
     for name, dtype in _DTYPES.items():
-        short, long = (_kept(copy.deepcopy(decoder).to(dtype), tokens) for tokens in (_SHORT, _LONG))
-        pair = max(0.0, (long / _LONG - short / _SHORT) / (_LONG - _SHORT))
-        yield RowBytes(name, round(short / _SHORT - pair * _SHORT), round(pair))
+        short, long = (_kept(copy.deepcopy(decoder).to(dtype), tokens) for tokens in (first, last))
+        pair = max(0.0, (long / last - short / first) / (last - first))
+        yield RowBytes(name, round(short / first - pair * first), round(pair))
 
 
 def _kept(decoder: nn.Module, tokens: int) -> int:

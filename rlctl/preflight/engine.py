@@ -20,6 +20,9 @@ from rlctl.preflight.backend import Violation, Violations
 from rlctl.preflight.machine import Device
 from rlctl.utils.user_code import import_error, load_object
 
+# Bound in float32 for engines and devices without measurements.
+UNMEASURED = 1.001
+
 
 class EngineRules:
     """Rules of one kind of engine. Every method is pure, and finds nothing unless an engine has something."""
@@ -39,6 +42,10 @@ class EngineRules:
     def unserved(self, device: Device, path: str, sizes: ModelSizes) -> str | None:
         """Return why it cannot sample from the model in `path` on this device; None if it can, or is not known."""
         return None
+
+    def float32_bound(self, device: Device, sizes: ModelSizes) -> float:
+        """Return the largest `token_mult_prob_error` to the trainer in float32 that is rounding."""
+        return UNMEASURED
 
     def options(self, section: EngineSection, device: Device) -> Mapping[str, Any]:
         """Return the values of its keys on this device, each `auto` and null settled."""

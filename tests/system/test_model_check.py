@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from rlctl.config.errors import ModelError
 from rlctl.evaluation.model_check import (
@@ -23,10 +24,12 @@ from rlctl.evaluation.model_check import (
     checked_sequences,
     checked_trainer,
     engine_findings,
+    faintly_as_transformers,
     packed_alone,
 )
 from rlctl.evaluation.settings import checked_run
 from rlctl.evaluation.target import find_target
+from rlctl.grpo.parity_check import bound_of
 from rlctl.launch.worker_specs import engine_spec
 from rlctl.refit.sending import SendsWeights
 from rlctl.refit.source import Shard
@@ -214,10 +217,59 @@ def test_a_trainer_that_sends_wrongly_is_refused(what: str, tmp_path: Path) -> N
     spec = replace(engine_spec(run, files, (), placement), version=0, kv_cache_mib=32)
     with checked_trainer(run.trainer, files.folder, "cpu", tmp_path) as trainer:
         trainer.sender = SendsWeights(Renamed(trainer.rank, names), 0, torch.device("cpu"))
-        found = list(engine_findings(trainer, spec, VOCAB, tmp_path, True, IMPORTS))
+        found = list(engine_findings(trainer, spec, VOCAB, tmp_path, True, 1.00001, IMPORTS))
     assert {each.subject for each in found if not each.holds} >= refusals.keys()
     for each in found:
         assert each.holds or re.search(refusals[each.subject], each.text), each
+
+
+def set_last_epsilon(trainer: CheckedTrainer) -> None:
+    trainer.rank._policy.lm.model.norm.variance_epsilon = 1e-5
+
+
+def test_the_epsilon_of_the_last_norm_alone_is_found(tmp_path: Path) -> None:
+    with in_dtype("float32", make_family(tmp_path / "llama", "llama"), tmp_path) as trainer:
+        sequences = checked_sequences(trainer, VOCAB, 72)
+        right = faintly_as_transformers(trainer, "cpu", sequences, tmp_path)
+        assert right.holds, right.text
+        set_last_epsilon(trainer)
+        wrong = faintly_as_transformers(trainer, "cpu", sequences, tmp_path)
+        assert wrong.holds is False and wrong.figures["faint_diff"] > 100 * right.figures["faint_diff"], wrong.text
+        # The first weights are back.
+        assert as_transformers(trainer, str(tmp_path / "llama"), "cpu", sequences).figures["transformers_diff"] < 1e-4
+
+
+# A family, keys of the engine's config.json, a change of the trainer, and words of the first finding that fails.
+WRONG_ENGINES: dict[str, tuple[str, dict[str, Any], Callable[[CheckedTrainer], None] | None, str]] = {
+    "the last norm's epsilon": ("llama", {}, set_last_epsilon, "with weights so small"),
+    "the epsilon of every norm": ("qwen3", {"rms_norm_eps": 1e-5}, None, ""),
+    "a tie": ("qwen3", {"tie_word_embeddings": False}, None, "after an update and a"),
+}
+
+
+# One start of an engine shows the kind; the others are long.
+@pytest.mark.parametrize(
+    "what",
+    ["the last norm's epsilon", *(pytest.param(each, marks=pytest.mark.long) for each in list(WRONG_ENGINES)[1:])],
+)
+def test_an_engine_with_a_wrong_epsilon_or_tie_is_refused(what: str, tmp_path: Path) -> None:
+    name, keys, change, said = WRONG_ENGINES[what]
+    folder = make_family(tmp_path / name, name)
+    run, files, placement = checked_run(find_target(str(folder), tmp_path), tmp_path)
+    if keys.get("tie_word_embeddings") is False:
+        # Saved twice, as some folders have it.
+        held = load_file(folder / "model.safetensors")
+        head = held["model.embed_tokens.weight"].clone()
+        save_file({**held, "lm_head.weight": head}, folder / "model.safetensors", metadata={"format": "pt"})
+    engine = changed(folder, keys)
+    spec = replace(engine_spec(run, files, (), placement), version=0, kv_cache_mib=32, model_path=str(engine))
+    bound = bound_of(run, "cpu", "float32")
+    with checked_trainer(run.trainer, files.folder, "cpu", tmp_path) as trainer:
+        if change is not None:
+            change(trainer)
+        found = list(engine_findings(trainer, spec, VOCAB, tmp_path, True, bound, IMPORTS))
+    wrong = [each for each in found if each.holds is False and "token_mult_prob_error" in each.figures]
+    assert wrong and said in wrong[0].text, found
 
 
 @pytest.mark.long

@@ -1,9 +1,11 @@
 import math
+from dataclasses import replace
 
 import pytest
 
 from rlctl.grpo.logprob_mismatch import Mismatch
-from rlctl.grpo.parity_check import Rounding, Verdict, bound_of_steps, judge
+from rlctl.grpo.parity_check import OwnRounding, Rounding, Verdict, bound_of, bound_of_steps, judge
+from rlctl.preflight.load import load
 from rlctl.workers.errors import Failure, WorkerError
 
 
@@ -33,6 +35,33 @@ def test_a_gap_in_float32_and_one_without_a_second_pass_are_not_explained() -> N
     gap = Mismatch(token_mult_prob_error=1.06, kl=0.0, max_abs_diff=0.2, tokens=128)
     assert judge(gap, "float32", lambda: pytest.fail("measured")) == Verdict(False)
     assert judge(gap, "bfloat16", lambda: None) == Verdict(False)
+
+
+@pytest.mark.parametrize(
+    ("engine", "trainer", "agrees"),
+    [
+        # Within the bound nothing is measured.
+        (1.000009, math.nan, True),
+        # A deep model, whose trainer rounds more too.
+        (1.00006, 1.000004, True),
+        (1.00006, 1.000001, False),
+        (1.00006, 1.0, False),
+        (1.002, 1.001, False),
+        (math.nan, 1.001, False),
+    ],
+)
+def test_float32_has_a_bound_near_what_is_measured(engine: float, trainer: float, agrees: bool) -> None:
+    gap = Mismatch(token_mult_prob_error=engine, kl=0.0, max_abs_diff=0.2, tokens=128)
+    assert judge(gap, "float32", lambda: OwnRounding(trainer, engine), 1.00001).agree is agrees
+
+
+def test_the_bound_in_float32_is_that_of_the_engine_on_its_device_and_of_the_model() -> None:
+    run = load("grpo", None, []).settled
+    assert run.facts is not None
+    assert bound_of(run, "cpu", "float32") == 1.00001
+    assert bound_of(run, "cuda", "float32") == bound_of(replace(run, facts=None), "cpu", "float32") == 1.001
+    assert bound_of(replace(run, facts=replace(run.facts, model_type="bloom")), "cpu", "float32") == 1.001
+    assert bound_of(run, "cpu", "bfloat16") == 1.05
 
 
 def test_a_second_pass_that_fails_leaves_the_gap_as_the_reason() -> None:

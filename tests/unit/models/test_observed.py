@@ -122,7 +122,7 @@ def test_bytes_that_rows_keep_are_those_of_a_real_pass(family: str, keys: dict[s
     config = AutoConfig.for_model(family, **{**SIZES, "hidden_size": 64, "num_attention_heads": 4, **keys})
     lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     decoder = lm.get_decoder()
-    recorded = next(each for each in kept_of_rows(copy.deepcopy(decoder).to("meta")) if each.dtype == "float32")
+    recorded = next(each for each in kept_of_rows(copy.deepcopy(decoder).to("meta"), 512) if each.dtype == "float32")
     assert recorded.pair == pair
     own = {each.untyped_storage()._cdata for each in (*decoder.parameters(), *decoder.buffers())}
     for rows, length in ((1, 64), (3, 40)):
