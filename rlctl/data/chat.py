@@ -46,8 +46,9 @@ def load_tokenizer(path: str) -> Any:
             else:
                 from transformers import AutoTokenizer as Tokenizer
             tokenizer = Tokenizer.from_pretrained(path)
-        # Some odd values of its files end in an error as late as here.
+        # Some odd values of its files end in an error as late as here: an unknown unk_token asks for itself for ever.
         tokenizer.decode(tokenizer("a").input_ids)
+        assert {tokenizer.unk_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id}
         return tokenizer
     except ModuleNotFoundError:
         raise
