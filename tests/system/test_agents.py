@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlctl.config.builtin import RECIPES
-from tests.faults.runs import Run
+from tests.faults.runs import WITHOUT_VLLM, Run
 from tests.faults.test_resume import same
 from tests.system.test_eval import evaluate
 from tests.system.test_games import accuracies
@@ -18,7 +18,7 @@ RECIPE = "calculator-agent-tiny"
 
 @pytest.mark.slow
 def test_two_steps_of_an_agent_train_one_row_an_episode(tmp_path: Path) -> None:
-    run = Run(tmp_path, "agent", RECIPE, "grpo.num_steps=2", "validation.every=0")
+    run = Run(tmp_path, "agent", RECIPE, WITHOUT_VLLM, "grpo.num_steps=2", "validation.every=0")
     assert run.end() == 0, run.text()
     for step in run.steps():
         assert step["mismatch/token_mult_prob_error"] < 1.001

@@ -8,7 +8,7 @@ import pytest
 
 from rlctl.dashboard.dashboard import render
 from rlctl.dashboard.state import read_state
-from tests.faults.runs import Run, outcomes, read
+from tests.faults.runs import WITHOUT_VLLM, Run, outcomes, read
 from tests.system.test_eval import SAMPLED, evaluate, validation
 
 REWARD = """
@@ -111,7 +111,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Run:
     loss = ("grpo.loss.name=my_loss.py:Sapo", "grpo.loss.tau_down=2", "grpo.updates_per_step=2")
     advantage = "grpo.advantage={name: 'rank_advantage.py:RankAdvantage', most: 2.0}"
     validated = ("validation.at_start=false", "validation.every=2", *SAMPLED)
-    run = Run(folder, "mine", "grpo.num_steps=2", *validated, *loss, advantage)
+    run = Run(folder, "mine", WITHOUT_VLLM, "grpo.num_steps=2", *validated, *loss, advantage)
     assert run.end() == 0, run.text()
     return run
 
