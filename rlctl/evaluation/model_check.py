@@ -4,7 +4,6 @@ Each finding is measured: a pack equals its sequences alone, the engine equals t
 that were sent, and an export answers as the engine does.
 """
 
-import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from numpy.typing import NDArray
 
@@ -23,7 +21,16 @@ from rlctl.evaluation.closeness import Closeness, Side, compare
 from rlctl.evaluation.engine_process import EngineProcess
 from rlctl.evaluation.greedy_answers import GreedyAnswer, judge_greedy
 from rlctl.evaluation.model_facts import Finding, describe, describe_tokens
-from rlctl.evaluation.served_weights import OtherValues, Served, is_rounded, judge_served, names_to_send, not_finite
+from rlctl.evaluation.served_weights import (
+    OtherValues,
+    Served,
+    is_rounded,
+    judge_served,
+    make_faint,
+    names_to_send,
+    not_finite,
+    refuse_too_large,
+)
 from rlctl.evaluation.transformers_model import own_log_probs
 from rlctl.generation.engine import Engine, LoadMode
 from rlctl.generation.requests import Completion, RequestId, RolloutId, TurnRequest
@@ -54,11 +61,7 @@ _ROUNDS = {"float32": 1, "bfloat16": 4}
 # Rate of the update that makes other weights.
 _RATE = 1e-3
 _CHUNK_BYTES = 64 << 20
-# Usual size of an embedding's numbers beside which the epsilon of a norm, 1e-6 or 1e-5, counts.
-_FAINT = 1e-3
 _FAINTLY = "with weights so small that the epsilons of norms count"
-# A parameter's float32 weight, gradient and two moments, and the second model's weight.
-_BYTES = 20
 
 
 @dataclass(frozen=True)
@@ -156,13 +159,8 @@ class CheckedTrainer:
 
         Weights of norms stay. scratch: an empty folder.
         """
-        kept = re.compile("|".join(["norm", r"\.ln_", *map(re.escape, self._buffers)]))
-        scaled = [shard for shard in self.rank.shards() if not kept.search(shard.name)]
-        embedding = next(each for each in scaled if each.name.endswith(self._embedding))
-        usual = float(embedding.tensor.float().square().mean().sqrt())
         self.rank.save(scratch)
-        for shard in scaled:
-            shard.tensor.mul_(min(1.0, _FAINT / usual))
+        make_faint(self.rank.shards(), self._embedding, self._buffers)
         yield
         self.rank.load(scratch)
 
@@ -402,16 +400,6 @@ def _same(one: list[tuple[Any, Completion]], other: list[tuple[Any, Completion]]
     )
 
 
-def _too_large(parameters: int, device: str) -> Finding | None:
-    """Return why a proof is not made, where trainer, optimizer and a second model do not fit in memory."""
-    needed = _BYTES * parameters
-    memory = psutil.virtual_memory().available if device == "cpu" else torch.cuda.mem_get_info()[1]
-    if needed <= memory:
-        return None
-    text = f"not made: trainer, its optimizer and a second model take {needed / 2**30:.0f} GiB, {memory / 2**30:.0f} "
-    return Finding("proof", text + f"are {'free' if device == 'cpu' else 'on the GPU'}", False)
-
-
 @contextmanager
 def checked_trainer(
     settings: TrainerSettings, folder: str, device: str, scratch: Path, adapter: str | None = None
@@ -440,7 +428,7 @@ def check_model(
     longest = min(files.max_length, settled.max_length)
     yield from describe(files.facts, files.adapters)
     yield from describe_tokens(load_chat(settled.config, files.chat), files.facts.sizes.vocab)
-    if (lacking := _too_large(files.facts.sizes.parameters, device)) is not None:
+    if (lacking := refuse_too_large(files.facts.sizes.parameters, device)) is not None:
         yield lacking
         return
     settings, whole = replace(settled.trainer, adapters=files.adapters), files.folder

@@ -1,9 +1,11 @@
 """Proof that an engine serves the trainer's weights: every tensor is sent, and the engine takes each in."""
 
+import re
 from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -19,6 +21,10 @@ from rlctl.refit.source import Shard
 _SMALL = 1 << 20
 # Size of other values, as a share of a tensor's mean, or by itself where that is 0.
 _SHARE, _ALONE = 0.2, 0.05
+# Usual size of an embedding's numbers beside which the epsilon of a norm, 1e-6 or 1e-5, counts.
+_FAINT = 1e-3
+# A parameter's float32 weight, gradient and two moments, and the second model's weight.
+_BYTES = 20
 
 
 def names_to_send(folder: Path, facts: ModelFacts) -> set[str]:
@@ -43,6 +49,26 @@ def is_rounded(layout: Layout, folder: Path) -> bool:
 def not_finite(shards: list[Shard]) -> str | None:
     """Return the first tensor that has a NaN or an infinity; None for weights without one."""
     return next((each.name for each in shards if not bool(each.tensor.isfinite().all())), None)
+
+
+def make_faint(shards: list[Shard], embedding: str, buffers: Collection[str]) -> None:
+    """Scale weights down, those of norms and buffers apart, until the embedding's numbers are about `_FAINT`."""
+    kept = re.compile("|".join(["norm", r"\.ln_", *map(re.escape, buffers)]))
+    scaled = [shard for shard in shards if not kept.search(shard.name)]
+    first = next(shard for shard in scaled if shard.name.endswith(embedding))
+    usual = float(first.tensor.float().square().mean().sqrt())
+    for shard in scaled:
+        shard.tensor.mul_(min(1.0, _FAINT / usual))
+
+
+def refuse_too_large(parameters: int, device: str) -> Finding | None:
+    """Return why a proof is not made, where trainer, optimizer and a second model do not fit in memory."""
+    needed = _BYTES * parameters
+    memory = psutil.virtual_memory().available if device == "cpu" else torch.cuda.mem_get_info()[1]
+    if needed <= memory:
+        return None
+    text = f"not made: trainer, its optimizer and a second model take {needed / 2**30:.0f} GiB, {memory / 2**30:.0f} "
+    return Finding("proof", text + f"are {'free' if device == 'cpu' else 'on the GPU'}", False)
 
 
 class OtherValues:
