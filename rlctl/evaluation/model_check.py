@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +23,7 @@ from rlctl.evaluation.model_facts import Finding, describe, describe_tokens
 from rlctl.evaluation.served_weights import (
     OtherValues,
     Served,
+    have_same_answers,
     is_rounded,
     judge_served,
     make_faint,
@@ -387,17 +387,10 @@ def engine_findings(
                     engine.refit(trainer, 4 * number + 3)
                     yield replace(agreement(trainer, sampled(engine, vocab), bound, _FAINTLY, side), subject="")
             engine.refit(trainer, 4 * number + 4)
-            same = _same(first, sampled(engine, vocab))
+            same = have_same_answers(first, sampled(engine, vocab))
             served = Served(before, between, engine.checksums(), engine.sent, trainer.needed, same)
             yield judge_served(served, chosen)
         yield greedy(trainer, engine, device, vocab, scratch / "export")
-
-
-def _same(one: list[tuple[Any, Completion]], other: list[tuple[Any, Completion]]) -> bool:
-    return all(
-        np.array_equal(a.tokens, b.tokens) and np.array_equal(a.log_probs, b.log_probs)
-        for (_, a), (_, b) in zip(one, other, strict=True)
-    )
 
 
 @contextmanager

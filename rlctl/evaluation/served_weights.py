@@ -3,14 +3,16 @@
 import re
 from collections.abc import Collection
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import psutil
 import torch
 from torch import Tensor
 
 from rlctl.evaluation.model_facts import Finding
 from rlctl.generation.engine import LoadMode
+from rlctl.generation.requests import Completion
 from rlctl.models.facts import ModelFacts
 from rlctl.models.weight_headers import DTYPES, weight_headers
 from rlctl.refit.plan import Layout
@@ -92,6 +94,14 @@ class OtherValues:
         """Bring the values of before back."""
         for live, before in self._before:
             live.copy_(before)
+
+
+def have_same_answers(one: list[tuple[Any, Completion]], other: list[tuple[Any, Completion]]) -> bool:
+    """Return True if tokens and log-probs are equal to the last bit."""
+    return all(
+        np.array_equal(a.tokens, b.tokens) and np.array_equal(a.log_probs, b.log_probs)
+        for (_, a), (_, b) in zip(one, other, strict=True)
+    )
 
 
 class Served(NamedTuple):
