@@ -213,6 +213,8 @@ def _course(episode: dict[str, Any]) -> list[str]:
         parts.append(f"{count(calls, 'tool call')}{errors}")
     if spelled := episode.get("spelled"):
         parts.append(f"{count(spelled, 'control token')} read as text")
+    if unwritten := episode.get("unwritten"):
+        parts.append(f"{count(unwritten, 'message')} left out by the chat template")
     if "environment_s" in episode:
         parts.append(f"environment {duration(episode['environment_s'])}")
     return parts

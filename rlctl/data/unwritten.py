@@ -1,5 +1,6 @@
 """Messages whose text a chat template leaves out: the model does not see them."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,40 +11,61 @@ from rlctl.data.rows import Messages
 
 # Most shapes of chats that are kept.
 _SHAPES = 512
+# Stands for the chat before messages that follow a turn.
+_EARLIER = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+_TEXT = "the-text-of-message-{}-"
 
 
 class UnwrittenMessages:
     """Trials of a template by the shape of a chat: few chats of a data set differ in their roles and keys."""
 
     def __init__(self) -> None:
-        self._roles: dict[object, list[str]] = {}
+        # By the hash of a shape: a chat may have thousands of messages.
+        self._roles: dict[int, list[str]] = {}
 
     def find_roles(
-        self, chat: Chat, messages: Messages, tools: Sequence[dict[str, Any]], *, generation: bool
+        self,
+        chat: Chat,
+        messages: Messages,
+        tools: Sequence[dict[str, Any]],
+        *,
+        generation: bool = True,
+        follows_turn: bool = False,
     ) -> list[str]:
-        """Return the roles of the messages whose text the template leaves out. It must have written these messages."""
+        """Return the roles of the messages whose text the template leaves out. It must have written these messages.
+
+        follows_turn: the messages do not begin the chat. They come behind a turn of the assistant.
+        """
         if chat.template is None:
             return []
         keys = tuple((message["role"], bool(message["content"].strip()), *sorted(message)) for message in messages)
-        shape = (str(chat.template_kwargs), generation, bool(tools), keys)
-        if shape not in self._roles:
-            while len(self._roles) >= _SHAPES:
-                self._roles.pop(next(iter(self._roles)))
-            self._roles[shape] = _try_texts(chat, messages, tools, generation)
-        return self._roles[shape]
+        shape = hash((str(chat.template_kwargs), generation, follows_turn, bool(tools), keys))
+        roles = self._roles.get(shape)
+        if roles is None:
+            earlier = _EARLIER if follows_turn else []
+            roles = _try_texts(chat, [*earlier, *messages], tools, generation)
+            # Sessions of several threads share these trials.
+            if len(self._roles) >= _SHAPES:
+                self._roles.clear()
+            self._roles[shape] = roles
+        return roles
 
 
 def _try_texts(chat: Chat, messages: Messages, tools: Sequence[dict[str, Any]], generation: bool) -> list[str]:
     """Write the messages with other texts, and return the roles of the absent ones."""
-    others = list(messages)
+    marked = list(messages)
+    roles = dict[str, str]()
     for index, message in enumerate(messages):
         if message["content"].strip():
-            others[index] = {**message, "content": f"the-text-of-message-{index}-"}
+            text = _TEXT.format(index)
+            marked[index] = {**message, "content": text}
+            roles[text] = message["role"]
     try:
-        written = chat.render(others, generation, tools)
+        written = chat.render(marked, generation, tools)
     except Exception:  # The template takes the row's own text alone, and has written it.
         return []
-    return [other["role"] for other in others if other["content"].strip() and other["content"] not in written]
+    written_texts = set(re.findall(_TEXT.format("[0-9]+"), written))
+    return [role for text, role in roles.items() if text not in written_texts]
 
 
 def require_system_message(chat: Chat, text: str) -> None:

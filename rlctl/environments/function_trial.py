@@ -22,6 +22,8 @@ class TriedFunction:
     samples: list[tuple[int, int]] = field(default_factory=list)
     # Tokens of an agent's first prompt.
     prompt: list[int] = field(default_factory=list)
+    # Messages of an agent that the chat template leaves out.
+    unwritten: int = 0
     # The value that it returned; None leaves the value to rewards.
     reward: Reward | None = None
     # Reason why it ended without one.
@@ -77,6 +79,8 @@ def try_agent(
             tried.prompt = tried.prompt or ask.tokens
         told = pool.resume_agent(call, given, waits=False).result()
     pool.close(call).result()
+    if not isinstance(told, EnvironmentFailure):
+        tried.unwritten = (told.counts or {}).get("unwritten", 0)
     tried = _outcome(tried, told, "ended without a request: does it use base_url and api_key?")
     if not isinstance(told, EnvironmentFailure) and tried.failure is None and told.raised:
         tried.failure = EnvironmentFailure("raised", told.raised)

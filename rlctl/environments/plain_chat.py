@@ -18,6 +18,7 @@ class PlainChat:
     """`Chat`, as far as a player calls it, whose template writes nothing but the texts."""
 
     ends = SimpleNamespace(stops=())
+    template = None
 
     def unknown_kwargs(self, names: Collection[str]) -> dict[str, str]:
         """Refuse every argument: there is no template."""

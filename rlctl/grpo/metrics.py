@@ -69,6 +69,8 @@ def environment_metrics(groups: Rows[RolloutGroup]) -> dict[str, float]:
         metrics[f"environment/{name}"] = sum(getattr(episode, name) for _, episode in played) / max(1, calls)
     if spelled := sum(episode.spelled for _, episode in played):
         metrics["environment/spelled_tokens"] = float(spelled)
+    if unwritten := sum(episode.unwritten for _, episode in played):
+        metrics["environment/unwritten_messages"] = float(unwritten)
     metrics["environment/seconds"] = float(np.mean([episode.environment_s for _, episode in played]))
     agents = [episode.counts or {} for _, episode in played]
     of_agents = any(episode.counts is not None for _, episode in played)

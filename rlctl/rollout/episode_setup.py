@@ -11,8 +11,9 @@ from rlctl.data.chat import Chat, ChatSpec
 from rlctl.data.files import DataError
 from rlctl.data.tasks import Task
 from rlctl.data.templates import choose_template
+from rlctl.data.unwritten import UnwrittenMessages
 from rlctl.environments.contract import ContractError, EnvironmentContract, Message, opening
-from rlctl.environments.function_trial import try_agent, try_function
+from rlctl.environments.function_trial import TriedFunction, try_agent, try_function
 from rlctl.environments.outcomes import AgentSpec, EnvironmentFailure, EnvironmentSpec, command_of
 from rlctl.environments.pool import EnvironmentPool, UnusableEnvironmentError
 from rlctl.environments.tool_formats import PARSERS, tool_format
@@ -23,6 +24,7 @@ from rlctl.workers.user_logs import Emit
 
 # Keys of a rollout function and of an agent, in the config and in the pool.
 _FUNCTION, _AGENT = "rollout", "agent"
+_UNWRITTEN = "data.chat_template: the template leaves out {}: the model does not see it; set another template"
 
 
 @dataclass(frozen=True)
@@ -105,8 +107,9 @@ def set_up(config: GrpoConfig, pool: EnvironmentPool, chat: Chat, first: Task, *
         format = format_of_calls(section.tool_format, chat)
         pool.give_chat(ChatSpec.of(chat), format)
         contracts = read_environments(config, pool)
-        note, prompt = _try_agent(config, pool, chat, first, valued)
-        return EpisodeSetup(contracts, format, first.messages, [], [note], [], prompt)
+        note, tried = _try_agent(config, pool, chat, first, valued)
+        template_notes = [_UNWRITTEN.format("a message of the agent")] if tried.unwritten else []
+        return EpisodeSetup(contracts, format, first.messages, [], [note], template_notes, tried.prompt)
     contracts, keys = read_environments(config, pool), _keys(config)
     if config.rollout is not None:
         return EpisodeSetup(contracts, None, [], [], [_try_function(config, pool, chat, first, valued)], [])
@@ -121,7 +124,8 @@ def set_up(config: GrpoConfig, pool: EnvironmentPool, chat: Chat, first: Task, *
     problems += [(keys[key], found)] if found else []
     if not found:
         problems += _template_problems(chat, messages, contracts[key])
-    template_notes = []
+    roles = [] if problems else UnwrittenMessages().find_roles(chat, messages, contracts[key].tools)
+    template_notes = [_UNWRITTEN.format(f"a message of role {role}") for role in dict.fromkeys(roles)]
     if chat.rewrites_history():
         kept = "they stay as they were sampled" if section.history == "keep" else "what differs trains as another row"
         template_notes.append(
@@ -158,8 +162,8 @@ def _try_function(config: GrpoConfig, pool: EnvironmentPool, chat: Chat, first: 
 
 def _try_agent(
     config: GrpoConfig, pool: EnvironmentPool, chat: Chat, first: Task, valued: bool
-) -> tuple[str, list[int]]:
-    """Run the agent on a task; each turn says the row's answer, or a word. Return a line on it, and its first prompt.
+) -> tuple[str, TriedFunction]:
+    """Run the agent on a task; each turn says the row's answer, or a word. Return a line on it, and its course.
 
     Raises UnusableEnvironmentError for a bug, a broken contract and an agent without a value. It may refuse the turns,
     but not fail before it has got one.
@@ -170,14 +174,14 @@ def _try_agent(
     tried = try_agent(pool, "first", task, 0, said, config.environment.max_turns)
     what, failure = f"tried on row {first.id} with made-up turns", tried.failure
     if failure is not None and failure.kind == "raised" and tried.samples and not looks_like_bug(failure.cause):
-        return f"agent: {what}: {failure}", tried.prompt
+        return f"agent: {what}: {failure}", tried
     reason = None if failure is None else str(failure)
     if reason is None and tried.reward is None and valued and not config.rewards:
         reason = "gave no value, and rewards is empty: nothing values its rollouts"
     if reason is not None:
         raise UnusableEnvironmentError([(_keys(config)[_AGENT], f"row {first.id}: {reason}")])
     worth = "no reward" if tried.reward is None else f"reward {tried.reward}"
-    return f"agent: {what}: requests {len(tried.samples)}, {worth}", tried.prompt
+    return f"agent: {what}: requests {len(tried.samples)}, {worth}", tried
 
 
 def _problems(

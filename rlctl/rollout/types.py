@@ -102,6 +102,8 @@ class PlayedEpisode:
     counts: Mapping[str, float] | None = None
     # Why an agent's requests continued no turn -> how often.
     rewritten: Mapping[str, int] | None = None
+    # Messages that the chat template left out, so that the policy did not see them.
+    unwritten: int = 0
 
 
 @dataclass(frozen=True)

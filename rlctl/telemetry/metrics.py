@@ -26,6 +26,7 @@ MEANING = {
     "environment/tool_errors": "share of tool calls that were malformed or whose tool raised",
     "environment/tool_raised": "share of tool calls in which the tool's own code raised (health.max_tool_raised_share)",
     "environment/spelled_tokens": "control tokens that rows, environments or tools spelled, encoded as text",
+    "environment/unwritten_messages": "messages of environments and agents that the chat template leaves out",
     "environment/malformed_calls": "share of tool calls that cannot be read, text that only looks like one included",
     "environment/seconds": "seconds in which an episode waited for its environment, mean",
     "agent/rows_per_episode": "rows that an agent's episode trains on, mean; above 1 where it rewrites its history",

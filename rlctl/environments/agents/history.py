@@ -16,6 +16,7 @@ from typing import Any
 
 from rlctl.data.chat import Chat
 from rlctl.data.files import DataError
+from rlctl.data.unwritten import UnwrittenMessages
 from rlctl.environments.agents.asked import AskedTurn, RefusedError
 from rlctl.environments.agents.said import SaidTurn
 from rlctl.environments.contract import Message
@@ -107,14 +108,20 @@ class PlacedRequest:
     rewritten: str
     # Control tokens that the messages spell.
     spelled: list[str]
+    # Roles of new messages that the chat template leaves out.
+    unwritten: list[str]
     # Key of each message, with the schemas of the tools and the template's arguments in front.
     keys: list[str]
 
 
 class ToolSets:
-    """Tools of all sessions of a process, which nearly always are the same: each set is one object."""
+    """Tools of all sessions of a process, which nearly always are the same: each set is one object.
+
+    unwritten: trials of the template, which the sessions share too.
+    """
 
     def __init__(self) -> None:
+        self.unwritten = UnwrittenMessages()
         self._known: dict[str, tuple[str, list[Schema]]] = {}
 
     def one(self, tools: list[Schema]) -> tuple[str, list[Schema]]:
@@ -176,6 +183,7 @@ class SessionHistory:
             chain=chains[-1],
             rewritten=rewritten,
             spelled=self._chat.spelled(added, () if turn else tools),
+            unwritten=self._tools.unwritten.find_roles(chat, added, tools, follows_turn=turn is not None),
             keys=keys,
         )
 

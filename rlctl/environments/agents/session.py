@@ -292,6 +292,7 @@ class AgentSession:
 
     def _note(self, place: PlacedRequest) -> None:
         self.counts["spelled"] += len(place.spelled)
+        self.counts["unwritten"] += len(place.unwritten)
         if place.after is not None:
             # The client has it, also if its connection broke.
             self.deliver(self._known[place.after])

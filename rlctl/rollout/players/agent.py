@@ -188,6 +188,7 @@ class AgentCall(FunctionCall):
         malformed = int(counts.pop("malformed_calls", 0))
         course.malformed_calls, course.tool_errors = course.malformed_calls + malformed, course.tool_errors + malformed
         course.spelled += int(counts.pop("spelled", 0))
+        self._player.episodes.note_unwritten(course, int(counts.pop("unwritten", 0)))
         course.counts = counts
         course.rewritten = news.rewritten or {}
         self._agents.note_causes(course.rewritten)

@@ -54,6 +54,8 @@ class Course:
     malformed_calls: int = 0
     # Control tokens that were spelled to the policy, and encoded as text.
     spelled: int = 0
+    # Messages that the chat template left out.
+    unwritten: int = 0
     # Seconds of an agent's longest wait for a turn, in any try.
     longest_turn_s: float = 0.0
 
@@ -107,6 +109,7 @@ class Course:
             tool_errors=self.tool_errors,
             tool_raised=self.tool_raised,
             spelled=self.spelled,
+            unwritten=self.unwritten,
             malformed_calls=self.malformed_calls,
             longest_turn_s=self.longest_turn_s,
             counts=self.counts,

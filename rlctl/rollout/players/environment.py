@@ -32,7 +32,13 @@ class EnvironmentPlayer(Player):
         tool_format: str | None,
     ) -> None:
         self._pool, self._contracts, self._episodes = pool, contracts, Episodes(pool, limits)
-        self._tools = ToolLoop(chat, self._episodes, tool_format, spelled=self._episodes.note_spelled)
+        self._tools = ToolLoop(
+            chat,
+            self._episodes,
+            tool_format,
+            spelled=self._episodes.note_spelled,
+            unwritten=self._episodes.note_unwritten,
+        )
         self.several_turns = limits.max_turns > 1
 
     @property

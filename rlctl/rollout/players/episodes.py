@@ -94,6 +94,14 @@ class Episodes:
             mend = "counted in environment/spelled_tokens; data.special_tokens=allow makes tokens of them"
             self.pool.failures.note(self.pool.key_of(course.start.task.row), f"{what}; {mend}")
 
+    def note_unwritten(self, course: Course, count: int) -> None:
+        """Count messages that the chat template leaves out; the first of an environment or agent is told."""
+        course.unwritten += count
+        if count:
+            key = self.pool.key_of(course.start.task.row)
+            what = "the chat template leaves some out, and the model does not see them; set another data.chat_template"
+            self.pool.failures.note(f"{key}'s messages", f"{what}; counted in environment/unwritten_messages")
+
     def _refuse_too_long(self, course: Course, rollout: Rollout) -> Rollout:
         """Replace a rollout that no micro-batch holds by a failed one, and tell the first; leave any other."""
         most, tokens, rows = self.limits.max_trained, rollout.num_tokens, len(rollout.rows)

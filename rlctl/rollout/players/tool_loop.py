@@ -6,10 +6,11 @@ is encoded again.
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rlctl.data.chat import Chat
 from rlctl.data.files import DataError
+from rlctl.data.unwritten import UnwrittenMessages
 from rlctl.environments.contract import Message
 from rlctl.environments.tool_calls import parse_tool_calls
 from rlctl.environments.tool_schema import Schema
@@ -30,8 +31,10 @@ class ToolLoop:
     tool_format: str | None
     # Takes each message of the policy and of a tool as it comes.
     tell: Callable[[Message], None] = lambda message: None
-    # Takes control tokens that were spelled to the policy.
+    # Takes control tokens that were spelled to the policy, and the number of messages that it does not see.
     spelled: Callable[[Course, list[str]], None] = lambda course, spelled: None
+    unwritten: Callable[[Course, int], None] = lambda course, count: None
+    trials: UnwrittenMessages = field(default_factory=UnwrittenMessages)
 
     def add(self, course: Course, messages: list[Message]) -> None:
         """Say something to the policy."""
@@ -75,9 +78,11 @@ class ToolLoop:
         one.messages += added
         if course.leaf < 0:
             course.leaf = one.add_context(self._rendered(course, tools), None)
+            self.unwritten(course, len(self.trials.find_roles(self.chat, added, tools)))
             return one.tokens(course.leaf)
         last = one.completions[-1].tokens.tolist()
         link = self.chat.link(before[:-1], added, tools).after(last, frozenset(self.chat.ends.stops))
+        self.unwritten(course, len(self.trials.find_roles(self.chat, added, tools, follows_turn=True)))
         tokens = one.tokens(course.leaf) + link
         if course.limits.history == "strip" and (rendered := self._rendered(course, tools)) != tokens:
             course.leaf = one.add_context(rendered, None)

@@ -1,3 +1,4 @@
+import json
 import shlex
 from pathlib import Path
 
@@ -43,6 +44,18 @@ def test_check_tells_of_a_first_row_that_the_tokenizer_does_not_know(rlctl: Rlct
     assert done.code == 0
     assert f"11 of 17 tokens of {row} are <unk>, which stands for text that the tokenizer does not know" in done.err
     assert "unk" not in rlctl("config", "check", "grpo.recipe.yaml").err
+
+
+def test_check_tells_of_a_first_rows_message_that_the_template_leaves_out(rlctl: Rlctl, home: Path) -> None:
+    (home / "users.jinja").write_text("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}")
+    messages = [{"role": "developer", "content": "1+1="}, {"role": "user", "content": "1+2="}]
+    (home / "rows.jsonl").write_text(json.dumps({"messages": messages, "answer": "3"}) + "\n")
+    own = ["data.train.path=rows.jsonl", "data.chat_template=users.jinja"]
+    done = rlctl("config", "check", "grpo.recipe.yaml", *own)
+    told = "1 row has a message of role developer that the chat template leaves out: the model does not see it"
+    assert done.code == 0 and told in done.err
+    done = rlctl("config", "check", "grpo.recipe.yaml", *own, "data.system_prompt=1+1=")
+    assert done.code == 2 and "data.system_prompt: the chat template leaves out a system message" in done.err
 
 
 def test_show_doc_gives_the_meaning(rlctl: Rlctl) -> None:

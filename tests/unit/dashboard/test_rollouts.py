@@ -177,8 +177,9 @@ def test_an_episode_tells_turns_ending_tool_calls_and_the_environments_seconds()
 
 
 def test_an_episode_in_which_control_tokens_were_spelled_says_so() -> None:
-    lines = list(plain({"task": "episode 1", "rollouts": [episode(spelled=2)]}))
-    assert " · 3 tool calls, 1 failed · 2 control tokens read as text · environment 0.25s" in lines[1]
+    lines = list(plain({"task": "episode 1", "rollouts": [episode(spelled=2, unwritten=1)]}))
+    found = "2 control tokens read as text · 1 message left out by the chat template"
+    assert f" · 3 tool calls, 1 failed · {found} · environment 0.25s" in lines[1]
 
 
 def test_an_episode_that_failed_shows_what_was_said() -> None:

@@ -45,12 +45,12 @@ def test_turns_calls_endings_and_reward_by_turns_are_of_the_episodes_that_did_no
     }
 
 
-def test_control_tokens_that_were_spelled_are_counted_where_there_are_any() -> None:
+def test_spelled_tokens_and_unwritten_messages_are_counted_where_there_are_any() -> None:
     spells = rollout(1, 1.0, "done")
     assert spells.episode
-    spells = replace(spells, episode=replace(spells.episode, spelled=2))
+    spells = replace(spells, episode=replace(spells.episode, spelled=2, unwritten=1))
     found = environment_metrics([RolloutGroup(Task("t", [], "", None), [spells, spells])])
-    assert found["environment/spelled_tokens"] == 4.0
+    assert (found["environment/spelled_tokens"], found["environment/unwritten_messages"]) == (4.0, 2.0)
 
 
 def test_a_step_all_of_whose_episodes_failed_has_nothing_else() -> None:

@@ -484,6 +484,7 @@ class StubChat:
     """`Chat`, as far as a player touches it: every prompt and every answer of the environment is a token or two."""
 
     ends = SimpleNamespace(stops=())
+    template = None
 
     def prompt(self, messages: Any, tools: Any) -> SimpleNamespace:
         return SimpleNamespace(tokens=[5, 9], spelled=[])

@@ -1,5 +1,6 @@
 """Environments of a config, read in a separate process and begun once: every problem is found before a run."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,15 @@ def test_a_template_that_rewrites_history_is_named_with_what_is_done(tokenizer: 
     with environment_pool(chosen) as pool:
         (note,) = set_up(chosen, pool, Chat(tokenizer, STRIPS, None), TASK).notes
     assert note.startswith(f"environment.history={history}: the chat template writes earlier turns") and said in note
+
+
+def test_a_first_message_that_the_template_leaves_out_is_told(tokenizer: Any) -> None:
+    chosen = config("environment.name=guess")
+    template = CHATML.replace("in messages", "in messages if m.role != 'system'")
+    task = replace(TASK, messages=[{"role": "system", "content": "Be brief."}])
+    with environment_pool(chosen) as pool:
+        (note,) = set_up(chosen, pool, Chat(tokenizer, template, None), task).notes
+    assert note.startswith("data.chat_template: the template leaves out a message of role system: the model does not")
 
 
 def test_budgets_are_those_of_the_config() -> None:

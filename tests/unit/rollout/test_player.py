@@ -316,6 +316,26 @@ def test_a_turn_without_a_call_ends_an_episode_of_tools_and_calls_are_counted(to
     assert episode.reward == {"right": 1.0} and pool.closed == [rollout.id]
 
 
+def test_messages_of_an_environment_that_the_template_leaves_out_are_told_once_and_counted(tokenizer: Any) -> None:
+    template = TOOLS.replace("in messages", "in messages if m.role != 'tool'")
+    warnings = list[str]()
+    chat = Chat(tokenizer, template, None)
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|im_end|>'
+    engines = ScriptedEngines(chat, lambda request: call if request.id.turn < 2 else "so<|im_end|>")
+
+    def acts(kind: str, payload: Any) -> Any:
+        if kind == "call":
+            return [ToolResult("add", "7", failed=False)]
+        return None if kind == "reset" else 1.0
+
+    pool = ScriptedPool(acts)
+    pool.failures = FailureLog("environment", emit=lambda kind, what: warnings.append(what))
+    _, episode = played(chat, engines, pool, False, turn=400)
+    assert (episode.turns, episode.unwritten) == (3, 2)
+    (line,) = warnings
+    assert line.startswith("environment game's messages: the chat template leaves some out, and the model does not")
+
+
 @pytest.mark.parametrize("fails_in", ["reset", "step", "reward"])
 @pytest.mark.parametrize("retries", [0, 2])
 def test_a_failure_is_played_again_from_the_task_with_the_same_seeds_and_is_never_a_reward(

@@ -137,6 +137,19 @@ def test_later_system_messages_are_the_users_where_the_template_takes_one(serve:
     assert served.texts()[1].count(later) == 2 and "4" in served.texts()[1]
 
 
+def test_messages_that_the_template_leaves_out_are_counted(serve: Serve) -> None:
+    without = TOOLED.replace("for m in messages", "for m in messages if m.role != 'system'")
+    served = serve(script(f"4{END}", f"5{END}", f"6{END}"), template=without)
+    developer = {"role": "developer", "content": "Be short."}
+    messages: list[Any] = [developer, USER]
+    for count in (1, 2, 2):
+        asked(served, messages)
+        assert served.session.counts["unwritten"] == count
+        behind = [developer, USER] if count == 1 else [USER]
+        messages = [*messages, assistant(content=str(len(served.asks) + 3)), *behind]
+    assert [ask["after"] for ask in served.asks] == [None, 0, 1] and "Be short" not in served.texts()[-1]
+
+
 def test_an_equal_request_is_another_turn_unless_it_is_a_retry(serve: Serve) -> None:
     served = serve(script(f"one{END}", f"two{END}"))
     body = {"model": "m", "messages": [USER]}
