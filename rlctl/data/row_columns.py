@@ -4,6 +4,7 @@ The table is `KNOWN_COLUMNS`. A column of the table is read, refused, or ignored
 """
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from rlctl.config.data_schema import DatasetSection
@@ -27,7 +28,7 @@ def row_tools(row: Row) -> list[dict[str, Any]]:
 
     Raises DataError for a column `tools` of anything else.
     """
-    name = _first_column(row, "tools")
+    name = first_column(row.values, "tools")
     schemas = _read_schemas(row.values[name]) if name else []
     if schemas is None and name == "tools":
         raise DataError(f"{row.origin}: column 'tools' must be {_SCHEMAS}")
@@ -36,19 +37,19 @@ def row_tools(row: Row) -> list[dict[str, Any]]:
 
 def system_text(row: Row) -> str:
     """Return the text of the row's column of a system message; empty if it has none."""
-    name = _first_column(row, "system")
+    name = first_column(row.values, "system")
     text = row.values[name] if name else ""
     return text if isinstance(text, str) and text.strip() else ""
 
 
-def template_arguments(row: Row) -> dict[str, Any]:
-    """Return the row's arguments of the chat template. Raises DataError for what is no object nor its JSON text."""
-    name = _first_column(row, "template")
-    arguments = row.values[name] if name else {}
+def template_arguments(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row's arguments of the chat template. Raises DataError for what is no object nor its JSON text."""
+    name = first_column(values, "template")
+    arguments = values[name] if name else {}
     if isinstance(arguments, str):
         arguments = _parse(arguments)
     if not isinstance(arguments, dict):
-        raise DataError(f"{row.origin}: column {name!r} must be an object such as {{enable_thinking: false}}")
+        raise DataError(f"column {name!r} must be an object such as {{enable_thinking: false}}")
     return arguments
 
 
@@ -59,12 +60,12 @@ def describe_columns(row: Row, section: DatasetSection, opening: str) -> tuple[l
     """
     read = list[str]()
     ignored = list[str]()
-    tools = _first_column(row, "tools")
+    tools = first_column(row.values, "tools")
     if tools and tools != "tools":
         is_read = _read_schemas(row.values[tools]) is not None
         text = f"tools in column {tools!r}" if is_read else f"a column {tools!r}, which is not {_SCHEMAS}"
         (read if is_read else ignored).append(text)
-    system = _first_column(row, "system")
+    system = first_column(row.values, "system")
     if system and opening:
         if system_text(row) == opening:
             read.append(f"a system message in column {system!r}")
@@ -77,9 +78,9 @@ def describe_columns(row: Row, section: DatasetSection, opening: str) -> tuple[l
     return read, ignored
 
 
-def _first_column(row: Row, use: str) -> str:
+def first_column(values: Mapping[str, Any], use: str) -> str:
     """Return the first column of a use that is not empty; empty if there is none."""
-    return next((name for name in columns_of(use) if not is_empty(row.values.get(name))), "")
+    return next((name for name in columns_of(use) if not is_empty(values.get(name))), "")
 
 
 def _parse(text: str) -> Any:

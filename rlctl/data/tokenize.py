@@ -20,6 +20,7 @@ from rlctl.data.chat import Chat
 from rlctl.data.datasets import Row, shown
 from rlctl.data.files import DataError
 from rlctl.data.marks import MARKS, is_trained, unread_marks
+from rlctl.data.row_chat import chat_of_row
 from rlctl.data.row_columns import describe_columns, row_tools, template_arguments
 from rlctl.data.rows import Messages, conversation, is_chat, is_json_chat, question
 from rlctl.data.supervised import chat_samples
@@ -279,7 +280,9 @@ def tokenize_samples(
     return samples, report
 
 
-def read_tasks(rows: list[Row], section: DatasetSection, choices: Collection[str]) -> tuple[list[Task], LengthReport]:
+def read_tasks(
+    rows: list[Row], section: DatasetSection, chat: Chat, choices: Collection[str]
+) -> tuple[list[Task], LengthReport]:
     """Return tasks of an environment, named `r{row}`: their prompts are known when an episode begins.
 
     choices: keys of the environments, one of which a row's column `environment` must hold where there are several.
@@ -292,6 +295,9 @@ def read_tasks(rows: list[Row], section: DatasetSection, choices: Collection[str
         if len(choices) > 1 and (key := row.values.get(ENVIRONMENT_COLUMN)) not in [*choices]:
             what = f"column {ENVIRONMENT_COLUMN!r} must be one of {', '.join(choices)}, not {key!r}"
             raise DataError(f"{row.origin}: {what} (environment.choices)")
+        with _place(row):
+            # Players take the row's arguments of the template. Wrong and unknown ones are told here.
+            _chat_of(row, chat, report)
         text = "\n".join(message["content"] for message in messages)
         tasks.append(Task(f"r{row.number}", [], text, answer, row.values, row.source, messages))
     return tasks, report
@@ -299,11 +305,9 @@ def read_tasks(rows: list[Row], section: DatasetSection, choices: Collection[str
 
 def _chat_of(row: Row, chat: Chat, report: LengthReport) -> Chat:
     """Return the chat with the row's arguments of the template. Unknown arguments are counted."""
-    arguments = template_arguments(row)
-    unknown = chat.unknown_kwargs(arguments)
-    for name in unknown:
+    for name in chat.unknown_kwargs(template_arguments(row.values)):
         report.note_ignored(f"chat_template_kwargs.{name}, which is no argument of the chat template: passed over")
-    return chat.with_kwargs({name: value for name, value in arguments.items() if name not in unknown})
+    return chat_of_row(chat, row.values)
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from rlctl.data.load import (
     may_rewrite,
     read_rows,
 )
-from rlctl.data.row_columns import describe_columns, template_arguments
+from rlctl.data.row_columns import describe_columns, first_column
 from rlctl.data.rows import question
 from rlctl.data.tokenize import tokenize_prompts, tokenize_samples
 from rlctl.environments.pool import UnusableEnvironmentError
@@ -91,7 +91,9 @@ def _needs_tokenizer(config: RunConfig, section: DatasetSection, row: Row) -> bo
     messages, _ = question(row, section, asked=False)
     read, ignored = describe_columns(row, section, messages[0]["content"] if messages else "")
     usual = {"user", "assistant"}
-    return bool(read or ignored or template_arguments(row)) or any(each["role"] not in usual for each in messages)
+    return bool(read or ignored or first_column(row.values, "template")) or any(
+        each["role"] not in usual for each in messages
+    )
 
 
 def check_room_of_rows(settled: Settled, rows: RunRows, chat: Chat) -> None:

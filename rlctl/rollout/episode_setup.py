@@ -9,6 +9,7 @@ from rlctl.config.errors import one_line
 from rlctl.config.schema import GrpoConfig
 from rlctl.data.chat import Chat, ChatSpec
 from rlctl.data.files import DataError
+from rlctl.data.row_chat import chat_of_row
 from rlctl.data.tasks import Task
 from rlctl.data.templates import choose_template
 from rlctl.data.unwritten import UnwrittenMessages
@@ -122,9 +123,10 @@ def set_up(config: GrpoConfig, pool: EnvironmentPool, chat: Chat, first: Task, *
     key = pool.key_of(first.row)
     messages, found = _try_reset(pool, first)
     problems += [(keys[key], found)] if found else []
+    row_chat = chat_of_row(chat, first.row)
     if not found:
-        problems += _template_problems(chat, messages, contracts[key])
-    roles = [] if problems else UnwrittenMessages().find_roles(chat, messages, contracts[key].tools)
+        problems += _template_problems(row_chat, messages, contracts[key])
+    roles = [] if problems else UnwrittenMessages().find_roles(row_chat, messages, contracts[key].tools)
     template_notes = [_UNWRITTEN.format(f"a message of role {role}") for role in dict.fromkeys(roles)]
     if chat.rewrites_history():
         kept = "they stay as they were sampled" if section.history == "keep" else "what differs trains as another row"

@@ -71,6 +71,7 @@ class AgentEpisode(CalledEpisode):
             cause = "the endpoint of its process was closed by code of the process"
             self._answer(EnvironmentFailure("died", cause, lasting=True))
             return
+        self._session.use_row(task["row"])
         self._endpoint.open(self._session)
         url, secret, loop = self._endpoint.url(self._session), self._session.secret, self._endpoint.loop
         self._stop = self._start(AgentLaunch(AgentTask(**task), url, secret, random.Random(seed), self._end, loop))

@@ -138,7 +138,8 @@ class SessionHistory:
     """Turns of one session. tools: those of all sessions."""
 
     def __init__(self, chat: Chat, tools: ToolSets) -> None:
-        self._chat, self._tools = chat, tools
+        self.chat = chat
+        self._tools = tools
         self._turns: dict[bytes, KnownTurn] = {}
         # `PlacedRequest.keys` of earlier requests.
         self._requests: list[list[str]] = []
@@ -152,9 +153,9 @@ class SessionHistory:
         Raises RefusedError for messages that the template refuses.
         """
         key, tools = self._tools.one(asked.tools)
-        unknown = self._chat.unknown_kwargs(asked.template_kwargs)
+        unknown = self.chat.unknown_kwargs(asked.template_kwargs)
         arguments = {name: value for name, value in asked.template_kwargs.items() if name not in unknown}
-        chat = self._chat.with_kwargs(arguments)
+        chat = self.chat.with_kwargs(arguments)
         key += json.dumps(arguments, sort_keys=True) if arguments else ""
         keys = [key, *map(message_key, asked.messages)]
         keys = [self._keys.get(key, key) for key in keys]
@@ -182,7 +183,7 @@ class SessionHistory:
             fresh=min(fresh, len(asked.messages)),
             chain=chains[-1],
             rewritten=rewritten,
-            spelled=self._chat.spelled(added, () if turn else tools),
+            spelled=self.chat.spelled(added, () if turn else tools),
             unwritten=self._tools.unwritten.find_roles(chat, added, tools, follows_turn=turn is not None),
             keys=keys,
         )

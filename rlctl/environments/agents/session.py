@@ -9,7 +9,7 @@ session that is sealed gives nothing more.
 import asyncio
 import secrets
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from rlctl.data.chat import Chat
 from rlctl.data.files import DataError
+from rlctl.data.row_chat import chat_of_row
 from rlctl.environments.agents.asked import AskedTurn, RefusedError, checked_messages, whole_number
 from rlctl.environments.agents.history import PlacedRequest, SessionHistory, ToolSets, said_message
 from rlctl.environments.agents.said import SaidTurn, say
@@ -115,6 +116,11 @@ class AgentSession:
         self._kept: list[tuple[int, int]] = []
         self._known: dict[int, SaidTurn] = {}
         self._told: set[int] = set()
+
+    def use_row(self, row: Mapping[str, Any]) -> None:
+        """Take a row's arguments of the chat template, for requests that do not name them. Raises DataError."""
+        self._chat = chat_of_row(self._chat, row)
+        self._history.chat = self._chat
 
     @property
     def has_asked(self) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from rlctl.data.chat import Chat
 from rlctl.data.files import DataError
+from rlctl.data.row_chat import chat_of_row
 from rlctl.data.unwritten import UnwrittenMessages
 from rlctl.environments.contract import Message
 from rlctl.environments.tool_calls import parse_tool_calls
@@ -74,15 +75,16 @@ class ToolLoop:
     def _prompt(self, course: Course, tools: list[Schema]) -> list[int]:
         """Move the added messages into the conversation, and return the tokens of the next turn's prompt."""
         one, added, course.added = course.conversation, course.added, []
+        chat = chat_of_row(self.chat, course.start.task.row)
         before = list(one.messages)
         one.messages += added
         if course.leaf < 0:
             course.leaf = one.add_context(self._rendered(course, tools), None)
-            self.unwritten(course, len(self.trials.find_roles(self.chat, added, tools)))
+            self.unwritten(course, len(self.trials.find_roles(chat, added, tools)))
             return one.tokens(course.leaf)
         last = one.completions[-1].tokens.tolist()
-        link = self.chat.link(before[:-1], added, tools).after(last, frozenset(self.chat.ends.stops))
-        self.unwritten(course, len(self.trials.find_roles(self.chat, added, tools, follows_turn=True)))
+        link = chat.link(before[:-1], added, tools).after(last, frozenset(chat.ends.stops))
+        self.unwritten(course, len(self.trials.find_roles(chat, added, tools, follows_turn=True)))
         tokens = one.tokens(course.leaf) + link
         if course.limits.history == "strip" and (rendered := self._rendered(course, tools)) != tokens:
             course.leaf = one.add_context(rendered, None)
@@ -93,7 +95,8 @@ class ToolLoop:
     def _rendered(self, course: Course, tools: list[Schema]) -> list[int]:
         """Return the whole conversation as the template writes it. Raises DataError for messages that it refuses."""
         try:
-            prompt = self.chat.prompt(course.conversation.messages, tools)
+            chat = chat_of_row(self.chat, course.start.task.row)
+            prompt = chat.prompt(course.conversation.messages, tools)
         except DataError:
             raise
         except Exception as error:  # any error of a template, or of a tokenizer that refuses the text

@@ -12,7 +12,7 @@ from rlctl.data.files import DataError
 from rlctl.data.marks import MARKS
 from rlctl.data.row_columns import row_tools
 from rlctl.data.rows import conversation, question
-from rlctl.data.tokenize import LengthReport, tokenize_prompts, tokenize_samples
+from rlctl.data.tokenize import LengthReport, read_tasks, tokenize_prompts, tokenize_samples
 from tests.unit.data.conftest import ALL, CHATML
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
@@ -97,8 +97,16 @@ def test_a_rows_own_arguments_of_the_template_are_honoured(tokenizer: Any, secti
     text, report = prompt_of(chat, section, prompt="x", chat_template_kwargs={"depth": 3})
     told = "1 row has chat_template_kwargs.depth, which is no argument of the chat template: passed over"
     assert report.warnings == [told] and not text.endswith("</think>")
-    with pytest.raises(DataError, match=r"column 'chat_template_kwargs' must be an object"):
-        prompt_of(chat, section, prompt="x", chat_template_kwargs="off")
+    # Players of episodes write the prompts of these tasks.
+    _, report = read_tasks([row(prompt="x", chat_template_kwargs={"depth": 3})], section, chat, {})
+    assert report.warnings == [told]
+    wrong = row(prompt="x", chat_template_kwargs="off")
+    for tokenize in (
+        lambda: tokenize_prompts([wrong], section, chat, None),
+        lambda: read_tasks([wrong], section, chat, {}),
+    ):
+        with pytest.raises(DataError, match=r"^a\.jsonl:1: column 'chat_template_kwargs' must be an object"):
+            tokenize()
 
 
 @pytest.mark.parametrize("role", ["system", "developer", "tool"])

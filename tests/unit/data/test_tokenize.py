@@ -124,9 +124,9 @@ def test_a_bad_row_is_named_by_file_and_line(plain, section, value, complaint):
 
 
 @pytest.mark.parametrize("key", ["chess", None, ["maze"], {"maze": 1}])
-def test_a_row_must_name_one_of_several_environments(section, key):
+def test_a_row_must_name_one_of_several_environments(plain, section, key):
     with pytest.raises(DataError, match=r"some\.jsonl:1: column 'environment' must be one of maze, guess, not"):
-        read_tasks(rows({"environment": key}), section, {"maze": 0, "guess": 0})
+        read_tasks(rows({"environment": key}), section, plain, {"maze": 0, "guess": 0})
 
 
 def test_a_bad_sample_is_named_by_file_and_line(plain, section):

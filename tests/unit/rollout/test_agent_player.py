@@ -68,6 +68,12 @@ async def of_a_coroutine(task, base_url, api_key):
     return {"x": task.row["x"], "turns": 3}
 
 
+def instructed(task, base_url, api_key):
+    client = CLIENT.with_options(base_url=base_url, api_key=api_key)
+    say(client, [{"role": "developer", "content": "be brief"}, user(task.prompt)])
+    return 1
+
+
 def rewriting(task, base_url, api_key):
     client = CLIENT.with_options(base_url=base_url, api_key=api_key)
     for turn in range(3):
@@ -176,6 +182,10 @@ print(len(list(folder.iterdir())))
 """
 
 
+# Leaves out system messages, and takes an argument.
+TEMPLATE = TOOLED.replace("in messages", "in messages if m.role != 'system'") + "{{ style | default('') }}"
+
+
 @pytest.fixture(scope="module")
 def pools(tmp_path_factory: Any, tokenizer: Any) -> Iterator[dict[bool, EnvironmentPool]]:
     """Return the pool of the command (True) and that of the functions, each with one process."""
@@ -191,7 +201,7 @@ def pools(tmp_path_factory: Any, tokenizer: Any) -> Iterator[dict[bool, Environm
         for name, words in ((f"{folder / 'agents.py'}:run", ()), ("command", wrapped)):
             spec = EnvironmentSpec(name, 20.0, agent=AgentSpec(words))
             pool = stack.enter_context(EnvironmentPool({"agent": spec}, 2048, 1, emit=_tell))
-            pool.give_chat(ChatSpec(str(folder / "tokenizer"), TOOLED, None, None, "text"), "hermes")
+            pool.give_chat(ChatSpec(str(folder / "tokenizer"), TEMPLATE, None, None, "text"), "hermes")
             made[bool(words)] = pool
         yield made
 
@@ -218,13 +228,14 @@ def play(pools: dict[bool, EnvironmentPool], tokenizer: Any) -> Play:
         command: bool = False,
         most: int | None = None,
         x: Any = 1,
+        arguments: Any = None,
         **limits: Any,
     ) -> tuple[list[Rollout], ScriptedEngines]:
-        pool, chat = pools[command], Chat(tokenizer, TOOLED, None)
+        pool, chat = pools[command], Chat(tokenizer, TEMPLATE, None)
         engines = ScriptedEngines(chat, says, events=pool.events)
         own: EpisodeLimits = replace(LIMITS, **limits)
         runner = RolloutRunner(AgentPlayer(pool, chat, own, must_value, 1000, most), engines)
-        task = Task("r0", [], "play", None, {"x": x, "agent": agent})
+        task = Task("r0", [], "play", None, {"x": x, "agent": agent, "chat_template_kwargs": arguments})
         ended = begin(runner, *(replace(start(index), task=task) for index in range(count)))
         until(lambda: (runner.check(), len(ended) == count)[1])
         return ended, engines
@@ -250,6 +261,14 @@ def test_an_append_only_agent_trains_one_row_of_what_was_sampled(play: Play, age
         last, tokens = asked[-1]
         assert row.tokens.tolist() == [*last.prompt_tokens, *tokens]
         assert row.tokens[row.sampled].tolist() == [token for _, said in asked for token in said]
+
+
+def test_instructions_that_the_template_leaves_out_are_counted_and_a_rows_arguments_are_taken(play: Play) -> None:
+    (rollout,), engines = play("instructed", arguments={"style": "of the row"})
+    assert episode_of(rollout).unwritten == 1 and episode_of(rollout).counts == {}
+    ((request, _),) = engines.asked
+    assert engines.chat.decode(request.prompt_tokens).endswith("assistant\nof the row")
+    assert any("environment agent's messages: the chat template leaves some out" in line for line in TOLD)
 
 
 def test_the_longest_wait_for_a_turn_is_known_whichever_turn_it_was(play: Play) -> None:

@@ -336,6 +336,26 @@ def test_messages_of_an_environment_that_the_template_leaves_out_are_told_once_a
     assert line.startswith("environment game's messages: the chat template leaves some out, and the model does not")
 
 
+def test_a_rows_arguments_of_the_template_are_in_every_prompt_of_its_episode(tokenizer: Any) -> None:
+    chat = Chat(tokenizer, CHATML + "{% if add_generation_prompt %}{{ style | default('plain') }}{% endif %}", None)
+    engines = ScriptedEngines(chat, lambda request: "7<|im_end|>")
+
+    def acts(kind: str, payload: Any) -> Any:
+        if kind == "step":
+            return "more" if len(engines.asked) < 4 else None
+        return None if kind == "reset" else 1.0
+
+    player = player_of(chat, engines, ScriptedPool(acts))
+    for style in ("brief", None):
+        row = {"chat_template_kwargs": {"style": style} if style else None}
+        given = start()
+        begin(player, replace(given, task=replace(given.task, row=row)))
+        go_on(player)
+    prompts = [chat.decode(request.prompt_tokens) for request, _ in engines.asked]
+    assert [prompt.count("brief") for prompt in prompts] == [1, 2, 3, 4, 0]
+    assert [prompt.count("plain") for prompt in prompts] == [0, 0, 0, 0, 1]
+
+
 @pytest.mark.parametrize("fails_in", ["reset", "step", "reward"])
 @pytest.mark.parametrize("retries", [0, 2])
 def test_a_failure_is_played_again_from_the_task_with_the_same_seeds_and_is_never_a_reward(

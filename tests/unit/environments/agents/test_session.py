@@ -125,6 +125,15 @@ def test_arguments_of_the_template_are_a_requests_own(serve: Serve) -> None:
     assert served.session.counts["ignored/chat_template_kwargs"] == 1
 
 
+def test_arguments_of_a_request_go_before_those_of_the_row(serve: Serve) -> None:
+    shown = "{{ style | default('none') }}"
+    served = serve(script(f"4{END}", f"5{END}"), template=TOOLED + shown)
+    served.call(lambda: served.session.use_row({"chat_template_kwargs": {"style": "of the row", "unknown": 1}}))
+    asked(served, [USER])
+    asked(served, [USER], extra_body={"chat_template_kwargs": {"style": "asked"}})
+    assert [text.rpartition("\n")[2] for text in served.texts()] == ["of the row", "asked"]
+
+
 def test_later_system_messages_are_the_users_where_the_template_takes_one(serve: Serve) -> None:
     """Claude Code sends one behind the first message, and others between turns."""
     one = "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('one') }}{% endif %}"
