@@ -16,7 +16,7 @@ from rlctl.data.control_tokens import ControlTokens, SpecialTokens, unmarked
 from rlctl.data.ends import EndTokens, TurnEnd, find_ends, find_turn_end
 from rlctl.data.files import DataError
 from rlctl.data.rows import Messages
-from rlctl.data.templates import Template, choose_template, find_template, unknown_arguments
+from rlctl.data.templates import Template, choose_template, find_template, require_named_templates, unknown_arguments
 from rlctl.utils.process import fewer_collections
 
 # JSON schemas of functions, as chat templates take them.
@@ -40,6 +40,7 @@ EMPTY_PROMPT = "the prompt is empty, and the tokenizer puts no token before it: 
 def load_tokenizer(path: str) -> Any:
     """Load the Hugging Face tokenizer of a folder or hub name, once a process. Raises DataError."""
     try:
+        require_named_templates(Path(path))
         with fewer_collections():
             if is_general(Path(path)):
                 from transformers import TokenizersBackend as Tokenizer
@@ -84,7 +85,6 @@ class TurnLink:
     close: list[int]
     # The messages in between, and the opening of the next turn.
     between: list[int]
-
     # First of `between`, where that is a control token and no other ends a turn, as GLM-4.5's mark of the next role.
     mark: int | None = None
 

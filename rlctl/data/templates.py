@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from rlctl.config.errors import did_you_mean
+from rlctl.config.errors import ModelError, did_you_mean
 from rlctl.config.json_files import read_object
 from rlctl.config.run_weights import chat_folder
 from rlctl.config.schema import RunConfig
@@ -42,11 +42,22 @@ def find_template(name: str, tokenizer: Any) -> Template | None:
         template = tokenizer.chat_template
         sources = template.values() if isinstance(template, Mapping) else [template or ""]
         if not all(isinstance(source, str) for source in sources):
-            raise DataError("the tokenizer's chat_template is no text, nor texts by name; set data.chat_template")
+            what = "the tokenizer's chat_template is no text, nor texts by name; set data.chat_template"
+            raise DataError(f"{tokenizer.name_or_path}: {what}")
         return template  # type: ignore[no-any-return]
     if Path(name).is_file():
         return Path(name).read_text(encoding="utf-8")
     raise DataError(f"data.chat_template: {name}: no such file (or auto, none)")
+
+
+def require_named_templates(folder: Path) -> None:
+    """Raise DataError for a list of templates that transformers cannot read: it ends in an error without their name."""
+    with suppress(ModelError):
+        templates = read_object(folder / _CONFIG).get("chat_template")
+        if isinstance(templates, list) and not all(
+            isinstance(named, dict) and {"name", "template"} <= named.keys() for named in templates
+        ):
+            raise DataError(f"{_CONFIG}: chat_template must be text, or a list of {{name: ..., template: ...}}")
 
 
 def choose_template(template: Template, *, with_tools: bool) -> str:

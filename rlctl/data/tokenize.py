@@ -315,5 +315,8 @@ def _place(row: Row) -> Iterator[None]:
     """Put the row's place before the message of any error inside."""
     try:
         yield
-    except Exception as error:
+    except DataError as error:
         raise DataError(f"{row.origin}: {one_line(error)}") from error
+    except Exception as error:  # Any error of a template, or of a tokenizer that refuses the text.
+        what = f"the chat template refuses the row: {one_line(error)}"
+        raise DataError(f"{row.origin}: {what}; set another data.chat_template") from error

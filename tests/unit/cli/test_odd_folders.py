@@ -164,6 +164,39 @@ def test_an_odd_value_is_named_with_its_file_and_what_is_allowed(
     assert done.code == 2 and re.search(rf"{re.escape(str(file))}[: ].*{said}", done.err), done.err
 
 
+REFUSED = r"the chat template refuses the row: {}; set another data\.chat_template"
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ raise_exception('no \x1b[31m') }}", REFUSED.format(r"no \u241b\[31m")),
+        ("{{ messages + 1 }}", REFUSED.format("can only concatenate list .*")),
+        ("{% for \x1b[31m %}", REFUSED.format("unexpected char .*")),
+        (["a", "b"], "tokenizer_config.json: chat_template must be text, or a list of {name"),
+        (5, "the tokenizer's chat_template is no text, nor texts by name; set data.chat_template"),
+        ({"default": 5}, "the tokenizer's chat_template is no text, nor texts by name; set data.chat_template"),
+    ],
+)
+def test_an_odd_chat_template_ends_each_command_in_one_line_that_names_it(
+    template: Any, said: str, rlctl: Rlctl, home: Path
+) -> None:
+    file = home / "model/tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": template}))
+    for command in (
+        "config check sft.recipe.yaml",
+        "data preview grpo.recipe.yaml",
+        "train grpo --dry-run grpo.recipe.yaml",
+        "train sft --dry-run sft.recipe.yaml",
+        "eval model grpo.recipe.yaml --data train.jsonl",
+    ):
+        load_tokenizer.cache_clear()
+        done = rlctl(*command.split())
+        errors = [line for line in done.err.splitlines() if "problem" not in line]
+        assert done.code == 2 and len(errors) == 1 and errors[0].isprintable(), (command, done)
+        assert re.search(said, errors[0]), (command, done)
+
+
 def with_zero_adapters(adapter: Path) -> Path:
     tensors = load_file(adapter / "adapter_model.safetensors")
     save_file({name: torch.zeros_like(each) for name, each in tensors.items()}, adapter / "adapter_model.safetensors")

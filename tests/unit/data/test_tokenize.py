@@ -138,7 +138,7 @@ def test_a_bad_sample_is_named_by_file_and_line(plain, section):
 
 def test_what_a_template_raises_is_named_by_file_and_line(tokenizer, section):
     strict = Chat(tokenizer, "{{ raise_exception('roles must alternate') }}", None)
-    with pytest.raises(DataError, match=r"some\.jsonl:1: roles must alternate"):
+    with pytest.raises(DataError, match=r"some\.jsonl:1: the chat template refuses the row: roles must alternate"):
         tokenize_prompts(rows({"prompt": "x"}), section, strict, None)
 
 
