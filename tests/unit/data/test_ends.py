@@ -154,6 +154,8 @@ def test_a_turn_behind_which_sampling_does_not_stop_is_counted(tmp_path: Path) -
         "<user>hi<assistant>{+[f]+}<tool>7<assistant>{+yes<user>+}more<assistant>{+no<eos>+}"
     )
     assert found.unended == 1
+    # The last turn of a sample gets the tokenizer's end.
+    assert shown(chat, chat_samples(chat, CALLS[:3], "last", "strip").rows[0]).endswith("{+[f]<eos>+}")
 
 
 def test_a_sampled_mark_of_the_next_role_comes_once_and_a_cut_turn_gets_it(tmp_path: Path) -> None:
