@@ -152,6 +152,8 @@ def _yaml_mistake(error: yaml.YAMLError) -> tuple[int, str]:
     first_line = begin.line + 1 if begin else line
     if character := re.search(r"found character '(.+)' that cannot start any token", problem):
         return line, "a tab; indent with spaces" if character[1] == r"\t" else f"text with {character[1]} needs quotes"
+    if "unknown escape character" in problem:
+        return line, "a backslash in double quotes begins an escape: double it, or write single quotes"
     if "quoted scalar" in context:
         return first_line, "a quote that is opened here is not closed"
     if "flow sequence" in context or "flow mapping" in context:
@@ -161,7 +163,7 @@ def _yaml_mistake(error: yaml.YAMLError) -> tuple[int, str]:
         return line, "a second `: `, or above it a line that is no `key: value`; put text with `: ` in quotes"
     if "block mapping" in context or "could not find expected ':'" in problem:
         what = "this line is no `key: value`, or is not indented like those of its section"
-        return line, f"{what}, which begins in line {first_line}"
+        return line, what if first_line == line else f"{what}, which begins in line {first_line}"
     return line, problem
 
 
@@ -330,7 +332,7 @@ class _Reader:
             if name.value == "<<" and name.style is None:
                 what = "no merge keys (<<) are read; inherit a file with `defaults:`, or name a value with ${other.key}"
                 raise ConfigError([Problem(str(here), "", what)])
-            if _is_rest_of_number(name, child, children):
+            if root.flow_style and _is_rest_of_number(name, child, children):
                 last = next(reversed(children))
                 what = f"a number has no commas; write {children[last].text}{name.value}"
                 raise ConfigError([Problem(str(here), last, what)])

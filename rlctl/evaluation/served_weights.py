@@ -59,8 +59,10 @@ def make_faint(shards: list[Shard], embedding: str, buffers: Collection[str]) ->
     scaled = [shard for shard in shards if not kept.search(shard.name)]
     first = next(shard for shard in scaled if shard.name.endswith(embedding))
     usual = float(first.tensor.float().square().mean().sqrt())
+    if usual <= _FAINT:
+        return
     for shard in scaled:
-        shard.tensor.mul_(min(1.0, _FAINT / usual))
+        shard.tensor.mul_(_FAINT / usual)
 
 
 def refuse_too_large(parameters: int, device: str) -> Finding | None:

@@ -102,7 +102,7 @@ def _of_run(run: Path, step: int | None) -> Target:
             return _of_run(run, step)
     elif newest not in by_step or not hold(by_step[newest].path):
         return _of_run(run, step)
-    earlier = [checkpoint for checkpoint in by_step.values() if checkpoint.step < newest]
+    earlier = [each for each in by_step.values() if each.step < newest and is_model(each.export)]
     try:
         if damage:
             raise TargetError(damage)

@@ -46,13 +46,14 @@ def has_proxy(variables: Mapping[str, str]) -> bool:
 def past_proxies(variables: Mapping[str, str], *addresses: str) -> dict[str, str]:
     """Return `no_proxy` and `NO_PROXY` with loopback and `addresses` added: no proxy serves these.
 
-    Some programs read the one, and some the other. One that is unset begins as the other.
+    Some programs read the one, and some the other. One that is unset begins as the other. `*` alone stands for all
+    hosts, and stays alone: programs take `*` in a list for a name.
     """
     exempt = {}
     for name, other in (("no_proxy", "NO_PROXY"), ("NO_PROXY", "no_proxy")):
         given = (variables.get(name) or variables.get(other) or "").split(",")
         hosts = [host.strip() for host in given if host.strip()]
-        exempt[name] = ",".join(dict.fromkeys([*hosts, *_LOCAL_HOSTS, *addresses]))
+        exempt[name] = "*" if "*" in hosts else ",".join(dict.fromkeys([*hosts, *_LOCAL_HOSTS, *addresses]))
     return exempt
 
 

@@ -207,6 +207,10 @@ def test_overrides_that_a_command_adds_are_neither_counted_nor_named(home: Path)
         ("a: &x {b: 1}\nc: {<<: *x}\n",
          "x.yaml:2: no merge keys (<<) are read; inherit a file with `defaults:`, or name "
          "a value with ${other.key}"),
+        ('a: "\\d+"\n', "x.yaml:1: not YAML: a backslash in double quotes begins an escape: double it, or write single "
+         "quotes"),
+        ("a: 'b' c\n",
+         "x.yaml:1: not YAML: this line is no `key: value`, or is not indented like those of its section"),
         ("a: {b: 1,000}\n", "x.yaml:1: b: a number has no commas; write 1000"),
         ("- a\n", "x.yaml:1: a config is a mapping of `key: value` lines"),
         ("a: !!python/name:os.system x\n", "x.yaml:1: tag tag:yaml.org,2002:python/name:os.system is not allowed: "

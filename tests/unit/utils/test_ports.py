@@ -69,3 +69,4 @@ def test_own_addresses_are_added_to_those_that_no_proxy_serves(given: dict[str, 
     assert past_proxies(exempt, "10.0.0.2") == exempt
     assert not has_proxy({**exempt, "https_proxy": "http://p:1", "http_proxy": ""})
     assert has_proxy({"ALL_PROXY": "http://p:1"})
+    assert past_proxies({"no_proxy": "*"}, "10.0.0.2") == {"no_proxy": "*", "NO_PROXY": "*"}
