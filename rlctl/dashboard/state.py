@@ -57,7 +57,7 @@ class History:
 
     @property
     def last(self) -> Record:
-        """Newest record; empty before the first."""
+        """Newest record; empty before the first, and where a run went back by more than 256 steps, until a reread."""
         return next(reversed(self._newest.values()), {})
 
     def add(self, record: Record) -> None:
@@ -65,7 +65,7 @@ class History:
         step = int(record["step"])
         if self._newest.get(step) == record:
             return
-        in_order = not self._newest or step > next(reversed(self._newest))
+        in_order = not self.steps or step > self.steps[-1]
         numbers = {name: value for name, value in record.items() if isinstance(value, (int, float))}
         if not in_order:
             for steps, values in self._series.values():
@@ -169,12 +169,12 @@ class RunState:
 
     @property
     def step(self) -> int:
-        """Number of steps done."""
-        return int(self.last["step"] if self.steps else self.start.get("start_step", 0))
+        """Number of steps done. A bounded series may lack the step that an attempt began at."""
+        return max([int(self.start.get("start_step", 0)), *self.steps.steps[-1:]])
 
     @property
     def last(self) -> Record:
-        """Record of the newest step; empty before the first."""
+        """Record of the newest step, see `History.last`."""
         return self.steps.last
 
     @property
@@ -186,9 +186,10 @@ class RunState:
     def eta(self) -> float | None:
         """Seconds left, by the mean wall time of the last steps; None before the first step."""
         mean = self.mean("time/step", ETA_STEPS)
-        if mean is None or self.status != "running":
+        since = self.latest("time")
+        if mean is None or since is None or self.status != "running":
             return None
-        return max(0.0, mean * (self.num_steps - self.step) - (self.now - float(self.last["time"])))
+        return max(0.0, mean * (self.num_steps - self.step) - (self.now - since))
 
     def _history(self, name: str) -> History:
         return self.validations if name.startswith("validation/") else self.steps
@@ -285,12 +286,14 @@ class RunState:
 class RunReader:
     """Follows a run directory and keeps `state` up to date.
 
-    samples: the newest group of rollouts too. limit: the most points of a series, for a reader that lives long.
+    samples: the newest group of rollouts too. limit: the most points of a series, checkpoints, and warnings of a check,
+    for a reader that lives long.
     """
 
     def __init__(self, path: Path, samples: bool = False, limit: int | None = None) -> None:
         self._rollouts = path / "rollouts.jsonl" if samples else None
         self._sampled = 0.0
+        self._limit = limit
         self._events = Tail(path / "events.jsonl")
         self._metrics = Tail(path / "metrics.jsonl")
         self._config = path / "config.yaml"
@@ -318,6 +321,10 @@ class RunReader:
                 # A field that this kind of event needs is missing, or is another's.
                 state.damaged[self._events.name] += 1
                 self._unsound[self._events] += 1
+        if events and self._limit:
+            newest = slice(-self._limit, None)
+            state.checkpoints = {step: state.checkpoints[step] for step in sorted(state.checkpoints)[newest]}
+            state.health = {check: set(sorted(steps)[newest]) for check, steps in state.health.items()}
         for record in metrics:
             state.apply_metrics(record)
         if self._rollouts and (written := _modified(self._rollouts)) != self._sampled:

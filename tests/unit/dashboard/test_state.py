@@ -7,7 +7,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlctl.dashboard.state import History, RunReader, best_checkpoint, read_state
+from rlctl.dashboard.dashboard import render
+from rlctl.dashboard.state import LIVE_POINTS, History, RunReader, best_checkpoint, read_state
 from rlctl.telemetry.events import EventLog, MetricsLog
 from tests.unit.dashboard.synthetic import STEP_SECONDS, write_run
 
@@ -147,3 +148,26 @@ def test_a_live_history_is_bounded_and_exact_in_its_newer_half() -> None:
     assert whole.series("y") == [(7, 1.0)] and [step for step, _ in whole.series("x")[5:7]] == [6, 8]
     whole.drop_after(6)
     assert [*whole.steps] == [1, 2, 3, 4, 5, 6] and "y" not in whole.names
+
+
+@pytest.mark.parametrize("limit", [LIVE_POINTS, 50])
+def test_a_live_view_follows_a_run_that_goes_far_back(limit: int, tmp_path: Path) -> None:
+    """The view is drawn after the restart too, before the loaded checkpoint cuts metrics off."""
+    run = write_run(tmp_path, steps=400, ended=None, metrics=lambda step: {"time/step": 1.0})
+    events = EventLog(run.events)
+    for step in range(1, 401):
+        events.emit("warning", step=step, check="entropy")
+    reader = RunReader(run.path, limit=limit)
+    reader.poll()
+    state = reader.state
+    assert (state.step, [*state.checkpoints]) == (400, [*range(5, 401, 5)][-limit:])
+    assert state.health == {"entropy": {*[*range(1, 401)][-limit:]}}
+    events.emit("run_started", algorithm="grpo", num_steps=1000, start_step=100, attempt=2)
+    reader.poll()
+    assert state.step == 100 and state.eta is not None
+    render(state, 160, 50)
+    run.truncate_metrics(100)
+    reader.poll()
+    steps = [*state.steps.steps]
+    assert state.step == state.last["step"] == 100
+    assert steps == sorted({*steps}) and steps[-20:] == [*range(81, 101)] and len(steps) <= limit
