@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.environments.agents.episode import AgentLaunch
+from rlctl.environments.agents.news import NOT_STARTED
 from rlctl.environments.outcomes import EnvironmentFailure
 from rlctl.utils.user_code import shortened
 from rlctl.workers import supervisor
@@ -94,7 +96,7 @@ def _not_started(command: list[str], call: AgentLaunch, number: int | None) -> E
     error = OSError(number, os.strerror(number or 0), command[0])
     task = json.dumps(asdict(call.task), default=str)
     long = f": RLCTL_TASK has {len(task):,} characters" if number == errno.E2BIG else ""
-    return EnvironmentFailure("raised", f"{_name_of(command)} cannot be started", f"{error}{long}")
+    return EnvironmentFailure("raised", f"{_name_of(command)} {NOT_STARTED}", f"{error}{long}")
 
 
 class _Command:
@@ -141,7 +143,8 @@ class _Command:
         if code:
             # A negative one is of a supervisor that was killed itself.
             by = -code if code < 0 else code - _BY_SIGNAL
-            how = f"was ended by signal {by}" if by > 0 else f"exited with {code}"
+            # Other codes above 128 are exits: 255 is that of ssh, and of `sys.exit(-1)`.
+            how = f"was ended by signal {by}" if by in signal.valid_signals() else f"exited with {code}"
             outcome = EnvironmentFailure("raised", f"{_name_of(self._command)} {how}", shortened(last))
         self._call.ended(outcome)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from rlctl.data.chat import Chat
 from rlctl.environments.agents.endpoint import Endpoint
-from rlctl.environments.agents.news import UNREACHED, AgentTask
+from rlctl.environments.agents.news import NOT_STARTED, UNREACHED, AgentTask
 from rlctl.environments.agents.session import AgentAnswer, AgentSession
 from rlctl.environments.contract import ContractError, EnvironmentContract, checked_reward
 from rlctl.environments.episode import CalledEpisode, Reply
@@ -137,7 +137,10 @@ class AgentEpisode(CalledEpisode):
 
 
 def _with_hint(failure: EnvironmentFailure) -> EnvironmentFailure:
-    """Return the failure of an agent that nobody heard of, with the usual reason, unless its code has a bug."""
-    if looks_like_bug(failure.cause):
+    """Return the failure of an agent that nobody heard of, with the usual reason.
+
+    A bug in its code and a command that cannot be started are reasons already.
+    """
+    if looks_like_bug(failure.cause) or failure.cause.endswith(NOT_STARTED):
         return failure
     return replace(failure, detail="; ".join(filter(None, (failure.detail.rstrip("."), UNREACHED))))

@@ -355,6 +355,7 @@ def test_random_draws_are_the_groups(play: Play) -> None:
         ("print(json.dumps({'reward': 0.5}))", 0.5, None),
         ("print('3'); print()", 3.0, None),
         ("sys.exit(3)", None, "exited with 3"),
+        ("sys.exit(-1)", None, "exited with 255"),
         ("os.kill(os.getpid(), 9)", None, "ended by signal 9"),
         ("print('no number')", None, "gave no value"),
         # A child that stays behind holds the output open.
