@@ -34,7 +34,8 @@ _SPAN = (
 )
 _FORMULA = re.compile(rf"(?P<span>{_SPAN}|-?\\[dt]?frac\{{[^{{}}]*\}}\{{[^{{}}]*\}})|{_SUM}", re.DOTALL)
 _JOINS_FORMULAS = re.compile(r"\s*(?:,?\s*and|,?\s*or|,)\s*", re.IGNORECASE)
-_NEGATION = re.compile(r"\bnot\b|n't\b", re.IGNORECASE)
+# What is behind it is not the answer.
+_NEGATION = re.compile(r"(?<!\\)\bnot\b|n't\b|\b(?:rather\s+than|instead\s+of)\b", re.IGNORECASE)
 
 _TEXT_COMMAND = re.compile(r"\\(?:text(?:bf|it|rm|normal|sf)?|math(?:rm|bf|it|sf)|mbox|boxed|fbox)\s*\{([^{}]*)\}")
 # Two stars between operands are a power.
@@ -55,6 +56,8 @@ _FORMULA_WORD = re.compile(
 _PRODUCT = re.compile(r"(?=.{2,4}$)(?!.*(.).*\1)(?:[bcdhkmnpqrstuvwxyz]+|a[bcdxyz]+)")
 _UNIT = re.compile(r"(?<=[\d})\s])\s*(?P<unit>[A-Za-z]+(?:[ /]+[A-Za-z]+)*)\.?(?:\s*\^\{?\d\}?)?\s*$")
 _SHORT_UNIT = re.compile("[kmcd]?[mgl]|[shL]|ft|mph|hr|yd|lb")
+# Functions too, but with an argument behind them.
+_UNIT_AND_FUNCTION = re.compile("min|sec|deg")
 _MAGNITUDE = re.compile("hundred|thousand|[mbtr]+illion|dozen", re.IGNORECASE)
 _TWO_NUMBERS = re.compile(r"(?<!_)\d\s+\d")
 
@@ -64,13 +67,15 @@ _CHOICE = re.compile(rf"(?:[Oo]ption|[Cc]hoice)?\s*(?:\(({_LETTER})\)|({_LETTER}
 _SMALL_CHOICE = re.compile(r"\(?([a-j])\)?")
 # A letter and its reason; A and I are words too.
 _CHOICE_IN_PROSE = re.compile(
-    r"(?:[Oo]ption|[Cc]hoice)?\s*([B-HJ])(?=,|;|\s+(?:because|since|as|is)\b|\s+[^\w\s]|\s+\d)"
+    r"(?:[Oo]ption|[Cc]hoice)?\s*([B-HJ])(?=,|;|\s+(?:because|since|as|is|(?:(?:and|but)\s+)?not|rather|instead)\b|\s+[^\w\s]|\s+\d)"
 )
 _SECOND_CHOICE = re.compile(rf"\W*(?:or\b|and\b|/|&|,)\W*{_LETTER}\b(?!')")
 _BRACKETED_CHOICE = re.compile(rf"\(({_LETTER})\)")
 _VERDICTS = frozenset(("right", "correct", "wrong", "incorrect"))
+# A rejected answer or a reason behind words; behind a comma also a clause.
 _BEHIND_WORDS = re.compile(
-    r"\s*(?:$|[.;:!?)\n(]|(?:because|since)\b|,\s*(?:the|an?|which|who|where|because|since|as|so|not)\b)"
+    r"\s*(?:$|[.;:!?)\n(]|,?\s*(?:because|since|(?:(?:and|but)\s+)?not|rather than|instead of)\b"
+    r"|,\s*(?:the|an?|which|who|where|as|so|i|you|he|she|it|we|they|this|that|these|those|there)\b)"
 )
 _BETWEEN_WORDS = re.compile(r"\s*[,;]\s*(?:and\s+|or\s+)?|\s+(?:and|or|&)\s+")
 
@@ -158,12 +163,15 @@ def read_formula(found: FinalAnswer, wanted: str | None = None) -> str | None:
     """
     variables = None if wanted is None else frozenset(_COMMAND.sub(" ", wanted)) & _LETTERS
     text = _CALCULATION.sub("", _unwrapped(found.text)).strip()
+    # "It is 7!" is glad; `x = 7!` is a factorial.
+    if found.place == "statement" and "=" not in text:
+        text = text.rstrip("!")
     if is_bare(text, variables):
         return _cleaned(text, variables)
+    if found.place != "text":
+        text = _NEGATION.split(text, maxsplit=1)[0]
     formulas = [] if found.place == "box" else _formulas(text)
     if not formulas or (found.place == "tag" and len(formulas) > 1):
-        return None
-    if found.place != "text" and _NEGATION.search(text):
         return None
     return _cleaned(formulas[0 if found.place == "statement" else -1], variables)
 
@@ -173,7 +181,7 @@ def is_bare(text: str, variables: frozenset[str] | None = None) -> bool:
 
     variables: letters of which a word is a product; None: letters that are variables in most formulas.
     """
-    text = _unwrapped(_OPEN_FRACTION.sub(r"frac{\1}{\2}", text)).strip(" .")
+    text = _unwrapped(_OPEN_FRACTION.sub(r"frac{\1}{\2}", text)).strip(" .?")
     if (re.search(_SPAN, text) or ("\n" in text and "\\begin" not in text)) and _formulas(text) != [text]:
         return False
     text = _without_unit(text, variables)
@@ -185,7 +193,7 @@ def is_bare(text: str, variables: frozenset[str] | None = None) -> bool:
 
 def _cleaned(text: str, variables: frozenset[str] | None) -> str | None:
     """Return the LaTeX for the library: without delimiters, units, money and spacing; None where nothing is left."""
-    text = _unwrapped(_DELIMITERS.sub("", text.strip().rstrip(".,;:"))).strip().rstrip(".,;:")
+    text = _unwrapped(_DELIMITERS.sub("", text.strip().rstrip(".,;:?"))).strip().rstrip(".,;:?")
     text = _without_unit(text, variables)
     text = _MONEY.sub("", text).replace(r"\varnothing", r"\emptyset").replace("**", "^")
     text = _SPACING.sub(" ", _GROUPED_DIGITS.sub("", text))
@@ -224,12 +232,12 @@ def _without_unit(text: str, variables: frozenset[str] | None) -> str:
     if unit is None or not text[: unit.start()].strip():
         return text
     for word in re.split(r"[ /]+", unit["unit"]):
-        if _SHORT_UNIT.fullmatch(word) and not variables:
+        if _UNIT_AND_FUNCTION.fullmatch(word) or (_SHORT_UNIT.fullmatch(word) and not variables):
             continue
         is_number = _FORMULA_WORD.fullmatch(word) or _MAGNITUDE.fullmatch(word) or _is_product(word, variables)
         if len(word) < 2 or is_number:
             return text
-    return text[: unit.start()].rstrip()
+    return text[: unit.start()].rstrip(" .,;:")
 
 
 def _is_product(word: str, variables: frozenset[str] | None) -> bool:

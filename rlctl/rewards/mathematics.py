@@ -25,6 +25,9 @@ _MOST_TOKENS, _MOST_LEVELS = 150, 6
 _MOST_DIGITS = 10_000
 _TOKEN = re.compile(r"\\?[A-Za-z]+|\d+|\S")
 _PLAIN_NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?")
+_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
+# The innermost brackets; an interval may have different ones.
+_BRACKETED = re.compile(r"[(\[{][^()\[\]{}]*[)\]}]")
 _DOTS = re.compile(r"\\[lcd]?dots(?:[cbmio])?(?![A-Za-z])|\.\.\.")
 _UNSEEN = re.compile(r"\\(?:left|right)(?![A-Za-z])|\s+")
 # Units are read by `answer_reading.py`: the library takes the t of 3t for one.
@@ -42,12 +45,20 @@ _LEAST = Float("1e-100")
 
 def is_right(reference: Reference, completion: str, prompt: str = "") -> bool:
     """Return True if the final answer of a completion is the reference. prompt: the text before it."""
-    is_list = reference.kind != "choice" and "," in reference.text
+    is_list = reference.kind != "choice" and _is_list(reference.text)
     for found in find_answers(plain_signs(completion), prompt, is_list=is_list):
         verdict = _verdict(reference, found)
         if verdict is not None:
             return verdict
     return False
+
+
+def _is_list(text: str) -> bool:
+    """Return True for a comma outside of brackets that separates no thousands."""
+    text = _THOUSANDS.sub("", text)
+    while (outside := _BRACKETED.sub("", text)) != text:
+        text = outside
+    return "," in text
 
 
 def describe_references(answers: Sequence[tuple[str, str]]) -> list[str]:
