@@ -38,6 +38,9 @@ class RewardInput:
     # Messages of the prompt and of the completion where the prompt is a chat; of a text there are none.
     prompt_messages: list[dict[str, Any]] = field(default_factory=list)
     completion_messages: list[dict[str, Any]] = field(default_factory=list)
+    # Of an episode: the end of the prompt of the policy's last turn, and that turn; None: `prompt` and `completion`.
+    last_prompt: str | None = None
+    last_turn: str | None = None
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,17 @@ class Reward:
     def of_function(cls, function: Callable[..., Any]) -> "Reward":
         """Return a reward that is called with (prompt, completion, answer, row)."""
         return cls(function, lambda item: function(item.prompt, item.completion, item.answer, item.row))
+
+    @classmethod
+    def of_last_turn(cls, function: Callable[..., Any]) -> "Reward":
+        """Return a reward of the final answer: it is called with the policy's last turn and the end of its prompt."""
+
+        def call(item: RewardInput) -> Any:
+            prompt = item.prompt if item.last_prompt is None else item.last_prompt
+            completion = item.completion if item.last_turn is None else item.last_turn
+            return function(prompt, completion, item.answer, item.row)
+
+        return cls(function, call)
 
 
 @dataclass(frozen=True)

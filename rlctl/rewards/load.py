@@ -22,6 +22,9 @@ from rlctl.workers.named_reward import (
     verl_value,
 )
 
+# They look for a final answer. Messages of tools and users are none.
+OF_LAST_TURN = ("math_verify", "reasoning_gym")
+
 
 def load_reward(section: RewardSection) -> Reward:
     """Return a built-in reward, or the function that `module:function` or `path.py:function` names.
@@ -31,7 +34,8 @@ def load_reward(section: RewardSection) -> Reward:
     if section.name not in REWARDS:
         return _user_reward(section.name)
     module, _, name = REWARDS[section.name].partition(":")
-    return Reward.of_function(getattr(importlib.import_module(module), name)(section))
+    function = getattr(importlib.import_module(module), name)(section)
+    return Reward.of_last_turn(function) if section.name in OF_LAST_TURN else Reward.of_function(function)
 
 
 def _user_reward(name: str) -> Reward:

@@ -10,6 +10,9 @@ from rlctl.rewards.base import RewardInput
 from rlctl.rewards.scorer import Score, Scorer
 from rlctl.rollout.types import Decode, PlayedEpisode, Rollout, RolloutGroup
 
+# Tokens that hold an opened tag, with blanks behind it.
+_PROMPT_END = 32
+
 
 @dataclass(frozen=True)
 class GroupScorer:
@@ -22,7 +25,7 @@ class GroupScorer:
     def __call__(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
         """Return the groups with a score for each rollout. An episode that failed has no value, and is not rewarded."""
         pairs = [(group.task, one) for group in groups for one in group.rollouts]
-        texts = self.decode([[] if one.episode else one.sampled_tokens.tolist() for _, one in pairs])
+        texts = self.decode([_last_prompt(one) if one.episode else one.sampled_tokens.tolist() for _, one in pairs])
         played = [
             (reward_input(task, one.episode, text), environment_rewards(one.episode.reward if one.episode else None))
             for (task, one), text in zip(pairs, texts)
@@ -44,6 +47,7 @@ def reward_input(task: Task, episode: PlayedEpisode | None, text: str) -> Reward
     """Return the input of rewards: the answer's text, or the whole conversation of an episode.
 
     In an episode, the prompt is its opening and the completion is the rest; the row's `messages` is the conversation.
+    text: what was sampled; of an episode the end of the last turn's prompt.
     """
     if episode is None:
         completion_messages = [{"role": "assistant", "content": text}]
@@ -51,7 +55,18 @@ def reward_input(task: Task, episode: PlayedEpisode | None, text: str) -> Reward
     opening = episode.messages[: episode.opening]
     rest = episode.messages[episode.opening :]
     row = {**task.row, "messages": episode.messages}
-    return RewardInput(_text_of(opening), _text_of(rest), task.answer, row, opening, rest)
+    last_turn = _text_of([message for message in rest if message.get("role") == "assistant"][-1:])
+    return RewardInput(_text_of(opening), _text_of(rest), task.answer, row, opening, rest, text, last_turn)
+
+
+def _last_prompt(rollout: Rollout) -> list[int]:
+    """Return the tokens in front of an episode's last turn; only the end, which may open thinking."""
+    if not rollout.rows:
+        return []
+    row = max(rollout.rows, key=lambda row: int(row.turns.max()))
+    start = int(row.turns.argmax())
+    last_prompt: list[int] = row.tokens[max(0, start - _PROMPT_END) : start].tolist()
+    return last_prompt
 
 
 def _text_of(messages: Sequence[Message]) -> str:

@@ -11,7 +11,8 @@ from rlctl.config.grpo_schema import RewardSection
 from rlctl.data.tasks import Task
 from rlctl.environments.contract import Reward
 from rlctl.generation.requests import Completion
-from rlctl.rewards.base import RewardInput
+from rlctl.rewards.base import RewardInput, attempt
+from rlctl.rewards.load import load_reward
 from rlctl.rewards.scorer import Score, Scorer
 from rlctl.rollout.scoring import GroupScorer, reward_input
 from rlctl.rollout.types import PlayedEpisode, Rollout, RolloutGroup
@@ -52,8 +53,39 @@ def scored() -> Iterator[Any]:
 
 
 def test_a_reward_judges_the_whole_conversation() -> None:
-    found = reward_input(TASK, episode(None), "never read")
-    assert found == RewardInput("1-9=", "7\n+\n8", "8", {"low": 1, "messages": SAID}, SAID[:1], SAID[1:])
+    found = reward_input(TASK, episode(None), "= ")
+    assert found == RewardInput("1-9=", "7\n+\n8", "8", {"low": 1, "messages": SAID}, SAID[:1], SAID[1:], "= ", "8")
+
+
+@pytest.mark.parametrize(
+    ("last_prompt", "said", "value"),
+    [
+        ("", "I do not know.", 0.0),
+        ("", "The answer is 8.", 1.0),
+        ("<think>\n", "It is 8.", 0.0),
+        ("<think>\n", "It is 7.</think>It is 8.", 1.0),
+    ],
+)
+def test_the_final_answer_of_an_episode_is_in_the_policys_last_message(
+    last_prompt: str, said: str, value: float
+) -> None:
+    tool = {"role": "tool", "content": "The answer is 8."}
+    messages = [*SAID[:3], {"role": "assistant", "content": said}, *[tool] * (value == 0.0)]
+    played = replace(episode(None), messages=messages)
+    reward = load_reward(replace(EXACT, name="math_verify"))
+    assert attempt(reward, reward_input(TASK, played, last_prompt)) == value
+
+
+def test_the_end_of_the_prompt_of_an_episodes_last_turn_is_decoded() -> None:
+    decoded = list[list[int]]()
+
+    def decode(rows: list[list[int]]) -> list[str]:
+        decoded.extend(rows)
+        return [""] * len(rows)
+
+    with Scorer([EXACT]) as scorer:
+        GroupScorer(scorer, decode)([RolloutGroup(TASK, [rollout(episode(None))])])
+    assert decoded == [turn(0).prompt_tokens]
 
 
 def test_an_environments_value_is_a_reward_of_weight_1_beside_the_others(scored: Any) -> None:
