@@ -35,7 +35,6 @@ from rlctl.cluster.remote_scripts.check import nvidia, software
 from rlctl.utils.ports import free_port
 from rlctl.utils.process import start_id
 from rlctl.utils.ray_token import TOKEN, token_environment
-from rlctl.workers.reaper import leftovers, sweep
 
 # Ray's command without the server of Ray Client, which has no use here, takes a fixed port, and on a busy machine gives
 # up while the node still starts: the whole node then ends.
@@ -169,6 +168,9 @@ def listening(request: dict[str, Any]) -> "list[list[Any]]":
 
 
 def stop(request: dict[str, Any]) -> dict[str, Any]:
+    # Here: the package of workers sets variables of a run's private Ray, and `start` passes on its environment.
+    from rlctl.workers.reaper import leftovers, sweep
+
     folder = request["folder"]
     found = family(folder)
     parents = [process for process in found if is_parent(process, folder)]

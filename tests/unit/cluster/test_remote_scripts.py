@@ -1,6 +1,7 @@
 """The check of a host travels as source, to any Python from 3.6 on; the others are those of the host's rlctl."""
 
 import ast
+import subprocess
 import sys
 
 from rlctl.cluster.hosts import script
@@ -22,3 +23,10 @@ def test_the_check_needs_nothing_that_may_be_absent() -> None:
         for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [each.name for each in node.names])
     }
     assert imported <= sys.stdlib_module_names
+
+
+def test_a_node_starts_with_the_environment_of_its_host() -> None:
+    program = "import os; before = dict(os.environ); import rlctl.cluster.remote_scripts.node"
+    command = [sys.executable, "-c", f"{program}; assert dict(os.environ) == before, set(os.environ) - set(before)"]
+    done = subprocess.run(command, env={}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
