@@ -329,6 +329,9 @@ def _run(session: Session, body: Callable[[Session], None]) -> tuple[int, str, s
         except UserError as error:
             return _failed(session, str(error), error.exit_code)
         except KeyboardInterrupt:
+            if session.lost:
+                # A cluster whose head is gone also asks its drivers to stop.
+                return _failed(session, session.lost, 1)
             return 130, session.interrupts.status, session.interrupts.by
         except Exception as error:
             _keep_traceback(session, error)

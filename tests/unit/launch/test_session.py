@@ -102,6 +102,18 @@ def test_a_first_signal_promises_a_save_only_once_steps_are_made(tmp_path: Path,
     assert told == [f"Ctrl-C: {what}; again: stop now", f"Ray is gone: {what}"]
 
 
+def test_a_start_that_is_stopped_because_ray_is_gone_has_failed(tmp_path: Path) -> None:
+    def stopped(session: Session) -> None:
+        with session.interrupts.ends_block():
+            session.lose("Ray is gone")
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(20)
+
+    assert ran("sft-tiny", tmp_path, stopped) == 1
+    end = json.loads((tmp_path / "x/events.jsonl").read_text().splitlines()[-1])
+    assert (end["status"], end["reason"]) == ("failed", "Ray is gone")
+
+
 def test_what_comes_from_the_environment_is_on_no_disk_and_a_resume_reads_it_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
