@@ -12,8 +12,8 @@ from pathlib import Path
 from rlctl.config.errors import ModelError
 from rlctl.config.json_files import read_object
 
-# A folder that a resume set aside is `damaged_step_N`.
-_CHECKPOINT = re.compile(r"(?:damaged_)?step_(\d+)")
+# Before the name of a checkpoint that a resume set aside.
+DAMAGED = "damaged_"
 _STATE = "state.json"
 # PEFT's name.
 ADAPTER_CONFIG = "adapter_config.json"
@@ -102,24 +102,53 @@ def exported_weights(path: Path) -> Path:
         return path
     checkpoint = path if is_checkpoint(path) else _newest(path)
     if not is_model(checkpoint / "hf"):
+        if not is_checkpoint(checkpoint):
+            # A run that still trains has pruned it since, and saved another.
+            return exported_weights(path)
         raise FileNotFoundError(f"{checkpoint} has no hf/ folder: its run had checkpoint.export=false")
     return checkpoint / "hf"
 
 
+def checkpoint_folders(checkpoints: Path, prefix: str = "") -> list[tuple[int, Path]]:
+    """Return (step, folder) of each folder that is named like a checkpoint, after `prefix`, the oldest first."""
+    names = ((re.fullmatch(rf"{prefix}step_(\d+)", path.name), path) for path in checkpoints.glob(f"{prefix}step_*"))
+    return sorted((int(name[1]), path) for name, path in names if name and path.is_dir())
+
+
+def newest_folder(checkpoints: Path) -> tuple[int, Path] | None:
+    """Return (step, folder) of the newest checkpoint, which may be damaged; None for none.
+
+    One that a resume set aside counts until another is saved.
+    """
+    folders = checkpoint_folders(checkpoints)
+    saved_ns = max((_modified_ns(path / _STATE) for _, path in folders), default=0)
+    aside = checkpoint_folders(checkpoints, DAMAGED)
+    waiting = [(step, path) for step, path in aside if _modified_ns(path) >= saved_ns]
+    return max([*folders, *waiting], default=None)
+
+
+def _modified_ns(path: Path) -> int:
+    """Return the time of the last change, in nanoseconds; 0 for a path that is gone."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
 def _newest(run: Path) -> Path:
     """Return the newest checkpoint of a run. Raises FileNotFoundError for none, and for one that is damaged."""
-    steps = {}
-    for path in (run / "checkpoints").glob("*step_*"):
-        if named := _CHECKPOINT.fullmatch(path.name):
-            steps[path] = int(named[1])
-    ordered = sorted(steps, key=lambda path: steps[path])
-    if not ordered:
+    checkpoints = run / "checkpoints"
+    step_and_folder = newest_folder(checkpoints)
+    if step_and_folder is None:
         raise FileNotFoundError(f"{run} is a run without a checkpoint: it has no weights yet")
-    newest = ordered[-1]
-    if not newest.name.startswith("damaged_") and _has_state(newest, steps[newest]):
+    step, newest = step_and_folder
+    if not newest.name.startswith(DAMAGED) and _has_state(newest, step):
         return newest
-    whole = [path for path in ordered[:-1] if _has_state(path, steps[path])]
-    remedy = f"; the one before: {whole[-1]}" if whole else ""
+    if newest_folder(checkpoints) != step_and_folder:
+        # A run that still trains has pruned it since, and saved another.
+        return _newest(run)
+    readable = [path for step, path in checkpoint_folders(checkpoints) if path != newest and _has_state(path, step)]
+    remedy = f"; the one before: {readable[-1]}" if readable else ""
     raise FileNotFoundError(f"{newest}, the newest checkpoint, is damaged{remedy}")
 
 

@@ -100,7 +100,7 @@ def _start(
 ) -> "tuple[Loop | None, WorkerGroup, GeneratorPool | None]":
     """Start the parts, which `stack` ends. Return the loop, None if only the check was wanted, ranks and engines."""
     deadline_s, emit = session.config.run.deadline_s, session.events.emit
-    files = _find_model(session)
+    files = find_model(session)
     session.depend_on(made_with(session.settled, Path(files.source)))
     sampling = session.settled.sampling
     processes = user_processes(sampling.config, session, stack) if sampling else None
@@ -174,15 +174,17 @@ def _settle(session: Session, machine: RunMachine, files: ModelFiles) -> Settled
     return settled
 
 
-def _find_model(session: Session) -> ModelFiles:
+def find_model(session: Session) -> ModelFiles:
     """Return the files of the run's model. Raises ModelError for a checkpoint's weights that are damaged."""
     config = session.config
     # A resumed run brings its weights.
     resumed = Checkpoints(session.run_dir.checkpoints, 1, 0).latest()
     # At a restart too: the run itself may have deleted an earlier checkpoint that stood in.
     model = replace(config.model, path=stand_in(config.model.path, resumed) or config.model.path)
-    # A run that still trains would prune it.
-    hold(Path(model.path).parent)
+    checkpoint = Path(model.path).parent
+    if not checkpoint.resolve().is_relative_to(session.run_dir.checkpoints.resolve()):
+        # Another run that still trains would prune it. This one prunes its own as ever.
+        hold(checkpoint)
     files = ModelFiles.find(model, session.run_dir.path, config.run.seed, merge=config.lora is None)
     if resumed is None and (damage := damage_of_weights(Path(files.adapter or config.model.path))):
         raise ModelError(f"model.path: {damage}; name another checkpoint")

@@ -1,6 +1,7 @@
 """Checks of a config's model: its files, its lengths, its chats."""
 
 import os
+import socket
 from pathlib import Path
 
 from rlctl.config.errors import ModelError
@@ -59,7 +60,8 @@ def check_model(config: RunConfig) -> Violations:
 def live_run_note(model: str) -> str | None:
     """Return a note on a model that is a checkpoint of a run that still trains, and deletes it later; None for others.
 
-    A run that ended without a word, or whose files cannot be read, is none.
+    A driver on this machine keeps it for a run that starts from it, see `hold`. A run that ended without a word, or
+    whose files cannot be read, is none.
     """
     checkpoint = Path(model).parent
     run = checkpoint.parent.parent
@@ -73,8 +75,13 @@ def live_run_note(model: str) -> str | None:
             started = {}
     if not started or not driver_lives(started):
         return None
-    kept = f"that run still trains, and deletes {checkpoint.name} once it has newer ones (its checkpoint.keep_last)"
-    return f"model.path={model}: {kept}: wait for its end, or copy the folder first"
+    name = checkpoint.name
+    later = "once it has newer ones (its checkpoint.keep_last)"
+    beginning = f"model.path={model}: that run still trains"
+    if started.get("host") in (None, socket.gethostname()):
+        remedy = "a later resume with a reference policy or adapters needs it: copy the folder first"
+        return f"{beginning}: it keeps {name} while this run lasts, then deletes it {later}; {remedy}"
+    return f"{beginning} on {started['host']}, and deletes {name} {later}: wait for its end, or copy the folder first"
 
 
 def model_notes(sizes: ModelSizes, device: Device) -> list[str]:

@@ -8,15 +8,15 @@ A manifest holds the digest of every file; a resume checks the digest before it 
 import fcntl
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlctl.config.errors import UserError
+from rlctl.config.run_weights import DAMAGED, checkpoint_folders, newest_folder
 from rlctl.preflight.version import earlier_version
 from rlctl.run.manifest import MANIFEST, find_damage, is_as_written, write_manifest
 from rlctl.utils.files import sync
@@ -138,7 +138,7 @@ class Checkpoints:
 
         Half-written ones of a killed run are left out, and so is anything else in the folder.
         """
-        return [checkpoint for step, path in self._folders() if (checkpoint := _read(path, step))]
+        return [checkpoint for step, path in checkpoint_folders(self._folder) if (checkpoint := _read(path, step))]
 
     def latest(self) -> Checkpoint | None:
         """Return the newest of `all`."""
@@ -151,7 +151,7 @@ class Checkpoints:
 
     def latest_as_written(self) -> Checkpoint | None:
         """Return the newest whose state is as it was written. Other files are not read."""
-        for step, path in reversed(list(self._folders())):
+        for step, path in reversed(checkpoint_folders(self._folder)):
             if is_as_written(path, _STATE) and (checkpoint := _read(path, step)):
                 return checkpoint
         return None
@@ -159,13 +159,14 @@ class Checkpoints:
     def damage_of_newest(self) -> tuple[int, str] | None:
         """Return the step of the newest folder, and a line on its state if that is not as it was written.
 
-        A folder that a resume set aside is damaged. Other files are not read. None for a run without a folder.
+        A folder that a resume set aside is damaged, see `newest_folder`. Other files are not read. None for a run
+        without a folder.
         """
-        folders = sorted([*self._folders(), *self._folders("damaged_")])
-        if not folders:
+        newest = newest_folder(self._folder)
+        if newest is None:
             return None
-        step, path = folders[-1]
-        if path.name.startswith("damaged_"):
+        step, path = newest
+        if path.name.startswith(DAMAGED):
             return step, f"{path}: damaged, as a resume has found"
         if wrong := find_damage(path, _STATE):
             return step, _line(wrong)
@@ -178,10 +179,10 @@ class Checkpoints:
         """
         self.refuse_earlier()
         damaged: dict[Path, str] = {}
-        known = {path for _, path in self._folders()}
+        known = {path for _, path in checkpoint_folders(self._folder)}
         strangers = sorted(path for path in self._folder.glob("step_*") if path not in known)
         notes = [f"{path}: no checkpoint of rlctl, left alone" for path in strangers]
-        for step, path in reversed(list(self._folders())):
+        for step, path in reversed(checkpoint_folders(self._folder)):
             wrong = find_damage(path)
             export = {file: what for file, what in wrong.items() if path / "hf" in file.parents}
             if len(wrong) > len(export):
@@ -200,23 +201,19 @@ class Checkpoints:
 
     def refuse_earlier(self) -> None:
         """Raise EarlierVersion if all checkpoints are of an earlier version of rlctl."""
-        folders = list(self._folders())
+        folders = checkpoint_folders(self._folder)
         if folders and all(_is_earlier(path, step) for step, path in folders):
             raise EarlierVersion(earlier_version(self._folder.parent, f"its checkpoints have no {MANIFEST}"))
 
     def set_aside(self, damaged: Path) -> Path:
         """Rename a damaged checkpoint to `damaged_step_N`, until a newer one is saved; return its new path."""
-        aside = damaged.with_name(f"damaged_{damaged.name}")
+        aside = damaged.with_name(f"{DAMAGED}{damaged.name}")
         shutil.rmtree(aside, ignore_errors=True)
         os.replace(damaged, aside)
+        with suppress(OSError):
+            # Checkpoints that are saved from now on are newer.
+            os.utime(aside)
         return aside
-
-    def _folders(self, prefix: str = "") -> Iterator[tuple[int, Path]]:
-        """Yield (step, folder) of folders that are named like a checkpoint, oldest first."""
-        names = (
-            (re.fullmatch(rf"{prefix}step_(\d+)", path.name), path) for path in self._folder.glob(f"{prefix}step_*")
-        )
-        yield from sorted((int(name[1]), path) for name, path in names if name and path.is_dir())
 
     def prune(self) -> None:
         """Remove checkpoints that are not to be kept, unfinished folders, and damaged ones that the run has passed."""
@@ -228,7 +225,7 @@ class Checkpoints:
                 _remove_unless_held(checkpoint.path)
         for leftover in self._folder.glob("tmp_*"):
             shutil.rmtree(leftover, ignore_errors=True)
-        for step, path in self._folders("damaged_"):
+        for step, path in checkpoint_folders(self._folder, DAMAGED):
             # The run has passed it.
             if step <= found[-1].step:
                 shutil.rmtree(path, ignore_errors=True)
@@ -326,18 +323,18 @@ def _line(wrong: dict[Path, str]) -> str:
 
 def _remove_unless_held(checkpoint: Path) -> None:
     """Remove a checkpoint. One that another process reads, see `hold`, is left for a later time."""
-    descriptor = os.open(checkpoint / _STATE, os.O_RDWR | os.O_CLOEXEC)
-    is_held = False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        is_held = True
-    except OSError:
-        # A file system without locks.
-        pass
-    if not is_held:
+    with ExitStack() as stack:
+        try:
+            descriptor = os.open(checkpoint / _STATE, os.O_RDWR | os.O_CLOEXEC)
+            stack.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, FileNotFoundError):
+            # It is held, or gone already.
+            return
+        except OSError:
+            # A file that cannot be written, or a file system without locks: nothing is held.
+            pass
         _remove(checkpoint)
-    os.close(descriptor)
 
 
 def _remove(folder: Path) -> None:

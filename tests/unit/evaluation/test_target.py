@@ -1,10 +1,12 @@
 """The weights that a text names: of a run, a checkpoint, its hf/ folder, another folder, the hub."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
+from rlctl.config import run_weights
 from rlctl.config.run_weights import exported_weights
 from rlctl.evaluation.target import Target, TargetError, digest_of_weights, find_target
 from rlctl.run.checkpoints import Checkpoints
@@ -71,6 +73,34 @@ def test_a_damaged_newest_checkpoint_is_said_and_the_one_before_is_taken_by_name
     if damage in ("cut", "missing", "set aside"):
         with pytest.raises(FileNotFoundError, match=f"{newest}, the newest checkpoint, is damaged; the one before: "):
             exported_weights(run)
+
+
+def test_a_checkpoint_that_was_set_aside_counts_until_another_is_saved(run: Path) -> None:
+    checkpoints = Checkpoints(run / "checkpoints", 9, 0)
+    aside = checkpoints.set_aside(run / "checkpoints/step_4")
+    with pytest.raises(FileNotFoundError, match="damaged_step_4, the newest checkpoint, is damaged"):
+        exported_weights(run)
+    os.utime(aside, (0, 0))
+    os.utime(run / "checkpoints/step_2/state.json", (1, 1))
+    assert find_target("sums", run.parent).step == 2
+    assert exported_weights(run) == run / "checkpoints/step_2/hf"
+
+
+def test_a_checkpoint_that_is_pruned_before_it_is_read_is_not_damaged(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that trains saves step 6 between the look at its folder and the reading."""
+    real = run_weights.newest_folder
+
+    def look(checkpoints: Path) -> tuple[int, Path] | None:
+        found = real(checkpoints)
+        if found and found[0] == 4:
+            (run / "checkpoints/step_4").rename(run / "checkpoints/step_6")
+            (run / "checkpoints/step_6/state.json").write_text('{"step": 6}')
+        return found
+
+    monkeypatch.setattr(run_weights, "newest_folder", look)
+    assert exported_weights(run) == run / "checkpoints/step_6/hf"
 
 
 def test_a_run_whose_only_checkpoint_is_damaged_names_it(run: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from rlctl.config.errors import ConfigError
-from rlctl.launch.assembly import launch
+from rlctl.launch.assembly import find_model, launch
 from rlctl.launch.resume import find_resumed, replace_lost_model
 from rlctl.launch.runtime import LocalRuntime
 from rlctl.launch.session import Session, run_session
@@ -232,15 +232,38 @@ def test_a_run_whose_model_is_gone_goes_on_with_the_newest_export(run: Path, nee
         assert replace_lost_model(resumed) == [f"model.path={run / 'checkpoints/step_4/hf'}"]
 
 
-@pytest.mark.parametrize("end", [None, "run_ended"])
-def test_a_start_from_a_run_that_still_trains_is_noted(run: Path, end: str | None) -> None:
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_run_keeps_the_checkpoint_of_another_run_and_prunes_its_own(run: Path, is_own: bool) -> None:
+    shutil.copytree("model", run / "checkpoints/step_4/hf", dirs_exist_ok=True)
+    checkpoint = run.absolute() / "checkpoints/step_4"
+    if not is_own:
+        checkpoint = Path(shutil.copytree(run, run.with_name("other"))).absolute() / "checkpoints/step_4"
+
+    def body(session: Session) -> None:
+        find_model(session)
+        Checkpoints(checkpoint.parent, 1, 0).save(6, {}, lambda folder: None)
+
+    assert resume(run, body, f"model.path={checkpoint / 'hf'}") == 0
+    assert checkpoint.exists() != is_own
+
+
+@pytest.mark.parametrize(("end", "host"), [(None, "this"), (None, "far"), ("run_ended", "this")])
+def test_a_start_from_a_run_that_still_trains_is_noted(run: Path, end: str | None, host: str) -> None:
     shutil.copytree("model", run / "checkpoints/step_4/hf", dirs_exist_ok=True)
     events = EventLog(run / "events.jsonl")
-    events.emit("run_started", **identity())
+    driver = identity()
+    if host != "this":
+        driver["host"] = host
+    events.emit("run_started", **driver)
     if end:
         events.emit(end)
     model = run.absolute() / "checkpoints/step_4/hf"
     notes = [note for note in load("grpo", "grpo.recipe.yaml", [f"model.path={run}"]).notes if "still trains" in note]
-    said = f"model.path={model}: that run still trains, and deletes step_4 once it has newer ones"
-    more = " (its checkpoint.keep_last): wait for its end, or copy the folder first"
-    assert notes == ([] if end else [said + more])
+    beginning = f"model.path={model}: that run still trains"
+    later = "once it has newer ones (its checkpoint.keep_last)"
+    expected = {
+        "this": f": it keeps step_4 while this run lasts, then deletes it {later}; a later resume with a reference"
+        " policy or adapters needs it: copy the folder first",
+        "far": f" on far, and deletes step_4 {later}: wait for its end, or copy the folder first",
+    }
+    assert notes == ([] if end else [beginning + expected[host]])

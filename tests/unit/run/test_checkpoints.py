@@ -1,6 +1,7 @@
 """Checkpoints appear whole or not at all; the newest and the best stay."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -44,6 +45,26 @@ def test_a_checkpoint_that_another_process_reads_stays_until_it_has_ended(tmp_pa
     reader.communicate("\n")
     checkpoints.save(4, {}, write)
     assert names(tmp_path) == ["step_4"]
+
+
+@pytest.mark.parametrize("error", [PermissionError, FileNotFoundError])
+def test_a_checkpoint_that_cannot_be_locked_or_is_gone_ends_no_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[OSError]
+) -> None:
+    checkpoints = Checkpoints(tmp_path, keep_last=1, keep_best=0)
+    checkpoints.save(1, {}, write)
+    real = os.open
+
+    def open_file(path: str | Path, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        if flags & os.O_RDWR and Path(path) == tmp_path / "step_1/state.json":
+            if error is FileNotFoundError:
+                (tmp_path / "step_1").rename(tmp_path / "tmp_gone")
+            raise error(path)
+        return real(path, flags, mode, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "open", open_file)
+    checkpoints.save(2, {}, write)
+    assert names(tmp_path) == ["step_2"]
 
 
 def test_of_equal_scores_the_earlier_is_the_best(tmp_path: Path) -> None:
