@@ -34,8 +34,8 @@ def next_commands(
 ) -> list[str]:
     """Return the commands after a run with this `status`, the most useful first, to go on last.
 
-    smaller: after a loss of nodes, the run as it fits those that are left, the largest first. fails_again: it ended by
-    a mistake in its input, which a resumed run would repeat.
+    smaller: after a loss of nodes, the run as it fits those that are left, the largest first. fails_again: a
+    resumed run would end in the same way.
     """
     config = settled.config
     try:
@@ -48,9 +48,7 @@ def next_commands(
     resume = f"rlctl train {config.kind} --resume {known}{there}"
     if status == "failed":
         logs = f"rlctl runs logs {known}"
-        # A run elsewhere may have a checkpoint: its files cannot be read from here.
-        has_checkpoint = record is not None or Checkpoints(run_dir.checkpoints, 1, 0).latest() is not None
-        if fails_again or not has_checkpoint:
+        if fails_again:
             return [logs]
         return [" ".join([resume, *_fewer(settled, run_dir, smaller)]), logs]
     if status != "done":

@@ -30,7 +30,7 @@ from rlctl.launch.next_steps import next_commands
 from rlctl.preflight.placement import ResourceRequest
 from rlctl.preflight.settled import Settled
 from rlctl.preflight.version import earlier_version
-from rlctl.run.checkpoints import Checkpoint, EarlierVersion, NoWholeCheckpoint
+from rlctl.run.checkpoints import Checkpoint, Checkpoints, EarlierVersion, NoWholeCheckpoint
 from rlctl.run.fingerprint import contradictions
 from rlctl.run.interrupts import Interrupts
 from rlctl.run.recorder import RunRecorder
@@ -88,6 +88,8 @@ class Session:
     begun: float = field(default_factory=lambda: time.monotonic() - age_s())
     # The command that begins the run again, if no checkpoint is whole.
     begin_command: str = ""
+    # True if a resumed run would end by the same mistake: of its input, or of a run that has saved nothing.
+    fails_again: bool = False
     # True while steps are made: a first signal then waits for the end of one.
     training: bool = False
     # After a loss of nodes: the run as it fits those that are left, the largest first. Empty: not known, or never.
@@ -274,7 +276,7 @@ def run_session(settled: Settled, resolved: str, resume: Path | None, body: Call
         if lost:
             reason = f"{reason + '; ' if reason else ''}{lost} records could not be written"
         commands = [session.begin_command] if session.begin_command else []
-        commands = commands or next_commands(settled, run_dir, status, session.smaller, fails_again=code == _BAD_INPUT)
+        commands = commands or next_commands(settled, run_dir, status, session.smaller, session.fails_again)
         end = {"status": status, "reason": reason, "next": commands}
         events.emit("run_ended", **end)
         view.end = {"kind": "run_ended", "time": events.now(), **end}
@@ -327,6 +329,7 @@ def _run(session: Session, body: Callable[[Session], None]) -> tuple[int, str, s
             body(session)
             break
         except UserError as error:
+            session.fails_again = error.exit_code == _BAD_INPUT
             return _failed(session, str(error), error.exit_code)
         except KeyboardInterrupt:
             if session.lost:
@@ -344,6 +347,9 @@ def _run(session: Session, body: Callable[[Session], None]) -> tuple[int, str, s
                 count = f"{session.attempts} of {run.max_restarts}"
                 session.events.emit("restart", reason=reason, count=count, pause_s=pause)
                 continue
+            has_no_room = isinstance(error, OSError) and error.errno == errno.ENOSPC
+            has_saved = Checkpoints(session.run_dir.checkpoints, 1, 0).latest() is not None
+            session.fails_again = not (processes_lost or has_no_room or has_saved)
             if not isinstance(error, _EXPLAINED):
                 reason = f"{type(error).__name__}: {reason}; see {session.logs / 'driver.log'}"
             return _failed(session, reason, 1)

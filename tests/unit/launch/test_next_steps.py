@@ -71,13 +71,11 @@ def test_an_adapter_that_was_damaged_is_not_offered(tmp_path: Path) -> None:
     assert [each.split()[1] for each in next_commands(settled, run, "done")] == ["runs", "eval", "train"]
 
 
-def test_a_failed_run_goes_on_only_from_a_checkpoint_and_not_into_the_same_mistake(tmp_path: Path) -> None:
+def test_a_failed_run_does_not_go_on_into_the_same_mistake(tmp_path: Path) -> None:
     settled, run = ended(tmp_path)
     logs = f"rlctl runs logs {run.path}"
     assert next_commands(settled, run, "failed") == [f"rlctl train grpo --resume {run.path}", logs]
     assert next_commands(settled, run, "failed", fails_again=True) == [logs]
-    new = RunDir.create("new", tmp_path)
-    assert next_commands(settled, new, "failed") == [f"rlctl runs logs {new.path}"]
 
 
 def test_what_is_not_there_is_not_offered(tmp_path: Path) -> None:

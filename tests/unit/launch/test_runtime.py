@@ -69,9 +69,16 @@ def test_a_run_that_waited_in_vain_for_a_lost_node_says_what_fits_the_others(mon
     nodes = [LiveNode(name, name, name, {"CPU": 2.0}, {"CPU": 2.0}) for name in ("a", "b")]
     monkeypatch.setattr("rlctl.workers.nodes.live_nodes", lambda: nodes)
     monkeypatch.setattr("rlctl.workers.nodes.Reservation", Held)
-    monkeypatch.setattr("rlctl.launch.local_ray.ray_session", lambda *given, **more: nullcontext())
+    for name in ("ray_session", "watch_node"):
+        monkeypatch.setattr(f"rlctl.launch.local_ray.{name}", lambda *given, **more: nullcontext())
     session: Any = SimpleNamespace(
-        logs=Path(), attempts=1, interrupts=SimpleNamespace(asked=False), events=SimpleNamespace(emit=print), smaller=[]
+        logs=Path(),
+        attempts=1,
+        interrupts=SimpleNamespace(asked=False),
+        events=SimpleNamespace(emit=print),
+        smaller=[],
+        lose=print,
+        give_up=print,
     )
     session.config = SimpleNamespace(placement=SimpleNamespace(wait_s=-1.0))
     run, whole = ClusterRuntime(wait=False), ResourceRequest(2, 2, 1, colocated=True)
