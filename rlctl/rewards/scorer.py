@@ -104,7 +104,7 @@ class Scorer:
         failed = [(index, str(each)) for index, each in enumerate(outcomes) if isinstance(each, RewardFailure)]
         if failed:
             raise UnusableError([*failed], self._sections)
-        return self._combine(outcomes)
+        return self._combine(outcomes, may_wait=self._episodes)
 
     def close(self) -> None:
         self._threads.shutdown()
@@ -143,21 +143,28 @@ class Scorer:
         finally:
             self._idle.put(worker)
 
-    def _combine(self, outcomes: list[Outcome], given: Mapping[str, float] = MappingProxyType({})) -> Score:
-        """Combine an item's outcomes to its score; count failures. given: see `score`, prefixed for a shared name."""
+    def _combine(
+        self, outcomes: list[Outcome], given: Mapping[str, float] = MappingProxyType({}), *, may_wait: bool = False
+    ) -> Score:
+        """Combine an item's outcomes to its score; count failures.
+
+        given: see `score`, prefixed for a shared name. may_wait: an episode may be judged later, so that an item
+        without a value has not failed.
+        """
         own = self._bounded(
             {f"{ENVIRONMENT_REWARD}.{name}" if name in self.names else name: part for name, part in given.items()}
         )
         named = dict(zip(self.names, outcomes, strict=True))
         parts = {name: None if isinstance(outcome, RewardFailure) else outcome for name, outcome in named.items()}
         failures = {name: outcome for name, outcome in named.items() if isinstance(outcome, RewardFailure)}
-        if not failures and not self._episodes and self.names and all(part is None for part in parts.values()):
+        is_judged = bool(own) or any(part is not None for part in parts.values())
+        if self.names and not failures and not is_judged and not may_wait:
             failures = {self.names[0]: RewardFailure("no reward judges it", detail="each returned None")}
         value = sum(
             section.weight * (part or 0.0) for section, part in zip(self._sections, parts.values(), strict=True)
         ) + sum(own.values())
         parts |= own
-        if all(part is None for part in parts.values()) and not failures:
+        if not is_judged and not failures:
             return Score(None, {}, None, right=False)
         if not failures and not math.isfinite(value):
             failures = {"sum": RewardFailure("no finite number", detail=f"{value} of {parts}")}

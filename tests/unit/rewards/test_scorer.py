@@ -408,6 +408,7 @@ def test_a_reward_that_takes_environments_has_the_value_that_its_environment_gav
         scores = scorer.score([item] * 3, given)
     assert [score.value for score in scores] == [1.4, 0.0, None]
     assert scores[0].parts == {"reward_func": 0.8, "said_and_wanted": None, "won": 1.0}
+    assert scores[2].failed == "reward_func: no reward judges it: each returned None"
     with Scorer(sections) as scorer, pytest.raises(RewardError, match="takes environments, and there is no episode"):
         scorer.try_on_sample(item)
 
