@@ -52,8 +52,10 @@ _FORMULA_WORD = re.compile(
     "|array|aligned",
     re.IGNORECASE,
 )
-# Two to four different letters that are a product of variables, and no word.
-_PRODUCT = re.compile(r"(?=.{2,4}$)(?!.*(.).*\1)(?:[bcdhkmnpqrstuvwxyz]+|a[bcdxyz]+)")
+# Two to four different letters that are a product of variables, and no word: why and try are words.
+_PRODUCT = re.compile(r"(?=.{2,4}$)(?!.*(.).*\1)(?!(?=.{3})[^x]*y)(?:[bcdhkmnpqrstuvwxyz]+|a[bcdxyz]+)")
+_ABBREVIATION = re.compile("[A-Z]{2,}")
+_INITIAL = re.compile(r"(?<![A-Za-z])[A-Z]\.\s*$")
 _UNIT = re.compile(r"(?<=[\d})\s])\s*(?P<unit>[A-Za-z]+(?:[ /]+[A-Za-z]+)*)\.?(?:\s*\^\{?\d\}?)?\s*$")
 _SHORT_UNIT = re.compile("[kmcd]?[mgl]|[shL]|ft|mph|hr|yd|lb")
 # Functions too, but with an argument behind them.
@@ -72,10 +74,13 @@ _CHOICE_IN_PROSE = re.compile(
 _SECOND_CHOICE = re.compile(rf"\W*(?:or\b|and\b|/|&|,)\W*{_LETTER}\b(?!')")
 _BRACKETED_CHOICE = re.compile(rf"\(({_LETTER})\)")
 _VERDICTS = frozenset(("right", "correct", "wrong", "incorrect"))
-# A rejected answer or a reason behind words; behind a comma also a clause.
+# Beginning of a reason or of a further sentence.
+_CLAUSE = re.compile(
+    r"\W*(?:the|an?|which|who|where|because|since|as|so|i|you|he|she|it|we|they|this|that|these|those|there|not)\b"
+)
 _BEHIND_WORDS = re.compile(
     r"\s*(?:$|[.;:!?)\n(]|,?\s*(?:because|since|(?:(?:and|but)\s+)?not|rather than|instead of)\b"
-    r"|,\s*(?:the|an?|which|who|where|as|so|i|you|he|she|it|we|they|this|that|these|those|there)\b)"
+    rf"|,{_CLAUSE.pattern})"
 )
 _BETWEEN_WORDS = re.compile(r"\s*[,;]\s*(?:and\s+|or\s+)?|\s+(?:and|or|&)\s+")
 
@@ -121,16 +126,23 @@ def read_reference(answer: str) -> Reference | None:
     return Reference("words", read_words(found.text))
 
 
-def read_choice(found: FinalAnswer) -> str | None:
-    """Return the letter of the choice that an answer names; None where it names none, or several."""
+def read_choice(found: FinalAnswer) -> tuple[str, str] | None:
+    """Return the letter of the choice that an answer names, and its text; None where it names none, or several.
+
+    A reason behind the letter is no text of the choice.
+    """
     text = _unwrapped(found.text).strip(" $")
     if small := _SMALL_CHOICE.fullmatch(text):
-        return small[1].upper()
+        return small[1].upper(), ""
     if choice := _CHOICE.match(text) or _CHOICE_IN_PROSE.match(text):
         letter = next(group for group in choice.groups() if group)
-        return None if _SECOND_CHOICE.match(text, choice.end()) else letter
+        if _SECOND_CHOICE.match(text, choice.end()):
+            return None
+        label = text[choice.end() :].strip() if choice.re is _CHOICE else ""
+        is_reason = found.place in ("statement", "text") and _CLAUSE.match(label.casefold())
+        return letter, "" if is_reason else label
     letters = set(_BRACKETED_CHOICE.findall(text.splitlines()[-1] if text else ""))
-    return letters.pop() if len(letters) == 1 else None
+    return (letters.pop(), "") if len(letters) == 1 else None
 
 
 def has_words(found: FinalAnswer, words: str) -> bool | None:
@@ -185,6 +197,8 @@ def is_bare(text: str, variables: frozenset[str] | None = None) -> bool:
     if (re.search(_SPAN, text) or ("\n" in text and "\\begin" not in text)) and _formulas(text) != [text]:
         return False
     text = _without_unit(text, variables)
+    if variables is None and _ABBREVIATION.fullmatch(text.strip("$ ")):
+        return False
     if _TWO_NUMBERS.search(_MIXED_NUMBER.sub("", _GROUPED_DIGITS.sub("", text))):
         return False
     words = _WORD.findall(_COMMAND.sub(" ", text))
@@ -229,7 +243,7 @@ def _unwrapped(text: str) -> str:
 def _without_unit(text: str, variables: frozenset[str] | None) -> str:
     """Return a quantity without the unit at its end. variables: as of `is_bare`; with one, a letter is no unit."""
     unit = _UNIT.search(text)
-    if unit is None or not text[: unit.start()].strip():
+    if unit is None or not text[: unit.start()].strip() or _INITIAL.search(text, 0, unit.start()):
         return text
     for word in re.split(r"[ /]+", unit["unit"]):
         if _UNIT_AND_FUNCTION.fullmatch(word) or (_SHORT_UNIT.fullmatch(word) and not variables):

@@ -89,10 +89,14 @@ def _describe(reference: Reference | None) -> tuple[str, str]:
 def _verdict(reference: Reference, found: FinalAnswer) -> bool | None:
     """Return True if an answer is the reference; None where it states nothing of the reference's kind."""
     if reference.kind == "choice":
-        letter = read_choice(found)
-        if letter is None and reference.label:
-            return _verdict(reference.label, found)
-        return None if letter is None else letter == reference.text
+        choice = read_choice(found)
+        if choice is None:
+            return _verdict(reference.label, found) if reference.label else None
+        letter, label = choice
+        if letter == reference.text and label and reference.label:
+            # A name may begin as a choice does: E. coli.
+            return _verdict(reference.label, FinalAnswer(label, "statement")) is not False
+        return letter == reference.text
     if reference.kind == "words":
         return has_words(found, reference.text)
     formula = read_formula(found, reference.text)

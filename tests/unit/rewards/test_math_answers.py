@@ -40,6 +40,12 @@ MARKED = {
         # Variables are no word.
         ("ab", B % "ba", 1),
         ("xy", B % r"y \cdot x", 1),
+        ("AB+BC", B % "BC+AB", 1),
+        ("USD", B % "SUD", 0),
+        ("NYC", B % "CNY", 0),
+        ("DNS", B % "SDN", 0),
+        ("DNS", "The answer is DNS.", 1),
+        ("why", B % "hwy", 0),
     ],
     "choices": [
         ("B", B % "B", 1),
@@ -56,6 +62,14 @@ MARKED = {
         ("(B) 12", B % "12", 1),
         ("(B) 12", B % "13", 0),
         ("A, C", B % "C, A", 1),
+        ("(B) 12", "The answer is (B) 12 apples.", 1),
+        ("(B) rain", "The answer is (B), because it rains.", 1),
+        ("C. S. Lewis", B % "C. S. Lewis", 1),
+        ("C. S. Lewis", B % "C. Darwin", 0),
+        ("J. K. Rowling", B % "J. R. R. Tolkien", 0),
+        ("J. K. Rowling", "The answer is J. K. Rowling.", 1),
+        ("E. coli", B % "E. histolytica", 0),
+        ("E. coli", "The answer is E. histolytica.", 0),
         ("A, C", B % "A", 0),
     ],
     "money": [
