@@ -15,6 +15,7 @@ _END_S = 10.0
 # Seconds after which a task is cancelled again: it may wait for an answer that can no longer come.
 _AGAIN_S = 1.0
 WAITS_FOR_ITSELF = "the event loop waits for itself: only other threads may enter it"
+CLOSED = "the event loop is closed"
 
 
 class EventLoop:
@@ -36,6 +37,9 @@ class EventLoop:
         # Guards the first moment of `close`: whatever was submitted before it becomes a task, which is then cancelled.
         self._lock = threading.Lock()
         self._closes = False
+        # The thread in `close`, where the last tasks end.
+        self._closer: threading.Thread | None = None
+        self._closed = threading.Event()
         loop.set_exception_handler(lambda _, context: self._note(context.get("exception")))
 
     def now(self) -> float:
@@ -50,32 +54,47 @@ class EventLoop:
     def ask(self, function: Callable[[], Value]) -> Value:
         """Call a function on the loop and return its value, from another thread. Raises what `run` raises.
 
-        After `close` it is called here.
+        Once `close` has begun, it waits for the end of that and calls the function here, on the caller's thread.
         """
-        if self.loop.is_closed():
-            return function()
+        called = False
 
         async def answer() -> Value:
+            nonlocal called
+            called = True
             return function()
 
-        return self.run(answer())
+        if not self._closes:
+            try:
+                return self.run(answer())
+            except RuntimeError:
+                if called or not self._closes:
+                    raise
+        if not self._closed.is_set() and threading.current_thread() in (self._thread, self._closer):
+            raise RuntimeError(WAITS_FOR_ITSELF)
+        if not self._closed.wait(ANSWER_S):
+            raise blocked(ANSWER_S)
+        return function()
 
     def submit(self, work: Coroutine[Any, Any, Value]) -> "Future[Value]":
-        """Begin a coroutine, from any thread; return its future. Keep its error. Raises RuntimeError after `close`."""
+        """Begin a coroutine, from any thread; return its future. Keep its error.
+
+        Raises RuntimeError as soon as `close` has begun.
+        """
         with self._lock:
             if self._closes:
-                work.close()
-                raise RuntimeError("the event loop is closed")
+                raise refusal(work, CLOSED)
             future = asyncio.run_coroutine_threadsafe(work, self.loop)
         # The submitter may never look at it.
         future.add_done_callback(lambda done: None if done.cancelled() else self._note(done.exception()))
         return future
 
     def run(self, work: Coroutine[Any, Any, Value], deadline_s: float = ANSWER_S) -> Value:
-        """Run a coroutine and return its value, from another thread. Raises RuntimeError at the deadline."""
+        """Run a coroutine and return its value, from another thread.
+
+        Raises RuntimeError at the deadline and from `close` on, CancelledError for work that `close` cancels.
+        """
         if threading.current_thread() is self._thread:
-            work.close()
-            raise RuntimeError(WAITS_FOR_ITSELF)
+            raise refusal(work, WAITS_FOR_ITSELF)
         future = self.submit(work)
         try:
             return future.result(deadline_s)
@@ -86,7 +105,12 @@ class EventLoop:
             raise blocked(deadline_s) from None
 
     def spawn(self, work: Coroutine[Any, Any, Value]) -> "asyncio.Task[Value]":
-        """Begin a task that nobody need await, on the loop's thread. Keep its error."""
+        """Begin a task that nobody need await, on the loop's thread. Keep its error.
+
+        Raises RuntimeError after `close`. During it the task is cancelled before its first step.
+        """
+        if self.loop.is_closed():
+            raise refusal(work, CLOSED)
         task = self.loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._spawned)
@@ -125,11 +149,15 @@ class EventLoop:
         with self._lock:
             if self._closes:
                 return
+            self._closer = threading.current_thread()
             self._closes = True
-        self.call(self.loop.stop)
-        self._thread.join()
-        endless_tasks = self.loop.run_until_complete(self._end_tasks())
-        self.loop.close()
+        try:
+            self.call(self.loop.stop)
+            self._thread.join()
+            endless_tasks = self.loop.run_until_complete(self._end_tasks())
+            self.loop.close()
+        finally:
+            self._closed.set()
         if endless_tasks:
             names = {str(getattr(task.get_coro(), "__qualname__", task)) for task in endless_tasks}
             what = f"{len(endless_tasks):,} tasks of the event loop swallow their cancellation"
@@ -172,6 +200,12 @@ class EventLoop:
 
     def _note(self, error: BaseException | None) -> None:
         self._defect = self._defect or error
+
+
+def refusal(work: Coroutine[Any, Any, Any], why: str) -> RuntimeError:
+    """Close a coroutine that cannot begin: it would warn that nobody awaited it. Return the error."""
+    work.close()
+    return RuntimeError(why)
 
 
 def blocked(deadline_s: float) -> RuntimeError:

@@ -11,7 +11,7 @@ from functools import partial
 from random import Random
 from typing import Any, TypeVar
 
-from rlctl.utils.event_loop import ANSWER_S, WAITS_FOR_ITSELF, EventLoop, blocked
+from rlctl.utils.event_loop import ANSWER_S, CLOSED, WAITS_FOR_ITSELF, EventLoop, blocked, refusal
 
 Value = TypeVar("Value")
 # Share of its steps in which a wait for the loop lets anything happen besides, where a seed draws.
@@ -99,8 +99,9 @@ class VirtualEvents(EventLoop):
     def run(self, work: Coroutine[Any, Any, Value], deadline_s: float = ANSWER_S) -> Value:
         """Run a coroutine and return its value; let anything happen while it waits. Raises RuntimeError."""
         if asyncio._get_running_loop() is not None:
-            work.close()
-            raise RuntimeError(WAITS_FOR_ITSELF)
+            raise refusal(work, WAITS_FOR_ITSELF)
+        if self.loop.is_closed():
+            raise refusal(work, CLOSED)
         task, end = self.loop.create_task(work), self.time + deadline_s
         while not task.done():
             if self.time > end:
@@ -149,8 +150,9 @@ class VirtualEvents(EventLoop):
 
     def close(self) -> None:
         """Cancel all tasks, make the steps that need no time, and close the loop."""
-        if self.loop.is_closed():
+        if self._closes:
             return
+        self._closes = True
         self._cancel_tasks()
         while self.loop.step():
             pass

@@ -6,11 +6,14 @@ import random
 import sys
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from inspect import CORO_CLOSED, getcoroutinestate
 
 import pytest
 
-from rlctl.utils.event_loop import EventLoop
+from rlctl.utils.event_loop import WAITS_FOR_ITSELF, EventLoop
 from rlctl.utils.virtual_events import VirtualEvents
 
 LATE_S = random.Random(0)
@@ -98,3 +101,44 @@ def test_a_task_that_swallows_its_cancellation_is_named(monkeypatch: pytest.Monk
     with pytest.raises(RuntimeError, match=r"^1 tasks of the event loop swallow their cancellation: .*swallows"):
         events.close()
     is_over = True
+
+
+def test_a_function_asked_of_a_loop_that_closes_is_called_once_it_is_closed() -> None:
+    events = EventLoop("closed")
+    ends = threading.Event()
+    is_over = threading.Event()
+
+    async def ends_late() -> None:
+        try:
+            await asyncio.sleep(1000)
+        finally:
+            with pytest.raises(RuntimeError, match=WAITS_FOR_ITSELF):
+                events.ask(lambda: None)
+            ends.set()
+            while not is_over.is_set():
+                await asyncio.sleep(0.001)
+
+    events.submit(ends_late())
+    events.ask(lambda: None)
+    with ThreadPoolExecutor() as threads:
+        closing = threads.submit(events.close)
+        assert ends.wait(5)
+        answer = threads.submit(events.ask, events.loop.is_closed)
+        time.sleep(0.02)
+        assert not answer.done()
+        is_over.set()
+        assert answer.result(5)
+        closing.result(5)
+    assert events.ask(events.loop.is_closed)
+    events.check()
+
+
+@pytest.mark.parametrize("make_loop", [lambda: EventLoop("closed"), VirtualEvents])
+@pytest.mark.parametrize("begin", ["submit", "run", "spawn"])
+def test_a_closed_loop_refuses_a_coroutine_and_closes_it(make_loop: Callable[[], EventLoop], begin: str) -> None:
+    events = make_loop()
+    events.close()
+    work = asyncio.sleep(0)
+    with pytest.raises(RuntimeError, match=r"^the event loop is closed$"):
+        getattr(events, begin)(work)
+    assert getcoroutinestate(work) == CORO_CLOSED
