@@ -3,16 +3,18 @@
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 KILLED = """
-import os, signal
+import os, pathlib, signal
 
 def test_passes():
     pass
 
 def test_ends_its_process():
+    pathlib.Path(__file__).with_suffix(".killed").touch()
     os.kill(os.getpid(), signal.SIGKILL)
 """
 ENDLESS = """
@@ -24,12 +26,13 @@ def test_goes_on():
 
 
 def test_a_lost_process_ends_the_suite_and_fails_its_test_by_name(tmp_path: Path) -> None:
-    """The other process is in the middle of a test, which would go on for hours."""
+    """The other process is in the middle of a test, which would go on for hours. The suite ends within a minute."""
     (tmp_path / "test_killed.py").write_text(KILLED)
     (tmp_path / "test_endless.py").write_text(ENDLESS)
     suite = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path)]
     options = ["-n", "2", "-p", "tests.conftest", "-p", "no:cacheprovider", str(tmp_path)]
     done = subprocess.run([*suite, *options], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert time.time() - (tmp_path / "test_killed.killed").stat().st_mtime < 60
     assert done.returncode == 2, done.stdout + done.stderr
     assert re.search(r"FAILED \S*/test_killed.py::test_ends_its_process\n", done.stdout)
     assert "was lost: Not properly terminated" in done.stdout

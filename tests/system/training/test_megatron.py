@@ -19,6 +19,7 @@ from filelock import FileLock
 from rlctl.preflight.backends.megatron import MegatronSection
 from tests.system.training.scenario import (
     MEGATRON,
+    OPTIMIZER,
     WeightedLoss,
     assert_close,
     assert_refused,
@@ -246,6 +247,18 @@ def test_one_rank_trains_as_fsdp_does(kind: Kind, run: Path, tmp_path: Path, exp
         for want in expected[kind]["trained"]:
             assert_close(one.train(share(DATA, 64), LOSS, totals(DATA)), want, atol=1e-4)
         assert_close(weights(one), expected[kind]["weights"], atol=1e-4)
+        assert_decay_by_name(one)
+
+
+def assert_decay_by_name(one: Any) -> None:
+    """Hold the parameter groups of a Megatron model: norms and biases have no decay, all else has the whole."""
+    optimizer = one._optimizer
+    decays = {}
+    for group in optimizer._chained.param_groups:
+        decays |= {main.data_ptr(): group["weight_decay"] for main in group["params"]}
+    for name, parameter in one._ddp.module.named_parameters():
+        decay = 0.0 if "norm" in name or name.endswith("bias") else OPTIMIZER.weight_decay
+        assert decays[optimizer.slots[parameter].main.data_ptr()] == decay, name
 
 
 @pytest.fixture(scope="module")
