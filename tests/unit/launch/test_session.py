@@ -16,6 +16,7 @@ from rlctl.launch.assembly import announce
 from rlctl.launch.session import Session, run_session
 from rlctl.preflight.load import load
 from rlctl.preflight.placement import place, resources, this_machine
+from rlctl.run.checkpoints import Checkpoints
 
 SECRET = "a-secret-of-the-environment"
 
@@ -45,12 +46,13 @@ def test_a_full_disk_is_named_at_the_end_with_the_way_on_and_the_run_has_failed(
     small_disk: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def fill(session: Session) -> None:
+        Checkpoints(session.run_dir.checkpoints, 1, 0).save(1, {}, lambda folder: None)
         with (small_disk / "ballast").open("wb") as file, pytest.raises(OSError, match="No space"):
             file.write(b"1" * 2**20)
         # Other work meanwhile finds no room for its records either.
         for _ in range(200):
             session.events.emit("warning", what="x" * 100)
-        (session.run_dir.checkpoints / "step_1").write_bytes(b"1" * 2**16)
+        (session.run_dir.checkpoints / "step_2").write_bytes(b"1" * 2**16)
 
     assert ran("sft-tiny", small_disk, fill) == 1
     said = capfd.readouterr()
