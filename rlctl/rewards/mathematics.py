@@ -13,7 +13,24 @@ from typing import Any
 import sympy
 from math_verify import LatexExtractionConfig, LatexNormalizationConfig, parse, verify
 from math_verify.grader import is_assignment_relation, is_equation, is_relation, take_first_relation, take_last_relation
-from sympy import Expr, FiniteSet, Float, Integer, Interval, MatrixBase, Mul, Rational, Tuple, UnevaluatedExpr, oo
+from sympy import (
+    Derivative,
+    Expr,
+    FiniteSet,
+    Float,
+    Integer,
+    Integral,
+    Interval,
+    Limit,
+    MatrixBase,
+    Mul,
+    Product,
+    Rational,
+    Sum,
+    Tuple,
+    UnevaluatedExpr,
+    oo,
+)
 
 from rlctl.rewards.answer_reading import Reference, has_words, plain_signs, read_choice, read_formula, read_reference
 from rlctl.rewards.final_answer import FinalAnswer, find_answers
@@ -23,6 +40,11 @@ from rlctl.utils.user_code import shortened
 _MOST_TOKENS, _MOST_LEVELS = 150, 6
 # Decimal digits of a number that is evaluated.
 _MOST_DIGITS = 10_000
+# Terms of a sum or a product that is no polynomial, and the size (as of `_digits`) of a polynomial that is summed.
+_MOST_TERMS, _LARGEST_POLYNOMIAL = 500, 100
+# The library evaluates a binomial as it reads it. Large is a number of five digits, a power or a factorial.
+_BINOMIAL = re.compile(r"\\[dt]?binom\s*(\{(?:[^{}]|\{[^{}]*\})*\})?|\\choose")
+_LARGE = re.compile(r"\d{5}|[!^]")
 _TOKEN = re.compile(r"\\?[A-Za-z]+|\d+|\S")
 _PLAIN_NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?")
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
@@ -130,6 +152,8 @@ def read_latex(formula: str) -> Any | None:
         return None if len(digits) > _MOST_DIGITS // 10 else Float(digits) if "." in digits else Integer(digits)
     if len(_TOKEN.findall(formula)) > _MOST_TOKENS or _levels(formula) > _MOST_LEVELS:
         return None
+    if any(_LARGE.search(binomial[1] or formula) for binomial in _BINOMIAL.finditer(formula)):
+        return None
     read = parse(f"\\boxed{{{formula}}}", [_READING], fallback_mode="no_fallback", parsing_timeout=None)
     return read[0] if read else None
 
@@ -175,6 +199,8 @@ def _are_equal(gold: Any, answer: Any) -> bool:
     if (isinstance(gold, Expr) and is_relation(answer)) or (is_relation(gold) and isinstance(answer, Expr)):
         return False
     if _digits(gold) > _MOST_DIGITS or _digits(answer) > _MOST_DIGITS:
+        return False
+    if _is_endless(gold) or _is_endless(answer):
         return False
     for kind in (MatrixBase, Tuple, FiniteSet, Interval):
         if isinstance(gold, kind) and isinstance(answer, kind):
@@ -271,6 +297,28 @@ def _value_at(expression: Expr, point: Mapping[str, Rational]) -> Expr | None:
     values = {symbol: point[symbol.name] for symbol in expression.free_symbols}
     number = expression.subs(values)
     return number.evalf(30) if _is_number(number) else None
+
+
+def _is_endless(value: Any) -> bool:
+    """Return True for a sum, an integral, a limit or the like that may take minutes.
+
+    Evaluated are those of polynomials, and sums and products of few terms.
+    """
+    terms = 1
+    for part in value.atoms(Sum, Product, Integral, Limit, Derivative):
+        function = part.args[0]
+        if isinstance(part, Limit):
+            return True
+        is_small = _digits(function) <= _LARGEST_POLYNOMIAL and function.is_polynomial(*part.variables)
+        if is_small and not isinstance(part, Product):
+            continue
+        if not isinstance(part, Sum | Product):
+            return True
+        for _, first, last in part.limits:
+            if not (first.is_Integer and last.is_Integer):
+                return True
+            terms *= max(1, abs(int(last - first)) + 1)
+    return terms > _MOST_TERMS
 
 
 def _digits(value: Any) -> float:
