@@ -132,7 +132,7 @@ class Endpoint:
             digest = blake2b(path.encode() + b" " + body, digest_size=16).digest()
             flight = session.rejoin(digest, retries)
             if flight is None:
-                flight = session.begin(digest, await session.read(read, len(body)))
+                flight = session.begin(digest, read, len(body))
             return await self._deliver(request, session, api, flight)
         except RefusedError as error:
             return web.json_response(api.error(error), status=error.status)
@@ -202,7 +202,8 @@ class Endpoint:
         waiting: list[asyncio.Future[Any]] = [flight.work, gone]
         flight.wait(gone)
         try:
-            if flight.stream:
+            await asyncio.wait([flight.stream, *waiting], return_when=asyncio.FIRST_COMPLETED)
+            if flight.stream.done() and flight.stream.result():
                 return await self._stream(request, session, api, flight)
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             if not flight.work.done():

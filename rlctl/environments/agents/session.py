@@ -8,7 +8,7 @@ session that is sealed gives nothing more.
 
 import asyncio
 import secrets
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -53,7 +53,8 @@ AgentAnswer = tuple[list[int], list[float], str] | str
 class Flight:
     """One turn on its way to its client, and to the client's retries."""
 
-    def __init__(self, work: "asyncio.Task[SaidTurn]", stream: bool) -> None:
+    def __init__(self, work: "asyncio.Task[SaidTurn]", stream: "asyncio.Future[bool]") -> None:
+        # The turn; True if the request asks for a stream, done once the request is read.
         self.work, self.stream = work, stream
         # True if a connection was lost that waited for it.
         self.lost = False
@@ -104,8 +105,8 @@ class AgentSession:
         self.rewritten: Counter[str] = Counter()
         self._chat, self._tool_format, self._look = chat, tool_format, look
         self._history = SessionHistory(chat, tools or ToolSets())
-        # By the digest of a request, and the number of equal ones before it.
-        self._flights: dict[tuple[bytes, int], Flight] = {}
+        # By the digest of a request: equal ones in their order.
+        self._flights: defaultdict[bytes, list[Flight]] = defaultdict(list)
         # Held while a large request is worked on: a session takes one thread at a time.
         self._large = asyncio.Lock()
         self._answers: dict[int, asyncio.Future[AgentAnswer]] = {}
@@ -134,7 +135,7 @@ class AgentSession:
         """
         self._refuse_if_over()
         # An equal body alone is no retry: an agent may sample twice, also side by side.
-        flights = [flight for flight in self._equal_flights(digest) if not _failed(flight.work)]
+        flights = [flight for flight in self._flights[digest] if not _failed(flight.work)]
         lost = [flight for flight in flights if flight.note_lost()]
         idle = [flight for flight in flights if not flight.is_waited_for]
         if not lost and not (retries and flights):
@@ -150,16 +151,14 @@ class AgentSession:
         with self.guarded():
             return await self._work(read, size)
 
-    def begin(self, digest: bytes, asked: AskedTurn) -> Flight:
-        """Begin the turn of a request. Raises RefusedError."""
-        self._refuse_if_over()
-        if self._chat.unknown_kwargs(asked.template_kwargs):
-            asked.counted.append("ignored/chat_template_kwargs")
-        for name in asked.counted:
-            known = name in self.counts or len(self.counts) < MAX_COUNTS
-            self.counts[name if known else "ignored/others"] += 1
-        flight = Flight(asyncio.get_running_loop().create_task(self._turn(asked)), asked.stream)
-        self._flights[digest, len(self._equal_flights(digest))] = flight
+    def begin(self, digest: bytes, read: Callable[[], AskedTurn], size: int) -> Flight:
+        """Begin to read a request and to make its turn. A retry may join it at once. size: bytes of its body."""
+        loop = asyncio.get_running_loop()
+        stream: asyncio.Future[bool] = loop.create_future()
+        flight = Flight(loop.create_task(self._turn(read, size, stream)), stream)
+        self._flights[digest].append(flight)
+        # A refused request may be large, and nobody joins it.
+        flight.work.add_done_callback(lambda work: self._flights[digest].remove(flight) if _failed(work) else None)
         return flight
 
     async def count_tokens(self, asked: AskedTurn) -> int:
@@ -225,9 +224,21 @@ class AgentSession:
                 waiting.exception()
         self._answers.clear()
 
-    async def _turn(self, asked: AskedTurn) -> SaidTurn:
+    async def _turn(self, read: Callable[[], AskedTurn], size: int, stream: "asyncio.Future[bool]") -> SaidTurn:
         with self.guarded():
+            asked = await self._work(read, size)
+            self._refuse_if_over()
+            self._count(asked)
+            stream.set_result(asked.stream)
             return await self._sampled(asked)
+
+    def _count(self, asked: AskedTurn) -> None:
+        """Count what a request asks for in vain."""
+        if self._chat.unknown_kwargs(asked.template_kwargs):
+            asked.counted.append("ignored/chat_template_kwargs")
+        for name in asked.counted:
+            known = name in self.counts or len(self.counts) < MAX_COUNTS
+            self.counts[name if known else "ignored/others"] += 1
 
     async def _sampled(self, asked: AskedTurn) -> SaidTurn:
         if self.budget in _FINAL or self.counts["refused"] >= _MOST_REFUSED:
@@ -262,12 +273,6 @@ class AgentSession:
             return function()
         async with self._large:
             return await asyncio.get_running_loop().run_in_executor(_THREADS, function)
-
-    def _equal_flights(self, digest: bytes) -> list[Flight]:
-        flights: list[Flight] = []
-        while (flight := self._flights.get((digest, len(flights)))) is not None:
-            flights.append(flight)
-        return flights
 
     def _refuse_if_over(self) -> None:
         if self.sealed:

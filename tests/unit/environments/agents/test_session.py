@@ -12,6 +12,8 @@ from urllib.parse import urlsplit
 import openai
 import pytest
 
+from rlctl.environments.agents import chat_completions
+from rlctl.environments.agents.session import LARGE
 from tests.unit.environments.agents.served import ADD, END, TOOLED, Served, call, script
 from tests.unit.environments.agents.test_chat_completions import USER, asked, client_of
 from tests.waiting import until
@@ -202,13 +204,41 @@ def test_a_cut_connection_leaves_one_turn(serve: Serve, counted: bool) -> None:
     with sent_without_waiting(served, raw):
         pass
     served.answer(0, f"first{END}")
-    until(lambda: served.session._flights and next(iter(served.session._flights.values())).lost)
+    until(lambda: any(flight.lost for (flight,) in served.session._flights.values()))
     served.settle()
     assert served.kept == {}, "nobody got it"
     headers = {"x-stainless-retry-count": "1"} if counted else {}
     assert post(served, raw, headers=headers)[1]["choices"][0]["message"]["content"] == "first"
     served.settle()
     assert len(served.asks) == 1 and list(served.kept) == [0]
+
+
+def test_a_retry_joins_a_large_request_that_is_being_read(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = serve(script(f"one{END}", f"two{END}"))
+    raw = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x " * LARGE}]}).encode()
+    is_reading, may_go_on = threading.Event(), threading.Event()
+    read = chat_completions.read
+
+    def read_slowly(body: dict[str, Any]) -> Any:
+        is_reading.set()
+        assert may_go_on.wait(10)
+        return read(body)
+
+    monkeypatch.setattr(chat_completions, "read", read_slowly)
+    answers = list[Any]()
+    first = threading.Thread(target=lambda: answers.append(post(served, raw)))
+    retry = threading.Thread(target=lambda: answers.append(post(served, raw, headers={"x-stainless-retry-count": "1"})))
+    first.start()
+    assert is_reading.wait(10)
+    retry.start()
+    until(lambda: served.session.counts["coalesced"] or served.session._large._waiters)
+    may_go_on.set()
+    for client in (first, retry):
+        client.join(10)
+    served.settle()
+    assert len(served.asks) == 1 and answers[0] == answers[1]
+    assert post(served, b"[" + raw)[0] == 400
+    until(lambda: sum(map(len, served.session._flights.values())) == 1)
 
 
 @pytest.mark.parametrize("lost", [0, 1])
@@ -219,7 +249,7 @@ def test_the_retry_of_one_of_two_equal_requests_gets_its_own_turn(serve: Serve, 
     headers = {"x-stainless-retry-count": "1"} if counted else {}
     with sent_without_waiting(served, raw) as first, sent_without_waiting(served, raw) as second:
         [first, second][lost].close()
-        until(lambda: any(flight.note_lost() for flight in served.session._flights.values()))
+        until(lambda: any(flight.note_lost() for flight in next(iter(served.session._flights.values()))))
         for number in (0, 1):
             served.answer(number, f"{number}{END}")
         retried = post(served, raw, headers=headers)
