@@ -29,7 +29,7 @@ class KnownColumn:
     """A column that tools for training give a meaning."""
 
     name: str
-    # tools, system and template are read, the first of a kind that is not empty; refused is an error; ignored is said.
+    # tools, system and template are read, the first usable one of a kind; refused is an error; ignored is said.
     use: Literal["tools", "system", "template", "refused", "ignored"]
     meaning: str
 

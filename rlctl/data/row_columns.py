@@ -28,18 +28,19 @@ def row_tools(row: Row) -> list[dict[str, Any]]:
 
     Raises DataError for a column `tools` of anything else.
     """
-    name = first_column(row.values, "tools")
-    schemas = _read_schemas(row.values[name]) if name else []
-    if schemas is None and name == "tools":
-        raise DataError(f"{row.origin}: column 'tools' must be {_SCHEMAS}")
-    return schemas or []
+    for name in _filled_columns(row.values, "tools"):
+        schemas = _read_schemas(row.values[name])
+        if schemas is None and name == "tools":
+            raise DataError(f"{row.origin}: column 'tools' must be {_SCHEMAS}")
+        if schemas:
+            return schemas
+    return []
 
 
 def system_text(row: Row) -> str:
-    """Return the text of the row's column of a system message; empty if it has none."""
-    name = first_column(row.values, "system")
-    text = row.values[name] if name else ""
-    return text if isinstance(text, str) and text.strip() else ""
+    """Return the text of the row's first column of a system message that holds text; empty if none does."""
+    texts = [row.values[name] for name in _filled_columns(row.values, "system")]
+    return next((text for text in texts if isinstance(text, str) and text.strip()), "")
 
 
 def template_arguments(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -53,24 +54,24 @@ def template_arguments(values: Mapping[str, Any]) -> dict[str, Any]:
     return arguments
 
 
-def describe_columns(row: Row, section: DatasetSection, opening: str) -> tuple[list[str], list[str]]:
+def describe_columns(
+    row: Row, section: DatasetSection, messages: list[dict[str, Any]], *, shows_tools: bool
+) -> tuple[list[str], list[str]]:
     """Return (columns read under another tool's name, ignored columns), each in words.
 
-    opening: text of the chat's first message; empty where the row has no messages.
+    messages: the row's chat; empty where an environment opens it. shows_tools: False for an environment or an agent,
+    which shows tools of its own.
     """
-    read = list[str]()
-    ignored = list[str]()
-    tools = first_column(row.values, "tools")
-    if tools and tools != "tools":
-        is_read = _read_schemas(row.values[tools]) is not None
-        text = f"tools in column {tools!r}" if is_read else f"a column {tools!r}, which is not {_SCHEMAS}"
-        (read if is_read else ignored).append(text)
-    system = first_column(row.values, "system")
-    if system and opening:
-        if system_text(row) == opening:
-            read.append(f"a system message in column {system!r}")
+    read, ignored = _describe_tools(row) if shows_tools else ([], _unshown_tools(row))
+    text = system_text(row)
+    is_opening = bool(messages) and bool(text) and messages[0]["content"] == text
+    for name in _filled_columns(row.values, "system"):
+        if is_opening and row.values[name] == text:
+            read.append(f"a system message in column {name!r}")
+        elif messages:
+            ignored.append(f"a column {name!r} that is no text, or comes beside a system message")
         else:
-            ignored.append(f"a column {system!r} that is no text, or comes beside a system message")
+            ignored.append(f"a column {name!r} without a prompt that it could stand before")
     keys = {key.partition(".")[0] for key in (section.messages_key, section.prompt_key, section.answer_key)}
     for column in KNOWN_COLUMNS:
         if column.use == "ignored" and column.name not in keys and not is_empty(row.values.get(column.name)):
@@ -80,7 +81,35 @@ def describe_columns(row: Row, section: DatasetSection, opening: str) -> tuple[l
 
 def first_column(values: Mapping[str, Any], use: str) -> str:
     """Return the first column of a use that is not empty; empty if there is none."""
-    return next((name for name in columns_of(use) if not is_empty(values.get(name))), "")
+    return next(iter(_filled_columns(values, use)), "")
+
+
+def _filled_columns(values: Mapping[str, Any], use: str) -> list[str]:
+    """Return the columns of a use that are not empty."""
+    return [name for name in columns_of(use) if not is_empty(values.get(name))]
+
+
+def _describe_tools(row: Row) -> tuple[list[str], list[str]]:
+    """Return the columns of tools that are read under another name, and those that are ignored, in words."""
+    read = list[str]()
+    ignored = list[str]()
+    shown = ""
+    for name in _filled_columns(row.values, "tools"):
+        schemas = _read_schemas(row.values[name])
+        if schemas and shown:
+            ignored.append(f"a column {name!r} beside the tools of column {shown!r}")
+        elif schemas:
+            shown = name
+            read += [f"tools in column {name!r}"] * (name != "tools")
+        elif schemas is None:
+            ignored.append(f"a column {name!r}, which is not {_SCHEMAS}")
+    return read, ignored
+
+
+def _unshown_tools(row: Row) -> list[str]:
+    """Return the columns of tools of a row whose environment or agent shows its own, in words."""
+    why = "the environment or the agent shows tools of its own"
+    return [f"a column {name!r} ({why})" for name in _filled_columns(row.values, "tools")]
 
 
 def _parse(text: str) -> Any:

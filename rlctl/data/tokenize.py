@@ -149,9 +149,9 @@ class LengthReport:
             found = f"{count:,} of {len(tokens):,} tokens of {row.origin} {verb} {name}"
             self.first_unknown = self.first_unknown or found
 
-    def note_row(self, row: Row, section: DatasetSection, messages: Messages) -> None:
-        """Count the unusual columns of a row, read and ignored ones."""
-        read, ignored = describe_columns(row, section, messages[0]["content"] if messages else "")
+    def note_row(self, row: Row, section: DatasetSection, messages: Messages, *, shows_tools: bool = True) -> None:
+        """Count the unusual columns of a row, read and ignored ones. shows_tools: the prompt shows the row's tools."""
+        read, ignored = describe_columns(row, section, messages, shows_tools=shows_tools)
         if is_json_chat(row, section):
             read.append("messages as JSON text")
         for thing in read:
@@ -291,7 +291,7 @@ def read_tasks(
     report, tasks = LengthReport(len(rows)), list[Task]()
     for row in rows:
         messages, answer = question(row, section, asked=False)
-        report.note_row(row, section, messages)
+        report.note_row(row, section, messages, shows_tools=False)
         if len(choices) > 1 and (key := row.values.get(ENVIRONMENT_COLUMN)) not in [*choices]:
             what = f"column {ENVIRONMENT_COLUMN!r} must be one of {', '.join(choices)}, not {key!r}"
             raise DataError(f"{row.origin}: {what} (environment.choices)")

@@ -89,7 +89,7 @@ def _needs_tokenizer(config: RunConfig, section: DatasetSection, row: Row) -> bo
     if config.data.system_prompt is not None or may_have_unknown_text(config) or (config.sft and may_rewrite(config)):
         return True
     messages, _ = question(row, section, asked=False)
-    read, ignored = describe_columns(row, section, messages[0]["content"] if messages else "")
+    read, ignored = describe_columns(row, section, messages, shows_tools=True)
     usual = {"user", "assistant"}
     return bool(read or ignored or first_column(row.values, "template")) or any(
         each["role"] not in usual for each in messages

@@ -60,6 +60,13 @@ def test_tools_of_another_name_are_read_where_tools_has_none(tools: dict[str, An
         ({"functions": [ADD]}, "tools in column 'functions'", ""),
         ({"functions": "sin, cos"}, "", "a column 'functions', which is not a list of JSON schemas of functions"),
         ({"system": "Be brief."}, "a system message in column 'system'", ""),
+        (
+            {"system_prompt": "Be brief.", "system": ["x"]},
+            "a system message in column 'system_prompt'",
+            "a column 'system'",
+        ),
+        ({"functions": [ADD], "tool_defs": "sin"}, "tools in column 'functions'", "a column 'tool_defs', which is not"),
+        ({"tools": [ADD], "functions": [ADD]}, "", "a column 'functions' beside the tools of column 'tools'"),
         ({"system": {"os": "linux"}}, "", "a column 'system' that is no text, or comes beside a system message"),
         ({"documents": [{"text": "x"}]}, "", "a column 'documents' (documents of the chat template): passed over"),
         ({"documents": [], "history": None, "weight": ""}, "", ""),
@@ -78,6 +85,21 @@ def test_a_column_that_is_read_or_ignored_is_said(
         assert [line[: len(ignored)] for line in unshown] == [ignored] * bool(ignored)
         both = report + report
         assert [*both.read.values(), *both.ignored.values()] == [2] * (len(both.read) + len(both.ignored))
+
+
+@pytest.mark.parametrize(
+    ("values", "ignored"),
+    [
+        ({"prompt": "2+2?", "functions": [ADD]}, "'functions' (the environment or the agent shows tools of its own)"),
+        ({"prompt": "2+2?", "tools": [ADD]}, "'tools' (the environment or the agent shows tools of its own)"),
+        ({"answer": "4", "system": "Be brief."}, "'system' without a prompt that it could stand before"),
+    ],
+)
+def test_an_environment_ignores_what_it_does_not_show(
+    tokenizer: Any, section: DatasetSection, values: dict[str, Any], ignored: str
+) -> None:
+    _, report = read_tasks([row(**values)], section, Chat(tokenizer, CHATML, None), {})
+    assert (report.read, report.warnings) == ({}, [f"1 row has a column {ignored}: passed over"])
 
 
 def test_a_system_column_is_the_system_message_unless_the_chat_has_one(tokenizer: Any, section: DatasetSection) -> None:
