@@ -16,7 +16,7 @@ from rlctl.config.errors import ConfigError, Problem, located
 from rlctl.config.fields import RECIPE
 from rlctl.config.schema import GrpoConfig, RunConfig
 from rlctl.data.chat import Chat
-from rlctl.data.datasets import Row, shown
+from rlctl.data.datasets import Row, load_rows, shown
 from rlctl.data.files import DataError, files_of
 from rlctl.data.load import (
     RunRows,
@@ -35,6 +35,7 @@ from rlctl.grpo.advantages.trial import UnusableAdvantageError, try_advantage
 from rlctl.launch.sampling import check_room
 from rlctl.preflight.load import Composed
 from rlctl.preflight.settled import Settled
+from rlctl.rewards.answer_reading import read_reference
 from rlctl.rewards.base import UnusableError
 from rlctl.rewards.scorer import Score, Scorer
 from rlctl.rollout.episode_setup import EpisodeSetup, environment_pool, read_environments, set_up
@@ -210,17 +211,28 @@ def _try_environments(composed: Composed[Settled], fetch: bool) -> list[str]:
 
 
 def _readings(config: GrpoConfig) -> list[str]:
-    """Return how math_verify reads the reference answers of the first rows."""
+    """Return how math_verify reads the reference answers: of all rows those it cannot read, the first ones exactly."""
     if all(reward.name != "math_verify" for reward in config.rewards):
         return []
     # SymPy takes seconds to import.
     from rlctl.rewards.mathematics import describe_references
 
-    section = next(iter(config.data.train.sources.values()), config.data.train)
-    least = min(section.limit or _ROWS_TO_DESCRIBE, _ROWS_TO_DESCRIBE)
-    rows = read_rows(config, replace(section, limit=least))
-    answers = [(f"row {row.number + 1}", question(row, section, asked=False)[1]) for row in rows]
-    return describe_references([(row, answer) for row, answer in answers if answer is not None])
+    described: list[tuple[str, str]] = []
+    unreadable: list[str] = []
+    count = 0
+    for section in config.data.train.sources.values() or [config.data.train]:
+        for row in load_rows(section):
+            answer = question(row, section, asked=False)[1] or ""
+            count += 1
+            if read_reference(answer) is None:
+                unreadable.append(row.origin)
+            elif len(described) < _ROWS_TO_DESCRIBE:
+                described.append((f"row {row.number + 1}", answer))
+    lines = describe_references(described)
+    if unreadable:
+        many = f"{len(unreadable)} of {count} answers"
+        lines.append(f"math_verify cannot read {many}, so that their rollouts fail: first {unreadable[0]}")
+    return lines
 
 
 def _away(config: GrpoConfig, fetch: bool) -> str:

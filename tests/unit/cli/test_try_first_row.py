@@ -78,15 +78,23 @@ def test_rewards_of_trl_are_tried_on_a_chat_of_any_column_and_references_are_tol
     (recipe.parent / "my_rewards.py").write_text(TRL_STYLE)
     row = {"question": [{"role": "user", "content": "2+2?"}], "solution": "#### 4"}
     (recipe.parent / "q.jsonl").write_text(json.dumps(row))
+    (recipe.parent / "r.jsonl").write_text("\n".join(json.dumps({**row, "solution": text}) for text in ("4", "")))
     names = ["math_verify", "my_rewards.py:chat", "my_rewards.py:abstains"]
-    train = {"path": "q.jsonl", "prompt_key": "question", "answer_key": "solution"}
+    train = {
+        "path": None,
+        "sources": {
+            path: {"path": f"{path}.jsonl", "prompt_key": "question", "answer_key": "solution"} for path in ("q", "r")
+        },
+    }
     sections = {"data": {"train": train}, "rewards": [{"name": name} for name in names]}
     recipe.write_text("defaults: grpo-tiny.yaml\n" + yaml.safe_dump(sections))
     done = rlctl("config", "check", "recipes/my.yaml", "--try-rewards")
     told = " ".join(done.err.split())
     assert done.code == 0, told
     assert "math_verify 1, chat 1, abstains does not judge it (None) and is left out of the sum; its own" in told
-    assert "math_verify reads 1 of 1 answers as mathematics: row 1, '#### 4', is 4" in told
+    assert "math_verify reads 2 of 2 answers as mathematics: row 1, '#### 4', is 4" in told
+    assert "math_verify cannot read 1 of 3 answers, so that their rollouts fail: first " in told
+    assert "r.jsonl:2" in told
     rewards = "rewards=[{name: 'recipes/my_rewards.py:abstains'}]"
     alone = rlctl("config", "check", "recipes/my.yaml", "--try-rewards", rewards)
     assert "no reward judges the first row: each returned None" in " ".join(alone.err.split())
