@@ -26,7 +26,7 @@ def check_model(config: RunConfig) -> Violations:
     model, path = config.model, config.model.path
     file = config_file(path)
     if file is None and is_adapter(Path(path)):
-        # Its base is a model of the hub, which the run fetches, or `check_adapters` says more.
+        # The adapter's base is a model of the hub, which the run fetches, or `check_adapters` says more.
         return
     if file is None:
         if os.path.isdir(path):

@@ -38,7 +38,7 @@ class RewardInput:
     # Messages of the prompt and of the completion where the prompt is a chat; of a text there are none.
     prompt_messages: list[dict[str, Any]] = field(default_factory=list)
     completion_messages: list[dict[str, Any]] = field(default_factory=list)
-    # Of an episode: the end of the prompt of the policy's last turn, and that turn; None: `prompt` and `completion`.
+    # The end of the prompt of an episode's last turn, and that turn. None: `prompt` and `completion` are the turn.
     last_prompt: str | None = None
     last_turn: str | None = None
 
