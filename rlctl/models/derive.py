@@ -48,7 +48,7 @@ def derive_facts(folder: Path, weights: bool = True) -> ModelFacts:
     """Return the facts of a Hugging Face folder. weights: names come from its own, if it has any. Raises ModelError."""
     try:
         return _derived(folder, weights)
-    except ModelError:
+    except (ModelError, ModuleNotFoundError):  # A missing package is no fault of the folder.
         raise
     except Exception as error:  # A class of a model has an error for each value that does not fit.
         raise ModelError(f"{folder}/config.json: no model can be derived from it: {reason(error)}") from error
