@@ -60,7 +60,7 @@ def describe_columns(
     """Return (columns read under another tool's name, ignored columns), each in words.
 
     messages: the row's chat; empty where an environment opens it. shows_tools: False for an environment or an agent,
-    which shows tools of its own.
+    which shows its own tools.
     """
     read, ignored = _describe_tools(row) if shows_tools else ([], _unshown_tools(row))
     text = system_text(row)
