@@ -13,7 +13,7 @@ STEPS, WARM = 2000, 500
 FLAT_BYTES = 5 << 20
 
 
-@pytest.mark.long  # 13 minutes each on two cores that do nothing else
+@pytest.mark.long  # 4 minutes each on four fast cores (November 2026)
 @pytest.mark.slow
 @pytest.mark.timeout(4 * 3600)
 @pytest.mark.parametrize("groups", [(), ("telemetry.groups_per_step=0",)], ids=["default", "no groups"])
