@@ -271,9 +271,9 @@ def _object_store(folder: Path) -> dict[str, Any]:
 def _without_unused() -> Iterator[None]:
     """Have a Ray that starts in the block leave out processes of no use to a private one.
 
-    Ray has no switch for these, and they take 5 s of CPU at every start: an autoscaler, a log monitor that would send
-    output to the driver, the server of a disabled dashboard, for disabled statistics of usage, and two agents of the
-    node, for whose ports the start would wait. These methods are private: a Ray without one starts in its own way.
+    Ray has no switch for these, and they take 5 s of CPU at every start: an autoscaler; a log monitor that sends
+    output to the driver; the server of a dashboard that is off; two agents of the node, and a start waits for their
+    ports. These methods are private: a Ray without one starts in its own way.
     """
     try:
         from ray._private import services

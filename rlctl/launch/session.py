@@ -347,9 +347,8 @@ def _run(session: Session, body: Callable[[Session], None]) -> tuple[int, str, s
                 count = f"{session.attempts} of {run.max_restarts}"
                 session.events.emit("restart", reason=reason, count=count, pause_s=pause)
                 continue
-            has_no_room = isinstance(error, OSError) and error.errno == errno.ENOSPC
             has_saved = Checkpoints(session.run_dir.checkpoints, 1, 0).latest() is not None
-            session.fails_again = not (processes_lost or has_no_room or has_saved)
+            session.fails_again = not (processes_lost or _has_no_room(reason) or has_saved)
             if not isinstance(error, _EXPLAINED):
                 reason = f"{type(error).__name__}: {reason}; see {session.logs / 'driver.log'}"
             return _failed(session, reason, 1)
@@ -378,7 +377,12 @@ def _explain(error: BaseException) -> str:
     first = first_line(error)
     if isinstance(error, OSError) and error.filename and error.strerror:
         first = f"{error.filename}: {error.strerror}"
-    return f"{first}; make room there, then resume" if os.strerror(errno.ENOSPC) in first else first
+    return f"{first}; make room there, then resume" if _has_no_room(first) else first
+
+
+def _has_no_room(reason: str) -> bool:
+    """Return True if a reason names a full disk or a used-up quota. An error from a worker has the words alone."""
+    return any(os.strerror(code) in reason for code in _FULL)
 
 
 def _keep_traceback(session: Session, error: BaseException) -> None:
