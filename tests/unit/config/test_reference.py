@@ -1,4 +1,6 @@
-"""`configs/README.md` equals the schema and the default files."""
+"""`configs/README.md` equals the schema and the default files, and its table of contents leads to every section."""
+
+import re
 
 from rlctl.config.builtin import CONFIGS
 from rlctl.config.cluster_schema import CLUSTER_KINDS
@@ -25,6 +27,39 @@ def test_every_meaning_is_whole_sentences() -> None:
         for key, field in schema_keys(kind):
             doc = field.metadata["doc"]
             assert doc.endswith(".") and (doc[0].isupper() or doc[0] in "[~" or doc.split()[0] in _words(field)), key
+
+
+def _contents(page: str) -> list[tuple[str, str, list[str]]]:
+    """Return (section, anchor, keys) of each link of the table of contents."""
+    table = page.partition("## Where to begin\n")[2].partition("\n## ")[0]
+    found = re.findall(r"\[([\w. ]+)\]\(#([\w-]+)\)(?:: ([`\w, ]+))?", table)
+    return [(section, anchor, re.findall(r"`(\w+)`", keys)) for section, anchor, keys in found]
+
+
+def test_the_table_of_contents_has_every_section() -> None:
+    page = reference()
+    headings = re.findall(r"(?m)^##+ (.+)$", page)
+    assert set(headings) - {section for section, _, _ in _contents(page)} == {"Where to begin", "A recipe"}
+
+
+def test_a_link_of_the_table_of_contents_leads_to_its_section() -> None:
+    page = reference()
+    headings = re.findall(r"(?m)^##+ (.+)$", page)
+    # GitHub makes the anchor of a heading without its dots.
+    anchors = {heading: heading.lower().replace(".", "").replace(" ", "-") for heading in headings}
+    assert [section for section, anchor, _ in _contents(page) if anchors.get(section) != anchor] == []
+
+
+def test_a_key_of_the_table_of_contents_has_a_row_in_its_section() -> None:
+    page = reference()
+    tables = {part.partition("\n")[0]: part for part in re.split(r"(?m)^##+ ", page)}
+    wrong = []
+    for section, _, keys in _contents(page):
+        rows = set(re.findall(r"(?m)^\| `(\w+)` \|", tables[section]))
+        if "`name: " in tables[section]:
+            rows.add("name")
+        wrong += [f"{section}.{key}" for key in keys if key not in rows]
+    assert wrong == []
 
 
 def _words(field: object) -> tuple[str, ...]:
