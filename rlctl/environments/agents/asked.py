@@ -12,16 +12,7 @@ from typing import Any
 
 from rlctl.environments.contract import Message
 from rlctl.environments.tool_schema import Schema
-from rlctl.utils.user_code import MAX_LEVELS, is_too_deep
 
-_MOST_DIGITS = 18
-# Keys of a request, and entries of its lists: reading and rendering more would take minutes.
-MAX_KEYS = 256
-MAX_ENTRIES = {
-    **dict.fromkeys(("messages", "input"), 1 << 14),
-    **dict.fromkeys(("tools", "system"), 1024),
-    **dict.fromkeys(("stop", "stop_sequences"), 64),
-}
 # Sampling belongs to the run: its log-probs are of `generation`'s distribution.
 SAMPLING = (
     "temperature",
@@ -91,8 +82,6 @@ class Parameters:
     def take_template_kwargs(self) -> dict[str, Any]:
         """Take the arguments of the chat template, as vLLM has them in its APIs. Raises RefusedError."""
         arguments: dict[str, Any] = self.take("chat_template_kwargs", dict, {})
-        if is_too_deep(arguments):
-            raise RefusedError(f"chat_template_kwargs must have at most {MAX_LEVELS} levels of lists and objects")
         return arguments
 
     def ignore(self, keys: Collection[str]) -> None:
@@ -139,19 +128,9 @@ def text_of(content: Any, kinds: Collection[str] = ("text", "input_text", "outpu
     return "".join(texts)
 
 
-def check_sizes(body: Mapping[str, Any]) -> None:
-    """Raise RefusedError for a request with more keys, or more entries in a list, than are read."""
-    if len(body) > MAX_KEYS:
-        raise RefusedError(f"the request has {len(body):,} keys, and at most {MAX_KEYS} are read")
-    for key, most in MAX_ENTRIES.items():
-        entries = body.get(key)
-        if isinstance(entries, list) and len(entries) > most:
-            raise RefusedError(f"{key}: there are {len(entries):,}, and at most {most:,} are read")
-
-
 def whole_number(text: str) -> int | None:
-    """Return the number that a text of digits writes; None for other text, and for one of more than 18 digits."""
-    return int(text) if text.isdecimal() and len(text) <= _MOST_DIGITS else None
+    """Return the number that a text of digits writes; None for other text."""
+    return int(text) if text.isdecimal() else None
 
 
 def function_schema(function: Any) -> Schema:
@@ -165,8 +144,6 @@ def function_schema(function: Any) -> Schema:
     parameters = dict(given) if isinstance(given, dict) else {}
     if not isinstance(parameters.get("properties"), dict):
         parameters["properties"] = {}
-    if is_too_deep(parameters):
-        raise RefusedError(f"tools: parameters must have at most {MAX_LEVELS} levels of lists and objects")
     own = {
         "name": function["name"],
         "description": str(function.get("description") or ""),
@@ -190,6 +167,4 @@ def checked_messages(messages: list[Message]) -> list[Message]:
         raise RefusedError("messages: there are none")
     if messages[-1]["role"] == "assistant":
         raise RefusedError("messages: the last one is the assistant's; this policy continues no begun turn")
-    if is_too_deep(messages):
-        raise RefusedError(f"messages must have at most {MAX_LEVELS} levels of lists and objects")
     return messages

@@ -1,18 +1,20 @@
 """HTTP server of a process's agents: `/sessions/ID/v1/...`, on its own thread.
 
 A session is named in the path and guarded by its secret, so that every SDK, command line and subprocess reaches its own
-alone. The server answers wrong keys and paths at once. Bodies, headers, connections and their times are bounded.
+alone. The server answers wrong keys, wrong paths and bodies that are too large, and tells each cause once.
 """
 
 import asyncio
 import hmac
 import json
+import logging
 import os
 import re
+import resource
 import socket
+import sys
 import threading
 import traceback
-from collections.abc import Coroutine
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
@@ -22,15 +24,16 @@ from typing import Any, cast
 from aiohttp import web
 
 from rlctl.environments.agents import anthropic_messages, chat_completions, responses
-from rlctl.environments.agents.asked import AskedTurn, RefusedError, check_sizes, whole_number
-from rlctl.environments.agents.connections import Connection, Connections
+from rlctl.environments.agents.asked import AskedTurn, RefusedError, whole_number
 from rlctl.environments.agents.history import ToolSets
 from rlctl.environments.agents.said import SaidTurn
 from rlctl.environments.agents.session import AgentSession, Flight
 from rlctl.utils.ports import reached_at
 
-# Bytes of a request, and seconds that its body and its answer may take.
-MAX_BODY, BODY_S, ANSWER_S = 64 << 20, 60.0, 60.0
+# Bytes of a request.
+MAX_BODY = 64 << 20
+# Seconds that an idle connection is kept: longer than the SDKs keep theirs.
+_IDLE_S = 75.0
 # Rounds of the event loop until the lost connection of a retry's first attempt is known.
 _ROUNDS = 4
 # Some SDKs add `/v1` to a base address that has it already.
@@ -54,7 +57,7 @@ class Endpoint:
     def __init__(self, bind: str) -> None:
         self._bind = bind
         self._sessions: dict[str, AgentSession] = {}
-        self._connections = Connections()
+        self._refusals = RefusalLog()
         self.tools = ToolSets()
         self.loop = asyncio.new_event_loop()
         self.port = 0
@@ -101,7 +104,10 @@ class Endpoint:
         self.loop.run_forever()
 
     async def _listen(self) -> None:
-        server = await self._connections.listen(self._answer, self._bind)
+        _raise_file_limit()
+        http = web.Server(self._answer)
+        make = partial(Connection, http, self._refusals.logger)
+        server = await self.loop.create_server(make, self._bind, 0, backlog=1024)
         self._listener = server.sockets[0]
         self._inode = os.fstat(self._listener.fileno()).st_ino
         self.port = self._listener.getsockname()[1]
@@ -139,8 +145,7 @@ class Endpoint:
         except ConnectionError:
             return web.Response()  # nobody reads it
         except Exception as error:  # our defect: the agent is told, and others go on
-            shown = f"a request that cannot be read: {traceback.format_exc()}"
-            self._connections.tell(_connection(request).peer, shown)
+            self._tell(request, f"a request that cannot be read: {traceback.format_exc()}")
             refused = RefusedError(f"the request cannot be read: {type(error).__name__}")
             return web.json_response(api.error(refused), status=refused.status)
 
@@ -155,32 +160,26 @@ class Endpoint:
         if session is None:
             raise RefusedError("there is no such session: it has ended, or never was", 404, "session_ended")
         head = request.method == "HEAD" and not given
-        # A header may have any bytes.
-        if not head and not hmac.compare_digest(given.encode(errors="surrogateescape"), session.secret.encode()):
+        if not head and not hmac.compare_digest(given.encode(), session.secret.encode()):
             self._tell(request, "a session without its key")
             raise RefusedError("the key is not that of the session", 401, "authentication_error")
         if not head:
-            self._connections.prove(_connection(request))
             session.was_reached = True
         return session, found["rest"] or ""
 
     async def _body(self, request: web.BaseRequest) -> bytes:
-        body, late = bytearray(), f"a body that took longer than {BODY_S:g} s"
+        body = bytearray()
+        if request.headers.get("Expect", "").lower() == "100-continue":
+            await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            request.writer.output_size = 0
         try:
-            async with asyncio.timeout(BODY_S):
-                if request.headers.get("Expect", "").lower() == "100-continue":
-                    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-                    request.writer.output_size = 0
-                if (request.content_length or 0) <= MAX_BODY:
-                    async for part in request.content.iter_any():
-                        body += part
-                        if len(body) > MAX_BODY:
-                            break
-                    else:
-                        return bytes(body)
-        except TimeoutError:
-            self._tell(request, late)
-            raise RefusedError(f"the request has {late}", 408, "timeout") from None
+            if (request.content_length or 0) <= MAX_BODY:
+                async for part in request.content.iter_any():
+                    body += part
+                    if len(body) > MAX_BODY:
+                        break
+                else:
+                    return bytes(body)
         except web.RequestPayloadError as error:
             raise RefusedError(f"the body cannot be read: {type(error).__name__}") from error
         large = f"a body of more than {MAX_BODY:,} bytes"
@@ -189,9 +188,7 @@ class Endpoint:
 
     @staticmethod
     def _read(api: ModuleType, body: bytes) -> AskedTurn:
-        given = _json(body)
-        check_sizes(given)
-        asked: AskedTurn = api.read(given)
+        asked: AskedTurn = api.read(_json(body))
         return replace(asked, size=len(body))
 
     async def _deliver(
@@ -223,10 +220,10 @@ class Endpoint:
         if flight.work.done() and (error := flight.work.exception()) is not None:
             raise error
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        await _written(request, response.prepare(request))
+        await response.prepare(request)
         try:
             while not flight.work.done():
-                await _written(request, response.write(api.waiting()))
+                await response.write(api.waiting())
                 await asyncio.wait(waiting, timeout=_COMMENT_S, return_when=asyncio.FIRST_COMPLETED)
                 if waiting[1].done():
                     raise ConnectionResetError
@@ -234,14 +231,54 @@ class Endpoint:
             with session.guarded():
                 events = b"".join(api.stream(said))
         except RefusedError as refused:
-            await _written(request, response.write(api.stream_error(refused)))
-            await _written(request, response.write_eof())
+            await response.write(api.stream_error(refused))
+            await response.write_eof()
             return response
         return await _sent(request, session, said, response, events)
 
     def _tell(self, request: web.BaseRequest, what: str) -> None:
-        """Print the request of a stranger, once each cause."""
-        self._connections.tell(_connection(request).peer, what)
+        """Print a refused request, once each cause."""
+        self._refusals.tell(_connection(request).peer, what)
+
+
+class Connection(web.RequestHandler):
+    """One connection. gone: done once it is lost."""
+
+    def __init__(self, http: web.Server, logger: logging.Logger) -> None:
+        loop = asyncio.get_running_loop()
+        super().__init__(http, loop=loop, logger=logger, access_log=logger, keepalive_timeout=_IDLE_S)
+        self.peer = ""
+        self.gone: asyncio.Future[None] = loop.create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self.peer = str((transport.get_extra_info("peername") or ("?",))[0])
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        super().connection_lost(exc)
+        if not self.gone.done():
+            self.gone.set_result(None)
+
+
+class RefusalLog(logging.Handler):
+    """Printer of refused requests and of the HTTP library's errors, once each cause."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self._told: set[str] = set()
+        # Errors of the HTTP library: each has a traceback otherwise.
+        self.logger = logging.Logger("rlctl.agents", logging.ERROR)
+        self.logger.addHandler(self)
+
+    def tell(self, peer: str, what: str) -> None:
+        """Print a refused request, unless one of this cause was printed."""
+        if what not in self._told:
+            self._told.add(what)
+            print(f"agents' endpoint: {peer} asked for {what}, and was refused", file=sys.stderr, flush=True)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        self.tell("a client", f"{record.msg} ({type(error).__name__})")
 
 
 async def _sent(
@@ -253,19 +290,12 @@ async def _sent(
         raise ConnectionResetError
     # Before the last byte: the agent may end as soon as it has it.
     session.deliver(said)
-    await _written(request, response.write(rest) if rest else response.prepare(request))
-    await _written(request, response.write_eof())
+    if rest:
+        await response.write(rest)
+    else:
+        await response.prepare(request)
+    await response.write_eof()
     return response
-
-
-async def _written(request: web.BaseRequest, work: Coroutine[Any, Any, Any]) -> None:
-    """Wait until a part of an answer is written. A client that does not read loses its connection."""
-    try:
-        async with asyncio.timeout(ANSWER_S):
-            await work
-    except TimeoutError:
-        _connection(request).abort()
-        raise ConnectionResetError from None
 
 
 def _connection(request: web.BaseRequest) -> Connection:
@@ -288,3 +318,9 @@ def _reward(body: dict[str, Any]) -> Any:
 
 def _models() -> dict[str, Any]:
     return {"object": "list", "data": [{"id": "policy", "object": "model", "created": 0, "owned_by": "rlctl"}]}
+
+
+def _raise_file_limit() -> None:
+    """Let this process open as many files as it may: many agents have several connections each."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -25,8 +25,6 @@ from rlctl.utils.user_code import shortened
 
 # Requests that a new one is compared with, to name the rewritten part.
 _COMPARED = 16
-# Stops of a request that a client may put behind its turn.
-_STOPS = 16
 # Sets of tools that a process keeps.
 _TOOL_SETS = 64
 # Characters of new messages, as JSON: they reach the driver in one reply of the process.
@@ -206,7 +204,7 @@ class SessionHistory:
         length = placement.length + len(said.tokens)
         known = KnownTurn(said.number, [*placement.messages, message], length, said.tokens)
         # Some clients put back the text at which they have turns cut, also where this turn was not.
-        for content in {said.content, *(said.content + stop for stop in said.asked.stop[:_STOPS])}:
+        for content in {said.content, *(said.content + stop for stop in said.asked.stop)}:
             self._turns[_chained(placement.chain, message_key(said_message(said, content)))] = known
 
     def _opening(self, chat: Chat, messages: list[Message], tools: list[Schema]) -> list[int]:

@@ -32,8 +32,6 @@ _THREADS = ThreadPoolExecutor(8, thread_name_prefix="large requests")
 Value = TypeVar("Value")
 # Requests that are refused by the driver; further ones are refused here, so that a deadline runs.
 _MOST_REFUSED = 64
-# Names of counts, some of which a client chooses.
-MAX_COUNTS = 48
 # Bytes of the requests in one reply of the process, of which a token takes this many.
 MAX_NEWS, _TOKEN = 2 << 20, 8
 # Budget of the driver -> its text.
@@ -42,8 +40,6 @@ BUDGETS = {
     "max_length": "the conversation is as long as an episode may be (environment.max_length)",
     "time": "the time of the episode is used up (environment.episode_timeout_s)",
 }
-# Stops of a request that an engine is told of.
-_STOPS = 16
 # Budgets that no shorter prompt gives back.
 _FINAL = ("max_turns", "time")
 # Tokens, log-probs, and `stop` or `length`; or the budget that is used up.
@@ -236,9 +232,7 @@ class AgentSession:
         """Count what a request asks for in vain."""
         if self._chat.unknown_kwargs(asked.template_kwargs):
             asked.counted.append("ignored/chat_template_kwargs")
-        for name in asked.counted:
-            known = name in self.counts or len(self.counts) < MAX_COUNTS
-            self.counts[name if known else "ignored/others"] += 1
+        self.counts.update(asked.counted)
 
     async def _sampled(self, asked: AskedTurn) -> SaidTurn:
         if self.budget in _FINAL or self.counts["refused"] >= _MOST_REFUSED:
@@ -317,7 +311,7 @@ class AgentSession:
         ask = {"number": number, "after": place.after, "tokens": place.tokens, "messages": messages}
         # The engine ends the turn at a stop that is one token. Others are found in its text.
         try:
-            stops = [tokens[0] for tokens in map(self._chat.encode, asked.stop[:_STOPS]) if len(tokens) == 1]
+            stops = [tokens[0] for tokens in map(self._chat.encode, asked.stop) if len(tokens) == 1]
         except DataError as error:
             raise RefusedError(f"stop: {error}") from error
         ask |= {"stops": stops} if stops else {}
