@@ -12,6 +12,7 @@ from typing import Any
 from rlctl.config.data_schema import DataSection
 from rlctl.config.errors import ModelError, first_line, one_line
 from rlctl.config.json_files import read_object
+from rlctl.config.model_exceptions import model_exceptions
 from rlctl.data.control_tokens import ControlTokens, SpecialTokens, unmarked
 from rlctl.data.ends import EndTokens, TurnEnd, find_ends, find_turn_end
 from rlctl.data.files import DataError
@@ -29,8 +30,6 @@ _ANSWER = "the-text-of-an-answer"
 _TOOL_SETS = 16
 # Most variants of a chat that `with_kwargs` keeps.
 _ARGUMENT_SETS = 16
-# Model types with a class of their own: transformers takes it, and passes over the general one of the folder.
-OWN_CLASS = {"qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp", "hyperclovax_vision_v2", "siglip2"}
 # Mistral's own format of a tokenizer, which goes before the others.
 MISTRAL = "tekken.json"
 EMPTY_PROMPT = "the prompt is empty, and the tokenizer puts no token before it: an answer has nothing to follow"
@@ -73,8 +72,9 @@ def is_general(folder: Path) -> bool:
         model_type = read_object(model).get("model_type", "") if model.exists() else ""
     except ModelError:
         return False
-    named = own.get("tokenizer_class") == "TokenizersBackend" and "auto_map" not in own
-    return named and isinstance(model_type, str) and model_type not in OWN_CLASS and not (folder / MISTRAL).exists()
+    if not isinstance(model_type, str) or "auto_map" in own or (folder / MISTRAL).exists():
+        return False
+    return own.get("tokenizer_class") == "TokenizersBackend" and model_type not in model_exceptions("tokenizer_class")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from typing import Any, Literal
 import pytest
 
 from rlctl.config.data_schema import DataSection, DatasetSection
-from rlctl.data.chat import OWN_CLASS, Chat, is_general, load_tokenizer, make_chat
+from rlctl.config.model_exceptions import model_exceptions
+from rlctl.data.chat import Chat, is_general, load_tokenizer, make_chat
 from rlctl.data.files import DataError
 from rlctl.data.unwritten import require_system_message
 from tests.unit.data.conftest import CHATML, UNMARKED, UNSTABLE, chat_tokens
@@ -152,7 +153,8 @@ def test_every_model_type_with_a_class_of_its_own_in_transformers_is_listed() ->
 
     general = ("TokenizersBackend", "PythonBackend", "PreTrainedTokenizerFast", "MistralCommonBackend", None)
     names = auto.TOKENIZER_MAPPING_NAMES
-    assert {k for k in auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS if names[k] not in general} <= OWN_CLASS
+    own_class = {kind for kind in auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS if names[kind] not in general}
+    assert own_class <= {kind for kind, value in model_exceptions("tokenizer_class").items() if value == "own"}
 
 
 def test_a_tokenizer_is_loaded_without_torch() -> None:
