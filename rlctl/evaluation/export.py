@@ -16,7 +16,8 @@ from rlctl.data.datasets import shown
 from rlctl.data.templates import write_arguments
 from rlctl.evaluation.store import MADE_AGAIN, DamagedResult, EvaluationFolder
 from rlctl.evaluation.target import Target
-from rlctl.models.adapter_folder import WEIGHTS, AdapterConfig, read_config, write_merged
+from rlctl.models.adapter_folder import WEIGHTS, AdapterConfig, read_config
+from rlctl.models.merge_adapter import write_merged
 from rlctl.models.model_files import check_base
 from rlctl.models.weight_headers import DTYPES, file_header
 from rlctl.run.run_dir import RunDir, model_name

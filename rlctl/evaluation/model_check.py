@@ -38,8 +38,9 @@ from rlctl.generation.spec import EngineSpec, engine_kind
 from rlctl.grpo.logprob_mismatch import mismatch
 from rlctl.grpo.parity_check import OwnRounding, Rounding, bound_of, judge, rounding_of
 from rlctl.launch.worker_specs import engine_spec
-from rlctl.models.adapter_folder import read_config, write_merged
+from rlctl.models.adapter_folder import read_config
 from rlctl.models.facts import find_facts
+from rlctl.models.merge_adapter import write_merged
 from rlctl.models.model_files import ModelFiles
 from rlctl.preflight.placement import Placement
 from rlctl.preflight.plan import require_served

@@ -3,15 +3,10 @@
 A folder names its base model. Its tensors are PEFT's: `base_model.model.`, the module's name, `lora_A.weight`. Where
 the base is a text model inside a vision-language one, modules have the names that they have there. torch is imported by
 the functions that read or write tensors alone.
-
-`python -m rlctl.models.adapter_folder ADAPTER BASE FOLDER` writes a merged model; FOLDER appears whole or not at all.
 """
 
 import json
-import os
-import shutil
-import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -209,46 +204,3 @@ def _shortest(spec: AdapterSpec, linears: Sequence[LinearLayer]) -> list[str]:
     if all(each.name in chosen for each in linears if each.name.rpartition(".")[2] in last):
         return sorted(last)
     return sorted(chosen)
-
-
-def write_merged(base: Path, adapter: Path, folder: Path, dtype: str | None = None) -> list[str]:
-    """Write a Hugging Face folder of the base with the adapter's product added, and return the dtypes in it.
-
-    Added in float32, and cast once: to `dtype`, or to the base's own. Raises ModelError.
-    """
-    import torch
-
-    from rlctl.models.derive import load_facts, table_of
-    from rlctl.models.hf_folder import WeightFiles, write_folder
-    from rlctl.models.meta_model import causal_lm
-
-    files, table = WeightFiles(base), table_of(causal_lm(base), base)
-    spec, held = read_spec(adapter, load_facts(base).sizes.linears), AdapterFile(adapter)
-    adapted = {f"{each.name}.weight": each.name for each in spec.targets}
-    layout = []
-    for row in table.rows:
-        kind = files.kind(row.name)
-        layout.append((row.name, row.shape, dtype if dtype and files.dtype(row.name).is_floating_point else kind))
-
-    def tensors() -> Iterator[tuple[str, "Tensor"]]:
-        for row, (name, _, kind) in zip(table.rows, layout):
-            value = files.tensor(name)
-            if target := adapted.get(str(row.target)):
-                a, b = held.tensor(target + LORA_A), held.tensor(target + LORA_B)
-                value = value.float() + row.view((b @ a).contiguous()) * spec.scale
-            yield name, value.to(getattr(torch, kind))
-
-    write_folder(base, folder, layout, tensors())
-    return sorted({kind for _, _, kind in layout})
-
-
-def main(adapter: Path, base: Path, folder: Path) -> None:
-    """Write a merged model in float32."""
-    temporary = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    write_merged(base, adapter, temporary, "float32")
-    os.replace(temporary, folder)
-
-
-if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:]))

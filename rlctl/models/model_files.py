@@ -70,7 +70,7 @@ class ModelFiles:
             return found
         merged = run_dir / "init"
         own = str(adapter), folder, str(merged)
-        _make(merged, f"no merged model of {adapter}", "rlctl.models.adapter_folder", *own)
+        _make(merged, f"no merged model of {adapter}", "rlctl.models.merge_adapter", *own)
         return cls(str(merged), source, find_facts(merged), None, str(merged))
 
     @property

@@ -1,6 +1,7 @@
 """Linear layers with a low-rank adapter, as PEFT computes and draws them, over frozen weights.
 
 Adapters are float32. Their layers compute in the dtype that FSDP casts them to, in the order that engines compute in.
+No layer here merges an adapter into its weights: `models/merge_adapter.py` writes a merged model from two folders.
 """
 
 import math

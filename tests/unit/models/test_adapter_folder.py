@@ -1,4 +1,4 @@
-"""PEFT's folders: written and read, refused with a reason, merged in float32; a run that starts from one."""
+"""PEFT's folders: written and read, refused with a reason; a run that starts from one."""
 
 import json
 from pathlib import Path
@@ -10,9 +10,10 @@ import torch
 from rlctl.config.errors import ConfigError, ModelError
 from rlctl.config.run_weights import base_of, chat_folder, is_adapter, is_model
 from rlctl.config.schema import ModelSection
-from rlctl.models.adapter_folder import AdapterFile, read_config, read_spec, write_adapter, write_merged
+from rlctl.models.adapter_folder import AdapterFile, read_config, read_spec, write_adapter
 from rlctl.models.adapters import AdapterSpec
 from rlctl.models.hf_folder import WeightFiles
+from rlctl.models.merge_adapter import write_merged
 from rlctl.models.model_files import ModelFiles
 from rlctl.models.model_sizes import config_file
 from rlctl.models.weight_headers import digest_of_weights
@@ -20,7 +21,6 @@ from rlctl.preflight.load import load
 from tests.system.training.scenario import adapters_of
 from tests.tiny_models import make_model
 from tests.unit.folders import cached
-from tests.zoo import make_family
 
 
 def make_adapter(folder: Path, model: Path, spec: AdapterSpec, std: float = 0.05) -> dict[str, torch.Tensor]:
@@ -93,23 +93,6 @@ def test_an_adapter_of_other_weights_is_refused(adapter: Path, model: Path, tmp_
     make_model(model, "qwen3", scale=0.5)
     with pytest.raises(ModelError, match="was trained on other weights than"):
         ModelFiles.find(section(adapter), tmp_path, 0)
-
-
-@pytest.mark.parametrize("family", ["qwen3", "phi3", "qwen2_moe"])
-@pytest.mark.parametrize("dtype", [None, "bfloat16"])
-def test_a_merged_model_is_added_in_float32_and_cast_once(family: str, dtype: str | None, tmp_path: Path) -> None:
-    model = make_family(tmp_path / "model", family)
-    spec = adapters_of(model)
-    values = make_adapter(tmp_path / "adapter", model, spec)
-    assert write_merged(model, tmp_path / "adapter", tmp_path / "merged", dtype) == [dtype or "float32"]
-    before, after = WeightFiles(model), WeightFiles(tmp_path / "merged")
-    assert before.names() == after.names()
-    for name in before.names():
-        expected = before.tensor(name).float()
-        if f"{name.removesuffix('.weight')}.lora_A.weight" in values:
-            a, b = (values[f"{name.removesuffix('.weight')}.lora_{side}.weight"] for side in "AB")
-            expected = expected + b @ a * 2.0
-        torch.testing.assert_close(after.tensor(name), expected.to(after.dtype(name)), atol=0, rtol=0)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,64 @@
+"""Merge of an adapter: the base model with the adapter's product added to its weights, W + scale * B A.
+
+The sum is in float32 and is cast once. torch is imported by the functions alone.
+
+`python -m rlctl.models.merge_adapter ADAPTER BASE FOLDER` writes a merged model; FOLDER appears whole or not at all.
+"""
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlctl.models.adapter_folder import AdapterFile, read_spec
+from rlctl.models.adapters import LORA_A, LORA_B
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def write_merged(base: Path, adapter: Path, folder: Path, dtype: str | None = None) -> list[str]:
+    """Write a Hugging Face folder of the base with the adapter's product added, and return the dtypes in it.
+
+    dtype: of the floating-point tensors; None: the base's own. Raises ModelError.
+    """
+    import torch
+
+    from rlctl.models.derive import load_facts, table_of
+    from rlctl.models.hf_folder import WeightFiles, write_folder
+    from rlctl.models.meta_model import causal_lm
+
+    files = WeightFiles(base)
+    table = table_of(causal_lm(base), base)
+    spec = read_spec(adapter, load_facts(base).sizes.linears)
+    adapter_file = AdapterFile(adapter)
+    adapted = {f"{target.name}.weight": target.name for target in spec.targets}
+    layout = []
+    for row in table.rows:
+        is_cast = dtype and files.dtype(row.name).is_floating_point
+        layout.append((row.name, row.shape, dtype if is_cast else files.kind(row.name)))
+
+    def tensors() -> Iterator[tuple[str, "Tensor"]]:
+        for row, (name, _, kind) in zip(table.rows, layout):
+            weight = files.tensor(name)
+            if target := adapted.get(str(row.target)):
+                product = adapter_file.tensor(target + LORA_B) @ adapter_file.tensor(target + LORA_A)
+                weight = weight.float() + row.view(product.contiguous()) * spec.scale
+            yield name, weight.to(getattr(torch, kind))
+
+    write_folder(base, folder, layout, tensors())
+    return sorted({kind for _, _, kind in layout})
+
+
+def main(adapter: Path, base: Path, folder: Path) -> None:
+    """Write a merged model in float32."""
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    write_merged(base, adapter, temporary, "float32")
+    os.replace(temporary, folder)
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))
