@@ -37,8 +37,10 @@ def write_merged(base: Path, adapter: Path, folder: Path, dtype: str | None = No
     adapted = {f"{target.name}.weight": target.name for target in spec.targets}
     layout = []
     for row in table.rows:
-        is_cast = dtype and files.dtype(row.name).is_floating_point
-        layout.append((row.name, row.shape, dtype if is_cast else files.kind(row.name)))
+        kind = files.kind(row.name)
+        if dtype and files.dtype(row.name).is_floating_point:
+            kind = dtype
+        layout.append((row.name, row.shape, kind))
 
     def tensors() -> Iterator[tuple[str, "Tensor"]]:
         for row, (name, _, kind) in zip(table.rows, layout):
