@@ -1,8 +1,6 @@
 """Process that runs episodes, below its supervisor: `python -m rlctl.environments.child FD`.
 
-    parent -> child: the environments, once; then (action id, episode id, kind, payload), pickled
-    child -> parent: {pid, supervisor}, {contracts}, then {action, value or failure} in the order of their ends, as JSON
-The parent never unpickles a reply, since the user's code runs here.
+`messages.py` has the messages of both directions. Actions are answered in the order of their ends.
 """
 
 import contextlib
@@ -17,12 +15,13 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Union
 
 from rlctl.config.plugins import ENVIRONMENTS
 from rlctl.environments import seeding
 from rlctl.environments.contract import NO_REWARD, EnvironmentContract, read_contract
-from rlctl.environments.episode import CalledEpisode, CoroutineLoop, Episode
+from rlctl.environments.episode import CoroutineLoop, Episode
+from rlctl.environments.messages import ActionReply, ActionRequest, CloseEpisode, OpeningMessage, ProcessStarted
 from rlctl.environments.outcomes import AgentSpec, EnvironmentFailure, EnvironmentSpec
 from rlctl.environments.plain_chat import PLAIN_FORMAT, PlainChat
 from rlctl.environments.rollout_function import FunctionEpisode, is_agent, read_function
@@ -30,13 +29,17 @@ from rlctl.utils.user_code import error_text, import_error, load_object
 from rlctl.workers.named_reward import takes_environments
 from rlctl.workers.supervisor import run_guarded
 
+if TYPE_CHECKING:
+    from rlctl.environments.agents.episode import AgentEpisode
+
 # Bytes of a reply. JSON escapes a character by six, one beyond the basic plane by twelve.
 MAX_REPLY = 8 << 20
 # The kernel ends this process before others when the machine has no memory left.
 _OOM_SCORE = "500"
 
 
-AnyEpisode = Episode | CalledEpisode
+# AgentEpisode imports aiohttp, which no other environment needs.
+AnyEpisode = Union[Episode, FunctionEpisode, "AgentEpisode"]
 
 
 class _Child:
@@ -50,28 +53,38 @@ class _Child:
 
     def work(self) -> None:
         requests = self._connection.makefile("rb")
-        self._send({"pid": self._own, "supervisor": os.getppid()})
+        self._send(asdict(ProcessStarted(self._own, os.getppid())))
         specs: dict[str, EnvironmentSpec] = pickle.load(requests)
         self._send({"contracts": {key: asdict(self._load(key, spec)) for key, spec in specs.items()}})
         while True:
             try:
-                action, number, kind, payload = pickle.load(requests)
+                request: ActionRequest = pickle.load(requests)
             except (EOFError, OSError):
                 return
-            if kind in ("reset", "begin"):
-                key, payload = payload[0], payload[1:]
-                self._episodes[number] = self._makers[key]()
-                try:
-                    self._episodes[number].start()
-                except RuntimeError as error:  # no thread is left: the episodes that have one go on
-                    del self._episodes[number]
-                    self._reply(action, EnvironmentFailure("died", "no thread could be started", str(error)))
-                    continue
-            elif number not in self._episodes:  # closed after it could not be started
-                self._reply(action, None)
-                continue
-            episode = self._episodes.pop(number) if kind == "close" else self._episodes[number]
-            episode.submit(action, kind, payload)
+            self._act(request)
+
+    def _act(self, request: ActionRequest) -> None:
+        """Hand an action to its episode, which replies by itself."""
+        if isinstance(request.message, OpeningMessage):
+            try:
+                self._episodes[request.episode] = self._make_episode(request.message.key)
+            except RuntimeError as error:  # no thread is left: the episodes that have one go on
+                failure = EnvironmentFailure("died", "no thread could be started", str(error))
+                self._reply(request.action, failure)
+                return
+        episode = self._episodes.get(request.episode)
+        if isinstance(request.message, CloseEpisode):
+            self._episodes.pop(request.episode, None)
+        if episode is None:  # closed after it could not be started
+            self._reply(request.action, None)
+        else:
+            episode.submit(request.action, request.message)
+
+    def _make_episode(self, key: str) -> AnyEpisode:
+        episode = self._makers[key]()
+        if isinstance(episode, Episode):
+            episode.start()
+        return episode
 
     def _load(self, key: str, spec: EnvironmentSpec) -> EnvironmentContract:
         """Import an environment, and return its contract."""
@@ -106,7 +119,6 @@ class _Child:
 
     def _load_agent(self, key: str, name: str, agent: AgentSpec) -> EnvironmentContract:
         """Import an agent and start its endpoint; return its contract."""
-        # They import aiohttp, which no other environment needs.
         from rlctl.environments.agents.commands import start_command
         from rlctl.environments.agents.endpoint import Endpoint
         from rlctl.environments.agents.episode import AgentEpisode, agent_contract
@@ -135,12 +147,11 @@ class _Child:
     def _reply(self, action: int, outcome: Any) -> None:
         if os.getpid() != self._own:
             os._exit(0)  # forked by the environment, however: its parent answers
-        told = {"failure": asdict(outcome)} if isinstance(outcome, EnvironmentFailure) else {"value": outcome}
         try:
-            self._send({"action": action, **told})
+            self._send(ActionReply(action, outcome).plain())
         except BaseException as error:  # a value may be of the user's own type, whose code runs here
             failure = EnvironmentFailure("contract", "returned what is no JSON", error_text(error))
-            self._send({"action": action, "failure": asdict(failure)})
+            self._send(ActionReply(action, failure).plain())
 
     def _send(self, message: dict[str, Any]) -> None:
         line = json.dumps(message, allow_nan=False).encode() + b"\n"

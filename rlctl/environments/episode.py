@@ -9,7 +9,6 @@ import asyncio
 import inspect
 import random
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from contextlib import suppress
 from contextvars import Context, ContextVar
@@ -27,6 +26,14 @@ from rlctl.environments.contract import (
     checked_step,
     reset_arguments,
     tool_text,
+)
+from rlctl.environments.messages import (
+    CallTools,
+    CloseEpisode,
+    EpisodeMessage,
+    ResetEpisode,
+    RewardEpisode,
+    StepEpisode,
 )
 from rlctl.environments.outcomes import EnvironmentFailure
 from rlctl.utils.user_code import error_text, raised_at, raised_inside, shortened, trace_of
@@ -91,76 +98,39 @@ class CoroutineLoop:
         return asyncio.run_coroutine_threadsafe(all_of_them(), self.running).result()
 
 
-class CalledEpisode(ABC):
-    """One call of a rollout function or an agent, on an event loop. It has the methods of `Episode`.
+class OpenAction:
+    """The open action of one call of a rollout function or an agent; at most one at a time.
 
-    One action at a time is open. It is answered when there is something to tell, or when the next one comes.
+    It is answered when there is something to tell, or when the next one comes. subject: of an error's cause.
     """
 
-    def __init__(self, name: str, reply: Reply) -> None:
-        """name: subject of an error's cause."""
-        self._name, self._reply = name, reply
-        # Number of the action that is open.
-        self._open: int | None = None
+    def __init__(self, subject: str, reply: Reply) -> None:
+        self._subject, self._reply = subject, reply
+        self._number: int | None = None
 
-    def start(self) -> None:  # noqa: B027
-        """Start nothing: the loop runs already."""
+    @property
+    def is_open(self) -> bool:
+        """True while an action waits for its answer."""
+        return self._number is not None
 
-    def submit(self, action: int, kind: str, payload: Any) -> None:
-        """Do an action: begin, resume or close."""
-        self._soon(partial(self._contained, partial(self._act, action, kind, payload)))
+    def open(self, number: int) -> None:
+        """Take an action, which is answered later."""
+        self._number = number
 
-    def _contained(self, work: Callable[[], None]) -> None:
+    def answer(self, value: Any) -> None:
+        """Reply to the action that is open."""
+        assert self._number is not None
+        number, self._number = self._number, None
+        self._reply(number, value)
+
+    def contain(self, work: Callable[[], None]) -> None:
         """Do a part of an action. Without this the loop would lose its error, and the caller would wait without end."""
         try:
             work()
         except Exception as error:
-            if self._open is not None:
-                cause = f"{self._name} failed with {type(error).__name__}"
-                self._answer(EnvironmentFailure("raised", cause, error_text(error), trace_of(error)))
-
-    def _act(self, action: int, kind: str, payload: Any) -> None:
-        if self._open is not None:
-            self._tell()
-        if kind == "close":
-            self._close()
-            self._when_over(partial(self._reply, action, None))
-            return
-        self._open = action
-        if kind == "begin":
-            self._begin(*payload)
-        else:
-            self._resume(payload)
-
-    def _answer(self, value: Any) -> None:
-        """Reply to the action that is open."""
-        assert self._open is not None
-        action, self._open = self._open, None
-        self._reply(action, value)
-
-    @abstractmethod
-    def _soon(self, work: Callable[[], None]) -> None:
-        """Have the event loop do some work, from any thread."""
-
-    @abstractmethod
-    def _begin(self, task: dict[str, Any], seed: Any) -> None:
-        """Begin the call."""
-
-    @abstractmethod
-    def _resume(self, answers: Any) -> None:
-        """Give the call what it waits for."""
-
-    @abstractmethod
-    def _close(self) -> None:
-        """End the call."""
-
-    @abstractmethod
-    def _tell(self) -> None:
-        """Answer the action that is open with the state of the call."""
-
-    def _when_over(self, then: Callable[[], None]) -> None:
-        """Do `then` once nothing of the call runs any more, after `_close`."""
-        then()
+            if self.is_open:
+                cause = f"{self._subject} failed with {type(error).__name__}"
+                self.answer(EnvironmentFailure("raised", cause, error_text(error), trace_of(error)))
 
 
 class Episode(threading.Thread):
@@ -183,38 +153,47 @@ class Episode(threading.Thread):
         super().__init__(name="episode", daemon=True)
         self._class, self._arguments, self._tools, self._loop, self._reply = environment, arguments, tools, loop, reply
         self._rewards = rewards
-        self._actions: SimpleQueue[tuple[int, str, Any]] = SimpleQueue()
+        self._actions: SimpleQueue[tuple[int, EpisodeMessage]] = SimpleQueue()
         self._generator = random.Random()
         self._environment: Any = None
 
-    def submit(self, action: int, kind: str, payload: Any) -> None:
-        """Queue an action: reset, call, step, reward or close, which is the last."""
-        self._actions.put((action, kind, payload))
+    def submit(self, action: int, message: EpisodeMessage) -> None:
+        """Queue an action. A close is the last."""
+        self._actions.put((action, message))
 
     def run(self) -> None:
+        """Do one action after another until the episode is closed."""
         seeding.use(self._generator)
-        kind = ""
-        while kind != "close":
-            action, kind, payload = self._actions.get()
-            self._reply(action, self._attempt(kind, payload))
+        is_closed = False
+        while not is_closed:
+            action, message = self._actions.get()
+            is_closed = isinstance(message, CloseEpisode)
+            code = getattr(self._class, "reset", self._class)
+            self._reply(action, attempted(message.kind, partial(self._do, message), code, __file__))
 
-    def _attempt(self, kind: str, payload: Any) -> Any:
-        """Return the value of an action, or its failure. Nothing that the user's code raises gets out."""
-        action = partial(getattr(self, f"_{kind}"), payload)
-        return attempted(kind, action, getattr(self._class, "reset", self._class), __file__)
+    def _do(self, message: EpisodeMessage) -> Any:
+        """Return the value of an action. Raises anything that the user's code raises."""
+        match message:
+            case ResetEpisode():
+                return self._reset(message.row, message.seed)
+            case CallTools():
+                return self._call_tools(message.calls)
+            case StepEpisode():
+                return checked_step(self._finished(self._method("step")(message.message)))
+            case RewardEpisode():
+                return self._reward(message.columns)
+            case CloseEpisode() if hasattr(self._environment, "close"):
+                self._finished(self._environment.close())
+        return None
 
-    def _reset(self, payload: tuple[Mapping[str, Any], int]) -> Any:
-        row, seed = payload
+    def _reset(self, row: dict[str, Any], seed: int) -> Any:
         self._generator.seed(seed)
         self._environment = self._class(**self._arguments)
         reset = self._environment.reset
         return checked_observation(self._finished(reset(**reset_arguments(reset, row, seed))))
 
-    def _step(self, message: str) -> Any:
-        return checked_step(self._finished(self._method("step")(message)))
-
-    def _reward(self, said: Mapping[str, Any] | None) -> Any:
-        """Return the instance's own value, and those of reward functions. said: `prompts`, `completions`, columns."""
+    def _reward(self, columns: Mapping[str, Any] | None) -> Any:
+        """Return the instance's own value, and those of reward functions."""
         if not self._rewards:
             return checked_reward(self._finished(self._method("get_reward")()))
         own = (
@@ -222,7 +201,7 @@ class Episode(threading.Thread):
         )
         values = dict[str, float | None]()
         for name, function in self._rewards.items():
-            given = {"environments": self._environment, **(said or {})}
+            given = {"environments": self._environment, **(columns or {})}
             try:
                 result = self._finished(function(**named_arguments(function, given)))
                 values[name] = named_value(function, result)
@@ -233,11 +212,7 @@ class Episode(threading.Thread):
             raise ContractError(f"{', '.join(values)} returned None: nothing values the episode")
         return {**(own if isinstance(own, dict) else {ENVIRONMENT_REWARD: own}), **judged}
 
-    def _close(self, payload: None) -> None:
-        if hasattr(self._environment, "close"):
-            self._finished(self._environment.close())
-
-    def _call(self, calls: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+    def _call_tools(self, calls: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
         """Return `results`, [text, failed, cause] a call in order, and `raised`, the first failure of each cause.
 
         Coroutines run side by side, after all others. cause: the exception of the tool's own code, else empty.

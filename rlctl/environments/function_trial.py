@@ -4,11 +4,10 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlctl.environments.agents.news import AgentNews
 from rlctl.environments.contract import Reward
+from rlctl.environments.messages import AgentAnswer, AgentEnded, AgentTurn, AgentWaits, FunctionWaits, Sampled
 from rlctl.environments.outcomes import EnvironmentFailure
 from rlctl.environments.pool import EnvironmentPool
-from rlctl.environments.rollout_function import Answer, FunctionRequest
 
 # Samples that get an answer. Any further one gets three empty lists, as at the end of a budget.
 MOST_SAMPLES = 8
@@ -43,22 +42,28 @@ def try_function(
     most: samples that get an answer. Never raises an error of the function.
     """
     tried = TriedFunction()
-    told = pool.begin(call, task, seed).result()
-    while not isinstance(told, EnvironmentFailure) and not told.ended:
-        if told.again:
-            told = EnvironmentFailure("contract", "sampled again after a budget was used up: return on empty lists")
+    message = pool.begin(call, task, seed).result()
+    while isinstance(message, FunctionWaits):
+        if message.again:
+            message = EnvironmentFailure("contract", "sampled again after a budget was used up: return on empty lists")
             break
-        if not all(told.samples):
-            told = EnvironmentFailure("contract", "sampled after no tokens")
+        if not all(message.samples):
+            message = EnvironmentFailure("contract", "sampled after no tokens")
             break
-        given: list[Answer | None] = []
-        for prompt in told.samples:
+        turns: list[Sampled | None] = []
+        for prompt in message.samples:
             tokens = answers[len(tried.samples) % len(answers)] if len(tried.samples) < most else []
             tried.samples.append((len(prompt), len(tokens)))
-            given.append((tokens, [-1.0] * len(tokens), [0] * len(tokens)) if tokens else None)
-        told = pool.resume(call, given, waits=False).result()
+            turns.append(Sampled(tokens, [-1.0] * len(tokens), [0] * len(tokens)) if tokens else None)
+        message = pool.resume(call, turns, waits=False).result()
     pool.close(call).result()
-    return _outcome(tried, told, "returned without a sample: nothing could be trained")
+    if isinstance(message, EnvironmentFailure):
+        tried.failure = message
+    elif not tried.samples:
+        tried.failure = EnvironmentFailure("contract", "returned without a sample: nothing could be trained")
+    else:
+        tried.reward = message.reward
+    return tried
 
 
 def try_agent(
@@ -69,30 +74,26 @@ def try_agent(
     Never raises an error of the agent.
     """
     tried = TriedFunction()
-    told = pool.begin_agent(call, task, seed).result()
-    while not isinstance(told, EnvironmentFailure) and not told.ended:
-        given: list[tuple[int, Any]] = []
-        for ask in told.asks:
-            sampled = (answer, [-1.0] * len(answer), "stop")
-            given.append((ask.number, sampled if len(tried.samples) < most else "max_turns"))
+    turn = AgentTurn(answer, [-1.0] * len(answer), "stop")
+    message = pool.begin_agent(call, task, seed).result()
+    while isinstance(message, AgentWaits):
+        answers: list[tuple[int, AgentAnswer]] = []
+        for ask in message.asks:
+            answers.append((ask.number, turn if len(tried.samples) < most else "max_turns"))
             tried.samples.append((len(ask.tokens), len(answer)))
             tried.prompt = tried.prompt or ask.tokens
-        told = pool.resume_agent(call, given, waits=False).result()
+        message = pool.resume_agent(call, answers, waits=False).result()
     pool.close(call).result()
-    if not isinstance(told, EnvironmentFailure):
-        tried.unwritten = (told.counts or {}).get("unwritten", 0)
-    tried = _outcome(tried, told, "ended without a request: does it use base_url and api_key?")
-    if not isinstance(told, EnvironmentFailure) and tried.failure is None and told.raised:
-        tried.failure = EnvironmentFailure("raised", told.raised)
+    tried.failure = _agent_failure(message, bool(tried.samples))
+    if isinstance(message, AgentEnded):
+        tried.unwritten = message.counts.get("unwritten", 0)
+        tried.reward = message.reward if tried.samples else None
     return tried
 
 
-def _outcome(tried: TriedFunction, told: FunctionRequest | AgentNews | EnvironmentFailure, idle: str) -> TriedFunction:
-    """Add the outcome of a call. idle: cause of a failure where it sampled nothing."""
-    if isinstance(told, EnvironmentFailure):
-        tried.failure = told
-    elif not tried.samples:
-        tried.failure = EnvironmentFailure("contract", idle)
-    else:
-        tried.reward = told.reward
-    return tried
+def _agent_failure(message: AgentEnded | EnvironmentFailure, has_asked: bool) -> EnvironmentFailure | None:
+    if isinstance(message, EnvironmentFailure):
+        return message
+    if not has_asked:
+        return EnvironmentFailure("contract", "ended without a request: does it use base_url and api_key?")
+    return EnvironmentFailure("raised", message.raised) if message.raised else None

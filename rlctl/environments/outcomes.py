@@ -8,6 +8,11 @@ from rlctl.data.chat import ChatSpec
 from rlctl.environments.contract import Message
 
 FailureKind = Literal["raised", "timeout", "died", "memory", "contract", "too_long"]
+KEY_HINT = "does it use the address and the key that it is given?"
+# Remedy for an agent that failed before any request with its session's key.
+UNREACHED = f"no request reached its session: {KEY_HINT}"
+# End of the cause of a command that the system refused to start.
+NOT_STARTED = "cannot be started"
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 from rlctl.config.errors import UserError
 from rlctl.config.plugins import ENVIRONMENT_COLUMN
 from rlctl.data.chat import ChatSpec
-from rlctl.environments.agents.news import UNREACHED, AgentNews, checked_news
 from rlctl.environments.child import MAX_REPLY
 from rlctl.environments.contract import (
     ContractError,
@@ -28,9 +27,29 @@ from rlctl.environments.contract import (
     checked_reward,
     checked_step,
 )
-from rlctl.environments.outcomes import EnvironmentFailure, EnvironmentSpec, ToolResult
+from rlctl.environments.messages import (
+    AgentAnswer,
+    AgentEnded,
+    AgentMessage,
+    BeginAgent,
+    BeginFunction,
+    CallTools,
+    CloseEpisode,
+    EpisodeMessage,
+    FunctionEnded,
+    FunctionMessage,
+    OpeningMessage,
+    ResetEpisode,
+    ResumeAgent,
+    ResumeFunction,
+    RewardEpisode,
+    Sampled,
+    StepEpisode,
+    read_agent_message,
+    read_function_message,
+)
+from rlctl.environments.outcomes import UNREACHED, EnvironmentFailure, EnvironmentSpec, ToolResult
 from rlctl.environments.process import FAILURES_IN_A_ROW, HUNG, EnvironmentProcess
-from rlctl.environments.rollout_function import Answer, FunctionRequest, checked_request
 from rlctl.environments.tool_formats import Call, MalformedCall
 from rlctl.utils.devices import usable_cores
 from rlctl.utils.event_loop import EventLoop
@@ -130,20 +149,22 @@ class EnvironmentPool:
 
     def begin(
         self, episode: Hashable, task: Mapping[str, Any], seed: int
-    ) -> "Future[FunctionRequest | EnvironmentFailure]":
-        """Call the rollout function, and return its first request. task: fields of `PlayTask`; seed: the group's."""
-        return self._submit(self._start(episode, next(iter(self._specs)), "begin", dict(task), seed, checked_request))
+    ) -> "Future[FunctionMessage | EnvironmentFailure]":
+        """Call the rollout function, and return its first message. task: fields of `PlayTask`; seed: the group's."""
+        message = BeginFunction(next(iter(self._specs)), dict(task), seed)
+        return self._submit(self._start(episode, message, read_function_message))
 
     def resume(
-        self, episode: Hashable, answers: Sequence[Answer | None], *, waits: bool
-    ) -> "Future[FunctionRequest | EnvironmentFailure]":
+        self, episode: Hashable, answers: Sequence[Sampled | None], *, waits: bool
+    ) -> "Future[FunctionMessage | EnvironmentFailure]":
         """Give the rollout function answers to its samples, in the order in which it asked, None where a budget is used
-        up; return its next request.
+        up; return its next message.
 
         It is told when there is something to tell, or when the next action of the episode is submitted. waits: engines
         still sample for the function, so that no deadline runs.
         """
-        return self._submit(self._act(episode, "resume", list(answers), checked_request, timed=not waits))
+        message = ResumeFunction(list(answers))
+        return self._submit(self._act(episode, message, read_function_message, timed=not waits))
 
     def give_chat(self, chat: ChatSpec, tool_format: str | None) -> None:
         """Give the agent the policy's tokenizer and template. Call it before the first process starts."""
@@ -154,15 +175,17 @@ class EnvironmentPool:
 
     def begin_agent(
         self, episode: Hashable, task: Mapping[str, Any], seed: int
-    ) -> "Future[AgentNews | EnvironmentFailure]":
-        """Start the agent, and return its first news. task: fields of `AgentTask`; seed: the group's."""
-        return self._submit(self._start(episode, next(iter(self._specs)), "begin", dict(task), seed, checked_news))
+    ) -> "Future[AgentMessage | EnvironmentFailure]":
+        """Start the agent, and return its first message. task: fields of `AgentTask`; seed: the group's."""
+        message = BeginAgent(next(iter(self._specs)), dict(task), seed)
+        return self._submit(self._start(episode, message, read_agent_message))
 
     def resume_agent(
-        self, episode: Hashable, answers: Sequence[tuple[int, Any]], *, waits: bool
-    ) -> "Future[AgentNews | EnvironmentFailure]":
-        """Give the agent answers by the numbers of its requests; return its next news. waits: as of `resume`."""
-        return self._submit(self._act(episode, "resume", list(answers), checked_news, timed=not waits))
+        self, episode: Hashable, answers: Sequence[tuple[int, AgentAnswer]], *, waits: bool
+    ) -> "Future[AgentMessage | EnvironmentFailure]":
+        """Give the agent answers by the numbers of its requests; return its next message. waits: as of `resume`."""
+        message = ResumeAgent(list(answers))
+        return self._submit(self._act(episode, message, read_agent_message, timed=not waits))
 
     def call(self, episode: Hashable, calls: Sequence[Call]) -> "Future[list[ToolResult] | EnvironmentFailure]":
         """Call tools; one result a call, in order. An exception of a tool is a result, and so is a malformed call."""
@@ -170,11 +193,11 @@ class EnvironmentPool:
 
     def step(self, episode: Hashable, message: str) -> "Future[str | EnvironmentFailure | None]":
         """Send the assistant's message to `step`, and return its answer; None: the episode has ended."""
-        return self._submit(self._act(episode, "step", message, checked_step))
+        return self._submit(self._act(episode, StepEpisode(message), checked_step))
 
     def reward(self, episode: Hashable, said: Mapping[str, Any] | None = None) -> "Future[Reward | EnvironmentFailure]":
         """Return the value of the episode. said: `prompts`, `completions` and columns, for its contract's `rewards`."""
-        return self._submit(self._act(episode, "reward", said and dict(said), checked_reward))
+        return self._submit(self._act(episode, RewardEpisode(said and dict(said)), checked_reward))
 
     def close(self, episode: Hashable) -> "Future[EnvironmentFailure | None]":
         """End an episode: its instance's `close` is called, if it has one. Done once nothing of the episode runs.
@@ -225,33 +248,28 @@ class EnvironmentPool:
             known = ", ".join(self._specs)
             failure = EnvironmentFailure("contract", f"no such environment: a row must name one of {known}", repr(key))
             return self._count_failure(str(key), failure)
-        return await self._start(episode, key, "reset", row, seed, checked_observation)
+        return await self._start(episode, ResetEpisode(key, row, seed), checked_observation)
 
     async def _start(
-        self,
-        episode: Hashable,
-        key: str,
-        kind: str,
-        row: dict[str, Any],
-        seed: int,
-        checked: Callable[[Any], Value],
+        self, episode: Hashable, message: OpeningMessage, checked: Callable[[Any], Value]
     ) -> Value | EnvironmentFailure:
         """Place an episode in a process, and return the checked value of its first action."""
+        key = message.key
         if episode in self._episodes:
             return self._count_failure(
-                key, EnvironmentFailure("contract", f"{kind} of an episode that is going on", repr(episode))
+                key, EnvironmentFailure("contract", f"{message.kind} of an episode that is going on", repr(episode))
             )
         process = self._choose_process()
-        placed = PlacedEpisode(process, next(self._numbers), key, seed)
+        placed = PlacedEpisode(process, next(self._numbers), key, message.seed)
         process.episodes.add(placed.number)
         self._episodes[episode] = placed
         ready = await asyncio.shield(process.ready)
         if self._episodes.get(episode) is not placed:
             # It was closed meanwhile, and another may have its name.
-            return EnvironmentFailure("contract", f"{kind} of an episode that has ended", repr(episode))
+            return EnvironmentFailure("contract", f"{message.kind} of an episode that has ended", repr(episode))
         refused = ready if isinstance(ready, EnvironmentFailure) else _refused(ready[key])
         if refused is None:
-            return await self._act(episode, kind, (key, row, seed), checked)
+            return await self._act(episode, message, checked)
         self._episodes.pop(episode, None)
         process.episodes.discard(placed.number)
         return self._count_failure(key, refused)
@@ -267,7 +285,7 @@ class EnvironmentPool:
                         return answers, [EnvironmentFailure(**each) for each in raised]
             raise ContractError("not one result a call")
 
-        told = await self._act(episode, "call", formed, checked) if formed else ([], [])
+        told = await self._act(episode, CallTools(formed), checked) if formed else ([], [])
         if isinstance(told, EnvironmentFailure):
             return told
         results, raised = told
@@ -283,26 +301,26 @@ class EnvironmentPool:
         ]
 
     async def _act(
-        self, episode: Hashable, kind: str, payload: Any, checked: Callable[[Any], Value], timed: bool = True
+        self, episode: Hashable, message: EpisodeMessage, checked: Callable[[Any], Value], timed: bool = True
     ) -> Value | EnvironmentFailure:
         """Return the checked value of an action, which has a deadline if it is timed. A failure is counted, and ends
         the episode."""
         if episode not in self._episodes:
-            return EnvironmentFailure("contract", f"{kind} of an episode that has ended", repr(episode))
+            return EnvironmentFailure("contract", f"{message.kind} of an episode that has ended", repr(episode))
         placed = self._episodes[episode]
         process = placed.process
         spec = self._specs[placed.key]
-        outcome = await process.act(placed.number, kind, payload, spec.timeout_s if timed else None)
+        outcome = await process.act(placed.number, message, spec.timeout_s if timed else None)
         if not isinstance(outcome, EnvironmentFailure):
             with suppress(Exception):  # any text of the user's code
                 value = checked(outcome)
-                if kind not in ("reset", "begin"):
+                if not isinstance(message, OpeningMessage):
                     placed.has_acted = True
-                elif isinstance(value, AgentNews | FunctionRequest) and value.ended:
+                elif isinstance(value, AgentEnded | FunctionEnded):
                     self._note_failure(placed, EnvironmentFailure("contract", "it ended without a turn"))
                 return value
-            outcome = EnvironmentFailure("contract", f"its process answered a {kind} with something else")
-        if outcome.kind == "timeout" and kind == "begin" and checked is checked_news:
+            outcome = EnvironmentFailure("contract", f"its process answered a {message.kind} with something else")
+        if outcome.kind == "timeout" and isinstance(message, BeginAgent):
             # An agent's first action ends with its first request.
             outcome = replace(outcome, detail=UNREACHED)
         if self._episodes.get(episode) is not placed:
@@ -358,7 +376,7 @@ class EnvironmentPool:
         with its last episode."""
         outcome, process = None, placed.process
         if closes and not process.ended:
-            outcome = await process.act(placed.number, "close", None, self._specs[placed.key].timeout_s)
+            outcome = await process.act(placed.number, CloseEpisode(), self._specs[placed.key].timeout_s)
         process.episodes.discard(placed.number)
         if process.ended or (process.retired and not process.episodes):
             await process.stop(process.retired or HUNG)

@@ -21,6 +21,14 @@ import psutil
 
 from rlctl.environments.child import MAX_REPLY
 from rlctl.environments.contract import EnvironmentContract
+from rlctl.environments.messages import (
+    ActionReply,
+    ActionRequest,
+    CloseEpisode,
+    EpisodeMessage,
+    ProcessStarted,
+    read_reply,
+)
 from rlctl.environments.outcomes import EnvironmentFailure, EnvironmentSpec
 from rlctl.utils.user_code import shortened
 from rlctl.workers.guarded import ENDING_TIMEOUT_S, GuardedProcess
@@ -98,10 +106,11 @@ class EnvironmentProcess:
         self._writer.write(pickle.dumps(self._specs))
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                told = await _message(reader)
-                self._worker, self._supervisor = int(told["pid"]), int(told["supervisor"])
-                told = (await _message(reader))["contracts"]
-                contracts = {key: EnvironmentContract(**told[key]) for key in self._specs}
+                started = ProcessStarted(**await _message(reader))
+                self._worker = int(started.pid)
+                self._supervisor = int(started.supervisor)
+                loaded = (await _message(reader))["contracts"]
+                contracts = {key: EnvironmentContract(**loaded[key]) for key in self._specs}
         except TimeoutError:
             failure = EnvironmentFailure("timeout", f"environments took longer than {START_TIMEOUT_S:g} s to load")
         except (EOFError, ConnectionError):
@@ -116,7 +125,7 @@ class EnvironmentProcess:
         await self.stop(failure)
         return failure
 
-    async def act(self, episode: int, kind: str, payload: Any, timeout_s: float | None) -> Any:
+    async def act(self, episode: int, message: EpisodeMessage, timeout_s: float | None) -> Any:
         """Act in an episode; return the value, or the EnvironmentFailure that ended it. timeout_s: None for none."""
         if self.ended:  # without a reason it hung up just now
             return self._reason or EnvironmentFailure("died", "its process ended", await self._note_end())
@@ -124,9 +133,9 @@ class EnvironmentProcess:
             return EnvironmentFailure("died", "its process has not started")
         action = next(self._actions)
         try:
-            request = pickle.dumps((action, episode, kind, payload))
+            request = pickle.dumps(ActionRequest(action, episode, message))
         except Exception as error:  # a value of the model's or of the row, as one that is nested too deep
-            cause = f"{kind} was given a value that cannot be sent"
+            cause = f"{message.kind} was given a value that cannot be sent"
             return EnvironmentFailure("contract", cause, type(error).__name__)
         outcome = self._waiting[action] = asyncio.get_running_loop().create_future()
         self._writer.write(request)
@@ -134,9 +143,9 @@ class EnvironmentProcess:
             async with asyncio.timeout(timeout_s):
                 return await outcome
         except TimeoutError:
-            if kind == "close" or not self._closable:
+            if isinstance(message, CloseEpisode) or not self._closable:
                 self.retired = HUNG
-            return EnvironmentFailure("timeout", f"{kind} took longer than {timeout_s:g} s")
+            return EnvironmentFailure("timeout", f"{message.kind} took longer than {timeout_s:g} s")
         finally:
             del self._waiting[action]
             if not outcome.done() or outcome.cancelled():
@@ -185,22 +194,21 @@ class EnvironmentProcess:
         """Hand each reply to its action, until the process ends."""
         try:
             while True:
-                self._deliver(await _message(reader))
+                self._deliver(read_reply(await _message(reader)))
         except (EOFError, ConnectionError):
             reason = EnvironmentFailure("died", "its process ended", await self._note_end())
         except Exception as error:  # any text: nobody may wait for a reader that has ended
             reason = EnvironmentFailure("died", f"an environment of its process {_FOREIGN}", _shown(error))
         await self.stop(reason)
 
-    def _deliver(self, message: dict[str, Any]) -> None:
-        """Raises ValueError, KeyError or TypeError for a line that is no reply to an action of this process."""
-        action = message["action"]
-        told = message.get("failure")
-        value = message.get("value") if told is None else EnvironmentFailure(**told)
-        if action in self._given_up:
-            self._given_up.discard(action)
-        elif not (outcome := self._waiting[action]).done():
-            outcome.set_result(value)
+    def _deliver(self, reply: ActionReply) -> None:
+        """Raises KeyError or TypeError for a reply to no action of this process."""
+        if reply.action in self._given_up:
+            self._given_up.discard(reply.action)
+            return
+        waiting = self._waiting[reply.action]
+        if not waiting.done():
+            waiting.set_result(reply.outcome)
 
 
 def _wait_for_end(pid: int) -> None:

@@ -1,7 +1,7 @@
 """A rollout function, `async def play(task, policy)`, in the process that runs it: the child's side of its samples.
 
-    begin  -> the function runs until all of its tasks wait   -> {"sample": prompts, ...} or {"reward": value, ...}
-    resume -> it gets answers, one at a time, and runs on     -> likewise
+    BeginFunction  -> the function runs until all of its tasks wait   -> FunctionWaits or FunctionEnded
+    ResumeFunction -> it gets answers, one at a time, and runs on     -> likewise
 
 Samples that are begun side by side are sampled side by side. The function gets the answers in the order of its
 requests, each when all of its tasks wait again. Its next action then does not depend on the faster engine.
@@ -14,45 +14,28 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from contextvars import Context, copy_context
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 from rlctl.environments import seeding
-from rlctl.environments.contract import ContractError, EnvironmentContract, Reward, checked_reward
-from rlctl.environments.episode import CallbackCount, CalledEpisode, CoroutineLoop, Reply, attempted, counted_by
+from rlctl.environments.contract import EnvironmentContract, checked_reward
+from rlctl.environments.episode import CallbackCount, CoroutineLoop, OpenAction, Reply, attempted, counted_by
+from rlctl.environments.messages import (
+    BeginFunction,
+    CloseEpisode,
+    EpisodeMessage,
+    FunctionEnded,
+    FunctionWaits,
+    ResumeFunction,
+    Sampled,
+)
 from rlctl.utils.user_code import shortened
 
 # Context of no episode.
 _OURS = Context()
 PlayFunction = Callable[..., Coroutine[Any, Any, Any]]
-# Tokens, log-probs and versions of one sampled turn.
-Answer = tuple[list[int], list[float], list[int]]
 # Words in the names of an agent's parameters behind the task.
 _AGENT_WORDS = ("url", "key", "api", "endpoint", "address", "client")
-
-
-@dataclass(frozen=True)
-class FunctionRequest:
-    """State of a rollout function that waits for samples, or has ended."""
-
-    # Prompts that it asked to be sampled after since the last time, in order.
-    samples: list[list[int]]
-    # Answers that it got since the last time.
-    taken: int
-    # True if it asked again after it had learned that a budget is used up.
-    again: bool = False
-    # True if it has returned, and its value; None leaves the value to rewards.
-    ended: bool = False
-    reward: Reward | None = None
-
-
-class Sampled(NamedTuple):
-    """One sampled turn; all three are empty where a budget is used up."""
-
-    tokens: list[int]
-    # Log-prob of each token under the sampled distribution.
-    log_probs: list[float]
-    # Weight version that sampled each token.
-    versions: list[int]
 
 
 @dataclass(frozen=True)
@@ -115,23 +98,12 @@ def read_function(function: Any) -> EnvironmentContract:
     return EnvironmentContract(name, [], False, True, False, problems, [], is_function=True)
 
 
-def checked_request(value: object) -> FunctionRequest:
-    """Return a rollout function's request, as its process sent it. Raises ContractError."""
-    match value:
-        case {"samples": list(samples), "taken": int(taken), "again": bool(again), **rest} if not rest:
-            if all(isinstance(prompt, list) and all(type(each) is int for each in prompt) for prompt in samples):
-                return FunctionRequest(samples, taken, again)
-        case {"reward": reward, "taken": int(taken), **rest} if not rest:
-            return FunctionRequest([], taken, ended=True, reward=None if reward is None else checked_reward(reward))
-    raise ContractError("neither tokens to sample after nor a reward")
-
-
-class FunctionEpisode(CalledEpisode):
+class FunctionEpisode:
     """One call of a rollout function, on the event loop of its process."""
 
     def __init__(self, function: PlayFunction, loop: CoroutineLoop, reply: Reply) -> None:
-        super().__init__(function.__name__, reply)
-        self._function, self._loop = function, loop
+        self._function, self._loop, self._reply = function, loop, reply
+        self._open = OpenAction(function.__name__, reply)
         self._generator = random.Random()
         # Callbacks of the function's own, and how many there were at the last look.
         self._callbacks, self._seen, self._looks = CallbackCount(), 0, False
@@ -139,7 +111,7 @@ class FunctionEpisode(CalledEpisode):
         # Prompts that were not told yet; samples that wait, in order; answers that wait their turn.
         self._asked: list[list[int]] = []
         self._waiting: deque[asyncio.Future[Sampled]] = deque()
-        self._answers: deque[Answer | None] = deque()
+        self._answers: deque[Sampled | None] = deque()
         # Answers that were given since the last reply.
         self._taken = 0
         # Most samples waiting at a time, and the number of empty answers given.
@@ -147,23 +119,35 @@ class FunctionEpisode(CalledEpisode):
         # True once the function asked again after each concurrent sample could have got an empty answer.
         self._again = False
 
-    def _soon(self, work: Callable[[], None]) -> None:
-        self._loop.running.call_soon_threadsafe(work)
+    def submit(self, action: int, message: EpisodeMessage) -> None:
+        """Do an action on the event loop."""
+        self._loop.running.call_soon_threadsafe(self._open.contain, partial(self._do, action, message))
 
-    def _begin(self, task: dict[str, Any], seed: Any) -> None:
+    def _do(self, action: int, message: EpisodeMessage) -> None:
+        if self._open.is_open:
+            self._tell()
+        match message:
+            case BeginFunction():
+                self._open.open(action)
+                self._begin(PlayTask(**message.task), message.seed)
+            case ResumeFunction():
+                self._open.open(action)
+                self._answers += message.answers
+                self._look_soon()
+            case CloseEpisode():
+                self._cancel()
+                self._reply(action, None)
+
+    def _begin(self, task: PlayTask, seed: int) -> None:
         self._generator.seed(seed)
         context = copy_context()
         context.run(seeding.use, self._generator)
         context.run(counted_by.set, self._callbacks)
-        self._task = self._loop.running.create_task(self._played(PlayTask(**task)), context=context)
+        self._task = self._loop.running.create_task(self._played(task), context=context)
         self._task.add_done_callback(lambda _: self._look_soon())
         self._look_soon()
 
-    def _resume(self, answers: list[Answer | None]) -> None:
-        self._answers += answers
-        self._look_soon()
-
-    def _close(self) -> None:
+    def _cancel(self) -> None:
         if self._task is not None:
             self._task.cancel()
         for waiting in self._waiting:
@@ -184,7 +168,7 @@ class FunctionEpisode(CalledEpisode):
     def _look_soon(self) -> None:
         if not self._looks:
             self._looks = True
-            self._loop.running.call_soon(self._contained, self._look, context=_OURS)
+            self._loop.running.call_soon(self._open.contain, self._look, context=_OURS)
 
     def _look(self) -> None:
         """Once no callback of the function is left: give it its next answer, or send its requests.
@@ -199,12 +183,12 @@ class FunctionEpisode(CalledEpisode):
             self._give(self._waiting.popleft(), self._answers.popleft())
         else:
             self._looks = False
-            if self._open is not None and (self._task.done() or self._asked):
+            if self._open.is_open and (self._task.done() or self._asked):
                 self._tell()
             return
-        self._loop.running.call_soon(self._contained, self._look)
+        self._loop.running.call_soon(self._open.contain, self._look)
 
-    def _give(self, waiting: "asyncio.Future[Sampled]", answer: Answer | None) -> None:
+    def _give(self, waiting: "asyncio.Future[Sampled]", answer: Sampled | None) -> None:
         self._taken += 1
         self._refused += answer is None
         if not waiting.done():
@@ -214,14 +198,15 @@ class FunctionEpisode(CalledEpisode):
         """Reply to the action that is open."""
         assert self._task is not None
         if self._task.done():
-            self._answer(attempted(self._function.__name__, self._returned, self._function, __file__))
+            self._open.answer(attempted(self._function.__name__, self._returned, self._function, __file__))
         else:
-            self._answer({"samples": self._asked, "taken": self._taken, "again": self._again})
-            self._asked, self._taken = [], 0
+            self._open.answer(vars(FunctionWaits(self._asked, self._taken, self._again)))
+            self._asked = []
+            self._taken = 0
 
     def _returned(self) -> dict[str, Any]:
         """Return the function's result as a reply. Raises the function's exception."""
         assert self._task is not None
         value = self._task.result()
         reward = None if value is None else checked_reward(value, "the rollout function")
-        return {"reward": reward, "taken": self._taken}
+        return vars(FunctionEnded(self._taken, reward))

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.environments.agents.episode import AgentLaunch
-from rlctl.environments.agents.news import NOT_STARTED
-from rlctl.environments.outcomes import EnvironmentFailure
+from rlctl.environments.outcomes import NOT_STARTED, EnvironmentFailure
 from rlctl.utils.user_code import shortened
 from rlctl.workers import supervisor
 

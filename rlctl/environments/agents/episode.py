@@ -1,7 +1,7 @@
 """One call of an agent in its process: a thread, or a command, and its session at the endpoint.
 
-    begin  -> the agent runs until it asks for a turn   -> {"asks": ..., "kept": ...} or {"ended": ..., ...}
-    resume -> it gets turns, and runs on                -> likewise
+    BeginAgent  -> the agent runs until it asks for a turn   -> AgentWaits or AgentEnded
+    ResumeAgent -> it gets turns, and runs on                -> likewise
 
 An agent may ask from any thread. Its first request is told at once: turns are numbered in the order of their
 arrival. A close is answered once the thread or the command has ended: one that never does has a deadline, and the
@@ -12,16 +12,31 @@ import asyncio
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from rlctl.data.chat import Chat
 from rlctl.environments.agents.endpoint import Endpoint
-from rlctl.environments.agents.news import NOT_STARTED, UNREACHED, AgentTask
-from rlctl.environments.agents.session import AgentAnswer, AgentSession
-from rlctl.environments.contract import ContractError, EnvironmentContract, checked_reward
-from rlctl.environments.episode import CalledEpisode, Reply
-from rlctl.environments.outcomes import EnvironmentFailure
+from rlctl.environments.agents.session import AgentSession
+from rlctl.environments.contract import ContractError, EnvironmentContract, Message, checked_reward
+from rlctl.environments.episode import OpenAction, Reply
+from rlctl.environments.messages import AgentEnded, BeginAgent, CloseEpisode, EpisodeMessage, ResumeAgent
+from rlctl.environments.outcomes import NOT_STARTED, UNREACHED, EnvironmentFailure
 from rlctl.utils.user_code import looks_like_bug, shortened
+
+
+@dataclass(frozen=True)
+class AgentTask:
+    """The task of one rollout, as an agent is given it."""
+
+    # `r17`: row 17.
+    id: str
+    # Text of the row's prompt, and its messages; empty if the row has none.
+    prompt: str
+    messages: list[Message]
+    answer: str | None
+    # All columns of the row.
+    row: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -48,43 +63,59 @@ def agent_contract(name: str, problems: list[str]) -> EnvironmentContract:
     return EnvironmentContract(name, [], False, True, False, problems, [], is_agent=True)
 
 
-class AgentEpisode(CalledEpisode):
+class AgentEpisode:
     """One call of an agent."""
 
     def __init__(
         self, start: StartAgent, endpoint: Endpoint, chat: Chat, tool_format: str | None, reply: Reply
     ) -> None:
-        super().__init__("the agent's session", reply)
-        self._start, self._endpoint = start, endpoint
+        self._start, self._endpoint, self._reply = start, endpoint, reply
+        self._open = OpenAction("the agent's session", reply)
         self._session = AgentSession(chat, tool_format, self._look, endpoint.tools)
         self._stop: Callable[[], None] = lambda: None
         self._ended, self._outcome = False, None
         # Called at its end, after a close.
         self._then: Callable[[], None] = lambda: None
 
-    def _soon(self, work: Callable[[], None]) -> None:
-        self._endpoint.loop.call_soon_threadsafe(work)
+    def submit(self, action: int, message: EpisodeMessage) -> None:
+        """Do an action on the endpoint's event loop."""
+        self._endpoint.loop.call_soon_threadsafe(self._open.contain, partial(self._do, action, message))
 
-    def _begin(self, task: dict[str, Any], seed: Any) -> None:
+    def _do(self, action: int, message: EpisodeMessage) -> None:
+        if self._open.is_open:
+            self._tell()
+        match message:
+            case BeginAgent():
+                self._open.open(action)
+                self._begin(AgentTask(**message.task), message.seed)
+            case ResumeAgent():
+                self._open.open(action)
+                for number, answer in message.answers:
+                    self._session.answer(number, answer)
+                self._look()
+            case CloseEpisode():
+                self._endpoint.close(self._session)
+                self._stop()
+                self._when_over(partial(self._reply, action, None))
+
+    def _begin(self, task: AgentTask, seed: int) -> None:
         if not self._endpoint.listens:
             self._ended = True
             cause = "the endpoint of its process was closed by code of the process"
-            self._answer(EnvironmentFailure("died", cause, lasting=True))
+            self._open.answer(EnvironmentFailure("died", cause, lasting=True))
             return
-        self._session.use_row(task["row"])
+        self._session.use_row(task.row)
         self._endpoint.open(self._session)
-        url, secret, loop = self._endpoint.url(self._session), self._session.secret, self._endpoint.loop
-        self._stop = self._start(AgentLaunch(AgentTask(**task), url, secret, random.Random(seed), self._end, loop))
+        launch = AgentLaunch(
+            task=task,
+            base_url=self._endpoint.url(self._session),
+            api_key=self._session.secret,
+            generator=random.Random(seed),
+            ended=self._end,
+            loop=self._endpoint.loop,
+        )
+        self._stop = self._start(launch)
         self._look()
-
-    def _resume(self, answers: list[tuple[int, AgentAnswer]]) -> None:
-        for number, answer in answers:
-            self._session.answer(number, answer)
-        self._look()
-
-    def _close(self) -> None:
-        self._endpoint.close(self._session)
-        self._stop()
 
     def _end(self, outcome: Any) -> None:
         """Learn that the agent has ended: its session takes nothing more."""
@@ -100,40 +131,42 @@ class AgentEpisode(CalledEpisode):
             self._then = then
 
     def _look(self) -> None:
-        if self._open is not None and (self._ended or self._session.has_asked):
+        if self._open.is_open and (self._ended or self._session.has_asked):
             self._tell()
 
     def _tell(self) -> None:
         """Reply to the action that is open."""
-        news = self._session.take_news()
+        session = self._session
+        waits = session.take_requests()
         if not self._ended:
-            self._answer(news)
+            self._open.answer(waits.plain())
             return
-        outcome, session, raised = self._outcome, self._session, ""
+        outcome = self._outcome
+        raised = ""
         if session.defect is not None:
             # An agent may catch the error, and return a value.
-            self._answer(session.defect)
+            self._open.answer(session.defect)
             return
         if isinstance(outcome, EnvironmentFailure):
             if not session.budget:
-                self._answer(outcome if session.was_reached else _with_hint(outcome))
+                self._open.answer(outcome if session.was_reached else _with_hint(outcome))
                 return
             # The agent met the end of a budget: that is no failure.
             outcome, raised = None, str(outcome)
         try:
             reward = None if outcome is None else checked_reward(outcome, "the agent")
         except ContractError as error:
-            self._answer(EnvironmentFailure("contract", "the agent broke the contract", shortened(str(error))))
+            self._open.answer(EnvironmentFailure("contract", "the agent broke the contract", shortened(str(error))))
             return
-        ended = {
-            "ended": True,
-            "reward": session.reward if reward is None else reward,
-            "raised": raised,
-            "counts": {name: count for name, count in session.counts.items() if count},
+        ended = AgentEnded(
+            kept=waits.kept,
+            reward=session.reward if reward is None else reward,
+            raised=raised,
+            counts={name: count for name, count in session.counts.items() if count},
             # The others are in the count `rewritten`.
-            "rewritten": dict(session.rewritten.most_common(8)),
-        }
-        self._answer({**news, **ended})
+            rewritten=dict(session.rewritten.most_common(8)),
+        )
+        self._open.answer(ended.plain())
 
 
 def _with_hint(failure: EnvironmentFailure) -> EnvironmentFailure:

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.environments import seeding
-from rlctl.environments.agents.episode import AgentLaunch
-from rlctl.environments.agents.news import AgentTask
+from rlctl.environments.agents.episode import AgentLaunch, AgentTask
 from rlctl.environments.episode import CoroutineLoop, attempted
 from rlctl.utils.user_code import shortened
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from rlctl.data.chat import Chat
 from rlctl.environments.agents.asked import AskedTurn
+from rlctl.environments.messages import AgentTurn
 from rlctl.environments.tool_calls import split_turn
 from rlctl.environments.tool_formats import ToolCall
 
@@ -59,12 +60,14 @@ def say(
     number: int,
     session: str,
     prompt_length: int,
-    sampled: tuple[list[int], list[float], str],
+    sampled: AgentTurn,
     chat: Chat,
     tool_format: str | None,
 ) -> SaidTurn:
-    """Read a sampled turn. sampled: tokens, log-probs, and `stop` or `length`."""
-    tokens, log_probs, finish = sampled
+    """Read a sampled turn."""
+    tokens = sampled.tokens
+    log_probs = sampled.log_probs
+    finish = sampled.finish
     text, cut_at = chat.turn_text(tokens), ""
     if (at := cut(chat, tokens, text, asked.stop)) is not None:
         length, cut_at = at

@@ -23,6 +23,7 @@ from rlctl.environments.agents.asked import AskedTurn, RefusedError, checked_mes
 from rlctl.environments.agents.history import PlacedRequest, SessionHistory, ToolSets, said_message
 from rlctl.environments.agents.said import SaidTurn, say
 from rlctl.environments.contract import ContractError, Message, Reward, checked_reward
+from rlctl.environments.messages import AgentAnswer, AgentAsk, AgentWaits
 from rlctl.environments.outcomes import EnvironmentFailure
 from rlctl.utils.user_code import error_text, trace_of
 
@@ -33,7 +34,8 @@ Value = TypeVar("Value")
 # Requests that are refused by the driver; further ones are refused here, so that a deadline runs.
 _MOST_REFUSED = 64
 # Bytes of the requests in one reply of the process, of which a token takes this many.
-MAX_NEWS, _TOKEN = 2 << 20, 8
+MAX_ASK_BYTES = 2 << 20
+_TOKEN = 8
 # Budget of the driver -> its text.
 BUDGETS = {
     "max_turns": "the episode has had its turns (environment.max_turns)",
@@ -42,8 +44,6 @@ BUDGETS = {
 }
 # Budgets that no shorter prompt gives back.
 _FINAL = ("max_turns", "time")
-# Tokens, log-probs, and `stop` or `length`; or the budget that is used up.
-AgentAnswer = tuple[list[int], list[float], str] | str
 
 
 class Flight:
@@ -107,7 +107,7 @@ class AgentSession:
         self._large = asyncio.Lock()
         self._answers: dict[int, asyncio.Future[AgentAnswer]] = {}
         # With the bytes of each, about.
-        self._asks: deque[tuple[int, dict[str, Any]]] = deque()
+        self._asks: deque[tuple[int, AgentAsk]] = deque()
         self._number = 0
         # Turns that a client got and the driver has not heard of; known ones; those that it has heard of.
         self._kept: list[tuple[int, int]] = []
@@ -185,14 +185,16 @@ class AgentSession:
         if waiting is not None and not waiting.done():
             waiting.set_result(answer)
 
-    def take_news(self) -> dict[str, Any]:
-        """Take the news for the driver: requests, as many as one reply has room for, and turns that clients got."""
-        asks, kept, self._kept, room = list[dict[str, Any]](), self._kept, [], MAX_NEWS
+    def take_requests(self) -> AgentWaits:
+        """Take the requests for the driver, as many as one reply has room for, and the turns that clients got."""
+        asks = list[AgentAsk]()
+        room = MAX_ASK_BYTES
         while self._asks and (not asks or room >= self._asks[0][0]):
             length, ask = self._asks.popleft()
             asks.append(ask)
             room -= length
-        return {"asks": asks, "kept": kept}
+        kept, self._kept = self._kept, []
+        return AgentWaits(asks, kept)
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
@@ -308,15 +310,21 @@ class AgentSession:
 
     async def _ask(self, number: int, place: PlacedRequest, asked: AskedTurn) -> AgentAnswer:
         messages: list[Message] = place.messages[len(place.messages) - place.fresh :]
-        ask = {"number": number, "after": place.after, "tokens": place.tokens, "messages": messages}
         # The engine ends the turn at a stop that is one token. Others are found in its text.
         try:
             stops = [tokens[0] for tokens in map(self._chat.encode, asked.stop) if len(tokens) == 1]
         except DataError as error:
             raise RefusedError(f"stop: {error}") from error
-        ask |= {"stops": stops} if stops else {}
+        ask = AgentAsk(
+            number=number,
+            after=place.after,
+            tokens=place.tokens,
+            messages=messages,
+            most=None if asked.most is None else max(1, asked.most),
+            stops=stops,
+        )
         length = sum(map(len, place.keys[-place.fresh :])) + _TOKEN * len(place.tokens)
-        self._asks.append((length, ask if asked.most is None else {**ask, "most": max(1, asked.most)}))
+        self._asks.append((length, ask))
         future: asyncio.Future[AgentAnswer] = asyncio.get_running_loop().create_future()
         self._answers[number] = future
         self._look()

@@ -9,18 +9,19 @@ import asyncio
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from rlctl.config.environment_schema import AgentSection
 from rlctl.data.chat import Chat
 from rlctl.data.files import DataError
-from rlctl.environments.agents.news import KEY_HINT, AgentAsk, AgentNews
 from rlctl.environments.contract import Reward
+from rlctl.environments.messages import AgentAnswer, AgentAsk, AgentEnded, AgentMessage, AgentTurn, AgentWaits
+from rlctl.environments.outcomes import KEY_HINT
 from rlctl.environments.pool import EnvironmentPool
 from rlctl.generation.requests import Completion
 from rlctl.rollout.players.course import Course, EpisodeLimits
-from rlctl.rollout.players.function import FunctionCall, FunctionPlayer
-from rlctl.rollout.policy import Policy
+from rlctl.rollout.players.episodes import Episodes
+from rlctl.rollout.players.running_call import RunningCall
+from rlctl.rollout.policy import Player, Policy
 from rlctl.rollout.types import Ending, Rollout, RolloutStart
 from rlctl.utils.devices import usable_cores
 
@@ -30,8 +31,11 @@ _MANY_ROWS, _EPISODES = 1.5, 8
 _MOST_NAMES, _OTHERS = 64, "ignored/others"
 
 
-class AgentPlayer(FunctionPlayer):
-    """Plays rollouts by runs of the pool's agent. most: agents that run at one time; others wait for their turn."""
+class AgentPlayer(Player):
+    """Plays rollouts by runs of the pool's agent. Deadlines, retries, budgets and aborts are those of an episode.
+
+    must_value, vocabulary: as of `FunctionPlayer`. most: agents that run at one time; others wait for their turn.
+    """
 
     def __init__(
         self,
@@ -42,11 +46,20 @@ class AgentPlayer(FunctionPlayer):
         vocabulary: int = 1 << 31,
         most: int | None = None,
     ) -> None:
-        super().__init__(pool, chat, limits, must_value, vocabulary)
+        self.chat, self.episodes = chat, Episodes(pool, limits)
+        self.must_value, self.vocabulary = must_value, vocabulary
+        self.several_turns = limits.max_turns > 1
         self._room = asyncio.Semaphore(most) if most else None
         self._rows = Counter[str]()
         self._causes = Counter[str]()
         self._names: set[str] = {_OTHERS}
+
+    @property
+    def last_step(self) -> float:
+        return self.episodes.last_step
+
+    def describe(self) -> str:
+        return self.episodes.describe()
 
     async def play(self, start: RolloutStart, policy: Policy) -> Rollout:
         rollout = await self.episodes.play(start, lambda course: self._attempt(course, policy))
@@ -96,8 +109,8 @@ class AgentPlayer(FunctionPlayer):
 
 
 @dataclass(eq=False)
-class AgentTurn:
-    """One turn that an agent asked for."""
+class PendingTurn:
+    """One turn that an agent asked for, and did not get so far."""
 
     ask: AgentAsk
     # The turn, or the budget that was used up; None while an engine samples.
@@ -106,34 +119,57 @@ class AgentTurn:
     asked: float
 
 
-class AgentCall(FunctionCall):
+class AgentCall:
     """One run of an agent, as the driver sees it."""
 
     def __init__(self, player: AgentPlayer, course: Course, policy: Policy) -> None:
-        super().__init__(player, course, policy)
-        self._agents = player
+        self._player, self._course = player, course
+        self._call = RunningCall[AgentMessage, PendingTurn](player.episodes, course, policy)
         # By the number of the request: turns on their way to the agent, and nodes of delivered turns.
-        self._pending: dict[int, AgentTurn] = {}
+        self._pending: dict[int, PendingTurn] = {}
         self._nodes: dict[int, int] = {}
         # Numbers of requests whose answers are to be sent.
         self._ready: list[int] = []
 
-    def _started(self) -> Any:
-        task, start = self._course.start.task, self._course.start
-        own = {"id": task.id, "prompt": task.text, "messages": task.messages, "answer": task.answer, "row": task.row}
-        return self._player.episodes.pool.begin_agent(start.id, own, start.group_seed)
+    async def play(self) -> Reward | None:
+        """Run the agent; return its value. Raises DataError for a wrong one, EpisodeFailed if its process fails.
 
-    def _sampled(self, turn: Any, completion: Completion) -> None:
+        No engine samples for the agent any more then: the same requests may be submitted again.
+        """
+        self._course.ending, self._course.opening = "done", 0
+        async with self._call:
+            self._begin()
+            while True:
+                completions, message = await self._call.wait()
+                for turn, completion in completions:
+                    self._note_sampled(turn, completion)
+                match message:
+                    case AgentEnded():
+                        self._take_turns(message.kept)
+                        self._take_counts(message)
+                        return self._checked_reward(message)
+                    case AgentWaits():
+                        self._take_turns(message.kept)
+                        self._sample(message.asks)
+                self._send_answers()
+
+    def _begin(self) -> None:
+        start = self._course.start
+        task = start.task
+        fields = {"id": task.id, "prompt": task.text, "messages": task.messages, "answer": task.answer, "row": task.row}
+        self._call.act(self._player.episodes.pool.begin_agent(start.id, fields, start.group_seed), waits=True)
+
+    def _note_sampled(self, turn: PendingTurn, completion: Completion) -> None:
         turn.answer = completion
         waited = asyncio.get_running_loop().time() - turn.asked
         self._course.longest_turn_s = max(self._course.longest_turn_s, waited)
         self._ready.append(turn.ask.number)
 
-    def _take(self, told: Any) -> None:
-        """Put the turns that the agent got into the tree."""
-        news: AgentNews = told
-        one, chat = self._course.conversation, self._player.chat
-        for number, length in news.kept:
+    def _take_turns(self, kept: list[tuple[int, int]]) -> None:
+        """Put the turns that the agent got into the tree. kept: number of the request, tokens that are left."""
+        one = self._course.conversation
+        chat = self._player.chat
+        for number, length in kept:
             turn = self._pending.pop(number, None)
             if turn is None or not isinstance(turn.answer, Completion) or length > len(turn.answer.tokens):
                 raise DataError("the agent's process kept a turn that it never got")
@@ -143,25 +179,26 @@ class AgentCall(FunctionCall):
             self._course.opening = self._course.opening or len(one.messages)
             one.messages.append({"role": "assistant", "content": chat.turn_text(turn.answer.tokens[:length].tolist())})
 
-    def _begin(self, told: Any) -> None:
+    def _sample(self, asks: list[AgentAsk]) -> None:
         """Sample the turns that the agent asks for, within the budgets."""
-        loop, course, most = asyncio.get_running_loop(), self._course, self._player.vocabulary
-        for ask in told.asks:
+        course = self._course
+        vocabulary = self._player.vocabulary
+        for ask in asks:
             parent = self._parent(ask)
             tokens = [*(course.conversation.tokens(parent) if parent is not None else ()), *ask.tokens]
-            if not tokens or not 0 <= min(ask.tokens, default=0) <= max(ask.tokens, default=0) < most:
+            if not tokens or not 0 <= min(ask.tokens, default=0) <= max(ask.tokens, default=0) < vocabulary:
                 raise DataError("the agent's process asked for a turn after ids that are no tokens, or after none")
-            now = loop.time()
-            turn = self._pending[ask.number] = AgentTurn(ask, course.used_up(self._turns, len(tokens), now), now)
+            now = asyncio.get_running_loop().time()
+            turn = PendingTurn(ask, course.used_up(self._call.turns, len(tokens), now), now)
+            self._pending[ask.number] = turn
             if turn.answer is not None:
                 course.ending = turn.answer if isinstance(turn.answer, str) else course.ending
                 self._ready.append(ask.number)
                 continue
-            request = replace(course.request(self._turns, tokens), stops=tuple(ask.stops))
+            request = replace(course.request(self._call.turns, tokens), stops=tuple(ask.stops))
             if ask.most is not None:
                 request = replace(request, max_new_tokens=min(request.max_new_tokens, ask.most))
-            self._sampling[loop.create_task(self._policy.sample(request))] = turn
-            self._turns += 1
+            self._call.sample(turn, request)
 
     def _parent(self, ask: AgentAsk) -> int | None:
         if ask.after is None:
@@ -170,40 +207,44 @@ class AgentCall(FunctionCall):
             raise DataError("the agent's process continued a turn that it never got")
         return self._nodes[ask.after]
 
-    def _send(self) -> None:
+    def _send_answers(self) -> None:
         """Send the turns that are there, and listen: an agent may ask at any time."""
-        ready, self._ready = self._ready, []
-        answers = [(number, _told(self._pending[number].answer)) for number in ready]
-        if answers or not self._open:
-            waits = bool(self._sampling)
+        answers = [(number, _answer(self._pending[number])) for number in self._ready]
+        self._ready = []
+        if answers or not self._call.has_action:
+            waits = self._call.num_sampling > 0
             pool = self._player.episodes.pool
-            self._act(pool.resume_agent(self._course.start.id, answers, waits=waits), waits=not waits)
+            self._call.act(pool.resume_agent(self._course.start.id, answers, waits=waits), waits=not waits)
 
-    def _value(self, told: Any) -> Reward | None:
-        """Return the value that the agent gave its rollout."""
-        news: AgentNews = told
+    def _take_counts(self, message: AgentEnded) -> None:
+        """Take the counts of the agent's session into the course."""
         course = self._course
-        counts = self._agents.named(news.counts or {})
+        counts = self._player.named(message.counts)
         course.tool_calls += int(counts.pop("tool_calls", 0))
         malformed = int(counts.pop("malformed_calls", 0))
-        course.malformed_calls, course.tool_errors = course.malformed_calls + malformed, course.tool_errors + malformed
+        course.malformed_calls += malformed
+        course.tool_errors += malformed
         course.spelled += int(counts.pop("spelled", 0))
         self._player.episodes.note_unwritten(course, int(counts.pop("unwritten", 0)))
         course.counts = counts
-        course.rewritten = news.rewritten or {}
-        self._agents.note_causes(course.rewritten)
+        course.rewritten = message.rewritten
+        self._player.note_causes(course.rewritten)
+
+    def _checked_reward(self, message: AgentEnded) -> Reward | None:
+        """Return the value that the agent gave its rollout."""
+        course = self._course
         if not course.conversation.turns:
             if course.ending != "done":
                 raise DataError(f"the agent's first prompt met a budget ({course.ending}): nothing was sampled")
             raise DataError(f"the agent ended without a turn: {KEY_HINT}")
-        if news.reward is None and self._player.must_value:
-            if news.raised:
+        if message.reward is None and self._player.must_value:
+            if message.raised:
                 raise DataError(
-                    f"a budget was used up ({course.ending}), and the agent then failed: {news.raised}; catch the "
+                    f"a budget was used up ({course.ending}), and the agent then failed: {message.raised}; catch the "
                     "error and return a value, or name rewards"
                 )
             raise DataError("the agent gave no value, and rewards is empty: nothing values the rollout")
-        return news.reward
+        return message.reward
 
 
 _HOW = {
@@ -243,8 +284,10 @@ def _cut(answer: Completion, length: int) -> Completion:
     return Completion(answer.tokens[:length], answer.log_probs[:length], answer.versions[:length], "stop")
 
 
-def _told(answer: Completion | Ending | None) -> Any:
-    """Return an answer as the agent's process takes it."""
+def _answer(turn: PendingTurn) -> AgentAnswer:
+    """Return the answer to a request as the agent's process takes it."""
+    answer = turn.answer
+    assert answer is not None
     if isinstance(answer, Completion):
-        return answer.tokens.tolist(), answer.log_probs.tolist(), answer.finish
+        return AgentTurn(answer.tokens.tolist(), answer.log_probs.tolist(), answer.finish)
     return answer

@@ -10,19 +10,17 @@ which the function asked. No engine's speed changes it.
 
 import asyncio
 from collections import deque
-from collections.abc import Collection
-from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
 
 from rlctl.data.chat import Chat
 from rlctl.data.files import DataError
 from rlctl.environments.contract import Reward
+from rlctl.environments.messages import FunctionEnded, FunctionMessage, FunctionWaits, Sampled
 from rlctl.environments.pool import EnvironmentPool
-from rlctl.environments.rollout_function import FunctionRequest
 from rlctl.generation.requests import Completion
 from rlctl.rollout.players.course import Course, EpisodeLimits
 from rlctl.rollout.players.episodes import Episodes
+from rlctl.rollout.players.running_call import RunningCall
 from rlctl.rollout.policy import Player, Policy
 from rlctl.rollout.types import Ending, Rollout, RolloutStart
 
@@ -70,16 +68,11 @@ class FunctionCall:
     """One call of a function, as the driver sees it."""
 
     def __init__(self, player: FunctionPlayer, course: Course, policy: Policy) -> None:
-        self._player, self._course, self._policy = player, course, policy
+        self._player, self._course = player, course
+        self._call = RunningCall[FunctionMessage, FunctionSample](player.episodes, course, policy)
         # Samples not taken yet, in the order of the requests, and the number of answers sent.
         self._samples: deque[FunctionSample] = deque()
         self._sent = 0
-        # Those that engines sample.
-        self._sampling: dict[asyncio.Task[Completion], Any] = {}
-        # Actions that its process has not replied to, oldest first.
-        self._open: deque[asyncio.Task[FunctionRequest]] = deque()
-        # Turns that engines were asked for.
-        self._turns = 0
         # True once several samples were in flight at a time.
         self._side_by_side = False
 
@@ -89,100 +82,80 @@ class FunctionCall:
         No engine samples for the call any more then: the same requests may be submitted again.
         """
         self._course.ending, self._course.opening = "done", 0
-        try:
-            self._act(self._started(), waits=True)
-            while (told := await self._next()) is None or not told.ended:
-                pass
-            value = self._value(told)
-        except (Exception, asyncio.CancelledError):
-            await self._end()
-            raise
-        await self._end()
-        return value
+        async with self._call:
+            self._begin()
+            while True:
+                completions, message = await self._call.wait()
+                for sample, completion in completions:
+                    sample.answer = completion
+                match message:
+                    case FunctionEnded():
+                        self._take_answers(message.taken)
+                        return self._checked_reward(message.reward)
+                    case FunctionWaits():
+                        self._take_answers(message.taken)
+                        self._sample(message)
+                self._send_answers()
 
-    def _started(self) -> "Future[Any]":
-        """Begin the call."""
-        start, task = self._course.start, self._course.start.task
-        asked = {"id": task.id, "prompt": task.text, "tokens": task.tokens, "answer": task.answer, "row": task.row}
-        return self._player.episodes.pool.begin(start.id, asked, start.group_seed)
+    def _begin(self) -> None:
+        start = self._course.start
+        task = start.task
+        fields = {"id": task.id, "prompt": task.text, "tokens": task.tokens, "answer": task.answer, "row": task.row}
+        self._call.act(self._player.episodes.pool.begin(start.id, fields, start.group_seed), waits=True)
 
-    async def _end(self) -> None:
-        """Wait until no engine samples for the call; drop the actions without a reply."""
-        for action in self._open:
-            action.cancel()
-        await _all_ended([*self._sampling, *self._open])
-
-    async def _next(self) -> FunctionRequest | None:
-        """Wait until a sample has ended or the process has replied, and go on with that. Return a reply."""
-        await asyncio.wait([*self._sampling, *list(self._open)[:1]], return_when=asyncio.FIRST_COMPLETED)
-        for task in [each for each in self._sampling if each.done()]:
-            self._sampled(self._sampling.pop(task), task.result())
-        told = None
-        if self._open and self._open[0].done():
-            told = self._open.popleft().result()
-            self._take(told)
-            if told.ended:
-                return told
-            self._begin(told)
-        self._send()
-        return told
-
-    def _sampled(self, sample: FunctionSample, completion: Completion) -> None:
-        """Take the end of a sample."""
-        sample.answer = completion
-
-    def _act(self, action: "Future[Any]", *, waits: bool) -> None:
-        work = self._player.episodes.ask(self._course, action, waits=waits)
-        self._open.append(asyncio.get_running_loop().create_task(work))
-
-    def _take(self, told: FunctionRequest) -> None:
-        """Put the samples that the function took into the tree."""
-        if not 0 <= told.taken <= self._sent:
-            raise DataError(f"the rollout function took {told.taken} answers of {self._sent}")
-        self._sent -= told.taken
-        for _ in range(told.taken):
+    def _take_answers(self, count: int) -> None:
+        """Put the samples whose answers the function took into the tree."""
+        if not 0 <= count <= self._sent:
+            raise DataError(f"the rollout function took {count} answers of {self._sent}")
+        self._sent -= count
+        for _ in range(count):
             self._attach(self._samples.popleft())
 
-    def _value(self, told: FunctionRequest) -> Reward | None:
+    def _checked_reward(self, reward: Reward | None) -> Reward | None:
         """Return the value that the function returned."""
         if not self._course.conversation.turns:
             raise DataError("the rollout function returned without a sample")
-        if told.reward is None and self._player.must_value:
+        if reward is None and self._player.must_value:
             raise DataError("the rollout function returned None, and rewards is empty: nothing values the rollout")
-        return told.reward
+        return reward
 
-    def _begin(self, told: FunctionRequest) -> None:
+    def _sample(self, message: FunctionWaits) -> None:
         """Sample after the function's prompts, within the budgets."""
-        loop, course, most = asyncio.get_running_loop(), self._course, self._player.vocabulary
-        if told.again:
+        course = self._course
+        vocabulary = self._player.vocabulary
+        if message.again:
             raise DataError(f"the rollout function sampled again after {course.ending}: three empty lists had come")
-        if any(not tokens or not 0 <= min(tokens) <= max(tokens) < most for tokens in told.samples):
+        if any(not tokens or not 0 <= min(tokens) <= max(tokens) < vocabulary for tokens in message.samples):
             raise DataError("the rollout function sampled after ids that are no tokens, or after none")
-        for tokens in told.samples:
-            sample = FunctionSample(tokens, course.used_up(self._turns, len(tokens), loop.time()))
+        now = asyncio.get_running_loop().time()
+        for tokens in message.samples:
+            turn = self._call.turns
+            sample = FunctionSample(tokens, course.used_up(turn, len(tokens), now))
             self._samples.append(sample)
             if sample.answer is None:
-                request = course.request(self._turns, tokens)
-                self._sampling[loop.create_task(self._policy.sample(request))] = sample
-                self._turns += 1
-        self._side_by_side |= len(self._sampling) > 1
+                self._call.sample(sample, course.request(turn, tokens))
+        self._side_by_side |= self._call.num_sampling > 1
 
-    def _send(self) -> None:
+    def _send_answers(self) -> None:
         """Send the next answers, and ask the function's process for further samples."""
-        answers: list[Any] = []
+        answers: list[Sampled | None] = []
         for sample in list(self._samples)[self._sent :]:
             if sample.answer is None:
                 break
-            answers.append(_plain(sample.answer))
+            answers.append(_sampled(sample.answer))
         self._sent += len(answers)
         waits = self._sent < len(self._samples)
         # A function of several branches may ask at any time, one of a single branch asks when it has its answer.
-        if answers or (not self._open and (self._side_by_side or not waits)):
-            self._act(self._player.episodes.pool.resume(self._course.start.id, answers, waits=waits), waits=not waits)
+        if answers or (not self._call.has_action and (self._side_by_side or not waits)):
+            pool = self._player.episodes.pool
+            self._call.act(pool.resume(self._course.start.id, answers, waits=waits), waits=not waits)
 
     def _attach(self, sample: FunctionSample) -> None:
         """Put a sample that the function took into the tree: below the longest path that its prompt begins with."""
-        course, one, answer, chat = self._course, self._course.conversation, sample.answer, self._player.chat
+        course = self._course
+        one = course.conversation
+        answer = sample.answer
+        chat = self._player.chat
         if not isinstance(answer, Completion):
             course.ending = answer if course.ending == "done" and answer else course.ending
             return
@@ -195,27 +168,8 @@ class FunctionCall:
         one.messages.append({"role": "assistant", "content": chat.turn_text(answer.tokens.tolist())})
 
 
-async def _all_ended(tasks: Collection["asyncio.Task[Any]"]) -> None:
-    """Wait until tasks have ended; cancel them if the wait is cancelled."""
-    if not tasks:
-        return
-    try:
-        if (own := asyncio.current_task()) and own.cancelling():
-            raise asyncio.CancelledError
-        await asyncio.wait(tasks)
-    except asyncio.CancelledError:
-        for each in tasks:
-            each.cancel()
-        await asyncio.wait(tasks)
-        raise
-    finally:
-        for each in tasks:
-            # An error that is looked at is not reported again by asyncio.
-            _ = each.done() and not each.cancelled() and each.exception()
-
-
-def _plain(answer: Completion | Ending) -> Any:
+def _sampled(answer: Completion | Ending) -> Sampled | None:
     """Return an answer as the function's process takes it; None where a budget is used up."""
     if isinstance(answer, Completion):
-        return answer.tokens.tolist(), answer.log_probs.tolist(), answer.versions.tolist()
+        return Sampled(answer.tokens.tolist(), answer.log_probs.tolist(), answer.versions.tolist())
     return None

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from rlctl.environments.messages import FunctionEnded, FunctionWaits, Sampled
 from rlctl.environments.outcomes import EnvironmentFailure, EnvironmentSpec, ToolResult
 from rlctl.environments.pool import EnvironmentPool, UnusableEnvironmentError
-from rlctl.environments.rollout_function import FunctionRequest
 from rlctl.environments.tool_formats import ToolCall
 
 OWN = '''
@@ -176,10 +176,10 @@ def test_a_function_that_ends_the_process_costs_its_own_rollout_alone(tmp_path: 
     task = {"id": "r0", "prompt": "", "tokens": [1], "answer": None}
     spec = EnvironmentSpec(f"{tmp_path}/play.py:play", 60.0, is_function=True)
     with EnvironmentPool({"rollout": spec}, 2048, 1) as pool:
-        assert pool.begin("neighbour", {**task, "row": {}}, 0).result() == FunctionRequest([[1]], 0)
+        assert pool.begin("neighbour", {**task, "row": {}}, 0).result() == FunctionWaits([[1]], 0)
         assert "raised SystemExit at" in str(failed(pool.begin("a", {**task, "row": {"end": 1}}, 0).result(30)))
-        told = pool.resume("neighbour", [([2], [-1.0], [0])], waits=False).result(30)
-        assert told == FunctionRequest([], 1, ended=True, reward=1.0)
+        told = pool.resume("neighbour", [Sampled([2], [-1.0], [0])], waits=False).result(30)
+        assert told == FunctionEnded(1, 1.0)
 
 
 @pytest.mark.parametrize("levels", [70, 960, 5000])

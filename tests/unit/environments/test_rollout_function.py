@@ -12,9 +12,18 @@ from typing import Any
 import pytest
 
 from rlctl.environments.episode import CoroutineLoop
+from rlctl.environments.messages import (
+    BeginFunction,
+    CloseEpisode,
+    EpisodeMessage,
+    FunctionEnded,
+    FunctionWaits,
+    ResumeFunction,
+    read_function_message,
+)
 from rlctl.environments.outcomes import EnvironmentFailure, EnvironmentSpec
 from rlctl.environments.pool import EnvironmentPool, UnusableEnvironmentError
-from rlctl.environments.rollout_function import FunctionEpisode, FunctionPolicy, FunctionRequest, checked_request
+from rlctl.environments.rollout_function import FunctionEpisode, FunctionPolicy
 
 OWN = """
 import asyncio, random
@@ -83,10 +92,10 @@ def turn(*tokens: int) -> Any:
 def test_it_asks_for_samples_and_returns_a_value(pool_of: Any) -> None:
     pool = pool_of("play")
     assert pool.contracts()["rollout"].problems == []
-    assert asks(pool, "a") == asks(pool, "b") == FunctionRequest([[1, 2]], 0)
-    assert asks(pool, "a", ([7, 8], [-0.5, -0.25], [3, 3])) == FunctionRequest([[1, 2, 7, 8, 9]], 1)
+    assert asks(pool, "a") == asks(pool, "b") == FunctionWaits([[1, 2]], 0)
+    assert asks(pool, "a", ([7, 8], [-0.5, -0.25], [3, 3])) == FunctionWaits([[1, 2, 7, 8, 9]], 1)
     end = asks(pool, "a", ([4, 5], [0.0, 0.0], [4, 4]))
-    assert end == FunctionRequest([], 1, ended=True, reward={"sum": 9.0, "first": 2.5})
+    assert end == FunctionEnded(1, {"sum": 9.0, "first": 2.5})
     assert pool.close("a").result() is None and pool.close("b").result() is None
 
 
@@ -94,13 +103,13 @@ def test_samples_side_by_side_are_asked_for_together_and_have_no_deadline_while_
     pool_of: Any,
 ) -> None:
     pool = pool_of("beside", timeout_s=1.5)
-    assert asks(pool, "a") == FunctionRequest([[3], [4], [5]], 0)
+    assert asks(pool, "a") == FunctionWaits([[3], [4], [5]], 0)
     waiting = pool.resume("a", [turn(10)], waits=True)
     with pytest.raises(TimeoutError):
         waiting.result(2)
     end = asks(pool, "a", turn(20), turn(30))
-    assert waiting.result() == FunctionRequest([], 1)
-    assert end == FunctionRequest([], 2, ended=True, reward=60.0)
+    assert waiting.result() == FunctionWaits([], 1)
+    assert end == FunctionEnded(2, 60.0)
 
 
 class Here:
@@ -113,14 +122,14 @@ class Here:
         self.actions = itertools.count()
         self.episode = FunctionEpisode(function, self.loop, lambda action, value: self.told[action].set_result(value))
 
-    def act(self, kind: str, payload: Any) -> "Future[Any]":
+    def act(self, message: EpisodeMessage) -> "Future[Any]":
         future = self.told[action := next(self.actions)]
-        self.episode.submit(action, kind, payload)
+        self.episode.submit(action, message)
         return future
 
     def asks(self, *answers: Any) -> Any:
-        told = self.act("resume", answers) if answers else self.act("begin", (TASK, 0))
-        return checked_request(told.result(60))
+        told = self.act(ResumeFunction(answers) if answers else BeginFunction("rollout", TASK, 0))
+        return read_function_message(told.result(60))
 
 
 def test_branches_ask_in_one_order_however_their_answers_come() -> None:
@@ -154,7 +163,7 @@ def test_an_answer_that_nobody_waits_for_any_more_is_not_taken() -> None:
 
     here = Here(function)
     here.asks()
-    assert here.asks(turn(10), turn(20), turn(30)) == FunctionRequest([], 1, ended=True, reward=10.0)
+    assert here.asks(turn(10), turn(20), turn(30)) == FunctionEnded(1, 10.0)
 
 
 def test_what_is_asked_while_others_are_sampled_is_told_at_once() -> None:
@@ -169,12 +178,12 @@ def test_what_is_asked_while_others_are_sampled_is_told_at_once() -> None:
 
     here = Here(function)
     assert here.asks().samples == [[1], [2]]
-    listening = here.act("resume", [])
+    listening = here.act(ResumeFunction([]))
     here.loop.running.call_soon_threadsafe(later.set)
-    assert checked_request(listening.result(60)) == FunctionRequest([[9]], 0)
-    listening = here.act("resume", [])
-    assert here.asks(turn(1), turn(2), turn(3)).ended
-    assert checked_request(listening.result(60)) == FunctionRequest([], 0)
+    assert read_function_message(listening.result(60)) == FunctionWaits([[9]], 0)
+    listening = here.act(ResumeFunction([]))
+    assert here.asks(turn(1), turn(2), turn(3)) == FunctionEnded(3, None)
+    assert read_function_message(listening.result(60)) == FunctionWaits([], 0)
 
 
 def test_who_asks_again_after_each_learned_that_a_budget_is_used_up_is_found_out() -> None:
@@ -185,8 +194,8 @@ def test_who_asks_again_after_each_learned_that_a_budget_is_used_up_is_found_out
     here = Here(function)
     assert not here.asks().again
     assert not here.asks(turn(1), None).again
-    assert here.asks(None, None) == FunctionRequest([[1], [2]], 2, again=True)
-    assert here.act("close", None).result(60) is None
+    assert here.asks(None, None) == FunctionWaits([[1], [2]], 2, again=True)
+    assert here.act(CloseEpisode()).result(60) is None
 
 
 def test_an_error_of_a_callback_is_told_to_whoever_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +207,7 @@ def test_an_error_of_a_callback_is_told_to_whoever_asked(monkeypatch: pytest.Mon
 
     here = Here(function)
     monkeypatch.setattr(FunctionEpisode, "_tell", broken)
-    failure = here.act("begin", (TASK, 0)).result(60)
+    failure = here.act(BeginFunction("rollout", TASK, 0)).result(60)
     assert isinstance(failure, EnvironmentFailure) and str(failure) == "function failed with LookupError: a defect"
 
 
@@ -206,8 +215,8 @@ def test_random_is_that_of_the_group(pool_of: Any) -> None:
     pool = pool_of("drawing")
     found = [pool.begin(name, TASK, seed).result() for name, seed in (("a", 5), ("b", 5), ("c", 6))]
     assert found[0] == found[1] != found[2]
-    assert found[0] == FunctionRequest([[random.Random(5).randint(0, 10**6)]], 0)
-    assert asks(pool, "a", turn(1)) == FunctionRequest([], 1, ended=True, reward=None)
+    assert found[0] == FunctionWaits([[random.Random(5).randint(0, 10**6)]], 0)
+    assert asks(pool, "a", turn(1)) == FunctionEnded(1, None)
 
 
 @pytest.mark.parametrize(

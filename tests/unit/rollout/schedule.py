@@ -27,8 +27,8 @@ from rlctl.data.chat import TurnLink
 from rlctl.data.cursor import Cursor, TaskSource
 from rlctl.data.tasks import Task
 from rlctl.environments.contract import EnvironmentContract
+from rlctl.environments.messages import FunctionEnded, FunctionWaits
 from rlctl.environments.outcomes import EnvironmentFailure
-from rlctl.environments.rollout_function import FunctionRequest
 from rlctl.generation import pool
 from rlctl.generation.pool import EngineSlot, GeneratorPool
 from rlctl.generation.requests import RequestId, rollout_seed
@@ -530,19 +530,19 @@ class LateGames:
 
     def begin(self, episode: Any, task: Any, seed: int) -> "Future[Any]":
         self.calls[episode] = [0, 0, None]
-        return self._later(FunctionRequest([[5, 9], [5, 9]], 0))
+        return self._later(FunctionWaits([[5, 9], [5, 9]], 0))
 
     def resume(self, episode: Any, answers: list[Any], *, waits: bool) -> "Future[Any]":
         call = self.calls[episode]
         if call[2]:
-            call[2].set_result(FunctionRequest([], call[0] - call[1]))
+            call[2].set_result(FunctionWaits([], call[0] - call[1]))
             call[1:] = call[0], None
         call[0] += len(answers)
         news = call[0] - call[1]
         if answers and call[0] >= 2:
             call[1] = call[0]
-            ended = call[0] == 3
-            return self._later(FunctionRequest([[5, 9, 8]] * (not ended), news, False, ended, 1.0 if ended else None))
+            has_ended = call[0] == 3
+            return self._later(FunctionEnded(news, 1.0) if has_ended else FunctionWaits([[5, 9, 8]], news))
         call[2] = Future()
         opened: Future[Any] = call[2]
         return opened

@@ -12,9 +12,17 @@ import numpy as np
 import pytest
 
 from rlctl.data.chat import Chat
+from rlctl.environments.messages import (
+    BeginFunction,
+    CloseEpisode,
+    FunctionEnded,
+    FunctionWaits,
+    ResumeFunction,
+    read_function_message,
+)
 from rlctl.environments.outcomes import EnvironmentFailure
 from rlctl.environments.pool import POOL_CLOSED
-from rlctl.environments.rollout_function import FunctionPolicy, FunctionRequest, checked_request
+from rlctl.environments.rollout_function import FunctionPolicy
 from rlctl.generation.requests import RolloutId, TurnRequest, turn_seed
 from rlctl.rollout.players.course import EpisodeLimits
 from rlctl.rollout.players.function import FunctionPlayer
@@ -58,9 +66,9 @@ class Function:
     def _told(self, told: Told, taken: int) -> "Future[Any]":
         future: Future[Any] = Future()
         if isinstance(told, dict) and "sample" in told:
-            future.set_result(FunctionRequest([told["sample"]], taken, bool(self.refused)))
+            future.set_result(FunctionWaits([told["sample"]], taken, bool(self.refused)))
         elif isinstance(told, dict):
-            future.set_result(FunctionRequest([], taken, ended=True, reward=told["reward"]))
+            future.set_result(FunctionEnded(taken, told["reward"]))
         else:
             future.set_result(told)
         return future
@@ -221,23 +229,23 @@ class Coroutine:
 
     def begin(self, episode: RolloutId, task: dict[str, Any], seed: int) -> "Future[Any]":
         self.here = Here(self.function)
-        return self._checked(self.here.act("begin", (task, seed)))
+        return self._checked(self.here.act(BeginFunction("rollout", task, seed)))
 
     def resume(self, episode: RolloutId, answers: list[Any], *, waits: bool) -> "Future[Any]":
-        return self._checked(self.here.act("resume", answers))
+        return self._checked(self.here.act(ResumeFunction(answers)))
 
     def check(self) -> None:
         """Nothing goes wrong in this process."""
 
     def close(self, episode: RolloutId) -> None:
-        self.here.act("close", None)
+        self.here.act(CloseEpisode())
 
     def _checked(self, told: "Future[Any]") -> "Future[Any]":
         future: Future[Any] = Future()
 
         def hand_on(done: "Future[Any]") -> None:
             failed = isinstance(done.result(), EnvironmentFailure)
-            future.set_result(done.result() if failed else checked_request(done.result()))
+            future.set_result(done.result() if failed else read_function_message(done.result()))
 
         told.add_done_callback(hand_on)
         return future

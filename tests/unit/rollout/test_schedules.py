@@ -18,7 +18,7 @@ from rlctl.rollout.dispatcher import RolloutDispatcher
 from rlctl.rollout.engine_queue import EngineQueue, SubmittedTurn
 from rlctl.rollout.groups import GroupRecord, GroupState, GroupTable
 from rlctl.rollout.patience import TICK_S, Patience
-from rlctl.rollout.players import function
+from rlctl.rollout.players import running_call
 from rlctl.rollout.runner import RolloutRunner, RunningRollout
 from rlctl.rollout.staleness import StalenessRule
 from rlctl.rollout.types import Waste
@@ -170,7 +170,7 @@ MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "2 the loss of an engine is not told": (RolloutBuffer, "_restarted", tell_nobody),
     "2 the load of an engine is not given back": (EngineQueue, "_remove", keep_the_load),
     "2 a cancelled turn never ends": (EngineQueue, "abort", never_confirm),
-    "2 tasks of a rollout are leaked": (function, "_all_ended", forget_tasks),
+    "2 tasks of a rollout are leaked": (running_call, "_all_ended", forget_tasks),
     "8 the event loop is blocked": (RolloutDispatcher, "_submit_asked", block_the_loop),
     "8 the event loop waits for itself": (RolloutDispatcher, "_submit_asked", wait_on_the_loop),
     "8 an engine that does nothing is trusted": (RolloutDispatcher, "_lose_silent", nothing),

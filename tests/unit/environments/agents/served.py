@@ -10,6 +10,7 @@ from typing import Any
 from rlctl.data.chat import Chat
 from rlctl.environments.agents.endpoint import Endpoint
 from rlctl.environments.agents.session import AgentSession
+from rlctl.environments.messages import AgentTurn
 
 # ChatML with tools and their calls.
 TOOLED = (
@@ -90,16 +91,16 @@ class Served:
         return [self.chat.decode(each) for each in self.prompts]
 
     def _look(self) -> None:
-        told = self.session.take_news()
-        for number, length in told["kept"]:
+        waits = self.session.take_requests()
+        for number, length in waits.kept:
             assert number not in self.kept
             self.kept[number] = length
-        for ask in told["asks"]:
-            before = [] if ask["after"] is None else self._path(ask["after"])
+        for ask in waits.asks:
+            before = [] if ask.after is None else self._path(ask.after)
             self.asks.append(ask)
-            self.prompts.append([*before, *ask["tokens"]])
-            if (text := self.says(ask["number"])) is not None:
-                asyncio.get_running_loop().call_later(self.delay(), self._give, ask["number"], text)
+            self.prompts.append([*before, *ask.tokens])
+            if (text := self.says(ask.number)) is not None:
+                asyncio.get_running_loop().call_later(self.delay(), self._give, ask.number, text)
         self.news.set()
 
     def _path(self, number: int) -> list[int]:
@@ -111,7 +112,7 @@ class Served:
             return
         tokens = self.sampled[number] = self.chat.encode(text)
         finish = "stop" if tokens and tokens[-1] in self.chat.ends.stops else "length"
-        self.session.answer(number, (tokens, [-0.5] * len(tokens), finish))
+        self.session.answer(number, AgentTurn(tokens, [-0.5] * len(tokens), finish))
 
 
 def script(*texts: str | None) -> Callable[[int], str | None]:

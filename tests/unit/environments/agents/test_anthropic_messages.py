@@ -58,15 +58,15 @@ def test_a_later_request_goes_on_although_marks_move(serve: Serve) -> None:
     result = {"type": "tool_result", "tool_use_id": use.id, "content": [{"type": "text", "text": "4"}], **CACHED}
     messages = [USER, {"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
     assert asked(served, messages, tools=[ADD], system=system).content[0].text == "4"
-    assert served.asks[1]["after"] == 0
-    assert served.chat.decode(served.asks[1]["tokens"]) == f"\n<|im_start|>tool\n4{END}\n<|im_start|>assistant\n"
+    assert served.asks[1].after == 0
+    assert served.chat.decode(served.asks[1].tokens) == f"\n<|im_start|>tool\n4{END}\n<|im_start|>assistant\n"
     result.pop("cache_control")
     messages += [
         {"role": "assistant", "content": "4"},
         {"role": "user", "content": [{**CACHED, "type": "text", "text": "?"}]},
     ]
     asked(served, messages, tools=[ADD], system=system)
-    assert served.asks[2]["after"] == 1 and not served.session.rewritten
+    assert served.asks[2].after == 1 and not served.session.rewritten
 
 
 def test_a_stream_has_the_same_as_an_answer(serve: Serve) -> None:

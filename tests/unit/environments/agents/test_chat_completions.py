@@ -42,8 +42,8 @@ def test_a_later_request_goes_on_with_the_sampled_tokens(serve: Serve) -> None:
     assert (called.function.name, json.loads(called.function.arguments)) == ("add", {"a": 2, "b": 2})
     messages += [message, {"role": "tool", "tool_call_id": called.id, "content": "4"}]
     assert asked(served, messages, tools=[ADD]).choices[0].message.content == "4"
-    assert served.asks[1]["after"] == 0
-    assert served.chat.decode(served.asks[1]["tokens"]) == f"\n<|im_start|>tool\n4{END}\n<|im_start|>assistant\n"
+    assert served.asks[1].after == 0
+    assert served.chat.decode(served.asks[1].tokens) == f"\n<|im_start|>tool\n4{END}\n<|im_start|>assistant\n"
     assert served.prompts[1][: len(served.prompts[0])] == served.prompts[0]
 
 
@@ -63,7 +63,7 @@ def test_thinking_is_apart_and_stays_in_the_tokens(serve: Serve) -> None:
     assert (message.content, message.reasoning_content) == ("It is 4.", "two and two")
     # Most clients drop it.
     asked(served, [USER, {"role": "assistant", "content": "It is 4."}, {"role": "user", "content": "Sure?"}])
-    assert served.asks[1]["after"] == 0 and "<think>two and two</think>" in served.texts()[1]
+    assert served.asks[1].after == 0 and "<think>two and two</think>" in served.texts()[1]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_a_stop_cuts_text_and_tokens(serve: Serve, said: str, stop: Any, content
 def test_the_engine_is_told_of_stops_that_are_one_token(serve: Serve) -> None:
     served = serve(script("ab"))
     asked(served, [USER], stop=["b", "Observation:"])
-    assert served.asks[0]["stops"] == served.chat.encode("b")
+    assert served.asks[0].stops == served.chat.encode("b")
 
 
 def test_a_client_that_puts_the_stop_back_goes_on(serve: Serve) -> None:
@@ -94,7 +94,7 @@ def test_a_client_that_puts_the_stop_back_goes_on(serve: Serve) -> None:
     content = asked(served, [USER], stop=["</code>"]).choices[0].message.content
     more = [{"role": "assistant", "content": f"{content}</code>"}, {"role": "user", "content": "Out: 4"}]
     asked(served, [USER, *more], stop=["</code>"])
-    assert served.asks[1]["after"] == 0
+    assert served.asks[1].after == 0
 
 
 def test_sampling_belongs_to_the_run_and_is_counted(serve: Serve) -> None:
@@ -111,7 +111,7 @@ def test_sampling_belongs_to_the_run_and_is_counted(serve: Serve) -> None:
         user="me",
         extra_body={"novelty": 1, "top_k": 5},
     )
-    assert served.asks[0]["most"] == 7
+    assert served.asks[0].most == 7
     assert {name for name in served.session.counts if "/" in name} == {
         "overridden/temperature",
         "overridden/seed",

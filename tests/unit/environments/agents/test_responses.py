@@ -35,7 +35,7 @@ def test_items_that_come_back_continue_the_turn(serve: Serve) -> None:
     assert (called.type, called.name, called.arguments) == ("function_call", "add", '{"a": 2, "b": 2}')
     given += [*answer.output, {"type": "function_call_output", "call_id": called.call_id, "output": "4"}]
     assert asked(served, given, tools=[ADD]).output_text == "4"
-    assert served.asks[1]["after"] == 0 and not served.session.rewritten
+    assert served.asks[1].after == 0 and not served.session.rewritten
 
 
 def test_a_continued_response_needs_no_earlier_items(serve: Serve) -> None:
@@ -43,7 +43,7 @@ def test_a_continued_response_needs_no_earlier_items(serve: Serve) -> None:
     first = asked(served, "1", instructions="Be short.")
     second = asked(served, "2", instructions="Be short.", previous_response_id=first.id)
     third = asked(served, "3", instructions="Be short.", previous_response_id=second.id)
-    assert [each["after"] for each in served.asks] == [None, 0, 1] and third.output_text == "three"
+    assert [each.after for each in served.asks] == [None, 0, 1] and third.output_text == "three"
     with pytest.raises(openai.NotFoundError, match="no turn of this session"):
         asked(served, "4", previous_response_id="resp_other-1")
 

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from rlctl.environments.agents import runners
-from rlctl.environments.agents.episode import AgentLaunch
-from rlctl.environments.agents.news import AgentTask
+from rlctl.environments.agents.episode import AgentLaunch, AgentTask
 from rlctl.environments.outcomes import EnvironmentFailure
 
 TASK = AgentTask("r0", "2+2?", [], None, {})

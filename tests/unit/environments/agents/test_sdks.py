@@ -78,5 +78,5 @@ def test_what_a_client_keeps(agent: str, serve: Serve, monkeypatch: pytest.Monke
     sent_back = json.dumps(bodies)
     assert thinking in sent_back and (thinking or "hm" not in sent_back)
     assert len(served.kept) == 8
-    continued = {each["after"] for each in served.asks if each["number"] < 8}
+    continued = {each.after for each in served.asks if each.number < 8}
     assert len(set(range(8)) - continued) == rows, served.session.rewritten

@@ -19,8 +19,7 @@ import pytest
 from rlctl.data.chat import Chat
 from rlctl.environments.agents import endpoint
 from rlctl.environments.agents.commands import start_command
-from rlctl.environments.agents.episode import AgentLaunch
-from rlctl.environments.agents.news import AgentTask
+from rlctl.environments.agents.episode import AgentLaunch, AgentTask
 from rlctl.environments.agents.session import AgentSession
 from rlctl.environments.tool_formats import PARSERS
 from rlctl.evaluation.environment_check import scripted_calls
@@ -255,7 +254,7 @@ def test_a_large_request_holds_up_no_other(tokenizer: Any) -> None:
 
 
 def test_many_requests_at_once_reach_the_driver_in_parts(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlctl.environments.agents.session.MAX_NEWS", 100)
+    monkeypatch.setattr("rlctl.environments.agents.session.MAX_ASK_BYTES", 100)
     served = serve(script())
     # Nobody looks while they come.
     own = served.session = AgentSession(served.chat, None, lambda: None)
@@ -266,8 +265,8 @@ def test_many_requests_at_once_reach_the_driver_in_parts(serve: Serve, monkeypat
         each.start()
     until(lambda: len(own._flights) == 4)
     for number in range(4):
-        (ask,) = served.call(own.take_news)["asks"]
-        assert ask["number"] == number
+        (ask,) = served.call(own.take_requests).asks
+        assert ask.number == number
     assert not served.call(lambda: own.has_asked)
     served.call(own.seal)
     for each in threads:

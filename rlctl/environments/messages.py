@@ -1,0 +1,283 @@
+"""Messages between the driver and a process of environments. Each side matches them by type.
+
+    driver -> process: the environments' specs, once; then an `ActionRequest` for each action, pickled
+    process -> driver: `ProcessStarted`, the contracts, then an `ActionReply` for each action, as JSON
+
+The driver never unpickles a reply, since the user's code runs in the process. It reads each reply by a function that
+takes nothing else: those of rollout functions and agents here, the others in `contract.py`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar, NamedTuple
+
+from rlctl.environments.contract import ContractError, Message, Reward, checked_reward
+from rlctl.environments.outcomes import EnvironmentFailure
+from rlctl.utils.user_code import shortened
+
+# Numbers that an agent's process may tell, and characters of the name of one.
+_MOST, _LONGEST = 64, 400
+
+
+class Sampled(NamedTuple):
+    """One sampled turn; all three are empty where a budget is used up."""
+
+    tokens: list[int]
+    # Log-prob of each token under the sampled distribution.
+    log_probs: list[float]
+    # Weight version that sampled each token.
+    versions: list[int]
+
+
+@dataclass(frozen=True)
+class AgentTurn:
+    """One sampled turn, as an agent's process gets it."""
+
+    tokens: list[int]
+    log_probs: list[float]
+    # `stop` or `length`.
+    finish: str
+
+
+# A turn, or the name of the budget that is used up.
+AgentAnswer = AgentTurn | str
+
+
+@dataclass(frozen=True)
+class ResetEpisode:
+    """Make an instance of an environment, and reset it."""
+
+    kind: ClassVar = "reset"
+    # Key of the environment.
+    key: str
+    row: dict[str, Any]
+    seed: int
+
+
+@dataclass(frozen=True)
+class CallTools:
+    """Call tools: (name, arguments) of each call."""
+
+    kind: ClassVar = "call"
+    calls: list[tuple[str, dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class StepEpisode:
+    """Give the assistant's message to `step`."""
+
+    kind: ClassVar = "step"
+    message: str
+
+
+@dataclass(frozen=True)
+class RewardEpisode:
+    """Value the episode. columns: `prompts`, `completions` and columns of the row, for reward functions."""
+
+    kind: ClassVar = "reward"
+    columns: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True)
+class BeginFunction:
+    """Call a rollout function. task: fields of `PlayTask`."""
+
+    kind: ClassVar = "begin"
+    key: str
+    task: dict[str, Any]
+    seed: int
+
+
+@dataclass(frozen=True)
+class ResumeFunction:
+    """Give a rollout function its next answers, in the order of its samples; None where a budget is used up."""
+
+    kind: ClassVar = "resume"
+    answers: Sequence[Sampled | None]
+
+
+@dataclass(frozen=True)
+class BeginAgent:
+    """Start an agent. task: fields of `AgentTask`."""
+
+    kind: ClassVar = "begin"
+    key: str
+    task: dict[str, Any]
+    seed: int
+
+
+@dataclass(frozen=True)
+class ResumeAgent:
+    """Give an agent answers, by the numbers of its requests."""
+
+    kind: ClassVar = "resume"
+    answers: Sequence[tuple[int, AgentAnswer]]
+
+
+@dataclass(frozen=True)
+class CloseEpisode:
+    """End the episode."""
+
+    kind: ClassVar = "close"
+
+
+# Messages that make an episode.
+OpeningMessage = ResetEpisode | BeginFunction | BeginAgent
+EpisodeMessage = OpeningMessage | CallTools | StepEpisode | RewardEpisode | ResumeFunction | ResumeAgent | CloseEpisode
+
+
+@dataclass(frozen=True)
+class ActionRequest:
+    """One action of an episode."""
+
+    # Number of the action, which its reply names, and of the episode.
+    action: int
+    episode: int
+    message: EpisodeMessage
+
+
+@dataclass(frozen=True)
+class ProcessStarted:
+    """Process ids of a process and of its supervisor."""
+
+    pid: int
+    supervisor: int
+
+
+@dataclass(frozen=True)
+class ActionReply:
+    """End of an action. outcome: the value, as JSON has it, or the failure that ended the episode."""
+
+    action: int
+    outcome: Any
+
+    def plain(self) -> dict[str, Any]:
+        """Return the reply as it is sent."""
+        if isinstance(self.outcome, EnvironmentFailure):
+            return {"action": self.action, "failure": asdict(self.outcome)}
+        return {"action": self.action, "value": self.outcome}
+
+
+def read_reply(message: dict[str, Any]) -> ActionReply:
+    """Return a reply from its line. Raises KeyError or TypeError for a line that is none."""
+    failure = message.get("failure")
+    outcome = message.get("value") if failure is None else EnvironmentFailure(**failure)
+    return ActionReply(message["action"], outcome)
+
+
+@dataclass(frozen=True)
+class FunctionWaits:
+    """A rollout function waits for samples."""
+
+    # Prompts that it asked to be sampled after since the last message, in order.
+    samples: list[list[int]]
+    # Answers that it got since the last message.
+    taken: int
+    # True if it asked again after it had learned that a budget is used up.
+    again: bool = False
+
+
+@dataclass(frozen=True)
+class FunctionEnded:
+    """A rollout function has returned. reward: None leaves the value to rewards."""
+
+    taken: int
+    reward: Reward | None
+
+
+FunctionMessage = FunctionWaits | FunctionEnded
+
+
+def read_function_message(value: object) -> FunctionMessage:
+    """Return a rollout function's message, as its process sent it. Raises ContractError."""
+    match value:
+        case {"samples": list(samples), "taken": int(taken), "again": bool(again), **rest} if not rest:
+            if all(isinstance(prompt, list) and all(type(token) is int for token in prompt) for prompt in samples):
+                return FunctionWaits(samples, taken, again)
+        case {"reward": reward, "taken": int(taken), **rest} if not rest:
+            return FunctionEnded(taken, None if reward is None else checked_reward(reward))
+    raise ContractError("neither tokens to sample after nor a reward")
+
+
+@dataclass(frozen=True)
+class AgentAsk:
+    """A request for one turn, as the driver reads it."""
+
+    number: int
+    # Number of the request whose turn it continues; None for a new conversation.
+    after: int | None
+    # Tokens behind that turn.
+    tokens: list[int]
+    # Messages that no earlier request had.
+    messages: list[Message]
+    # Tokens of the turn at most; None: those of the run.
+    most: int | None = None
+    # Tokens that are one of the request's stops, and end the turn.
+    stops: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class AgentWaits:
+    """An agent waits for turns."""
+
+    asks: list[AgentAsk]
+    # (number, tokens) of each turn that the agent got since the last message.
+    kept: list[tuple[int, int]]
+
+    def plain(self) -> dict[str, Any]:
+        """Return the message as it is sent."""
+        return {"asks": [vars(ask) for ask in self.asks], "kept": self.kept}
+
+
+@dataclass(frozen=True)
+class AgentEnded:
+    """An agent has ended."""
+
+    kept: list[tuple[int, int]]
+    # None leaves the value to rewards.
+    reward: Reward | None
+    # Failure of an agent whose last request met a used-up budget.
+    raised: str
+    counts: dict[str, int]
+    # Why requests continued no turn -> how often.
+    rewritten: dict[str, int]
+
+    def plain(self) -> dict[str, Any]:
+        """Return the message as it is sent."""
+        return {"ended": True, **vars(self)}
+
+
+AgentMessage = AgentWaits | AgentEnded
+
+
+def read_agent_message(value: object) -> AgentMessage:
+    """Return an agent's message, as its process sent it. Raises ContractError."""
+    fields: dict[str, Any] = dict(value) if isinstance(value, dict) else {}
+    try:
+        kept = [(int(number), int(length)) for number, length in fields.pop("kept")]
+        if not fields.pop("ended", False):
+            return AgentWaits([_read_ask(ask) for ask in fields.pop("asks")], kept, **fields)
+        reward = fields.pop("reward")
+        for name in ("counts", "rewritten"):
+            fields[name] = _read_numbers(fields[name])
+        return AgentEnded(kept, None if reward is None else checked_reward(reward, "the agent"), **fields)
+    except (TypeError, ValueError, KeyError) as error:
+        raise ContractError(f"no message of an agent: {shortened(str(error))}") from error
+
+
+def _read_numbers(value: Any) -> dict[str, int]:
+    """Return numbers by name. Raises ContractError for others, and for more than an agent's session has."""
+    numbers = dict(value)
+    if len(numbers) > _MOST or not all(len(name) <= _LONGEST and 0 <= number < 1e9 for name, number in numbers.items()):
+        raise ContractError("counted in other values than numbers by name")
+    return {name: int(number) for name, number in numbers.items()}
+
+
+def _read_ask(value: dict[str, Any]) -> AgentAsk:
+    ask = AgentAsk(**value)
+    numbers = [number for number in (ask.number, ask.after, ask.most) if number is not None]
+    if not all(type(number) is int and number >= 0 for number in numbers) or not isinstance(ask.messages, list):
+        raise ContractError("asked for a turn that is none")
+    if not all(type(token) is int for token in (*ask.tokens, *ask.stops)):
+        raise ContractError("asked for a turn after other values than tokens")
+    return ask

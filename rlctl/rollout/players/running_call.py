@@ -1,0 +1,91 @@
+"""A running call of a rollout function or an agent: actions that wait for its process, turns that engines sample."""
+
+import asyncio
+from collections import deque
+from collections.abc import Collection
+from concurrent.futures import Future
+from typing import Any, Generic, TypeVar
+
+from rlctl.environments.outcomes import EnvironmentFailure
+from rlctl.generation.requests import Completion, TurnRequest
+from rlctl.rollout.players.course import Course
+from rlctl.rollout.players.episodes import Episodes
+from rlctl.rollout.policy import Policy
+
+# Message of the process, and the player's record of a sample.
+Message = TypeVar("Message")
+Sample = TypeVar("Sample")
+
+
+class RunningCall(Generic[Message, Sample]):
+    """Actions and samples of one call that are in flight. Use it in an `async with`, which ends them."""
+
+    def __init__(self, episodes: Episodes, course: Course, policy: Policy) -> None:
+        self._episodes, self._course, self._policy = episodes, course, policy
+        # Actions that the process has not replied to, oldest first.
+        self._actions: deque[asyncio.Task[Message]] = deque()
+        self._sampling: dict[asyncio.Task[Completion], Sample] = {}
+        # Number of the next turn: of those that engines were asked for.
+        self.turns = 0
+
+    @property
+    def has_action(self) -> bool:
+        """True while the process owes a reply."""
+        return bool(self._actions)
+
+    @property
+    def num_sampling(self) -> int:
+        """Number of the turns that engines sample."""
+        return len(self._sampling)
+
+    def act(self, action: "Future[Message | EnvironmentFailure]", *, waits: bool) -> None:
+        """Add an action of the process. waits: as of `Episodes.ask`."""
+        work = self._episodes.ask(self._course, action, waits=waits)
+        self._actions.append(asyncio.get_running_loop().create_task(work))
+
+    def sample(self, sample: Sample, request: TurnRequest) -> None:
+        """Have an engine sample the next turn."""
+        self._sampling[asyncio.get_running_loop().create_task(self._policy.sample(request))] = sample
+        self.turns += 1
+
+    async def wait(self) -> tuple[list[tuple[Sample, Completion]], Message | None]:
+        """Wait until a sample has ended or the process has replied. Return the ended samples, and the message if any.
+
+        Raises EpisodeFailed if the process failed.
+        """
+        await asyncio.wait([*self._sampling, *list(self._actions)[:1]], return_when=asyncio.FIRST_COMPLETED)
+        ended = [task for task in self._sampling if task.done()]
+        completions = [(self._sampling.pop(task), task.result()) for task in ended]
+        if not self._actions or not self._actions[0].done():
+            return completions, None
+        return completions, self._actions.popleft().result()
+
+    async def __aenter__(self) -> "RunningCall[Message, Sample]":
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Drop the actions without a reply, and wait until no engine samples: the same turns may be sampled again."""
+        # A coroutine that is thrown away may wait for nothing.
+        if kind is None or issubclass(kind, Exception | asyncio.CancelledError):
+            for action in self._actions:
+                action.cancel()
+            await _all_ended([*self._sampling, *self._actions])
+
+
+async def _all_ended(tasks: Collection["asyncio.Task[Any]"]) -> None:
+    """Wait until tasks have ended; cancel them if the wait is cancelled."""
+    if not tasks:
+        return
+    try:
+        if (own := asyncio.current_task()) and own.cancelling():
+            raise asyncio.CancelledError
+        await asyncio.wait(tasks)
+    except asyncio.CancelledError:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        raise
+    finally:
+        for task in tasks:
+            # An error that is looked at is not reported again by asyncio.
+            _ = task.done() and not task.cancelled() and task.exception()
