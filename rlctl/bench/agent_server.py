@@ -1,8 +1,8 @@
 """Cost of the agents' endpoint: a process that serves many sessions, its driver, and clients without an SDK.
 
 All of a run's parts but the engine are real: the pool with one process, the endpoint, histories and templates, the
-player. Agents only tell their addresses. Each session asks for several turns, one after another, over a connection of
-its own; the bench waits for all of them.
+player. Agents only tell their addresses. Each session asks for several turns, one after another, over one connection.
+The bench waits for all sessions.
 """
 
 import asyncio
@@ -169,7 +169,7 @@ def _spent(process: psutil.Process) -> float:
 
 
 def _opening(size: int) -> dict[str, Any]:
-    """Return a first request of about `size` bytes, half of them tools."""
+    """Return a first request of about `size` bytes, half tools."""
     rng, tools = random.Random(0), list[dict[str, Any]]()
     while len(json.dumps(tools)) < size // 2:
         words = random_words(rng, (_TOOL - 200) // 4)

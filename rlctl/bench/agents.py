@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.bench.agent_server import TURNS, ServerRow, server_rows
-from rlctl.bench.charts import Bar, BarChart
 from rlctl.bench.frame import Bench, Line, Results, ResultTable, Say
 from rlctl.bench.generation import GenerationBench, GenerationResults, GenerationRow
 from rlctl.config.errors import Problem
@@ -59,13 +58,6 @@ class AgentsResults(Results):
         if self.share is not None:
             lines.append(Line(f"agents sample {self.share:.1%} of the tokens/s of environments"))
         return lines
-
-    def chart(self) -> BarChart:
-        bars = [
-            Bar(f"{row.body / 1024:,.0f} KiB x {row.sessions:,}", 1e3 * row.server, f"{1e3 * row.server:.2f} ms", True)
-            for row in self.rows
-        ]
-        return BarChart("Agents' endpoint", "CPU ms of a request", bars)
 
     def as_json(self) -> Any:
         generation = None if self.generation is None else self.generation.as_json()

@@ -1,10 +1,6 @@
-"""Charts that `rlctl bench --plot` writes: bars for figures, curves for runs.
-
-matplotlib is imported only when one is drawn.
-"""
+"""The chart that `rlctl bench algorithms --plot` writes. matplotlib is imported only when one is drawn."""
 
 import io
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,61 +8,10 @@ from typing import Any
 
 from rlctl.utils.files import write_whole
 
-_OURS, _OTHERS, _BOUND = "#3b7dd8", "#a9b4c4", "#c0392b"
+_BOUND = "#c0392b"
 # Colours that colour-blind readers tell apart: Okabe and Ito's, with brown for their yellow. Then again, dashed.
 _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#8c6d31", "#000000")
 _STYLES = ("-", "--", ":")
-
-
-class Chart(ABC):
-    """A picture of results."""
-
-    def write(self, path: Path) -> None:
-        """Write a PNG or SVG, by the name's ending, atomically. Needs matplotlib."""
-        drawing = io.BytesIO()
-        self._figure().savefig(drawing, format=path.suffix[1:], dpi=150)
-        write_whole(path, drawing.getvalue())
-
-    @abstractmethod
-    def _figure(self) -> Any:
-        """Return the picture as a matplotlib figure."""
-
-
-@dataclass(frozen=True)
-class Bar:
-    """One bar of a chart."""
-
-    name: str
-    value: float
-    text: str  # at the bar's end
-    ours: bool  # coloured as the subject of the comparison
-
-
-@dataclass(frozen=True)
-class BarChart(Chart):
-    """Horizontal bars from top to bottom."""
-
-    title: str
-    label: str  # of the axis
-    bars: list[Bar]
-    bound: float | None = None  # a dashed line across all bars
-
-    def _figure(self) -> Any:
-        from matplotlib.figure import Figure
-
-        bars = self.bars[::-1]
-        figure = Figure(figsize=(9, 1.2 + 0.42 * len(bars)), layout="constrained")
-        axes: Any = figure.add_subplot()
-        colours = [_OURS if bar.ours else _OTHERS for bar in bars]
-        drawn = axes.barh([bar.name for bar in bars], [bar.value for bar in bars], color=colours, height=0.66)
-        axes.bar_label(drawn, [bar.text for bar in bars], padding=4, fontsize=8)
-        if self.bound:
-            axes.axvline(self.bound, color=_BOUND, linewidth=1, linestyle="--")
-        axes.set_xlim(0, max([self.bound or 0.0, *(bar.value for bar in bars)]) * 1.25)
-        axes.set_xlabel(self.label)
-        axes.set_title(self.title, fontsize=10, loc="left")
-        axes.spines[["top", "right"]].set_visible(False)
-        return figure
 
 
 @dataclass(frozen=True)
@@ -81,13 +26,19 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class CurveChart(Chart):
+class CurveChart:
     """The same curves in a panel for each of their x, side by side."""
 
     title: str
     label: str  # of the y axis
     curves: list[Curve]
     bound: float  # a dashed line
+
+    def write(self, path: Path) -> None:
+        """Write a PNG or SVG, by the name's ending, atomically. Needs matplotlib."""
+        drawing = io.BytesIO()
+        self._figure().savefig(drawing, format=path.suffix[1:], dpi=150)
+        write_whole(path, drawing.getvalue())
 
     def _figure(self) -> Any:
         from matplotlib.figure import Figure

@@ -11,7 +11,6 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from rlctl.bench.charts import Bar, BarChart
 from rlctl.bench.events import IN_FLIGHT, EventRow, event_rows
 from rlctl.bench.frame import Bench, Cells, Line, Results, ResultTable, Say
 from rlctl.dashboard.formats import count
@@ -27,8 +26,8 @@ _IDLE_S = 2.0
 _ROW_S = 10.0
 _LEGEND = (
     "ordinary, compiled: round trip of a call that only takes its payload, median, and p99 of the compiled one; "
-    "submit: its part before the driver waits; bare, twice: round trip and submission through Ray's own graph over "
-    "bare actors, the floor; idle: cores that a worker burns while its graph lives and nobody calls it"
+    "submit: its part before the driver waits; idle: cores that a worker burns while its graph lives and nobody "
+    "calls it"
 )
 
 
@@ -58,10 +57,6 @@ class Spread:
         return _time(self.median)
 
 
-# Round trip and submission through a bare graph; None where there is no graph.
-Floor = tuple[Spread | None, Spread | None]
-
-
 @dataclass(frozen=True)
 class DispatchBench(Bench):
     """Calls to groups of workers, a row for each size of group and payload."""
@@ -75,38 +70,10 @@ class DispatchBench(Bench):
         say(f"events with {IN_FLIGHT:,} rollouts in flight")
         events = event_rows(self.engines)
         with local_ray(folder):
-            # Bare graphs first: once an rlctl graph exists, this process reads every channel in the same way.
-            floors = {size: self._floors(size, say) for size in self.workers}
-            rows = [row for size in self.workers for row in self._rows(size, floors[size], folder, say)]
+            rows = [row for size in self.workers for row in self._rows(size, folder, say)]
         return DispatchResults(rows, events)
 
-    def _floors(self, workers: int, say: Say) -> list[Floor]:
-        """Measure Ray's graph as its documentation builds it, for each payload."""
-        import ray
-        from ray.dag import InputNode, MultiOutputNode
-
-        say(count(workers, "bare actor"))
-        actors = [ray.remote(num_cpus=0)(Echo).remote() for _ in range(workers)]
-        try:
-            with InputNode() as payload:
-                leaves = MultiOutputNode([actor.take.bind(payload) for actor in actors])
-            graph = leaves.experimental_compile(_submit_timeout=60, _buffer_size_bytes=_BUFFER_BYTES)
-            # The first call waits for the actors' imports.
-            ray.get(graph.execute(b""), timeout=_DEADLINE_S)
-        except Exception:
-            return [(None, None)] * len(self.payloads)
-
-        def floor(size: int) -> Floor:
-            array, plain = np.zeros(size, np.uint8), bytes(size)
-            round_trip = self._spread(lambda: ray.get(graph.execute(array), timeout=_DEADLINE_S))
-            return round_trip, self._spread(lambda: graph.execute(plain), lambda ref: ray.get(ref, timeout=_DEADLINE_S))
-
-        try:
-            return [floor(size) for size in self.payloads]
-        finally:
-            graph.teardown(kill_actors=True)
-
-    def _rows(self, workers: int, floors: list[Floor], folder: Path, say: Say) -> "list[DispatchRow]":
+    def _rows(self, workers: int, folder: Path, say: Say) -> "list[DispatchRow]":
         say(count(workers, "worker"))
         specs = [WorkerSpec(f"echo-{rank}", Echo, log=f"{folder}/echo-{rank}.log") for rank in range(workers)]
         group, why = WorkerGroup(specs, 60), ""
@@ -119,10 +86,10 @@ class DispatchBench(Bench):
                 why = str(error)
             idle = _idle(group)
             rows = []
-            for size, spread, floor in zip(self.payloads, ordinary, floors):
+            for size, spread in zip(self.payloads, ordinary):
                 compiled = None if why else self._round_trips(group, size)
                 submit = None if why else self._submissions(group, size)
-                rows.append(DispatchRow(workers, size, spread, compiled, submit, *floor, idle, why))
+                rows.append(DispatchRow(workers, size, spread, compiled, submit, idle, why))
             return rows
         finally:
             group.kill()
@@ -168,18 +135,13 @@ def _idle(group: WorkerGroup) -> float:
 
 @dataclass(frozen=True)
 class DispatchRow:
-    """One size of group and payload. Without a compiled graph its figures are None, and `why` is the reason.
-
-    A bare actor starts no thread, copies nothing, and spins while it waits: its figures are the floors.
-    """
+    """One size of group and payload. Without a compiled graph its figures are None, and `why` is the reason."""
 
     workers: int
     payload: int  # bytes
     ordinary: Spread  # round trips
     compiled: Spread | None  # round trips
     submit: Spread | None  # the part of a compiled call before the driver waits
-    plain: Spread | None  # round trips through a graph over bare actors
-    plain_submit: Spread | None  # its part before the driver waits, for bytes, which Ray hands on unchanged
     idle: float  # cores that the busiest worker burns between calls
     why: str
 
@@ -197,9 +159,7 @@ class DispatchRow:
             ("compiled", str(self.compiled or "")),
             ("p99", _time(self.compiled.p99) if self.compiled else ""),
             ("ratio", "" if self.ratio is None else f"{self.ratio:.1f}x"),
-            ("bare", str(self.plain or "")),
             ("submit", str(self.submit or "")),
-            ("bare", str(self.plain_submit or "")),
             ("idle", f"{self.idle:.2f}"),
         ]
 
@@ -215,21 +175,11 @@ class DispatchResults(Results):
         return {"ratio": row.ratio}
 
     def report(self, wide: bool) -> list[Line | ResultTable]:
-        # Ten columns fit into 80 characters with one space between them.
-        table = ResultTable([row.cells() for row in self.rows], gap=1)
+        table = ResultTable([row.cells() for row in self.rows])
         reasons = sorted({row.why for row in self.rows if row.why})
         warnings = (Line(f"no compiled graph: {why}", "yellow") for why in reasons)
         events = ResultTable([row.cells() for row in self.events])
         return [table, *warnings, Line(_LEGEND, "dim"), events, Line(_EVENTS, "dim")]
-
-    def chart(self) -> BarChart:
-        bars = [
-            Bar(f"{row.workers} x {row.payload / 1024:,.0f} KB", row.ratio, f"{row.ratio:.1f}x", True)
-            for row in self.rows
-            if row.ratio is not None
-        ]
-        label = "ordinary / compiled; dashed: no difference"
-        return BarChart("Round trip of a call to a group of workers", label, bars, 1.0)
 
 
 def _time(seconds: float) -> str:

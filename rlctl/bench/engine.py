@@ -1,4 +1,4 @@
-"""A vLLM worker of `rlctl bench refit`: a run's own refit end, that of the reference schemes, a comparison of bits."""
+"""A vLLM worker of `rlctl bench refit`: a run's own refit end, that of the plain link, a comparison of bits."""
 
 from typing import Any
 
@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from rlctl.bench.rounds import BenchEnd, Measured, Meeting, Timing
-from rlctl.bench.schemes import Scheme, receive
 from rlctl.bench.weights import make_tensor
 from rlctl.generation.vllm.adapter_loader import installed
 from rlctl.generation.vllm.adapters import EngineAdapters
@@ -31,11 +30,10 @@ class BenchWorker(RefitWorker):
         self._bench = BenchEnd(self.device, Meeting(port, parties, server=False))
 
     def bench_clear(self) -> None:
-        """Leave the last scheme."""
+        """Leave the last row's transport."""
         if self._rl_receiver:
             self._rl_receiver.close()
         self._rl_receiver = None
-        self._bench_kept: dict[str, Tensor] = {}
         self._bench.clear()
 
     def bench_refit_rounds(self, plan: RefitPlan, checks: Checks, version: int, rounds: int, in_turn: bool) -> Measured:
@@ -57,18 +55,9 @@ class BenchWorker(RefitWorker):
 
         return self._bench.measure(rounds, work)
 
-    def bench_scheme_rounds(
-        self, scheme: Scheme, spec: TransportSpec, buffer_bytes: int, first_rank: int, plan: RefitPlan, rounds: int
-    ) -> Measured:
-        """Join the group of the reference schemes, and receive by one scheme."""
-        wire = self._bench.open_wire(spec, buffer_bytes, first_rank + self.rank)
-        layout = [(e.name, torch.Size(e.shape), getattr(torch, e.dtype)) for e in plan.entries]
-
-        def work(number: int) -> Timing:
-            return receive(scheme, wire, layout, self._bench_load), 0.0
-
-        with torch.no_grad():
-            return self._bench.measure(rounds, work)
+    def bench_plain_rounds(self, spec: TransportSpec, first_rank: int, payload: int, rounds: int) -> Measured:
+        """Receive `payload` bytes over the plain link."""
+        return self._bench.plain_rounds(spec, first_rank + self.rank, payload, rounds)
 
     def bench_differences(self, plan: RefitPlan, version: int, master: str) -> list[str]:
         """Return the names of the tensors that differ here from a version as it was sent."""
@@ -83,20 +72,13 @@ class BenchWorker(RefitWorker):
         return wrong
 
     def bench_forget(self) -> None:
-        """Zero every parameter, so that old weights cannot pass for new ones; not on CPU (see `_bench_load`)."""
+        """Zero every parameter, so that old weights cannot pass for new ones; not on CPU, where vLLM repacks them."""
         adapters = self._bench_adapters
         if self.device.type == "cpu" and not adapters:
             return
         with torch.no_grad():
             for held in adapters.buffers.values() if adapters else self.model_runner.get_model().parameters():
                 held.zero_()
-
-    def _bench_load(self, tensors: list[tuple[str, Tensor]]) -> None:
-        """Load tensors; on CPU, where vLLM repacks weights, keep them: loading is no part of the transport."""
-        if self.device.type == "cpu":
-            self._bench_kept.update(tensors)
-        else:
-            self.model_runner.get_model().load_weights(iter(tensors))
 
     def _bench_held(self, plan: RefitPlan) -> dict[str, list[tuple[Any, Tensor]]]:
         """Return where each tensor is: parts of the live parameters, or on CPU the tensors delivered to the loader."""
@@ -110,5 +92,5 @@ class BenchWorker(RefitWorker):
                 held.setdefault(region.box.name, []).append((region.box.slices(), region.view))
             return held
         sink = self._rl_receiver.sink if self._rl_receiver else None
-        delivered = dict(sink.tensors()) if isinstance(sink, WholeTensorSink) else self._bench_kept
+        delivered = dict(sink.tensors()) if isinstance(sink, WholeTensorSink) else {}
         return {name: [((), tensor)] for name, tensor in delivered.items()}

@@ -19,7 +19,6 @@ from rlctl.data.tasks import Task
 from rlctl.generation.engine import Engine, EngineStats, FinishedTurns
 from rlctl.generation.pool import GeneratorPool
 from rlctl.generation.requests import Completion, PackedCompletions, RequestId
-from rlctl.generation.simulated_engine import SimulatedPool, SimulatedWorker
 from rlctl.preflight.load import load
 from rlctl.rollout.buffer import RolloutBuffer
 from rlctl.rollout.dispatcher import RolloutDispatcher
@@ -75,6 +74,26 @@ class AnsweringWorker:
         return FinishedTurns([self.held.popleft()], _ANSWER, EngineStats(steps=self.answers))
 
 
+@dataclass
+class AnsweringPool:
+    """`GeneratorPool`, as far as the dispatcher uses it, of engines that are never lost."""
+
+    slots: list[AnsweringWorker]
+    # Rollouts that an engine decodes at a time.
+    at_a_time: int
+    version: int = field(default=0, init=False)
+
+    @property
+    def engines(self) -> list[AnsweringWorker]:
+        return self.slots
+
+    def forget_gone(self) -> None:
+        """Do nothing: none is gone."""
+
+    def require_awake(self) -> None:
+        """Do nothing: engines never sleep."""
+
+
 def event_rows(engines: Sequence[int], in_flight: int = IN_FLIGHT, events: int = _EVENTS) -> list[EventRow]:
     """Measure the cost of an event with each number of engines. events: number measured."""
     return [_row(number, in_flight, events) for number in engines]
@@ -88,7 +107,7 @@ def _row(engines: int, in_flight: int, events: int) -> EventRow:
     sizes = (f"grpo.num_prompts_per_step={prompts}", f"grpo.num_generations_per_prompt={_GROUP}")
     bound = ("async.enabled=true", f"async.max_trajectory_age_steps={_AGE}", "async.prefetch=full")
     config = load("grpo", None, [*sizes, *bound, "generation.max_new_tokens=4"]).settled.config
-    loop, pool = VirtualEvents(), SimulatedPool(cast(list[SimulatedWorker], workers), at_a_time)
+    loop, pool = VirtualEvents(), AnsweringPool(workers, at_a_time)
     dispatcher = RolloutDispatcher(cast(GeneratorPool, pool), config.run, _say_nothing, loop)
     source = TaskSource([Task("r0", [0] * 8, "", None)], Cursor(1, 0, False))
     runner = RolloutRunner(SingleTurnPlayer(), dispatcher)

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from rlctl.bench.charts import Chart
+from rlctl.bench.charts import CurveChart
 from rlctl.config.errors import Problem, did_you_mean
 
 Measured = TypeVar("Measured")
@@ -64,9 +64,9 @@ class Results(ABC):
     def report(self, wide: bool) -> list[Line | ResultTable]:
         """Return the printed text. wide: the terminal has at least 120 columns."""
 
-    @abstractmethod
-    def chart(self) -> Chart:
-        """Return the chart of `--plot`."""
+    def chart(self) -> CurveChart | None:
+        """Return the chart of `--plot`; None for a bench without that option."""
+        return None
 
     def derived(self, row: Any) -> dict[str, Any]:
         """Return the figures of a row that follow from its fields, for JSON."""

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlctl.bench.charts import Bar, BarChart
 from rlctl.bench.frame import Bench, Cells, Line, Results, ResultTable, Say, until_interrupted
 from rlctl.bench.slow_partner import ANSWER
 from rlctl.bench.steps import in_process
@@ -373,10 +372,6 @@ class GenerationResults(Results):
         said = [Line(f"warning: {each}", "yellow") for each in self.warnings]
         table = ResultTable([self._cells(row) for row in self.rows])
         return [Line(f"{head} {count(self.tokens, 'sampled token')}"), table, *said, Line(_LEGEND, "dim")]
-
-    def chart(self) -> BarChart:
-        bars = [Bar(_name(row), row.rate, f"{row.rate:,.0f}", True) for row in self.rows]
-        return BarChart(f"Generation, {self.model}", "sampled tokens/s/device", bars)
 
     def _cells(self, row: GenerationRow) -> Cells:
         return [

@@ -9,7 +9,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rlctl.bench.charts import Bar, BarChart
 from rlctl.bench.frame import Bench, Cells, Line, Results, ResultTable, Say, until_interrupted
 from rlctl.bench.runs import run_all
 from rlctl.bench.workload import make_prompts, model_problems
@@ -154,14 +153,6 @@ class GrpoResults(Results):
         ceiling = f": {self.ceiling:,.0f} tokens/s/device if both sides always worked" if self.ceiling else ""
         table = ResultTable([self._cells(row, wide) for row in self.rows])
         return [Line(f"{self.model} on {self._devices}{split}{ceiling}"), table, Line(_LEGEND, "dim")]
-
-    def chart(self) -> BarChart:
-        bars = []
-        for row in self.rows:
-            text = f"{row.effective:,.0f}" + (f", {share:.0%}" if (share := self.share(row)) else "")
-            bars.append(Bar(row.mode, row.effective, text, row.mode.startswith("async")))
-        label = "tokens/s/device end to end" + ("; dashed: both sides always at work" if self.ceiling else "")
-        return BarChart(f"GRPO, {self.model}, {self._devices}", label, bars, self.ceiling)
 
     @property
     def _devices(self) -> str:

@@ -10,7 +10,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rlctl.bench.charts import Bar, BarChart
 from rlctl.bench.frame import Bench, Cells, Line, Results, ResultTable, Say, words
 from rlctl.bench.steps import in_process, random_batch, seconds_of
 from rlctl.bench.workload import longest, make_random_model, model_problems, shape_folder
@@ -191,14 +190,6 @@ class OffloadResults(Results):
         moves = f"the moves alone take {self.moving:.3f} s"
         cost = Line(f"a step takes {self.cost:+.3f} s longer; {moves}: {self.hidden:.0%} of them hidden")
         return [head, self.copies.table(), steps, cost, Line(_LEGEND, "dim")]
-
-    def chart(self) -> BarChart:
-        peaks = [f", peak {row.peak / 1e9:.1f} GB" if row.peak else "" for row in self.rows]
-        bars = [
-            Bar(row.kind, row.step, f"{row.step:.3f} s{peak}", row.kind != LEFT) for row, peak in zip(self.rows, peaks)
-        ]
-        work = f"{self.batch} sequences of {self.tokens} tokens"
-        return BarChart(f"{self.model}, backend {self.backend}: {work}", "seconds of log-probs and an update", bars)
 
 
 def measure_copies(model: Path, name: str) -> CopyRates:

@@ -1,4 +1,4 @@
-"""`rlctl bench refit`: weights from trainer ranks into vLLM engines, by rlctl's refit and by reference schemes.
+"""`rlctl bench refit`: weights from trainer ranks into vLLM engines, against the plain link.
 
 All rows are of one run, on the same processes, devices and bytes; delivered weights are compared bit by bit.
 """
@@ -15,7 +15,6 @@ from typing import Any
 
 from rlctl.bench.frame import Bench, Say
 from rlctl.bench.refit_results import RefitResults, SchemeRow, make_row
-from rlctl.bench.schemes import LABELS, Scheme
 from rlctl.bench.trainer import BenchTrainer
 from rlctl.bench.workload import longest, model_folder, model_problems
 from rlctl.config.errors import Problem
@@ -39,6 +38,7 @@ from rlctl.utils.ports import free_port
 from rlctl.workers.group import Pending, Worker, WorkerGroup, WorkerSpec
 
 _DEADLINE_S = 600.0
+_MOST_PLAIN = 30
 _PROMPT_TOKENS, _REQUESTS, _REQUEST_TOKENS = 64, 16, 192
 # Steps of an engine before an update: its prompts are computed, and its requests outlast the update.
 _BEFORE_UPDATE, _POLL_S = 12, 0.005
@@ -46,7 +46,7 @@ _BEFORE_UPDATE, _POLL_S = 12, 0.005
 
 @dataclass(frozen=True)
 class RefitBench(Bench):
-    """Refits: a row for the plain link, for each other scheme, and for each combination of rlctl's own settings."""
+    """Refits: a row for the plain link, and for each combination of rlctl's own settings."""
 
     model: str
     gpus: int  # of this machine
@@ -54,7 +54,7 @@ class RefitBench(Bench):
     engines: int
     tensor_parallel: int
     colocated: bool  # trainer and engines share GPUs
-    transports: Sequence[Kind]  # rlctl's own, like the next three; none: the one that a run would take
+    transports: Sequence[Kind]  # none: the one that a run would take
     modes: Sequence[Mode]
     num_buffers: Sequence[int]
     checks: Sequence[Checks]
@@ -62,7 +62,6 @@ class RefitBench(Bench):
     defaults: RefitSection  # of a run
     rounds: int  # refits a row
     updates: int  # refits a row while requests run
-    references: bool  # measure the other schemes too
     enforce_eager: bool
     lora_rank: int = 0  # of adapters that are sent instead of the weights; 0: the weights
 
@@ -142,10 +141,9 @@ class RefitBench(Bench):
 
     def _start_trainers(self, model: Path, adapters: AdapterSpec | None, logs: Path) -> WorkerGroup:
         places, specs = self.placement.trainers, []
-        init_method = f"tcp://127.0.0.1:{free_port()}"
         for rank in range(len(places)):
             device = "cpu" if self.cpu else "cuda:0"
-            make = partial(BenchTrainer, str(model), adapters, rank, len(places), device, self.master, init_method)
+            make = partial(BenchTrainer, str(model), adapters, rank, len(places), device, self.master)
             env = trainer_environment(self._visible(places[rank].devices), max(1, usable_cores() // len(places)))
             specs.append(WorkerSpec(f"trainer-{rank}", make, env, f"{logs}/trainer-{rank}.log", threads=2))
         return WorkerGroup(specs, _DEADLINE_S)
@@ -192,60 +190,43 @@ class _Stage:
         self.refit = Refit(trainers, self._options(bench.kinds[0], "auto", bench.num_buffers[0]))
         self.payload = self.refit.plan.payload
         self.bound = 0.0
-        # Rows that are only compared with need no more rounds for a median.
-        self._reference_rounds = min(bench.rounds, 30)
+        # The plain link needs no more rounds for a median.
+        self._plain_rounds = min(bench.rounds, _MOST_PLAIN)
         self._version = 0
         port, parties = free_port(), len(trainers) + self.workers
-        joined = trainers.start(BenchTrainer.rendezvous, port, parties, free_port())
+        joined = trainers.start(BenchTrainer.rendezvous, port, parties)
         self._rpc("bench_meet", port, parties)
         joined.wait(_DEADLINE_S)
 
     def rows(self, say: Say) -> Iterator[SchemeRow]:
         """Yield every row as it is measured."""
-        bench, shared = self.bench, self.bench.placement.shared
-        if shared:
-            say("a plain copy")
-            self._clear()
-            first = self.trainers.workers[0]
-            copied = first.start(BenchTrainer.copy_speed, self.payload, self._reference_rounds).wait(_DEADLINE_S)
-            row = make_row("memcpy" if bench.cpu else "device copy", copied, copied)
-            self.bound = row.seconds
-            yield row
-        # Every row is compared with the plain link, or with the copy above where devices are shared.
-        schemes: list[Scheme] = [] if shared else ["raw"]
-        if bench.references and (bench.cpu or not shared):
-            schemes += ["each", "packed-1", "packed-2"]
-        for scheme in schemes:
-            say(LABELS[scheme])
-            yield self._reference(scheme)
-        if len(self.trainers) > 1:
-            say("gathering alone")
-            self._clear()
-            gathered = self.trainers.call(BenchTrainer.gather_rounds, bench.dtype, self._reference_rounds)
-            yield make_row("gathering to every rank alone", gathered, gathered)
+        bench = self.bench
+        self._clear()
+        say("the plain link")
+        plain = self._copy() if bench.placement.shared else self._plain_link()
+        self.bound = plain.seconds
+        yield plain
         for kind, mode, buffers, checks in product(bench.kinds, bench.modes, bench.num_buffers, bench.checks):
             say(f"rlctl: {kind}, {mode}, {buffers} buffers, checks {checks}")
             yield self._ours(kind, mode, buffers, checks)
 
-    def _reference(self, scheme: Scheme) -> SchemeRow:
+    def _copy(self) -> SchemeRow:
+        """Copy within a device that trainer and engine share."""
+        first = self.trainers.workers[0]
+        copied = first.start(BenchTrainer.copy_speed, self.payload, self._plain_rounds).wait(_DEADLINE_S)
+        return make_row("memcpy" if self.bench.cpu else "device copy", copied, copied)
+
+    def _plain_link(self) -> SchemeRow:
         bench = self.bench
         spec = TransportSpec("broadcast", self.workers, bench.defaults.timeout_s, host="127.0.0.1", port=free_port())
-        self._clear()
-        self._fill()
-        rounds, common = self._reference_rounds, (scheme, spec, self.refit.buffer_bytes)
         first_ranks = range(1, 1 + self.workers, bench.tensor_parallel)
-        sending = self.trainers.start(BenchTrainer.scheme_rounds, *common, bench.dtype, self.payload, rounds)
+        sending = self.trainers.start(BenchTrainer.plain_rounds, spec, self.payload, self._plain_rounds)
         receiving = [
-            engine.start(VllmEngine.rpc, "bench_scheme_rounds", *common, first, self.refit.plan, rounds)
+            engine.start(VllmEngine.rpc, "bench_plain_rounds", spec, first, self.payload, self._plain_rounds)
             for engine, first in zip(self.engines, first_ranks)
         ]
         received = _answers(receiving)
-        sent = sending.wait(_DEADLINE_S)
-        wrong = None if scheme == "raw" else self._differences()
-        row = make_row(LABELS[scheme], sent, received, wrong)
-        if scheme == "raw":
-            self.bound = row.seconds
-        return row
+        return make_row("raw link", sending.wait(_DEADLINE_S), received)
 
     def _ours(self, kind: Kind, mode: Mode, buffers: int, checks: Checks) -> SchemeRow:
         bench = self.bench

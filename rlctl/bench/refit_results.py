@@ -4,12 +4,11 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from rlctl.bench.charts import Bar, BarChart
 from rlctl.bench.frame import Cells, Line, Results, ResultTable
 from rlctl.bench.rounds import Measured
 from rlctl.dashboard.formats import count
 
-PHASES = ("gather", "pack", "wire", "load")
+PHASES = ("pack", "wire", "load")
 _LEGEND = (
     "ms: median until every engine holds every tensor; share: of the plain link's rate; pause: no sampling; "
     "stall: longest gap between two tokens of running requests beyond their usual one, which is step; driver: ms of "
@@ -82,15 +81,6 @@ class RefitResults(Results):
         ours = [index for index, row in enumerate(self.rows) if row.mode]
         table = ResultTable([self._cells(row, wide) for row in self.rows], bold=ours)
         return [Line(f"{self.model}, {self._ends}{devices}: {bound}"), table, Line(_LEGEND, "dim")]
-
-    def chart(self) -> BarChart:
-        bars = [
-            Bar(row.label, self.rate(row), f"{self.rate(row):.0f} GB/s, {self.share(row):.0%}", bool(row.mode))
-            for row in self.rows
-        ]
-        title = f"{self.model}: {self.payload / 1e9:.1f} GB, {self._ends}"
-        label = "GB/s delivered to each engine; dashed: the plain link"
-        return BarChart(title, label, bars, self.payload / self.bound / 1e9)
 
     def errors(self) -> list[str]:
         """Return the tensors of each row that arrived changed, the first three by name."""

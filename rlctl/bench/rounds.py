@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 
-from rlctl.bench.schemes import Wire
 from rlctl.refit.process_group import BroadcastGroup, rendezvous
 from rlctl.refit.protocol import TransportSpec
+from rlctl.utils.device_stream import DeviceStream
 from rlctl.utils.ports import LOOPBACK, open_store
 
 _PATIENCE_S = 300.0
+# Bytes of a buffer of the plain link.
+_PLAIN_BYTES = 1 << 30
 # (seconds of a round by phase, seconds of its commit).
 Timing = tuple[dict[str, float], float]
 
@@ -51,28 +53,39 @@ class Measured:
 
 
 class BenchEnd:
-    """One process's means of measuring: the barrier, its wire, and the device memory held before."""
+    """One process's means of measuring: the barrier, the plain link, and the device memory held before."""
 
     def __init__(self, device: torch.device, meeting: Meeting) -> None:
         self.device, self.meeting = device, meeting
-        self.wire: Wire | None = None
+        self._link: BroadcastGroup | None = None
         self._before = 0
 
     def clear(self) -> None:
-        """Leave the last scheme; later peaks count from the memory allocated now."""
-        if self.wire and self.wire.group:
-            self.wire.group.abort()
-        self.wire = None
+        """Leave the plain link; later peaks count from the memory allocated now."""
+        if self._link:
+            self._link.abort()
+        self._link = None
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
             self._before = torch.cuda.memory_allocated(self.device)
 
-    def open_wire(self, spec: TransportSpec, buffer_bytes: int, rank: int | None) -> Wire:
-        """Join the group of the reference schemes. rank: 0 sends, None only takes part in gathering."""
-        group = None if rank is None else BroadcastGroup(rendezvous(spec, rank == 0), spec, (0,), rank, self.device)
-        self.wire = Wire(group, buffer_bytes, self.device)
-        return self.wire
+    def plain_rounds(self, spec: TransportSpec, rank: int | None, payload: int, rounds: int) -> Measured:
+        """Broadcast `payload` bytes in large buffers, and nothing else. rank: 0 sends, None only attends."""
+        link = None if rank is None else BroadcastGroup(rendezvous(spec, rank == 0), spec, (0,), rank, self.device)
+        self._link = link
+        buffer = torch.zeros(min(payload, _PLAIN_BYTES), dtype=torch.uint8, device=self.device)
+
+        def work(number: int) -> Timing:
+            if link is not None:
+                stream = DeviceStream(self.device)
+                with stream:
+                    for begin in range(0, payload, _PLAIN_BYTES):
+                        link.broadcast(0, [buffer[: payload - begin]], "the plain link")
+                stream.wait()
+            return {}, 0.0
+
+        return self.measure(rounds, work)
 
     def measure(self, count: int, work: Callable[[int], Timing], meeting: Meeting | None = None) -> Measured:
         """Run `work(round)` `count` times, each begun together with everybody in the meeting."""

@@ -14,8 +14,6 @@ from typing import Any, cast
 
 import numpy as np
 
-from rlctl.bench.charts import Bar, BarChart
-from rlctl.bench.events import EventRow, event_rows
 from rlctl.bench.frame import Bench, Cells, Line, Results, ResultTable, Say, until_interrupted
 from rlctl.bench.workload import model_folder, model_problems
 from rlctl.config.builtin import RECIPES
@@ -46,7 +44,6 @@ _LEGEND = (
     f"and after a rebuild of an engine; batch: bytes and CPU time of {_SEQUENCES} x {_TOKENS:,} tokens a rank; "
     "stop: time for which a checkpoint stops training; *: too few GPUs for weights, gradients and optimizer state"
 )
-_EVENTS = "event: CPU time of the driver from the answer of one rollout to the next order, without Ray's part of calls"
 
 
 class Idle:
@@ -112,8 +109,6 @@ class ScaleBench(Bench):
 
     models: Sequence[str]
     gpus: Sequence[int]
-    # Numbers of engines, for events.
-    engines: Sequence[int]
 
     def check(self) -> list[Problem]:
         problems = [each for model in self.models for each in model_problems(model)]
@@ -121,10 +116,6 @@ class ScaleBench(Bench):
         return [*problems, *(Problem("--gpus", "", f"{count}: whole nodes of {_NODE}, like 8,64,512") for count in odd)]
 
     def measure(self, folder: Path, say: Say) -> "ScaleResults":
-        events = []
-        for number in self.engines:
-            say(f"events of {number} engines")
-            events += event_rows([number])
         with local_ray(folder):
             # Ray's client counts calls alike for any number of processes: two answer for all.
             group = WorkerGroup([WorkerSpec(f"idle-{n}", Idle, log=f"{folder}/idle-{n}.log") for n in range(2)], 60)
@@ -134,7 +125,7 @@ class ScaleBench(Bench):
                 rows, interrupted = until_interrupted(self._rows(folder, a_call, say))
             finally:
                 group.kill()
-        return ScaleResults(rows, events, a_call, interrupted)
+        return ScaleResults(rows, a_call, interrupted)
 
     def _rows(self, folder: Path, a_call: float, say: Say) -> Iterator[ScaleRow]:
         for name in self.models:
@@ -275,22 +266,16 @@ class _Timer:
 
 @dataclass(frozen=True)
 class ScaleResults(Results):
-    """A row for each model and size, and one for each number of engines."""
+    """A row for each model and size."""
 
     rows: list[ScaleRow]
-    events: list[EventRow]
     # CPU seconds of one call.
     call: float
     interrupted: bool = False
 
     def report(self, wide: bool) -> list[Line | ResultTable]:
         table = ResultTable([row.cells() for row in self.rows], gap=1)
-        events = ResultTable([row.cells() for row in self.events])
-        return [table, Line(_LEGEND, "dim"), events, Line(_EVENTS, "dim")]
-
-    def chart(self) -> BarChart:
-        bars = [Bar(f"{row.model}, {row.gpus:,}", row.start, _seconds(row.start), True) for row in self.rows]
-        return BarChart("Driver's CPU time at the start of a run", "seconds", bars)
+        return [table, Line(_LEGEND, "dim")]
 
 
 def _seconds(seconds: float) -> str:

@@ -10,7 +10,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rlctl.bench.charts import Bar, BarChart
 from rlctl.bench.frame import Bench, Cells, Line, Results, ResultTable, Say, until_interrupted
 from rlctl.bench.runs import run_all, run_folder
 from rlctl.bench.workload import longest, make_samples, model_problems
@@ -170,9 +169,3 @@ class SftResults(Results):
             *(Line(f"  {cost.share:5.1%}  {cost.name}", cut=True) for cost in last.costs[:_COSTS_SHOWN]),
             Line(_LEGEND, "dim"),
         ]
-
-    def chart(self) -> BarChart:
-        mfu = {row.mode: "" if row.mfu is None else f", {row.mfu:.0%} MFU" for row in self.rows}
-        bars = [Bar(row.mode, row.rate, f"{row.rate:,.0f}{mfu[row.mode]}", "compiled" in row.mode) for row in self.rows]
-        title = f"SFT, {self.model}, {count(self.ranks, 'rank')}, samples of {self.tokens} tokens"
-        return BarChart(title, "tokens/s/device trained", bars)

@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import active_children, get_context
 from pathlib import Path
@@ -47,12 +47,10 @@ def _end_with(parent: int) -> None:
     Thread(target=watch, name="parent", daemon=True).start()
 
 
-def random_batch(model: Path, tokens: int, count: int, micro_batch: int, columns: Sequence[str] = ()) -> "RankBatch":
+def random_batch(model: Path, tokens: int, count: int, micro_batch: int) -> "RankBatch":
     """Return `count` random sequences of `tokens` tokens, packed into micro-batches of at most `micro_batch`.
 
-    All tokens but each sequence's first are trained on. columns: names of the columns of each token: `advantage` is
-    from -1 to 1, others are log-probs near those of random weights. Were ratios far from 1, clipping would leave no
-    gradient, and a backward pass of zeros takes less power than a real one.
+    All tokens but each sequence's first are trained on.
     """
     import numpy as np
 
@@ -60,13 +58,8 @@ def random_batch(model: Path, tokens: int, count: int, micro_batch: int, columns
     from rlctl.training.worker import RankBatch
 
     vocabulary = int(json.loads((model / "config.json").read_text())["vocab_size"])
-    rng, mask, likely = np.random.default_rng(0), np.arange(tokens) > 0, np.float32(np.log(vocabulary))
-    samples = []
-    for _ in range(count):
-        words = rng.integers(vocabulary, size=tokens).astype(np.int32)
-        noise = {name: rng.uniform(-1.0, 1.0, tokens).astype(np.float32) for name in columns}
-        own = {name: each if name == "advantage" else 0.1 * each - likely for name, each in noise.items()}
-        samples.append(TrainingSample(words, mask, own))
+    rng, mask = np.random.default_rng(0), np.arange(tokens) > 0
+    samples = [TrainingSample(rng.integers(vocabulary, size=tokens).astype(np.int32), mask, {}) for _ in range(count)]
     [plan] = plan_micro_batches([tokens] * count, 1, micro_batch)
     return RankBatch.of([[samples[index] for index in batch] for batch in plan])
 

@@ -1,17 +1,16 @@
-"""A trainer rank of `rlctl bench refit`: random weights, a run's own refit end, and that of the reference schemes."""
+"""A trainer rank of `rlctl bench refit`: random weights, a run's own refit end, and that of the plain link."""
 
 from pathlib import Path
 
 import torch
 
 from rlctl.bench.rounds import BenchEnd, Measured, Meeting, Timing
-from rlctl.bench.schemes import Scheme, send
 from rlctl.bench.weights import NamedShape, RandomShards, parameters_of
 from rlctl.models.adapters import AdapterSpec
 from rlctl.refit.plan import RefitPlan
 from rlctl.refit.protocol import Checks, Header, TransportSpec
 from rlctl.refit.sending import SendsWeights
-from rlctl.utils.ports import free_port, met_at
+from rlctl.utils.ports import free_port
 
 
 class BenchTrainer(SendsWeights):
@@ -25,17 +24,13 @@ class BenchTrainer(SendsWeights):
         world: int,
         device: str,
         master: str,
-        init_method: str,
     ) -> None:
-        """adapters: sent instead of the weights. master: dtype of both. init_method: where ranks meet for gathering."""
+        """adapters: sent instead of the weights. master: dtype of both."""
         self._prove = adapters is not None
-        self._rank, self._world, self._device = rank, world, torch.device(device)
+        self._rank = rank
+        self._device = torch.device(device)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        if world > 1:
-            backend = "nccl" if self._device.type == "cuda" else "gloo"
-            store = met_at(init_method, rank, world)
-            torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world)
         rows: list[NamedShape] = (
             [(each.name, each.shape) for each in adapters.tensors] if adapters else parameters_of(Path(folder))
         )
@@ -46,11 +41,9 @@ class BenchTrainer(SendsWeights):
         """Return the name, shape and dtype of each sent tensor."""
         return self._weights.layout(dtype)
 
-    def rendezvous(self, port: int, parties: int, alone: int) -> None:
-        """Join the other processes of the bench at `port`, and the other trainer ranks alone at port `alone`."""
-        server = self._rank == 0
-        self._end = BenchEnd(self._device, Meeting(port, parties, server))
-        self._alone = Meeting(alone, self._world, server)
+    def rendezvous(self, port: int, parties: int) -> None:
+        """Join the other processes of the bench at `port`."""
+        self._end = BenchEnd(self._device, Meeting(port, parties, server=self._rank == 0))
 
     def fill(self, version: int) -> None:
         """Set the weights to a version's."""
@@ -62,13 +55,14 @@ class BenchTrainer(SendsWeights):
 
         def work(number: int) -> Timing:
             target.copy_(source)
-            self._synchronize()
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
             return {}, 0.0
 
         return self._end.measure(rounds, work, Meeting(free_port(), 1, server=True))
 
     def clear(self) -> None:
-        """Leave the last scheme."""
+        """Leave the last row's transport."""
         self.refit_close()
         self._end.clear()
 
@@ -83,28 +77,6 @@ class BenchTrainer(SendsWeights):
 
         return self._end.measure(rounds, work)
 
-    def scheme_rounds(
-        self, scheme: Scheme, spec: TransportSpec, buffer_bytes: int, dtype: str, payload: int, rounds: int
-    ) -> Measured:
-        """Join the group of the reference schemes, and send by one scheme."""
-        wire = self._end.open_wire(spec, buffer_bytes, 0 if self._rank == 0 else None)
-
-        def work(number: int) -> Timing:
-            return send(scheme, wire, self._weights.gathered(getattr(torch, dtype)), payload), 0.0
-
-        return self._end.measure(rounds, work)
-
-    def gather_rounds(self, dtype: str, rounds: int) -> Measured:
-        """Gather and convert every tensor of the model without sending any."""
-
-        def work(number: int) -> Timing:
-            for _ in self._weights.gathered(getattr(torch, dtype)):
-                pass
-            self._synchronize()
-            return {}, 0.0
-
-        return self._end.measure(rounds, work, self._alone)
-
-    def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+    def plain_rounds(self, spec: TransportSpec, payload: int, rounds: int) -> Measured:
+        """Send `payload` bytes over the plain link, from rank 0."""
+        return self._end.plain_rounds(spec, 0 if self._rank == 0 else None, payload, rounds)

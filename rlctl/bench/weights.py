@@ -1,7 +1,6 @@
 """Random weights in a model's shape, sharded over ranks by rows as FSDP2 shards, the same bits in every process."""
 
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -56,18 +55,6 @@ class RandomShards:
                 start = (self._rank * self._padded(shape)[0],) + (0,) * (len(shape) - 1)
                 found.append(Shard(name, start, mine))
         return found
-
-    def gathered(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole tensors on every rank, one at a time, as FSDP2's `full_tensor` does. A collective."""
-        for name, shape in self._rows:
-            held = self._held[name]
-            if self._world > 1:
-                whole = torch.empty(
-                    (held.shape[0] * self._world, *held.shape[1:]), dtype=held.dtype, device=held.device
-                )
-                torch.distributed.all_gather_into_tensor(whole, held)
-                held = whole[: shape[0]]
-            yield name, held.to(dtype)
 
     def _padded(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return (-(-shape[0] // self._world), *shape[1:])

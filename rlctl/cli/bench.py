@@ -1,14 +1,15 @@
 """`rlctl bench`: a command makes its `Bench` from its options; `run_bench` checks, measures and shows."""
 
+from pathlib import Path
 from typing import Annotated, get_args
 
 import typer
 
-from rlctl.bench.frame import Bench, numbers, words
+from rlctl.bench.frame import numbers, words
 from rlctl.cli import bench_sampling
 from rlctl.cli.arguments import AsJson
 from rlctl.cli.bench_frame import run_bench
-from rlctl.cli.bench_options import Advise, Plot, Rates, RunSettings, TrainedModel, read_lengths, read_rates
+from rlctl.cli.bench_options import RunSettings, TrainedModel, read_lengths
 from rlctl.cli.output import examples
 from rlctl.config.errors import Problem
 from rlctl.utils.devices import count_gpus
@@ -22,7 +23,7 @@ app = typer.Typer(
 @app.command(
     epilog=examples(
         "rlctl bench refit",
-        "rlctl bench refit --model qwen3-8b --num-buffers 1,2,3 --plot refit.png",
+        "rlctl bench refit --model qwen3-8b --num-buffers 1,2,3",
         "rlctl bench refit --model llama-8b --trainers 2 --generators 2 --mode staged",
         "rlctl bench refit --model path/to/hf-folder --json > refit.json",
     )
@@ -48,12 +49,11 @@ def refit(
         str | None, typer.Option(help="A row for each: all, sampled, off. Default: a run's; on a CPU off too.")
     ] = None,
     rounds: Annotated[
-        int, typer.Option(min=2, help="Refits for each row, at most 30 for a reference. The first is not counted.")
+        int, typer.Option(min=2, help="Refits for each row, at most 30 of the plain link. The first is not counted.")
     ] = 10,
     updates: Annotated[
         int, typer.Option(min=0, help="Refits for each row while requests run, to measure their stall.")
     ] = 8,
-    references: Annotated[bool, typer.Option(help="Measure the plain link and other schemes too.")] = True,
     lora_rank: Annotated[
         int, typer.Option(min=0, max=512, help="Send LoRA adapters of this rank, proven live; 0: the weights.")
     ] = 0,
@@ -61,9 +61,8 @@ def refit(
         bool, typer.Option("--eager", help="Run engines without CUDA graphs, so that they start faster.")
     ] = False,
     as_json: AsJson = False,
-    plot: Plot = None,
 ) -> None:
-    """Time refits, weights from trainer ranks into vLLM's parameters, against the plain link and other schemes.
+    """Time refits, weights from trainer ranks into vLLM's parameters, against the plain link.
 
     Exit code 1 if one bit of a delivered weight differs from the sent one.
     """
@@ -76,7 +75,7 @@ def refit(
     defaults = load("grpo", None, []).settled.config.refit
     usual_modes, usual_checks = ("direct,staged", "sampled") if gpus else ("auto", "all,off")
     if lora_rank:
-        usual_modes, usual_checks, references = "auto", "all", False
+        usual_modes, usual_checks = "auto", "all"
     words("--master", master, ("float32", "bfloat16"), problems)
     bench = RefitBench(
         model=model or ("qwen3-8b" if gpus else "tiny"),
@@ -93,40 +92,29 @@ def refit(
         defaults=defaults,
         rounds=rounds,
         updates=updates,
-        references=references,
         enforce_eager=eager,
         lora_rank=lora_rank,
     )
-    run_bench(bench, as_json, plot, problems)
+    run_bench(bench, as_json, problems)
 
 
 @app.command(
     epilog=examples(
         "rlctl bench grpo",
-        "rlctl bench grpo --model qwen3-1.7b --gpus 4 --trainers 2 --plot grpo.png",
+        "rlctl bench grpo --model qwen3-1.7b --gpus 4 --trainers 2",
         "rlctl bench grpo --modes apart,in-flight --lengths 2000,1.0,16384 --json",
-        "rlctl bench grpo --advise --gpus 8 --prompts 32",
-        "rlctl bench grpo --advise --gpus 4 --model qwen3-1.7b --rates 21900,2.6,0.018",
     )
 )
 def grpo(
     model: TrainedModel = None,
-    gpus: Annotated[
-        int | None,
-        typer.Option(min=0, help="Devices of every run. Default: all. With --advise also more than there are."),
-    ] = None,
+    gpus: Annotated[int | None, typer.Option(min=0, help="Devices of every run. Default: all.")] = None,
     trainers: Annotated[
         int | None, typer.Option(min=1, help="Trainer ranks among them, if not colocated. Default: half.")
     ] = None,
     prompts: Annotated[int, typer.Option(min=1, help="Prompts in each step.")] = 16,
     generations: Annotated[int, typer.Option(min=2, help="Rollouts of each prompt.")] = 8,
-    steps: Annotated[
-        int | None,
-        typer.Option(min=1, help="Counted steps of every run, after some that are not. Default: 6; with --advise 3."),
-    ] = None,
-    age: Annotated[
-        int | None, typer.Option(min=1, help="max_trajectory_age_steps of the in-flight run. Default: 2.")
-    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Counted steps of every run, after some that are not.")] = 6,
+    age: Annotated[int, typer.Option(min=1, help="max_trajectory_age_steps of the in-flight run.")] = 2,
     lengths: Annotated[
         str | None,
         typer.Option(help="Mean, sigma and cap of log-normal lengths. Default: 600,1.0,4096; on a CPU 32,1.0,192."),
@@ -134,57 +122,37 @@ def grpo(
     modes: Annotated[
         str | None, typer.Option(help="Any of colocated, apart, drained, in-flight. Default: all that differ here.")
     ] = None,
-    advise: Advise = False,
-    rates: Rates = None,
     override: RunSettings = None,
     as_json: AsJson = False,
-    plot: Plot = None,
 ) -> None:
-    """Time the same GRPO work synchronous and asynchronous, on as many devices, and the idle time of each side.
-
-    With --advise, say which division of the devices, bound on age and lookahead suit the model and the lengths.
-    """
+    """Time the same GRPO work synchronous and asynchronous, on as many devices, and the idle time of each side."""
     from rlctl.bench.grpo import MODES, GrpoBench
 
     problems: list[Problem] = []
     installed = count_gpus()
     devices = installed if gpus is None else gpus
-    # Rates are of GPUs: those of this machine's CPU are measured.
-    on_gpus = installed or rates if advise else devices
     # On a CPU apart is colocated: the cores are shared.
     usual = "colocated,drained,in-flight" if devices == 0 else "colocated" if devices == 1 else ",".join(MODES)
     bench = GrpoBench(
-        model=model or ("qwen3-1.7b" if on_gpus else "tiny"),
+        model=model or ("qwen3-1.7b" if devices else "tiny"),
         installed=installed,
-        gpus=min(1, installed) if advise else devices,
+        gpus=devices,
         trainers=trainers or max(1, devices // 2),
         prompts=prompts,
         generations=generations,
-        steps=steps or (3 if advise else 6),
-        age=age or 2,
-        lengths=read_lengths(lengths or ("600,1.0,4096" if on_gpus else "32,1.0,192"), problems),
+        steps=steps,
+        age=age,
+        lengths=read_lengths(lengths or ("600,1.0,4096" if devices else "32,1.0,192"), problems),
         modes=words("--modes", modes or usual, MODES, problems),
         extra=override or [],
     )
-    chosen: Bench = bench
-    given = {"--trainers": trainers, "--age": age, "--modes": modes}
-    if advise:
-        from rlctl.bench.advice import AdviceBench
-
-        problems += [Problem(name, "", "--advise tries all of them") for name, value in given.items() if value]
-        if steps and rates:
-            problems.append(Problem("--steps", "", "are of the runs that measure; with --rates there are none"))
-        costs = None if rates is None else read_rates(rates, problems)
-        chosen = AdviceBench(bench, gpus or max(2, installed), costs)
-    elif rates:
-        problems.append(Problem("--rates", "", "are for --advise"))
-    run_bench(chosen, as_json, plot, problems)
+    run_bench(bench, as_json, problems)
 
 
 @app.command(
     epilog=examples(
         "rlctl bench sft",
-        "rlctl bench sft --seq-len 4096 --modes eager,compiled --plot sft.png",
+        "rlctl bench sft --seq-len 4096 --modes eager,compiled",
         "rlctl bench sft --model qwen3-8b --ranks 4 --modes eager,megatron-tp2-pp2",
     )
 )
@@ -206,7 +174,6 @@ def sft(
     ] = None,
     override: RunSettings = None,
     as_json: AsJson = False,
-    plot: Plot = None,
 ) -> None:
     """Time a training step, eager and compiled, by ordinary calls and through a compiled graph, and its operations."""
     from rlctl.bench.sft import MODES, SftBench
@@ -224,7 +191,7 @@ def sft(
         modes=modes.split(",") if modes else usual,
         extra=override or [],
     )
-    run_bench(bench, as_json, plot)
+    run_bench(bench, as_json)
 
 
 app.command(epilog=bench_sampling.GENERATION_EPILOG)(bench_sampling.generation)
@@ -251,7 +218,6 @@ def offload(
         list[str] | None, typer.Option("--set", help="A key=value of the trainer section. Repeatable.")
     ] = None,
     as_json: AsJson = False,
-    plot: Plot = None,
 ) -> None:
     """Time the moves of optimizer state to the host and back, alone and during a step, on one device."""
     from rlctl.bench.offload import OffloadBench
@@ -266,50 +232,13 @@ def offload(
         steps=steps,
         device="cuda:0" if gpus else "cpu",
     )
-    run_bench(bench, as_json, plot)
-
-
-@app.command(
-    epilog=examples(
-        "rlctl bench sequences",
-        "rlctl bench sequences --model qwen3-4b --lengths 4096,16384,65536 --plot lengths.png",
-        "rlctl bench sequences --set trainer.activation_checkpointing=true --json",
-    )
-)
-def sequences(
-    model: TrainedModel = None,
-    lengths: Annotated[
-        str | None, typer.Option(help="Tokens of a sequence, a row for each. Default: 16384,65536; on a CPU 128,512.")
-    ] = None,
-    tokens: Annotated[
-        int | None,
-        typer.Option(min=1, help="Tokens of a step, at least one sequence. Default: 65536; on a CPU 1024."),
-    ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Counted steps of each row, after the first.")] = 5,
-    override: RunSettings = None,
-    as_json: AsJson = False,
-    plot: Plot = None,
-) -> None:
-    """Time GRPO's training step at several lengths of its sequences, on one device, and the memory that it takes."""
-    from rlctl.bench.sequences import SequencesBench
-
-    gpus, problems = count_gpus(), list[Problem]()
-    bench = SequencesBench(
-        model=model or ("qwen3-1.7b" if gpus else "tiny"),
-        lengths=numbers("--lengths", lengths or ("16384,65536" if gpus else "128,512"), "16384,65536", problems),
-        tokens=tokens or (65536 if gpus else 1024),
-        steps=steps,
-        extra=override or [],
-        device="cuda:0" if gpus else "cpu",
-    )
-    run_bench(bench, as_json, plot, problems)
+    run_bench(bench, as_json)
 
 
 @app.command(
     epilog=examples(
         "rlctl bench dispatch",
         "rlctl bench dispatch --workers 1,8 --payloads 1KB,64MB --json",
-        "rlctl bench dispatch --plot dispatch.svg",
     )
 )
 def dispatch(
@@ -320,7 +249,6 @@ def dispatch(
     calls: Annotated[int, typer.Option(min=20, help="Calls for each row. A row of slow ones ends after 10 s.")] = 1000,
     engines: Annotated[str, typer.Option(help="Numbers of engines, for the cost of an event.")] = "8,64,512",
     as_json: AsJson = False,
-    plot: Plot = None,
 ) -> None:
     """Time the driver: one call to a group of workers, ordinary and compiled, and an event with many engines."""
     from rlctl.bench.dispatch import UNITS, DispatchBench
@@ -329,7 +257,7 @@ def dispatch(
     sizes = numbers("--workers", workers, "1,2,4", problems)
     bytes_ = numbers("--payloads", payloads, "1KB,8MB", problems, UNITS)
     numbers_ = numbers("--engines", engines, "8,64", problems)
-    run_bench(DispatchBench(sizes, bytes_, calls, numbers_), as_json, plot, problems)
+    run_bench(DispatchBench(sizes, bytes_, calls, numbers_), as_json, problems)
 
 
 @app.command(
@@ -343,18 +271,15 @@ def scale(
         "qwen3-8b,qwen3-30b-a3b,qwen3-235b-a22b"
     ),
     gpus: Annotated[str, typer.Option(help="A row for each: whole nodes of 8.")] = "8,64,512,4096",
-    engines: Annotated[str, typer.Option(help="Numbers of engines, for the cost of an event.")] = "8,64,512",
     as_json: AsJson = False,
-    plot: Plot = None,
 ) -> None:
-    """Measure the driver's part of runs on GPUs that are not there: plan, start, rebuild, batch, events."""
+    """Measure the driver's part of runs on GPUs that are not there: plan, start, rebuild, batch."""
     from rlctl.bench.scale import ScaleBench
 
     problems: list[Problem] = []
     sizes = numbers("--gpus", gpus, "8,64", problems)
-    numbers_ = numbers("--engines", engines, "8,64", problems)
     shapes = [each.strip() for each in models.split(",")]
-    run_bench(ScaleBench(shapes, sizes, numbers_), as_json, plot, problems)
+    run_bench(ScaleBench(shapes, sizes), as_json, problems)
 
 
 @app.command(
@@ -382,7 +307,7 @@ def algorithms(
     ] = 0.9,
     override: RunSettings = None,
     as_json: AsJson = False,
-    plot: Plot = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a chart to this PNG or SVG file. Needs matplotlib.")] = None,
 ) -> None:
     """Compare how algorithms learn: held-out accuracy against rollouts and seconds, over several seeds.
 
@@ -392,4 +317,4 @@ def algorithms(
     from rlctl.config.builtin import algorithm_names
 
     bench = AlgorithmBench(algorithm or algorithm_names(), recipe, seeds, steps, target, override or [])
-    run_bench(bench, as_json, plot)
+    run_bench(bench, as_json, plot=plot)

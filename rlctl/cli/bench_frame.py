@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _WIDE = 120
 
 
-def run_bench(bench: Bench, as_json: bool, plot: Path | None, problems: Iterable[Problem] = ()) -> None:
+def run_bench(bench: Bench, as_json: bool, problems: Iterable[Problem] = (), plot: Path | None = None) -> None:
     """Check, measure and show; end the command with its exit code. problems: mistakes found in its options already.
 
     Raises ConfigError with every problem at once.
@@ -34,8 +34,8 @@ def run_bench(bench: Bench, as_json: bool, plot: Path | None, problems: Iterable
         typer.echo(json.dumps(results.as_json(), indent=1))
     else:
         show(results, console())
-    if plot is not None:
-        results.chart().write(plot)
+    if plot is not None and (chart := results.chart()) is not None:
+        chart.write(plot)
     for error in (errors := results.errors()):
         typer.echo(f"error: {error}", err=True)
     if results.interrupted:

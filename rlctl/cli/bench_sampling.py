@@ -7,14 +7,14 @@ import typer
 from rlctl.bench.frame import numbers
 from rlctl.cli.arguments import AsJson, finite
 from rlctl.cli.bench_frame import run_bench
-from rlctl.cli.bench_options import Plot, RunSettings, TrainedModel
+from rlctl.cli.bench_options import RunSettings, TrainedModel
 from rlctl.cli.output import examples
 from rlctl.config.errors import Problem
 from rlctl.utils.devices import count_gpus
 
 GENERATION_EPILOG = examples(
     "rlctl bench generation",
-    "rlctl bench generation --model qwen3-0.6b --tokens 256 --turns 1 --plot generation.png",
+    "rlctl bench generation --model qwen3-0.6b --tokens 256 --turns 1",
     "rlctl bench generation --prompts 32 --pause 1 --set generation.max_num_seqs=128 --json",
 )
 AGENTS_EPILOG = examples(
@@ -41,7 +41,6 @@ def generation(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of each row, after a warm-up.")] = 3,
     override: RunSettings = None,
     as_json: AsJson = False,
-    plot: Plot = None,
 ) -> None:
     """Time the sampling of engines, in one turn and in several with an environment, against the device's limit."""
     from rlctl.bench.generation import GenerationBench
@@ -58,7 +57,7 @@ def generation(
         rounds=rounds,
         extra=override or [],
     )
-    run_bench(bench, as_json, plot, problems)
+    run_bench(bench, as_json, problems)
 
 
 def agents(
@@ -77,7 +76,6 @@ def agents(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of each player, after a warm-up.")] = 3,
     override: RunSettings = None,
     as_json: AsJson = False,
-    plot: Plot = None,
 ) -> None:
     """Time the endpoint of agents, and turns through the openai SDK against the same turns as an environment."""
     from rlctl.bench.agents import AgentsBench
@@ -98,4 +96,4 @@ def agents(
         agent=True,
     )
     sizes = numbers("--bodies", bodies, "7KB,77KB", problems, UNITS)
-    run_bench(AgentsBench(sizes, sessions, played if engine else None), as_json, plot, problems)
+    run_bench(AgentsBench(sizes, sessions, played if engine else None), as_json, problems)

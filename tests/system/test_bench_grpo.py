@@ -26,8 +26,7 @@ def start(temporary: Path, *arguments: str) -> "subprocess.Popen[str]":
 @pytest.mark.long  # two runs of a bench
 @pytest.mark.slow
 def test_the_same_work_synchronous_and_in_flight_in_one_run(tmp_path: Path) -> None:
-    plot = tmp_path / "grpo.svg"
-    bench = start(tmp_path, "--modes", "colocated,in-flight", "--json", "--plot", str(plot))
+    bench = start(tmp_path, "--modes", "colocated,in-flight", "--json")
     out, said = bench.communicate(timeout=800)
     assert bench.returncode == 0, said
     found = json.loads(out)
@@ -40,25 +39,6 @@ def test_the_same_work_synchronous_and_in_flight_in_one_run(tmp_path: Path) -> N
     assert (sync["age"], sync["speedup"]) == (0, 1)
     assert flying["age"] == 1 and flying["speedup"] == pytest.approx(flying["effective"] / sync["effective"])
     assert found["ceiling"] is None
-    assert "async, in flight" in plot.read_text()
-    assert list(tmp_path.glob("rlctl-*")) == []
-
-
-@pytest.mark.long  # two runs
-@pytest.mark.slow
-def test_advice_comes_from_what_this_machine_was_measured_at(tmp_path: Path) -> None:
-    work = ("--prompts", "4", "--generations", "2", "--steps", "2", "--lengths", "8,0.5,16", "--gpus", "3", "--json")
-    command = [sys.executable, "-m", "rlctl.cli.main", "bench", "grpo", "--advise", *work]
-    env = {**os.environ, "TMPDIR": str(tmp_path)}
-    bench = subprocess.run(command, capture_output=True, text=True, env=env, timeout=800, check=False)
-    assert bench.returncode == 0, bench.stderr
-    found = json.loads(bench.stdout)
-    costs = found["costs"]
-    assert costs["training"] > 0 and max(costs["decode"].values()) > 0 and costs["refit"] > 0
-    assert (found["measured"], len(found["rows"])) == ("this machine's CPU", 17)
-    # The colocated row trains and samples a third of the work on each device, at the rates that were measured.
-    (together,) = (row for row in found["rows"] if row["setup"]["colocated"])
-    assert 0 < together["share"] <= 1.01
     assert list(tmp_path.glob("rlctl-*")) == []
 
 

@@ -50,7 +50,7 @@ def rows(result: subprocess.CompletedProcess[str]) -> dict[str, dict[str, Any]]:
 @pytest.mark.slow
 def test_three_hundred_refits_through_host_memory_deliver_every_bit_and_leave_memory_as_it_was(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model")
-    result = bench("--model", str(folder), "--rounds", "300", "--updates", "1", "--no-references", "--json")
+    result = bench("--model", str(folder), "--rounds", "300", "--updates", "1", "--json")
     assert result.returncode == 0, result.stderr
     found = rows(result)
     ours = {label: row for label, row in found.items() if label.startswith("rlctl")}
@@ -85,36 +85,26 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.long  # a bench, and repetitions
 @pytest.mark.slow
-def test_every_scheme_delivers_the_same_bits_and_a_thousand_refits_leave_memory_as_it_was(tmp_path: Path) -> None:
+def test_a_thousand_refits_from_two_ranks_deliver_every_bit_and_leave_memory_as_it_was(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model")
-    plot = tmp_path / "refit.svg"
     many = ("--rounds", "1000", "--updates", "1", "--trainers", "2", "--checksum", "all")
-    result = bench("--model", str(folder), *many, "--transport", "shm,broadcast", "--json", "--plot", str(plot))
+    result = bench("--model", str(folder), *many, "--transport", "shm,broadcast", "--json")
     assert result.returncode == 0, result.stderr
     found = rows(result)
-    assert [*found] == [
-        "memcpy",
-        "one broadcast a tensor",
-        "packed, one buffer",
-        "packed, two buffers (NeMo-RL's)",
-        "gathering to every rank alone",
-        "rlctl shm, staged, 2 buffers, checks all",
-        "rlctl broadcast, staged, 2 buffers, checks all",
-    ]
-    assert sum(row["checked"] for row in found.values()) == 5
+    ours = ["rlctl shm, staged, 2 buffers, checks all", "rlctl broadcast, staged, 2 buffers, checks all"]
+    assert [*found] == ["memcpy", *ours]
     assert all(row["wrong"] == [] and row["seconds"] > 0 for row in found.values())
-    for row in (row for label, row in found.items() if label.startswith("rlctl")):
-        assert row["stall"] >= 0
+    for row in (found[label] for label in ours):
+        assert row["checked"] and row["stall"] >= 0
         assert row["trainer_growth"] < 16 * MIB
         assert row["engine_growth"] < 16 * MIB
-    assert "GB/s" in plot.read_text()
 
 
 @pytest.mark.long  # variant of test_refit.py, of a bench
 @pytest.mark.slow
 def test_one_flipped_bit_ends_with_1_and_names_the_tensor(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model")
-    few = ("--rounds", "2", "--updates", "0", "--no-references", "--checksum", "off")
+    few = ("--rounds", "2", "--updates", "0", "--checksum", "off")
     result = bench("--model", str(folder), *few, program=("-c", FLIP))
     assert result.returncode == 1
     assert "delivered weights differ from the sent ones: model.embed_tokens.weight" in result.stderr

@@ -1,8 +1,7 @@
-"""`rlctl bench` on CPU: real workers, steps, engines and environments, small; a chart; nothing left behind."""
+"""`rlctl bench` on CPU: real workers, steps, engines and environments, small; nothing left behind."""
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,48 +15,45 @@ from rlctl.config.builtin import RECIPES
 BENCH = [sys.executable, "-m", "rlctl.cli.main", "bench"]
 TINY, GAMES = (("--model", str(RECIPES / "tiny" / name)) for name in ("qwen3-tiny", "qwen3-games"))
 FEW_STEPS = (*TINY, "--seq-len", "16", "--batch", "4", "--steps", "2")
-SEQUENCES = [*BENCH, "sequences", *TINY]
 # Benches.
 pytestmark = [pytest.mark.long, pytest.mark.slow]
 
 
-def measured(folder: Path, *options: str) -> tuple[Any, str]:
-    """Return a bench's JSON and its chart, from a machine without facts of any model. No temporary file stays."""
-    plot, env = folder / "chart.svg", {**os.environ, "TMPDIR": str(folder), "XDG_CACHE_HOME": str(folder / "cache")}
-    command = [*BENCH, *options, "--json", "--plot", str(plot)]
+def measured(folder: Path, *options: str) -> Any:
+    """Return a bench's JSON, from a machine without facts of any model. No temporary file stays."""
+    env = {**os.environ, "TMPDIR": str(folder), "XDG_CACHE_HOME": str(folder / "cache")}
+    command = [*BENCH, *options, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=800, check=False)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr and list(folder.glob("rlctl-*")) == []
-    return json.loads(done.stdout), plot.read_text()
+    return json.loads(done.stdout)
 
 
 def test_both_ways_of_calling_workers_are_measured(tmp_path: Path) -> None:
     small = ("--workers", "1,4", "--payloads", "1KB,64KB", "--calls", "40", "--engines", "8")
-    found, _ = measured(tmp_path, "dispatch", *small)
+    found = measured(tmp_path, "dispatch", *small)
     assert [row["engines"] for row in found["events"]] == [8]
     rows = found["rows"]
     assert [(row["workers"], row["payload"]) for row in rows] == [(n, size) for n in (1, 4) for size in (1024, 65536)]
     for row in rows:
         assert row["why"] == ""
         assert 0 < row["submit"]["median"] <= row["compiled"]["median"]
-        assert 0 < row["plain_submit"]["median"] < row["plain"]["median"]
         assert row["ratio"] == row["ordinary"]["median"] / row["compiled"]["median"]
         assert row["ordinary"]["calls"] == 36
 
 
 def test_steps_with_state_left_and_moved_are_the_same_on_a_cpu(tmp_path: Path) -> None:
-    found, chart = measured(tmp_path, "offload", *FEW_STEPS)
+    found = measured(tmp_path, "offload", *FEW_STEPS)
     left, moved = found["rows"]
     assert found["copies"] is found["hidden"] is None
     assert (left["kind"], moved["kind"]) == ("left", "moved")
     assert left["losses"] == moved["losses"] and len(left["losses"]) == 3
     assert left["moved"] == moved["moved"] == [0, 0]
     assert all(row["log_probs"] > 0 and row["train"] > 0 for row in (left, moved))
-    assert "seconds of log-probs and an update" in chart
 
 
 def test_a_step_and_where_its_time_goes(tmp_path: Path) -> None:
-    found, chart = measured(tmp_path, "sft", *FEW_STEPS)
+    found = measured(tmp_path, "sft", *FEW_STEPS)
     eager, graph = found["rows"]
     assert [eager["mode"], graph["mode"]] == ["eager", "eager-graph"]
     for row in (eager, graph):
@@ -65,12 +61,11 @@ def test_a_step_and_where_its_time_goes(tmp_path: Path) -> None:
         assert 0 < row["busy"] <= 1 and any(cost["name"] == "aten::mm" for cost in row["costs"])
         assert sum(cost["share"] for cost in row["costs"]) <= 1
     assert graph["speedup"] == graph["rate"] / eager["rate"]
-    assert "eager-graph" in chart
 
 
 def test_turns_of_an_agent_are_compared_with_those_of_an_environment(tmp_path: Path) -> None:
     options = ["--turns", "2", "--tokens", "16", "--prompts", "2", "--rounds", "2", "--pause", "0.05"]
-    found, chart = measured(tmp_path, "agents", *GAMES, *options, "--bodies", "2KB,4KB", "--sessions", "4")
+    found = measured(tmp_path, "agents", *GAMES, *options, "--bodies", "2KB,4KB", "--sessions", "4")
     assert [(round(row["body"] / 1024), row["sessions"], row["requests"]) for row in found["rows"]] == [
         (size, sessions, 8 * sessions) for size in (2, 4) for sessions in (1, 4)
     ]
@@ -78,12 +73,12 @@ def test_turns_of_an_agent_are_compared_with_those_of_an_environment(tmp_path: P
     environment, agent = found["generation"]["rows"]
     assert (environment["player"], agent["player"]) == ("environment", "agent")
     assert environment["turns"] == agent["turns"] == 2 and environment["rollouts"] == agent["rollouts"] == 16
-    assert found["share"] == agent["rate"] / environment["rate"] and "CPU ms of a request" in chart
+    assert found["share"] == agent["rate"] / environment["rate"]
 
 
 def test_rows_sample_as_many_tokens_in_any_number_of_turns(tmp_path: Path) -> None:
     options = ["--turns", "1,2", "--tokens", "16", "--prompts", "2", "--generations", "2", "--rounds", "2"]
-    found, chart = measured(tmp_path, "generation", *GAMES, *options, "--pause", "0.05", "--spread", "0.3")
+    found = measured(tmp_path, "generation", *GAMES, *options, "--pause", "0.05", "--spread", "0.3")
     assert [(row["turns"], row["tokens"], row["rollouts"]) for row in found["rows"]] == [(1, 16, 4), (2, 8, 4)]
     for row in found["rows"]:
         assert len(row["seconds"]) == 2 and min(row["seconds"]) > 0
@@ -94,37 +89,13 @@ def test_rows_sample_as_many_tokens_in_any_number_of_turns(tmp_path: Path) -> No
     one, two = found["rows"]
     assert min(two["seconds"]) > 0.05 and two["idle"] > one["idle"]
     assert found["spread"] == 0.3 and found["speed"] > 0 and not found["warnings"] and not found["interrupted"]
-    assert "2 of 8" in chart
-
-
-def test_rows_train_as_many_tokens_at_each_length(tmp_path: Path) -> None:
-    options = ["--lengths", "16,64", "--tokens", "128", "--steps", "2"]
-    found, chart = measured(tmp_path, "sequences", *TINY, *options)
-    assert [(row["length"], row["sequences"]) for row in found["rows"]] == [(16, 8), (64, 2)]
-    for row in found["rows"]:
-        assert row["rate"] == pytest.approx(128 / row["step"]) and row["mfu"] is None and row["forecast"] > 0
-        # Weights move, since a gradient is left by clipping.
-        assert len(set(row["losses"])) == 3 and not found["interrupted"]
-    assert "64 tokens" in chart
-
-
-def test_ctrl_c_shows_the_lengths_that_are_finished() -> None:
-    command = [*SEQUENCES, "--lengths", "16,64", "--tokens", "64", "--steps", "1", "--json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None and process.stdout is not None
-        said = next(line for line in process.stderr if "of 64 tokens" in line)
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=200)
-    found = json.loads(out)
-    assert (process.returncode, [row["length"] for row in found["rows"]]) == (130, [16]), said + err
-    assert found["interrupted"] and "interrupted: this is what was finished" in err
 
 
 def test_a_killed_bench_leaves_no_trainer_behind() -> None:
-    command = [*SEQUENCES, "--lengths", "64", "--tokens", "4096", "--steps", "100000"]
+    command = [*BENCH, "offload", *TINY, "--seq-len", "64", "--batch", "64", "--steps", "100000"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
-        assert any("of 64 tokens" in line for line in process.stderr)
+        assert any("steps, optimizer state" in line for line in process.stderr)
         found, children = psutil.Process(process.pid), list[psutil.Process]()
         while not any("spawn_main" in " ".join(each.cmdline()) for each in children):
             children = found.children()

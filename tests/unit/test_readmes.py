@@ -213,7 +213,7 @@ def check_rlctl(reader: Path, monkeypatch: pytest.MonkeyPatch, words: list[str])
     elif name.startswith("rlctl bench"):
         mistakes: list[object] = []
 
-        def check(bench: Any, as_json: bool, plot: Path | None, problems: Any = ()) -> None:
+        def check(bench: Any, as_json: bool, problems: Any = (), plot: Path | None = None) -> None:
             mistakes.extend([*problems, *bench.check()])
 
         for commands in (bench_commands, bench_sampling):

@@ -36,6 +36,6 @@ def test_experts_of_one_parameter_make_up_the_plan_and_groups_stay_two(tmp_path:
 
 
 def test_a_part_of_a_node_and_an_unknown_model_are_named() -> None:
-    first, second = ScaleBench(["qwen3-8"], [8, 12], [8]).check()
+    first, second = ScaleBench(["qwen3-8"], [8, 12]).check()
     assert (first.where, second.where) == ("--model", "--gpus")
     assert "whole nodes of 8" in second.what

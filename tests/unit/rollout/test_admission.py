@@ -10,11 +10,11 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from rlctl.bench.events import AnsweringPool
 from rlctl.data.cursor import Cursor, TaskSource
 from rlctl.data.tasks import Task
 from rlctl.generation.engine import Engine, EngineStats, FinishedTurns
 from rlctl.generation.requests import Completion, PackedCompletions, TurnRequest
-from rlctl.generation.simulated_engine import SimulatedPool
 from rlctl.preflight.load import load
 from rlctl.rollout.buffer import RolloutBuffer
 from rlctl.rollout.dispatcher import RolloutDispatcher
@@ -70,7 +70,7 @@ class Stage:
         config = load("grpo", None, sizes).settled.config
         emit = lambda kind, **fields: None  # noqa: E731
         self.events, self.worker, self.player = EventLoop("rollouts"), EngineWorker(), Counting()
-        pool = SimulatedPool(cast(Any, [self.worker]), 2 * GROUP * PROMPTS)
+        pool = AnsweringPool(cast(Any, [self.worker]), 2 * GROUP * PROMPTS)
         self.dispatcher = RolloutDispatcher(cast(Any, pool), config.run, emit, self.events)
         self.runner = RolloutRunner(self.player, self.dispatcher)
         source = TaskSource([Task("r0", [1, 2], "", None)], Cursor(1, 0, False))
