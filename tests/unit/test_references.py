@@ -35,7 +35,7 @@ KEYS = dict(chain.from_iterable(map(schema_keys, (*KINDS.values(), *CLUSTER_KIND
 # Keys of a mapping are its reader's own.
 MAPPINGS = tuple(f"{key}." for key, field in KEYS.items() if get_origin(field.type) is dict)
 SECTIONS = {key.partition(".")[0] for key in KEYS if "." in key}
-A_KEY = re.compile(rf"(?<![\w./$-])(?:{'|'.join(sorted(SECTIONS))})(?:\.[a-z_]\w*)+(?![\w/(-])")
+A_KEY = re.compile(rf"(?<![\w./$-])(?:{'|'.join(sorted(SECTIONS))})(?:\.[a-z_]\w*)+(?![\w/(*-])")
 # Names of others, and of a reader's own part, each with its owner.
 OTHERS = {
     "environment_factory": "TRL",
