@@ -73,7 +73,7 @@ class SilentProgress:
 
 @dataclass(frozen=True)
 class RunRequest:
-    """A run as a command asks for it."""
+    """The recipe, the overrides and the place that a command names for a run."""
 
     # "grpo" or "sft"; None: the recipe's.
     kind: str | None
@@ -163,7 +163,7 @@ class PreparedRun:
     def try_users_code(self, *, rewards: bool, environments: bool) -> None:
         """Call rewards and begin an episode on the first row, and note the results. Raises ConfigError.
 
-        A dry run fetches neither model nor data for it.
+        A dry run fetches neither a model nor data.
         """
         if rewards or environments:
             with self.progress.busy("trying the first row"):
