@@ -5,6 +5,7 @@ modules, functions and type checkers.
 """
 
 import ast
+import re
 from collections import defaultdict
 from functools import cache
 from graphlib import TopologicalSorter
@@ -34,6 +35,17 @@ ORDER = (
     ("utils",),
 )
 BEGINNINGS = ("Of", "What", "That", "Whether", "See", "Its", "Until", "How", "Which", "Why")
+UNSAFE = re.compile(r"eval|exec|(\w*pickle|marshal|torch|np|numpy)\.loads?|yaml\.(load|unsafe_load|full_load)(_all)?")
+# Modules that unpickle -> the process that wrote the bytes.
+UNPICKLES = {
+    "bench/scale.py": "the same process",
+    "environments/child.py": "the driver, by a pipe",
+    "grpo/losses/check.py": "the same process",
+    "refit/ipc.py": "a trainer rank, in the run's private folder",
+    "refit/plan.py": "the trainer, by Ray",
+    "rewards/child.py": "the driver, by a pipe",
+    "workers/graph.py": "the driver, by Ray",
+}
 RANK = {folder: rank for rank, folders in enumerate(ORDER) for folder in folders}
 ONLY_IN = {
     "vllm": ("generation/vllm",),
@@ -148,6 +160,19 @@ def test_a_backend_is_named_in_its_own_folders_alone() -> None:
                 sides = [node.left, *node.comparators]
                 if any(isinstance(side, ast.Constant) and side.value in ("fsdp", "megatron") for side in sides):
                     wrong.append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
+    assert wrong == []
+
+
+def test_nothing_is_evaluated_and_only_own_processes_are_unpickled() -> None:
+    wrong = []
+    for path in FILES:
+        where = path.relative_to(PACKAGE).as_posix()
+        for node in nodes(path):
+            function = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            is_pickle = function in ("pickle.load", "pickle.loads") and where in UNPICKLES
+            is_array = function == "np.load" and "allow_pickle=False" in ast.unparse(node)
+            if UNSAFE.fullmatch(function) and not is_pickle and not is_array:
+                wrong.append(f"{where}: {function}")
     assert wrong == []
 
 

@@ -55,6 +55,7 @@ OTHERS = {
     "sft.b": "any key, in a docstring on two of them",
 }
 LIBRARIES = {*sys.stdlib_module_names, "megatron", "ray", "torch", "transformers", "vllm"}
+CITED = re.compile(r"[Cc]ontracts? \d+(?:(?:, | and )\d+)*")
 A_CLASS = re.compile(r"[A-Z][a-z]+(?:[A-Z][a-z]+)+")
 
 
@@ -190,6 +191,38 @@ def test_a_folder_that_is_named_exists() -> None:
 
 def test_a_member_that_is_named_is_the_classs() -> None:
     assert [place for _, place, found in named(A_MEMBER) if not has_member(*found.groups())] == []
+
+
+def contracts() -> dict[int, list[str]]:
+    """Return the number of each contract of rlctl/README.md -> its tests, each as file::function."""
+    section = (PACKAGE / "README.md").read_text().partition("\n## Contracts\n")[2].partition("\n## ")[0]
+    parts = re.split(r"(?m)^(\d+)\. ", section)[1:]
+    numbers = map(int, parts[::2])
+    return {number: re.findall(r"`(tests/[\w/]+\.py::\w+)`", text) for number, text in zip(numbers, parts[1::2])}
+
+
+def test_each_contract_has_tests_and_each_of_them_exists() -> None:
+    assert list(contracts()) == list(range(1, 13))
+    lost = []
+    for number, names in contracts().items():
+        assert names, f"no test holds contract {number}"
+        for name in names:
+            file, _, function = name.partition("::")
+            if not (ROOT / file).is_file() or f"\ndef {function}(" not in (ROOT / file).read_text():
+                lost.append(f"contract {number}: {name}")
+    assert lost == []
+
+
+def test_a_contract_that_is_cited_is_one_of_the_twelve_and_code_cites_all_in_one_form() -> None:
+    strange = []
+    for path in [*PAGES, *FILES, *TESTS]:
+        for line, text in prose(path):
+            for cited in CITED.findall(text):
+                if not {int(number) for number in re.findall(r"\d+", cited)} <= set(contracts()):
+                    strange.append(f"{path.relative_to(ROOT)}:{line}: {cited}")
+                elif path in FILES and f"({cited})" not in text:
+                    strange.append(f"{path.relative_to(ROOT)}:{line}: {cited} is not in brackets")
+    assert strange == []
 
 
 def texts_with_keys() -> Iterator[tuple[str, str]]:
