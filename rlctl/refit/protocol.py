@@ -2,10 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
-
-if TYPE_CHECKING:
-    from rlctl.refit.plan import RefitPlan
+from typing import Literal
 
 Checks = Literal["all", "sampled", "off"]
 Kind = Literal["shm", "broadcast", "ipc"]
@@ -178,27 +175,3 @@ class LoadMode:
     extra_bytes: int
     # A refit writes every tensor but buffers, so that nothing of the version before it has to be kept.
     overwrites: bool
-
-
-class ReceivesWeights(Protocol):
-    """The methods of an engine that the driver's `Refit` calls."""
-
-    def refit_open(
-        self, spec: TransportSpec, plan: "RefitPlan", first_rank: int, mode: Mode, in_flight: bool
-    ) -> LoadMode:
-        """Join the refit transport as ranks `first_rank` and following; leave the one before.
-
-        Requests may run: it comes again after another engine was rebuilt. `refit/transport.py` has the receiver,
-        `refit/sink.py` the places of the plan's tensors, which have their names of Hugging Face's folder. in_flight:
-        requests go on during a refit. Raises RefitError for a plan or mode that the engine cannot serve.
-        """
-
-    def refit_receive(self, header: Header) -> EngineReport:
-        """Make a version live between two steps; it may be the live one again. Requests keep their tokens and continue
-        under the new version, their keys and values kept or, if `EngineSpec.recompute_kv_cache`, recomputed.
-
-        The engine serves the old version or the new one, never a mixture. A failure leaves the engine unusable: every
-        later `submit` raises, and `collect` raises for the requests that ran. `Untouched` says that the old version is
-        live, and requests go on; `Interrupted`, of a lost peer, that they wait. The version comes again after both.
-        The report has proofs if `header.prove`, for adapters (`EngineRules.serves_adapters`) alone.
-        """

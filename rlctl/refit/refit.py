@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from rlctl.models.adapters import LORA_A, LORA_B
 from rlctl.preflight.memory import REFIT_GROUPS
-from rlctl.refit.plan import ITEM_BYTES, Layout, RefitPlan
+from rlctl.refit.plan import ITEM_BYTES, Layout, ReceivesWeights, RefitPlan
 from rlctl.refit.protocol import (
     Checks,
     EngineReport,
@@ -22,7 +22,6 @@ from rlctl.refit.protocol import (
     Kind,
     Mode,
     PeerLost,
-    ReceivesWeights,
     RefitError,
     RefitReport,
     SendReport,
