@@ -22,6 +22,7 @@ from rlctl.config.builtin import ALGORITHMS, algorithm_names, find, find_recipe
 from rlctl.config.errors import ConfigError, Problem, did_you_mean
 from rlctl.config.schema import GrpoConfig
 from rlctl.dashboard.formats import span
+from rlctl.grpo.metric_rows import HELD_OUT_ACCURACY
 from rlctl.preflight.load import load
 from rlctl.telemetry.jsonl import Record
 
@@ -151,7 +152,7 @@ class _Progress:
         for record in records:
             self._step = int(record["step"])
             if record["kind"] == "validation":
-                self._tell(f": step {self._step}, accuracy {record.get('validation/accuracy', float('nan')):.3f}")
+                self._tell(f": step {self._step}, accuracy {record.get(HELD_OUT_ACCURACY.name, float('nan')):.3f}")
 
     def _tell(self, what: str) -> None:
         total, spent = sum(self.steps), time.monotonic() - self._began

@@ -13,6 +13,10 @@ from rlctl.bench.frame import Bench, Cells, Line, Results, ResultTable, Say, unt
 from rlctl.bench.runs import run_all
 from rlctl.bench.workload import make_prompts, model_problems
 from rlctl.config.errors import Problem
+from rlctl.grpo.metric_rows import AGE, DECODE_STEP, GENERATOR_SEQUENCES
+from rlctl.refit.protocol import REFIT_REST, REFIT_SECONDS, REFIT_STALL, REFIT_WAKE
+from rlctl.telemetry.clock import STEP_SECONDS, TRAIN_SECONDS
+from rlctl.telemetry.throughput import EFFECTIVE, GENERATION, GENERATOR_IDLE, GENERATOR_IN_REFIT, TRAINER_IDLE, TRAINING
 
 # Modes of a run: name of the option -> name shown.
 MODES = {
@@ -182,34 +186,36 @@ class GrpoResults(Results):
 
 
 def _row(mode: str, steps: Sequence[Mapping[str, Any]]) -> ModeRow:
-    wall = sum(float(step["time/step"]) for step in steps)
+    wall = sum(float(step[STEP_SECONDS.name]) for step in steps)
 
     def mean(name: str) -> float:
         return fmean([float(step[name]) for step in steps if name in step] or [0.0])
 
     def weighted(name: str) -> float:
-        known = [(float(step[name]), float(step["time/step"])) for step in steps if name in step]
+        known = [(float(step[name]), float(step[STEP_SECONDS.name])) for step in steps if name in step]
         return sum(value * seconds for value, seconds in known) / (sum(seconds for _, seconds in known) or 1.0)
 
-    names = sorted({key for step in steps for key in step if key.startswith("time/")} - {"time/step", "time/train"})
+    names = sorted(
+        {key for step in steps for key in step if key.startswith("time/")} - {STEP_SECONDS.name, TRAIN_SECONDS.name}
+    )
     idle = {name.removeprefix("time/"): sum(step.get(name, 0.0) for step in steps) / wall for name in names}
     return ModeRow(
         mode=mode,
         step=wall / len(steps),
-        effective=weighted("throughput/effective"),
-        training=mean("throughput/training"),
-        generation=mean("throughput/generation"),
+        effective=weighted(EFFECTIVE.name),
+        training=mean(TRAINING.name),
+        generation=mean(GENERATION.name),
         idle={name: share for name, share in idle.items() if share >= 0.001},
-        trainer_idle=weighted("idle/trainer"),
-        generator_idle=weighted("idle/generator"),
-        paused=weighted("idle/generator_refit"),
-        stall=mean("refit/stall"),
-        refit=mean("refit/seconds"),
-        rest=mean("refit/rest"),
-        wake=mean("refit/wake"),
-        age=mean("age/mean"),
-        sequences=mean("generator/sequences"),
-        decode_step=mean("generator/decode_step"),
+        trainer_idle=weighted(TRAINER_IDLE.name),
+        generator_idle=weighted(GENERATOR_IDLE.name),
+        paused=weighted(GENERATOR_IN_REFIT.name),
+        stall=mean(REFIT_STALL.name),
+        refit=mean(REFIT_SECONDS.name),
+        rest=mean(REFIT_REST.name),
+        wake=mean(REFIT_WAKE.name),
+        age=mean(AGE.name),
+        sequences=mean(GENERATOR_SEQUENCES.name),
+        decode_step=mean(DECODE_STEP.name),
     )
 
 

@@ -32,6 +32,19 @@ ENVIRONMENTS = {
 }
 # Column that chooses the environment of a row.
 ENVIRONMENT_COLUMN = "environment"
+# Modules that declare metrics, without torch. Each has rows `METRICS`, see `telemetry.metrics.Metric`.
+METRICS = (
+    "rlctl.telemetry.clock",
+    "rlctl.telemetry.throughput",
+    "rlctl.telemetry.resource_monitor",
+    "rlctl.refit.protocol",
+    "rlctl.training.metric_rows",
+    "rlctl.run.health",
+    "rlctl.environments.metric_rows",
+    "rlctl.grpo.metric_rows",
+    "rlctl.grpo.losses.sections",
+    "rlctl.sft.metric_rows",
+)
 # Bases of users' classes.
 LOSS_BASE, ADVANTAGE_BASE = "rlctl.grpo.losses.base:PolicyLoss", "rlctl.grpo.advantages.base:Advantage"
 # Name in the config -> the engine's `EngineKind`.

@@ -7,6 +7,8 @@ from rlctl.dashboard.panels.rollout import rollout
 from rlctl.dashboard.panels.speed import idle, idle_and_memory, memory, phase_times, throughput, timing
 from rlctl.dashboard.panels.status import HEIGHT, header, log, startup
 from rlctl.dashboard.state import RunState
+from rlctl.telemetry.resource_monitor import UTILIZATION
+from rlctl.telemetry.throughput import MFU
 
 WIDE = 116
 # Below this, numbers of two columns side by side would be cut.
@@ -83,4 +85,4 @@ def _narrow(state: RunState, width: int, room: int) -> list[Row]:
 
 def _has_device_row(state: RunState) -> bool:
     """True where there is an MFU or a device's use to show, which takes one row more."""
-    return state.latest("throughput/mfu") is not None or state.latest("device/utilization") is not None
+    return state.latest(MFU.name) is not None or state.latest(UTILIZATION.name) is not None

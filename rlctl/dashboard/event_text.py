@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from rlctl.dashboard.formats import duration, number
+from rlctl.run.health import UNSCORED_ANSWERS
 from rlctl.telemetry.jsonl import Record
 from rlctl.utils.safe_text import neutral
 
@@ -51,7 +52,7 @@ def _reason(event: Record) -> str:
 
 def _validation(record: Record) -> str:
     shown = ["accuracy", "pass_at_k", "reward", "loss"]
-    if record.get("validation/failed_rewards"):
+    if record.get(UNSCORED_ANSWERS.name):
         shown.append("failed_rewards")
     known = [(name.replace("_", " "), record.get(f"validation/{name}")) for name in shown]
     values = ", ".join(f"{name} {number(value)}" for name, value in known if value is not None)

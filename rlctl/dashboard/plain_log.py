@@ -5,38 +5,44 @@ from collections.abc import Iterator
 from rlctl.dashboard.event_text import describe
 from rlctl.dashboard.formats import duration, error_factor, number
 from rlctl.dashboard.state import SILENT
+from rlctl.grpo.losses.sections import KL_TO_REFERENCE, POLICY_LOSS, STEP_MISMATCH
+from rlctl.grpo.metric_rows import ACCURACY, AGE, FAILED_REWARDS, GREATEST_AGE, LENGTH, REWARD
+from rlctl.sft.metric_rows import NLL
+from rlctl.telemetry.clock import STEP_SECONDS
 from rlctl.telemetry.jsonl import Record
+from rlctl.telemetry.throughput import EFFECTIVE, GENERATOR_IDLE, TRAINED_TOKENS, TRAINER_IDLE, TRAINING
+from rlctl.training.metric_rows import GRAD_NORM, LEARNING_RATE
 
 HEADER_EVERY = 30
 # (label, width, metric); a row fits 80 columns.
 COLUMNS: dict[str, tuple[tuple[str, int, str], ...]] = {
     "grpo": (
-        ("reward", 7, "reward/mean"),
-        ("acc", 6, "reward/accuracy"),
-        ("loss", 8, "loss/policy"),
-        ("kl", 7, "loss/kl"),
-        ("grad", 6, "train/grad_norm"),
-        ("len", 6, "length/mean"),
-        ("mismatch", 8, "mismatch/token_mult_prob_error"),
-        ("tok/s/dev", 9, "throughput/effective"),
+        ("reward", 7, REWARD.name),
+        ("acc", 6, ACCURACY.name),
+        ("loss", 8, POLICY_LOSS.name),
+        ("kl", 7, KL_TO_REFERENCE.name),
+        ("grad", 6, GRAD_NORM.name),
+        ("len", 6, LENGTH.name),
+        ("mismatch", 8, STEP_MISMATCH.name),
+        ("tok/s/dev", 9, EFFECTIVE.name),
     ),
     "async": (
-        ("reward", 6, "reward/mean"),
-        ("acc", 5, "reward/accuracy"),
-        ("loss", 8, "loss/policy"),
-        ("grad", 6, "train/grad_norm"),
-        ("age", 5, "age/mean"),
-        ("idle t", 6, "idle/trainer"),
-        ("idle g", 6, "idle/generator"),
-        ("mismatch", 8, "mismatch/token_mult_prob_error"),
-        ("tok/s/d", 7, "throughput/effective"),
+        ("reward", 6, REWARD.name),
+        ("acc", 5, ACCURACY.name),
+        ("loss", 8, POLICY_LOSS.name),
+        ("grad", 6, GRAD_NORM.name),
+        ("age", 5, AGE.name),
+        ("idle t", 6, TRAINER_IDLE.name),
+        ("idle g", 6, GENERATOR_IDLE.name),
+        ("mismatch", 8, STEP_MISMATCH.name),
+        ("tok/s/d", 7, EFFECTIVE.name),
     ),
     "sft": (
-        ("loss", 9, "loss/nll"),
-        ("grad", 7, "train/grad_norm"),
-        ("lr", 8, "train/lr"),
-        ("tokens", 8, "tokens/trained"),
-        ("tok/s/dev", 10, "throughput/training"),
+        ("loss", 9, NLL.name),
+        ("grad", 7, GRAD_NORM.name),
+        ("lr", 8, LEARNING_RATE.name),
+        ("tokens", 8, TRAINED_TOKENS.name),
+        ("tok/s/dev", 10, TRAINING.name),
     ),
 }
 
@@ -90,14 +96,14 @@ class LineFormat:
             yield f"{tag:<11} {text.removeprefix(f'{tag}: ').removeprefix(f'{tag} ')}"
 
     def _step(self, record: Record) -> Iterator[str]:
-        if "age/max" in record:
+        if GREATEST_AGE.name in record:
             self._columns = COLUMNS["async"]
         if self._printed % HEADER_EVERY == 0:
             yield self._row("step", "time", [label for label, _, _ in self._columns])
         self._printed += 1
-        took = duration(record["time/step"]) if "time/step" in record else "-"
+        took = duration(record[STEP_SECONDS.name]) if STEP_SECONDS.name in record else "-"
         line = self._row(str(record["step"]), took, [_cell(name, record.get(name)) for _, _, name in self._columns])
-        failed = int(record.get("reward/failed", 0))
+        failed = int(record.get(FAILED_REWARDS.name, 0))
         yield f"{line}  {failed} rewards failed" if failed else line
 
     def _row(self, step: str, took: str, cells: list[str]) -> str:

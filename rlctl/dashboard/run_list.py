@@ -13,7 +13,8 @@ from rlctl.dashboard.console import figures, make_table, names, texts
 from rlctl.dashboard.event_text import ENDS
 from rlctl.dashboard.formats import count, number, percent, span
 from rlctl.dashboard.state import RunState, best_checkpoint, read_state
-from rlctl.telemetry.metrics import meaning
+from rlctl.grpo.metric_rows import ACCURACY, HELD_OUT_ACCURACY
+from rlctl.telemetry.throughput import EFFECTIVE, TRAINING
 from rlctl.utils.safe_text import neutral
 
 STATUS_STYLE = {**ENDS, "running": "cyan", "died": "bold red", "new": "bright_black", "unreadable": "red"}
@@ -115,15 +116,15 @@ def metrics_table(state: RunState) -> Table:
     """Return every metric of the last step and validation with its meaning."""
     values = {name: value for name, value in {**state.last, **state.validations.last}.items() if "/" in name}
     columns = names("metric of the last step", ""), figures("value"), Column("meaning", style="bright_black")
-    rows = ((name, number(values[name]), meaning(name)) for name in sorted(values))
+    rows = ((name, number(values[name]), state.declared.meaning(name)) for name in sorted(values))
     return make_table(*columns, rows=rows, titles="bright_black")
 
 
 def entry(folder: Path, state: RunState) -> RunEntry:
     """Return the entry of the run in `folder` from its state."""
     # One without scores is no reason to show an earlier one's.
-    accuracy = state.validations.last.get("validation/accuracy")
-    rate = state.mean("throughput/effective")
+    accuracy = state.validations.last.get(HELD_OUT_ACCURACY.name)
+    rate = state.mean(EFFECTIVE.name)
     damaged = [f"{file}: {count(lines, 'damaged line')} left out" for file, lines in state.damaged.items() if lines]
     return RunEntry(
         name=state.name,
@@ -132,8 +133,8 @@ def entry(folder: Path, state: RunState) -> RunEntry:
         status=state.status,
         step=state.step,
         num_steps=state.num_steps,
-        accuracy=accuracy if state.validations.last else state.latest("reward/accuracy"),
-        throughput=rate if rate is not None else state.mean("throughput/training"),
+        accuracy=accuracy if state.validations.last else state.latest(ACCURACY.name),
+        throughput=rate if rate is not None else state.mean(TRAINING.name),
         age_s=_age_s(folder, state.start.get("time")),
         note="; ".join(damaged),
     )

@@ -13,7 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from rlctl.grpo.losses.sections import STEP_MISMATCH
+from rlctl.grpo.metric_rows import GENERATED_TOKENS, GREATEST_AGE, PARITY, SAMPLED_TOKENS
+from rlctl.telemetry.clock import STEP_SECONDS
 from rlctl.telemetry.jsonl import Record, Tail, is_sound
+from rlctl.telemetry.metrics import METRIC_ROWS, MetricTable, installed, read_rows
 from rlctl.telemetry.rollouts_file import newest_group
 from rlctl.utils.process import driver_lives
 from rlctl.utils.safe_text import neutral
@@ -137,6 +141,7 @@ class RunState:
     configured_bound: float = float("inf")  # health.max_token_mult_prob_error
     probed_bound: float | None = None  # bound of the steps after this attempt's probe; None: the configured one
     cuts_distribution: bool = False  # generation.top_p or top_k are set
+    declared: MetricTable = field(default_factory=installed)  # the run's own rows; those installed if it has none
 
     @property
     def mismatch_bound(self) -> float:
@@ -154,8 +159,8 @@ class RunState:
     @property
     def judged_mismatch(self) -> str:
         """Metric of the bound, over tokens sampled by the whole distribution of equal weights."""
-        apart = self.cuts_distribution or "age/max" in self.last
-        return "mismatch/parity" if apart else "mismatch/token_mult_prob_error"
+        apart = self.cuts_distribution or GREATEST_AGE.name in self.last
+        return PARITY.name if apart else STEP_MISMATCH.name
 
     @property
     def algorithm(self) -> str:
@@ -185,7 +190,7 @@ class RunState:
     @property
     def eta(self) -> float | None:
         """Seconds left, by the mean wall time of the last steps; None before the first step."""
-        mean = self.mean("time/step", ETA_STEPS)
+        mean = self.mean(STEP_SECONDS.name, ETA_STEPS)
         since = self.latest("time")
         if mean is None or since is None or self.status != "running":
             return None
@@ -216,7 +221,7 @@ class RunState:
         if self.status in ("new", "running") and self.step < self.num_steps:
             return self.latest(name)
         for record in reversed(self.steps.recent(len(self.steps))):
-            sampled, trained = record.get("tokens/sampled"), record.get("tokens/generated", 0)
+            sampled, trained = record.get(SAMPLED_TOKENS.name), record.get(GENERATED_TOKENS.name, 0)
             if sampled and sampled >= trained / 2 and name in record:
                 return float(record[name])
         return self.latest(name)
@@ -293,10 +298,12 @@ class RunReader:
     def __init__(self, path: Path, samples: bool = False, limit: int | None = None) -> None:
         self._rollouts = path / "rollouts.jsonl" if samples else None
         self._sampled = 0.0
+        self._declared = 0.0
         self._limit = limit
         self._events = Tail(path / "events.jsonl")
         self._metrics = Tail(path / "metrics.jsonl")
         self._config = path / "config.yaml"
+        self._rows = path / METRIC_ROWS
         self._checked = -math.inf
         # Records that hold no numbers where numbers belong.
         self._unsound: Counter[Tail] = Counter()
@@ -329,6 +336,9 @@ class RunReader:
             state.apply_metrics(record)
         if self._rollouts and (written := _modified(self._rollouts)) != self._sampled:
             self._sampled, state.sample = written, newest_group(self._rollouts) or {}
+        if (written := _modified(self._rows)) != self._declared:
+            self._declared = written
+            state.declared = read_rows(self._rows) or installed()
         unseen = [record for record in metrics if record["time"] > self._newest_metrics]
         self._newest_metrics = max((record["time"] for record in unseen), default=self._newest_metrics)
         self._newest = max([self._newest, *(record["time"] for record in [*events[-1:], *metrics[-1:]])])

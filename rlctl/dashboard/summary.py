@@ -12,7 +12,24 @@ from rlctl.dashboard.console import make_table, names, texts
 from rlctl.dashboard.event_text import ENDS, one_line
 from rlctl.dashboard.formats import duration, error_factor, gib, number, percent, span
 from rlctl.dashboard.state import RunState, best_checkpoint
-from rlctl.telemetry.throughput import split
+from rlctl.grpo.losses.sections import STEP_MISMATCH
+from rlctl.grpo.metric_rows import (
+    ACCURACY,
+    AGE,
+    FAILED_REWARDS,
+    FAILED_SHARE,
+    GREATEST_AGE,
+    HELD_OUT_ACCURACY,
+    MIXED_VERSIONS,
+    PARITY,
+    PASS_AT_K,
+    REWARD,
+    UNIFORM_GROUPS,
+)
+from rlctl.run.health import ANSWERS, SKIPPED_UPDATES, UNSCORED_ANSWERS
+from rlctl.sft.metric_rows import HELD_OUT_LOSS, NLL
+from rlctl.telemetry.clock import STEP_SECONDS
+from rlctl.telemetry.throughput import MFU, split
 
 # Mean share of groups with equal rewards from which the summary tells it.
 _MOSTLY = 0.9
@@ -63,12 +80,12 @@ def facts_of(state: RunState) -> Iterator[tuple[str, str]]:
     for line in state.start.get("damaged") or []:
         yield "damaged", f"{one_line(line)}; resumed after step {state.start.get('start_step', 0)} instead"
     for label, name, show in (
-        ("validation accuracy", "validation/accuracy", percent),
-        ("validation pass@k", "validation/pass_at_k", percent),
-        ("validation loss", "validation/loss", number),
-        ("train accuracy", "reward/accuracy", percent),
-        ("reward", "reward/mean", number),
-        ("loss", "loss/nll", number),
+        ("validation accuracy", HELD_OUT_ACCURACY.name, percent),
+        ("validation pass@k", PASS_AT_K.name, percent),
+        ("validation loss", HELD_OUT_LOSS.name, number),
+        ("train accuracy", ACCURACY.name, percent),
+        ("reward", REWARD.name, number),
+        ("loss", NLL.name, number),
     ):
         if series := state.series(name):
             (first, start), (last, end) = series[0], series[-1]
@@ -76,9 +93,9 @@ def facts_of(state: RunState) -> Iterator[tuple[str, str]]:
             yield label, told if len(series) > 1 else f"{show(end)}  (step {last})"
     if missing := _failed_validation(state):
         yield "last validation", missing
-    if skipped := sum(state.values("train/skipped_updates")):
-        yield "skipped updates", f"{skipped:,.0f} without an optimizer step (train/skipped_updates)"
-    if (uniform := state.values("groups/uniform")) and (share := sum(uniform) / len(uniform)) >= _MOSTLY:
+    if skipped := sum(state.values(SKIPPED_UPDATES.name)):
+        yield "skipped updates", f"{skipped:,.0f} without an optimizer step ({SKIPPED_UPDATES.name})"
+    if (uniform := state.values(UNIFORM_GROUPS.name)) and (share := sum(uniform) / len(uniform)) >= _MOSTLY:
         yield "little to learn", f"{percent(share)} of the groups had equal rewards: rlctl runs rollouts shows them"
     if failed := _failed_rewards(state):
         yield "failed rewards", failed
@@ -91,10 +108,10 @@ def facts_of(state: RunState) -> Iterator[tuple[str, str]]:
         yield "checkpoint", str(newest.get("path", f"step {newest['step']}"))
     yield from _speed(state)
     # Where older weights sample, or a cut distribution, the largest value is no error.
-    apart = any(state.values("age/max")) or state.cuts_distribution
-    if (mismatch := state.values("mismatch/token_mult_prob_error")) and not apart:
+    apart = any(state.values(GREATEST_AGE.name)) or state.cuts_distribution
+    if (mismatch := state.values(STEP_MISMATCH.name)) and not apart:
         yield "mismatch", f"{error_factor(max(mismatch))} at most (1 is exact)"
-    if parity := state.values("mismatch/parity"):
+    if parity := state.values(PARITY.name):
         yield "parity", f"{error_factor(max(parity))} at most (1 is exact), under equal weights"
     if state.health:
         warnings = []
@@ -111,20 +128,20 @@ def facts_of(state: RunState) -> Iterator[tuple[str, str]]:
 def _failed_validation(state: RunState) -> str:
     """Return how many answers of the last validation had no score; empty if all had one."""
     last = state.validations.last
-    if not (failed := last.get("validation/failed_rewards", 0)):
+    if not (failed := last.get(UNSCORED_ANSWERS.name, 0)):
         return ""
-    unknown = "" if "validation/accuracy" in last else ", so that it has no accuracy"
-    answers = last.get("validation/answers", failed)
+    unknown = "" if HELD_OUT_ACCURACY.name in last else ", so that it has no accuracy"
+    answers = last.get(ANSWERS.name, failed)
     return f"step {last['step']}: rewards failed for {failed:,.0f} of {answers:,.0f} answers{unknown}"
 
 
 def _failed_rewards(state: RunState) -> str:
     """Return how many rollouts had failed rewards, in training and validation; empty if none had."""
-    failed = [count for count in state.values("reward/failed") if count]
-    held_out = sum(state.values("validation/failed_rewards"))
+    failed = [count for count in state.values(FAILED_REWARDS.name) if count]
+    held_out = sum(state.values(UNSCORED_ANSWERS.name))
     parts = []
     if failed:
-        most = max(state.values("reward/failed_share"), default=0.0)
+        most = max(state.values(FAILED_SHARE.name), default=0.0)
         steps = f"{len(failed)} of {len(state.steps)} steps"
         parts.append(f"{sum(failed):,.0f} rollouts in {steps}, at most {percent(most)} of a step's")
     if held_out:
@@ -135,16 +152,16 @@ def _failed_rewards(state: RunState) -> str:
 def _speed(state: RunState) -> Iterator[tuple[str, str]]:
     if rates := _means(state, number, "throughput", ("effective", "training", "generation")):
         yield "throughput", f"{rates} tokens/s/device"
-    if (mfu := state.mean("throughput/mfu")) is not None:
+    if (mfu := state.mean(MFU.name)) is not None:
         yield "MFU", percent(mfu)
-    if (step := state.mean("time/step")) is not None:
+    if (step := state.mean(STEP_SECONDS.name)) is not None:
         shares = split([{name: sum(state.values(name)) for name in state.steps.names}])
         top = " · ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in shares[:6] if share >= 0.005)
         yield "step time", f"{duration(step)}: {top}"
     if idle := _means(state, percent, "idle", ("trainer", "generator")):
         yield "idle", idle
-    if (age := state.mean("age/mean")) is not None:
-        oldest, mixed = max(state.values("age/max")), state.mean("age/mixed")
+    if (age := state.mean(AGE.name)) is not None:
+        oldest, mixed = max(state.values(GREATEST_AGE.name)), state.mean(MIXED_VERSIONS.name)
         yield "age of groups", f"mean {number(age)} · at most {oldest:.0f} steps · mixed versions {percent(mixed)}"
     if advice := hint(state):
         yield "advice", advice

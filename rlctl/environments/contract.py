@@ -15,6 +15,7 @@ from typing import Any
 from rlctl.config.errors import did_you_mean
 from rlctl.config.plugins import ENVIRONMENT_COLUMN
 from rlctl.environments.tool_schema import Schema, SchemaError, foreign_classes, tool_schema
+from rlctl.telemetry.metrics import as_record, rows_problem
 from rlctl.utils.user_code import MAX_LEVELS, defined_at, finite_number, is_too_deep, shortened
 
 NO_REWARD = "has no get_reward"
@@ -56,6 +57,8 @@ class EnvironmentContract:
     is_agent: bool = False
     # Names of reward functions that get the instance at the end of an episode.
     rewards: list[str] = field(default_factory=list)
+    # Metrics that the class declares in `metrics`, as `telemetry.metrics.as_record` gives them.
+    metrics: list[dict[str, Any]] = field(default_factory=list)
 
 
 def read_contract(environment: object, arguments: Mapping[str, Any]) -> EnvironmentContract:
@@ -88,6 +91,7 @@ def read_contract(environment: object, arguments: Mapping[str, Any]) -> Environm
         takes_seed,
         problems,
         notes,
+        metrics=_metrics(environment),
     )
 
 
@@ -210,6 +214,12 @@ def _methods(environment: type) -> dict[str, Callable[..., Any]]:
         if isinstance(function, FunctionType) and not name.startswith("_"):
             found[name] = function
     return found
+
+
+def _metrics(environment: type) -> list[dict[str, Any]]:
+    """Return the rows of the class's `metrics`; none where that is something of the user's own."""
+    rows = getattr(environment, "metrics", ())
+    return [] if rows_problem(rows) else [as_record(row) for row in rows]
 
 
 def _construction(environment: type, arguments: Mapping[str, Any]) -> list[str]:

@@ -48,6 +48,7 @@ from rlctl.environments.messages import (
     read_agent_message,
     read_function_message,
 )
+from rlctl.environments.metric_rows import TOOL_RAISED
 from rlctl.environments.outcomes import UNREACHED, EnvironmentFailure, EnvironmentSpec, ToolResult
 from rlctl.environments.process import FAILURES_IN_A_ROW, HUNG, EnvironmentProcess
 from rlctl.environments.tool_formats import Call, MalformedCall
@@ -113,9 +114,7 @@ class EnvironmentPool:
         self._variables = {**os.environ, **past_proxies(os.environ, *addresses)}
         self.failures = FailureLog("environment", logs / "environment-errors.log" if logs else None, emit, _THEN)
         # Told of the first error of each cause. The model reads it, so that its episode goes on.
-        self.tool_errors = FailureLog(
-            "tool", logs / "tool-errors.log" if logs else None, emit, _READ, "environment/tool_raised"
-        )
+        self.tool_errors = FailureLog("tool", logs / "tool-errors.log" if logs else None, emit, _READ, TOOL_RAISED.name)
         self._log = OutputLog("environment", logs / "environments.log", emit) if logs else None
         # Rollouts are played on it too, see `rollout.runner`.
         self.events = EventLoop("rollouts")

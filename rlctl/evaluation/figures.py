@@ -14,6 +14,7 @@ import numpy as np
 
 from rlctl.config.schema import GrpoConfig
 from rlctl.evaluation.statistics import Bounds, Estimate, estimate, pass_at
+from rlctl.grpo.metric_rows import HELD_OUT_ACCURACY, HELD_OUT_REWARD
 from rlctl.grpo.metrics import validation_metrics
 from rlctl.rewards.scorer import Score
 from rlctl.rollout.types import RolloutGroup
@@ -75,12 +76,12 @@ def figures(groups: Sequence[RolloutGroup]) -> dict[str, Any]:
     }
     if not tasks:
         return found
-    accuracy = estimate(metrics["validation/accuracy"], [float(task.accuracy) for task in tasks], _SHARE)
+    accuracy = estimate(metrics[HELD_OUT_ACCURACY.name], [float(task.accuracy) for task in tasks], _SHARE)
     rewards, bounds = [task.reward for task in tasks if task.reward is not None], _bounds(scores)
     return found | {
         "accuracy": asdict(accuracy),
         "pass_at": {str(k): asdict(each) for k, each in _pass_at(tasks)},
-        "reward": asdict(estimate(metrics["validation/reward"], rewards, bounds)) | {"bounds": bounds},
+        "reward": asdict(estimate(metrics[HELD_OUT_REWARD.name], rewards, bounds)) | {"bounds": bounds},
         "rewards": _rewards(groups),
     }
 

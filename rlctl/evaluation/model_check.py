@@ -50,6 +50,7 @@ from rlctl.refit.plan import RefitPlan
 from rlctl.refit.protocol import Header, Mode, TransportSpec
 from rlctl.refit.sending import SendsWeights
 from rlctl.training.interface import LossNeeds, LossOutput, TokenBatch, Totals
+from rlctl.training.metric_rows import GRAD_NORM
 from rlctl.training.micro_batching import TrainingSample
 from rlctl.training.rank import TrainerRank, make_trainer
 from rlctl.training.spec import TrainerSpec
@@ -138,7 +139,7 @@ class CheckedTrainer:
     def train(self, sequences: Sequence[NDArray[np.int32]], *, packed: bool = True) -> float:
         """Make one update; return the norm of its gradient."""
         totals = Totals(sum(len(each) - 1 for each in sequences), len(sequences), len(sequences))
-        return self.rank.train(self._batches(sequences, packed), PlainLoss(), totals)["train/grad_norm"]
+        return self.rank.train(self._batches(sequences, packed), PlainLoss(), totals)[GRAD_NORM.name]
 
     @contextmanager
     def other_weights(self, dtype: str, scratch: Path) -> Iterator[None]:
@@ -369,9 +370,11 @@ def engine_findings(
         if found.holds:
             side = "in a refit, for both agreed from disk"
         before = engine.checksums()
-        modes: tuple[Mode, ...] = ("auto", "staged")
+        modes: list[Mode] = ["auto"]
         for number, mode in enumerate(modes):
             chosen = engine.open(trainer, spec.dtype, scratch / f"refit-{number}", mode)
+            if mode == "auto" and chosen.mode == "direct" and not trainer.adapts:
+                modes.append("staged")
             if is_rounded(trainer.rank.layout(spec.dtype), Path(spec.model_path)):
                 # An engine keeps some tensors in float32, or computes others from them, before it rounds.
                 engine.refit(trainer, 4 * number + 1)
@@ -389,8 +392,6 @@ def engine_findings(
             same = have_same_answers(first, sampled(engine, vocab))
             served = Served(before, between, engine.checksums(), engine.sent, trainer.needed, same)
             yield judge_served(served, chosen)
-            if chosen.mode != "direct" or trainer.adapts:
-                break
         yield greedy(trainer, engine, device, vocab, scratch / "export")
 
 

@@ -27,6 +27,7 @@ from rlctl.evaluation.store import (
     digest_of_rows,
 )
 from rlctl.generation.requests import Completion, RequestId, RolloutId, TurnRequest
+from rlctl.grpo.metric_rows import HELD_OUT_PROMPTS
 from rlctl.preflight.load import Composed
 from rlctl.preflight.settled import SettledGrpo
 from rlctl.rewards.base import RewardInput
@@ -96,7 +97,7 @@ def _missing(run: RunDir, step: int, found: int) -> str:
     validations = [each for each in read_records(run.metrics) if each["kind"] == "validation" and each["step"] == step]
     try:
         most = run.recorded_config()["telemetry"]["groups_per_validation"]
-        recorded = min(int(most), int(validations[-1]["validation/prompts"]))
+        recorded = min(int(most), int(validations[-1][HELD_OUT_PROMPTS.name]))
     except (LookupError, TypeError, ValueError):
         return ""  # Nothing says how many there were.
     if found >= recorded:

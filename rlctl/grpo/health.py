@@ -3,17 +3,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rlctl.grpo.losses.sections import DppoLossSection
-from rlctl.grpo.metrics import AGENT_TURN, FIRST_CLIPPED
+from rlctl.environments.metric_rows import LONGEST_TURN, MALFORMED_CALLS, TOOL_RAISED
+from rlctl.grpo.losses.sections import MISMATCH_KL, STEP_MISMATCH, DppoLossSection
+from rlctl.grpo.metric_rows import FAILED_SHARE, FIRST_CLIPPED, HELD_OUT_ACCURACY, NON_FINITE, PARITY
 from rlctl.preflight.settled import SettledGrpo
 from rlctl.run.health import Ceiling, Decline, Finding, Health, HealthCheck, Metrics, failed_validation, gradient_jump
-
-# Gap on tokens that were sampled and compared under equal weights, from the whole distribution. A step's own
-# `mismatch/token_mult_prob_error` holds the tokens' age in an asynchronous run, and else the cut by top_p and top_k.
-PARITY = "mismatch/parity"
-MISMATCH = "mismatch/token_mult_prob_error"
-# Gap between generator and trainer over a step's tokens, their age included.
-KL = "mismatch/kl"
 
 
 @dataclass
@@ -46,28 +40,28 @@ def grpo_health(
         _mismatch(settled, mismatch_bound),
         Ceiling(
             "clipped",
-            FIRST_CLIPPED,
+            FIRST_CLIPPED.name,
             bounds.max_clipped_share,
             f"{loss} clips {{value:.0%}} of the tokens before the policy has moved, at most {{bound:.0%}} "
             f"(health.max_clipped_share): its bounds hold the gap between engine and trainer; {_wider(settled)}",
         ),
         FailedShare(
             "tool_raised",
-            "environment/tool_raised",
+            TOOL_RAISED.name,
             bounds.max_tool_raised_share,
             "tools raised in {value:.0%} of their calls, at most {bound:.0%} (health.max_tool_raised_share)",
             cause=tool_cause,
         ),
         Ceiling(
             "malformed_calls",
-            "environment/malformed_calls",
+            MALFORMED_CALLS.name,
             bounds.max_malformed_call_share,
             "{value:.0%} of the tool calls are malformed, at most {bound:.0%} (health.max_malformed_call_share): "
             "rlctl runs rollouts shows them; environment.tool_format names the format that is parsed",
         ),
         Ceiling(
             "agent_turn",
-            AGENT_TURN,
+            LONGEST_TURN.name,
             bounds.max_agent_turn_s,
             "an agent waited {value:.0f} s for a turn, at most {bound:g} (health.max_agent_turn_s): clients of OpenAI "
             "and Anthropic end a request after 600 s, and give up after three; lower generation.max_new_tokens, play "
@@ -75,7 +69,7 @@ def grpo_health(
         ),
         FailedShare(
             "failed_rewards",
-            "reward/failed_share",
+            FAILED_SHARE.name,
             bounds.max_failed_reward_share,
             "rewards failed for {value:.0%} of the rollouts, in {steps} steps in a row for more than {bound:.0%} "
             "(health.max_failed_reward_share)",
@@ -85,14 +79,14 @@ def grpo_health(
         ),
         Ceiling(
             "non_finite",
-            "rollouts/non_finite",
+            NON_FINITE.name,
             0,
             "rollouts left out because a log-prob of theirs is not finite: {value:.0f}",
         ),
         failed_validation(bounds.max_failed_reward_share),
         Decline(
             "accuracy",
-            "validation/accuracy",
+            HELD_OUT_ACCURACY.name,
             bounds.max_accuracy_drop,
             "held-out accuracy is {value:.1%}, {lost:.1%} below its start of {start:.1%}, at most {bound:.1%} "
             "(health.max_accuracy_drop)",
@@ -108,11 +102,11 @@ def _off_policy(bound: float) -> Ceiling:
     """Return the check of the distance between the weights that sampled a step and those that are trained."""
     return Ceiling(
         "off_policy",
-        KL,
+        MISMATCH_KL.name,
         bound,
-        f"{KL} is {{value:.2g}} nats a token, at most {{bound:g}} (health.max_off_policy_kl): the weights move "
-        "further between sampling and training than importance weights correct; lower trainer.optimizer.lr or "
-        "async.max_trajectory_age_steps",
+        f"{MISMATCH_KL.name} is {{value:.2g}} nats a token, at most {{bound:g}} (health.max_off_policy_kl): the "
+        "weights move further between sampling and training than importance weights correct; lower "
+        "trainer.optimizer.lr or async.max_trajectory_age_steps",
     )
 
 
@@ -120,7 +114,8 @@ def _mismatch(settled: SettledGrpo, bound: float | None) -> Ceiling:
     configured = settled.config.health.max_token_mult_prob_error
     allowed = configured if bound is None else bound
     why = "" if allowed == configured else f"={configured:g}, and twice the rounding that the probe found"
-    metric = PARITY if settled.config.compares_apart else MISMATCH
+    # A step's own mismatch holds the tokens' age in an asynchronous run, and else the cut by top_p and top_k.
+    metric = PARITY.name if settled.config.compares_apart else STEP_MISMATCH.name
     return Ceiling(
         "mismatch",
         metric,

@@ -12,9 +12,11 @@ from rlctl.grpo.advantages.base import make_advantage
 from rlctl.grpo.batch import TrainingBatch, add_column, why_it_teaches_nothing
 from rlctl.grpo.components import GrpoComponents
 from rlctl.grpo.group_record import group_records, recorded_keys
-from rlctl.grpo.health import PARITY, grpo_health
+from rlctl.grpo.health import grpo_health
 from rlctl.grpo.logprob_mismatch import mismatch
 from rlctl.grpo.losses.base import make_loss
+from rlctl.grpo.losses.sections import MISMATCH_KL, STEP_MISMATCH
+from rlctl.grpo.metric_rows import PARITY
 from rlctl.grpo.metrics import validation_metrics
 from rlctl.grpo.overlong import training_score
 from rlctl.grpo.parity_check import compare, sample_parity
@@ -140,7 +142,7 @@ class GrpoLoop(Loop):
             if batch.sequences and name == PROXIMAL_LOG_PROB.name:
                 theirs, ours = (batch.column(each) for each in (ROLLOUT_LOG_PROB.name, name))
                 gap = mismatch(theirs, ours, [sequence.mask for sequence in batch.sequences])
-                step.measured |= {"mismatch/token_mult_prob_error": gap.token_mult_prob_error, "mismatch/kl": gap.kl}
+                step.measured |= {STEP_MISMATCH.name: gap.token_mult_prob_error, MISMATCH_KL.name: gap.kl}
         return batch
 
     def _not_finite(self, step: GrpoStep, error: FloatingPointError) -> Exception:
@@ -168,7 +170,7 @@ class GrpoLoop(Loop):
         if samples:
             with step.phase("parity"):
                 gap = compare(self._parts, samples)
-            step.measured[PARITY] = gap.token_mult_prob_error
+            step.measured[PARITY.name] = gap.token_mult_prob_error
 
     def validate(self) -> None:
         """Measure every held-out task, greedy or by k samples of each. A rollout whose reward fails counts apart."""

@@ -1,4 +1,4 @@
-"""Metrics of one GRPO step, by the names of telemetry/metrics.py. Pure."""
+"""Metrics of one GRPO step, by the names of metric_rows.py. Pure."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
@@ -8,16 +8,19 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlctl.config.grpo_schema import GrpoSection
+from rlctl.environments.metric_rows import LONGEST_TURN, TURNS
 from rlctl.generation.engine import EngineStats
 from rlctl.grpo.batch import TrainingBatch, is_uniform
+from rlctl.grpo.losses.sections import AGE_SHARE, CLIPPED_HIGH, CLIPPED_LOW, IMPORTANCE, MISMATCH_BY_AGE
+from rlctl.grpo.metric_rows import FIRST_CLIPPED
 from rlctl.refit.protocol import RefitReport
 from rlctl.rewards.scorer import Score
 from rlctl.rollout.types import RolloutGroup, Waste
+from rlctl.run.health import ANSWERS, UNSCORED_ANSWERS
 from rlctl.telemetry import throughput
+from rlctl.telemetry.metrics import installed
 
 GENERATOR_PHASES = ("generation", "refit")
-FIRST_CLIPPED = "ratio/clipped_first"
-AGENT_TURN = "agent/longest_turn"
 TRAINER_PHASES = ("train", "log_probs", "refit")
 
 
@@ -42,7 +45,7 @@ def rollout_metrics(groups: Rows[RolloutGroup], batch: TrainingBatch) -> dict[st
             "groups/uniform": float(np.mean([is_uniform(group) for group in groups])),
             "tokens/prompt": float(sum(rollout.num_tokens for rollout in whole) - lengths.sum()),
             "tokens/generated": float(lengths.sum()),
-            "tokens/trained": float(sum(len(sequence) for sequence in batch.sequences)),
+            throughput.TRAINED_TOKENS.name: float(sum(len(sequence) for sequence in batch.sequences)),
         }
     )
 
@@ -77,7 +80,7 @@ def environment_metrics(groups: Rows[RolloutGroup]) -> dict[str, float]:
     rows = "agent/rows_per_episode" if of_agents else "environment/rows"
     metrics[rows] = float(np.mean([len(one.rows) for one, _ in played]))
     if of_agents:
-        metrics[AGENT_TURN] = max(episode.longest_turn_s for _, episode in played)
+        metrics[LONGEST_TURN.name] = max(episode.longest_turn_s for _, episode in played)
     for name in sorted({name for counts in agents for name in counts}):
         metrics[f"agent/{name}"] = float(sum(counts.get(name, 0) for counts in agents))
     endings = Counter(episode.ending for _, episode in played)
@@ -169,15 +172,15 @@ def validation_metrics(groups: Rows[RolloutGroup]) -> dict[str, float]:
     lengths = [rollout.num_sampled for group in groups for rollout in group.rollouts if rollout.rows]
     answers = sum(len(group.rollouts) for group in groups)
     metrics = {
-        "validation/answers": float(answers),
-        "validation/failed_rewards": float(answers - len(flat)),
+        ANSWERS.name: float(answers),
+        UNSCORED_ANSWERS.name: float(answers - len(flat)),
         "validation/length": float(np.mean(lengths)) if lengths else 0.0,
         "validation/prompts": float(len(groups)),
     }
     played = environment_metrics(groups)
     if "environment/failed" in played:
         metrics["validation/failed_episodes"] = played["environment/failed"]
-        metrics["validation/turns"] = played.get("environment/turns", 0.0)
+        metrics["validation/turns"] = played.get(TURNS.name, 0.0)
     if flat:
         metrics["validation/accuracy"] = float(np.mean([score.right for score in flat]))
         metrics["validation/reward"] = float(np.mean([score.value for score in flat if score.value is not None]))
@@ -190,11 +193,11 @@ def speed_metrics(
     tokens: Mapping[str, float], times: Mapping[str, float], trainers: int, devices: int
 ) -> dict[str, float]:
     """Return the throughput end to end and of training, tokens/s/device, and the trainer's idle share of the step."""
-    trained = int(tokens["tokens/trained"])
+    trained = int(tokens[throughput.TRAINED_TOKENS.name])
     return {
-        "throughput/effective": throughput.effective(trained, times, devices),
-        "throughput/training": throughput.training_only(trained, times, trainers),
-        "idle/trainer": throughput.idle_share(times, TRAINER_PHASES),
+        throughput.EFFECTIVE.name: throughput.effective(trained, times, devices),
+        throughput.TRAINING.name: throughput.training_only(trained, times, trainers),
+        throughput.TRAINER_IDLE.name: throughput.idle_share(times, TRAINER_PHASES),
     }
 
 
@@ -202,8 +205,8 @@ def turn_metrics(tokens: Mapping[str, float], times: Mapping[str, float], genera
     """Return the throughput of generation, tokens/s/device, and its idle share, where it takes turns with training."""
     generated = int(tokens["tokens/generated"] + tokens.get("tokens/surplus", 0.0))
     return {
-        "throughput/generation": throughput.generation_only(generated, times, generators),
-        "idle/generator": throughput.idle_share(times, GENERATOR_PHASES),
+        throughput.GENERATION.name: throughput.generation_only(generated, times, generators),
+        throughput.GENERATOR_IDLE.name: throughput.idle_share(times, GENERATOR_PHASES),
     }
 
 
@@ -263,8 +266,8 @@ def generator_metrics(interval: EngineInterval) -> dict[str, float]:
         return {}
     return {
         # Those left out have devices too: a rate is of the devices that were counted.
-        "throughput/generation": tokens / busy * len(interval.after) / interval.devices if busy > 0 else 0.0,
-        "idle/generator": min(1.0, max(0.0, 1 - busy / whole)),
+        throughput.GENERATION.name: tokens / busy * len(interval.after) / interval.devices if busy > 0 else 0.0,
+        throughput.GENERATOR_IDLE.name: min(1.0, max(0.0, 1 - busy / whole)),
         "idle/generator_refit": min(1.0, paused / whole),
         "generator/sequences": tokens / max(1, steps),
         "generator/decode_step": busy / max(1, steps),
@@ -298,26 +301,30 @@ def length_metrics(sampled: list[int]) -> dict[str, float]:
 
 
 def update_metrics(updates: Rows[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean over a step's updates, of tokens of an age weighted by their share, and the sum of offload/*.
+    """Return the metrics of a step's updates, each as its row says: their mean, the first one's, or their sum.
 
-    The mismatch is the first update's, made by the weights that sampled. So is ratio/clipped_first: the share of tokens
+    The mean of tokens of an age is weighted by their share. The mismatch is the first update's, made by the weights
+    that sampled. So is ratio/clipped_first: the share of tokens
     that bounds hold before the policy has moved. It is left out where the ratio is to older weights.
     """
     made = [update for update in updates if update]
     found: dict[str, float] = {}
     for name in dict.fromkeys(name for update in made for name in update):
         having = [update for update in made if name in update]
-        by_age = name.startswith("mismatch/age_")
-        shares = [update[name.replace("mismatch/age_", "age/share_")] for update in having] if by_age else None
-        found[name] = float(np.average([update[name] for update in having], weights=shares))
-        if name.startswith("mismatch/") and not by_age:
-            found[name] = having[0][name]
-        if name.startswith("offload/"):
-            found[name] = sum(update[name] for update in having)
-    held = [made[0][name] for name in ("ratio/clipped_low", "ratio/clipped_high") if name in made[0]] if made else []
+        values = [update[name] for update in having]
+        row = installed().find(name)
+        age = MISMATCH_BY_AGE.pattern.fullmatch(name)
+        if row and row.over_updates == "first":
+            found[name] = values[0]
+        elif row and row.over_updates == "sum":
+            found[name] = sum(values)
+        else:
+            shares = [update[AGE_SHARE.of(age[1])] for update in having] if age else None
+            found[name] = float(np.average(values, weights=shares))
+    held = [made[0][row.name] for row in (CLIPPED_LOW, CLIPPED_HIGH) if row.name in made[0]] if made else []
     # Only a ratio to the trainer's own log-probs has an importance weight.
-    if held and ("importance/mean" in made[0] or made[0].get("age/share_0", 1.0) == 1.0):
-        found[FIRST_CLIPPED] = sum(held)
+    if held and (IMPORTANCE.name in made[0] or made[0].get(AGE_SHARE.of(0), 1.0) == 1.0):
+        found[FIRST_CLIPPED.name] = sum(held)
     return found
 
 

@@ -26,8 +26,9 @@ from rlctl.preflight.settled import SettledGrpo
 from rlctl.refit.protocol import RefitReport
 from rlctl.rollout.buffer import RolloutBuffer
 from rlctl.rollout.types import RolloutGroup
+from rlctl.run.health import WEIGHT_VERSION
 from rlctl.telemetry.clock import StepRecorder
-from rlctl.telemetry.throughput import length_of_a_token
+from rlctl.telemetry.throughput import TRAINING, length_of_a_token
 from rlctl.training.trainer_group import NO_GRADIENT, NO_TOKEN, Update
 
 
@@ -118,7 +119,7 @@ class GrpoStep:
         )
         monitor, times = parts.monitor.read(), self._recorder.finish()
         metrics |= self._speed(metrics, times, batch)
-        parts.recorder.step(number, {"version": number, **metrics, **monitor, **times})
+        parts.recorder.step(number, {WEIGHT_VERSION.name: number, **metrics, **monitor, **times})
 
     def _speed(self, metrics: dict[str, float], times: dict[str, float], batch: TrainingBatch) -> dict[str, float]:
         devices = self._parts.devices
@@ -127,4 +128,4 @@ class GrpoStep:
         speed |= generator_metrics(engines) if self._async else turn_metrics(metrics, times, devices.generator)
         speed |= prefix_metrics(engines) | engine_metrics(engines)
         length = length_of_a_token([len(sequence) for sequence in batch.sequences])
-        return speed | devices.flops.metrics(speed["throughput/training"], length, devices.name)
+        return speed | devices.flops.metrics(speed[TRAINING.name], length, devices.name)

@@ -87,6 +87,7 @@ class SamplingParts:
                 self.setup = set_up(self.config, self.environments, self.chat, first)
             for note in self.setup.notes:
                 session.events.emit("data", what=note)
+            session.recorder.declare(self.setup.metrics)
         if self.config.rewards:
             with session.starting("rewards"):
                 self.scorer.try_on_sample(sample_item(first))

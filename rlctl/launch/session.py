@@ -37,6 +37,7 @@ from rlctl.run.recorder import RunRecorder
 from rlctl.run.run_dir import RunDir, RunDirError, automatic_name
 from rlctl.telemetry.events import EventLog, MetricsLog
 from rlctl.telemetry.jsonl import read_records
+from rlctl.telemetry.metrics import installed, write_rows
 from rlctl.telemetry.trackers.base import open_trackers
 from rlctl.utils.files import Reserve, write_whole
 from rlctl.utils.process import age_s, driver_lives
@@ -307,8 +308,9 @@ def claimed(config: RunConfig, resume: Path | None) -> Iterator[RunDir]:
 
 
 def _start_attempt(run_dir: RunDir, resolved: str) -> None:
-    """Begin new logs, and write the config of this attempt into them."""
+    """Begin new logs with the config of this attempt, and write the metrics that rlctl declares."""
     run_dir.start_attempt()
+    write_rows(run_dir.metric_rows, installed().rows)
     write_whole(run_dir.logs.resolve() / "config.yaml", resolved)
 
 

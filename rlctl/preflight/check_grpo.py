@@ -21,6 +21,7 @@ from rlctl.preflight.check_inputs import check_reward, missing_plugin
 from rlctl.preflight.columns import ADVANTAGE, columns_problem
 from rlctl.preflight.engine import check_engine_options, engine_rules
 from rlctl.preflight.settled import SettledGrpo
+from rlctl.telemetry.metrics import rows_problem
 from rlctl.utils.user_code import load_object
 
 _PROXIMAL = "grpo.loss.proximal"
@@ -67,6 +68,8 @@ def check_algorithm(settled: SettledGrpo, away: bool) -> Violations:
             if key == _ADVANTAGE:
                 missing[ADVANTAGE.name] = "an advantage cannot read itself"
             if wrong := columns_problem(getattr(plugin, "columns", ()), missing):
+                yield Violation(f"{key}.name", wrong)
+            if wrong := rows_problem(getattr(plugin, "metrics", ())):
                 yield Violation(f"{key}.name", wrong)
             problems = plugin_options(plugin, load_object(base), section.further, key)[1]
             yield from (Violation(each.key, each.what, (f"{key}.name",)) for each in problems)

@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 from rlctl.config.errors import did_you_mean
 from rlctl.config.grpo_schema import AdvantageSection, LossSection, UserClassSection
+from rlctl.config.schema import GrpoConfig
+from rlctl.telemetry.metrics import Metric, rows_problem
 from rlctl.utils.user_code import load_object
 
 # policy: the model that is trained. reference: its weights of version 0.
@@ -82,6 +84,12 @@ def named_columns(section: LossSection | AdvantageSection) -> tuple[str, ...]:
     """Return the columns that a loss or advantage names; none where they are no names, which a check says."""
     named = declared(section, "columns") or ()
     return () if columns_problem(named) else tuple(named)
+
+
+def users_metrics(config: GrpoConfig) -> list[Metric]:
+    """Return the metrics that the user's own loss and advantage declare. A check tells of wrong declarations."""
+    found = [declared(section, "metrics") or () for section in (config.grpo.loss, config.grpo.advantage)]
+    return [row for rows in found if not rows_problem(rows) for row in rows]
 
 
 @cache

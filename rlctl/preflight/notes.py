@@ -3,18 +3,16 @@
 A checkpoint is ranked by metrics of the saved weights alone, in its step's record or its validation. Pure.
 """
 
-import re
-
 from rlctl.config.errors import did_you_mean
-from rlctl.config.plugins import ENVIRONMENT_REWARD, OVERLONG, reward_names
 from rlctl.config.provenance import Origin
 from rlctl.config.schema import GrpoConfig
 from rlctl.preflight.backend import backend_of
 from rlctl.preflight.check_adapters import adapter_notes
 from rlctl.preflight.check_recipe import recipe_notes
 from rlctl.preflight.check_trainer import GENERATION, LOG_PROBS
+from rlctl.preflight.columns import users_metrics
 from rlctl.preflight.settled import Settled, SettledGrpo
-from rlctl.telemetry.metrics import MEANING
+from rlctl.telemetry.metrics import Metric, MetricTable, installed
 
 # AReaL, arXiv 2505.24298, table 3: with the decoupled objective a lag of up to 4 cost no accuracy.
 WISE_AGE = 4
@@ -112,13 +110,11 @@ def _idle_offload(settled: Settled) -> dict[str, str]:
 def _best_checkpoints(settled: Settled) -> list[str]:
     """Return a note if the best checkpoints cannot be told: their metric is never measured, or not at their steps."""
     saved, validated = settled.config.checkpoint, settled.config.validation.every
-    metric, names = saved.metric.removeprefix("-"), _metrics(settled)
+    metric = saved.metric.removeprefix("-")
     if not saved.keep_best:
         return []
-    # Phases have separate names, ages are counted.
-    if metric not in names and not re.fullmatch(r"time/\w+|\w+/(groups|age)_\d+", metric):
-        near = did_you_mean(metric, names)
-        return [f"checkpoint.metric={saved.metric}: no such metric is measured{near}; no best checkpoint is kept"]
+    if unmeasured := _unmeasured(settled, metric):
+        return [f"checkpoint.metric={saved.metric}: {unmeasured}; no best checkpoint is kept"]
     if not settled.validates or not metric.startswith(_HELD_OUT):
         return []
     on_the_way = range(saved.every, settled.config.num_steps, saved.every) if saved.every else range(0)
@@ -129,21 +125,33 @@ def _best_checkpoints(settled: Settled) -> list[str]:
     return []
 
 
-def _metrics(settled: Settled) -> list[str]:
-    """Return the names of the metrics of such a run's steps and validations."""
-    held_out, own = list[str](), list[str]()
-    if settled.sampling:
-        sampling = settled.sampling.config
-        held_out += ["accuracy", "reward", "failed_rewards", "length", "prompts"]
-        held_out += ["pass_at_k"] * (sampling.validation.num_generations > 1)
-        held_out += ["turns", "failed_episodes"] * sampling.has_turns
-    if settled.grpo:
-        config = settled.grpo.config
-        rewards = [*reward_names(config.rewards), *([OVERLONG] if config.grpo.overlong.penalty_tokens else [])]
-        rewards += [ENVIRONMENT_REWARD] if config.has_turns else []
-        own = [f"reward/{name}/{what}" for name in rewards for what in ("mean", "failed")]
-    if settled.sft:
-        held_out += ["loss", "samples"]
-    patterns = ("_K", "/NAME/mean", "/NAME/failed", "/NAME")
-    steps = [name for name in MEANING if not name.startswith(_HELD_OUT) and not name.endswith(patterns)]
-    return [*steps, *own, *(_HELD_OUT + name for name in held_out)]
+def _unmeasured(settled: Settled, name: str) -> str:
+    """Return the reason why such a run does not measure a metric; empty if it does."""
+    users = users_metrics(settled.grpo.config) if settled.grpo else []
+    table = MetricTable([*installed().rows, *users])
+    row = table.find(name)
+    if row is None or not _has_part(settled, row, name):
+        known = [each for row in table.rows if _is_measured(settled, row) for each in _names(settled, row)]
+        return f"no such metric is measured{did_you_mean(name, known)}"
+    if row.when and not row.when.holds(settled):
+        return f"it is measured only {row.when.where}"
+    return ""
+
+
+def _is_measured(settled: Settled, row: Metric) -> bool:
+    return row.when is None or row.when.holds(settled)
+
+
+def _names(settled: Settled, row: Metric) -> list[str]:
+    """Return the names that a row stands for in such a run; none if they are not known yet."""
+    if not row.is_family:
+        return [row.name]
+    parts = row.parts(settled) if row.parts else ()
+    return [row.of(part) for part in parts]
+
+
+def _has_part(settled: Settled, row: Metric, name: str) -> bool:
+    """Return True if the name is one that the row stands for in such a run, were it measured."""
+    if row.parts is None or not _is_measured(settled, row):
+        return True
+    return name in _names(settled, row)

@@ -4,6 +4,62 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from rlctl.telemetry.metrics import IN_GRPO, WEIGHT_UPDATES, Metric, ReportChart, rows_where
+
+_UPDATE = ReportChart(WEIGHT_UPDATES, "Weight update")
+_PARTS = ReportChart(WEIGHT_UPDATES, "Parts of the weight update")
+REFIT_SECONDS = Metric(
+    "refit/seconds", "from the trainer's weights to live ones in the slowest engine", "seconds", chart=_UPDATE.at(10)
+)
+REFIT_STALL = Metric(
+    "refit/stall",
+    "longest gap between two tokens of a running request beyond its ordinary gap, seconds",
+    "seconds",
+    chart=_UPDATE.at(14),
+)
+REFIT_REST = Metric(
+    "refit/rest",
+    "seconds until a trainer that shares its devices with engines has given memory back",
+    "seconds",
+    chart=_UPDATE.at(11),
+)
+REFIT_WAKE = Metric("refit/wake", "seconds until engines that slept have their memory", "seconds", chart=_UPDATE.at(12))
+METRICS = rows_where(
+    IN_GRPO,
+    REFIT_SECONDS,
+    REFIT_STALL,
+    REFIT_REST,
+    REFIT_WAKE,
+    Metric(
+        "refit/pause",
+        "seconds in which an engine made weights live (commit) and could sample nothing",
+        "seconds",
+        chart=_UPDATE.at(13),
+    ),
+    Metric(
+        "refit/pack",
+        "seconds in which the slowest trainer rank converted and packed weights",
+        "seconds",
+        chart=_PARTS.at(20),
+    ),
+    Metric(
+        "refit/wire",
+        "seconds in which weights were on their way to the slowest engine; 0 through host memory",
+        "seconds",
+        chart=_PARTS.at(21),
+    ),
+    Metric(
+        "refit/load",
+        "seconds in which the slowest engine copied weights to their places; 0 where the wire does that",
+        "seconds",
+        chart=_PARTS.at(22),
+    ),
+    Metric(
+        "refit/gb_per_s",
+        "bytes delivered to each engine over refit/seconds, GB/s",
+        chart=ReportChart(WEIGHT_UPDATES, "Bandwidth, GB/s", 30),
+    ),
+)
 Checks = Literal["all", "sampled", "off"]
 Kind = Literal["shm", "broadcast", "ipc"]
 Mode = Literal["auto", "staged", "direct"]
@@ -162,16 +218,3 @@ class Untouched(RefitError):
 
 class Interrupted(RefitError):
     """A refit that lost a peer when live weights were touched: the engine waits for the version, and samples then."""
-
-
-@dataclass(frozen=True)
-class LoadMode:
-    """Choice of the way in which an engine takes new weights in."""
-
-    mode: Literal["staged", "direct"]
-    # Reason of the choice, for a reader.
-    why: str
-    # Bytes of device memory for a second copy of the weights.
-    extra_bytes: int
-    # A refit writes every tensor but buffers, so that nothing of the version before it has to be kept.
-    overwrites: bool

@@ -20,6 +20,7 @@ from rlctl.environments.pool import EnvironmentPool, UnusableEnvironmentError
 from rlctl.environments.tool_formats import PARSERS, tool_format
 from rlctl.preflight.settled import SettledGrpo
 from rlctl.rollout.players.course import EpisodeLimits
+from rlctl.telemetry.metrics import Metric, from_record
 from rlctl.utils.user_code import looks_like_bug
 from rlctl.workers.user_logs import Emit
 
@@ -43,6 +44,11 @@ class EpisodeSetup:
     template_notes: list[str]
     # Tokens of the prompt that an agent began with; empty without one.
     prompt: Sequence[int] = ()
+
+    @property
+    def metrics(self) -> list[Metric]:
+        """Metrics that the environments declare."""
+        return [from_record(record) for one in self.contracts.values() for record in one.metrics]
 
     @property
     def notes(self) -> list[str]:

@@ -10,6 +10,26 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from rlctl.telemetry.metrics import LEARNING, WITH_SAMPLES, Metric, PanelRow, ReportChart, rows_where
+from rlctl.training.metric_rows import GRAD_NORM
+
+SKIPPED_UPDATES = Metric(
+    "train/skipped_updates", "updates without an optimizer step: no token to train on, or a gradient of exactly 0"
+)
+ANSWERS = Metric("validation/answers", "held-out answers, with a score or without", chart=None)
+UNSCORED_ANSWERS = Metric(
+    "validation/failed_rewards",
+    "held-out answers without a score, because a reward failed",
+    chart=ReportChart(LEARNING, "Failed rewards", 162),
+    panel=[PanelRow("val failed", 20, "bold red", failure=True)],
+)
+WEIGHT_VERSION = Metric("version", "weight version: optimizer steps in the weights", chart=None)
+METRICS = (
+    WEIGHT_VERSION,
+    SKIPPED_UPDATES,
+    *rows_where(WITH_SAMPLES, ANSWERS, UNSCORED_ANSWERS),
+)
+
 Metrics = Mapping[str, float]
 # (metric's value, its bound, the warning's words), or None within the bound.
 Finding = tuple[float, float, str] | None
@@ -187,7 +207,7 @@ def gradient_jump(ratio: float, window: int) -> Jump:
     """Return the gradient's check, which every kind of training has."""
     return Jump(
         "grad_norm",
-        "train/grad_norm",
+        GRAD_NORM.name,
         ratio,
         "the gradient norm is {value:.4g}, {ratio:.3g} times the median of the last {window} steps, at most {bound:g} "
         "times (health.max_grad_norm_ratio)",
@@ -199,9 +219,9 @@ def failed_validation(bound: float) -> ShareCeiling:
     """Return the check of a validation's rewards. bound: share of the held-out answers that may have no score."""
     return ShareCeiling(
         "failed_validation",
-        "validation/failed_rewards",
+        UNSCORED_ANSWERS.name,
         bound,
         "{value:.0%} of the held-out answers have no score, because a reward or an environment failed, at most "
         "{bound:.0%}: the others alone say little of these weights; logs/ has the errors",
-        whole="validation/answers",
+        whole=ANSWERS.name,
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 from rlctl.data.cursor import DrawOrder
 from rlctl.run.checkpoints import Checkpoint, CheckpointError
-from rlctl.run.health import Health, HealthStop
+from rlctl.run.health import SKIPPED_UPDATES, Health, HealthStop
 from rlctl.run.recorder import RunRecorder, WriteTrainer
 from rlctl.workers.errors import WorkerDied, WorkerTimeout
 
@@ -85,8 +85,8 @@ class Loop(ABC):
             if cause and cause not in self._warned_of_skipped:
                 self._warned_of_skipped.add(cause)
                 what = f"step {step}: no optimizer step, for {cause}; further ones are counted only"
-                self._recorder.events.emit("warning", what=f"{what} (train/skipped_updates)")
-        return {"train/skipped_updates": float(sum(map(bool, skipped)))}
+                self._recorder.events.emit("warning", what=f"{what} ({SKIPPED_UPDATES.name})")
+        return {SKIPPED_UPDATES.name: float(sum(map(bool, skipped)))}
 
     def _judge(self, start: int) -> None:
         """Warn of each bound that the step just done has left. Raises HealthStop, with a checkpoint of the step."""

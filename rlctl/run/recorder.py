@@ -6,7 +6,7 @@ train. So a kill cuts off only steps after the newest checkpoint that is whole. 
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,9 +16,11 @@ from rlctl.config.schema import RunConfig
 from rlctl.models.model_files import list_end_tokens
 from rlctl.run.checkpoints import Checkpoint, Checkpoints, CheckpointSave, Known, Write
 from rlctl.run.run_dir import RunDir
+from rlctl.telemetry.clock import CHECKPOINT_SECONDS, VALIDATION_SECONDS
 from rlctl.telemetry.events import EventLog, MetricsLog
 from rlctl.telemetry.exact_tokens import without_tokens
 from rlctl.telemetry.jsonl import Record
+from rlctl.telemetry.metrics import Metric, MetricTable, installed, write_rows
 from rlctl.telemetry.rollouts_file import GroupPurpose, RolloutsFile
 
 
@@ -72,6 +74,10 @@ class RunRecorder:
 
     def __init__(self, run_dir: RunDir, events: EventLog, metrics: MetricsLog, config: RunConfig) -> None:
         self.events = events
+        self._metric_rows = run_dir.metric_rows
+        self._declared = installed()
+        # Names of metrics that were looked up.
+        self._recorded = set[str]()
         telemetry = config.telemetry
         self.metrics = metrics
         self._rollouts = RolloutsFile(run_dir.rollouts, telemetry.rollouts_limit_mib << 20, events.emit)
@@ -102,9 +108,23 @@ class RunRecorder:
         every = self._checkpoint.every
         return (last and self._checkpoint.at_end) or (every > 0 and step % every == 0)
 
+    def declare(self, rows: Iterable[Metric]) -> None:
+        """Add metrics that a user's part declares, and write the rows of the run's directory again."""
+        self._declared = MetricTable([*self._declared.rows, *rows])
+        write_rows(self._metric_rows, self._declared.rows)
+
+    def _tell_undeclared(self, metrics: Mapping[str, float]) -> None:
+        """Warn once of each metric without a row."""
+        for name in metrics.keys() - self._recorded:
+            self._recorded.add(name)
+            if self._declared.find(name) is None:
+                what = "is recorded, and shown without a meaning; declare it in the attribute `metrics` of your class"
+                self.events.emit("warning", what=f"metric {name} is not declared: it {what}")
+
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the record of one step."""
         self.measured = dict(metrics)
+        self._tell_undeclared(metrics)
         self.metrics.write("step", step, metrics)
 
     def outcomes(self, step: int, outcomes: Mapping[str, Any]) -> None:
@@ -124,8 +144,9 @@ class RunRecorder:
         self.events.emit("validation_started", step=step)
         begin, metrics = time.perf_counter(), dict[str, float]()
         yield metrics
-        metrics["time/validation"] = time.perf_counter() - begin
+        metrics[VALIDATION_SECONDS.name] = time.perf_counter() - begin
         self.measured |= metrics
+        self._tell_undeclared(metrics)
         self.metrics.write("validation", step, metrics)
 
     def save(
@@ -185,7 +206,7 @@ class RunRecorder:
             self.saved = None
             assert saving.error
             raise saving.error
-        times = {"time/checkpoint": saving.seconds, "time/checkpoint_stopped": saving.stopped or saving.seconds}
+        times = {CHECKPOINT_SECONDS.name: saving.seconds, "time/checkpoint_stopped": saving.stopped or saving.seconds}
         self.metrics.write("checkpoint", saving.step, times)
         return saving.checkpoint
 

@@ -1,7 +1,7 @@
 """The run directory: the place of each file of a run, and the lock on its name.
 
-`runs/NAME/{config.yaml, events.jsonl, metrics.jsonl, rollouts.jsonl, checkpoints/, logs/attempt_N/}`. The start and
-each resume have separate logs; `logs/latest` points to the newest.
+`runs/NAME/{config.yaml, events.jsonl, metrics.jsonl, metric_rows.json, rollouts.jsonl, checkpoints/, logs/attempt_N/}`.
+The start and each resume have separate logs; `logs/latest` points to the newest.
 """
 
 import fcntl
@@ -18,6 +18,7 @@ import yaml
 
 from rlctl.config.errors import UserError, did_you_mean
 from rlctl.config.run_weights import is_run, run_names
+from rlctl.telemetry.metrics import METRIC_ROWS
 from rlctl.utils.files import sync, write_whole
 
 _CLAIM_POLL_S = 0.1
@@ -38,6 +39,7 @@ class RunDir:
         self.config, self.checkpoints = path / "config.yaml", path / "checkpoints"
         self.events, self.metrics = path / "events.jsonl", path / "metrics.jsonl"
         self.rollouts = path / "rollouts.jsonl"
+        self.metric_rows = path / METRIC_ROWS
         # Logs of the newest attempt, one file a process.
         self.logs = path / "logs" / "latest"
 

@@ -8,10 +8,11 @@ from typing import Protocol
 from rlctl.config.schema import SftConfig
 from rlctl.data.cursor import SampleSource
 from rlctl.data.tasks import SupervisedSample
-from rlctl.run.health import Decline, Health, failed_validation, gradient_jump
+from rlctl.run.health import WEIGHT_VERSION, Decline, Health, failed_validation, gradient_jump
 from rlctl.run.loop import Loop
 from rlctl.run.recorder import RunRecorder
 from rlctl.sft.loss import NllLoss
+from rlctl.sft.metric_rows import HELD_OUT_LOSS, NLL
 from rlctl.telemetry import throughput
 from rlctl.telemetry.clock import StepRecorder
 from rlctl.training.micro_batching import TrainingSample
@@ -69,15 +70,15 @@ class SftLoop(Loop):
         self.done = number
         tokens, times = sum(batch.lengths), record.finish()
         speed = {
-            "tokens/trained": float(tokens),
-            "throughput/effective": throughput.effective(tokens, times, self._parts.devices),
-            "throughput/training": throughput.training_only(tokens, times, self._parts.devices),
-            "idle/trainer": throughput.idle_share(times, ("train",)),
+            throughput.TRAINED_TOKENS.name: float(tokens),
+            throughput.EFFECTIVE.name: throughput.effective(tokens, times, self._parts.devices),
+            throughput.TRAINING.name: throughput.training_only(tokens, times, self._parts.devices),
+            throughput.TRAINER_IDLE.name: throughput.idle_share(times, ("train",)),
         }
         length = throughput.length_of_a_token(batch.lengths)
-        speed |= self._parts.flops.metrics(speed["throughput/training"], length, self._parts.device)
+        speed |= self._parts.flops.metrics(speed[throughput.TRAINING.name], length, self._parts.device)
         metrics = update.metrics | self._count_skipped_updates(number, [update.skipped]) | speed
-        self._parts.recorder.step(number, {"version": number, **metrics, **times})
+        self._parts.recorder.step(number, {WEIGHT_VERSION.name: number, **metrics, **times})
 
     def close(self) -> None:
         """Prepare no more batches, and sample no more."""
@@ -98,7 +99,7 @@ class SftLoop(Loop):
         with self._parts.recorder.validation(self.done) as metrics:
             if samples:
                 losses = self._parts.trainer.evaluate(_sequences(samples), NllLoss())
-                metrics |= {"validation/loss": losses["loss/nll"], "validation/samples": float(len(samples))}
+                metrics |= {HELD_OUT_LOSS.name: losses[NLL.name], "validation/samples": float(len(samples))}
             if answers:
                 metrics |= answers.measure(self.done)
 
@@ -107,7 +108,7 @@ def _health(config: SftConfig) -> Health:
     bounds = config.health
     rise = Decline(
         "loss",
-        "validation/loss",
+        HELD_OUT_LOSS.name,
         bounds.max_loss_rise,
         "held-out loss is {value:.4g}, {lost:.3g} above its start of {start:.4g}, at most {bound:g} "
         "(health.max_loss_rise)",

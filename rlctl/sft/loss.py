@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import torch
 
+from rlctl.sft.metric_rows import NLL
 from rlctl.training.interface import LossNeeds, LossOutput, TokenBatch, Totals
 
 
@@ -13,14 +14,14 @@ class NllLoss:
     """Mean negative log-likelihood, nats a token: -sum over masked tokens of log p, over their number.
 
     The maximum-likelihood objective of InstructGPT's first stage (arXiv 2203.02155, section 3.5). Each token of the
-    update has the same weight, in every sequence, micro-batch and rank. Metric: loss/nll.
+    update has the same weight, in every sequence, micro-batch and rank. Metric: `NLL`.
     """
 
     needs: ClassVar[LossNeeds] = LossNeeds()
 
     def __call__(self, batch: TokenBatch) -> LossOutput:
         loss = -torch.where(batch.mask, batch.log_probs, 0).sum()
-        return LossOutput(loss, {"loss/nll": (loss.detach(), batch.mask.sum())})
+        return LossOutput(loss, {NLL.name: (loss.detach(), batch.mask.sum())})
 
     def normalizer(self, totals: Totals) -> float:
         return totals.tokens

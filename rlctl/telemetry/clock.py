@@ -1,6 +1,6 @@
-"""The clock of one step: named phases and named idle times that add up to its wall time (contract 5).
+"""The clock of one step: named phases and named idle times that add up to its wall time.
 
-`time/step` equals the sum of every other `time/*` of the step; `time/other` is the driver's own time.
+Contract 5: `time/step` equals the sum of every other `time/*` of the step; `time/other` is the driver's own time.
 Pure: the clock is passed in, and `StepRecorder` alone writes events.
 """
 
@@ -11,9 +11,53 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rlctl.telemetry.events import EventLog
+from rlctl.telemetry.metrics import IN_ASYNC, STEP_TIME, Metric, ReportChart, rows_where
 
+_PHASES = ReportChart(STEP_TIME, "Phases of a step", 20, stacked=True)
+STEP_SECONDS = Metric("time/step", "wall time of the step, seconds", "seconds", chart=None)
+TRAIN_SECONDS = Metric("time/train", "seconds", "seconds", chart=_PHASES)
+GENERATION_SECONDS = Metric("time/generation", "seconds", "seconds", chart=_PHASES)
+OTHER_SECONDS = Metric("time/other", "the driver's own time, seconds", "seconds", chart=_PHASES)
+VALIDATION_SECONDS = Metric("time/validation", "seconds", "seconds", chart=ReportChart(STEP_TIME, "Validation", 10))
+CHECKPOINT_SECONDS = Metric(
+    "time/checkpoint",
+    "seconds from the begin of a checkpoint until it is whole, in a record of its own",
+    "seconds",
+    chart=_PHASES,
+)
+METRICS = (
+    STEP_SECONDS,
+    TRAIN_SECONDS,
+    GENERATION_SECONDS,
+    OTHER_SECONDS,
+    VALIDATION_SECONDS,
+    CHECKPOINT_SECONDS,
+    Metric(
+        "time/checkpoint_stopped",
+        "seconds of it without training (checkpoint.beside_training)",
+        "seconds",
+        chart=_PHASES,
+    ),
+    *rows_where(
+        IN_ASYNC,
+        Metric(
+            "time/idle_rollouts",
+            "seconds in which the trainer waited for rollouts to be sampled",
+            "seconds",
+            chart=_PHASES,
+        ),
+        Metric("time/idle_scores", "seconds in which the trainer waited for rewards", "seconds", chart=_PHASES),
+        Metric(
+            "time/idle_oldest",
+            "seconds in which the trainer waited for the oldest group, which the bound on age puts first",
+            "seconds",
+            chart=_PHASES,
+        ),
+    ),
+    Metric("time/NAME", "seconds", "seconds", chart=_PHASES),
+)
 # Spans that are no part of throughput.
-APART = ("time/validation", "time/checkpoint")
+APART = (VALIDATION_SECONDS.name, CHECKPOINT_SECONDS.name)
 
 
 class StepClock:
@@ -45,7 +89,7 @@ class StepClock:
         """Return seconds by name: `time/PHASE`, `time/other`, and their sum `time/step`."""
         wall = self._now() - self._start
         other = max(0.0, wall - math.fsum(self._spans.values()))
-        return {**self._spans, "time/other": other, "time/step": wall}
+        return {**self._spans, OTHER_SECONDS.name: other, STEP_SECONDS.name: wall}
 
 
 class StepRecorder(StepClock):
@@ -65,4 +109,4 @@ class StepRecorder(StepClock):
 
 def productive_seconds(times: dict[str, float]) -> float:
     """Return the wall seconds of a step without validation and checkpoint: the base of throughput and idle shares."""
-    return times["time/step"] - sum(times.get(name, 0.0) for name in APART)
+    return times[STEP_SECONDS.name] - sum(times.get(name, 0.0) for name in APART)

@@ -1,151 +1,217 @@
-"""The names of metrics.jsonl: unit and meaning of each. A share is 0 to 1.
+"""Declarations of metrics, a row for each name of metrics.jsonl, and the rows that a run keeps in its directory.
 
-Names without an entry are allowed; they are written, tracked and listed by `rlctl runs show`.
+A row is declared once: in the folder that measures it (`config/plugins.py` lists the modules, none imports torch), or
+by a user's class, in its attribute `metrics`. The live view and the report are built from the rows in a run's
+directory, so that users' metrics and runs of other machines are shown too.
 """
 
+import json
 import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import KW_ONLY, asdict, dataclass, fields, replace
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal
 
-MEANING = {
-    "version": "weight version: optimizer steps in the weights",
-    "reward/mean": "mean reward of the step's rollouts that were scored",
-    "reward/std": "its standard deviation",
-    "reward/accuracy": "share of scored rollouts answered right, by the reward that decides (rewards.N.correct_at)",
-    "reward/failed": "rollouts without a score, because a reward raised, timed out or gave no finite number",
-    "reward/failed_share": "the same as a share of the step's rollouts (health.max_failed_reward_share)",
-    "reward/NAME/mean": "mean of one reward, before its weight",
-    "reward/NAME/failed": "rollouts for which it failed",
-    "source/NAME/share": "share of the step's groups whose task is of that source (data.train.sources)",
-    "source/NAME/accuracy": "as reward/accuracy, of one source",
-    "source/NAME/reward": "as reward/mean, of one source",
-    "validation/NAME/share": "share of the held-out groups that are of one source (data.train.sources)",
-    "validation/NAME/accuracy": "as validation/accuracy, of one source",
-    "validation/NAME/reward": "as validation/reward, of one source",
-    "reward/turns_K": "mean reward of the episodes of K turns",
-    "environment/turns": "turns of an episode, mean; this and what follows without episodes that failed",
-    "environment/tool_calls": "tool calls of an episode, mean",
-    "environment/tool_errors": "share of tool calls that were malformed or whose tool raised",
-    "environment/tool_raised": "share of tool calls in which the tool's own code raised (health.max_tool_raised_share)",
-    "environment/spelled_tokens": "control tokens that rows, environments or tools spelled, encoded as text",
-    "environment/unwritten_messages": "messages of environments and agents that the chat template leaves out",
-    "environment/malformed_calls": "share of tool calls that cannot be read, text that only looks like one included",
-    "environment/seconds": "seconds in which an episode waited for its environment, mean",
-    "agent/rows_per_episode": "rows that an agent's episode trains on, mean; above 1 where it rewrites its history",
-    "agent/longest_turn": "longest wait of an agent for a turn in a step, in seconds",
-    "agent/coalesced": "requests of a step that repeated one, and got the same turn",
-    "agent/rewritten": "requests of a step that continued no turn, and so began another row",
-    "agent/refused": "requests of a step that were answered by an error",
-    "agent/overridden/NAME": "requests of a step whose parameter of sampling was not used",
-    "agent/unenforced/NAME": "requests of a step with a parameter that the policy was not held to",
-    "agent/ignored/NAME": "requests of a step with an unknown parameter",
-    "environment/rows": "rows that an episode trains on, mean; above 1 where its history was rewritten",
-    "environment/failed": "episodes left out: their environment failed in every try, or no micro-batch holds them",
-    "environment/retries": "tries of the others that failed",
-    "environment/endings/NAME": "share of episodes that ended so: done, answered, max_turns, max_length, time",
-    "rollouts/masked": "rollouts that no update sees, since they were cut at the limit (grpo.overlong.mask)",
-    "advantage/mean": "mean of the trained rollouts' advantages; of one that varies within a rollout, its mean there",
-    "advantage/std": "their standard deviation",
-    "advantage/zero": "share of the trained rollouts whose advantage is 0: they teach nothing",
-    "rollouts/non_finite": "rollouts that no update sees: a log-prob of theirs is NaN or infinite",
-    "mismatch/parity": "as mismatch/token_mult_prob_error, over a few tokens sampled from the whole distribution and "
-    "compared under equal weights",
-    "loss/policy": "policy loss",
-    "loss/kl": "KL to the reference, nats a token",
-    "loss/entropy": "entropy, nats a token",
-    "loss/nll": "negative log-likelihood, nats a token",
-    "train/grad_norm": "gradient norm before clipping",
-    "train/lr": "learning rate",
-    "train/skipped_updates": "updates without an optimizer step: no token to train on, or a gradient of exactly 0",
-    "train/padding": "share of the computed tokens that fill rows up, for a model that is not packed",
-    "train/parts": "parts that the step was trained in, as its groups came",
-    "ratio/mean": "mean of policy / old policy",
-    "ratio/max": "greatest policy / old policy of a token",
-    "ratio/clipped_low": "share of tokens clipped below",
-    "ratio/clipped_high": "share of tokens clipped above",
-    "ratio/clipped_first": "share of tokens clipped or masked in a step's first update, before the policy has moved",
-    "mismatch/token_mult_prob_error": "mean over tokens of exp|trainer - generator log-prob|; 1 is exact; "
-    "under top_p or top_k it holds the probability that they cut",
-    "mismatch/kl": "KL between generator and trainer, nats a token",
-    "length/mean": "mean response, tokens",
-    "length/max": "longest response, tokens",
-    "length/truncated": "share of responses cut at the limit",
-    "length/p90": "nine in ten responses are no longer, tokens",
-    "length/sampled_mean": "mean of every response sampled during the step, trained or not yet, tokens",
-    "length/sampled_p90": "nine in ten of those are no longer, tokens",
-    "groups/uniform": "share of groups whose rewards are all equal",
-    "groups/trained": "groups that the step trained on",
-    "groups/missing": "places of the step without a group to train on",
-    "groups/filtered": "groups that teach nothing (grpo.dynamic_sampling.filter)",
-    "groups/replaced": "those of them in whose place another group was sampled",
-    "groups/surplus": "groups that a synchronous step began ahead of need and put off to the next",
-    "tokens/prompt": "prompt tokens of the step's rollouts",
-    "tokens/generated": "generated tokens of the step's rollouts, groups that were replaced included",
-    "tokens/filtered": "generated tokens of groups that teach nothing",
-    "tokens/surplus": "generated tokens of groups that were put off",
-    "tokens/wasted": "share of all generated tokens that are of groups that teach nothing or were put off",
-    "tokens/trained": "tokens that went through the update",
-    "tokens/sampled": "tokens that the generator sampled during the step, for this one or a later",
-    "age/mean": "mean age of the trained groups: steps since the weights of their oldest token",
-    "age/max": "greatest age of a trained group, never above async.max_trajectory_age_steps",
-    "age/token_mean": "mean age of the trained tokens, steps",
-    "age/mixed": "share of rollouts whose tokens come from more than one weight version",
-    "age/groups_K": "trained groups of age K",
-    "buffer/age_K": "groups between admission and the end of their step that are K steps old at the step's end",
-    "buffer/target": "groups that are kept on their way: as many as keep the trainer busy (async.prefetch)",
-    "mismatch/age_K": "as mismatch/token_mult_prob_error, over tokens of age K",
-    "refit/seconds": "from the trainer's weights to live ones in the slowest engine",
-    "refit/gb_per_s": "bytes delivered to each engine over refit/seconds, GB/s",
-    "refit/pack": "seconds in which the slowest trainer rank converted and packed weights",
-    "refit/wire": "seconds in which weights were on their way to the slowest engine; 0 through host memory",
-    "refit/load": "seconds in which the slowest engine copied weights to their places; 0 where the wire does that",
-    "refit/pause": "seconds in which an engine made weights live (commit) and could sample nothing",
-    "offload/to_host_gb": "optimizer state and other state that a trainer rank moved to the host in the step, GB",
-    "offload/to_device_gb": "the same back to the device, GB",
-    "offload/seconds": "seconds of those copies; computing goes on during some of them",
-    "refit/stall": "longest gap between two tokens of a running request beyond its ordinary gap, seconds",
-    "refit/rest": "seconds until a trainer that shares its devices with engines has given memory back",
-    "refit/wake": "seconds until engines that slept have their memory",
-    "throughput/effective": "end to end, trained tokens/s/device",
-    "throughput/training": "training only, tokens/s/device",
-    "throughput/generation": "generation only, tokens/s/device",
-    "throughput/mfu": "model FLOPs utilisation while training, share; of a frozen weight 4 FLOPs a token count",
-    "throughput/mfu_6n": "the same with 6 FLOPs for each weight, as if none were frozen; only with adapters",
-    "idle/trainer": "share of the step in which the trainer did nothing",
-    "generator/sequences": "sequences that an engine decoded at a time, mean over its steps",
-    "generator/decode_step": "seconds in which an engine samples one token of each of its sequences, mean",
-    "engines/rate_median": "of several engines: tokens/s of the median one while it sampled",
-    "engines/rate_slowest": "the same of the slowest engine",
-    "engines/slowest": "number of the slowest engine, N in engine-N",
-    "engines/idle_most": "share of the step in which the most idle of several engines sampled nothing",
-    "idle/generator": "share of the step in which the generator did nothing",
-    "generator/prefix_hit_share": "share of the prompt tokens, of all turns, that the engines' prefix caches held",
-    "idle/generator_refit": "share of the step in which a refit kept the generator from sampling",
-    "memory/trainer_gib": "peak memory of a trainer rank, GiB",
-    "memory/engine_gib": "memory of an engine, GiB",
-    "memory/driver_gib": "memory of the driver, GiB",
-    "device/utilization": "share of the devices in use",
-    "time/step": "wall time of the step, seconds",
-    "time/idle_rollouts": "seconds in which the trainer waited for rollouts to be sampled",
-    "time/idle_scores": "seconds in which the trainer waited for rewards",
-    "time/idle_oldest": "seconds in which the trainer waited for the oldest group, which the bound on age puts first",
-    "time/checkpoint": "seconds from the begin of a checkpoint until it is whole, in a record of its own",
-    "time/checkpoint_stopped": "seconds of it without training (checkpoint.beside_training)",
-    "time/other": "the driver's own time, seconds",
-    "validation/accuracy": "share of scored held-out answers that are right, by the reward that decides",
-    "validation/pass_at_k": "share of held-out prompts with one right answer among k; prompts without a score left out",
-    "validation/reward": "mean reward of the held-out answers that were scored",
-    "validation/answers": "held-out answers, with a score or without",
-    "validation/failed_rewards": "held-out answers without a score, because a reward failed",
-    "validation/loss": "held-out loss, nats a token",
-    "validation/length": "mean held-out response, tokens",
-    "validation/prompts": "held-out prompts",
-    "validation/samples": "held-out samples (SFT)",
-    "validation/turns": "turns of a held-out episode, mean",
-    "validation/failed_episodes": "held-out episodes that were left out, because their environment failed",
-}
+from rlctl.config.plugins import METRICS
+from rlctl.utils.files import write_whole
+
+# File of a run's rows in its directory.
+METRIC_ROWS = "metric_rows.json"
+# Decides how a value is shown. A share is 0 to 1, a factor is exact at 1. Further units stand in the meaning.
+Unit = Literal["number", "share", "seconds", "factor"]
+Algorithm = Literal["grpo", "sft"]
+# Sections of a report, in order. Sections of a user's own come after them, and the last one at the end.
+LEARNING = "Learning"
+EPISODES = "Episodes and tools"
+STEP_TIME = "Step time"
+SPEED = "Throughput and idle"
+AGES = "Ages"
+MISMATCH = "Mismatch"
+GROUPS = "Groups and tokens"
+WEIGHT_UPDATES = "Weight updates"
+OTHERS = "Other metrics"
+SECTIONS = (LEARNING, EPISODES, STEP_TIME, SPEED, AGES, MISMATCH, GROUPS, WEIGHT_UPDATES)
+# Place of a chart or a panel's row that names none.
+LAST = 1000
 
 
-def meaning(name: str) -> str:
-    """Return the description of a metric, also one of a reward or an age; empty if there is no entry."""
-    general = re.sub(r"_\d+$", "_K", re.sub(r"^(reward|source|validation)/[^/]+/", r"\1/NAME/", name))
-    general = re.sub(r"^(environment/endings|agent/[a-z]+)/.+", r"\1/NAME", general)
-    return MEANING.get(name) or MEANING.get(general) or ("seconds" if name.startswith("time/") else "")
+@dataclass(frozen=True)
+class ReportChart:
+    """Chart of the report that draws a metric."""
+
+    section: str = OTHERS
+    # Metrics with the same title are drawn on one pair of axes. Empty: the metric is alone, below its name.
+    title: str = ""
+    # Place of the metric in its section. A chart is where the first of its metrics is.
+    place: int = LAST
+    # Areas one above the other instead of lines; a chart for each run.
+    stacked: bool = False
+
+    def at(self, place: int) -> "ReportChart":
+        """Return the same chart, with another place for a metric in it."""
+        return replace(self, place=place)
+
+
+@dataclass(frozen=True)
+class PanelRow:
+    """Row of the live view's panel Learning that shows a metric."""
+
+    # At most 10 letters. Empty, for a pattern: the end of each name.
+    label: str
+    # Place in the panel, from the top.
+    place: int = LAST
+    style: str = "cyan"
+    _: KW_ONLY
+    # The algorithm whose runs have the row; None: all.
+    algorithm: Algorithm | None = None
+    # Shown only while the metric is above 0, and then before all others.
+    failure: bool = False
+    # Shown only if the metric was ever above 0.
+    used: bool = False
+
+
+@dataclass(frozen=True)
+class Condition:
+    """Runs that measure a metric, told by their settled config (`preflight.settled.Settled`)."""
+
+    holds: Callable[[Any], bool]
+    # Ends the sentence "it is measured only ...".
+    where: str
+
+
+IN_GRPO = Condition(lambda settled: settled.grpo is not None, "in a GRPO run")
+IN_SFT = Condition(lambda settled: settled.sft is not None, "in an SFT run")
+WITH_SAMPLES = Condition(
+    lambda settled: settled.sampling is not None, "where answers are sampled: in a GRPO run, or by validation.recipe"
+)
+
+
+def grpo_where(holds: Callable[[Any], bool], where: str) -> Condition:
+    """Return the condition of GRPO runs for whose settled config `holds` is true."""
+    return Condition(lambda settled: settled.grpo is not None and holds(settled), where)
+
+
+IN_ASYNC = grpo_where(lambda settled: settled.config.async_.enabled, "with async.enabled=true")
+
+
+def ages_of_run(settled: Any) -> list[str]:
+    """Return the ages that groups and tokens may have, in steps, for `Metric.parts`."""
+    return [str(age) for age in range(settled.config.async_.max_age + 1)]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """Declaration of one metric, or of a family of metrics."""
+
+    # Name in metrics.jsonl. NAME in it stands for any text, K for any whole number.
+    name: str
+    meaning: str
+    unit: Unit = "number"
+    _: KW_ONLY
+    # None: not drawn, since another chart shows as much.
+    chart: ReportChart | None = ReportChart()
+    panel: Sequence[PanelRow] = ()
+    # Value of a step with several updates: their mean, the first one's, or their sum.
+    over_updates: Literal["mean", "first", "sum"] = "mean"
+    # None: every run measures it.
+    when: Condition | None = None
+    # Returns the texts or numbers that NAME or K stands for in a run; None: any.
+    parts: Callable[[Any], Iterable[str]] | None = None
+
+    @property
+    def is_family(self) -> bool:
+        """True if the name has a placeholder."""
+        return self.pattern.pattern != re.escape(self.name)
+
+    def of(self, part: object) -> str:
+        """Return the name of one metric of a family. part: in place of NAME or K."""
+        return re.sub("NAME|K$", str(part), self.name)
+
+    @property
+    def pattern(self) -> re.Pattern[str]:
+        """Pattern of the names, with the placeholder's part as its group."""
+        return _pattern(self.name)
+
+
+def rows_where(condition: Condition, *rows: Metric) -> tuple[Metric, ...]:
+    """Return the rows; those without a condition get this one."""
+    return tuple(row if row.when else replace(row, when=condition) for row in rows)
+
+
+@cache
+def _pattern(name: str) -> re.Pattern[str]:
+    return re.compile(re.sub(r"_K$", r"_(\\d+)", re.escape(name).replace("NAME", "(.+)")))
+
+
+class MetricTable:
+    """Rows by the names that they declare. Of two rows with one name the later one counts."""
+
+    def __init__(self, rows: Iterable[Metric]) -> None:
+        by_name = {row.name: row for row in rows}
+        self.rows = tuple(by_name.values())
+        self._singles = {row.name: row for row in self.rows if not row.is_family}
+        self._families = [row for row in self.rows if row.is_family]
+
+    def find(self, name: str) -> Metric | None:
+        """Return the row of a metric: its own, else that of its family; None if it is not declared."""
+        if name in self._singles:
+            return self._singles[name]
+        return next((row for row in self._families if row.pattern.fullmatch(name)), None)
+
+    def meaning(self, name: str) -> str:
+        """Return the meaning of a metric; empty if it is not declared."""
+        row = self.find(name)
+        return row.meaning if row else ""
+
+
+@cache
+def installed() -> MetricTable:
+    """Return the rows of the installed rlctl."""
+    return MetricTable(row for module in METRICS for row in import_module(module).METRICS)
+
+
+def rows_problem(rows: object) -> str:
+    """Return the problem with the attribute `metrics` of a user's class; empty if there is none."""
+    if isinstance(rows, tuple | list) and all(isinstance(row, Metric) for row in rows):
+        return ""
+    return f"`metrics` is {rows!r:.80}: give a tuple of rlctl.telemetry.metrics.Metric"
+
+
+def write_rows(path: Path, rows: Iterable[Metric]) -> None:
+    """Write rows into a run's directory. Raises OSError."""
+    lines = ",\n".join(json.dumps(as_record(row)) for row in rows)
+    write_whole(path, f"[\n{lines}\n]\n")
+
+
+def as_record(row: Metric) -> dict[str, Any]:
+    """Return a row as plain containers, without the rules for the settled config."""
+    chart = asdict(row.chart) if row.chart else None
+    panel = [asdict(each) for each in row.panel]
+    return {"name": row.name, "meaning": row.meaning, "unit": row.unit, "chart": chart, "panel": panel}
+
+
+def from_record(record: dict[str, Any]) -> Metric:
+    """Return the row of `as_record`. Keys of a later version are left out. Raises KeyError, TypeError."""
+    chart = record["chart"]
+    return Metric(
+        name=str(record["name"]),
+        meaning=str(record["meaning"]),
+        unit=record["unit"],
+        chart=None if chart is None else ReportChart(**_known(ReportChart, chart)),
+        panel=tuple(PanelRow(**_known(PanelRow, each)) for each in record["panel"]),
+    )
+
+
+def _known(kind: type[Any], record: dict[str, Any]) -> dict[str, Any]:
+    names = {each.name for each in fields(kind)}
+    return {name: value for name, value in record.items() if name in names}
+
+
+def read_rows(path: Path) -> MetricTable | None:
+    """Return the rows of a run's directory; None if it has none, or none that can be read."""
+    try:
+        return MetricTable(from_record(record) for record in json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None

@@ -4,7 +4,20 @@ import math
 import time
 from collections.abc import Callable
 
+from rlctl.telemetry.metrics import IN_GRPO, SPEED, Metric, ReportChart, rows_where
 from rlctl.utils.devices import utilization_meter
+
+_MEMORY = ReportChart(SPEED, "Memory, GiB", 80)
+UTILIZATION = Metric(
+    "device/utilization", "share of the devices in use", "share", chart=ReportChart(SPEED, "Devices in use", 50)
+)
+METRICS = rows_where(
+    IN_GRPO,
+    Metric("memory/trainer_gib", "peak memory of a trainer rank, GiB", chart=_MEMORY),
+    Metric("memory/engine_gib", "memory of an engine, GiB", chart=_MEMORY),
+    Metric("memory/driver_gib", "memory of the driver, GiB", chart=_MEMORY),
+    UTILIZATION,
+)
 
 GIB = float(2**30)
 EVERY_S = 5.0
@@ -34,4 +47,4 @@ class ResourceMonitor:
         metrics = {f"memory/{name}_gib": size / GIB for name, size in held.items()}
         metrics["memory/driver_gib"] = psutil.Process().memory_info().rss / GIB
         used = self._utilization()
-        return metrics if math.isnan(used) else metrics | {"device/utilization": used}
+        return metrics if math.isnan(used) else metrics | {UTILIZATION.name: used}

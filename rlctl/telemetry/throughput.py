@@ -9,7 +9,51 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlctl.telemetry.clock import productive_seconds
+from rlctl.telemetry.clock import GENERATION_SECONDS, STEP_SECONDS, TRAIN_SECONDS, productive_seconds
+from rlctl.telemetry.metrics import GROUPS, IN_ASYNC, IN_GRPO, SPEED, Metric, PanelRow, ReportChart, rows_where
+
+_RATES = ReportChart(SPEED, "Throughput, tokens/s/device", 10)
+_GENERATION = ReportChart(SPEED, "Generation, tokens/s/device", 20)
+_IDLE = ReportChart(SPEED, "Idle", 40)
+_USE = ReportChart(SPEED, "Devices in use", 51)
+_TOKENS = ReportChart(GROUPS, "Tokens of a step", 12)
+TRAINED_TOKENS = Metric(
+    "tokens/trained",
+    "tokens that went through the update",
+    chart=_TOKENS,
+    panel=[PanelRow("tokens", 270, algorithm="sft")],
+)
+EFFECTIVE = Metric("throughput/effective", "end to end, trained tokens/s/device", chart=_RATES)
+TRAINING = Metric("throughput/training", "training only, tokens/s/device", chart=_RATES)
+GENERATION = Metric("throughput/generation", "generation only, tokens/s/device", chart=_GENERATION)
+MFU = Metric(
+    "throughput/mfu",
+    "model FLOPs utilisation while training, share; of a frozen weight 4 FLOPs a token count",
+    "share",
+    chart=_USE,
+)
+MFU_6N = Metric(
+    "throughput/mfu_6n", "the same with 6 FLOPs for each weight, as if none were frozen; only with adapters", "share"
+)
+TRAINER_IDLE = Metric("idle/trainer", "share of the step in which the trainer did nothing", "share", chart=_IDLE)
+GENERATOR_IDLE = Metric("idle/generator", "share of the step in which the generator did nothing", "share", chart=_IDLE)
+GENERATOR_IN_REFIT = Metric(
+    "idle/generator_refit",
+    "share of the step in which a refit kept the generator from sampling",
+    "share",
+    chart=_IDLE,
+    when=IN_ASYNC,
+)
+METRICS = (
+    TRAINED_TOKENS,
+    EFFECTIVE,
+    TRAINING,
+    MFU,
+    MFU_6N,
+    TRAINER_IDLE,
+    *rows_where(IN_GRPO, GENERATION, GENERATOR_IDLE),
+    GENERATOR_IN_REFIT,
+)
 
 # Peak dense bf16 FLOP/s of a device, from its vendor's data sheet (without sparsity); of an SXM module.
 PEAK_FLOPS = {"A100": 312e12, "H100": 989.4e12, "H200": 989.4e12, "B200": 2250e12}
@@ -33,7 +77,7 @@ def training_only(trained_tokens: int, times: Mapping[str, float], devices: int)
     Tokens that went through the update, divided by `time/train`, divided by the trainer's devices. Log-prob passes,
     waiting and refit are not in that time.
     """
-    return _rate(trained_tokens, times.get("time/train", 0.0), devices)
+    return _rate(trained_tokens, times.get(TRAIN_SECONDS.name, 0.0), devices)
 
 
 def generation_only(generated_tokens: int, times: Mapping[str, float], devices: int) -> float:
@@ -41,7 +85,7 @@ def generation_only(generated_tokens: int, times: Mapping[str, float], devices: 
 
     Generated tokens (no prompts), trained or not, divided by `time/generation`, divided by the generator's devices.
     """
-    return _rate(generated_tokens, times.get("time/generation", 0.0), devices)
+    return _rate(generated_tokens, times.get(GENERATION_SECONDS.name, 0.0), devices)
 
 
 @dataclass(frozen=True)
@@ -76,7 +120,7 @@ class TrainingFlops:
         share, full = (mfu(training, flops, device) for flops in (self.of(length), self.of_full(length)))
         if share is None or full is None:
             return {}
-        return {"throughput/mfu": share} | ({"throughput/mfu_6n": full} if self.adapters else {})
+        return {MFU.name: share} | ({MFU_6N.name: full} if self.adapters else {})
 
     def _attention(self, length: float) -> float:
         return sum(12.0 * width * min(length, window or length) for width, window in self.attention)
@@ -126,8 +170,8 @@ def _rate(tokens: int, seconds: float, devices: int) -> float:
 
 def split(steps: Sequence[Mapping[str, Any]]) -> list[tuple[str, float]]:
     """Return (phase, share of all steps' wall time), largest first, from step records with `time/*`."""
-    wall = sum(float(record.get("time/step", 0.0)) for record in steps)
-    names = {name for record in steps for name in record if name.startswith("time/")} - {"time/step"}
+    wall = sum(float(record.get(STEP_SECONDS.name, 0.0)) for record in steps)
+    names = {name for record in steps for name in record if name.startswith("time/")} - {STEP_SECONDS.name}
     sums = {name: sum(float(record.get(name, 0.0)) for record in steps) for name in names}
     shares = [(name.removeprefix("time/"), seconds / wall if wall > 0 else 0.0) for name, seconds in sums.items()]
     return sorted(shares, key=lambda pair: (-pair[1], pair[0]))

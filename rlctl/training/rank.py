@@ -29,6 +29,7 @@ from rlctl.preflight.columns import Role
 from rlctl.refit.source import Shard
 from rlctl.training.interface import Loss, MicroBatch, Totals
 from rlctl.training.lora import needs_attention, require_moved, without_adapters
+from rlctl.training.metric_rows import GRAD_NORM, LEARNING_RATE
 from rlctl.training.offload import FrozenWeights, OffloadManager, process_memory
 from rlctl.training.rank_checkpoint import ExportJob, RankSave, SaveBegun, Shards, TensorShard, WeightsJob
 from rlctl.training.spec import TrainerSpec
@@ -182,7 +183,7 @@ class TrainerRank(ABC):
         self._updates += norm > 0
         if norm and self.saving.unprepared:
             self.saving.prepare(state := self._saved(), self._exported(state))
-        made = metrics.join() | {"train/grad_norm": norm} | ({"train/lr": lr} if norm else {})
+        made = metrics.join() | {GRAD_NORM.name: norm} | ({LEARNING_RATE.name: lr} if norm else {})
         return made | self._state.take_metrics()
 
     def discard(self) -> None:
@@ -315,15 +316,15 @@ class TrainerRank(ABC):
     # Memory and facts.
 
     def rest(self) -> None:
-        """Give device memory to the engines that share the device: unused cached memory, and the states that
-        `offload_plan.residency()` has on the host during generation."""
+        """Give device memory to the engines that share the device: unused cached memory, and the states that the table
+        of `config.residency` has on the host during generation."""
         self._state.enter("generate")
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def memory(self) -> dict[str, float]:
-        """Return `process_memory()` and the bytes moved so far between device and host by the table of
-        `offload_plan.residency()`: moved_to_host, moved_to_device."""
+        """Return `process_memory` and the bytes moved so far between device and host by the table of
+        `config.residency`: moved_to_host, moved_to_device."""
         return process_memory(self._device) | self._state.totals()
 
     def info(self) -> dict[str, Any]:

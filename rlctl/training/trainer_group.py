@@ -15,6 +15,7 @@ from rlctl.preflight.backend import layout_of
 from rlctl.preflight.columns import Role
 from rlctl.preflight.settings import TrainerSettings
 from rlctl.training.interface import Loss, LossNeeds, Totals
+from rlctl.training.metric_rows import GRAD_NORM
 from rlctl.training.micro_batching import (
     TrainingSample,
     plan_micro_batches,
@@ -67,7 +68,7 @@ class Update:
         """Cause for which no optimizer step was made; empty if one was."""
         if not self.metrics:
             return NO_TOKEN
-        return "" if self.metrics["train/grad_norm"] else NO_GRADIENT
+        return "" if self.metrics[GRAD_NORM.name] else NO_GRADIENT
 
     def accumulate(self, samples: Rows[TrainingSample] | PreparedBatch) -> None:
         """Add the gradients of some samples, any number of times."""

@@ -6,7 +6,8 @@ from typing import Any
 import psutil
 import pytest
 
-from rlctl.grpo.health import MISMATCH, PARITY
+from rlctl.grpo.losses.sections import STEP_MISMATCH
+from rlctl.grpo.metric_rows import PARITY
 from tests.faults.runs import Run, survivors
 
 LORA = ("lora.rank=4", "trainer.optimizer.lr=3e-3", "checkpoint.every=0")
@@ -38,7 +39,7 @@ def test_two_engines_agree_with_two_trainer_ranks_at_every_step(way: str, tmp_pa
     steps = run.steps()
     assert [each["step"] for each in steps] == [1, 2, 3, 4]
     # In flight a step trains tokens of older versions: a parity check samples new ones.
-    errors = [each[PARITY if IN_FLIGHT[0] in WAYS[way] else MISMATCH] for each in steps]
+    errors = [each[(PARITY if IN_FLIGHT[0] in WAYS[way] else STEP_MISMATCH).name] for each in steps]
     assert max(errors) < 1.001, errors
     # An engine without its proof would have been lost.
     assert not [event for event in run.events() if event["kind"] == "engine_lost"]

@@ -10,7 +10,8 @@ import pytest
 from rlctl.data.tasks import Task
 from rlctl.generation.pool import GeneratorPool
 from rlctl.grpo.components import GrpoComponents
-from rlctl.grpo.health import PARITY, grpo_health
+from rlctl.grpo.health import grpo_health
+from rlctl.grpo.metric_rows import PARITY
 from rlctl.grpo.parity_check import ProbeError, compare, probe, sample_parity
 from rlctl.preflight.load import load
 from rlctl.preflight.machine import RunMachine
@@ -109,5 +110,5 @@ def test_only_a_generator_with_the_trainers_weights_passes(ray_here: Path, tmp_p
                 # The same in the midst of an asynchronous run, whose engine has come to hold other weights.
                 config.async_.enabled = True
                 measured = compare(parts, sample_parity(config, parts, PROMPTS, 1)).token_mult_prob_error
-                (warning,) = grpo_health(run).look(1, {PARITY: measured})
+                (warning,) = grpo_health(run).look(1, {PARITY.name: measured})
                 assert warning.check == "mismatch" and warning.value > 1.05

@@ -19,10 +19,11 @@ from rlctl.dashboard.state import RunState, read_state
 from rlctl.run.interrupts import stop_driver
 from rlctl.run.run_dir import JobRecord, RunDir, RunDirError
 from rlctl.telemetry.events import EventLog
+from rlctl.telemetry.metrics import METRIC_ROWS
 from rlctl.utils.files import write_whole
 
 # Events last: a reader of a run's end then has all earlier records.
-_FILES = ("config.yaml", "metrics.jsonl", "rollouts.jsonl", "events.jsonl")
+_FILES = ("config.yaml", METRIC_ROWS, "metrics.jsonl", "rollouts.jsonl", "events.jsonl")
 _JOB_POLL_S = 5.0
 _RETRY_S = 2.0
 _SYNC_S = 30.0

@@ -10,7 +10,12 @@ from rlctl.dashboard.formats import NONE, duration, error_factor, percent
 from rlctl.dashboard.panels.canvas import Part, Row, box, row, spread
 from rlctl.dashboard.panels.draw import SPARKS, bar
 from rlctl.dashboard.state import RunState
+from rlctl.grpo.losses.sections import MISMATCH_BY_AGE
+from rlctl.grpo.metric_rows import MIXED_VERSIONS
+from rlctl.refit.protocol import REFIT_SECONDS, REFIT_STALL
+from rlctl.telemetry.clock import STEP_SECONDS
 from rlctl.telemetry.jsonl import Record
+from rlctl.telemetry.throughput import GENERATOR_IDLE
 
 STEPS = 24
 LABEL = 18
@@ -32,7 +37,7 @@ def timeline(state: RunState, width: int, height: int) -> list[Row]:
     spans = [span for record in recent for span in _spans(record)]
     phases = [max(shares, key=lambda name: shares[name]) for shares in _cut(spans, cells)]
     trainer = [(SIGNS[name][0] * len(list(run)), SIGNS[name][1]) for name, run in groupby(phases)]
-    idle = [(_seconds(record), float(record.get("idle/generator", 1.0))) for record in recent]
+    idle = [(_seconds(record), float(record.get(GENERATOR_IDLE.name, 1.0))) for record in recent]
     shares = (sum(part * share for part, share in cell.items()) for cell in _cut(idle, cells))
     generator = "".join(SPARKS[min(6, max(0, round((1 - share) * 6)))] for share in shares)
     signs: list[Part] = []
@@ -48,7 +53,7 @@ def timeline(state: RunState, width: int, height: int) -> list[Row]:
         rows.insert(2, row(("→ ", "bold yellow"), (advice, "yellow")))
     refit = [
         f"{label} {duration(value)}"
-        for label, name in (("refit", "refit/seconds"), ("stall", "refit/stall"))
+        for label, name in (("refit", REFIT_SECONDS.name), ("stall", REFIT_STALL.name))
         if (value := state.latest(name)) is not None
     ]
     return box("Timeline", rows, width, height, " · ".join(["busy", *refit]))
@@ -82,7 +87,7 @@ def _spans(record: Record) -> list[tuple[float, str]]:
     """Return (seconds, key of SIGNS) of a step, in order."""
     known: dict[str, float] = dict.fromkeys(SIGNS, 0.0)
     for key, value in record.items():
-        if key.startswith("time/") and key != "time/step":
+        if key.startswith("time/") and key != STEP_SECONDS.name:
             name = key.removeprefix("time/")
             sign = "idle" if name.startswith("idle_") else name if name in known else "other"
             known[sign] += float(value)
@@ -90,7 +95,7 @@ def _spans(record: Record) -> list[tuple[float, str]]:
 
 
 def _seconds(record: Record) -> float:
-    return float(record.get("time/step", 0.0))
+    return float(record.get(STEP_SECONDS.name, 0.0))
 
 
 def age_bound(state: RunState) -> int | None:
@@ -105,7 +110,7 @@ def ages(state: RunState, width: int, height: int) -> list[Row]:
     """Draw a row for each age: groups trained in the last step, groups in flight, mismatch of tokens of that age."""
     oldest, last = age_bound(state) or 0, state.last
     shown: list[tuple[float, float, float | None]] = [
-        (last.get(f"age/groups_{age}", 0.0), last.get(f"buffer/age_{age}", 0.0), last.get(f"mismatch/age_{age}"))
+        (last.get(f"age/groups_{age}", 0.0), last.get(f"buffer/age_{age}", 0.0), last.get(MISMATCH_BY_AGE.of(age)))
         for age in range(oldest + 1)
     ]
     room = height - 3
@@ -126,5 +131,5 @@ def ages(state: RunState, width: int, height: int) -> list[Row]:
         label = (f"{f'{age}+' if more else age:<4}", "bright_black")
         factor = f"{error_factor(error) if error is not None else NONE:>10}"
         rows.append(row(label, *counted(trained, "green"), *counted(waiting, "blue"), factor))
-    aside = f"≤ {oldest} · mixed {percent(state.latest('age/mixed'))}"
+    aside = f"≤ {oldest} · mixed {percent(state.latest(MIXED_VERSIONS.name))}"
     return box("Age of groups", rows, width, height, aside)

@@ -1,72 +1,28 @@
 """Panels of learning: a row for each metric, most telling first, and the curve of accuracy (grpo) or loss (sft)."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from rlctl.dashboard.formats import error_factor, number, percent
 from rlctl.dashboard.panels.canvas import Part, Row, box, row
 from rlctl.dashboard.panels.draw import Points, chart, resample, spark
 from rlctl.dashboard.state import RunState
-
-MISMATCH, PARITY = "mismatch/token_mult_prob_error", "mismatch/parity"
+from rlctl.grpo.metric_rows import ACCURACY, GREATEST_AGE, HELD_OUT_ACCURACY
+from rlctl.sft.metric_rows import HELD_OUT_LOSS, NLL
+from rlctl.telemetry.metrics import Metric, PanelRow, Unit
 
 
 @dataclass(frozen=True)
-class Metric:
-    """One row of the panel."""
+class ShownMetric:
+    """A metric in the panel."""
 
-    label: str
-    # With a slash at its end: each metric of the newest step that begins so, a row each, by the rest of its name.
     name: str
-    show: Callable[[float | None], str] = number
-    style: str = "cyan"
-    # Shown only while it is above 0, and then before all others.
-    failure: bool = False
-    # Shown only if it was ever above 0.
-    used: bool = False
+    label: str
+    show: Callable[[float | None], str]
+    place: PanelRow
 
 
-METRICS = {
-    "grpo": (
-        Metric("rew failed", "reward/failed_share", percent, "bold red", failure=True),
-        Metric("val failed", "validation/failed_rewards", style="bold red", failure=True),
-        Metric("env failed", "environment/failed", style="bold red", failure=True),
-        Metric("reward", "reward/mean", style="green"),
-        Metric("accuracy", "reward/accuracy", percent, "green"),
-        Metric("validation", "validation/accuracy", percent, "magenta"),
-        Metric("loss", "loss/policy"),
-        Metric("KL", "loss/kl"),
-        Metric("grad norm", "train/grad_norm"),
-        Metric("length", "length/mean"),
-        Metric("truncated", "length/truncated", percent),
-        Metric("mismatch", MISMATCH, error_factor),
-        Metric("parity", PARITY, error_factor),
-        Metric("turns", "environment/turns"),
-        Metric("tool calls", "environment/tool_calls", used=True),
-        Metric("tool error", "environment/tool_errors", percent, used=True),
-        Metric("malformed", "environment/malformed_calls", percent, used=True),
-        Metric("", "environment/endings/", percent),
-        Metric("entropy", "loss/entropy"),
-        Metric("clip low", "ratio/clipped_low", percent),
-        Metric("clip high", "ratio/clipped_high", percent),
-        Metric("uniform", "groups/uniform", percent),
-        Metric("wasted", "tokens/wasted", percent),
-        Metric("missing", "groups/missing"),
-        Metric("pass@k", "validation/pass_at_k", percent, "magenta"),
-        Metric("learn rate", "train/lr"),
-    ),
-    "sft": (
-        Metric("val failed", "validation/failed_rewards", style="bold red", failure=True),
-        Metric("loss", "loss/nll", style="green"),
-        Metric("validation", "validation/loss", style="magenta"),
-        Metric("accuracy", "validation/accuracy", percent, "magenta"),
-        Metric("pass@k", "validation/pass_at_k", percent, "magenta"),
-        Metric("reward", "validation/reward", style="magenta"),
-        Metric("grad norm", "train/grad_norm"),
-        Metric("learn rate", "train/lr"),
-        Metric("tokens", "tokens/trained"),
-    ),
-}
+_SHOW: dict[Unit, Callable[[float | None], str]] = {"share": percent, "factor": error_factor}
 # Explanations of metrics in one line; the longest that fits is shown.
 LEGENDS = {
     "grpo": (
@@ -81,33 +37,42 @@ LEGENDS = {
     ),
 }
 CURVES = {
-    "grpo": ("Accuracy", "reward/accuracy", "validation/accuracy"),
-    "sft": ("Loss", "loss/nll", "validation/loss"),
+    "grpo": ("Accuracy", ACCURACY.name, HELD_OUT_ACCURACY.name),
+    "sft": ("Loss", NLL.name, HELD_OUT_LOSS.name),
 }
 STYLES = ("green", "bold magenta")
 # Cells of the curve's axis labels.
 AXIS = 7
 
 
-def metrics_of(state: RunState) -> list[Metric]:
+def metrics_of(state: RunState) -> list[ShownMetric]:
     """Return the failures while they last, then the metrics that have a value."""
-    listed = [
-        replace(metric, label=metric.label or name.rpartition("/")[2], name=name)
-        for metric in METRICS.get(state.algorithm, METRICS["grpo"])
-        for name in (_family(state, metric.name) if metric.name.endswith("/") else [metric.name])
-        if not metric.used or any(state.values(name))
-    ]
-    failures = [metric for metric in listed if metric.failure and (state.latest(metric.name) or 0) > 0]
-    return failures + [metric for metric in listed if not metric.failure and state.latest(metric.name) is not None]
+    listed = list[ShownMetric]()
+    for metric in state.declared.rows:
+        for place in metric.panel:
+            if place.algorithm in (None, _algorithm(state)):
+                listed += _rows_of(state, metric, place)
+    listed.sort(key=lambda shown: shown.place.place)
+    failures = [shown for shown in listed if shown.place.failure and (state.latest(shown.name) or 0) > 0]
+    others = [shown for shown in listed if not shown.place.failure and state.latest(shown.name) is not None]
+    return failures + [shown for shown in others if not shown.place.used or any(state.values(shown.name))]
 
 
-def _family(state: RunState, beginning: str) -> list[str]:
-    return [name for name in state.last if name.startswith(beginning)]
+def _rows_of(state: RunState, metric: Metric, place: PanelRow) -> Iterator[ShownMetric]:
+    """Yield a row for the metric, or for each of the family that the newest step recorded."""
+    names = [name for name in state.last if metric.pattern.fullmatch(name)] if metric.is_family else [metric.name]
+    for name in names:
+        label = place.label or name.rpartition("/")[2]
+        yield ShownMetric(name, label, _SHOW.get(metric.unit, number), place)
+
+
+def _algorithm(state: RunState) -> str:
+    return state.algorithm if state.algorithm in CURVES else "grpo"
 
 
 def legend(state: RunState, width: int) -> str:
     """Return an explanation of the metrics within `width` cells; empty where that is too narrow, or none needs it."""
-    kind = "async" if "age/max" in state.last else state.algorithm
+    kind = "async" if GREATEST_AGE.name in state.last else state.algorithm
     return next((text for text in LEGENDS.get(kind, ()) if len(text) <= width), "")
 
 
@@ -119,13 +84,13 @@ def learning(state: RunState, width: int, height: int) -> list[Row]:
     for metric in metrics_of(state)[: height - 2]:
         value, values = state.latest(metric.name), state.values(metric.name)
         exceeded = metric.name == state.judged_mismatch and value is not None and value > state.mismatch_bound
-        alarmed = metric.failure or exceeded
-        colour = "bold red" if alarmed else metric.style
+        alarmed = metric.place.failure or exceeded
+        colour = "bold red" if alarmed else metric.place.style
         # A series that changes by less than is shown looks constant.
         constant = bool(values) and metric.show(min(values)) == metric.show(max(values))
         rows.append(
             row(
-                (f"{metric.label:<10}", "bright_black"),
+                (f"{metric.label:<10.10}", "bright_black"),
                 (f"{metric.show(value):>9}", "bold red" if alarmed else "bold"),
                 (" ▲" if alarmed else "  ", colour),
                 (spark([0.0] * len(values) if constant else values, min(width - 25, 40)), colour),
@@ -136,7 +101,7 @@ def learning(state: RunState, width: int, height: int) -> list[Row]:
 
 def curve(state: RunState, width: int, height: int) -> list[Row]:
     """Draw accuracy or loss over steps, train and validation together."""
-    title, *names = CURVES.get(state.algorithm, CURVES["grpo"])
+    title, *names = CURVES[_algorithm(state)]
     cells_wide, cells_high = width - 4 - AXIS, height - 4
     series = [_thin(state.series(name), 2 * cells_wide) for name in names]
     bounds = (0.0, 1.0) if title == "Accuracy" else _bounds([y for points in series for _, y in points])

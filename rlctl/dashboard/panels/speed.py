@@ -4,6 +4,10 @@ from rlctl.dashboard.formats import NONE, duration, gib, number, percent
 from rlctl.dashboard.panels.canvas import Row, box, row
 from rlctl.dashboard.panels.draw import bar, spark
 from rlctl.dashboard.state import RunState
+from rlctl.grpo.metric_rows import IDLEST_ENGINE, SLOWEST_ENGINE
+from rlctl.telemetry.clock import STEP_SECONDS
+from rlctl.telemetry.resource_monitor import UTILIZATION
+from rlctl.telemetry.throughput import GENERATOR_IDLE, MFU, TRAINER_IDLE
 
 RECENT = 20
 ORDER = ("data", "generation", "reward", "refit", "log_probs", "advantage", "train", "validation", "checkpoint")
@@ -22,7 +26,7 @@ Times = dict[str, tuple[float, float]]
 
 def timing(state: RunState, width: int, height: int) -> list[Row]:
     """Draw a bar for each phase, the last step in full and the mean of recent steps behind it."""
-    last, mean = state.latest("time/step"), state.mean("time/step", RECENT)
+    last, mean = state.latest(STEP_SECONDS.name), state.mean(STEP_SECONDS.name, RECENT)
     aside = f"last {duration(last)} · mean {duration(mean)}" if last is not None else ""
     times = phase_times(state)
     if len(times) > height - 2:
@@ -75,8 +79,8 @@ def throughput(state: RunState, width: int, height: int) -> list[Row]:
         key = f"throughput/{name}"
         value = state.generated(key) if name == "generation" else state.latest(key)
         rows.append(_course(state, name, key, number(value), width - 4))
-    if (share := state.latest("throughput/mfu")) is not None:
-        rows.append(_course(state, "MFU", "throughput/mfu", percent(share), width - 4))
+    if (share := state.latest(MFU.name)) is not None:
+        rows.append(_course(state, "MFU", MFU.name, percent(share), width - 4))
     return box("Throughput", rows, width, height, "tokens/s/device", _engines(state))
 
 
@@ -85,7 +89,7 @@ def _engines(state: RunState) -> str:
     median, slowest = (state.latest(f"engines/rate_{name}") for name in ("median", "slowest"))
     if median is None or slowest is None:
         return ""
-    return f"engines {number(median)}, slowest {number(slowest)} (#{state.latest('engines/slowest'):.0f})"
+    return f"engines {number(median)}, slowest {number(slowest)} (#{state.latest(SLOWEST_ENGINE.name):.0f})"
 
 
 def _course(state: RunState, label: str, name: str, shown: str, width: int) -> Row:
@@ -95,7 +99,7 @@ def _course(state: RunState, label: str, name: str, shown: str, width: int) -> R
 
 def idle(state: RunState, width: int, height: int) -> list[Row]:
     """Draw a bar for each side, as long as it was idle, and one for the most idle of several engines."""
-    most = state.latest("engines/idle_most")
+    most = state.latest(IDLEST_ENGINE.name)
     worst = [] if most is None else [_share_row("idlest", "blue", most, width - 4)]
     return box("Idle", [*_idle_rows(state, width - 4), *worst], width, height, "share of the step")
 
@@ -106,7 +110,7 @@ def memory(state: RunState, width: int, height: int) -> list[Row]:
     for side, label in (("trainer", "trainer rank"), ("engine", "engine"), ("driver", "driver")):
         if (value := state.latest(f"memory/{side}_gib")) is not None:
             rows.append(row((f"{label:<13}", "bright_black"), (f"{gib(value):>9}", "bold")))
-    if (used := state.latest("device/utilization")) is not None:
+    if (used := state.latest(UTILIZATION.name)) is not None:
         meter = (bar(used, max(0, width - 29)), "blue")
         rows.append(row((f"{'device use':<13}", "bright_black"), (f"{percent(used):>9}", "bold"), "  ", meter))
     return box("Memory", rows, width, height)
@@ -119,15 +123,15 @@ def idle_and_memory(state: RunState, width: int, height: int) -> list[Row]:
         for side in ("trainer", "engine")
         if (value := state.latest(f"memory/{side}_gib")) is not None
     ]
-    used = state.latest("device/utilization")
+    used = state.latest(UTILIZATION.name)
     rows = [*_idle_rows(state, width - 4), row(("GiB   ", "bright_black"), " · ".join(held) or NONE)]
     return box("Idle and memory", rows, width, height, "" if used is None else f"device use {percent(used)}")
 
 
 def _idle_rows(state: RunState, width: int) -> list[Row]:
-    sides = [("trainer", "green", state.latest("idle/trainer"))]
+    sides = [("trainer", "green", state.latest(TRAINER_IDLE.name))]
     if state.algorithm != "sft":
-        sides.append(("generator", "blue", state.generated("idle/generator")))
+        sides.append(("generator", "blue", state.generated(GENERATOR_IDLE.name)))
     return [_share_row(*side, width) for side in sides]
 
 

@@ -8,6 +8,7 @@ from rlctl.dashboard.formats import count, duration, span, ticking
 from rlctl.dashboard.panels.canvas import Row, box, row, spread
 from rlctl.dashboard.panels.draw import bar
 from rlctl.dashboard.state import RunState
+from rlctl.run.health import WEIGHT_VERSION
 from rlctl.run.run_dir import model_name
 from rlctl.telemetry.jsonl import Record
 
@@ -29,7 +30,7 @@ def header(state: RunState, width: int) -> list[Row]:
     """Draw the run's name, its progress, and its present phase."""
     attempt = int(state.start.get("attempt", 1))
     parts = (model_name(str(state.start.get("model", ""))), f"attempt {attempt}" if attempt > 1 else "")
-    version = state.latest("version")
+    version = state.latest(WEIGHT_VERSION.name)
     weights = "" if version is None else f"weights v{version:.0f}"
     where = " · ".join(part for part in (weights, _processes(state.start)) if part)
     content = [_progress(state, width - 4), spread(_activity(state), row((where, "bright_black")), width - 4)]

@@ -1,22 +1,20 @@
 """Charts of a report: the metrics of each, its section and its form. Pure.
 
-A metric that no row of `TABLE` names gets its own chart: an environment's among the episodes, any other in the
-last section. One that is 0 in every step gets none.
+The rows of a run's metrics name their charts. A metric that is not declared gets its own chart: an environment's among
+the episodes, any other in the last section. One that is 0 in every step gets none.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from typing import Literal
 
 from rlctl.dashboard.state import RunState
-from rlctl.telemetry.metrics import meaning
+from rlctl.telemetry.metrics import EPISODES, OTHERS, SECTIONS, Metric, ReportChart
 
 # A stack ends at this multiple of its 98th percentile: the first step, which compiles, may take a hundredfold.
 MOST_OF_USUAL = 1.5
 
-Unit = Literal["number", "share", "seconds"]
-OTHERS = "Other metrics"
+Axis = Literal["number", "share", "seconds"]
 # Points of a series; of a longer run each is the mean over several steps.
 MOST_POINTS = 800
 
@@ -29,6 +27,8 @@ class MetricSeries:
     name: str
     steps: list[int]
     values: list[float]
+    # Empty for a metric that is not declared.
+    meaning: str = ""
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,7 @@ class MetricChart:
 
     section: str
     title: str
-    # Names, or patterns such as reward/*/mean.
-    metrics: tuple[str, ...]
-    unit: Unit = "number"
+    unit: Axis = "number"
     # Areas one above the other instead of lines; a chart for each run.
     stacked: bool = False
     # A horizontal line: bound of a health check, and its source in words.
@@ -50,119 +48,71 @@ class MetricChart:
     names: tuple[str, ...] = ()
     top: float = 0.0
 
-    def matches(self, name: str) -> bool:
-        return any(fnmatchcase(name, pattern) for pattern in self.metrics)
-
     @property
     def meanings(self) -> dict[str, str]:
         """Return the meaning of each metric of the chart by its name."""
-        return {name: meaning(name) for name in dict.fromkeys(each.name for each in self.series)}
+        return {each.name: each.meaning for each in self.series}
 
 
-_LEARNING, _TIME, _SPEED, _AGES = "Learning", "Step time", "Throughput and idle", "Ages"
-_AGENTS, _MISMATCH, _TOKENS, _REFIT = "Episodes and tools", "Mismatch", "Groups and tokens", "Weight updates"
-TABLE = (
-    MetricChart(_LEARNING, "Accuracy", ("reward/accuracy", "validation/accuracy", "validation/pass_at_k"), "share"),
-    MetricChart(_LEARNING, "Reward", ("reward/mean", "validation/reward")),
-    MetricChart(_LEARNING, "Rewards by name", ("reward/*/mean",)),
-    MetricChart(_LEARNING, "Spread of rewards", ("reward/std",)),
-    MetricChart(_LEARNING, "Loss", ("loss/nll", "loss/policy", "validation/loss")),
-    MetricChart(_LEARNING, "KL to the reference", ("loss/kl",)),
-    MetricChart(_LEARNING, "Entropy", ("loss/entropy",)),
-    MetricChart(_LEARNING, "Response length", ("length/mean", "length/p90", "length/max", "validation/length")),
-    MetricChart(_LEARNING, "Truncated", ("length/truncated",), "share"),
-    MetricChart(_LEARNING, "Nothing to learn", ("groups/uniform", "advantage/zero"), "share"),
-    MetricChart(_LEARNING, "Gradient norm", ("train/grad_norm",)),
-    MetricChart(_LEARNING, "Learning rate", ("train/lr",)),
-    MetricChart(_LEARNING, "Clipped tokens", ("ratio/clipped_low", "ratio/clipped_high"), "share"),
-    MetricChart(_LEARNING, "Policy ratio", ("ratio/mean", "ratio/max")),
-    MetricChart(_LEARNING, "Advantages", ("advantage/mean", "advantage/std")),
-    MetricChart(_LEARNING, "Failed rewards", ("reward/failed", "reward/*/failed", "validation/failed_rewards")),
-    MetricChart(_LEARNING, "Share of failed rewards", ("reward/failed_share",), "share"),
-    MetricChart(_AGENTS, "Turns of an episode", ("environment/turns", "validation/turns")),
-    MetricChart(_AGENTS, "Tool calls of an episode", ("environment/tool_calls",)),
-    MetricChart(_AGENTS, "Tool calls that failed", ("environment/tool_errors", "environment/tool_raised"), "share"),
-    MetricChart(_AGENTS, "Endings of episodes", ("environment/endings/*",), "share"),
-    MetricChart(_AGENTS, "Reward by turns", ("reward/turns_*",)),
-    MetricChart(
-        _AGENTS, "Environment failures", ("environment/failed", "environment/retries", "validation/failed_episodes")
-    ),
-    MetricChart(_AGENTS, "Waits for the environment", ("environment/seconds",), "seconds"),
-    MetricChart(_AGENTS, "Rows of an episode", ("environment/rows",)),
-    MetricChart(_TIME, "Validation", ("time/validation",), "seconds"),
-    MetricChart(_TIME, "Phases of a step", ("time/*",), "seconds", stacked=True),
-    MetricChart(_SPEED, "Throughput, tokens/s/device", ("throughput/effective", "throughput/training")),
-    MetricChart(_SPEED, "Generation, tokens/s/device", ("throughput/generation",)),
-    MetricChart(_SPEED, "An engine while it samples, tokens/s", ("engines/rate_*",)),
-    MetricChart(_SPEED, "Idle", ("idle/*", "engines/idle_most"), "share"),
-    MetricChart(_SPEED, "Devices in use", ("device/utilization", "throughput/mfu"), "share"),
-    MetricChart(_SPEED, "Engine's batch", ("generator/sequences",)),
-    MetricChart(_SPEED, "Step of an engine", ("generator/decode_step",), "seconds"),
-    MetricChart(_SPEED, "Memory, GiB", ("memory/*",)),
-    MetricChart(_AGES, "Trained groups by age", ("age/groups_*",), stacked=True),
-    MetricChart(_AGES, "Groups on their way, by age", ("buffer/age_*",), stacked=True),
-    MetricChart(_AGES, "Age, steps", ("age/mean", "age/max", "age/token_mean")),
-    MetricChart(_AGES, "Mixed versions", ("age/mixed",), "share"),
-    MetricChart(_AGES, "Groups kept on their way", ("buffer/target",)),
-    MetricChart(_MISMATCH, "Mismatch", ("mismatch/token_mult_prob_error", "mismatch/parity")),
-    MetricChart(_MISMATCH, "Mismatch by age", ("mismatch/age_*",)),
-    MetricChart(_MISMATCH, "KL of generator and trainer", ("mismatch/kl",)),
-    MetricChart(_MISMATCH, "Importance weights", ("importance/*",)),
-    MetricChart(_TOKENS, "Tokens of a step", ("tokens/prompt", "tokens/generated", "tokens/trained", "tokens/sampled")),
-    MetricChart(
-        _TOKENS, "Groups of a step", ("groups/trained", "groups/missing", "groups/filtered", "groups/replaced")
-    ),
-    MetricChart(_TOKENS, "Groups put off", ("groups/surplus",)),
-    MetricChart(_TOKENS, "Tokens not trained", ("tokens/filtered", "tokens/surplus")),
-    MetricChart(_TOKENS, "Wasted tokens", ("tokens/wasted",), "share"),
-    MetricChart(_TOKENS, "Rollouts left out", ("rollouts/*",)),
-    MetricChart(
-        _REFIT, "Weight update", ("refit/seconds", "refit/rest", "refit/wake", "refit/pause", "refit/stall"), "seconds"
-    ),
-    MetricChart(_REFIT, "Parts of the weight update", ("refit/pack", "refit/wire", "refit/load"), "seconds"),
-    MetricChart(_REFIT, "Bandwidth, GB/s", ("refit/gb_per_s",)),
-    MetricChart(_REFIT, "Offloading, seconds", ("offload/seconds",), "seconds"),
-    MetricChart(_REFIT, "Offloaded, GB", ("offload/to_host_gb", "offload/to_device_gb")),
-)
-# Counters and sums that another chart shows.
-_LEFT_OUT = (
-    "version",
-    "time/step",
-    "validation/prompts",
-    "validation/answers",
-    "validation/samples",
-    "age/share_*",
-    "step",
-    "time",
-)
 # The bound on the mismatch is drawn once the metric has come this share of the way from 1 to the bound. Before, it
 # would flatten the curve.
 NEAR = 0.2
 
 
 def charts_of(states: Sequence[RunState]) -> list[MetricChart]:
-    """Return the charts that have something to draw, in the order of the table; then those of metrics not in it."""
-    names = sorted({name for state in states for name in _drawn(state)})
-    rows = list(TABLE)
-    for name in names:
-        if not any(row.matches(name) for row in TABLE):
-            rows.append(MetricChart(_AGENTS if name.startswith("environment/") else OTHERS, name, (name,)))
-    # A section's charts are together, in the order of the table.
-    order = {section: place for place, section in enumerate(dict.fromkeys(row.section for row in [*TABLE, *rows]))}
-    rows.sort(key=lambda row: order[row.section])
-    charts: list[MetricChart] = []
-    taken: set[str] = set()
-    for row in rows:
-        # In the order of the row, those of a pattern by name.
-        mine = [name for pattern in row.metrics for name in names if fnmatchcase(name, pattern) and name not in taken]
-        taken |= set(mine)
-        series = [each for name in dict.fromkeys(mine) for each in _courses(states, name)]
-        if row.stacked:
-            charts += _stacks(row, series)
-        elif series:
-            bound, source = _bound(states, series)
-            charts.append(replace(row, series=series, bound=bound, bound_source=source))
-    return charts
+    """Return the charts that have something to draw: a section's together, in the order of their places."""
+    # (section, title) -> names with their rows.
+    drawn: dict[tuple[str, str], list[tuple[str, Metric]]] = {}
+    for name in sorted({name for state in states for name in _drawn(state)}):
+        row = _row_of(states, name)
+        assert row.chart
+        drawn.setdefault((row.chart.section, row.chart.title or name), []).append((name, row))
+    placed: list[tuple[tuple[int, str, int, str], list[MetricChart]]] = []
+    for (section, title), metrics in drawn.items():
+        metrics.sort(key=_place)
+        place = (_section_place(section), section, _place(metrics[0])[0], title)
+        placed.append((place, _charts(states, section, title, metrics)))
+    return [chart for _, charts in sorted(placed, key=lambda pair: pair[0]) for chart in charts]
+
+
+def _charts(
+    states: Sequence[RunState], section: str, title: str, metrics: Sequence[tuple[str, Metric]]
+) -> list[MetricChart]:
+    """Return the chart of metrics of one title; several, one for each run, if their areas are stacked."""
+    units = {row.unit for _, row in metrics}
+    unit: Axis = "number"
+    if units == {"share"}:
+        unit = "share"
+    elif units == {"seconds"}:
+        unit = "seconds"
+    series = [each for name, row in metrics for each in _courses(states, name, row.meaning)]
+    first = metrics[0][1].chart
+    if first and first.stacked:
+        return _stacks(MetricChart(section, title, unit, stacked=True), series)
+    bound, source = _bound(states, series)
+    return [MetricChart(section, title, unit, series=series, bound=bound, bound_source=source)]
+
+
+def _row_of(states: Sequence[RunState], name: str) -> Metric:
+    """Return the row by which a metric is drawn: that of the first run that has one, else one without a meaning."""
+    rows = (state.declared.find(name) for state in states)
+    declared = next((row for row in rows if row and row.chart), None)
+    section = EPISODES if name.startswith("environment/") else OTHERS
+    return declared or Metric(name, "", chart=ReportChart(section))
+
+
+def _place(metric: tuple[str, Metric]) -> tuple[int, str]:
+    """Return the place of a metric in its section; the names of a family are in alphabetical order."""
+    name, row = metric
+    assert row.chart
+    return row.chart.place, name
+
+
+def _section_place(section: str) -> int:
+    """Return the place of a section; users' own come before the last one."""
+    if section in SECTIONS:
+        return SECTIONS.index(section)
+    return len(SECTIONS) + 1 if section == OTHERS else len(SECTIONS)
 
 
 def zeros(states: Sequence[RunState]) -> list[str]:
@@ -174,7 +124,8 @@ def zeros(states: Sequence[RunState]) -> list[str]:
 def _recorded(state: RunState) -> Iterator[str]:
     for history in (state.steps, state.validations):
         for name in history.names:
-            if "/" in name and name not in _LEFT_OUT and not any(fnmatchcase(name, each) for each in _LEFT_OUT):
+            row = state.declared.find(name)
+            if "/" in name and not (row and row.chart is None):
                 yield name
 
 
@@ -189,11 +140,11 @@ def _points(state: RunState, name: str) -> tuple[list[int], list[float]]:
     return [step for step, _ in sound], [value for _, value in sound]
 
 
-def _courses(states: Sequence[RunState], name: str) -> Iterator[MetricSeries]:
+def _courses(states: Sequence[RunState], name: str, meaning: str) -> Iterator[MetricSeries]:
     for run, state in enumerate(states):
         steps, values = thinned(*_points(state, name))
         if steps:
-            yield MetricSeries(run, name, steps, values)
+            yield MetricSeries(run, name, steps, values, meaning)
 
 
 def thinned(steps: list[int], values: list[float], most: int = MOST_POINTS) -> tuple[list[int], list[float]]:
@@ -215,12 +166,12 @@ def stack_sums(series: Sequence[MetricSeries]) -> dict[int, float]:
     return sums
 
 
-def _stacks(row: MetricChart, series: Sequence[MetricSeries]) -> list[MetricChart]:
+def _stacks(chart: MetricChart, series: Sequence[MetricSeries]) -> list[MetricChart]:
     """Return a stacked chart for each run, with the same colours and axis."""
     by_run = [_filled([each for each in series if each.run == run]) for run in sorted({each.run for each in series})]
     names = tuple(dict.fromkeys(each.name for each in series))
     top = max((_top(filled) for filled in by_run), default=1.0)
-    return [replace(row, series=filled, names=names, top=top) for filled in by_run]
+    return [replace(chart, series=filled, names=names, top=top) for filled in by_run]
 
 
 def _top(series: Sequence[MetricSeries]) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 
 from rlctl.dashboard.formats import span
 from rlctl.dashboard.report import vega
-from rlctl.dashboard.report.metric_charts import OTHERS, MetricChart, charts_of, zeros
+from rlctl.dashboard.report.metric_charts import MetricChart, charts_of, zeros
 from rlctl.dashboard.report.source import (
     HEALTH,
     MOST_EVENTS,
@@ -19,7 +19,7 @@ from rlctl.dashboard.report.source import (
     meanings_of_keys,
 )
 from rlctl.dashboard.summary import facts_of
-from rlctl.telemetry.metrics import meaning
+from rlctl.telemetry.metrics import OTHERS
 
 _HERE = Path(__file__).parent
 # Nothing may be loaded or sent; Vega compiles its expressions.
@@ -74,7 +74,7 @@ def _chart_data(chart: MetricChart, names: Sequence[str]) -> dict[str, Any]:
                 "metric": each.name,
                 "run": names[each.run],
                 "label": f"{names[each.run]} · {each.name}" if many else each.name,
-                "meaning": meaning(each.name),
+                "meaning": each.meaning,
                 "steps": each.steps,
                 "values": [float(f"{value:.6g}") for value in each.values],
             }

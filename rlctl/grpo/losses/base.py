@@ -9,7 +9,8 @@ advantage. Ratio r = pi / q. rho = q / mu. Exponents are held within +-20; a NaN
 
 import sys
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from functools import cache, cached_property
 from operator import attrgetter
 from typing import Any, ClassVar, Literal, Self
@@ -23,6 +24,7 @@ from rlctl.config.plugins import LOSSES
 from rlctl.grpo.losses.pieces import Bounds, Estimator, bounded_exp, kl_estimate, kl_term, weighted_sums, within
 from rlctl.preflight.columns import ADVANTAGE, AGE, PROXIMAL_LOG_PROB, REFERENCE_LOG_PROB, ROLLOUT_LOG_PROB
 from rlctl.preflight.settled import SettledGrpo
+from rlctl.telemetry.metrics import Metric
 from rlctl.training.interface import LossNeeds, LossOutput, TokenBatch, Totals
 from rlctl.utils.user_code import load_module, load_object
 
@@ -109,6 +111,8 @@ class PolicyTerm:
     high: Tensor | None = None
     # The ratio that the bounds are about; None: pi / q.
     ratio: Tensor | None = None
+    # Name -> [T], finite: metrics of the loss's own, means over tokens. `PolicyLoss.metrics` declares them.
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +145,9 @@ class PolicyLoss(ABC):
     recomputes: ClassVar[bool] = False
     # True: the loss has bounds of the ratio.
     clips: ClassVar[bool] = False
+
+    # Rows of the metrics that `policy` returns.
+    metrics: ClassVar[Sequence[Metric]] = ()
 
     # q: mu for rollout, "proximal_log_prob" for recompute, and pi's own value, a constant, for current, which is the
     # same as recompute where the policy has not been updated since, without a pass to compute it.
@@ -247,6 +254,7 @@ class PolicyLoss(ABC):
             estimate = kl_estimate(tokens.reference_log_prob - tokens.log_prob, self.kl_estimator)
             carried = tokens.ratio if weight is None else weight * tokens.ratio
             terms["loss/kl"] = kl_term(carried, estimate, self.kl_max)
+        metrics |= policy.metrics
         metrics["ratio/mean"] = (tokens.ratio if policy.ratio is None else policy.ratio).detach()
         for name, held in (("ratio/clipped_low", policy.low), ("ratio/clipped_high", policy.high)):
             if held is not None:

@@ -11,6 +11,8 @@ from typer.testing import CliRunner
 
 from rlctl.cli.runs import app
 from rlctl.config.errors import ConfigError
+from rlctl.dashboard.dashboard import render
+from rlctl.dashboard.panels.learning import metrics_of
 from rlctl.dashboard.report import vega
 from rlctl.dashboard.report.metric_charts import MetricChart, charts_of, stack_sums, thinned, zeros
 from rlctl.dashboard.report.page import page
@@ -19,6 +21,7 @@ from rlctl.dashboard.state import read_state
 from rlctl.preflight.load import load
 from rlctl.run.run_dir import RunDir
 from rlctl.telemetry.events import EventLog
+from rlctl.telemetry.metrics import LEARNING, OTHERS, Metric, PanelRow, ReportChart, installed, write_rows
 from rlctl.telemetry.rollouts_file import RolloutsFile
 from tests.unit.dashboard.synthetic import async_metrics, step_metrics, write_run
 
@@ -63,7 +66,7 @@ def test_every_metric_that_is_not_always_0_is_in_exactly_one_chart(tmp_path: Pat
     assert len(drawn) == len(set(drawn))
     assert set(drawn) == (named - {"reward/failed", "buffer/age_2"}) | {"train/lr", "validation/accuracy"}
     assert zeros([state]) == ["buffer/age_2", "reward/failed"]
-    assert [chart.section for chart in charts_of([state]) if chart.matches("of/my_own")] == ["Other metrics"]
+    assert [chart.section for chart in charts_of([state]) if chart.title == "of/my_own"] == ["Other metrics"]
 
 
 @pytest.mark.parametrize(
@@ -283,3 +286,33 @@ def test_mistakes_are_one_line_with_the_remedy(tmp_path: Path, light: None, monk
         2,
         "runs report: needs vl-convert-python: pip install 'rlctl[report]'",
     )
+
+
+def test_metrics_of_a_users_part_are_shown_as_the_runs_own_rows_say(tmp_path: Path, light: None) -> None:
+    """One row gives a metric its meaning, its chart and its row in the live view. An undeclared one is drawn too."""
+    gate = Metric(
+        "gate/mean", "mean of the gate", "share", chart=ReportChart(LEARNING, "Gate"), panel=[PanelRow("gate", 45)]
+    )
+    recorded = {"gate/mean": 0.25, "gate/spread": 0.5}
+    run = write_run(tmp_path, "a", metrics=lambda step: {**step_metrics(step), **recorded})
+    write_rows(run.metric_rows, [*installed().rows, gate])
+    state = read_state(run.path)
+    (chart,) = (chart for chart in charts_of([state]) if chart.title == "Gate")
+    assert (chart.section, chart.unit, chart.meanings) == (LEARNING, "share", {"gate/mean": "mean of the gate"})
+    (other,) = (chart for chart in charts_of([state]) if chart.title == "gate/spread")
+    assert (other.section, other.meanings) == (OTHERS, {"gate/spread": ""})
+    labels = [shown.label for shown in metrics_of(state)]
+    assert labels[labels.index("reward") :][:3] == ["reward", "gate", "accuracy"]
+    screen = ["".join(part.text for part in row) for row in render(state, 120, 40).rows]
+    assert any(re.search(r"gate +25\.0%", line) for line in screen)
+    drawn = {each["metric"]: each["meaning"] for chart in data_of(page([read_run(run.path, "a")], ""))["charts"]
+             for each in chart.get("series", [])}  # fmt: skip
+    assert drawn["gate/mean"] == "mean of the gate" and drawn["gate/spread"] == ""
+
+
+def test_a_run_without_rows_of_its_own_has_those_installed(tmp_path: Path) -> None:
+    run = write_run(tmp_path, "old")
+    assert not run.metric_rows.exists()
+    assert read_state(run.path).declared is installed()
+    run.metric_rows.write_text("[")
+    assert read_state(run.path).declared is installed()

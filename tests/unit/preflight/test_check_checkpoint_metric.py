@@ -18,9 +18,8 @@ def notes(*overrides: str, kind: str = "grpo") -> list[str]:
     [
         ("grpo", "validation/acuracy", "validation/accuracy"),
         ("grpo", "-validaton/length", "validation/length"),
-        ("grpo", "validation/pass_at_k", None),
         ("grpo", "reward/maen", "reward/mean"),
-        ("sft", "validation/accuracy", None),  # without validation.recipe
+        ("sft", "validation/acuracy", None),  # without validation.recipe
         ("sft", "-validation/los", "validation/loss"),
     ],
 )
@@ -28,9 +27,37 @@ def test_a_metric_that_is_never_measured(home: Path, kind: str, metric: str, nea
     (note,) = notes(f"checkpoint.metric={metric}", kind=kind)
     assert note.startswith(f"checkpoint.metric={metric}: no such metric is measured; ")
     assert note.endswith("; no best checkpoint is kept")
-    if near:
-        assert f"; did you mean {near}?" in note
+    assert (f"; did you mean {near}?" in note) is (near is not None)
     assert notes(f"checkpoint.metric={metric}", "checkpoint.keep_best=0", kind=kind) == []
+
+
+RECOMPUTE = "grpo.loss.proximal=recompute"
+
+
+@pytest.mark.parametrize(
+    ("kind", "metric", "where", "mend"),
+    [
+        ("grpo", "importance/mean", "with grpo.loss.proximal=recompute", (RECOMPUTE, "grpo.updates_per_step=2")),
+        ("grpo", "-importance/masked", f"with {RECOMPUTE} and grpo.loss.importance_mask or sequence_mask",
+         (RECOMPUTE, "grpo.loss.importance_mask=[0.5, 2]")),
+        ("grpo", "-mismatch/age_1", "with async.enabled=true", ("async.enabled=true",)),
+        ("grpo", "-loss/kl", "with grpo.loss.kl_coef above 0", ("grpo.loss.kl_coef=0.1",)),
+        ("grpo", "validation/pass_at_k", "with validation.num_generations above 1",
+         ("validation.num_generations=4", "validation.temperature=1")),
+        ("grpo", "-loss/nll", "in an SFT run", None),
+        ("sft", "reward/mean", "in a GRPO run", None),
+        ("sft", "validation/accuracy", "where answers are sampled: in a GRPO run, or by validation.recipe", None),
+    ],
+)  # fmt: skip
+def test_a_metric_of_other_runs_has_the_reason(
+    home: Path, kind: str, metric: str, where: str, mend: tuple[str, ...] | None
+) -> None:
+    told = f"checkpoint.metric={metric}: it is measured only {where}; no best checkpoint is kept"
+    assert notes(
+        f"checkpoint.metric={metric}", "grpo.loss.kl_coef=0" if kind == "grpo" else "run.seed=1", kind=kind
+    ) == [told]
+    if mend:
+        assert [note for note in notes(f"checkpoint.metric={metric}", *mend) if "checkpoint.metric" in note] == []
 
 
 @pytest.mark.parametrize(
@@ -43,19 +70,19 @@ def test_a_metric_that_is_never_measured(home: Path, kind: str, metric: str, nea
         "reward/exact/mean",
         "validation/reward",
         "-validation/failed_rewards",
-        "age/groups_2",
-        "-mismatch/age_1",
     ],
 )
 def test_a_metric_of_a_step_or_a_validation_is_fine(home: Path, metric: str) -> None:
     assert notes(*VALIDATED, f"checkpoint.metric={metric}") == []
 
 
-def test_pass_at_k_is_measured_with_several_answers_a_prompt(home: Path) -> None:
-    assert (
-        notes("checkpoint.metric=validation/pass_at_k", "validation.num_generations=4", "validation.temperature=1")
-        == []
-    )
+def test_ages_and_rewards_are_those_of_the_run(home: Path) -> None:
+    run = (*VALIDATED, "async.enabled=true", "async.max_trajectory_age_steps=2")
+    assert notes(*run, "checkpoint.metric=-age/groups_2") == []
+    (note,) = notes(*run, "checkpoint.metric=-age/groups_3")
+    assert "no such metric is measured; did you mean age/groups_" in note
+    (note,) = notes(*VALIDATED, "checkpoint.metric=reward/exakt/mean")
+    assert "no such metric is measured; did you mean reward/exact/mean?" in note
 
 
 def test_checkpoints_of_steps_that_are_not_validated(home: Path) -> None:

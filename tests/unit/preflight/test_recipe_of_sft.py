@@ -124,7 +124,7 @@ def test_a_checkpoint_may_be_best_by_its_accuracy() -> None:
     assert sft(NAMED, "checkpoint.metric=validation/accuracy").notes == []
     assert sft(NAMED, "checkpoint.metric=-validation/loss").notes == []
     (note,) = sft("checkpoint.metric=validation/accuracy").notes
-    assert "no such metric is measured" in note
+    assert "it is measured only where answers are sampled" in note
 
 
 def test_its_engines_are_placed_and_tuned_beside_the_trainer() -> None:

@@ -16,6 +16,7 @@ from rlctl.run.recorder import BegunSave, RunRecorder
 from rlctl.run.run_dir import RunDir
 from rlctl.telemetry.events import EventLog, MetricsLog
 from rlctl.telemetry.jsonl import read_records
+from rlctl.telemetry.metrics import Metric
 
 
 class Saved:
@@ -55,6 +56,7 @@ class Diary(Loop):
         recorder = RunRecorder(run, events, MetricsLog(run.metrics, events), config)
         self.book: list[str] = []
         self.run_dir, self._ill_at, self._broken_at, self._skips = run, ill_at, broken_at, skips
+        recorder.declare([Metric("height", "height of the step")])
         self.kept = recorder.checkpoints
         health = Health([Ceiling("height", "height", 2, "height {value}, at most {bound}")], stop=True)
         super().__init__(steps, recorder, Cursor(100, 0, False), self._save, lambda: stop(self.book), health)

@@ -14,7 +14,9 @@ from rlctl.preflight.load import load
 from rlctl.run.checkpoints import Checkpoint, CheckpointError
 from rlctl.run.recorder import RunRecorder
 from rlctl.run.run_dir import RunDir
+from rlctl.sft.metric_rows import NLL
 from rlctl.telemetry.events import EventLog, MetricsLog
+from rlctl.telemetry.metrics import Metric, ReportChart, read_rows
 
 
 def make_recorder(
@@ -104,7 +106,7 @@ def test_without_a_checkpoint_at_the_end_only_the_turn_counts(tmp_path: Path) ->
 
 def test_the_score_is_the_named_metric_of_the_same_step(tmp_path: Path) -> None:
     recorder = make_recorder(tmp_path)
-    recorder.step(10, {"loss": 2.0})
+    recorder.step(10, {"loss/nll": 2.0})
     validate(recorder, 10, 0.75)
     assert score(recorder, 10) == 0.75
 
@@ -112,13 +114,13 @@ def test_the_score_is_the_named_metric_of_the_same_step(tmp_path: Path) -> None:
 def test_weights_that_were_not_measured_have_no_score(tmp_path: Path) -> None:
     recorder = make_recorder(tmp_path)
     validate(recorder, 0, 0.5)
-    recorder.step(1, {"loss": 2.0})
+    recorder.step(1, {"loss/nll": 2.0})
     assert score(recorder, 1) is None
 
 
 def test_a_leading_minus_makes_the_smaller_the_better(tmp_path: Path) -> None:
-    recorder = make_recorder(tmp_path, metric="-loss")
-    recorder.step(1, {"loss": 2.0})
+    recorder = make_recorder(tmp_path, metric="-loss/nll")
+    recorder.step(1, {"loss/nll": 2.0})
     assert score(recorder, 1) == -2.0
 
 
@@ -148,7 +150,7 @@ def test_a_validation_that_fails_leaves_no_record(tmp_path: Path) -> None:
 
 def test_a_step_ends_with_its_record_then_validation_then_checkpoint(tmp_path: Path) -> None:
     recorder, run = make_recorder(tmp_path), RunDir(tmp_path / "r")
-    recorder.step(2, {"loss": 1.0})
+    recorder.step(2, {"loss/nll": 1.0})
     validate(recorder, 2, 0.5)
     saved = save(recorder, 2, {"version": 2})
     kinds = [(record["kind"], record["step"]) for record in records(run.metrics)]
@@ -266,3 +268,18 @@ def test_a_save_that_fails_beside_an_error_of_the_run_is_told(tmp_path: Path) ->
     assert last["kind"] == "warning" and last["what"].startswith("no checkpoint of step 1 in ")
     assert last["what"].endswith("No space left on device")
     assert recorder.finish_save() is None
+
+
+def test_the_metrics_of_a_users_part_are_in_the_runs_rows_and_undeclared_ones_are_told_once(tmp_path: Path) -> None:
+    recorder = make_recorder(tmp_path)
+    recorder.declare([Metric("gate/mean", "mean of the gate", chart=ReportChart("My loss"))])
+    for step in (1, 2):
+        recorder.step(step, {"loss/nll": 2.0, "gate/mean": 1.0, "gate/spread": 0.5})
+    with recorder.validation(2) as metrics:
+        metrics |= {"validation/loss": 1.0, "gate/spread": 0.5}
+    table = read_rows(tmp_path / "r" / "metric_rows.json")
+    assert table
+    assert table.meaning("gate/mean") == "mean of the gate" and table.meaning("loss/nll") == NLL.meaning
+    told = [event["what"] for event in records(tmp_path / "r" / "events.jsonl") if event["kind"] == "warning"]
+    assert len(told) == 1 and told[0].startswith("metric gate/spread is not declared: ")
+    assert [each["gate/spread"] for each in records(tmp_path / "r" / "metrics.jsonl")] == [0.5, 0.5, 0.5]
