@@ -327,6 +327,20 @@ def test_files_that_are_named_are_there(path: Path) -> None:
     assert wrong == []
 
 
+@pytest.mark.parametrize("page", [path for path in READMES if path.parent.parent.name == "rlctl"], ids=name_of)
+def test_a_folders_page_names_each_of_its_modules(page: Path) -> None:
+    """A module of a deeper folder may be named by its folder, or on the folder's own page."""
+    folder, lost = page.parent, []
+    for path in folder.rglob("*.py"):
+        pages = [parent / "README.md" for parent in path.parents if parent.is_relative_to(folder)]
+        text = "".join(each.read_text() for each in pages if each.exists())
+        parents = [parent.relative_to(folder).as_posix() for parent in path.parents if parent.is_relative_to(folder)]
+        named = re.search(rf"`(?:[\w/]+/)?{re.escape(path.name)}`", text)
+        if path.name != "__init__.py" and not named and not any(f"`{parent}/`" in text for parent in parents):
+            lost.append(path.relative_to(folder).as_posix())
+    assert lost == []
+
+
 def test_every_page_is_reached_from_the_first_one() -> None:
     reached: set[Path] = set()
     ahead = [ROOT / "README.md"]
