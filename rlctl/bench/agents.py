@@ -1,14 +1,220 @@
-"""`rlctl bench agents`: the cost of the agents' endpoint, and turns through an SDK against those of an environment."""
+"""`rlctl bench agents`: the cost of the agents' endpoint, and turns through an SDK against those of an environment.
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+For the endpoint all of a run's parts but the engine are real: the pool with one process, the endpoint, histories and
+templates, the player. Agents only tell their addresses. Each session asks for several turns, one after another, over
+one connection.
+"""
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
+from urllib.parse import urlsplit
 
-from rlctl.bench.agent_server import TURNS, ServerRow, server_rows
-from rlctl.bench.frame import Bench, Line, Results, ResultTable, Say
+import numpy as np
+import psutil
+
+from rlctl.bench.frame import Bench, Cells, Line, Results, ResultTable, Say
 from rlctl.bench.generation import GenerationBench, GenerationResults, GenerationRow
+from rlctl.bench.workload import random_words, word_tokenizer
 from rlctl.config.errors import Problem
+from rlctl.data.chat import ChatSpec
+from rlctl.data.tasks import Task
+from rlctl.environments.outcomes import AgentSpec, EnvironmentSpec
+from rlctl.environments.pool import EnvironmentPool
+from rlctl.generation.requests import Completion, RolloutId, TurnRequest
+from rlctl.rollout.players.agent import AgentPlayer
+from rlctl.rollout.players.course import EpisodeLimits
+from rlctl.rollout.runner import RolloutRunner
+from rlctl.rollout.types import RolloutStart
+from rlctl.utils.event_loop import EventLoop
+
+# An agent that only tells its address.
+_AGENT = "rlctl.environments.agents.runners:announce"
+_NO_DEADLINE_S, _DEADLINE_S, _MEMORY_MIB = 1e8, 600.0, 1 << 16
+# Words of a vocabulary, tokens of a turn, turns of a session.
+_VOCABULARY, _TURN, TURNS = 32_000, 128, 8
+# Bytes of one tool's schema. Half of a body is tools, as the requests of agents at a terminal are.
+_TOOL = 1500
+# Messages as Qwen writes them, with their tools and calls.
+_TEMPLATE = (
+    "{% if tools %}<im_start> system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %} <end> {% endif %}"
+    "{% for m in messages %}<im_start> {{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %} {{ c.function.arguments | tojson }}{% endfor %} <end> {% endfor %}"
+    "{% if add_generation_prompt %}<im_start> assistant {% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class ServerRow:
+    """Requests of one size, of sessions that ask at one time."""
+
+    body: int  # bytes of a session's first request
+    sessions: int
+    requests: int
+    server: float  # CPU seconds of the agents' process for a request
+    driver: float  # CPU seconds of the driver's event loop for a request
+    wait: float  # seconds of a request, median
+    longest: float
+    memory: int  # bytes that the process grew by
+
+    def cells(self) -> Cells:
+        """Return the cells of its table row."""
+        return [
+            ("body", f"{self.body / 1024:,.0f} KiB"),
+            ("sessions", f"{self.sessions:,}"),
+            ("server", f"{1e3 * self.server:.2f} ms"),
+            ("driver", f"{1e3 * self.driver:.2f} ms"),
+            ("median", f"{1e3 * self.wait:,.1f} ms"),
+            ("longest", f"{1e3 * self.longest:,.1f} ms"),
+            ("MiB", f"{self.memory / 2**20:,.0f}"),
+        ]
+
+
+@dataclass
+class AnsweringEngines:
+    """Engines that answer each request at once."""
+
+    events: EventLoop
+    tokens: np.ndarray[Any, np.dtype[np.int32]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tokens = np.arange(5, 5 + _TURN, dtype=np.int32)
+
+    async def sample_turn(self, request: TurnRequest, *, ahead: bool = False, more: bool = False) -> Completion:
+        """Return the same turn for each request."""
+        return Completion(self.tokens, np.full(_TURN, -1.5, np.float32), np.zeros(_TURN, np.int32), "length")
+
+    def finish(self, rollouts: Iterable[RolloutId]) -> None:
+        """Do nothing."""
+
+
+def server_rows(sizes: Sequence[int], sessions: int, folder: Path, say: Say) -> list[ServerRow]:
+    """Measure one session, and many at a time, for each size of a body in bytes."""
+    word_tokenizer(_VOCABULARY).save_pretrained(folder / "words")
+    spec = ChatSpec(str(folder / "words"), _TEMPLATE, None, None, "text")
+    return [
+        _row(spec, size, number, folder, say) for size in sizes for number in ([1, sessions] if sessions > 1 else [1])
+    ]
+
+
+def _row(spec: ChatSpec, size: int, sessions: int, folder: Path, say: Say) -> ServerRow:
+    say(f"{sessions:,} sessions, bodies of {size / 1024:,.0f} KiB")
+    (here := folder / f"{size}-{sessions}").mkdir()
+    chat = spec.load()
+    with EnvironmentPool({"agent": EnvironmentSpec(_AGENT, _NO_DEADLINE_S, agent=AgentSpec())}, _MEMORY_MIB, 1) as pool:
+        pool.give_chat(spec, None)
+        pool.contracts()
+        limits = EpisodeLimits(4 * TURNS, 1 << 30, float("inf"), 0, "keep")
+        runner = RolloutRunner(AgentPlayer(pool, chat, limits), AnsweringEngines(pool.events))
+        ended = list[Any]()
+        files = [here / f"{index}.json" for index in range(sessions)]
+        starts = [_start(index, file) for index, file in enumerate(files)]
+        runner.events.ask(lambda: runner.begin(starts, ended.append))
+        addresses = _addresses(files, ended)
+        process = _worker(pool)
+        opening = _opening(size)
+        # The first request of a process reads tables of the tokenizer and the template.
+        asyncio.run(_all(addresses[:1], opening, 1))
+        before = _spent(process), runner.events.ask(time.thread_time), process.memory_info().rss
+        waits = asyncio.run(_all(addresses, opening, TURNS))
+        after = _spent(process), runner.events.ask(time.thread_time), process.memory_info().rss
+        runner.check()
+        runner.close()
+    server, driver, memory = (b - a for a, b in zip(before, after))
+    number = len(waits)
+    return ServerRow(
+        body=len(json.dumps(opening)),
+        sessions=sessions,
+        requests=number,
+        server=server / number,
+        driver=driver / number,
+        wait=median(waits),
+        longest=max(waits),
+        memory=int(memory),
+    )
+
+
+def _start(index: int, file: Path) -> RolloutStart:
+    task = Task(f"r{index}", [], "", None, {"file": str(file)})
+    return RolloutStart(RolloutId("train", task.id, 0, index), task, _TURN, 1.0, index, 0)
+
+
+def _addresses(files: list[Path], ended: list[Any]) -> list[tuple[str, str]]:
+    """Return (address, key) of each agent, once all are there. Raises RuntimeError."""
+    found, end = list[tuple[str, str]](), time.monotonic() + _DEADLINE_S
+    for file in files:
+        told: dict[str, str] = {}
+        while not told:
+            if ended or time.monotonic() > end:
+                raise RuntimeError("an agent of the bench has ended, or none has begun")
+            try:
+                told = json.loads(file.read_text())
+            except (OSError, ValueError):
+                time.sleep(0.01)
+        found.append((told["base_url"], told["api_key"]))
+    return found
+
+
+def _worker(pool: EnvironmentPool) -> psutil.Process:
+    """Return the process of the agents, below its two supervisors."""
+    return psutil.Process(pool.pids()[0]).children()[0].children()[0]
+
+
+def _spent(process: psutil.Process) -> float:
+    return float(sum(process.cpu_times()[:2]))
+
+
+def _opening(size: int) -> dict[str, Any]:
+    """Return a first request of about `size` bytes, half tools."""
+    rng, tools = random.Random(0), list[dict[str, Any]]()
+    while len(json.dumps(tools)) < size // 2:
+        words = random_words(rng, (_TOOL - 200) // 4)
+        properties = {"path": {"type": "string", "description": words[:200]}, "line": {"type": "integer"}}
+        parameters = {"type": "object", "properties": properties, "required": ["path"]}
+        own = {"name": f"tool_{len(tools)}", "description": words, "parameters": parameters}
+        tools.append({"type": "function", "function": own})
+    text = random_words(rng, max(1, (size - len(json.dumps(tools)) - 200) // 4))
+    messages = [{"role": "system", "content": text}, {"role": "user", "content": random_words(rng, 16)}]
+    return {"model": "policy", "messages": messages, "tools": tools, "temperature": 1.0}
+
+
+async def _all(addresses: list[tuple[str, str]], opening: dict[str, Any], turns: int) -> list[float]:
+    """Play all sessions side by side; return the seconds of each request."""
+    waits = list[float]()
+    async with asyncio.timeout(_DEADLINE_S):
+        await asyncio.gather(*(_play(index, *each, opening, turns, waits) for index, each in enumerate(addresses)))
+    return waits
+
+
+async def _play(index: int, base_url: str, key: str, opening: dict[str, Any], turns: int, waits: list[float]) -> None:
+    """Ask for turns, each with all messages before it, as agents do. Raises RuntimeError for another answer."""
+    parts, body = urlsplit(base_url), dict(opening)
+    user = f"session {index} of many"
+    # The histories of sessions differ.
+    body["messages"] = [*opening["messages"], {"role": "user", "content": user}]
+    head = f"POST {parts.path}/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nContent-Length: "
+    reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    for turn in range(turns):
+        raw = json.dumps(body).encode()
+        began = time.perf_counter()
+        writer.write(f"{head}{len(raw)}\r\n\r\n".encode() + raw)
+        lines = (await reader.readuntil(b"\r\n\r\n")).decode().lower().split("\r\n")
+        length = next(int(line.partition(":")[2]) for line in lines if line.startswith("content-length:"))
+        answer = await reader.readexactly(length)
+        waits.append(time.perf_counter() - began)
+        if " 200 " not in lines[0]:
+            raise RuntimeError(f"the endpoint answered {answer.decode()[:200]}")
+        message = json.loads(answer)["choices"][0]["message"]
+        said = {"role": "assistant", "content": message["content"]}
+        body["messages"] = [*body["messages"], said, {"role": "user", "content": f"turn {turn} of {user}"}]
+    writer.close()
+
 
 _LEGEND = (
     f"body: the first request of a session, half of it tools, followed by {TURNS - 1} longer ones; server, driver: CPU "

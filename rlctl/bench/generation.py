@@ -7,10 +7,10 @@ prompt, and no more.
 
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import count as numbers_from
 from itertools import islice
 from pathlib import Path
@@ -22,7 +22,6 @@ import numpy as np
 from rlctl.bench.frame import Bench, Cells, Line, Results, ResultTable, Say, until_interrupted
 from rlctl.bench.slow_partner import ANSWER
 from rlctl.bench.steps import in_process
-from rlctl.bench.turn_lengths import TurnLengths
 from rlctl.bench.workload import (
     PROMPT_WORDS,
     grpo_run,
@@ -35,12 +34,15 @@ from rlctl.bench.workload import (
 from rlctl.config.errors import Problem
 from rlctl.dashboard.formats import count
 from rlctl.data.tasks import Task
+from rlctl.generation.requests import Completion, RolloutId, TurnRequest
 from rlctl.models.model_sizes import read_sizes
 from rlctl.preflight.machine import RunMachine, device_of
 from rlctl.preflight.memory import refit_bytes, token_bytes
 from rlctl.preflight.settled import SettledGrpo, settle
+from rlctl.rollout.runner import Engines
 from rlctl.rollout.types import Sampling
 from rlctl.utils.devices import count_gpus
+from rlctl.utils.event_loop import EventLoop
 
 if TYPE_CHECKING:
     from rlctl.data.chat import Chat
@@ -228,6 +230,41 @@ class GenerationBench(Bench):
             raise RuntimeError(f"a rollout ended before its {turns * length} tokens: {failed or 'no reason given'}")
         place = float(np.mean([np.flatnonzero(rollout.sampled).mean() for rollout in rollouts]))
         return Round(played, seconds, cpu, turns * length * len(rollouts), place, before, dispatcher.stats())
+
+
+@dataclass
+class TurnLengths:
+    """Engines that draw each turn's length, in place of the requested one, see `Engines`."""
+
+    engines: Engines
+    turns: int
+    # Lengths are in the ratio of log-normal numbers, whose logarithm has this standard deviation. 0: all are equal.
+    spread: float
+    # Tokens of all turns of a rollout.
+    tokens: int
+
+    @property
+    def events(self) -> EventLoop:
+        return self.engines.events
+
+    async def sample_turn(self, request: TurnRequest, *, ahead: bool = False, more: bool = False) -> Completion:
+        return await self.engines.sample_turn(self._cut(request), ahead=ahead, more=more)
+
+    def finish(self, rollouts: Iterable[RolloutId]) -> None:
+        self.engines.finish(rollouts)
+
+    def _cut(self, request: TurnRequest) -> TurnRequest:
+        lengths = turn_lengths(request.id.rollout, self.turns, self.tokens, self.spread)
+        return replace(request, max_new_tokens=lengths[request.id.turn])
+
+
+@lru_cache(maxsize=8192)
+def turn_lengths(rollout: RolloutId, turns: int, tokens: int, spread: float) -> tuple[int, ...]:
+    """Return the tokens of each turn of a rollout: at least 1, their sum is `tokens`, the same in each call."""
+    weights = np.random.default_rng([rollout.group, rollout.index]).lognormal(0, spread, turns)
+    # Each turn has one token. The others are shared out; their running sum is rounded, so that none is lost.
+    ends = np.rint(np.cumsum(weights) / weights.sum() * (tokens - turns)).astype(int)
+    return tuple((1 + np.diff(ends, prepend=0)).tolist())
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,8 +8,7 @@ import typer
 from rlctl.bench.frame import numbers, words
 from rlctl.cli import bench_sampling
 from rlctl.cli.arguments import AsJson
-from rlctl.cli.bench_frame import run_bench
-from rlctl.cli.bench_options import RunSettings, TrainedModel, read_lengths
+from rlctl.cli.bench_frame import RunSettings, TrainedModel, read_lengths, run_bench
 from rlctl.cli.output import examples
 from rlctl.config.errors import Problem
 from rlctl.utils.devices import count_gpus

@@ -6,8 +6,7 @@ import typer
 
 from rlctl.bench.frame import numbers
 from rlctl.cli.arguments import AsJson, finite
-from rlctl.cli.bench_frame import run_bench
-from rlctl.cli.bench_options import RunSettings, TrainedModel
+from rlctl.cli.bench_frame import RunSettings, TrainedModel, run_bench
 from rlctl.cli.output import examples
 from rlctl.config.errors import Problem
 from rlctl.utils.devices import count_gpus

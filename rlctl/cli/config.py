@@ -7,7 +7,7 @@ import typer
 
 from rlctl.cli.arguments import Arguments, note_repeats, split_any
 from rlctl.cli.completion import complete_config
-from rlctl.cli.output import busy, console, examples, note, say
+from rlctl.cli.output import ShownProgress, console, examples, note, say
 from rlctl.config.errors import ConfigError
 
 app = typer.Typer(help="Show, check and compare the configs of runs.", no_args_is_help=True)
@@ -62,18 +62,14 @@ def check(
     begins an episode; `rlctl data preview` tokenizes all rows.
     """
     from rlctl.config.provenance import show_path
-    from rlctl.launch.first_row import check_first_rows
-    from rlctl.preflight.load import load
+    from rlctl.launch.prepare import RunRequest, prepare
 
     recipe, overrides = split_any(arguments, DEFAULT)
-    composed = load(None, recipe, overrides)
-    notes = [*composed.notes, *check_first_rows(composed.settled)]
-    if rewards or environments:
-        from rlctl.launch.first_row import try_all
-
-        with busy("trying the first row"):
-            notes += try_all(composed, rewards=rewards, environments=environments, fetch=True)
-    note(notes)
+    prepared = prepare(RunRequest(None, recipe, overrides), "checked", ShownProgress())
+    prepared.try_first_rows()
+    prepared.try_users_code(rewards=rewards, environments=environments)
+    note(prepared.notes)
+    composed = prepared.composed
     command = shlex.join(["rlctl", "train", composed.config.kind, recipe, *overrides])
     say(f"{show_path(composed.recipe)}: no problems; run it: {command}")
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rlctl.cli.arguments import Arguments, split_any
-from rlctl.cli.output import console, examples, note, reading
+from rlctl.cli.output import ShownProgress, console, examples, note, reading
 from rlctl.config.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -39,18 +39,18 @@ def preview(
     as_json: Annotated[bool, typer.Option("--json", help="Print the counts alone, as JSON.")] = False,
 ) -> None:
     """Show how rows become tokens: text, the part that is trained on, lengths, and how well they pack."""
-    from rlctl.cli.train import derive_facts
     from rlctl.data.datasets import shown
     from rlctl.launch import data_preview
-    from rlctl.preflight.load import load
+    from rlctl.launch.prepare import RunRequest, prepare
 
     recipe, overrides = split_any(arguments, DEFAULT)
     # Nothing is started, so that a run of the recipe's name may exist.
-    overrides = [*overrides, "run.name=null"]
-    composed = load(None, recipe, overrides)
-    sft = composed.settled.sft
-    if sft and sft.longest_sequence is None and derive_facts(composed):
-        composed = load(None, recipe, overrides)
+    request = RunRequest(None, recipe, [*overrides, "run.name=null"])
+    prepared = prepare(request, "checked", ShownProgress())
+    sft = prepared.settled.sft
+    if sft and sft.longest_sequence is None:
+        prepared.derive_facts()
+    composed = prepared.composed
     section = composed.config.data
     if validation and not section.has_validation:
         raise ConfigError([Problem("data.validation.path", "", "is null: there is nothing to show")])

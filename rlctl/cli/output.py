@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
@@ -76,6 +76,18 @@ def note(lines: Iterable[str]) -> None:
 
     for line in lines:
         console(stderr=True).print(Text.assemble(("note: ", "yellow"), line))
+
+
+class ShownProgress:
+    """Progress of a preparation on this terminal, see `PrepareProgress`."""
+
+    def busy(self, what: str) -> AbstractContextManager[None]:
+        """Show a moving line."""
+        return busy(what)
+
+    def note(self, lines: Iterable[str]) -> None:
+        """Print remarks."""
+        note(lines)
 
 
 def refuse(error: UserError) -> NoReturn:

@@ -20,7 +20,6 @@ from rlctl.preflight.settings import Choice
 
 if TYPE_CHECKING:
     from rlctl.data.ends import EndTokens
-    from rlctl.data.load import RunRows
 
 # More nodes than these share rows.
 _MOST_NODES = 8
@@ -44,16 +43,15 @@ def format_rows(title: str, rows: list[tuple[str, str]]) -> Group:
     return Group(Text(title, "bold"), Padding(_rows(rows), (0, 0, 0, 2)))
 
 
-def data_rows(rows: "RunRows | None", ends: "EndTokens | None") -> list[tuple[str, str]]:
-    """Return the facts of the data, and the tokens at which an answer ends. Both are None where they are a hub's."""
+def data_rows(counts: dict[str, int] | None, ends: "EndTokens | None") -> list[tuple[str, str]]:
+    """Return the number of rows, and the tokens at which an answer ends. Both are None where they are a hub's."""
     known = str(ends) if ends else "not known: the model is not on this machine"
-    if rows is None:
+    if counts is None:
         return [
             ("rows", "not read: not all are on this machine; rlctl data preview fetches"),
             ("answers end at", known),
         ]
-    listed = {"train": rows.train, "validation": rows.validation}
-    shown = [(name, f"{count(len(found), 'row')}, all read and checked") for name, found in listed.items() if found]
+    shown = [(name, f"{count(number, 'row')}, all read and checked") for name, number in counts.items() if number]
     return [*shown, ("answers end at", known)]
 
 

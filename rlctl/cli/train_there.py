@@ -8,15 +8,14 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
 
+from rlctl.cli.dry_run import show_dry_run
 from rlctl.cli.output import FAILED, INTERRUPTED, OK, explained, note, say
 from rlctl.config.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from rlctl.cluster.jobs.submit import TargetCluster
-    from rlctl.launch.resume import Resumed
+    from rlctl.launch.prepare import PreparedRun
     from rlctl.launch.runtime import Runtime
-    from rlctl.preflight.load import Composed
-    from rlctl.preflight.settled import Settled
 
 # The cluster that this very process is a job of.
 HERE = "here"
@@ -57,24 +56,17 @@ class Where:
         return ClusterRuntime(self.wait)
 
 
-def train_there(
-    where: Where, target: "TargetCluster", composed: "Composed[Settled]", resumed: "Resumed | None", dry_run: bool
-) -> int:
+def train_there(where: Where, target: "TargetCluster", prepared: "PreparedRun") -> int:
     """Submit a run, or show its plan; return the exit code: the run's own, if it is watched to its end."""
-    from rlctl.cli.dry_run import refuse_plan, show_plan
     from rlctl.cluster.jobs.submit import Submission, submit
     from rlctl.config.builtin import RECIPES
-    from rlctl.preflight.machine import RunMachine, device_of
-    from rlctl.preflight.plan import make_plan
 
-    config, machine = composed.config, RunMachine(device_of(target.gpus), target.device_memory)
-    plan = make_plan(composed.settled.on(machine, composed.settled.facts), target.free_resources())
-    if dry_run:
-        show_plan(composed, plan, resumed, f" --cluster {target.state.name}")
-    short = f"{plan.misplaced}; --wait waits for it" if plan.misplaced and not where.wait else None
-    refuse_plan(composed, short or plan.too_large)
-    refuse_plan(composed, plan.unserved, "model.path")
-    note(composed.notes)
+    if prepared.request.is_dry:
+        show_dry_run(prepared, target.state.name)
+        return OK
+    composed, resumed = prepared.composed, prepared.resumed
+    prepared.require_fit()
+    note(prepared.notes)
     flags = ["--wait"] * where.wait + ["--probe"] * where.probe
     if unsent := [name for name in composed.variables() if name not in where.secrets]:
         what = "the config reads it, and it is not there: add --env "
@@ -84,6 +76,7 @@ def train_there(
             target, Submission(composed.written(), resumed.run if resumed else None, where.secrets, flags, RECIPES)
         )
     say(f"{run.name} runs on {target.state.name}; {_later(run)}", err=True)
+    config = composed.config
     return OK if where.detach else watch(run, config.run.log_every, config.telemetry.dashboard)
 
 

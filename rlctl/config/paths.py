@@ -23,6 +23,8 @@ from rlctl.config.run_weights import exported_weights, names_weights, run_names
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 # The hub's own bound is 96 for each half.
 _LONGEST_HUB_NAME = 200
+# Suffixes of files, never of a hub's name. Wider than `data.files.FILE_SUFFIXES`, which rlctl reads: the path of a
+# missing file of another kind, like rows.txt, is no name of a data set on the hub either.
 _DATA_SUFFIXES = {".jsonl", ".json", ".parquet", ".csv", ".gz", ".txt", ".yaml"}
 
 

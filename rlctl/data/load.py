@@ -21,8 +21,7 @@ from rlctl.data.chat import Chat, load_tokenizer, make_chat
 from rlctl.data.datasets import Row, load_rows, shown
 from rlctl.data.ends import EndTokens
 from rlctl.data.files import DataError
-from rlctl.data.marks import MARKS
-from rlctl.data.rows import conversation, is_plain, question
+from rlctl.data.rows import MARKS, conversation, is_plain, question
 from rlctl.data.tasks import SupervisedSample, Task
 from rlctl.data.templates import templates_of
 from rlctl.data.tokenize import LengthReport, read_tasks, tokenize_prompts, tokenize_samples

@@ -6,6 +6,7 @@ so that `exact` and `regex` can match it. True and false are written as in JSON.
 
 import json
 import math
+import re
 from collections.abc import Iterable
 from decimal import Decimal
 from typing import Any
@@ -15,7 +16,6 @@ from rlctl.config.errors import did_you_mean
 from rlctl.data.columns import SHAREGPT_ROLES, convention, has_column, value_at
 from rlctl.data.datasets import Row
 from rlctl.data.files import DataError
-from rlctl.data.marks import wrong_mark
 from rlctl.data.row_columns import refuse_media, system_text
 from rlctl.utils.user_code import shortened
 
@@ -275,3 +275,32 @@ def _absent(row: Row, key: str) -> str:
 
 def _columns(names: Iterable[str]) -> str:
     return f" (the row has: {', '.join(map(repr, names)) or 'nothing'})"
+
+
+# Marks of a message that say if its turn is trained: `weight` is of OpenAI's format for fine-tuning, `train` of
+# Axolotl's, `loss` of ms-swift's, `loss_mask` of verl's.
+MARKS = ("weight", "train", "loss", "loss_mask", "trainable")
+# Keys that read like a mark.
+_LIKE_A_MARK = re.compile(r"train|loss|weight|learn|mask|supervis|grad", re.IGNORECASE)
+
+
+def is_trained(message: dict[str, Any]) -> bool:
+    """Return True unless a mark of the message is false or 0. A mark that is null is none."""
+    return all(message.get(mark) is None or bool(message[mark]) for mark in MARKS)
+
+
+def wrong_mark(message: dict[str, Any]) -> str:
+    """Return the problem with a mark that says neither yes nor no; empty if there is none."""
+    for mark in MARKS:
+        if (value := message.get(mark)) is not None and value not in (0, 1):
+            return f"{mark} must be 0 or 1, false or true: a turn is trained as a whole or not at all"
+    return ""
+
+
+def unread_marks(message: dict[str, Any]) -> list[str]:
+    """Return the keys that read like a mark, are false or 0, and are none."""
+    return [
+        key
+        for key, value in message.items()
+        if key not in MARKS and isinstance(value, bool | int | float) and not value and _LIKE_A_MARK.search(key)
+    ]

@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from rlctl.data.chat import EMPTY_PROMPT, Chat, Tools
 from rlctl.data.control_tokens import unmarked
 from rlctl.data.files import DataError
-from rlctl.data.marks import is_trained
-from rlctl.data.rows import Messages
+from rlctl.data.rows import Messages, is_trained
 
 Tokens = tuple[list[int], NDArray[np.bool_]]
 History = Literal["keep", "strip"]

@@ -19,10 +19,9 @@ from rlctl.config.schema import SftSection
 from rlctl.data.chat import Chat
 from rlctl.data.datasets import Row, shown
 from rlctl.data.files import DataError
-from rlctl.data.marks import MARKS, is_trained, unread_marks
 from rlctl.data.row_chat import chat_of_row
 from rlctl.data.row_columns import describe_columns, row_tools, template_arguments
-from rlctl.data.rows import Messages, conversation, is_chat, is_json_chat, question
+from rlctl.data.rows import MARKS, Messages, conversation, is_chat, is_json_chat, is_trained, question, unread_marks
 from rlctl.data.supervised import chat_samples
 from rlctl.data.tasks import SupervisedSample, Task
 from rlctl.data.unwritten import UnwrittenMessages

@@ -370,11 +370,9 @@ def engine_findings(
         if found.holds:
             side = "in a refit, for both agreed from disk"
         before = engine.checksums()
-        modes: list[Mode] = ["auto"]
+        modes: tuple[Mode, ...] = ("auto", "staged")
         for number, mode in enumerate(modes):
             chosen = engine.open(trainer, spec.dtype, scratch / f"refit-{number}", mode)
-            if mode == "auto" and chosen.mode == "direct" and not trainer.adapts:
-                modes.append("staged")
             if is_rounded(trainer.rank.layout(spec.dtype), Path(spec.model_path)):
                 # An engine keeps some tensors in float32, or computes others from them, before it rounds.
                 engine.refit(trainer, 4 * number + 1)
@@ -392,6 +390,8 @@ def engine_findings(
             same = have_same_answers(first, sampled(engine, vocab))
             served = Served(before, between, engine.checksums(), engine.sent, trainer.needed, same)
             yield judge_served(served, chosen)
+            if chosen.mode != "direct" or trainer.adapts:
+                break
         yield greedy(trainer, engine, device, vocab, scratch / "export")
 
 

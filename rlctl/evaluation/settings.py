@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rlctl.config import paths
 from rlctl.config.builtin import CONFIGS
@@ -16,6 +16,7 @@ from rlctl.config.provenance import Origin, plain
 from rlctl.config.schema import GrpoConfig
 from rlctl.environments.outcomes import EnvironmentSpec
 from rlctl.evaluation.target import Target
+from rlctl.launch.prepare import RunRequest, prepare
 from rlctl.models.model_files import ModelFiles
 from rlctl.preflight.load import Composed, OtherVersionError, load
 from rlctl.preflight.machine import RunMachine
@@ -130,7 +131,8 @@ def load_measured(base: str, own: list[str], overrides: list[str], is_own: bool,
     """
     try:
         within = _measured_by(Path(base)) if is_own else ""
-        return load("grpo", base, overrides, resume=is_own, within=within, own=own)
+        request = RunRequest("grpo", base, overrides, is_of_run=is_own, own=own, within=within)
+        return cast("Composed[SettledGrpo]", prepare(request, "checked").composed)
     except OtherVersionError as error:
         what = f"the run is of another version of rlctl ({error.sign}); name a recipe that measures it: {remedy}"
         raise ConfigError([Problem(base, "", what)]) from None

@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from rlctl.generation.requests import PackedCompletions, RequestId, TurnRequest
-from rlctl.refit.plan import RefitPlan
-from rlctl.refit.protocol import EngineReport, Header, Mode, TransportSpec
+from rlctl.refit.plan import ReceivesWeights
+
+# An engine of a user imports `LoadMode` from here.
+from rlctl.refit.protocol import LoadMode as LoadMode
 
 # Device memory that an engine gives back when it sleeps, and takes again part by part.
 MemoryPart = Literal["weights", "kv_cache"]
@@ -57,20 +59,7 @@ class FinishedTurns:
     stats: EngineStats
 
 
-@dataclass(frozen=True)
-class LoadMode:
-    """Choice of the way in which an engine takes new weights in."""
-
-    mode: Literal["staged", "direct"]
-    # Reason of the choice, for a reader.
-    why: str
-    # Bytes of device memory for a second copy of the weights.
-    extra_bytes: int
-    # A refit writes every tensor but buffers, so that nothing of the version before it has to be kept.
-    overwrites: bool
-
-
-class Engine(Protocol):
+class Engine(ReceivesWeights, Protocol):
     """An engine as the driver sees it. Once it is built it can sample.
 
     **Calls.** Four kinds come side by side, on threads of their own: `collect`; `submit` and `abort`; the refit,
@@ -121,26 +110,6 @@ class Engine(Protocol):
         """Stop sampling these requests, and forget those that have ended; return how many tokens they had.
 
         None is handed out afterwards. Requests that the engine does not have are passed over.
-        """
-
-    def refit_open(
-        self, spec: TransportSpec, plan: RefitPlan, first_rank: int, mode: Mode, in_flight: bool
-    ) -> LoadMode:
-        """Join the refit transport as ranks `first_rank` and following; leave the one before.
-
-        Requests may run: it comes again after another engine was rebuilt. `refit/transport.py` has the receiver,
-        `refit/sink.py` the places of the plan's tensors, which have their names of Hugging Face's folder. in_flight:
-        requests go on during a refit. Raises RefitError for a plan or mode that the engine cannot serve.
-        """
-
-    def refit_receive(self, header: Header) -> EngineReport:
-        """Make a version live between two steps; it may be the live one again. Requests keep their tokens and continue
-        under the new version, their keys and values kept or, if `EngineSpec.recompute_kv_cache`, recomputed.
-
-        The engine serves the old version or the new one, never a mixture. A failure leaves the engine unusable: every
-        later `submit` raises, and `collect` raises for the requests that ran. `Untouched` says that the old version is
-        live, and requests go on; `Interrupted`, of a lost peer, that they wait. The version comes again after both.
-        The report has proofs if `header.prove`, for adapters (`EngineRules.serves_adapters`) alone.
         """
 
     def sleep(self) -> None:

@@ -1,6 +1,6 @@
 """From sampled groups to training sequences: scores, advantages, and the one state in which each prompt ends.
 
-Contract 2: every prompt drawn is trained, filtered (with the reason) or dropped (with the reason). Pure.
+Every drawn prompt is trained, filtered or dropped, the last two with the reason (contract 2). Pure.
 
 A batch gets its advantages with the last column that they need: at once from `make_batch`, or from `add_column`.
 """

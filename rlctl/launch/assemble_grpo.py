@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING
 
 from rlctl.data.chat import Chat
 from rlctl.data.cursor import TaskSource
-from rlctl.data.load import RunRows, load_prompts
-from rlctl.data.mixture import first_of_each
+from rlctl.data.load import RunRows
 from rlctl.data.tasks import Task
-from rlctl.launch.loading import RunData
+from rlctl.launch.loading import RunData, load_run_tasks
 from rlctl.launch.precompile import precompile, precompiles
 from rlctl.launch.runtime import Allocation
-from rlctl.launch.sampling import SamplingParts, check_room
+from rlctl.launch.sampling import SamplingParts
 from rlctl.launch.session import Session
 from rlctl.models.model_files import ModelFiles
 from rlctl.preflight.columns import users_metrics
@@ -40,22 +39,15 @@ class GrpoParts:
         """Tokenize the tasks, try environments and rewards on the first one, and an advantage of the user's."""
         from rlctl.grpo.advantages.trial import try_advantage
 
-        session, config = self.session, self.settled.config
-        found: dict[str, list[Task]] = {"train": [], "validation": []}
+        session = self.session
         with session.starting("data"):
-            for part in rows.parts(config.data):
-                tasks, report = load_prompts(config, part.section, chat, part.rows)
-                found[part.of] += tasks
-                session.events.emit("data", what=f"{part.name}: {report}")
-                for line in report.warnings:
-                    session.events.emit("warning", what=line)
-                check_room(tasks, config.generation.max_new_tokens, self.settled.max_length)
-        session.depend_on_rows(digest_rows(found["train"]))
-        self.sampling.try_on(found["train"][0])
-        line, failed = try_advantage(config)
+            data = load_run_tasks(self.settled, rows, chat, session.events.emit)
+        session.depend_on_rows(digest_rows(data.train))
+        self.sampling.try_on(data.train[0])
+        line, failed = try_advantage(self.settled.config)
         if failed:
             session.events.emit("warning", what=line)
-        return RunData(found["train"], first_of_each(found["validation"], config.validation.max_prompts))
+        return data
 
     def make_loop(
         self, allocation: Allocation, trainer: "TrainerGroup", source: TaskSource, data: RunData[Task]

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from rlctl.config.schema import CompiledGraphSection
 from rlctl.data.chat import Chat
 from rlctl.data.cursor import SampleSource
-from rlctl.data.load import RunRows, load_samples
-from rlctl.data.mixture import first_of_each, step_lengths
+from rlctl.data.load import RunRows
+from rlctl.data.mixture import step_lengths
 from rlctl.data.tasks import SupervisedSample, Task
-from rlctl.launch.loading import RunData
+from rlctl.launch.loading import RunData, load_run_samples
 from rlctl.launch.precompile import precompile, precompiles
 from rlctl.launch.runtime import Allocation
 from rlctl.launch.sampling import SamplingParts, held_out_tasks
@@ -52,23 +52,18 @@ class SftParts:
         from rlctl.training.micro_batching import packing
 
         session, config, settled = self.session, self.settled.config, self.settled
-        found: dict[str, list[SupervisedSample]] = {"train": [], "validation": []}
         with session.starting("data"):
-            for part in rows.parts(config.data):
-                samples, report = load_samples(config, part.section, chat, part.rows, settled.max_length)
-                found[part.of] += samples
-                session.events.emit("data", what=f"{part.name}: {report}")
-                for line in report.warnings:
-                    session.events.emit("warning", what=line)
-            own, lengths = settled.trainer, step_lengths(found["train"], config)
+            data = load_run_samples(settled, rows, chat, session.events.emit)
+            own = settled.trainer
+            lengths = step_lengths(data.train, config)
             packs = packing(lengths, layout_of(own).data, own.micro_batch_tokens, own.padded)
             session.events.emit("data", what=f"packing: {packs}")
-        session.depend_on_rows(digest_rows(found["train"]))
+        session.depend_on_rows(digest_rows(data.train))
         if sampling := self.sampling:
             self.tasks = held_out_tasks(sampling.settled, sampling.chat, session.events.emit)
             session.events.emit("data", what=f"validation.recipe: {len(self.tasks)} prompts")
             sampling.try_on(self.tasks[0])
-        return RunData(found["train"], first_of_each(found["validation"], config.validation.max_prompts))
+        return data
 
     def make_loop(
         self,

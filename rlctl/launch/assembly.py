@@ -164,7 +164,7 @@ def _start(
 
 
 def _settle(session: Session, machine: RunMachine, files: ModelFiles) -> Settled:
-    """Settle the run on its machine, and say what its model costs. Raises ModelError if no engine serves it."""
+    """Settle the run on its machine, and emit notes on its model. Raises ModelError if no engine serves it."""
     settled = session.settled.on(machine, files.facts.sizes)
     require_served(settled)
     for line in model_notes(files.facts.sizes, settled.device):

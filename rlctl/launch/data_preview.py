@@ -11,17 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlctl.config.errors import ConfigError, Problem
-from rlctl.config.run_weights import local_adapter
 from rlctl.config.schema import RunConfig
 from rlctl.data.chat import Chat
 from rlctl.data.cursor import Drawn, RowSource
 from rlctl.data.ends import EndTokens
-from rlctl.data.load import DataPart, end_tokens, load_chat, load_prompts, load_samples, part_of
+from rlctl.data.load import DataPart, end_tokens, load_prompts, load_samples, part_of
 from rlctl.data.mixture import order_of, step_lengths
 from rlctl.data.tasks import SupervisedSample
 from rlctl.data.tokenize import LengthReport
-from rlctl.launch.first_row import try_environments
-from rlctl.models.model_sizes import config_file
+from rlctl.launch.first_row import local_chat, try_environments
 from rlctl.preflight.backend import layout_of
 from rlctl.preflight.load import Composed
 from rlctl.preflight.machine import RunMachine, device_of
@@ -109,12 +107,6 @@ def preview(composed: Composed[Settled], of: Literal["train", "validation"], cou
         (_title(task), [Piece(f"{task.text}\nanswer: {task.answer}", False)]) for task in _first(rows, config, count)
     ]
     return DataPreview(reports, ends, Lengths.of([len(task.tokens) for task in rows]), shown)
-
-
-def local_chat(config: RunConfig) -> Chat:
-    """Return the tokenizer and template of a config, with its model's end tokens if that is on this machine."""
-    file = None if local_adapter(config.model.path) else config_file(config.model.path)
-    return load_chat(config, str(file.parent) if file else config.model.path)
 
 
 def _samples(settled: SettledSft, parts: list[DataPart], chat: Chat, count: int, most: int) -> DataPreview:

@@ -3,26 +3,23 @@
 They run the user's code in separate processes: in a run, in a dry run, and where an option asks.
 """
 
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from rlctl.config.data_schema import DatasetSection
 from rlctl.config.errors import ConfigError, Problem, located
 from rlctl.config.fields import RECIPE
+from rlctl.config.run_weights import local_adapter
 from rlctl.config.schema import GrpoConfig, RunConfig
 from rlctl.data.chat import Chat
 from rlctl.data.datasets import Row, load_rows, shown
 from rlctl.data.files import DataError, files_of
 from rlctl.data.load import (
-    RunRows,
     load_chat,
     load_prompts,
-    load_samples,
     may_have_unknown_text,
     may_rewrite,
     read_rows,
@@ -32,7 +29,7 @@ from rlctl.data.rows import question
 from rlctl.data.tokenize import tokenize_prompts, tokenize_samples
 from rlctl.environments.pool import UnusableEnvironmentError
 from rlctl.grpo.advantages.trial import UnusableAdvantageError, try_advantage
-from rlctl.launch.sampling import check_room
+from rlctl.models.model_sizes import config_file
 from rlctl.preflight.load import Composed
 from rlctl.preflight.settled import Settled
 from rlctl.rewards.answer_reading import read_reference
@@ -43,8 +40,6 @@ from rlctl.rollout.scoring import sample_item
 
 # A formula takes about 0.1 s to be read.
 _ROWS_TO_DESCRIBE = 50
-# Rows whose tokens are counted in place of all.
-_FEW_ROWS = 32
 
 
 def check_first_rows(settled: Settled) -> list[str]:
@@ -97,32 +92,10 @@ def _needs_tokenizer(config: RunConfig, section: DatasetSection, row: Row) -> bo
     )
 
 
-def check_room_of_rows(settled: Settled, rows: RunRows, chat: Chat) -> None:
-    """Raise DataError as the run would: if no row of a part is left at its limits, or a prompt leaves no room.
-
-    All rows are tokenized only where no row with a short text is left. Of the prompts, only those with
-    the longest texts are tried for room. Nothing is tried where the longest sequence is not known.
-    """
-    if settled.longest_sequence is None:
-        return
-    for part in rows.parts(settled.config.data):
-        section = part.section
-        by_text = sorted(part.rows, key=lambda row: len(json.dumps(row.values, default=str)))
-        if settled.sft:
-            samples = partial(load_samples, settled.sft.config, section, chat, max_length=settled.sft.max_length)
-            try:
-                samples(by_text[:_FEW_ROWS])
-            except DataError:
-                samples(part.rows)
-        elif settled.grpo and not settled.grpo.config.opens_prompts:
-            config = settled.grpo.config
-            try:
-                load_prompts(config, section, chat, by_text[:_FEW_ROWS])
-            except DataError:
-                load_prompts(config, section, chat, part.rows)
-            if config.data.max_prompt_length is None:
-                longest, _ = load_prompts(config, section, chat, by_text[-_FEW_ROWS:])
-                check_room(longest, config.generation.max_new_tokens, settled.max_length)
+def local_chat(config: RunConfig) -> Chat:
+    """Return the tokenizer and template of a config, with its model's end tokens if that is on this machine."""
+    file = None if local_adapter(config.model.path) else config_file(config.model.path)
+    return load_chat(config, str(file.parent) if file else config.model.path)
 
 
 def runs_others_code(config: GrpoConfig) -> bool:

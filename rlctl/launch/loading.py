@@ -1,4 +1,4 @@
-"""The data of a run: rows are read before anything starts, and tokenized while Ray, ranks and engines start."""
+"""The data of a run, tokenized while Ray, ranks and engines start; in a dry run, before it ends."""
 
 import threading
 from collections.abc import Callable
@@ -12,11 +12,15 @@ from rlctl.config.schema import RunConfig
 from rlctl.data.chat import Chat
 from rlctl.data.cursor import Drawn
 from rlctl.data.ends import EndTokens
-from rlctl.data.load import end_tokens, load_chat
-from rlctl.launch.sampling import SamplingParts
+from rlctl.data.load import RunRows, end_tokens, load_chat, load_prompts, load_samples
+from rlctl.data.mixture import first_of_each
+from rlctl.data.tasks import SupervisedSample, Task
+from rlctl.data.tokenize import LengthReport
+from rlctl.launch.sampling import SamplingParts, check_room
 from rlctl.launch.session import Session
 from rlctl.models.model_files import ModelFiles
-from rlctl.preflight.settled import Settled
+from rlctl.preflight.settled import Settled, SettledGrpo, SettledSft
+from rlctl.workers.user_logs import Emit
 
 Value = TypeVar("Value")
 
@@ -27,6 +31,38 @@ class RunData(Generic[Drawn]):
 
     train: list[Drawn]
     validation: list[Drawn]
+
+
+def load_run_tasks(settled: SettledGrpo, rows: RunRows, chat: Chat, emit: Emit) -> RunData[Task]:
+    """Return the tasks of a run, tokenized. emit: writes an event for each finding in the rows.
+
+    Raises DataError at the first bad row, and for a prompt that leaves no room for an answer.
+    """
+    config = settled.config
+    found: dict[str, list[Task]] = {"train": [], "validation": []}
+    for part in rows.parts(config.data):
+        tasks, report = load_prompts(config, part.section, chat, part.rows)
+        found[part.of] += tasks
+        _emit_report(part.name, report, emit)
+        check_room(tasks, config.generation.max_new_tokens, settled.max_length)
+    return RunData(found["train"], first_of_each(found["validation"], config.validation.max_prompts))
+
+
+def load_run_samples(settled: SettledSft, rows: RunRows, chat: Chat, emit: Emit) -> RunData[SupervisedSample]:
+    """Return the samples of a run, tokenized. emit: as in `load_run_tasks`. Raises DataError at the first bad row."""
+    config = settled.config
+    found: dict[str, list[SupervisedSample]] = {"train": [], "validation": []}
+    for part in rows.parts(config.data):
+        samples, report = load_samples(config, part.section, chat, part.rows, settled.max_length)
+        found[part.of] += samples
+        _emit_report(part.name, report, emit)
+    return RunData(found["train"], first_of_each(found["validation"], config.validation.max_prompts))
+
+
+def _emit_report(name: str, report: LengthReport, emit: Emit) -> None:
+    emit("data", what=f"{name}: {report}")
+    for line in report.warnings:
+        emit("warning", what=line)
 
 
 def meanwhile(stack: ExitStack, work: Callable[[], Value]) -> "Future[Value]":

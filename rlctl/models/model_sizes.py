@@ -43,15 +43,6 @@ def sizes_of(model: str) -> ModelSizes | None:
     return facts.sizes if facts else None
 
 
-def underived(model: str) -> Path | None:
-    """Return the folder of a local model without known facts; None for every other.
-
-    Raises ModelError as `check_config`.
-    """
-    file = config_file(model)
-    return file.parent if file is not None and sizes_of(model) is None else None
-
-
 def read_sizes(file: Path) -> ModelSizes:
     """Return the sizes of the model whose config.json this is; derive its facts if they are new.
 

@@ -6,9 +6,8 @@ from rlctl.config.fields import RECIPE
 from rlctl.config.schema import SftConfig
 from rlctl.preflight.backend import Violation, Violations, unbroken
 from rlctl.preflight.check_environment import check_environment
-from rlctl.preflight.check_generated import check_generated
 from rlctl.preflight.check_grpo import check_engines, check_rewards
-from rlctl.preflight.check_inputs import check_data, check_validation
+from rlctl.preflight.check_inputs import check_data, check_generated, check_validation
 from rlctl.preflight.check_model import check_chat, check_lengths
 from rlctl.preflight.settled import SettledSft
 

@@ -13,7 +13,6 @@ from rlctl.preflight.backend import Violation, Violations, unbroken
 from rlctl.preflight.capacity import check_nodes
 from rlctl.preflight.check_adapters import check_adapters
 from rlctl.preflight.check_environment import check_environment
-from rlctl.preflight.check_generated import check_generated
 from rlctl.preflight.check_grpo import (
     check_advantage,
     check_algorithm,
@@ -24,7 +23,7 @@ from rlctl.preflight.check_grpo import (
     check_rewards,
     check_sampling,
 )
-from rlctl.preflight.check_inputs import check_data, check_run_folder, check_run_name, check_validation
+from rlctl.preflight.check_inputs import check_data, check_generated, check_run_folder, check_run_name, check_validation
 from rlctl.preflight.check_model import check_chat, check_graph, check_lengths, check_micro_batch, check_model
 from rlctl.preflight.check_recipe import check_recipe
 from rlctl.preflight.check_trackers import check_trackers

@@ -294,7 +294,7 @@ class _Forecast:
             held = [trial for trial in trials if trial[0] >= whole and needed[trial] <= room]
             trials = held or [trial for trial in trials if trial[0] < whole] or trials
         awake = engines is not None and engines.values["sleep"] is False
-        if engines and shared and engines.values["sleep"] != True:  # noqa: E712  (it may be "auto")
+        if engines and shared and engines.values["sleep"] in (False, "auto"):
             engine, of = engines.needed_bytes(self.sizes, self.longest, self.memory), f"of {self.memory / GIB:.0f}"
             for tokens, checkpointing in trials:
                 trained = needed[tokens, checkpointing]

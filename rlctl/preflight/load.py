@@ -1,7 +1,7 @@
 """Loading of configs that may run. `load` composes, types and checks a config, or raises every problem."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,7 +16,8 @@ from rlctl.config.provenance import ConfigNode, Interpolation, Origin, dump, lea
 from rlctl.config.recorded_origins import recorded_origins, with_origins
 from rlctl.config.run_weights import local_folder
 from rlctl.config.schema import KINDS, RunConfig
-from rlctl.models.model_sizes import sizes_of, underived
+from rlctl.models.facts import ModelSizes
+from rlctl.models.model_sizes import config_file, sizes_of
 from rlctl.preflight.check_model import live_run_note
 from rlctl.preflight.checks import check
 from rlctl.preflight.machine import RunMachine
@@ -116,7 +117,14 @@ def load(
 ) -> Composed[SettledSft]: ...
 @overload
 def load(
-    kind: str | None, recipe: str | None, overrides: list[str], *, resume: bool = False, away: bool = False
+    kind: str | None,
+    recipe: str | None,
+    overrides: list[str],
+    *,
+    resume: bool = False,
+    away: bool = False,
+    within: str = "",
+    own: Sequence[str] = (),
 ) -> Composed[Settled]: ...
 def load(
     kind: str | None,
@@ -140,14 +148,8 @@ def load(
     origins = {key: node.origin for key, node in leaves(root)}
     said += [f"{node.origin}: {node.note}" for _, node in leaves(root) if node.note]
     path = settled.config.model.path
-    if not away and underived(path):
-        what = "its sizes are not known yet, and not checked; rlctl train derives them before it starts"
-        said.append(f"model.path={path}: {what}")
-    elif not away and local_folder(path) is None:
-        what = "not on this machine, its sizes are not known, and not checked; rlctl train fetches it"
-        said.append(f"model.path={path}: {what}")
-    if not away and (live := live_run_note(path)):
-        said.append(live)
+    if not away:
+        said += _notes_of_model(path, settled.facts)
     recorded, inside = recorded_origins(file) if resume else {}, f"{within}." if within else ""
     recorded = {key.removeprefix(inside): text for key, text in recorded.items() if key.startswith(inside)}
     composed = Composed(settled, file, origins, said + notes(settled, origins), {}, recorded)
@@ -157,6 +159,19 @@ def load(
         key: node.secret for key, node in leaves(root) if node.secret and _get(values, key.split(".")) == node.value
     }
     return replace(composed, secrets=unchanged)
+
+
+def _notes_of_model(path: str, facts: ModelSizes | None) -> Iterator[str]:
+    """Yield a note if sizes of the model are not known, and one if a live run may delete its folder."""
+    if facts is None and config_file(path) is not None:
+        what = "its sizes are not known yet, and not checked; rlctl train derives them before it starts"
+        yield f"model.path={path}: {what}"
+    elif facts is None and local_folder(path) is None:
+        what = "not on this machine, its sizes are not known, and not checked; rlctl train fetches it"
+        yield f"model.path={path}: {what}"
+    live = live_run_note(path)
+    if live:
+        yield live
 
 
 def draft(kind: str | None, recipe: str, overrides: list[str]) -> tuple[ConfigNode, list[Problem]]:

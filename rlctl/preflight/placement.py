@@ -156,6 +156,7 @@ def place(nodes: Sequence[NodeResources], resources: ResourceRequest, device: De
             free = [slots if node == found[0][0].node else [] for node, slots in enumerate(free)]
         elif shared and _enough(most, resources):
             raise PlacementError(_unequal(nodes, resources))
+    # `_take` removes from its list. Without shared devices, engines take from the same list as the ranks, on purpose.
     others = [list(slots) for slots in free] if shared else free
     trainers = _take(free, resources.ranks, 1, resources.trainer)
     size = resources.tensor_parallel_size if device == "cuda" else 1

@@ -2,7 +2,7 @@
 
 `settle` makes it, and everybody who needs the value of an `auto` is given it. `refit.transport` follows from the
 placement (`placement.transport_of`), `refit.mode` from an engine's free memory (`generation`), and
-`data.chat_template` from the tokenizer (`data.make_chat`).
+`data.chat_template` from the tokenizer (`chat.make_chat`).
 """
 
 from dataclasses import dataclass, replace

@@ -19,12 +19,11 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from rlctl.refit.batched_copy import BatchedCopy
 from rlctl.refit.checksum import StreamingChecksums
 from rlctl.refit.plan import Chunk, RefitPlan
 from rlctl.refit.protocol import Header, PeerLost, ReceiveReport, RefitError, SendReport, digest_of
 from rlctl.refit.shared_counters import Deadline
-from rlctl.refit.sink import WeightSink
+from rlctl.refit.sink import BatchedCopy, WeightSink
 from rlctl.refit.source import WeightSource
 from rlctl.utils.device_stream import DeviceEvent, DeviceStream, Span, elapsed
 

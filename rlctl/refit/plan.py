@@ -14,10 +14,10 @@ from functools import cached_property, lru_cache
 from itertools import pairwise, starmap, zip_longest
 from math import prod
 from operator import add, gt
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from rlctl.preflight.memory import REFIT_GROUPS
-from rlctl.refit.protocol import Header, RefitError
+from rlctl.refit.protocol import EngineReport, Header, LoadMode, Mode, RefitError, TransportSpec
 
 # (Hugging Face name, shape, dtype) of every whole tensor.
 Layout = list[tuple[str, tuple[int, ...], str]]
@@ -360,3 +360,27 @@ def _segments(items: list[RefitItem], first: int) -> tuple[tuple[Segment, ...], 
         head, last = items[begin], items[end - 1]
         segments.append(Segment(first + begin, first + end, head.offset, last.offset + last.nbytes - head.offset))
     return tuple(segments), aligned(items[-1].offset + items[-1].nbytes)
+
+
+class ReceivesWeights(Protocol):
+    """The methods of an engine that the driver's `Refit` calls."""
+
+    def refit_open(
+        self, spec: TransportSpec, plan: RefitPlan, first_rank: int, mode: Mode, in_flight: bool
+    ) -> LoadMode:
+        """Join the refit transport as ranks `first_rank` and following; leave the one before.
+
+        Requests may run: it comes again after another engine was rebuilt. `refit/transport.py` has the receiver,
+        `refit/sink.py` the places of the plan's tensors, which have their names of Hugging Face's folder. in_flight:
+        requests go on during a refit. Raises RefitError for a plan or mode that the engine cannot serve.
+        """
+
+    def refit_receive(self, header: Header) -> EngineReport:
+        """Make a version live between two steps; it may be the live one again. Requests keep their tokens and continue
+        under the new version, their keys and values kept or, if `EngineSpec.recompute_kv_cache`, recomputed.
+
+        The engine serves the old version or the new one, never a mixture. A failure leaves the engine unusable: every
+        later `submit` raises, and `collect` raises for the requests that ran. `Untouched` says that the old version is
+        live, and requests go on; `Interrupted`, of a lost peer, that they wait. The version comes again after both.
+        The report has proofs if `header.prove`, for adapters (`EngineRules.serves_adapters`) alone.
+        """

@@ -218,3 +218,16 @@ class Untouched(RefitError):
 
 class Interrupted(RefitError):
     """A refit that lost a peer when live weights were touched: the engine waits for the version, and samples then."""
+
+
+@dataclass(frozen=True)
+class LoadMode:
+    """Choice of the way in which an engine takes new weights in."""
+
+    mode: Literal["staged", "direct"]
+    # Reason of the choice, for a reader.
+    why: str
+    # Bytes of device memory for a second copy of the weights.
+    extra_bytes: int
+    # A refit writes every tensor but buffers, so that nothing of the version before it has to be kept.
+    overwrites: bool

@@ -9,11 +9,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from rlctl.models.adapters import LORA_A, LORA_B
 from rlctl.preflight.memory import REFIT_GROUPS
-from rlctl.refit.plan import ITEM_BYTES, Layout, RefitPlan
+from rlctl.refit.plan import ITEM_BYTES, Layout, ReceivesWeights, RefitPlan
 from rlctl.refit.protocol import (
     Checks,
     EngineReport,
@@ -49,23 +49,6 @@ _LEAST_BUFFER_BYTES = 128 << 20
 # Chunks of shared memory need no buffer: small ones are still in a cache when their checksums are taken (copy and
 # sum of 256 MiB: 33 ms in pieces of 8 MiB, 35 of 128).
 _CACHED_BYTES = 8 << 20
-
-
-class ReceivesWeights(Protocol):
-    """The methods that a hosted engine of any kind offers the driver's `Refit`."""
-
-    def refit_open(self, spec: TransportSpec, plan: RefitPlan, first_rank: int, mode: Mode, in_flight: bool) -> Any:
-        """Join the refit transport, and return how new weights are taken in.
-
-        in_flight: requests go on during a refit.
-        """
-
-    def refit_receive(self, header: Header) -> EngineReport:
-        """Bring the engine to a version between two steps; running requests continue under the new version, their KV
-        kept.
-
-        A failure leaves the engine poisoned (it samples no more), unless it raises `Untouched` or `Interrupted`.
-        """
 
 
 @dataclass(frozen=True)

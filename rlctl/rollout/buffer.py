@@ -3,7 +3,7 @@
 `GroupTable` has the states of all groups, and belongs to the event loop; `StalenessRule` decides who trains when. With
 `max_trajectory_age_steps` 0 this is the synchronous loop. A group's seeds are a function of its number, so that a
 resume samples the same. Where a group teaches nothing, `RefillRule` says how many others are sampled in its place.
-Contract 8: a long wait is explained.
+A long wait is explained (contract 8).
 """
 
 import asyncio

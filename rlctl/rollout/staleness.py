@@ -1,6 +1,6 @@
 """Rule of staleness: the choice of the next groups to train. None is ever too old. Pure.
 
-Contract 1: a group trains at version v only if its age, v minus the oldest version among its tokens, is at most S.
+A group trains at version v only if its age, v minus the oldest version among its tokens, is at most S (contract 1).
 
 Symbols: N groups a step, S = max_age. A group admitted while the generator serves version g holds no older token, so it
 keeps the bound if it trains at version g + S or before: its deadline. At most C = (S + 1) N groups are between

@@ -1,6 +1,6 @@
-"""The clock of one step: named phases and named idle times that add up to its wall time.
+"""The clock of one step: named phases and named idle times that add up to its wall time (contract 5).
 
-Contract 5: `time/step` equals the sum of every other `time/*` of the step; `time/other` is the driver's own time.
+`time/step` equals the sum of every other `time/*` of the step; `time/other` is the driver's own time.
 Pure: the clock is passed in, and `StepRecorder` alone writes events.
 """
 

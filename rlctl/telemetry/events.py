@@ -1,6 +1,6 @@
 """Writers of events.jsonl (occurrences of a run) and metrics.jsonl (numbers of a step).
 
-Contract 7: dashboard, lines, summary and reports read these files and nothing else. Times are unix seconds, and never
+Dashboard, lines, summary and reports read these files and nothing else (contract 7). Times are unix seconds, and never
 go back in a run.
 Kinds of events: run_started, chosen, startup, started, phase, refit_opened, checkpoint, validation_started, prompts,
 warning, error, engine_lost, engine_restarted, engine_gone, redrawn, dispatch, restart, submitted, run_ended.

@@ -1,7 +1,7 @@
 """Exact tokens of recorded groups: columns of numbers as text in a line of rollouts.jsonl, and back.
 
-A group's field `exact` has the rows of all its rollouts, one after the other (contract 4: the trained tokens are the
-sampled ones). A rollout has one row, and several where its history was rewritten on the way. Fields of `exact`:
+The trained tokens are the sampled ones (contract 4). A group's field `exact` has the rows of all its rollouts, one
+after the other. A rollout has one row, and several where its history was rewritten on the way. Fields of `exact`:
 
 - rows: for each rollout the numbers of tokens of its rows
 - tokens, sampled, log_probs, versions, turns: one column each, as base64 of zlib of little-endian numbers: int32,

@@ -12,11 +12,10 @@ from torch import Tensor
 from rlctl.generation.engine import Engine, EngineStats, FinishedTurns, LoadMode, MemoryPart
 from rlctl.generation.requests import PackedCompletions, RequestId, TurnRequest
 from rlctl.generation.spec import EngineKind, EngineSpec
-from rlctl.refit.batched_copy import BatchedCopy
 from rlctl.refit.pipeline import ChunkReceiver
 from rlctl.refit.plan import RefitPlan
 from rlctl.refit.protocol import EngineReport, Header, Interrupted, Mode, PeerLost, TransportSpec
-from rlctl.refit.sink import WholeTensorSink
+from rlctl.refit.sink import BatchedCopy, WholeTensorSink
 from rlctl.refit.transport import open_receiver
 
 CPU = torch.device("cpu")

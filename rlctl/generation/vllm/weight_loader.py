@@ -15,12 +15,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from rlctl.generation.engine import LoadMode
 from rlctl.generation.vllm.param_layout import UnsupportedLayout, unregistered
 from rlctl.refit.param_slices import ParamSlice, ParamSliceSink, ShadowParams, verify_complete
 from rlctl.refit.pipeline import ChunkReceiver
 from rlctl.refit.plan import RefitPlan
-from rlctl.refit.protocol import Header, LiveProof, Mode, ReceiveReport, RefitError
+from rlctl.refit.protocol import Header, LiveProof, LoadMode, Mode, ReceiveReport, RefitError
 from rlctl.refit.sink import WeightSink, WholeTensorSink
 from rlctl.utils.device_stream import Span, elapsed, mark_here
 

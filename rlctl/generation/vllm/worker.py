@@ -11,7 +11,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from rlctl.generation.engine import LoadMode
 from rlctl.generation.vllm.adapter_loader import installed
 from rlctl.generation.vllm.adapter_refit import AdapterLoader
 from rlctl.generation.vllm.param_layout import UnsupportedLayout, find_regions, live_tensors
@@ -19,7 +18,7 @@ from rlctl.generation.vllm.weight_loader import WeightLoader, WeightReceiver, ch
 from rlctl.refit.checksum import ChecksumTable, lay
 from rlctl.refit.param_slices import ParamSlice
 from rlctl.refit.plan import RefitPlan
-from rlctl.refit.protocol import Header, LiveProof, Mode, ReceiveReport, TransportSpec
+from rlctl.refit.protocol import Header, LiveProof, LoadMode, Mode, ReceiveReport, TransportSpec
 from rlctl.refit.transport import open_receiver, receiver_bytes
 from rlctl.utils.ports import open_store
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlctl.bench.events import event_rows
+from rlctl.bench.dispatch import event_rows
 
 
 @pytest.mark.parametrize("in_flight", [1_000, 8_000])

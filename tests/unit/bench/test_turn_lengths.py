@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlctl.bench.turn_lengths import TurnLengths, turn_lengths
+from rlctl.bench.generation import TurnLengths, turn_lengths
 from rlctl.generation.requests import Completion, RequestId, RolloutId, TurnRequest
 from rlctl.utils.virtual_events import VirtualEvents
 

@@ -10,8 +10,7 @@ import pytest
 import typer
 from rich.console import Console
 
-from rlctl.bench.dispatch import UNITS, DispatchResults, DispatchRow, Spread
-from rlctl.bench.events import EventRow
+from rlctl.bench.dispatch import UNITS, DispatchResults, DispatchRow, EventRow, Spread
 from rlctl.bench.frame import Bench, Results, Say, numbers, until_interrupted
 from rlctl.bench.offload import CopyRates, OffloadResults, StepRow
 from rlctl.bench.refit_results import RefitResults, SchemeRow

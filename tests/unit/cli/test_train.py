@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlctl.cli import train
 from rlctl.config.schema import RunConfig
 from rlctl.data.load import RowReader
-from rlctl.launch import assembly
+from rlctl.launch import assembly, prepare
 from rlctl.launch.runtime import Runtime
 from rlctl.preflight import machine
 from rlctl.preflight.load import load
@@ -279,7 +278,7 @@ def test_an_override_without_effect_is_said_before_the_run(rlctl: Rlctl, started
 def test_missing_engines_fail_with_the_command_that_brings_them(
     rlctl: Rlctl, started: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train, "find_spec", lambda name: None if name == "vllm" else object())
+    monkeypatch.setattr(prepare, "find_spec", lambda name: None if name == "vllm" else object())
     done = rlctl("train", "grpo", "grpo.recipe.yaml")
     assert (done.code, started) == (1, [])
     assert done.err == "error: vllm not installed: pip install 'rlctl[cpu]'; see rlctl doctor\n"

@@ -9,9 +9,8 @@ from rlctl.data.chat import Chat
 from rlctl.data.columns import columns_of
 from rlctl.data.datasets import Row
 from rlctl.data.files import DataError
-from rlctl.data.marks import MARKS
 from rlctl.data.row_columns import row_tools
-from rlctl.data.rows import conversation, question
+from rlctl.data.rows import MARKS, conversation, question
 from rlctl.data.tokenize import LengthReport, read_tasks, tokenize_prompts, tokenize_samples
 from tests.unit.data.conftest import ALL, CHATML
 

@@ -2,8 +2,7 @@
 
 import torch
 
-from rlctl.refit import batched_copy
-from rlctl.refit.batched_copy import BatchedCopy
+from rlctl.refit.sink import LARGE, BatchedCopy
 
 
 def test_every_kind_of_pair_is_copied_each_time() -> None:
@@ -14,7 +13,7 @@ def test_every_kind_of_pair_is_copied_each_time() -> None:
         (wide[:, 2:5], torch.randn(6, 3)),
         (torch.zeros(4, 2), torch.randn(2, 4).T),
         (torch.zeros(()), torch.tensor(3.5)),
-        (torch.zeros(batched_copy.LARGE // 4), torch.randn(batched_copy.LARGE // 4)),
+        (torch.zeros(LARGE // 4), torch.randn(LARGE // 4)),
     ]
     prepared = BatchedCopy(pairs)
     for _ in range(2):

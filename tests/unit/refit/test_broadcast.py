@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from rlctl.refit.batched_copy import BatchedCopy
 from rlctl.refit.plan import RefitPlan
 from rlctl.refit.protocol import Checks, Header, PeerLost, RefitError, TransportSpec, Untouched
-from rlctl.refit.sink import WholeTensorSink
+from rlctl.refit.sink import BatchedCopy, WholeTensorSink
 from rlctl.refit.transport import call_off, open_receiver, open_sender
 from rlctl.utils.ports import free_port
 from tests.unit.refit.weights import CPU, plan_for, source_of, tensors

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from rlctl.refit.batched_copy import BatchedCopy
 from rlctl.refit.plan import RefitPlan
 from rlctl.refit.protocol import RefitError
+from rlctl.refit.sink import BatchedCopy
 from rlctl.refit.source import Shard, WeightSource
 from rlctl.refit.staging import StagingBuffers
 from tests.unit.refit.weights import CPU, plan_for, shards_of, source_of, tensors

@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from rlctl.bench.events import AnsweringPool
+from rlctl.bench.dispatch import AnsweringPool
 from rlctl.data.cursor import Cursor, TaskSource
 from rlctl.data.tasks import Task
 from rlctl.generation.engine import Engine, EngineStats, FinishedTurns

@@ -1,0 +1,364 @@
+"""The preparation of a run: from the recipe and the overrides of a command to a run that may start.
+
+`prepare` goes through the stages up to the last one that its caller needs:
+
+- checked: the config is composed, typed and checked, and so is the first row of its data. No torch, Ray or vLLM.
+- planned: facts of a new model are derived, and the run is placed on this machine or a cluster.
+- read: all rows are read and checked. A dry run tokenizes them as well; a run does it while Ray starts.
+
+Nothing is printed here, and nothing is started. Mistakes of the input are ConfigErrors.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from rlctl.config.errors import ConfigError, ModelError, Problem, UserError, located
+from rlctl.data.ends import EndTokens
+from rlctl.data.files import DataError, files_of
+from rlctl.data.load import RowReader, RunRows, end_tokens, part_of
+from rlctl.launch.first_row import check_first_rows, local_chat, runs_others_code, try_all, try_environments
+from rlctl.launch.loading import load_run_samples, load_run_tasks
+from rlctl.launch.resume import Resumed, find_resumed, refuse_contradictions, replace_lost_model
+from rlctl.launch.sampling import held_out_tasks
+from rlctl.models.facts import find_facts
+from rlctl.models.model_sizes import config_file
+from rlctl.preflight.capacity import capacity_rows, planned_cluster, settle_there
+from rlctl.preflight.engine import engine_rules
+from rlctl.preflight.load import Composed, load
+from rlctl.preflight.machine import RunMachine, device_of, read_machine
+from rlctl.preflight.placement import this_machine
+from rlctl.preflight.plan import RunPlan, crowding_notes, disk_notes, make_plan
+from rlctl.preflight.settled import Settled
+from rlctl.run.run_dir import RunDir
+from rlctl.utils.files import folder_bytes, foreign_link, write_whole
+
+if TYPE_CHECKING:
+    from rlctl.cluster.jobs.submit import TargetCluster
+
+Stage = Literal["checked", "planned", "read"]
+
+
+class MissingPackagesError(UserError):
+    """Packages that the run needs are not installed. The input was right."""
+
+    exit_code = 1
+
+
+class PrepareProgress(Protocol):
+    """Progress of a preparation, for a person who waits."""
+
+    def busy(self, what: str) -> AbstractContextManager[None]:
+        """Show a line while something slow is done in the block."""
+        ...
+
+    def note(self, lines: Iterable[str]) -> None:
+        """Show remarks, which stop nothing."""
+        ...
+
+
+class SilentProgress:
+    """Progress that nobody sees."""
+
+    def busy(self, what: str) -> AbstractContextManager[None]:
+        """Show nothing."""
+        return nullcontext()
+
+    def note(self, lines: Iterable[str]) -> None:
+        """Show nothing."""
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """The recipe, the overrides and the place that a command names for a run."""
+
+    # "grpo" or "sft"; None: the recipe's.
+    kind: str | None
+    # Name or file; None: the tiny one.
+    recipe: str | None
+    overrides: list[str]
+    # Run to go on with, by its name or directory.
+    resume: Path | None = None
+    # True: nothing is started or fetched.
+    is_dry: bool = False
+    # Cluster that gets the run; None: this process drives it.
+    target: "TargetCluster | None" = None
+    # True: the run waits for room in the cluster.
+    waits: bool = False
+    # True: this process is a job of a cluster, which has the devices.
+    is_job: bool = False
+    # True: the recipe is the config of a run, whose directory may exist.
+    is_of_run: bool = False
+    # Overrides of the command itself, and the key of a recipe within the config, see `compose`.
+    own: Sequence[str] = ()
+    within: str = ""
+
+    @property
+    def is_away(self) -> bool:
+        """True if the run's files are not this machine's."""
+        return self.target is not None and self.target.away
+
+
+@dataclass
+class PreparedRun:
+    """A run as far as it is prepared."""
+
+    request: RunRequest
+    progress: PrepareProgress
+    # The config, settled for a machine that is not known yet.
+    composed: Composed[Settled]
+    # None: a new run.
+    resumed: Resumed | None
+    # Settled for the machine of the plan, once there is one.
+    settled: Settled = field(init=False)
+    # None until it is planned. It has the placement and the memory.
+    plan: RunPlan | None = None
+    # Demands on a cluster that is not there (`placement.nodes`), as rows of a table; None for every other place.
+    demands: list[tuple[str, str]] | None = None
+    # Reasons why the machine or the cluster cannot do the work.
+    problems: list[Problem] = field(default_factory=list)
+    # Rows of train and validation; None until they are read, and in a dry run without the data on this machine.
+    row_counts: dict[str, int] | None = None
+    # Only in a dry run, with the model on this machine.
+    ends: EndTokens | None = None
+
+    def __post_init__(self) -> None:
+        self._use(self.composed)
+
+    def advance(self, last: Stage) -> None:
+        """Go on to the end of a stage. Raises ConfigError, and MissingPackagesError before a run's rows are read."""
+        if last != "checked" and self.plan is None:
+            self._make_plan()
+        if last == "read" and self.row_counts is None:
+            self.require_fit()
+            if self.request.is_dry:
+                self._read_for_dry_run()
+            else:
+                self._read_for_run()
+
+    def require_fit(self) -> None:
+        """Raise ConfigError if the place cannot do the work."""
+        if self.problems:
+            raise ConfigError(self.problems)
+
+    def derive_facts(self) -> None:
+        """Derive the facts of a model that is here and new, and check the config again. Raises ConfigError."""
+        file = config_file(self.composed.config.model.path)
+        if self.composed.settled.facts is not None or file is None:
+            return
+        try:
+            with self.progress.busy("deriving the model's facts"):
+                find_facts(file.parent)
+        except ModelError as error:
+            raise ConfigError([self._problem("model.path", str(error))]) from error
+        self._use(load(self.request.kind, self.request.recipe, self.request.overrides))
+
+    def try_first_rows(self) -> None:
+        """Read the first row of each data set as a run reads all, and note each finding. Raises ConfigError."""
+        self.notes += check_first_rows(self.composed.settled)
+
+    def try_users_code(self, *, rewards: bool, environments: bool) -> None:
+        """Call rewards and begin an episode on the first row, and note the results. Raises ConfigError.
+
+        A dry run fetches neither a model nor data.
+        """
+        if rewards or environments:
+            with self.progress.busy("trying the first row"):
+                fetch = not self.request.is_dry
+                self.notes += try_all(self.composed, rewards=rewards, environments=environments, fetch=fetch)
+
+    def write_config(self) -> Path:
+        """Write the resolved config next to the run directories, over the same recipe's, and return its path."""
+        run = self.composed.config.run
+        path = Path(run.dir) / f"{run.name or self.composed.recipe.stem}.dry-run.yaml"
+        try:
+            if link := foreign_link(path.parent):
+                raise OSError(f"{link} is another user's symbolic link")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, self.composed.to_yaml())
+        except OSError as error:
+            why = f"cannot write {path}: {error.strerror or error}"
+            raise ConfigError([self._problem("run.dir", why)]) from error
+        return path
+
+    def _use(self, composed: Composed[Settled]) -> None:
+        self.composed = composed
+        self.settled = composed.settled
+        self.notes = list(composed.notes)
+        # It hands the rows to the run.
+        self.reader = RowReader(composed.config)
+
+    def _make_plan(self) -> None:
+        """Place the run, and find the reasons against it."""
+        request = self.request
+        target = request.target
+        if self.resumed is None and not request.is_away:
+            self.derive_facts()
+        settled = self.composed.settled
+        nodes = settled.config.placement.nodes
+        if target is not None:
+            machine = RunMachine(device_of(target.gpus), target.device_memory)
+            self.settled = settled.on(machine, settled.facts)
+            self.plan = make_plan(self.settled, target.free_resources())
+        elif nodes is None:
+            self._plan_here()
+        elif request.is_dry:
+            cluster = planned_cluster(nodes)
+            self.settled = settle_there(settled, cluster)
+            self.plan = make_plan(self.settled, cluster.resources)
+            self.demands = capacity_rows(self.settled, self.plan)
+        else:
+            what = "is a cluster that is not there, for --dry-run alone: leave it out"
+            raise ConfigError([self._problem("placement.nodes", what)])
+        assert self.plan
+        self.problems = self._problems_of(self.plan)
+        sampling = settled.sampling
+        if request.is_dry and target is None and self.demands is None and sampling is not None:
+            self.try_users_code(rewards=runs_others_code(sampling.config), environments=sampling.config.has_turns)
+
+    def _plan_here(self) -> None:
+        """Place the run on this machine. In a job, the cluster has other devices: only notes follow from the plan."""
+        settled = self.composed.settled
+        machine = read_machine(Path(settled.config.run.dir).absolute())
+        memory = min((gpu.memory for gpu in machine.gpus), default=machine.memory)
+        cores = None if self.request.is_job else machine.cores
+        saved = folder_bytes(RunDir(self.resumed.run).checkpoints) if self.resumed else 0
+        self.settled = settled.on(RunMachine(device_of(len(machine.gpus)), memory), settled.facts)
+        self.plan = make_plan(self.settled, this_machine(len(machine.gpus)), machine.disk_free + saved, cores)
+        if not self.request.is_dry:
+            self.notes += [*disk_notes(self.plan.schedule), *crowding_notes(self.settled, cores)]
+
+    def _problems_of(self, plan: RunPlan) -> list[Problem]:
+        request = self.request
+        misplaced = plan.misplaced
+        if request.is_job and not request.is_dry:
+            return []
+        if request.is_dry or request.waits:
+            misplaced = None
+        elif misplaced and request.target is not None:
+            misplaced += "; --wait waits for it"
+        reasons = {
+            "trainer.num_ranks": misplaced or plan.too_large,
+            "model.path": plan.unserved,
+            "run.dir": plan.unsaved,
+        }
+        return [self._problem(key, why) for key, why in reasons.items() if why]
+
+    def _read_for_run(self) -> None:
+        """Read the rows for the run, and try its environments on the first one."""
+        composed = self.composed
+        sampling = composed.settled.sampling
+        self._require_packages()
+        with self._reading("reading the data"):
+            rows = self._read_rows()
+        if sampling is None:
+            return
+        if composed.settled.grpo:
+            first_row = rows.train[0]
+            section = composed.config.data.train.of(first_row.source)
+        else:
+            with self._reading("reading the recipe's data"):
+                part = part_of(sampling.config, "validation")[0]
+            first_row = part.rows[0]
+            section = part.section
+        if sampling.config.has_turns and not self.request.is_job:
+            with self.progress.busy("reading the environments"):
+                setup = try_environments(composed, section, first_row, local_chat(sampling.config))
+            self.progress.note(setup.notes)
+
+    def _require_packages(self) -> None:
+        assert self.plan
+        sampling = self.composed.settled.sampling
+        needed = ["torch", "transformers", "ray"]
+        if sampling is not None:
+            needed += engine_rules(sampling.config.generation.engine).packages
+        absent = [name for name in needed if find_spec(name) is None]
+        if absent:
+            extra = "gpu" if self.plan.placement and self.plan.placement.device == "cuda" else "cpu"
+            mend = f"pip install 'rlctl[{extra}]'; see rlctl doctor"
+            raise MissingPackagesError(f"{', '.join(absent)} not installed: {mend}")
+
+    def _read_for_dry_run(self) -> None:
+        """Read and tokenize all rows that are on this machine, and refuse those that the run would refuse."""
+        settled = self.composed.settled
+        chat = None
+        if config_file(settled.config.model.path):
+            with self._reading("loading the tokenizer"):
+                chat = local_chat(settled.config)
+                self.ends = end_tokens(settled.config, chat)
+        data = settled.config.data
+        if _are_here(data.train.paths) and _are_here(data.validation.path):
+            with self._reading("reading the data"):
+                rows = self._read_rows()
+                if chat and settled.facts and settled.grpo:
+                    load_run_tasks(settled.grpo, rows, chat, self._note_warning)
+                elif chat and settled.facts and settled.sft:
+                    load_run_samples(settled.sft, rows, chat, self._note_warning)
+        sampling = settled.sampling
+        if sampling is None or settled.grpo or not chat or not settled.facts:
+            return
+        recipes_data = sampling.config.data
+        if _are_here(recipes_data.validation.path or recipes_data.train.paths):
+            with self._reading("reading the recipe's data"):
+                held_out_tasks(sampling, local_chat(sampling.config), self._note_warning)
+
+    def _note_warning(self, kind: str, what: str) -> None:
+        """Take an event on rows, as the log of a run's events does."""
+        if kind == "warning":
+            self.progress.note([what])
+
+    def _read_rows(self) -> RunRows:
+        rows = self.reader.read()
+        self.row_counts = {"train": len(rows.train), "validation": len(rows.validation)}
+        return rows
+
+    @contextmanager
+    def _reading(self, what: str) -> Iterator[None]:
+        with located("data", DataError), self.progress.busy(what):
+            yield
+
+    def _problem(self, key: str, what: str) -> Problem:
+        return Problem(str(self.composed.origins.get(key, "")), key, what)
+
+
+def prepare(request: RunRequest, last: Stage, progress: PrepareProgress | None = None) -> PreparedRun:
+    """Prepare a run up to the end of a stage. Raises ConfigError with every problem of a stage at once.
+
+    The problems of a plan are raised before the rows are read. A caller that stops at the plan finds them in
+    `PreparedRun.problems`.
+    """
+    progress = progress or SilentProgress()
+    recipe = request.recipe
+    resumed = None
+    replaced: list[str] = []
+    if request.resume is not None:
+        if recipe is not None:
+            what = f"a run keeps its own config: leave out {recipe}"
+            raise ConfigError([Problem(f"--resume {request.resume}", "", what)])
+        resumed = find_resumed(request.resume, request.overrides)
+        recipe = str(resumed.run / "config.yaml")
+        if not request.is_away:
+            replaced = replace_lost_model(resumed)
+        progress.note(f"the folder of model.path is gone: going on with {each}" for each in replaced)
+    composed = load(
+        request.kind,
+        recipe,
+        [*replaced, *request.overrides],
+        resume=resumed is not None or request.is_of_run,
+        away=request.is_away,
+        within=request.within,
+        own=request.own,
+    )
+    if resumed:
+        refuse_contradictions(composed, resumed.run)
+    prepared = PreparedRun(request, progress, composed, resumed)
+    prepared.advance(last)
+    return prepared
+
+
+def _are_here(paths: str | list[str] | None) -> bool:
+    """Return True if all files of a data set are on this machine, also of none."""
+    return paths is None or all(Path(file).exists() for file in files_of(paths))
