@@ -29,7 +29,7 @@ from rlctl.environments.outcomes import AgentSpec, EnvironmentSpec
 from rlctl.environments.pool import EnvironmentPool
 from rlctl.generation.requests import Completion, RolloutId, TurnRequest
 from rlctl.rollout.players.agent import AgentPlayer
-from rlctl.rollout.players.course import EpisodeLimits
+from rlctl.rollout.players.episode_state import EpisodeLimits
 from rlctl.rollout.runner import RolloutRunner
 from rlctl.rollout.types import RolloutStart
 from rlctl.utils.event_loop import EventLoop

@@ -27,11 +27,11 @@ from rlctl.preflight.plan import RunPlan, make_plan
 from rlctl.preflight.settled import SettledGrpo
 from rlctl.refit.plan import Layout, TensorSlice, layout_digest
 from rlctl.refit.refit import make_plan as plan_refit
-from rlctl.refit.sending import Holding
+from rlctl.refit.sender import Holding
 from rlctl.training.micro_batching import TrainingSample
 from rlctl.training.trainer_group import TrainerGroup
 from rlctl.workers.group import Pending, Worker, WorkerGroup, WorkerSpec
-from rlctl.workers.shared import SharedArgument, array_bytes, put_common, put_once
+from rlctl.workers.shared_arguments import SharedArgument, array_bytes, put_common, put_once
 
 _NODE, _CALLS, _DEADLINE_S = 8, 512, 300.0
 # Share of a GPU that an engine's weights may take: it has as few GPUs as that needs.

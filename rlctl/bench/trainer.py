@@ -9,7 +9,7 @@ from rlctl.bench.weights import NamedShape, RandomShards, parameters_of
 from rlctl.models.adapters import AdapterSpec
 from rlctl.refit.plan import RefitPlan
 from rlctl.refit.protocol import Checks, Header, TransportSpec
-from rlctl.refit.sending import SendsWeights
+from rlctl.refit.sender import SendsWeights
 from rlctl.utils.ports import free_port
 
 

@@ -99,6 +99,6 @@ def diff(
 @app.command(epilog=examples("rlctl config reference > configs/README.md"))
 def reference() -> None:
     """Print every key with its type, default, meaning and limits, as Markdown."""
-    from rlctl.config.reference import reference as text
+    from rlctl.config.key_reference import reference as text
 
     typer.echo(text(), nl=False)

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from rlctl.config.data_schema import DatasetSection
     from rlctl.config.schema import GrpoConfig
     from rlctl.data.datasets import Row
+    from rlctl.evaluation.engine_episodes import PlayedEpisodes
     from rlctl.evaluation.environment_check import CheckReport, ScriptedEpisode
-    from rlctl.evaluation.episodes import PlayedEpisodes
     from rlctl.evaluation.target import Target
 
 app = typer.Typer(no_args_is_help=True)
@@ -166,7 +166,7 @@ def _play(
         busy(f"playing {name} with {target.name}"),
     ):
         # It imports torch, which takes seconds.
-        from rlctl.evaluation.episodes import play_episodes
+        from rlctl.evaluation.engine_episodes import play_episodes
 
         return play_episodes(config, *data, count, target.step, logs, tell)
 

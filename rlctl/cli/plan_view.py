@@ -19,7 +19,7 @@ from rlctl.preflight.plan import RunPlan, Schedule
 from rlctl.preflight.settings import Choice
 
 if TYPE_CHECKING:
-    from rlctl.data.ends import EndTokens
+    from rlctl.data.end_tokens import EndTokens
 
 # More nodes than these share rows.
 _MOST_NODES = 8

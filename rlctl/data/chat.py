@@ -14,7 +14,7 @@ from rlctl.config.errors import ModelError, first_line, one_line
 from rlctl.config.json_files import read_object
 from rlctl.config.model_exceptions import model_exceptions
 from rlctl.data.control_tokens import ControlTokens, SpecialTokens, unmarked
-from rlctl.data.ends import EndTokens, TurnEnd, find_ends, find_turn_end
+from rlctl.data.end_tokens import EndTokens, TurnEnd, find_ends, find_turn_end
 from rlctl.data.files import DataError
 from rlctl.data.rows import Messages
 from rlctl.data.templates import Template, choose_template, find_template, require_named_templates, unknown_arguments

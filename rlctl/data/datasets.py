@@ -12,7 +12,6 @@ from typing import Any, Protocol
 from rlctl.config.data_schema import DatasetSection
 from rlctl.config.errors import first_line
 from rlctl.config.plugins import ROW_GENERATORS
-from rlctl.data.columns import chat_columns
 from rlctl.data.files import (
     ARROW_BATCH,
     FILE_SUFFIXES,
@@ -23,6 +22,7 @@ from rlctl.data.files import (
     is_file_of_rows,
     read_file,
 )
+from rlctl.data.nested_columns import chat_columns
 from rlctl.utils.user_code import load_object
 
 

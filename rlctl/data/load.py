@@ -19,13 +19,13 @@ from rlctl.config.run_weights import chat_folder
 from rlctl.config.schema import GrpoConfig, RunConfig, SftConfig
 from rlctl.data.chat import Chat, load_tokenizer, make_chat
 from rlctl.data.datasets import Row, load_rows, shown
-from rlctl.data.ends import EndTokens
+from rlctl.data.end_tokens import EndTokens
 from rlctl.data.files import DataError
 from rlctl.data.rows import MARKS, conversation, is_plain, question
 from rlctl.data.tasks import SupervisedSample, Task
 from rlctl.data.templates import templates_of
 from rlctl.data.tokenize import LengthReport, read_tasks, tokenize_prompts, tokenize_samples
-from rlctl.data.unwritten import require_system_message
+from rlctl.data.unwritten_messages import require_system_message
 
 # Text of a template by which a turn may depend on later ones.
 _LOOKS_AHEAD = re.compile(r"messages\s*\|\s*(length|count|last)|messages\[-1\]|loop\.(last|revindex|length|nextitem)")

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlctl.config.data_schema import DatasetSection
-from rlctl.data.columns import KNOWN_COLUMNS, columns_of, is_empty
 from rlctl.data.datasets import Row
 from rlctl.data.files import DataError
+from rlctl.data.nested_columns import KNOWN_COLUMNS, columns_of, is_empty
 
 _SCHEMAS = "a list of JSON schemas of functions, {type: function, function: {name, ...}}, or its JSON text"
 

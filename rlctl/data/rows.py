@@ -13,9 +13,9 @@ from typing import Any
 
 from rlctl.config.data_schema import DatasetSection
 from rlctl.config.errors import did_you_mean
-from rlctl.data.columns import SHAREGPT_ROLES, convention, has_column, value_at
 from rlctl.data.datasets import Row
 from rlctl.data.files import DataError
+from rlctl.data.nested_columns import SHAREGPT_ROLES, convention, has_column, value_at
 from rlctl.data.row_columns import refuse_media, system_text
 from rlctl.utils.user_code import shortened
 

@@ -30,7 +30,7 @@ from rlctl.workers.named_reward import takes_environments
 from rlctl.workers.supervisor import run_guarded
 
 if TYPE_CHECKING:
-    from rlctl.environments.agents.episode import AgentEpisode
+    from rlctl.environments.agents.agent_episode import AgentEpisode
 
 # Bytes of a reply. JSON escapes a character by six, one beyond the basic plane by twelve.
 MAX_REPLY = 8 << 20
@@ -119,9 +119,9 @@ class _Child:
 
     def _load_agent(self, key: str, name: str, agent: AgentSpec) -> EnvironmentContract:
         """Import an agent and start its endpoint; return its contract."""
-        from rlctl.environments.agents.commands import start_command
+        from rlctl.environments.agents.agent_command import start_command
+        from rlctl.environments.agents.agent_episode import AgentEpisode, agent_contract
         from rlctl.environments.agents.endpoint import Endpoint
-        from rlctl.environments.agents.episode import AgentEpisode, agent_contract
         from rlctl.environments.agents.runners import read_agent, start_function
 
         function: Any = None

@@ -27,6 +27,7 @@ from rlctl.environments.contract import (
     checked_reward,
     checked_step,
 )
+from rlctl.environments.environment_process import FAILURES_IN_A_ROW, HUNG, EnvironmentProcess
 from rlctl.environments.messages import (
     AgentAnswer,
     AgentEnded,
@@ -50,12 +51,11 @@ from rlctl.environments.messages import (
 )
 from rlctl.environments.metric_rows import TOOL_RAISED
 from rlctl.environments.outcomes import UNREACHED, EnvironmentFailure, EnvironmentSpec, ToolResult
-from rlctl.environments.process import FAILURES_IN_A_ROW, HUNG, EnvironmentProcess
 from rlctl.environments.tool_formats import Call, MalformedCall
 from rlctl.utils.devices import usable_cores
 from rlctl.utils.event_loop import EventLoop
 from rlctl.utils.ports import past_proxies, reached_at
-from rlctl.workers.guarded import GuardedProcess
+from rlctl.workers.guarded_process import GuardedProcess
 from rlctl.workers.user_logs import Emit, FailureLog, OutputLog
 
 Value = TypeVar("Value")

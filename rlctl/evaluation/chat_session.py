@@ -21,12 +21,12 @@ from rlctl.models.model_files import ModelFiles
 from rlctl.preflight.machine import RunMachine
 from rlctl.preflight.settled import settle
 from rlctl.rollout.episode_setup import format_of_calls, tool_problems
-from rlctl.rollout.patience import TICK_S
 from rlctl.rollout.players.agent import AgentPlayer
 from rlctl.rollout.players.chat import Talk, TalkEngines, TalkError, TalkLimits, TalkTools, talk_id
-from rlctl.rollout.players.course import EpisodeLimits
+from rlctl.rollout.players.episode_state import EpisodeLimits
 from rlctl.rollout.runner import RolloutRunner
 from rlctl.rollout.types import Rollout, RolloutStart
+from rlctl.rollout.wait_deadline import TICK_S
 from rlctl.workers.user_logs import Emit
 
 _KEY = "tools"

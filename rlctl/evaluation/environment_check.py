@@ -31,8 +31,8 @@ from rlctl.environments.tool_values import listed, properties_of, schema_types
 from rlctl.evaluation.scripted_policy import AgentScript, ScriptedPolicy, TimedAction, TimedPool, call_text
 from rlctl.generation.requests import RolloutId
 from rlctl.rollout.players.agent import AgentPlayer, agent_notes
-from rlctl.rollout.players.course import EpisodeLimits
 from rlctl.rollout.players.environment import EnvironmentPlayer
+from rlctl.rollout.players.episode_state import EpisodeLimits
 from rlctl.rollout.types import RolloutStart
 from rlctl.utils.user_code import load_object, looks_like_bug, shortened
 

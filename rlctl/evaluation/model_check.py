@@ -48,7 +48,7 @@ from rlctl.preflight.settings import TrainerSettings
 from rlctl.preflight.settled import SettledGrpo
 from rlctl.refit.plan import RefitPlan
 from rlctl.refit.protocol import Header, Mode, TransportSpec
-from rlctl.refit.sending import SendsWeights
+from rlctl.refit.sender import SendsWeights
 from rlctl.training.interface import LossNeeds, LossOutput, TokenBatch, Totals
 from rlctl.training.metric_rows import GRAD_NORM
 from rlctl.training.micro_batching import TrainingSample

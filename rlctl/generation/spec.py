@@ -12,7 +12,7 @@ from rlctl.config.plugin_options import checked_options
 from rlctl.config.plugins import ENGINES
 from rlctl.generation.engine import Engine
 from rlctl.models.adapters import AdapterSpec
-from rlctl.preflight.engine import engine_rules
+from rlctl.preflight.engine_rules import engine_rules
 from rlctl.preflight.machine import Device
 from rlctl.utils.user_code import load_object
 

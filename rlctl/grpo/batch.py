@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from rlctl.config.grpo_schema import GrpoSection
 from rlctl.grpo.advantages.base import Advantage, ScoredRollouts, token_advantages
 from rlctl.grpo.group_filter import why_left_out, why_nothing
-from rlctl.preflight.columns import ADVANTAGE, AGE, ROLLOUT_LOG_PROB
+from rlctl.preflight.declared_columns import ADVANTAGE, AGE, ROLLOUT_LOG_PROB
 from rlctl.rollout.conversation import TrajectoryRow
 from rlctl.rollout.types import Rollout, RolloutGroup
 from rlctl.training.micro_batching import TrainingSample

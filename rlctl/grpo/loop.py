@@ -22,7 +22,7 @@ from rlctl.grpo.overlong import training_score
 from rlctl.grpo.parity_check import compare, sample_parity
 from rlctl.grpo.step import GrpoStep
 from rlctl.grpo.validation import Validation
-from rlctl.preflight.columns import PROXIMAL_LOG_PROB, ROLLOUT_LOG_PROB, computed
+from rlctl.preflight.declared_columns import PROXIMAL_LOG_PROB, ROLLOUT_LOG_PROB, computed
 from rlctl.preflight.settled import SettledGrpo
 from rlctl.rollout.buffer import RolloutBuffer
 from rlctl.run.checkpoints import Checkpoint

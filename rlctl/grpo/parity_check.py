@@ -17,7 +17,7 @@ from rlctl.data.tasks import Task
 from rlctl.grpo.batch import training_sample
 from rlctl.grpo.components import GrpoComponents
 from rlctl.grpo.logprob_mismatch import Floats, Mismatch, mismatch
-from rlctl.preflight.engine import UNMEASURED, engine_rules
+from rlctl.preflight.engine_rules import UNMEASURED, engine_rules
 from rlctl.preflight.machine import Device
 from rlctl.preflight.settled import SettledGrpo
 from rlctl.rollout.types import Sampling

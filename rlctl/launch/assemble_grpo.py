@@ -14,7 +14,7 @@ from rlctl.launch.runtime import Allocation
 from rlctl.launch.sampling import SamplingParts
 from rlctl.launch.session import Session
 from rlctl.models.model_files import ModelFiles
-from rlctl.preflight.columns import users_metrics
+from rlctl.preflight.declared_columns import users_metrics
 from rlctl.preflight.machine import Device
 from rlctl.preflight.settled import SettledGrpo
 from rlctl.run.fingerprint import digest_rows

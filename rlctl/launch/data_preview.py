@@ -14,7 +14,7 @@ from rlctl.config.errors import ConfigError, Problem
 from rlctl.config.schema import RunConfig
 from rlctl.data.chat import Chat
 from rlctl.data.cursor import Drawn, RowSource
-from rlctl.data.ends import EndTokens
+from rlctl.data.end_tokens import EndTokens
 from rlctl.data.load import DataPart, end_tokens, load_prompts, load_samples, part_of
 from rlctl.data.mixture import order_of, step_lengths
 from rlctl.data.tasks import SupervisedSample

@@ -11,7 +11,7 @@ from rlctl.launch.local_ray import local_ray
 from rlctl.launch.runtime import Allocation
 from rlctl.launch.worker_specs import engine_slots, engine_spec
 from rlctl.models.model_files import ModelFiles
-from rlctl.preflight.engine import engine_rules
+from rlctl.preflight.engine_rules import engine_rules
 from rlctl.preflight.machine import RunMachine
 from rlctl.preflight.placement import ResourceRequest, place, this_machine
 from rlctl.preflight.plan import require_served

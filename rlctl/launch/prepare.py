@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from rlctl.config.errors import ConfigError, ModelError, Problem, UserError, located
-from rlctl.data.ends import EndTokens
+from rlctl.data.end_tokens import EndTokens
 from rlctl.data.files import DataError, files_of
 from rlctl.data.load import RowReader, RunRows, end_tokens, part_of
 from rlctl.launch.first_row import check_first_rows, local_chat, runs_others_code, try_all, try_environments
@@ -27,7 +27,7 @@ from rlctl.launch.sampling import held_out_tasks
 from rlctl.models.facts import find_facts
 from rlctl.models.model_sizes import config_file
 from rlctl.preflight.capacity import capacity_rows, planned_cluster, settle_there
-from rlctl.preflight.engine import engine_rules
+from rlctl.preflight.engine_rules import engine_rules
 from rlctl.preflight.load import Composed, load
 from rlctl.preflight.machine import RunMachine, device_of, read_machine
 from rlctl.preflight.placement import this_machine

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlctl.config.schema import GrpoConfig
 from rlctl.data.chat import Chat
-from rlctl.data.ends import EndTokens
+from rlctl.data.end_tokens import EndTokens
 from rlctl.data.files import DataError
 from rlctl.data.load import load_prompts, part_of
 from rlctl.data.mixture import first_of_each

@@ -11,7 +11,7 @@ from rlctl.launch.runtime import Allocation
 from rlctl.launch.session import Session
 from rlctl.models.model_files import ModelFiles
 from rlctl.preflight.backend import backend_of
-from rlctl.preflight.columns import Role, RoleModel
+from rlctl.preflight.declared_columns import Role, RoleModel
 from rlctl.preflight.placement import Placement, transport_of
 from rlctl.preflight.settled import Settled, SettledGrpo
 from rlctl.refit.refit import RefitOptions

@@ -20,7 +20,7 @@ from rlctl.models.facts import ModelFacts, ModelSizes, facts_file, has_weights, 
 from rlctl.models.grouped_experts import stacked_experts
 from rlctl.models.layer_kinds import AttentionKind, LayerKinds, LinearLayer
 from rlctl.models.meta_model import causal_lm, reason, text_config
-from rlctl.models.observed import kept_of_rows, observe
+from rlctl.models.observed_facts import kept_of_rows, observe
 from rlctl.models.parameter_table import ParameterTable, Shape, derive_table, persistent_buffers, tensors_of
 from rlctl.models.weight_headers import DTYPES, weight_headers
 

@@ -28,7 +28,7 @@ _DERIVING = (
         "facts",
         "derive",
         "layer_kinds",
-        "observed",
+        "observed_facts",
         "parameter_table",
         "meta_model",
         "packed_attention",

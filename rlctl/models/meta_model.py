@@ -18,7 +18,7 @@ from rlctl.config.errors import ModelError
 from rlctl.config.json_files import read_object
 from rlctl.models import grouped_experts, packed_attention
 from rlctl.models.adapters import text_name
-from rlctl.models.observed import without_dropout, without_padding_warning
+from rlctl.models.observed_facts import without_dropout, without_padding_warning
 from rlctl.models.state_layers import install_restarts
 
 

@@ -7,7 +7,7 @@ from rlctl.config.run_weights import local_adapter
 from rlctl.models.adapter_folder import read_config, read_spec
 from rlctl.models.adapters import choose_targets
 from rlctl.preflight.backend import Violation, Violations, backend_of
-from rlctl.preflight.engine import engine_rules
+from rlctl.preflight.engine_rules import engine_rules
 from rlctl.preflight.settled import Settled
 
 # Adapters want 10 times the rate of full fine-tuning at any rank (tinker-cookbook, hyperparam_utils.py; TRL, LoRA

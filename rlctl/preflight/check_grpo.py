@@ -18,8 +18,8 @@ from rlctl.config.plugins import ADVANTAGE_BASE, ADVANTAGES, ENGINES, LOSS_BASE,
 from rlctl.config.schema import GrpoConfig
 from rlctl.preflight.backend import Violation, Violations
 from rlctl.preflight.check_inputs import check_reward, missing_plugin
-from rlctl.preflight.columns import ADVANTAGE, columns_problem
-from rlctl.preflight.engine import check_engine_options, engine_rules
+from rlctl.preflight.declared_columns import ADVANTAGE, columns_problem
+from rlctl.preflight.engine_rules import check_engine_options, engine_rules
 from rlctl.preflight.settled import SettledGrpo
 from rlctl.telemetry.metrics import rows_problem
 from rlctl.utils.user_code import load_object

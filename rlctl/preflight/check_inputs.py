@@ -18,9 +18,9 @@ from rlctl.config.grpo_schema import RewardSection
 from rlctl.config.plugins import REWARDS
 from rlctl.config.provenance import show_path
 from rlctl.config.schema import RunConfig
-from rlctl.data.columns import convention, has_column
 from rlctl.data.datasets import generator_of, shown
 from rlctl.data.files import FILE_SUFFIXES, DataError, files_of, first_row, is_file_of_rows
+from rlctl.data.nested_columns import convention, has_column
 from rlctl.data.reasoning_gym import missing_library
 from rlctl.preflight.backend import Violation, Violations
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from rlctl.models.adapters import AdapterSpec
 from rlctl.models.facts import ModelSizes
 from rlctl.preflight.backend import FLOAT32, STATES, State, StateBytes, backend_of
-from rlctl.preflight.columns import Role
+from rlctl.preflight.declared_columns import Role
 from rlctl.preflight.machine import Device
 from rlctl.preflight.offload_plan import Phase, Place, residency
 from rlctl.preflight.settings import DTYPE_BYTES, Dtype, GenerationSettings, TrainerSettings

@@ -10,7 +10,7 @@ from rlctl.preflight.backend import backend_of
 from rlctl.preflight.check_adapters import adapter_notes
 from rlctl.preflight.check_recipe import recipe_notes
 from rlctl.preflight.check_trainer import GENERATION, LOG_PROBS
-from rlctl.preflight.columns import users_metrics
+from rlctl.preflight.declared_columns import users_metrics
 from rlctl.preflight.settled import Settled, SettledGrpo
 from rlctl.telemetry.metrics import Metric, MetricTable, installed
 

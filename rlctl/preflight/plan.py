@@ -11,7 +11,7 @@ from rlctl.config.errors import ModelError
 from rlctl.models.facts import ModelSizes
 from rlctl.preflight.backend import backend_of, layout_of
 from rlctl.preflight.check_model import model_notes
-from rlctl.preflight.engine import engine_rules
+from rlctl.preflight.engine_rules import engine_rules
 from rlctl.preflight.memory import (
     REFIT_GROUPS,
     Memory,

@@ -15,7 +15,7 @@ from rlctl.config.trainer_schema import TrainerSection
 from rlctl.models.adapters import AdapterSpec, choose_targets
 from rlctl.models.facts import ModelSizes
 from rlctl.preflight.choices import Basis, Chosen, choose
-from rlctl.preflight.columns import (
+from rlctl.preflight.declared_columns import (
     AGE,
     PROXIMAL_LOG_PROB,
     REFERENCE_LOG_PROB,

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from rlctl.refit.protocol import Checks, RefitError, RefitReport
 from rlctl.refit.refit import EngineEnd, EnginesLost, Refit, RefitOptions, ask_holdings, make_plan
-from rlctl.refit.sending import Holding, SendsWeights
+from rlctl.refit.sender import Holding, SendsWeights
 from rlctl.workers.group import Worker, WorkerGroup
 
 T = TypeVar("T")

@@ -28,10 +28,10 @@ from rlctl.refit.protocol import (
     TransportSpec,
     Untouched,
 )
-from rlctl.refit.sending import Holding, SendsWeights
+from rlctl.refit.sender import Holding, SendsWeights
 from rlctl.workers.errors import WorkerError, WorkerTimeout
 from rlctl.workers.group import Pending, Worker, WorkerGroup, as_completed
-from rlctl.workers.shared import put_once
+from rlctl.workers.shared_arguments import put_once
 
 R = TypeVar("R")
 KNOB = "refit.timeout_s"

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from rlctl.config.grpo_schema import RewardSection
 from rlctl.rewards.base import Reward, RewardError, RewardFailure, attempt
-from rlctl.rewards.load import load_reward
+from rlctl.rewards.load_rewards import load_reward
 from rlctl.workers.supervisor import run_guarded
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from rlctl.config.grpo_schema import RewardSection
 from rlctl.rewards.base import Outcome, RewardFailure, RewardInput, UnusableError
 from rlctl.utils.user_code import MAX_DETAIL, MAX_TRACE, shortened
-from rlctl.workers.guarded import BadReply, Channel, GuardedProcess
+from rlctl.workers.guarded_process import BadReply, Channel, GuardedProcess
 
 START_TIMEOUT_S = 120.0  # imports only (sympy takes seconds), possibly on a busy machine
 # A process without room for a request works on no item, and is replaced.

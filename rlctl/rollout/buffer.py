@@ -20,12 +20,12 @@ from rlctl.generation.requests import RolloutId
 from rlctl.rollout.buffer_checkpoint import load_groups, save_groups
 from rlctl.rollout.dispatcher import RolloutDispatcher
 from rlctl.rollout.groups import GroupRecord, GroupState, GroupTable
-from rlctl.rollout.patience import TICK_S, Emit, Patience
 from rlctl.rollout.prefetch import AdaptivePrefetch
 from rlctl.rollout.refill import RefillRule
 from rlctl.rollout.runner import SLICE, RolloutRunner
 from rlctl.rollout.staleness import StalenessRule
 from rlctl.rollout.types import Rollout, RolloutGroup, RolloutStart, Sampling, Waste
+from rlctl.rollout.wait_deadline import TICK_S, Emit, WaitDeadline
 from rlctl.utils.event_loop import within
 
 Span = Callable[[str], AbstractContextManager[None]]
@@ -64,7 +64,7 @@ class RolloutBuffer:
         shape = (config.grpo.num_generations_per_prompt, config.generation.max_new_tokens)
         self._sampling = Sampling("train", config.run.seed, size, *shape, config.generation.temperature)
         self._prefetch = AdaptivePrefetch(size, rule.capacity, adaptive=asynchronous.prefetch == "auto")
-        self._patience = Patience(self._events.now, config.run, emit)
+        self._wait_deadline = WaitDeadline(self._events.now, config.run, emit)
         self._version = 0
         # Tokens of every rollout of the groups that were sampled since `sampled_lengths` was last called.
         self._lengths: list[int] = []
@@ -125,12 +125,12 @@ class RolloutBuffer:
 
         The following sync replaces engines that are lost meanwhile: the trainer has its weights already.
         """
-        self._patience.news()
+        self._wait_deadline.note_progress()
         if self._dispatcher.drain():
             return
         with span("drain"):
             while not self._dispatcher.drain(TICK_S):
-                self._patience.check(self._dispatcher.last_step(), self.explanation)
+                self._wait_deadline.check(self._dispatcher.last_step(), self.explanation)
 
     def advance(self, version: int) -> None:
         """Release the groups of the step, now that the engines serve `version`; sample again, and in an asynchronous
@@ -211,7 +211,7 @@ class RolloutBuffer:
 
     def _wait(self, version: int, attempt: Attempt, span: Span) -> list[RolloutGroup]:
         """Wait until an attempt succeeds; return the groups that it took."""
-        self._patience.news()
+        self._wait_deadline.note_progress()
         self._events.check()
         taken, why = self._events.run(self._attempt(version, attempt))
         while taken is None:
@@ -245,11 +245,11 @@ class RolloutBuffer:
         self._runner.check()
         if self._dispatcher.repair():
             # The time that the replacement took is no silence of the new engine.
-            self._patience.news()
+            self._wait_deadline.note_progress()
         if self._config.async_.enabled and self._config.async_.on_bound == "requeue":
             self._events.run(self._resample_overdue())
         last_step = max(self._dispatcher.last_step(), self._runner.last_step)
-        self._patience.check(last_step, self.explanation)
+        self._wait_deadline.check(last_step, self.explanation)
 
     def _stop_surplus(self, surplus: list[RolloutId], span: Span) -> None:
         """Stop rollouts that a synchronous step does not need, and wait until no engine samples them any more."""
@@ -326,7 +326,7 @@ class RolloutBuffer:
 
     def _ended(self, rollout: Rollout) -> None:
         """Take a rollout that ended; score its group with the last one."""
-        self._patience.news()
+        self._wait_deadline.note_progress()
         group = self._groups.get(rollout.id.group)
         # A group given up meanwhile is not being sampled any more.
         if not group or (group.state, group.attempt) != (GroupState.SAMPLING, rollout.id.attempt):
@@ -356,7 +356,7 @@ class RolloutBuffer:
         for group, found in still:
             group.rollouts = dict(enumerate(found.rollouts))
             self._groups.scored(group.number, self._teaches_nothing(found))
-        self._patience.news()
+        self._wait_deadline.note_progress()
         self._changed.set()
         return any(group.state is GroupState.FILTERED for group, _ in still)
 

@@ -32,10 +32,10 @@ from rlctl.generation.engine import EngineStats
 from rlctl.generation.pool import GeneratorPool
 from rlctl.generation.requests import Completion, RolloutId, TurnRequest
 from rlctl.rollout.engine_queue import EngineQueue, EngineStatus, SubmittedTurn
-from rlctl.rollout.patience import TICK_S, Emit, Patience
-from rlctl.rollout.placement import TurnPlacement
 from rlctl.rollout.runner import RolloutRunner
+from rlctl.rollout.turn_placement import TurnPlacement
 from rlctl.rollout.types import Rollout, RolloutGroup, Sampling
+from rlctl.rollout.wait_deadline import TICK_S, Emit, WaitDeadline
 from rlctl.utils.event_loop import EventLoop, within
 from rlctl.workers.errors import WorkerDied
 
@@ -69,7 +69,7 @@ class RolloutDispatcher:
         """
         self.events, self._owns_events = events or EventLoop("rollouts"), events is None
         self._pool, self._deadline_s = pool, run.deadline_s
-        self._patience = Patience(self.events.now, run, emit)
+        self._wait_deadline = WaitDeadline(self.events.now, run, emit)
         # Takes the rollouts of lost engines, which go on with others.
         self.restarted: Callable[[list[RolloutId]], Awaitable[None]] = _nobody
         # Tokens of late answers to aborted turns.
@@ -167,7 +167,7 @@ class RolloutDispatcher:
 
         def ended(rollout: Rollout) -> None:
             found[rollout.id] = rollout
-            self._patience.news()
+            self._wait_deadline.note_progress()
             if len(found) == wanted:
                 self.news.set()
 
@@ -180,15 +180,15 @@ class RolloutDispatcher:
                     break
             return len(found) == wanted
 
-        self._patience.news()
+        self._wait_deadline.note_progress()
         runner.check()
         self.events.run(runner.begin_groups(groups, ended, ahead=True))
         while not self.events.run(all_ended()):
             runner.check()
             if self.repair():
                 # The time that the replacement took is no silence of the new engine.
-                self._patience.news()
-            self._patience.check(
+                self._wait_deadline.note_progress()
+            self._wait_deadline.check(
                 max(self.last_step(), runner.last_step),
                 lambda: f"{sampling.purpose} waits for {wanted - len(found)} rollouts; {self.describe()}",
             )

@@ -12,14 +12,14 @@ from rlctl.data.files import DataError
 from rlctl.data.row_chat import chat_of_row
 from rlctl.data.tasks import Task
 from rlctl.data.templates import choose_template
-from rlctl.data.unwritten import UnwrittenMessages
+from rlctl.data.unwritten_messages import UnwrittenMessages
 from rlctl.environments.contract import ContractError, EnvironmentContract, Message, opening
 from rlctl.environments.function_trial import TriedFunction, try_agent, try_function
 from rlctl.environments.outcomes import AgentSpec, EnvironmentFailure, EnvironmentSpec, command_of
 from rlctl.environments.pool import EnvironmentPool, UnusableEnvironmentError
 from rlctl.environments.tool_formats import PARSERS, tool_format
 from rlctl.preflight.settled import SettledGrpo
-from rlctl.rollout.players.course import EpisodeLimits
+from rlctl.rollout.players.episode_state import EpisodeLimits
 from rlctl.telemetry.metrics import Metric, from_record
 from rlctl.utils.user_code import looks_like_bug
 from rlctl.workers.user_logs import Emit

@@ -25,7 +25,7 @@ from rlctl.config.run_weights import is_adapter
 from rlctl.models.layer_kinds import suspects
 from rlctl.models.parameter_table import Layout, ParameterTable, TensorRow
 from rlctl.preflight.backend import backend_of
-from rlctl.preflight.columns import Role
+from rlctl.preflight.declared_columns import Role
 from rlctl.refit.source import Shard
 from rlctl.training.interface import Loss, MicroBatch, Totals
 from rlctl.training.lora import needs_attention, require_moved, without_adapters

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlctl.preflight.backend import layout_of
-from rlctl.preflight.columns import Role
+from rlctl.preflight.declared_columns import Role
 from rlctl.preflight.settings import TrainerSettings
 from rlctl.training.interface import Loss, LossNeeds, Totals
 from rlctl.training.metric_rows import GRAD_NORM

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlctl.preflight.columns import COLUMNS, Role
-from rlctl.refit.sending import SendsWeights
+from rlctl.preflight.declared_columns import COLUMNS, Role
+from rlctl.refit.sender import SendsWeights
 from rlctl.training.interface import Loss, MicroBatch, Totals
 from rlctl.training.micro_batching import TrainingSample
 from rlctl.training.profile import Profiler

@@ -23,7 +23,7 @@ from rlctl.utils.process import fewer_collections
 from rlctl.utils.user_code import format_trace, message_of
 from rlctl.workers.errors import Failure
 from rlctl.workers.graph import Answer, idle, packed, read_patiently, take
-from rlctl.workers.shared import fetched
+from rlctl.workers.shared_arguments import fetched
 
 Run = Callable[[Callable[[], Answer]], Answer]
 

@@ -26,7 +26,7 @@ from rlctl.workers.actor import WorkerActor
 from rlctl.workers.errors import Failure, WorkerDied, WorkerError, WorkerTimeout
 from rlctl.workers.graph import Answer, Graph, GraphBroken, Message
 from rlctl.workers.nodes import NodeLease
-from rlctl.workers.shared import put_common
+from rlctl.workers.shared_arguments import put_common
 from rlctl.workers.waits import Waits
 
 P = ParamSpec("P")

@@ -8,7 +8,8 @@ it ends. There are two, one below the other, since the user's code may kill one 
 The outer one ends everything at the parent's request and when the parent is gone (its standard input closes). It adopts
 the orphans of a killed inner one. The inner one ends everything when the outer one is gone (its pipe closes). A byte on
 the standard input asks the worker's group to end by SIGTERM. A child of another program, such as a container that a
-daemon starts, is out of their reach. The first argument of the program is the connection's descriptor, see guarded.py.
+daemon starts, is out of their reach. The first argument of the program is the connection's descriptor, see
+guarded_process.py.
 
 `python supervisor.py FD COMMAND...` supervises any program; its error number goes to FD if it cannot be started.
 """

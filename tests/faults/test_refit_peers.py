@@ -15,7 +15,7 @@ import rlctl.refit.refit
 from rlctl.generation.engine import Engine
 from rlctl.generation.pool import EngineSlot, GeneratorPool
 from rlctl.refit.refit import Refit
-from rlctl.refit.sending import SendsWeights
+from rlctl.refit.sender import SendsWeights
 from rlctl.refit.source import Shard
 from rlctl.workers.group import Worker, WorkerGroup, WorkerSpec
 from tests.faults.runs import survivors

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rlctl.models import packed_attention
 from rlctl.models.layer_kinds import has_kernels
-from rlctl.models.observed import without_dropout
+from rlctl.models.observed_facts import without_dropout
 from rlctl.models.state_layers import install_restarts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

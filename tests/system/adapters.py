@@ -16,7 +16,7 @@ from rlctl.generation.vllm.kind import environment, make_vllm_engine
 from rlctl.models.adapters import AdapterSpec, choose_targets
 from rlctl.models.derive import derive_facts
 from rlctl.refit.protocol import Header, SendReport
-from rlctl.refit.sending import SendsWeights
+from rlctl.refit.sender import SendsWeights
 from rlctl.refit.source import Shard
 from rlctl.workers.group import Worker, WorkerSpec
 from tests.system.engines import spec_for

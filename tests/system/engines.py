@@ -14,7 +14,7 @@ from rlctl.generation.vllm.kind import environment, make_vllm_engine
 from rlctl.models.hf_folder import WeightFiles
 from rlctl.refit.protocol import Kind
 from rlctl.refit.refit import RefitOptions
-from rlctl.refit.sending import SendsWeights
+from rlctl.refit.sender import SendsWeights
 from rlctl.refit.source import Shard
 from rlctl.workers.group import Worker, WorkerSpec
 from tests.turns import turn

@@ -27,7 +27,7 @@ from rlctl.preflight.load import load
 from rlctl.refit.refit import Refit
 from rlctl.rollout.dispatcher import RolloutDispatcher
 from rlctl.rollout.players.agent import AgentPlayer
-from rlctl.rollout.players.course import EpisodeLimits
+from rlctl.rollout.players.episode_state import EpisodeLimits
 from rlctl.rollout.runner import RolloutRunner
 from rlctl.rollout.types import Rollout, RolloutStart
 from rlctl.workers.group import WorkerGroup, WorkerSpec

@@ -25,8 +25,8 @@ from rlctl.preflight.load import load
 from rlctl.preflight.machine import RunMachine
 from rlctl.refit.refit import Refit
 from rlctl.rollout.dispatcher import RolloutDispatcher
-from rlctl.rollout.players.course import EpisodeLimits
 from rlctl.rollout.players.environment import EnvironmentPlayer
+from rlctl.rollout.players.episode_state import EpisodeLimits
 from rlctl.rollout.runner import RolloutRunner
 from rlctl.rollout.types import Rollout, Sampling
 from rlctl.training.trainer_group import TrainerGroup

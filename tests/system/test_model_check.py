@@ -31,7 +31,7 @@ from rlctl.evaluation.settings import checked_run
 from rlctl.evaluation.target import find_target
 from rlctl.grpo.parity_check import bound_of
 from rlctl.launch.worker_specs import engine_spec
-from rlctl.refit.sending import SendsWeights
+from rlctl.refit.sender import SendsWeights
 from rlctl.refit.source import Shard
 from tests.zoo import VOCAB, make_family
 from tests.zoo_table import IMPORTS

@@ -4,8 +4,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from rlctl.environments.agents.asked import (
-    AskedTurn,
+from rlctl.environments.agents.client_request import (
+    ClientRequest,
     Parameters,
     RefusedError,
     called,
@@ -13,7 +13,7 @@ from rlctl.environments.agents.asked import (
     function_schema,
     text_of,
 )
-from rlctl.environments.agents.said import SaidTurn
+from rlctl.environments.agents.client_turn import ClientTurn
 from rlctl.environments.contract import Message
 
 # Claude Code's first block of the system prompt, which changes with each request.
@@ -23,7 +23,7 @@ _UNENFORCED = ("thinking", "output_config", "output_format", "mcp_servers")
 _FINISH = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-def read(body: dict[str, Any]) -> AskedTurn:
+def read(body: dict[str, Any]) -> ClientRequest:
     """Return the turn that a request asks for. Raises RefusedError."""
     left = Parameters(dict(body))
     system = _system(left.take("system", (str, list), ""))
@@ -40,7 +40,7 @@ def read(body: dict[str, Any]) -> AskedTurn:
     left.override()
     left.leave_unenforced(("tool_choice", *_UNENFORCED))
     left.ignore(_HARMLESS)
-    return AskedTurn(
+    return ClientRequest(
         model=left.take("model", str, "policy"),
         messages=checked_messages(messages),
         tools=tools,
@@ -53,13 +53,13 @@ def read(body: dict[str, Any]) -> AskedTurn:
     )
 
 
-def write(said: SaidTurn) -> dict[str, Any]:
+def write(said: ClientTurn) -> dict[str, Any]:
     """Return the answer of a request that is not streamed."""
     usage = {"input_tokens": said.prompt_length, "output_tokens": len(said.tokens)}
     return {**_head(said), "content": _blocks(said), **_ending(said), "usage": usage}
 
 
-def stream(said: SaidTurn) -> Iterator[bytes]:
+def stream(said: ClientTurn) -> Iterator[bytes]:
     """Yield the server-sent events of a turn: each block is one delta."""
     usage = {"input_tokens": said.prompt_length, "output_tokens": 0}
     begun = {**_head(said), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
@@ -146,11 +146,11 @@ def _tool(given: Any) -> dict[str, Any]:
     return function_schema({**own, "parameters": given.get("input_schema")})
 
 
-def _head(said: SaidTurn) -> dict[str, Any]:
+def _head(said: ClientTurn) -> dict[str, Any]:
     return {"id": f"msg_{said.id}", "type": "message", "role": "assistant", "model": said.asked.model}
 
 
-def _blocks(said: SaidTurn) -> list[dict[str, Any]]:
+def _blocks(said: ClientTurn) -> list[dict[str, Any]]:
     blocks: list[dict[str, Any]] = []
     if said.reasoning:
         # pydantic-ai sends thinking without a signature back as a message of the user.
@@ -173,7 +173,7 @@ def _as_deltas(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, An
     return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": text}]
 
 
-def _ending(said: SaidTurn) -> dict[str, Any]:
+def _ending(said: ClientTurn) -> dict[str, Any]:
     if said.cut_at and said.finish == "stop":
         return {"stop_reason": "stop_sequence", "stop_sequence": said.cut_at}
     return {"stop_reason": _FINISH[said.finish], "stop_sequence": None}

@@ -4,8 +4,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from rlctl.environments.agents.asked import (
-    AskedTurn,
+from rlctl.environments.agents.client_request import (
+    ClientRequest,
     Parameters,
     RefusedError,
     called,
@@ -13,7 +13,7 @@ from rlctl.environments.agents.asked import (
     function_schema,
     text_of,
 )
-from rlctl.environments.agents.said import SaidTurn
+from rlctl.environments.agents.client_turn import ClientTurn
 from rlctl.environments.contract import Message
 
 _ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -38,7 +38,7 @@ _REFUSED = {
 }
 
 
-def read(body: dict[str, Any]) -> AskedTurn:
+def read(body: dict[str, Any]) -> ClientRequest:
     """Return the turn that a request asks for. Raises RefusedError."""
     left = Parameters(dict(body))
     messages = [_message(each) for each in left.take("messages", list, [])]
@@ -61,7 +61,7 @@ def read(body: dict[str, Any]) -> AskedTurn:
     left.refuse(_REFUSED)
     left.ignore(_HARMLESS)
     stream_options = left.take("stream_options", dict, {})
-    return AskedTurn(
+    return ClientRequest(
         model=left.take("model", str, "policy"),
         messages=checked_messages(messages),
         tools=tools,
@@ -79,14 +79,14 @@ def read(body: dict[str, Any]) -> AskedTurn:
     )
 
 
-def write(said: SaidTurn) -> dict[str, Any]:
+def write(said: ClientTurn) -> dict[str, Any]:
     """Return the answer of a request that is not streamed."""
     message = {"role": "assistant", "content": said.content or None, **_calls(said), **_reasoning(said)}
     choice = {"index": 0, "message": message, "finish_reason": said.finish, **_extras(said)}
     return {**_head(said, "chat.completion"), "choices": [choice], "usage": _usage(said)}
 
 
-def stream(said: SaidTurn) -> Iterator[bytes]:
+def stream(said: ClientTurn) -> Iterator[bytes]:
     """Yield the server-sent events of a turn: it is one delta."""
     head = _head(said, "chat.completion.chunk")
     calls = [{"index": index, **each} for index, each in enumerate(_calls(said).get("tool_calls", ()))]
@@ -147,11 +147,11 @@ def _tool(given: Any) -> dict[str, Any]:
     return function_schema(given.get("function"))
 
 
-def _head(said: SaidTurn, kind: str) -> dict[str, Any]:
+def _head(said: ClientTurn, kind: str) -> dict[str, Any]:
     return {"id": f"chatcmpl-{said.id}", "object": kind, "created": said.created, "model": said.asked.model}
 
 
-def _calls(said: SaidTurn) -> dict[str, Any]:
+def _calls(said: ClientTurn) -> dict[str, Any]:
     calls = [
         {
             "id": each.id,
@@ -163,16 +163,16 @@ def _calls(said: SaidTurn) -> dict[str, Any]:
     return {"tool_calls": calls} if calls else {}
 
 
-def _reasoning(said: SaidTurn) -> dict[str, Any]:
+def _reasoning(said: ClientTurn) -> dict[str, Any]:
     return {"reasoning_content": said.reasoning} if said.reasoning else {}
 
 
-def _usage(said: SaidTurn) -> dict[str, Any]:
+def _usage(said: ClientTurn) -> dict[str, Any]:
     prompt, answer = said.prompt_length, len(said.tokens)
     return {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
 
 
-def _extras(said: SaidTurn) -> dict[str, Any]:
+def _extras(said: ClientTurn) -> dict[str, Any]:
     """Return log-probs and token ids, where the client asks."""
     extras: dict[str, Any] = {}
     if said.asked.form["logprobs"]:

@@ -24,10 +24,10 @@ from typing import Any, cast
 from aiohttp import web
 
 from rlctl.environments.agents import anthropic_messages, chat_completions, responses
-from rlctl.environments.agents.asked import AskedTurn, RefusedError, whole_number
+from rlctl.environments.agents.agent_session import AgentSession, Flight
+from rlctl.environments.agents.client_request import ClientRequest, RefusedError, whole_number
+from rlctl.environments.agents.client_turn import ClientTurn
 from rlctl.environments.agents.history import ToolSets
-from rlctl.environments.agents.said import SaidTurn
-from rlctl.environments.agents.session import AgentSession, Flight
 from rlctl.utils.ports import reached_at
 
 # Bytes of a request.
@@ -187,8 +187,8 @@ class Endpoint:
         raise RefusedError(f"the request has {large}", 413, "request_too_large")
 
     @staticmethod
-    def _read(api: ModuleType, body: bytes) -> AskedTurn:
-        asked: AskedTurn = api.read(_json(body))
+    def _read(api: ModuleType, body: bytes) -> ClientRequest:
+        asked: ClientRequest = api.read(_json(body))
         return replace(asked, size=len(body))
 
     async def _deliver(
@@ -282,7 +282,7 @@ class RefusalLog(logging.Handler):
 
 
 async def _sent(
-    request: web.BaseRequest, session: AgentSession, said: SaidTurn, response: web.StreamResponse, rest: bytes = b""
+    request: web.BaseRequest, session: AgentSession, said: ClientTurn, response: web.StreamResponse, rest: bytes = b""
 ) -> web.StreamResponse:
     """Send a turn. It is a part of the rollout from now on, if its client is still there."""
     transport = request.transport

@@ -16,9 +16,9 @@ from typing import Any
 
 from rlctl.data.chat import Chat
 from rlctl.data.files import DataError
-from rlctl.data.unwritten import UnwrittenMessages
-from rlctl.environments.agents.asked import AskedTurn, RefusedError
-from rlctl.environments.agents.said import SaidTurn
+from rlctl.data.unwritten_messages import UnwrittenMessages
+from rlctl.environments.agents.client_request import ClientRequest, RefusedError
+from rlctl.environments.agents.client_turn import ClientTurn
 from rlctl.environments.contract import Message
 from rlctl.environments.tool_schema import Schema
 from rlctl.utils.user_code import shortened
@@ -69,7 +69,7 @@ def _has_lines(text: str, code: str) -> bool:
     return all(line.strip() in text for line in code.splitlines())
 
 
-def said_message(said: SaidTurn, content: str | None = None) -> Message:
+def said_message(said: ClientTurn, content: str | None = None) -> Message:
     """Return the message that a client sends back for a turn."""
     calls = [{"function": {"name": each.name, "arguments": each.arguments}} for each in said.calls]
     return {"role": "assistant", "content": said.content if content is None else content, "tool_calls": calls}
@@ -145,7 +145,7 @@ class SessionHistory:
         self._keys: dict[str, str] = {}
         self._messages: dict[str, Message] = {}
 
-    def place(self, asked: AskedTurn) -> PlacedRequest:
+    def place(self, asked: ClientRequest) -> PlacedRequest:
         """Find the turn that a request continues, and render the messages behind it.
 
         Raises RefusedError for messages that the template refuses.
@@ -192,13 +192,13 @@ class SessionHistory:
         self._requests = self._requests[1 - _COMPARED :]
         self._requests.append(place.keys)
 
-    def shared(self, asked: AskedTurn, place: PlacedRequest) -> AskedTurn:
+    def shared(self, asked: ClientRequest, place: PlacedRequest) -> ClientRequest:
         """Return a request with the objects of earlier ones in place of equal messages and tools."""
         known = [self._messages.setdefault(key, message) for key, message in zip(place.keys[1:], asked.messages)]
         messages = [a if a == b else b for a, b in zip(known, asked.messages)]
         return replace(asked, messages=messages, tools=place.tools)
 
-    def add(self, placement: PlacedRequest, said: SaidTurn) -> None:
+    def add(self, placement: PlacedRequest, said: ClientTurn) -> None:
         """Add a turn that was sampled at a place."""
         message = {"role": "assistant", "content": said.text}
         length = placement.length + len(said.tokens)

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from rlctl.environments.agents import chat_completions
-from rlctl.environments.agents.asked import (
-    AskedTurn,
+from rlctl.environments.agents.client_request import (
+    ClientRequest,
     Parameters,
     RefusedError,
     called,
@@ -14,7 +14,7 @@ from rlctl.environments.agents.asked import (
     function_schema,
     text_of,
 )
-from rlctl.environments.agents.said import SaidTurn
+from rlctl.environments.agents.client_turn import ClientTurn
 from rlctl.environments.contract import Message
 
 _ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant"}
@@ -38,7 +38,7 @@ _REFUSED = {
 error, stream_error, waiting = chat_completions.error, chat_completions.stream_error, chat_completions.waiting
 
 
-def read(body: dict[str, Any]) -> AskedTurn:
+def read(body: dict[str, Any]) -> ClientRequest:
     """Return the turn that a request asks for. Raises RefusedError."""
     left = Parameters(dict(body))
     instructions = left.take("instructions", str, "")
@@ -60,7 +60,7 @@ def read(body: dict[str, Any]) -> AskedTurn:
     left.refuse(_REFUSED)
     left.ignore(_HARMLESS)
     before = left.take("previous_response_id", str, "")
-    return AskedTurn(
+    return ClientRequest(
         model=left.take("model", str, "policy"),
         # A continued response brings no opening: the session puts it before these messages.
         messages=messages if before else checked_messages(messages),
@@ -74,7 +74,7 @@ def read(body: dict[str, Any]) -> AskedTurn:
     )
 
 
-def write(said: SaidTurn) -> dict[str, Any]:
+def write(said: ClientTurn) -> dict[str, Any]:
     """Return the answer of a request that is not streamed."""
     cut = said.finish == "length"
     usage = {
@@ -92,7 +92,7 @@ def write(said: SaidTurn) -> dict[str, Any]:
     }
 
 
-def stream(said: SaidTurn) -> Iterator[bytes]:
+def stream(said: ClientTurn) -> Iterator[bytes]:
     """Yield the server-sent events of a turn: each item is one delta."""
     whole = write(said)
     events: list[tuple[str, dict[str, Any]]] = []
@@ -170,7 +170,7 @@ def _tools(given: list[Any]) -> tuple[list[dict[str, Any]], list[str]]:
     return [function_schema(each) for each, kind in zip(given, kinds) if kind == "function"], others
 
 
-def _head(said: SaidTurn, status: str) -> dict[str, Any]:
+def _head(said: ClientTurn, status: str) -> dict[str, Any]:
     asked = said.asked
     tools = [{"type": "function", "strict": False, **each["function"]} for each in asked.tools]
     return {
@@ -192,7 +192,7 @@ def _head(said: SaidTurn, status: str) -> dict[str, Any]:
     }
 
 
-def _items(said: SaidTurn) -> list[dict[str, Any]]:
+def _items(said: ClientTurn) -> list[dict[str, Any]]:
     items: list[dict[str, Any]] = []
     if said.reasoning:
         thought = [{"type": "reasoning_text", "text": said.reasoning}]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.environments import seeding
-from rlctl.environments.agents.episode import AgentLaunch, AgentTask
+from rlctl.environments.agents.agent_episode import AgentLaunch, AgentTask
 from rlctl.environments.episode import CoroutineLoop, attempted
 from rlctl.utils.user_code import shortened
 

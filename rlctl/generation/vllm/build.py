@@ -7,7 +7,7 @@ from rlctl.config.errors import ModelError
 from rlctl.generation.requests import TurnRequest
 from rlctl.generation.spec import EngineSpec
 from rlctl.generation.vllm.fast.switch import refuse_what_is_not_honoured, shorten_steps
-from rlctl.generation.vllm.served import backend_note, refusal
+from rlctl.generation.vllm.registry_answer import backend_note, refusal
 from rlctl.models.facts import find_facts
 from rlctl.models.model_sizes import config_file
 from rlctl.preflight.engines.vllm import VllmOptions

@@ -14,7 +14,7 @@ from rlctl.grpo.advantages.base import (
     make_advantage,
     token_advantages,
 )
-from rlctl.preflight.columns import AGE
+from rlctl.preflight.declared_columns import AGE
 from rlctl.utils.user_code import looks_like_bug
 
 

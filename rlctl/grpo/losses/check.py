@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlctl.grpo.losses.base import PolicyLoss, PolicyTerm, PolicyTokens
-from rlctl.preflight.columns import (
+from rlctl.preflight.declared_columns import (
     COLUMNS,
     ROLLOUT_LOG_PROB,
     columns_problem,

@@ -15,7 +15,7 @@ from rlctl.config.json_files import read_object
 from rlctl.models.facts import ModelSizes
 from rlctl.models.model_sizes import config_file
 from rlctl.preflight.backend import Violation, Violations
-from rlctl.preflight.engine import UNMEASURED, EngineRules
+from rlctl.preflight.engine_rules import UNMEASURED, EngineRules
 from rlctl.preflight.engines.sections import VllmSection
 from rlctl.preflight.machine import Device
 from rlctl.utils.code_cache import cache_root

@@ -18,8 +18,8 @@ from rlctl.environments.messages import AgentAnswer, AgentAsk, AgentEnded, Agent
 from rlctl.environments.outcomes import KEY_HINT
 from rlctl.environments.pool import EnvironmentPool
 from rlctl.generation.requests import Completion
-from rlctl.rollout.players.course import Course, EpisodeLimits
-from rlctl.rollout.players.episodes import Episodes
+from rlctl.rollout.players.episode_state import EpisodeLimits, EpisodeState
+from rlctl.rollout.players.episode_tries import EpisodeTries
 from rlctl.rollout.players.running_call import RunningCall
 from rlctl.rollout.policy import Player, Policy
 from rlctl.rollout.types import Ending, Rollout, RolloutStart
@@ -46,7 +46,7 @@ class AgentPlayer(Player):
         vocabulary: int = 1 << 31,
         most: int | None = None,
     ) -> None:
-        self.chat, self.episodes = chat, Episodes(pool, limits)
+        self.chat, self.tries = chat, EpisodeTries(pool, limits)
         self.must_value, self.vocabulary = must_value, vocabulary
         self.several_turns = limits.max_turns > 1
         self._room = asyncio.Semaphore(most) if most else None
@@ -56,31 +56,31 @@ class AgentPlayer(Player):
 
     @property
     def last_step(self) -> float:
-        return self.episodes.last_step
+        return self.tries.last_step
 
     def describe(self) -> str:
-        return self.episodes.describe()
+        return self.tries.describe()
 
     async def play(self, start: RolloutStart, policy: Policy) -> Rollout:
-        rollout = await self.episodes.play(start, lambda course: self._attempt(course, policy))
+        rollout = await self.tries.play(start, lambda episode: self._attempt(episode, policy))
         self._note_rows(rollout)
         return rollout
 
-    async def _attempt(self, course: Course, policy: Policy) -> Reward | None:
+    async def _attempt(self, episode: EpisodeState, policy: Policy) -> Reward | None:
         """Run the agent once. Its room is free again when nothing of it runs, which may be after its failure."""
         if self._room is None:
-            return await AgentCall(self, course, policy).play()
+            return await AgentCall(self, episode, policy).play()
         await self._room.acquire()
-        course.began = asyncio.get_running_loop().time()
+        episode.began = asyncio.get_running_loop().time()
         try:
-            return await AgentCall(self, course, policy).play()
+            return await AgentCall(self, episode, policy).play()
         finally:
-            self.episodes.pool.close(course.start.id).add_done_callback(lambda _: self._leave_room())
+            self.tries.pool.close(episode.start.id).add_done_callback(lambda _: self._leave_room())
 
     def _leave_room(self) -> None:
         assert self._room
         # The pool may end on another thread.
-        self.episodes.pool.events.call(self._room.release)
+        self.tries.pool.events.call(self._room.release)
 
     def note_causes(self, rewritten: dict[str, int]) -> None:
         """Count why requests of an agent continued no turn."""
@@ -105,7 +105,7 @@ class AgentPlayer(Player):
         if self._rows["episodes"] >= _EPISODES and mean > _MANY_ROWS and self._causes:
             ((cause, _),) = self._causes.most_common(1)
             what = f"its episodes train as {mean:.1f} rows each (agent/rows_per_episode), since it rewrites its history"
-            self.episodes.pool.failures.note("agent", f"{what}: {cause}")
+            self.tries.pool.failures.note("agent", f"{what}: {cause}")
 
 
 @dataclass(eq=False)
@@ -122,9 +122,9 @@ class PendingTurn:
 class AgentCall:
     """One run of an agent, as the driver sees it."""
 
-    def __init__(self, player: AgentPlayer, course: Course, policy: Policy) -> None:
-        self._player, self._course = player, course
-        self._call = RunningCall[AgentMessage, PendingTurn](player.episodes, course, policy)
+    def __init__(self, player: AgentPlayer, episode: EpisodeState, policy: Policy) -> None:
+        self._player, self._episode = player, episode
+        self._call = RunningCall[AgentMessage, PendingTurn](player.tries, episode, policy)
         # By the number of the request: turns on their way to the agent, and nodes of delivered turns.
         self._pending: dict[int, PendingTurn] = {}
         self._nodes: dict[int, int] = {}
@@ -136,7 +136,7 @@ class AgentCall:
 
         No engine samples for the agent any more then: the same requests may be submitted again.
         """
-        self._course.ending, self._course.opening = "done", 0
+        self._episode.ending, self._episode.opening = "done", 0
         async with self._call:
             self._begin()
             while True:
@@ -154,20 +154,20 @@ class AgentCall:
                 self._send_answers()
 
     def _begin(self) -> None:
-        start = self._course.start
+        start = self._episode.start
         task = start.task
         fields = {"id": task.id, "prompt": task.text, "messages": task.messages, "answer": task.answer, "row": task.row}
-        self._call.act(self._player.episodes.pool.begin_agent(start.id, fields, start.group_seed), waits=True)
+        self._call.act(self._player.tries.pool.begin_agent(start.id, fields, start.group_seed), waits=True)
 
     def _note_sampled(self, turn: PendingTurn, completion: Completion) -> None:
         turn.answer = completion
         waited = asyncio.get_running_loop().time() - turn.asked
-        self._course.longest_turn_s = max(self._course.longest_turn_s, waited)
+        self._episode.longest_turn_s = max(self._episode.longest_turn_s, waited)
         self._ready.append(turn.ask.number)
 
     def _take_turns(self, kept: list[tuple[int, int]]) -> None:
         """Put the turns that the agent got into the tree. kept: number of the request, tokens that are left."""
-        one = self._course.conversation
+        one = self._episode.conversation
         chat = self._player.chat
         for number, length in kept:
             turn = self._pending.pop(number, None)
@@ -176,26 +176,26 @@ class AgentCall:
             parent = one.add_context(turn.ask.tokens, self._parent(turn.ask))
             self._nodes[number] = one.add_turn(_cut(turn.answer, length), parent)
             one.messages += turn.ask.messages
-            self._course.opening = self._course.opening or len(one.messages)
+            self._episode.opening = self._episode.opening or len(one.messages)
             one.messages.append({"role": "assistant", "content": chat.turn_text(turn.answer.tokens[:length].tolist())})
 
     def _sample(self, asks: list[AgentAsk]) -> None:
         """Sample the turns that the agent asks for, within the budgets."""
-        course = self._course
+        episode = self._episode
         vocabulary = self._player.vocabulary
         for ask in asks:
             parent = self._parent(ask)
-            tokens = [*(course.conversation.tokens(parent) if parent is not None else ()), *ask.tokens]
+            tokens = [*(episode.conversation.tokens(parent) if parent is not None else ()), *ask.tokens]
             if not tokens or not 0 <= min(ask.tokens, default=0) <= max(ask.tokens, default=0) < vocabulary:
                 raise DataError("the agent's process asked for a turn after ids that are no tokens, or after none")
             now = asyncio.get_running_loop().time()
-            turn = PendingTurn(ask, course.used_up(self._call.turns, len(tokens), now), now)
+            turn = PendingTurn(ask, episode.used_up(self._call.turns, len(tokens), now), now)
             self._pending[ask.number] = turn
             if turn.answer is not None:
-                course.ending = turn.answer if isinstance(turn.answer, str) else course.ending
+                episode.ending = turn.answer if isinstance(turn.answer, str) else episode.ending
                 self._ready.append(ask.number)
                 continue
-            request = replace(course.request(self._call.turns, tokens), stops=tuple(ask.stops))
+            request = replace(episode.request(self._call.turns, tokens), stops=tuple(ask.stops))
             if ask.most is not None:
                 request = replace(request, max_new_tokens=min(request.max_new_tokens, ask.most))
             self._call.sample(turn, request)
@@ -213,34 +213,34 @@ class AgentCall:
         self._ready = []
         if answers or not self._call.has_action:
             waits = self._call.num_sampling > 0
-            pool = self._player.episodes.pool
-            self._call.act(pool.resume_agent(self._course.start.id, answers, waits=waits), waits=not waits)
+            pool = self._player.tries.pool
+            self._call.act(pool.resume_agent(self._episode.start.id, answers, waits=waits), waits=not waits)
 
     def _take_counts(self, message: AgentEnded) -> None:
-        """Take the counts of the agent's session into the course."""
-        course = self._course
+        """Take the counts of the agent's session into the episode."""
+        episode = self._episode
         counts = self._player.named(message.counts)
-        course.tool_calls += int(counts.pop("tool_calls", 0))
+        episode.tool_calls += int(counts.pop("tool_calls", 0))
         malformed = int(counts.pop("malformed_calls", 0))
-        course.malformed_calls += malformed
-        course.tool_errors += malformed
-        course.spelled += int(counts.pop("spelled", 0))
-        self._player.episodes.note_unwritten(course, int(counts.pop("unwritten", 0)))
-        course.counts = counts
-        course.rewritten = message.rewritten
-        self._player.note_causes(course.rewritten)
+        episode.malformed_calls += malformed
+        episode.tool_errors += malformed
+        episode.spelled += int(counts.pop("spelled", 0))
+        self._player.tries.note_unwritten(episode, int(counts.pop("unwritten", 0)))
+        episode.counts = counts
+        episode.rewritten = message.rewritten
+        self._player.note_causes(episode.rewritten)
 
     def _checked_reward(self, message: AgentEnded) -> Reward | None:
         """Return the value that the agent gave its rollout."""
-        course = self._course
-        if not course.conversation.turns:
-            if course.ending != "done":
-                raise DataError(f"the agent's first prompt met a budget ({course.ending}): nothing was sampled")
+        episode = self._episode
+        if not episode.conversation.turns:
+            if episode.ending != "done":
+                raise DataError(f"the agent's first prompt met a budget ({episode.ending}): nothing was sampled")
             raise DataError(f"the agent ended without a turn: {KEY_HINT}")
         if message.reward is None and self._player.must_value:
             if message.raised:
                 raise DataError(
-                    f"a budget was used up ({course.ending}), and the agent then failed: {message.raised}; catch the "
+                    f"a budget was used up ({episode.ending}), and the agent then failed: {message.raised}; catch the "
                     "error and return a value, or name rewards"
                 )
             raise DataError("the agent gave no value, and rewards is empty: nothing values the rollout")

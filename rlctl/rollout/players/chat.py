@@ -17,13 +17,13 @@ from rlctl.environments.outcomes import EnvironmentFailure
 from rlctl.environments.pool import EnvironmentPool
 from rlctl.generation.requests import RolloutId
 from rlctl.rollout.conversation import Conversation
-from rlctl.rollout.patience import TICK_S
-from rlctl.rollout.players.course import Course, EpisodeLimits
-from rlctl.rollout.players.episodes import EpisodeFailed, Episodes
+from rlctl.rollout.players.episode_state import EpisodeLimits, EpisodeState
+from rlctl.rollout.players.episode_tries import EpisodeFailed, EpisodeTries
 from rlctl.rollout.players.tool_loop import ToolLoop
 from rlctl.rollout.policy import Player, Policy
 from rlctl.rollout.runner import Engines, RolloutRunner
 from rlctl.rollout.types import Rollout, RolloutStart
+from rlctl.rollout.wait_deadline import TICK_S
 
 # Turns in which the policy has to answer: all but the last may call tools.
 MAX_CALLS = 16
@@ -78,8 +78,8 @@ class ChatPlayer(Player):
     ) -> None:
         self._limits = EpisodeLimits(MAX_CALLS, max_length, float("inf"), 0, "keep")
         self._schemas, self._opening = tools.contract.tools if tools else [], list(opening)
-        episodes = Episodes(tools.pool, self._limits) if tools else None
-        self._loop = ToolLoop(chat, episodes, tools.format if tools else None, tell)
+        tries = EpisodeTries(tools.pool, self._limits) if tools else None
+        self._loop = ToolLoop(chat, tries, tools.format if tools else None, tell)
         self._conversation, self._leaf = Conversation(), -1
 
     @property
@@ -89,25 +89,25 @@ class ChatPlayer(Player):
 
     async def play(self, start: RolloutStart, policy: Policy) -> Rollout:
         one, limits = self._conversation, self._limits
-        course = Course(start, replace(limits, max_turns=one.turns + limits.max_turns), one, self._leaf)
-        self._loop.add(course, [*([] if one.turns else self._opening), {"role": "user", "content": start.task.text}])
+        episode = EpisodeState(start, replace(limits, max_turns=one.turns + limits.max_turns), one, self._leaf)
+        self._loop.add(episode, [*([] if one.turns else self._opening), {"role": "user", "content": start.task.text}])
         failure = None
         try:
-            if await self._loop.answer(course, self._schemas, policy) is None:
-                failure = self._ended(course)
+            if await self._loop.answer(episode, self._schemas, policy) is None:
+                failure = self._ended(episode)
         except EpisodeFailed as error:
             failure = f"the environment failed: {error}"
         except DataError as error:
             failure = str(error)
         finally:
             self._forget_unanswered()
-        return course.rollout(None, EnvironmentFailure("contract", failure) if failure else None)
+        return episode.rollout(None, EnvironmentFailure("contract", failure) if failure else None)
 
-    def _ended(self, course: Course) -> str:
-        if course.ending == "max_turns":
+    def _ended(self, episode: EpisodeState) -> str:
+        if episode.ending == "max_turns":
             return f"called tools {MAX_CALLS} times without an answer"
-        length = len(course.conversation.tokens(course.leaf))
-        what = f"the conversation would have {length:,} tokens of {course.limits.max_length:,}"
+        length = len(episode.conversation.tokens(episode.leaf))
+        what = f"the conversation would have {length:,} tokens of {episode.limits.max_length:,}"
         return f"{what}: begin another with /new"
 
     def _forget_unanswered(self) -> None:

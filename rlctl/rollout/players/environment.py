@@ -13,8 +13,8 @@ from rlctl.data.chat import Chat
 from rlctl.data.files import DataError
 from rlctl.environments.contract import ContractError, EnvironmentContract, Reward, opening
 from rlctl.environments.pool import EnvironmentPool
-from rlctl.rollout.players.course import Course, EpisodeLimits
-from rlctl.rollout.players.episodes import Episodes
+from rlctl.rollout.players.episode_state import EpisodeLimits, EpisodeState
+from rlctl.rollout.players.episode_tries import EpisodeTries
 from rlctl.rollout.players.tool_loop import ToolLoop
 from rlctl.rollout.policy import Player, Policy
 from rlctl.rollout.types import Rollout, RolloutStart
@@ -31,55 +31,55 @@ class EnvironmentPlayer(Player):
         limits: EpisodeLimits,
         tool_format: str | None,
     ) -> None:
-        self._pool, self._contracts, self._episodes = pool, contracts, Episodes(pool, limits)
+        self._pool, self._contracts, self._tries = pool, contracts, EpisodeTries(pool, limits)
         self._tools = ToolLoop(
             chat,
-            self._episodes,
+            self._tries,
             tool_format,
-            spelled=self._episodes.note_spelled,
-            unwritten=self._episodes.note_unwritten,
+            spelled=self._tries.note_spelled,
+            unwritten=self._tries.note_unwritten,
         )
         self.several_turns = limits.max_turns > 1
 
     @property
     def last_step(self) -> float:
-        return self._episodes.last_step
+        return self._tries.last_step
 
     def describe(self) -> str:
-        return self._episodes.describe()
+        return self._tries.describe()
 
     async def play(self, start: RolloutStart, policy: Policy) -> Rollout:
-        return await self._episodes.play(start, partial(self._play, policy))
+        return await self._tries.play(start, partial(self._play, policy))
 
-    async def _play(self, policy: Policy, course: Course) -> Reward | None:
+    async def _play(self, policy: Policy, episode: EpisodeState) -> Reward | None:
         """Play one try; return the environment's value, None if it gives none."""
-        pool, own, row, ask = self._pool, course.start.id, course.start.task.row, self._episodes.ask
-        observation = await ask(course, pool.reset(own, row, course.start.group_seed))
+        pool, own, row, ask = self._pool, episode.start.id, episode.start.task.row, self._tries.ask
+        observation = await ask(episode, pool.reset(own, row, episode.start.group_seed))
         # A row that names no environment fails in its reset.
         contract = self._contracts[pool.key_of(row)]
         try:
-            messages = opening(course.start.task.messages, observation)
+            messages = opening(episode.start.task.messages, observation)
         except ContractError as error:
             raise DataError(str(error)) from error
         if not messages:
             what = "the row has no prompt, and reset returned None: there is nothing to answer"
             raise DataError(f"{what}; return a message from reset, or give the row a column prompt")
-        self._tools.add(course, messages)
-        course.opening = len(messages)
-        while (said := await self._tools.answer(course, contract.tools, policy)) is not None:
+        self._tools.add(episode, messages)
+        episode.opening = len(messages)
+        while (said := await self._tools.answer(episode, contract.tools, policy)) is not None:
             if not contract.has_step:
-                course.ending = "answered"
+                episode.ending = "answered"
                 break
-            answer = await ask(course, pool.step(own, said))
+            answer = await ask(episode, pool.step(own, said))
             if answer is None:
-                course.ending = "done"
+                episode.ending = "done"
                 break
-            self._tools.add(course, [{"role": "user", "content": answer}])
+            self._tools.add(episode, [{"role": "user", "content": answer}])
         if contract.rewards:
-            said_all = course.messages
-            columns = {"prompts": said_all[: course.opening], "completions": said_all[course.opening :]}
-            return await self._value(course, {**row, **columns})
-        return await self._value(course) if contract.has_reward else None
+            said_all = episode.messages
+            columns = {"prompts": said_all[: episode.opening], "completions": said_all[episode.opening :]}
+            return await self._value(episode, {**row, **columns})
+        return await self._value(episode) if contract.has_reward else None
 
-    async def _value(self, course: Course, *said: Mapping[str, Any]) -> Reward:
-        return await self._episodes.ask(course, self._pool.reward(course.start.id, *said))
+    async def _value(self, episode: EpisodeState, *said: Mapping[str, Any]) -> Reward:
+        return await self._tries.ask(episode, self._pool.reward(episode.start.id, *said))

@@ -18,8 +18,8 @@ from rlctl.environments.contract import Reward
 from rlctl.environments.messages import FunctionEnded, FunctionMessage, FunctionWaits, Sampled
 from rlctl.environments.pool import EnvironmentPool
 from rlctl.generation.requests import Completion
-from rlctl.rollout.players.course import Course, EpisodeLimits
-from rlctl.rollout.players.episodes import Episodes
+from rlctl.rollout.players.episode_state import EpisodeLimits, EpisodeState
+from rlctl.rollout.players.episode_tries import EpisodeTries
 from rlctl.rollout.players.running_call import RunningCall
 from rlctl.rollout.policy import Player, Policy
 from rlctl.rollout.types import Ending, Rollout, RolloutStart
@@ -40,19 +40,19 @@ class FunctionPlayer(Player):
         must_value: bool = False,
         vocabulary: int = 1 << 31,
     ) -> None:
-        self.chat, self.episodes = chat, Episodes(pool, limits)
+        self.chat, self.tries = chat, EpisodeTries(pool, limits)
         self.must_value, self.vocabulary = must_value, vocabulary
         self.several_turns = limits.max_turns > 1
 
     @property
     def last_step(self) -> float:
-        return self.episodes.last_step
+        return self.tries.last_step
 
     def describe(self) -> str:
-        return self.episodes.describe()
+        return self.tries.describe()
 
     async def play(self, start: RolloutStart, policy: Policy) -> Rollout:
-        return await self.episodes.play(start, lambda course: FunctionCall(self, course, policy).play())
+        return await self.tries.play(start, lambda episode: FunctionCall(self, episode, policy).play())
 
 
 @dataclass(eq=False)
@@ -67,9 +67,9 @@ class FunctionSample:
 class FunctionCall:
     """One call of a function, as the driver sees it."""
 
-    def __init__(self, player: FunctionPlayer, course: Course, policy: Policy) -> None:
-        self._player, self._course = player, course
-        self._call = RunningCall[FunctionMessage, FunctionSample](player.episodes, course, policy)
+    def __init__(self, player: FunctionPlayer, episode: EpisodeState, policy: Policy) -> None:
+        self._player, self._episode = player, episode
+        self._call = RunningCall[FunctionMessage, FunctionSample](player.tries, episode, policy)
         # Samples not taken yet, in the order of the requests, and the number of answers sent.
         self._samples: deque[FunctionSample] = deque()
         self._sent = 0
@@ -81,7 +81,7 @@ class FunctionCall:
 
         No engine samples for the call any more then: the same requests may be submitted again.
         """
-        self._course.ending, self._course.opening = "done", 0
+        self._episode.ending, self._episode.opening = "done", 0
         async with self._call:
             self._begin()
             while True:
@@ -98,10 +98,10 @@ class FunctionCall:
                 self._send_answers()
 
     def _begin(self) -> None:
-        start = self._course.start
+        start = self._episode.start
         task = start.task
         fields = {"id": task.id, "prompt": task.text, "tokens": task.tokens, "answer": task.answer, "row": task.row}
-        self._call.act(self._player.episodes.pool.begin(start.id, fields, start.group_seed), waits=True)
+        self._call.act(self._player.tries.pool.begin(start.id, fields, start.group_seed), waits=True)
 
     def _take_answers(self, count: int) -> None:
         """Put the samples whose answers the function took into the tree."""
@@ -113,7 +113,7 @@ class FunctionCall:
 
     def _checked_reward(self, reward: Reward | None) -> Reward | None:
         """Return the value that the function returned."""
-        if not self._course.conversation.turns:
+        if not self._episode.conversation.turns:
             raise DataError("the rollout function returned without a sample")
         if reward is None and self._player.must_value:
             raise DataError("the rollout function returned None, and rewards is empty: nothing values the rollout")
@@ -121,19 +121,19 @@ class FunctionCall:
 
     def _sample(self, message: FunctionWaits) -> None:
         """Sample after the function's prompts, within the budgets."""
-        course = self._course
+        episode = self._episode
         vocabulary = self._player.vocabulary
         if message.again:
-            raise DataError(f"the rollout function sampled again after {course.ending}: three empty lists had come")
+            raise DataError(f"the rollout function sampled again after {episode.ending}: three empty lists had come")
         if any(not tokens or not 0 <= min(tokens) <= max(tokens) < vocabulary for tokens in message.samples):
             raise DataError("the rollout function sampled after ids that are no tokens, or after none")
         now = asyncio.get_running_loop().time()
         for tokens in message.samples:
             turn = self._call.turns
-            sample = FunctionSample(tokens, course.used_up(turn, len(tokens), now))
+            sample = FunctionSample(tokens, episode.used_up(turn, len(tokens), now))
             self._samples.append(sample)
             if sample.answer is None:
-                self._call.sample(sample, course.request(turn, tokens))
+                self._call.sample(sample, episode.request(turn, tokens))
         self._side_by_side |= self._call.num_sampling > 1
 
     def _send_answers(self) -> None:
@@ -147,23 +147,23 @@ class FunctionCall:
         waits = self._sent < len(self._samples)
         # A function of several branches may ask at any time, one of a single branch asks when it has its answer.
         if answers or (not self._call.has_action and (self._side_by_side or not waits)):
-            pool = self._player.episodes.pool
-            self._call.act(pool.resume(self._course.start.id, answers, waits=waits), waits=not waits)
+            pool = self._player.tries.pool
+            self._call.act(pool.resume(self._episode.start.id, answers, waits=waits), waits=not waits)
 
     def _attach(self, sample: FunctionSample) -> None:
         """Put a sample that the function took into the tree: below the longest path that its prompt begins with."""
-        course = self._course
-        one = course.conversation
+        episode = self._episode
+        one = episode.conversation
         answer = sample.answer
         chat = self._player.chat
         if not isinstance(answer, Completion):
-            course.ending = answer if course.ending == "done" and answer else course.ending
+            episode.ending = answer if episode.ending == "done" and answer else episode.ending
             return
         length, parent = one.longest_beginning(sample.prompt)
         if parent is None or length < len(sample.prompt):
             parent = one.add_context(sample.prompt[length:], parent)
             one.messages.append({"role": "user", "content": chat.turn_text(sample.prompt[length:])})
-            course.opening = course.opening or 1
+            episode.opening = episode.opening or 1
         one.add_turn(answer, parent)
         one.messages.append({"role": "assistant", "content": chat.turn_text(answer.tokens.tolist())})
 

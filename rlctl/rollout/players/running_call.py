@@ -8,8 +8,8 @@ from typing import Any, Generic, TypeVar
 
 from rlctl.environments.outcomes import EnvironmentFailure
 from rlctl.generation.requests import Completion, TurnRequest
-from rlctl.rollout.players.course import Course
-from rlctl.rollout.players.episodes import Episodes
+from rlctl.rollout.players.episode_state import EpisodeState
+from rlctl.rollout.players.episode_tries import EpisodeTries
 from rlctl.rollout.policy import Policy
 
 # Message of the process, and the player's record of a sample.
@@ -20,8 +20,8 @@ Sample = TypeVar("Sample")
 class RunningCall(Generic[Message, Sample]):
     """Actions and samples of one call that are in flight. Use it in an `async with`, which ends them."""
 
-    def __init__(self, episodes: Episodes, course: Course, policy: Policy) -> None:
-        self._episodes, self._course, self._policy = episodes, course, policy
+    def __init__(self, tries: EpisodeTries, episode: EpisodeState, policy: Policy) -> None:
+        self._tries, self._episode, self._policy = tries, episode, policy
         # Actions that the process has not replied to, oldest first.
         self._actions: deque[asyncio.Task[Message]] = deque()
         self._sampling: dict[asyncio.Task[Completion], Sample] = {}
@@ -39,8 +39,8 @@ class RunningCall(Generic[Message, Sample]):
         return len(self._sampling)
 
     def act(self, action: "Future[Message | EnvironmentFailure]", *, waits: bool) -> None:
-        """Add an action of the process. waits: as of `Episodes.ask`."""
-        work = self._episodes.ask(self._course, action, waits=waits)
+        """Add an action of the process. waits: as of `EpisodeTries.ask`."""
+        work = self._tries.ask(self._episode, action, waits=waits)
         self._actions.append(asyncio.get_running_loop().create_task(work))
 
     def sample(self, sample: Sample, request: TurnRequest) -> None:

@@ -17,7 +17,7 @@ from rlctl.models.meta_model import text_in_whole
 from rlctl.models.weight_headers import digest_of_weights
 from rlctl.preflight.offload_plan import residency
 from rlctl.refit.source import Shard
-from rlctl.training.fsdp.exact import in_float32
+from rlctl.training.fsdp.float32_pass import in_float32
 from rlctl.training.fsdp.model import (
     Named,
     build_policy,

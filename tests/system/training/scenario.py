@@ -16,7 +16,7 @@ from rlctl.grpo.losses.base import PolicyLoss, make_loss
 from rlctl.models.adapters import AdapterSpec, choose_targets
 from rlctl.models.derive import load_facts
 from rlctl.preflight.backends.megatron import MegatronSection
-from rlctl.preflight.columns import RoleModel
+from rlctl.preflight.declared_columns import RoleModel
 from rlctl.preflight.load import load
 from rlctl.preflight.settings import TrainerSettings
 from rlctl.training.interface import LossNeeds, LossOutput, MicroBatch, TokenBatch, Totals

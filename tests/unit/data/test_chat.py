@@ -11,7 +11,7 @@ from rlctl.config.data_schema import DataSection, DatasetSection
 from rlctl.config.model_exceptions import model_exceptions
 from rlctl.data.chat import Chat, is_general, load_tokenizer, make_chat
 from rlctl.data.files import DataError
-from rlctl.data.unwritten import require_system_message
+from rlctl.data.unwritten_messages import require_system_message
 from tests.unit.data.conftest import CHATML, UNMARKED, UNSTABLE, chat_tokens
 
 CHAT = [

@@ -20,7 +20,7 @@ from rlctl.data.files import DataError
 from rlctl.data.reasoning_gym import ReasoningGym, answer_of
 from rlctl.preflight.load import load
 from rlctl.rewards.base import RewardInput, attempt
-from rlctl.rewards.load import load_reward
+from rlctl.rewards.load_rewards import load_reward
 
 library = pytest.mark.skipif(find_spec("reasoning_gym") is None, reason="pip install 'rlctl[reasoning-gym]'")
 

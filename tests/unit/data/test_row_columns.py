@@ -6,9 +6,9 @@ import pytest
 
 from rlctl.config.data_schema import DatasetSection, TrainDataSection
 from rlctl.data.chat import Chat
-from rlctl.data.columns import columns_of
 from rlctl.data.datasets import Row
 from rlctl.data.files import DataError
+from rlctl.data.nested_columns import columns_of
 from rlctl.data.row_columns import row_tools
 from rlctl.data.rows import MARKS, conversation, question
 from rlctl.data.tokenize import LengthReport, read_tasks, tokenize_prompts, tokenize_samples

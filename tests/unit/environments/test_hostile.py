@@ -237,7 +237,7 @@ def test_an_error_of_the_pools_own_is_raised_to_whoever_looks(tmp_path: Path, mo
     def broken(self: Any, deep: bool) -> None:
         raise LookupError("a defect")
 
-    monkeypatch.setattr("rlctl.environments.process.EnvironmentProcess.check_memory", broken)
+    monkeypatch.setattr("rlctl.environments.environment_process.EnvironmentProcess.check_memory", broken)
     (tmp_path / "own.py").write_text(OWN)
     with EnvironmentPool({"own": EnvironmentSpec(f"{tmp_path}/own.py:Own", 60.0)}, 2048, 1) as pool:
         pool.contracts()

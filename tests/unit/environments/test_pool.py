@@ -11,9 +11,9 @@ from typing import Any
 import psutil
 import pytest
 
+from rlctl.environments.environment_process import FAILURES_IN_A_ROW
 from rlctl.environments.outcomes import EnvironmentFailure, EnvironmentSpec, ToolResult
 from rlctl.environments.pool import EnvironmentPool, UnusableEnvironmentError
-from rlctl.environments.process import FAILURES_IN_A_ROW
 from rlctl.environments.tool_formats import MalformedCall, ToolCall
 from rlctl.telemetry.events import EventLog
 from rlctl.telemetry.jsonl import read_records
@@ -488,7 +488,7 @@ def test_a_machine_that_starts_no_process_says_so(monkeypatch: pytest.MonkeyPatc
 
     with pool_of() as pool:
         with monkeypatch.context() as patched:
-            patched.setattr("rlctl.workers.guarded.subprocess.Popen", refuse)
+            patched.setattr("rlctl.workers.guarded_process.subprocess.Popen", refuse)
             failure = failed(pool.reset("a", {}, 1).result())
         assert failure.kind == "died" and "temporarily unavailable" in str(failure)
         begun(pool, "b")

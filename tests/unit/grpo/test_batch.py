@@ -15,7 +15,7 @@ from rlctl.grpo.advantages.group_mean import GroupMean
 from rlctl.grpo.advantages.sections import GroupMeanSection
 from rlctl.grpo.batch import NOT_FINITE, TrainingBatch, add_column, make_batch, with_column
 from rlctl.grpo.losses.sections import GrpoLossSection
-from rlctl.preflight.columns import COLUMNS, computed
+from rlctl.preflight.declared_columns import COLUMNS, computed
 from rlctl.rewards.scorer import Score
 from rlctl.rollout.types import Rollout, RolloutGroup
 from tests.plugins.reference_pull import ReferencePull

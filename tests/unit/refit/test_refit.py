@@ -7,7 +7,7 @@ import pytest
 from rlctl.refit.plan import TensorSlice, layout_digest
 from rlctl.refit.protocol import RefitError
 from rlctl.refit.refit import Refit, RefitOptions, ask_holdings
-from rlctl.refit.sending import Holding, SendsWeights
+from rlctl.refit.sender import Holding, SendsWeights
 
 LAYOUT = [("a", (4, 2), "float32"), ("b", (2,), "float32")]
 OPTIONS = RefitOptions("broadcast", "float32", "auto", 2, 0.02, 1.0, "", "all", False, False)

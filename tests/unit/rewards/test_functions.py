@@ -2,7 +2,7 @@ import pytest
 
 from rlctl.config.grpo_schema import RewardSection
 from rlctl.rewards.base import RewardError, RewardFailure, RewardInput, attempt
-from rlctl.rewards.load import load_reward
+from rlctl.rewards.load_rewards import load_reward
 
 
 def scored(name: str, completion: str, answer: str | None, pattern: str | None = None) -> object:

@@ -8,7 +8,7 @@ import pytest
 from rlctl.config.grpo_schema import RewardSection
 from rlctl.data.tasks import Task
 from rlctl.rewards.base import RewardError, RewardFailure, attempt
-from rlctl.rewards.load import load_reward
+from rlctl.rewards.load_rewards import load_reward
 from rlctl.rewards.scorer import Scorer
 from rlctl.rollout.scoring import reward_input
 from rlctl.rollout.types import PlayedEpisode

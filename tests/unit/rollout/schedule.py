@@ -38,13 +38,13 @@ from rlctl.rewards.scorer import Score
 from rlctl.rollout import buffer
 from rlctl.rollout.buffer import RolloutBuffer
 from rlctl.rollout.dispatcher import RolloutDispatcher
-from rlctl.rollout.patience import Patience
-from rlctl.rollout.players.course import EpisodeLimits
 from rlctl.rollout.players.environment import EnvironmentPlayer
+from rlctl.rollout.players.episode_state import EpisodeLimits
 from rlctl.rollout.players.function import FunctionPlayer
 from rlctl.rollout.players.single_turn import SingleTurnPlayer
 from rlctl.rollout.runner import RolloutRunner
 from rlctl.rollout.types import RolloutGroup, Sampling
+from rlctl.rollout.wait_deadline import WaitDeadline
 from rlctl.utils.virtual_events import VirtualEvents
 from tests.unit.rollout.fake_engine import FakeRefit, FakeWorker, answer
 
@@ -568,13 +568,13 @@ def span(why: str) -> Any:
     return nullcontext()
 
 
-def heard(self: Patience) -> None:
+def heard(self: WaitDeadline) -> None:
     """Note that something came, as the wait does."""
     Schedule.current.heard = Schedule.current.events.time
-    news(self)
+    note_progress(self)
 
 
-news = Patience.news
+note_progress = WaitDeadline.note_progress
 
 
 @contextmanager
@@ -587,7 +587,7 @@ def fakes() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pool, "Worker", FakeWorker)
-        patch.setattr(Patience, "news", heard)
+        patch.setattr(WaitDeadline, "note_progress", heard)
         answer(patch, lambda request: length(request.seed))
         patch.setattr(active_requests, "GATHER_S", 0.0)
         patch.setattr(buffer, "save_groups", save)

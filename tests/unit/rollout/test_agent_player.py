@@ -19,7 +19,7 @@ from rlctl.environments.outcomes import AgentSpec, EnvironmentSpec, command_of
 from rlctl.environments.pool import EnvironmentPool
 from rlctl.grpo.metrics import environment_metrics
 from rlctl.rollout.players.agent import AgentPlayer, agent_notes, most_agents
-from rlctl.rollout.players.course import EpisodeLimits
+from rlctl.rollout.players.episode_state import EpisodeLimits
 from rlctl.rollout.runner import RolloutRunner
 from rlctl.rollout.types import PlayedEpisode, Rollout, RolloutGroup
 from rlctl.utils.devices import usable_cores
@@ -109,13 +109,13 @@ def wrong(task, base_url, api_key):
 
 
 def in_a_broken_endpoint(task, base_url, api_key):
-    from rlctl.environments.agents import session
+    from rlctl.environments.agents import agent_session
 
-    own, session.say = session.say, None
+    own, agent_session.read_turn = agent_session.read_turn, None
     try:
         careful(task, base_url, api_key)
     finally:
-        session.say = own
+        agent_session.read_turn = own
     return 1
 
 

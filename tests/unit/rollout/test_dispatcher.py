@@ -23,9 +23,9 @@ from rlctl.generation.vllm import active_requests
 from rlctl.preflight.load import load
 from rlctl.rollout.buffer import RolloutBuffer
 from rlctl.rollout.dispatcher import RolloutDispatcher
-from rlctl.rollout.placement import LeastLoaded
 from rlctl.rollout.players.single_turn import SingleTurnPlayer
 from rlctl.rollout.runner import RolloutRunner
+from rlctl.rollout.turn_placement import LeastLoaded
 from rlctl.rollout.types import Sampling
 from rlctl.utils.virtual_events import VirtualEvents
 from tests.turns import turn, turns

@@ -24,7 +24,7 @@ from rlctl.environments.outcomes import EnvironmentFailure
 from rlctl.environments.pool import POOL_CLOSED
 from rlctl.environments.rollout_function import FunctionPolicy
 from rlctl.generation.requests import RolloutId, TurnRequest, turn_seed
-from rlctl.rollout.players.course import EpisodeLimits
+from rlctl.rollout.players.episode_state import EpisodeLimits
 from rlctl.rollout.players.function import FunctionPlayer
 from rlctl.rollout.runner import RolloutRunner
 from rlctl.rollout.types import PlayedEpisode, Rollout

@@ -16,8 +16,8 @@ from rlctl.environments.contract import EnvironmentContract
 from rlctl.environments.outcomes import EnvironmentFailure, ToolResult
 from rlctl.environments.tool_formats import MalformedCall
 from rlctl.generation.requests import Completion, RequestId, RolloutId, TurnRequest, turn_seed
-from rlctl.rollout.players.course import EpisodeLimits
 from rlctl.rollout.players.environment import EnvironmentPlayer
+from rlctl.rollout.players.episode_state import EpisodeLimits
 from rlctl.rollout.runner import RolloutRunner
 from rlctl.rollout.types import PlayedEpisode, Rollout, RolloutStart
 from rlctl.utils.virtual_events import VirtualEvents

@@ -17,11 +17,11 @@ from rlctl.rollout.buffer import RolloutBuffer
 from rlctl.rollout.dispatcher import RolloutDispatcher
 from rlctl.rollout.engine_queue import EngineQueue, SubmittedTurn
 from rlctl.rollout.groups import GroupRecord, GroupState, GroupTable
-from rlctl.rollout.patience import TICK_S, Patience
 from rlctl.rollout.players import running_call
 from rlctl.rollout.runner import RolloutRunner, RunningRollout
 from rlctl.rollout.staleness import StalenessRule
 from rlctl.rollout.types import Waste
+from rlctl.rollout.wait_deadline import TICK_S, WaitDeadline
 from tests.unit.rollout.schedule import ContractBroken, run_all
 
 # A kill drops rollouts that had not begun.
@@ -86,8 +86,8 @@ def repair_beside_the_trainer(self: RolloutBuffer, why: Any) -> None:
     drain(self, why)
 
 
-def deadline_alone(self: Patience, last_step: float, explain: Callable[[], str]) -> None:
-    if self._now() - max(self._news, last_step) >= self._run.deadline_s + TICK_S:
+def deadline_alone(self: WaitDeadline, last_step: float, explain: Callable[[], str]) -> None:
+    if self._now() - max(self._last_progress, last_step) >= self._run.deadline_s + TICK_S:
         raise RuntimeError(f"nothing was sampled or scored for 12 s (run.deadline_s): {explain()}")
 
 
@@ -162,8 +162,8 @@ MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "3 an engine that missed a version is kept": (GeneratorPool, "_rebuild", lambda *arguments: []),
     "3 engines are rebuilt beside the optimizer": (RolloutBuffer, "drain", repair_beside_the_trainer),
     "3 nobody notes when weights changed": (active_requests.ActiveRequests, "change", nothing),
-    "8 a wait has no deadline": (Patience, "check", nothing),
-    "8 a long wait is not explained": (Patience, "check", deadline_alone),
+    "8 a wait has no deadline": (WaitDeadline, "check", nothing),
+    "8 a long wait is not explained": (WaitDeadline, "check", deadline_alone),
     "8 no group is sampled in place of another": (RolloutBuffer, "_note_scores", replace_none),
     "8 a cancellation is swallowed": (RunningRollout, "sample", swallow_a_cancellation),
     "2 rollouts that were stopped go on": (RolloutRunner, "stop", forget_to_cancel),

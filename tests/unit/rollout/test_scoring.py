@@ -12,7 +12,7 @@ from rlctl.data.tasks import Task
 from rlctl.environments.contract import Reward
 from rlctl.generation.requests import Completion
 from rlctl.rewards.base import RewardInput, attempt
-from rlctl.rewards.load import load_reward
+from rlctl.rewards.load_rewards import load_reward
 from rlctl.rewards.scorer import Score, Scorer
 from rlctl.rollout.scoring import GroupScorer, reward_input
 from rlctl.rollout.types import PlayedEpisode, Rollout, RolloutGroup

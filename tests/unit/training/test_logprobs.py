@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlctl.models.observed import observe
+from rlctl.models.observed_facts import observe
 from rlctl.training.logprobs import chunked_log_probs
 from tests.compiled import new_graphs
 

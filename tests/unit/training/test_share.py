@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlctl.preflight.columns import COLUMNS, Column
+from rlctl.preflight.declared_columns import COLUMNS, Column
 from rlctl.training.micro_batching import TrainingSample
 from rlctl.training.packing import pack
 from rlctl.training.worker import RankBatch

@@ -11,7 +11,7 @@ from rlctl.config.telemetry_schema import UserTrackerSection
 from rlctl.environments.outcomes import EnvironmentSpec
 from rlctl.environments.pool import EnvironmentPool, UnusableEnvironmentError
 from rlctl.rewards.base import RewardError
-from rlctl.rewards.load import load_reward
+from rlctl.rewards.load_rewards import load_reward
 from rlctl.telemetry.events import EventLog
 from rlctl.telemetry.jsonl import read_records
 from rlctl.telemetry.trackers.base import open_trackers

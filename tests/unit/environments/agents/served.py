@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlctl.data.chat import Chat
+from rlctl.environments.agents.agent_session import AgentSession
 from rlctl.environments.agents.endpoint import Endpoint
-from rlctl.environments.agents.session import AgentSession
 from rlctl.environments.messages import AgentTurn
 
 # ChatML with tools and their calls.

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rlctl.environments.agents import runners
-from rlctl.environments.agents.episode import AgentLaunch, AgentTask
+from rlctl.environments.agents.agent_episode import AgentLaunch, AgentTask
 from rlctl.environments.outcomes import EnvironmentFailure
 
 TASK = AgentTask("r0", "2+2?", [], None, {})

@@ -18,14 +18,14 @@ import pytest
 
 from rlctl.data.chat import Chat
 from rlctl.environments.agents import endpoint
-from rlctl.environments.agents.commands import start_command
-from rlctl.environments.agents.episode import AgentLaunch, AgentTask
-from rlctl.environments.agents.session import AgentSession
+from rlctl.environments.agents.agent_command import start_command
+from rlctl.environments.agents.agent_episode import AgentLaunch, AgentTask
+from rlctl.environments.agents.agent_session import AgentSession
 from rlctl.environments.tool_formats import PARSERS
 from rlctl.evaluation.environment_check import scripted_calls
 from tests.unit.environments.agents.served import END, TOOLED, Served, script
+from tests.unit.environments.agents.test_agent_session import post
 from tests.unit.environments.agents.test_chat_completions import USER
-from tests.unit.environments.agents.test_session import post
 from tests.waiting import until
 
 Serve = Callable[..., Served]
@@ -254,7 +254,7 @@ def test_a_large_request_holds_up_no_other(tokenizer: Any) -> None:
 
 
 def test_many_requests_at_once_reach_the_driver_in_parts(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlctl.environments.agents.session.MAX_ASK_BYTES", 100)
+    monkeypatch.setattr("rlctl.environments.agents.agent_session.MAX_ASK_BYTES", 100)
     served = serve(script())
     # Nobody looks while they come.
     own = served.session = AgentSession(served.chat, None, lambda: None)

@@ -9,7 +9,7 @@ import pytest
 
 from rlctl.config.errors import ModelError
 from rlctl.generation.vllm.build import build_llm, inspect_classes_here
-from rlctl.generation.vllm.served import refusal
+from rlctl.generation.vllm.registry_answer import refusal
 from rlctl.models.model_sizes import read_sizes
 from rlctl.preflight.engines.vllm import ENGINE, lora_options
 from tests.system.engines import spec_for

@@ -5,7 +5,7 @@ import re
 from rlctl.config.builtin import CONFIGS
 from rlctl.config.cluster_schema import CLUSTER_KINDS
 from rlctl.config.fields import schema_keys
-from rlctl.config.reference import reference
+from rlctl.config.key_reference import reference
 from rlctl.config.schema import KINDS
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlctl.models.layer_kinds import LayerKinds, LogitTransform
 from rlctl.models.meta_model import skeleton
-from rlctl.models.observed import kept_of_rows, observe, without_dropout
+from rlctl.models.observed_facts import kept_of_rows, observe, without_dropout
 from tests.tiny_models import make_model
 from tests.unit.models.test_packed_families import EXPERTS, FAMILIES, FOUR, MAMBA, STATE_FAMILIES, WINDOW
 

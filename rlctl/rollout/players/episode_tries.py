@@ -13,7 +13,7 @@ from rlctl.environments.contract import Reward
 from rlctl.environments.outcomes import EnvironmentFailure
 from rlctl.environments.pool import POOL_CLOSED, EnvironmentPool
 from rlctl.generation.requests import RolloutId
-from rlctl.rollout.players.course import Course, EpisodeLimits
+from rlctl.rollout.players.episode_state import EpisodeLimits, EpisodeState
 from rlctl.rollout.types import Rollout, RolloutStart
 from rlctl.utils.event_loop import done
 
@@ -29,8 +29,8 @@ class EpisodeFailed(Exception):
         self.failure = failure
 
 
-class Episodes:
-    """Episodes of one pool, within budgets."""
+class EpisodeTries:
+    """Plays episodes of one pool within budgets, each again after a failure while tries are left."""
 
     def __init__(self, pool: EnvironmentPool, limits: EpisodeLimits) -> None:
         self.pool, self.limits = pool, limits
@@ -38,41 +38,43 @@ class Episodes:
         # Time of each action without an answer, by episode.
         self._asked: dict[RolloutId, float] = {}
 
-    async def play(self, start: RolloutStart, attempt: Callable[[Course], Awaitable[Reward | None]]) -> Rollout:
+    async def play(self, start: RolloutStart, attempt: Callable[[EpisodeState], Awaitable[Reward | None]]) -> Rollout:
         """Play an episode, again after a failure while tries are left; return it. attempt: one try from the task."""
-        course = Course(start, self.limits)
+        episode = EpisodeState(start, self.limits)
         try:
             while True:
-                course.begin(_now())
+                episode.begin(_now())
                 try:
-                    return self._refuse_too_long(course, course.rollout(await attempt(course), None))
+                    return self._refuse_too_long(episode, episode.rollout(await attempt(episode), None))
                 except EpisodeFailed as error:
-                    course.failures += 1
-                    if course.failures > self.limits.max_retries or error.failure == POOL_CLOSED:
-                        return course.rollout(None, error.failure)
+                    episode.failures += 1
+                    if episode.failures > self.limits.max_retries or error.failure == POOL_CLOSED:
+                        return episode.rollout(None, error.failure)
                 except DataError as error:
                     # No row or template gets better: another try would fail too.
                     failure = EnvironmentFailure("contract", str(error))
                     self.pool.failures.add("rollout", failure, then=_LEFT_OUT)
-                    return course.rollout(None, failure)
+                    return episode.rollout(None, failure)
         finally:
             self._asked.pop(start.id, None)
             # Without effect where a failure ended it.
             self.pool.close(start.id)
 
-    async def ask(self, course: Course, action: "Future[Value | EnvironmentFailure]", *, waits: bool = True) -> Value:
+    async def ask(
+        self, episode: EpisodeState, action: "Future[Value | EnvironmentFailure]", *, waits: bool = True
+    ) -> Value:
         """Wait for an action's outcome. A cancelled wait leaves the action to its end. Raises EpisodeFailed.
 
         waits: the episode waits for nothing else, so that the time is the environment's.
         """
         asked = _now()
         if waits:
-            self._asked[course.start.id] = asked
+            self._asked[episode.start.id] = asked
         await done(action)
         self.last_step = _now()
         if waits:
-            course.environment_s += self.last_step - asked
-            self._asked.pop(course.start.id, None)
+            episode.environment_s += self.last_step - asked
+            self._asked.pop(episode.start.id, None)
         answer = POOL_CLOSED if action.cancelled() else action.result()
         if isinstance(answer, EnvironmentFailure):
             raise EpisodeFailed(answer)
@@ -86,23 +88,23 @@ class Episodes:
         longest = self.pool.events.now() - min(asked)
         return f"; {len(asked)} episodes wait for their environment, the longest for {longest:.0f} s"
 
-    def note_spelled(self, course: Course, spelled: list[str]) -> None:
+    def note_spelled(self, episode: EpisodeState, spelled: list[str]) -> None:
         """Count control tokens that were spelled to the policy; the first of an environment is told."""
-        course.spelled += len(spelled)
+        episode.spelled += len(spelled)
         if spelled:
             what = f"spells {spelled[0]}, which is encoded as text and not as that control token"
             mend = "counted in environment/spelled_tokens; data.special_tokens=allow makes tokens of them"
-            self.pool.failures.note(self.pool.key_of(course.start.task.row), f"{what}; {mend}")
+            self.pool.failures.note(self.pool.key_of(episode.start.task.row), f"{what}; {mend}")
 
-    def note_unwritten(self, course: Course, count: int) -> None:
+    def note_unwritten(self, episode: EpisodeState, count: int) -> None:
         """Count messages that the chat template leaves out; the first of an environment or agent is told."""
-        course.unwritten += count
+        episode.unwritten += count
         if count:
-            key = self.pool.key_of(course.start.task.row)
+            key = self.pool.key_of(episode.start.task.row)
             what = "the chat template leaves some out, and the model does not see them; set another data.chat_template"
             self.pool.failures.note(f"{key}'s messages", f"{what}; counted in environment/unwritten_messages")
 
-    def _refuse_too_long(self, course: Course, rollout: Rollout) -> Rollout:
+    def _refuse_too_long(self, episode: EpisodeState, rollout: Rollout) -> Rollout:
         """Replace a rollout that no micro-batch holds by a failed one, and tell the first; leave any other."""
         most, tokens, rows = self.limits.max_trained, rollout.num_tokens, len(rollout.rows)
         if most is None or rows < 2 or tokens <= most or rollout.id.purpose != "train":
@@ -111,7 +113,7 @@ class Episodes:
         remedy = f"{rows} rows of {tokens}; raise trainer.micro_batch_tokens or lower environment.max_turns"
         failure = EnvironmentFailure("too_long", cause, remedy)
         self.pool.failures.add("history", failure, then=_LEFT_OUT)
-        return course.rollout(None, failure)
+        return episode.rollout(None, failure)
 
 
 def _now() -> float:

@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rlctl.environments.agents.episode import AgentLaunch
+from rlctl.environments.agents.agent_episode import AgentLaunch
 from rlctl.environments.outcomes import NOT_STARTED, EnvironmentFailure
 from rlctl.utils.user_code import shortened
 from rlctl.workers import supervisor

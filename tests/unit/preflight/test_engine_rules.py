@@ -7,7 +7,7 @@ import pytest
 from rlctl.config.errors import ConfigError
 from rlctl.config.schema import GrpoConfig
 from rlctl.generation.spec import engine_options
-from rlctl.preflight.engine import engine_rules
+from rlctl.preflight.engine_rules import engine_rules
 from rlctl.preflight.load import load
 
 TORCH = Path(__file__).parents[2] / "plugins" / "torch_engine.py"

@@ -1,4 +1,4 @@
-"""Course of one rollout of several turns: its conversation, its counts and its budgets, over all of its tries."""
+"""State of one episode, over all of its tries: its conversation, its counts and its budgets."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -30,7 +30,7 @@ class EpisodeLimits:
 
 
 @dataclass(eq=False)
-class Course:
+class EpisodeState:
     """One rollout, as its player knows it."""
 
     start: RolloutStart

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from rlctl.config.data_schema import DatasetSection
-from rlctl.data.columns import convention, has_column, value_at
 from rlctl.data.datasets import Row
 from rlctl.data.files import DataError
+from rlctl.data.nested_columns import convention, has_column, value_at
 from rlctl.data.rows import conversation, question
 
 

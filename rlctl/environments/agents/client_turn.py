@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Literal
 
 from rlctl.data.chat import Chat
-from rlctl.environments.agents.asked import AskedTurn
+from rlctl.environments.agents.client_request import ClientRequest
 from rlctl.environments.messages import AgentTurn
 from rlctl.environments.tool_calls import split_turn
 from rlctl.environments.tool_formats import ToolCall
@@ -26,10 +26,10 @@ class NumberedCall:
 
 
 @dataclass(frozen=True)
-class SaidTurn:
+class ClientTurn:
     """One sampled turn, up to the text at which the client cut it."""
 
-    asked: AskedTurn
+    asked: ClientRequest
     # Number of the request in its session.
     number: int
     id: str
@@ -55,21 +55,21 @@ class SaidTurn:
         return [self.chat.decode([token]) for token in self.tokens]
 
 
-def say(
-    asked: AskedTurn,
+def read_turn(
+    asked: ClientRequest,
     number: int,
     session: str,
     prompt_length: int,
     sampled: AgentTurn,
     chat: Chat,
     tool_format: str | None,
-) -> SaidTurn:
+) -> ClientTurn:
     """Read a sampled turn."""
     tokens = sampled.tokens
     log_probs = sampled.log_probs
     finish = sampled.finish
     text, cut_at = chat.turn_text(tokens), ""
-    if (at := cut(chat, tokens, text, asked.stop)) is not None:
+    if (at := find_cut(chat, tokens, text, asked.stop)) is not None:
         length, cut_at = at
         tokens, log_probs, finish = tokens[:length], log_probs[:length], "stop"
         text = chat.decode(tokens)
@@ -81,7 +81,7 @@ def say(
     called = [] if malformed else formed
     # Nine letters and digits: Mistral's template takes no other ids.
     calls = [NumberedCall(f"c{number:05d}{index:03d}", each.name, each.arguments) for index, each in enumerate(called)]
-    return SaidTurn(
+    return ClientTurn(
         asked=asked,
         number=number,
         id=f"{session}-{number}",
@@ -99,7 +99,7 @@ def say(
     )
 
 
-def cut(chat: Chat, tokens: Sequence[int], text: str, stops: Sequence[str]) -> tuple[int, str] | None:
+def find_cut(chat: Chat, tokens: Sequence[int], text: str, stops: Sequence[str]) -> tuple[int, str] | None:
     """Return the length of the shortest prefix of `tokens` with a stop in its text, and this stop; None without one."""
     found = [stop for stop in stops if stop in text]
     if not found:

@@ -16,8 +16,8 @@ from functools import partial
 from typing import Any
 
 from rlctl.data.chat import Chat
+from rlctl.environments.agents.agent_session import AgentSession
 from rlctl.environments.agents.endpoint import Endpoint
-from rlctl.environments.agents.session import AgentSession
 from rlctl.environments.contract import ContractError, EnvironmentContract, Message, checked_reward
 from rlctl.environments.episode import OpenAction, Reply
 from rlctl.environments.messages import AgentEnded, BeginAgent, CloseEpisode, EpisodeMessage, ResumeAgent

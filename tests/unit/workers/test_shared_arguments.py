@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-import rlctl.workers.shared
-from rlctl.workers.shared import SharedArgument, array_bytes, fetched, put_common, put_once
+import rlctl.workers.shared_arguments
+from rlctl.workers.shared_arguments import SharedArgument, array_bytes, fetched, put_common, put_once
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Store:
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     held = Store()
-    monkeypatch.setattr(rlctl.workers.shared, "ray", held)
+    monkeypatch.setattr(rlctl.workers.shared_arguments, "ray", held)
     yield held
 
 

@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 from rlctl.data.chat import Chat
 from rlctl.data.files import DataError
 from rlctl.data.row_chat import chat_of_row
-from rlctl.environments.agents.asked import AskedTurn, RefusedError, checked_messages, whole_number
+from rlctl.environments.agents.client_request import ClientRequest, RefusedError, checked_messages, whole_number
+from rlctl.environments.agents.client_turn import ClientTurn, read_turn
 from rlctl.environments.agents.history import PlacedRequest, SessionHistory, ToolSets, said_message
-from rlctl.environments.agents.said import SaidTurn, say
 from rlctl.environments.contract import ContractError, Message, Reward, checked_reward
 from rlctl.environments.messages import AgentAnswer, AgentAsk, AgentWaits
 from rlctl.environments.outcomes import EnvironmentFailure
@@ -49,7 +49,7 @@ _FINAL = ("max_turns", "time")
 class Flight:
     """One turn on its way to its client, and to the client's retries."""
 
-    def __init__(self, work: "asyncio.Task[SaidTurn]", stream: "asyncio.Future[bool]") -> None:
+    def __init__(self, work: "asyncio.Task[ClientTurn]", stream: "asyncio.Future[bool]") -> None:
         # The turn; True if the request asks for a stream, done once the request is read.
         self.work, self.stream = work, stream
         # True if a connection was lost that waited for it.
@@ -111,7 +111,7 @@ class AgentSession:
         self._number = 0
         # Turns that a client got and the driver has not heard of; known ones; those that it has heard of.
         self._kept: list[tuple[int, int]] = []
-        self._known: dict[int, SaidTurn] = {}
+        self._known: dict[int, ClientTurn] = {}
         self._told: set[int] = set()
 
     def use_row(self, row: Mapping[str, Any]) -> None:
@@ -142,12 +142,12 @@ class AgentSession:
         repeated.lost = False
         return repeated
 
-    async def read(self, read: Callable[[], AskedTurn], size: int) -> AskedTurn:
+    async def read(self, read: Callable[[], ClientRequest], size: int) -> ClientRequest:
         """Return a request as it is read. size: bytes of its body. Raises RefusedError."""
         with self.guarded():
             return await self._work(read, size)
 
-    def begin(self, digest: bytes, read: Callable[[], AskedTurn], size: int) -> Flight:
+    def begin(self, digest: bytes, read: Callable[[], ClientRequest], size: int) -> Flight:
         """Begin to read a request and to make its turn. A retry may join it at once. size: bytes of its body."""
         loop = asyncio.get_running_loop()
         stream: asyncio.Future[bool] = loop.create_future()
@@ -157,14 +157,14 @@ class AgentSession:
         flight.work.add_done_callback(lambda work: self._flights[digest].remove(flight) if _failed(work) else None)
         return flight
 
-    async def count_tokens(self, asked: AskedTurn) -> int:
+    async def count_tokens(self, asked: ClientRequest) -> int:
         """Return the tokens of a request's prompt. Raises RefusedError."""
         with self.guarded():
             whole = self._whole(asked)
             place = await self._work(partial(self._history.place, whole), whole.size)
             return place.length
 
-    def deliver(self, said: SaidTurn) -> None:
+    def deliver(self, said: ClientTurn) -> None:
         """Learn that a turn reaches its client: from now on it is a part of the rollout."""
         if said.number not in self._told and not self.sealed:
             self._told.add(said.number)
@@ -222,7 +222,7 @@ class AgentSession:
                 waiting.exception()
         self._answers.clear()
 
-    async def _turn(self, read: Callable[[], AskedTurn], size: int, stream: "asyncio.Future[bool]") -> SaidTurn:
+    async def _turn(self, read: Callable[[], ClientRequest], size: int, stream: "asyncio.Future[bool]") -> ClientTurn:
         with self.guarded():
             asked = await self._work(read, size)
             self._refuse_if_over()
@@ -230,13 +230,13 @@ class AgentSession:
             stream.set_result(asked.stream)
             return await self._sampled(asked)
 
-    def _count(self, asked: AskedTurn) -> None:
+    def _count(self, asked: ClientRequest) -> None:
         """Count what a request asks for in vain."""
         if self._chat.unknown_kwargs(asked.template_kwargs):
             asked.counted.append("ignored/chat_template_kwargs")
         self.counts.update(asked.counted)
 
-    async def _sampled(self, asked: AskedTurn) -> SaidTurn:
+    async def _sampled(self, asked: ClientRequest) -> ClientTurn:
         if self.budget in _FINAL or self.counts["refused"] >= _MOST_REFUSED:
             self.counts["refused"] += 1
             raise RefusedError(BUDGETS.get(self.budget, "too many requests were refused before"))
@@ -256,7 +256,7 @@ class AgentSession:
             self.counts["refused"] += 1
             raise RefusedError(BUDGETS.get(answer, answer))
         self.budget = ""
-        said = say(asked, number, self.id, place.length, answer, self._chat, self._tool_format)
+        said = read_turn(asked, number, self.id, place.length, answer, self._chat, self._tool_format)
         self.counts["tool_calls"] += len(said.calls) + said.malformed
         self.counts["malformed_calls"] += said.malformed
         self._known[number] = said
@@ -276,7 +276,7 @@ class AgentSession:
         if self.defect is not None:
             raise _broken(self.defect)
 
-    def _whole(self, asked: AskedTurn) -> AskedTurn:
+    def _whole(self, asked: ClientRequest) -> ClientRequest:
         """Return a request with all messages, of which the session may keep the first ones. Raises RefusedError."""
         if not asked.continues:
             return asked
@@ -308,7 +308,7 @@ class AgentSession:
             self.rewritten[place.rewritten] += 1
         self._history.note(place)
 
-    async def _ask(self, number: int, place: PlacedRequest, asked: AskedTurn) -> AgentAnswer:
+    async def _ask(self, number: int, place: PlacedRequest, asked: ClientRequest) -> AgentAnswer:
         messages: list[Message] = place.messages[len(place.messages) - place.fresh :]
         # The engine ends the turn at a stop that is one token. Others are found in its text.
         try:
@@ -340,6 +340,6 @@ def _broken(defect: EnvironmentFailure) -> RefusedError:
     return RefusedError(f"{defect}; the rollout has no value, and rlctl's log has the traceback", kind="internal_error")
 
 
-def _failed(work: "asyncio.Task[SaidTurn]") -> bool:
+def _failed(work: "asyncio.Task[ClientTurn]") -> bool:
     """Return True if a request was refused: its repetition is judged again. Asyncio does not report its error then."""
     return work.done() and (work.cancelled() or work.exception() is not None)

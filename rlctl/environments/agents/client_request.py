@@ -1,6 +1,6 @@
 """A client's request for a turn, in one form for all APIs, and the error of a refused one.
 
-An adapter of an API reads a request into an `AskedTurn`. Parameters that the policy's distribution cannot honour are
+An adapter of an API reads a request into a `ClientRequest`. Parameters that the policy's distribution cannot honour are
 counted or refused, see `Parameters`.
 """
 
@@ -35,7 +35,7 @@ class RefusedError(Exception):
 
 
 @dataclass
-class AskedTurn:
+class ClientRequest:
     """One request of a client for a turn of the policy."""
 
     # Name of the model; it is sent back.

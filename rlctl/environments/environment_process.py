@@ -31,7 +31,7 @@ from rlctl.environments.messages import (
 )
 from rlctl.environments.outcomes import EnvironmentFailure, EnvironmentSpec
 from rlctl.utils.user_code import shortened
-from rlctl.workers.guarded import ENDING_TIMEOUT_S, GuardedProcess
+from rlctl.workers.guarded_process import ENDING_TIMEOUT_S, GuardedProcess
 
 START_TIMEOUT_S = 120.0  # imports only, on a machine that may be busy
 _PAGE = os.sysconf("SC_PAGE_SIZE")

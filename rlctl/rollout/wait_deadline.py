@@ -9,7 +9,7 @@ Emit = Callable[..., None]
 TICK_S = 0.5
 
 
-class Patience:
+class WaitDeadline:
     """Deadline of a wait: a long silence is explained, a silence of `run.deadline_s` ends the run.
 
     now: seconds of a clock that only advances.
@@ -17,11 +17,11 @@ class Patience:
 
     def __init__(self, now: Callable[[], float], run: RunSection, emit: Emit) -> None:
         self._now, self._run, self._emit = now, run, emit
-        self._news = self._explained = now()
+        self._last_progress = self._explained = now()
 
-    def news(self) -> None:
+    def note_progress(self) -> None:
         """Note that something came."""
-        self._news = self._now()
+        self._last_progress = self._now()
 
     def check(self, last_step: float, explain: Callable[[], str]) -> None:
         """Explain a silence once, and again after as long. Raises RuntimeError at the deadline.
@@ -29,10 +29,10 @@ class Patience:
         last_step: when an engine last did something. Engines at long answers give none for long, and are not silent.
         """
         now = self._now()
-        silence = now - self._news
+        silence = now - self._last_progress
         # A tick later than an engine that does nothing is lost, and replaced, for the same deadline.
         if min(silence, now - last_step) >= self._run.deadline_s + TICK_S:
             raise RuntimeError(f"nothing was sampled or scored for {silence:.0f} s (run.deadline_s): {explain()}")
-        if now - max(self._news, self._explained) >= self._run.explain_after_s:
+        if now - max(self._last_progress, self._explained) >= self._run.explain_after_s:
             self._explained = now
             self._emit("warning", what=f"{silence:.0f} s without a new group: {explain()}")

@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from rlctl.environments.agents import chat_completions
-from rlctl.environments.agents.session import LARGE
+from rlctl.environments.agents.agent_session import LARGE
 from tests.unit.environments.agents.served import ADD, END, TOOLED, Served, call, script
 from tests.unit.environments.agents.test_chat_completions import USER, asked, client_of
 from tests.waiting import until
@@ -316,7 +316,7 @@ def test_an_error_of_the_endpoints_own_is_told_once_and_not_tried_again(serve: S
         assert caught.value.response.request.headers["x-stainless-retry-count"] == "0"
     breaker.join()
     assert len(served.asks) == 1, "nothing is sampled for a session without a value"
-    assert served.session.defect and "say(" in served.session.defect.trace
+    assert served.session.defect and "read_turn(" in served.session.defect.trace
 
 
 def test_all_requests_that_begin_a_row_are_counted(serve: Serve) -> None:
