@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rlctl.config.errors import ModelError
+from rlctl.config.schema import RunConfig
 from rlctl.data.chat import Chat
 from rlctl.data.cursor import RowSource
 from rlctl.data.load import RowReader, RunRows
@@ -32,6 +33,7 @@ from rlctl.run.checkpoints import Checkpoints, damage_of_weights, hold, stand_in
 from rlctl.run.fingerprint import made_with
 from rlctl.run.run_dir import RunDir
 from rlctl.utils.process import identity
+from rlctl.workers.user_logs import Emit
 
 if TYPE_CHECKING:
     from rlctl.generation.pool import GeneratorPool
@@ -68,18 +70,19 @@ def launch(
     """
     if resume is not None:
         runtime.refuse(RunDir.open(resume))
-    body = partial(assemble, runtime, reader or RowReader(settled.config), probe_only)
+    body = partial(assemble, settled, runtime, reader or RowReader(settled.config), probe_only)
     return run_session(settled, resolved, resume, body)
 
 
-def assemble(runtime: Runtime, reader: RowReader, probe_only: bool, session: Session) -> None:
+def assemble(settled: Settled, runtime: Runtime, reader: RowReader, probe_only: bool, session: Session) -> None:
     """Start the parts of a run, train until its last step, and end the parts.
 
-    An interrupt of the start ends it at once. Later, the loop ends after its step.
+    settled: for a machine that is not known yet. An interrupt of the start ends it at once. Later, the loop ends after
+    its step.
     """
     with ExitStack() as stack:
         with session.interrupts.ends_block():
-            loop, group, pool = _start(runtime, reader, probe_only, session, stack)
+            loop, group, pool = _start(settled, runtime, reader, probe_only, session, stack)
         if loop:
             session.waits.where = partial(_versions, loop, pool)
             with closing(loop):
@@ -96,32 +99,33 @@ def assemble(runtime: Runtime, reader: RowReader, probe_only: bool, session: Ses
 
 
 def _start(
-    runtime: Runtime, reader: RowReader, probe_only: bool, session: Session, stack: ExitStack
+    settled: Settled, runtime: Runtime, reader: RowReader, probe_only: bool, session: Session, stack: ExitStack
 ) -> "tuple[Loop | None, WorkerGroup, GeneratorPool | None]":
     """Start the parts, which `stack` ends. Return the loop, None if only the check was wanted, ranks and engines."""
-    deadline_s, emit = session.config.run.deadline_s, session.events.emit
-    files = find_model(session)
-    session.depend_on(made_with(session.settled, Path(files.source)))
-    sampling = session.settled.sampling
-    processes = user_processes(sampling.config, session, stack) if sampling else None
-    held = stack.enter_context(runtime.slots(session, resources(session.settled)))
+    config, emit = settled.config, session.events.emit
+    files = find_model(config, session.run_dir)
+    session.depend_on(made_with(settled, Path(files.source)))
+    processes = None
+    if settled.sampling:
+        processes = user_processes(settled.sampling.config, session.logs, emit, stack)
+    held = stack.enter_context(runtime.slots(session, resources(settled)))
     announce(session, held.placement)
-    settled = _settle(session, held.machine, files)
+    placed = _settle(settled, held.machine, files, emit)
     sampled = None
-    if settled.sampling and processes:
-        sampled = SamplingParts(session, settled.sampling, files, *processes)
+    if placed.sampling and processes:
+        sampled = SamplingParts(session, placed.sampling, files, *processes)
     parts: AlgorithmParts
-    if settled.grpo and sampled:
-        parts = GrpoParts(session, settled.grpo, files, sampled, probe_only)
+    if placed.grpo and sampled:
+        parts = GrpoParts(session, placed.grpo, files, sampled, probe_only)
     else:
-        assert settled.sft
-        parts = SftParts(session, settled.sft, files, sampled)
+        assert placed.sft
+        parts = SftParts(session, placed.sft, files, sampled)
 
     def load() -> RunData[Any]:
         return parts.load(chat.result()[0], reader.take())
 
     # The rows are tokenized while Ray starts. Engines wait for the tokens that end an answer alone.
-    chat = meanwhile(stack, lambda: load_chats(session, settled, files, sampled))
+    chat = meanwhile(stack, lambda: load_chats(session, placed, files, sampled))
     loading = meanwhile(stack, load)
     allocation = stack.enter_context(runtime.allocation(session, held))
     if loading.done():
@@ -134,21 +138,21 @@ def _start(
     from rlctl.training.worker import TrainerWorker
     from rlctl.workers.group import WorkerGroup
 
-    specs = trainer_specs(session, settled, files, allocation)
-    group = WorkerGroup(specs, deadline_s)
+    specs = trainer_specs(session, placed, files, allocation)
+    group = WorkerGroup(specs, config.run.deadline_s)
     stack.callback(group.kill)
     session.recorder.end_tokens = chat.result()[1].stops
     pool = sampled.start_engines(allocation) if sampled else None
     if pool:
         stack.callback(pool.kill)
     data = loading.result()
-    session.recorder.export_dtype = settled.export_dtype
+    session.recorder.export_dtype = placed.export_dtype
     with session.starting("trainer"):
-        group.built().wait(deadline_s)
-    trainer = TrainerGroup(group, settled.trainer)
-    if precompiles(settled) and not (pool and pool.sleeps):
+        group.built().wait(config.run.deadline_s)
+    trainer = TrainerGroup(group, placed.trainer)
+    if precompiles(placed) and not (pool and pool.sleeps):
         # Engines start meanwhile.
-        precompile(session, settled, trainer)
+        precompile(session, placed, trainer)
     if pool:
         with session.starting("generator"):
             pool.wait_until_built()
@@ -156,36 +160,35 @@ def _start(
     emit("processes", **{worker.name: worker.pid() for worker in workers})
 
     # The checkpoint comes first: engines get the weights that training continues from.
-    source = RowSource(data.train, order_of(data.train, session.config))
+    source = RowSource(data.train, order_of(data.train, config))
     if session.checkpoint:
         group.call(TrainerWorker.load, str(session.checkpoint.trainer))
         source.cursor.load_state_dict(session.checkpoint.state["cursor"])
     return parts.make_loop(allocation, trainer, source, data), group, pool
 
 
-def _settle(session: Session, machine: RunMachine, files: ModelFiles) -> Settled:
+def _settle(settled: Settled, machine: RunMachine, files: ModelFiles, emit: Emit) -> Settled:
     """Settle the run on its machine, and emit notes on its model. Raises ModelError if no engine serves it."""
-    settled = session.settled.on(machine, files.facts.sizes)
-    require_served(settled)
-    for line in model_notes(files.facts.sizes, settled.device):
-        session.events.emit("warning", what=line)
-    if settled.device == "cuda" and settled.choices:
-        session.events.emit("chosen", **{choice.key: choice.value for choice in settled.choices})
-    return settled
+    placed = settled.on(machine, files.facts.sizes)
+    require_served(placed)
+    for line in model_notes(files.facts.sizes, placed.device):
+        emit("warning", what=line)
+    if placed.device == "cuda" and placed.choices:
+        emit("chosen", **{choice.key: choice.value for choice in placed.choices})
+    return placed
 
 
-def find_model(session: Session) -> ModelFiles:
-    """Return the files of the run's model. Raises ModelError for a checkpoint's weights that are damaged."""
-    config = session.config
+def find_model(config: RunConfig, run_dir: RunDir) -> ModelFiles:
+    """Return the files of a run's model. Raises ModelError for a checkpoint's weights that are damaged."""
     # A resumed run brings its weights.
-    resumed = Checkpoints(session.run_dir.checkpoints, 1, 0).latest()
+    resumed = Checkpoints(run_dir.checkpoints, 1, 0).latest()
     # At a restart too: the run itself may have deleted an earlier checkpoint that stood in.
     model = replace(config.model, path=stand_in(config.model.path, resumed) or config.model.path)
     checkpoint = Path(model.path).parent
-    if not checkpoint.resolve().is_relative_to(session.run_dir.checkpoints.resolve()):
+    if not checkpoint.resolve().is_relative_to(run_dir.checkpoints.resolve()):
         # Another run that still trains would prune it. This one prunes its own as ever.
         hold(checkpoint)
-    files = ModelFiles.find(model, session.run_dir.path, config.run.seed, merge=config.lora is None)
+    files = ModelFiles.find(model, run_dir.path, config.run.seed, merge=config.lora is None)
     if resumed is None and (damage := damage_of_weights(Path(files.adapter or config.model.path))):
         raise ModelError(f"model.path: {damage}; name another checkpoint")
     return files

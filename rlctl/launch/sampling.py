@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlctl.config.schema import GrpoConfig
@@ -40,7 +41,9 @@ if TYPE_CHECKING:
 _BESIDE_BYTES = 16 << 20
 
 
-def user_processes(config: GrpoConfig, session: Session, stack: ExitStack) -> "tuple[Scorer, EnvironmentPool | None]":
+def user_processes(
+    config: GrpoConfig, logs: Path, emit: Emit, stack: ExitStack
+) -> "tuple[Scorer, EnvironmentPool | None]":
     """Return rewards, and environments where rollouts have turns, whose processes `stack` ends.
 
     Call it before Ray starts, which changes this process's variables.
@@ -48,9 +51,9 @@ def user_processes(config: GrpoConfig, session: Session, stack: ExitStack) -> "t
     from rlctl.rewards.scorer import Scorer
     from rlctl.rollout.episode_setup import environment_pool
 
-    own = config, session.logs, session.events.emit
-    scorer = stack.enter_context(Scorer(config.rewards, *own[1:], episodes=config.environment.enabled))
-    return scorer, stack.enter_context(environment_pool(*own)) if config.has_turns else None
+    scorer = stack.enter_context(Scorer(config.rewards, logs, emit, episodes=config.environment.enabled))
+    environments = stack.enter_context(environment_pool(config, logs, emit)) if config.has_turns else None
+    return scorer, environments
 
 
 @dataclass
