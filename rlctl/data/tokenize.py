@@ -24,7 +24,6 @@ from rlctl.data.row_columns import describe_columns, row_tools, template_argumen
 from rlctl.data.rows import MARKS, Messages, conversation, is_chat, is_json_chat, is_trained, question, unread_marks
 from rlctl.data.supervised import chat_samples
 from rlctl.data.tasks import SupervisedSample, Task
-from rlctl.data.training_marks import MARKS, is_trained, unread_marks
 from rlctl.data.unwritten_messages import UnwrittenMessages
 
 
