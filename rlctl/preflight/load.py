@@ -142,21 +142,24 @@ def load(
     here. within, own: see `compose`. Raises ConfigError with every problem at once.
     """
     file = find_recipe(recipe or TINY[kind or "grpo"])
-    root, settled, problems, said = _checked(kind, file, overrides, resume, away, run=resume, within=within, own=own)
-    if problems:
-        raise ConfigError(problems)
-    origins = {key: node.origin for key, node in leaves(root)}
-    said += [f"{node.origin}: {node.note}" for _, node in leaves(root) if node.note]
-    path = settled.config.model.path
+    checked = _check(kind, file, overrides, resume, away, run=resume, within=within, own=own)
+    if checked.problems:
+        raise ConfigError(checked.problems)
+    settled = checked.settled
+    said = [*checked.notes, *(f"{node.origin}: {node.note}" for node in checked.nodes.values() if node.note)]
     if not away:
-        said += _notes_of_model(path, settled.facts)
-    recorded, inside = recorded_origins(file) if resume else {}, f"{within}." if within else ""
+        said += _notes_of_model(settled.config.model.path, settled.facts)
+    inside = f"{within}." if within else ""
+    recorded = recorded_origins(file) if resume else {}
     recorded = {key.removeprefix(inside): text for key, text in recorded.items() if key.startswith(inside)}
-    composed = Composed(settled, file, origins, said + notes(settled, origins), {}, recorded)
+    said += notes(settled, checked.origins)
+    composed = Composed(settled, file, checked.origins, said, secrets={}, recorded=recorded)
     values = composed.values()
     # A path of the environment that was written from the recipe's folder would mean another one in the run's.
     unchanged = {
-        key: node.secret for key, node in leaves(root) if node.secret and _get(values, key.split(".")) == node.value
+        key: node.secret
+        for key, node in checked.nodes.items()
+        if node.secret and _get(values, key.split(".")) == node.value
     }
     return replace(composed, secrets=unchanged)
 
@@ -176,11 +179,25 @@ def _notes_of_model(path: str, facts: ModelSizes | None) -> Iterator[str]:
 
 def draft(kind: str | None, recipe: str, overrides: list[str]) -> tuple[ConfigNode, list[Problem]]:
     """Return the composed tree, to be shown, and its problems. Raises ConfigError if it cannot be composed."""
-    root, _, problems, _ = _checked(kind, find_recipe(recipe), overrides, resume=True)
-    return root, problems
+    checked = _check(kind, find_recipe(recipe), overrides, resume=True)
+    return checked.root, checked.problems
 
 
-def _checked(
+@dataclass(frozen=True)
+class _CheckedConfig:
+    """A composed config, right or wrong."""
+
+    root: ConfigNode
+    # By dotted key, one for each value.
+    nodes: dict[str, ConfigNode]
+    origins: dict[str, Origin]
+    # Its wrong values are BROKEN.
+    settled: Settled
+    problems: list[Problem]
+    notes: list[str]
+
+
+def _check(
     kind: str | None,
     file: Path,
     overrides: list[str],
@@ -189,8 +206,8 @@ def _checked(
     run: bool = False,
     within: str = "",
     own: Sequence[str] = (),
-) -> tuple[ConfigNode, Settled, list[Problem], list[str]]:
-    """Return (tree, run whose wrong values are BROKEN, problems, notes). run: the file is a run's own config."""
+) -> _CheckedConfig:
+    """Compose and type a config, settle the run, and call every check. run: the file is a run's own config."""
     if file.suffix == ".toml":
         what = "is TOML; a config is YAML and inherits its kind, `defaults: grpo.yaml` or `defaults: sft.yaml`"
         raise ConfigError(_of_another_tool(kind, file, read_toml(file), what))
@@ -212,14 +229,15 @@ def _checked(
         raise OtherVersionError(file, f"its config has no {', '.join(converter.missing[:3])}")
     if run and (unknown := [key for key, node in converter.unknown if node.origin.file == file]):
         raise OtherVersionError(file, f"its config has {', '.join(unknown[:3])}, which this version has not")
-    origins = {key: node.origin for key, node in leaves(root)}
+    nodes = dict(leaves(root))
+    origins = {key: node.origin for key, node in nodes.items()}
     facts = None
     # `check_model` reports a wrong config.json.
     with suppress(BrokenValueError, ModelError):
         facts = sizes_of(config.model.path)
     settled = settle(config, RunMachine(), facts)
     problems = converter.problems + check(settled, origins, resume=resume, away=away)
-    return root, settled, problems, converter.notes
+    return _CheckedConfig(root, nodes, origins, settled, problems=problems, notes=converter.notes)
 
 
 def _of_another_tool(kind: str | None, file: Path, root: ConfigNode, what: str, key: str = "") -> list[Problem]:
