@@ -191,7 +191,7 @@ class _CheckedConfig:
     # By dotted key, one for each value.
     nodes: dict[str, ConfigNode]
     origins: dict[str, Origin]
-    # Its wrong values are BROKEN.
+    # Wrong values are BROKEN.
     settled: Settled
     problems: list[Problem]
     notes: list[str]
