@@ -19,6 +19,8 @@ from typing import Any
 
 import psutil
 
+from rlctl.telemetry.metrics import read_rows
+
 # Several times the duration of a start on a slow and busy machine; the deadlines of a hanging run find it.
 DEADLINE_S = 600.0
 # Small steps, but every part of the program: two engines would start slower and show no more.
@@ -83,6 +85,13 @@ class Run:
 
     def steps(self) -> list[dict[str, Any]]:
         return [record for record in read(self.path / "metrics.jsonl") if record["kind"] == "step"]
+
+    def undeclared(self) -> set[str]:
+        """Names in metrics.jsonl without a row among the run's own."""
+        table = read_rows(self.path / "metric_rows.json")
+        assert table, "the run has no rows"
+        names = {name for record in read(self.path / "metrics.jsonl") for name in record}
+        return {name for name in names - {"kind", "step", "time"} if not table.find(name)}
 
     def wait_for(self, what: str, seen: Callable[[], bool]) -> None:
         """Wait until `seen()`. A run that ends before, or takes too long, fails the test with its output."""

@@ -3,11 +3,16 @@ from dataclasses import dataclass
 import torch
 
 from rlctl.grpo.losses.base import PolicyLoss, PolicyTerm, PolicyTokens
+from rlctl.telemetry.metrics import LEARNING, Metric, PanelRow, ReportChart
+
+GATE = Metric("sapo/gate", "mean of the gate", chart=ReportChart(LEARNING, "Gate"), panel=[PanelRow("gate")])
 
 
 @dataclass(frozen=True)
 class Sapo(PolicyLoss):
     """-4 / tau sigmoid(tau (r - 1)) A: a bound that fades (SAPO, arXiv 2511.20347), with a tau for each sign of A."""
+
+    metrics = (GATE,)
 
     tau_up: float = 1.0
     tau_down: float = 1.05
@@ -15,4 +20,4 @@ class Sapo(PolicyLoss):
     def policy(self, tokens: PolicyTokens) -> PolicyTerm:
         tau = torch.where(tokens.advantage > 0, self.tau_up, self.tau_down)
         gate = 4 / tau * torch.sigmoid(tau * (tokens.ratio - 1))
-        return PolicyTerm(-gate * tokens.advantage)
+        return PolicyTerm(-gate * tokens.advantage, metrics={GATE.name: gate})

@@ -20,6 +20,7 @@ RECIPE = "calculator-agent-tiny"
 def test_two_steps_of_an_agent_train_one_row_an_episode(tmp_path: Path) -> None:
     run = Run(tmp_path, "agent", RECIPE, WITHOUT_VLLM, "grpo.num_steps=2", "validation.every=0")
     assert run.end() == 0, run.text()
+    assert run.undeclared() == set()
     for step in run.steps():
         assert step["mismatch/token_mult_prob_error"] < 1.001
         assert (step["agent/rows_per_episode"], step["environment/failed"]) == (1, 0)

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from rlctl.dashboard.dashboard import render
+from rlctl.dashboard.panels.learning import metrics_of
+from rlctl.dashboard.report.metric_charts import charts_of
 from rlctl.dashboard.state import read_state
 from tests.faults.runs import WITHOUT_VLLM, Run, outcomes, read
 from tests.system.test_eval import SAMPLED, evaluate, validation
@@ -107,7 +109,8 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Run:
     for name in ("my_loss.py", "rank_advantage.py"):
         text = (Path(__file__).parents[1] / "plugins" / name).read_text()
         assert len(text.splitlines()) < 30
-        (folder / name).write_text(text)
+        # A second metric, without a row.
+        (folder / name).write_text(text.replace("{GATE.name: gate}", "{GATE.name: gate, 'sapo/undeclared': gate}"))
     loss = ("grpo.loss.name=my_loss.py:Sapo", "grpo.loss.tau_down=2", "grpo.updates_per_step=2")
     advantage = "grpo.advantage={name: 'rank_advantage.py:RankAdvantage', most: 2.0}"
     validated = ("validation.at_start=false", "validation.every=2", *SAMPLED)
@@ -127,6 +130,18 @@ def test_a_loss_and_an_advantage_of_ones_own_are_trained_with_their_keys(own: Ru
         # The second update of a step is of a policy that has moved.
         assert step["ratio/max"] > 1 and "ratio/clipped_low" not in step
     assert "tau_down: 2" in (own.path / "config.yaml").read_text()
+
+
+@pytest.mark.slow
+def test_a_metric_of_ones_own_is_shown_with_its_meaning_and_an_undeclared_one_is_told_once(own: Run) -> None:
+    assert own.undeclared() == {"sapo/undeclared"}
+    told = [event["what"] for event in own.events() if "is not declared" in str(event.get("what"))]
+    assert len(told) == 1 and told[0].startswith("metric sapo/undeclared ")
+    state = read_state(own.path)
+    (chart,) = (chart for chart in charts_of([state]) if chart.title == "Gate")
+    assert chart.meanings == {"sapo/gate": "mean of the gate"} and len(chart.series[0].values) == 2
+    assert [shown.name for shown in metrics_of(state) if shown.label == "gate"] == ["sapo/gate"]
+    assert all(step["sapo/undeclared"] == step["sapo/gate"] > 0 for step in own.steps())
 
 
 @pytest.mark.long  # combination

@@ -29,6 +29,7 @@ def validations(run: Run) -> dict[int, dict[str, Any]]:
 def test_answers_are_measured_beside_the_loss(tmp_path: Path) -> None:
     run = Run(tmp_path, "sft", "sft.num_steps=2", "sft.batch_size=16", "validation.every=1", *RECIPE, *FEW, kind="sft")
     assert run.end() == 0, run.text()
+    assert run.undeclared() == set()
     found = validations(run)
     assert [*found] == [0, 1, 2]
     for each in found.values():
