@@ -1,8 +1,7 @@
-"""`rlctl bench agents`: the cost of the agents' endpoint, and turns through an SDK against those of an environment.
+"""`rlctl bench agents`: the cost of the agents' endpoint, without an engine.
 
-For the endpoint all of a run's parts but the engine are real: the pool with one process, the endpoint, histories and
-templates, the player. Agents only tell their addresses. Each session asks for several turns, one after another, over
-one connection.
+All of a run's parts but the engine are real: the pool with one process, the endpoint, histories and templates, the
+player. Agents only tell their addresses. Each session asks for several turns, one after another, over one connection.
 """
 
 import asyncio
@@ -20,9 +19,7 @@ import numpy as np
 import psutil
 
 from rlctl.bench.frame import Bench, Cells, Line, Results, ResultTable, Say
-from rlctl.bench.generation import GenerationBench, GenerationResults, GenerationRow
 from rlctl.bench.workload import random_words, word_tokenizer
-from rlctl.config.errors import Problem
 from rlctl.data.chat import ChatSpec
 from rlctl.data.tasks import Task
 from rlctl.environments.outcomes import AgentSpec, EnvironmentSpec
@@ -225,46 +222,20 @@ _LEGEND = (
 
 @dataclass(frozen=True)
 class AgentsBench(Bench):
-    """Requests of several sizes; then rollouts of both players, on the same engines."""
+    """Requests of several sizes, of one session and of many."""
 
     bodies: Sequence[int]  # bytes
     sessions: int
-    generation: GenerationBench | None  # None: without engines
-
-    def check(self) -> list[Problem]:
-        return self.generation.check() if self.generation else []
 
     def measure(self, folder: Path, say: Say) -> "AgentsResults":
-        (own := folder / "server").mkdir()
-        server = server_rows(self.bodies, self.sessions, own, say)
-        if self.generation is None:
-            return AgentsResults(server, None)
-        (own := folder / "generation").mkdir()
-        return AgentsResults(server, self.generation.measure(own, say))
+        return AgentsResults(server_rows(self.bodies, self.sessions, folder, say))
 
 
 @dataclass(frozen=True)
 class AgentsResults(Results):
-    """Rows of all sizes, and the results of both players."""
+    """Rows of all sizes."""
 
     rows: list[ServerRow]
-    generation: GenerationResults | None
-
-    @property
-    def share(self) -> float | None:
-        """Tokens a second of agents over those of environments, both of several turns; None where one is missing."""
-        rows: list[GenerationRow] = self.generation.rows if self.generation else []
-        rates = {row.player: row.rate for row in rows}
-        return rates["agent"] / rates["environment"] if {"agent", "environment"} <= set(rates) else None
 
     def report(self, wide: bool) -> list[Line | ResultTable]:
-        lines: list[Line | ResultTable] = [ResultTable([row.cells() for row in self.rows]), Line(_LEGEND, "dim")]
-        if self.generation is not None:
-            lines += self.generation.report(wide)
-        if self.share is not None:
-            lines.append(Line(f"agents sample {self.share:.1%} of the tokens/s of environments"))
-        return lines
-
-    def as_json(self) -> Any:
-        generation = None if self.generation is None else self.generation.as_json()
-        return {**super().as_json(), "generation": generation, "share": self.share}
+        return [ResultTable([row.cells() for row in self.rows]), Line(_LEGEND, "dim")]

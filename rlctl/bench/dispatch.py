@@ -1,18 +1,11 @@
-"""`rlctl bench dispatch`: the driver's cost of one call to a group of workers, and of an event of its rollouts.
+"""`rlctl bench dispatch`: the driver's cost of one call to a group of workers."""
 
-An event is the answer of one rollout, on virtual time: it is collected, its rollout ends, its group is counted and
-scored, and the engine begins others. Buffer, runner and dispatcher are a run's own; engines only answer. Ray's part of
-a call is not in it.
-"""
-
-import asyncio
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import psutil
@@ -20,18 +13,7 @@ from numpy.typing import NDArray
 
 from rlctl.bench.frame import Bench, Cells, Line, Results, ResultTable, Say
 from rlctl.dashboard.formats import count
-from rlctl.data.cursor import Cursor, TaskSource
-from rlctl.data.tasks import Task
-from rlctl.generation.engine import Engine, EngineStats, FinishedTurns
-from rlctl.generation.pool import GeneratorPool
-from rlctl.generation.requests import Completion, PackedCompletions, RequestId
 from rlctl.launch.local_ray import local_ray
-from rlctl.preflight.load import load
-from rlctl.rollout.buffer import RolloutBuffer
-from rlctl.rollout.dispatcher import RolloutDispatcher
-from rlctl.rollout.players.single_turn import SingleTurnPlayer
-from rlctl.rollout.runner import RolloutRunner
-from rlctl.utils.virtual_events import VirtualEvents
 from rlctl.workers.graph import GraphUnavailable
 from rlctl.workers.group import WorkerGroup, WorkerSpec
 
@@ -45,12 +27,6 @@ _LEGEND = (
     "ordinary, compiled: round trip of a call that only takes its payload, median, and p99 of the compiled one; "
     "submit: its part before the driver waits; idle: cores that a worker burns while its graph lives and nobody "
     "calls it"
-)
-
-
-_EVENTS = (
-    "event: CPU time of the driver from the answer of one rollout to the next order, without Ray's part of the calls; "
-    "admission: of all rollouts"
 )
 
 
@@ -81,14 +57,11 @@ class DispatchBench(Bench):
     workers: Sequence[int]  # sizes of the groups
     payloads: Sequence[int]  # bytes that every worker gets with a call
     calls: int  # of a row, at most
-    engines: Sequence[int]  # numbers of engines, for events
 
     def measure(self, folder: Path, say: Say) -> "DispatchResults":
-        say(f"events with {IN_FLIGHT:,} rollouts in flight")
-        events = event_rows(self.engines)
         with local_ray(folder):
             rows = [row for size in self.workers for row in self._rows(size, folder, say)]
-        return DispatchResults(rows, events)
+        return DispatchResults(rows)
 
     def _rows(self, workers: int, folder: Path, say: Say) -> "list[DispatchRow]":
         say(count(workers, "worker"))
@@ -181,113 +154,11 @@ class DispatchRow:
         ]
 
 
-IN_FLIGHT = 100_000
-_GROUP, _AGE, _COUNTED = 8, 7, 20_000
-# Steps that walk over engines in another order than theirs.
-_STRIDE = 7919
-_ZEROS = np.zeros(4, np.int32)
-_ANSWER = PackedCompletions.pack([Completion(_ZEROS, np.zeros(4, np.float32), _ZEROS, "stop")])
-
-
-@dataclass(frozen=True)
-class EventRow:
-    """Cost of an event with a number of engines."""
-
-    engines: int
-    # Rollouts that engines sample.
-    in_flight: int
-    # CPU seconds of an event, and of the admission of all rollouts.
-    event: float
-    admission: float
-
-    def cells(self) -> Cells:
-        """Return the cells of its table row."""
-        return [
-            ("engines", f"{self.engines:,}"),
-            ("in flight", f"{self.in_flight:,}"),
-            ("event", f"{1e3 * self.event:.3f} ms"),
-            ("admission", f"{self.admission:.1f} s"),
-        ]
-
-
-@dataclass(eq=False)
-class AnsweringWorker:
-    """`Worker` whose engine answers its oldest turn when it is told to."""
-
-    name: str
-    held: deque[RequestId] = field(default_factory=deque)
-    told: asyncio.Event = field(default_factory=asyncio.Event)
-    answers: int = 0
-
-    async def call(self, deadline_s: float, method: Callable[..., Any], *arguments: Any) -> Any:
-        if method is Engine.submit:
-            self.held.extend(request.id for request in arguments[0])
-            return None
-        await self.told.wait()
-        self.told.clear()
-        self.answers += 1
-        return FinishedTurns([self.held.popleft()], _ANSWER, EngineStats(steps=self.answers))
-
-
-@dataclass
-class AnsweringPool:
-    """`GeneratorPool`, as far as the dispatcher uses it, of engines that are never lost."""
-
-    slots: list[AnsweringWorker]
-    # Rollouts that an engine decodes at a time.
-    at_a_time: int
-    version: int = field(default=0, init=False)
-
-    @property
-    def engines(self) -> list[AnsweringWorker]:
-        return self.slots
-
-    def forget_gone(self) -> None:
-        """Do nothing: none is gone."""
-
-    def require_awake(self) -> None:
-        """Do nothing: engines never sleep."""
-
-
-def event_rows(engines: Sequence[int], in_flight: int = IN_FLIGHT, events: int = _COUNTED) -> list[EventRow]:
-    """Measure the cost of an event with each number of engines. events: number measured."""
-    return [_event_row(number, in_flight, events) for number in engines]
-
-
-def _event_row(engines: int, in_flight: int, events: int) -> EventRow:
-    workers = [AnsweringWorker(f"engine-{index}") for index in range(engines)]
-    at_a_time = max(1, in_flight // engines)
-    # More groups than engines take at a time, so that some wait: by a group an engine, and those of the events.
-    prompts = (in_flight // _GROUP + engines + events) // (_AGE + 1) + 1
-    sizes = (f"grpo.num_prompts_per_step={prompts}", f"grpo.num_generations_per_prompt={_GROUP}")
-    bound = ("async.enabled=true", f"async.max_trajectory_age_steps={_AGE}", "async.prefetch=full")
-    config = load("grpo", None, [*sizes, *bound, "generation.max_new_tokens=4"]).settled.config
-    loop, pool = VirtualEvents(), AnsweringPool(workers, at_a_time)
-    dispatcher = RolloutDispatcher(cast(GeneratorPool, pool), config.run, _say_nothing, loop)
-    source = TaskSource([Task("r0", [0] * 8, "", None)], Cursor(1, 0, False))
-    runner = RolloutRunner(SingleTurnPlayer(), dispatcher)
-    buffer = RolloutBuffer(config, source, dispatcher, runner, list, _say_nothing)
-    began = time.process_time()
-    buffer.admit(0)
-    loop.let_pass(0.0)
-    admission, held = time.process_time() - began, sum(len(worker.held) for worker in workers)
-    began = time.process_time()
-    for number in range(events):
-        workers[number * _STRIDE % engines].told.set()
-        loop.let_pass(0.0)
-    return EventRow(engines, held, (time.process_time() - began) / events, admission)
-
-
-def _say_nothing(kind: str, **fields: Any) -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class DispatchResults(Results):
-    """A row for each size of group and payload, and one for each number of engines."""
+    """A row for each size of group and payload."""
 
     rows: list[DispatchRow]
-    events: list[EventRow]
 
     def derived(self, row: DispatchRow) -> dict[str, Any]:
         return {"ratio": row.ratio}
@@ -296,8 +167,7 @@ class DispatchResults(Results):
         table = ResultTable([row.cells() for row in self.rows])
         reasons = sorted({row.why for row in self.rows if row.why})
         warnings = (Line(f"no compiled graph: {why}", "yellow") for why in reasons)
-        events = ResultTable([row.cells() for row in self.events])
-        return [table, *warnings, Line(_LEGEND, "dim"), events, Line(_EVENTS, "dim")]
+        return [table, *warnings, Line(_LEGEND, "dim")]
 
 
 def _time(seconds: float) -> str:

@@ -59,8 +59,6 @@ _TEMPLATE = (
 _BETWEEN = len(ANSWER.split()) + 5
 # Forced lengths are drawn, and cut at a turn's tokens: they are drawn from a range this much longer.
 _FAR = 1000
-# Names of the players of several turns, and the agent.
-_PARTNER, _ASKING = "environment", "rlctl.bench.slow_partner:converse"
 # Tokens of a turn before anything is counted, for kernels that are compiled when they are first used.
 _WARM_UP = 4
 # Bytes of the copy that tells the device's bandwidth.
@@ -87,7 +85,6 @@ class GenerationBench(Bench):
     pause: float  # seconds of the environment between two turns
     rounds: int
     extra: list[str]  # overrides of the GRPO config
-    agent: bool = False  # several turns are also asked for through the endpoint of agents
 
     def check(self) -> list[Problem]:
         if unknown := model_problems(self.model):
@@ -141,22 +138,16 @@ class GenerationBench(Bench):
         try:
             # Environments before Ray, which has threads: their processes are forked.
             with environment_pool(config, logs, emit) as environments, ExitStack() as stack:
-                setups = {_PARTNER: (config, environments, set_up(config, environments, chat, next(prompts)))}
-                if self.agent:
-                    asks = replace(config, agent=replace(config.agent, name=_ASKING))
-                    (logs / "agents").mkdir()
-                    agents = stack.enter_context(environment_pool(asks, logs / "agents", emit))
-                    setups["agent"] = asks, agents, set_up(asks, agents, chat, _asked(next(prompts), 1, 0.0))
+                setup = set_up(config, environments, chat, next(prompts))
                 dispatcher = stack.enter_context(engines(settled, files, (), 0, logs, emit, environments.events))
                 rows = []
                 for turns in self.turns:
-                    for player, (played_by, pool, setup) in setups.items() if turns > 1 else [("", setups[_PARTNER])]:
-                        own = _in_turns(replace(settled, config=played_by), turns)
-                        lengths = TurnLengths(dispatcher, turns, self.spread, self.tokens)
-                        played = pool if turns > 1 else None
-                        runner = make_runner(own, chat, lengths, played, setup, trains=False)
-                        rows.append(Played(player, lengths, runner))
-                        stack.callback(runner.close)
+                    own = _in_turns(settled, turns)
+                    lengths = TurnLengths(dispatcher, turns, self.spread, self.tokens)
+                    played = environments if turns > 1 else None
+                    runner = make_runner(own, chat, lengths, played, setup, trains=False)
+                    rows.append(Played(lengths, runner))
+                    stack.callback(runner.close)
                 rounds, interrupted = until_interrupted(self._measured(dispatcher, rows, prompts, say))
         except PlacementError as error:
             raise RuntimeError(str(error)) from error
@@ -204,7 +195,7 @@ class GenerationBench(Bench):
             self._round(dispatcher, each, prompts, 0, min(_WARM_UP, self.tokens // each.turns))
         for number in range(self.rounds):
             for each in rows:
-                say(f"{each.name}: round {number + 1} of {self.rounds}")
+                say(f"{count(each.turns, 'turn')}: round {number + 1} of {self.rounds}")
                 yield self._round(dispatcher, each, prompts, 1 + number, self.tokens // each.turns)
 
     def _round(
@@ -219,7 +210,7 @@ class GenerationBench(Bench):
         turns = played.turns
         played.lengths.tokens = turns * length
         sampling = Sampling("train", turns, self.prompts, self.generations, length, 1.0)
-        tasks = [_asked(each, turns, self.pause) for each in islice(prompts, self.prompts)]
+        tasks = list(islice(prompts, self.prompts))
         before, cpu = dispatcher.stats(), time.process_time()
         begin = time.perf_counter()
         groups = dispatcher.sample(played.runner, sampling, tasks, version)
@@ -269,9 +260,8 @@ def turn_lengths(rollout: RolloutId, turns: int, tokens: int, spread: float) -> 
 
 @dataclass(frozen=True, eq=False)
 class Played:
-    """Rollouts of a row, and their player: `agent`, or the partner; empty for a single turn."""
+    """Rollouts of a row."""
 
-    player: str
     lengths: TurnLengths
     runner: "RolloutRunner"
 
@@ -279,11 +269,6 @@ class Played:
     def turns(self) -> int:
         """Turns of a rollout."""
         return self.lengths.turns
-
-    @property
-    def name(self) -> str:
-        """Turns and player, in words."""
-        return " ".join([count(self.turns, "turn"), self.player]).strip()
 
 
 @dataclass(frozen=True)
@@ -307,7 +292,6 @@ class Round:
 class GenerationRow:
     """Rollouts of a number of turns."""
 
-    player: str  # environment, agent; empty for one turn
     turns: int
     rollouts: int  # of a round
     tokens: int  # sampled in a mean turn
@@ -336,7 +320,6 @@ def _row(
     weights = refit_bytes(sizes, settled.generation_dtype) / generation.tensor_parallel_size
     per_token = token_bytes(sizes, settled.generation_dtype, generation.tensor_parallel_size)
     return GenerationRow(
-        player=played.player,
         turns=turns,
         rollouts=bench.prompts * bench.generations,
         tokens=bench.tokens // turns,
@@ -378,11 +361,6 @@ def _prompts(chat: "Chat") -> Iterator[Task]:
         yield Task(f"r{number}", prompt.tokens, prompt.text, None, {"prompt": text}, messages=messages)
 
 
-def _asked(task: Task, turns: int, pause: float) -> Task:
-    """Return a task that tells an agent how long to talk."""
-    return replace(task, row={**task.row, "turns": turns, "pause": pause})
-
-
 def _in_turns(settled: SettledGrpo, turns: int) -> SettledGrpo:
     environment = replace(settled.config.environment, max_turns=turns)
     return replace(settled, config=replace(settled.config, environment=environment))
@@ -412,7 +390,7 @@ class GenerationResults(Results):
 
     def _cells(self, row: GenerationRow) -> Cells:
         return [
-            ("turns", _name(row)),
+            ("turns", f"{row.turns} of {row.tokens:,}"),
             ("tok/s/dev", f"{row.rate:,.0f}"),
             ("x first", f"{row.rate / self.rows[0].rate:.2f}"),
             ("prefix", f"{row.prefix:.1%}"),
@@ -422,7 +400,3 @@ class GenerationResults(Results):
             ("idle", f"{row.idle:.1%}"),
             ("driver", f"{row.driver:.1%}"),
         ]
-
-
-def _name(row: GenerationRow) -> str:
-    return " ".join([f"{row.turns} of {row.tokens:,}", row.player]).strip()

@@ -6,8 +6,7 @@ from typing import Annotated, get_args
 import typer
 
 from rlctl.bench.frame import numbers, words
-from rlctl.cli import bench_sampling
-from rlctl.cli.arguments import AsJson
+from rlctl.cli.arguments import AsJson, finite
 from rlctl.cli.bench_frame import RunSettings, TrainedModel, read_lengths, run_bench
 from rlctl.cli.output import examples
 from rlctl.config.errors import Problem
@@ -193,8 +192,62 @@ def sft(
     run_bench(bench, as_json)
 
 
-app.command(epilog=bench_sampling.GENERATION_EPILOG)(bench_sampling.generation)
-app.command(epilog=bench_sampling.AGENTS_EPILOG)(bench_sampling.agents)
+@app.command(
+    epilog=examples(
+        "rlctl bench generation",
+        "rlctl bench generation --model qwen3-0.6b --tokens 256 --turns 1",
+        "rlctl bench generation --prompts 32 --pause 1 --set generation.max_num_seqs=128 --json",
+    )
+)
+def generation(
+    model: TrainedModel = None,
+    turns: Annotated[str | None, typer.Option(help="A row for each. Default: 1,8; on a CPU 1,4.")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Sampled tokens of a rollout, in all turns. Default: 1024; on a CPU 64.")
+    ] = None,
+    prompts: Annotated[int | None, typer.Option(min=1, help="Prompts of a round. Default: 64; on a CPU 4.")] = None,
+    generations: Annotated[int, typer.Option(min=2, help="Rollouts of each prompt.")] = 8,
+    spread: Annotated[
+        float, typer.Option(min=0, max=3, help="Sigma of the log-normal lengths of a rollout's turns; 0: all alike.")
+    ] = 0.5,
+    pause: Annotated[
+        float, typer.Option(min=0, callback=finite, help="Seconds of the environment between two turns.")
+    ] = 0.2,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of each row, after a warm-up.")] = 3,
+    override: RunSettings = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time the sampling of engines, in one turn and in several with an environment, against the device's limit."""
+    from rlctl.bench.generation import GenerationBench
+
+    gpus, problems = count_gpus(), list[Problem]()
+    bench = GenerationBench(
+        model=model or ("qwen3-1.7b" if gpus else "tiny"),
+        prompts=prompts or (64 if gpus else 4),
+        generations=generations,
+        tokens=tokens or (1024 if gpus else 64),
+        turns=numbers("--turns", turns or ("1,8" if gpus else "1,4"), "1,8", problems),
+        spread=spread,
+        pause=pause,
+        rounds=rounds,
+        extra=override or [],
+    )
+    run_bench(bench, as_json, problems)
+
+
+@app.command(epilog=examples("rlctl bench agents", "rlctl bench agents --bodies 7KB --sessions 64 --json"))
+def agents(
+    bodies: Annotated[str, typer.Option(help="Sizes of a session's first request, a row for each.")] = "7KB,77KB",
+    sessions: Annotated[int, typer.Option(min=1, help="Sessions at one time, in one process.")] = 512,
+    as_json: AsJson = False,
+) -> None:
+    """Time the endpoint of agents, in the agents' process and in the driver."""
+    from rlctl.bench.agents import AgentsBench
+    from rlctl.bench.dispatch import UNITS
+
+    problems: list[Problem] = []
+    sizes = numbers("--bodies", bodies, "7KB,77KB", problems, UNITS)
+    run_bench(AgentsBench(sizes, sessions), as_json, problems)
 
 
 @app.command(
@@ -246,17 +299,15 @@ def dispatch(
         str, typer.Option(help="What each worker gets with a call, in bytes, KB or MB.")
     ] = "1KB,1MB,8MB",
     calls: Annotated[int, typer.Option(min=20, help="Calls for each row. A row of slow ones ends after 10 s.")] = 1000,
-    engines: Annotated[str, typer.Option(help="Numbers of engines, for the cost of an event.")] = "8,64,512",
     as_json: AsJson = False,
 ) -> None:
-    """Time the driver: one call to a group of workers, ordinary and compiled, and an event with many engines."""
+    """Time one call of the driver to a group of workers, ordinary and compiled."""
     from rlctl.bench.dispatch import UNITS, DispatchBench
 
     problems: list[Problem] = []
     sizes = numbers("--workers", workers, "1,2,4", problems)
     bytes_ = numbers("--payloads", payloads, "1KB,8MB", problems, UNITS)
-    numbers_ = numbers("--engines", engines, "8,64", problems)
-    run_bench(DispatchBench(sizes, bytes_, calls, numbers_), as_json, problems)
+    run_bench(DispatchBench(sizes, bytes_, calls), as_json, problems)
 
 
 @app.command(

@@ -20,7 +20,6 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from rlctl.cli import bench as bench_commands
-from rlctl.cli import bench_sampling
 from rlctl.cli.arguments import split
 from rlctl.cli.main import app
 from rlctl.config.compose import compose
@@ -216,9 +215,8 @@ def check_rlctl(reader: Path, monkeypatch: pytest.MonkeyPatch, words: list[str])
         def check(bench: Any, as_json: bool, problems: Any = (), plot: Path | None = None) -> None:
             mistakes.extend([*problems, *bench.check()])
 
-        for commands in (bench_commands, bench_sampling):
-            monkeypatch.setattr(commands, "run_bench", check)
-            monkeypatch.setattr(commands, "count_gpus", lambda: 8 * ("tiny" not in " ".join(words)))
+        monkeypatch.setattr(bench_commands, "run_bench", check)
+        monkeypatch.setattr(bench_commands, "count_gpus", lambda: 8 * ("tiny" not in " ".join(words)))
         for each in [word for word in words if word.startswith("path/")]:
             folders.write(reader / "written")
             (reader / each).parent.mkdir(parents=True, exist_ok=True)

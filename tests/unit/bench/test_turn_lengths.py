@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rlctl.bench.generation import TurnLengths, turn_lengths
 from rlctl.generation.requests import Completion, RequestId, RolloutId, TurnRequest
-from rlctl.utils.virtual_events import VirtualEvents
+from tests.virtual_events import VirtualEvents
 
 
 def rollout(group: int, index: int) -> RolloutId:

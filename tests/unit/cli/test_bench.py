@@ -10,7 +10,7 @@ import pytest
 import typer
 from rich.console import Console
 
-from rlctl.bench.dispatch import UNITS, DispatchResults, DispatchRow, EventRow, Spread
+from rlctl.bench.dispatch import UNITS, DispatchResults, DispatchRow, Spread
 from rlctl.bench.frame import Bench, Results, Say, numbers, until_interrupted
 from rlctl.bench.offload import CopyRates, OffloadResults, StepRow
 from rlctl.bench.refit_results import RefitResults, SchemeRow
@@ -231,13 +231,12 @@ def test_rows_of_bench_dispatch_are_shown_with_and_without_a_graph() -> None:
         DispatchRow(4, 1024, ordinary, compiled, Spread(4e-5, 9e-5, 900), 0.06, ""),
         DispatchRow(4, 8 << 20, ordinary, None, None, 0.0, "Ray 3.0 is none of the releases"),
     ]
-    found = shown(DispatchResults(rows, [EventRow(512, 102_400, 3e-5, 4.0)]))
+    found = shown(DispatchResults(rows))
     assert "…" not in found and max(map(len, found.splitlines())) <= 80
     text = " ".join(found.split())
     assert "4 1 KB 2.60 ms 400 us 1.90 ms 6.5x 40 us 0.06" in text
     assert "4 8 MB 2.60 ms 0.00" in text
     assert "no compiled graph: Ray 3.0 is none of the releases" in text
-    assert "512 102,400 0.030 ms 4.0 s" in text
 
 
 def results() -> RefitResults:

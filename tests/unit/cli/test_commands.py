@@ -62,7 +62,10 @@ def test_a_word_of_another_tool_or_a_slip_is_answered_in_one_line(rlctl: Rlctl, 
             "invalid value for '--temperature': must be a finite number, not inf; see rlctl chat",
         ),
         ("env check x --timeout nan", "invalid value for '--timeout': "),
-        ("bench agents --pause inf", "invalid value for '--pause': must be a finite number, not inf; see rlctl bench"),
+        (
+            "bench generation --pause inf",
+            "invalid value for '--pause': must be a finite number, not inf; see rlctl bench",
+        ),
         ("model check", "missing argument 'FOLDER | NAME | RUN'; see rlctl model check --help"),
         ("export a b c", "got unexpected extra argument(s) (c); see rlctl export --help"),
         (

@@ -45,8 +45,8 @@ from rlctl.rollout.players.single_turn import SingleTurnPlayer
 from rlctl.rollout.runner import RolloutRunner
 from rlctl.rollout.types import RolloutGroup, Sampling
 from rlctl.rollout.wait_deadline import WaitDeadline
-from rlctl.utils.virtual_events import VirtualEvents
 from tests.unit.rollout.fake_engine import FakeRefit, FakeWorker, answer
+from tests.virtual_events import VirtualEvents
 
 DEADLINE, EXPLAIN = 12.0, 3.0
 ROWS = [Task(f"r{i}", [5, 9], "", None) for i in range(7)]

@@ -10,7 +10,6 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from rlctl.bench.dispatch import AnsweringPool
 from rlctl.data.cursor import Cursor, TaskSource
 from rlctl.data.tasks import Task
 from rlctl.generation.engine import Engine, EngineStats, FinishedTurns
@@ -23,6 +22,7 @@ from rlctl.rollout.policy import Policy
 from rlctl.rollout.runner import SLICE, RolloutRunner
 from rlctl.rollout.types import Rollout, RolloutStart, Sampling
 from rlctl.utils.event_loop import EventLoop
+from tests.unit.rollout.test_event_cost import AnsweringPool
 from tests.waiting import until
 
 GROUP, PROMPTS = 8, 512

@@ -27,9 +27,9 @@ from rlctl.rollout.players.single_turn import SingleTurnPlayer
 from rlctl.rollout.runner import RolloutRunner
 from rlctl.rollout.turn_placement import LeastLoaded
 from rlctl.rollout.types import Sampling
-from rlctl.utils.virtual_events import VirtualEvents
 from tests.turns import turn, turns
 from tests.unit.rollout.fake_engine import FakeRefit, FakeWorker, answer
+from tests.virtual_events import VirtualEvents
 
 Answer = tuple[TurnRequest, Completion]
 DEADLINE = 10.0

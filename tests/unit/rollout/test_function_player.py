@@ -28,11 +28,11 @@ from rlctl.rollout.players.episode_state import EpisodeLimits
 from rlctl.rollout.players.function import FunctionPlayer
 from rlctl.rollout.runner import RolloutRunner
 from rlctl.rollout.types import PlayedEpisode, Rollout
-from rlctl.utils.virtual_events import VirtualEvents
 from rlctl.workers.user_logs import FailureLog
 from tests.unit.data.conftest import tokenizer
 from tests.unit.environments.test_rollout_function import Here
 from tests.unit.rollout.test_player import CHATML, LIMITS, ScriptedEngines, begin, go_on, start, stop
+from tests.virtual_events import VirtualEvents
 
 __all__ = ["tokenizer"]
 

@@ -20,10 +20,10 @@ from rlctl.rollout.players.environment import EnvironmentPlayer
 from rlctl.rollout.players.episode_state import EpisodeLimits
 from rlctl.rollout.runner import RolloutRunner
 from rlctl.rollout.types import PlayedEpisode, Rollout, RolloutStart
-from rlctl.utils.virtual_events import VirtualEvents
 from rlctl.workers.user_logs import FailureLog
 from tests.unit.data.conftest import CHATML, THINKING, UNMARKED, tokenizer
 from tests.unit.data.test_turn_link import STRIPS, TOOLS
+from tests.virtual_events import VirtualEvents
 
 __all__ = ["tokenizer"]
 

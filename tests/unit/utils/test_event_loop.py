@@ -14,7 +14,7 @@ from inspect import CORO_CLOSED, getcoroutinestate
 import pytest
 
 from rlctl.utils.event_loop import WAITS_FOR_ITSELF, EventLoop
-from rlctl.utils.virtual_events import VirtualEvents
+from tests.virtual_events import VirtualEvents
 
 LATE_S = random.Random(0)
 

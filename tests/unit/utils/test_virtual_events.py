@@ -3,7 +3,7 @@
 import asyncio
 from inspect import CORO_CLOSED, getcoroutinestate
 
-from rlctl.utils.virtual_events import VirtualEvents
+from tests.virtual_events import VirtualEvents
 
 
 def test_a_closed_loop_has_ended_its_tasks_also_those_that_never_began() -> None:
