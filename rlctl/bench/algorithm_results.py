@@ -8,14 +8,7 @@ from typing import Any
 from rlctl.bench.charts import Curve, CurveChart
 from rlctl.bench.frame import Cells, Line, Results, ResultTable
 from rlctl.config.schema import GrpoConfig
-from rlctl.grpo.metric_rows import (
-    GENERATED_TOKENS,
-    HELD_OUT_ACCURACY,
-    REPLACED_GROUPS,
-    SURPLUS_GROUPS,
-    SURPLUS_TOKENS,
-    WASTED_TOKENS,
-)
+from rlctl.grpo import metric_rows
 from rlctl.telemetry.clock import STEP_SECONDS
 from rlctl.telemetry.jsonl import Record
 
@@ -49,16 +42,16 @@ def learning_curve(seed: int, records: Sequence[Record], config: GrpoConfig) -> 
     rollouts, seconds, tokens, wasted = 0, 0.0, 0.0, 0.0
     for record in records:
         if record["kind"] == "step":
-            extra = record.get(REPLACED_GROUPS.name, 0.0) + record.get(SURPLUS_GROUPS.name, 0.0)
+            extra = record.get(metric_rows.REPLACED_GROUPS.name, 0.0) + record.get(metric_rows.SURPLUS_GROUPS.name, 0.0)
             rollouts += int(config.grpo.num_prompts_per_step + extra) * config.grpo.num_generations_per_prompt
             seconds += record[STEP_SECONDS.name]
-            generated = record[GENERATED_TOKENS.name] + record.get(SURPLUS_TOKENS.name, 0.0)
-            tokens, wasted = tokens + generated, wasted + generated * record.get(WASTED_TOKENS.name, 0.0)
-        elif HELD_OUT_ACCURACY.name in record:
+            generated = record[metric_rows.GENERATED_TOKENS.name] + record.get(metric_rows.SURPLUS_TOKENS.name, 0.0)
+            tokens, wasted = tokens + generated, wasted + generated * record.get(metric_rows.WASTED_TOKENS.name, 0.0)
+        elif metric_rows.HELD_OUT_ACCURACY.name in record:
             curve.steps.append(record["step"])
             curve.rollouts.append(rollouts)
             curve.seconds.append(seconds)
-            curve.accuracy.append(record[HELD_OUT_ACCURACY.name])
+            curve.accuracy.append(record[metric_rows.HELD_OUT_ACCURACY.name])
     if not curve.accuracy:
         raise RuntimeError(f"seed {seed}: no held-out accuracy was measured")
     return LearningCurve(**{**vars(curve), "tokens": int(tokens), "wasted": wasted / max(1.0, tokens)})

@@ -12,20 +12,8 @@ from rlctl.dashboard.console import make_table, names, texts
 from rlctl.dashboard.event_text import ENDS, one_line
 from rlctl.dashboard.formats import duration, error_factor, gib, number, percent, span
 from rlctl.dashboard.state import RunState, best_checkpoint
+from rlctl.grpo import metric_rows
 from rlctl.grpo.losses.sections import STEP_MISMATCH
-from rlctl.grpo.metric_rows import (
-    ACCURACY,
-    AGE,
-    FAILED_REWARDS,
-    FAILED_SHARE,
-    GREATEST_AGE,
-    HELD_OUT_ACCURACY,
-    MIXED_VERSIONS,
-    PARITY,
-    PASS_AT_K,
-    REWARD,
-    UNIFORM_GROUPS,
-)
 from rlctl.run.health import ANSWERS, SKIPPED_UPDATES, UNSCORED_ANSWERS
 from rlctl.sft.metric_rows import HELD_OUT_LOSS, NLL
 from rlctl.telemetry.clock import STEP_SECONDS
@@ -80,11 +68,11 @@ def facts_of(state: RunState) -> Iterator[tuple[str, str]]:
     for line in state.start.get("damaged") or []:
         yield "damaged", f"{one_line(line)}; resumed after step {state.start.get('start_step', 0)} instead"
     for label, name, show in (
-        ("validation accuracy", HELD_OUT_ACCURACY.name, percent),
-        ("validation pass@k", PASS_AT_K.name, percent),
+        ("validation accuracy", metric_rows.HELD_OUT_ACCURACY.name, percent),
+        ("validation pass@k", metric_rows.PASS_AT_K.name, percent),
         ("validation loss", HELD_OUT_LOSS.name, number),
-        ("train accuracy", ACCURACY.name, percent),
-        ("reward", REWARD.name, number),
+        ("train accuracy", metric_rows.ACCURACY.name, percent),
+        ("reward", metric_rows.REWARD.name, number),
         ("loss", NLL.name, number),
     ):
         if series := state.series(name):
@@ -95,7 +83,7 @@ def facts_of(state: RunState) -> Iterator[tuple[str, str]]:
         yield "last validation", missing
     if skipped := sum(state.values(SKIPPED_UPDATES.name)):
         yield "skipped updates", f"{skipped:,.0f} without an optimizer step ({SKIPPED_UPDATES.name})"
-    if (uniform := state.values(UNIFORM_GROUPS.name)) and (share := sum(uniform) / len(uniform)) >= _MOSTLY:
+    if (uniform := state.values(metric_rows.UNIFORM_GROUPS.name)) and (share := sum(uniform) / len(uniform)) >= _MOSTLY:
         yield "little to learn", f"{percent(share)} of the groups had equal rewards: rlctl runs rollouts shows them"
     if failed := _failed_rewards(state):
         yield "failed rewards", failed
@@ -108,10 +96,10 @@ def facts_of(state: RunState) -> Iterator[tuple[str, str]]:
         yield "checkpoint", str(newest.get("path", f"step {newest['step']}"))
     yield from _speed(state)
     # Where older weights sample, or a cut distribution, the largest value is no error.
-    apart = any(state.values(GREATEST_AGE.name)) or state.cuts_distribution
+    apart = any(state.values(metric_rows.GREATEST_AGE.name)) or state.cuts_distribution
     if (mismatch := state.values(STEP_MISMATCH.name)) and not apart:
         yield "mismatch", f"{error_factor(max(mismatch))} at most (1 is exact)"
-    if parity := state.values(PARITY.name):
+    if parity := state.values(metric_rows.PARITY.name):
         yield "parity", f"{error_factor(max(parity))} at most (1 is exact), under equal weights"
     if state.health:
         warnings = []
@@ -130,18 +118,18 @@ def _failed_validation(state: RunState) -> str:
     last = state.validations.last
     if not (failed := last.get(UNSCORED_ANSWERS.name, 0)):
         return ""
-    unknown = "" if HELD_OUT_ACCURACY.name in last else ", so that it has no accuracy"
+    unknown = "" if metric_rows.HELD_OUT_ACCURACY.name in last else ", so that it has no accuracy"
     answers = last.get(ANSWERS.name, failed)
     return f"step {last['step']}: rewards failed for {failed:,.0f} of {answers:,.0f} answers{unknown}"
 
 
 def _failed_rewards(state: RunState) -> str:
     """Return how many rollouts had failed rewards, in training and validation; empty if none had."""
-    failed = [count for count in state.values(FAILED_REWARDS.name) if count]
+    failed = [count for count in state.values(metric_rows.FAILED_REWARDS.name) if count]
     held_out = sum(state.values(UNSCORED_ANSWERS.name))
     parts = []
     if failed:
-        most = max(state.values(FAILED_SHARE.name), default=0.0)
+        most = max(state.values(metric_rows.FAILED_SHARE.name), default=0.0)
         steps = f"{len(failed)} of {len(state.steps)} steps"
         parts.append(f"{sum(failed):,.0f} rollouts in {steps}, at most {percent(most)} of a step's")
     if held_out:
@@ -160,8 +148,8 @@ def _speed(state: RunState) -> Iterator[tuple[str, str]]:
         yield "step time", f"{duration(step)}: {top}"
     if idle := _means(state, percent, "idle", ("trainer", "generator")):
         yield "idle", idle
-    if (age := state.mean(AGE.name)) is not None:
-        oldest, mixed = max(state.values(GREATEST_AGE.name)), state.mean(MIXED_VERSIONS.name)
+    if (age := state.mean(metric_rows.AGE.name)) is not None:
+        oldest, mixed = max(state.values(metric_rows.GREATEST_AGE.name)), state.mean(metric_rows.MIXED_VERSIONS.name)
         yield "age of groups", f"mean {number(age)} · at most {oldest:.0f} steps · mixed versions {percent(mixed)}"
     if advice := hint(state):
         yield "advice", advice

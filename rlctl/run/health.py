@@ -13,22 +13,19 @@ from typing import Any
 from rlctl.telemetry.metrics import LEARNING, WITH_SAMPLES, Metric, PanelRow, ReportChart, rows_where
 from rlctl.training.metric_rows import GRAD_NORM
 
-SKIPPED_UPDATES = Metric(
-    "train/skipped_updates", "updates without an optimizer step: no token to train on, or a gradient of exactly 0"
-)
+# A table: each row fills its lines.
+# fmt: off
+SKIPPED_UPDATES = Metric("train/skipped_updates",
+    "updates without an optimizer step: no token to train on, or a gradient of exactly 0")
 ANSWERS = Metric("validation/answers", "held-out answers, with a score or without", chart=None)
-UNSCORED_ANSWERS = Metric(
-    "validation/failed_rewards",
-    "held-out answers without a score, because a reward failed",
-    chart=ReportChart(LEARNING, "Failed rewards", 162),
-    panel=[PanelRow("val failed", 20, "bold red", failure=True)],
-)
+UNSCORED_ANSWERS = Metric("validation/failed_rewards", "held-out answers without a score, because a reward failed",
+    chart=ReportChart(LEARNING, "Failed rewards", 162), panel=[PanelRow("val failed", 20, "bold red", failure=True)])
 WEIGHT_VERSION = Metric("version", "weight version: optimizer steps in the weights", chart=None)
 METRICS = (
-    WEIGHT_VERSION,
-    SKIPPED_UPDATES,
+    WEIGHT_VERSION, SKIPPED_UPDATES,
     *rows_where(WITH_SAMPLES, ANSWERS, UNSCORED_ANSWERS),
 )
+# fmt: on
 
 Metrics = Mapping[str, float]
 # (metric's value, its bound, the warning's words), or None within the bound.

@@ -8,9 +8,10 @@ from rlctl.telemetry.metrics import IN_GRPO, SPEED, Metric, ReportChart, rows_wh
 from rlctl.utils.devices import utilization_meter
 
 _MEMORY = ReportChart(SPEED, "Memory, GiB", 80)
-UTILIZATION = Metric(
-    "device/utilization", "share of the devices in use", "share", chart=ReportChart(SPEED, "Devices in use", 50)
-)
+# A table: each row fills its lines.
+# fmt: off
+UTILIZATION = Metric("device/utilization", "share of the devices in use", "share",
+    chart=ReportChart(SPEED, "Devices in use", 50))
 METRICS = rows_where(
     IN_GRPO,
     Metric("memory/trainer_gib", "peak memory of a trainer rank, GiB", chart=_MEMORY),
@@ -18,6 +19,7 @@ METRICS = rows_where(
     Metric("memory/driver_gib", "memory of the driver, GiB", chart=_MEMORY),
     UTILIZATION,
 )
+# fmt: on
 
 GIB = float(2**30)
 EVERY_S = 5.0

@@ -17,43 +17,27 @@ _GENERATION = ReportChart(SPEED, "Generation, tokens/s/device", 20)
 _IDLE = ReportChart(SPEED, "Idle", 40)
 _USE = ReportChart(SPEED, "Devices in use", 51)
 _TOKENS = ReportChart(GROUPS, "Tokens of a step", 12)
-TRAINED_TOKENS = Metric(
-    "tokens/trained",
-    "tokens that went through the update",
-    chart=_TOKENS,
-    panel=[PanelRow("tokens", 270, algorithm="sft")],
-)
+# A table: each row fills its lines.
+# fmt: off
+TRAINED_TOKENS = Metric("tokens/trained", "tokens that went through the update", chart=_TOKENS,
+    panel=[PanelRow("tokens", 270, algorithm="sft")])
 EFFECTIVE = Metric("throughput/effective", "end to end, trained tokens/s/device", chart=_RATES)
 TRAINING = Metric("throughput/training", "training only, tokens/s/device", chart=_RATES)
 GENERATION = Metric("throughput/generation", "generation only, tokens/s/device", chart=_GENERATION)
-MFU = Metric(
-    "throughput/mfu",
-    "model FLOPs utilisation while training, share; of a frozen weight 4 FLOPs a token count",
-    "share",
-    chart=_USE,
-)
-MFU_6N = Metric(
-    "throughput/mfu_6n", "the same with 6 FLOPs for each weight, as if none were frozen; only with adapters", "share"
-)
+MFU = Metric("throughput/mfu",
+    "model FLOPs utilisation while training, share; of a frozen weight 4 FLOPs a token count", "share", chart=_USE)
+MFU_6N = Metric("throughput/mfu_6n",
+    "the same with 6 FLOPs for each weight, as if none were frozen; only with adapters", "share")
 TRAINER_IDLE = Metric("idle/trainer", "share of the step in which the trainer did nothing", "share", chart=_IDLE)
 GENERATOR_IDLE = Metric("idle/generator", "share of the step in which the generator did nothing", "share", chart=_IDLE)
-GENERATOR_IN_REFIT = Metric(
-    "idle/generator_refit",
-    "share of the step in which a refit kept the generator from sampling",
-    "share",
-    chart=_IDLE,
-    when=IN_ASYNC,
-)
+GENERATOR_IN_REFIT = Metric("idle/generator_refit",
+    "share of the step in which a refit kept the generator from sampling", "share", chart=_IDLE, when=IN_ASYNC)
 METRICS = (
-    TRAINED_TOKENS,
-    EFFECTIVE,
-    TRAINING,
-    MFU,
-    MFU_6N,
-    TRAINER_IDLE,
+    TRAINED_TOKENS, EFFECTIVE, TRAINING, MFU, MFU_6N, TRAINER_IDLE,
     *rows_where(IN_GRPO, GENERATION, GENERATOR_IDLE),
     GENERATOR_IN_REFIT,
 )
+# fmt: on
 
 # Peak dense bf16 FLOP/s of a device, from its vendor's data sheet (without sparsity); of an SXM module.
 PEAK_FLOPS = {"A100": 312e12, "H100": 989.4e12, "H200": 989.4e12, "B200": 2250e12}

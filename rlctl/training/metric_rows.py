@@ -3,32 +3,21 @@
 from rlctl.telemetry.metrics import LEARNING, WEIGHT_UPDATES, Metric, PanelRow, ReportChart
 
 _OFFLOADED = ReportChart(WEIGHT_UPDATES, "Offloaded, GB", 50)
-GRAD_NORM = Metric(
-    "train/grad_norm",
-    "gradient norm before clipping",
-    chart=ReportChart(LEARNING, "Gradient norm", 110),
-    panel=[PanelRow("grad norm", 90)],
-)
-LEARNING_RATE = Metric(
-    "train/lr", "learning rate", chart=ReportChart(LEARNING, "Learning rate", 120), panel=[PanelRow("learn rate", 260)]
-)
+# A table: each row fills its lines.
+# fmt: off
+GRAD_NORM = Metric("train/grad_norm", "gradient norm before clipping",
+    chart=ReportChart(LEARNING, "Gradient norm", 110), panel=[PanelRow("grad norm", 90)])
+LEARNING_RATE = Metric("train/lr", "learning rate", chart=ReportChart(LEARNING, "Learning rate", 120),
+    panel=[PanelRow("learn rate", 260)])
 METRICS = (
-    GRAD_NORM,
-    LEARNING_RATE,
+    GRAD_NORM, LEARNING_RATE,
     Metric("train/padding", "share of the computed tokens that fill rows up, for a model that is not packed", "share"),
     Metric("train/parts", "parts that the step was trained in, as its groups came"),
-    Metric(
-        "offload/to_host_gb",
-        "optimizer state and other state that a trainer rank moved to the host in the step, GB",
-        chart=_OFFLOADED,
-        over_updates="sum",
-    ),
+    Metric("offload/to_host_gb",
+        "optimizer state and other state that a trainer rank moved to the host in the step, GB", chart=_OFFLOADED,
+        over_updates="sum"),
     Metric("offload/to_device_gb", "the same back to the device, GB", chart=_OFFLOADED.at(51), over_updates="sum"),
-    Metric(
-        "offload/seconds",
-        "seconds of those copies; computing goes on during some of them",
-        "seconds",
-        chart=ReportChart(WEIGHT_UPDATES, "Offloading, seconds", 40),
-        over_updates="sum",
-    ),
+    Metric("offload/seconds", "seconds of those copies; computing goes on during some of them", "seconds",
+        chart=ReportChart(WEIGHT_UPDATES, "Offloading, seconds", 40), over_updates="sum"),
 )
+# fmt: on

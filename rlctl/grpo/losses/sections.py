@@ -130,85 +130,39 @@ _WITH_MASK = grpo_where(
 _CLIPPED = ReportChart(LEARNING, "Clipped tokens", 130)
 _RATIO = ReportChart(LEARNING, "Policy ratio", 140)
 _WEIGHTS = ReportChart(MISMATCH, "Importance weights", 40)
-POLICY_LOSS = Metric(
-    "loss/policy", "policy loss", chart=ReportChart(LEARNING, "Loss", 50), panel=[PanelRow("loss", 70)]
-)
-KL_TO_REFERENCE = Metric(
-    "loss/kl",
-    "KL to the reference, nats a token",
-    chart=ReportChart(LEARNING, "KL to the reference", 60),
-    panel=[PanelRow("KL", 80)],
-    when=_WITH_KL,
-)
-STEP_MISMATCH = Metric(
-    "mismatch/token_mult_prob_error",
+# A table: each row fills its lines.
+# fmt: off
+POLICY_LOSS = Metric("loss/policy", "policy loss", chart=ReportChart(LEARNING, "Loss", 50),
+    panel=[PanelRow("loss", 70)])
+KL_TO_REFERENCE = Metric("loss/kl", "KL to the reference, nats a token",
+    chart=ReportChart(LEARNING, "KL to the reference", 60), panel=[PanelRow("KL", 80)], when=_WITH_KL)
+STEP_MISMATCH = Metric("mismatch/token_mult_prob_error",
     "mean over tokens of exp|trainer - generator log-prob|; 1 is exact; "
-    "under top_p or top_k it holds the probability that they cut",
-    "factor",
-    chart=ReportChart(MISMATCH, "Mismatch", 10),
-    panel=[PanelRow("mismatch", 120)],
-    over_updates="first",
-)
-MISMATCH_KL = Metric(
-    "mismatch/kl",
-    "KL between generator and trainer, nats a token",
-    chart=ReportChart(MISMATCH, "KL of generator and trainer", 30),
-    over_updates="first",
-)
-IMPORTANCE = Metric(
-    "importance/mean",
-    "mean of proximal / rollout before it is cut; its expectation is 1",
-    chart=_WEIGHTS,
-    when=_WITH_WEIGHTS,
-)
-CLIPPED_LOW = Metric(
-    "ratio/clipped_low", "share of tokens clipped below", "share", chart=_CLIPPED, panel=[PanelRow("clip low", 200)]
-)
-CLIPPED_HIGH = Metric(
-    "ratio/clipped_high",
-    "share of tokens clipped above",
-    "share",
-    chart=_CLIPPED.at(131),
-    panel=[PanelRow("clip high", 210)],
-)
-MISMATCH_BY_AGE = Metric(
-    "mismatch/age_K",
-    "as mismatch/token_mult_prob_error, over tokens of age K",
-    "factor",
-    chart=ReportChart(MISMATCH, "Mismatch by age", 20),
-    parts=ages_of_run,
-)
-AGE_SHARE = Metric(
-    "age/share_K", "share of the trained tokens that are K steps old", "share", chart=None, parts=ages_of_run
-)
+    "under top_p or top_k it holds the probability that they cut", "factor",
+    chart=ReportChart(MISMATCH, "Mismatch", 10), panel=[PanelRow("mismatch", 120)], over_updates="first")
+MISMATCH_KL = Metric("mismatch/kl", "KL between generator and trainer, nats a token",
+    chart=ReportChart(MISMATCH, "KL of generator and trainer", 30), over_updates="first")
+IMPORTANCE = Metric("importance/mean", "mean of proximal / rollout before it is cut; its expectation is 1",
+    chart=_WEIGHTS, when=_WITH_WEIGHTS)
+CLIPPED_LOW = Metric("ratio/clipped_low", "share of tokens clipped below", "share", chart=_CLIPPED,
+    panel=[PanelRow("clip low", 200)])
+CLIPPED_HIGH = Metric("ratio/clipped_high", "share of tokens clipped above", "share", chart=_CLIPPED.at(131),
+    panel=[PanelRow("clip high", 210)])
+MISMATCH_BY_AGE = Metric("mismatch/age_K", "as mismatch/token_mult_prob_error, over tokens of age K", "factor",
+    chart=ReportChart(MISMATCH, "Mismatch by age", 20), parts=ages_of_run)
+AGE_SHARE = Metric("age/share_K", "share of the trained tokens that are K steps old", "share", chart=None,
+    parts=ages_of_run)
 METRICS = rows_where(
-    IN_GRPO,
-    POLICY_LOSS,
-    KL_TO_REFERENCE,
-    Metric(
-        "loss/entropy",
-        "entropy, nats a token",
-        chart=ReportChart(LEARNING, "Entropy", 70),
-        panel=[PanelRow("entropy", 190)],
-    ),
+    IN_GRPO, POLICY_LOSS, KL_TO_REFERENCE,
+    Metric("loss/entropy", "entropy, nats a token", chart=ReportChart(LEARNING, "Entropy", 70),
+        panel=[PanelRow("entropy", 190)]),
     Metric("ratio/mean", "mean of policy / old policy", chart=_RATIO),
     Metric("ratio/max", "greatest policy / old policy of a token", chart=_RATIO.at(141)),
-    CLIPPED_LOW,
-    CLIPPED_HIGH,
-    STEP_MISMATCH,
-    MISMATCH_KL,
-    *rows_where(
-        IN_ASYNC,
-        MISMATCH_BY_AGE,
-        AGE_SHARE,
-    ),
+    CLIPPED_LOW, CLIPPED_HIGH, STEP_MISMATCH, MISMATCH_KL,
+    *rows_where(IN_ASYNC, MISMATCH_BY_AGE, AGE_SHARE),
     IMPORTANCE,
-    Metric(
-        "importance/truncated",
-        "share of tokens with proximal / rollout above the cap",
-        "share",
-        chart=_WEIGHTS,
-        when=_WITH_CAP,
-    ),
+    Metric("importance/truncated", "share of tokens with proximal / rollout above the cap", "share", chart=_WEIGHTS,
+        when=_WITH_CAP),
     Metric("importance/masked", "share of tokens that a mask leaves out", "share", chart=_WEIGHTS, when=_WITH_MASK),
 )
+# fmt: on
