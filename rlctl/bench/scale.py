@@ -156,7 +156,7 @@ class _Model:
         for name, whole in self._parameters.items():
             each = -(-len(whole) // ranks)
             pieces: dict[int, Any] = {}
-            for row in self._table.of(name):
+            for row in self._table.rows_of(name):
                 for rank in range(row.start[0] // each, -(-(row.start[0] + row.size[0]) // each)):
                     piece = pieces.setdefault(rank, whole[rank * each : (rank + 1) * each])
                     if part := row.part(piece, (rank * each, *(0,) * (whole.ndim - 1))):

@@ -61,7 +61,7 @@ def random_batch(model: Path, tokens: int, count: int, micro_batch: int) -> "Ran
     rng, mask = np.random.default_rng(0), np.arange(tokens) > 0
     samples = [TrainingSample(rng.integers(vocabulary, size=tokens).astype(np.int32), mask, {}) for _ in range(count)]
     [plan] = plan_micro_batches([tokens] * count, 1, micro_batch)
-    return RankBatch.of([[samples[index] for index in batch] for batch in plan])
+    return RankBatch.from_micro_batches([[samples[index] for index in batch] for batch in plan])
 
 
 def seconds_of(work: Callable[[], object]) -> float:

@@ -101,7 +101,7 @@ class Host:
         program: `check.run` is the function `run` of `remote_scripts/check.py`. running: holds the process meanwhile.
         """
         try:
-            process = self._start(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            process = self._start_program(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         except FileNotFoundError as error:
             raise HostError(f"{error.filename} is not installed on this machine") from None
         held = running if running is not None else set()
@@ -115,7 +115,7 @@ class Host:
             held.discard(process)
         answers = [line for line in output.splitlines() if line.startswith(_MARK)]
         if not answers:
-            raise HostError(self._explain(errors, process.returncode))
+            raise HostError(self._explain_failure(errors, process.returncode))
         reply: dict[str, Any] = json.loads(answers[-1].removeprefix(_MARK))
         if "error" in reply:
             raise HostError(reply["error"])
@@ -123,14 +123,14 @@ class Host:
 
     def follow(self, program: str, request: dict[str, Any], stdout: int | None = None) -> "subprocess.Popen[str]":
         """Start a program that prints line by line, to our output or a pipe, until it or this process ends."""
-        process = self._start(stdout=stdout, stderr=None if stdout is None else subprocess.DEVNULL)
+        process = self._start_program(stdout=stdout, stderr=None if stdout is None else subprocess.DEVNULL)
         assert process.stdin
         function = program.rpartition(".")[2]
         process.stdin.write(f"{_program(program)}\nimport json\n{function}(json.loads({json.dumps(request)!r}))\n")
         process.stdin.close()
         return process
 
-    def _start(self, **streams: Any) -> "subprocess.Popen[str]":
+    def _start_program(self, **streams: Any) -> "subprocess.Popen[str]":
         return subprocess.Popen(
             self.command(),
             stdin=subprocess.PIPE,
@@ -142,7 +142,7 @@ class Host:
             **streams,
         )
 
-    def _explain(self, errors: str, code: int) -> str:
+    def _explain_failure(self, errors: str, code: int) -> str:
         """Return why a program gave no answer, in a line."""
         if self.link and self.link_failed in (None, code) and (remedy := remedy_of(errors, self.remedies)):
             return remedy.format(host=self.name)

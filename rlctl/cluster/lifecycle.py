@@ -32,7 +32,7 @@ def bring_up(config: ClusterConfig, say: Say) -> UpResult:
     store = ClusterStore(str(config.name))
     with store.locked(), stop_signals():
         try:
-            return _repair(config, store, say) or _begin(config, store, say)
+            return _repair(config, store, say) or _begin_cluster(config, store, say)
         finally:
             if store.load() is None:
                 store.clear()
@@ -94,7 +94,7 @@ def _repair(config: ClusterConfig, store: ClusterStore, say: Say) -> UpResult | 
     return None
 
 
-def _begin(config: ClusterConfig, store: ClusterStore, say: Say) -> UpResult:
+def _begin_cluster(config: ClusterConfig, store: ClusterStore, say: Say) -> UpResult:
     launcher = launcher_of(config, say)
     state, warnings = launcher.prepare(config)
     store.save(state)

@@ -154,7 +154,7 @@ class ClusterStore:
 
     def save(self, state: ClusterState) -> None:
         """Write the state whole or not at all."""
-        self._make()
+        self._make_folder()
         temporary = self._file.with_suffix(".tmp")
         temporary.write_text(json.dumps({"version": _VERSION, **asdict(state)}, indent=1), encoding="utf-8")
         temporary.replace(self._file)
@@ -165,7 +165,7 @@ class ClusterStore:
 
     def keep_token(self, token: str) -> str:
         """Write a token to its file and return its digest."""
-        self._make()
+        self._make_folder()
         return write_token(self.token_path, token)
 
     def token(self) -> str:
@@ -204,14 +204,14 @@ class ClusterStore:
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Let one command at a time change the cluster. Raises ClusterError while another holds the lock."""
-        self._make()
+        self._make_folder()
         with try_lock(self.folder) as locked:
             if not locked:
                 what = f"another rlctl is starting or stopping {self.name}: wait for it to end, or interrupt it"
                 raise ClusterError(what)
             yield
 
-    def _make(self) -> None:
+    def _make_folder(self) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             self.folder.parent.chmod(0o700)

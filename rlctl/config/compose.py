@@ -131,11 +131,11 @@ def _merge_named(base: ConfigNode, over: ConfigNode) -> ConfigNode:
         names = [node_at(each, ["name"]) for each in (old, new)]
         if names[0] and names[1] and names[0].value != names[1].value:
             base = put(base, path, ConfigNode({}, before.origin))
-            over = put(over, [*path, "name"], replace(names[1], note=_left_out(old, key)))
+            over = put(over, [*path, "name"], replace(names[1], note=_left_out_note(old, key)))
     return merge(base, over)
 
 
-def _left_out(section: ConfigNode, path: str) -> str | None:
+def _left_out_note(section: ConfigNode, path: str) -> str | None:
     """Return a note of the keys of a section that were not its defaults; None without any."""
     written = {key: node.origin for key, node in leaves(section) if key != "name"}
     files = [CONFIGS / f"{kind}.yaml" for kind in NAMED_SECTIONS.values()]
@@ -193,7 +193,7 @@ def _undone(root: ConfigNode) -> ConfigNode:
     kind = node_at(root, ["kind"])
     if kind is None or not isinstance(kind.value, str) or kind.value not in KINDS:
         return root
-    for path in _sections(kind.value):
+    for path in _section_paths(kind.value):
         found = node_at(root, path)
         if found is not None and found.value is None:
             default = node_at(_inherit(CONFIGS / f"{kind.value}.yaml", (), {}), path)
@@ -203,7 +203,7 @@ def _undone(root: ConfigNode) -> ConfigNode:
 
 
 @cache
-def _sections(kind: str) -> list[list[str]]:
+def _section_paths(kind: str) -> list[list[str]]:
     """Return the paths of the sections that every config of this kind has."""
     keys = schema_keys(KINDS[kind])
     return [key.split(".") for key, each in keys if is_section(each) and NoneType not in alternatives(each.type)]
@@ -234,7 +234,7 @@ def _apply(root: ConfigNode, overrides: list[Origin]) -> ConfigNode:
         else:
             try:
                 node = read_value(value, origin)
-                names = _names(key, node)
+                names = _override_path(key, node)
                 root = _complete(_with_recipe(_undone(_put(root, names, node, origin))))
             except ConfigError as error:
                 problems += error.problems
@@ -264,7 +264,7 @@ def _keys_set(origin: Origin) -> dict[str, bool]:
         return {}
     if not equals or node.value == {}:
         return {}
-    key = ".".join(_names(key, node))
+    key = ".".join(_override_path(key, node))
     lists = {key: False} if isinstance(node.value, list) else {}
     return lists | {name: leaf.value is None for name, leaf in leaves(node, key)}
 
@@ -281,7 +281,7 @@ def _take_place(keys: Iterable[str], earlier: Mapping[str, bool]) -> bool:
     return False
 
 
-def _names(key: str, node: ConfigNode) -> list[str]:
+def _override_path(key: str, node: ConfigNode) -> list[str]:
     """Return the path that an override sets: a bare name is the `name` of a section that has one."""
     return [*key.split("."), *["name"] * (key in (*NAMED_SECTIONS, *_SHORT) and isinstance(node.value, str))]
 

@@ -80,13 +80,13 @@ class Converter(Generic[T]):
         """Convert the whole config, or the section `key`; `problems` then holds every mistake in it."""
         folder = node_at(root, ["run", "dir"])
         self._runs = Path(folder.value) if folder and isinstance(folder.value, str) else None
-        config: T = self._section(self.kind, root, key)
+        config: T = self._convert_section(self.kind, root, key)
         return config
 
-    def _section(self, kind: type[Any], node: ConfigNode, key: str, others: Iterable[type[Any]] = ()) -> Any:
+    def _convert_section(self, kind: type[Any], node: ConfigNode, key: str, others: Iterable[type[Any]] = ()) -> Any:
         """Convert the section to a `kind`. others: its possible kinds under other names."""
         if not isinstance(node.value, dict):
-            return self._wrong(node, key, f"must be a section of `key: value`, not {_shown(node)}")
+            return self._wrong(node, key, f"must be a section of `key: value`, not {_node_text(node)}")
         keys = keys_of(kind)
         takes_any = keys.pop(FURTHER, None) is not None
         further = {name: child for name, child in node.value.items() if name not in keys}
@@ -120,7 +120,7 @@ class Converter(Generic[T]):
             what = f"not set, and has no default: {field.metadata['doc'].removesuffix('.')}"
             self.problems.append(Problem(where, key, what))
             return BROKEN
-        value = self._value(field.type, node, key, field.metadata)
+        value = self._convert_value(field.type, node, key, field.metadata)
         if "path" not in field.metadata:
             return value
         if isinstance(value, list):
@@ -141,30 +141,32 @@ class Converter(Generic[T]):
         except FileNotFoundError as error:
             return value if self.away and value.startswith("/") else self._wrong(node, key, str(error))
 
-    def _value(self, hint: Any, node: ConfigNode, key: str, limits: Any) -> Any:
+    def _convert_value(self, hint: Any, node: ConfigNode, key: str, limits: Any) -> Any:
         if node.value is None and NoneType in get_args(hint):
             return None
         if sections := sections_of(hint):
             # The section whose `name` is the entry's; else the last, whose name may be any.
             name = node.value.get("name") if isinstance(node.value, dict) else None
             alike = (each for each in sections[:-1] if name and name.value in _name_of(each))
-            return self._section(next(alike, sections[-1]), node, key, sections)
+            return self._convert_section(next(alike, sections[-1]), node, key, sections)
         if get_origin(hint) is dict:
             if not isinstance(node.value, dict):
-                return self._wrong(node, key, f"must be a section of `key: value`, not {_shown(node)}")
+                return self._wrong(node, key, f"must be a section of `key: value`, not {_node_text(node)}")
             item = get_args(hint)[1]
             if item is Any:
                 return plain(node)
-            return {name: self._value(item, child, join(key, name), limits) for name, child in node.value.items()}
+            return {
+                name: self._convert_value(item, child, join(key, name), limits) for name, child in node.value.items()
+            }
         if lists := [each for each in alternatives(hint) if get_origin(each) is list]:
             words = literals(hint)
             if not isinstance(node.value, list) and (str in alternatives(hint) or node.value in words):
                 return self._scalar_value(hint, node, key, limits)
             if not isinstance(node.value, list):
                 null = f", or one of {', '.join(words)}" * bool(words) + " or null" * (NoneType in get_args(hint))
-                return self._wrong(node, key, f"must be a list{null}, not {_shown(node)}")
+                return self._wrong(node, key, f"must be a list{null}, not {_node_text(node)}")
             item = get_args(lists[0])[0]
-            return [self._value(item, child, f"{key}.{i}", limits) for i, child in enumerate(node.value)]
+            return [self._convert_value(item, child, f"{key}.{i}", limits) for i, child in enumerate(node.value)]
         return self._scalar_value(hint, node, key, limits)
 
     def _scalar_value(self, hint: Any, node: ConfigNode, key: str, limits: Any) -> Any:
@@ -180,7 +182,7 @@ class Converter(Generic[T]):
         if value is None:
             hint_of_word = renamed_value(key, node.value) or did_you_mean(str(node.value), literals(hint))
             hint_of_word = hint_of_word or _number_hint(node.value, alternatives(hint))
-            return self._wrong(node, key, f"must be {describe(hint)}, not {_shown(node)}{hint_of_word}")
+            return self._wrong(node, key, f"must be {describe(hint)}, not {_node_text(node)}{hint_of_word}")
         if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):
             return self._wrong(node, key, "must be text that UTF-8 and file names can hold, without NUL or surrogates")
         if isinstance(value, int | float) and (bound := _passed(node, value, limits)):
@@ -264,13 +266,13 @@ def _passed(node: ConfigNode, value: int | float, limits: Any) -> str:
     # A whole number is finite, also one that no float holds.
     finite = isinstance(value, int) or math.isfinite(value)
     if finite and not least <= value <= most:
-        return f"{f'at most {most}' if value > most else f'at least {least}'}, not {_shown(node)}"
+        return f"{f'at most {most}' if value > most else f'at least {least}'}, not {_node_text(node)}"
     within = {"ge": lambda limit: value >= limit, "gt": lambda limit: value > limit,
               "le": lambda limit: value <= limit, "lt": lambda limit: value < limit}  # fmt: skip
     if finite and all(within[name](limits[name]) for name in LIMITS if name in limits):
         return ""
     allowed = [*["a finite number"] * (not finite), *filter(None, [describe_limits(limits)])]
-    return f"{', '.join(allowed)}, not {_shown(node)}"
+    return f"{', '.join(allowed)}, not {_node_text(node)}"
 
 
 def describe(hint: Any) -> str:
@@ -281,7 +283,7 @@ def describe(hint: Any) -> str:
     return ("one of " if words and len(names) == 1 else "") + " or ".join(names)
 
 
-def _shown(node: ConfigNode) -> str:
+def _node_text(node: ConfigNode) -> str:
     if isinstance(node.value, dict | list):
         return "a section" if isinstance(node.value, dict) else "a list"
     if node.value is None or isinstance(node.value, str):

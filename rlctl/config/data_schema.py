@@ -56,7 +56,7 @@ class TrainDataSection(DatasetSection):
         given = [section.path for section in self.sources.values()] or [self.path]
         return [each for path in given for each in ([path] if isinstance(path, str) else path or [])]
 
-    def of(self, source: str) -> DatasetSection:
+    def section_of(self, source: str) -> DatasetSection:
         """Return the section of a row's source."""
         return self.sources[source] if source else self
 

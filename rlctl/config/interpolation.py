@@ -47,7 +47,7 @@ def interpolate(root: ConfigNode) -> ConfigNode:
             continue
         if OmegaConf.is_config(value):
             # The section itself: a copy would not know which of its values are secrets.
-            filled[id(node)] = walk.find(_parse(str(node.value))[0][0])
+            filled[id(node)] = walk.find(_parse_references(str(node.value))[0][0])
         else:
             secret = str(node.value) if walk.reads_environment(key, node) else None
             filled[id(node)] = ConfigNode(value, node.origin, secret=secret)
@@ -72,7 +72,7 @@ def _rebuild(node: ConfigNode, filled: dict[int, ConfigNode]) -> ConfigNode:
     return replace(_rebuild(filled[id(node)], filled), origin=node.origin) if id(node) in filled else node
 
 
-def _parse(text: str) -> tuple[list[str], bool]:
+def _parse_references(text: str) -> tuple[list[str], bool]:
     """Return the keys that a text refers to, and True if it reads the environment. Raises _InterpolationError."""
     keys, secret = [], False
     rest = _ESCAPED.sub(" ", text)
@@ -119,7 +119,7 @@ class _Walk:
         if id(node) not in self._known:
             parts, secret = [(f"{key}.{name}", child) for name, child in children(node).items()], False
             if isinstance(node.value, str) and "${" in node.value:
-                names, secret = _parse(node.value)
+                names, secret = _parse_references(node.value)
                 parts = [(name, self.find(name)) for name in names]
             # Every part: each may refer to itself, or to nothing.
             inside = [self.reads_environment(name, part, (*above, id(node))) for name, part in parts]

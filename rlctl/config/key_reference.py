@@ -139,10 +139,10 @@ _HEAD = "| key | type | default | file | meaning |\n| --- | --- | --- | --- | --
 def reference() -> str:
     """Return the whole page."""
     roots = {kind: compose(CONFIGS / f"{kind}.yaml", []) for kind in KINDS}
-    parts = [_INTRO, _contents(), _RECIPE_INTRO, *_sections(KINDS, roots, level=2), _CLUSTER_INTRO]
+    parts = [_INTRO, _contents(), _RECIPE_INTRO, *_section_tables(KINDS, roots, level=2), _CLUSTER_INTRO]
     for kind, schema in CLUSTER_KINDS.items():
         root = compose(CONFIGS / f"cluster/{kind}.yaml", [])
-        parts += [f"### {kind}\n\n{schema.__doc__}\n", *_sections({kind: schema}, {kind: root}, level=0)]
+        parts += [f"### {kind}\n\n{schema.__doc__}\n", *_section_tables({kind: schema}, {kind: root}, level=0)]
     return "\n".join(parts)
 
 
@@ -159,7 +159,7 @@ def _contents() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _sections(kinds: Mapping[str, type[Any]], roots: dict[str, ConfigNode], level: int) -> list[str]:
+def _section_tables(kinds: Mapping[str, type[Any]], roots: dict[str, ConfigNode], level: int) -> list[str]:
     """Return a table for each section, with a heading of that level; keys of the top level come first."""
     fields: dict[str, dict[str, Field[Any]]] = defaultdict(dict)
     for kind, schema in kinds.items():
@@ -179,7 +179,7 @@ def _sections(kinds: Mapping[str, type[Any]], roots: dict[str, ConfigNode], leve
             tables.setdefault(key, []).append(f"{title}{_meaning(found, fields.get(section, kinds))}\n")
         if not is_section(field):
             tables.setdefault(section.removesuffix(".N"), []).append(
-                _row(key, found, roots, fields.get(section.removesuffix(".N"), kinds))
+                _key_row(key, found, roots, fields.get(section.removesuffix(".N"), kinds))
             )
         if key in by_name:
             tables[key].append(_named_tables(by_name[key], NAMED[key]))
@@ -218,7 +218,7 @@ def _table(lines: list[str]) -> str:
     return "\n".join(text) + ("\n" if text and rows else "") + (_HEAD + "".join(rows) if rows else "")
 
 
-def _row(key: str, found: dict[str, "Field[Any]"], roots: dict[str, ConfigNode], among: Mapping[str, Any]) -> str:
+def _key_row(key: str, found: dict[str, "Field[Any]"], roots: dict[str, ConfigNode], among: Mapping[str, Any]) -> str:
     """Return the row of a key. found: its field in each kind. among: the kinds that have its section."""
     defaults: dict[tuple[str, str], list[str]] = defaultdict(list)
     for kind in found:

@@ -55,7 +55,7 @@ def load_cluster(cluster: str, overrides: list[str]) -> ClusterConfig:
     config: ClusterConfig = converter.convert(root)
     if config.name is None:
         config.name = file.stem
-    if problems := [*converter.problems, *_check(config, root, file)]:
+    if problems := [*converter.problems, *_cluster_problems(config, root, file)]:
         raise ConfigError(problems)
     return config
 
@@ -75,7 +75,7 @@ def find_cluster(cluster: str) -> Path:
     raise ConfigError([Problem(cluster, "", f"no such cluster or file{hint}")])
 
 
-def _check(config: ClusterConfig, root: ConfigNode, file: Path) -> Iterator[Problem]:
+def _cluster_problems(config: ClusterConfig, root: ConfigNode, file: Path) -> Iterator[Problem]:
     """Yield the problems that a type cannot say. A check that needs a value already found wrong is left out."""
     origins = {key: str(node.origin) for key, node in leaves(root)}
     for key, check in _CHECKS.items():
@@ -88,7 +88,7 @@ def _check(config: ClusterConfig, root: ConfigNode, file: Path) -> Iterator[Prob
             yield Problem(where or show_path(file), key, what)
 
 
-def _name(config: ClusterConfig) -> str | None:
+def _cluster_name(config: ClusterConfig) -> str | None:
     if config.kind == "kubernetes":
         pattern, what = _POD_NAME, "small letters, digits and dashes, from a letter on, at most 41"
     else:
@@ -148,7 +148,7 @@ def _fits(key: str, limit: str, config: ClusterConfig) -> str | None:
 
 
 _CHECKS: dict[str, Any] = {
-    "name": _name,
+    "name": _cluster_name,
     "dashboard_port": _dashboard,
     "hosts": _hosts,
     "min_hosts": _min_hosts,

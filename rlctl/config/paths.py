@@ -45,7 +45,7 @@ def resolve(text: str, kind: str, origin: Origin, runs: Path | None = None) -> s
     if kind == "folder":
         return os.path.expanduser(text)
     given = Path(os.path.expanduser(text))
-    if kind == "model" and (weights := _weights(given, [*folders, *([runs] if runs else [])])):
+    if kind == "model" and (weights := _find_weights(given, [*folders, *([runs] if runs else [])])):
         return str(weights.resolve())
     for folder in folders:
         # Path.exists raises for an impossible name. A pipe or device has no end.
@@ -66,14 +66,14 @@ def resolve(text: str, kind: str, origin: Origin, runs: Path | None = None) -> s
         is_folder = any(os.path.isdir(folder / name.split("/")[0]) for folder in folders)
         if not is_folder and Path(name).suffix not in _DATA_SUFFIXES:
             return text
-    near = _nearest(given, folders)
+    near = _nearest_path(given, folders)
     if kind == "model" and runs and not near:
         near = did_you_mean(text, run_names(runs))
     hub = "" if kind == "template" else "; a hub name is organisation/name"
     raise FileNotFoundError(f"no file or folder {shortened(text)}{near or hub}")
 
 
-def _weights(given: Path, folders: list[Path]) -> Path | None:
+def _find_weights(given: Path, folders: list[Path]) -> Path | None:
     """Return the first model in one of `folders`: a Hugging Face folder, or the weights of a run or checkpoint."""
     found = next((folder / given for folder in folders if names_weights(folder / given)), None)
     return exported_weights(found) if found else None
@@ -93,7 +93,7 @@ def _module_file(module: str, folders: list[Path]) -> Path | None:
     return next((folder / relative for folder in folders if os.path.isfile(folder / relative)), None)
 
 
-def _nearest(given: Path, folders: list[Path]) -> str:
+def _nearest_path(given: Path, folders: list[Path]) -> str:
     for folder in folders:
         names: list[str] = []
         with suppress(OSError, ValueError):

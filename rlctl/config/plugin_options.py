@@ -54,7 +54,7 @@ def plugin_options(
     own = [each for each in fields(plugin) if each.init and each.name not in inherited]
     hints = get_type_hints(plugin)
     problems = [
-        Problem("", join(key, each.name), f"{plugin.__name__} has it as {_shown(hints[each.name])}: {_FORMS}")
+        Problem("", join(key, each.name), f"{plugin.__name__} has it as {_hint_text(hints[each.name])}: {_FORMS}")
         for each in own
         if not _is_plain(hints[each.name])
     ]
@@ -66,7 +66,7 @@ def plugin_options(
     section = [(each.name, hints[each.name], dict(each.metadata)) for each in own]
     # A default is not converted: the class decides.
     filler = {each.name: None for each in own if each.name not in given}
-    values, wrong = _converted(plugin.__name__, section, {**given, **filler}, key)
+    values, wrong = _convert_options(plugin.__name__, section, {**given, **filler}, key)
     unset = [join(key, name) for name in filler]
     problems += [each for each in wrong if each.key not in unset]
     return {each.name: values[each.name] for each in set_here}, problems
@@ -104,11 +104,11 @@ def call_options(
     # A key of that name means something else to the converter.
     typed: list[tuple[str, Any, dict[str, Any]]]
     typed = [(word, hint, {}) for word, hint in hints.items() if word != FURTHER and _is_plain(hint)]
-    values, wrong = _converted(name, typed, {word: given[word] for word, _, _ in typed}, key)
+    values, wrong = _convert_options(name, typed, {word: given[word] for word, _, _ in typed}, key)
     return {**given, **({} if wrong else values)}, problems + wrong
 
 
-def _converted(
+def _convert_options(
     name: str, section: list[tuple[str, Any, dict[str, Any]]], given: Mapping[str, Any], key: str
 ) -> tuple[dict[str, Any], list[Problem]]:
     """Return the values of a section, and every mistake. name: of the class. section: (key, type, limits) of each."""
@@ -147,7 +147,7 @@ def _has_default(each: "Field[Any]") -> bool:
     return each.default is not MISSING or each.default_factory is not MISSING
 
 
-def _shown(hint: Any) -> str:
+def _hint_text(hint: Any) -> str:
     return hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint)
 
 

@@ -53,14 +53,14 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-def _text(dumper: yaml.SafeDumper, data: str) -> yaml.ScalarNode:
+def _represent_text(dumper: yaml.SafeDumper, data: str) -> yaml.ScalarNode:
     # In double quotes line breaks of every kind are escaped; PyYAML folds them away in the other styles.
     style = '"' if len(data.splitlines()) > 1 or data.splitlines() != [data] else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", data, style=style)
 
 
-_Dumper.add_representer(str, _text)
-_Dumper.add_multi_representer(str, _text)
+_Dumper.add_representer(str, _represent_text)
+_Dumper.add_multi_representer(str, _represent_text)
 for _tag, _pattern, _first in _SCALARS:
     for _yaml in (_Loader, _Dumper):
         _yaml.add_implicit_resolver(_tag, re.compile(f"^(?:{_pattern})$"), _first)

@@ -15,7 +15,7 @@ _MARK = "  # from "
 def with_origins(text: str, origins: Mapping[str, str]) -> str:
     """Return YAML in block style with a comment after each value that `origins` names by its dotted key."""
     parts, begin = [], 0
-    for key, end in _ends(yaml.compose(text, Loader=yaml.SafeLoader), ""):
+    for key, end in _value_ends(yaml.compose(text, Loader=yaml.SafeLoader), ""):
         if key in origins:
             parts += [text[begin:end], _MARK, _comment(origins[key])]
             begin = end
@@ -26,21 +26,21 @@ def recorded_origins(path: Path) -> dict[str, str]:
     """Return dotted key -> origin, of the values in a file that have such a comment; none where it is no YAML."""
     try:
         text = path.read_text(encoding="utf-8")
-        ends = list(_ends(yaml.compose(text, Loader=yaml.SafeLoader), ""))
+        ends = list(_value_ends(yaml.compose(text, Loader=yaml.SafeLoader), ""))
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return {}
     rests = ((key, text[end:].partition("\n")[0]) for key, end in ends)
     return {key: rest.removeprefix(_MARK) for key, rest in rests if rest.startswith(_MARK)}
 
 
-def _ends(node: yaml.Node | None, key: str) -> Iterator[tuple[str, int]]:
+def _value_ends(node: yaml.Node | None, key: str) -> Iterator[tuple[str, int]]:
     """Yield (dotted key, index after its last character) of every scalar and every empty mapping or list, in order."""
     if isinstance(node, yaml.MappingNode) and node.value:
         for name, child in node.value:
-            yield from _ends(child, f"{key}.{name.value}" if key else str(name.value))
+            yield from _value_ends(child, f"{key}.{name.value}" if key else str(name.value))
     elif isinstance(node, yaml.SequenceNode) and node.value:
         for index, child in enumerate(node.value):
-            yield from _ends(child, f"{key}.{index}")
+            yield from _value_ends(child, f"{key}.{index}")
     elif node is not None and key:
         yield key, node.end_mark.index
 

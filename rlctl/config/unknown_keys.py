@@ -97,7 +97,7 @@ class KnownKeys:
         key, or a part that rlctl lacks.
         """
         section_name = path.rpartition(".")[2]
-        our_sections = _named(section_name, self._every, section=True)
+        our_sections = _keys_named(section_name, self._every, section=True)
         is_ours = any(all(f"{section}.{name}" in self._every for name in names) for section in our_sections)
         return is_ours or self._absent_part(path) is not None or self._is_whole(path)
 
@@ -136,13 +136,18 @@ class KnownKeys:
             return f"; did you mean {form}?"
         if peer := self._peer(words, at_least=1):
             return self._translated(peer)
-        if section and (found := self._section(path)):
+        if section and (found := self._section_remark(path)):
             return found
         if words[-2:-1] and words[-2].isdecimal():
             return did_you_mean(words[-1], here, _NEAR_HERE)
         own = _elsewhere(path, self._own, section) or did_you_mean(words[-1], here, _NEAR_HERE)
         # The very name of another kind's key comes before a name that is only near.
-        return own or self._of_another_kind(path, section) or _nearest(path, self._own) or _nearest(path, self._every)
+        return (
+            own
+            or self._of_another_kind(path, section)
+            or _nearest_key(path, self._own)
+            or _nearest_key(path, self._every)
+        )
 
     def _form(self, path: str, here: list[str]) -> str:
         """Return the value of the same section whose name is the path's last word in another form: betas for beta."""
@@ -174,7 +179,7 @@ class KnownKeys:
             return whole_key
         return peer
 
-    def _section(self, path: str) -> str:
+    def _section_remark(self, path: str) -> str:
         """Return a remark on a peer's section whose keys are all in one section of rlctl."""
         inside = [each for each in self._peers if each.key.startswith(f"{path}.")]
         ours = {each.ours.rpartition(".")[0] for each in inside}
@@ -200,14 +205,14 @@ class KnownKeys:
         return f"; {key} is of another kind of run" + (f"; this one has {equal}" if equal else "")
 
 
-def _named(name: str, keys: Mapping[str, bool], section: bool) -> list[str]:
+def _keys_named(name: str, keys: Mapping[str, bool], section: bool) -> list[str]:
     return [key for key in keys if key.rpartition(".")[2] == name and (keys[key] or not section)]
 
 
 def _of_one_meaning(path: str, keys: Mapping[str, bool], section: bool) -> list[str]:
     """Return the keys with the path's last word in nearly the same section; without any, all if the word is clear."""
     name = path.rpartition(".")[2]
-    same_name = _named(name, keys, section)
+    same_name = _keys_named(name, keys, section)
     is_clear = _is_clear(name) or section or "." not in path
     likeness = _SAME_SECTION if is_clear else _EQUAL_SECTION
     in_same_section = [key for key in same_name if _sections_ratio(path, key) >= likeness]
@@ -227,7 +232,7 @@ def _elsewhere(path: str, keys: Mapping[str, bool], section: bool) -> str:
     return f"; it belongs at {' or '.join(found)}" if found else ""
 
 
-def _nearest(path: str, keys: Mapping[str, bool]) -> str:
+def _nearest_key(path: str, keys: Mapping[str, bool]) -> str:
     """Return a remark on the key in nearly the same section whose last word is nearest to the path's."""
     name = path.rpartition(".")[2]
     likeness: dict[str, float] = {}

@@ -146,7 +146,7 @@ class Chat:
         further = arguments if self.special_tokens == "allow" else self._control.outside(dict(arguments))
         variant = replace(self, template_kwargs={**self.template_kwargs, **further})
         # The tokenizer's facts take long to find, and an engine stops at the same tokens for all chats of a run.
-        vars(variant).update({"_control": self._control, "_turn": self._turn, "ends": self.ends})
+        vars(variant).update({"_control": self._control, "_turn_end": self._turn_end, "ends": self.ends})
         while len(self._variants) >= _ARGUMENT_SETS:
             self._variants.pop(next(iter(self._variants)), None)
         self._variants[key] = variant
@@ -202,14 +202,14 @@ class Chat:
     @cached_property
     def ends(self) -> EndTokens:
         """Tokens that end an answer. Raises DataError."""
-        ends, bos = find_ends(self.tokenizer, self._turn.token, self.folder), self.tokenizer.bos_token
-        warnings = (*ends.warnings, *self._turn.warnings)
-        if self._turn.rendered and self._prefix and bos and not self._turn.rendered.startswith(bos):
+        ends, bos = find_ends(self.tokenizer, self._turn_end.token, self.folder), self.tokenizer.bos_token
+        warnings = (*ends.warnings, *self._turn_end.warnings)
+        if self._turn_end.rendered and self._prefix and bos and not self._turn_end.rendered.startswith(bos):
             what = f"the chat template writes no {bos}, which the tokenizer puts before text: chats begin without it"
             warnings = (*warnings, what)
-        if self._rows is not None:
+        if self._embedding_rows is not None:
             # Added tokens may have any id.
-            base, rows = self.tokenizer.vocab_size, self._rows
+            base, rows = self.tokenizer.vocab_size, self._embedding_rows
             beyond = sum(each >= max(base, rows) for each in self.tokenizer.added_tokens_decoder)
             beyond += max(0, base - rows)
             what = f"the tokenizer has {beyond:,} tokens beyond the model's vocabulary of {rows:,}"
@@ -223,7 +223,7 @@ class Chat:
         Raises DataError if the template cannot go on after a turn.
         """
         before, behind = self._render_around(messages, added, tools)
-        marker = self._turn.token
+        marker = self._turn_end.token
         if marker is None:
             between = self.encode(behind, before)
             is_marked = bool(between) and between[0] in self.tokenizer.added_tokens_decoder
@@ -290,7 +290,7 @@ class Chat:
 
         Usually it is the same for all turns. Another special token may take its place, as after a tool call.
         """
-        usual = self._turn.token
+        usual = self._turn_end.token
         if usual is None:
             return None
         return next((each for each in (usual, *self._special) if text.rstrip().endswith(each)), None)
@@ -306,10 +306,10 @@ class Chat:
         return lru_cache(maxsize=16)(partial(self.encode, before=_ANSWER))
 
     @cached_property
-    def _turn(self) -> TurnEnd:
+    def _turn_end(self) -> TurnEnd:
         if self.template is None:
             return TurnEnd()
-        return find_turn_end(partial(self._write, generation=False), self.tokenizer)
+        return find_turn_end(partial(self._render_text, generation=False), self.tokenizer)
 
     def render(self, messages: Messages, generation: bool, tools: Tools = ()) -> str:
         """Return the chat as text, with a mark in each control token that messages or tools spell."""
@@ -320,26 +320,26 @@ class Chat:
             shown = [{"role": "system", "content": self.system_prompt}, *shown]
         if self.special_tokens == "text":
             tools = self._marked_tools(tools)
-        return self._write(shown, generation, tools)
+        return self._render_text(shown, generation, tools)
 
     def _marked_tools(self, tools: Tools) -> Tools:
         """Return tools with marks in the control tokens that they spell. An object is marked once: nobody changes it.
 
         24 tools of an agent take 2 ms, and each of its turns brings them.
         """
-        known = self._tools.get(id(tools))
+        known = self._tools_by_id.get(id(tools))
         if known is None or known[0] is not tools:
-            while len(self._tools) >= _TOOL_SETS:
-                self._tools.pop(next(iter(self._tools)), None)
-            known = self._tools[id(tools)] = tools, self._control.outside(list(tools))
+            while len(self._tools_by_id) >= _TOOL_SETS:
+                self._tools_by_id.pop(next(iter(self._tools_by_id)), None)
+            known = self._tools_by_id[id(tools)] = tools, self._control.outside(list(tools))
         return known[1]
 
     @cached_property
-    def _tools(self) -> dict[int, tuple[Tools, Tools]]:
+    def _tools_by_id(self) -> dict[int, tuple[Tools, Tools]]:
         """Tools, and their marked form, by the id of the former."""
         return {}
 
-    def _write(self, messages: Messages, generation: bool, tools: Tools = ()) -> str:
+    def _render_text(self, messages: Messages, generation: bool, tools: Tools = ()) -> str:
         if self.template is None:
             texts = [message["content"] for message in messages]
             return self._control.joined(texts) if self.special_tokens == "text" else "".join(texts)
@@ -367,7 +367,7 @@ class Chat:
     @cached_property
     def _plain_end(self) -> str | None:
         """Token that an answer's own text may end with, where the template writes none."""
-        marked = self.template is not None and self._turn.token is not None
+        marked = self.template is not None and self._turn_end.token is not None
         return None if marked else self.tokenizer.eos_token
 
     def begun(self, tokens: list[int]) -> list[int]:
@@ -395,14 +395,14 @@ class Chat:
                 what = f"the text has the lone surrogate {half[0]!a}, half of a character, which no tokenizer takes"
                 raise DataError(what) from None
             raise
-        if self._rows is not None and tokens and (last := max(tokens)) >= self._rows:
+        if self._embedding_rows is not None and tokens and (last := max(tokens)) >= self._embedding_rows:
             name = self.tokenizer.convert_ids_to_tokens(last)
-            what = f"token {last} ({name!r}) is beyond the model's vocabulary of {self._rows:,}"
+            what = f"token {last} ({name!r}) is beyond the model's vocabulary of {self._embedding_rows:,}"
             raise DataError(f"{what}: is the tokenizer the model's own (model.tokenizer)?")
         return tokens
 
     @cached_property
-    def _rows(self) -> int | None:
+    def _embedding_rows(self) -> int | None:
         """Rows of the model's embedding, where the tokenizer has tokens beyond them; None: each token has a row."""
         try:
             config = read_object(self.folder / "config.json") if self.folder else {}
@@ -427,7 +427,7 @@ class ChatSpec:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, chat: Chat) -> "ChatSpec":
+    def from_chat(cls, chat: Chat) -> "ChatSpec":
         """Return the facts of a chat."""
         own = chat.template, chat.system_prompt, chat.folder, chat.special_tokens, chat.template_kwargs
         return cls(str(chat.tokenizer.name_or_path), *own)

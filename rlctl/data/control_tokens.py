@@ -154,14 +154,14 @@ class ControlTokens:
 
     def _encode_alone(self, text: str) -> list[int]:
         if _ESCAPE not in text:
-            return self._own(text)
+            return self._encode_text(text)
         if self._backend and (tokens := self._backend.encode(self._with_places(text))):
             return tokens
         # The tokenizer is of another library, or its model has the spelled text as a piece.
         first, *others = map(unmarked, text.split(_MARK))
-        return [*self._own(first), *(token for part in others for token in self._encode_cut(part))]
+        return [*self._encode_text(first), *(token for part in others for token in self._encode_cut(part))]
 
-    def _own(self, text: str) -> list[int]:
+    def _encode_text(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False).input_ids)
 
     def _role(self, role: Any) -> Any:

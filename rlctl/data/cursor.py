@@ -112,17 +112,17 @@ class RowSource(Generic[Drawn]):
         self.cursor = cursor
 
     def draw(self, n: int) -> list[Drawn]:
-        return [self._named(draw) for draw in self.cursor.draw(n)]
+        return [self._name_row(draw) for draw in self.cursor.draw(n)]
 
     def at(self, number: int) -> Drawn:
         """Return the row of the draw with that number, past or to come."""
-        return self._named(self.cursor.at(number))
+        return self._name_row(self.cursor.at(number))
 
     def ahead(self, first: int, n: int) -> list[Drawn]:
         """Return the rows of n draws from number `first` on. The cursor stays where it is."""
         return [self.at(number) for number in range(first, first + n)]
 
-    def _named(self, draw: Draw) -> Drawn:
+    def _name_row(self, draw: Draw) -> Drawn:
         row = self._rows[draw.row]
         return replace(row, id=f"e{draw.epoch}-{row.id}")
 

@@ -68,7 +68,7 @@ def load_rows(section: DatasetSection) -> list[Row]:
     if section.path is None:
         raise DataError("no data set: path is null")
     name = shown(section.path)
-    rows = [Row(number, *each) for number, each in enumerate(islice(_read(section), section.limit))]
+    rows = [Row(number, *each) for number, each in enumerate(islice(_read_dataset(section), section.limit))]
     if not rows:
         raise DataError(f"{name}: no rows" + f" in split {section.split}" * ("[" in section.split))
     return rows
@@ -79,7 +79,7 @@ def shown(path: str | Sequence[str] | None) -> str:
     return path if isinstance(path, str) else ", ".join(path or ["null"])
 
 
-def _read(section: DatasetSection) -> Read:
+def _read_dataset(section: DatasetSection) -> Read:
     """Yield (origin, columns). A data set without splits is one, train; slices (`train[:90%]`) fit any split."""
     path, split = section.path or (), section.split
     files = files_of(path)

@@ -41,7 +41,7 @@ class EndTokens:
         """Return these and `generation.stop_token_ids`. Raises DataError for an id that is no token."""
         named = dict(self.named)
         for token in tokens:
-            text, sources = named.get(token, (_text(tokenizer, token, _FURTHER), ()))
+            text, sources = named.get(token, (_token_text(tokenizer, token, _FURTHER), ()))
             named[token] = text, (*sources, _FURTHER)
         warnings = self.warnings
         if not named:
@@ -102,7 +102,7 @@ def find_ends(tokenizer: Any, turn_end: str | None, folder: Path | None) -> EndT
     if tokenizer.eos_token_id is not None:
         sources.setdefault(int(tokenizer.eos_token_id), []).append("tokenizer")
     trained = next((each for each in (written, tokenizer.eos_token_id, *sources) if each is not None), None)
-    named = {token: (_text(tokenizer, token, names[0]), tuple(names)) for token, names in sources.items()}
+    named = {token: (_token_text(tokenizer, token, names[0]), tuple(names)) for token, names in sources.items()}
     ends = EndTokens(trained, named)
     if trained is None or not listed or trained in listed:
         return ends
@@ -112,7 +112,7 @@ def find_ends(tokenizer: Any, turn_end: str | None, folder: Path | None) -> EndT
     return replace(ends, warnings=(f"{what}; {mend}",))
 
 
-def _text(tokenizer: Any, token: int, source: str) -> str:
+def _token_text(tokenizer: Any, token: int, source: str) -> str:
     if 0 <= token < len(tokenizer):
         return str(tokenizer.convert_ids_to_tokens(token))
     raise DataError(f"{source}: {token} ends an answer, but is no token: the tokenizer has {len(tokenizer):,}")

@@ -94,19 +94,19 @@ def _json_lines(path: str, lines: Any) -> Read:
 
 def _read_json(path: str) -> Read:
     with open(path, "rb") as file:
-        value, text = _json(file.read(), path)
+        value, text = _json_value(file.read(), path)
     if not isinstance(value, list):
         one = "an object" if isinstance(value, dict) else f"a {type(value).__name__}"
         raise DataError(f"{path}: must be a list of rows, not {one}; a file with a row a line is named .jsonl")
     for number, row in enumerate(value, 1):
-        yield f"{path}[{number}]", _checked(row, text, f"{path}[{number}]")
+        yield f"{path}[{number}]", _checked_row(row, text, f"{path}[{number}]")
 
 
 def _json_object(line: bytes, origin: str) -> dict[str, Any]:
-    return _checked(*_json(line, origin), origin)
+    return _checked_row(*_json_value(line, origin), origin)
 
 
-def _json(data: bytes, origin: str) -> tuple[Any, str]:
+def _json_value(data: bytes, origin: str) -> tuple[Any, str]:
     """Return the value and the text of JSON."""
     try:
         text = data.removeprefix(codecs.BOM_UTF8).decode("utf-8")
@@ -124,7 +124,7 @@ def _json(data: bytes, origin: str) -> tuple[Any, str]:
         raise DataError(f"{origin}: {digits}") from error
 
 
-def _checked(value: Any, text: str, origin: str) -> dict[str, Any]:
+def _checked_row(value: Any, text: str, origin: str) -> dict[str, Any]:
     """Return a row that can be pickled, tokenized and written as UTF-8. text: the JSON that it is in."""
     if not isinstance(value, dict):
         raise DataError(f"{origin}: a row must be a JSON object, not {type(value).__name__}")
@@ -237,8 +237,8 @@ class ArrowColumn:
         """Return a value of an Arrow type as its author wrote it. name: dotted. Raises DataError for bad JSON."""
         is_chat = is_chat or name in self.chat_columns
         if getattr(kind, "extension_name", "") == _JSON_TYPE and isinstance(value, str):
-            decoded, text = _json(value.encode(), self.origin)
-            return _checked({name: decoded}, text, self.origin)[name]
+            decoded, text = _json_value(value.encode(), self.origin)
+            return _checked_row({name: decoded}, text, self.origin)[name]
         if isinstance(value, list) and hasattr(kind, "value_field"):
             inner = kind.value_type
             return [self.as_written(item, inner, f"{name}.{index}", is_chat) for index, item in enumerate(value)]

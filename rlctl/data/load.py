@@ -66,7 +66,7 @@ def parts_of(
 ) -> list[DataPart]:
     """Return rows by source, in their order. section: that of all; None: that of each row's source."""
     groups = groupby(rows, key=lambda row: row.source)
-    return [DataPart(of, section or data.train.of(source), list(group)) for source, group in groups]
+    return [DataPart(of, section or data.train.section_of(source), list(group)) for source, group in groups]
 
 
 class RowReader:
@@ -129,7 +129,7 @@ def split_off(rows: list[Row], section: TrainDataSection, fraction: float) -> tu
     parts: tuple[list[Row], list[Row]] = ([], [])
     for row in rows:
         # Without a prompt the whole row is the task.
-        asked = question(row, section.of(row.source), asked=False)[0] or row.values
+        asked = question(row, section.section_of(row.source), asked=False)[0] or row.values
         content = json.dumps(asked, sort_keys=True, default=str).encode("utf-8", "surrogatepass")
         number = int.from_bytes(hashlib.sha256(content).digest()[:8], "big") / 2**64
         parts[number < fraction].append(row)

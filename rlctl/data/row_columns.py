@@ -48,7 +48,7 @@ def template_arguments(values: Mapping[str, Any]) -> dict[str, Any]:
     name = first_column(values, "template")
     arguments = values[name] if name else {}
     if isinstance(arguments, str):
-        arguments = _parse(arguments)
+        arguments = _parse_json(arguments)
     if not isinstance(arguments, dict):
         raise DataError(f"column {name!r} must be an object such as {{enable_thinking: false}}")
     return arguments
@@ -112,7 +112,7 @@ def _unshown_tools(row: Row) -> list[str]:
     return [f"a column {name!r} ({why})" for name in _filled_columns(row.values, "tools")]
 
 
-def _parse(text: str) -> Any:
+def _parse_json(text: str) -> Any:
     """Return the value of JSON; None for other text."""
     try:
         return json.loads(text)
@@ -123,12 +123,12 @@ def _parse(text: str) -> Any:
 def _read_schemas(tools: Any) -> list[dict[str, Any]] | None:
     """Return the schemas of functions as chat templates take them; None if the value holds no schemas."""
     if isinstance(tools, str):
-        tools = _parse(tools) if tools.strip() else []
+        tools = _parse_json(tools) if tools.strip() else []
     if not isinstance(tools, list):
         return None
     schemas = list[dict[str, Any]]()
     for tool in tools:
-        schema = _parse(tool) if isinstance(tool, str) else tool
+        schema = _parse_json(tool) if isinstance(tool, str) else tool
         function = schema.get("function", schema) if isinstance(schema, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             return None

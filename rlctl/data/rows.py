@@ -30,11 +30,11 @@ def question(
     answered: a row without an answer is an error. asked: so is one without a prompt, which else has no messages.
     Raises DataError.
     """
-    answer = _answer(row, section)
+    answer = _row_answer(row, section)
     given = (value_at(row.values, key) for key in (section.messages_key, section.prompt_key))
     if asked:
         refuse_media(row)
-    messages = _messages(row, section) if asked or any(each is not None for each in given) else []
+    messages = _row_messages(row, section) if asked or any(each is not None for each in given) else []
     if messages and messages[-1]["role"] == "assistant":
         answer = messages[-1]["content"] if answer is None else answer
         messages = messages[:-1]
@@ -57,9 +57,9 @@ def is_chat(row: Row, section: DatasetSection) -> bool:
 def conversation(row: Row, section: DatasetSection) -> Messages:
     """Return the whole chat; the answer column answers a prompt text. Raises DataError."""
     refuse_media(row)
-    messages = _messages(row, section)
+    messages = _row_messages(row, section)
     if value_at(row.values, section.messages_key) is None:
-        answer = _answer(row, section)
+        answer = _row_answer(row, section)
         if answer is None:
             raise DataError(f"{row.origin}: no answer to train on: {_absent(row, section.answer_key)}")
         return [*messages, {"role": "assistant", "content": answer}]
@@ -97,7 +97,7 @@ def answer_text(value: Any) -> str | None:
     raise ValueError(f"must be text or a finite number, not {kind}")
 
 
-def _answer(row: Row, section: DatasetSection) -> str | None:
+def _row_answer(row: Row, section: DatasetSection) -> str | None:
     try:
         value = value_at(row.values, section.answer_key)
         # TRL's conversational completions: a list with the assistant's message.
@@ -131,7 +131,7 @@ def _parse_chat(text: Any) -> list[Any] | None:
     return messages if is_chat and all(_is_message(each) or _is_sharegpt(each) for each in messages) else None
 
 
-def _messages(row: Row, section: DatasetSection) -> Messages:
+def _row_messages(row: Row, section: DatasetSection) -> Messages:
     """Return the chat of `_given_messages`, after the row's column of a system message if it has none itself."""
     messages = _given_messages(row, section)
     text = "" if has_system(messages) else system_text(row)
@@ -149,11 +149,11 @@ def _given_messages(row: Row, section: DatasetSection) -> Messages:
         if prompt is None and has_column(row.values, section.prompt_key):
             raise DataError(f"{row.origin}: column {section.prompt_key!r} is null")
         if prompt is not None and not isinstance(prompt, list):
-            what = f"must be text or a list of {{role, content}}, not {_shown(prompt)}"
+            what = f"must be text or a list of {{role, content}}, not {_value_text(prompt)}"
             raise DataError(f"{row.origin}: column {section.prompt_key!r} {what}")
         if prompt is None:
             wanted = f"column {section.prompt_key!r} of text, nor {section.messages_key!r}"
-            raise DataError(f"{row.origin}: no {wanted}{_columns(row.values)}{_remedy(row)}")
+            raise DataError(f"{row.origin}: no {wanted}{_columns_hint(row.values)}{_remedy(row)}")
         key, messages = section.prompt_key, prompt
     messages = _parse_chat(messages) or messages
     if isinstance(messages, list):
@@ -161,7 +161,7 @@ def _given_messages(row: Row, section: DatasetSection) -> Messages:
     if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
         needed = "must be a list of {role, content} or {from, value}"
         raise DataError(f"{row.origin}: {key!r} {needed}{_misfit(messages)}")
-    return [_message(message, row, number) for number, message in enumerate(messages, 1)]
+    return [_joined_message(message, row, number) for number, message in enumerate(messages, 1)]
 
 
 def _alpaca_input(row: Row, section: DatasetSection) -> str:
@@ -198,12 +198,12 @@ def _is_message(value: Any) -> bool:
 def _misfit(messages: Any) -> str:
     """Return what is no list of messages, or is no message in a list, for the end of an error."""
     if not isinstance(messages, list):
-        return f", not {_shown(messages)}"
+        return f", not {_value_text(messages)}"
     number, wrong = next(((n, each) for n, each in enumerate(messages, 1) if not _is_message(each)), (0, None))
     if not number:
         return ", not an empty list"
     if not isinstance(wrong, dict):
-        return f", not {_shown(wrong)}"
+        return f", not {_value_text(wrong)}"
     absent = "content" if "role" in wrong else "role"
     return f": message {number} has no {'value' if 'from' in wrong and absent == 'role' else absent}"
 
@@ -231,16 +231,16 @@ def _with_calls(message: dict[str, Any], row: Row, number: int) -> dict[str, Any
     return {**message, "content": message.get("content") or "", "tool_calls": calls}
 
 
-def _message(message: dict[str, Any], row: Row, number: int) -> dict[str, Any]:
+def _joined_message(message: dict[str, Any], row: Row, number: int) -> dict[str, Any]:
     """Return the message with its content as text. Parts are joined, since templates leave them out or garble them."""
     if calls := message.get("tool_calls"):
         if not isinstance(calls, list):
-            what = f"tool_calls must be a list of {{name, arguments}}, not {_shown(calls)}"
+            what = f"tool_calls must be a list of {{name, arguments}}, not {_value_text(calls)}"
             raise DataError(f"{row.origin}: message {number}: {what}")
         message = _with_calls(message, row, number)
     role, content = message["role"], message.get("content")
     if not isinstance(role, str):
-        raise DataError(f"{row.origin}: message {number}: role must be text, not {_shown(role)}")
+        raise DataError(f"{row.origin}: message {number}: role must be text, not {_value_text(role)}")
     if isinstance(content, str):
         return message
     parts: list[Any] = content if isinstance(content, list) else [content]
@@ -248,14 +248,14 @@ def _message(message: dict[str, Any], row: Row, number: int) -> dict[str, Any]:
     if not wrong:
         return {**message, "content": "".join(part["text"] for part in parts)}
     needed = "text or a list of {type: text, text: ...}"
-    raise DataError(f"{row.origin}: message {number} ({role}): content must be {needed}, not {_shown(wrong[0])}")
+    raise DataError(f"{row.origin}: message {number} ({role}): content must be {needed}, not {_value_text(wrong[0])}")
 
 
 def _is_text(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
-def _shown(value: Any) -> str:
+def _value_text(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     if isinstance(value, str | int | float):
@@ -270,10 +270,10 @@ def _shown(value: Any) -> str:
 def _absent(row: Row, key: str) -> str:
     if has_column(row.values, key):
         return f"column {key!r} is null"
-    return f"no column {key!r}{_remedy(row) or did_you_mean(key, row.values) or _columns(row.values)}"
+    return f"no column {key!r}{_remedy(row) or did_you_mean(key, row.values) or _columns_hint(row.values)}"
 
 
-def _columns(names: Iterable[str]) -> str:
+def _columns_hint(names: Iterable[str]) -> str:
     return f" (the row has: {', '.join(map(repr, names)) or 'nothing'})"
 
 

@@ -81,7 +81,7 @@ def chat_samples(
     if not indices:
         raise DataError("no assistant message to train on")
     chosen = indices[-1:] if train == "last" else indices
-    turns = [_turn(chat, messages, index, tools) for index in chosen if is_trained(messages[index])]
+    turns = [_written_turn(chat, messages, index, tools) for index in chosen if is_trained(messages[index])]
     groups: list[list[TrainedTurn]] = []
     for turn in turns:
         if groups and turn.before.startswith(groups[-1][-1].whole):
@@ -91,14 +91,14 @@ def chat_samples(
     is_rewritten = len(groups) > 1
     if history == "keep" and is_rewritten:
         groups = [turns]
-        samples = [_kept(chat, messages, turns, tools)]
+        samples = [_kept_turns(chat, messages, turns, tools)]
     else:
-        samples = [_sample(chat, group) for group in groups]
+        samples = [_prompt_parts(chat, group) for group in groups]
     for pieces, group in zip(samples, groups, strict=True):
         _end_sample(chat, pieces, group[-1])
     trained = [tokens for pieces in samples for tokens, is_trained in pieces if is_trained]
     return ChatSamples(
-        rows=[_row(chat, pieces) for pieces in samples],
+        rows=[_tokens_and_mask(chat, pieces) for pieces in samples],
         rewritten=is_rewritten,
         cut=sum(turn.cut for turn in turns),
         silent=sum(turn.silent for turn in turns),
@@ -106,7 +106,7 @@ def chat_samples(
     )
 
 
-def _sample(chat: Chat, turns: list[TrainedTurn]) -> list[tuple[list[int], bool]]:
+def _prompt_parts(chat: Chat, turns: list[TrainedTurn]) -> list[tuple[list[int], bool]]:
     """Return (tokens, true if trained on) of turns that all stand in the last one's prompt."""
     pieces: list[tuple[list[int], bool]] = []
     position = 0
@@ -117,9 +117,9 @@ def _sample(chat: Chat, turns: list[TrainedTurn]) -> list[tuple[list[int], bool]
     return pieces
 
 
-def _kept(chat: Chat, messages: Messages, turns: list[TrainedTurn], tools: Tools) -> list[tuple[list[int], bool]]:
+def _kept_turns(chat: Chat, messages: Messages, turns: list[TrainedTurn], tools: Tools) -> list[tuple[list[int], bool]]:
     """Return the same of turns that each follow the earlier ones as they were while they were the last."""
-    pieces = _sample(chat, turns[:1])
+    pieces = _prompt_parts(chat, turns[:1])
     stops = frozenset(chat.ends.stops)
     for last, turn in pairwise(turns):
         added = messages[last.index + 1 : turn.index]
@@ -138,7 +138,7 @@ def _end_sample(chat: Chat, pieces: list[tuple[list[int], bool]], last: TrainedT
     tokens.append(chat.ends.trained)
 
 
-def _row(chat: Chat, pieces: list[tuple[list[int], bool]]) -> Tokens:
+def _tokens_and_mask(chat: Chat, pieces: list[tuple[list[int], bool]]) -> Tokens:
     """Return tokens and mask of a sample, with the tokens that begin it. Raises DataError for an empty prompt."""
     tokens = [token for piece, _ in pieces for token in piece]
     mask = [trained for piece, trained in pieces for _ in piece]
@@ -149,14 +149,14 @@ def _row(chat: Chat, pieces: list[tuple[list[int], bool]]) -> Tokens:
     return begun, np.array(mask, dtype=np.bool_)
 
 
-def _turn(chat: Chat, messages: Messages, index: int, tools: Tools) -> TrainedTurn:
+def _written_turn(chat: Chat, messages: Messages, index: int, tools: Tools) -> TrainedTurn:
     """Return a turn as the template writes it while it is the last one."""
     before = chat.render(messages[:index], generation=True, tools=tools)
     whole = chat.render(messages[: index + 1], generation=False, tools=tools)
     bare = before.rstrip().removesuffix(_OPEN)
     thinking = _thinking(chat, messages[index], opened=bare != before.rstrip())
     start = len(before) if whole.startswith(before) else len(bare)
-    end = _end(chat, whole, start)
+    end = _end_of_turn(chat, whole, start)
     said, cut = whole[start:end], bool(whole[end:].strip())
     if chat.template is not None and chat.end_marker(whole) is None:
         said += chat.following_end(messages[:index], messages[index + 1 : index + 2], tools)
@@ -203,7 +203,7 @@ def _with_thinking(before: str, thinking: re.Match[str], said: str) -> str:
     return f"{'' if opened else _OPEN}{thought}</think>{thinking[2]}{said.lstrip()}"
 
 
-def _end(chat: Chat, whole: str, start: int) -> int:
+def _end_of_turn(chat: Chat, whole: str, start: int) -> int:
     """Return where the turn ends that begins at `start`: after its end token, before the template's white space."""
     marker = chat.end_marker(whole)
     if marker is not None and marker in whole[start:]:

@@ -199,7 +199,7 @@ def tokenize_prompts(
         messages, answer = question(row, section)
         tools = row_tools(row)
         report.note_row(row, section, messages)
-        with _place(row):
+        with _name_place(row):
             own_chat = _chat_of(row, chat, report)
             prompt = own_chat.prompt(messages, tools)
             report.note_unwritten(unwritten.find_roles(own_chat, messages, tools, generation=True))
@@ -245,7 +245,7 @@ def tokenize_samples(
         tools = row_tools(row)
         report.note_row(row, section, messages)
         report.note_marks(messages)
-        with _place(row):
+        with _name_place(row):
             own_chat = _chat_of(row, chat, report)
             found = chat_samples(own_chat, messages, turns.mask, turns.history, tools)
             report.note_unwritten(unwritten.find_roles(own_chat, messages, tools, generation=False))
@@ -294,7 +294,7 @@ def read_tasks(
         if len(choices) > 1 and (key := row.values.get(ENVIRONMENT_COLUMN)) not in [*choices]:
             what = f"column {ENVIRONMENT_COLUMN!r} must be one of {', '.join(choices)}, not {key!r}"
             raise DataError(f"{row.origin}: {what} (environment.choices)")
-        with _place(row):
+        with _name_place(row):
             # Players take the row's arguments of the template. Wrong and unknown ones are told here.
             _chat_of(row, chat, report)
         text = "\n".join(message["content"] for message in messages)
@@ -310,7 +310,7 @@ def _chat_of(row: Row, chat: Chat, report: LengthReport) -> Chat:
 
 
 @contextmanager
-def _place(row: Row) -> Iterator[None]:
+def _name_place(row: Row) -> Iterator[None]:
     """Put the row's place before the message of any error inside."""
     try:
         yield

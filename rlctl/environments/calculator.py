@@ -62,20 +62,20 @@ def compute(expression: str) -> float:
     if len(expression) > _LONGEST:
         raise ValueError(f"an expression may have {_LONGEST} characters")
     try:
-        return _value(ast.parse(expression.strip(), mode="eval").body)
+        return _evaluate(ast.parse(expression.strip(), mode="eval").body)
     except SyntaxError:
         raise ValueError(f"{expression!r} is no arithmetic expression") from None
     except ZeroDivisionError:
         raise ValueError("division by zero") from None
 
 
-def _value(node: ast.AST) -> float:
+def _evaluate(node: ast.AST) -> float:
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         result: float = node.value  # type: ignore[assignment]
     elif isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        result = _OPERATORS[type(node.op)](_value(node.left), _value(node.right))
+        result = _OPERATORS[type(node.op)](_evaluate(node.left), _evaluate(node.right))
     elif isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
-        result = _OPERATORS[type(node.op)](_value(node.operand))
+        result = _OPERATORS[type(node.op)](_evaluate(node.operand))
     else:
         raise ValueError("only numbers, brackets and + - * / // % are allowed")
     if abs(result) > _LARGEST:

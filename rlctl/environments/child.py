@@ -55,7 +55,7 @@ class _Child:
         requests = self._connection.makefile("rb")
         self._send(asdict(ProcessStarted(self._own, os.getppid())))
         specs: dict[str, EnvironmentSpec] = pickle.load(requests)
-        self._send({"contracts": {key: asdict(self._load(key, spec)) for key, spec in specs.items()}})
+        self._send({"contracts": {key: asdict(self._load_environment(key, spec)) for key, spec in specs.items()}})
         while True:
             try:
                 request: ActionRequest = pickle.load(requests)
@@ -86,7 +86,7 @@ class _Child:
             episode.start()
         return episode
 
-    def _load(self, key: str, spec: EnvironmentSpec) -> EnvironmentContract:
+    def _load_environment(self, key: str, spec: EnvironmentSpec) -> EnvironmentContract:
         """Import an environment, and return its contract."""
         if spec.agent is not None:
             return self._load_agent(key, spec.name, spec.agent)
@@ -110,7 +110,7 @@ class _Child:
         if is_function:
             self._makers[key] = partial(FunctionEpisode, found, *own)
             return contract
-        rewards, tools = _rewards(spec, found), [each["function"]["name"] for each in contract.tools]
+        rewards, tools = _environment_rewards(spec, found), [each["function"]["name"] for each in contract.tools]
         self._makers[key] = partial(Episode, found, spec.args, tools, rewards, *own)
         if not rewards:
             return contract
@@ -161,7 +161,7 @@ class _Child:
             self._connection.sendall(line)
 
 
-def _rewards(spec: EnvironmentSpec, environment: Any) -> dict[str, Callable[..., Any]]:
+def _environment_rewards(spec: EnvironmentSpec, environment: Any) -> dict[str, Callable[..., Any]]:
     """Return the reward functions that take `environments`. The rewards' own process tells why another one cannot be
     used."""
     found = {}

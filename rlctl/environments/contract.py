@@ -71,7 +71,7 @@ def read_contract(environment: object, arguments: Mapping[str, Any]) -> Environm
     members = _methods(environment)
     reserved = [name for name in RESERVED if not (name == "step" and is_tool(members.get(name)))]
     tools: list[Schema] = []
-    problems, notes = _construction(environment, arguments), _notes(environment, members, reserved)
+    problems, notes = _construction(environment, arguments), _class_notes(environment, members, reserved)
     for name, method in members.items():
         if name not in reserved:
             try:
@@ -115,12 +115,12 @@ def reset_arguments(reset: Callable[..., Any], row: Mapping[str, Any], seed: int
     columns = {name: value for name, value in row.items() if name != ENVIRONMENT_COLUMN or name in parameters}
     if not open_ended and "prompt" not in parameters:
         columns.pop("prompt", None)
-    if wrong := _mismatch(parameters, {**seeds, **columns}, open_ended):
+    if wrong := _unmatched_columns(parameters, {**seeds, **columns}, open_ended):
         raise ContractError(f"its parameters ({defined_at(reset)}) are not the row's columns: {wrong}")
     return {**seeds, **columns}
 
 
-def _mismatch(parameters: Mapping[str, inspect.Parameter], given: Mapping[str, Any], open_ended: bool) -> str:
+def _unmatched_columns(parameters: Mapping[str, inspect.Parameter], given: Mapping[str, Any], open_ended: bool) -> str:
     """Return the parameters of `reset` without a column, and the columns without a parameter; empty if there are
     none."""
     by_name = {
@@ -158,14 +158,14 @@ def checked_observation(value: object) -> Observation:
         if all(isinstance(each.get("role"), str) for each in value):
             return [{**each, "content": _content(each.get("content"))} for each in value]
         return _content(value)
-    raise ContractError(f"reset must return text, a list of messages or None, not {_shown(value)}")
+    raise ContractError(f"reset must return text, a list of messages or None, not {_value_text(value)}")
 
 
 def checked_step(value: object) -> str | None:
     """Return the result of `step`: text, or None at the end of the episode. Raises ContractError."""
     if value is None or isinstance(value, str):
         return value
-    raise ContractError(f"step must return text, or None at the end, not {_shown(value)}")
+    raise ContractError(f"step must return text, or None at the end, not {_value_text(value)}")
 
 
 def checked_reward(value: object, what: str = "get_reward") -> Reward:
@@ -173,7 +173,7 @@ def checked_reward(value: object, what: str = "get_reward") -> Reward:
     if isinstance(value, dict):
         parts = {name: finite_number(part) for name, part in value.items()}
         if long := next((name for name in parts if isinstance(name, str) and not _is_short(name)), None):
-            problem = f"names rewards of at most {MAX_NAME} printable characters, not {_shown(long)}"
+            problem = f"names rewards of at most {MAX_NAME} printable characters, not {_value_text(long)}"
             raise ContractError(f"{what} must return a dict that {problem}")
         if parts and all(isinstance(name, str) for name in parts):
             numbers = {name: part for name, part in parts.items() if part is not None}
@@ -181,7 +181,7 @@ def checked_reward(value: object, what: str = "get_reward") -> Reward:
                 return numbers
     elif (number := finite_number(value)) is not None:
         return number
-    raise ContractError(f"{what} must return a finite number or a dict of them, not {_shown(value)}")
+    raise ContractError(f"{what} must return a finite number or a dict of them, not {_value_text(value)}")
 
 
 def _is_short(name: str) -> bool:
@@ -202,7 +202,7 @@ def _content(content: object) -> str:
     parts = content if isinstance(content, list) else [content]
     texts = [each.get("text") for each in parts if isinstance(each, dict) and each.get("type") == "text"]
     if len(texts) != len(parts) or not all(isinstance(each, str) for each in texts):
-        raise ContractError(f"content must be text or a list of {{type: text, text: ...}}, not {_shown(content)}")
+        raise ContractError(f"content must be text or a list of {{type: text, text: ...}}, not {_value_text(content)}")
     return "".join(str(each) for each in texts)
 
 
@@ -254,7 +254,7 @@ def _reserved_name(name: str, members: Mapping[str, Callable[..., Any]]) -> str:
     return did_you_mean(name, [each for each in RESERVED if each not in members])
 
 
-def _notes(environment: type, members: Mapping[str, Callable[..., Any]], reserved: Sequence[str]) -> list[str]:
+def _class_notes(environment: type, members: Mapping[str, Callable[..., Any]], reserved: Sequence[str]) -> list[str]:
     notes = []
     if "get_reward" not in members:
         what = "a reward function must value its episodes; its parameter `environments` gets the instance, as in TRL"
@@ -273,7 +273,7 @@ def _notes(environment: type, members: Mapping[str, Callable[..., Any]], reserve
     return notes
 
 
-def _shown(value: object) -> str:
+def _value_text(value: object) -> str:
     try:
         return shortened(f"{type(value).__name__} {value!r}")
     except Exception:  # repr is code of the user's

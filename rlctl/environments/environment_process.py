@@ -84,7 +84,7 @@ class EnvironmentProcess:
         self.ended, self.over = False, asyncio.Event()
         self._launched = asyncio.create_task(asyncio.to_thread(self._process.launch))
         # Contracts by key, or the reason why it could not start.
-        self.ready: asyncio.Task[Started] = spawn(self._start())
+        self.ready: asyncio.Task[Started] = spawn(self._start_process())
 
     @property
     def load(self) -> int:
@@ -96,7 +96,7 @@ class EnvironmentProcess:
         """Process id of the supervisor."""
         return self._process.pid
 
-    async def _start(self) -> Started:
+    async def _start_process(self) -> Started:
         try:
             connection = await self._launched
         except OSError as error:  # no memory, no file descriptor, no process left
@@ -106,10 +106,10 @@ class EnvironmentProcess:
         self._writer.write(pickle.dumps(self._specs))
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                started = ProcessStarted(**await _message(reader))
+                started = ProcessStarted(**await _next_message(reader))
                 self._worker = int(started.pid)
                 self._supervisor = int(started.supervisor)
-                loaded = (await _message(reader))["contracts"]
+                loaded = (await _next_message(reader))["contracts"]
                 contracts = {key: EnvironmentContract(**loaded[key]) for key in self._specs}
         except TimeoutError:
             failure = EnvironmentFailure("timeout", f"environments took longer than {START_TIMEOUT_S:g} s to load")
@@ -118,9 +118,9 @@ class EnvironmentProcess:
                 "died", "an environment ended its process while loading", await self._note_end()
             )
         except Exception as error:  # any text: the user's code was imported there
-            failure = EnvironmentFailure("died", f"an environment {_FOREIGN} while loading", _shown(error))
+            failure = EnvironmentFailure("died", f"an environment {_FOREIGN} while loading", _error_line(error))
         else:
-            self._spawn(self._read(reader))
+            self._spawn(self._read_replies(reader))
             return contracts
         await self.stop(failure)
         return failure
@@ -190,18 +190,18 @@ class EnvironmentProcess:
             self._ending = self._spawn(asyncio.to_thread(self._process.ending))
         return str(await asyncio.shield(self._ending))
 
-    async def _read(self, reader: asyncio.StreamReader) -> None:
+    async def _read_replies(self, reader: asyncio.StreamReader) -> None:
         """Hand each reply to its action, until the process ends."""
         try:
             while True:
-                self._deliver(read_reply(await _message(reader)))
+                self._deliver_reply(read_reply(await _next_message(reader)))
         except (EOFError, ConnectionError):
             reason = EnvironmentFailure("died", "its process ended", await self._note_end())
         except Exception as error:  # any text: nobody may wait for a reader that has ended
-            reason = EnvironmentFailure("died", f"an environment of its process {_FOREIGN}", _shown(error))
+            reason = EnvironmentFailure("died", f"an environment of its process {_FOREIGN}", _error_line(error))
         await self.stop(reason)
 
-    def _deliver(self, reply: ActionReply) -> None:
+    def _deliver_reply(self, reply: ActionReply) -> None:
         """Raises KeyError or TypeError for a reply to no action of this process."""
         if reply.action in self._given_up:
             self._given_up.discard(reply.action)
@@ -219,11 +219,11 @@ def _wait_for_end(pid: int) -> None:
             time.sleep(0.005)
 
 
-def _shown(error: Exception) -> str:
+def _error_line(error: Exception) -> str:
     return shortened(f"{type(error).__name__}: {error}")
 
 
-async def _message(reader: asyncio.StreamReader) -> dict[str, Any]:
+async def _next_message(reader: asyncio.StreamReader) -> dict[str, Any]:
     """Return the next message. Raises EOFError at the end, ValueError or RecursionError for a line that is none."""
     line = await reader.readline()
     if not line.endswith(b"\n"):

@@ -78,11 +78,11 @@ class CoroutineLoop:
     @cached_property
     def running(self) -> asyncio.AbstractEventLoop:
         loop = CountingLoop()
-        threading.Thread(target=self._run, args=(loop,), name="coroutines", daemon=True).start()
+        threading.Thread(target=self._run_forever, args=(loop,), name="coroutines", daemon=True).start()
         return loop
 
     @staticmethod
-    def _run(loop: asyncio.AbstractEventLoop) -> None:
+    def _run_forever(loop: asyncio.AbstractEventLoop) -> None:
         """Run the loop to the end of the process. One episode may stop it, or raise SystemExit or KeyboardInterrupt:
         others go on."""
         while not loop.is_closed():
@@ -169,9 +169,9 @@ class Episode(threading.Thread):
             action, message = self._actions.get()
             is_closed = isinstance(message, CloseEpisode)
             code = getattr(self._class, "reset", self._class)
-            self._reply(action, attempted(message.kind, partial(self._do, message), code, __file__))
+            self._reply(action, attempted(message.kind, partial(self._action_value, message), code, __file__))
 
-    def _do(self, message: EpisodeMessage) -> Any:
+    def _action_value(self, message: EpisodeMessage) -> Any:
         """Return the value of an action. Raises anything that the user's code raises."""
         match message:
             case ResetEpisode():

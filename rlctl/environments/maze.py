@@ -33,7 +33,7 @@ class Maze:
         if self._here == self._goal or self._moves >= self._most:
             raise ValueError("The walk has ended.")
         self._moves += 1
-        there = _beside(self._here, direction)
+        there = _neighbour(self._here, direction)
         if there not in self._ways[self._here]:
             return f"There is a wall. {self._view()}"
         self._here = there
@@ -47,7 +47,7 @@ class Maze:
     def _view(self) -> str:
         if self._here == self._goal:
             return "You have arrived."
-        ways = ", ".join(name for name in _MOVES if _beside(self._here, name) in self._ways[self._here])
+        ways = ", ".join(name for name in _MOVES if _neighbour(self._here, name) in self._ways[self._here])
         return f"You are in row {self._here[0] + 1}, column {self._here[1] + 1}. Open: {ways}."
 
 
@@ -58,7 +58,7 @@ def build(size: int, seed: int) -> dict[Place, set[Place]]:
     path: list[Place] = [(0, 0)]
     seen = {path[0]}
     while path:
-        ahead = [there for name in _MOVES if (there := _beside(path[-1], name)) in ways and there not in seen]
+        ahead = [there for name in _MOVES if (there := _neighbour(path[-1], name)) in ways and there not in seen]
         if not ahead:
             path.pop()
             continue
@@ -81,7 +81,7 @@ def distance(ways: dict[Place, set[Place]], start: Place, goal: Place) -> int:
     return moves[goal]
 
 
-def _beside(place: Place, direction: str) -> Place:
+def _neighbour(place: Place, direction: str) -> Place:
     down, right = _MOVES[direction]
     return place[0] + down, place[1] + right
 

@@ -151,7 +151,7 @@ class EnvironmentPool:
     ) -> "Future[FunctionMessage | EnvironmentFailure]":
         """Call the rollout function, and return its first message. task: fields of `PlayTask`; seed: the group's."""
         message = BeginFunction(next(iter(self._specs)), dict(task), seed)
-        return self._submit(self._start(episode, message, read_function_message))
+        return self._submit(self._start_episode(episode, message, read_function_message))
 
     def resume(
         self, episode: Hashable, answers: Sequence[Sampled | None], *, waits: bool
@@ -177,7 +177,7 @@ class EnvironmentPool:
     ) -> "Future[AgentMessage | EnvironmentFailure]":
         """Start the agent, and return its first message. task: fields of `AgentTask`; seed: the group's."""
         message = BeginAgent(next(iter(self._specs)), dict(task), seed)
-        return self._submit(self._start(episode, message, read_agent_message))
+        return self._submit(self._start_episode(episode, message, read_agent_message))
 
     def resume_agent(
         self, episode: Hashable, answers: Sequence[tuple[int, AgentAnswer]], *, waits: bool
@@ -221,7 +221,7 @@ class EnvironmentPool:
     def shutdown(self) -> None:
         """End all processes. Actions that still wait fail, and no other begins."""
         self._ended = True
-        self.events.submit(self._end()).result()
+        self.events.submit(self._end_processes()).result()
         self.events.close()
         if self._log is not None:
             self._log.close()
@@ -247,9 +247,9 @@ class EnvironmentPool:
             known = ", ".join(self._specs)
             failure = EnvironmentFailure("contract", f"no such environment: a row must name one of {known}", repr(key))
             return self._count_failure(str(key), failure)
-        return await self._start(episode, ResetEpisode(key, row, seed), checked_observation)
+        return await self._start_episode(episode, ResetEpisode(key, row, seed), checked_observation)
 
-    async def _start(
+    async def _start_episode(
         self, episode: Hashable, message: OpeningMessage, checked: Callable[[Any], Value]
     ) -> Value | EnvironmentFailure:
         """Place an episode in a process, and return the checked value of its first action."""
@@ -410,7 +410,7 @@ class EnvironmentPool:
             for process in list(self._processes):
                 await process.check_memory(deep=count % 5 == 0)
 
-    async def _end(self) -> None:
+    async def _end_processes(self) -> None:
         stopped = set[EnvironmentProcess]()
         # An action that another thread submitted meanwhile may start a process.
         while further := {*self._processes} - stopped:

@@ -56,7 +56,7 @@ class FunctionPolicy:
     """The policy, as a rollout function sees it."""
 
     def __init__(self, ask: Callable[[list[int]], "asyncio.Future[Sampled]"]) -> None:
-        self._ask = ask
+        self._ask_for_sample = ask
 
     async def sample(self, token_ids: list[int]) -> Sampled:
         """Sample a turn after these tokens, of at most `generation.max_new_tokens`.
@@ -65,7 +65,7 @@ class FunctionPolicy:
         together, and return in the order of their beginnings. Returns three empty lists once `environment.max_turns`,
         the longest sequence or `environment.episode_timeout_s` is used up; to sample again after that is an error.
         """
-        return await self._ask([int(token) for token in token_ids])
+        return await self._ask_for_sample([int(token) for token in token_ids])
 
 
 def is_agent(function: Callable[..., Any]) -> bool:
@@ -121,15 +121,15 @@ class FunctionEpisode:
 
     def submit(self, action: int, message: EpisodeMessage) -> None:
         """Do an action on the event loop."""
-        self._loop.running.call_soon_threadsafe(self._open.contain, partial(self._do, action, message))
+        self._loop.running.call_soon_threadsafe(self._open.contain, partial(self._do_action, action, message))
 
-    def _do(self, action: int, message: EpisodeMessage) -> None:
+    def _do_action(self, action: int, message: EpisodeMessage) -> None:
         if self._open.is_open:
-            self._tell()
+            self._answer_action()
         match message:
             case BeginFunction():
                 self._open.open(action)
-                self._begin(PlayTask(**message.task), message.seed)
+                self._begin_task(PlayTask(**message.task), message.seed)
             case ResumeFunction():
                 self._open.open(action)
                 self._answers += message.answers
@@ -138,7 +138,7 @@ class FunctionEpisode:
                 self._cancel()
                 self._reply(action, None)
 
-    def _begin(self, task: PlayTask, seed: int) -> None:
+    def _begin_task(self, task: PlayTask, seed: int) -> None:
         self._generator.seed(seed)
         context = copy_context()
         context.run(seeding.use, self._generator)
@@ -154,9 +154,9 @@ class FunctionEpisode:
             waiting.cancel()
 
     async def _played(self, task: PlayTask) -> Any:
-        return await self._function(task, FunctionPolicy(self._ask))
+        return await self._function(task, FunctionPolicy(self._ask_for_sample))
 
-    def _ask(self, tokens: list[int]) -> "asyncio.Future[Sampled]":
+    def _ask_for_sample(self, tokens: list[int]) -> "asyncio.Future[Sampled]":
         future: asyncio.Future[Sampled] = asyncio.get_running_loop().create_future()
         self._again |= 0 < self._most <= self._refused
         self._asked.append(tokens)
@@ -168,9 +168,9 @@ class FunctionEpisode:
     def _look_soon(self) -> None:
         if not self._looks:
             self._looks = True
-            self._loop.running.call_soon(self._open.contain, self._look, context=_OURS)
+            self._loop.running.call_soon(self._open.contain, self._give_or_ask, context=_OURS)
 
-    def _look(self) -> None:
+    def _give_or_ask(self) -> None:
         """Once no callback of the function is left: give it its next answer, or send its requests.
 
         The loop runs callbacks in order. Those that were there at the last look have run by now; if none came since,
@@ -184,9 +184,9 @@ class FunctionEpisode:
         else:
             self._looks = False
             if self._open.is_open and (self._task.done() or self._asked):
-                self._tell()
+                self._answer_action()
             return
-        self._loop.running.call_soon(self._open.contain, self._look)
+        self._loop.running.call_soon(self._open.contain, self._give_or_ask)
 
     def _give(self, waiting: "asyncio.Future[Sampled]", answer: Sampled | None) -> None:
         self._taken += 1
@@ -194,7 +194,7 @@ class FunctionEpisode:
         if not waiting.done():
             waiting.set_result(Sampled([], [], []) if answer is None else Sampled(*answer))
 
-    def _tell(self) -> None:
+    def _answer_action(self) -> None:
         """Reply to the action that is open."""
         assert self._task is not None
         if self._task.done():

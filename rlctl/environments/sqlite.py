@@ -25,7 +25,7 @@ class Sqlite:
         self._database.executescript(SCHEMA)
         _fill(self._database, shop)
         self._database.execute("PRAGMA query_only = ON")
-        self._ordered, self._right = "order by" in sql.lower(), self._rows(sql)
+        self._ordered, self._right = "order by" in sql.lower(), self._fetch_rows(sql)
         self._given: str | None = None
         return f"A SQLite database has these tables:{SCHEMA}\n{question}\nTry queries, then submit the right one."
 
@@ -38,7 +38,7 @@ class Sqlite:
         Returns:
             The rows, one a line.
         """
-        rows = self._rows(sql)
+        rows = self._fetch_rows(sql)
         more = [f"... and {len(rows) - _SHOWN} more"] if len(rows) > _SHOWN else []
         return "\n".join([*("|".join(map(str, row)) for row in rows[:_SHOWN]), *more]) or "no rows"
 
@@ -57,7 +57,7 @@ class Sqlite:
     def get_reward(self) -> float:
         """Return 1 if the submitted statement gives the rows that were asked for, else 0."""
         try:
-            given = self._rows(self._given or "")
+            given = self._fetch_rows(self._given or "")
         except sqlite3.Error:
             return 0.0
         return float(
@@ -68,7 +68,7 @@ class Sqlite:
         """Free the database."""
         self._database.close()
 
-    def _rows(self, sql: str) -> list[tuple[Any, ...]]:
+    def _fetch_rows(self, sql: str) -> list[tuple[Any, ...]]:
         """Return all rows. Raises sqlite3.Error, also for a statement that takes too long or changes anything."""
         self._database.set_progress_handler(lambda: 1, _STEPS)
         return self._database.execute(sql).fetchall()

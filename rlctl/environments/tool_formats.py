@@ -97,7 +97,7 @@ def _llama3(text: str, parameters: Parameters) -> list[FoundCall]:
     while (start := text.find("{", at)) >= 0:
         before = text[at:start]
         tagged, bare = before.rstrip().endswith(_TAG), not before.strip(" \t\r\n;")
-        value, end = _json(text, start)
+        value, end = _json_at(text, start)
         if isinstance(value, MalformedCall):
             if tagged or (bare and '"name"' in text[start:]):
                 found.append(FoundCall(value, start, len(text)))
@@ -105,7 +105,7 @@ def _llama3(text: str, parameters: Parameters) -> list[FoundCall]:
         given = "parameters" in value or "arguments" in value or (bare and str(value.get("name")) in parameters)
         if tagged or ("name" in value and given):
             found.append(
-                FoundCall(_checked(value, "parameters"), text.rindex(_TAG, at, start) if tagged else start, end)
+                FoundCall(_checked_call(value, "parameters"), text.rindex(_TAG, at, start) if tagged else start, end)
             )
         at = end
     if not found and (tag := text.find(_TAG)) >= 0:
@@ -131,7 +131,7 @@ def _mistral(text: str, parameters: Parameters) -> list[FoundCall]:
         following = _MISTRAL_MARK.search(text, mark.end())
         head = _MISTRAL_HEAD.match(text, mark.end())
         name = head[1].strip() if head else ""
-        value, end = _json(text, head.end() if head and name else mark.end())
+        value, end = _json_at(text, head.end() if head and name else mark.end())
         if isinstance(value, MalformedCall) and not name:
             segment_end = following.start() if following else len(text)
             value, end = _bracketed(text, mark.end(), segment_end) or (value, segment_end)
@@ -143,7 +143,7 @@ def _mistral(text: str, parameters: Parameters) -> list[FoundCall]:
             value = {"name": name, "arguments": convert_arguments(value, parameters.get(name, {}))}
         begin = mark.start()
         for call in value if isinstance(value, list) else [value]:
-            found.append(FoundCall(_checked(call, "arguments"), begin, end))
+            found.append(FoundCall(_checked_call(call, "arguments"), begin, end))
             begin = end
         is_list = isinstance(value, list) or (not name and "name" in value)
         # Marks within the value are none.
@@ -238,11 +238,11 @@ def _json_call(text: str, at: int, key: str) -> tuple[Call, int]:
     """
     while at < len(text) and text[at].isspace():
         at += 1
-    value, end = _json(text, at)
-    return (value if isinstance(value, MalformedCall) else _checked(value, key)), end
+    value, end = _json_at(text, at)
+    return (value if isinstance(value, MalformedCall) else _checked_call(value, key)), end
 
 
-def _json(text: str, at: int) -> tuple[Any, int]:
+def _json_at(text: str, at: int) -> tuple[Any, int]:
     """Return the JSON object or list at position `at`, or a MalformedCall, and the position after it."""
     if not text.startswith(("{", "["), at):  # the decoder would say so too, after counting all lines before
         return MalformedCall("not valid JSON: Expecting value at character 1 of the call"), at
@@ -252,7 +252,7 @@ def _json(text: str, at: int) -> tuple[Any, int]:
         return MalformedCall(_not_json(error, at)), at
 
 
-def _checked(value: Any, key: str) -> Call:
+def _checked_call(value: Any, key: str) -> Call:
     if not isinstance(value, dict):
         return MalformedCall(f"not a JSON object: {shown(json.dumps(value))}")
     name = value.get("name")

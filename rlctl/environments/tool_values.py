@@ -58,7 +58,7 @@ def listed(schema: Any, key: str) -> list[Any]:
 def convert_arguments(arguments: dict[str, Any], properties: Properties) -> dict[str, Any]:
     """Return arguments with each value converted to a type of its schema. A value without a schema stays."""
     return {
-        name: _converted(value, properties[name]) if isinstance(properties.get(name), dict) else value
+        name: _convert_value(value, properties[name]) if isinstance(properties.get(name), dict) else value
         for name, value in arguments.items()
     }
 
@@ -80,7 +80,7 @@ def convert_text(text: str, schema: Any) -> Any:
     return text if value is _NO_VALUE else value
 
 
-def _converted(value: Any, schema: dict[str, Any]) -> Any:
+def _convert_value(value: Any, schema: dict[str, Any]) -> Any:
     if isinstance(value, str):
         return convert_text(value, schema)
     if isinstance(value, dict):
@@ -88,7 +88,7 @@ def _converted(value: Any, schema: dict[str, Any]) -> Any:
         return convert_arguments(value, properties) if isinstance(properties, dict) else value
     if isinstance(value, list):
         items = schema.get("items")
-        return [_converted(item, items) for item in value] if isinstance(items, dict) else value
+        return [_convert_value(item, items) for item in value] if isinstance(items, dict) else value
     return convert_text(json.dumps(value), schema)
 
 

@@ -90,13 +90,13 @@ def chat_session(
             pool = stack.enter_context(
                 EnvironmentPool({_KEY: environment}, config.environment.memory_mib, 1, logs, emit)
             )
-            tools = _tools(pool, chat, config.environment.tool_format)
+            tools = _environment_tools(pool, chat, config.environment.tool_format)
         events = tools.pool.events if tools else None
         dispatcher = stack.enter_context(engines(settled, files, stops, target.step, logs, emit, events))
         yield ChatSession(chat, dispatcher, limits, tools, row)
 
 
-def _tools(pool: EnvironmentPool, chat: Chat, wanted: str) -> TalkTools:
+def _environment_tools(pool: EnvironmentPool, chat: Chat, wanted: str) -> TalkTools:
     """Return the tools of the pool's environment. wanted: the format of calls, or auto.
 
     Raises UnusableEnvironmentError.
@@ -149,7 +149,7 @@ def served_policy(
     start = RolloutStart(talk_id(0), task, *sampling, config.run.seed, 0)
     with ExitStack() as stack:
         pool = stack.enter_context(EnvironmentPool({_KEY: spec}, config.environment.memory_mib, 1, logs, emit))
-        pool.give_chat(ChatSpec.of(chat), format_of_calls(config.environment.tool_format, chat))
+        pool.give_chat(ChatSpec.from_chat(chat), format_of_calls(config.environment.tool_format, chat))
         pool.contracts()
         dispatcher = stack.enter_context(engines(settled, files, stops, target.step, logs, emit, pool.events))
         runner = RolloutRunner(AgentPlayer(pool, chat, limits), dispatcher)

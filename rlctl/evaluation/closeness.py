@@ -45,7 +45,7 @@ class _Rounding(NamedTuple):
     mean: float
 
     @classmethod
-    def of(cls, rows: Floats, exact: Floats) -> "_Rounding":
+    def from_rows(cls, rows: Floats, exact: Floats) -> "_Rounding":
         gaps = _gaps(rows, exact)
         return cls(float(np.median(gaps)), float(gaps.mean()))
 
@@ -85,7 +85,9 @@ def compare(dtype: str, first: Side, second: Side) -> Closeness:
         error, bound, worst = float(np.exp(gaps).mean()), BOUNDS[dtype], float(gaps.max())
         text = f"token_mult_prob_error {error:.4f} over {tokens} tokens; allowed: {bound:g}"
         return Closeness(error <= bound, text, worst, bound - 1)
-    own, other = (_Rounding.of(each.rows, exact if each.exact is None else each.exact) for each in (first, second))
+    own, other = (
+        _Rounding.from_rows(each.rows, exact if each.exact is None else each.exact) for each in (first, second)
+    )
     said = f"{dtype} is {own.usual:.1e} from that, {other.usual:.1e} {second.name}; allowed: twice as much"
     if first.exact is None or second.exact is None:
         worst = float(_gaps(first.rows, second.rows).max())

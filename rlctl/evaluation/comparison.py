@@ -32,7 +32,7 @@ def results_of(path: Path, root: Path) -> list[Result]:
     A run stands for all of its checkpoints. root: the folder of runs. Raises EvaluationError, TargetError.
     """
     folder = path.parent if path.name == "result.json" else path
-    if result := _whole(folder):
+    if result := _whole_result(folder):
         return [result]
     if (folder / "parts").is_dir():
         raise EvaluationError(f"{path}: the evaluation is not finished; the same `rlctl eval` goes on with it")
@@ -44,13 +44,13 @@ def results_of(path: Path, root: Path) -> list[Result]:
         place, parent = (f"step_{target.step}", target.run / "evals") if target.run else (target.name, Path("evals"))
         name, folders = target.name, parent.glob(f"{escape(place)}--*/result.json")
     files = sorted(folders, key=lambda file: -file.stat().st_mtime)
-    found = [result for file in files if (result := _whole(file.parent))]
+    found = [result for file in files if (result := _whole_result(file.parent))]
     if not found:
         raise EvaluationError(f"{path}: {name} was not evaluated yet; rlctl eval {path} does it")
     return found
 
 
-def _whole(folder: Path) -> Result | None:
+def _whole_result(folder: Path) -> Result | None:
     try:
         return EvaluationFolder(folder).result()
     except DamagedResult as error:
@@ -92,7 +92,7 @@ def compare(first: Result, second: Result) -> Result:
         raise NotComparable(f"no task has a score in both {first['target']} and {second['target']}")
     before, after = zip(*pairs)
     accuracy = paired(_shares(before), _shares(after), (-1.0, 1.0))
-    reward = paired(_rewards(before), _rewards(after), _bounds(first, second))
+    reward = paired(_task_rewards(before), _task_rewards(after), _difference_bounds(first, second))
     return {
         "first": first["target"],
         "second": second["target"],
@@ -106,7 +106,7 @@ def compare(first: Result, second: Result) -> Result:
     }
 
 
-def _bounds(first: Result, second: Result) -> Bounds | None:
+def _difference_bounds(first: Result, second: Result) -> Bounds | None:
     """Return the least and the greatest difference of a reward; None unless both results state its bounds."""
     before, after = (each.get("figures", {}).get("reward", {}).get("bounds") for each in (first, second))
     return (after[0] - before[1], after[1] - before[0]) if before and after else None
@@ -116,5 +116,5 @@ def _shares(tasks: Sequence[Result]) -> list[Fraction]:
     return [Fraction(each["right"], each["scored"]) for each in tasks]
 
 
-def _rewards(tasks: Sequence[Result]) -> list[float]:
+def _task_rewards(tasks: Sequence[Result]) -> list[float]:
     return [float(each["reward"]) for each in tasks]

@@ -44,7 +44,7 @@ class EngineProcess:
             os.environ.clear()
             os.environ.update(kept)
         theirs.close()
-        self._answer("start")
+        self._wait_for_answer("start")
 
     def __enter__(self) -> "EngineProcess":
         return self
@@ -59,10 +59,10 @@ class EngineProcess:
         """Call a method of the engine. Raises EngineProcessError with the engine's own reason."""
         assert not kwargs
         self._ours.send((method.__name__, args))
-        answer: R = self._answer(method.__name__)
+        answer: R = self._wait_for_answer(method.__name__)
         return answer
 
-    def _answer(self, what: str) -> Any:
+    def _wait_for_answer(self, what: str) -> Any:
         if not self._ours.poll(DEADLINE_S):
             raise EngineProcessError(f"the engine gave no answer to {what} for {DEADLINE_S:g} s; its log: {self._log}")
         try:

@@ -130,7 +130,7 @@ def check_environment(
             elif contract.is_function:
                 episodes.append(_call_function(pool, index, row, seed + index))
             else:
-                episodes.append(_play(pool, contract, index, row, seed + index))
+                episodes.append(_play_scripted(pool, contract, index, row, seed + index))
         again = [] if contract.is_function or contract.is_agent else _reset_again(pool, episodes[0], rows[0], seed)
     made_up = [_MADE_UP] * any(each.opening == [_PROMPT] for each in episodes)
     unused = [f"{name} takes no parameter `environments`: it is not tried here" for name in _unused(spec, contract)]
@@ -247,26 +247,26 @@ def scripted_calls(tools: Sequence[Schema], row: Mapping[str, Any], index: int) 
     """Return one call of each tool. index: of the episode; it varies the values."""
     calls = []
     for tool in tools:
-        values = {name: row.get(name, _value(schema, index)) for name, schema in properties_of(tool).items()}
+        values = {name: row.get(name, _schema_value(schema, index)) for name, schema in properties_of(tool).items()}
         calls.append(ToolCall(tool["function"]["name"], values))
     return calls
 
 
-def _value(schema: Any, index: int) -> Any:
+def _schema_value(schema: Any, index: int) -> Any:
     """Return a value of a schema, which may be any JSON."""
     if values := listed(schema, "enum"):
         return values[index % len(values)]
     if choices := listed(schema, "anyOf"):
-        return _value(choices[0], index)
+        return _schema_value(choices[0], index)
     if parts := listed(schema, "prefixItems"):
-        return [_value(part, index) for part in parts]
+        return [_schema_value(part, index) for part in parts]
     if isinstance(schema, dict) and "items" in schema:
-        return [_value(schema["items"], index)]
+        return [_schema_value(schema["items"], index)]
     kind = next((name for name in schema_types(schema) if name in _VALUES), "string")
     return _VALUES[kind][index % EPISODES]
 
 
-def _play(
+def _play_scripted(
     pool: EnvironmentPool,
     contract: EnvironmentContract,
     index: int,
@@ -290,12 +290,12 @@ def _play(
     played = pool.events.submit(player.play(start, policy)).result().episode
     assert played is not None
     if not row and not played.messages and timed.actions[0].outcome.result() is None:
-        return _play(pool, contract, index, row, seed, [_PROMPT])
+        return _play_scripted(pool, contract, index, row, seed, [_PROMPT])
     actions = {kind: [each for each in timed.actions if each.kind == kind] for kind in ("reset", "reward", "close")}
     closed = actions["close"][0].outcome.result()
     return ScriptedEpisode(
         opening=played.messages[: played.opening],
-        turns=[turn for each in timed.actions if (turn := _turn(each))],
+        turns=[turn for each in timed.actions if (turn := _scripted_turn(each))],
         reward=played.reward,
         failure=played.failure or (None if closed is None else str(closed)),
         reset_s=actions["reset"][0].seconds,
@@ -303,7 +303,7 @@ def _play(
     )
 
 
-def _turn(action: TimedAction) -> ScriptedTurn | None:
+def _scripted_turn(action: TimedAction) -> ScriptedTurn | None:
     """Return a call or a message with its answer; None for another action."""
     outcome, seconds = action.outcome.result(), action.seconds
     failed = isinstance(outcome, EnvironmentFailure)

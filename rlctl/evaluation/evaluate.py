@@ -67,7 +67,7 @@ class Evaluation:
         """
         left = [each for each in self.sets if not self._has_result(each.folder)]
         if left:
-            self._sample(left, save_every, progress)
+            self._sample_sets(left, save_every, progress)
         return [result for each in self.sets if (result := each.folder.result())]
 
     def _has_result(self, folder: EvaluationFolder) -> bool:
@@ -78,7 +78,7 @@ class Evaluation:
             self._emit("warning", what=f"{error}; the result is made again from its answers")
             return False
 
-    def _sample(self, sets: Sequence[DataSet], save_every: int, progress: Progress) -> None:
+    def _sample_sets(self, sets: Sequence[DataSet], save_every: int, progress: Progress) -> None:
         # Slow imports. Results that are there are shown without them.
         from rlctl.launch.engines import engines
 
@@ -87,7 +87,7 @@ class Evaluation:
         logs.mkdir(parents=True, exist_ok=True)
         for each in sets:
             with each.folder.claimed():
-                self._tell(each.folder.drop_damaged())
+                self._warn_damage(each.folder.drop_damaged())
         with ExitStack() as stack:
             environments = setup = None
             if config.has_turns:
@@ -108,7 +108,7 @@ class Evaluation:
                     validation = Validation(each.settled.config, dispatcher, runner, score, each.tasks)
                     self._complete(each, validation, save_every, progress)
         for each in sets:
-            self._finish(each)
+            self._finish_set(each)
 
     def _complete(self, data: DataSet, validation: Validation, save_every: int, progress: Progress) -> None:
         """Sample the groups that are missing."""
@@ -121,14 +121,14 @@ class Evaluation:
                 done += len(places)
                 progress(data.name, done, count)
 
-    def _tell(self, damage: Sequence[str]) -> None:
+    def _warn_damage(self, damage: Sequence[str]) -> None:
         """Warn of damaged parts, of the first few by name."""
         for line in damage[:_MOST_LINES]:
             self._emit("warning", what=line)
         if len(damage) > _MOST_LINES:
             self._emit("warning", what=f"{len(damage) - _MOST_LINES} more parts are damaged and sampled again")
 
-    def _finish(self, data: DataSet) -> None:
+    def _finish_set(self, data: DataSet) -> None:
         groups = data.folder.groups(data.tasks)
         facts = {"target": self.target.name, "step": self.target.step, "data": data.name}
         facts |= {"model": self.target.model, "path": str(data.folder.path)}

@@ -77,12 +77,12 @@ def figures(groups: Sequence[RolloutGroup]) -> dict[str, Any]:
     if not tasks:
         return found
     accuracy = estimate(metrics[HELD_OUT_ACCURACY.name], [float(task.accuracy) for task in tasks], _SHARE)
-    rewards, bounds = [task.reward for task in tasks if task.reward is not None], _bounds(scores)
+    rewards, bounds = [task.reward for task in tasks if task.reward is not None], _sum_bounds(scores)
     return found | {
         "accuracy": asdict(accuracy),
         "pass_at": {str(k): asdict(each) for k, each in _pass_at(tasks)},
         "reward": asdict(estimate(metrics[HELD_OUT_REWARD.name], rewards, bounds)) | {"bounds": bounds},
-        "rewards": _rewards(groups),
+        "rewards": _reward_means(groups),
     }
 
 
@@ -115,12 +115,12 @@ def _pass_at(tasks: Sequence[TaskResult]) -> Iterator[tuple[int, Estimate]]:
         yield k, estimate(float(np.mean(values)), values, _SHARE)
 
 
-def _rewards(groups: Sequence[RolloutGroup]) -> dict[str, Any]:
+def _reward_means(groups: Sequence[RolloutGroup]) -> dict[str, Any]:
     """Return the mean of each reward before its weight, and its failures, by name."""
     names = dict.fromkeys(name for group in groups for score in group.scores for name in score.parts)
     found: dict[str, Any] = {}
     for name in names:
-        by_task = [_values(group.scores, name) for group in groups]
+        by_task = [_part_values(group.scores, name) for group in groups]
         values = [value for part in by_task for value in part]
         failed = sum(len(group.scores) for group in groups) - len(values)
         means = [float(np.mean(part)) for part in by_task if part]
@@ -129,7 +129,7 @@ def _rewards(groups: Sequence[RolloutGroup]) -> dict[str, Any]:
     return found
 
 
-def _bounds(scores: Sequence[Score]) -> Bounds | None:
+def _sum_bounds(scores: Sequence[Score]) -> Bounds | None:
     """Return the least and the greatest weighted sum if every single reward is from 0 to 1; else None.
 
     A reward from 0 to 1 is taken for one that cannot leave this range, as nearly all rewards of verifiers are.
@@ -144,7 +144,7 @@ def _bounds(scores: Sequence[Score]) -> Bounds | None:
     return (low, high) if whole and low < high else None
 
 
-def _values(scores: Sequence[Score], name: str) -> list[float]:
+def _part_values(scores: Sequence[Score], name: str) -> list[float]:
     return [value for score in scores if (value := score.parts.get(name)) is not None]
 
 

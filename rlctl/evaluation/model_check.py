@@ -250,7 +250,7 @@ def packed_alone(trainer: CheckedTrainer, sequences: Sequence[NDArray[np.int32]]
     found = compare(trainer.dtype, pack, alone)
     padded = "padded = alone", "in padded rows"
     subject, where = padded if trainer.padded else ("packed = alone", "in the pack")
-    yield Finding(subject, _named(found, trainer, where), found.holds, {"max_abs_diff": found.worst})
+    yield Finding(subject, _name_parts(found, trainer, where), found.holds, {"max_abs_diff": found.worst})
     trainer.rank.save(scratch)
     norms = []
     for packed in (True, False):
@@ -270,7 +270,7 @@ def sampled(engine: CheckedEngine, vocab: int) -> list[tuple[NDArray[np.int32], 
     return list(zip(prompts, engine.answers(prompts, 1.0)))
 
 
-def _named(found: Closeness, trainer: CheckedTrainer, where: str) -> str:
+def _name_parts(found: Closeness, trainer: CheckedTrainer, where: str) -> str:
     """Return the text of two sides that were compared; of two that differ, with the parts to look at first."""
     return found.text if found.holds else f"{found.text}. {trainer.rank.suspects(where)}"
 
@@ -313,7 +313,7 @@ def as_transformers(
     theirs = own_log_probs(folder, device, sequences, trainer.dtype, trainer.keeps_float32)
     own = Side("trainer", trainer.log_probs(sequences), exact)
     found = compare(trainer.dtype, own, Side("for its own model", theirs.own, theirs.exact))
-    text = _named(found, trainer, "in the trainer")
+    text = _name_parts(found, trainer, "in the trainer")
     return Finding("transformers", text, found.holds, {"transformers_diff": found.worst})
 
 
@@ -328,7 +328,7 @@ def faintly_as_transformers(
     return Finding("", f"{found.text}, {_FAINTLY}", found.holds, {"faint_diff": found.figures["transformers_diff"]})
 
 
-def _whole(folder: Path) -> str:
+def _whole_model(folder: Path) -> str:
     """Return the folder of a whole model: an adapter's is added to its base, in float32."""
     if not is_adapter(folder):
         return str(folder)
@@ -342,7 +342,7 @@ def greedy(trainer: CheckedTrainer, engine: CheckedEngine, device: str, vocab: i
     trainer.rank.export_folder(scratch, trainer.dtype)
     prompts = random_sequences(vocab, [PROMPT_TOKENS] * PROMPTS, 2)
     answers = [GreedyAnswer(prompt, each.tokens) for prompt, each in zip(prompts, engine.answers(prompts, 0.0))]
-    return judge_greedy(answers, _whole(scratch), device, trainer.dtype)
+    return judge_greedy(answers, _whole_model(scratch), device, trainer.dtype)
 
 
 def engine_findings(

@@ -58,12 +58,12 @@ def describe(facts: ModelFacts, adapters: AdapterSpec | None = None) -> Iterator
         yield Finding("trained", f"its {_number(adapters.parameters)} parameters, over frozen ones")
         yield Finding("sent", "its parameters")
         return
-    kept32 = f", {_listed(facts.float32)} always in float32" if facts.float32 else ""
+    kept32 = f", {_short_list(facts.float32)} always in float32" if facts.float32 else ""
     yield Finding("trained", f"all {_number(sizes.parameters)} parameters{kept32}")
-    buffers = f", and {_listed(facts.buffers)}, which training leaves alone" if facts.buffers else ""
+    buffers = f", and {_short_list(facts.buffers)}, which training leaves alone" if facts.buffers else ""
     yield Finding("sent", f"all parameters{buffers}")
     if facts.kept:
-        yield Finding("kept", f"unread, for the export: {_listed(facts.kept)}")
+        yield Finding("kept", f"unread, for the export: {_short_list(facts.kept)}")
 
 
 def describe_tokens(chat: Chat, vocab: int) -> Iterator[Finding]:
@@ -93,7 +93,7 @@ def _output(logits: LogitTransform, tied: bool, bias: bool) -> str:
     return " ".join(parts).replace(" ;", ";")
 
 
-def _listed(names: tuple[str, ...]) -> str:
+def _short_list(names: tuple[str, ...]) -> str:
     """Return some names, or their number and the first."""
     shown = ", ".join(names[:_NAMED])
     return shown if len(names) <= _NAMED else f"{len(names)} tensors ({names[0]} and others)"

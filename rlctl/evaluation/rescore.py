@@ -140,7 +140,7 @@ def _groups(answers: StoredAnswers, config: GrpoConfig) -> tuple[list[RolloutGro
     tasks, texts = _tasks(answers, config), _completions(answers, config)
     groups, items = [], []
     for record, task in zip(answers.groups, tasks):
-        groups.append(RolloutGroup(task, [_rollout(task, rollout) for rollout in record["rollouts"]]))
+        groups.append(RolloutGroup(task, [_rollout_of_record(task, rollout) for rollout in record["rollouts"]]))
         items += [reward_input(task, None, texts(rollout)) for rollout in record["rollouts"]]
     return groups, items
 
@@ -190,7 +190,7 @@ def _special_tokens(folder: Path) -> Iterator[str]:
     yield from sorted(contents, key=len, reverse=True)
 
 
-def _rollout(task: Task, record: Record) -> Rollout:
+def _rollout_of_record(task: Task, record: Record) -> Rollout:
     """Return a rollout of the record's length and end; its tokens are not known, and nothing reads them."""
     n = int(record["tokens"])
     ids = RequestId(RolloutId("validation", task.id, 0, int(record["index"])))

@@ -85,10 +85,10 @@ class TimedPool:
         def act(*arguments: Any) -> "Future[Any]":
             action = TimedAction(name, arguments[1:], method(*arguments))
             self.actions.append(action)
-            action.outcome.add_done_callback(lambda _: self._end(action))
+            action.outcome.add_done_callback(lambda _: self._end_action(action))
             return action.outcome
 
         return act
 
-    def _end(self, action: TimedAction) -> None:
+    def _end_action(self, action: TimedAction) -> None:
         action.seconds = perf_counter() - action.began

@@ -132,14 +132,14 @@ def judge_served(found: Served, chosen: LoadMode) -> Finding:
     still = [
         name
         for name in set(before) - set(changed)
-        if not name.endswith(")") or _own(name).removesuffix(" (buffer)") in found.sent
+        if not name.endswith(")") or _tensor_name(name).removesuffix(" (buffer)") in found.sent
     ]
     unsent = sorted(set(found.needed) - set(found.sent))
     text = f"{len(found.sent)} tensors sent, twice, {chosen.mode} ({chosen.why}): "
     text += f"first other values changed {len(changed)} of the engine's {len(before)}"
-    text += f", but not {min(map(_own, still))}" if still else ""
+    text += f", but not {min(map(_tensor_name, still))}" if still else ""
     text += f"; then {len(before) - len(wrong)} were bit for bit those of the start"
-    text += f", but not {_own(wrong[0])}" if wrong else ""
+    text += f", but not {_tensor_name(wrong[0])}" if wrong else ""
     text += ", and answers too" if found.answers else "; answers were not"
     if unsent:
         more = f" and {len(unsent) - 1} more" if unsent[1:] else ""
@@ -148,6 +148,6 @@ def judge_served(found: Served, chosen: LoadMode) -> Finding:
     return Finding("served = sent", text, holds, {"tensors": len(before), "changed": len(changed)})
 
 
-def _own(name: str) -> str:
+def _tensor_name(name: str) -> str:
     """Return an engine's name of a tensor, without the worker's number."""
     return name.partition(": ")[2]

@@ -103,7 +103,7 @@ def measured_configs(
         own += ["validation.temperature=${generation.temperature}"] * (samples > 1)
     base = recipe or _recipe_of(target)
     composed = {}
-    for name, rows in _named(data):
+    for name, rows in _named_paths(data):
         path = [f"data.validation.path={json.dumps(rows)}", "data.validation.fraction=null"] if rows else []
         remedy = f"rlctl eval {text} RECIPE"
         composed[name] = load_measured(base, [*own, *path], list(overrides), recipe is None, remedy)
@@ -154,7 +154,7 @@ def _measured_by(config: Path) -> str:
     raise ConfigError([Problem(str(config.parent), "", what)])
 
 
-def _named(data: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _named_paths(data: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield (name, path) of each data set; an empty path means the config's own."""
     used: dict[str, int] = {}
     for path in data or [""]:

@@ -100,12 +100,12 @@ class EvaluationFolder:
 
     def places(self) -> set[int]:
         """Return the places of the tasks whose groups are kept."""
-        return {place for part in self._listed() for place in part}
+        return {place for part in self._finished_parts() for place in part}
 
     def drop_damaged(self) -> list[str]:
         """Remove each part that is not as it was written; return a line on each. Only while the folder is claimed."""
         lines = []
-        for folder, places in zip(self._folders(), list(self._listed())):
+        for folder, places in zip(self._folders(), list(self._finished_parts())):
             if damage := find_damage(folder):
                 (path, what), more = next(iter(damage.items())), len(damage) - 1
                 further = f" (and {more} more)" if more else ""
@@ -155,7 +155,7 @@ class EvaluationFolder:
     def _folders(self) -> list[Path]:
         return sorted(path for path in self._parts.glob("*-*") if re.fullmatch(r"\d+-\d+", path.name))
 
-    def _listed(self) -> Iterator[range]:
+    def _finished_parts(self) -> Iterator[range]:
         for folder in self._folders():
             first, _, last = folder.name.partition("-")
             yield range(int(first), int(last) + 1)

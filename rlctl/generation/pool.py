@@ -61,7 +61,7 @@ class GeneratorPool:
         # None where engines keep the weights that they are built with.
         self._refit: Refit | RefitByNode | None = None
         # By slot; None where an engine is gone with its node.
-        self.slots: list[Worker | None] = [self._start(index) for index in range(len(slots))]
+        self.slots: list[Worker | None] = [self._start_engine(index) for index in range(len(slots))]
 
     @property
     def engines(self) -> list[Worker]:
@@ -103,7 +103,7 @@ class GeneratorPool:
         Call it, like every method that replaces engines, while the trainer is at `version` and does nothing else.
         Raises RuntimeError when `generation.max_restarts` are used up, and the error of a trainer.
         """
-        refit, rest, wake = self._opened, 0.0, 0.0
+        refit, rest, wake = self._open_refit, 0.0, 0.0
         if self.asleep:
             begin = time.perf_counter()
             refit.rest_trainers()
@@ -132,7 +132,7 @@ class GeneratorPool:
         return time.perf_counter() - begin
 
     @property
-    def _opened(self) -> Refit | RefitByNode:
+    def _open_refit(self) -> Refit | RefitByNode:
         if self._refit is None:
             raise RuntimeError("no refit is connected: the engines keep the weights that they were built with")
         return self._refit
@@ -140,7 +140,7 @@ class GeneratorPool:
     @property
     def plan(self) -> RefitPlan:
         """Refit plan that trainer and engines agreed on."""
-        return self._opened.plan
+        return self._open_refit.plan
 
     @property
     def at_a_time(self) -> int:
@@ -201,7 +201,7 @@ class GeneratorPool:
         """Slots of `engines`, in their order."""
         return [index for index, _ in self._alive()]
 
-    def _start(self, index: int) -> Worker:
+    def _start_engine(self, index: int) -> Worker:
         slot, log = self._slots[index], f"{self._logs}/engine-{index}.log"
         make = partial(build_engine, self._spec)
         return Worker(
@@ -277,7 +277,7 @@ class GeneratorPool:
         for index in lost:
             if worker := self.slots[index]:
                 worker.kill()
-                self.slots[index] = None if worker.lost_its_node else self._start(index)
+                self.slots[index] = None if worker.lost_its_node else self._start_engine(index)
         return lost
 
     def _wait_for(self, starting: Collection[int]) -> list[int]:

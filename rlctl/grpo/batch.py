@@ -172,12 +172,12 @@ def _not_finite(group: RolloutGroup) -> dict[int, LeftOut]:
     found = {}
     for rollout in group.rollouts:
         at = group.task.id, rollout.id.index
-        if left_out := _left_out(*at, ROLLOUT_LOG_PROB.name, rollout.log_probs, rollout.sampled):
+        if left_out := _left_out_rollout(*at, ROLLOUT_LOG_PROB.name, rollout.log_probs, rollout.sampled):
             found[rollout.id.index] = left_out
     return found
 
 
-def _left_out(
+def _left_out_rollout(
     task: str, index: int, column: str, values: NDArray[np.float32], sampled: NDArray[np.bool_]
 ) -> LeftOut | None:
     """Name the first sampled token at which a column is not finite. values, sampled: [T] of a trajectory."""
@@ -198,18 +198,18 @@ def add_column(
     """
     found = dict[int, LeftOut]()
     for row, place, sequence, own in zip(batch.rows, batch.places, batch.sequences, values):
-        if bad := _left_out(*place, name, own, sequence.mask):
+        if bad := _left_out_rollout(*place, name, own, sequence.mask):
             found.setdefault(int(row), bad)
     kept = np.flatnonzero(~np.isin(batch.rows, list(found)))
     sequences = with_column(batch.sequences, name, values)
     more = replace(batch, sequences=sequences, left_out=[*batch.left_out, *found.values()])
     if found:
-        more = _only(more, kept, config)
+        more = _select_sequences(more, kept, config)
     is_due = found or any(ADVANTAGE.name not in sequence.columns for sequence in more.sequences)
     return _with_advantages(more, advantage) if is_due else more
 
 
-def _only(batch: TrainingBatch, kept: NDArray[np.int64], config: GrpoSection) -> TrainingBatch:
+def _select_sequences(batch: TrainingBatch, kept: NDArray[np.int64], config: GrpoSection) -> TrainingBatch:
     """Return the batch of these sequences, with outcomes as `make_batch` would give."""
     scored, counts, reasons = batch.scored, np.ones(len(batch.scored), np.bool_), dict[int, str]()
     counts[np.delete(batch.rows, kept)] = False
@@ -240,7 +240,7 @@ def _with_advantages(batch: TrainingBatch, advantage: Advantage) -> TrainingBatc
     scored = batch.scored
     if not scored.columns:
         # From here on they are kept: the sequences of cut rollouts go below.
-        scored = replace(scored, columns={name: _sampled(parts, name) for name in advantage.columns})
+        scored = replace(scored, columns={name: _sampled_column(parts, name) for name in advantage.columns})
     worth = token_advantages(advantage, scored)
     # The sequences of a rollout share its advantages, one after the other.
     sequences = []
@@ -260,7 +260,7 @@ def _with_advantages(batch: TrainingBatch, advantage: Advantage) -> TrainingBatc
     )
 
 
-def _sampled(parts: Rows[Rows[TrainingSample]], name: str) -> list[NDArray[np.float32]]:
+def _sampled_column(parts: Rows[Rows[TrainingSample]], name: str) -> list[NDArray[np.float32]]:
     """Return a column at the sampled tokens of each rollout. parts: sequences of each."""
     return [np.concatenate([each.columns[name][each.mask] for each in part]) for part in parts]
 

@@ -23,7 +23,7 @@ def step_records(
 ) -> list[Record]:
     """Return the records of groups of a step, with outcomes and advantages. batch: the trained part of the step."""
     records = group_records(groups, decode, keys, _advantages(batch, {group.task.id for group in groups}))
-    return [{"outcome": _outcome(record["task"], batch.outcomes), **record} for record in records]
+    return [{"outcome": _outcome_text(record["task"], batch.outcomes), **record} for record in records]
 
 
 def group_records(
@@ -38,10 +38,10 @@ def group_records(
             "prompt": group.task.text,
             "answer": group.task.answer,
             "rollouts": [
-                _rollout(rollout, group.task.tokens, decode, advantages.get((group.task.id, rollout.id.index)))
+                _rollout_record(rollout, group.task.tokens, decode, advantages.get((group.task.id, rollout.id.index)))
                 for rollout in group.rollouts
             ],
-            **({EXACT: pack([_rows(rollout) for rollout in group.rollouts], keys)} if keys else {}),
+            **({EXACT: pack([_token_rows(rollout) for rollout in group.rollouts], keys)} if keys else {}),
         }
         for group in groups
     ]
@@ -65,7 +65,7 @@ def _advantages(batch: TrainingBatch, tasks: set[str]) -> Advantages:
     return {place: np.concatenate(parts) for place, parts in rows.items()}
 
 
-def _outcome(task: str, outcomes: TaskOutcomes) -> str:
+def _outcome_text(task: str, outcomes: TaskOutcomes) -> str:
     """Return the state that a task ended in, with its reason."""
     for state, reasons in (("filtered", outcomes.filtered), ("dropped", outcomes.dropped)):
         for reason, ids in reasons.items():
@@ -74,14 +74,14 @@ def _outcome(task: str, outcomes: TaskOutcomes) -> str:
     return "trained" if task in outcomes.trained else ""
 
 
-def _rollout(
+def _rollout_record(
     rollout: Rollout, prompt: Sequence[int], decode: Decode, advantages: NDArray[np.float32] | None
 ) -> dict[str, Any]:
     score, worth = rollout.score, np.zeros(0) if advantages is None else advantages
     varied = {"advantages": [float(worth.min()), float(worth.max())]} if len(worth) and np.ptp(worth) else {}
     return {
         "index": rollout.id.index,
-        "text": _text(rollout, prompt, decode),
+        "text": _text_parts(rollout, prompt, decode),
         "tokens": rollout.num_sampled,
         "finish": rollout.finish,
         **({"episode": asdict(rollout.episode)} if rollout.episode else {}),
@@ -95,11 +95,11 @@ def _rollout(
     }
 
 
-def _rows(rollout: Rollout) -> list[TokenRow]:
+def _token_rows(rollout: Rollout) -> list[TokenRow]:
     return [TokenRow(row.tokens, row.sampled, row.log_probs, row.versions, row.turns) for row in rollout.rows]
 
 
-def _text(rollout: Rollout, prompt: Sequence[int], decode: Decode) -> list[tuple[str, bool]]:
+def _text_parts(rollout: Rollout, prompt: Sequence[int], decode: Decode) -> list[tuple[str, bool]]:
     """Return the text after the prompt as pairs of a text and if it was sampled; the whole text where the prompt
     differs."""
     start = len(prompt) if rollout.tokens[: len(prompt)].tolist() == list(prompt) else 0

@@ -37,7 +37,7 @@ def grpo_health(
     loss = config.grpo.loss.name.replace("{", "{{").replace("}", "}}")
     checks: list[HealthCheck] = [
         gradient_jump(bounds.max_grad_norm_ratio, bounds.grad_norm_window),
-        _mismatch(settled, mismatch_bound),
+        _mismatch_ceiling(settled, mismatch_bound),
         Ceiling(
             "clipped",
             FIRST_CLIPPED.name,
@@ -110,7 +110,7 @@ def _off_policy(bound: float) -> Ceiling:
     )
 
 
-def _mismatch(settled: SettledGrpo, bound: float | None) -> Ceiling:
+def _mismatch_ceiling(settled: SettledGrpo, bound: float | None) -> Ceiling:
     configured = settled.config.health.max_token_mult_prob_error
     allowed = configured if bound is None else bound
     why = "" if allowed == configured else f"={configured:g}, and twice the rounding that the probe found"

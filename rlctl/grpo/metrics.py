@@ -319,11 +319,11 @@ def update_metrics(updates: Rows[Mapping[str, float]]) -> dict[str, float]:
         elif row and row.over_updates == "sum":
             found[name] = sum(values)
         else:
-            shares = [update[AGE_SHARE.of(age[1])] for update in having] if age else None
+            shares = [update[AGE_SHARE.name_of(age[1])] for update in having] if age else None
             found[name] = float(np.average(values, weights=shares))
     held = [made[0][row.name] for row in (CLIPPED_LOW, CLIPPED_HIGH) if row.name in made[0]] if made else []
     # Only a ratio to the trainer's own log-probs has an importance weight.
-    if held and (IMPORTANCE.name in made[0] or made[0].get(AGE_SHARE.of(0), 1.0) == 1.0):
+    if held and (IMPORTANCE.name in made[0] or made[0].get(AGE_SHARE.name_of(0), 1.0) == 1.0):
         found[FIRST_CLIPPED.name] = sum(held)
     return found
 

@@ -39,7 +39,7 @@ class Lengths:
     longest: int
 
     @classmethod
-    def of(cls, lengths: Sequence[int]) -> "Lengths":
+    def from_lengths(cls, lengths: Sequence[int]) -> "Lengths":
         """Return those of at least one sequence."""
         median, p90 = np.percentile(lengths, (50, 90))
         return cls(sum(lengths), float(np.mean(lengths)), float(median), float(p90), max(lengths))
@@ -102,11 +102,11 @@ def preview(composed: Composed[Settled], of: Literal["train", "validation"], cou
         setup = try_environments(composed, parts[0].section, parts[0].rows[0], chat)
         tokens = setup.prompt or chat.prompt(setup.first, setup.tools).tokens
         first = [("first row", [Piece(chat.decode(tokens), False)])] * bool(count)
-        return DataPreview(reports, ends, Lengths.of([len(tokens)]), first, notes=setup.notes)
+        return DataPreview(reports, ends, Lengths.from_lengths([len(tokens)]), first, notes=setup.notes)
     shown = [
         (_title(task), [Piece(f"{task.text}\nanswer: {task.answer}", False)]) for task in _first(rows, config, count)
     ]
-    return DataPreview(reports, ends, Lengths.of([len(task.tokens) for task in rows]), shown)
+    return DataPreview(reports, ends, Lengths.from_lengths([len(task.tokens) for task in rows]), shown)
 
 
 def _samples(settled: SettledSft, parts: list[DataPart], chat: Chat, count: int, most: int) -> DataPreview:
@@ -119,7 +119,7 @@ def _samples(settled: SettledSft, parts: list[DataPart], chat: Chat, count: int,
     here = settled.on(RunMachine(device_of(count_gpus()), device_memory()), settled.facts)
     own = here.trainer
     packs = packing(step_lengths(rows, config), layout_of(config.trainer).data, own.micro_batch_tokens, own.padded)
-    lengths = Lengths.of([len(sample.tokens) for sample in rows])
+    lengths = Lengths.from_lengths([len(sample.tokens) for sample in rows])
     trained = sum(int(sample.mask.sum()) for sample in rows) / lengths.total
     return DataPreview(reports, chat.ends, lengths, shown, trained, packs)
 

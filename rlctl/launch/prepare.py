@@ -258,7 +258,7 @@ class PreparedRun:
             return
         if composed.settled.grpo:
             first_row = rows.train[0]
-            section = composed.config.data.train.of(first_row.source)
+            section = composed.config.data.train.section_of(first_row.source)
         else:
             with self._reading("reading the recipe's data"):
                 part = part_of(sampling.config, "validation")[0]

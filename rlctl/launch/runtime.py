@@ -222,7 +222,7 @@ class ClusterRuntime:
         for each in found:
             back = held.get(each.id, {})
             free = {key: each.free.get(key, 0.0) + back.get(key, 0.0) for key in ("GPU", "CPU")}
-            rooms.append(NodeResources.of(each.name, free))
+            rooms.append(NodeResources.from_free(each.name, free))
         return list(smaller_runs(rooms, resources, self._parts, _device_of(found)))
 
     def _reserved(self, session: "Session", resources: ResourceRequest) -> tuple[Placement, "Reservation"]:
@@ -233,7 +233,7 @@ class ClusterRuntime:
         while True:
             found = live_nodes()
             try:
-                rooms = [NodeResources.of(each.name, each.free) for each in found]
+                rooms = [NodeResources.from_free(each.name, each.free) for each in found]
                 placement = place(rooms, resources, _device_of(found))
                 shares = [NodeRequest(found[n], placement.gpus_on(n), placement.cpus_on(n)) for n in placement.used]
                 return placement, Reservation(shares, _RESERVE_S)

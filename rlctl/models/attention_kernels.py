@@ -237,11 +237,11 @@ def _block_mask(cu_seqlens: Tensor, size: int, window: int | None) -> Any:
     tile = torch.arange(size // _TILE, device=row.device)
     some = (tile[:, None] >= tile) & ((tile + 1) * _TILE > first[::_TILE, None])
     whole = (tile[:, None] > tile) & (tile * _TILE >= first[_TILE - 1 :: _TILE, None])
-    parts = [_listed(chosen) for chosen in (some & ~whole, whole)]
+    parts = [_list_columns(chosen) for chosen in (some & ~whole, whole)]
     return BlockMask.from_kv_blocks(*parts[0], *parts[1], BLOCK_SIZE=_TILE, mask_mod=seen, seq_lengths=(size, size))
 
 
-def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
+def _list_columns(chosen: Tensor) -> tuple[Tensor, Tensor]:
     """Return for each row the number of its chosen columns, and all columns, chosen ones first: int32 [1, 1, ...]."""
     order = chosen.int().argsort(dim=-1, descending=True, stable=True).int()
     return chosen.sum(-1, dtype=torch.int32)[None, None], order[None, None]

@@ -155,7 +155,7 @@ def _sizes(lm: Any, layers: nn.ModuleList, kinds: LayerKinds, place: str, decode
     stacks = [[p for module in layer.modules() for p in stacked_experts(module)] for layer in layers]
     experts = max((p.shape[0] for own in stacks for p in own), default=0)
     expert = sum(p.numel() for own in stacks for p in own)
-    used = min(_chosen(lm), experts)
+    used = min(_chosen_experts(lm), experts)
     tied, rows = bool(config.tie_word_embeddings), embedding.weight.numel()
     idle = expert // experts * (experts - used) if experts else 0
     hidden = int(embedding.weight.shape[1])
@@ -166,7 +166,7 @@ def _sizes(lm: Any, layers: nn.ModuleList, kinds: LayerKinds, place: str, decode
         heads=max((each.heads for each in attention), default=0),
         kv_heads=max((each.kv_heads for each in attention), default=0),
         head_dim=max((each.dim for each in attention), default=0),
-        intermediate=_whole(getattr(config, "intermediate_size", 0)),
+        intermediate=_largest(getattr(config, "intermediate_size", 0)),
         mlp_width=max(_mlp_width(layer, own, hidden, used) for layer, own in zip(layers, stacks)),
         vocab=int(embedding.weight.shape[0]),
         max_positions=longest(config),
@@ -177,7 +177,7 @@ def _sizes(lm: Any, layers: nn.ModuleList, kinds: LayerKinds, place: str, decode
         qk_norm=named(r"\.(q|query)_(layer)?norm\.weight$"),
         experts=experts,
         experts_per_token=used,
-        expert_intermediate=_whole(getattr(config, "moe_intermediate_size", None) or 0),
+        expert_intermediate=_largest(getattr(config, "moe_intermediate_size", None) or 0),
         norm_topk_prob=bool(getattr(config, "norm_topk_prob", False)),
         sparse_layers=sum(bool(own) for own in stacks),
         activation=str(getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", "silu")),
@@ -211,7 +211,7 @@ def _is_parameter(lm: Any, name: str) -> bool:
     return leaf in lm.get_submodule(owner)._parameters
 
 
-def _chosen(lm: Any) -> int:
+def _chosen_experts(lm: Any) -> int:
     """Return the experts that a router chooses for a token."""
     of_routers = (getattr(module, "top_k", None) for module in lm.modules())
     stated = (*of_routers, *(getattr(lm.config, key, None) for key in _CHOSEN), 1)
@@ -227,7 +227,7 @@ def _mlp_width(layer: nn.Module, stacks: list[nn.Parameter], hidden: int, used: 
     return (routed + dense) // (3 * hidden)
 
 
-def _whole(value: Any) -> int:
+def _largest(value: Any) -> int:
     return value if isinstance(value, int) else max(value, default=0) if isinstance(value, (list, tuple)) else 0
 
 

@@ -101,7 +101,7 @@ def check_tied(folder: Path, table: ParameterTable, facts: ModelFacts) -> None:
     """
     if not facts.sizes.tied or not has_weights(folder):
         return
-    files, (own, *_) = WeightFiles(folder), table.of(f"{facts.embedding}.weight")
+    files, (own, *_) = WeightFiles(folder), table.rows_of(f"{facts.embedding}.weight")
     for name in files.names():
         if name in table.by_name or not name.endswith(f"{facts.head}.weight"):
             continue
@@ -128,7 +128,7 @@ class FolderWriter:
     def __init__(self, folder: Path, layout: Layout) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._layout = folder, layout
-        self._file_of, self._kinds = _shards(layout), {name: getattr(torch, kind) for name, _, kind in layout}
+        self._file_of, self._kinds = _shard_names(layout), {name: getattr(torch, kind) for name, _, kind in layout}
         parts: dict[str, Layout] = {}
         for each in layout:
             parts.setdefault(self._file_of[each[0]], []).append(each)
@@ -148,13 +148,13 @@ class FolderWriter:
         """Write the box of a tensor that begins at `start`, in the folder's dtype."""
         file = self._file_of[name]
         value = part.detach().to("cpu", self._kinds[name])
-        with _named(self._folder / file):
+        with _name_file(self._folder / file):
             self._sum += write_box(self._descriptor(file), self._files[file].places[name], start, value)
 
     def write_headers(self) -> None:
         """Write what belongs to no tensor: headers, and the index of several files."""
         for file, layout in self._files.items():
-            with _named(self._folder / file):
+            with _name_file(self._folder / file):
                 write_at(self._descriptor(file), layout.header, 0)
             self._sum += sum(layout.header)
         if len(self._files) > 1:
@@ -165,7 +165,7 @@ class FolderWriter:
     def sync(self) -> int:
         """Have everything on the disk; return the sum of the bytes that were written into the files of weights."""
         for file, descriptor in self._open.items():
-            with _named(self._folder / file):
+            with _name_file(self._folder / file):
                 os.fsync(descriptor)
         return self._sum
 
@@ -240,7 +240,7 @@ def save_tensors(tensors: dict[str, Tensor], file: Path) -> None:
 
 
 @contextmanager
-def _named(file: Path) -> Iterator[None]:
+def _name_file(file: Path) -> Iterator[None]:
     """Name the file in an OSError of a call by its descriptor."""
     try:
         yield
@@ -248,7 +248,7 @@ def _named(file: Path) -> Iterator[None]:
         raise OSError(error.errno, error.strerror, str(file)) from error
 
 
-def _shards(layout: Layout) -> dict[str, str]:
+def _shard_names(layout: Layout) -> dict[str, str]:
     """Return tensor name -> file name; files are filled in order up to SHARD_BYTES each."""
     number, room, numbers = 0, 0, {}
     for name, shape, dtype in layout:

@@ -70,7 +70,7 @@ class ModelFiles:
             return found
         merged = run_dir / "init"
         own = str(adapter), folder, str(merged)
-        _make(merged, f"no merged model of {adapter}", "rlctl.models.merge_adapter", *own)
+        _make_folder(merged, f"no merged model of {adapter}", "rlctl.models.merge_adapter", *own)
         return cls(str(merged), source, find_facts(merged), None, str(merged))
 
     @property
@@ -113,10 +113,10 @@ def check_base(adapter: Path, base: Path) -> None:
 
 def _make_random(shape: str, folder: str, seed: int) -> None:
     what = f"no random model in the shape of {shape}"
-    _make(Path(folder), what, "rlctl.models.meta_model", shape, folder, str(seed))
+    _make_folder(Path(folder), what, "rlctl.models.meta_model", shape, folder, str(seed))
 
 
-def _make(folder: Path, what: str, module: str, *arguments: str) -> None:
+def _make_folder(folder: Path, what: str, module: str, *arguments: str) -> None:
     """Have a module write a model's folder in a separate process, once: the driver stays free of torch.
 
     what: the loss, for the message of the RuntimeError. Raises ModuleNotFoundError for a package that is not there.

@@ -58,9 +58,9 @@ def observe(config: Any) -> LayerKinds:
             lm = make(config, attn_implementation="eager")
             record = _Record(f"{config.model_type} does not let others compute its attention")
         without_padding_warning(lm)
-        logits, shown = _forward(lm.eval(), record)
+        logits, shown = _forward_pass(lm.eval(), record)
     return LayerKinds(
-        logits=_fit(config, logits, shown),
+        logits=_fit_logits(config, logits, shown),
         attention=tuple(sorted(record.attention.values(), key=lambda kind: kind.layer)),
         states=tuple(StateKind(layer, tuple(names)) for layer, names in sorted(record.states.items())),
         one_sequence_a_row=_why_not_packed(config, record),
@@ -108,12 +108,12 @@ def kept_of_rows(decoder: nn.Module, longest: int) -> Iterator[RowBytes]:
     last = max(2, min(_LONGEST_ROW, longest))
     first = last // 2
     for name, dtype in _DTYPES.items():
-        short, long = (_kept(copy.deepcopy(decoder).to(dtype), tokens) for tokens in (first, last))
+        short, long = (_kept_bytes(copy.deepcopy(decoder).to(dtype), tokens) for tokens in (first, last))
         pair = max(0.0, (long / last - short / first) / (last - first))
         yield RowBytes(name, round(short / first - pair * first), round(pair))
 
 
-def _kept(decoder: nn.Module, tokens: int) -> int:
+def _kept_bytes(decoder: nn.Module, tokens: int) -> int:
     """Return the bytes of the distinct tensors, parameters apart, that a row's forward pass keeps."""
     own = {each.untyped_storage()._cdata for each in (*decoder.parameters(), *decoder.buffers())}
     seen: dict[int, Tensor] = {}
@@ -228,7 +228,7 @@ class _Record:
         return stand_in
 
 
-def _forward(lm: Any, record: _Record) -> tuple[Tensor, Tensor]:
+def _forward_pass(lm: Any, record: _Record) -> tuple[Tensor, Tensor]:
     """Return the logits and the head's output that they were made from, while `record` fills."""
     shown = torch.linspace(-60.0, 60.0, 12 * _TOKENS, device="cpu").view(1, _TOKENS, 12)
     head = lm.get_output_embeddings()
@@ -288,7 +288,7 @@ def _why_not_packed(config: Any, record: _Record) -> str | None:
     return None
 
 
-def _fit(config: Any, logits: Tensor, shown: Tensor) -> LogitTransform:
+def _fit_logits(config: Any, logits: Tensor, shown: Tensor) -> LogitTransform:
     """Return the transform of a config's keys that maps `shown` to `logits`."""
     scales = {key: getattr(config, key, None) for key in _SCALES}
     cap = getattr(config, "final_logit_softcapping", None)

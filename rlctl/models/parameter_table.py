@@ -128,7 +128,7 @@ class ParameterTable:
         """Rows that a refit sends."""
         return [row for row in self.rows if row.sent]
 
-    def of(self, target: str) -> list[TensorRow]:
+    def rows_of(self, target: str) -> list[TensorRow]:
         """Return the rows of a parameter or persistent buffer. Raises KeyError."""
         return self._of[target]
 
@@ -191,7 +191,7 @@ def derive_table(lm: Any, disk: Mapping[str, tuple[str, Shape]] | None, folder: 
         found += _on_disk(target, held[target], own, rename, disk, folder)
     read = {row.name for row in found}
     left = [name for name in disk if name not in read]
-    return ParameterTable([*_ordered(found, held), *_kept(lm, left, disk, folder)])
+    return ParameterTable([*_ordered(found, held), *_kept_rows(lm, left, disk, folder)])
 
 
 def _on_disk(
@@ -219,7 +219,7 @@ def _on_disk(
         yield replace(row, dtype=dtype)
 
 
-def _kept(lm: Any, left: list[str], disk: Mapping[str, tuple[str, Shape]], folder: object) -> Iterator[TensorRow]:
+def _kept_rows(lm: Any, left: list[str], disk: Mapping[str, tuple[str, Shape]], folder: object) -> Iterator[TensorRow]:
     """Yield a row for each tensor on disk that the model does not hold. Raises ModelError for one without a reason."""
     ignored = [re.compile(each) for each in getattr(lm, "_keys_to_ignore_on_load_unexpected", None) or ()]
     head = next((name for name, module in lm.named_modules() if module is lm.get_output_embeddings()), None)

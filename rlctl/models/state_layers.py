@@ -118,12 +118,12 @@ def _boundaries(keywords: dict[str, Any]) -> Tensor | None:
         if keywords.get(name) is not None:
             return keywords[name]  # type: ignore[no-any-return]
     seq_idx = keywords.get("seq_idx")
-    return None if seq_idx is None else _ends(seq_idx)
+    return None if seq_idx is None else _sequence_ends(seq_idx)
 
 
 # All layers of a pack ask for the same tensors, and flash-linear-attention caches by the tensor.
 @lru_cache(maxsize=2)
-def _ends(seq_idx: Tensor) -> Tensor:
+def _sequence_ends(seq_idx: Tensor) -> Tensor:
     """Return cu_seqlens, int32 [S + 1], of seq_idx, int32 [1, T]."""
     return F.pad(seq_idx[0].bincount().cumsum(0), (1, 0)).int()
 

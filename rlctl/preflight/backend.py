@@ -62,7 +62,7 @@ class ShardCounts:
     experts: int
     optimizer: int
 
-    def of(self, sizes: ModelSizes) -> int:
+    def rank_parameters(self, sizes: ModelSizes) -> int:
         """Return the number of parameters of one rank."""
         dense = sizes.parameters - sizes.expert_parameters
         return -(-dense // self.weights) + -(-sizes.expert_parameters // self.experts)
@@ -153,7 +153,7 @@ class Backend(ABC):
 
 def backend_of(trainer: TrainerSection) -> Backend:
     """Return the backend that `trainer.backend` names."""
-    return _load(trainer.backend)
+    return _load_backend(trainer.backend)
 
 
 def layout_of(trainer: TrainerSection) -> Layout:
@@ -164,9 +164,9 @@ def layout_of(trainer: TrainerSection) -> Layout:
 def other_backends(trainer: TrainerSection) -> list[Backend]:
     """Return the backends that do not train."""
     folder = importlib.import_module("rlctl.preflight.backends").__path__
-    return [_load(module.name) for module in pkgutil.iter_modules(folder) if module.name != trainer.backend]
+    return [_load_backend(module.name) for module in pkgutil.iter_modules(folder) if module.name != trainer.backend]
 
 
-def _load(name: str) -> Backend:
+def _load_backend(name: str) -> Backend:
     backend: Backend = importlib.import_module(f"rlctl.preflight.backends.{name}").BACKEND
     return backend

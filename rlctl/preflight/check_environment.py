@@ -27,7 +27,7 @@ def check_environment(config: GrpoConfig, sizes: ModelSizes | None) -> Violation
         yield Violation("environment.args", "are of environment.name, which is null; those of choices are in them")
     yield from _rollout_function(config)
     yield from _agent(config)
-    for key, name in _names(config):
+    for key, name in _environment_names(config):
         with suppress(BrokenValueError):
             if what := missing_plugin(name, ENVIRONMENTS, "Class"):
                 yield Violation(key, what)
@@ -89,7 +89,7 @@ def _command(key: str, text: str) -> Violations:
         yield Violation(key, f"there is no program {words[0]} on this machine's path")
 
 
-def _names(config: GrpoConfig) -> Iterator[tuple[str, str]]:
+def _environment_names(config: GrpoConfig) -> Iterator[tuple[str, str]]:
     """Yield (key, name) of every environment."""
     section = config.environment
     if section.name is not None:

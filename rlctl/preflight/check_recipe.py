@@ -37,7 +37,7 @@ def check_recipe(settled: SettledSft, away: bool) -> Violations:
     checks += [] if away else [check_generated(sampling)]
     for violations in checks:
         for each in unbroken(violations):
-            yield each._replace(key=_key(each.key), others=tuple(map(_key, each.others)))
+            yield each._replace(key=_recipe_key(each.key), others=tuple(map(_recipe_key, each.others)))
 
 
 def recipe_notes(config: SftConfig) -> Iterator[str]:
@@ -55,5 +55,5 @@ def recipe_notes(config: SftConfig) -> Iterator[str]:
             yield f"{RECIPE}.data.{key}: is not the data.{key} that the run trains with"
 
 
-def _key(key: str) -> str:
+def _recipe_key(key: str) -> str:
     return key if key.startswith(_OWN) else f"{RECIPE}.{key}"

@@ -55,10 +55,10 @@ def _check_tracker(tracker: TrackerSection, key: str, earlier: Sequence[TrackerS
     if what := what or _missing(tracker):
         yield Violation(f"{key}.name", what)
     elif isinstance(tracker, UserTrackerSection):
-        yield from (Violation(each.key, each.what, (f"{key}.name",)) for each in _problems(tracker, key))
+        yield from (Violation(each.key, each.what, (f"{key}.name",)) for each in _tracker_problems(tracker, key))
 
 
-def _problems(tracker: UserTrackerSection, key: str) -> list[Problem]:
+def _tracker_problems(tracker: UserTrackerSection, key: str) -> list[Problem]:
     """Return the mistakes of a class of the user's, which is imported, and of its keys."""
     try:
         plugin = load_object(tracker.name)
@@ -100,12 +100,12 @@ def _missing(tracker: TrackerSection) -> str:
 def _has_swanlab_key() -> bool:
     # SwanLab's own order: the working directory's folder, then the user's.
     home = os.environ.get("SWANLAB_ROOT") or os.environ.get("SWANLAB_SAVE_DIR") or "~/.swanlab"
-    return bool(os.environ.get("SWANLAB_API_KEY") or any(_text(f"{each}/.netrc") for each in (".swanlab", home)))
+    return bool(os.environ.get("SWANLAB_API_KEY") or any(_file_text(f"{each}/.netrc") for each in (".swanlab", home)))
 
 
 def _has_hugging_face_token() -> bool:
     home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
-    return bool(os.environ.get("HF_TOKEN") or _text(os.environ.get("HF_TOKEN_PATH") or f"{home}/token").strip())
+    return bool(os.environ.get("HF_TOKEN") or _file_text(os.environ.get("HF_TOKEN_PATH") or f"{home}/token").strip())
 
 
 def _has_wandb_key(mode: str | None) -> bool:
@@ -119,10 +119,10 @@ def _has_wandb_key(mode: str | None) -> bool:
         file = netrc.netrc(os.environ.get("NETRC") or str(Path("~/.netrc").expanduser()))
         if file.authenticators(host) is not None:
             return True
-    return any("mode" in _text(path) or "base_url" in _text(path) for path in _SETTINGS)
+    return any("mode" in _file_text(path) or "base_url" in _file_text(path) for path in _SETTINGS)
 
 
-def _text(path: str) -> str:
+def _file_text(path: str) -> str:
     with suppress(OSError, UnicodeDecodeError):
         return Path(path).expanduser().read_text(encoding="utf-8")
     return ""

@@ -72,11 +72,13 @@ def check(settled: Settled, origins: dict[str, Origin], *, resume: bool, away: b
     checks += [] if away else [check_trackers(config), check_generated(config)]
     found: list[Problem] = []
     for violations in checks:
-        found += (Problem(each.where or _place(each, origins), each.key, each.what) for each in unbroken(violations))
+        found += (
+            Problem(each.where or _last_place(each, origins), each.key, each.what) for each in unbroken(violations)
+        )
     return found
 
 
-def _place(violation: Violation, origins: dict[str, Origin]) -> str:
+def _last_place(violation: Violation, origins: dict[str, Origin]) -> str:
     """Return where the last of the keys was written: the user's files come after shipped ones, then the command's own
     overrides, then those that were typed.
     """

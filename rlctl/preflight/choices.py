@@ -207,7 +207,7 @@ def _choose_constants(basis: Basis, trainer: _Section, engines: _Engines | None)
     tokens = max(8192, basis.longest or 0, min(whole, _MOST_FOR_ROLLOUT))
     trainer.fill("compile", on_gpus, _why_compiled(on_gpus))
     trainer.fill("activation_checkpointing", False, why)
-    trainer.fill("micro_batch_tokens", tokens, why + _left_out(tokens, whole))
+    trainer.fill("micro_batch_tokens", tokens, why + _left_out_fate(tokens, whole))
     trainer.fill("logprob_chunk_tokens", 1024, why)
     trainer.fill("logprob_kept_tokens", trainer.values["logprob_chunk_tokens"], _ONE_CHUNK)
     if engines:
@@ -233,11 +233,11 @@ class _Forecast:
         if engines:
             engines.fill("max_num_seqs", *_sequences(engines.in_flight))
             engines.fill("prefix_caching", *_caches(self.basis))
-        fit = self._fit(trainer, engines)
+        fit = self._first_fit(trainer, engines)
         checkpointed = "no pack that fits keeps its activations" if fit.checkpointing else "activations fit"
-        trainer.fill("micro_batch_tokens", fit.tokens, fit.why + _left_out(fit.tokens, self.basis.whole or 0))
+        trainer.fill("micro_batch_tokens", fit.tokens, fit.why + _left_out_fate(fit.tokens, self.basis.whole or 0))
         trainer.fill("activation_checkpointing", fit.checkpointing, checkpointed)
-        trainer.fill("logprob_kept_tokens", *self._kept(trainer, fit))
+        trainer.fill("logprob_kept_tokens", *self._logit_tokens(trainer, fit))
         if engines:
             engines.fill("sleep", fit.sleep, self._why_asleep(fit.sleep, engines))
             engines.fill("gpu_memory_utilization", *self._share(TrainerSettings(**trainer.values), engines))
@@ -264,7 +264,7 @@ class _Forecast:
         gib = tokens * self.sizes.vocab * 8 / GIB
         return tokens, f"logits of {gib:.1f} GiB, where {_CHUNK_SHARE:.0%} of the device may be"
 
-    def _kept(self, trainer: _Section, fit: _Fit) -> tuple[int, str]:
+    def _logit_tokens(self, trainer: _Section, fit: _Fit) -> tuple[int, str]:
         """Return the tokens whose logits find room, at least one chunk's."""
         chunk, size = trainer.values["logprob_chunk_tokens"], DTYPE_BYTES[self.basis.dtype]
         shape = trainer.values["micro_batch_tokens"], trainer.values["activation_checkpointing"]
@@ -275,7 +275,7 @@ class _Forecast:
             return chunk, _ONE_CHUNK
         return kept, f"{(kept - chunk) * self.sizes.vocab * size / GIB:.1f} GiB of what is left; others are made twice"
 
-    def _fit(self, trainer: _Section, engines: _Engines | None) -> _Fit:
+    def _first_fit(self, trainer: _Section, engines: _Engines | None) -> _Fit:
         """Return the first that fits: an engine that stays awake next to large packs, large packs, recomputed ones.
 
         Where packs must hold whole rollouts, those that do come first; if none fits, longer rollouts are left out.
@@ -374,7 +374,7 @@ def _sequences(each: int) -> tuple[int, str]:
     return found, f"{each} rollouts in flight an engine, within {_LEAST_SEQUENCES} to {_MOST_SEQUENCES}"
 
 
-def _left_out(tokens: int, whole: int) -> str:
+def _left_out_fate(tokens: int, whole: int) -> str:
     """Return the fate of rollouts too long for any micro-batch, where the loss needs whole ones."""
     return "" if tokens >= whole else f"; rollouts whose rows have more, up to {whole:,}, are left out"
 

@@ -102,14 +102,16 @@ def check_packages(*extras: str) -> list[Check]:
 
     extras: those for this machine. The one whose vLLM is installed counts, else the first.
     """
-    extra = next((each for each in extras if _pins(each).get("vllm") == _version("vllm").partition("+")[0]), extras[0])
+    extra = next(
+        (each for each in extras if _pins(each).get("vllm") == _package_version("vllm").partition("+")[0]), extras[0]
+    )
     pins = _pins(extra)
     mend, names = f"pip install 'rlctl[{extra}]'", ("torch", "transformers", "ray", "vllm")
     present = [name for name in names if find_spec(name) is not None]
     errors = import_errors(present)
     checks = []
     for name in names:
-        found, wanted = _version(name), pins.get(name)
+        found, wanted = _package_version(name), pins.get(name)
         if name not in present:
             checks.append(Check(name, "broken", "not installed", mend))
         elif errors[name] is not None:
@@ -131,7 +133,7 @@ def _pins(extra: str) -> dict[str, str]:
 
 def check_companions() -> list[Check]:
     """Check torchvision, torchaudio and torchcodec: a build for another torch breaks `import transformers`."""
-    versions = {name: _version(name) for name in STUBS if _version(name)}
+    versions = {name: _package_version(name) for name in STUBS if _package_version(name)}
     real = [name for name, found in versions.items() if not found.endswith(LOCAL)]
     errors = import_errors(real)
     broken = [name for name in real if errors[name] is not None]
@@ -157,7 +159,7 @@ def check_gpus(machine: Machine) -> list[Check]:
         return [Check("GPUs", "ok", f"none (driver {machine.driver})" if machine.driver else "none: runs use the CPU")]
     names = ", ".join(sorted({f"{gpu.name} {_gib(gpu.memory)}" for gpu in machine.gpus}))
     found = f"{len(machine.gpus)} x {names}, driver {machine.driver}"
-    if _version("torch").endswith("+cpu"):
+    if _package_version("torch").endswith("+cpu"):
         return [Check("GPUs", "warning", f"{found}; torch is built for the CPU", "pip install 'rlctl[gpu]'")]
     return [Check("GPUs", "ok", found)]
 
@@ -191,7 +193,7 @@ def import_errors(names: list[str], seconds: float = IMPORT_SECONDS) -> dict[str
     return errors | {name: end if name == unknown[0] else f"not tried after {unknown[0]}" for name in unknown}
 
 
-def _version(name: str) -> str:
+def _package_version(name: str) -> str:
     """Return the installed version of a package, empty when it is not installed."""
     for distribution in (name, f"{name}-cpu"):
         try:

@@ -65,7 +65,7 @@ def check_engine_options(section: UserEngineSection) -> Violations:
         return
     name = section.name.rpartition("/")[2]
     own = {each.name for each in fields(kind.options)}
-    owners = {each: other for other in ENGINES for each in keys_of(_section(other))}
+    owners = {each: other for other in ENGINES for each in keys_of(_engine_section(other))}
     foreign = {each for each in section.further if each in owners and each not in own}
     for each in foreign:
         has = f"has {', '.join(sorted(own))}" if own else "has no key of its own"
@@ -78,7 +78,7 @@ def check_engine_options(section: UserEngineSection) -> Violations:
     yield from (Violation(each.key, each.what, (f"{key}.name",)) for each in problems)
 
 
-def _section(name: str) -> type[EngineSection]:
+def _engine_section(name: str) -> type[EngineSection]:
     """Return the section of an engine that comes with rlctl."""
     sections = sections_of(keys_of(GenerationSection)["engine"].type)
     return next(each for each in sections if name in literals(keys_of(each)["name"].type))

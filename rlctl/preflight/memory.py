@@ -106,7 +106,9 @@ def placed_states(
 
 def _role_bytes(trainer: TrainerSettings, sizes: ModelSizes, frozen: Iterable[Role]) -> dict[Role, int]:
     """Return the bytes of one rank's part of each further role's weights, in the compute dtype."""
-    return dict.fromkeys(frozen, backend_of(trainer).shard_counts(trainer).of(sizes) * DTYPE_BYTES[trainer.dtype])
+    return dict.fromkeys(
+        frozen, backend_of(trainer).shard_counts(trainer).rank_parameters(sizes) * DTYPE_BYTES[trainer.dtype]
+    )
 
 
 def _place_state(place: Place, held: StateBytes, cpu: bool) -> PlacedState:

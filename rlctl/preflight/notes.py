@@ -147,7 +147,7 @@ def _names(settled: Settled, row: Metric) -> list[str]:
     if not row.is_family:
         return [row.name]
     parts = row.parts(settled) if row.parts else ()
-    return [row.of(part) for part in parts]
+    return [row.name_of(part) for part in parts]
 
 
 def _has_part(settled: Settled, row: Metric, name: str) -> bool:

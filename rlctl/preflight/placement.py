@@ -37,7 +37,7 @@ class NodeResources:
     cpus: float | None = None
 
     @classmethod
-    def of(cls, name: str, free: Mapping[str, float]) -> "NodeResources":
+    def from_free(cls, name: str, free: Mapping[str, float]) -> "NodeResources":
         """Return those of a node from the free resources that Ray reports."""
         return cls(name, int(free.get("GPU", 0)), free.get("CPU", 0.0))
 

@@ -151,7 +151,7 @@ def make_plan(
         refit=refit_bytes(sizes, sampling.generation_dtype, settled.adapters) if sizes and sampling else None,
         refit_way=way,
         chosen=settled.choices,
-        notes=[*_notes(settled, schedule, memory), *crowding_notes(settled, cores)],
+        notes=[*_plan_notes(settled, schedule, memory), *crowding_notes(settled, cores)],
     )
 
 
@@ -312,7 +312,7 @@ def crowding_notes(settled: Settled, cores: int | None) -> list[str]:
     return [f"{name}={most}: {what}; {name}={cores} is faster"]
 
 
-def _notes(settled: Settled, schedule: Schedule, memory: Memory | None) -> list[str]:
+def _plan_notes(settled: Settled, schedule: Schedule, memory: Memory | None) -> list[str]:
     config, cpu = settled.config, settled.device == "cpu"
     notes = model_notes(settled.facts, settled.device) if settled.facts else []
     metric = config.checkpoint.metric

@@ -148,15 +148,15 @@ class Settled:
     @derived
     def trainer(self) -> TrainerSettings:
         """`trainer`, with a value for each auto."""
-        return self._chosen.trainer
+        return self._chosen_values.trainer
 
     @derived
     def choices(self) -> tuple[Choice, ...]:
         """Values of the keys that were left at `auto`, with reasons."""
-        return self._chosen.choices
+        return self._chosen_values.choices
 
     @derived
-    def _chosen(self) -> Chosen:
+    def _chosen_values(self) -> Chosen:
         return choose(self._basis(self.config.trainer, None))
 
     def _basis(self, trainer: TrainerSection, engines: tuple[GrpoConfig, Dtype] | None) -> Basis:
@@ -201,11 +201,11 @@ class SettledGrpo(Settled):
     @derived
     def generation(self) -> GenerationSettings:
         """`generation`, with a value for each auto."""
-        assert self._chosen.generation
-        return self._chosen.generation
+        assert self._chosen_values.generation
+        return self._chosen_values.generation
 
     @derived
-    def _chosen(self) -> Chosen:
+    def _chosen_values(self) -> Chosen:
         trainer = self.run.trainer if self.run else self.config.trainer
         return choose(self._basis(trainer, (self.config, self.generation_dtype)))
 

@@ -85,7 +85,7 @@ class BroadcastSender(SenderTransport):
         with self._wire as stream:
             self._pass_on(until=chunk)
             stream.after(packed[1])
-            self._joined.broadcast(self._source.rank, self._pieces[number, slot], self._source.plan.names(chunk))
+            self._joined_group.broadcast(self._source.rank, self._pieces[number, slot], self._source.plan.names(chunk))
             self._passed += 1
             self._sent.append(stream.mark())
 
@@ -128,7 +128,7 @@ class BroadcastSender(SenderTransport):
     def _pass_on(self, until: Chunk | None) -> None:
         """Take part in the other owners' broadcasts before that of chunk `until`, or in the rest."""
         while self._passed < len(self._order) and (chunk := self._order[self._passed]) is not until:
-            self._joined.broadcast(chunk.owner, self._scratch.pieces(chunk), self._source.plan.names(chunk))
+            self._joined_group.broadcast(chunk.owner, self._scratch.pieces(chunk), self._source.plan.names(chunk))
             self._passed += 1
 
     def _exchange(self, own: Tensor | None, what: str, count: int | None = None) -> None:
@@ -140,10 +140,10 @@ class BroadcastSender(SenderTransport):
         if own is not None:
             parts = sorted([*parts, (rank, own)], key=lambda part: part[0])
         if parts:
-            self._joined.exchange(parts, what)
+            self._joined_group.exchange(parts, what)
 
     @property
-    def _joined(self) -> BroadcastGroup:
+    def _joined_group(self) -> BroadcastGroup:
         assert self._group, "a rank without chunks has no group, and sends nothing"
         return self._group
 

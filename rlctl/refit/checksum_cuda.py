@@ -24,7 +24,7 @@ def add(raw: Tensor, totals: Tensor, place: int, row: int, factor: int) -> None:
     size = raw.numel()
     if size:
         blocks = triton.cdiv(size, 8 * row * _ROWS)
-        _add[(blocks,)](raw, size, totals, place, ROW=row, ROWS=_ROWS, FACTOR=factor, num_warps=8)
+        _add_words[(blocks,)](raw, size, totals, place, ROW=row, ROWS=_ROWS, FACTOR=factor, num_warps=8)
 
 
 def table_of(tensors: Sequence[Tensor], row: int) -> tuple[Tensor, Tensor] | None:
@@ -84,7 +84,7 @@ def _add_all(table, blocks, totals, place, ROW: tl.constexpr, ROWS: tl.constexpr
 
 
 @triton.jit(do_not_specialize=["size", "place"])
-def _add(raw, size, totals, place, ROW: tl.constexpr, ROWS: tl.constexpr, FACTOR: tl.constexpr):
+def _add_words(raw, size, totals, place, ROW: tl.constexpr, ROWS: tl.constexpr, FACTOR: tl.constexpr):
     count = size // 8
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     places = rows[:, None] * ROW + tl.arange(0, ROW)[None, :]

@@ -191,8 +191,8 @@ class _Mapped:
             raise RefitError(f"trainer rank {owner} sends by plan {digest}, this end was given plan {plan.digest}")
         self._shared = {n: opened(handle, device) for n, handle in shared.items()}
         self._rings = [opened(handle, device) for handle in rings]
-        self._word = {n: word for word, n in enumerate(n for _, chunk in plan.of(owner) for n in chunk.numbers)}
-        self._parts = sum(1 for _ in plan.of(owner)) + 1
+        self._word = {n: word for word, n in enumerate(n for _, chunk in plan.chunks_of(owner) for n in chunk.numbers)}
+        self._parts = sum(1 for _ in plan.chunks_of(owner)) + 1
         self._plan, self._first, self._rank, self._owner = plan, _FIRST + spec.receivers, rank, owner
         self.words = SharedCounters(_words_file(spec, owner), self._first + len(self._word), create=False)
         # Parts of all versions that this receiver has begun to copy.

@@ -271,7 +271,7 @@ class ChunkReceiver:
         try:
             transport.begin(header, sink, deadline)
             for number, chunk in transport.order:
-                self._load(number, chunk, checked, sink)
+                self._queue_load(number, chunk, checked, sink)
             while left := self._give_back():
                 deadline.check(partial(late, self._plan, self._rank, left))
             self.received = received = self._sums.values()
@@ -294,7 +294,7 @@ class ChunkReceiver:
         self._sums.close()
         self._copies = {}
 
-    def _load(self, number: int, chunk: Chunk, checked: Collection[int], sink: WeightSink) -> None:
+    def _queue_load(self, number: int, chunk: Chunk, checked: Collection[int], sink: WeightSink) -> None:
         """Queue the loading of a chunk, and its checksums."""
         transport = self._transport
         slot, stream = transport.arrive(number, chunk, self._give_back)

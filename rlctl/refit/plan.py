@@ -220,7 +220,7 @@ class RefitPlan:
         """Return the checked items that `owner` sends, in sending order."""
         return sorted(self.checked(header) & self._sent_by[owner])
 
-    def of(self, owner: int) -> list[tuple[int, Chunk]]:
+    def chunks_of(self, owner: int) -> list[tuple[int, Chunk]]:
         """Return the chunks that `owner` sends, with their indices."""
         return self._chunks_of.get(owner, [])
 
@@ -229,7 +229,7 @@ class RefitPlan:
 
         It takes one of each owner in turn. Neighbours begin with different owners, so as not to share one's link.
         """
-        by_owner = [self.of(owner) for owner in self.owners]
+        by_owner = [self.chunks_of(owner) for owner in self.owners]
         first = (receiver - 1) % len(by_owner)
         turns = zip_longest(*by_owner[first:], *by_owner[:first])
         return [part for turn in turns for part in turn if part is not None]
@@ -330,7 +330,7 @@ def _split(share: list[_Sized], limit: int, edge: int) -> list[list[RefitItem]]:
                 room, end = min(limit, max(edge, min(sent, left // 2))), 0
             (part, rest), size = (rest, None), nbytes
             if nbytes > room:
-                part, rest = _cut(part, nbytes, room, limit)
+                part, rest = _cut_box(part, nbytes, room, limit)
                 size = nbytes // (part.shape[0] + (rest.shape[0] if rest else 0)) * part.shape[0]
             chunks[-1].append(RefitItem(number, part, end, size))
             end += aligned(size)
@@ -338,7 +338,7 @@ def _split(share: list[_Sized], limit: int, edge: int) -> list[list[RefitItem]]:
     return chunks
 
 
-def _cut(box: TensorSlice, nbytes: int, room: int, limit: int) -> tuple[TensorSlice, TensorSlice | None]:
+def _cut_box(box: TensorSlice, nbytes: int, room: int, limit: int) -> tuple[TensorSlice, TensorSlice | None]:
     """Return as many of the box's first rows as have room, at least one, and the rest."""
     name, start, shape = box
     row = nbytes // shape[0]

@@ -41,7 +41,7 @@ class BroadcastGroup:
         self._aborted = threading.Lock()
         world = len(owners) + spec.receivers
         try:
-            self._group = _make(PrefixStore(f"owner-{owners[0]}", store), rank, world, spec.timeout_s, device)
+            self._group = _make_group(PrefixStore(f"owner-{owners[0]}", store), rank, world, spec.timeout_s, device)
             # The communicator is made by the first collective: now, while nobody waits for weights.
             self.broadcast(owners[0], [torch.zeros(1, dtype=torch.int64, device=device)], "a first word")
         except Exception as error:
@@ -176,7 +176,7 @@ def rendezvous(spec: TransportSpec, server: bool) -> Any:
         raise RefitError(f"refit: nobody could be met at {spec.host}:{spec.port}: {error}") from error
 
 
-def _make(store: Any, rank: int, world: int, timeout_s: float, device: torch.device) -> Any:
+def _make_group(store: Any, rank: int, world: int, timeout_s: float, device: torch.device) -> Any:
     if device.type == "cpu":
         return dist.ProcessGroupGloo(store, rank, world, timedelta(seconds=timeout_s))
     options = dist.ProcessGroupNCCL.Options()

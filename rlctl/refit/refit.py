@@ -159,7 +159,7 @@ class Refit:
         if header.prove:
             self._sent = (version, sum(report.digest for report in sent) % 2**64)
             self._verify(version, engines, served)
-        report = _merged(served, sent)
+        report = _merged_reports(served, sent)
         # Engines that read from memory do not know the time taken to write there.
         return report if self.transport(0).rendezvous else replace(report, seconds=report.seconds + written)
 
@@ -361,7 +361,7 @@ def _verdict(failed: dict[int, Exception], trainers: int) -> Exception:
     return EnginesLost(lost) if lost else failed[trainers]
 
 
-def _merged(engines: list[EngineReport], sent: list[SendReport]) -> RefitReport:
+def _merged_reports(engines: list[EngineReport], sent: list[SendReport]) -> RefitReport:
     """Return the slowest engine's report, with the trainers' packing time and the memory that both ends hold."""
     slowest = max(engines, key=lambda report: report.seconds)
     return RefitReport(

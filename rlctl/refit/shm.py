@@ -68,7 +68,7 @@ class ShmSender(SenderTransport):
     def close(self) -> None:
         self.buffers.close()
         if self._source.rank == 0:
-            for file in (*map(self._folder.joinpath, _names()), _words_file(self._folder)):
+            for file in (*map(self._folder.joinpath, _slot_names()), _words_file(self._folder)):
                 file.unlink(missing_ok=True)
 
 
@@ -134,7 +134,7 @@ class _Slots:
     def __init__(self, folder: Path, plan: RefitPlan) -> None:
         self._plan = plan
         # uint8 [plan.nbytes] each.
-        self.flats = [_map(folder / name, plan.nbytes) for name in _names()]
+        self.flats = [_map(folder / name, plan.nbytes) for name in _slot_names()]
         self._counters = SharedCounters(_words_file(folder), _word_count(plan), create=False)
         self._views: dict[tuple[int, int], Tensor] = {}
 
@@ -160,7 +160,7 @@ class _Slots:
         self._counters.close()
 
 
-def _names() -> list[str]:
+def _slot_names() -> list[str]:
     return [f"slot{number}" for number in range(_SLOTS)]
 
 
@@ -174,7 +174,7 @@ def _word_count(plan: RefitPlan) -> int:
 
 def _allocate(folder: Path, size: int) -> None:
     """Make the slots' files, their blocks claimed first: a full folder is an error, not SIGBUS."""
-    files = [folder / name for name in _names()]
+    files = [folder / name for name in _slot_names()]
     try:
         for file in files:
             descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)

@@ -65,11 +65,11 @@ class WholeTensorSink:
         self._adopted = False
 
     def target(self, number: int) -> Tensor | None:
-        view = self._place(number)
+        view = self._item_buffer(number)
         return view if view.is_contiguous() else None
 
     def copies(self, arrived: Iterable[tuple[int, Tensor]]) -> BatchedCopy:
-        return BatchedCopy((self._place(number), data) for number, data in arrived)
+        return BatchedCopy((self._item_buffer(number), data) for number, data in arrived)
 
     def adopt(self, flat: Tensor) -> bool:
         self._flat, self._adopted = flat, True
@@ -90,7 +90,7 @@ class WholeTensorSink:
             self._flat = torch.empty(self._plan.nbytes, dtype=torch.uint8, device=self._device)
         return self._flat
 
-    def _place(self, number: int) -> Tensor:
+    def _item_buffer(self, number: int) -> Tensor:
         item = self._plan.items[number]
         view: Tensor = whole(self._buffer, self._plan.entries[item.entry])[item.box.slices()]
         return view

@@ -42,7 +42,7 @@ class WeightSource:
         by_name: dict[str, list[Shard]] = {}
         for shard in shards:
             by_name.setdefault(shard.name, []).append(shard)
-        self.chunks = [chunk for _, chunk in plan.of(rank)]
+        self.chunks = [chunk for _, chunk in plan.chunks_of(rank)]
         boxes = {number: plan.items[number].box for chunk in self.chunks for number in chunk.numbers}
         self._views = {number: _view(box, by_name.get(box.name, [])) for number, box in boxes.items()}
 

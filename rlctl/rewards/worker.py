@@ -63,7 +63,7 @@ class RewardWorker:
         channel = self._process.start()
         try:
             channel.send(self._sections, START_TIMEOUT_S)
-            reasons = _problems(channel.reply(START_TIMEOUT_S))
+            reasons = _read_problems(channel.reply(START_TIMEOUT_S))
             if not reasons:
                 return channel
         except TimeoutError:
@@ -100,7 +100,7 @@ class RewardWorker:
             return [RewardFailure("was given a value that cannot be sent", detail=type(error).__name__)]
         try:
             for number in range(len(items)):
-                outcomes.append(_outcome(channel.reply(timeout_s), self._calls, number))
+                outcomes.append(_read_outcome(channel.reply(timeout_s), self._calls, number))
         except TimeoutError:
             self.stop()
             outcomes.append(RewardFailure(f"took longer than {timeout_s:g} s"))
@@ -112,21 +112,21 @@ class RewardWorker:
         return outcomes
 
 
-def _problems(reply: dict[str, Any]) -> list[tuple[int | None, str]]:
+def _read_problems(reply: dict[str, Any]) -> list[tuple[int | None, str]]:
     """Return (index of a reward, reason) for each that cannot be loaded. Raises BadReply."""
     try:
-        return [(int(index), _text(reason)) for index, reason in reply["problems"]]
+        return [(int(index), _checked_text(reason)) for index, reason in reply["problems"]]
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise BadReply("a reply that lists no problems") from error
 
 
-def _outcome(reply: dict[str, Any], call: int, item: int) -> Outcome:
+def _read_outcome(reply: dict[str, Any], call: int, item: int) -> Outcome:
     """Return the outcome of item `item` of call `call`. Raises BadReply for another's."""
     if (reply.get("call"), reply.get("item")) != (call, item):
         told = (reprlib.repr(reply.get(key)) for key in ("call", "item"))
-        raise BadReply(_text("a reply to call {}, item {}".format(*told)))
+        raise BadReply(_checked_text("a reply to call {}, item {}".format(*told)))
     if isinstance(failure := reply.get("failure"), dict):
-        return RewardFailure(*(_text(failure.get(key, "")) for key in ("kind", "where", "detail", "trace")))
+        return RewardFailure(*(_checked_text(failure.get(key, "")) for key in ("kind", "where", "detail", "trace")))
     value = reply.get("value", math.nan)
     if value is None:
         return None
@@ -135,7 +135,7 @@ def _outcome(reply: dict[str, Any], call: int, item: int) -> Outcome:
     return value
 
 
-def _text(told: object) -> str:
+def _checked_text(told: object) -> str:
     """Return a text of the child's that every file and terminal takes. Raises BadReply for anything else."""
     if not isinstance(told, str):
         raise BadReply("a reply whose text is none")

@@ -98,7 +98,7 @@ class RolloutBuffer:
             surplus.extend(self._put_off_surplus())
             return groups
 
-        groups = self._wait(version, all_groups, span)
+        groups = self._wait_for_groups(version, all_groups, span)
         if surplus or (self._dropped and not self._config.async_.enabled):
             self._stop_surplus(surplus, span)
         return groups
@@ -118,7 +118,7 @@ class RolloutBuffer:
                 return None
             return [_group(each) for each in self._groups.take(numbers, version)]
 
-        return self._wait(version, part, span)
+        return self._wait_for_groups(version, part, span)
 
     def drain(self, span: Span) -> None:
         """Wait until nothing is being sampled; `advance` ends it.
@@ -195,7 +195,7 @@ class RolloutBuffer:
             return self._groups.load_state_dict(state, version, self._source.at, saved)
 
         again = self._events.ask(take_up)
-        self._events.run(self._runner.begin_groups(map(self._begun, again), self._ended))
+        self._events.run(self._runner.begin_groups(map(self._begun, again), self._take_ended))
 
     def close(self) -> None:
         """Sample and score no more."""
@@ -209,23 +209,23 @@ class RolloutBuffer:
 
     # The training thread's waits.
 
-    def _wait(self, version: int, attempt: Attempt, span: Span) -> list[RolloutGroup]:
+    def _wait_for_groups(self, version: int, attempt: Attempt, span: Span) -> list[RolloutGroup]:
         """Wait until an attempt succeeds; return the groups that it took."""
         self._wait_deadline.note_progress()
         self._events.check()
-        taken, why = self._events.run(self._attempt(version, attempt))
+        taken, why = self._events.run(self._try_once(version, attempt))
         while taken is None:
             waited_for, began = why, self._events.now()
             with span(waited_for):
                 while taken is None and why == waited_for:
-                    taken, why = self._events.run(self._attempt(version, attempt, waited_for))
+                    taken, why = self._events.run(self._try_once(version, attempt, waited_for))
                     self._events.check()
                     if taken is None:
                         self._look_after()
             self._waited += self._events.now() - began
         return taken
 
-    async def _attempt(
+    async def _try_once(
         self, version: int, attempt: Attempt, waited_for: str | None = None
     ) -> tuple[list[RolloutGroup] | None, str]:
         """Try until an attempt succeeds, the wait has another cause, an engine is lost, or a tick is over; return the
@@ -295,7 +295,7 @@ class RolloutBuffer:
         tasks = {group.number: group.task for group in self._groups.in_state(GroupState.DEFERRED)[:count]}
         first = self._source.cursor.position
         tasks |= dict(enumerate(self._source.draw(count - len(tasks)), first))
-        self._begin(self._groups.admit(tasks, self._version))
+        self._begin_rollouts(self._groups.admit(tasks, self._version))
         return count == most
 
     def _wanted(self) -> int:
@@ -309,9 +309,9 @@ class RolloutBuffer:
         filtered, ready = groups.count(GroupState.FILTERED), groups.count(GroupState.READY)
         return self._refill.in_flight(filtered, ready) - groups.active
 
-    def _begin(self, groups: Sequence[GroupRecord]) -> None:
+    def _begin_rollouts(self, groups: Sequence[GroupRecord]) -> None:
         for group in groups:
-            self._runner.begin(self._begun(group), self._ended)
+            self._runner.begin(self._begun(group), self._take_ended)
 
     def _begun(self, group: GroupRecord) -> list[RolloutStart]:
         """Note that a group begins now; return its rollouts."""
@@ -324,7 +324,7 @@ class RolloutBuffer:
     def _ids(self, groups: Sequence[GroupRecord]) -> list[RolloutId]:
         return [start.id for group in groups for start in self._starts(group)]
 
-    def _ended(self, rollout: Rollout) -> None:
+    def _take_ended(self, rollout: Rollout) -> None:
         """Take a rollout that ended; score its group with the last one."""
         self._wait_deadline.note_progress()
         group = self._groups.get(rollout.id.group)
@@ -390,7 +390,7 @@ class RolloutBuffer:
         again = [self._groups.resample(group.number, self._version) for group in overdue if group.number in stopped]
         for group in again:
             self._emit("redrawn", prompt=group.task.id, version=self._version)
-        self._begin(again)
+        self._begin_rollouts(again)
 
     def _put_off_surplus(self) -> list[RolloutId]:
         """Defer groups that a synchronous step does not need; return the rollouts that are to be stopped."""

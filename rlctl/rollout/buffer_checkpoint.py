@@ -39,7 +39,7 @@ def save_groups(folder: Path, groups: Mapping[int, list[Rollout]]) -> None:
         "lengths": np.array([len(row.tokens) for row in rows], np.int64),
         "finishes": np.array([FINISHES.index(rollout.finish) for rollout in rollouts], np.int8),
     }
-    columns |= {name: _joined([getattr(row, name) for row in rows], dtype) for name, dtype in _COLUMNS.items()}
+    columns |= {name: _concatenate([getattr(row, name) for row in rows], dtype) for name, dtype in _COLUMNS.items()}
     np.savez(folder / _ROLLOUTS, **columns)
     said = [[asdict(one.id), one.score and asdict(one.score), one.episode and asdict(one.episode)] for one in rollouts]
     (folder / _SCORES).write_text(json.dumps(said))
@@ -72,5 +72,5 @@ def load_groups(folder: Path) -> dict[int, list[Rollout]]:
     return {number: list(islice(left, count)) for number, count in counts}
 
 
-def _joined(parts: list[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
+def _concatenate(parts: list[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
     return np.concatenate(parts) if parts else np.zeros(0, dtype)

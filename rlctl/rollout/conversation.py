@@ -105,9 +105,11 @@ class Conversation:
         """Return the rows that train, each up to its last sampled token; none without a sampled token."""
         parents = {node.parent for node in self.nodes}
         trained: set[int] = set()
-        return [row for leaf in range(len(self.nodes)) if leaf not in parents for row in self._row(leaf, trained)]
+        return [
+            row for leaf in range(len(self.nodes)) if leaf not in parents for row in self._trained_row(leaf, trained)
+        ]
 
-    def _row(self, leaf: int, trained: set[int]) -> Iterator[TrajectoryRow]:
+    def _trained_row(self, leaf: int, trained: set[int]) -> Iterator[TrajectoryRow]:
         """Yield the row of the path to a leaf, if it trains anything that none before it does."""
         path = self.path(leaf)
         sampled = [index for index in path if self.nodes[index].turn >= 0 and len(self.nodes[index].tokens)]

@@ -89,7 +89,7 @@ class RolloutDispatcher:
         self._queues: list[EngineQueue] = []
         # Queues of replaced engines: a call may not have ended yet.
         self._replaced: list[EngineQueue] = []
-        self.events.ask(lambda: self._queues.extend(self._opened(index) for index in range(len(pool.engines))))
+        self.events.ask(lambda: self._queues.extend(self._open_queue(index) for index in range(len(pool.engines))))
 
     # On the event loop.
 
@@ -133,7 +133,7 @@ class RolloutDispatcher:
             # It was answered in the iteration in which its rollout was cancelled.
             self._late_tokens += len(turn.answer.result().tokens)
 
-    def _opened(self, index: int) -> EngineQueue:
+    def _open_queue(self, index: int) -> EngineQueue:
         """Return the queue of a slot's engine, from which answers are collected from now on."""
         worker = self._pool.slots[index]
         assert worker
@@ -296,7 +296,7 @@ class RolloutDispatcher:
             again += queue.give_up()
             if self._pool.slots[queue.index]:
                 self._replaced.append(queue)
-                self._queues[queue.index] = self._opened(queue.index)
+                self._queues[queue.index] = self._open_queue(queue.index)
         self._placement.add_again(again)
         if again:
             await self.restarted([*dict.fromkeys(each.request.id.rollout for each in again)])

@@ -101,7 +101,7 @@ class EngineQueue:
     async def abort(self, turn: SubmittedTurn) -> None:
         """Stop sampling a turn; return when the engine has confirmed, or is lost."""
         if self.lost or self._closed:
-            self._remove(turn)
+            self._give_up(turn)
             return
         turn.stopped = self._events.loop.create_future()
         self._order(Engine.abort, [turn.request.id])
@@ -113,7 +113,7 @@ class EngineQueue:
             return
         self.lost = error
         for turn in [each for each in self.turns.values() if each.answer.cancelled()]:
-            self._remove(turn)
+            self._give_up(turn)
         self._changed(self)
 
     def lose_if_silent(self) -> None:
@@ -125,7 +125,7 @@ class EngineQueue:
         """Take the turns of a lost engine, to begin them again."""
         turns = list(self.turns.values())
         for turn in turns:
-            self._remove(turn)
+            self._give_up(turn)
         return turns
 
     def status(self) -> EngineStatus:
@@ -155,9 +155,9 @@ class EngineQueue:
             except _LOST as error:
                 self.lose(error)
             else:
-                self._deliver(finished)
+                self._deliver_finished(finished)
 
-    def _deliver(self, finished: FinishedTurns) -> None:
+    def _deliver_finished(self, finished: FinishedTurns) -> None:
         if finished.stats != self.stats:
             self.last = self._events.now()
         learns, self.stats = finished.stats.holds != self.stats.holds, finished.stats
@@ -172,7 +172,7 @@ class EngineQueue:
                 turn.answer.set_result(completion)
             # One that is ABORTING stays until the engine confirms: the order must not reach it when it begins again.
             if not turn.stopped:
-                self._remove(turn)
+                self._give_up(turn)
         self._hurry.set()
         self._changed(self)
 
@@ -222,10 +222,10 @@ class EngineQueue:
         self.aborted_tokens += tokens
         for each in aborted:
             if turn := self.turns.get(each):
-                self._remove(turn)
+                self._give_up(turn)
         self._changed(self)
 
-    def _remove(self, turn: SubmittedTurn) -> None:
+    def _give_up(self, turn: SubmittedTurn) -> None:
         """Give a turn up: it was answered, or its abort was confirmed."""
         del self.turns[turn.request.id]
         self.load -= turn.request.max_new_tokens

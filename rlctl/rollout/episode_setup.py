@@ -112,7 +112,7 @@ def set_up(config: GrpoConfig, pool: EnvironmentPool, chat: Chat, first: Task, *
     section = config.environment
     if config.agent.enabled:
         format = format_of_calls(section.tool_format, chat)
-        pool.give_chat(ChatSpec.of(chat), format)
+        pool.give_chat(ChatSpec.from_chat(chat), format)
         contracts = read_environments(config, pool)
         note, tried = _try_agent(config, pool, chat, first, valued)
         template_notes = [_UNWRITTEN.format("a message of the agent")] if tried.unwritten else []
@@ -120,7 +120,7 @@ def set_up(config: GrpoConfig, pool: EnvironmentPool, chat: Chat, first: Task, *
     contracts, keys = read_environments(config, pool), _keys(config)
     if config.rollout is not None:
         return EpisodeSetup(contracts, None, [], [], [_try_function(config, pool, chat, first, valued)], [])
-    problems = _problems(config, contracts, keys) if valued else []
+    problems = _unvalued_problems(config, contracts, keys) if valued else []
     environment_notes = [f"{keys[key]}: {note}" for key, one in contracts.items() for note in one.notes]
     tools = [tool for one in contracts.values() for tool in one.tools]
     format = format_of_calls(section.tool_format, chat)
@@ -192,7 +192,7 @@ def _try_agent(
     return f"agent: {what}: requests {len(tried.samples)}, {worth}", tried
 
 
-def _problems(
+def _unvalued_problems(
     config: GrpoConfig, contracts: Mapping[str, EnvironmentContract], keys: Mapping[str, str]
 ) -> list[tuple[str, str]]:
     """Return a problem for each environment whose episodes nothing values."""

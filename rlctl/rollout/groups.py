@@ -157,8 +157,8 @@ class GroupTable:
         for number, task in tasks.items():
             if deferred := self._groups.get(number):
                 self._move(deferred, GroupState.SAMPLING)
-                self._remove(number)
-            self._add(GroupRecord(number, task, version, self._next_place()))
+                self._remove_group(number)
+            self._add_group(GroupRecord(number, task, version, self._next_place()))
         return [self._groups[number] for number in tasks]
 
     def sampled(self, number: int) -> None:
@@ -205,10 +205,10 @@ class GroupTable:
         """Begin all rollouts of a group again at `version`, once: `overdue` names it no more."""
         group = self._groups[number]
         self._move(group, GroupState.SAMPLING)
-        self._remove(number)
+        self._remove_group(number)
         group.rollouts = {}
         group.attempt, group.version, group.place = group.attempt + 1, version, self._next_place()
-        self._add(group)
+        self._add_group(group)
         return group
 
     def select(self, version: int) -> list[int] | None:
@@ -271,7 +271,7 @@ class GroupTable:
         """Remove the groups of the ended step, and FILTERED ones; return their numbers."""
         gone = [group.number for group in self.in_state(GroupState.TAKEN, GroupState.FILTERED)]
         for number in gone:
-            self._remove(number)
+            self._remove_group(number)
         self._credit = min(self._most_credit, self._credit + self._budget)
         return gone
 
@@ -325,23 +325,23 @@ class GroupTable:
                 group.state = was
             elif not self.room:
                 group.state = GroupState.DEFERRED
-            self._add(group)
+            self._add_group(group)
             if group.state in _ASIDE:
                 continue
             if was is GroupState.READY and self.rule.is_feasible(self._left(), version):
-                self._remove(group.number)
+                self._remove_group(group.number)
                 group.state, group.rollouts = was, dict(enumerate(rollouts[group.number]))
-                self._add(group)
+                self._add_group(group)
             else:
                 self.restart(group.number, version)
                 again.append(group)
         return again
 
-    def _add(self, group: GroupRecord) -> None:
+    def _add_group(self, group: GroupRecord) -> None:
         self._groups[group.number] = self._by_state[group.state][group.number] = group
         self.ready_tokens += group.num_tokens if group.state is GroupState.READY else 0
 
-    def _remove(self, number: int) -> None:
+    def _remove_group(self, number: int) -> None:
         group = self._groups.pop(number)
         del self._by_state[group.state][number]
         self.ready_tokens -= group.num_tokens if group.state is GroupState.READY else 0

@@ -87,7 +87,7 @@ class RolloutRunner:
         for start in starts:
             rollout = RunningRollout(self, start, ended, ahead)
             self._running[start.id] = rollout
-            rollout.task = self.events.spawn(self._play(rollout))
+            rollout.task = self.events.spawn(self._play_rollout(rollout))
 
     async def begin_groups(
         self, groups: Iterable[Sequence[RolloutStart]], ended: Ended, *, ahead: bool = False
@@ -152,7 +152,7 @@ class RolloutRunner:
         with suppress(RuntimeError):  # a loop that something blocks: the run ends all the same
             self.events.run(self.stop(list(self._running), _CLOSE_S), 2 * _CLOSE_S)
 
-    async def _play(self, rollout: RunningRollout) -> None:
+    async def _play_rollout(self, rollout: RunningRollout) -> None:
         own = rollout.start.id
         try:
             played = await self._player.play(rollout.start, rollout)

@@ -29,10 +29,10 @@ class GroupScorer:
         played = [
             (reward_input(task, one.episode, text), environment_rewards(one.episode.reward if one.episode else None))
             for (task, one), text in zip(pairs, texts)
-            if not _failed(one)
+            if not _is_failed(one)
         ]
         values = iter(self.scorer.score([item for item, _ in played], [given for _, given in played]))
-        scores = iter([self._failure(one) if _failed(one) else next(values) for _, one in pairs])
+        scores = iter([self._failure(one) if _is_failed(one) else next(values) for _, one in pairs])
         return [
             replace(group, rollouts=[replace(rollout, score=next(scores)) for rollout in group.rollouts])
             for group in groups
@@ -89,5 +89,5 @@ def sample_item(task: Task) -> RewardInput:
     return replace(item, prompt=item.prompt.rstrip().removesuffix("<think>") if item.prompt else "")
 
 
-def _failed(rollout: Rollout) -> bool:
+def _is_failed(rollout: Rollout) -> bool:
     return rollout.episode is not None and rollout.episode.ending == "failed"

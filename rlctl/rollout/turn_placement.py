@@ -88,7 +88,7 @@ class TurnPlacement:
         for rollout in rollouts:
             if home := self._homes.pop(rollout, None):
                 home.episodes.discard(rollout)
-                self._note(home)
+                self._note_room(home)
         self.hand_out()
 
     def changed(self, queue: EngineQueue) -> None:
@@ -96,7 +96,7 @@ class TurnPlacement:
         if queue.lost:
             self._again.extend(queue.waiting)
             queue.waiting.clear()
-        self._note(queue)
+        self._note_room(queue)
         self._begin_waiting(queue)
         self.hand_out()
 
@@ -117,7 +117,7 @@ class TurnPlacement:
                     return
                 line.popleft()
                 if queue:
-                    self._begin(queue, group)
+                    self._begin_turns(queue, group)
 
     def pending(self, queues: Sequence[EngineQueue]) -> int:
         """Return the number of turns that have no engine. queues: all engines."""
@@ -128,21 +128,21 @@ class TurnPlacement:
         """Begin later turns of an engine that wait here, while it takes turns."""
         while queue.waiting and not self.held and len(queue.turns) < _AHEAD * self._at_a_time:
             if group := [each for each in queue.waiting.popleft() if not each.answer.done()]:
-                self._begin(queue, group)
+                self._begin_turns(queue, group)
 
-    def _begin(self, queue: EngineQueue, group: list[SubmittedTurn]) -> None:
+    def _begin_turns(self, queue: EngineQueue, group: list[SubmittedTurn]) -> None:
         for each in group:
             if each.more:
                 rollout = each.request.id.rollout
                 if (before := self._homes.get(rollout)) and before is not queue:
                     before.episodes.discard(rollout)
-                    self._note(before)
+                    self._note_room(before)
                 queue.episodes.add(rollout)
                 self._homes[rollout] = queue
         queue.begin(group)
-        self._note(queue)
+        self._note_room(queue)
 
-    def _note(self, queue: EngineQueue) -> None:
+    def _note_room(self, queue: EngineQueue) -> None:
         """Note if an engine takes rollouts, see the head of dispatcher.py."""
         most, turns, lost = self._at_a_time, len(queue.turns), queue.lost is not None
         one = turns < most and not lost

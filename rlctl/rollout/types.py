@@ -147,22 +147,22 @@ class Rollout:
     @property
     def tokens(self) -> NDArray[np.int32]:
         """Tokens, int32 [T]."""
-        return _joined([row.tokens for row in self.rows], np.int32)
+        return _concatenate([row.tokens for row in self.rows], np.int32)
 
     @property
     def sampled(self) -> NDArray[np.bool_]:
         """True where the policy sampled the token, bool [T]."""
-        return _joined([row.sampled for row in self.rows], np.bool_)
+        return _concatenate([row.sampled for row in self.rows], np.bool_)
 
     @property
     def log_probs(self) -> NDArray[np.float32]:
         """Log-probs of the distribution that was sampled from, float32 [T]; 0 where nothing was sampled."""
-        return _joined([row.log_probs for row in self.rows], np.float32)
+        return _concatenate([row.log_probs for row in self.rows], np.float32)
 
     @property
     def versions(self) -> NDArray[np.int32]:
         """Weight versions that sampled the tokens, int32 [T]; -1 where nothing was sampled."""
-        return _joined([row.versions for row in self.rows], np.int32)
+        return _concatenate([row.versions for row in self.rows], np.int32)
 
     @property
     def sampled_tokens(self) -> NDArray[np.int32]:
@@ -209,7 +209,7 @@ class Waste:
     surplus_tokens: int = 0
 
 
-def _joined(parts: list[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
+def _concatenate(parts: list[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
     if len(parts) == 1:
         return parts[0]
     return np.concatenate(parts) if parts else np.zeros(0, dtype)

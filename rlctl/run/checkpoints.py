@@ -56,7 +56,7 @@ def damage_of_weights(model: Path) -> str:
     if model.name != "hf" or not (checkpoint / _STATE).is_file():
         return ""
     wrong = find_damage(checkpoint, "hf/")
-    return _line(wrong) if wrong else ""
+    return _damage_line(wrong) if wrong else ""
 
 
 def hold(checkpoint: Path) -> bool:
@@ -138,7 +138,11 @@ class Checkpoints:
 
         Half-written ones of a killed run are left out, and so is anything else in the folder.
         """
-        return [checkpoint for step, path in checkpoint_folders(self._folder) if (checkpoint := _read(path, step))]
+        return [
+            checkpoint
+            for step, path in checkpoint_folders(self._folder)
+            if (checkpoint := _read_checkpoint(path, step))
+        ]
 
     def latest(self) -> Checkpoint | None:
         """Return the newest of `all`."""
@@ -152,7 +156,7 @@ class Checkpoints:
     def latest_as_written(self) -> Checkpoint | None:
         """Return the newest whose state is as it was written. Other files are not read."""
         for step, path in reversed(checkpoint_folders(self._folder)):
-            if is_as_written(path, _STATE) and (checkpoint := _read(path, step)):
+            if is_as_written(path, _STATE) and (checkpoint := _read_checkpoint(path, step)):
                 return checkpoint
         return None
 
@@ -169,8 +173,8 @@ class Checkpoints:
         if path.name.startswith(DAMAGED):
             return step, f"{path}: damaged, as a resume has found"
         if wrong := find_damage(path, _STATE):
-            return step, _line(wrong)
-        return step, "" if _read(path, step) else f"{path / _STATE}: not the state of step {step}"
+            return step, _damage_line(wrong)
+        return step, "" if _read_checkpoint(path, step) else f"{path / _STATE}: not the state of step {step}"
 
     def newest_whole(self) -> Found:
         """Read every file of the newest checkpoint, and of the next older one if any is not as it was written.
@@ -186,14 +190,14 @@ class Checkpoints:
             wrong = find_damage(path)
             export = {file: what for file, what in wrong.items() if path / "hf" in file.parents}
             if len(wrong) > len(export):
-                damaged[path] = _line({file: what for file, what in wrong.items() if file not in export})
+                damaged[path] = _damage_line({file: what for file, what in wrong.items() if file not in export})
                 continue
-            checkpoint = _read(path, step)
+            checkpoint = _read_checkpoint(path, step)
             if checkpoint is None:
                 damaged[path] = f"{path / _STATE}: not the state of step {step}"
                 continue
             if export:
-                notes.append(f"{_line(export)}; the export alone is damaged, which a resume does not read")
+                notes.append(f"{_damage_line(export)}; the export alone is damaged, which a resume does not read")
             return Found(checkpoint, damaged, notes)
         if damaged:
             raise NoWholeCheckpoint(f"{'; '.join(damaged.values())}; {self._folder} has no whole checkpoint")
@@ -267,7 +271,7 @@ class CheckpointSave:
             if self._abandoned:
                 raise CheckpointError(f"the checkpoint of step {self._step} was given up")
         if self._final.exists():
-            _remove(self._final)
+            _remove_checkpoint(self._final)
         os.replace(self._temporary, self._final)
         sync(self._folder)
         self._checkpoints.prune()
@@ -295,7 +299,7 @@ def _nothing_known(write: Callable[[Path], None], folder: Path) -> Known:
     return {}
 
 
-def _read(path: Path, step: int) -> Checkpoint | None:
+def _read_checkpoint(path: Path, step: int) -> Checkpoint | None:
     try:
         state = json.loads((path / _STATE).read_text())
         return Checkpoint(path, step, state) if state["step"] == step else None
@@ -311,11 +315,11 @@ def _by_score(checkpoints: list[Checkpoint]) -> list[Checkpoint]:
 
 def _is_earlier(path: Path, step: int) -> bool:
     """Return True for a checkpoint from before there were manifests."""
-    checkpoint = None if (path / MANIFEST).exists() else _read(path, step)
+    checkpoint = None if (path / MANIFEST).exists() else _read_checkpoint(path, step)
     return checkpoint is not None and "made_with" not in checkpoint.state
 
 
-def _line(wrong: dict[Path, str]) -> str:
+def _damage_line(wrong: dict[Path, str]) -> str:
     """Return the first damage, and the count of the others."""
     (path, what), *more = wrong.items()
     return f"{path}: {what}" + (f" (and {len(more)} more)" if more else "")
@@ -334,10 +338,10 @@ def _remove_unless_held(checkpoint: Path) -> None:
         except OSError:
             # A file that cannot be written, or a file system without locks: nothing is held.
             pass
-        _remove(checkpoint)
+        _remove_checkpoint(checkpoint)
 
 
-def _remove(folder: Path) -> None:
+def _remove_checkpoint(folder: Path) -> None:
     # Renamed first: a kill halfway through must not leave a checkpoint that looks whole.
     aside = folder.with_name(f"tmp_old_{folder.name}")
     shutil.rmtree(aside, ignore_errors=True)

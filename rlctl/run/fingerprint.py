@@ -67,7 +67,7 @@ def made_with(settled: Settled, model: Path | None) -> dict[str, Any]:
     config = settled.config
     tokenizer = Path(config.model.tokenizer) if config.model.tokenizer else model
     dataset, template = config.data.train.paths, Path(config.data.chat_template)
-    keys = {key: _value(config, key) for key in [*_DATA_KEYS, *_DATASET_KEYS]}
+    keys = {key: _config_value(config, key) for key in [*_DATA_KEYS, *_DATASET_KEYS]}
     if config.data.system_prompt is not None:
         # It may come from the environment, whose values are never written to disk.
         keys["data.system_prompt"] = f"sha256 {hashlib.sha256(config.data.system_prompt.encode()).hexdigest()[:12]}"
@@ -78,12 +78,12 @@ def made_with(settled: Settled, model: Path | None) -> dict[str, Any]:
     if sources := config.data.train.sources:
         keys["data.train.sources"] = {name: section.weight for name, section in sources.items()}
     if config.sft:
-        keys |= {key: _value(config, key) for key in ("sft.mask", "sft.history", "model.max_length")}
+        keys |= {key: _config_value(config, key) for key in ("sft.mask", "sft.history", "model.max_length")}
     return {
         "model": sizes_of(model) if model else None,
         "model_path": config.model.path,
         # Earlier checkpoints have `weights`, a digest of both ends of the files alone.
-        "frozen": _weights(settled, model),
+        "frozen": _weights_digest(settled, model),
         "lora": _lora(config),
         "tokenizer": _vocabulary(tokenizer) if tokenizer else None,
         "tokenizer_path": config.model.tokenizer or config.model.path,
@@ -121,7 +121,9 @@ def _models(then: Mapping[str, Any], now: Mapping[str, Any], step: int) -> Itera
         role = "base below the adapters" if now.get("lora") else "reference policy (grpo.loss.kl_coef above 0)"
         yield Contradiction("model.path", *paths, f"not the {role} of {of}")
     if then.get("lora") != now.get("lora"):
-        yield Contradiction("lora", _shown(then.get("lora")), _shown(now.get("lora")), f"{of} holds the former")
+        yield Contradiction(
+            "lora", _setting_text(then.get("lora")), _setting_text(now.get("lora")), f"{of} holds the former"
+        )
     if _differ(then, now, "tokenizer"):
         key = "model.tokenizer" if now["tokenizer_path"] != now["model_path"] else "model.path"
         paths = (then["tokenizer_path"], now["tokenizer_path"])
@@ -137,18 +139,18 @@ def _data(then: Mapping[str, Any], now: Mapping[str, Any], step: int) -> Iterato
     for key, value in then["keys"].items():
         if key in now["keys"] and now["keys"][key] != value:
             why = f"the order or text of the rows changes, and the checkpoint of step {step} counts on them"
-            yield Contradiction(key, _shown(value), _shown(now["keys"][key]), why)
+            yield Contradiction(key, _setting_text(value), _setting_text(now["keys"][key]), why)
 
 
 def _differ(then: Mapping[str, Any], now: Mapping[str, Any], key: str) -> bool:
     return then.get(key) is not None and now[key] is not None and then[key] != now[key]
 
 
-def _shown(value: Any) -> str:
+def _setting_text(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _value(config: RunConfig, key: str) -> Any:
+def _config_value(config: RunConfig, key: str) -> Any:
     value: Any = config
     for name in key.split("."):
         value = getattr(value, name)
@@ -180,7 +182,7 @@ def _vocabulary(folder: Path) -> str | None:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest() if files else None
 
 
-def _weights(settled: Settled, folder: Path | None) -> str | None:
+def _weights_digest(settled: Settled, folder: Path | None) -> str | None:
     """Return `digest_of_weights` of the files below adapters, or of a reference policy.
 
     None without either: a checkpoint holds all weights.

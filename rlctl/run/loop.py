@@ -45,13 +45,13 @@ class Loop(ABC):
         # one takes 0.04 s of CPU, not 0.18 s.
         gc.freeze()
         try:
-            self._run(start)
+            self._run_steps(start)
             self._recorder.finish_save()
         except Exception:
             self._recorder.leave_save(_PATIENCE_S)
             raise
 
-    def _run(self, start: int) -> None:
+    def _run_steps(self, start: int) -> None:
         self.done = start
         if start == 0 and not self._stop() and self._recorder.validation_due(0, last=False):
             self.validate()

@@ -47,7 +47,7 @@ def write_manifest(
 def find_damage(folder: Path, part: str = "") -> dict[Path, str]:
     """Compare the files in `folder`, or in its folder `part` alone, with its manifest; return the damage by path."""
     try:
-        listed = {name: facts for name, facts in _read(folder / MANIFEST).items() if name.startswith(part)}
+        listed = {name: facts for name, facts in _read_manifest(folder / MANIFEST).items() if name.startswith(part)}
     except FileNotFoundError:
         return {folder / MANIFEST: "missing, so that nothing says whether the files are as they were written"}
     except (OSError, ValueError, RecursionError) as error:
@@ -71,13 +71,13 @@ def is_as_written(folder: Path, name: str) -> bool:
     """Return True if one file of `folder` has the bytes that its manifest lists; no other is read."""
     path = folder / name
     try:
-        facts = _read(folder / MANIFEST)[name]
+        facts = _read_manifest(folder / MANIFEST)[name]
         return not _wrong_size(path, facts) and _digests([path])[path] == facts["digest"]
     except (OSError, ValueError, RecursionError, KeyError):
         return False
 
 
-def _read(path: Path) -> dict[str, dict[str, Any]]:
+def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
     content = json.loads(path.read_text())
     try:
         return {

@@ -125,7 +125,7 @@ class Metric:
         """True if the name has a placeholder."""
         return self.pattern.pattern != re.escape(self.name)
 
-    def of(self, part: object) -> str:
+    def name_of(self, part: object) -> str:
         """Return the name of one metric of a family. part: in place of NAME or K."""
         return re.sub("NAME|K$", str(part), self.name)
 

@@ -87,21 +87,21 @@ class TrainingFlops:
     # Parameters of adapters, below which all N are frozen; 0 without.
     adapters: int = 0
 
-    def of(self, length: float) -> float:
+    def per_token(self, length: float) -> float:
         """Return the FLOPs that a token of sequences of this length needs."""
         each = 4.0 if self.adapters else 6.0
         return each * self.parameters + 6.0 * self.adapters + self._attention(length)
 
-    def of_full(self, length: float) -> float:
+    def full_per_token(self, length: float) -> float:
         """Return them as if every weight were trained."""
         return 6.0 * (self.parameters + self.adapters) + self._attention(length)
 
     def metrics(self, training: float, length: float, device: str) -> dict[str, float]:
-        """Return throughput/mfu, and with adapters throughput/mfu_6n, by `of_full`; nothing for an unknown device.
+        """Return throughput/mfu, and with adapters throughput/mfu_6n, by `full_per_token`; nothing for an unknown device.
 
         training: tokens/s/device.
         """
-        share, full = (mfu(training, flops, device) for flops in (self.of(length), self.of_full(length)))
+        share, full = (mfu(training, flops, device) for flops in (self.per_token(length), self.full_per_token(length)))
         if share is None or full is None:
             return {}
         return {MFU.name: share} | ({MFU_6N.name: full} if self.adapters else {})

@@ -91,7 +91,7 @@ def _tempered(logits: Tensor, how: _How) -> Tensor:
     return _transformed(logits, how) / how[0]
 
 
-def _forward(logits: Tensor, targets: Tensor, how: _How) -> tuple[Tensor, Tensor, Tensor]:
+def _chunk_forward(logits: Tensor, targets: Tensor, how: _How) -> tuple[Tensor, Tensor, Tensor]:
     """Return a chunk's log-probs and entropy, float32 [rows] each, and its normalizer, float32 [rows, 2].
 
     The normalizer is the largest logit and the log of the sum that is left: added up they would cost digits where p is
@@ -111,7 +111,10 @@ def _forward(logits: Tensor, targets: Tensor, how: _How) -> tuple[Tensor, Tensor
 def _forward_split(
     logits: Tensor, targets: Tensor, how: _How, group: dist.ProcessGroup, compiled: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`_forward` where each rank of `group` has some columns of the logits; targets count from this rank's first."""
+    """`_chunk_forward` where each rank of `group` has some columns of the logits.
+
+    targets: counted from this rank's first column.
+    """
     peak = _tempered(logits.amax(-1), how)
     dist.all_reduce(peak, dist.ReduceOp.MAX, group)
     sums = (_for_chunks(_sums) if compiled else _sums)(logits, targets, how, peak)
@@ -208,7 +211,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         split: Split | None,
         kept: int,
     ) -> tuple[Tensor, Tensor]:
-        work: Callable[..., Any] = _for_chunks(_forward) if compiled else _forward
+        work: Callable[..., Any] = _for_chunks(_chunk_forward) if compiled else _chunk_forward
         if split:
             targets = targets - split.first
             work = partial(_forward_split, group=split.group, compiled=compiled)

@@ -99,7 +99,7 @@ def plan_whole_rollouts(
     rows: list[list[int]] = [[] for _ in range(int(rollouts.max(initial=-1)) + 1)]
     for row, rollout in enumerate(rollouts):
         rows[rollout].append(row)
-    items = [_Item.of([lengths[row] for row in one], padded) for one in rows]
+    items = [_Item.from_lengths([lengths[row] for row in one], padded) for one in rows]
     for item in items:
         if item.tokens > max_tokens and item.rows > 1:
             raise ValueError(
@@ -133,7 +133,7 @@ class _Item:
     tokens: int
 
     @classmethod
-    def of(cls, lengths: list[int], padded: bool) -> "_Item":
+    def from_lengths(cls, lengths: list[int], padded: bool) -> "_Item":
         rows, longest = len(lengths), max(lengths)
         return cls(rows, longest, rows * longest if padded else sum(lengths))
 

@@ -58,13 +58,13 @@ class Profiler:
     def update(self, ends: bool = True) -> Iterator[None]:
         """Surround an update, or one of its parts; the last part `ends` the update. Time between parts counts."""
         if self._spec and self._updates + 1 == self._spec.first and self._profile is None:
-            self._begin()
+            self._begin_profile()
         yield
         self._updates += ends
         if self._spec and self._profile and self._updates >= self._spec.last:
-            self._end(self._spec)
+            self._end_profile(self._spec)
 
-    def _begin(self) -> None:
+    def _begin_profile(self) -> None:
         import torch
         from torch.profiler import ProfilerActivity, profile
 
@@ -76,7 +76,7 @@ class Profiler:
         self._profile.start()
         self._began = time.perf_counter()
 
-    def _end(self, spec: ProfileSpec) -> None:
+    def _end_profile(self, spec: ProfileSpec) -> None:
         import torch
 
         if torch.cuda.is_available():
@@ -85,7 +85,7 @@ class Profiler:
         profile, self._profile = self._profile, None
         profile.stop()
         busy = covered_time((event.time_range.start, event.time_range.end) for event in profile.events() if _ran(event))
-        found = _read(profile.key_averages(), wall, busy / 1e6, list(range(spec.first, spec.last + 1)))
+        found = _rank_operations(profile.key_averages(), wall, busy / 1e6, list(range(spec.first, spec.last + 1)))
         folder = Path(spec.folder)
         folder.mkdir(parents=True, exist_ok=True)
         trace, costs = (folder / f"trainer-{self._rank}{ending}" for ending in (".trace.json.gz", ".json"))
@@ -116,7 +116,7 @@ def covered_time(spans: Iterable[tuple[float, float]]) -> float:
     return covered
 
 
-def _read(averages: Any, wall: float, busy: float, updates: list[int]) -> Profiled:
+def _rank_operations(averages: Any, wall: float, busy: float, updates: list[int]) -> Profiled:
     """Rank operations by the time of a call's own kernels; without a device, by CPU time without its children."""
     from torch.autograd import DeviceType  # type: ignore[attr-defined]
 

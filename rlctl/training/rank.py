@@ -75,7 +75,7 @@ class TrainerRank(ABC):
         tokenizer = spec.tokenizer_path if spec.tokenizer_path != spec.model_path else None
         self._companions = Companions.read(self._folder, tokenizer) if spec.rank == 0 else None
         self._source = WeightFiles(self._folder) if self._table.kept else None
-        self._join()
+        self._join_group()
         # Weights of the other roles, each from its first use on.
         self._frozen: dict[Role, FrozenWeights] = {}
         # Updates made; the learning rate follows this count.
@@ -88,7 +88,7 @@ class TrainerRank(ABC):
         # Metrics of the open update.
         self._metrics: MetricAccumulator | None = None
 
-    def _join(self) -> None:
+    def _join_group(self) -> None:
         """Join torch's process group; on CPU with this rank's share of the cores."""
         spec, cuda = self._spec, self._device.type == "cuda"
         if cuda:
@@ -121,7 +121,7 @@ class TrainerRank(ABC):
             return nullcontext()
         if role not in self._spec.roles:
             raise ValueError(f"the trainer has no {role}: its roles are {', '.join(('policy', *self._spec.roles))}")
-        live = self._weights()
+        live = self._live_weights()
         if self._spec.roles[role].folder == self._below:
             return without_adapters(self._lm)
         if role not in self._frozen:
@@ -145,7 +145,7 @@ class TrainerRank(ABC):
             self._metrics, self._attends = MetricAccumulator(), False
         self._attends |= needs_attention(micro_batches)
         try:
-            self._run(micro_batches, loss, self._metrics, backward=True)
+            self._run_passes(micro_batches, loss, self._metrics, backward=True)
         except BaseException:
             self.discard()
             raise
@@ -200,7 +200,7 @@ class TrainerRank(ABC):
         self._state.enter("train")
         metrics = MetricAccumulator()
         with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
-            self._run(micro_batches, loss, metrics, backward=True)
+            self._run_passes(micro_batches, loss, metrics, backward=True)
         self._reduce_gradients()
         metrics.join()
         if self._updates == 0:
@@ -212,7 +212,7 @@ class TrainerRank(ABC):
         """Return the loss's metrics without an update."""
         metrics = MetricAccumulator()
         with torch.no_grad():
-            self._run(micro_batches, loss, metrics, backward=False)
+            self._run_passes(micro_batches, loss, metrics, backward=False)
         return metrics.join()
 
     # Weights.
@@ -282,7 +282,7 @@ class TrainerRank(ABC):
         self._reach_state()
         self._updates = load_progress(folder)
         self._all_moved = self._config.adapters is None or self._updates > 0
-        self._load(folder)
+        self._load_checkpoint(folder)
 
     def _reach_state(self) -> None:
         """Have all state where the host may read and write it."""
@@ -358,7 +358,7 @@ class TrainerRank(ABC):
         """Do the work of `log_probs`."""
 
     @abstractmethod
-    def _weights(self) -> dict[str, Tensor]:
+    def _live_weights(self) -> dict[str, Tensor]:
         """Return this rank's live weights by the backend's own names, in its own memory."""
 
     @abstractmethod
@@ -366,7 +366,9 @@ class TrainerRank(ABC):
         """Read the weights of a Hugging Face folder, cut and named as `live`, onto the host in the compute dtype."""
 
     @abstractmethod
-    def _run(self, micro_batches: list[MicroBatch], loss: Loss, metrics: MetricAccumulator, *, backward: bool) -> None:
+    def _run_passes(
+        self, micro_batches: list[MicroBatch], loss: Loss, metrics: MetricAccumulator, *, backward: bool
+    ) -> None:
         """Pass every micro-batch forwards and, if `backward`, back; add to `metrics` the outputs this rank counts.
 
         An empty micro-batch joins every collective and counts nothing.
@@ -412,7 +414,7 @@ class TrainerRank(ABC):
         return {}
 
     @abstractmethod
-    def _load(self, folder: Path) -> None:
+    def _load_checkpoint(self, folder: Path) -> None:
         """Read weights and optimizer state after `updates` updates."""
 
 

@@ -107,7 +107,7 @@ class StateCopies:
         self._unlock()
         # Before the thread asks for the free memory.
         self._room = None
-        self._sizes, self._room = list(sizes), _beside(lambda: self._make_room(sizes))
+        self._sizes, self._room = list(sizes), _start_thread(lambda: self._make_room(sizes))
 
     def take(self, shards: Mapping[int, TensorShard]) -> dict[int, TensorShard]:
         """Return copies, under the same keys. Raises RuntimeError where the host's memory is too small."""
@@ -212,7 +212,7 @@ class WeightsJob:
                 writer.write_headers()
                 self.companions.write(self.folder, self.layout[0][2])
             for name, shard in self.weights.items():
-                for row in self.table.of(name):
+                for row in self.table.rows_of(name):
                     if part := row.part(shard.tensor, shard.start):
                         writer.write(row.name, *part)
             if self.source:
@@ -271,7 +271,7 @@ class RankSave:
         written = {**state, **rng, **count}
         job = export(weights) if export else None
         self._export, self._pieces = job.folder if job else None, None
-        self._written = _beside(lambda: self._write(folder, written, job))
+        self._written = _start_thread(lambda: self._write_files(folder, written, job))
         return SaveBegun(sum(each.tensor.nbytes for each in written.values()), uncopied)
 
     def settle(self) -> None:
@@ -282,7 +282,7 @@ class RankSave:
     def written(self, wait_s: float | None) -> FilesWritten | None:
         """Return the files once they are on the disk, None if they are not after `wait_s` seconds. Raises OSError."""
         assert self._written
-        return _ask(self._written, wait_s)
+        return _result_within(self._written, wait_s)
 
     def pieces(self, wait_s: float | None) -> PiecesRead | None:
         """Read this rank's share of the export's pieces from the first call on; return the digests.
@@ -290,10 +290,10 @@ class RankSave:
         Every rank must have written by then. Raises OSError.
         """
         if self._pieces is None:
-            self._pieces = _beside(self._read)
-        return _ask(self._pieces, wait_s)
+            self._pieces = _start_thread(self._read_pieces)
+        return _result_within(self._pieces, wait_s)
 
-    def _write(self, folder: Path, shards: Shards, export: ExportJob | None) -> FilesWritten:
+    def _write_files(self, folder: Path, shards: Shards, export: ExportJob | None) -> FilesWritten:
         begin, total = time.perf_counter(), 0
         file = folder / f"shard-{self._rank + 1:05}-model-00001-of-00001.safetensors"
         folder.mkdir(parents=True, exist_ok=True)
@@ -302,7 +302,7 @@ class RankSave:
             total = export.write()
         return FilesWritten(written, total, time.perf_counter() - begin)
 
-    def _read(self) -> PiecesRead:
+    def _read_pieces(self) -> PiecesRead:
         assert self._export
         found, total = dict[str, dict[int, bytes]](), 0
 
@@ -343,7 +343,7 @@ def _write_shards(file: Path, shards: Shards) -> tuple[int, str]:
     return layout.nbytes, digest.hexdigest()
 
 
-def _beside(work: Callable[[], R]) -> "Future[R]":
+def _start_thread(work: Callable[[], R]) -> "Future[R]":
     """Do some work on a thread that does not keep the process alive."""
     future: Future[R] = Future()
 
@@ -357,7 +357,7 @@ def _beside(work: Callable[[], R]) -> "Future[R]":
     return future
 
 
-def _ask(future: "Future[R]", wait_s: float | None) -> R | None:
+def _result_within(future: "Future[R]", wait_s: float | None) -> R | None:
     try:
         return future.result(wait_s)
     except NotYet:

@@ -87,10 +87,10 @@ class Update:
             self._trainer.group.run(TrainerWorker.accumulate, [(share, self._loss) for share in self._held.shares])
             self._held, self._sent = None, self._sent + 1
 
-    def _finish(self) -> None:
+    def _finish_update(self) -> None:
         if not self.parts:
             return
-        shares = self._held.shares if self._held else [RankBatch.of([])] * len(self._trainer.group)
+        shares = self._held.shares if self._held else [RankBatch.from_micro_batches([])] * len(self._trainer.group)
         arguments = [(share, self._loss, self._totals) for share in shares]
         try:
             self.metrics = self._trainer.group.run(TrainerWorker.train, arguments)[0]
@@ -158,11 +158,11 @@ class TrainerGroup:
             update._discard(error)
             raise
         with timed():
-            update._finish()
+            update._finish_update()
 
     def evaluate(self, sequences: Rows[TrainingSample], loss: Loss) -> dict[str, float]:
         """Return the loss's metrics without an update."""
-        return self._run(TrainerWorker.evaluate, sequences, loss)[0]
+        return self._run_shares(TrainerWorker.evaluate, sequences, loss)[0]
 
     def warm_up(self, count: int, length: int, loss: Loss, columns: Mapping[str, Role] = NO_COLUMNS) -> None:
         """Go through `count` made-up sequences of `length` tokens, forwards and back, without an update.
@@ -172,7 +172,7 @@ class TrainerGroup:
         # Various tokens: equal tokens would all go to the same experts.
         tokens, mask = np.arange(length, dtype=np.int32) % self.info()["vocab_size"], np.ones(length, np.bool_)
         sequences = [TrainingSample(tokens, mask)] * count
-        self._run(TrainerWorker.warm_up, sequences, loss)
+        self._run_shares(TrainerWorker.warm_up, sequences, loss)
         for role in dict.fromkeys(columns.values()):
             self.log_probs(sequences, role)
 
@@ -196,7 +196,7 @@ class TrainerGroup:
         dtype: None for the compute dtype. beside_training: ranks copy their state first, so that steps may go on.
         """
         places = str(folder), str(export) if export else None
-        return TrainerSave.of(
+        return TrainerSave.from_answers(
             self.group, folder, export, self.group.call(TrainerWorker.begin_save, *places, dtype, beside_training)
         )
 
@@ -208,7 +208,9 @@ class TrainerGroup:
         """Return a sentence with the parts of the model that an engine may compute differently."""
         return self.group.call(TrainerWorker.suspects)[0]
 
-    def _run(self, method: Callable[[Any, RankBatch, Loss], R], sequences: Rows[TrainingSample], loss: Loss) -> list[R]:
+    def _run_shares(
+        self, method: Callable[[Any, RankBatch, Loss], R], sequences: Rows[TrainingSample], loss: Loss
+    ) -> list[R]:
         shares = self._shares(self._plan(sequences, loss.needs), sequences)
         return self.group.run(method, [(share, loss) for share in shares])
 
@@ -233,5 +235,7 @@ class TrainerGroup:
 
     def _shares(self, plan: list[list[list[int]]], sequences: Rows[TrainingSample]) -> list[RankBatch]:
         """Return every rank's share."""
-        shares = [RankBatch.of([[sequences[index] for index in batch] for batch in shard]) for shard in plan]
+        shares = [
+            RankBatch.from_micro_batches([[sequences[index] for index in batch] for batch in shard]) for shard in plan
+        ]
         return [shares[shard] for shard in self._shards]

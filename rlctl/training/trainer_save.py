@@ -26,7 +26,9 @@ class TrainerSave:
     uncopied: str
 
     @classmethod
-    def of(cls, group: WorkerGroup, folder: Path, export: Path | None, begun: Iterable[SaveBegun]) -> "TrainerSave":
+    def from_answers(
+        cls, group: WorkerGroup, folder: Path, export: Path | None, begun: Iterable[SaveBegun]
+    ) -> "TrainerSave":
         """Return the save that all ranks have begun."""
         answers = list(begun)
         uncopied = next((each.uncopied for each in answers if each.uncopied), "")

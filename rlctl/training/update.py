@@ -70,15 +70,17 @@ class MetricAccumulator:
         tensors += [each for output in self._outputs for each in output.maxima.values()]
         values = iter(torch.stack(tensors).tolist() if tensors else ())
         means = [{name: (next(values), next(values)) for name in output.means} for output in self._outputs]
-        own = _merged([(each, {name: next(values) for name in o.maxima}) for each, o in zip(means, self._outputs)])
+        own = _merged_metrics(
+            [(each, {name: next(values) for name in o.maxima}) for each, o in zip(means, self._outputs)]
+        )
         ranks = [own] * dist.get_world_size()
         if len(ranks) > 1:
             dist.all_gather_object(ranks, own)
-        sums, maxima = _merged(ranks)
+        sums, maxima = _merged_metrics(ranks)
         return {name: value / weight for name, (value, weight) in sums.items() if weight} | maxima
 
 
-def _merged(parts: list[Found]) -> Found:
+def _merged_metrics(parts: list[Found]) -> Found:
     sums: dict[str, tuple[float, float]] = {}
     maxima: dict[str, float] = {}
     for means, largest in parts:

@@ -34,14 +34,14 @@ class RankBatch:
     rollouts: NDArray[np.int32] | None = None
 
     @classmethod
-    def of(cls, micro_batches: list[MicroBatch]) -> "RankBatch":
+    def from_micro_batches(cls, micro_batches: list[MicroBatch]) -> "RankBatch":
         """Return the columns of some micro-batches; all sequences hold the same columns."""
         sequences = [sequence for batch in micro_batches for sequence in batch]
         names = sequences[0].columns if sequences else {}
         rollouts = [-1 if sequence.rollout is None else sequence.rollout for sequence in sequences]
         return cls(
-            _join([sequence.tokens for sequence in sequences], np.dtype(np.int32)),
-            _join([sequence.mask for sequence in sequences], np.dtype(np.bool_)),
+            _concatenate_parts([sequence.tokens for sequence in sequences], np.dtype(np.int32)),
+            _concatenate_parts([sequence.mask for sequence in sequences], np.dtype(np.bool_)),
             {
                 name: np.concatenate([each.columns[name] for each in sequences], dtype=COLUMNS[name].dtype)
                 for name in names
@@ -95,12 +95,12 @@ class TrainerWorker(SendsWeights):
 
     def log_probs(self, share: RankBatch, role: Role = "policy") -> NDArray[np.float32]:
         """Return log-probs float32 [N] under the weights of `role`, in the order of the share's tokens."""
-        return _columns(self._trainer.log_probs(share.micro_batches(), role))
+        return _flatten_columns(self._trainer.log_probs(share.micro_batches(), role))
 
     def exact_log_probs(self, share: RankBatch) -> NDArray[np.float32] | None:
         """Return the policy's log-probs in float32 of the weights as they are rounded; None if the backend cannot."""
         found = self._trainer.exact_log_probs(share.micro_batches())
-        return None if found is None else _columns(found)
+        return None if found is None else _flatten_columns(found)
 
     def begin_save(self, folder: str, export: str | None, dtype: str | None, beside_training: bool) -> SaveBegun:
         """Begin to write training state into `folder`; if named, a Hugging Face folder of `dtype` into `export` too."""
@@ -132,11 +132,11 @@ class TrainerWorker(SendsWeights):
         self.refit_close()
 
 
-def _columns(batches: list[list[NDArray[np.float32]]]) -> NDArray[np.float32]:
+def _flatten_columns(batches: list[list[NDArray[np.float32]]]) -> NDArray[np.float32]:
     """Return the values of all sequences, one after the other."""
-    joined: NDArray[np.float32] = _join([row for batch in batches for row in batch], np.dtype(np.float32))
+    joined: NDArray[np.float32] = _concatenate_parts([row for batch in batches for row in batch], np.dtype(np.float32))
     return joined
 
 
-def _join(parts: list[Any], dtype: np.dtype[Any]) -> Any:
+def _concatenate_parts(parts: list[Any], dtype: np.dtype[Any]) -> Any:
     return np.concatenate(parts) if parts else np.zeros(0, dtype)

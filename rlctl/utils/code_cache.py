@@ -87,7 +87,7 @@ def kept_bytes() -> int:
 
 def _set_up(engine: bool) -> str | None:
     """Make the folders and point the compilers at them. Returns the reason if that must not be, or cannot."""
-    folder = cache_root() / _key()
+    folder = cache_root() / _cache_key()
     try:
         cache_root().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         cache_root().mkdir(mode=0o700, exist_ok=True)
@@ -110,7 +110,7 @@ def _set_up(engine: bool) -> str | None:
     return None
 
 
-def _key() -> str:
+def _cache_key() -> str:
     """Return a name for all that compiled code depends on: packages, Python, the GPUs with their driver, or the CPU."""
     found = [sys.version, platform.machine()]
     for name in _PACKAGES:

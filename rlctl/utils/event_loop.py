@@ -26,7 +26,7 @@ class EventLoop:
 
     def __init__(self, name: str) -> None:
         self._adopt(asyncio.new_event_loop())
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run_loop, name=name, daemon=True)
         self._thread.start()
 
     def _adopt(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -40,7 +40,7 @@ class EventLoop:
         # The thread in `close`, where the last tasks end.
         self._closer: threading.Thread | None = None
         self._closed = threading.Event()
-        loop.set_exception_handler(lambda _, context: self._note(context.get("exception")))
+        loop.set_exception_handler(lambda _, context: self._note_defect(context.get("exception")))
 
     def now(self) -> float:
         """Return seconds of a clock that only advances, the loop's."""
@@ -85,7 +85,7 @@ class EventLoop:
                 raise refusal(work, CLOSED)
             future = asyncio.run_coroutine_threadsafe(work, self.loop)
         # The submitter may never look at it.
-        future.add_done_callback(lambda done: None if done.cancelled() else self._note(done.exception()))
+        future.add_done_callback(lambda done: None if done.cancelled() else self._note_defect(done.exception()))
         return future
 
     def run(self, work: Coroutine[Any, Any, Value], deadline_s: float = ANSWER_S) -> Value:
@@ -187,18 +187,18 @@ class EventLoop:
         for task in self._other_tasks():
             task.cancel()
 
-    def _run(self) -> None:
+    def _run_loop(self) -> None:
         try:
             self.loop.run_forever()
         except BaseException as error:  # SystemExit, say, which asyncio lets through
-            self._note(error)
+            self._note_defect(error)
 
     def _spawned(self, task: "asyncio.Task[Any]") -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            self._note(task.exception())
+            self._note_defect(task.exception())
 
-    def _note(self, error: BaseException | None) -> None:
+    def _note_defect(self, error: BaseException | None) -> None:
         self._defect = self._defect or error
 
 

@@ -73,7 +73,7 @@ class WorkerActor:
 
     def ask(self, method: str, wait_s: float) -> Answer:
         """Run a method that returns within `wait_s` seconds, on this thread: it must be made for that."""
-        return self._answer(lambda: getattr(self._worker, method)(wait_s))
+        return self._run_work(lambda: getattr(self._worker, method)(wait_s))
 
     def pid(self) -> Answer:
         """Return the process id, at once, also while a method runs."""
@@ -86,9 +86,9 @@ class WorkerActor:
     def _guarded(self, work: Callable[[], Any]) -> Answer:
         """Run `work` on a thread of the worker; return its exception as a Failure."""
 
-        return self._run(lambda: self._answer(work))
+        return self._run(lambda: self._run_work(work))
 
-    def _answer(self, work: Callable[[], Any]) -> Answer:
+    def _run_work(self, work: Callable[[], Any]) -> Answer:
         try:
             return None, work()
         except BaseException as error:

@@ -248,13 +248,13 @@ def as_completed(
             failed = _is_lost(ref) or ray.get(ref)[0] is not None
             if failed or not left[index]:
                 del left[index]
-                yield index, _outcome(pending[index], failed)
+                yield index, _call_outcome(pending[index], failed)
         for index in sorted(left):
             late = [worker.name for worker in pending[index].late()]
             yield index, WorkerTimeout(pending[index].call, late, deadline_s, knob)
 
 
-def _outcome(pending: Pending[Any], failed: bool) -> list[Any] | Exception:
+def _call_outcome(pending: Pending[Any], failed: bool) -> list[Any] | Exception:
     """Return a call's results or exception; the exception of a failed call, though other workers are still busy."""
     if failed:
         ready = set(ray.wait(pending.refs, num_returns=len(pending.refs), timeout=0)[0])
@@ -291,7 +291,7 @@ class WorkerGroup:
 
     def start(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]:
         """Start `method` with the same arguments on every rank."""
-        return self._start((method.__name__, [args] * len(self), kwargs))
+        return self._start_call((method.__name__, [args] * len(self), kwargs))
 
     def call(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Return each rank's result of `method` with the same arguments."""
@@ -345,7 +345,7 @@ class WorkerGroup:
         if self.graph:
             self.graph.close()
 
-    def _start(self, message: Message) -> Pending[Any]:
+    def _start_call(self, message: Message) -> Pending[Any]:
         method, per_rank, kwargs = message
         common = put_common(per_rank)
         refs = [worker.handle.call.remote(method, args, kwargs) for worker, args in zip(self.workers, common)]
@@ -353,7 +353,7 @@ class WorkerGroup:
 
     def _answers(self, message: Message) -> list[Any]:
         if self.graph is None:
-            return self._start(message).wait(self.deadline_s)
+            return self._start_call(message).wait(self.deadline_s)
         method = message[0]
         try:
             with _explained(self.workers, method, lambda: self.workers, self.deadline_s, DEADLINE_KNOB):
@@ -381,7 +381,7 @@ class WorkerGroup:
             what = f"the compiled graph broke ({why}) while {', '.join(names)} did {message[0]}: how far is not known"
             raise GraphBroken(f"{what}; resume from the last checkpoint")
         self._lost(why)
-        return self._start(message).wait(self.deadline_s)
+        return self._start_call(message).wait(self.deadline_s)
 
 
 def _reason(error: RayError, dead: Sequence[Worker]) -> str:

@@ -39,7 +39,7 @@ class Channel:
     def reply(self, timeout_s: float) -> dict[str, Any]:
         """Return the next reply. Raises BadReply for a line that is none."""
         try:
-            message = json.loads(self._line(time.monotonic() + timeout_s))
+            message = json.loads(self._read_line(time.monotonic() + timeout_s))
         except (ValueError, RecursionError) as error:  # the latter for one that is nested too deep
             raise BadReply(str(error)) from error
         if not isinstance(message, dict):
@@ -55,7 +55,7 @@ class Channel:
     def close(self) -> None:
         self._connection.close()
 
-    def _line(self, end: float) -> bytes:
+    def _read_line(self, end: float) -> bytes:
         while b"\n" not in self._buffer:
             if len(self._buffer) > self._max_reply:
                 raise BadReply(f"more than {self._max_reply} bytes without an end")

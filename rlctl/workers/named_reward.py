@@ -48,7 +48,7 @@ def named_arguments(function: Callable[..., Any], given: Mapping[str, Any]) -> d
 
     Raises NamedRewardError for a parameter that nothing is given for.
     """
-    return {name: [value] for name, value in _chosen(function, given).items()}
+    return {name: [value] for name, value in _chosen_arguments(function, given).items()}
 
 
 def verl_arguments(
@@ -65,10 +65,10 @@ def verl_arguments(
         answer = judged.get("ground_truth")
     if answer is not None:
         given["ground_truth"] = answer
-    return _chosen(function, given, f"; {', '.join(_VERL_COLUMNS)} are columns of verl's rows")
+    return _chosen_arguments(function, given, f"; {', '.join(_VERL_COLUMNS)} are columns of verl's rows")
 
 
-def _chosen(function: Callable[..., Any], given: Mapping[str, Any], hint: str = "") -> dict[str, Any]:
+def _chosen_arguments(function: Callable[..., Any], given: Mapping[str, Any], hint: str = "") -> dict[str, Any]:
     """Return those of the given arguments that `function` takes. Raises NamedRewardError for a missing one."""
     parameters = inspect.signature(function).parameters.values()
     if any(each.kind is each.VAR_KEYWORD for each in parameters):

@@ -84,22 +84,22 @@ class NodeLease:
 
     def free_port(self) -> int:
         """Return a port of its address that nobody listens on at this moment."""
-        return int(self._ask("free_port", self.address))
+        return int(self._ask_helper("free_port", self.address))
 
     def folder(self, prefix: str, root: str | None) -> str:
         """Return a new folder on the node, which is removed with the reservation."""
-        return str(self._ask("folder", prefix, root))
+        return str(self._ask_helper("folder", prefix, root))
 
     def reads(self, path: str) -> str | None:
         """Return the text of a small file as the node sees it; None if it cannot be read there."""
-        return cast("str | None", self._ask("reads", path))
+        return cast("str | None", self._ask_helper("reads", path))
 
     @property
     def is_the_drivers(self) -> bool:
         """True if this process runs on the node."""
         return bool(ray.get_runtime_context().get_node_id() == self.id)
 
-    def _ask(self, method: str, *arguments: Any) -> Any:
+    def _ask_helper(self, method: str, *arguments: Any) -> Any:
         """Call the helper. Raises WorkerDied, WorkerTimeout."""
         try:
             return ray.get(getattr(self.helper, method).remote(*arguments), timeout=_ASK_S)

@@ -52,7 +52,7 @@ class Reaper:
     def make(self, prefix: str, root: str | None = None) -> Path:
         """Make a folder that only this user enters, for the caller to remove before it closes the reaper."""
         path = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
-        self._locks[path] = _own(path)
+        self._locks[path] = _mark_folder(path)
         assert self._process.stdin
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(packed_path(path))
@@ -103,13 +103,13 @@ def leftovers(roots: Sequence[Path] | None = None) -> list[Leftover]:
     for path in sorted({path for root in set(roots) for path in root.glob(f"{_PREFIX}*")}):
         owner = _dead_owner(path)
         if owner is not None:
-            found.append(Leftover(path, owner, tuple(_users(path)), _size(path)))
+            found.append(Leftover(path, owner, tuple(_users(path)), _folder_bytes(path)))
     return found
 
 
 def sweep(folders: Sequence[Path]) -> None:
     """End every other process of this user that uses `folders`, then remove them."""
-    for process in _processes():
+    for process in _user_processes():
         if process.pid != os.getpid() and _uses(process, folders):
             with contextlib.suppress(psutil.Error):
                 process.kill()
@@ -122,7 +122,7 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder).free if folder.is_dir() else 0
 
 
-def _own(folder: Path) -> int:
+def _mark_folder(folder: Path) -> int:
     """Mark a new folder as this process's; return the descriptor that holds the lock as long as it is open."""
     # It is renamed once it is locked, so that nobody finds it unlocked.
     unnamed = folder / f"{_OWNER}-"
@@ -148,7 +148,7 @@ def _dead_owner(folder: Path) -> str | None:
     return None
 
 
-def _processes() -> Iterator[psutil.Process]:
+def _user_processes() -> Iterator[psutil.Process]:
     """Yield this user's processes."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -158,7 +158,7 @@ def _processes() -> Iterator[psutil.Process]:
 
 def _users(folder: Path) -> Iterator[tuple[int, str]]:
     """Yield (pid, name) of each process of this user that uses a folder; one that ends meanwhile is left out."""
-    for process in _processes():
+    for process in _user_processes():
         with contextlib.suppress(psutil.Error):
             if _uses(process, [folder]):
                 yield process.pid, process.name()
@@ -174,7 +174,7 @@ def _uses(process: psutil.Process, folders: Sequence[Path]) -> bool:
     return any(path.is_relative_to(folder) for path in paths for folder in folders)
 
 
-def _size(folder: Path) -> int:
+def _folder_bytes(folder: Path) -> int:
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:

@@ -93,14 +93,14 @@ def _supervise(child: int, asked: int, connection: socket.socket, ask: Callable[
     for number in (signal.SIGINT, signal.SIGTERM):
         # The parent finishes its step. The worker keeps the defaults, and its children inherit them.
         signal.signal(number, signal.SIG_IGN)
-    status = _wait(child, asked, ask)
+    status = _wait_for_child(child, asked, ask)
     _end_family(child)
     code = 0 if status is None else os.waitstatus_to_exitcode(status)
     # Nothing is left to be tidied up, and exit handlers of the interpreter take a while.
     os._exit(code if code >= 0 else 128 - code)
 
 
-def _wait(child: int, asked: int, ask: Callable[[], object]) -> int | None:
+def _wait_for_child(child: int, asked: int, ask: Callable[[], object]) -> int | None:
     """Return the exit status of `child`; None if the descriptor `asked` closed first."""
     woken, wake = os.pipe()
     for end in (woken, wake):

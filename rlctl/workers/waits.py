@@ -44,7 +44,7 @@ class Waits:
         self._open: dict[int, _Wait] = {}
         self._longest: dict[str, float] = {}
         self._lock, self._ended = threading.Lock(), threading.Event()
-        threading.Thread(target=self._look, name="waits", daemon=True).start()
+        threading.Thread(target=self._watch_waits, name="waits", daemon=True).start()
 
     @contextmanager
     def wait(self, call: str, late: Late, deadline_s: float, knob: str) -> Iterator[None]:
@@ -64,20 +64,20 @@ class Waits:
         """Stop looking."""
         self._ended.set()
 
-    def _look(self) -> None:
+    def _watch_waits(self) -> None:
         while not self._ended.wait(_POLL_S):
             self._look_once()
 
     def _look_once(self) -> None:
-        # A separate function: a local of `_look` would hold the last wait, and so references of Ray's, which this
-        # thread would then drop at its next look. After Ray's shutdown that ends the whole process with 1 (Ray 2.60:
-        # "The core worker has already been shutdown").
+        # A separate function: a local of `_watch_waits` would hold the last wait, and so references of Ray's. This
+        # thread would then drop them at its next look. After Ray's shutdown that ends the whole process with 1
+        # ("The core worker has already been shutdown", Ray 2.60).
         with self._lock:
             waits = list(self._open.values())
         for wait in waits:
-            self._explain(wait)
+            self._explain_wait(wait)
 
-    def _explain(self, wait: _Wait) -> None:
+    def _explain_wait(self, wait: _Wait) -> None:
         lasted = time.monotonic() - wait.began
         try:
             what = self._explanation(wait, lasted)

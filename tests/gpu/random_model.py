@@ -2,7 +2,8 @@
 
     python -m tests.gpu.random_model FOLDER [--shape qwen3-0.6b]
 
-The folder gets `model/`, `train.jsonl`, `validation.jsonl` and `FOLDER/reward.py`. The tokenizer knows one word a token id.
+The folder gets `model/`, `train.jsonl`, `validation.jsonl` and `FOLDER/reward.py`.
+The tokenizer knows one word a token id.
 """
 
 import argparse

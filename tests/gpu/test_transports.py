@@ -92,7 +92,7 @@ def sender(spec: TransportSpec, plan: RefitPlan, rank: int, master: str) -> Any:
 def make_boxes(plan: RefitPlan, rank: int) -> list[TensorSlice]:
     """Items of `rank` joined again, tensor by tensor."""
     found: dict[str, list[TensorSlice]] = {}
-    for _, chunk in plan.of(rank):
+    for _, chunk in plan.chunks_of(rank):
         for n in chunk.numbers:
             found.setdefault(plan.items[n].box.name, []).append(plan.items[n].box)
     joined = []

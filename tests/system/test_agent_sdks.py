@@ -92,7 +92,7 @@ def stage(ray_here: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     engine = replace(spec_for(folder, LENGTH), kv_cache_mib=512)
     with ExitStack() as stack:
         agents = stack.enter_context(EnvironmentPool({"agent": spec}, 6144, 1))
-        agents.give_chat(ChatSpec.of(chat), "hermes")
+        agents.give_chat(ChatSpec.from_chat(chat), "hermes")
         workers = WorkerGroup([WorkerSpec("trainer-0", MakeTrainer(run.trainer, folder, made / "store"))], DEADLINE)
         pool = GeneratorPool(engine, [SEAT], str(ray_here), DEADLINE, 0, lambda *_, **__: None)
         for part in (pool, workers):

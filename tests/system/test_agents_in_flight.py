@@ -98,7 +98,7 @@ def scene(folder: Path, logs: Path, made: Path) -> Iterator[Scene]:
     run = load("grpo", "calculator-agent-tiny", ["run.name=null"]).settled.config.run
     with ExitStack() as stack:
         agents = stack.enter_context(EnvironmentPool({"agent": spec}, 4096, 1))
-        agents.give_chat(ChatSpec.of(chat), None)
+        agents.give_chat(ChatSpec.from_chat(chat), None)
         source = WorkerGroup([WorkerSpec("source", MakeSource(folder, DriftingSource))], DEADLINE)
         stack.callback(source.kill)
         pool = GeneratorPool(engine, [SEAT], str(logs), DEADLINE, 0, lambda *_, **__: None)

@@ -95,7 +95,7 @@ def fill(model: torch.nn.Module) -> None:
 def deliver(plan: RefitPlan, shards: list[Shard], sink: ParamSliceSink) -> None:
     for rank in plan.owners:
         source = WeightSource(plan, rank, shards)
-        for _, chunk in plan.of(rank):
+        for _, chunk in plan.chunks_of(rank):
             sink.copies((n, source.view(n)) for n in chunk.numbers).run()
 
 

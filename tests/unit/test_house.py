@@ -47,6 +47,9 @@ UNPICKLES = {
     "workers/graph.py": "the driver, by Ray",
 }
 RANK = {folder: rank for rank, folders in enumerate(ORDER) for folder in folders}
+# Private functions and methods whose name is defined in three files or more. It only falls: half are the abstract
+# methods of a trainer's rank.
+MOST_SHARED_NAMES = 24
 ONLY_IN = {
     "vllm": ("generation/vllm",),
     "megatron": ("training/megatron",),
@@ -224,3 +227,22 @@ def test_a_command_parses_and_prints_and_leaves_choices_to_others() -> None:
     )
     assert branches[-1] <= 13
     assert branches[len(branches) * 9 // 10] <= 6
+
+
+@cache
+def function_names(path: Path) -> set[str]:
+    return {node.name for node in nodes(path) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+
+def test_a_private_name_says_its_object() -> None:
+    homes = defaultdict(list)
+    for path in FILES:
+        for name in function_names(path):
+            if name.startswith("_") and not name.startswith("__"):
+                homes[name].append(path.relative_to(PACKAGE).as_posix())
+    shared = {name: files for name, files in homes.items() if len(files) >= 3}
+    assert len(shared) <= MOST_SHARED_NAMES, shared
+
+
+def test_no_function_is_called_of() -> None:
+    assert [path for path in FILES if "of" in function_names(path)] == []

@@ -63,7 +63,7 @@ def test_the_backend_answers_what_preflight_asks(tmp_path: Path, monkeypatch: py
     (tmp_path / "config.json").write_text(sizes)
     model = read_sizes(tmp_path / "config.json")
     assert backend.layout(trainer).data == 2
-    assert backend.shard_counts(trainer).of(model) == model.parameters
+    assert backend.shard_counts(trainer).rank_parameters(model) == model.parameters
     assert sum(state.device for state in backend.states(trainer, model, 4).values()) == 16 * model.parameters
     assert list(backend.check_layout(trainer, model, 8)) == []
     named = re.findall(r"`(\w+)`", README[README.index("`TrainerRank`") : README.index("Everything that both")])

@@ -56,7 +56,7 @@ def accept(request: dict[str, Any]) -> dict[str, Any]:
         work.mkdir(parents=True, exist_ok=True)
         with zipfile.ZipFile(io.BytesIO(base64.b64decode(request["files"]))) as packed:
             packed.extractall(work)
-        problems = _problems(request["config"], work, request["secrets"])
+        problems = _config_problems(request["config"], work, request["secrets"])
     if problems:
         return _refuse(request, work, problems)
     try:
@@ -220,7 +220,7 @@ def _http(request: dict[str, Any], path: str, body: Any = None, method: str = "G
         raise RuntimeError(f"Ray's job API says {error.code}: {lines[-1] if lines else error.reason}") from None
 
 
-def _problems(config: str, work: Path, secrets: dict[str, str]) -> list[str]:
+def _config_problems(config: str, work: Path, secrets: dict[str, str]) -> list[str]:
     """Return the answer of `rlctl config check` to a config, with the shipped files and the run's secrets."""
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
         file.write(config)

@@ -36,7 +36,7 @@ class TargetCluster:
 
     def free_resources(self) -> list[NodeResources]:
         """Return the free resources of its nodes."""
-        return [NodeResources.of(each.node.name, each.free) for each in self.status.nodes if each.in_ray]
+        return [NodeResources.from_free(each.node.name, each.free) for each in self.status.nodes if each.in_ray]
 
     @property
     def gpus(self) -> int:

@@ -39,7 +39,7 @@ class KubernetesLauncher(Launcher):
         kubectl = _kubectl(state)
         kubectl.run("apply", "--filename=-", stdin=as_yaml(ray_cluster(config)))
         self._say("ok", f"RayCluster {state.name} applied")
-        self._wait(kubectl, 1 + config.workers, config.start_timeout_s)
+        self._wait_for_pods(kubectl, 1 + config.workers, config.start_timeout_s)
         state.nodes = [node_of(pod) for pod in kubectl.pods(state.name)]
         state.address, state.dashboard = f"{_service(state.name)}:{_GCS_PORT}", DASHBOARD_PORT
         secret = kubectl.get("secret", state.name).get("data", {}).get("auth_token")
@@ -99,7 +99,7 @@ class KubernetesLauncher(Launcher):
         command = " ".join(_kubectl(state).command(*forward))
         return command, f"the dashboard and job API, at http://127.0.0.1:{DASHBOARD_PORT}"
 
-    def _wait(self, kubectl: Kubectl, count: int, deadline_s: float) -> None:
+    def _wait_for_pods(self, kubectl: Kubectl, count: int, deadline_s: float) -> None:
         began, told, ready = time.monotonic(), {}, set()  # type: float, dict[str, str], set[str]
         while len(ready) < count:
             for pod in kubectl.pods(self._store.name):

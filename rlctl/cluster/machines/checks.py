@@ -20,7 +20,7 @@ def places(config: LocalCluster | SshCluster, say: Say) -> tuple[list[Place], li
     local = isinstance(config, LocalCluster)
     names = [""] if isinstance(config, LocalCluster) else config.hosts
     min_hosts = config.min_hosts if isinstance(config, SshCluster) else None
-    replies = _check(config, names, [config.port, config.dashboard_port], say)
+    replies = _check_hosts(config, names, [config.port, config.dashboard_port], say)
     _drop_unlike(replies, say)
     if len(replies) < (min_hosts or len(names)):
         wanted = f", {min_hosts} wanted (min_hosts)" if min_hosts else ""
@@ -30,15 +30,15 @@ def places(config: LocalCluster | SshCluster, say: Say) -> tuple[list[Place], li
     if isinstance(config, LocalCluster):
         address = _own_address() if config.listen_on_all else LOOPBACK
         titles = ["head", *(f"node-{index}" for index in range(1, config.nodes))]
-        return [_place(title, "", address, replies[""]) for title in titles], found
-    return [_place(name, name, reply["address"], reply) for name, reply in replies.items()], found
+        return [_host_place(title, "", address, replies[""]) for title in titles], found
+    return [_host_place(name, name, reply["address"], reply) for name, reply in replies.items()], found
 
 
 def places_again(
     config: LocalCluster | SshCluster, nodes: list[ClusterNode], python: str, say: Say
 ) -> dict[str, Place]:
     """Return the places of nodes by name, where the host will do. python: the version of the head."""
-    replies = _check(config, sorted({node.host for node in nodes}), [], say)
+    replies = _check_hosts(config, sorted({node.host for node in nodes}), [], say)
     found = {}
     for node in nodes:
         reply = replies.get(node.host)
@@ -47,15 +47,15 @@ def places_again(
         if minor(reply["python"]) != minor(python):
             say("bad", f"{node.name}: wrong Python {reply['python']}: the head has {python}, and Ray wants one for all")
             continue
-        found[node.name] = _place(node.name, node.host, reply["address"] if node.host else node.address, reply)
+        found[node.name] = _host_place(node.name, node.host, reply["address"] if node.host else node.address, reply)
     return found
 
 
-def _place(name: str, host: str, address: str, reply: dict[str, Any]) -> Place:
+def _host_place(name: str, host: str, address: str, reply: dict[str, Any]) -> Place:
     return Place(name, host, address, reply["root"], reply["shm"], reply["dashboard"])
 
 
-def _check(config: LocalCluster | SshCluster, names: list[str], ports: list[int], say: Say) -> Replies:
+def _check_hosts(config: LocalCluster | SshCluster, names: list[str], ports: list[int], say: Say) -> Replies:
     """Return the answers of the hosts that will do, in the order of `names`; say a line about each host.
 
     ports: must be free on the host that is to be the head.

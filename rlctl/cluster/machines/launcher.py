@@ -54,10 +54,10 @@ class MachineLauncher(Launcher):
         if not failed:
             return warnings
         if len(state.nodes) - len(failed) < _fewest(config, state):
-            raise ClusterError(f"{_names(failed)} did not start, {logs}")
+            raise ClusterError(f"{_node_names(failed)} did not start, {logs}")
         stop_nodes(self._store, state, self._say, failed)
         state.nodes = [node for node in state.nodes if node not in failed]
-        return [*warnings, f"going on without {_names(failed)} (min_hosts)"]
+        return [*warnings, f"going on without {_node_names(failed)} (min_hosts)"]
 
     def dry_run(self, config: MachineCluster, job: str | None) -> str:
         raise ClusterError(f"--dry-run shows what is submitted, and {config.kind} submits nothing: leave it out")
@@ -83,7 +83,7 @@ class MachineLauncher(Launcher):
         lost = [each.node for each in status.nodes[1:] if each.condition in ("gone", "not joined")]
         if not lost or not status.nodes[0].in_ray:
             return []
-        self._say("warning", f"{_names(lost)} gone: starting again, the other nodes are left as they are")
+        self._say("warning", f"{_node_names(lost)} gone: starting again, the other nodes are left as they are")
         try:
             failed = self._start_again(config, state, lost, python=status.nodes[0].facts["python"])
         except BaseException:
@@ -95,7 +95,7 @@ class MachineLauncher(Launcher):
         up = sum(each.condition == "up" for each in status.nodes) + len(lost) - len(failed)
         if failed and up < _fewest(config, state):
             again = f"all they wrote: rlctl cluster logs {state.name}; then again: rlctl cluster up"
-            raise ClusterError(f"{_names(failed)} did not come back, the other nodes stay up; {again}")
+            raise ClusterError(f"{_node_names(failed)} did not come back, the other nodes stay up; {again}")
         return [node.name for node in lost if node not in failed]
 
     def stop(self, state: ClusterState) -> list[str]:
@@ -153,5 +153,5 @@ def _fewest(config: MachineCluster, state: ClusterState) -> int:
     return config.min_hosts if isinstance(config, SshCluster) and config.min_hosts else len(state.nodes)
 
 
-def _names(nodes: list[ClusterNode]) -> str:
+def _node_names(nodes: list[ClusterNode]) -> str:
     return ", ".join(node.name for node in nodes)

@@ -33,7 +33,7 @@ class NodeStarter:
 
     def start(self, nodes: list[ClusterNode]) -> list[ClusterNode]:
         """Start nodes and wait for them, again if Ray's own deadline was too short; return the failed ones."""
-        failed = self._attempt(nodes)
+        failed = self._start_nodes(nodes)
         slow = [node for node in nodes if TOO_SLOW in failed.get(node.name, "")]
         if slow:
             self._say("warning", f"{', '.join(node.name for node in slow)}: Ray was too slow to start; once more")
@@ -41,12 +41,12 @@ class NodeStarter:
             for node in slow:
                 node.folder, node.pid = f"{self._places[node.name].root}/{node_folder_name()}", 0
             self._store.save(self._state)
-            failed = {name: why for name, why in failed.items() if TOO_SLOW not in why} | self._attempt(slow)
+            failed = {name: why for name, why in failed.items() if TOO_SLOW not in why} | self._start_nodes(slow)
         for name, why in failed.items():
             self._say("bad", f"{name}: did not start: {why}")
         return [node for node in nodes if node.name in failed]
 
-    def _attempt(self, nodes: list[ClusterNode]) -> dict[str, str]:
+    def _start_nodes(self, nodes: list[ClusterNode]) -> dict[str, str]:
         """Return, by name, why nodes did not come up."""
         if not nodes:
             return {}
@@ -63,12 +63,12 @@ class NodeStarter:
                     if isinstance(answer, HostError):
                         failed[nodes[index].name] = str(answer)
                     else:
-                        self._record(nodes[index], answer)
+                        self._record_node(nodes[index], answer)
         finally:
             self._store.save(self._state)
-        return failed | self._wait([node for node in nodes if node.name not in failed], began)
+        return failed | self._wait_for_nodes([node for node in nodes if node.name not in failed], began)
 
-    def _wait(self, nodes: list[ClusterNode], began: float) -> dict[str, str]:
+    def _wait_for_nodes(self, nodes: list[ClusterNode], began: float) -> dict[str, str]:
         failed = {}
         calls = []
         for node in nodes:
@@ -88,7 +88,7 @@ class NodeStarter:
                 self._say("ok", f"{node.name}: up in {time.monotonic() - began:.1f} s{where}")
         return failed
 
-    def _record(self, node: ClusterNode, started: dict[str, Any]) -> None:
+    def _record_node(self, node: ClusterNode, started: dict[str, Any]) -> None:
         node.folder, node.pid, node.start_id = started["folder"], started["pid"], started["start_id"]
         if node.head:
             self._state.address = joined(node.address, started["ports"]["port"])

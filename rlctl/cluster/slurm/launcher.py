@@ -36,7 +36,7 @@ class SlurmLauncher(Launcher):
         name, digest, python = self._store.name, self._store.new_token(), config.python or sys.executable
         state = ClusterState(name, config.kind, "starting", python, digest, config.listen_on_all, time.time())
         state.setup = config.setup
-        state.job_name, state.shared = self._names(config)
+        state.job_name, state.shared = self._new_names(config)
         # Their real names are known once Slurm has chosen the nodes.
         titles = ["head", *(f"node-{index}" for index in range(1, config.nodes))]
         state.nodes = [ClusterNode(title, "", "", title == "head", "") for title in titles]
@@ -58,7 +58,7 @@ class SlurmLauncher(Launcher):
     def dry_run(self, config: SlurmCluster, job: str | None) -> str:
         if job is not None:
             raise ClusterError("--job is for kubernetes: bring the cluster up, then rlctl train --cluster")
-        return batch_script(config, *self._names(config), config.python or sys.executable)
+        return batch_script(config, *self._new_names(config), config.python or sys.executable)
 
     def status(self, state: ClusterState) -> ClusterStatus:
         self._store.check_token(state)
@@ -131,10 +131,10 @@ class SlurmLauncher(Launcher):
             reports = JobFolder(state.shared).reports()
             self._say("doing", f"starting {count - len(ready)} of {count} nodes")
             for index, report in sorted(reports.items()):
-                self._check(config, report)
+                self._check_node(config, report)
                 if report.get("ready") and index not in ready and (index == 0 or 0 in ready):
                     ready.add(index)
-                    self._record(state, index, report)
+                    self._record_node(state, index, report)
                     where = f", at {state.address}" if index == 0 else ""
                     text = f"{facts(report['found'])}; up in {time.monotonic() - began:.1f} s{where}"
                     self._say("ok", f"{report['name']}: {text}")
@@ -147,7 +147,7 @@ class SlurmLauncher(Launcher):
                 raise ClusterError(f"{what}: {shared}")
             time.sleep(_REPORTS_S)
 
-    def _check(self, config: SlurmCluster, report: dict[str, Any]) -> None:
+    def _check_node(self, config: SlurmCluster, report: dict[str, Any]) -> None:
         """Raise ClusterError for a node that will not do, or has failed."""
         found, name, bad = report.get("found"), str(report.get("name")), []
         if found is not None:
@@ -161,7 +161,7 @@ class SlurmLauncher(Launcher):
             logs = f"all it wrote: rlctl cluster logs {self._store.name}"
             raise ClusterError(f"{name} will not do, nothing is left running; {logs}")
 
-    def _record(self, state: ClusterState, index: int, report: dict[str, Any]) -> None:
+    def _record_node(self, state: ClusterState, index: int, report: dict[str, Any]) -> None:
         fields = {name: report[name] for name in ("name", "host", "folder", "address", "pid", "start_id")}
         state.nodes[index] = ClusterNode(**fields, head=index == 0)
         if index == 0:
@@ -191,7 +191,7 @@ class SlurmLauncher(Launcher):
             self._say("bad", f"job {job} has not ended {_STOP_S:g} s after scancel: see `scontrol show job {job}`")
         return [f"job {job}" for job in left]
 
-    def _names(self, config: SlurmCluster) -> tuple[str, str]:
+    def _new_names(self, config: SlurmCluster) -> tuple[str, str]:
         """Return new names of a job and of its shared folder."""
         tag = node_folder_name().rpartition("-")[2]
         name = f"rlctl-{self._store.name}-{tag}"

@@ -74,26 +74,26 @@ def must_be_here() -> None:
 
 def submit(script: str) -> str:
     """Return the id of the new job. Raises ClusterError; after a Ctrl-C `find` still has it."""
-    return _run(_SUBMIT_S, "sbatch", "--parsable", script).strip().splitlines()[-1].split(";")[0]
+    return _run_command(_SUBMIT_S, "sbatch", "--parsable", script).strip().splitlines()[-1].split(";")[0]
 
 
 def find(job_name: str) -> list[str]:
     """Return the ids of the user's jobs of this name that are not over."""
-    return _run(_ANSWER_S, "squeue", "--me", "--noheader", f"--name={job_name}", "--format=%A").split()
+    return _run_command(_ANSWER_S, "squeue", "--me", "--noheader", f"--name={job_name}", "--format=%A").split()
 
 
 def look_up(job: str) -> Job:
     """Return the job now; one that Slurm has forgotten is over as well. Raises ClusterError if Slurm is silent."""
     options = ("--noheader", f"--jobs={job}", "--states=all", "--format=%T|%r|%N|%L")
     try:
-        if found := _run(_ANSWER_S, "squeue", *options).strip():
+        if found := _run_command(_ANSWER_S, "squeue", *options).strip():
             return Job(job, *found.splitlines()[0].split("|"))
     except ClusterError as error:
         if "Invalid job id" not in str(error):
             raise
     # From the accounts, where the site keeps them.
     try:
-        found = _run(_ANSWER_S, "sacct", "-n", "-X", "-P", "-j", job, "-o", "State,Reason").strip()
+        found = _run_command(_ANSWER_S, "sacct", "-n", "-X", "-P", "-j", job, "-o", "State,Reason").strip()
     except ClusterError:
         found = ""
     state, _, reason = found.partition("|")
@@ -102,10 +102,10 @@ def look_up(job: str) -> Job:
 
 def cancel(jobs: list[str]) -> None:
     """Ask Slurm to end jobs."""
-    _run(_ANSWER_S, "scancel", *jobs)
+    _run_command(_ANSWER_S, "scancel", *jobs)
 
 
-def _run(deadline_s: float, *command: str) -> str:
+def _run_command(deadline_s: float, *command: str) -> str:
     """Return the output of one of Slurm's commands. Raises ClusterError."""
     name = command[0]
     try:

@@ -110,7 +110,7 @@ def ages(state: RunState, width: int, height: int) -> list[Row]:
     """Draw a row for each age: groups trained in the last step, groups in flight, mismatch of tokens of that age."""
     oldest, last = age_bound(state) or 0, state.last
     shown: list[tuple[float, float, float | None]] = [
-        (last.get(f"age/groups_{age}", 0.0), last.get(f"buffer/age_{age}", 0.0), last.get(MISMATCH_BY_AGE.of(age)))
+        (last.get(f"age/groups_{age}", 0.0), last.get(f"buffer/age_{age}", 0.0), last.get(MISMATCH_BY_AGE.name_of(age)))
         for age in range(oldest + 1)
     ]
     room = height - 3

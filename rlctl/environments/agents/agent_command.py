@@ -125,9 +125,9 @@ class _Command:
         code = self._process.wait()
         self._reader.join(_OUTPUT_S)
         with suppress(RuntimeError):  # the process is about to end
-            self._call.loop.call_soon_threadsafe(self._end, code)
+            self._call.loop.call_soon_threadsafe(self._tell_end, code)
 
-    def _end(self, code: int) -> None:
+    def _tell_end(self, code: int) -> None:
         """Tell how it ended. Called on the loop, as is `stop`, so that no descriptor is closed while it is written."""
         assert self._process.stdin
         self._process.stdin.close()
@@ -138,7 +138,7 @@ class _Command:
                     self._call.ended(_not_started(self._command, self._call, int(number)))
                     return
         last = self._tail.rstrip().rpartition(b"\n")[2].decode(errors="replace").strip()
-        outcome: Any = _value(last)
+        outcome: Any = _line_value(last)
         if code:
             # A negative one is of a supervisor that was killed itself.
             by = -code if code < 0 else code - _BY_SIGNAL
@@ -174,7 +174,7 @@ class _Command:
         self._process.stderr.close()
 
 
-def _value(line: str) -> Any:
+def _line_value(line: str) -> Any:
     """Return the value in a line; None if it has none."""
     with suppress(ValueError, RecursionError):
         found = json.loads(line)

@@ -71,7 +71,7 @@ class AgentEpisode:
     ) -> None:
         self._start, self._endpoint, self._reply = start, endpoint, reply
         self._open = OpenAction("the agent's session", reply)
-        self._session = AgentSession(chat, tool_format, self._look, endpoint.tools)
+        self._session = AgentSession(chat, tool_format, self._answer_when_ready, endpoint.tools)
         self._stop: Callable[[], None] = lambda: None
         self._ended, self._outcome = False, None
         # Called at its end, after a close.
@@ -79,26 +79,26 @@ class AgentEpisode:
 
     def submit(self, action: int, message: EpisodeMessage) -> None:
         """Do an action on the endpoint's event loop."""
-        self._endpoint.loop.call_soon_threadsafe(self._open.contain, partial(self._do, action, message))
+        self._endpoint.loop.call_soon_threadsafe(self._open.contain, partial(self._do_action, action, message))
 
-    def _do(self, action: int, message: EpisodeMessage) -> None:
+    def _do_action(self, action: int, message: EpisodeMessage) -> None:
         if self._open.is_open:
-            self._tell()
+            self._answer_action()
         match message:
             case BeginAgent():
                 self._open.open(action)
-                self._begin(AgentTask(**message.task), message.seed)
+                self._begin_agent(AgentTask(**message.task), message.seed)
             case ResumeAgent():
                 self._open.open(action)
                 for number, answer in message.answers:
                     self._session.answer(number, answer)
-                self._look()
+                self._answer_when_ready()
             case CloseEpisode():
                 self._endpoint.close(self._session)
                 self._stop()
                 self._when_over(partial(self._reply, action, None))
 
-    def _begin(self, task: AgentTask, seed: int) -> None:
+    def _begin_agent(self, task: AgentTask, seed: int) -> None:
         if not self._endpoint.listens:
             self._ended = True
             cause = "the endpoint of its process was closed by code of the process"
@@ -111,17 +111,17 @@ class AgentEpisode:
             base_url=self._endpoint.url(self._session),
             api_key=self._session.secret,
             generator=random.Random(seed),
-            ended=self._end,
+            ended=self._take_outcome,
             loop=self._endpoint.loop,
         )
         self._stop = self._start(launch)
-        self._look()
+        self._answer_when_ready()
 
-    def _end(self, outcome: Any) -> None:
+    def _take_outcome(self, outcome: Any) -> None:
         """Learn that the agent has ended: its session takes nothing more."""
         self._ended, self._outcome = True, outcome
         self._endpoint.close(self._session)
-        self._look()
+        self._answer_when_ready()
         self._then()
 
     def _when_over(self, then: Callable[[], None]) -> None:
@@ -130,11 +130,11 @@ class AgentEpisode:
         else:
             self._then = then
 
-    def _look(self) -> None:
+    def _answer_when_ready(self) -> None:
         if self._open.is_open and (self._ended or self._session.has_asked):
-            self._tell()
+            self._answer_action()
 
-    def _tell(self) -> None:
+    def _answer_action(self) -> None:
         """Reply to the action that is open."""
         session = self._session
         waits = session.take_requests()

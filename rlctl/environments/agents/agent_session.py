@@ -56,7 +56,7 @@ class Flight:
         self.lost = False
         # Each waiting connection: done once the connection is lost.
         self._waiting: set[asyncio.Future[None]] = set()
-        work.add_done_callback(_failed)
+        work.add_done_callback(_has_failed)
 
     @property
     def is_waited_for(self) -> bool:
@@ -131,7 +131,7 @@ class AgentSession:
         """
         self._refuse_if_over()
         # An equal body alone is no retry: an agent may sample twice, also side by side.
-        flights = [flight for flight in self._flights[digest] if not _failed(flight.work)]
+        flights = [flight for flight in self._flights[digest] if not _has_failed(flight.work)]
         lost = [flight for flight in flights if flight.note_lost()]
         idle = [flight for flight in flights if not flight.is_waited_for]
         if not lost and not (retries and flights):
@@ -151,16 +151,16 @@ class AgentSession:
         """Begin to read a request and to make its turn. A retry may join it at once. size: bytes of its body."""
         loop = asyncio.get_running_loop()
         stream: asyncio.Future[bool] = loop.create_future()
-        flight = Flight(loop.create_task(self._turn(read, size, stream)), stream)
+        flight = Flight(loop.create_task(self._make_turn(read, size, stream)), stream)
         self._flights[digest].append(flight)
         # A refused request may be large, and nobody joins it.
-        flight.work.add_done_callback(lambda work: self._flights[digest].remove(flight) if _failed(work) else None)
+        flight.work.add_done_callback(lambda work: self._flights[digest].remove(flight) if _has_failed(work) else None)
         return flight
 
     async def count_tokens(self, asked: ClientRequest) -> int:
         """Return the tokens of a request's prompt. Raises RefusedError."""
         with self.guarded():
-            whole = self._whole(asked)
+            whole = self._with_history(asked)
             place = await self._work(partial(self._history.place, whole), whole.size)
             return place.length
 
@@ -173,7 +173,7 @@ class AgentSession:
     def value(self, reward: Any) -> None:
         """Take the value that the agent gives its rollout. Raises RefusedError."""
         if self.sealed:
-            raise _ended()
+            raise _ended_error()
         try:
             self.reward = checked_reward(reward, "the agent")
         except ContractError as error:
@@ -218,17 +218,19 @@ class AgentSession:
         self.sealed = True
         for waiting in self._answers.values():
             if not waiting.done():
-                waiting.set_exception(_ended())
+                waiting.set_exception(_ended_error())
                 waiting.exception()
         self._answers.clear()
 
-    async def _turn(self, read: Callable[[], ClientRequest], size: int, stream: "asyncio.Future[bool]") -> ClientTurn:
+    async def _make_turn(
+        self, read: Callable[[], ClientRequest], size: int, stream: "asyncio.Future[bool]"
+    ) -> ClientTurn:
         with self.guarded():
             asked = await self._work(read, size)
             self._refuse_if_over()
             self._count(asked)
             stream.set_result(asked.stream)
-            return await self._sampled(asked)
+            return await self._sample_turn(asked)
 
     def _count(self, asked: ClientRequest) -> None:
         """Count what a request asks for in vain."""
@@ -236,21 +238,21 @@ class AgentSession:
             asked.counted.append("ignored/chat_template_kwargs")
         self.counts.update(asked.counted)
 
-    async def _sampled(self, asked: ClientRequest) -> ClientTurn:
+    async def _sample_turn(self, asked: ClientRequest) -> ClientTurn:
         if self.budget in _FINAL or self.counts["refused"] >= _MOST_REFUSED:
             self.counts["refused"] += 1
             raise RefusedError(BUDGETS.get(self.budget, "too many requests were refused before"))
         try:
-            asked = self._whole(asked)
+            asked = self._with_history(asked)
             place = await self._work(partial(self._history.place, asked), asked.size)
             self._refuse_if_over()
         except RefusedError:
             self.counts["refused"] += 1
             raise
         number, self._number = self._number, self._number + 1
-        self._note(place)
+        self._note_place(place)
         asked = self._history.shared(asked, place)
-        answer = await self._ask(number, place, asked)
+        answer = await self._ask_driver(number, place, asked)
         if isinstance(answer, str):
             self.budget = answer
             self.counts["refused"] += 1
@@ -272,11 +274,11 @@ class AgentSession:
 
     def _refuse_if_over(self) -> None:
         if self.sealed:
-            raise _ended()
+            raise _ended_error()
         if self.defect is not None:
             raise _broken(self.defect)
 
-    def _whole(self, asked: ClientRequest) -> ClientRequest:
+    def _with_history(self, asked: ClientRequest) -> ClientRequest:
         """Return a request with all messages, of which the session may keep the first ones. Raises RefusedError."""
         if not asked.continues:
             return asked
@@ -297,7 +299,7 @@ class AgentSession:
             size=asked.size + said.asked.size,
         )
 
-    def _note(self, place: PlacedRequest) -> None:
+    def _note_place(self, place: PlacedRequest) -> None:
         self.counts["spelled"] += len(place.spelled)
         self.counts["unwritten"] += len(place.unwritten)
         if place.after is not None:
@@ -308,7 +310,7 @@ class AgentSession:
             self.rewritten[place.rewritten] += 1
         self._history.note(place)
 
-    async def _ask(self, number: int, place: PlacedRequest, asked: ClientRequest) -> AgentAnswer:
+    async def _ask_driver(self, number: int, place: PlacedRequest, asked: ClientRequest) -> AgentAnswer:
         messages: list[Message] = place.messages[len(place.messages) - place.fresh :]
         # The engine ends the turn at a stop that is one token. Others are found in its text.
         try:
@@ -331,7 +333,7 @@ class AgentSession:
         return await future
 
 
-def _ended() -> RefusedError:
+def _ended_error() -> RefusedError:
     """Return the refusal of a sealed session. Each has its own traceback."""
     return RefusedError("the session has ended: this agent's rollout is over", 404, "session_ended")
 
@@ -340,6 +342,6 @@ def _broken(defect: EnvironmentFailure) -> RefusedError:
     return RefusedError(f"{defect}; the rollout has no value, and rlctl's log has the traceback", kind="internal_error")
 
 
-def _failed(work: "asyncio.Task[ClientTurn]") -> bool:
+def _has_failed(work: "asyncio.Task[ClientTurn]") -> bool:
     """Return True if a request was refused: its repetition is judged again. Asyncio does not report its error then."""
     return work.done() and (work.cancelled() or work.exception() is not None)

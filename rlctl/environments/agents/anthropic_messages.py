@@ -29,7 +29,7 @@ def read(body: dict[str, Any]) -> ClientRequest:
     system = _system(left.take("system", (str, list), ""))
     messages = [{"role": "system", "content": system}] if system else []
     for given in left.take("messages", list, []):
-        messages += _messages(given)
+        messages += _read_message(given)
     tools = [_tool(each) for each in left.take("tools", list, [])]
     choice = left.body.get("tool_choice") or {"type": "auto"}
     kind = choice.get("type") if isinstance(choice, dict) else None
@@ -56,13 +56,13 @@ def read(body: dict[str, Any]) -> ClientRequest:
 def write(said: ClientTurn) -> dict[str, Any]:
     """Return the answer of a request that is not streamed."""
     usage = {"input_tokens": said.prompt_length, "output_tokens": len(said.tokens)}
-    return {**_head(said), "content": _blocks(said), **_ending(said), "usage": usage}
+    return {**_message_head(said), "content": _blocks(said), **_ending(said), "usage": usage}
 
 
 def stream(said: ClientTurn) -> Iterator[bytes]:
     """Yield the server-sent events of a turn: each block is one delta."""
     usage = {"input_tokens": said.prompt_length, "output_tokens": 0}
-    begun = {**_head(said), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+    begun = {**_message_head(said), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
     yield _event("message_start", {"message": begun})
     for index, block in enumerate(_blocks(said)):
         empty, deltas = _as_deltas(block)
@@ -104,7 +104,7 @@ def _plain(block: Any) -> Any:
     return {"type": block.get("type"), "text": block.get("text")} if isinstance(block, dict) else block
 
 
-def _messages(given: Any) -> list[Message]:
+def _read_message(given: Any) -> list[Message]:
     """Return a message in our form. Results of tools come in a user's message, and become messages of role tool."""
     role = given.get("role") if isinstance(given, dict) else None
     if role not in ("user", "assistant", "system"):
@@ -146,7 +146,7 @@ def _tool(given: Any) -> dict[str, Any]:
     return function_schema({**own, "parameters": given.get("input_schema")})
 
 
-def _head(said: ClientTurn) -> dict[str, Any]:
+def _message_head(said: ClientTurn) -> dict[str, Any]:
     return {"id": f"msg_{said.id}", "type": "message", "role": "assistant", "model": said.asked.model}
 
 

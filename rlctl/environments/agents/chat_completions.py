@@ -41,7 +41,7 @@ _REFUSED = {
 def read(body: dict[str, Any]) -> ClientRequest:
     """Return the turn that a request asks for. Raises RefusedError."""
     left = Parameters(dict(body))
-    messages = [_message(each) for each in left.take("messages", list, [])]
+    messages = [_read_message(each) for each in left.take("messages", list, [])]
     tools = [_tool(each) for each in left.take("tools", list, [])]
     limits = [left.take("max_completion_tokens", int), left.take("max_tokens", int)]
     stop = left.take("stop", (str, list), [])
@@ -83,12 +83,12 @@ def write(said: ClientTurn) -> dict[str, Any]:
     """Return the answer of a request that is not streamed."""
     message = {"role": "assistant", "content": said.content or None, **_calls(said), **_reasoning(said)}
     choice = {"index": 0, "message": message, "finish_reason": said.finish, **_extras(said)}
-    return {**_head(said, "chat.completion"), "choices": [choice], "usage": _usage(said)}
+    return {**_completion_head(said, "chat.completion"), "choices": [choice], "usage": _usage(said)}
 
 
 def stream(said: ClientTurn) -> Iterator[bytes]:
     """Yield the server-sent events of a turn: it is one delta."""
-    head = _head(said, "chat.completion.chunk")
+    head = _completion_head(said, "chat.completion.chunk")
     calls = [{"index": index, **each} for index, each in enumerate(_calls(said).get("tool_calls", ()))]
     delta = {
         "role": "assistant",
@@ -122,7 +122,7 @@ def _event(data: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(data).encode() + b"\n\n"
 
 
-def _message(given: Any) -> Message:
+def _read_message(given: Any) -> Message:
     role = _ROLES.get(str(given.get("role"))) if isinstance(given, dict) else None
     if role is None:
         raise RefusedError(f"messages: each has a role of {', '.join(_ROLES)}")
@@ -147,7 +147,7 @@ def _tool(given: Any) -> dict[str, Any]:
     return function_schema(given.get("function"))
 
 
-def _head(said: ClientTurn, kind: str) -> dict[str, Any]:
+def _completion_head(said: ClientTurn, kind: str) -> dict[str, Any]:
     return {"id": f"chatcmpl-{said.id}", "object": kind, "created": said.created, "model": said.asked.model}
 
 

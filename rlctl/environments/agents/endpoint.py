@@ -63,7 +63,7 @@ class Endpoint:
         self.port = 0
         self._started = threading.Event()
         self._error: BaseException | None = None
-        threading.Thread(target=self._run, name="agents' endpoint", daemon=True).start()
+        threading.Thread(target=self._run_server, name="agents' endpoint", daemon=True).start()
         self._started.wait()
         if self._error is not None:
             raise self._error
@@ -92,7 +92,7 @@ class Endpoint:
         session.seal()
         self._sessions.pop(session.id, None)
 
-    def _run(self) -> None:
+    def _run_server(self) -> None:
         asyncio.set_event_loop(self.loop)
         try:
             self.loop.run_until_complete(self._listen())
@@ -105,17 +105,17 @@ class Endpoint:
 
     async def _listen(self) -> None:
         _raise_file_limit()
-        http = web.Server(self._answer)
+        http = web.Server(self._answer_request)
         make = partial(Connection, http, self._refusals.logger)
         server = await self.loop.create_server(make, self._bind, 0, backlog=1024)
         self._listener = server.sockets[0]
         self._inode = os.fstat(self._listener.fileno()).st_ino
         self.port = self._listener.getsockname()[1]
 
-    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def _answer_request(self, request: web.BaseRequest) -> web.StreamResponse:
         api: ModuleType = chat_completions
         try:
-            session, path = self._find(request)
+            session, path = self._find_session(request)
             api = APIS.get(path.removesuffix("/count_tokens"), chat_completions)
             if request.method == "HEAD" and path in ("", "/"):
                 return web.Response()
@@ -126,9 +126,9 @@ class Endpoint:
                 raise RefusedError(f"{request.method} {path or '/'}: no such route; there are {has}", 404, "not_found")
             body = await self._body(request)
             if path == "/reward":
-                session.value(_reward(_json(body)))
+                session.value(_reward(_json_object(body)))
                 return web.json_response({"taken": True})
-            read = partial(self._read, api, body)
+            read = partial(self._read_request, api, body)
             if path.endswith("/count_tokens"):
                 asked = await session.read(read, len(body))
                 return web.json_response({"input_tokens": await session.count_tokens(asked)})
@@ -139,29 +139,29 @@ class Endpoint:
             flight = session.rejoin(digest, retries)
             if flight is None:
                 flight = session.begin(digest, read, len(body))
-            return await self._deliver(request, session, api, flight)
+            return await self._deliver_turn(request, session, api, flight)
         except RefusedError as error:
             return web.json_response(api.error(error), status=error.status)
         except ConnectionError:
             return web.Response()  # nobody reads it
         except Exception as error:  # our defect: the agent is told, and others go on
-            self._tell(request, f"a request that cannot be read: {traceback.format_exc()}")
+            self._print_refused(request, f"a request that cannot be read: {traceback.format_exc()}")
             refused = RefusedError(f"the request cannot be read: {type(error).__name__}")
             return web.json_response(api.error(refused), status=refused.status)
 
-    def _find(self, request: web.BaseRequest) -> tuple[AgentSession, str]:
+    def _find_session(self, request: web.BaseRequest) -> tuple[AgentSession, str]:
         """Return the session of a request, and the path below it. Raises RefusedError."""
         found = _PATH.fullmatch(request.path)
         session = self._sessions.get(found["id"]) if found else None
         if found is None:
-            self._tell(request, "a path outside of any session")
+            self._print_refused(request, "a path outside of any session")
             raise RefusedError("paths begin with /sessions/ID/v1", 404, "not_found")
         given = request.headers.get("Authorization", "").removeprefix("Bearer ") or request.headers.get("x-api-key", "")
         if session is None:
             raise RefusedError("there is no such session: it has ended, or never was", 404, "session_ended")
         head = request.method == "HEAD" and not given
         if not head and not hmac.compare_digest(given.encode(), session.secret.encode()):
-            self._tell(request, "a session without its key")
+            self._print_refused(request, "a session without its key")
             raise RefusedError("the key is not that of the session", 401, "authentication_error")
         if not head:
             session.was_reached = True
@@ -183,15 +183,15 @@ class Endpoint:
         except web.RequestPayloadError as error:
             raise RefusedError(f"the body cannot be read: {type(error).__name__}") from error
         large = f"a body of more than {MAX_BODY:,} bytes"
-        self._tell(request, large)
+        self._print_refused(request, large)
         raise RefusedError(f"the request has {large}", 413, "request_too_large")
 
     @staticmethod
-    def _read(api: ModuleType, body: bytes) -> ClientRequest:
-        asked: ClientRequest = api.read(_json(body))
+    def _read_request(api: ModuleType, body: bytes) -> ClientRequest:
+        asked: ClientRequest = api.read(_json_object(body))
         return replace(asked, size=len(body))
 
-    async def _deliver(
+    async def _deliver_turn(
         self, request: web.BaseRequest, session: AgentSession, api: ModuleType, flight: Flight
     ) -> web.StreamResponse:
         """Answer with a turn once it is there."""
@@ -236,7 +236,7 @@ class Endpoint:
             return response
         return await _sent(request, session, said, response, events)
 
-    def _tell(self, request: web.BaseRequest, what: str) -> None:
+    def _print_refused(self, request: web.BaseRequest, what: str) -> None:
         """Print a refused request, once each cause."""
         self._refusals.tell(_connection(request).peer, what)
 
@@ -302,7 +302,7 @@ def _connection(request: web.BaseRequest) -> Connection:
     return cast(Connection, request.protocol)
 
 
-def _json(body: bytes) -> dict[str, Any]:
+def _json_object(body: bytes) -> dict[str, Any]:
     try:
         found = json.loads(body)
     except (ValueError, RecursionError) as error:

@@ -167,7 +167,7 @@ class SessionHistory:
         if (length := sum(map(len, keys[matched + 1 if turn else 0 :]))) > MAX_NEW:
             raise RefusedError(f"the new messages have {length:,} characters as JSON, and at most {MAX_NEW:,} are read")
         tokens = self._following(chat, turn, added, tools) if turn else self._opening(chat, added, tools)
-        common, nearest = self._nearest(keys)
+        common, nearest = self._nearest_request(keys)
         rewritten = ""
         if self._turns and (turn is None or any(each["role"] == "assistant" for each in added)):
             rewritten = _difference(keys, nearest, common)
@@ -233,7 +233,7 @@ class SessionHistory:
                 reason = f"the chat template refuses the messages: {type(error).__name__}: {error}"
         raise RefusedError(shortened(reason))
 
-    def _nearest(self, keys: list[str]) -> tuple[int, list[str]]:
+    def _nearest_request(self, keys: list[str]) -> tuple[int, list[str]]:
         """Return how many first keys an earlier request shares, and that request."""
         best: tuple[int, list[str]] = 0, []
         for each in reversed(self._requests):

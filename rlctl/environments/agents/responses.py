@@ -43,10 +43,10 @@ def read(body: dict[str, Any]) -> ClientRequest:
     left = Parameters(dict(body))
     instructions = left.take("instructions", str, "")
     given = left.take("input", (str, list), [])
-    tools, hosted = _tools(left.take("tools", list, []))
+    tools, hosted = _read_tools(left.take("tools", list, []))
     left.counted += [f"unenforced/tool_{kind}" for kind in hosted]
     messages = [{"role": "system", "content": instructions}] if instructions else []
-    messages += [{"role": "user", "content": given}] if isinstance(given, str) else _messages(given)
+    messages += [{"role": "user", "content": given}] if isinstance(given, str) else _read_items(given)
     text = left.body.get("text")
     if isinstance(text, dict) and (text.get("format") or {"type": "text"}) == {"type": "text"}:
         left.ignore(["text"])
@@ -85,7 +85,7 @@ def write(said: ClientTurn) -> dict[str, Any]:
         "total_tokens": said.prompt_length + len(said.tokens),
     }
     return {
-        **_head(said, "incomplete" if cut else "completed"),
+        **_response_head(said, "incomplete" if cut else "completed"),
         "output": _items(said),
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
         "usage": usage,
@@ -96,7 +96,7 @@ def stream(said: ClientTurn) -> Iterator[bytes]:
     """Yield the server-sent events of a turn: each item is one delta."""
     whole = write(said)
     events: list[tuple[str, dict[str, Any]]] = []
-    begun = {**_head(said, "in_progress"), "output": [], "usage": None}
+    begun = {**_response_head(said, "in_progress"), "output": [], "usage": None}
     events += [("response.created", {"response": begun}), ("response.in_progress", {"response": begun})]
     for index, item in enumerate(whole["output"]):
         events += _item_events(index, item)
@@ -127,7 +127,7 @@ def _item_events(index: int, item: dict[str, Any]) -> Iterator[tuple[str, dict[s
     yield "response.output_item.done", {"output_index": index, "item": item}
 
 
-def _messages(items: list[Any]) -> list[Message]:
+def _read_items(items: list[Any]) -> list[Message]:
     """Return items in our form: those of one turn of the assistant become one message."""
     found: list[Message] = []
     for item in items:
@@ -155,7 +155,7 @@ def _messages(items: list[Any]) -> list[Message]:
     return found
 
 
-def _tools(given: list[Any]) -> tuple[list[dict[str, Any]], list[str]]:
+def _read_tools(given: list[Any]) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the functions, and the kinds of tools that the policy is not shown.
 
     Codex brings a web search, namespaces and tools of free text besides its functions, and works without them. Raises
@@ -170,7 +170,7 @@ def _tools(given: list[Any]) -> tuple[list[dict[str, Any]], list[str]]:
     return [function_schema(each) for each, kind in zip(given, kinds) if kind == "function"], others
 
 
-def _head(said: ClientTurn, status: str) -> dict[str, Any]:
+def _response_head(said: ClientTurn, status: str) -> dict[str, Any]:
     asked = said.asked
     tools = [{"type": "function", "strict": False, **each["function"]} for each in asked.tools]
     return {

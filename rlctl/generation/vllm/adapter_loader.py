@@ -106,7 +106,7 @@ def _names_on_disk(folder: Path, spec: AdapterSpec) -> Mapping[str, tuple[str, i
     from rlctl.models.parameter_table import derive_table
 
     table = derive_table(causal_lm(folder), {n: (d, tuple(s)) for n, (d, s) in headers.items()}, folder)
-    rows = [(each.name, row) for each in spec.targets for row in table.of(f"{each.name}.weight")]
+    rows = [(each.name, row) for each in spec.targets for row in table.rows_of(f"{each.name}.weight")]
     return {row.name: (target, row.start[0], row.start[1], row.shape) for target, row in rows}
 
 

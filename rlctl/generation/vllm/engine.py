@@ -79,18 +79,18 @@ class VllmEngine(Engine):
         # Reason of POISONED.
         self._poisoned = ""
         self._llm: Any = None
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread = threading.Thread(target=self._serve_steps, name="engine", daemon=True)
         self._thread.start()
         self._on_thread(lambda: None)
 
     def submit(self, requests: list[TurnRequest]) -> None:
         # On the caller's thread: the engine makes steps while vLLM checks the requests.
-        checked = self._beside(lambda request: vllm_request(self._llm, self._spec, request), requests)
-        self._on_thread(lambda: self._add(requests, checked))
+        checked = self._map_on_caller(lambda request: vllm_request(self._llm, self._spec, request), requests)
+        self._on_thread(lambda: self._add_requests(requests, checked))
 
     def collect(self, patience_s: float) -> FinishedTurns:
         turns = self._requests.collect(patience_s, lambda: len(self._scheduler.waiting) + len(self._entering))
-        columns = PackedCompletions.pack(self._beside(lambda turn: turn.completion(), turns))
+        columns = PackedCompletions.pack(self._map_on_caller(lambda turn: turn.completion(), turns))
         return FinishedTurns([turn.request.id for turn in turns], columns, replace(self._stats, at=time.monotonic()))
 
     def abort(self, ids: list[RequestId]) -> int:
@@ -119,7 +119,7 @@ class VllmEngine(Engine):
 
     def refit_receive(self, header: Header) -> EngineReport:
         begin = time.perf_counter()
-        reports = self._stage(header) if self._mode == "staged" else []
+        reports = self._receive_shadow(header) if self._mode == "staged" else []
         paused = self._on_thread(lambda: self._change(header, lambda: self._make_live(header, reports)))
         # Nothing may arrive in shadow parameters that the device still copies.
         while (copying := self._on_thread(self._count_commit)) is None:
@@ -165,7 +165,7 @@ class VllmEngine(Engine):
         answers: list[Any] = self._on_thread(lambda: self._llm.collective_rpc(method, args=args))
         return answers
 
-    def _beside(self, work: Callable[[Any], Any], each: Sequence[Any]) -> list[Any]:
+    def _map_on_caller(self, work: Callable[[Any], Any], each: Sequence[Any]) -> list[Any]:
         """Return `work` applied to each, on the caller's thread.
 
         Python lets the engine's thread go on after 5 ms of another's, which is a whole step; so this one stands back
@@ -183,7 +183,7 @@ class VllmEngine(Engine):
         self._commands.put((work, future))
         return future.result()
 
-    def _run(self) -> None:
+    def _serve_steps(self) -> None:
         try:
             self._llm, self._notes = build_llm(self._spec, self._extension)
             self._stats = replace(self._stats, holds=cached_sequences(self._llm))
@@ -193,17 +193,17 @@ class VllmEngine(Engine):
                 self._commands.get()[1].set_exception(error)
         while True:
             self._run_commands()
-            if self._samples:
-                self._step()
+            if self._has_work:
+                self._step_engine()
 
     @property
-    def _samples(self) -> bool:
+    def _has_work(self) -> bool:
         return bool(self._requests) and self._state is not RefitState.INTERRUPTED
 
     def _run_commands(self) -> None:
         while True:
             try:
-                work, future = self._commands.get(block=not self._samples, timeout=_IDLE_POLL_S)
+                work, future = self._commands.get(block=not self._has_work, timeout=_IDLE_POLL_S)
             except queue.Empty:
                 return
             try:
@@ -211,7 +211,7 @@ class VllmEngine(Engine):
             except BaseException as error:  # also one that would end the thread
                 future.set_exception(error)
 
-    def _step(self) -> None:
+    def _step_engine(self) -> None:
         try:
             self._sample_tokens()
         except BaseException as error:
@@ -240,7 +240,7 @@ class VllmEngine(Engine):
     def _scheduler(self) -> Any:
         return self._llm.engine_core.engine_core.scheduler
 
-    def _add(self, requests: list[TurnRequest], checked: list[Any]) -> None:
+    def _add_requests(self, requests: list[TurnRequest], checked: list[Any]) -> None:
         self._require_sound()
         if self._dropped:
             raise RuntimeError("this engine's weights were dropped when it fell asleep: a refit must come first")
@@ -266,40 +266,40 @@ class VllmEngine(Engine):
             request.cache_salt = f"v{self._version}"
         add_request(self._llm, request)
 
-    def _stage(self, header: Header) -> list[ReceiveReport]:
+    def _receive_shadow(self, header: Header) -> list[ReceiveReport]:
         """Receive into shadow parameters while requests continue. Raises Untouched."""
-        self._advance(RefitState.RECEIVING)
+        self._enter_state(RefitState.RECEIVING)
         try:
             self._on_thread(lambda: self._workers("rl_stage", header))
             while not all(reports := self._on_thread(lambda: self._workers("rl_staged"))):
                 time.sleep(_STAGED_POLL_S)
         except Exception as error:
-            self._advance(RefitState.SERVING)
+            self._enter_state(RefitState.SERVING)
             raise Untouched(str(error)) from error
         return list(reports)
 
     def _change(self, header: Header, load: Callable[[], float]) -> float:
         """Make a version live by `load`; running requests continue under the new weights; return `load`'s seconds."""
         self._require_sound()
-        self._advance(RefitState.CHANGING)
+        self._enter_state(RefitState.CHANGING)
         try:
             seconds = load()
         except PeerLost as error:
             # Running requests continue once the version has come: the other end may be at fault, not this engine.
-            self._advance(RefitState.INTERRUPTED)
+            self._enter_state(RefitState.INTERRUPTED)
             raise Interrupted(str(error)) from error
         except BaseException as error:
             # Weights may be a mixture: running requests must not continue.
             self._poison(f"the refit to version {header.version} failed: {error}", error)
             raise
-        self._advance(RefitState.SERVING)
+        self._enter_state(RefitState.SERVING)
         self._version, self._dropped = header.version, False
         begun_before = self._restart_what_has_not_begun()
         self._requests.change(self._sampled_tokens(begun_before), header.version)
         self._stats = replace(self._stats, paused=self._stats.paused + seconds)
         return seconds
 
-    def _advance(self, state: RefitState) -> None:
+    def _enter_state(self, state: RefitState) -> None:
         """Enter the next state of a refit; an engine that was poisoned meanwhile stays so."""
         if self._state is not RefitState.POISONED:
             self._state = state

@@ -160,11 +160,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten.copy_.default:
             target, source = args[0], args[1]
             if source.device.type == "meta" and target.device.type != "meta":
-                self._record(target, source)
+                self._record_copy(target, source)
                 return target
         return func(*args, **(kwargs or {}))
 
-    def _record(self, target: Tensor, source: Tensor) -> None:
+    def _record_copy(self, target: Tensor, source: Tensor) -> None:
         found = self._names.get(source.untyped_storage()._cdata)
         if found is None:
             raise UnsupportedLayout("a tensor is computed with before it is copied")

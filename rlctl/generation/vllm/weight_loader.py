@@ -67,7 +67,7 @@ class WeightReceiver:
     def stage(self, header: Header) -> None:
         """Begin to receive on a thread; `staged` tells when it is done."""
         self._staged = None
-        self._staging = threading.Thread(target=self._stage, args=(header,), name="refit", daemon=True)
+        self._staging = threading.Thread(target=self._receive_staged, args=(header,), name="refit", daemon=True)
         self._staging.start()
 
     def staged(self) -> ReceiveReport | None:
@@ -106,7 +106,7 @@ class WeightReceiver:
         """Leave the transport; a thread that still receives ends with an error."""
         self._receiver.close()
 
-    def _stage(self, header: Header) -> None:
+    def _receive_staged(self, header: Header) -> None:
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)

@@ -234,7 +234,7 @@ class PolicyLoss(ABC):
             loss = loss + self.kl_coef * sums["loss/kl"]
         with torch.no_grad():
             means = {name: (value.detach(), weight) for name, value in sums.items()}
-            metrics |= self._mismatch(tokens)
+            metrics |= self._policy_gap(tokens)
             ages, errors = self._ages(tokens, age)
             totals = weighted_sums(metrics | ages | errors, counted)
             means |= {name: (totals[name], count) for name in metrics | ages}
@@ -280,7 +280,7 @@ class PolicyLoss(ABC):
             weight = (rho if weight is None else weight) * kept
         return weight, metrics
 
-    def _mismatch(self, tokens: PolicyTokens) -> dict[str, Tensor]:
+    def _policy_gap(self, tokens: PolicyTokens) -> dict[str, Tensor]:
         """Return the gap between policy and generator at each token, where no separate pass measures it.
 
         In the first update of a step the policy is the one that sampled, so it is the gap between the two engines, at

@@ -155,10 +155,10 @@ def check_loss(loss: PolicyLoss) -> list[CheckResult]:
     """
     if problem := _policy(loss):
         return [CheckResult("policy", problem)]
-    return [CheckResult(what, next(_problems(loss, check), None)) for what, check in CHECKS.items()]
+    return [CheckResult(what, next(_loss_problems(loss, check), None)) for what, check in CHECKS.items()]
 
 
-def _problems(loss: PolicyLoss, check: Callable[[PolicyLoss], str | None]) -> Iterator[str]:
+def _loss_problems(loss: PolicyLoss, check: Callable[[PolicyLoss], str | None]) -> Iterator[str]:
     harder = replace(loss, max_age=2, age_decay=0.9, kl_coef=loss.kl_coef or 0.1, entropy_coef=0.01)
     for variant, each in (("", loss), (", with ages, KL and entropy", harder)):
         try:

@@ -65,7 +65,7 @@ class FsdpBackend(Backend):
     def states(self, trainer: TrainerSection, sizes: ModelSizes, size: int) -> dict[State, StateBytes]:
         """Return float32 masters and AdamW's two moments, exactly; with adapters theirs, and a base of `size`."""
         shared = self.shard_counts(trainer)
-        weights, sharded = shared.of(sizes), -(-sizes.parameters // shared.optimizer)
+        weights, sharded = shared.rank_parameters(sizes), -(-sizes.parameters // shared.optimizer)
         if isinstance(trainer, TrainerSettings) and trainer.adapters:
             own = -(-trainer.adapters.parameters // shared.weights) * FLOAT32
             return {

@@ -200,7 +200,7 @@ class MegatronBackend(Backend):
         updates a share of the parameters, their masters, a copy of their gradients and their moments are all there.
         """
         shared = self.shard_counts(trainer)
-        weights, sharded = shared.of(sizes), -(-sizes.parameters // shared.optimizer)
+        weights, sharded = shared.rank_parameters(sizes), -(-sizes.parameters // shared.optimizer)
         away = hosted_share(trainer)
         masters = FLOAT32 if size < FLOAT32 else 0
         device, host = sharded * (masters + 2 * FLOAT32) * (1 - away), sharded * 4 * FLOAT32 * away

@@ -62,11 +62,11 @@ class AgentPlayer(Player):
         return self.tries.describe()
 
     async def play(self, start: RolloutStart, policy: Policy) -> Rollout:
-        rollout = await self.tries.play(start, lambda episode: self._attempt(episode, policy))
+        rollout = await self.tries.play(start, lambda episode: self._run_once(episode, policy))
         self._note_rows(rollout)
         return rollout
 
-    async def _attempt(self, episode: EpisodeState, policy: Policy) -> Reward | None:
+    async def _run_once(self, episode: EpisodeState, policy: Policy) -> Reward | None:
         """Run the agent once. Its room is free again when nothing of it runs, which may be after its failure."""
         if self._room is None:
             return await AgentCall(self, episode, policy).play()
@@ -138,7 +138,7 @@ class AgentCall:
         """
         self._episode.ending, self._episode.opening = "done", 0
         async with self._call:
-            self._begin()
+            self._begin_agent()
             while True:
                 completions, message = await self._call.wait()
                 for turn, completion in completions:
@@ -150,10 +150,10 @@ class AgentCall:
                         return self._checked_reward(message)
                     case AgentWaits():
                         self._take_turns(message.kept)
-                        self._sample(message.asks)
+                        self._sample_asks(message.asks)
                 self._send_answers()
 
-    def _begin(self) -> None:
+    def _begin_agent(self) -> None:
         start = self._episode.start
         task = start.task
         fields = {"id": task.id, "prompt": task.text, "messages": task.messages, "answer": task.answer, "row": task.row}
@@ -174,12 +174,12 @@ class AgentCall:
             if turn is None or not isinstance(turn.answer, Completion) or length > len(turn.answer.tokens):
                 raise DataError("the agent's process kept a turn that it never got")
             parent = one.add_context(turn.ask.tokens, self._parent(turn.ask))
-            self._nodes[number] = one.add_turn(_cut(turn.answer, length), parent)
+            self._nodes[number] = one.add_turn(_cut_turn(turn.answer, length), parent)
             one.messages += turn.ask.messages
             self._episode.opening = self._episode.opening or len(one.messages)
             one.messages.append({"role": "assistant", "content": chat.turn_text(turn.answer.tokens[:length].tolist())})
 
-    def _sample(self, asks: list[AgentAsk]) -> None:
+    def _sample_asks(self, asks: list[AgentAsk]) -> None:
         """Sample the turns that the agent asks for, within the budgets."""
         episode = self._episode
         vocabulary = self._player.vocabulary
@@ -209,7 +209,7 @@ class AgentCall:
 
     def _send_answers(self) -> None:
         """Send the turns that are there, and listen: an agent may ask at any time."""
-        answers = [(number, _answer(self._pending[number])) for number in self._ready]
+        answers = [(number, _agent_answer(self._pending[number])) for number in self._ready]
         self._ready = []
         if answers or not self._call.has_action:
             waits = self._call.num_sampling > 0
@@ -277,14 +277,14 @@ def most_agents(section: AgentSection) -> int | None:
     return 8 * usable_cores() if section.max_processes == "auto" else section.max_processes
 
 
-def _cut(answer: Completion, length: int) -> Completion:
+def _cut_turn(answer: Completion, length: int) -> Completion:
     """Return the first tokens of a turn."""
     if length == len(answer.tokens):
         return answer
     return Completion(answer.tokens[:length], answer.log_probs[:length], answer.versions[:length], "stop")
 
 
-def _answer(turn: PendingTurn) -> AgentAnswer:
+def _agent_answer(turn: PendingTurn) -> AgentAnswer:
     """Return the answer to a request as the agent's process takes it."""
     answer = turn.answer
     assert answer is not None

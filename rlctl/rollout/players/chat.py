@@ -94,7 +94,7 @@ class ChatPlayer(Player):
         failure = None
         try:
             if await self._loop.answer(episode, self._schemas, policy) is None:
-                failure = self._ended(episode)
+                failure = self._budget_text(episode)
         except EpisodeFailed as error:
             failure = f"the environment failed: {error}"
         except DataError as error:
@@ -103,7 +103,7 @@ class ChatPlayer(Player):
             self._forget_unanswered()
         return episode.rollout(None, EnvironmentFailure("contract", failure) if failure else None)
 
-    def _ended(self, episode: EpisodeState) -> str:
+    def _budget_text(self, episode: EpisodeState) -> str:
         if episode.ending == "max_turns":
             return f"called tools {MAX_CALLS} times without an answer"
         length = len(episode.conversation.tokens(episode.leaf))

@@ -49,9 +49,9 @@ class EnvironmentPlayer(Player):
         return self._tries.describe()
 
     async def play(self, start: RolloutStart, policy: Policy) -> Rollout:
-        return await self._tries.play(start, partial(self._play, policy))
+        return await self._tries.play(start, partial(self._play_try, policy))
 
-    async def _play(self, policy: Policy, episode: EpisodeState) -> Reward | None:
+    async def _play_try(self, policy: Policy, episode: EpisodeState) -> Reward | None:
         """Play one try; return the environment's value, None if it gives none."""
         pool, own, row, ask = self._pool, episode.start.id, episode.start.task.row, self._tries.ask
         observation = await ask(episode, pool.reset(own, row, episode.start.group_seed))
@@ -78,8 +78,8 @@ class EnvironmentPlayer(Player):
         if contract.rewards:
             said_all = episode.messages
             columns = {"prompts": said_all[: episode.opening], "completions": said_all[episode.opening :]}
-            return await self._value(episode, {**row, **columns})
-        return await self._value(episode) if contract.has_reward else None
+            return await self._ask_reward(episode, {**row, **columns})
+        return await self._ask_reward(episode) if contract.has_reward else None
 
-    async def _value(self, episode: EpisodeState, *said: Mapping[str, Any]) -> Reward:
+    async def _ask_reward(self, episode: EpisodeState, *said: Mapping[str, Any]) -> Reward:
         return await self._tries.ask(episode, self._pool.reward(episode.start.id, *said))

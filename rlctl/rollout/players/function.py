@@ -83,7 +83,7 @@ class FunctionCall:
         """
         self._episode.ending, self._episode.opening = "done", 0
         async with self._call:
-            self._begin()
+            self._begin_call()
             while True:
                 completions, message = await self._call.wait()
                 for sample, completion in completions:
@@ -94,10 +94,10 @@ class FunctionCall:
                         return self._checked_reward(message.reward)
                     case FunctionWaits():
                         self._take_answers(message.taken)
-                        self._sample(message)
+                        self._sample_prompts(message)
                 self._send_answers()
 
-    def _begin(self) -> None:
+    def _begin_call(self) -> None:
         start = self._episode.start
         task = start.task
         fields = {"id": task.id, "prompt": task.text, "tokens": task.tokens, "answer": task.answer, "row": task.row}
@@ -119,7 +119,7 @@ class FunctionCall:
             raise DataError("the rollout function returned None, and rewards is empty: nothing values the rollout")
         return reward
 
-    def _sample(self, message: FunctionWaits) -> None:
+    def _sample_prompts(self, message: FunctionWaits) -> None:
         """Sample after the function's prompts, within the budgets."""
         episode = self._episode
         vocabulary = self._player.vocabulary
@@ -142,7 +142,7 @@ class FunctionCall:
         for sample in list(self._samples)[self._sent :]:
             if sample.answer is None:
                 break
-            answers.append(_sampled(sample.answer))
+            answers.append(_function_answer(sample.answer))
         self._sent += len(answers)
         waits = self._sent < len(self._samples)
         # A function of several branches may ask at any time, one of a single branch asks when it has its answer.
@@ -168,7 +168,7 @@ class FunctionCall:
         one.messages.append({"role": "assistant", "content": chat.turn_text(answer.tokens.tolist())})
 
 
-def _sampled(answer: Completion | Ending) -> Sampled | None:
+def _function_answer(answer: Completion | Ending) -> Sampled | None:
     """Return an answer as the function's process takes it; None where a budget is used up."""
     if isinstance(answer, Completion):
         return Sampled(answer.tokens.tolist(), answer.log_probs.tolist(), answer.versions.tolist())

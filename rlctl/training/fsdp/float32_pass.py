@@ -35,11 +35,15 @@ def in_float32(policy: FsdpPolicy) -> Iterator[None]:
             given = _Given()
             hook = layer.register_forward_pre_hook(given.keep, prepend=True, with_kwargs=True)
             stack.callback(hook.remove)
-            stack.enter_context(_replaced(layer, partial(_forward, layer, list(layer.modules()), given, rounded)))
+            stack.enter_context(
+                _replaced(layer, partial(_forward_in_float32, layer, list(layer.modules()), given, rounded))
+            )
         for module in lm.modules():
             if id(module) not in done and (module._parameters or module._buffers):
                 look = partial(_look_up, module) if module is embedding else None
-                stack.enter_context(_replaced(module, look or partial(_forward, module, [module], None, rounded)))
+                stack.enter_context(
+                    _replaced(module, look or partial(_forward_in_float32, module, [module], None, rounded))
+                )
         yield
 
 
@@ -58,7 +62,7 @@ class _Rounded(NamedTuple):
     parameters: set[nn.Parameter]
 
 
-def _forward(
+def _forward_in_float32(
     module: nn.Module,
     parts: Sequence[nn.Module],
     given: _Given | None,
@@ -70,7 +74,7 @@ def _forward(
     if given:
         args, kwargs = given.args, given.kwargs
     args, kwargs = tree_map(_float, (args, kwargs))
-    with _converted(parts, rounded):
+    with _converted_modules(parts, rounded):
         # The class's: an instance's is compiled.
         return tree_map(_float, type(module).forward(module, *args, **kwargs))
 
@@ -107,7 +111,7 @@ def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
 
 
 @contextmanager
-def _converted(parts: Sequence[nn.Module], rounded: _Rounded) -> Iterator[None]:
+def _converted_modules(parts: Sequence[nn.Module], rounded: _Rounded) -> Iterator[None]:
     """Have float32 copies of the modules' parameters, as a pass rounds them, in their places within the block.
 
     Buffers are rounded already. A decay that minimax computes from one in bfloat16 was 0.001 nats off.

@@ -230,7 +230,7 @@ def _materialize(module: nn.Module, prefix: str, reading: "Reading") -> None:
         dtype = tensor.dtype if not tensor.is_floating_point() else torch.float32 if whole else reading.dtype
         value = torch.empty(tensor.shape, dtype=dtype)
         source = reading.first if tensor.requires_grad else reading.files
-        source.read_into(reading.table.of(prefix + name), value)
+        source.read_into(reading.table.rows_of(prefix + name), value)
         value = value.to(reading.device)
         if isinstance(tensor, nn.Parameter):
             value = nn.Parameter(value, tensor.requires_grad)
@@ -275,7 +275,7 @@ def read_shards(
     weights = {}
     for name, tensor in held.items():
         whole = torch.empty(tensor.shape, dtype=torch.float32 if tensor.is_floating_point() else tensor.dtype)
-        files.read_into(table.of(name), whole)
+        files.read_into(table.rows_of(name), whole)
         if isinstance(tensor, DTensor):
             whole = local(distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None))
         computed = torch.float32 if facts.keeps_float32(name) else dtype

@@ -101,7 +101,7 @@ class FsdpTrainer(TrainerRank):
     def export(self, dtype: str | None = None) -> Iterator[tuple[str, Tensor]]:
         kinds = {name: kind for name, _, kind in self.layout(dtype)}
         for name, held in self._held.items():
-            cast = held.detach().to(getattr(torch, kinds[self._table.of(name)[0].name]))
+            cast = held.detach().to(getattr(torch, kinds[self._table.rows_of(name)[0].name]))
             whole = cast.full_tensor() if isinstance(cast, DTensor) else cast
             yield from self._table.views(name, whole)
 
@@ -131,13 +131,15 @@ class FsdpTrainer(TrainerRank):
         free_gathered(self._policy)
         return found
 
-    def _weights(self) -> dict[str, Tensor]:
+    def _live_weights(self) -> dict[str, Tensor]:
         return {name: local(each).detach() for name, each in self._held.items()}
 
     def _read_weights(self, folder: Path, live: dict[str, Tensor]) -> dict[str, Tensor]:
         return read_shards(open_weights(folder), self._table_of(folder), self._held, self._facts, self._dtype)
 
-    def _run(self, micro_batches: list[MicroBatch], loss: Loss, metrics: MetricAccumulator, *, backward: bool) -> None:
+    def _run_passes(
+        self, micro_batches: list[MicroBatch], loss: Loss, metrics: MetricAccumulator, *, backward: bool
+    ) -> None:
         for micro_batch in micro_batches:
             packed = pack(micro_batch, self._device)
             rows = packed.mask.nonzero()[:, 0]
@@ -208,7 +210,7 @@ class FsdpTrainer(TrainerRank):
         for name, held in self._held.items():
             mine = local(held).detach()
             first = (self._first_row(held), *(0,) * (mine.ndim - 1)) if mine.ndim else ()
-            for row in self._table.of(name):
+            for row in self._table.rows_of(name):
                 if part := row.part(mine, first):
                     found.append(Shard(row.name, *part))
         return found
@@ -250,7 +252,7 @@ class FsdpTrainer(TrainerRank):
                 found[kind] = shard
         return found
 
-    def _load(self, folder: Path) -> None:
+    def _load_checkpoint(self, folder: Path) -> None:
         names = self._parameters
         load_shards(folder, {f"{kind}.{n}": each for n in names for kind, each in self._state_of(n).items()})
 

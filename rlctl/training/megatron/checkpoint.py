@@ -40,7 +40,7 @@ class Stage:
 def saved(stage: Stage, updates: int, moments: bool) -> dict[str, TensorShard]:
     """Return weights, and moments and step counts if asked for, as this rank writes them: copies on the host."""
     kinds = KINDS if moments else KINDS[:1]
-    shards = {kind: _merged(_own_parts(stage, kind), stage.mapping) for kind in kinds}
+    shards = {kind: _merged_shards(_own_parts(stage, kind), stage.mapping) for kind in kinds}
     state = {f"{kind}.{name}": shard for kind, found in shards.items() for name, shard in found.items()}
     # Several ranks may have parts of a tensor: one has its begin.
     steps = [name for name, shard in shards["model"].items() if moments and not any(shard.start)]
@@ -60,7 +60,7 @@ def _load_kind(folder: Path, stage: Stage, kind: str) -> None:
     held = {name: p for name, p in stage.parameters.items() if p in stage.optimizer.slots}
     values = {name: torch.empty(p.shape, dtype=torch.float32) for name, p in held.items()}
     parts = [part for name, value in values.items() for part in stage.mapping.parts(name, value)]
-    shards = _merged(parts, stage.mapping)
+    shards = _merged_shards(parts, stage.mapping)
     load_shards(folder, {f"{kind}.{name}": shard for name, shard in shards.items()})
     for part in parts:
         name, _, start = stage.mapping.fused(part)
@@ -99,7 +99,7 @@ def _gathered(stage: Stage, parameter: nn.Parameter, kind: str, group: dist.Proc
     return whole.view(parameter.shape)
 
 
-def _merged(parts: Iterable[Part], mapping: Mapping) -> dict[str, TensorShard]:
+def _merged_shards(parts: Iterable[Part], mapping: Mapping) -> dict[str, TensorShard]:
     """Return one shard a tensor, of all its parts that are here; experts of a layer are fused, as in memory."""
     by_name: dict[str, list[tuple[tuple[int, ...], tuple[int, ...], Tensor]]] = {}
     for part in parts:

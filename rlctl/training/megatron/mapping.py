@@ -67,11 +67,11 @@ class Mapping:
         tensor: the parameter, or anything of its shape. Raises KeyError for a parameter without a Hugging Face tensor.
         """
         if name == "embedding.word_embeddings.weight":
-            return [self._rows(_EMBEDDING, tensor)]
+            return [self._row_part(_EMBEDDING, tensor)]
         if name == "output_layer.weight":
-            return [self._rows(_EMBEDDING if self.tied else "lm_head.weight", tensor)]
+            return [self._row_part(_EMBEDDING if self.tied else "lm_head.weight", tensor)]
         if name == "decoder.final_layernorm.weight":
-            return [_whole("model.norm.weight", tensor)]
+            return [_whole_part("model.norm.weight", tensor)]
         found = _LAYER.fullmatch(name)
         if not found:
             raise KeyError(name)
@@ -89,16 +89,16 @@ class Mapping:
 
     def _of_layer(self, layer: str, name: str, tensor: Tensor) -> Iterator[Part]:
         if name in _WHOLE:
-            yield _whole(layer + _WHOLE[name], tensor)
+            yield _whole_part(layer + _WHOLE[name], tensor)
         elif name.startswith("self_attention.linear_qkv."):
             yield from self._heads(layer, name.rpartition(".")[2], tensor)
         elif name == "self_attention.linear_proj.weight":
-            yield self._columns(layer + "self_attn.o_proj.weight", tensor)
+            yield self._column_part(layer + "self_attn.o_proj.weight", tensor)
         elif name == "mlp.linear_fc1.weight":
             for part, half in zip(("gate", "up"), tensor.chunk(2)):
-                yield self._rows(f"{layer}mlp.{part}_proj.weight", half)
+                yield self._row_part(f"{layer}mlp.{part}_proj.weight", half)
         elif name == "mlp.linear_fc2.weight":
-            yield self._columns(layer + "mlp.down_proj.weight", tensor)
+            yield self._column_part(layer + "mlp.down_proj.weight", tensor)
         elif expert := _EXPERT.fullmatch(name):
             yield from self._expert(layer, int(expert[1]), expert[2], tensor)
         else:
@@ -122,22 +122,22 @@ class Mapping:
         number = self._expert_rank * (self._config.num_moe_experts // self._expert_ranks) + local
         stem = f"{layer}mlp.experts.{number}."
         if which == "linear_fc2":
-            yield _whole(stem + "down_proj.weight", tensor)
+            yield _whole_part(stem + "down_proj.weight", tensor)
         else:
             for part, half in zip(("gate", "up"), tensor.chunk(2)):
-                yield _whole(f"{stem}{part}_proj.weight", half)
+                yield _whole_part(f"{stem}{part}_proj.weight", half)
 
-    def _rows(self, name: str, tensor: Tensor) -> Part:
+    def _row_part(self, name: str, tensor: Tensor) -> Part:
         rows, rest = tensor.shape[0], tensor.shape[1:]
         shape = (rows * self._tensors, *rest)
         return Part(name, shape, (self._tensor * rows, *(0,) * len(rest)), tensor)
 
-    def _columns(self, name: str, tensor: Tensor) -> Part:
+    def _column_part(self, name: str, tensor: Tensor) -> Part:
         rows, columns = tensor.shape
         return Part(name, (rows, columns * self._tensors), (0, self._tensor * columns), tensor)
 
 
-def _whole(name: str, tensor: Tensor) -> Part:
+def _whole_part(name: str, tensor: Tensor) -> Part:
     return Part(name, tuple(tensor.shape), (0,) * tensor.ndim, tensor)
 
 

@@ -41,10 +41,13 @@ class Optimizer:
 
     def __init__(self, ddp: Any, section: TrainerSettings, dtype: torch.dtype) -> None:
         self._section, self._ddp = section.optimizer, ddp
-        # Where Megatron has a parameter's gradient, see `_config`.
+        # Where Megatron has a parameter's gradient, see `_optimizer_config`.
         self._gradient = "decoupled_grad" if megatron_of(section).optimizer_cpu_offload else "grad"
         self._chained = get_megatron_optimizer(
-            _config(section, dtype), [ddp], config_overrides=_without_decay(ddp), use_gloo_process_groups=False
+            _optimizer_config(section, dtype),
+            [ddp],
+            config_overrides=_without_decay(ddp),
+            use_gloo_process_groups=False,
         )
         self._members = [each for each in self._chained.chained_optimizers if not each.is_stub_optimizer]
         for member in self._members:
@@ -113,7 +116,7 @@ def gradients(ddp: Any) -> list[Tensor]:
     return [buffer.grad_data for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers)]
 
 
-def _config(section: TrainerSettings, dtype: torch.dtype) -> OptimizerConfig:
+def _optimizer_config(section: TrainerSettings, dtype: torch.dtype) -> OptimizerConfig:
     own, offload = section.optimizer, megatron_of(section)
     config = OptimizerConfig(
         optimizer="adam",

@@ -70,7 +70,7 @@ class MegatronTrainer(TrainerRank):
             # Megatron sets this mark only where it draws weights at random. The gradient norm counts unmarked weights
             # once.
             p.tensor_model_parallel = not self._mapping.replicated(name)  # type: ignore[attr-defined]
-        self._read(self._folder, self._weights())
+        self._read_shaped(self._folder, self._live_weights())
         # One reduction at the end of the update; the factor by which gradients are scaled before it is 1, of experts
         # too, with `calculate_per_token_loss`.
         reduction = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
@@ -118,15 +118,17 @@ class MegatronTrainer(TrainerRank):
         parts = zip(np.split(columns.cpu().numpy(), ends), lengths)
         return [np.split(part, np.cumsum(batch)[:-1]) if batch else [] for part, batch in parts]
 
-    def _weights(self) -> dict[str, Tensor]:
+    def _live_weights(self) -> dict[str, Tensor]:
         return {name: p.detach() for name, p in self._named.items()}
 
     def _read_weights(self, folder: Path, live: dict[str, Tensor]) -> dict[str, Tensor]:
         weights = {name: torch.empty(p.shape, dtype=p.dtype) for name, p in live.items()}
-        self._read(folder, weights)
+        self._read_shaped(folder, weights)
         return weights
 
-    def _run(self, micro_batches: list[MicroBatch], loss: Loss, metrics: MetricAccumulator, *, backward: bool) -> None:
+    def _run_passes(
+        self, micro_batches: list[MicroBatch], loss: Loss, metrics: MetricAccumulator, *, backward: bool
+    ) -> None:
         def of_loss(log_probs: Tensor, entropy: Tensor, packed: Packed, real: bool) -> tuple[Tensor, LossOutput]:
             # An empty micro-batch has 0, with a gradient, so that the collectives still run.
             output = (
@@ -207,7 +209,7 @@ class MegatronTrainer(TrainerRank):
         )
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
-    def _read(self, folder: Path, weights: dict[str, Tensor]) -> None:
+    def _read_shaped(self, folder: Path, weights: dict[str, Tensor]) -> None:
         """Fill tensors that are shaped like the parameters from a Hugging Face folder."""
         files = hf_folder.WeightFiles(folder)
         for name, tensor in weights.items():
@@ -227,7 +229,7 @@ class MegatronTrainer(TrainerRank):
     def _saved(self, *, moments: bool = True) -> dict[str, TensorShard]:
         return checkpoint.saved(self._stage, self._updates, moments)
 
-    def _load(self, folder: Path) -> None:
+    def _load_checkpoint(self, folder: Path) -> None:
         checkpoint.load(folder, self._stage, self._updates)
 
 

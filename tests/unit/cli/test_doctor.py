@@ -63,7 +63,7 @@ def test_missing_packages_name_the_extra_that_brings_them(monkeypatch: pytest.Mo
 
 def test_either_stack_of_a_gpu_machine_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = {"vllm": "0.33.0", "torch": "2.14.0+cu130", "transformers": "5.20.2", "ray": "2.60.0"}
-    monkeypatch.setattr(doctor, "_version", installed.get)
+    monkeypatch.setattr(doctor, "_package_version", installed.get)
     monkeypatch.setattr(doctor, "find_spec", lambda name: True)
     monkeypatch.setattr(doctor, "import_errors", lambda names: dict.fromkeys(names))
     both = ("gpu", "gpu-next")
@@ -79,7 +79,7 @@ def test_either_stack_of_a_gpu_machine_is_right(monkeypatch: pytest.MonkeyPatch)
 def test_a_broken_companion_of_torch_is_uninstalled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(doctor, "_version", lambda name: "0.28.0")
+    monkeypatch.setattr(doctor, "_package_version", lambda name: "0.28.0")
     monkeypatch.setattr(doctor, "STUBS", {"torchvision": "0.28.0"})
     (check,) = doctor.check_companions()
     assert (check.state, check.fix) == ("broken", "pip uninstall -y torchvision")

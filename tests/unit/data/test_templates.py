@@ -45,7 +45,7 @@ def test_an_argument_from_outside_is_no_control_token_and_the_configs_own_may_be
 def test_another_process_gets_the_arguments(tokenizer: Any, tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path)
     own = Chat(load_tokenizer(str(tmp_path)), SWITCH, None, template_kwargs={"enable_thinking": False})
-    assert ChatSpec.of(own).load().prompt(USER) == own.prompt(USER)
+    assert ChatSpec.from_chat(own).load().prompt(USER) == own.prompt(USER)
 
 
 @pytest.mark.parametrize(

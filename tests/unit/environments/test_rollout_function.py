@@ -206,7 +206,7 @@ def test_an_error_of_a_callback_is_told_to_whoever_asked(monkeypatch: pytest.Mon
         raise LookupError("a defect")
 
     here = Here(function)
-    monkeypatch.setattr(FunctionEpisode, "_tell", broken)
+    monkeypatch.setattr(FunctionEpisode, "_answer_action", broken)
     failure = here.act(BeginFunction("rollout", TASK, 0)).result(60)
     assert isinstance(failure, EnvironmentFailure) and str(failure) == "function failed with LookupError: a defect"
 

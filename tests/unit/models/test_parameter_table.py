@@ -65,7 +65,7 @@ def test_a_folder_goes_through_memory_and_back_bit_by_bit(folder: Path, table: P
     targets = {name: each for name, each in (*lm.named_parameters(), *lm.named_buffers()) if table.holds(name)}
     loaded = {name: torch.full(each.shape, torch.nan) for name, each in targets.items()}
     for name, tensor in loaded.items():
-        files.read_into(table.of(name), tensor)
+        files.read_into(table.rows_of(name), tensor)
         assert not tensor.isnan().any(), name
     parts = [part for name, tensor in loaded.items() for part in table.views(name, tensor)]
     write_folder(folder, tmp_path / "out", [(row.name, row.shape, "float32") for row in table.sent], parts)

@@ -31,7 +31,7 @@ class Damaging(WholeTensorSink):
 
     def copies(self, arrived: Iterable[tuple[int, torch.Tensor]]) -> BatchedCopy:
         damage = (dict(self.tensors())["large"][-1, -1], torch.tensor(1e9))
-        return BatchedCopy([*((self._place(number), data) for number, data in arrived), damage])
+        return BatchedCopy([*((self._item_buffer(number), data) for number, data in arrived), damage])
 
 
 def receive(

@@ -147,7 +147,7 @@ def test_what_arrived_changed_is_named_with_its_owner(
     senders = [open_sender(spec, source_of(plan, held, rank, 2), CPU) for rank in range(2)]
     announce = ipc.IpcSender.publish_sums
 
-    of_rank_1 = {n for _, chunk in plan.of(1) for n in chunk.numbers}
+    of_rank_1 = {n for _, chunk in plan.chunks_of(1) for n in chunk.numbers}
 
     def wrong(transport: ipc.IpcSender, sums: StreamingChecksums, packing: Any) -> None:
         changed = SimpleNamespace(values=lambda on: {n: sum_ + (n in of_rank_1) for n, sum_ in sums.values(on).items()})

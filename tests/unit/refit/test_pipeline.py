@@ -73,7 +73,7 @@ class NoSink:
 def test_a_device_is_asked_only_for_the_next_chunk_of_each_owner() -> None:
     plan = plan_for(tensors(), world=2, buffer_bytes=1 << 18)
     transport = Wireless(plan)
-    assert all(len(list(plan.of(owner))) > 2 for owner in plan.owners)
+    assert all(len(list(plan.chunks_of(owner))) > 2 for owner in plan.owners)
     report = ChunkReceiver(transport, plan, 1, CPU, 10).receive(Header(0, plan.digest, "off"), NoSink())
     assert report.bytes == plan.payload
     assert set(transport.later) == {0}

@@ -112,7 +112,7 @@ def test_every_receiver_takes_every_chunk_and_each_owners_in_order(rows: list[Ro
     taken = plan.taken_by(receiver)
     assert sorted(number for number, _ in taken) == list(range(len(plan.chunks)))
     for owner in plan.owners:
-        assert [part for part in taken if part[1].owner == owner] == list(plan.of(owner))
+        assert [part for part in taken if part[1].owner == owner] == list(plan.chunks_of(owner))
     assert taken[0][1].owner == plan.owners[(receiver - 1) % len(plan.owners)]
 
 

@@ -17,7 +17,7 @@ def test_every_item_of_every_rank_is_a_view_of_the_weights(world: int) -> None:
     plan = plan_for(held, world, buffer_bytes=300_000)
     for rank in range(world):
         source = source_of(plan, held, rank, world)
-        for _, chunk in plan.of(rank):
+        for _, chunk in plan.chunks_of(rank):
             for n in chunk.numbers:
                 box = plan.items[n].box
                 assert torch.equal(source.view(n), held[box.name][box.slices()])

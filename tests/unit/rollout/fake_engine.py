@@ -125,7 +125,7 @@ class SteppedEngine(VllmEngine):
     def step(self) -> None:
         """Sample a token of each request, as the engine's thread would."""
         if self._requests:
-            self._step()
+            self._step_engine()
 
     def serve(self, actual: int, header: Header, torn: bool) -> None:
         """Replace the weights by the trainer's actual ones."""

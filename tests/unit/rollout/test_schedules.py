@@ -65,7 +65,7 @@ def keep_the_load(self: EngineQueue, turn: SubmittedTurn) -> None:
 
 def forget_sampling(self: GroupTable, *arguments: Any) -> list[GroupRecord]:
     for group in load_state_dict(self, *arguments):
-        self._remove(group.number)
+        self._remove_group(group.number)
     return []
 
 
@@ -75,9 +75,9 @@ def take_twice(self: GroupTable, numbers: list[int], version: int) -> list[Group
 
 def release_nothing(self: GroupTable) -> list[int]:
     for group in self.in_state(GroupState.TAKEN):
-        self._remove(group.number)
+        self._remove_group(group.number)
         group.state = GroupState.READY
-        self._add(group)
+        self._add_group(group)
     return []
 
 
@@ -93,7 +93,7 @@ def deadline_alone(self: WaitDeadline, last_step: float, explain: Callable[[], s
 
 def forget_surplus(self: GroupTable, groups: list[GroupRecord]) -> None:
     for group in groups:
-        self._remove(group.number)
+        self._remove_group(group.number)
 
 
 def fill_every_place(self: GroupTable, number: int, nothing: str | None) -> None:
@@ -144,7 +144,7 @@ def nothing(*arguments: Any) -> None:
 adopt, load_state_dict, drain = RolloutDispatcher._adopt, GroupTable.load_state_dict, RolloutBuffer.drain
 note_scores = RolloutBuffer._note_scores
 sample, submit_asked = RunningRollout.sample, RolloutDispatcher._submit_asked
-abort, remove = EngineQueue.abort, EngineQueue._remove
+abort, remove = EngineQueue.abort, EngineQueue._give_up
 MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "1 the rule keeps no deadline": (StalenessRule, "_latest", nothing),
     "1 the bound is a step wider": (StalenessRule, "deadline", lambda self, group: group.version + self.max_age + 1),
@@ -168,7 +168,7 @@ MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "8 a cancellation is swallowed": (RunningRollout, "sample", swallow_a_cancellation),
     "2 rollouts that were stopped go on": (RolloutRunner, "stop", forget_to_cancel),
     "2 the loss of an engine is not told": (RolloutBuffer, "_restarted", tell_nobody),
-    "2 the load of an engine is not given back": (EngineQueue, "_remove", keep_the_load),
+    "2 the load of an engine is not given back": (EngineQueue, "_give_up", keep_the_load),
     "2 a cancelled turn never ends": (EngineQueue, "abort", never_confirm),
     "2 tasks of a rollout are leaked": (running_call, "_all_ended", forget_tasks),
     "8 the event loop is blocked": (RolloutDispatcher, "_submit_asked", block_the_loop),

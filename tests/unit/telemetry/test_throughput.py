@@ -45,13 +45,13 @@ def test_no_time_is_no_throughput() -> None:
 
 def test_flops_a_token_are_those_of_palm_appendix_b() -> None:
     flops = TrainingFlops(8_000, ((16, None), (16, None)))
-    assert flops.of(10) == flops.of_full(10) == 6 * 8_000 + 12 * 2 * 16 * 10
+    assert flops.per_token(10) == flops.full_per_token(10) == 6 * 8_000 + 12 * 2 * 16 * 10
 
 
 def test_a_frozen_weight_costs_4_and_an_adapters_6() -> None:
     flops = TrainingFlops(8_000, ((16, None),), adapters=50)
-    assert flops.of(10) == 4 * 8_000 + 6 * 50 + 12 * 16 * 10
-    assert flops.of_full(10) == 6 * 8_050 + 12 * 16 * 10
+    assert flops.per_token(10) == 4 * 8_000 + 6 * 50 + 12 * 16 * 10
+    assert flops.full_per_token(10) == 6 * 8_050 + 12 * 16 * 10
 
 
 def test_a_run_with_adapters_records_both_shares() -> None:
@@ -65,7 +65,7 @@ def test_a_run_with_adapters_records_both_shares() -> None:
 
 
 def test_a_window_ends_the_attention_that_is_counted() -> None:
-    assert TrainingFlops(0, ((16.0, None), (16.0, 4), (16.0, 40))).of(10) == 12 * 16 * (10 + 4 + 10)
+    assert TrainingFlops(0, ((16.0, None), (16.0, 4), (16.0, 40))).per_token(10) == 12 * 16 * (10 + 4 + 10)
 
 
 def test_a_token_is_more_often_in_a_long_sequence() -> None:

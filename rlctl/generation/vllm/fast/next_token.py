@@ -71,7 +71,7 @@ class NextTokens:
         held = throttle_prefills or scheduler._pause_state != self._unpaused
         if held or not (going := self._going()):
             return self._schedule(throttle_prefills)
-        names, new_blocks, computed, sampled = self._advance(going)
+        names, new_blocks, computed, sampled = self._advance_requests(going)
         scheduler.max_num_scheduled_tokens -= len(names)
         try:
             step = self._schedule(throttle_prefills)
@@ -106,7 +106,7 @@ class NextTokens:
         enough = short <= self._manager.block_pool.get_num_free_blocks()
         return going if enough and len(going) <= scheduler.max_num_scheduled_tokens else []
 
-    def _advance(self, going: list[Any]) -> tuple[list[str], list[Any], list[int], list[int]]:
+    def _advance_requests(self, going: list[Any]) -> tuple[list[str], list[Any], list[int], list[int]]:
         """Give each request a token. Return names, blocks that are new, tokens computed before, and tokens sampled."""
         manager, blocks, size, cached, caching = self._manager, self._blocks, self._size, self._cached, self._caching
         lookahead, is_ahead = self._scheduler.num_lookahead_tokens, self._ahead

@@ -46,14 +46,14 @@ class StepOutputs:
                     found.tokens += output.new_token_ids
                     found.log_probs.append(log_probs[row[name]])
                 if output.finish_reason is not None:
-                    ended.append(self._finish(output))
+                    ended.append(self._finish_request(output))
             each.outputs = ended
         if len(running) > len(self._states):
             # Requests that were aborted.
             self._running = {name: found for name, found in running.items() if name in self._states}
         return outputs
 
-    def _finish(self, output: Any) -> Any:
+    def _finish_request(self, output: Any) -> Any:
         """Forget a finished request; return its last output, made its only one."""
         found = self._running.pop(output.request_id)
         output.new_token_ids = found.tokens

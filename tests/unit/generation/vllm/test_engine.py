@@ -123,12 +123,12 @@ def test_what_runs_waits_for_the_version_where_a_refit_lost_a_peer(monkeypatch: 
     one.step()
     with pytest.raises(Interrupted, match="engine-1 died"):
         one.refit_receive(HEADER)
-    assert not one._samples
+    assert not one._has_work
     # It takes requests meanwhile, and goes on once the version is there.
     one.submit([turn(1)])
     model.failing = ["", ""]
     one.refit_receive(HEADER)
-    assert one._samples
+    assert one._has_work
     while one.active:
         one.step()
     turns = one.collect(0.0)
