@@ -97,7 +97,7 @@ class TrainingFlops:
         return 6.0 * (self.parameters + self.adapters) + self._attention(length)
 
     def metrics(self, training: float, length: float, device: str) -> dict[str, float]:
-        """Return throughput/mfu, and with adapters throughput/mfu_6n, by `full_per_token`; nothing for an unknown device.
+        """Return throughput/mfu, with adapters throughput/mfu_6n (`full_per_token`); nothing for an unknown device.
 
         training: tokens/s/device.
         """
