@@ -72,9 +72,8 @@ class ScaleRow:
     communicators: int
     members: int
     communicator_bytes: int
-    # Bytes of the plan, and CPU seconds to pickle it.
+    # Bytes of the plan.
     plan_bytes: int
-    plan_pickled: float
     # CPU seconds of the driver.
     start: float
     rebuild: float
@@ -178,8 +177,6 @@ def _row(name: str, model: _Model, gpus: int, a_call: float) -> ScaleRow:
         plan, _, _ = plan_refit(layout, [pickle.loads(each) for each in holdings], options)
         # It travels with every refit.
         assert plan.digest
-    with _Timer() as pickling:
-        plan_bytes = len(pickle.dumps(plan))
     actors, groups = ranks + generation.num_engines, plan.owner_groups
     sent, batching = _batch(settled)
     members = max(map(len, groups)) + generation.num_engines * generation.tensor_parallel_size
@@ -195,8 +192,7 @@ def _row(name: str, model: _Model, gpus: int, a_call: float) -> ScaleRow:
         communicators=len(groups) if options.kind == "broadcast" else 0,
         members=members,
         communicator_bytes=len(groups) * communicator_bytes(nodes),
-        plan_bytes=plan_bytes,
-        plan_pickled=pickling.seconds,
+        plan_bytes=len(pickle.dumps(plan)),
         # Calls: boxes of each rank; joining of all. After a rebuild: joining, then the version.
         start=starting.seconds + (ranks + actors) * a_call,
         rebuild=2 * actors * a_call,

@@ -177,7 +177,7 @@ def _environment_rewards(spec: EnvironmentSpec, environment: Any) -> dict[str, C
 
 
 def _unusable(name: str, problem: str) -> EnvironmentContract:
-    return EnvironmentContract(name.rpartition(":")[2], [], False, False, False, [problem], [])
+    return EnvironmentContract(name.rpartition(":")[2], [], False, False, [problem], [])
 
 
 def work(connection: socket.socket) -> None:

@@ -45,8 +45,6 @@ class EnvironmentContract:
     # True if the class has `step`, `get_reward`.
     has_step: bool
     has_reward: bool
-    # True if `reset` has a parameter `seed`.
-    takes_seed: bool
     # One line for each reason why the class cannot be used.
     problems: list[str]
     # One line for each thing worth knowing.
@@ -65,9 +63,7 @@ def read_contract(environment: object, arguments: Mapping[str, Any]) -> Environm
     """Return the contract of a class. arguments: those that an instance is made with."""
     if not inspect.isclass(environment):
         reason = f"must be a class, not a {type(environment).__name__}"
-        return EnvironmentContract(
-            str(getattr(environment, "__name__", environment)), [], False, False, False, [reason], []
-        )
+        return EnvironmentContract(str(getattr(environment, "__name__", environment)), [], False, False, [reason], [])
     members = _methods(environment)
     reserved = [name for name in RESERVED if not (name == "step" and is_tool(members.get(name)))]
     tools: list[Schema] = []
@@ -82,13 +78,11 @@ def read_contract(environment: object, arguments: Mapping[str, Any]) -> Environm
                 hint = _reserved_name(name, members)
                 problems += [f"tool {name}: {each}{hint}" for each in error.args[: 1 if hint else None]]
     problems += _reserved({name: each for name, each in members.items() if name in reserved})
-    takes_seed = "seed" in inspect.signature(members["reset"]).parameters if "reset" in members else False
     return EnvironmentContract(
         environment.__name__,
         tools,
         "step" in members and "step" in reserved,
         "get_reward" in members,
-        takes_seed,
         problems,
         notes,
         metrics=_metrics(environment),

@@ -95,7 +95,7 @@ def read_function(function: Any) -> EnvironmentContract:
             inspect.signature(function).bind(None, None)
         except TypeError as error:
             problems.append(f"is called as {name}(task, policy): {error}")
-    return EnvironmentContract(name, [], False, True, False, problems, [], is_function=True)
+    return EnvironmentContract(name, [], False, True, problems, [], is_function=True)
 
 
 class FunctionEpisode:

@@ -89,9 +89,8 @@ class ScriptedEpisode:
     reward: Reward | None = None
     # Reason why it ended early.
     failure: str | None = None
-    # Seconds that `reset`, or a whole rollout function, and `get_reward` took.
+    # Seconds that `reset`, or a whole rollout function, took.
     reset_s: float = 0.0
-    reward_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -299,7 +298,6 @@ def _play_scripted(
         reward=played.reward,
         failure=played.failure or (None if closed is None else str(closed)),
         reset_s=actions["reset"][0].seconds,
-        reward_s=sum(each.seconds for each in actions["reward"]),
     )
 
 

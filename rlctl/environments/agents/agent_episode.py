@@ -60,7 +60,7 @@ StartAgent = Callable[[AgentLaunch], Callable[[], None]]
 
 def agent_contract(name: str, problems: list[str]) -> EnvironmentContract:
     """Return an agent's contract, without methods for the policy."""
-    return EnvironmentContract(name, [], False, True, False, problems, [], is_agent=True)
+    return EnvironmentContract(name, [], False, True, problems, [], is_agent=True)
 
 
 class AgentEpisode:

@@ -76,7 +76,7 @@ def names(environment: type) -> list[str]:
 def test_tools_are_the_public_methods_but_the_reserved_ones_in_alphabetical_order() -> None:
     contract = read_contract(Counter, {})
     assert (contract.name, contract.problems, contract.notes) == ("Counter", [], [])
-    assert (contract.has_reward, contract.has_step, contract.takes_seed) == (True, False, False)
+    assert (contract.has_reward, contract.has_step) == (True, False)
     assert names(Counter) == ["increment"]
     assert names(Wide) == ["about", "increment", "look"]
     assert read_contract(Wide, {}).notes == ["helper is a static method, so it is no tool"]
@@ -128,7 +128,7 @@ def test_what_is_missing_but_allowed_is_a_note() -> None:
         def reset(self, seed: int) -> None: ...
 
     contract = read_contract(Bare, {})
-    assert contract.problems == [] and contract.takes_seed
+    assert contract.problems == []
     assert [note.partition(":")[0] for note in contract.notes] == ["has no get_reward", "has neither tools nor step"]
 
 

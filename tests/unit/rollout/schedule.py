@@ -212,7 +212,7 @@ class Schedule:
             return SingleTurnPlayer()
         self.games = LateGames(self.random, self.trouble, self.events)
         limits = EpisodeLimits(3, 40, 1e9, 1, "keep")
-        contract = EnvironmentContract("Game", [], True, True, False, [], [])
+        contract = EnvironmentContract("Game", [], True, True, [], [])
         games: Any = self.games
         chat: Any = StubChat()
         if self.seed % 2:

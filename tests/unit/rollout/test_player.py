@@ -106,7 +106,7 @@ class ScriptedPool:
 
 
 def contract(has_step: bool) -> EnvironmentContract:
-    return EnvironmentContract("Game", [] if has_step else [SCHEMA], has_step, True, False, [], [])
+    return EnvironmentContract("Game", [] if has_step else [SCHEMA], has_step, True, [], [])
 
 
 def start(index: int = 0, turn: int = 40, messages: Any = ({"role": "user", "content": "play"},)) -> RolloutStart:
