@@ -13,7 +13,8 @@ from rlctl.environments.pool import UnusableEnvironmentError
 from rlctl.preflight.load import load
 from rlctl.preflight.machine import RunMachine
 from rlctl.preflight.settled import settle
-from rlctl.rollout.episode_setup import environment_pool, episode_limits, set_up
+from rlctl.rollout.episode_setup import EpisodeSetup, environment_pool, episode_limits, read_environments, set_up
+from rlctl.telemetry.metrics import Metric, ReportChart
 from tests.unit.data.conftest import CHATML, tokenizer
 from tests.unit.data.test_turn_link import STRIPS, TOOLS
 
@@ -54,6 +55,26 @@ def test_an_environment_is_read_and_begun_on_the_first_task(tokenizer: Any, tmp_
         found = set_up(chosen, pool, Chat(tokenizer, TOOLS, None), TASK)
     assert found.first == [{"role": "user", "content": "begin at 3"}] and found.tool_format == "hermes"
     assert [tool["function"]["name"] for tool in found.tools] == ["add"] and list(found.contracts) == ["Adder"]
+
+
+def test_the_metrics_that_a_class_declares_come_out_of_its_process(tokenizer: Any, tmp_path: Path) -> None:
+    """A class with another kind of `metrics` declares none."""
+    row = 'Metric("reward/speed/mean", "steps saved, mean", chart=ReportChart("Episodes and tools", "Speed"))'
+    texts = {
+        "fast": f"from rlctl.telemetry.metrics import Metric, ReportChart\n{ADDER}\n    metrics = ({row},)\n",
+        "plain": f"{ADDER}\n    metrics = {{'speed': 1}}\n",
+    }
+    for name, text in texts.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    choices = ", ".join(f"{name}: {tmp_path}/{name}.py:Adder" for name in texts)
+    chosen = config(f"environment.choices={{{choices}}}")
+    with environment_pool(chosen) as pool:
+        contracts = read_environments(chosen, pool)
+    assert contracts["plain"].metrics == []
+    setup = EpisodeSetup(contracts, None, [], [], [], [])
+    assert setup.metrics == [
+        Metric("reward/speed/mean", "steps saved, mean", chart=ReportChart("Episodes and tools", "Speed"), panel=())
+    ]
 
 
 def test_every_problem_is_told_at_once_by_its_key(tokenizer: Any, tmp_path: Path) -> None:

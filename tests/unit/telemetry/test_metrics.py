@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from rlctl.config.plugins import METRICS
+from rlctl.grpo.losses.sections import METRICS as LOSS_ROWS
+from rlctl.telemetry import metrics
 from rlctl.telemetry.metrics import (
     EPISODES,
     Metric,
@@ -79,6 +81,26 @@ def test_the_search_finds_an_undeclared_name() -> None:
     )
     undeclared = {name for name in names_in(code) if not is_declared(name)}
     assert undeclared == {"loss/polcy", "mismatch/agge_x", "new/one"}
+
+
+@pytest.mark.parametrize(
+    "page", [*PACKAGE.rglob("README.md"), PACKAGE.parent / "README.md"], ids=lambda page: page.parent.name
+)
+def test_every_metric_that_a_page_names_has_a_row(page: Path) -> None:
+    named = re.findall(r"`-?([a-z]+/[A-Za-z_/]+)`", page.read_text())
+    assert {name for name in named if name.partition("/")[0] in BEGINNINGS and not is_declared(name)} == set()
+
+
+def test_the_page_of_the_algorithm_has_every_metric_of_its_losses() -> None:
+    table = (PACKAGE / "grpo/README.md").read_text().partition("## Metrics")[2]
+    assert [row.name for row in LOSS_ROWS if f"`{row.name}`" not in table] == []
+
+
+def test_the_example_of_a_further_metric_is_one_row_with_a_chart_and_a_panel() -> None:
+    page = (PACKAGE / "dashboard/README.md").read_text()
+    (code,) = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "Metric(" in block)
+    row = eval(code, vars(metrics))  # our own text
+    assert row.chart and row.panel and MetricTable([*installed().rows, row]).find("length/median") == row
 
 
 def test_no_name_stands_in_more_than_two_files() -> None:
