@@ -29,7 +29,7 @@ from rlctl.preflight.machine import RunMachine
 from rlctl.preflight.placement import Placement, resources
 from rlctl.preflight.plan import require_served
 from rlctl.preflight.settled import Settled
-from rlctl.run.checkpoints import Checkpoints, damage_of_weights, hold, stand_in
+from rlctl.run.checkpoints import Checkpoint, damage_of_weights, hold, stand_in
 from rlctl.run.fingerprint import made_with
 from rlctl.run.run_dir import RunDir
 from rlctl.utils.process import identity
@@ -102,8 +102,9 @@ def _start(
     settled: Settled, runtime: Runtime, reader: RowReader, probe_only: bool, session: Session, stack: ExitStack
 ) -> "tuple[Loop | None, WorkerGroup, GeneratorPool | None]":
     """Start the parts, which `stack` ends. Return the loop, None if only the check was wanted, ranks and engines."""
-    config, emit = settled.config, session.events.emit
-    files = find_model(config, session.run_dir)
+    config = settled.config
+    emit = session.events.emit
+    files = find_model(config, session.run_dir, session.checkpoint)
     session.depend_on(made_with(settled, Path(files.source)))
     processes = None
     if settled.sampling:
@@ -178,10 +179,11 @@ def _settle(settled: Settled, machine: RunMachine, files: ModelFiles, emit: Emit
     return placed
 
 
-def find_model(config: RunConfig, run_dir: RunDir) -> ModelFiles:
-    """Return the files of a run's model. Raises ModelError for a checkpoint's weights that are damaged."""
-    # A resumed run brings its weights.
-    resumed = Checkpoints(run_dir.checkpoints, 1, 0).latest()
+def find_model(config: RunConfig, run_dir: RunDir, resumed: Checkpoint | None) -> ModelFiles:
+    """Return the files of a run's model. resumed: the checkpoint to go on from, which brings its weights.
+
+    Raises ModelError for a checkpoint's weights that are damaged.
+    """
     # At a restart too: the run itself may have deleted an earlier checkpoint that stood in.
     model = replace(config.model, path=stand_in(config.model.path, resumed) or config.model.path)
     checkpoint = Path(model.path).parent

@@ -91,19 +91,18 @@ def load_chats(
     session: Session, settled: Settled, files: ModelFiles, sampled: SamplingParts | None
 ) -> tuple[Chat, EndTokens]:
     """Load the tokenizer, and the recipe's, perhaps with another template. Return the run's, with its end tokens."""
-    own = _load_chat(session, settled.config, files, "")
+    configs: dict[str, RunConfig] = {"": settled.config}
+    if sampled and not settled.grpo:
+        configs["validation.recipe: "] = sampled.config
+    loaded: list[tuple[Chat, EndTokens]] = []
+    for whose, config in configs.items():
+        with session.starting(f"{whose}tokenizer"):
+            chat = load_chat(config, files.chat)
+            ends = end_tokens(config, chat)
+        session.events.emit("data", what=f"{whose}answers end at {ends}")
+        for warning in ends.warnings:
+            session.events.emit("warning", what=warning)
+        loaded.append((chat, ends))
     if sampled:
-        theirs = own if settled.grpo else _load_chat(session, sampled.config, files, "validation.recipe: ")
-        sampled.chat, sampled.ends = theirs
-    return own
-
-
-def _load_chat(session: Session, config: RunConfig, files: ModelFiles, whose: str) -> tuple[Chat, EndTokens]:
-    """Load the tokenizer by a config, and find the tokens that end an answer. whose: the config, in events."""
-    with session.starting(f"{whose}tokenizer"):
-        chat = load_chat(config, files.chat)
-        ends = end_tokens(config, chat)
-    session.events.emit("data", what=f"{whose}answers end at {ends}")
-    for warning in ends.warnings:
-        session.events.emit("warning", what=warning)
-    return chat, ends
+        sampled.chat, sampled.ends = loaded[-1]
+    return loaded[0]

@@ -272,10 +272,10 @@ class PreparedRun:
     def _require_packages(self) -> None:
         assert self.plan
         sampling = self.composed.settled.sampling
-        needed = ["torch", "transformers", "ray"]
+        packages = ["torch", "transformers", "ray"]
         if sampling is not None:
-            needed += engine_rules(sampling.config.generation.engine).packages
-        absent = [name for name in needed if find_spec(name) is None]
+            packages += engine_rules(sampling.config.generation.engine).packages
+        absent = [name for name in packages if find_spec(name) is None]
         if absent:
             extra = "gpu" if self.plan.placement and self.plan.placement.device == "cuda" else "cpu"
             mend = f"pip install 'rlctl[{extra}]'; see rlctl doctor"

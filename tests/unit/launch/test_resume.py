@@ -240,7 +240,7 @@ def test_a_run_keeps_the_checkpoint_of_another_run_and_prunes_its_own(run: Path,
         checkpoint = Path(shutil.copytree(run, run.with_name("other"))).absolute() / "checkpoints/step_4"
 
     def body(session: Session) -> None:
-        find_model(session.config, session.run_dir)
+        find_model(session.config, session.run_dir, session.checkpoint)
         Checkpoints(checkpoint.parent, 1, 0).save(6, {}, lambda folder: None)
 
     assert resume(run, body, f"model.path={checkpoint / 'hf'}") == 0
