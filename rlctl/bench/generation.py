@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlctl.bench.frame import Bench, Cells, Line, Results, ResultTable, Say, until_interrupted
+from rlctl.bench.runs import in_process
 from rlctl.bench.slow_partner import ANSWER
-from rlctl.bench.steps import in_process
 from rlctl.bench.workload import (
     PROMPT_WORDS,
     grpo_run,

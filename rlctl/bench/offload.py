@@ -4,19 +4,25 @@ It measures plain page-locked copies over the link, the trainer's mover on state
 (log-probs of all tokens, then an update) with the state in each place. Each runs in a fresh process, on one device.
 """
 
+import json
+import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlctl.bench.frame import Bench, Cells, Line, Results, ResultTable, Say, words
-from rlctl.bench.steps import in_process, random_batch, seconds_of
+from rlctl.bench.runs import in_process
 from rlctl.bench.workload import longest, make_random_model, model_problems, shape_folder
 from rlctl.config.errors import ConfigError, Problem
 from rlctl.preflight.load import load
 from rlctl.preflight.machine import RunMachine
 from rlctl.preflight.settings import TrainerSettings
+
+if TYPE_CHECKING:
+    from rlctl.training.worker import RankBatch
 
 _COPY, _ROUNDS = 1 << 30, 5
 LEFT, MOVED, HOST, OVERLAPPED = "left", "moved", "on the host", "on the host, overlapped"
@@ -269,3 +275,27 @@ def measure_steps(bench: OffloadBench, place: str, folder: Path) -> StepRow:
     parameters = trainer.info()["parameters"]
     device, host = memory["device_allocated"] / parameters, (memory["host_rss"] - before) / parameters
     return StepRow(place, log_probs, train, max(peaks[1:]), moved, device, host, losses)
+
+
+def random_batch(model: Path, tokens: int, count: int, micro_batch: int) -> "RankBatch":
+    """Return `count` random sequences of `tokens` tokens, packed into micro-batches of at most `micro_batch`.
+
+    All tokens but each sequence's first are trained on.
+    """
+    import numpy as np
+
+    from rlctl.training.micro_batching import TrainingSample, plan_micro_batches
+    from rlctl.training.worker import RankBatch
+
+    vocabulary = int(json.loads((model / "config.json").read_text())["vocab_size"])
+    rng, mask = np.random.default_rng(0), np.arange(tokens) > 0
+    samples = [TrainingSample(rng.integers(vocabulary, size=tokens).astype(np.int32), mask, {}) for _ in range(count)]
+    [plan] = plan_micro_batches([tokens] * count, 1, micro_batch)
+    return RankBatch.from_micro_batches([[samples[index] for index in batch] for batch in plan])
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    """Return the seconds that `work` takes."""
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin

@@ -1,19 +1,27 @@
-"""Whole runs of `rlctl train` as measurements of a bench, each in its own process, all on the same work."""
+"""Measurements in processes of their own: whole runs of `rlctl train` on the same work, and single functions."""
 
 import os
 import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import active_children, get_context
 from pathlib import Path
+from threading import Thread
+from typing import Any, TypeVar
 
 from rlctl.bench.frame import Say
 from rlctl.bench.workload import make_random_model, shape_folder
 from rlctl.config.errors import ConfigError, Problem
 from rlctl.telemetry.jsonl import Record, Tail, read_records
 
+Result = TypeVar("Result")
 _INTERRUPT_S = 60.0
+# Seconds between two looks of a child at its parent.
+_LOOK_S = 1.0
 # Seconds between two looks at a watched run's records.
 _WATCH_S = 0.5
 # Receives the records that a run added.
@@ -121,3 +129,33 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
         except subprocess.TimeoutExpired:
             continue
     process.kill()
+
+
+def in_process(work: Callable[..., Result], *arguments: Any) -> Result:
+    """Return `work(*arguments)` from a separate process. Its end frees device memory and process groups.
+
+    The process ends with this one, and at Ctrl-C. Raises RuntimeError with the first line of the work's error.
+    """
+    with ProcessPoolExecutor(
+        1, mp_context=get_context("spawn"), initializer=_end_with, initargs=(os.getpid(),)
+    ) as pool:
+        try:
+            return pool.submit(work, *arguments).result()
+        except Exception as error:  # of any kind: it is that process's
+            said = str(error).strip().splitlines()
+            raise RuntimeError(f"{type(error).__name__}: {said[0] if said else 'no reason given'}") from error
+        except BaseException:
+            for child in active_children():
+                child.kill()
+            raise
+
+
+def _end_with(parent: int) -> None:
+    """End this process once its parent is gone, killed perhaps: it may hold a device."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_LOOK_S)
+        os._exit(1)
+
+    Thread(target=watch, name="parent", daemon=True).start()

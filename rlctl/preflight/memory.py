@@ -9,13 +9,14 @@ device: a pass puts them in the policy's own place.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
+from rlctl.config.trainer_schema import TrainerSection
 from rlctl.models.adapters import AdapterSpec
 from rlctl.models.facts import ModelSizes
 from rlctl.preflight.backend import FLOAT32, STATES, State, StateBytes, backend_of
 from rlctl.preflight.declared_columns import Role
 from rlctl.preflight.machine import Device
-from rlctl.preflight.offload_plan import Phase, Place, residency
 from rlctl.preflight.settings import DTYPE_BYTES, Dtype, GenerationSettings, TrainerSettings
 
 # Bytes a logit while the gradient of a chunk is made. torch keeps its steps apart (measured) unless it fuses them: then
@@ -29,6 +30,43 @@ REFIT_GROUPS = 2
 _COMMUNICATOR_BYTES = {"within": 1 << 29, "between": (1 << 34) // 10}
 # Bytes of an engine for CUDA's context, graphs and the longest prefill, and for each logit that it samples from.
 _ENGINE_BYTES, _SAMPLED_LOGIT_BYTES = 6 << 30, 12
+
+
+# Table of where a trainer's state is in each phase of a step, for any backend. A backend moves its tensors by it
+# (`training.offload`), the forecast counts by it, `--dry-run` prints it.
+Phase = Literal["generate", "log_probs", "train", "refit", "checkpoint"]
+# none: freed, and allocated again when it is needed.
+Place = Literal["device", "host", "none"]
+Residency = dict[Phase, dict[State, Place]]
+
+PHASES: tuple[Phase, ...] = ("generate", "log_probs", "train", "refit", "checkpoint")
+
+
+def residency(trainer: TrainerSection, shared: bool) -> Residency:
+    """Return the table. shared: engines are on the trainer's devices and sleep while it trains.
+
+    generate: engines are awake, the trainer rests. A refit and a checkpoint come while engines are awake or wake up, so
+    state on the host stays there. log_probs: the pass of policy and reference before the update; state that was away
+    until then comes back for the update alone.
+    """
+    pinned = backend_of(trainer).optimizer_on_host(trainer)
+    for_engines = pinned or (shared and trainer.offload_optimizer_for_generation)
+    for_log_probs = for_engines or trainer.offload_optimizer_for_logprob
+    hosted: dict[Phase, bool] = {
+        "generate": for_engines,
+        "log_probs": for_log_probs,
+        "train": pinned,
+        "refit": for_engines,
+        "checkpoint": for_engines,
+    }
+    return {
+        phase: {
+            "parameters": "device",
+            "gradients": "device" if phase == "train" else "none",
+            "optimizer": "host" if hosted[phase] else "device",
+        }
+        for phase in PHASES
+    }
 
 
 @dataclass(frozen=True)

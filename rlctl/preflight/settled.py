@@ -27,7 +27,7 @@ from rlctl.preflight.declared_columns import (
 )
 from rlctl.preflight.derived import NotKnownError, derived
 from rlctl.preflight.machine import Device, RunMachine
-from rlctl.preflight.offload_plan import PHASES, Phase
+from rlctl.preflight.memory import PHASES, Phase
 from rlctl.preflight.settings import Choice, Dtype, GenerationSettings, TrainerSettings
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlctl.preflight.backend import STATES, State
-from rlctl.preflight.offload_plan import PHASES, Phase, Place, Residency
+from rlctl.preflight.memory import PHASES, Phase, Place, Residency
 from rlctl.utils.device_stream import DeviceStream, Span, elapsed
 
 # Bytes: each tensor begins at a multiple of this in the buffer, which suits copy engines and every dtype.

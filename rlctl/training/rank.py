@@ -317,14 +317,14 @@ class TrainerRank(ABC):
 
     def rest(self) -> None:
         """Give device memory to the engines that share the device: unused cached memory, and the states that
-        `offload_plan.residency()` has on the host during generation."""
+        `memory.residency()` has on the host during generation."""
         self._state.enter("generate")
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def memory(self) -> dict[str, float]:
         """Return `process_memory()` and the bytes moved so far between device and host by the table of
-        `offload_plan.residency()`: moved_to_host, moved_to_device."""
+        `memory.residency()`: moved_to_host, moved_to_device."""
         return process_memory(self._device) | self._state.totals()
 
     def info(self) -> dict[str, Any]:

@@ -109,15 +109,6 @@ class Update:
                 self._trainer.group.call(TrainerWorker.discard)
 
 
-def worthwhile_tokens(section: TrainerSettings) -> int:
-    """Return the fewest tokens of a part of an update that are worth a call.
-
-    Whole groups fill the last of their micro-batches half, and a pipeline needs several to keep its stages busy.
-    """
-    shape = layout_of(section)
-    return 2 * shape.pipeline * section.micro_batch_tokens * shape.data
-
-
 class TrainerGroup:
     """Splits batches over a group's shards of data, in micro-batches of at most `micro_batch_tokens`.
 
@@ -130,7 +121,10 @@ class TrainerGroup:
         # True for a model whose sequences have a row each.
         self.padded = section.padded
         self._shards = layout_of(section).shards
-        self.worthwhile = worthwhile_tokens(section)
+        # Fewest tokens of a part of an update that are worth a call: whole groups fill the last of their micro-batches
+        # half, and a pipeline needs several to keep its stages busy.
+        shape = layout_of(section)
+        self.worthwhile = 2 * shape.pipeline * section.micro_batch_tokens * shape.data
 
     def prepare(self, sequences: Rows[TrainingSample], needs: LossNeeds = NOTHING_NEEDED) -> PreparedBatch:
         """Do the part of an update that needs no rank. May run on any thread, also while the ranks work."""

@@ -262,7 +262,7 @@ def test_a_key_in_a_message_or_on_a_page_is_in_the_schema() -> None:
     ("name", "known"),
     [
         ("config.residency", False),
-        ("offload_plan.residency", True),
+        ("memory.residency", True),
         ("trainer.micro_batch_token", False),
         ("trainer.micro_batch_tokens", True),
         ("config.trainer.micro_batch_tokens", True),

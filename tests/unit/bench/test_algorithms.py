@@ -10,8 +10,7 @@ import pytest
 from rich.console import Console
 
 from rlctl.bench import algorithms
-from rlctl.bench.algorithm_results import AlgorithmResults, AlgorithmRow, LearningCurve, learning_curve
-from rlctl.bench.algorithms import AlgorithmBench
+from rlctl.bench.algorithms import AlgorithmBench, AlgorithmResults, AlgorithmRow, LearningCurve, learning_curve
 from rlctl.cli.bench_frame import show
 from rlctl.config.schema import GrpoConfig
 from rlctl.preflight.load import load

@@ -7,7 +7,7 @@ import pytest
 from rlctl.config.trainer_schema import TrainerSection
 from rlctl.preflight.backend import STATES
 from rlctl.preflight.load import load
-from rlctl.preflight.offload_plan import PHASES, Phase, residency
+from rlctl.preflight.memory import PHASES, Phase, residency
 
 LOG_PROBS, GENERATION = "trainer.offload_optimizer_for_logprob=true", "trainer.offload_optimizer_for_generation=true"
 ON_HOST = ("trainer.backend=megatron", "trainer.megatron.optimizer_cpu_offload=true")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlctl.preflight.offload_plan import PHASES, Residency
+from rlctl.preflight.memory import PHASES, Residency
 from rlctl.training import offload
 from rlctl.training.offload import OffloadedTensors, OffloadManager
 
