@@ -19,14 +19,14 @@ import torch
 import torch.multiprocessing as mp
 
 from rlctl.config.errors import ConfigError
+from rlctl.evaluation.evaluation_configs import checked_run
 from rlctl.evaluation.model_check import check_model
 from rlctl.evaluation.model_facts import Finding
-from rlctl.evaluation.settings import checked_run
 from rlctl.evaluation.target import find_target
 from rlctl.models.derive import load_facts
 from rlctl.models.hf_folder import WeightFiles
 from rlctl.models.layer_kinds import unusual_parts
-from rlctl.refit.plan import RefitPlan
+from rlctl.refit.refit_plan import RefitPlan
 from tests.system.training.scenario import WeightedLoss, sequences, share, totals, trainer, weights
 from tests.zoo import FAMILIES, make_family
 
@@ -36,7 +36,7 @@ IMPORTS = (
     "vllm.v1.engine.llm_engine",
     "vllm.v1.worker.cpu_worker",
     "rlctl.generation.vllm.engine",
-    "rlctl.generation.vllm.worker",
+    "rlctl.generation.vllm.worker_extension",
 )
 DATA = sequences(6)
 # Versions that a table is of.

@@ -22,8 +22,8 @@ from rlctl.bench.frame import Bench, Cells, Line, Results, ResultTable, Say
 from rlctl.bench.workload import random_words, word_tokenizer
 from rlctl.data.chat import ChatSpec
 from rlctl.data.tasks import Task
+from rlctl.environments.environment_pool import EnvironmentPool
 from rlctl.environments.outcomes import AgentSpec, EnvironmentSpec
-from rlctl.environments.pool import EnvironmentPool
 from rlctl.generation.requests import Completion, RolloutId, TurnRequest
 from rlctl.rollout.players.agent import AgentPlayer
 from rlctl.rollout.players.episode_state import EpisodeLimits

@@ -7,13 +7,13 @@ from torch import Tensor
 
 from rlctl.bench.rounds import BenchEnd, Measured, Meeting, Timing
 from rlctl.bench.weights import make_tensor
+from rlctl.generation.vllm.adapter_layers import EngineAdapters
 from rlctl.generation.vllm.adapter_loader import installed
-from rlctl.generation.vllm.adapters import EngineAdapters
 from rlctl.generation.vllm.param_layout import UnsupportedLayout, find_regions
-from rlctl.generation.vllm.worker import RefitWorker
-from rlctl.refit.plan import RefitPlan
+from rlctl.generation.vllm.worker_extension import RefitWorker
 from rlctl.refit.protocol import Checks, Header, TransportSpec
-from rlctl.refit.sink import WholeTensorSink
+from rlctl.refit.refit_plan import RefitPlan
+from rlctl.refit.weight_sink import WholeTensorSink
 
 
 class BenchWorker(RefitWorker):

@@ -109,7 +109,7 @@ class GenerationBench(Bench):
         return PROMPT_WORDS + 3 + self.tokens + max(self.turns, default=1) * _BETWEEN
 
     def measure(self, folder: Path, say: Say) -> "GenerationResults":
-        from rlctl.data.load import load_chat
+        from rlctl.data.load_data import load_chat
         from rlctl.launch.engines import engines
         from rlctl.launch.sampling import make_runner
         from rlctl.models.model_files import ModelFiles

@@ -19,10 +19,10 @@ from rlctl.bench.workload import longest, make_random_model, model_problems, sha
 from rlctl.config.errors import ConfigError, Problem
 from rlctl.preflight.load import load
 from rlctl.preflight.machine import RunMachine
-from rlctl.preflight.settings import TrainerSettings
+from rlctl.preflight.trainer_settings import TrainerSettings
 
 if TYPE_CHECKING:
-    from rlctl.training.worker import RankBatch
+    from rlctl.training.trainer_worker import RankBatch
 
 _COPY, _ROUNDS = 1 << 30, 5
 LEFT, MOVED, HOST, OVERLAPPED = "left", "moved", "on the host", "on the host, overlapped"
@@ -240,7 +240,7 @@ def measure_steps(bench: OffloadBench, place: str, folder: Path) -> StepRow:
     from rlctl.training.interface import Totals
     from rlctl.training.offload import process_memory
     from rlctl.training.spec import TrainerSpec
-    from rlctl.training.worker import TrainerWorker
+    from rlctl.training.trainer_worker import TrainerWorker
 
     model, meeting = str(folder / "model"), f"file://{folder / place}"
     updated_there, count = place in (HOST, OVERLAPPED), 1 + bench.steps
@@ -285,7 +285,7 @@ def random_batch(model: Path, tokens: int, count: int, micro_batch: int) -> "Ran
     import numpy as np
 
     from rlctl.training.micro_batching import TrainingSample, plan_micro_batches
-    from rlctl.training.worker import RankBatch
+    from rlctl.training.trainer_worker import RankBatch
 
     vocabulary = int(json.loads((model / "config.json").read_text())["vocab_size"])
     rng, mask = np.random.default_rng(0), np.arange(tokens) > 0

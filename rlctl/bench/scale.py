@@ -25,8 +25,8 @@ from rlctl.preflight.load import load
 from rlctl.preflight.memory import communicator_bytes, refit_bytes
 from rlctl.preflight.plan import RunPlan, make_plan
 from rlctl.preflight.settled import SettledGrpo
-from rlctl.refit.plan import Layout, TensorSlice, layout_digest
 from rlctl.refit.refit import make_plan as plan_refit
+from rlctl.refit.refit_plan import Layout, TensorSlice, layout_digest
 from rlctl.refit.sender import Holding
 from rlctl.training.micro_batching import TrainingSample
 from rlctl.training.trainer_group import TrainerGroup

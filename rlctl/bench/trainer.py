@@ -7,8 +7,8 @@ import torch
 from rlctl.bench.rounds import BenchEnd, Measured, Meeting, Timing
 from rlctl.bench.weights import NamedShape, RandomShards, parameters_of
 from rlctl.models.adapters import AdapterSpec
-from rlctl.refit.plan import RefitPlan
 from rlctl.refit.protocol import Checks, Header, TransportSpec
+from rlctl.refit.refit_plan import RefitPlan
 from rlctl.refit.sender import SendsWeights
 from rlctl.utils.ports import free_port
 

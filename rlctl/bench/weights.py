@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rlctl.refit.source import Shard
+from rlctl.refit.weight_source import Shard
 
 NamedShape = tuple[str, tuple[int, ...]]
 

@@ -67,7 +67,7 @@ def chat(
     ] = False,
 ) -> None:
     """Talk to a model. /new begins another conversation; /help says more; Ctrl-C stops an answer; Ctrl-D ends."""
-    from rlctl.evaluation.settings import config_of
+    from rlctl.evaluation.evaluation_configs import config_of
     from rlctl.evaluation.target import find_target
     from rlctl.workers.reaper import scratch_folder
 
@@ -196,7 +196,7 @@ def _environment(name: str | None, config: "GrpoConfig") -> "EnvironmentSpec | N
     """Return the environment of the tools, with the run's arguments if it is the run's. Raises ConfigError."""
     from rlctl.config.plugins import ENVIRONMENTS
     from rlctl.environments.outcomes import EnvironmentSpec
-    from rlctl.evaluation.settings import arguments_of
+    from rlctl.evaluation.evaluation_configs import arguments_of
     from rlctl.preflight.check_inputs import require_plugin
 
     own = config.environment

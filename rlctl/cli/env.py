@@ -88,7 +88,7 @@ def check(
     from rlctl.data.files import DataError
     from rlctl.environments.outcomes import AgentSpec, EnvironmentSpec, command_of
     from rlctl.evaluation.environment_check import EPISODES, check_environment, rows_to_try
-    from rlctl.evaluation.settings import arguments_of, config_of, episodes_config
+    from rlctl.evaluation.evaluation_configs import arguments_of, config_of, episodes_config
     from rlctl.evaluation.target import find_target
     from rlctl.preflight.check_inputs import require_plugin
 

@@ -81,7 +81,7 @@ def _evaluate(
     to: Path | None,
     save_every: int,
 ) -> list[dict[str, Any]]:
-    from rlctl.evaluation.settings import measured_configs
+    from rlctl.evaluation.evaluation_configs import measured_configs
     from rlctl.evaluation.target import find_target
 
     target = find_target(text, runs_folder(), step)
@@ -96,8 +96,8 @@ def _evaluate(
 
 
 def _rescore(source: Path, arguments: list[str], step: int | None, to: Path | None) -> list[dict[str, Any]]:
+    from rlctl.evaluation.evaluation_configs import load_measured
     from rlctl.evaluation.rescore import find_answers, rescore
-    from rlctl.evaluation.settings import load_measured
 
     recipe, overrides = split(arguments)
     answers = find_answers(source, runs_folder(), step)

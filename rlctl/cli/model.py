@@ -40,7 +40,7 @@ def check(
     from dataclasses import asdict
 
     from rlctl.config.builtin import runs_folder
-    from rlctl.evaluation.settings import checked_run
+    from rlctl.evaluation.evaluation_configs import checked_run
     from rlctl.evaluation.target import find_target
     from rlctl.workers.reaper import scratch_folder
 

@@ -16,7 +16,7 @@ from rlctl.dashboard.formats import count
 from rlctl.preflight.memory import Memory, PlacedState
 from rlctl.preflight.placement import Placement
 from rlctl.preflight.plan import RunPlan, Schedule
-from rlctl.preflight.settings import Choice
+from rlctl.preflight.trainer_settings import Choice
 
 if TYPE_CHECKING:
     from rlctl.data.end_tokens import EndTokens

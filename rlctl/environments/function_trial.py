@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlctl.environments.contract import Reward
+from rlctl.environments.environment_pool import EnvironmentPool
 from rlctl.environments.messages import AgentAnswer, AgentEnded, AgentTurn, AgentWaits, FunctionWaits, Sampled
 from rlctl.environments.outcomes import EnvironmentFailure
-from rlctl.environments.pool import EnvironmentPool
 
 # Samples that get an answer. Any further one gets three empty lists, as at the end of a budget.
 MOST_SAMPLES = 8

@@ -10,11 +10,11 @@ from typing import Any
 
 from rlctl.config.schema import GrpoConfig
 from rlctl.data.chat import Chat, ChatSpec
-from rlctl.data.load import end_tokens, load_chat
+from rlctl.data.load_data import end_tokens, load_chat
 from rlctl.data.tasks import Task
 from rlctl.environments.contract import Message, opening
+from rlctl.environments.environment_pool import EnvironmentPool, UnusableEnvironmentError
 from rlctl.environments.outcomes import AgentSpec, EnvironmentFailure, EnvironmentSpec
-from rlctl.environments.pool import EnvironmentPool, UnusableEnvironmentError
 from rlctl.evaluation.target import Target
 from rlctl.launch.engines import engines
 from rlctl.models.model_files import ModelFiles

@@ -9,7 +9,7 @@ from pathlib import Path
 from rlctl.config.data_schema import DatasetSection
 from rlctl.config.schema import GrpoConfig
 from rlctl.data.datasets import Row
-from rlctl.data.load import end_tokens, load_chat, load_prompts
+from rlctl.data.load_data import end_tokens, load_chat, load_prompts
 from rlctl.grpo.group_record import group_records
 from rlctl.launch.engines import engines
 from rlctl.launch.sampling import decoder, make_runner

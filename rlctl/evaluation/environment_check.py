@@ -21,10 +21,10 @@ from rlctl.data.datasets import Row, load_rows
 from rlctl.data.files import DataError
 from rlctl.data.tasks import Task
 from rlctl.environments.contract import EnvironmentContract, Message, Observation, Reward, opening
+from rlctl.environments.environment_pool import EnvironmentPool, UnusableEnvironmentError
 from rlctl.environments.function_trial import try_function
 from rlctl.environments.outcomes import EnvironmentFailure, EnvironmentSpec
 from rlctl.environments.plain_chat import PLAIN_FORMAT, PlainChat
-from rlctl.environments.pool import EnvironmentPool, UnusableEnvironmentError
 from rlctl.environments.tool_formats import ToolCall
 from rlctl.environments.tool_schema import Schema
 from rlctl.environments.tool_values import listed, properties_of, schema_types

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.data.chat import Chat
-from rlctl.data.load import end_tokens, load_chat
+from rlctl.data.load_data import end_tokens, load_chat
 from rlctl.data.tasks import Task
 from rlctl.evaluation.figures import result_of
 from rlctl.evaluation.store import DamagedResult, EvaluationFolder, digest_of, digest_of_rows

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from rlctl.config.run_weights import is_adapter
-from rlctl.data.load import load_chat
+from rlctl.data.load_data import load_chat
 from rlctl.evaluation.closeness import Closeness, Side, compare
 from rlctl.evaluation.engine_process import EngineProcess
 from rlctl.evaluation.greedy_answers import GreedyAnswer, judge_greedy
@@ -44,10 +44,10 @@ from rlctl.models.merge_adapter import write_merged
 from rlctl.models.model_files import ModelFiles
 from rlctl.preflight.placement import Placement
 from rlctl.preflight.plan import require_served
-from rlctl.preflight.settings import TrainerSettings
 from rlctl.preflight.settled import SettledGrpo
-from rlctl.refit.plan import RefitPlan
+from rlctl.preflight.trainer_settings import TrainerSettings
 from rlctl.refit.protocol import Header, Mode, TransportSpec
+from rlctl.refit.refit_plan import RefitPlan
 from rlctl.refit.sender import SendsWeights
 from rlctl.training.interface import LossNeeds, LossOutput, TokenBatch, Totals
 from rlctl.training.metric_rows import GRAD_NORM

@@ -14,7 +14,7 @@ from rlctl.config.run_weights import chat_folder
 from rlctl.config.schema import GrpoConfig
 from rlctl.dashboard.formats import count
 from rlctl.data.datasets import Row
-from rlctl.data.load import part_of
+from rlctl.data.load_data import part_of
 from rlctl.data.rows import is_chat, question
 from rlctl.data.tasks import Task
 from rlctl.evaluation.figures import result_of

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from rlctl.environments.environment_pool import EnvironmentPool
 from rlctl.environments.plain_chat import TOOLS_MARK, text_bytes
-from rlctl.environments.pool import EnvironmentPool
 from rlctl.environments.tool_formats import ToolCall
 from rlctl.environments.tool_schema import Schema
 from rlctl.generation.requests import Completion, TurnRequest

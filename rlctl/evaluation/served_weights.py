@@ -15,8 +15,8 @@ from rlctl.generation.engine import LoadMode
 from rlctl.generation.requests import Completion
 from rlctl.models.facts import ModelFacts
 from rlctl.models.weight_headers import DTYPES, weight_headers
-from rlctl.refit.plan import Layout
-from rlctl.refit.source import Shard
+from rlctl.refit.refit_plan import Layout
+from rlctl.refit.weight_source import Shard
 
 # Numbers of the largest tensor that gets other values if an update leaves it as it is. Larger ones are matrices, which
 # an update moves.

@@ -21,7 +21,7 @@ from rlctl.dashboard.formats import count
 from rlctl.data.tasks import Task
 from rlctl.rollout.buffer_checkpoint import load_groups, save_groups
 from rlctl.rollout.types import RolloutGroup
-from rlctl.run.manifest import find_damage, write_manifest
+from rlctl.run.file_manifest import find_damage, write_manifest
 from rlctl.telemetry.jsonl import Record
 from rlctl.utils.files import sync, write_whole
 

@@ -11,7 +11,7 @@ from rlctl.config.run_weights import is_adapter, is_checkpoint, is_model
 from rlctl.models.facts import has_weights
 from rlctl.models.weight_headers import lacking
 from rlctl.run.checkpoints import Checkpoint, Checkpoints, damage_of_weights, hold
-from rlctl.run.manifest import MANIFEST
+from rlctl.run.file_manifest import MANIFEST
 from rlctl.run.run_dir import RunDir, RunDirError, find_run, model_name
 
 _ENDS = 1 << 20

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from rlctl.generation.requests import PackedCompletions, RequestId, TurnRequest
-from rlctl.refit.plan import ReceivesWeights
 
 # An engine of a user imports `LoadMode` from here.
 from rlctl.refit.protocol import LoadMode as LoadMode
+from rlctl.refit.refit_plan import ReceivesWeights
 
 # Device memory that an engine gives back when it sleeps, and takes again part by part.
 MemoryPart = Literal["weights", "kv_cache"]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from rlctl.data.cursor import TaskSource
 from rlctl.data.tasks import Task
-from rlctl.generation.pool import GeneratorPool
+from rlctl.generation.generator_pool import GeneratorPool
 from rlctl.rollout.dispatcher import RolloutDispatcher
 from rlctl.rollout.runner import RolloutRunner
 from rlctl.rollout.scoring import GroupScorer

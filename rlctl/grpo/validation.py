@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from rlctl.config.schema import GrpoConfig
 from rlctl.data.tasks import Task
-from rlctl.generation.pool import GeneratorPool
+from rlctl.generation.generator_pool import GeneratorPool
 from rlctl.grpo.group_record import group_records, recorded_keys
 from rlctl.grpo.metrics import validation_metrics
 from rlctl.rollout.dispatcher import RolloutDispatcher

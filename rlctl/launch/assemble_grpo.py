@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from rlctl.data.chat import Chat
 from rlctl.data.cursor import TaskSource
-from rlctl.data.load import RunRows
+from rlctl.data.load_data import RunRows
 from rlctl.data.tasks import Task
 from rlctl.launch.loading import RunData, load_run_tasks
 from rlctl.launch.precompile import precompile, precompiles
@@ -107,7 +107,7 @@ class GrpoParts:
     def _monitor(self, device: Device, trainer: "TrainerGroup") -> "ResourceMonitor":
         from rlctl.generation.engine import Engine
         from rlctl.telemetry.resource_monitor import ResourceMonitor
-        from rlctl.training.worker import TrainerWorker
+        from rlctl.training.trainer_worker import TrainerWorker
 
         memories = {
             "trainer": lambda: trainer.group.call(TrainerWorker.memory),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rlctl.config.schema import CompiledGraphSection
 from rlctl.data.chat import Chat
 from rlctl.data.cursor import SampleSource
-from rlctl.data.load import RunRows
+from rlctl.data.load_data import RunRows
 from rlctl.data.mixture import step_lengths
 from rlctl.data.tasks import SupervisedSample, Task
 from rlctl.launch.loading import RunData, load_run_samples

@@ -14,7 +14,7 @@ from rlctl.config.errors import ModelError
 from rlctl.config.schema import RunConfig
 from rlctl.data.chat import Chat
 from rlctl.data.cursor import RowSource
-from rlctl.data.load import RowReader, RunRows
+from rlctl.data.load_data import RowReader, RunRows
 from rlctl.data.mixture import order_of
 from rlctl.launch.assemble_grpo import GrpoParts
 from rlctl.launch.assemble_sft import SftParts
@@ -36,7 +36,7 @@ from rlctl.utils.process import identity
 from rlctl.workers.user_logs import Emit
 
 if TYPE_CHECKING:
-    from rlctl.generation.pool import GeneratorPool
+    from rlctl.generation.generator_pool import GeneratorPool
     from rlctl.run.loop import Loop
     from rlctl.training.trainer_group import TrainerGroup
     from rlctl.workers.group import WorkerGroup
@@ -93,7 +93,7 @@ def assemble(settled: Settled, runtime: Runtime, reader: RowReader, probe_only: 
                 loop.run(session.start)
         if pool:
             # Ranks free the refit's memory. After a failure they may not answer, and are only killed.
-            from rlctl.training.worker import TrainerWorker
+            from rlctl.training.trainer_worker import TrainerWorker
 
             group.call(TrainerWorker.close)
 
@@ -136,7 +136,7 @@ def _start(
     # Trainer ranks and engines start side by side. The slow imports come here, after the run has been announced.
     from rlctl.launch.worker_specs import trainer_specs
     from rlctl.training.trainer_group import TrainerGroup
-    from rlctl.training.worker import TrainerWorker
+    from rlctl.training.trainer_worker import TrainerWorker
     from rlctl.workers.group import WorkerGroup
 
     specs = trainer_specs(session, placed, files, allocation)

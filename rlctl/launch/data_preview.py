@@ -15,7 +15,7 @@ from rlctl.config.schema import RunConfig
 from rlctl.data.chat import Chat
 from rlctl.data.cursor import Drawn, RowSource
 from rlctl.data.end_tokens import EndTokens
-from rlctl.data.load import DataPart, end_tokens, load_prompts, load_samples, part_of
+from rlctl.data.load_data import DataPart, end_tokens, load_prompts, load_samples, part_of
 from rlctl.data.mixture import order_of, step_lengths
 from rlctl.data.tasks import SupervisedSample
 from rlctl.data.tokenize import LengthReport

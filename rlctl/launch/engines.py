@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlctl.config.errors import ModelError
-from rlctl.generation.pool import GeneratorPool
+from rlctl.generation.generator_pool import GeneratorPool
 from rlctl.launch.local_ray import local_ray
 from rlctl.launch.runtime import Allocation
 from rlctl.launch.worker_specs import engine_slots, engine_spec

@@ -17,7 +17,7 @@ from rlctl.config.schema import GrpoConfig, RunConfig
 from rlctl.data.chat import Chat
 from rlctl.data.datasets import Row, load_rows, shown
 from rlctl.data.files import DataError, files_of
-from rlctl.data.load import (
+from rlctl.data.load_data import (
     load_chat,
     load_prompts,
     may_have_unknown_text,
@@ -27,7 +27,7 @@ from rlctl.data.load import (
 from rlctl.data.row_columns import describe_columns, first_column
 from rlctl.data.rows import question
 from rlctl.data.tokenize import tokenize_prompts, tokenize_samples
-from rlctl.environments.pool import UnusableEnvironmentError
+from rlctl.environments.environment_pool import UnusableEnvironmentError
 from rlctl.grpo.advantages.trial import UnusableAdvantageError, try_advantage
 from rlctl.models.model_sizes import config_file
 from rlctl.preflight.load import Composed

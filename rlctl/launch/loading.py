@@ -12,7 +12,7 @@ from rlctl.config.schema import RunConfig
 from rlctl.data.chat import Chat
 from rlctl.data.cursor import Drawn
 from rlctl.data.end_tokens import EndTokens
-from rlctl.data.load import RunRows, end_tokens, load_chat, load_prompts, load_samples
+from rlctl.data.load_data import RunRows, end_tokens, load_chat, load_prompts, load_samples
 from rlctl.data.mixture import first_of_each
 from rlctl.data.tasks import SupervisedSample, Task
 from rlctl.data.tokenize import LengthReport

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from rlctl.config.errors import ConfigError, ModelError, Problem, UserError, located
 from rlctl.data.end_tokens import EndTokens
 from rlctl.data.files import DataError, files_of
-from rlctl.data.load import RowReader, RunRows, end_tokens, part_of
+from rlctl.data.load_data import RowReader, RunRows, end_tokens, part_of
 from rlctl.launch.first_row import check_first_rows, local_chat, runs_others_code, try_all, try_environments
 from rlctl.launch.loading import load_run_samples, load_run_tasks
 from rlctl.launch.resume import Resumed, find_resumed, refuse_contradictions, replace_lost_model

@@ -14,21 +14,21 @@ from rlctl.config.schema import GrpoConfig
 from rlctl.data.chat import Chat
 from rlctl.data.end_tokens import EndTokens
 from rlctl.data.files import DataError
-from rlctl.data.load import load_prompts, part_of
+from rlctl.data.load_data import load_prompts, part_of
 from rlctl.data.mixture import first_of_each
 from rlctl.data.tasks import Task
 from rlctl.launch.runtime import Allocation
 from rlctl.launch.session import Session
 from rlctl.models.model_files import ModelFiles
 from rlctl.preflight.placement import Placement, transport_of
-from rlctl.preflight.settings import DTYPE_BYTES
 from rlctl.preflight.settled import SettledGrpo
+from rlctl.preflight.trainer_settings import DTYPE_BYTES
 from rlctl.workers.reaper import SHARED_MEMORY, free_bytes
 from rlctl.workers.user_logs import Emit
 
 if TYPE_CHECKING:
-    from rlctl.environments.pool import EnvironmentPool
-    from rlctl.generation.pool import GeneratorPool
+    from rlctl.environments.environment_pool import EnvironmentPool
+    from rlctl.generation.generator_pool import GeneratorPool
     from rlctl.rewards.scorer import Scorer
     from rlctl.rollout.dispatcher import RolloutDispatcher
     from rlctl.rollout.episode_setup import EpisodeSetup
@@ -97,7 +97,7 @@ class SamplingParts:
 
     def start_engines(self, allocation: Allocation) -> "GeneratorPool":
         """Start the engines, with the tokens that end an answer, without waiting."""
-        from rlctl.generation.pool import GeneratorPool
+        from rlctl.generation.generator_pool import GeneratorPool
         from rlctl.launch.worker_specs import engine_slots, engine_spec
 
         session, config = self.session, self.config

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from rlctl.config.schema import CheckpointSection
-from rlctl.generation.pool import EngineSlot
+from rlctl.generation.generator_pool import EngineSlot
 from rlctl.generation.spec import EngineSpec, ForcedLengths, engine_kind, engine_options
 from rlctl.launch.runtime import Allocation
 from rlctl.launch.session import Session
@@ -19,7 +19,7 @@ from rlctl.telemetry.throughput import TrainingFlops
 from rlctl.training.profile import ProfileSpec
 from rlctl.training.rank_checkpoint import Copies
 from rlctl.training.spec import TrainerSpec
-from rlctl.training.worker import TrainerWorker
+from rlctl.training.trainer_worker import TrainerWorker
 from rlctl.workers.group import WorkerSpec
 from rlctl.workers.waits import Waits
 

@@ -16,7 +16,7 @@ from rlctl.config.errors import BrokenValueError
 from rlctl.config.trainer_schema import TrainerSection
 from rlctl.models.facts import ModelSizes
 from rlctl.preflight.parallel_layout import Layout
-from rlctl.preflight.settings import TrainerSettings
+from rlctl.preflight.trainer_settings import TrainerSettings
 
 FLOAT32 = 4
 State = Literal["parameters", "gradients", "optimizer"]

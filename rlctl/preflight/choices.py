@@ -16,7 +16,7 @@ from rlctl.models.facts import ModelSizes
 from rlctl.preflight.backend import backend_of
 from rlctl.preflight.machine import Device
 from rlctl.preflight.memory import engine_bytes, placed_states, refit_bytes, token_bytes, trainer_bytes
-from rlctl.preflight.settings import DTYPE_BYTES, Choice, Dtype, GenerationSettings, TrainerSettings
+from rlctl.preflight.trainer_settings import DTYPE_BYTES, Choice, Dtype, GenerationSettings, TrainerSettings
 
 GIB = 1 << 30
 # Share of a device that a forecast may fill. Measured peaks were 80 to 95% of their forecasts (bench/README.md).

@@ -17,7 +17,7 @@ from rlctl.models.facts import ModelSizes
 from rlctl.preflight.backend import FLOAT32, STATES, State, StateBytes, backend_of
 from rlctl.preflight.declared_columns import Role
 from rlctl.preflight.machine import Device
-from rlctl.preflight.settings import DTYPE_BYTES, Dtype, GenerationSettings, TrainerSettings
+from rlctl.preflight.trainer_settings import DTYPE_BYTES, Dtype, GenerationSettings, TrainerSettings
 
 # Bytes a logit while the gradient of a chunk is made. torch keeps its steps apart (measured) unless it fuses them: then
 # there are a logit and its gradient, and half as much again for the allocator.

@@ -33,8 +33,8 @@ from rlctl.preflight.placement import (
     resources,
     transport_of,
 )
-from rlctl.preflight.settings import DTYPE_BYTES, Choice
 from rlctl.preflight.settled import Settled, SettledGrpo
+from rlctl.preflight.trainer_settings import DTYPE_BYTES, Choice
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from rlctl.preflight.declared_columns import (
 from rlctl.preflight.derived import NotKnownError, derived
 from rlctl.preflight.machine import Device, RunMachine
 from rlctl.preflight.memory import PHASES, Phase
-from rlctl.preflight.settings import Choice, Dtype, GenerationSettings, TrainerSettings
+from rlctl.preflight.trainer_settings import Choice, Dtype, GenerationSettings, TrainerSettings
 
 
 @dataclass(frozen=True)

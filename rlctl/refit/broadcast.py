@@ -17,13 +17,13 @@ from torch import Tensor
 
 from rlctl.refit.checksum import StreamingChecksums
 from rlctl.refit.pipeline import ChunkBuffers, ReceiverTransport, SenderTransport
-from rlctl.refit.plan import Chunk, RefitPlan
 from rlctl.refit.process_group import BroadcastGroup, LostWatch, gather, named, rendezvous, tell_lost
 from rlctl.refit.protocol import Header, PeerLost, RefitError, TransportSpec, Untouched
+from rlctl.refit.refit_plan import Chunk, RefitPlan
 from rlctl.refit.shared_counters import Deadline, digest_word
-from rlctl.refit.sink import WeightSink
-from rlctl.refit.source import WeightSource
 from rlctl.refit.staging import StagingBuffers
+from rlctl.refit.weight_sink import WeightSink
+from rlctl.refit.weight_source import WeightSource
 from rlctl.utils.device_stream import DeviceEvent, DeviceStream, Span
 
 # Version and plan.

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from rlctl.refit.checksum import StreamingChecksums
 from rlctl.refit.pipeline import ReceiverTransport, SenderTransport, late
-from rlctl.refit.plan import Chunk, RefitPlan
 from rlctl.refit.protocol import Header, RefitError, TransportSpec
+from rlctl.refit.refit_plan import Chunk, RefitPlan
 from rlctl.refit.shared_counters import Deadline, SharedCounters, digest_word
-from rlctl.refit.sink import WeightSink, typed
-from rlctl.refit.source import WeightSource
 from rlctl.refit.staging import StagingBuffers
+from rlctl.refit.weight_sink import WeightSink, typed
+from rlctl.refit.weight_source import WeightSource
 from rlctl.utils.device_stream import DeviceEvent, DeviceStream, Span
 
 # Words of an owner: version and plan sent, parts ready, then the parts taken by each receiver, then its items'

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlctl.refit.plan import RefitPlan, TensorSlice
 from rlctl.refit.protocol import RefitError
-from rlctl.refit.sink import BatchedCopy
+from rlctl.refit.refit_plan import RefitPlan, TensorSlice
+from rlctl.refit.weight_sink import BatchedCopy
 
 
 @dataclass(frozen=True)

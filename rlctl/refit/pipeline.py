@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from rlctl.refit.checksum import StreamingChecksums
-from rlctl.refit.plan import Chunk, RefitPlan
 from rlctl.refit.protocol import Header, PeerLost, ReceiveReport, RefitError, SendReport, digest_of
+from rlctl.refit.refit_plan import Chunk, RefitPlan
 from rlctl.refit.shared_counters import Deadline
-from rlctl.refit.sink import BatchedCopy, WeightSink
-from rlctl.refit.source import WeightSource
+from rlctl.refit.weight_sink import BatchedCopy, WeightSink
+from rlctl.refit.weight_source import WeightSource
 from rlctl.utils.device_stream import DeviceEvent, DeviceStream, Span, elapsed
 
 

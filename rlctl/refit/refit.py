@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, TypeVar
 
 from rlctl.models.adapters import LORA_A, LORA_B
 from rlctl.preflight.memory import REFIT_GROUPS
-from rlctl.refit.plan import ITEM_BYTES, Layout, ReceivesWeights, RefitPlan
 from rlctl.refit.protocol import (
     Checks,
     EngineReport,
@@ -28,6 +27,7 @@ from rlctl.refit.protocol import (
     TransportSpec,
     Untouched,
 )
+from rlctl.refit.refit_plan import ITEM_BYTES, Layout, ReceivesWeights, RefitPlan
 from rlctl.refit.sender import Holding, SendsWeights
 from rlctl.workers.errors import WorkerError, WorkerTimeout
 from rlctl.workers.group import Pending, Worker, WorkerGroup, as_completed

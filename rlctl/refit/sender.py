@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import torch
 
 from rlctl.refit.pipeline import ChunkSender
-from rlctl.refit.plan import Layout, RefitPlan, TensorSlice, boxes_digest, layout_digest
 from rlctl.refit.protocol import Header, SendReport, TransportSpec
-from rlctl.refit.source import Sharded, WeightSource
+from rlctl.refit.refit_plan import Layout, RefitPlan, TensorSlice, boxes_digest, layout_digest
 from rlctl.refit.transport import call_off, open_sender
+from rlctl.refit.weight_source import Sharded, WeightSource
 
 
 @dataclass(frozen=True)

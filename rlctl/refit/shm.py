@@ -17,11 +17,11 @@ from torch import Tensor
 
 from rlctl.refit.checksum import StreamingChecksums
 from rlctl.refit.pipeline import ReceiverTransport, SenderTransport
-from rlctl.refit.plan import Chunk, RefitPlan
 from rlctl.refit.protocol import Header, RefitError, TransportSpec
+from rlctl.refit.refit_plan import Chunk, RefitPlan
 from rlctl.refit.shared_counters import Deadline, SharedCounters, digest_word
-from rlctl.refit.sink import WeightSink, whole
-from rlctl.refit.source import WeightSource
+from rlctl.refit.weight_sink import WeightSink, whole
+from rlctl.refit.weight_source import WeightSource
 from rlctl.utils.device_stream import DeviceStream, Span
 
 _SLOTS = 2

@@ -5,8 +5,8 @@ from collections.abc import Collection, Iterable
 import torch
 from torch import Tensor
 
-from rlctl.refit.plan import Chunk, RefitPlan, Segment, aligned
-from rlctl.refit.sink import typed
+from rlctl.refit.refit_plan import Chunk, RefitPlan, Segment, aligned
+from rlctl.refit.weight_sink import typed
 
 
 class StagingBuffers:

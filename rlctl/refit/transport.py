@@ -3,9 +3,9 @@
 import torch
 
 from rlctl.refit.pipeline import ChunkReceiver, ChunkSender, ReceiverTransport, SenderTransport
-from rlctl.refit.plan import RefitPlan
 from rlctl.refit.protocol import TransportSpec
-from rlctl.refit.source import WeightSource
+from rlctl.refit.refit_plan import RefitPlan
+from rlctl.refit.weight_source import WeightSource
 
 _HOST = torch.device("cpu")
 

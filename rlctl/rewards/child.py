@@ -13,7 +13,7 @@ from rlctl.workers.supervisor import run_guarded
 
 
 def work(connection: socket.socket) -> None:
-    """Load the functions, then score until the parent hangs up. The protocol is described in worker.py."""
+    """Load the functions, then score until the parent hangs up. The protocol is described in reward_process.py."""
     requests = connection.makefile("rb")
     sections: list[RewardSection] = pickle.load(requests)
     rewards: list[Reward] = []

@@ -17,7 +17,7 @@ from rlctl.config.grpo_schema import RewardSection
 from rlctl.config.plugins import ENVIRONMENT_REWARD, correctness, reward_names
 from rlctl.rewards.base import NEEDS_EPISODE, Outcome, RewardFailure, RewardInput, UnusableError, attempt
 from rlctl.rewards.load_rewards import load_reward
-from rlctl.rewards.worker import RewardWorker
+from rlctl.rewards.reward_process import RewardWorker
 from rlctl.utils.devices import usable_cores
 from rlctl.workers.user_logs import Emit, FailureLog, OutputLog
 

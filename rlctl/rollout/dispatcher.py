@@ -29,7 +29,7 @@ from itertools import chain
 from rlctl.config.schema import RunSection
 from rlctl.data.tasks import Task
 from rlctl.generation.engine import EngineStats
-from rlctl.generation.pool import GeneratorPool
+from rlctl.generation.generator_pool import GeneratorPool
 from rlctl.generation.requests import Completion, RolloutId, TurnRequest
 from rlctl.rollout.engine_queue import EngineQueue, EngineStatus, SubmittedTurn
 from rlctl.rollout.runner import RolloutRunner

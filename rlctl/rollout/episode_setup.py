@@ -14,9 +14,9 @@ from rlctl.data.tasks import Task
 from rlctl.data.templates import choose_template
 from rlctl.data.unwritten_messages import UnwrittenMessages
 from rlctl.environments.contract import ContractError, EnvironmentContract, Message, opening
+from rlctl.environments.environment_pool import EnvironmentPool, UnusableEnvironmentError
 from rlctl.environments.function_trial import TriedFunction, try_agent, try_function
 from rlctl.environments.outcomes import AgentSpec, EnvironmentFailure, EnvironmentSpec, command_of
-from rlctl.environments.pool import EnvironmentPool, UnusableEnvironmentError
 from rlctl.environments.tool_formats import PARSERS, tool_format
 from rlctl.preflight.settled import SettledGrpo
 from rlctl.rollout.players.episode_state import EpisodeLimits

@@ -18,7 +18,7 @@ from typing import Any
 from rlctl.config.errors import UserError
 from rlctl.config.run_weights import DAMAGED, checkpoint_folders, newest_folder
 from rlctl.preflight.version import earlier_version
-from rlctl.run.manifest import MANIFEST, find_damage, is_as_written, write_manifest
+from rlctl.run.file_manifest import MANIFEST, find_damage, is_as_written, write_manifest
 from rlctl.utils.files import sync
 from rlctl.workers.errors import WorkerDied, WorkerTimeout
 

@@ -22,7 +22,7 @@ from rlctl.models.adapters import LORA_A, LORA_B, AdapterSpec
 from rlctl.models.hf_folder import Companions
 from rlctl.models.layer_kinds import LinearLayer
 from rlctl.models.parameter_table import TensorRow
-from rlctl.refit.source import Shard
+from rlctl.refit.weight_source import Shard
 from rlctl.training.interface import MicroBatch
 
 

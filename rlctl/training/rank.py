@@ -26,7 +26,7 @@ from rlctl.models.layer_kinds import suspects
 from rlctl.models.parameter_table import Layout, ParameterTable, TensorRow
 from rlctl.preflight.backend import backend_of
 from rlctl.preflight.declared_columns import Role
-from rlctl.refit.source import Shard
+from rlctl.refit.weight_source import Shard
 from rlctl.training.interface import Loss, MicroBatch, Totals
 from rlctl.training.lora import needs_attention, require_moved, without_adapters
 from rlctl.training.metric_rows import GRAD_NORM, LEARNING_RATE

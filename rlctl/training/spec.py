@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rlctl.preflight.declared_columns import Role, RoleModel
-from rlctl.preflight.settings import TrainerSettings
+from rlctl.preflight.trainer_settings import TrainerSettings
 from rlctl.training.profile import ProfileSpec
 from rlctl.training.rank_checkpoint import Copies
 

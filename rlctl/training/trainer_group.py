@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from rlctl.preflight.backend import layout_of
 from rlctl.preflight.declared_columns import Role
-from rlctl.preflight.settings import TrainerSettings
+from rlctl.preflight.trainer_settings import TrainerSettings
 from rlctl.training.interface import Loss, LossNeeds, Totals
 from rlctl.training.metric_rows import GRAD_NORM
 from rlctl.training.micro_batching import (
@@ -24,7 +24,7 @@ from rlctl.training.micro_batching import (
     row_tokens,
 )
 from rlctl.training.trainer_save import TrainerSave
-from rlctl.training.worker import RankBatch, TrainerWorker
+from rlctl.training.trainer_worker import RankBatch, TrainerWorker
 from rlctl.workers.errors import WorkerDied, WorkerError, WorkerTimeout
 from rlctl.workers.group import WorkerGroup
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlctl.training.rank_checkpoint import FilesWritten, PiecesRead, SaveBegun
-from rlctl.training.worker import TrainerWorker
+from rlctl.training.trainer_worker import TrainerWorker
 from rlctl.utils.digests import join_pieces
 from rlctl.workers.group import DEADLINE_KNOB, WorkerGroup
 

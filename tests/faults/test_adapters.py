@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlctl.generation.pool import EngineSlot, GeneratorPool
+from rlctl.generation.generator_pool import EngineSlot, GeneratorPool
 from rlctl.generation.spec import EngineKind
 from rlctl.generation.vllm.engine import VllmEngine
 from rlctl.generation.vllm.kind import environment, make_vllm_engine

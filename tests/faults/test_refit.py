@@ -16,11 +16,11 @@ import psutil
 import pytest
 
 from rlctl.generation.engine import Engine
-from rlctl.generation.pool import GeneratorPool
+from rlctl.generation.generator_pool import GeneratorPool
 from rlctl.generation.requests import PackedCompletions
-from rlctl.refit.plan import RefitPlan
 from rlctl.refit.protocol import Kind
 from rlctl.refit.refit import EnginesLost, Refit
+from rlctl.refit.refit_plan import RefitPlan
 from rlctl.workers.errors import WorkerError, WorkerTimeout
 from rlctl.workers.group import Worker, WorkerGroup, WorkerSpec
 from tests.faults.runs import survivors

@@ -13,10 +13,10 @@ import pytest
 
 import rlctl.refit.refit
 from rlctl.generation.engine import Engine
-from rlctl.generation.pool import EngineSlot, GeneratorPool
+from rlctl.generation.generator_pool import EngineSlot, GeneratorPool
 from rlctl.refit.refit import Refit
 from rlctl.refit.sender import SendsWeights
-from rlctl.refit.source import Shard
+from rlctl.refit.weight_source import Shard
 from rlctl.workers.group import Worker, WorkerGroup, WorkerSpec
 from tests.faults.runs import survivors
 from tests.plugins.plain_engine import PlainEngine, environment, hash_of

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from rlctl.refit.plan import RefitPlan, TensorSlice
 from rlctl.refit.protocol import Header, Kind, PeerLost, RefitError, TransportSpec
+from rlctl.refit.refit_plan import RefitPlan, TensorSlice
 from rlctl.utils.ports import free_port
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
@@ -79,8 +79,8 @@ def fill(tensors: dict[str, Any], version: int) -> None:
 def sender(spec: TransportSpec, plan: RefitPlan, rank: int, master: str) -> Any:
     import torch
 
-    from rlctl.refit.source import Shard, WeightSource
     from rlctl.refit.transport import open_sender
+    from rlctl.refit.weight_source import Shard, WeightSource
 
     held = {}
     for box in (box for box in make_boxes(plan, rank)):
@@ -135,8 +135,8 @@ def receive(spec: TransportSpec, plan: RefitPlan, rank: int, versions: int, fuse
     import torch
 
     from rlctl.refit.param_slices import ParamSlice, ParamSliceSink
-    from rlctl.refit.sink import WholeTensorSink
     from rlctl.refit.transport import open_receiver
+    from rlctl.refit.weight_sink import WholeTensorSink
 
     device = torch.device("cuda:0")
     memory = {name: torch.empty(shape, dtype=torch.bfloat16, device=device) for name, shape, _ in layout("bfloat16")}

@@ -13,10 +13,10 @@ from rlctl.generation.engine import Engine, EngineStats, FinishedTurns, LoadMode
 from rlctl.generation.requests import PackedCompletions, RequestId, TurnRequest
 from rlctl.generation.spec import EngineKind, EngineSpec
 from rlctl.refit.pipeline import ChunkReceiver
-from rlctl.refit.plan import RefitPlan
 from rlctl.refit.protocol import EngineReport, Header, Interrupted, Mode, PeerLost, TransportSpec
-from rlctl.refit.sink import BatchedCopy, WholeTensorSink
+from rlctl.refit.refit_plan import RefitPlan
 from rlctl.refit.transport import open_receiver
+from rlctl.refit.weight_sink import BatchedCopy, WholeTensorSink
 
 CPU = torch.device("cpu")
 

@@ -16,10 +16,10 @@ from rlctl.generation.engine import Engine, EngineStats, FinishedTurns, LoadMode
 from rlctl.generation.requests import Completion, Finish, PackedCompletions, RequestId, TurnRequest
 from rlctl.generation.spec import EngineKind, EngineSpec
 from rlctl.refit.pipeline import ChunkReceiver
-from rlctl.refit.plan import RefitPlan
 from rlctl.refit.protocol import EngineReport, Header, Mode, TransportSpec, Untouched
-from rlctl.refit.sink import WholeTensorSink
+from rlctl.refit.refit_plan import RefitPlan
 from rlctl.refit.transport import open_receiver
+from rlctl.refit.weight_sink import WholeTensorSink
 
 CPU = torch.device("cpu")
 

@@ -17,7 +17,7 @@ from rlctl.models.adapters import AdapterSpec, choose_targets
 from rlctl.models.derive import derive_facts
 from rlctl.refit.protocol import Header, SendReport
 from rlctl.refit.sender import SendsWeights
-from rlctl.refit.source import Shard
+from rlctl.refit.weight_source import Shard
 from rlctl.workers.group import Worker, WorkerSpec
 from tests.system.engines import spec_for
 
@@ -66,7 +66,7 @@ def engine_with(folder: Path, spec: AdapterSpec | None, **changes: Any) -> Engin
 
 
 def start_adapted(
-    spec: EngineSpec, logs: Path, name: str, worker: str = "rlctl.generation.vllm.worker.RefitWorker"
+    spec: EngineSpec, logs: Path, name: str, worker: str = "rlctl.generation.vllm.worker_extension.RefitWorker"
 ) -> Worker:
     make, env = partial(make_vllm_engine, spec, worker), environment("cpu", [])
     # vLLM binds the workers of an engine to a NUMA node each, and this machine may have one.

@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from rlctl.generation.vllm.adapter_layers import Slice
 from rlctl.generation.vllm.adapter_loader import installed
-from rlctl.generation.vllm.adapters import Slice
-from rlctl.generation.vllm.worker import RefitWorker, answered
+from rlctl.generation.vllm.worker_extension import RefitWorker, answered
 from rlctl.refit.protocol import Header
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.generation.engine import Engine
-from rlctl.generation.pool import EngineSlot
+from rlctl.generation.generator_pool import EngineSlot
 from rlctl.generation.requests import Completion, PackedCompletions, RequestId, TurnRequest
 from rlctl.generation.spec import EngineSpec
 from rlctl.generation.vllm.kind import environment, make_vllm_engine
@@ -15,7 +15,7 @@ from rlctl.models.hf_folder import WeightFiles
 from rlctl.refit.protocol import Kind
 from rlctl.refit.refit import RefitOptions
 from rlctl.refit.sender import SendsWeights
-from rlctl.refit.source import Shard
+from rlctl.refit.weight_source import Shard
 from rlctl.workers.group import Worker, WorkerSpec
 from tests.turns import turn
 

@@ -1,7 +1,7 @@
 """A worker of vLLM on a CPU with A below its layer's weight, as on a GPU: importing this module makes it so."""
 
 from rlctl.generation.vllm import adapter_loader
-from rlctl.generation.vllm.worker import RefitWorker
+from rlctl.generation.vllm.worker_extension import RefitWorker
 
 adapter_loader.folded_on.add("cpu")
 

@@ -46,7 +46,7 @@ class WatchedEngine(VllmEngine):
 
 def watched(spec: EngineSpec) -> Engine:
     """Build an engine whose steps are shortened, or are vLLM's own, as its spec says."""
-    return WatchedEngine(spec, "rlctl.generation.vllm.worker.RefitWorker")
+    return WatchedEngine(spec, "rlctl.generation.vllm.worker_extension.RefitWorker")
 
 
 def two_engines(spec: EngineSpec, devices: list[str], logs: Path) -> list[Worker]:

@@ -19,9 +19,9 @@ import pytest
 from rlctl.config.builtin import RECIPES
 from rlctl.data.chat import Chat, ChatSpec, load_tokenizer
 from rlctl.data.tasks import Task
+from rlctl.environments.environment_pool import EnvironmentPool
 from rlctl.environments.outcomes import AgentSpec, EnvironmentSpec
-from rlctl.environments.pool import EnvironmentPool
-from rlctl.generation.pool import GeneratorPool
+from rlctl.generation.generator_pool import GeneratorPool
 from rlctl.generation.requests import Completion, RolloutId, TurnRequest
 from rlctl.grpo.batch import training_sample
 from rlctl.grpo.logprob_mismatch import mismatch

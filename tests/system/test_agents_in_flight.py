@@ -18,9 +18,9 @@ import torch
 from rlctl.config.builtin import RECIPES
 from rlctl.data.chat import Chat, ChatSpec, load_tokenizer
 from rlctl.data.tasks import Task
+from rlctl.environments.environment_pool import EnvironmentPool
 from rlctl.environments.outcomes import AgentSpec, EnvironmentSpec
-from rlctl.environments.pool import EnvironmentPool
-from rlctl.generation.pool import GeneratorPool
+from rlctl.generation.generator_pool import GeneratorPool
 from rlctl.generation.requests import RolloutId
 from rlctl.generation.spec import ForcedLengths
 from rlctl.preflight.load import load

@@ -14,10 +14,10 @@ import pytest
 
 from rlctl.data.chat import Chat, load_tokenizer
 from rlctl.data.tasks import Task
+from rlctl.environments.environment_pool import EnvironmentPool
 from rlctl.environments.outcomes import EnvironmentSpec
-from rlctl.environments.pool import EnvironmentPool
 from rlctl.generation.engine import Engine
-from rlctl.generation.pool import GeneratorPool
+from rlctl.generation.generator_pool import GeneratorPool
 from rlctl.generation.requests import RequestId, RolloutId, TurnRequest
 from rlctl.grpo.batch import training_sample
 from rlctl.grpo.logprob_mismatch import mismatch

@@ -17,8 +17,8 @@ from rlctl.generation.vllm.kind import environment
 from rlctl.generation.vllm.param_layout import UnsupportedLayout, prove, record_regions
 from rlctl.models.hf_folder import WeightFiles
 from rlctl.refit.param_slices import ParamSlice, ParamSliceSink, ShadowParams, verify_complete
-from rlctl.refit.plan import RefitPlan, TensorSlice
-from rlctl.refit.source import Shard, WeightSource
+from rlctl.refit.refit_plan import RefitPlan, TensorSlice
+from rlctl.refit.weight_source import Shard, WeightSource
 from rlctl.utils.ports import free_port
 from tests.tiny_models import KINDS, Kind, make_model
 

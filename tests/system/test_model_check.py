@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlctl.config.errors import ModelError
+from rlctl.evaluation.evaluation_configs import checked_run
 from rlctl.evaluation.model_check import (
     CheckedTrainer,
     as_transformers,
@@ -27,12 +28,11 @@ from rlctl.evaluation.model_check import (
     faintly_as_transformers,
     packed_alone,
 )
-from rlctl.evaluation.settings import checked_run
 from rlctl.evaluation.target import find_target
 from rlctl.grpo.parity_check import bound_of
 from rlctl.launch.worker_specs import engine_spec
 from rlctl.refit.sender import SendsWeights
-from rlctl.refit.source import Shard
+from rlctl.refit.weight_source import Shard
 from tests.zoo import VOCAB, make_family
 from tests.zoo_table import IMPORTS
 

@@ -8,21 +8,21 @@ from typing import Any
 import pytest
 
 from rlctl.data.tasks import Task
-from rlctl.generation.pool import GeneratorPool
+from rlctl.generation.generator_pool import GeneratorPool
 from rlctl.grpo.components import GrpoComponents
 from rlctl.grpo.health import grpo_health
 from rlctl.grpo.metric_rows import PARITY
 from rlctl.grpo.parity_check import ProbeError, compare, probe, sample_parity
 from rlctl.preflight.load import load
 from rlctl.preflight.machine import RunMachine
-from rlctl.preflight.settings import TrainerSettings
+from rlctl.preflight.trainer_settings import TrainerSettings
 from rlctl.refit.refit import Refit
 from rlctl.rollout.dispatcher import RolloutDispatcher
 from rlctl.rollout.players.single_turn import SingleTurnPlayer
 from rlctl.rollout.runner import RolloutRunner
 from rlctl.training.spec import TrainerSpec
 from rlctl.training.trainer_group import TrainerGroup
-from rlctl.training.worker import TrainerWorker
+from rlctl.training.trainer_worker import TrainerWorker
 from rlctl.workers.group import WorkerGroup, WorkerSpec
 from tests.system.engines import SEAT, FolderSource, MakeSource, refit_options, spec_for
 from tests.tiny_models import make_model

@@ -11,9 +11,9 @@ import pytest
 from rlctl.generation.engine import Engine
 from rlctl.generation.vllm.engine import VllmEngine
 from rlctl.grpo.logprob_mismatch import mismatch
-from rlctl.refit.plan import RefitPlan
 from rlctl.refit.protocol import Header, SendReport, TransportSpec
 from rlctl.refit.refit import EngineEnd, EnginesLost, Refit
+from rlctl.refit.refit_plan import RefitPlan
 from rlctl.workers.errors import WorkerError
 from rlctl.workers.group import Worker, WorkerGroup, WorkerSpec
 from tests.system.engines import FolderSource, MakeSource, collect_all, greedy, refit_options, sample, start_engine

@@ -17,7 +17,7 @@ from rlctl.config.schema import GrpoConfig
 from rlctl.data.cursor import Cursor, TaskSource
 from rlctl.data.tasks import Task
 from rlctl.generation.engine import Engine, FinishedTurns
-from rlctl.generation.pool import GeneratorPool
+from rlctl.generation.generator_pool import GeneratorPool
 from rlctl.generation.requests import RequestId, TurnRequest
 from rlctl.generation.spec import ForcedLengths
 from rlctl.preflight.load import load

@@ -42,7 +42,7 @@ UNPICKLES = {
     "environments/child.py": "the driver, by a pipe",
     "grpo/losses/check.py": "the same process",
     "refit/ipc.py": "a trainer rank, in the run's private folder",
-    "refit/plan.py": "the trainer, by Ray",
+    "refit/refit_plan.py": "the trainer, by Ray",
     "rewards/child.py": "the driver, by a pipe",
     "workers/graph.py": "the driver, by Ray",
 }

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from rlctl.cluster.inspect import ask_nodes
 from rlctl.cluster.launcher import ClusterStatus, Launcher, LogPlace
 from rlctl.cluster.machines.checks import places, places_again
-from rlctl.cluster.machines.nodes import NodeStarter, stop_nodes
+from rlctl.cluster.machines.node_starter import NodeStarter, stop_nodes
 from rlctl.cluster.ray_start import NO_DASHBOARD, Place, is_loopback
 from rlctl.cluster.remote_scripts.node import lives
 from rlctl.cluster.state import ClusterError, ClusterNode, ClusterState, node_folder_name

@@ -15,7 +15,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.model_loader import BaseModelLoader, get_model_loader, register_model_loader
 
 from rlctl.config.errors import ModelError
-from rlctl.generation.vllm.adapters import EngineAdapters, Slice, slices_of
+from rlctl.generation.vllm.adapter_layers import EngineAdapters, Slice, slices_of
 from rlctl.generation.vllm.param_layout import UnsupportedLayout, record_copies
 from rlctl.models.adapters import AdapterSpec
 from rlctl.models.layer_kinds import LinearLayer

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from rlctl.generation.engine import LoadMode
-from rlctl.generation.vllm.adapters import EngineAdapters
+from rlctl.generation.vllm.adapter_layers import EngineAdapters
 from rlctl.generation.vllm.weight_loader import WeightLoader
 from rlctl.models.adapters import LORA_A, LORA_B
 from rlctl.refit.checksum import FixedTensors, QueuedSums
 from rlctl.refit.param_slices import ParamSlice, ParamSliceSink, ShadowParams
-from rlctl.refit.plan import RefitPlan
 from rlctl.refit.protocol import Header, LiveProof, RefitError, digest_of
-from rlctl.refit.sink import BatchedCopy, WeightSink
+from rlctl.refit.refit_plan import RefitPlan
+from rlctl.refit.weight_sink import BatchedCopy, WeightSink
 
 # (item, number of the part among its parts).
 Key = tuple[int, int]

@@ -18,7 +18,6 @@ from rlctl.generation.requests import PackedCompletions, RequestId, TurnRequest
 from rlctl.generation.spec import EngineSpec
 from rlctl.generation.vllm.active_requests import ActiveRequests, after_step, ordinary_gap, stall
 from rlctl.generation.vllm.build import add_request, begun, build_llm, cached_sequences, vllm_request
-from rlctl.refit.plan import RefitPlan
 from rlctl.refit.protocol import (
     EngineReport,
     Header,
@@ -30,6 +29,7 @@ from rlctl.refit.protocol import (
     TransportSpec,
     Untouched,
 )
+from rlctl.refit.refit_plan import RefitPlan
 
 _IDLE_POLL_S = 0.05
 _STAGED_POLL_S = 0.002

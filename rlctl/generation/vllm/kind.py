@@ -17,7 +17,7 @@ _QUIET = {
 }
 
 
-def make_vllm_engine(spec: EngineSpec, extension: str = "rlctl.generation.vllm.worker.RefitWorker") -> Engine:
+def make_vllm_engine(spec: EngineSpec, extension: str = "rlctl.generation.vllm.worker_extension.RefitWorker") -> Engine:
     """Build an engine, in its process. extension: class mixed into vLLM's workers, "module.Class"."""
     from rlctl.generation.vllm.engine import VllmEngine
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlctl.models.hf_folder import WeightFiles
 from rlctl.refit.param_slices import ParamSlice
-from rlctl.refit.plan import RefitPlan, TensorSlice
+from rlctl.refit.refit_plan import RefitPlan, TensorSlice
 
 # Attributes of a module that are not its weights: those registered by torch, and those that vLLM binds to attention.
 _NO_WEIGHTS = ("_parameters", "_buffers", "_modules", "kv_cache")

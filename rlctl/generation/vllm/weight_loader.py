@@ -18,9 +18,9 @@ from torch import Tensor
 from rlctl.generation.vllm.param_layout import UnsupportedLayout, unregistered
 from rlctl.refit.param_slices import ParamSlice, ParamSliceSink, ShadowParams, verify_complete
 from rlctl.refit.pipeline import ChunkReceiver
-from rlctl.refit.plan import RefitPlan
 from rlctl.refit.protocol import Header, LiveProof, LoadMode, Mode, ReceiveReport, RefitError
-from rlctl.refit.sink import WeightSink, WholeTensorSink
+from rlctl.refit.refit_plan import RefitPlan
+from rlctl.refit.weight_sink import WeightSink, WholeTensorSink
 from rlctl.utils.device_stream import Span, elapsed, mark_here
 
 # Left free, apart from the shadow parameters, for the engine's own temporary memory.

@@ -6,7 +6,7 @@ from rlctl.config.trainer_schema import TrainerSection
 from rlctl.models.facts import ModelSizes
 from rlctl.preflight.backend import FLOAT32, Backend, ShardCounts, State, StateBytes, Violation, Violations
 from rlctl.preflight.parallel_layout import Layout
-from rlctl.preflight.settings import TrainerSettings
+from rlctl.preflight.trainer_settings import TrainerSettings
 
 # Share of a device that weights, gradients and optimizer state may take where each node holds a copy. Activations,
 # gathered layers and logits take the rest.

@@ -16,7 +16,7 @@ from rlctl.models.facts import ModelSizes
 from rlctl.preflight.backend import FLOAT32, Backend, ShardCounts, State, StateBytes, Violation, Violations
 from rlctl.preflight.check_inputs import missing_megatron
 from rlctl.preflight.parallel_layout import KEYS, Layout, clashes, instead, world_sizes
-from rlctl.preflight.settings import TrainerSettings
+from rlctl.preflight.trainer_settings import TrainerSettings
 
 _SECTION = "trainer.megatron"
 # Model types whose layers and mapping of names `training/megatron/` has.

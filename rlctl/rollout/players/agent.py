@@ -14,9 +14,9 @@ from rlctl.config.environment_schema import AgentSection
 from rlctl.data.chat import Chat
 from rlctl.data.files import DataError
 from rlctl.environments.contract import Reward
+from rlctl.environments.environment_pool import EnvironmentPool
 from rlctl.environments.messages import AgentAnswer, AgentAsk, AgentEnded, AgentMessage, AgentTurn, AgentWaits
 from rlctl.environments.outcomes import KEY_HINT
-from rlctl.environments.pool import EnvironmentPool
 from rlctl.generation.requests import Completion
 from rlctl.rollout.players.episode_state import EpisodeLimits, EpisodeState
 from rlctl.rollout.players.episode_tries import EpisodeTries

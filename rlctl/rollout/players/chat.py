@@ -13,8 +13,8 @@ from rlctl.data.chat import Chat
 from rlctl.data.files import DataError
 from rlctl.data.tasks import Task
 from rlctl.environments.contract import EnvironmentContract, Message
+from rlctl.environments.environment_pool import EnvironmentPool
 from rlctl.environments.outcomes import EnvironmentFailure
-from rlctl.environments.pool import EnvironmentPool
 from rlctl.generation.requests import RolloutId
 from rlctl.rollout.conversation import Conversation
 from rlctl.rollout.players.episode_state import EpisodeLimits, EpisodeState

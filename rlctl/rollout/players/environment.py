@@ -12,7 +12,7 @@ from typing import Any
 from rlctl.data.chat import Chat
 from rlctl.data.files import DataError
 from rlctl.environments.contract import ContractError, EnvironmentContract, Reward, opening
-from rlctl.environments.pool import EnvironmentPool
+from rlctl.environments.environment_pool import EnvironmentPool
 from rlctl.rollout.players.episode_state import EpisodeLimits, EpisodeState
 from rlctl.rollout.players.episode_tries import EpisodeTries
 from rlctl.rollout.players.tool_loop import ToolLoop

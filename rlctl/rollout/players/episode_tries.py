@@ -10,8 +10,8 @@ from typing import TypeVar
 
 from rlctl.data.files import DataError
 from rlctl.environments.contract import Reward
+from rlctl.environments.environment_pool import POOL_CLOSED, EnvironmentPool
 from rlctl.environments.outcomes import EnvironmentFailure
-from rlctl.environments.pool import POOL_CLOSED, EnvironmentPool
 from rlctl.generation.requests import RolloutId
 from rlctl.rollout.players.episode_state import EpisodeLimits, EpisodeState
 from rlctl.rollout.types import Rollout, RolloutStart

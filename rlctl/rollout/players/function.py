@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from rlctl.data.chat import Chat
 from rlctl.data.files import DataError
 from rlctl.environments.contract import Reward
+from rlctl.environments.environment_pool import EnvironmentPool
 from rlctl.environments.messages import FunctionEnded, FunctionMessage, FunctionWaits, Sampled
-from rlctl.environments.pool import EnvironmentPool
 from rlctl.generation.requests import Completion
 from rlctl.rollout.players.episode_state import EpisodeLimits, EpisodeState
 from rlctl.rollout.players.episode_tries import EpisodeTries

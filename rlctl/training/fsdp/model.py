@@ -25,7 +25,7 @@ from rlctl.models.facts import ModelFacts
 from rlctl.models.grouped_experts import check_grouped
 from rlctl.models.hf_folder import WeightFiles
 from rlctl.models.parameter_table import ParameterTable
-from rlctl.preflight.settings import TrainerSettings
+from rlctl.preflight.trainer_settings import TrainerSettings
 from rlctl.training.logprobs import chunked_log_probs
 from rlctl.training.lora import FirstAdapters, add_adapters
 from rlctl.training.micro_batching import TrainingSample

@@ -16,7 +16,7 @@ from rlctl.models.adapter_folder import check_trainable, open_weights
 from rlctl.models.meta_model import text_in_whole
 from rlctl.models.weight_headers import digest_of_weights
 from rlctl.preflight.memory import residency
-from rlctl.refit.source import Shard
+from rlctl.refit.weight_source import Shard
 from rlctl.training.fsdp.float32_pass import in_float32
 from rlctl.training.fsdp.model import (
     Named,

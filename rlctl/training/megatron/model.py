@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from rlctl.models.facts import ModelSizes
 from rlctl.preflight.backend import layout_of
 from rlctl.preflight.backends.megatron import megatron_of
-from rlctl.preflight.settings import TrainerSettings
+from rlctl.preflight.trainer_settings import TrainerSettings
 from rlctl.training.megatron.attention import CoreAttention, Pack, turned
 from rlctl.training.packing import compile_for_packs
 

@@ -18,7 +18,7 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from torch import Tensor, nn
 
 from rlctl.preflight.backends.megatron import hosted_share, megatron_of
-from rlctl.preflight.settings import TrainerSettings
+from rlctl.preflight.trainer_settings import TrainerSettings
 from rlctl.training.update import decayed_names, divide_and_clip
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
-from rlctl.preflight.settings import TrainerSettings
+from rlctl.preflight.trainer_settings import TrainerSettings
 from rlctl.training.logprobs import Split, chunked_log_probs
 from rlctl.training.megatron.attention import Pack
 from rlctl.training.megatron.model import MegatronPolicy

@@ -22,7 +22,7 @@ from torch import Tensor
 from rlctl.models import hf_folder
 from rlctl.preflight.backends.megatron import cpu_offload_problem, megatron_of
 from rlctl.preflight.memory import residency
-from rlctl.refit.source import Shard
+from rlctl.refit.weight_source import Shard
 from rlctl.training.interface import Loss, LossOutput, MicroBatch
 from rlctl.training.megatron import checkpoint
 from rlctl.training.megatron.emulation import Emulation

@@ -18,7 +18,7 @@ from rlctl.models.derive import load_facts
 from rlctl.preflight.backends.megatron import MegatronSection
 from rlctl.preflight.declared_columns import RoleModel
 from rlctl.preflight.load import load
-from rlctl.preflight.settings import TrainerSettings
+from rlctl.preflight.trainer_settings import TrainerSettings
 from rlctl.training.interface import LossNeeds, LossOutput, MicroBatch, TokenBatch, Totals
 from rlctl.training.micro_batching import TrainingSample, plan_micro_batches, plan_whole_rollouts, rollout_index
 from rlctl.training.rank import make_trainer

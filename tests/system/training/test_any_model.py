@@ -17,7 +17,7 @@ from rlctl.config.errors import ModelError
 from rlctl.models.derive import derive_facts
 from rlctl.models.hf_folder import WeightFiles
 from rlctl.preflight.backend import backend_of
-from rlctl.refit.plan import RefitPlan
+from rlctl.refit.refit_plan import RefitPlan
 from rlctl.training.fsdp.model import shard_float32
 from tests.system.training.scenario import CONFIG, WeightedLoss, plain_log_probs, sequences, totals, trainer
 from tests.tiny_models import make_model

@@ -9,7 +9,7 @@ from rlctl.bench.scale import ScaleBench, _Model, _planned
 from rlctl.bench.weights import RandomShards, parameters_of
 from rlctl.bench.workload import model_folder
 from rlctl.launch.worker_specs import refit_options
-from rlctl.refit.plan import RefitPlan
+from rlctl.refit.refit_plan import RefitPlan
 
 
 def test_the_boxes_are_those_that_ranks_hold(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from rlctl.cli.chat import client_lines, converse
+from rlctl.environments.environment_pool import EnvironmentPool
 from rlctl.environments.outcomes import EnvironmentSpec
-from rlctl.environments.pool import EnvironmentPool
 from rlctl.evaluation.chat_session import ChatSession
 from rlctl.rollout.players.chat import TalkError, TalkLimits, TalkTools
 from tests.unit.cli.conftest import Rlctl

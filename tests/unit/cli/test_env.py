@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rlctl.config.schema import GrpoConfig
-from rlctl.evaluation.settings import arguments_of
+from rlctl.evaluation.evaluation_configs import arguments_of
 from rlctl.preflight.load import load
 from tests.unit.cli.conftest import Rlctl
 

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from rlctl.config.schema import RunConfig
-from rlctl.data.load import RowReader
+from rlctl.data.load_data import RowReader
 from rlctl.launch import assembly, prepare
 from rlctl.launch.runtime import Runtime
 from rlctl.preflight import machine

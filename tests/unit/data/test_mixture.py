@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rlctl.config.schema import GrpoConfig
 from rlctl.data.cursor import Cursor, TaskSource
 from rlctl.data.files import DataError
-from rlctl.data.load import part_of, read_train
+from rlctl.data.load_data import part_of, read_train
 from rlctl.data.mixture import MixedCursor, Shares, first_of_each, order_of
 from rlctl.data.tasks import Task
 from rlctl.preflight.load import load

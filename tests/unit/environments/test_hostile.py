@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from rlctl.environments.environment_pool import EnvironmentPool, UnusableEnvironmentError
 from rlctl.environments.messages import FunctionEnded, FunctionWaits, Sampled
 from rlctl.environments.outcomes import EnvironmentFailure, EnvironmentSpec, ToolResult
-from rlctl.environments.pool import EnvironmentPool, UnusableEnvironmentError
 from rlctl.environments.tool_formats import ToolCall
 
 OWN = '''

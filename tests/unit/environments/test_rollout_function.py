@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from rlctl.environments.environment_pool import EnvironmentPool, UnusableEnvironmentError
 from rlctl.environments.episode import CoroutineLoop
 from rlctl.environments.messages import (
     BeginFunction,
@@ -22,7 +23,6 @@ from rlctl.environments.messages import (
     read_function_message,
 )
 from rlctl.environments.outcomes import EnvironmentFailure, EnvironmentSpec
-from rlctl.environments.pool import EnvironmentPool, UnusableEnvironmentError
 from rlctl.environments.rollout_function import FunctionEpisode, FunctionPolicy
 
 OWN = """

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from rlctl.environments.environment_pool import EnvironmentPool
 from rlctl.environments.outcomes import EnvironmentFailure, EnvironmentSpec, ToolResult
-from rlctl.environments.pool import EnvironmentPool
 from rlctl.environments.tool_formats import ToolCall
 from rlctl.utils.user_code import place_of
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from rlctl.evaluation.served_weights import OtherValues, Served, is_rounded, judge_served, names_to_send
 from rlctl.generation.engine import LoadMode
 from rlctl.models.facts import find_facts
-from rlctl.refit.source import Shard
+from rlctl.refit.weight_source import Shard
 from tests.tiny_models import make_model
 
 NAMES = ["layer.norm.weight", "layer.bias", "router.correction"]

@@ -11,7 +11,7 @@ import pytest
 from rlctl.data.tasks import Task
 from rlctl.evaluation.store import DamagedResult, EvaluationError, EvaluationFolder, digest_of, digest_of_rows
 from rlctl.rollout.types import RolloutGroup
-from rlctl.run.manifest import write_manifest
+from rlctl.run.file_manifest import write_manifest
 from tests.unit.evaluation.test_figures import rollout
 
 TASKS = [Task(f"r{n}", [1], "", "2", {"answer": "2"}) for n in range(7)]

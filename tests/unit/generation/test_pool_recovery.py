@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from rlctl.generation import pool as pool_module
-from rlctl.generation.pool import EngineSlot, GeneratorPool
+from rlctl.generation import generator_pool as pool_module
+from rlctl.generation.generator_pool import EngineSlot, GeneratorPool
 from rlctl.refit.protocol import Interrupted, RefitReport, Untouched
 from rlctl.refit.refit import EnginesLost
 from rlctl.workers.errors import EngineUnusable, Failure, WorkerDied, WorkerError

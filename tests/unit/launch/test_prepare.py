@@ -11,7 +11,7 @@ import pytest
 
 from rlctl.config.errors import ConfigError
 from rlctl.data.files import DataError
-from rlctl.data.load import RowReader, RunRows
+from rlctl.data.load_data import RowReader, RunRows
 from rlctl.launch.first_row import local_chat
 from rlctl.launch.loading import load_run_samples, load_run_tasks
 from rlctl.launch.prepare import RunRequest, prepare

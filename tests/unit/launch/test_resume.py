@@ -16,7 +16,7 @@ from rlctl.launch.runtime import LocalRuntime
 from rlctl.launch.session import Session, run_session
 from rlctl.preflight.load import load
 from rlctl.run.checkpoints import Checkpoints, Known
-from rlctl.run.manifest import write_manifest
+from rlctl.run.file_manifest import write_manifest
 from rlctl.run.run_dir import JobRecord, RunDirError
 from rlctl.telemetry.events import EventLog
 from rlctl.telemetry.jsonl import read_records

@@ -2,7 +2,7 @@
 
 import torch
 
-from rlctl.refit.sink import LARGE, BatchedCopy
+from rlctl.refit.weight_sink import LARGE, BatchedCopy
 
 
 def test_every_kind_of_pair_is_copied_each_time() -> None:

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from rlctl.refit.plan import RefitPlan
 from rlctl.refit.protocol import Checks, Header, PeerLost, RefitError, TransportSpec, Untouched
-from rlctl.refit.sink import BatchedCopy, WholeTensorSink
+from rlctl.refit.refit_plan import RefitPlan
 from rlctl.refit.transport import call_off, open_receiver, open_sender
+from rlctl.refit.weight_sink import BatchedCopy, WholeTensorSink
 from rlctl.utils.ports import free_port
 from tests.unit.refit.weights import CPU, plan_for, source_of, tensors
 from tests.waiting import PATIENCE_S

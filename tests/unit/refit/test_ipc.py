@@ -17,10 +17,10 @@ import torch
 from rlctl.refit import ipc
 from rlctl.refit.checksum import StreamingChecksums
 from rlctl.refit.pipeline import ChunkReceiver
-from rlctl.refit.plan import RefitPlan
 from rlctl.refit.protocol import Checks, Header, PeerLost, RefitError, TransportSpec
-from rlctl.refit.sink import WholeTensorSink
+from rlctl.refit.refit_plan import RefitPlan
 from rlctl.refit.transport import open_receiver, open_sender
+from rlctl.refit.weight_sink import WholeTensorSink
 from tests.unit.refit.weights import CPU, plan_for, source_of, tensors
 
 

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from rlctl.refit.param_slices import ParamSlice, ParamSliceSink, ShadowParams, verify_complete
-from rlctl.refit.plan import RefitPlan, TensorSlice
 from rlctl.refit.protocol import RefitError
+from rlctl.refit.refit_plan import RefitPlan, TensorSlice
 
 Q, K = torch.arange(24.0).view(6, 4), torch.arange(100.0, 108.0).view(2, 4)
 LAYOUT = [("q", (6, 4), "float32"), ("k", (2, 4), "float32")]

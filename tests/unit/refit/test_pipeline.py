@@ -4,9 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 from rlctl.refit.pipeline import ChunkReceiver, ReceiverTransport
-from rlctl.refit.plan import Chunk, RefitPlan
 from rlctl.refit.protocol import Header
-from rlctl.refit.sink import BatchedCopy
+from rlctl.refit.refit_plan import Chunk, RefitPlan
+from rlctl.refit.weight_sink import BatchedCopy
 from rlctl.utils.device_stream import DeviceEvent, DeviceStream
 from tests.unit.refit.weights import CPU, plan_for, tensors
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from rlctl.refit.plan import TensorSlice, layout_digest
 from rlctl.refit.protocol import RefitError
 from rlctl.refit.refit import Refit, RefitOptions, ask_holdings
+from rlctl.refit.refit_plan import TensorSlice, layout_digest
 from rlctl.refit.sender import Holding, SendsWeights
 
 LAYOUT = [("a", (4, 2), "float32"), ("b", (2,), "float32")]

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from rlctl.refit.pipeline import ChunkReceiver, ChunkSender
-from rlctl.refit.plan import RefitPlan
 from rlctl.refit.protocol import Header, PeerLost, RefitError, TransportSpec
-from rlctl.refit.sink import WholeTensorSink
-from rlctl.refit.source import WeightSource
+from rlctl.refit.refit_plan import RefitPlan
 from rlctl.refit.transport import open_receiver, open_sender
+from rlctl.refit.weight_sink import WholeTensorSink
+from rlctl.refit.weight_source import WeightSource
 from tests.unit.refit.weights import CPU, plan_for, source_of, tensors
 
 

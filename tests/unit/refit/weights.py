@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from rlctl.refit.plan import RefitPlan
-from rlctl.refit.source import Shard, WeightSource
+from rlctl.refit.refit_plan import RefitPlan
+from rlctl.refit.weight_source import Shard, WeightSource
 
 CPU = torch.device("cpu")
 

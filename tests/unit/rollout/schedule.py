@@ -29,8 +29,8 @@ from rlctl.data.tasks import Task
 from rlctl.environments.contract import EnvironmentContract
 from rlctl.environments.messages import FunctionEnded, FunctionWaits
 from rlctl.environments.outcomes import EnvironmentFailure
-from rlctl.generation import pool
-from rlctl.generation.pool import EngineSlot, GeneratorPool
+from rlctl.generation import generator_pool
+from rlctl.generation.generator_pool import EngineSlot, GeneratorPool
 from rlctl.generation.requests import RequestId, rollout_seed
 from rlctl.generation.vllm import active_requests
 from rlctl.preflight.load import load
@@ -586,7 +586,7 @@ def fakes() -> Iterator[None]:
         files[str(folder)] = groups
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pool, "Worker", FakeWorker)
+        patch.setattr(generator_pool, "Worker", FakeWorker)
         patch.setattr(WaitDeadline, "note_progress", heard)
         answer(patch, lambda request: length(request.seed))
         patch.setattr(active_requests, "GATHER_S", 0.0)

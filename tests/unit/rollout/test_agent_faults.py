@@ -11,9 +11,9 @@ import psutil
 import pytest
 
 from rlctl.data.tasks import Task
+from rlctl.environments.environment_pool import EnvironmentPool
 from rlctl.environments.outcomes import AgentSpec, EnvironmentSpec
 from rlctl.environments.plain_chat import PlainChat
-from rlctl.environments.pool import EnvironmentPool
 from rlctl.rollout.players.agent import AgentPlayer
 from rlctl.rollout.runner import RolloutRunner
 from rlctl.rollout.types import Rollout

@@ -15,8 +15,8 @@ import pytest
 from rlctl.config.environment_schema import AgentSection
 from rlctl.data.chat import Chat, ChatSpec
 from rlctl.data.tasks import Task
+from rlctl.environments.environment_pool import EnvironmentPool
 from rlctl.environments.outcomes import AgentSpec, EnvironmentSpec, command_of
-from rlctl.environments.pool import EnvironmentPool
 from rlctl.grpo.metrics import environment_metrics
 from rlctl.rollout.players.agent import AgentPlayer, agent_notes, most_agents
 from rlctl.rollout.players.episode_state import EpisodeLimits

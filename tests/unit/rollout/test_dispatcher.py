@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from rlctl.data.cursor import Cursor, TaskSource
 from rlctl.data.tasks import Task
-from rlctl.generation import pool
-from rlctl.generation.pool import EngineSlot, GeneratorPool
+from rlctl.generation import generator_pool
+from rlctl.generation.generator_pool import EngineSlot, GeneratorPool
 from rlctl.generation.requests import Completion, RequestId, RolloutId, TurnRequest
 from rlctl.generation.vllm import active_requests
 from rlctl.preflight.load import load
@@ -108,7 +108,7 @@ class Stage:
 
 @pytest.fixture(autouse=True)
 def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "Worker", FakeWorker)
+    monkeypatch.setattr(generator_pool, "Worker", FakeWorker)
     answer(monkeypatch, lambda request: request.max_new_tokens)
     monkeypatch.setattr(active_requests, "GATHER_S", 0.0)
 
@@ -210,7 +210,7 @@ def test_a_lost_engine_is_replaced_at_the_moment_of_its_loss(what: str, monkeypa
         replaced.append(stage.events.time)
         return FakeWorker(spec)
 
-    monkeypatch.setattr(pool, "Worker", another)
+    monkeypatch.setattr(generator_pool, "Worker", another)
     stage.happen = kill_one
     # The wait looks around at 0.6. The engine's call fails at 0.25.
     stage.events.let_pass(0.1)

@@ -9,7 +9,7 @@ import pytest
 from rlctl.config.schema import GrpoConfig
 from rlctl.data.chat import Chat
 from rlctl.data.tasks import Task
-from rlctl.environments.pool import UnusableEnvironmentError
+from rlctl.environments.environment_pool import UnusableEnvironmentError
 from rlctl.preflight.load import load
 from rlctl.preflight.machine import RunMachine
 from rlctl.preflight.settled import settle

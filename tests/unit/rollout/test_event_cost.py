@@ -18,7 +18,7 @@ import pytest
 from rlctl.data.cursor import Cursor, TaskSource
 from rlctl.data.tasks import Task
 from rlctl.generation.engine import Engine, EngineStats, FinishedTurns
-from rlctl.generation.pool import GeneratorPool
+from rlctl.generation.generator_pool import GeneratorPool
 from rlctl.generation.requests import Completion, PackedCompletions, RequestId
 from rlctl.preflight.load import load
 from rlctl.rollout.buffer import RolloutBuffer

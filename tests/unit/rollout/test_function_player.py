@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from rlctl.data.chat import Chat
+from rlctl.environments.environment_pool import POOL_CLOSED
 from rlctl.environments.messages import (
     BeginFunction,
     CloseEpisode,
@@ -21,7 +22,6 @@ from rlctl.environments.messages import (
     read_function_message,
 )
 from rlctl.environments.outcomes import EnvironmentFailure
-from rlctl.environments.pool import POOL_CLOSED
 from rlctl.environments.rollout_function import FunctionPolicy
 from rlctl.generation.requests import RolloutId, TurnRequest, turn_seed
 from rlctl.rollout.players.episode_state import EpisodeLimits

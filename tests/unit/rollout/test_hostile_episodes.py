@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from rlctl.data.chat import Chat
+from rlctl.environments.environment_pool import EnvironmentPool
 from rlctl.environments.outcomes import EnvironmentSpec, ToolResult
-from rlctl.environments.pool import EnvironmentPool
 from rlctl.rollout.players.environment import EnvironmentPlayer
 from rlctl.rollout.runner import RolloutRunner
 from tests.unit.data.conftest import CHATML, tokenizer

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rlctl.generation.pool import GeneratorPool
+from rlctl.generation.generator_pool import GeneratorPool
 from rlctl.generation.requests import Completion, TurnRequest
 from rlctl.generation.vllm import active_requests, engine
 from rlctl.rollout.buffer import RolloutBuffer

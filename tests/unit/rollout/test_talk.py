@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from rlctl.data.chat import Chat
+from rlctl.environments.environment_pool import EnvironmentPool
 from rlctl.environments.outcomes import EnvironmentSpec
-from rlctl.environments.pool import EnvironmentPool
 from rlctl.generation.requests import Completion, RequestId, TurnRequest
 from rlctl.rollout.players.chat import Talk, TalkError, TalkLimits, TalkTools, talk_id
 from rlctl.utils.event_loop import EventLoop

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rlctl.run import manifest
+from rlctl.run import file_manifest as manifest
 from rlctl.run.checkpoints import Checkpoints, NoWholeCheckpoint
 from rlctl.utils import digests
 

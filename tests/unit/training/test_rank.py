@@ -7,6 +7,6 @@ import sys
 def test_the_hosted_class_is_imported_without_torchs_compiler() -> None:
     """It may look at devices, and takes 2.5 s."""
     slow = ("torch._dynamo", "torch._inductor", "triton", "torch.distributed.checkpoint", "transformers")
-    code = f"import sys, rlctl.training.worker; print([name for name in {slow} if name in sys.modules])"
+    code = f"import sys, rlctl.training.trainer_worker; print([name for name in {slow} if name in sys.modules])"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=True)
     assert told.stdout == "[]\n"

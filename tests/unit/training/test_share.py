@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rlctl.preflight.declared_columns import COLUMNS, Column
 from rlctl.training.micro_batching import TrainingSample
 from rlctl.training.packing import pack
-from rlctl.training.worker import RankBatch
+from rlctl.training.trainer_worker import RankBatch
 
 
 def sequence(length: int, start: int) -> TrainingSample:

@@ -46,7 +46,7 @@ def test_a_store_is_reached_at_its_address_alone() -> None:
 
 
 def test_workers_of_an_engine_meet_at_such_a_store_too() -> None:
-    import_module("rlctl.generation.vllm.worker")
+    import_module("rlctl.generation.vllm.worker_extension")
     rendezvous: Any = import_module("torch.distributed.rendezvous").rendezvous
     port = free_port()
     store, rank, world = next(rendezvous(f"tcp://{LOOPBACK}:{port}?rank=0&world_size=1"))

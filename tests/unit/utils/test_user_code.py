@@ -8,8 +8,8 @@ from rlctl.config.grpo_schema import RewardSection
 from rlctl.config.plugin_options import load_plugin
 from rlctl.config.plugins import ADVANTAGE_BASE, LOSS_BASE
 from rlctl.config.telemetry_schema import UserTrackerSection
+from rlctl.environments.environment_pool import EnvironmentPool, UnusableEnvironmentError
 from rlctl.environments.outcomes import EnvironmentSpec
-from rlctl.environments.pool import EnvironmentPool, UnusableEnvironmentError
 from rlctl.rewards.base import RewardError
 from rlctl.rewards.load_rewards import load_reward
 from rlctl.telemetry.events import EventLog

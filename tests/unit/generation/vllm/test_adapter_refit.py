@@ -11,13 +11,13 @@ import torch
 from rlctl.models.adapters import AdapterSpec
 from rlctl.models.layer_kinds import LinearLayer
 from rlctl.refit.param_slices import ParamSlice
-from rlctl.refit.plan import RefitPlan, TensorSlice
 from rlctl.refit.protocol import Header, LiveProof, RefitError, TransportSpec
-from rlctl.refit.source import Shard, WeightSource
+from rlctl.refit.refit_plan import RefitPlan, TensorSlice
 from rlctl.refit.transport import open_receiver, open_sender
+from rlctl.refit.weight_source import Shard, WeightSource
 
 if TYPE_CHECKING:
-    from rlctl.generation.vllm.adapters import EngineAdapters
+    from rlctl.generation.vllm.adapter_layers import EngineAdapters
 
 CPU = torch.device("cpu")
 RANK, WIDTH, ROWS = 4, 16, 24
@@ -30,7 +30,7 @@ FIRST_B = "model.layers.0.self_attn.q_proj.lora_B.weight"
 
 def engine_adapters(rows: int = ROWS, first: int = 0) -> "EngineAdapters":
     """A merged layer of both targets, of which this worker has some rows. Its module imports vLLM, 2.6 s."""
-    from rlctl.generation.vllm.adapters import EngineAdapters
+    from rlctl.generation.vllm.adapter_layers import EngineAdapters
 
     held = EngineAdapters(SPEC)
     a, b = torch.zeros(2 * RANK, WIDTH), torch.zeros(2 * rows, 2 * RANK)

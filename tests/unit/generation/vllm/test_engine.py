@@ -19,7 +19,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 def answered(method: Method) -> Method:
     """Return `method` as a worker wraps it. Its module imports vLLM, 5 s: not in every process that collects tests."""
-    from rlctl.generation.vllm import worker
+    from rlctl.generation.vllm import worker_extension as worker
 
     return worker.answered(method)
 

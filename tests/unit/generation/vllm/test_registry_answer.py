@@ -27,7 +27,9 @@ def test_an_architecture_that_vllm_lacks_is_one_line_now_and_at_the_next_start(
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert ENGINE.unserved("cuda", folder, sizes) is None
     with pytest.raises(ModelError) as caught:
-        build_llm(replace(spec_for(tmp_path), load_format="dummy"), "rlctl.generation.vllm.worker.RefitWorker")
+        build_llm(
+            replace(spec_for(tmp_path), load_format="dummy"), "rlctl.generation.vllm.worker_extension.RefitWorker"
+        )
     import vllm
 
     lacks = f"vLLM {vllm.__version__} does not serve CodeGenForCausalLM"

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlctl.refit.plan import ALIGNMENT, ITEM_BYTES, PACKED_BYTES, SAMPLE, RefitPlan, TensorSlice
 from rlctl.refit.protocol import Header, RefitError
+from rlctl.refit.refit_plan import ALIGNMENT, ITEM_BYTES, PACKED_BYTES, SAMPLE, RefitPlan, TensorSlice
 from tests.unit.refit.weights import layout, plan_for, tensors
 
 Row = tuple[str, tuple[int, ...], str]

@@ -6,8 +6,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rlctl.refit.plan import RefitPlan, TensorSlice
 from rlctl.refit.protocol import RefitError
+from rlctl.refit.refit_plan import RefitPlan, TensorSlice
 
 
 @dataclass(frozen=True)

@@ -371,8 +371,8 @@ class ReceivesWeights(Protocol):
         """Join the refit transport as ranks `first_rank` and following; leave the one before.
 
         Requests may run: it comes again after another engine was rebuilt. `refit/transport.py` has the receiver,
-        `refit/sink.py` the places of the plan's tensors, which have their names of Hugging Face's folder. in_flight:
-        requests go on during a refit. Raises RefitError for a plan or mode that the engine cannot serve.
+        `refit/weight_sink.py` the places of the plan's tensors, which have their names of Hugging Face's folder.
+        in_flight: requests go on during a refit. Raises RefitError for a plan or mode that the engine cannot serve.
         """
 
     def refit_receive(self, header: Header) -> EngineReport:

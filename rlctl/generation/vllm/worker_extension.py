@@ -17,8 +17,8 @@ from rlctl.generation.vllm.param_layout import UnsupportedLayout, find_regions, 
 from rlctl.generation.vllm.weight_loader import WeightLoader, WeightReceiver, choose_loading
 from rlctl.refit.checksum import ChecksumTable, lay
 from rlctl.refit.param_slices import ParamSlice
-from rlctl.refit.plan import RefitPlan
 from rlctl.refit.protocol import Header, LiveProof, LoadMode, Mode, ReceiveReport, TransportSpec
+from rlctl.refit.refit_plan import RefitPlan
 from rlctl.refit.transport import open_receiver, receiver_bytes
 from rlctl.utils.ports import open_store
 

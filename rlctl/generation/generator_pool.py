@@ -16,9 +16,9 @@ from typing import Concatenate, ParamSpec, TypeVar
 from rlctl.generation.engine import Engine, MemoryPart
 from rlctl.generation.spec import EngineSpec, build_engine
 from rlctl.refit.by_node import RefitByNode
-from rlctl.refit.plan import RefitPlan
 from rlctl.refit.protocol import Checks, RefitReport
 from rlctl.refit.refit import EngineEnd, EnginesLost, Refit
+from rlctl.refit.refit_plan import RefitPlan
 from rlctl.workers.errors import EngineUnusable, NoEngineLeft, WorkerDied, WorkerError, WorkerTimeout
 from rlctl.workers.group import Worker, WorkerSpec
 from rlctl.workers.nodes import NodeLease

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from rlctl.config.grpo_schema import RewardSection
-from rlctl.rewards import worker as reward_worker
+from rlctl.rewards import reward_process as reward_worker
 from rlctl.rewards.base import RewardInput
 from rlctl.rewards.scorer import Score, Scorer
 from rlctl.telemetry.events import EventLog

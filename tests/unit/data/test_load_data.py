@@ -7,7 +7,7 @@ from rlctl.config.data_schema import TrainDataSection
 from rlctl.config.schema import GrpoConfig, SftConfig
 from rlctl.data.datasets import Row
 from rlctl.data.files import DataError
-from rlctl.data.load import RowReader, load_chat, load_prompts, load_samples, split_off
+from rlctl.data.load_data import RowReader, load_chat, load_prompts, load_samples, split_off
 from rlctl.preflight.load import load
 
 SUMS = Path(__file__).parents[3] / "recipes" / "tiny-data"

@@ -25,7 +25,7 @@ from rlctl.config.errors import ModelError
 from rlctl.models.adapter_folder import AdapterFile
 from rlctl.models.adapters import LORA_A, LORA_B, AdapterSpec
 from rlctl.refit.param_slices import ParamSlice
-from rlctl.refit.plan import TensorSlice
+from rlctl.refit.refit_plan import TensorSlice
 
 # Names of a layer's buffers.
 BUFFER_A, BUFFER_B = "rl_lora_a", "rl_lora_b"

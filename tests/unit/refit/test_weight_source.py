@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from rlctl.refit.plan import RefitPlan
 from rlctl.refit.protocol import RefitError
-from rlctl.refit.sink import BatchedCopy
-from rlctl.refit.source import Shard, WeightSource
+from rlctl.refit.refit_plan import RefitPlan
 from rlctl.refit.staging import StagingBuffers
+from rlctl.refit.weight_sink import BatchedCopy
+from rlctl.refit.weight_source import Shard, WeightSource
 from tests.unit.refit.weights import CPU, plan_for, shards_of, source_of, tensors
 
 

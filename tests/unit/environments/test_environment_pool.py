@@ -11,9 +11,9 @@ from typing import Any
 import psutil
 import pytest
 
+from rlctl.environments.environment_pool import EnvironmentPool, UnusableEnvironmentError
 from rlctl.environments.environment_process import FAILURES_IN_A_ROW
 from rlctl.environments.outcomes import EnvironmentFailure, EnvironmentSpec, ToolResult
-from rlctl.environments.pool import EnvironmentPool, UnusableEnvironmentError
 from rlctl.environments.tool_formats import MalformedCall, ToolCall
 from rlctl.telemetry.events import EventLog
 from rlctl.telemetry.jsonl import read_records

@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rlctl.refit.plan import ITEM_BYTES, RefitPlan, TensorEntry
+from rlctl.refit.refit_plan import ITEM_BYTES, RefitPlan, TensorEntry
 
 # Above this a separate launch costs nothing.
 LARGE = 32 << 20
