@@ -30,6 +30,15 @@ class Notes:
 """
 
 
+MEASURED = """
+    from rlctl.telemetry.metrics import Metric
+    metrics = (Metric("rank/best", "best reward of the step"),)
+
+    def measure(self, rollouts):
+        return {"rank/best": float(rollouts.reward.max())}
+"""
+
+
 @pytest.mark.long  # one run; its parts: test_next_token.py, test_parity_check.py
 @pytest.mark.slow
 def test_a_run_under_top_p_trains_and_is_judged_by_tokens_of_the_whole_distribution(tmp_path: Path) -> None:
@@ -109,8 +118,9 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Run:
     for name in ("my_loss.py", "rank_advantage.py"):
         text = (Path(__file__).parents[1] / "plugins" / name).read_text()
         assert len(text.splitlines()) < 30
-        # A second metric, without a row.
-        (folder / name).write_text(text.replace("{GATE.name: gate}", "{GATE.name: gate, 'sapo/undeclared': gate}"))
+        # Further metrics: one without a row of the loss, and one of the advantage.
+        text = text.replace("{GATE.name: gate}", "{GATE.name: gate, 'sapo/undeclared': gate}")
+        (folder / name).write_text(text + MEASURED * (name == "rank_advantage.py"))
     loss = ("grpo.loss.name=my_loss.py:Sapo", "grpo.loss.tau_down=2", "grpo.updates_per_step=2")
     advantage = "grpo.advantage={name: 'rank_advantage.py:RankAdvantage', most: 2.0}"
     validated = ("validation.at_start=false", "validation.every=2", *SAMPLED)
@@ -141,7 +151,10 @@ def test_a_metric_of_ones_own_is_shown_with_its_meaning_and_an_undeclared_one_is
     (chart,) = (chart for chart in charts_of([state]) if chart.title == "Gate")
     assert chart.meanings == {"sapo/gate": "mean of the gate"} and len(chart.series[0].values) == 2
     assert [shown.name for shown in metrics_of(state) if shown.label == "gate"] == ["sapo/gate"]
-    assert all(step["sapo/undeclared"] == step["sapo/gate"] > 0 for step in own.steps())
+    assert state.declared.meaning("rank/best") == "best reward of the step"
+    for step in own.steps():
+        assert step["sapo/undeclared"] == step["sapo/gate"] > 0
+        assert step["reward/mean"] <= step["rank/best"] <= 1
 
 
 @pytest.mark.long  # combination
