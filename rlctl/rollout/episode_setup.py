@@ -48,7 +48,10 @@ class EpisodeSetup:
     @property
     def metrics(self) -> list[Metric]:
         """Metrics that the environments declare."""
-        return [from_record(record) for one in self.contracts.values() for record in one.metrics]
+        found = list[Metric]()
+        for contract in self.contracts.values():
+            found += [from_record(record) for record in contract.metrics]
+        return found
 
     @property
     def notes(self) -> list[str]:

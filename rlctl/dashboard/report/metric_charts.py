@@ -6,6 +6,7 @@ the episodes, any other in the last section. One that is 0 in every step gets no
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Literal
 
 from rlctl.dashboard.state import RunState
@@ -72,7 +73,8 @@ def charts_of(states: Sequence[RunState]) -> list[MetricChart]:
         metrics.sort(key=_place)
         place = (_section_place(section), section, _place(metrics[0])[0], title)
         placed.append((place, _charts(states, section, title, metrics)))
-    return [chart for _, charts in sorted(placed, key=lambda pair: pair[0]) for chart in charts]
+    placed.sort(key=lambda pair: pair[0])
+    return list(chain.from_iterable(charts for _, charts in placed))
 
 
 def _charts(
@@ -85,7 +87,9 @@ def _charts(
         unit = "share"
     elif units == {"seconds"}:
         unit = "seconds"
-    series = [each for name, row in metrics for each in _courses(states, name, row.meaning)]
+    series = list[MetricSeries]()
+    for name, row in metrics:
+        series += _courses(states, name, row.meaning)
     first = metrics[0][1].chart
     if first and first.stacked:
         return _stacks(MetricChart(section, title, unit, stacked=True), series)
