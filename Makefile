@@ -18,10 +18,10 @@ train: $(READY)
 test: $(READY) check
 	$(BIN)/python -m pytest $(ARGS)
 
-# Linters, types, and unit tests without Ray and without engines. Left out: tests/system, tests/faults, tests/gpu, tests
-# marked slow, and the random schedules of rollouts.
+# Linters, types, and unit tests without Ray and without engines. Left out: tests/system, tests/faults, tests/gpu, and
+# tests that took two seconds when durations were recorded.
 quick: $(READY) check
-	$(BIN)/python -m pytest tests/unit -m 'not slow and not long' --ignore tests/unit/rollout/test_schedules.py $(ARGS)
+	$(BIN)/python -m pytest tests/unit -m 'not slow and not long' $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff check .

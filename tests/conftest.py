@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import durations, preloaded
+from tests.durations import file_of
 from tests.faults.runs import RUNS
 from tests.system.clusters import Clusters
 
@@ -36,8 +39,7 @@ settings.register_profile("rlctl", deadline=None, suppress_health_check=[HealthC
 settings.load_profile("rlctl")
 
 
-# A minute of one process: begun among the short files at the end, it has the other process wait.
-BEGUN_FIRST = "tests/unit/rollout/test_schedules.py"
+SYSTEM, FAULTS = Path(__file__).parent / "system", Path(__file__).parent / "faults"
 # Files that share an import of vLLM, 10 s of CPU: in the process of their tests, or in the server of engine processes.
 TOGETHER = {
     "vllm": (
@@ -54,6 +56,18 @@ TOGETHER = {
         "tests/system/test_zoo.py",
     ),
 }
+
+
+# Seconds of each test in this session.
+SECONDS = Counter[str]()
+
+
+def group_of(file: str) -> str:
+    """Return the name of the group that a file is in, or the file itself."""
+    for name, files in TOGETHER.items():
+        if file.startswith(files):
+            return name
+    return file
 
 
 @pytest.hookimpl(optionalhook=True)  # without xdist there is none
@@ -79,8 +93,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return finished
 
         def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.partition("::")[0]
-            return next((name for name, files in TOGETHER.items() if file.startswith(files)), file)
+            return group_of(file_of(nodeid))
 
     return ByGroups(config, log)
 
@@ -90,6 +103,14 @@ def pytest_testnodedown(node: Any, error: object) -> None:
     """Remember a lost process: the suite ends as soon as the test that it was lost in is failed by name."""
     if error:
         node.config.pluginmanager.getplugin("dsession").sched.lost = f"process {node.gateway.id} was lost: {error}"
+
+
+def pytest_configure() -> None:
+    preloaded.prepare()
+
+
+def pytest_unconfigure() -> None:
+    preloaded.remove_folder()
 
 
 def pytest_collection() -> None:
@@ -103,8 +124,31 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: not item.nodeid.startswith(BEGUN_FIRST))
+    """Mark slow tests. Begin the longest files first; those that go to one process stay together."""
+    recorded = durations.load()
+    seconds = Counter[str]()
+    for file, spent in recorded["files"].items():
+        seconds[group_of(file)] += spent
+    for item in items:
+        if item.nodeid in recorded["tests"]:
+            item.add_marker("slow")
+    items.sort(key=lambda item: -seconds[group_of(file_of(item.nodeid))])
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record-durations", action="store_true", help="record the seconds of each file")
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    SECONDS[report.nodeid] += report.duration
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Record in the suite's first process, which hears of all tests."""
+    if session.config.getoption("record_durations") and "PYTEST_XDIST_WORKER" not in os.environ:
+        durations.save(SECONDS)
 
 
 @pytest.fixture(autouse=True)
@@ -121,6 +165,21 @@ def no_run_goes_on() -> Iterator[None]:
     yield
     for run in RUNS[begun:]:
         run.end_now()
+
+
+@pytest.fixture(autouse=True)
+def workers_are_preloaded(request: pytest.FixtureRequest) -> None:
+    """Tests with processes have workers that begin with their imports done, unless they ask for `ordinary_workers`."""
+    if request.path.is_relative_to(SYSTEM) or request.path.is_relative_to(FAULTS):
+        preloaded.start_servers()
+
+
+@pytest.fixture(scope="module")
+def ordinary_workers() -> Iterator[None]:
+    """Workers of Ray start as for a user: for tests of how processes start and end."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(preloaded.FOLDER, raising=False)
+        yield
 
 
 @pytest.fixture(scope="session")

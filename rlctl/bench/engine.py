@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlctl.bench.rounds import BenchEnd, Measured, Meeting
+from rlctl.bench.rounds import BenchEnd, Measured, Meeting, Timing
 from rlctl.bench.weights import make_tensor
 from rlctl.generation.vllm.adapter_layers import EngineAdapters
 from rlctl.generation.vllm.adapter_loader import installed
@@ -39,11 +39,11 @@ class BenchWorker(RefitWorker):
     def bench_refit_rounds(self, plan: RefitPlan, checks: Checks, version: int, rounds: int, in_turn: bool) -> Measured:
         """Receive and commit several times, by the transport that `rl_open` joined."""
 
-        def work(number: int) -> float:
+        def work(number: int) -> Timing:
             if in_turn:
                 self._bench.meeting.wait()
             header = Header(version + number, plan.digest, checks, self._bench_adapters is not None)
-            self._rl.receive(header)
+            report = self._rl.receive(header)
             self._rl.commit()
             if header.prove:
                 self._rl.prove(header)
@@ -51,7 +51,7 @@ class BenchWorker(RefitWorker):
                 torch.cuda.synchronize(self.device)
             seconds = self._rl.committed()
             assert seconds is not None, "the device has done all"
-            return float(seconds)
+            return {"wire": report.wire, "load": report.load}, seconds
 
         return self._bench.measure(rounds, work)
 

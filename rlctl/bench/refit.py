@@ -247,7 +247,7 @@ class _Stage:
 
     def _while_requests_run(self, refit: Refit, checks: Checks) -> dict[str, Any]:
         """Refit as a run does, through the driver, while every engine samples."""
-        stalls, gaps = [], []
+        stalls, gaps, seconds = [], [], []
         for number in range(self.bench.updates):
             # Different prompts, so that no prefix is cached.
             ids = [RequestId(RolloutId("parity", "bench", number * _REQUESTS + i, 0)) for i in range(_REQUESTS)]
@@ -261,12 +261,14 @@ class _Stage:
                 # A step with prompts is longer: it must not count as the update's.
                 while _steps(engine) < begun + _BEFORE_UPDATE:
                     time.sleep(_POLL_S)
+            begin = time.perf_counter()
             report = refit.run(self.ends, 1 + self.bench.rounds + number, checks)
+            seconds.append(time.perf_counter() - begin)
             stalls.append(report.stall)
             gaps.append(report.gap)
             for engine in self.engines:
                 engine.start(Engine.abort, ids).wait(_DEADLINE_S)
-        return {"stall": median(stalls), "step": median(gaps)}
+        return {"stall": median(stalls), "step": median(gaps), "driver": median(seconds)}
 
     def _options(self, kind: Kind, mode: Mode, buffers: int) -> RefitOptions:
         bench = self.bench

@@ -8,9 +8,11 @@ from rlctl.bench.frame import Cells, Line, Results, ResultTable
 from rlctl.bench.rounds import Measured
 from rlctl.dashboard.formats import count
 
+PHASES = ("pack", "wire", "load")
 _LEGEND = (
     "ms: median until every engine holds every tensor; share: of the plain link's rate; pause: no sampling; "
-    "stall: longest gap between two tokens of running requests beyond their usual one, which is step; bits: "
+    "stall: longest gap between two tokens of running requests beyond their usual one, which is step; driver: ms of "
+    "such a refit as the driver sees it; memory: peak on the device beyond the weights, trainer + engine; bits: "
     "compared with what was sent"
 )
 
@@ -23,10 +25,14 @@ class SchemeRow:
     mode: str  # of rlctl's refit, "" for other rows
     seconds: float  # from the common begin until the last engine holds every tensor
     commit: float  # to make them live
+    phases: dict[str, float]  # of the slowest process
+    trainer_extra: int  # bytes of device memory at the peak beyond the weights' own
+    engine_extra: int
     trainer_growth: int  # bytes of host memory that the rounds left behind
     engine_growth: int
     checked: bool  # delivered weights were compared
     wrong: list[str] = field(default_factory=list)  # tensors that differ in a bit from the sent ones
+    driver: float | None = None  # a whole refit while requests run, as the driver sees it
     stall: float | None = None  # the requests' wait beyond their ordinary gap between tokens
     step: float | None = None  # that ordinary gap
 
@@ -34,6 +40,15 @@ class SchemeRow:
     def pause(self) -> float:
         """Seconds in which engines could not sample: only the commit where weights were staged."""
         return self.commit if self.mode == "staged" else self.seconds + self.commit
+
+    @property
+    def overlap(self) -> float | None:
+        """Share of the time that could hide behind the longest phase, and did; None if there is none to hide."""
+        total, longest = sum(self.phases.values()), max(self.phases.values(), default=0.0)
+        hideable = total - longest
+        if hideable < 0.02 * self.seconds:
+            return None
+        return min(1.0, max(0.0, (total - self.seconds) / hideable))
 
 
 @dataclass(frozen=True)
@@ -57,14 +72,14 @@ class RefitResults(Results):
         return self.bound / row.seconds
 
     def derived(self, row: SchemeRow) -> dict[str, Any]:
-        return {"gb_per_s": self.rate(row), "share": self.share(row), "pause": row.pause}
+        return {"gb_per_s": self.rate(row), "share": self.share(row), "overlap": row.overlap, "pause": row.pause}
 
     def report(self, wide: bool) -> list[Line | ResultTable]:
         size = self.payload / 1e9
         devices = f" x {self.tensor_parallel} devices" if self.tensor_parallel > 1 else ""
         bound = f"{size:.2f} GB need {self.bound * 1e3:.1f} ms at the link's {size / self.bound:.1f} GB/s"
         ours = [index for index, row in enumerate(self.rows) if row.mode]
-        table = ResultTable([self._cells(row) for row in self.rows], bold=ours)
+        table = ResultTable([self._cells(row, wide) for row in self.rows], bold=ours)
         return [Line(f"{self.model}, {self._ends}{devices}: {bound}"), table, Line(_LEGEND, "dim")]
 
     def errors(self) -> list[str]:
@@ -80,15 +95,20 @@ class RefitResults(Results):
     def _ends(self) -> str:
         return f"{count(self.trainers, 'trainer rank')} to {count(self.engines, 'engine')}"
 
-    def _cells(self, row: SchemeRow) -> Cells:
+    def _cells(self, row: SchemeRow, wide: bool) -> Cells:
+        phases = [(name, _ms(row.phases.get(name))) for name in PHASES]
+        driver = [("driver", _ms(row.driver)), ("overlap", "" if row.overlap is None else f"{row.overlap:.0%}")]
+        memory = f"{row.trainer_extra / 2**30:.1f}+{row.engine_extra / 2**30:.1f} GiB"
         return [
             ("scheme", row.label),
             ("ms", _ms(row.seconds)),
             ("GB/s", f"{self.rate(row):.1f}"),
             ("share", f"{self.share(row):.0%}"),
+            *(phases if wide else []),
             ("pause", _ms(row.pause) if row.checked else ""),
             ("stall", _ms(row.stall)),
-            ("step", _ms(row.step)),
+            *([("step", _ms(row.step)), *driver] if wide else []),
+            ("memory", memory if row.trainer_extra or row.engine_extra else ""),
             ("bits", ("differ" if row.wrong else "equal") if row.checked else ""),
         ]
 
@@ -108,11 +128,24 @@ def make_row(
         commit = max(part.commits[number] for part in received)
         seconds.append(max(part.ends[number] for part in received) - begin - commit)
         commits.append(commit)
+    phases = {}
+    for name in PHASES:
+        ends = [
+            median(max(part.phases[number].get(name, 0.0) for part in side) for number in rounds)
+            for side in (sent, received)
+        ]
+        # The wire's time is the shorter end's: the other one's begins with waiting.
+        value = min([end for end in ends if end] or [0.0]) if name == "wire" else max(ends)
+        if value:
+            phases[name] = value
     return SchemeRow(
         label,
         mode,
         median(seconds),
         median(commits),
+        phases,
+        max(part.extra_bytes for part in sent),
+        max(part.extra_bytes for part in received),
         max(part.growth_bytes for part in sent),
         max(part.growth_bytes for part in received),
         wrong is not None,

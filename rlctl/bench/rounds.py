@@ -19,6 +19,8 @@ from rlctl.utils.ports import LOOPBACK, open_store
 _PATIENCE_S = 300.0
 # Bytes of a buffer of the plain link.
 _PLAIN_BYTES = 1 << 30
+# (seconds of a round by phase, seconds of its commit).
+Timing = tuple[dict[str, float], float]
 
 
 class Meeting:
@@ -45,23 +47,28 @@ class Measured:
     begins: list[float] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
     commits: list[float] = field(default_factory=list)  # seconds
+    phases: list[dict[str, float]] = field(default_factory=list)  # seconds
+    extra_bytes: int = 0  # device memory at the peak beyond that held before
     growth_bytes: int = 0  # resident host memory at the end beyond that after the first tenth of the rounds
 
 
 class BenchEnd:
-    """One process's means of measuring: the barrier, and the plain link."""
+    """One process's means of measuring: the barrier, the plain link, and the device memory held before."""
 
     def __init__(self, device: torch.device, meeting: Meeting) -> None:
         self.device, self.meeting = device, meeting
         self._link: BroadcastGroup | None = None
+        self._before = 0
 
     def clear(self) -> None:
-        """Leave the plain link."""
+        """Leave the plain link; later peaks count from the memory allocated now."""
         if self._link:
             self._link.abort()
         self._link = None
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self._before = torch.cuda.memory_allocated(self.device)
 
     def plain_rounds(self, spec: TransportSpec, rank: int | None, payload: int, rounds: int) -> Measured:
         """Broadcast `payload` bytes in large buffers, and nothing else. rank: 0 sends, None only attends."""
@@ -69,32 +76,34 @@ class BenchEnd:
         self._link = link
         buffer = torch.zeros(min(payload, _PLAIN_BYTES), dtype=torch.uint8, device=self.device)
 
-        def work(number: int) -> float:
+        def work(number: int) -> Timing:
             if link is not None:
                 stream = DeviceStream(self.device)
                 with stream:
                     for begin in range(0, payload, _PLAIN_BYTES):
                         link.broadcast(0, [buffer[: payload - begin]], "the plain link")
                 stream.wait()
-            return 0.0
+            return {}, 0.0
 
         return self.measure(rounds, work)
 
-    def measure(self, count: int, work: Callable[[int], float], meeting: Meeting | None = None) -> Measured:
-        """Run `work(round)` `count` times, each begun together with everybody in the meeting.
-
-        It returns the seconds of the round's commit.
-        """
+    def measure(self, count: int, work: Callable[[int], Timing], meeting: Meeting | None = None) -> Measured:
+        """Run `work(round)` `count` times, each begun together with everybody in the meeting."""
         measured, settled = Measured(), 0
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
         for number in range(count):
             (meeting or self.meeting).wait()
             measured.begins.append(time.perf_counter())
-            commit = work(number)
+            phases, commit = work(number)
             measured.ends.append(time.perf_counter())
+            measured.phases.append(phases)
             measured.commits.append(commit)
             if number == count // 10:
                 settled = _resident()
         measured.growth_bytes = _resident() - settled
+        if self.device.type == "cuda":
+            measured.extra_bytes = torch.cuda.max_memory_allocated(self.device) - self._before
         return measured
 
 

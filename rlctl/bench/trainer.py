@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from rlctl.bench.rounds import BenchEnd, Measured, Meeting
+from rlctl.bench.rounds import BenchEnd, Measured, Meeting, Timing
 from rlctl.bench.weights import NamedShape, RandomShards, parameters_of
 from rlctl.models.adapters import AdapterSpec
 from rlctl.refit.protocol import Checks, Header, TransportSpec
@@ -53,11 +53,11 @@ class BenchTrainer(SendsWeights):
         """Copy `payload` bytes within this device's memory (on CPU: memcpy)."""
         source, target = (torch.zeros(payload, dtype=torch.uint8, device=self._device) for _ in range(2))
 
-        def work(number: int) -> float:
+        def work(number: int) -> Timing:
             target.copy_(source)
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
-            return 0.0
+            return {}, 0.0
 
         return self._end.measure(rounds, work, Meeting(free_port(), 1, server=True))
 
@@ -69,11 +69,11 @@ class BenchTrainer(SendsWeights):
     def refit_rounds(self, plan: RefitPlan, checks: Checks, version: int, rounds: int, in_turn: bool) -> Measured:
         """Send `rounds` versions, the first one `version`. in_turn: receivers begin when a send is done."""
 
-        def work(number: int) -> float:
-            self.refit_send(Header(version + number, plan.digest, checks, self._prove))
+        def work(number: int) -> Timing:
+            report = self.refit_send(Header(version + number, plan.digest, checks, self._prove))
             if in_turn:
                 self._end.meeting.wait()
-            return 0.0
+            return {"pack": report.pack}, 0.0
 
         return self._end.measure(rounds, work)
 

@@ -122,12 +122,15 @@ def explained_weights(interrupted: str) -> Iterator[None]:
 
     interrupted: the line for Ctrl-C.
     """
-    with explained():
-        try:
-            yield
-        except RuntimeError as error:
-            say(f"error: {error}", err=True)
-            raise typer.Exit(FAILED) from None
-        except KeyboardInterrupt:
-            say(interrupted, err=True)
-            raise
+    try:
+        yield
+    except ConfigError:
+        raise
+    except UserError as error:
+        refuse(error)
+    except RuntimeError as error:
+        say(f"error: {error}", err=True)
+        raise typer.Exit(FAILED) from None
+    except KeyboardInterrupt:
+        say(interrupted, err=True)
+        raise typer.Exit(INTERRUPTED) from None

@@ -4,7 +4,7 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict
 from functools import partial
 
-from rlctl.grpo.advantages.base import Advantage, measured
+from rlctl.grpo.advantages.base import Advantage
 from rlctl.grpo.batch import LeftOut, TaskOutcomes, TrainingBatch, make_batch
 from rlctl.grpo.components import GrpoComponents
 from rlctl.grpo.group_record import recorded_keys, step_records
@@ -100,8 +100,6 @@ class GrpoStep:
         waste, updates = buffer.waste(), [update.metrics for update in self.updates]
         ended = groups + [group for group, _ in waste.filtered]
         metrics = rollout_metrics(ended, batch) | update_metrics(updates) | self.measured | refit_metrics(refit)
-        if len(batch.scored):
-            metrics |= measured(self._advantage, batch.scored)
         metrics |= sampling_metrics(ended, batch, waste, self._config.grpo)
         # Taken in any case: they would pile up.
         lengths = buffer.sampled_lengths()

@@ -310,8 +310,8 @@ def claimed(config: RunConfig, resume: Path | None) -> Iterator[RunDir]:
 def _start_attempt(run_dir: RunDir, resolved: str) -> None:
     """Begin new logs with the config of this attempt, and write the metrics that rlctl declares."""
     run_dir.start_attempt()
-    write_rows(run_dir.metric_rows, installed().rows)
     write_whole(run_dir.logs.resolve() / "config.yaml", resolved)
+    write_rows(run_dir.metric_rows, installed().rows)
 
 
 def _run(session: Session, body: Callable[[Session], None]) -> tuple[int, str, str]:

@@ -88,12 +88,8 @@ def named_columns(section: LossSection | AdvantageSection) -> tuple[str, ...]:
 
 def users_metrics(config: GrpoConfig) -> list[Metric]:
     """Return the metrics that the user's own loss and advantage declare. A check tells of wrong declarations."""
-    found = list[Metric]()
-    for section in (config.grpo.loss, config.grpo.advantage):
-        rows = declared(section, "metrics") or ()
-        if not rows_problem(rows):
-            found += rows
-    return found
+    found = [declared(section, "metrics") or () for section in (config.grpo.loss, config.grpo.advantage)]
+    return [row for rows in found if not rows_problem(rows) for row in rows]
 
 
 @cache

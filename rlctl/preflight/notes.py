@@ -131,10 +131,7 @@ def _unmeasured(settled: Settled, name: str) -> str:
     table = MetricTable([*installed().rows, *users])
     row = table.find(name)
     if row is None or not _has_part(settled, row, name):
-        known = list[str]()
-        for declared in table.rows:
-            if _is_measured(settled, declared):
-                known += _names(settled, declared)
+        known = [each for row in table.rows if _is_measured(settled, row) for each in _names(settled, row)]
         return f"no such metric is measured{did_you_mean(name, known)}"
     if row.when and not row.when.holds(settled):
         return f"it is measured only {row.when.where}"

@@ -166,6 +166,9 @@ class RefitReport:
     # gap of an engine; 0 if none ran.
     stall: float = 0.0
     gap: float = 0.0
+    # Memory that a trainer rank and an engine worker hold for refits at most.
+    trainer_extra_bytes: int = 0
+    engine_extra_bytes: int = 0
     # Slots of engines that were lost and rebuilt.
     rebuilt: tuple[int, ...] = ()
     # Where engines and trainer take turns on devices: seconds until the trainer released its memory before the refit,

@@ -362,7 +362,7 @@ def _verdict(failed: dict[int, Exception], trainers: int) -> Exception:
 
 
 def _merged_reports(engines: list[EngineReport], sent: list[SendReport]) -> RefitReport:
-    """Return the slowest engine's report, with the trainers' packing time."""
+    """Return the slowest engine's report, with the trainers' packing time and the memory that both ends hold."""
     slowest = max(engines, key=lambda report: report.seconds)
     return RefitReport(
         seconds=slowest.seconds,
@@ -373,4 +373,6 @@ def _merged_reports(engines: list[EngineReport], sent: list[SendReport]) -> Refi
         commit=slowest.commit,
         stall=max(report.stall for report in engines),
         gap=max(report.gap for report in engines),
+        trainer_extra_bytes=max(report.extra_bytes for report in sent),
+        engine_extra_bytes=max(report.received.extra_bytes for report in engines),
     )

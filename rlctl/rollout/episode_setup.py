@@ -48,10 +48,7 @@ class EpisodeSetup:
     @property
     def metrics(self) -> list[Metric]:
         """Metrics that the environments declare."""
-        found = list[Metric]()
-        for contract in self.contracts.values():
-            found += [from_record(record) for record in contract.metrics]
-        return found
+        return [from_record(record) for one in self.contracts.values() for record in one.metrics]
 
     @property
     def notes(self) -> list[str]:

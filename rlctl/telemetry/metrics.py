@@ -127,7 +127,7 @@ class Metric:
 
     def name_of(self, part: object) -> str:
         """Return the name of one metric of a family. part: in place of NAME or K."""
-        return re.sub("NAME|K$", lambda _: str(part), self.name)
+        return re.sub("NAME|K$", str(part), self.name)
 
     @property
     def pattern(self) -> re.Pattern[str]:
@@ -169,10 +169,7 @@ class MetricTable:
 @cache
 def installed() -> MetricTable:
     """Return the rows of the installed rlctl."""
-    rows = list[Metric]()
-    for module in METRICS:
-        rows += import_module(module).METRICS
-    return MetricTable(rows)
+    return MetricTable(row for module in METRICS for row in import_module(module).METRICS)
 
 
 def rows_problem(rows: object) -> str:

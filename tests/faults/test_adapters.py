@@ -48,7 +48,6 @@ def source(model: Path, ray_here: Path) -> Iterator[WorkerGroup]:
         group.kill()
 
 
-@pytest.mark.slow
 def test_one_of_two_engines_that_kept_its_adapters_is_named_and_rebuilt(
     model: Path, source: WorkerGroup, ray_here: Path, tmp_path: Path
 ) -> None:
@@ -77,7 +76,6 @@ def test_one_of_two_engines_that_kept_its_adapters_is_named_and_rebuilt(
         pool.kill()
 
 
-@pytest.mark.slow
 def test_a_prefix_of_older_adapters_is_out_of_reach_and_shows_where_it_is_not(
     model: Path, source: WorkerGroup, ray_here: Path, tmp_path: Path
 ) -> None:
@@ -102,7 +100,6 @@ def test_a_prefix_of_older_adapters_is_out_of_reach_and_shows_where_it_is_not(
 
 
 @pytest.mark.long  # a whole run for the words of test_a_rate_that_moves_nothing_is_named_at_the_first_step_alone
-@pytest.mark.slow
 def test_a_run_stops_whose_first_optimizer_step_left_every_b_as_it_was(tmp_path: Path) -> None:
     """The learning rate is one that float32 multiplies to nothing, though it is above 0."""
     run = Run(tmp_path, "still", "lora={}", "trainer.optimizer.lr=1e-46", "checkpoint.every=0", "grpo.num_steps=4")

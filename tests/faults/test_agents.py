@@ -76,7 +76,6 @@ def whole_and_valued(run: Run, age: int) -> int:
 
 
 @pytest.mark.long  # repetitions
-@pytest.mark.slow
 @pytest.mark.timeout(900 + 120 * KILLS)
 def test_an_asynchronous_run_of_agents_loses_none_and_trains_none_twice(tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text(AGENT)
@@ -94,7 +93,6 @@ def test_an_asynchronous_run_of_agents_loses_none_and_trains_none_twice(tmp_path
 
 
 @pytest.mark.long  # repetitions
-@pytest.mark.slow
 @pytest.mark.timeout(900 + 120 * KILLS)
 def test_a_synchronous_run_of_agents_equals_one_that_nothing_happened_to_bit_for_bit(tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text(AGENT)

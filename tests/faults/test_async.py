@@ -54,7 +54,6 @@ def stopped_it_saves(run: Run) -> None:
     assert f"rlctl train grpo --resume {run.path}" in run.text()
 
 
-@pytest.mark.slow
 def test_a_killed_engine_and_a_resume_after_a_stop_break_neither(tmp_path: Path) -> None:
     # More steps than are made before the stop, on any machine.
     moments, many = random.Random(11), 2000
@@ -69,7 +68,6 @@ def test_a_killed_engine_and_a_resume_after_a_stop_break_neither(tmp_path: Path)
 
 
 @pytest.mark.long  # repetitions
-@pytest.mark.slow
 @pytest.mark.timeout(900 + 120 * KILLS)
 def test_engine_and_driver_killed_again_and_again(tmp_path: Path) -> None:
     last, moments = 10 * KILLS, random.Random(11)

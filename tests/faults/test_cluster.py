@@ -14,6 +14,8 @@ import pytest
 from tests.faults.standin_ssh import StandInClusters
 from tests.system.clusters import Clusters, gone
 
+pytestmark = pytest.mark.usefixtures("ordinary_workers")
+
 
 @pytest.fixture
 def clusters(tmp_path: Path) -> Iterator[StandInClusters]:
@@ -92,7 +94,6 @@ def test_another_command_meanwhile_and_a_terminal_that_closes(clusters: StandInC
     assert clusters.left() == []
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_ctrl_c_while_it_starts(clusters: StandInClusters, number: int) -> None:
@@ -105,7 +106,6 @@ def test_ctrl_c_while_it_starts(clusters: StandInClusters, number: int) -> None:
     assert "no cluster is up" in clusters.run("status", code=2)[1]
 
 
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_killed_head_and_a_state_that_is_stale(clusters: StandInClusters) -> None:
@@ -127,7 +127,6 @@ def test_a_killed_head_and_a_state_that_is_stale(clusters: StandInClusters) -> N
     assert clusters.left() == []
 
 
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("killed", [0, 1])
@@ -143,7 +142,6 @@ def test_a_node_that_dies_while_another_starts(clusters: StandInClusters, killed
     assert clusters.left() == []
 
 
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_lost_node_is_started_again_and_the_others_are_left_alone(clusters: StandInClusters) -> None:
@@ -175,7 +173,6 @@ def test_a_lost_node_is_started_again_and_the_others_are_left_alone(clusters: St
     assert clusters.left() == []
 
 
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_little_shared_memory_is_a_warning_and_the_store_fits_into_it(clusters: StandInClusters) -> None:

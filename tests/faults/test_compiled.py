@@ -15,7 +15,6 @@ COMPILED = ("ray_compiled_graph.enabled=require", "checkpoint.every=0", "validat
 
 
 @pytest.mark.long  # combination: the faults through a graph
-@pytest.mark.slow
 def test_a_killed_worker_and_a_killed_driver(tmp_path: Path) -> None:
     run = Run(tmp_path, "graph", "sft.num_steps=100000", *COMPILED, kind="sft")
     pids = run.wait_for_event("processes")
@@ -36,7 +35,6 @@ def test_a_killed_worker_and_a_killed_driver(tmp_path: Path) -> None:
 
 
 @pytest.mark.long  # combination: a closed terminal, the dashboard, a graph
-@pytest.mark.slow
 def test_a_closed_terminal_saves_and_ends_without_noise(tmp_path: Path) -> None:
     run = Run(tmp_path, "graph", "sft.num_steps=100000", *COMPILED, kind="sft", terminal=True)
     run.wait_for_step(3)

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from tests.faults.runs import Run
 
-SETTINGS = ("sft.num_steps=8", "checkpoint.every=2", "checkpoint.keep_last=9", "validation.every=0")
+SETTINGS = ("sft.num_steps=8", "sft.batch_size=8", "checkpoint.every=2", "checkpoint.keep_last=9", "validation.every=0")
 SHARD = "trainer/shard-00001-model-00001-of-00001.safetensors"
 
 
@@ -21,7 +21,6 @@ def contents(run: Path) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_damaged_run_goes_on_from_its_newest_whole_checkpoint(tmp_path: Path) -> None:
     whole = Run(tmp_path, "whole", *SETTINGS, kind="sft")

@@ -63,7 +63,6 @@ def loses_and_repeats_nothing(run: Run) -> None:
 
 
 @pytest.mark.long  # three starts; its rules: tests/unit/rollout/test_schedules.py
-@pytest.mark.slow
 def test_a_synchronous_run_takes_the_first_that_teach_and_resumes_bit_exact(tmp_path: Path) -> None:
     run = killed_and_resumed(tmp_path)
     whole = Run(tmp_path, "whole", *SETTINGS)
@@ -75,7 +74,6 @@ def test_a_synchronous_run_takes_the_first_that_teach_and_resumes_bit_exact(tmp_
 
 
 @pytest.mark.long  # one run and its resume; its rules: tests/unit/rollout/test_schedules.py
-@pytest.mark.slow
 def test_an_asynchronous_run_replaces_at_once_and_keeps_its_bound(tmp_path: Path) -> None:
     run = killed_and_resumed(tmp_path, "async.enabled=true", f"async.max_trajectory_age_steps={AGE}")
     keeps_batches_full(run)

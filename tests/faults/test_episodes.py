@@ -88,7 +88,6 @@ def whole_and_no_older_than(run: Run, age: int) -> int:
 
 
 @pytest.mark.long  # repetitions
-@pytest.mark.slow
 @pytest.mark.timeout(900 + 120 * KILLS)
 def test_an_asynchronous_run_of_episodes_loses_none_and_trains_none_twice(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
@@ -125,7 +124,6 @@ def equal_to_an_unhurt_one(tmp_path: Path, kind: str, settings: Sequence[str], b
 
 
 @pytest.mark.long  # repetitions
-@pytest.mark.slow
 @pytest.mark.timeout(900 + 120 * KILLS)
 def test_a_synchronous_run_of_episodes_equals_one_that_nothing_happened_to_bit_for_bit(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW)

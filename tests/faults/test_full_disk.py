@@ -56,7 +56,6 @@ def test_an_export_of_an_adapter_and_a_resume_name_the_file_that_has_no_room(
 
 
 @pytest.mark.long  # two runs; the parts: tests/unit/run/test_checkpoints.py and test_recorder.py
-@pytest.mark.slow
 def test_a_full_disk_costs_the_checkpoint_not_the_earlier_ones(small_disk: Path) -> None:
     settings = ("grpo.num_steps=4", "checkpoint.every=2", "telemetry.groups_per_step=0", "run.probe=false")
     run = Run(small_disk, "full", *settings)

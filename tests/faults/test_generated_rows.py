@@ -22,7 +22,6 @@ SETTINGS = (
 
 
 @pytest.mark.long  # two runs and a resume
-@pytest.mark.slow
 @pytest.mark.skipif(find_spec("reasoning_gym") is None, reason="pip install 'rlctl[reasoning-gym]'")
 def test_a_killed_run_finds_the_rows_of_its_checkpoint_again(tmp_path: Path) -> None:
     whole = Run(tmp_path, "whole", *SETTINGS)

@@ -10,8 +10,9 @@ import pytest
 from rlctl.workers.reaper import leftovers
 from tests.faults.runs import Run, survivors
 
+pytestmark = pytest.mark.usefixtures("ordinary_workers")
 
-@pytest.mark.slow
+
 @pytest.mark.parametrize(
     ("part", "wait_s", "end"),
     [

@@ -14,7 +14,7 @@ from tests.system.clusters import Clusters, processes_of
 from tests.system.test_cluster_runs import steps, wait_for
 
 # Long: each loss of a trainer's node costs a start of the run.
-pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(2400)]
 TINY = ("grpo.num_prompts_per_step=4", "grpo.num_generations_per_prompt=2", "validation.every=0", "run.probe=false")
 ENDLESS = ("grpo.num_steps=5000", "checkpoint.every=1", "trainer.threads=1", "run.restart_backoff_s=1")
 

@@ -48,7 +48,6 @@ def unharmed(checkpoint: Path) -> bool:
     return [name for name, tensor in weights.items() if not tensor.isfinite().all()] == ["model.embed_tokens.weight"]
 
 
-@pytest.mark.slow
 def test_rollouts_with_a_nan_are_left_out_and_too_many_stop_the_run_before_the_update(tmp_path: Path) -> None:
     good = [f"{i}+1=" for i in range(8)]
     data = rows(tmp_path / "data.jsonl", *good, *good[:7], "1?2=", *(f"{i}?1=" for i in range(8)))
@@ -86,7 +85,6 @@ def test_rollouts_with_a_nan_are_left_out_and_too_many_stop_the_run_before_the_u
 
 
 @pytest.mark.long  # the stop in SFT; its parts: system/training/test_fsdp_trainer.py, unit/run/test_health.py
-@pytest.mark.slow
 def test_sft_tells_of_a_jump_and_stops_before_an_update_that_is_not_finite(tmp_path: Path) -> None:
     data = rows(tmp_path / "data.jsonl", *["1+2="] * 12, "1?2=", *["1+2="] * 9, answers={11: UNLIKELY})
     run = Run(
@@ -110,7 +108,6 @@ def test_sft_tells_of_a_jump_and_stops_before_an_update_that_is_not_finite(tmp_p
 
 
 @pytest.mark.long  # the same stop, by a rate of learning
-@pytest.mark.slow
 def test_a_rate_at_which_weights_overflow_stops_the_run(tmp_path: Path) -> None:
     run = Run(tmp_path, "wild", "trainer.optimizer.lr=1e30", "sft.num_steps=9", "validation.every=0", kind="sft")
     assert run.end() == 1, run.text()

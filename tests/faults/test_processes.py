@@ -8,9 +8,10 @@ import pytest
 
 from tests.faults.runs import Run, in_transit, outcomes
 
+pytestmark = pytest.mark.usefixtures("ordinary_workers")
+
 
 @pytest.mark.long  # variant of test_async.py and test_resume.py, in one run
-@pytest.mark.slow
 def test_an_engine_is_replaced_and_a_dead_trainer_is_named(tmp_path: Path) -> None:
     run = Run(tmp_path, "hurt-processes", "grpo.num_steps=100000", "checkpoint.every=2")
     pids = run.wait_for_event("processes")
@@ -33,7 +34,6 @@ def test_an_engine_is_replaced_and_a_dead_trainer_is_named(tmp_path: Path) -> No
 
 
 @pytest.mark.long  # variant: a setting
-@pytest.mark.slow
 def test_without_restarts_a_dead_engine_ends_the_run_with_one_line(tmp_path: Path) -> None:
     run = Run(tmp_path, "strict", "grpo.num_steps=100000", "generation.max_restarts=0", "checkpoint.every=0")
     pids = run.wait_for_event("processes")

@@ -81,7 +81,6 @@ def same(one: PackedCompletions, other: PackedCompletions) -> bool:
     return np.array_equal(one.tokens, other.tokens) and np.array_equal(one.log_probs, other.log_probs)
 
 
-@pytest.mark.slow
 def test_whatever_goes_wrong_is_named_in_time_and_no_engine_serves_a_mixture(stage: Stage) -> None:
     before = stage.sample(1)
     an_engine_of_another_plan_serves_its_old_weights_and_comes_back(stage, before)

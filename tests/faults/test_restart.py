@@ -9,6 +9,8 @@ import pytest
 
 from tests.faults.runs import Run
 
+pytestmark = pytest.mark.usefixtures("ordinary_workers")
+
 STEPS = 60
 
 
@@ -22,7 +24,6 @@ def damage_the_newest(checkpoints: Path) -> int:
 
 
 @pytest.mark.long  # two starts of a run
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_lost_trainer_is_started_again_and_one_loss_too_many_ends_the_run(tmp_path: Path) -> None:
     settings = (f"sft.num_steps={STEPS}", "checkpoint.every=2", "run.max_restarts=1", "run.restart_backoff_s=0.1")

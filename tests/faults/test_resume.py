@@ -89,7 +89,6 @@ def runs_stop(run: Run) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout
 
 
-@pytest.mark.slow
 def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
     run = Run(tmp_path, "hurt-resume", WITHOUT_VLLM, *SETTINGS)
     run.wait_for_event("run_started")
@@ -111,7 +110,6 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
 
 
 @pytest.mark.long  # repetitions
-@pytest.mark.slow
 @pytest.mark.timeout(900 + 120 * KILLS)
 @pytest.mark.parametrize("trained", [(), ("lora.rank=4", "trainer.optimizer.lr=3e-3")], ids=["weights", "adapters"])
 def test_killed_again_and_again_equals_uninterrupted(trained: tuple[str, ...], tmp_path: Path) -> None:
@@ -135,7 +133,6 @@ def test_killed_again_and_again_equals_uninterrupted(trained: tuple[str, ...], t
     assert in_transit("killed") == []
 
 
-@pytest.mark.slow
 def test_a_run_that_was_stopped_before_it_began_is_listed(tmp_path: Path) -> None:
     run = Run(tmp_path, "early", WITHOUT_VLLM, *SETTINGS)
     run.wait_for("the run's folder", lambda: (run.path / "config.yaml").exists())

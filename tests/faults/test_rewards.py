@@ -30,7 +30,6 @@ def left_by_the_reward() -> list[psutil.Process]:
     return [process for process in psutil.process_iter(["cmdline"]) if SECONDS in (process.info["cmdline"] or [])]
 
 
-@pytest.mark.slow
 def test_rewards_that_fail_are_told_once_counted_apart_and_stop_the_run_when_most_of_them_do(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(REWARD)
     settings = (

@@ -30,7 +30,6 @@ def stop_the_rank_while_it_writes(run: Run, rank: int) -> Path:
 
 
 @pytest.mark.long  # three runs; the parts: tests/unit/run/test_recorder.py and test_checkpoints.py
-@pytest.mark.slow
 def test_a_kill_while_a_checkpoint_is_written_loses_only_the_steps_since_the_one_before(tmp_path: Path) -> None:
     run = Run(tmp_path, "hurt", *SETTINGS, kind="sft")
     rank = run.wait_for_event("processes")["trainer-0"]

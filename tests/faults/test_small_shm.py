@@ -37,7 +37,6 @@ def test_ray_and_weights_that_do_not_fit_into_shared_memory_go_to_the_disk(tmp_p
 
 
 @pytest.mark.long  # two whole starts; the parts: above, and tests/unit/workers/test_reaper.py
-@pytest.mark.slow
 def test_a_run_trains_and_what_it_leaves_when_all_of_it_is_killed_is_removed_by_the_next(tmp_path: Path) -> None:
     settings = ("grpo.num_steps=100000", "validation.every=0", "checkpoint.every=0")
     run = Run(tmp_path, "docker", *settings, within=PRIVATE)

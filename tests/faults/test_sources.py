@@ -52,7 +52,6 @@ def weights_of(run: Run, step: int) -> str:
 
 
 @pytest.mark.long  # two runs
-@pytest.mark.slow
 def test_a_mix_of_prompts_with_a_slow_source_resumes_bit_for_bit(tmp_path: Path) -> None:
     steps = ["grpo.num_steps=18", "checkpoint.every=6", "checkpoint.keep_last=3", "validation.every=6"]
     settings = [*steps, *mix(tmp_path), f"rewards=[{{name: {tmp_path}/slow.py:exact}}]"]
@@ -69,7 +68,6 @@ def test_a_mix_of_prompts_with_a_slow_source_resumes_bit_for_bit(tmp_path: Path)
 
 
 @pytest.mark.long  # two runs
-@pytest.mark.slow
 def test_a_mix_of_samples_resumes_bit_for_bit(tmp_path: Path) -> None:
     settings = ["sft.num_steps=60", "sft.batch_size=16", "checkpoint.every=20", "validation.every=20", *mix(tmp_path)]
     hurt = killed_twice(tmp_path, "sft", settings, (30, 50))

@@ -48,7 +48,6 @@ def rlctl(hub: Path, *arguments: str, given: str = "") -> str:
 
 
 @pytest.mark.long  # seven starts of an engine
-@pytest.mark.slow
 def test_chat_eval_and_export_take_it_by_name_and_by_folder(hub: Path) -> None:
     greedy = ("--temperature", "0", "--max-tokens", "6")
     asked = "12+30=\n7+8=\n"
@@ -68,7 +67,6 @@ def test_chat_eval_and_export_take_it_by_name_and_by_folder(hub: Path) -> None:
 
 
 @pytest.mark.long  # starts an engine
-@pytest.mark.slow
 def test_model_check_proves_it_with_its_base(hub: Path) -> None:
     report = json.loads(rlctl(hub, "model", "check", ADAPTER, "--engine", "--json"))
     assert report["holds"]
@@ -79,7 +77,6 @@ def test_model_check_proves_it_with_its_base(hub: Path) -> None:
 
 
 @pytest.mark.long  # a run
-@pytest.mark.slow
 def test_a_run_starts_from_it_and_its_kl_is_to_a_frozen_copy_of_it(hub: Path) -> None:
     own = (f"lora={{rank: {RANK}, alpha: {2 * RANK}}}", "grpo.loss.kl_coef=0.01", "grpo.num_steps=3")
     small = ("grpo.num_prompts_per_step=8", "validation.every=0", f"run.dir={hub / 'runs'}")

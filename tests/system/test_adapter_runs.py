@@ -31,7 +31,6 @@ WAYS = {
 
 
 @pytest.mark.long  # combinations: test_adapters.py has a refit, test_lora.py the trainer
-@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_two_engines_agree_with_two_trainer_ranks_at_every_step(way: str, tmp_path: Path) -> None:
     run = Run(tmp_path, "ways", *LORA, *FOUR, *WAYS[way])
@@ -58,7 +57,6 @@ def result(run: Run) -> tuple[list[Any], bytes]:
 
 
 @pytest.mark.long  # three runs
-@pytest.mark.slow
 def test_with_dropout_a_graph_trains_alike_and_a_killed_run_goes_on_alike(tmp_path: Path) -> None:
     graph = sft(tmp_path, "graph", "ray_compiled_graph.enabled=require")
     assert " ms a call, ordinary " in graph.wait_for_event("dispatch")["what"]
@@ -75,7 +73,6 @@ def test_with_dropout_a_graph_trains_alike_and_a_killed_run_goes_on_alike(tmp_pa
 
 
 @pytest.mark.long  # two hundred steps
-@pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_memory_is_flat_over_two_hundred_steps(tmp_path: Path) -> None:
     small = ("grpo.num_steps=205", "grpo.num_prompts_per_step=4", "grpo.num_generations_per_prompt=2")

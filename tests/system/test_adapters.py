@@ -42,7 +42,6 @@ def requests(length: int, number: int, temperature: float = 1.0) -> list[TurnReq
     return [turn(i, number, prompt, length, temperature, 100 * number + i) for i, prompt in enumerate(PROMPTS)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", [f if f in SHORT else pytest.param(f, marks=pytest.mark.long) for f in FAMILIES])
 def test_an_engine_samples_as_the_trainer_after_each_of_twenty_syncs(
     family: str, ray_here: Path, tmp_path: Path
@@ -112,7 +111,6 @@ def assert_each_token_is_of_its_version(
     assert gap.max_abs_diff < 0.01
 
 
-@pytest.mark.slow
 def test_a_folded_into_its_layers_weight_as_on_a_gpu_samples_as_the_trainer(ray_here: Path, tmp_path: Path) -> None:
     folder = make_family(tmp_path / "m", "qwen2")
     # A rank that tensor cores need padding for.

@@ -125,7 +125,6 @@ def watched(dispatcher: RolloutDispatcher) -> dict[RolloutId, list[tuple[TurnReq
 
 
 @pytest.mark.long  # an engine, a trainer, and SDKs that take seconds to import
-@pytest.mark.slow
 @pytest.mark.parametrize("agent", AGENTS)
 def test_what_was_sampled_trains_and_the_trainer_agrees(agent: str, stage: Stage) -> None:
     package, appends = AGENTS[agent]
@@ -149,7 +148,6 @@ def test_what_was_sampled_trains_and_the_trainer_agrees(agent: str, stage: Stage
 
 
 @pytest.mark.long  # the engine and the trainer of the test above
-@pytest.mark.slow
 def test_the_engine_ends_a_turn_at_a_stop(stage: Stage) -> None:
     (stop,) = stage.chat.encode("}}")
     rollouts = stage.play("here:stopping")

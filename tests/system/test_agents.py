@@ -16,7 +16,6 @@ from tests.system.test_games import accuracies
 RECIPE = "calculator-agent-tiny"
 
 
-@pytest.mark.slow
 def test_two_steps_of_an_agent_train_one_row_an_episode(tmp_path: Path) -> None:
     run = Run(tmp_path, "agent", RECIPE, WITHOUT_VLLM, "grpo.num_steps=2", "validation.every=0")
     assert run.end() == 0, run.text()
@@ -28,7 +27,6 @@ def test_two_steps_of_an_agent_train_one_row_an_episode(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     settings = (RECIPE, "grpo.num_steps=3", "checkpoint={every: 1, keep_last: 100}", "validation.every=0")
     whole = Run(tmp_path, "whole", *settings)
@@ -42,7 +40,6 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.slow
 @pytest.mark.parametrize("as_command", [False, True], ids=["function", "command"])
 def test_an_agent_is_evaluated_on_held_out_tasks(tmp_path: Path, as_command: bool) -> None:
     recipe = tmp_path / "mine.yaml"
@@ -56,7 +53,6 @@ def test_an_agent_is_evaluated_on_held_out_tasks(tmp_path: Path, as_command: boo
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_the_recipe_learns(tmp_path: Path) -> None:
     run = Run(tmp_path, "agent", RECIPE)
     assert run.end() == 0, run.text()

@@ -116,7 +116,6 @@ def scene(folder: Path, logs: Path, made: Path) -> Iterator[Scene]:
 
 
 @pytest.mark.long  # an engine
-@pytest.mark.slow
 def test_weights_change_between_requests_and_in_the_middle_of_a_stream(ray_here: Path, tmp_path: Path) -> None:
     folder = float32_model(tmp_path / "model")
     with scene(folder, ray_here, tmp_path) as own:

@@ -25,7 +25,6 @@ def same(one: Sequence[Completion], other: Sequence[Completion]) -> bool:
 
 
 @pytest.mark.long  # a fact about vLLM, to be looked at when its version changes
-@pytest.mark.slow
 def test_what_is_sampled_depends_on_nothing_else_in_the_batch(ray_here: Path, tmp_path: Path) -> None:
     engine = start_engine(make_model(tmp_path / "model", seed=1), ray_here, "alone")
     try:

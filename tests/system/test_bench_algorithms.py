@@ -10,7 +10,6 @@ import pytest
 
 
 @pytest.mark.long  # two whole runs; table, target and plot: tests/unit/bench/test_algorithms.py
-@pytest.mark.slow
 def test_two_algorithms_are_compared_by_held_out_accuracy(tmp_path: Path) -> None:
     plot = tmp_path / "curves.svg"
     short = ("--seeds", "1", "--steps", "2", "--target", "0.4", "--set", "data.validation.limit=32")

@@ -24,7 +24,6 @@ def start(temporary: Path, *arguments: str) -> "subprocess.Popen[str]":
 
 
 @pytest.mark.long  # two runs of a bench
-@pytest.mark.slow
 def test_the_same_work_synchronous_and_in_flight_in_one_run(tmp_path: Path) -> None:
     bench = start(tmp_path, "--modes", "colocated,in-flight", "--json")
     out, said = bench.communicate(timeout=800)
@@ -43,7 +42,6 @@ def test_the_same_work_synchronous_and_in_flight_in_one_run(tmp_path: Path) -> N
 
 
 @pytest.mark.long  # variant: of a bench
-@pytest.mark.slow
 def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     bench = start(tmp_path, "--modes", "in-flight")
     end = time.monotonic() + 400

@@ -47,7 +47,6 @@ def rows(result: subprocess.CompletedProcess[str]) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.long  # three hundred refits; test_refit.py makes a few
-@pytest.mark.slow
 def test_three_hundred_refits_through_host_memory_deliver_every_bit_and_leave_memory_as_it_was(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model")
     result = bench("--model", str(folder), "--rounds", "300", "--updates", "1", "--json")
@@ -63,7 +62,6 @@ def test_three_hundred_refits_through_host_memory_deliver_every_bit_and_leave_me
 
 
 @pytest.mark.long  # variant: of a bench
-@pytest.mark.slow
 def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model")
     command = [sys.executable, "-m", "rlctl.cli.main", "bench", "refit", "--model", str(folder), "--rounds", "100000"]
@@ -84,7 +82,6 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.long  # a bench, and repetitions
-@pytest.mark.slow
 def test_a_thousand_refits_from_two_ranks_deliver_every_bit_and_leave_memory_as_it_was(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model")
     many = ("--rounds", "1000", "--updates", "1", "--trainers", "2", "--checksum", "all")
@@ -101,7 +98,6 @@ def test_a_thousand_refits_from_two_ranks_deliver_every_bit_and_leave_memory_as_
 
 
 @pytest.mark.long  # variant of test_refit.py, of a bench
-@pytest.mark.slow
 def test_one_flipped_bit_ends_with_1_and_names_the_tensor(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model")
     few = ("--rounds", "2", "--updates", "0", "--checksum", "off")

@@ -16,7 +16,7 @@ BENCH = [sys.executable, "-m", "rlctl.cli.main", "bench"]
 TINY, GAMES = (("--model", str(RECIPES / "tiny" / name)) for name in ("qwen3-tiny", "qwen3-games"))
 FEW_STEPS = (*TINY, "--seq-len", "16", "--batch", "4", "--steps", "2")
 # Benches.
-pytestmark = [pytest.mark.long, pytest.mark.slow]
+pytestmark = pytest.mark.long
 
 
 def measured(folder: Path, *options: str) -> Any:

@@ -11,7 +11,6 @@ SUMS = "12+30=\n7+8=\n/new\n12+30=\n"
 
 
 @pytest.mark.long  # the lines: tests/unit/cli/test_chat.py
-@pytest.mark.slow
 def test_lines_of_a_pipe_are_answered_and_new_forgets_what_was_said() -> None:
     command = [sys.executable, "-m", "rlctl.cli.main", "chat", str(RECIPES / "tiny/qwen3-tiny")]
     options = ["--temperature", "0", "--max-tokens", "4"]
@@ -26,7 +25,6 @@ def test_lines_of_a_pipe_are_answered_and_new_forgets_what_was_said() -> None:
 
 
 @pytest.mark.long  # its parts: tests/unit/environments/agents, tests/unit/cli/test_chat.py
-@pytest.mark.slow
 def test_an_endpoint_serves_a_persons_client_until_ctrl_c() -> None:
     import re
     import signal

@@ -9,6 +9,8 @@ import pytest
 
 from tests.system.clusters import Clusters, gone
 
+pytestmark = pytest.mark.usefixtures("ordinary_workers")
+
 PROGRAM = """
 import ray
 ray.init(log_to_driver=False)
@@ -27,7 +29,6 @@ def clock_set(folder: Path, by_s: int) -> tuple[str, ...]:
     return found if subprocess.run([*found, "true"], check=False, stderr=subprocess.DEVNULL).returncode == 0 else ()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_up_used_and_down(clusters: Clusters, tmp_path: Path) -> None:
     out, err = clusters.run("up", "num_cpus=2")
@@ -96,7 +97,6 @@ def test_up_used_and_down(clusters: Clusters, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_several_nodes_on_this_machine(clusters: Clusters) -> None:
     clusters.run("up", "local", "nodes=3", "num_cpus=1", "name=three")

@@ -89,7 +89,6 @@ def test_without_kubectl_and_without_a_cluster_it_is_a_line(tmp_path: Path) -> N
     assert not clusters.folder("lab").exists()
 
 
-@pytest.mark.slow
 def test_applied_looked_at_and_deleted(stand_in: Clusters, tmp_path: Path) -> None:
     out, err = stand_in.run(*UP, "namespace=ns")
     assert "ok      lab-worker-1: ready after" in err

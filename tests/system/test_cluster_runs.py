@@ -14,6 +14,8 @@ import pytest
 from tests.faults.runs import in_transit, read
 from tests.system.clusters import Clusters, gone, processes_of
 
+pytestmark = pytest.mark.usefixtures("ordinary_workers")
+
 SMALL = ("grpo.num_prompts_per_step=8", "grpo.num_generations_per_prompt=4", "validation.every=0", "run.probe=false")
 
 
@@ -36,7 +38,6 @@ def wait_for(seen: Any, what: str, within_s: float = 240) -> None:
 
 
 @pytest.mark.long  # two minutes; a cluster's own life is in test_cluster.py, its jobs in tests/unit/cluster/jobs
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_up_train_and_down(clusters: Clusters, tmp_path: Path) -> None:
     clusters.run("up", "nodes=2", "num_cpus=2")
@@ -83,7 +84,6 @@ def test_up_train_and_down(clusters: Clusters, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_left_stopped_resumed_and_killed(clusters: Clusters, tmp_path: Path) -> None:
     clusters.run("up", "num_cpus=2")

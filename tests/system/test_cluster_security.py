@@ -44,7 +44,7 @@ except Exception as error:
     print("refused:", error)
 """
 SSH_PORT, DASHBOARD, CLIENT_SERVER = 22, 8265, 10001
-pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture(scope="module")

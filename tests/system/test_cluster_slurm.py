@@ -30,7 +30,7 @@ sent = [where.options(scheduling_strategy=On(node, soft=False)).remote() for nod
 print(*sorted(names[found] for found in ray.get(sent)))
 """
 SMALL = ["num_cpus=1", "object_store_mib=100", "min_disk_gib=1"]
-pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ def where():
 
 print(sorted(ray.get([where.remote() for _ in range(3)])))
 """
-pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from tests.system.ssh_hosts import SshHosts, standing_hosts
 from tests.system.test_cluster_runs import SMALL, steps, wait_for
 
 # Long: three hosts come up, and runs of four processes start three times.
-pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(2400)]
 CLUSTER = """
 defaults: cluster/ssh.yaml
 hosts: [{hosts}]

@@ -13,7 +13,6 @@ WORDS = ("guesses=3", "prompt='{low}-{high}='", "higher='+'", "lower='-'", "uncl
 
 
 @pytest.mark.long  # 30 s; the engine and the player are those of tests/system/test_episodes.py
-@pytest.mark.slow
 def test_a_model_plays_as_many_episodes_as_asked_for_and_its_turns_are_marked() -> None:
     given = [each for word in WORDS for each in ("--arg", word)]
     model = ["--model", str(RECIPES / "tiny/qwen3-tiny"), "--episodes", "2", "--json"]

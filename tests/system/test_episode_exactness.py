@@ -132,7 +132,6 @@ def stage(folder: Path, logs: Path, engines: int, transit: Path) -> Iterator[Sta
 
 
 @pytest.mark.long  # an engine and a trainer for each architecture
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_whole_episodes_agree_and_a_greedy_one_is_replayed(kind: Kind, ray_here: Path, tmp_path: Path) -> None:
     engines = 2 if kind == "qwen3" else 1

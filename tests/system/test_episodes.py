@@ -131,7 +131,6 @@ def look_at_tokens(run: Run) -> None:
             assert np.isfinite(row.log_probs).all() and (row.log_probs[row.sampled] < 0).any()
 
 
-@pytest.mark.slow
 def test_a_game_is_trained_on_all_of_its_turns_token_for_token(tmp_path: Path) -> None:
     run = Run(tmp_path, "guess", *GUESS, *data(tmp_path), "grpo.num_steps=3", "validation.every=3")
     assert run.end() == 0, run.text()
@@ -149,7 +148,6 @@ def test_a_game_is_trained_on_all_of_its_turns_token_for_token(tmp_path: Path) -
 
 
 @pytest.mark.long  # the game above shows most of this
-@pytest.mark.slow
 def test_an_asynchronous_run_calls_tools_while_weights_change(tmp_path: Path) -> None:
     (tmp_path / "adder.py").write_text(ADDER)
     settings = (
@@ -183,7 +181,6 @@ def test_an_asynchronous_run_calls_tools_while_weights_change(tmp_path: Path) ->
 
 
 @pytest.mark.long  # hangs and kills take their time
-@pytest.mark.slow
 def test_episodes_that_fail_are_left_out_and_counted_and_the_run_goes_on(tmp_path: Path) -> None:
     (tmp_path / "flaky.py").write_text(FLAKY)
     settings = (
@@ -206,7 +203,6 @@ def test_episodes_that_fail_are_left_out_and_counted_and_the_run_goes_on(tmp_pat
 
 
 @pytest.mark.long  # as with rewards: tests/faults/test_rewards.py
-@pytest.mark.slow
 def test_an_environment_that_always_fails_stops_the_run_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "dead.py").write_text(FLAKY.replace("choice(FATES)", "choice(['raise'])"))
     settings = ("environment={name: dead.py:Flaky, max_retries: 0}", "rewards=[]", "run.probe=false")
@@ -216,7 +212,6 @@ def test_an_environment_that_always_fails_stops_the_run_with_the_reason(tmp_path
 
 
 @pytest.mark.long  # two whole runs
-@pytest.mark.slow
 def test_a_killed_run_of_episodes_goes_on_bit_for_bit(tmp_path: Path) -> None:
     settings = (*GUESS, *data(tmp_path), "checkpoint.every=2", "checkpoint.keep_last=1000", "grpo.num_steps=100000")
     hurt = Run(tmp_path, "hurt", *settings)
@@ -244,7 +239,6 @@ LAYOUTS = {
 
 
 @pytest.mark.long  # combinations
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_episodes_on_every_backend_on_several_ranks_and_engines_at_every_age(tmp_path: Path, layout: str) -> None:
     age = int(layout[-1])
@@ -277,7 +271,6 @@ def thinking_model(folder: Path) -> Path:
 
 
 @pytest.mark.long  # combination
-@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["grpo", "gspo"])
 def test_a_history_that_is_written_anew_trains_as_several_rows_of_one_rollout(tmp_path: Path, loss: str) -> None:
     settings = (

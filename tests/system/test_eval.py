@@ -44,7 +44,6 @@ def validation(run: Run, step: int) -> dict[str, float]:
 
 
 @pytest.mark.long  # test_grpo.py says it once, of its run
-@pytest.mark.slow
 def test_it_equals_validation_on_every_checkpoint_and_a_second_time_samples_nothing(run: Run) -> None:
     for step in (1, 2, 3):
         (found,) = evaluate(str(run.path / f"checkpoints/step_{step}"), cwd=run.path)
@@ -53,7 +52,6 @@ def test_it_equals_validation_on_every_checkpoint_and_a_second_time_samples_noth
 
 
 @pytest.mark.long  # three starts of an engine
-@pytest.mark.slow
 def test_a_greedy_answer_is_that_of_transformers(run: Run, tmp_path: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -77,7 +75,6 @@ def test_a_greedy_answer_is_that_of_transformers(run: Run, tmp_path: Path) -> No
 
 
 @pytest.mark.long  # two starts of an engine
-@pytest.mark.slow
 def test_an_evaluation_that_is_killed_goes_on_and_ends_as_it_would_have(run: Run, tmp_path: Path) -> None:
     (whole,) = evaluate(str(run.path), "--step", "2", cwd=run.path)
     arguments = [str(run.path), "--step", "2", "--save-every", "1", "--to", str(tmp_path), "--json"]
@@ -99,7 +96,6 @@ def test_an_evaluation_that_is_killed_goes_on_and_ends_as_it_would_have(run: Run
 
 
 @pytest.mark.long  # the parts have unit tests
-@pytest.mark.slow
 def test_stored_answers_are_scored_by_other_rewards_and_compared(run: Run, tmp_path: Path) -> None:
     evaluate(str(run.path), cwd=run.path)
     (stored,) = run.path.glob("evals/step_3--validation--????????")
@@ -126,7 +122,6 @@ def test_stored_answers_are_scored_by_other_rewards_and_compared(run: Run, tmp_p
 
 
 @pytest.mark.long  # a run and an engine
-@pytest.mark.slow
 def test_episodes_are_evaluated_as_the_runs_own_validation_plays_them(tmp_path: Path) -> None:
     data = (f"data.train.path={tasks(tmp_path, 16)}", f"data.validation.path={tasks(tmp_path, 12)}")
     settings = ("grpo.num_steps=1", "validation.at_start=false", "validation.every=1", "run.probe=false")

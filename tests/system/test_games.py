@@ -13,7 +13,6 @@ def accuracies(run: Run) -> list[float]:
 
 
 @pytest.mark.long  # test_episodes.py has such a run
-@pytest.mark.slow
 def test_two_steps_with_a_calculator_train_on_turns_that_called_it(tmp_path: Path) -> None:
     run = Run(tmp_path, "calculator", "calculator-tiny", "grpo.num_steps=2", "validation.max_prompts=40")
     assert run.end() == 0, run.text()
@@ -30,7 +29,6 @@ def test_two_steps_with_a_calculator_train_on_turns_that_called_it(tmp_path: Pat
 
 
 @pytest.mark.long  # a minute or two of training each
-@pytest.mark.slow
 @pytest.mark.parametrize("bound", [0, 1, 2])
 @pytest.mark.parametrize("recipe", ["guess-tiny", "calculator-tiny"])
 def test_a_game_is_learned_and_won_where_it_was_never_trained(tmp_path: Path, recipe: str, bound: int) -> None:

@@ -4,7 +4,6 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 from safetensors.torch import load_file, save_file
 
 from rlctl.evaluation.engine_process import EngineProcess
@@ -38,7 +37,6 @@ def with_another(folder: Path, name: str, factor: float) -> Path:
     return other
 
 
-@pytest.mark.slow
 def test_a_tie_within_rounding_passes_and_one_changed_tensor_does_not(tmp_path: Path) -> None:
     """Rounding sends tokens of a mixture to other experts: ties are wider than those of a dense model."""
     folder = make_family(tmp_path / "m", "qwen3_moe")

@@ -30,17 +30,7 @@ class Notes:
 """
 
 
-MEASURED = """
-    from rlctl.telemetry.metrics import Metric
-    metrics = (Metric("rank/best", "best reward of the step"),)
-
-    def measure(self, rollouts):
-        return {"rank/best": float(rollouts.reward.max())}
-"""
-
-
 @pytest.mark.long  # one run; its parts: test_next_token.py, test_parity_check.py
-@pytest.mark.slow
 def test_a_run_under_top_p_trains_and_is_judged_by_tokens_of_the_whole_distribution(tmp_path: Path) -> None:
     cut = ("generation.top_p=0.8", "generation.top_k=12", "grpo.updates_per_step=2")
     settings = ("trainer.dtype=bfloat16", "grpo.num_steps=2", "health.parity_every=1", "validation.every=0")
@@ -56,7 +46,6 @@ def test_a_run_under_top_p_trains_and_is_judged_by_tokens_of_the_whole_distribut
 
 
 @pytest.mark.long  # combination
-@pytest.mark.slow
 def test_two_ranks_two_engines_kl_and_recomputed_log_probs(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(REWARD)
     shutil.copy(Path(__file__).parents[1] / "plugins" / "reference_pull.py", tmp_path)
@@ -102,7 +91,6 @@ def test_two_ranks_two_engines_kl_and_recomputed_log_probs(tmp_path: Path) -> No
 
 
 @pytest.mark.long  # combination
-@pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_ranks_and_engines(tmp_path: Path) -> None:
     two = Run(tmp_path, "two", "grpo.num_steps=2", "trainer.num_ranks=2", "generation.num_engines=2")
     assert two.end() == 0, two.text()
@@ -118,9 +106,8 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Run:
     for name in ("my_loss.py", "rank_advantage.py"):
         text = (Path(__file__).parents[1] / "plugins" / name).read_text()
         assert len(text.splitlines()) < 30
-        # Further metrics: one without a row of the loss, and one of the advantage.
-        text = text.replace("{GATE.name: gate}", "{GATE.name: gate, 'sapo/undeclared': gate}")
-        (folder / name).write_text(text + MEASURED * (name == "rank_advantage.py"))
+        # A second metric, without a row.
+        (folder / name).write_text(text.replace("{GATE.name: gate}", "{GATE.name: gate, 'sapo/undeclared': gate}"))
     loss = ("grpo.loss.name=my_loss.py:Sapo", "grpo.loss.tau_down=2", "grpo.updates_per_step=2")
     advantage = "grpo.advantage={name: 'rank_advantage.py:RankAdvantage', most: 2.0}"
     validated = ("validation.at_start=false", "validation.every=2", *SAMPLED)
@@ -129,7 +116,6 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
-@pytest.mark.slow
 def test_a_loss_and_an_advantage_of_ones_own_are_trained_with_their_keys(own: Run) -> None:
     """Ranks import them, and their fields are keys."""
     steps = own.steps()
@@ -151,14 +137,10 @@ def test_a_metric_of_ones_own_is_shown_with_its_meaning_and_an_undeclared_one_is
     (chart,) = (chart for chart in charts_of([state]) if chart.title == "Gate")
     assert chart.meanings == {"sapo/gate": "mean of the gate"} and len(chart.series[0].values) == 2
     assert [shown.name for shown in metrics_of(state) if shown.label == "gate"] == ["sapo/gate"]
-    assert state.declared.meaning("rank/best") == "best reward of the step"
-    for step in own.steps():
-        assert step["sapo/undeclared"] == step["sapo/gate"] > 0
-        assert step["reward/mean"] <= step["rank/best"] <= 1
+    assert all(step["sapo/undeclared"] == step["sapo/gate"] > 0 for step in own.steps())
 
 
 @pytest.mark.long  # combination
-@pytest.mark.slow
 def test_an_advantage_reads_the_references_log_probs_in_an_asynchronous_run(tmp_path: Path) -> None:
     """They are computed before the advantages, which differ from token to token once the policy has moved."""
     shutil.copy(Path(__file__).parents[1] / "plugins" / "reference_pull.py", tmp_path)
@@ -172,7 +154,6 @@ def test_an_advantage_reads_the_references_log_probs_in_an_asynchronous_run(tmp_
     assert any(most - least > 1e-3 for least, most in spans)
 
 
-@pytest.mark.slow
 def test_an_evaluation_is_the_runs_own_validation_to_the_last_digit(own: Run) -> None:
     """Sampled answers, two to each task: seeds, engine, rewards and metrics must all be the run's."""
     (found,) = evaluate(str(own.path), "--save-every", "15", cwd=own.path.parents[1])
@@ -181,7 +162,6 @@ def test_an_evaluation_is_the_runs_own_validation_to_the_last_digit(own: Run) ->
 
 
 @pytest.mark.long  # one run; its parts: tests/unit/rewards/test_scorer.py
-@pytest.mark.slow
 def test_a_reward_that_cannot_be_used_is_bad_input_before_any_step(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def score(prompt, completion, answer, row):\n    return 'good'\n")
     run = Run(tmp_path, "bad", "rewards=[{name: 'mine:score'}]", "grpo.num_steps=1")
@@ -192,7 +172,6 @@ def test_a_reward_that_cannot_be_used_is_bad_input_before_any_step(tmp_path: Pat
 
 
 @pytest.mark.long  # repetitions
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_fifty_steps_through_a_compiled_graph_have_the_same_bits(tmp_path: Path, ranks: int) -> None:
     size = ("sft.num_steps=50", "sft.batch_size=16", f"trainer.num_ranks={ranks}", "validation.every=0")
@@ -206,7 +185,6 @@ def test_fifty_steps_through_a_compiled_graph_have_the_same_bits(tmp_path: Path,
 
 
 @pytest.mark.long  # test_damage.py resumes SFT, with a graph, on one rank
-@pytest.mark.slow
 def test_sft_resumes_where_it_stood_and_a_compiled_graph_changes_no_bit(tmp_path: Path) -> None:
     short = (
         "sft.num_steps=6",

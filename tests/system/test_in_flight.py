@@ -96,7 +96,6 @@ def sample_across_updates(engine: Worker, refit: Refit, requests: list[TurnReque
     return done
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_tags_and_log_probs_of_a_thousand_rollouts_across_twenty_updates(
     recompute: bool, ray_here: Path, tmp_path: Path

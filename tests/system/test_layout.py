@@ -99,7 +99,6 @@ def deliver(plan: RefitPlan, shards: list[Shard], sink: ParamSliceSink) -> None:
             sink.copies((n, source.view(n)) for n in chunk.numbers).run()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kind", [*KINDS, "mistral"])
 def test_copies_leave_what_the_loaders_leave(kind: Kind, size: int, world: None, tmp_path: Path) -> None:
@@ -134,7 +133,6 @@ def compare(parameters: dict[str, Any], expected: dict[str, Any]) -> None:
         assert torch.equal(parameters[name].nan_to_num(7.0), value.nan_to_num(7.0)), name
 
 
-@pytest.mark.slow
 def test_weights_that_a_model_rearranges_after_loading_are_noticed(world: None, tmp_path: Path) -> None:
     folder = make_model(tmp_path / "m", "qwen3_moe")
     model, shards = build(folder, 1, 0), tensors(folder)
@@ -148,7 +146,6 @@ def test_weights_that_a_model_rearranges_after_loading_are_noticed(world: None, 
             prove(regions, WeightFiles(folder))
 
 
-@pytest.mark.slow
 def test_a_parameter_that_no_tensor_fills_is_named(world: None, tmp_path: Path) -> None:
     folder = make_model(tmp_path / "m", "qwen3")
     model = build(folder, 1, 0)

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("ordinary_workers")
+
 PROGRAM = """
 import sys
 import time
@@ -34,7 +36,6 @@ finally:
 
 
 @pytest.mark.long  # rare
-@pytest.mark.slow
 def test_a_slow_start_is_tried_again_and_nothing_of_it_is_left(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "logs")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False)

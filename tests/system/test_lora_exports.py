@@ -46,7 +46,6 @@ def by_transformers(model: torch.nn.Module) -> list[list[int]]:
 
 
 @pytest.mark.long  # the files: tests/unit/models/test_adapter_folder.py
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2", "phi3"])
 def test_an_export_gives_the_same_greedy_tokens_everywhere(family: str, ray_here: Path, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="PEFT is in the dev extra")

@@ -12,7 +12,6 @@ pytestmark = pytest.mark.skipif(not find_spec("megatron"), reason="needs megatro
 
 
 @pytest.mark.long  # combination; the ranks: training/test_megatron.py
-@pytest.mark.slow
 def test_grpo_on_two_tensor_ranks_with_a_reference_and_log_probs_of_its_own(tmp_path: Path) -> None:
     settings = (
         *("trainer.backend=megatron", "trainer.num_ranks=2", "trainer.megatron.tensor_model_parallel_size=2"),
@@ -34,7 +33,6 @@ def test_grpo_on_two_tensor_ranks_with_a_reference_and_log_probs_of_its_own(tmp_
 
 
 @pytest.mark.long  # combination
-@pytest.mark.slow
 def test_sft_through_three_stages_and_a_compiled_graph_is_what_one_rank_does(tmp_path: Path) -> None:
     short = ("sft.num_steps=6", "validation.every=3", "checkpoint.every=0")
     stages = ("trainer.num_ranks=3", "trainer.megatron.pipeline_model_parallel_size=3")

@@ -9,12 +9,13 @@ import pytest
 from rlctl.telemetry.jsonl import Tail
 from tests.faults.runs import WITHOUT_VLLM, Run
 
+pytestmark = pytest.mark.usefixtures("ordinary_workers")
+
 STEPS, WARM = 2000, 500
 FLAT_BYTES = 5 << 20
 
 
 @pytest.mark.long  # 4 minutes each on four fast cores (November 2026)
-@pytest.mark.slow
 @pytest.mark.timeout(4 * 3600)
 @pytest.mark.parametrize("groups", [(), ("telemetry.groups_per_step=0",)], ids=["default", "no groups"])
 def test_a_run_of_two_thousand_steps_is_flat_after_five_hundred(tmp_path: Path, groups: tuple[str, ...]) -> None:

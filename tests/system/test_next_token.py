@@ -27,12 +27,10 @@ def engines(ray_here: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         engine.kill()
 
 
-@pytest.mark.slow
 def test_a_shortened_step_samples_what_vllms_own_samples(engines: list[Worker]) -> None:
     check_conversations(engines, give_up=True)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_shortened_step_schedules_ends_and_caches_as_vllms_own(engines: list[Worker], ahead: bool) -> None:
     # No model runs: the schedulers that GPUs have are there on a CPU too.

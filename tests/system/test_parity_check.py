@@ -75,7 +75,6 @@ def parts_of(
     return GrpoComponents(TrainerGroup(trainer, section), pool, dispatcher, runner, **rest)
 
 
-@pytest.mark.slow
 def test_only_a_generator_with_the_trainers_weights_passes(ray_here: Path, tmp_path: Path) -> None:
     right, wrong = (
         make_model(tmp_path / name, "qwen3_moe", seed=seed) for seed, name in enumerate(("right", "wrong"), 1)

@@ -45,7 +45,6 @@ def cached(engine: Worker) -> tuple[int, int]:
 
 
 @pytest.mark.long  # a fact about vLLM, to be looked at when its version changes
-@pytest.mark.slow
 def test_a_prefix_hit_changes_no_bit(ray_here: Path, tmp_path: Path) -> None:
     folder = make_model(tmp_path / "m", max_length=256, seed=1)
     with_cache, without = (engine_on(folder, ray_here, f"cache-{on}", cache=on) for on in (True, False))
@@ -72,7 +71,6 @@ def test_a_prefix_hit_changes_no_bit(ray_here: Path, tmp_path: Path) -> None:
         without.kill()
 
 
-@pytest.mark.slow
 def test_a_turn_after_a_refit_reads_no_keys_of_older_weights_unless_configured(ray_here: Path, tmp_path: Path) -> None:
     old, new = (make_model(tmp_path / name, max_length=256, seed=seed) for name, seed in (("old", 1), ("new", 2)))
     resets, keeps = engine_on(old, ray_here, "resets"), engine_on(new, ray_here, "keeps", reset=False)

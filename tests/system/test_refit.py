@@ -41,7 +41,6 @@ def log_probs(folder: Path, prompt: list[int], answer: list[int]) -> np.ndarray:
     return rows[torch.arange(len(answer)), torch.tensor(answer)].numpy()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", [k if k in SOME else pytest.param(k, marks=pytest.mark.long) for k in KINDS])
 def test_greedy_after_refit_equals_a_fresh_engine(kind: Kind, ray_here: Path, tmp_path: Path) -> None:
     old, new = make_model(tmp_path / "old", kind, seed=1), make_model(tmp_path / "new", kind, seed=2)
@@ -122,7 +121,6 @@ def shm() -> Iterator[Path]:
         yield Path(folder)
 
 
-@pytest.mark.slow
 def test_a_changed_byte_never_reaches_the_engine_and_a_clean_refit_heals_it(
     ray_here: Path, tmp_path: Path, shm: Path
 ) -> None:
@@ -153,7 +151,6 @@ def test_a_changed_byte_never_reaches_the_engine_and_a_clean_refit_heals_it(
 
 
 @pytest.mark.long  # variant of test_in_flight.py
-@pytest.mark.slow
 def test_weights_change_while_requests_run(ray_here: Path, tmp_path: Path, shm: Path) -> None:
     old, new = make_model(tmp_path / "old", seed=1), make_model(tmp_path / "new", seed=2)
     engines = [start_engine(folder, ray_here, f"fly-{folder.name}") for folder in (old, new)]

@@ -40,9 +40,6 @@ def write(root: Path, name: str, synchronous: bool) -> Path:
     return run.path
 
 
-pytestmark = pytest.mark.slow
-
-
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of two runs, and the folder of its pictures."""

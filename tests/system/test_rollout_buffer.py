@@ -150,7 +150,6 @@ def ids(steps: list[list[RolloutGroup]]) -> list[str]:
     return [group.task.id for groups in steps for group in groups]
 
 
-@pytest.mark.slow
 def test_rollouts_that_ended_are_handed_out_before_their_group_is_done(stage: Stage) -> None:
     engine, requests = stage.pool.engines[0], turns(0, 12, [5, 9, 12], 1500, 3)
     stage.pool.sync(0)
@@ -165,7 +164,6 @@ def test_rollouts_that_ended_are_handed_out_before_their_group_is_done(stage: St
     assert told[-1].stats.tokens > told[-1].stats.steps > 0
 
 
-@pytest.mark.slow
 def test_drained_no_rollout_mixes_versions(stage: Stage) -> None:
     stage.start(DEADLINE, "async.in_flight_weight_updates=false")
     for _ in range(5):
@@ -177,7 +175,6 @@ def test_drained_no_rollout_mixes_versions(stage: Stage) -> None:
     assert len(set(ids(stage.steps))) == 5 * PROMPTS
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy", ["windowed_fifo", *(pytest.param(name, marks=pytest.mark.long) for name in ("in_order", "ready_first"))]
 )
@@ -199,7 +196,6 @@ def test_in_flight_every_policy_keeps_the_bound_and_every_prompt(stage: Stage, p
         assert ids(stage.steps) == [f"e0-r{i}" for i in range(8 * PROMPTS)]
 
 
-@pytest.mark.slow
 def test_a_group_at_the_bound_is_drawn_anew_once_and_no_more(stage: Stage) -> None:
     stage.start(DEADLINE, "async.on_bound=requeue")
     for _ in range(8):
@@ -211,7 +207,6 @@ def test_a_group_at_the_bound_is_drawn_anew_once_and_no_more(stage: Stage) -> No
     assert sorted(ids(stage.steps)) == sorted(f"e0-r{i}" for i in range(8 * PROMPTS))
 
 
-@pytest.mark.slow
 def test_an_engine_that_stands_still_is_replaced_and_one_that_keeps_dying_costs_its_prompts(stage: Stage) -> None:
     stage.start(6.0, "generation.max_generation_failures=0", "run.explain_after_s=2")
     engine = stage.pool.engines[0].pid()
@@ -232,7 +227,6 @@ def test_an_engine_that_stands_still_is_replaced_and_one_that_keeps_dying_costs_
     assert len(set(ids(stage.steps))) == 3 * PROMPTS
 
 
-@pytest.mark.slow
 def test_an_engine_that_hangs_keeps_no_other_from_its_work(ray_here: Path, tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model", seed=1)
     spec = replace(spec_for(folder), max_num_seqs=4)

@@ -22,7 +22,6 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.long  # the parts are in tests/unit/rollout/test_function_player.py and tests/unit/environments
-@pytest.mark.slow
 def test_the_example_trains_what_it_sampled_and_a_killed_run_goes_on_bit_for_bit(folder: Path) -> None:
     whole = Run(folder, "whole", *SETTINGS)
     assert whole.end() == 0, whole.text()

@@ -25,7 +25,6 @@ def validations(run: Run) -> dict[int, dict[str, Any]]:
     return {each["step"]: {name: value for name, value in each.items() if "validation/" in name} for each in records}
 
 
-@pytest.mark.slow
 def test_answers_are_measured_beside_the_loss(tmp_path: Path) -> None:
     run = Run(tmp_path, "sft", "sft.num_steps=2", "sft.batch_size=16", "validation.every=1", *RECIPE, *FEW, kind="sft")
     assert run.end() == 0, run.text()
@@ -46,7 +45,6 @@ def test_answers_are_measured_beside_the_loss(tmp_path: Path) -> None:
 
 
 @pytest.mark.long  # two runs of 200 steps, two evaluations
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_accuracy_rises_and_neither_a_kill_nor_an_evaluation_gives_another_figure(tmp_path: Path) -> None:
     steps = ("sft.num_steps=200", "validation.every=100", "checkpoint.every=100", "checkpoint.keep_last=2")
@@ -77,7 +75,6 @@ def test_accuracy_rises_and_neither_a_kill_nor_an_evaluation_gives_another_figur
 
 
 @pytest.mark.long  # a run, with a graph and a game
-@pytest.mark.slow
 def test_episodes_of_a_recipe_are_played_beside_a_compiled_graph_and_ctrl_c_ends_clean(tmp_path: Path) -> None:
     rows = tasks(tmp_path, 12)
     game = [f"validation.recipe.{each}" for each in (*GUESS, f"data.validation.path={rows}", f"data.train.path={rows}")]

@@ -71,7 +71,6 @@ def learned(run: Run) -> list[dict[str, Any]]:
 
 
 @pytest.mark.long  # two whole runs
-@pytest.mark.slow
 def test_a_run_with_an_engine_that_forgets_in_its_sleep_and_dies_in_one_is_another_run_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

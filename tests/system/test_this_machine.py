@@ -22,7 +22,6 @@ import pytest
 
 from tests.faults.runs import Run, survivors
 
-pytestmark = pytest.mark.slow
 NOBODY = 65534
 TEMPORARY = {Path(tempfile.gettempdir()), Path("/tmp"), Path("/dev/shm")}
 SETTINGS = ("grpo.num_steps=100000", "validation.every=0", "checkpoint.every=0", "run.explain_after_s=2")
@@ -41,7 +40,7 @@ print(json.dumps(open_ports))
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+def run(ordinary_workers: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     live = Run(tmp_path_factory.mktemp("live"), "live", *SETTINGS)
     try:
         live.wait_for_step(3)

@@ -40,7 +40,6 @@ def ways(run: Path) -> set[str]:
 
 
 @pytest.mark.long  # four runs: minutes
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_two_nodes_learn_to_the_last_bit_what_one_node_does(clusters: Clusters) -> None:
     alone = train(clusters, "alone", "trainer.replicas=2")
@@ -67,7 +66,6 @@ def test_two_nodes_learn_to_the_last_bit_what_one_node_does(clusters: Clusters) 
 
 
 @pytest.mark.long  # two runs of eight processes: minutes
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_four_nodes_learn_to_the_last_bit_what_one_node_does(clusters: Clusters) -> None:
     sizes = ("trainer.num_ranks=4", "generation.num_engines=4", "grpo.num_steps=2")
@@ -83,7 +81,6 @@ def test_four_nodes_learn_to_the_last_bit_what_one_node_does(clusters: Clusters)
 
 
 @pytest.mark.long  # two runs of eight processes: minutes
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_four_nodes_apart_and_asynchronous_learn_what_one_node_does(clusters: Clusters) -> None:
     # No group depends on the time: a step trains the oldest groups, which the version before sampled whole.

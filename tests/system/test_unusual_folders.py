@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -44,7 +43,6 @@ def lines(found: list[Finding], subject: str) -> str:
     return " ".join(each.text for each in found if each.subject == subject)
 
 
-@pytest.mark.slow
 def test_a_padded_float16_model_with_two_ends_no_pad_and_its_tie_saved_twice_is_proven(tmp_path: Path) -> None:
     folder = with_tensors(make_model(tmp_path / "m", "qwen3"), unusual)
     set_keys(folder, "config.json", vocab_size=128, dtype="float16", pad_token_id=None)

@@ -6,7 +6,6 @@ the episodes, any other in the last section. One that is 0 in every step gets no
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Literal
 
 from rlctl.dashboard.state import RunState
@@ -73,8 +72,7 @@ def charts_of(states: Sequence[RunState]) -> list[MetricChart]:
         metrics.sort(key=_place)
         place = (_section_place(section), section, _place(metrics[0])[0], title)
         placed.append((place, _charts(states, section, title, metrics)))
-    placed.sort(key=lambda pair: pair[0])
-    return list(chain.from_iterable(charts for _, charts in placed))
+    return [chart for _, charts in sorted(placed, key=lambda pair: pair[0]) for chart in charts]
 
 
 def _charts(
@@ -87,9 +85,7 @@ def _charts(
         unit = "share"
     elif units == {"seconds"}:
         unit = "seconds"
-    series = list[MetricSeries]()
-    for name, row in metrics:
-        series += _courses(states, name, row.meaning)
+    series = [each for name, row in metrics for each in _courses(states, name, row.meaning)]
     first = metrics[0][1].chart
     if first and first.stacked:
         return _stacks(MetricChart(section, title, unit, stacked=True), series)

@@ -7,9 +7,8 @@ any rollout's advantage, in the ones that rlctl has.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Rows
-from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, ClassVar, Self
@@ -22,7 +21,6 @@ from rlctl.config.plugin_options import checked_options
 from rlctl.config.plugins import ADVANTAGES
 from rlctl.config.schema import GrpoConfig
 from rlctl.rollout.types import Rollout
-from rlctl.telemetry.metrics import Metric
 from rlctl.utils.user_code import defined_at, error_text, load_object, raised_at, shortened
 
 Floats = NDArray[np.float64]
@@ -190,16 +188,10 @@ class Advantage(ABC):
     scope: ClassVar[AdvantageScope] = "group"
     # Names of `preflight.columns.COLUMNS` that it reads. The step computes them before the advantages.
     columns: ClassVar[tuple[str, ...]] = ()
-    # Rows of the metrics that `measure` returns.
-    metrics: ClassVar[Rows[Metric]] = ()
 
     @abstractmethod
     def __call__(self, rollouts: ScoredRollouts) -> Floats | Rows[Floats]:
         """Return the advantage of each rollout, [n], or one array a rollout: [turns] or [sampled tokens]."""
-
-    def measure(self, rollouts: ScoredRollouts) -> Mapping[str, float]:
-        """Return further metrics of a step's trained rollouts, whose `columns` are left out."""
-        return {}
 
     @classmethod
     def from_config(cls, config: GrpoConfig) -> Self:
@@ -247,36 +239,22 @@ def token_advantages(advantage: Advantage, rollouts: ScoredRollouts) -> list[NDA
     return found
 
 
-def measured(advantage: Advantage, rollouts: ScoredRollouts) -> dict[str, float]:
-    """Return the metrics that the advantage measures. AdvantageError: a user's class raises."""
-    with _naming_errors(advantage, type(advantage).measure):
-        return dict(advantage.measure(rollouts))
-
-
 def _called(advantage: Advantage, rollouts: ScoredRollouts) -> Floats | Rows[Floats]:
     """Return the advantages. AdvantageError: a user's class raises, or returns a value without a length."""
     kind = type(advantage)
-    with _naming_errors(advantage, kind.__call__):
+    try:
         result = advantage(rollouts)
+    except Exception as error:
+        if kind.__module__.startswith("rlctl."):
+            raise
+        what = f"{type(error).__name__} at {raised_at(error, kind.__call__, __file__)}: {error_text(error)}"
+        raise AdvantageError(f"{kind.__name__} raised {what}") from error
     if not hasattr(result, "__len__"):
         where = f"{shortened(repr(result))} at {defined_at(kind.__call__)}"
         raise AdvantageShapeError(
             f"{kind.__name__} returned {where}; return an advantage for each of {len(rollouts)} rollouts"
         )
     return result
-
-
-@contextmanager
-def _naming_errors(advantage: Advantage, method: Callable[..., Any]) -> Iterator[None]:
-    """Raise an error of a user's class as AdvantageError, with its place in the method."""
-    kind = type(advantage)
-    try:
-        yield
-    except Exception as error:
-        if kind.__module__.startswith("rlctl."):
-            raise
-        what = f"{type(error).__name__} at {raised_at(error, method, __file__)}: {error_text(error)}"
-        raise AdvantageError(f"{kind.__name__} raised {what}") from error
 
 
 def turn_of_tokens(sampled: NDArray[np.bool_]) -> NDArray[np.int64]:

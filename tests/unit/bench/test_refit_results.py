@@ -1,4 +1,4 @@
-"""The bench's arithmetic: from moments in every process to milliseconds, shares and pauses."""
+"""The bench's arithmetic: from moments in every process to milliseconds, shares, overlap and pauses."""
 
 import json
 from dataclasses import replace
@@ -13,26 +13,43 @@ from rlctl.bench.weights import parameters_of
 from rlctl.bench.workload import SHAPES, model_folder
 
 
-def seen(begins: list[float], ends: list[float], commit: float = 0.0) -> Measured:
-    return Measured(begins, ends, [commit] * len(ends), growth_bytes=3)
+def seen(begins: list[float], ends: list[float], commit: float = 0.0, **phases: float) -> Measured:
+    return Measured(begins, ends, [commit] * len(ends), [phases] * len(ends), extra_bytes=7, growth_bytes=3)
 
 
 def test_a_round_lasts_from_the_first_begin_to_the_last_arrival_without_its_commit() -> None:
-    sent = [seen([0.0, 10.0, 20.0], [0.5, 10.5, 20.5])]
+    sent = [seen([0.0, 10.0, 20.0], [0.5, 10.5, 20.5], pack=0.2, wire=0.4)]
     received = [
-        seen([0.1, 10.1, 20.1], [9.0, 11.0, 21.0], commit=0.1),
-        seen([0.1, 10.1, 20.1], [9.0, 11.5, 22.0], commit=0.1),
+        seen([0.1, 10.1, 20.1], [9.0, 11.0, 21.0], commit=0.1, wire=0.3),
+        seen([0.1, 10.1, 20.1], [9.0, 11.5, 22.0], commit=0.1, wire=0.6, load=0.1),
     ]
     row = make_row("x", sent, received, [], "staged")
     # The first round, slow for being the first, does not count: 1.5 - 0.1 and 2.0 - 0.1.
     assert row.seconds == pytest.approx(1.65)
     assert row.commit == row.pause == pytest.approx(0.1)
-    assert (row.trainer_growth, row.engine_growth, row.checked, row.wrong) == (3, 3, True, [])
+    # The wire's time is that of the end with the shorter wait.
+    assert row.phases == {"pack": 0.2, "wire": 0.4, "load": 0.1}
+    assert (row.trainer_extra, row.engine_growth, row.checked, row.wrong) == (7, 3, True, [])
     assert replace(row, mode="direct").pause == pytest.approx(1.75)
 
 
+@pytest.mark.parametrize(
+    ("phases", "seconds", "expected"),
+    [
+        ({"pack": 1.0, "wire": 2.0}, 2.0, 1.0),
+        ({"pack": 1.0, "wire": 2.0}, 3.0, 0.0),
+        ({"pack": 1.0, "wire": 2.0}, 2.5, 0.5),
+        ({"wire": 2.0}, 2.0, None),
+        ({}, 2.0, None),
+    ],
+)
+def test_overlap_is_what_hides_of_what_could(phases: dict[str, float], seconds: float, expected: float | None) -> None:
+    row = SchemeRow("x", "direct", seconds, 0.0, phases, 0, 0, 0, 0, True)
+    assert row.overlap == expected
+
+
 def test_rates_and_shares_are_of_the_payload_and_the_plain_link() -> None:
-    row = SchemeRow("x", "direct", 2.0, 0.0, 0, 0, True, wrong=["w"])
+    row = SchemeRow("x", "direct", 2.0, 0.0, {}, 0, 0, 0, 0, True, wrong=["w"])
     results = RefitResults("m", 8 * 10**9, 1, 1, 1, 1.5, [row])
     assert results.rate(row) == 4.0
     assert results.share(row) == 0.75

@@ -240,11 +240,25 @@ def test_rows_of_bench_dispatch_are_shown_with_and_without_a_graph() -> None:
 
 
 def results() -> RefitResults:
-    label = "rlctl ipc, staged, 2 buffers, checks sampled"
+    phases = {"pack": 0.0156, "wire": 0.0452}
     rows = [
-        SchemeRow("raw link", "", 0.0445, 0.0, 0, 0, False),
-        SchemeRow(label, "staged", 0.0471, 0.0082, 0, 0, True, [], stall=0.02, step=0.04),
-        SchemeRow("rlctl shm, staged, 2 buffers, checks off", "staged", 0.05, 0.0, 0, 0, True, ["w"]),
+        SchemeRow("raw link", "", 0.0445, 0.0, {"wire": 0.0443}, 1 << 30, 1 << 30, 0, 0, False),
+        SchemeRow(
+            "rlctl ipc, staged, 2 buffers, checks sampled",
+            "staged",
+            0.0471,
+            0.0082,
+            phases,
+            0,
+            0,
+            0,
+            0,
+            True,
+            [],
+            0.1,
+            0.02,
+        ),
+        SchemeRow("rlctl shm, staged, 2 buffers, checks off", "staged", 0.05, 0.0, {}, 0, 0, 0, 0, True, ["w"]),
     ]
     return RefitResults("qwen3-8b", 16_381_000_000, 2, 2, 2, 0.0445, rows)
 
@@ -257,6 +271,7 @@ def test_the_table_fits_and_says_what_decides(width: int) -> None:
     for cell in ("44.5", "368.1", "100%", "94%", "8.2", "20.0", "equal", "differ"):
         assert cell in text
     assert "…" not in text
+    assert ("88%" in text) == (width == 140)
 
 
 def test_mistakes_of_bench_algorithms_are_told_at_once_each_with_whom_it_concerns(rlctl: Rlctl) -> None:

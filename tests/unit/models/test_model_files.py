@@ -51,7 +51,6 @@ def test_attention_is_as_wide_as_heads_times_their_size(
     assert find(folder_of(tmp_path / "m", head_dim), tmp_path).facts.attention == ((width, None),) * 3
 
 
-@pytest.mark.slow
 def test_a_random_model_is_made_once_in_the_run_directory_and_the_seed_decides_its_bytes(tmp_path: Path) -> None:
     shape = make_model(tmp_path / "shape", "qwen2")
     files = find(shape, tmp_path / "run", True, seed=3)

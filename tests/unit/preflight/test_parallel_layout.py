@@ -67,7 +67,6 @@ def test_shards_follow_megatrons_order_of_ranks(tensor: int, pipeline: int, cont
     assert ranks.shards == [shard for _, shard, _, _ in order]
 
 
-@pytest.mark.slow
 def test_shards_are_the_ranks_of_megatrons_own_groups() -> None:
     generator = pytest.importorskip("megatron.core.parallel_state").RankGenerator
     ranks = Layout(24, tensor=2, pipeline=2, context=3, expert=1)

@@ -54,7 +54,6 @@ def turns_of(agent: str) -> tuple[str, ...]:
 
 
 @pytest.mark.long  # SDKs take seconds to import
-@pytest.mark.slow
 @pytest.mark.parametrize("agent", AGENTS)
 def test_what_a_client_keeps(agent: str, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     if find_spec(AGENTS[agent][0]) is None:

@@ -10,15 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlctl.grpo.advantages.base import (
-    Advantage,
-    AdvantageError,
-    Floats,
-    ScoredRollouts,
-    measured,
-    token_advantages,
-    turn_of_tokens,
-)
+from rlctl.grpo.advantages.base import Advantage, Floats, ScoredRollouts, token_advantages, turn_of_tokens
 from tests.scored import columns
 
 
@@ -59,18 +51,6 @@ def test_rollouts_may_differ_in_what_they_have_a_number_for() -> None:
 
 def test_a_rollout_without_a_token_has_no_advantages() -> None:
     assert of_tokens(np.array([1.0, 2.0]), [[], [0]]) == [[], [2.0]]
-
-
-def test_metrics_of_an_advantage_are_measured_and_an_error_there_names_its_place() -> None:
-    class Measured(Given):
-        def measure(self, rollouts: ScoredRollouts) -> dict[str, float]:
-            return {"rank/best": float(self.values(rollouts).max())}
-
-    rollouts = columns([1.0, 3.0], [0, 0])
-    assert measured(Given(lambda _: np.zeros(2)), rollouts) == {}
-    assert measured(Measured(lambda each: each.reward), rollouts) == {"rank/best": 3.0}
-    with pytest.raises(AdvantageError, match=r"^Measured raised AttributeError at .*test_base\.py:\d+: "):
-        measured(Measured(fails), rollouts)
 
 
 def fails(rollouts: ScoredRollouts) -> Floats:
