@@ -1,7 +1,7 @@
 """`rlctl bench dispatch`: the driver's cost of one call to a group of workers."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -24,9 +24,8 @@ _IDLE_S = 2.0
 # A row ends after this time even with calls left to make.
 _ROW_S = 10.0
 _LEGEND = (
-    "ordinary, compiled: round trip of a call that only takes its payload, median, and p99 of the compiled one; "
-    "submit: its part before the driver waits; idle: cores that a worker burns while its graph lives and nobody "
-    "calls it"
+    "ordinary, compiled: round trip of a call that only takes its payload, median; idle: cores that a worker burns "
+    "while its graph lives and nobody calls it"
 )
 
 
@@ -36,18 +35,6 @@ class Echo:
     def take(self, payload: NDArray[np.uint8]) -> int:
         """Return its bytes."""
         return len(payload)
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Seconds of the calls of a row."""
-
-    median: float
-    p99: float
-    calls: int
-
-    def __str__(self) -> str:
-        return _time(self.median)
 
 
 @dataclass(frozen=True)
@@ -76,43 +63,29 @@ class DispatchBench(Bench):
                 why = str(error)
             idle = _idle(group)
             rows = []
-            for size, spread in zip(self.payloads, ordinary):
+            for size, median_s in zip(self.payloads, ordinary):
                 compiled = None if why else self._round_trips(group, size)
-                submit = None if why else self._submissions(group, size)
-                rows.append(DispatchRow(workers, size, spread, compiled, submit, idle, why))
+                rows.append(DispatchRow(workers, size, median_s, compiled, idle, why))
             return rows
         finally:
             group.kill()
 
-    def _round_trips(self, group: WorkerGroup, size: int) -> Spread:
-        payload = np.zeros(size, np.uint8)
+    def _round_trips(self, group: WorkerGroup, size: int) -> float:
+        """Return the median seconds of a call, until the row's calls or its time are used up, without the first tenth.
 
-        def check(answers: list[int]) -> None:
-            if answers != [size] * len(group):
-                raise RuntimeError(f"workers received {answers} of {size} bytes")
-
-        return self._spread(lambda: group.call(Echo.take, payload), check)
-
-    def _submissions(self, group: WorkerGroup, size: int) -> Spread:
-        graph, arguments = group.graph, [(np.zeros(size, np.uint8),)] * len(group)
-        assert graph is not None
-        return self._spread(lambda: graph.submit((Echo.take.__name__, arguments, {})), lambda wait: wait())
-
-    def _spread(self, call: Callable[[], Any], finish: Callable[[Any], object] = lambda answer: None) -> Spread:
-        """Time `call` until the row's calls or its time are used up; the first tenth is not counted.
-
-        finish: called with each result, untimed.
+        Raises RuntimeError if a worker received something else.
         """
+        payload = np.zeros(size, np.uint8)
         taken, end = [], time.perf_counter() + _ROW_S
         for _ in range(self.calls):
             began = time.perf_counter()
-            answer = call()
+            answers = group.call(Echo.take, payload)
             taken.append(time.perf_counter() - began)
-            finish(answer)
+            if answers != [size] * len(group):
+                raise RuntimeError(f"workers received {answers} of {size} bytes")
             if time.perf_counter() > end:
                 break
-        counted = taken[len(taken) // 10 :]
-        return Spread(median(counted), float(np.percentile(counted, 99)), len(counted))
+        return median(taken[len(taken) // 10 :])
 
 
 def _idle(group: WorkerGroup) -> float:
@@ -129,27 +102,24 @@ class DispatchRow:
 
     workers: int
     payload: int  # bytes
-    ordinary: Spread  # round trips
-    compiled: Spread | None  # round trips
-    submit: Spread | None  # the part of a compiled call before the driver waits
+    ordinary: float  # seconds of a round trip, median
+    compiled: float | None
     idle: float  # cores that the busiest worker burns between calls
     why: str
 
     @property
     def ratio(self) -> float | None:
         """Time of an ordinary call over that of a compiled one, at the median."""
-        return None if self.compiled is None else self.ordinary.median / self.compiled.median
+        return None if self.compiled is None else self.ordinary / self.compiled
 
     def cells(self) -> Cells:
         """Return the cells of its table row."""
         return [
             ("workers", str(self.workers)),
             ("payload", _size(self.payload)),
-            ("ordinary", str(self.ordinary)),
-            ("compiled", str(self.compiled or "")),
-            ("p99", _time(self.compiled.p99) if self.compiled else ""),
+            ("ordinary", _time(self.ordinary)),
+            ("compiled", _time(self.compiled) if self.compiled else ""),
             ("ratio", "" if self.ratio is None else f"{self.ratio:.1f}x"),
-            ("submit", str(self.submit or "")),
             ("idle", f"{self.idle:.2f}"),
         ]
 

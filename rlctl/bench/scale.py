@@ -63,11 +63,6 @@ class ScaleRow:
     too_large: bool
     ranks: int
     engines: int
-    # GPUs of an engine.
-    tensor_parallel: int
-    # Copies of the weights among the ranks, and ranks that send.
-    replicas: int
-    owners: int
     # Communicators on a GPU of an engine, members of the largest, and bytes of all at most.
     communicators: int
     members: int
@@ -80,9 +75,8 @@ class ScaleRow:
     # Bytes that leave the driver, and its CPU seconds.
     batch_bytes: int
     batch: float
-    # Seconds in which a checkpoint stops training, and bytes of one.
+    # Seconds in which a checkpoint stops training.
     stopped: float
-    checkpoint_bytes: int
 
     def cells(self) -> Cells:
         """Return the cells of its table row."""
@@ -165,7 +159,7 @@ class _Model:
 
 def _row(name: str, model: _Model, gpus: int, a_call: float) -> ScaleRow:
     settled, run = _planned(model, gpus)
-    assert run.placement and run.schedule.checkpoint_bytes
+    assert run.placement
     ranks, generation = settled.trainer.num_ranks, settled.config.generation
     options, nodes = refit_options(settled, run.placement, ""), len(run.placement.used)
     layout, boxes = model.layout(options.dtype), model.boxes(options.ranks_a_copy or ranks)
@@ -186,9 +180,6 @@ def _row(name: str, model: _Model, gpus: int, a_call: float) -> ScaleRow:
         too_large=run.too_large is not None,
         ranks=ranks,
         engines=generation.num_engines,
-        tensor_parallel=generation.tensor_parallel_size,
-        replicas=ranks // len(boxes),
-        owners=len(plan.owners),
         communicators=len(groups) if options.kind == "broadcast" else 0,
         members=members,
         communicator_bytes=len(groups) * communicator_bytes(nodes),
@@ -199,7 +190,6 @@ def _row(name: str, model: _Model, gpus: int, a_call: float) -> ScaleRow:
         batch_bytes=sent,
         batch=batching + ranks * a_call,
         stopped=stopped_s(settled, run),
-        checkpoint_bytes=run.schedule.checkpoint_bytes,
     )
 
 

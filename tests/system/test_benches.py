@@ -36,9 +36,7 @@ def test_both_ways_of_calling_workers_are_measured(tmp_path: Path) -> None:
     assert [(row["workers"], row["payload"]) for row in rows] == [(n, size) for n in (1, 4) for size in (1024, 65536)]
     for row in rows:
         assert row["why"] == ""
-        assert 0 < row["submit"]["median"] <= row["compiled"]["median"]
-        assert row["ratio"] == row["ordinary"]["median"] / row["compiled"]["median"]
-        assert row["ordinary"]["calls"] == 36
+        assert row["ratio"] == row["ordinary"] / row["compiled"]
 
 
 def test_steps_with_state_left_and_moved_are_the_same_on_a_cpu(tmp_path: Path) -> None:
