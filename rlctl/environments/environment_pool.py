@@ -46,8 +46,10 @@ from rlctl.environments.messages import (
     RewardEpisode,
     Sampled,
     StepEpisode,
+    ToolsCalled,
     read_agent_message,
     read_function_message,
+    read_tools_called,
 )
 from rlctl.environments.metric_rows import TOOL_RAISED
 from rlctl.environments.outcomes import UNREACHED, EnvironmentFailure, EnvironmentSpec, ToolResult
@@ -134,13 +136,13 @@ class EnvironmentPool:
 
         Raises UnusableEnvironmentError with every problem of every environment.
         """
-        told = self._submit(self._contracts()).result()
-        if isinstance(told, EnvironmentFailure):
-            raise UnusableEnvironmentError([(key, str(told)) for key in self._specs])
-        problems = [(key, problem) for key, contract in told.items() for problem in contract.problems]
+        contracts = self._submit(self._contracts()).result()
+        if isinstance(contracts, EnvironmentFailure):
+            raise UnusableEnvironmentError([(key, str(contracts)) for key in self._specs])
+        problems = [(key, problem) for key, contract in contracts.items() for problem in contract.problems]
         if problems:
             raise UnusableEnvironmentError(problems)
-        return told
+        return contracts
 
     def reset(self, episode: Hashable, row: Mapping[str, Any], seed: int) -> "Future[Observation | EnvironmentFailure]":
         """Make an instance and begin an episode. seed: the group's, equal for all of its rollouts."""
@@ -274,30 +276,32 @@ class EnvironmentPool:
         return self._count_failure(key, refused)
 
     async def _call(self, episode: Hashable, calls: list[Call]) -> list[ToolResult] | EnvironmentFailure:
-        formed = [(each.name, each.arguments) for each in calls if not isinstance(each, MalformedCall)]
+        formed = [call for call in calls if not isinstance(call, MalformedCall)]
 
-        def checked(value: Any) -> tuple[list[tuple[str, bool, str]], list[EnvironmentFailure]]:
-            match value:
-                case {"results": list(results), "raised": list(raised), **rest} if not rest:
-                    if len(results) == len(formed):
-                        answers = [(str(text), bool(failed), str(cause)) for text, failed, cause in results]
-                        return answers, [EnvironmentFailure(**each) for each in raised]
-            raise ContractError("not one result a call")
+        def read_answers(value: object) -> ToolsCalled:
+            called = read_tools_called(value)
+            if len(called.results) != len(formed):
+                raise ContractError("not one result a call")
+            return called
 
-        told = await self._act(episode, CallTools(formed), checked) if formed else ([], [])
-        if isinstance(told, EnvironmentFailure):
-            return told
-        results, raised = told
-        for failure in raised:
-            first = next(index for index, (*_, cause) in enumerate(results) if cause == failure.cause)
-            self.tool_errors.add(formed[first][0], failure, count=sum(cause == failure.cause for *_, cause in results))
-        answers = iter(results)
-        return [
-            ToolResult("", f"Error: no tool was called: {each.error}", failed=True)
-            if isinstance(each, MalformedCall)
-            else ToolResult(each.name, *next(answers))
-            for each in calls
-        ]
+        called: ToolsCalled | EnvironmentFailure = ToolsCalled([], [])
+        if formed:
+            message = CallTools([(call.name, call.arguments) for call in formed])
+            called = await self._act(episode, message, read_answers)
+        if isinstance(called, EnvironmentFailure):
+            return called
+        for failure in called.raised:
+            names = [call.name for call, answer in zip(formed, called.results) if answer.cause == failure.cause]
+            self.tool_errors.add(names[0], failure, count=len(names))
+        answers = iter(called.results)
+        results = list[ToolResult]()
+        for call in calls:
+            if isinstance(call, MalformedCall):
+                results.append(ToolResult("", f"Error: no tool was called: {call.error}", failed=True))
+            else:
+                answer = next(answers)
+                results.append(ToolResult(call.name, answer.text, answer.failed, answer.cause))
+        return results
 
     async def _act(
         self, episode: Hashable, message: EpisodeMessage, checked: Callable[[Any], Value], timed: bool = True

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from contextlib import suppress
 from contextvars import Context, ContextVar
-from dataclasses import asdict
 from functools import cached_property, partial
 from queue import SimpleQueue
 from typing import Any, TypeVarTuple, Unpack
@@ -34,6 +33,8 @@ from rlctl.environments.messages import (
     ResetEpisode,
     RewardEpisode,
     StepEpisode,
+    ToolAnswer,
+    ToolsCalled,
 )
 from rlctl.environments.outcomes import EnvironmentFailure
 from rlctl.utils.user_code import error_text, raised_at, raised_inside, shortened, trace_of
@@ -177,7 +178,7 @@ class Episode(threading.Thread):
             case ResetEpisode():
                 return self._reset(message.row, message.seed)
             case CallTools():
-                return self._call_tools(message.calls)
+                return self._call_tools(message.calls).plain()
             case StepEpisode():
                 return checked_step(self._finished(self._method("step")(message.message)))
             case RewardEpisode():
@@ -212,32 +213,35 @@ class Episode(threading.Thread):
             raise ContractError(f"{', '.join(values)} returned None: nothing values the episode")
         return {**(own if isinstance(own, dict) else {ENVIRONMENT_REWARD: own}), **judged}
 
-    def _call_tools(self, calls: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
-        """Return `results`, [text, failed, cause] a call in order, and `raised`, the first failure of each cause.
-
-        Coroutines run side by side, after all others. cause: the exception of the tool's own code, else empty.
-        """
+    def _call_tools(self, calls: list[tuple[str, dict[str, Any]]]) -> ToolsCalled:
+        """Call tools. Coroutines run side by side, after all others."""
         outcomes = [self._begun(name, arguments) for name, arguments in calls]
         waiting = [index for index, each in enumerate(outcomes) if inspect.iscoroutine(each)]
         if waiting:
             coroutines = [seeding.using(self._generator, outcomes[index]) for index in waiting]
             for index, outcome in zip(waiting, self._loop.gather(coroutines), strict=True):
                 outcomes[index] = outcome
-        left, results, raised = MAX_TEXT, [], dict[str, dict[str, Any]]()
+        left = MAX_TEXT
+        results = list[ToolAnswer]()
+        raised = dict[str, EnvironmentFailure]()
         for (name, _), outcome in zip(calls, outcomes, strict=True):
             if isinstance(outcome, BaseException) and (
                 isinstance(outcome, MemoryError) or not isinstance(outcome, Exception)
             ):
                 raise outcome
-            failed, failure = isinstance(outcome, Exception), None
-            text = f"Error: {_raised_text(outcome)}" if failed else tool_text(outcome)
-            if isinstance(outcome, Exception) and (failure := self._note_raised(name, outcome)):
-                raised.setdefault(failure.cause, asdict(failure))
+            failure = None
+            if isinstance(outcome, Exception):
+                text = f"Error: {_raised_text(outcome)}"
+                failure = self._note_raised(name, outcome)
+            else:
+                text = tool_text(outcome)
+            if failure is not None:
+                raised.setdefault(failure.cause, failure)
             if len(text) > left:
                 text = text[:left] + _CUT.format(f"{MAX_TEXT:,}")
             left -= min(left, len(text))
-            results.append([text, failed, failure.cause if failure else ""])
-        return {"results": results, "raised": list(raised.values())}
+            results.append(ToolAnswer(text, isinstance(outcome, Exception), failure.cause if failure else ""))
+        return ToolsCalled(results, list(raised.values()))
 
     def _note_raised(self, name: str, error: Exception) -> EnvironmentFailure | None:
         """Describe the exception of a tool's own code, with its trace the first time.

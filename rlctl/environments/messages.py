@@ -165,6 +165,38 @@ def read_reply(message: dict[str, Any]) -> ActionReply:
     return ActionReply(message["action"], outcome)
 
 
+class ToolAnswer(NamedTuple):
+    """Answer of one tool."""
+
+    text: str
+    # True if the tool raised, or is unknown.
+    failed: bool
+    # Cause of a failure of the tool's own code, else empty.
+    cause: str
+
+
+@dataclass(frozen=True)
+class ToolsCalled:
+    """Answers of tools, in the order of the calls."""
+
+    results: list[ToolAnswer]
+    # First failure of each cause.
+    raised: list[EnvironmentFailure]
+
+    def plain(self) -> dict[str, Any]:
+        """Return the message as it is sent."""
+        return {"results": self.results, "raised": [asdict(failure) for failure in self.raised]}
+
+
+def read_tools_called(value: object) -> ToolsCalled:
+    """Return the answers of tools, as their process sent them. Raises ContractError."""
+    match value:
+        case {"results": list(results), "raised": list(raised), **rest} if not rest:
+            answers = [ToolAnswer(str(text), bool(failed), str(cause)) for text, failed, cause in results]
+            return ToolsCalled(answers, [EnvironmentFailure(**failure) for failure in raised])
+    raise ContractError("no answers of tools")
+
+
 @dataclass(frozen=True)
 class FunctionWaits:
     """A rollout function waits for samples."""

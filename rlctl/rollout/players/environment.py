@@ -7,7 +7,6 @@ An episode ends when the environment says so, when a turn calls no tool and ther
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 from rlctl.data.chat import Chat
 from rlctl.data.files import DataError
@@ -53,10 +52,12 @@ class EnvironmentPlayer(Player):
 
     async def _play_try(self, policy: Policy, episode: EpisodeState) -> Reward | None:
         """Play one try; return the environment's value, None if it gives none."""
-        pool, own, row, ask = self._pool, episode.start.id, episode.start.task.row, self._tries.ask
-        observation = await ask(episode, pool.reset(own, row, episode.start.group_seed))
+        ask = self._tries.ask
+        rollout_id = episode.start.id
+        row = episode.start.task.row
+        observation = await ask(episode, self._pool.reset(rollout_id, row, episode.start.group_seed))
         # A row that names no environment fails in its reset.
-        contract = self._contracts[pool.key_of(row)]
+        contract = self._contracts[self._pool.key_of(row)]
         try:
             messages = opening(episode.start.task.messages, observation)
         except ContractError as error:
@@ -66,20 +67,21 @@ class EnvironmentPlayer(Player):
             raise DataError(f"{what}; return a message from reset, or give the row a column prompt")
         self._tools.add(episode, messages)
         episode.opening = len(messages)
-        while (said := await self._tools.answer(episode, contract.tools, policy)) is not None:
+        while (text := await self._tools.answer(episode, contract.tools, policy)) is not None:
             if not contract.has_step:
                 episode.ending = "answered"
                 break
-            answer = await ask(episode, pool.step(own, said))
+            answer = await ask(episode, self._pool.step(rollout_id, text))
             if answer is None:
                 episode.ending = "done"
                 break
             self._tools.add(episode, [{"role": "user", "content": answer}])
+        columns = None
         if contract.rewards:
-            said_all = episode.messages
-            columns = {"prompts": said_all[: episode.opening], "completions": said_all[episode.opening :]}
-            return await self._ask_reward(episode, {**row, **columns})
-        return await self._ask_reward(episode) if contract.has_reward else None
-
-    async def _ask_reward(self, episode: EpisodeState, *said: Mapping[str, Any]) -> Reward:
-        return await self._tries.ask(episode, self._pool.reward(episode.start.id, *said))
+            prompts = episode.messages[: episode.opening]
+            completions = episode.messages[episode.opening :]
+            columns = {**row, "prompts": prompts, "completions": completions}
+        elif not contract.has_reward:
+            return None
+        reward: Reward = await ask(episode, self._pool.reward(rollout_id, columns))
+        return reward
