@@ -41,7 +41,6 @@ class Line:
 
     text: str
     style: str = ""  # as rich names it
-    cut: bool = False  # end it with an ellipsis at the terminal's edge instead of wrapping it
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 Weights are random in a real model's shape and all samples have one length, so every step is the same work.
 """
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +10,10 @@ from statistics import median
 from typing import Any
 
 from rlctl.bench.frame import Bench, Cells, Line, Results, ResultTable, Say, until_interrupted
-from rlctl.bench.runs import run_all, run_folder
+from rlctl.bench.runs import run_all
 from rlctl.bench.workload import longest, make_samples, model_problems
 from rlctl.config.errors import Problem, did_you_mean
 from rlctl.dashboard.formats import count
-from rlctl.training.profile import Cost
 
 _EAGER, _COMPILE, _GRAPH = "trainer.compile=false", "trainer.compile=true", "ray_compiled_graph.enabled=require"
 MODES = {
@@ -28,14 +26,11 @@ _MEGATRON = re.compile(r"megatron((?:-(?:tp|pp|cp|ep)\d+)*)(-compiled)?(-graph)?
 _MEGATRON_FORM = "megatron[-tpN][-ppN][-cpN][-epN][-compiled][-graph]"
 _SIZES = {"tp": "tensor_model", "pp": "pipeline_model", "cp": "context", "ep": "expert_model"}
 _EPOCH = 64
-# Profiled updates, after the counted ones.
-_PROFILED = 2
 _LEGEND = (
     "first: seconds of the first step; step: median of those after it; tok/s/dev: trained tokens over the seconds of "
     "the update; MFU: tok/s/dev x (6 N + 12 L H T) / the device's bf16 peak (PaLM, arXiv 2204.02311, appendix B); "
-    "busy: share of an update in which the device worked; graph: ranks called through a compiled graph, after a warm-up"
+    "graph: ranks called through a compiled graph, after a warm-up"
 )
-_COSTS_SHOWN = 8
 
 
 def mode_settings(mode: str) -> tuple[str, ...] | None:
@@ -83,22 +78,16 @@ class SftBench(Bench):
 
     def measure(self, folder: Path, say: Say) -> "SftResults":
         make_samples(folder, max(_EPOCH, self.batch), self.tokens)
-        counted = 1 + self.steps
         common = [
-            *(
-                f"sft.num_steps={counted + _PROFILED}",
-                f"sft.batch_size={self.batch}",
-                f"model.max_length={self.tokens}",
-            ),
-            *(f"trainer.num_ranks={self.ranks}", f"trainer.micro_batch_tokens={self.micro_batch}"),
-            f"telemetry.profile_updates=[{counted + 1}, {counted + _PROFILED}]",
+            f"sft.num_steps={1 + self.steps}",
+            f"sft.batch_size={self.batch}",
+            f"model.max_length={self.tokens}",
+            f"trainer.num_ranks={self.ranks}",
+            f"trainer.micro_batch_tokens={self.micro_batch}",
         ]
         settings = {mode: [*common, *(mode_settings(mode) or ()), *self.extra] for mode in self.modes}
         found, interrupted = until_interrupted(run_all("sft", self.model, settings, folder, say))
-        rows = []
-        for mode, steps in found:
-            profile = json.loads((run_folder(folder, mode) / "profile" / "trainer-0.json").read_text())
-            rows.append(_row(mode, steps[:counted], profile))
+        rows = [_row(mode, steps) for mode, steps in found]
         return SftResults(self.model, self.ranks, self.tokens, self.batch, rows, interrupted)
 
 
@@ -111,11 +100,9 @@ class SftRow:
     step: float  # median time of the counted steps after it
     rate: float
     mfu: float | None  # None where the device's peak is not known
-    busy: float  # share of the profiled updates in which the device worked
-    costs: list[Cost]  # the most expensive operations of those updates on rank 0
 
 
-def _row(mode: str, steps: list[dict[str, Any]], profile: dict[str, Any]) -> SftRow:
+def _row(mode: str, steps: list[dict[str, Any]]) -> SftRow:
     times = [float(step["time/train"]) for step in steps]
     used = [float(step["throughput/mfu"]) for step in steps[1:] if "throughput/mfu" in step]
     return SftRow(
@@ -124,8 +111,6 @@ def _row(mode: str, steps: list[dict[str, Any]], profile: dict[str, Any]) -> Sft
         step=median(times[1:]),
         rate=median(float(step["throughput/training"]) for step in steps[1:]),
         mfu=median(used) if used else None,
-        busy=profile["busy"],
-        costs=[Cost(**cost) for cost in profile["costs"]],
     )
 
 
@@ -149,7 +134,6 @@ class SftResults(Results):
 
     def report(self, wide: bool) -> list[Line | ResultTable]:
         work = f"{self.batch} samples of {self.tokens:,} tokens a step"
-        last = self.rows[-1]
 
         def cells(row: SftRow) -> Cells:
             return [
@@ -159,13 +143,10 @@ class SftResults(Results):
                 ("tok/s/dev", f"{row.rate:,.0f}"),
                 ("MFU", "" if row.mfu is None else f"{row.mfu:.1%}"),
                 ("x first", f"{self.speedup(row):.2f}"),
-                ("busy", f"{row.busy:.0%}"),
             ]
 
         return [
             Line(f"{self.model} on {count(self.ranks, 'rank')}: {work}"),
             ResultTable([cells(row) for row in self.rows]),
-            Line(f"where {last.mode} spends it (operations by their own time on the device):"),
-            *(Line(f"  {cost.share:5.1%}  {cost.name}", cut=True) for cost in last.costs[:_COSTS_SHOWN]),
             Line(_LEGEND, "dim"),
         ]

@@ -173,7 +173,7 @@ def sft(
     override: RunSettings = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time a training step, eager and compiled, by ordinary calls and through a compiled graph, and its operations."""
+    """Time a training step, eager and compiled, by ordinary calls and through a compiled graph."""
     from rlctl.bench.sft import MODES, SftBench
 
     gpus = count_gpus()

@@ -75,7 +75,7 @@ def show(results: Results, out: "Console") -> None:
         out.width = PIPE_WIDTH
     for part in results.report(wide=out.width >= _WIDE):
         if isinstance(part, Line):
-            out.print(Text(part.text, part.style, overflow="ellipsis" if part.cut else None, no_wrap=part.cut or None))
+            out.print(Text(part.text, part.style))
             continue
         first, *others = (name for name, _ in part.rows[0])
         table = make_table(texts(first), *map(figures, others), titles="bold", gap=part.gap)

@@ -49,14 +49,12 @@ def test_steps_with_state_left_and_moved_are_the_same_on_a_cpu(tmp_path: Path) -
     assert all(row["log_probs"] > 0 and row["train"] > 0 for row in (left, moved))
 
 
-def test_a_step_and_where_its_time_goes(tmp_path: Path) -> None:
+def test_a_step_is_timed_in_each_mode(tmp_path: Path) -> None:
     found = measured(tmp_path, "sft", *FEW_STEPS)
     eager, graph = found["rows"]
     assert [eager["mode"], graph["mode"]] == ["eager", "eager-graph"]
     for row in (eager, graph):
         assert row["rate"] > 0 and row["first"] > 0 and row["mfu"] is None
-        assert 0 < row["busy"] <= 1 and any(cost["name"] == "aten::mm" for cost in row["costs"])
-        assert sum(cost["share"] for cost in row["costs"]) <= 1
     assert graph["speedup"] == graph["rate"] / eager["rate"]
 
 
