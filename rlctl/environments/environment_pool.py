@@ -196,9 +196,14 @@ class EnvironmentPool:
         """Send the assistant's message to `step`, and return its answer; None: the episode has ended."""
         return self._submit(self._act(episode, StepEpisode(message), checked_step))
 
-    def reward(self, episode: Hashable, said: Mapping[str, Any] | None = None) -> "Future[Reward | EnvironmentFailure]":
-        """Return the value of the episode. said: `prompts`, `completions` and columns, for its contract's `rewards`."""
-        return self._submit(self._act(episode, RewardEpisode(said and dict(said)), checked_reward))
+    def reward(
+        self, episode: Hashable, columns: Mapping[str, Any] | None = None
+    ) -> "Future[Reward | EnvironmentFailure]":
+        """Return the value of the episode.
+
+        columns: `prompts`, `completions` and columns of the row, for its contract's `rewards`.
+        """
+        return self._submit(self._act(episode, RewardEpisode(columns and dict(columns)), checked_reward))
 
     def close(self, episode: Hashable) -> "Future[EnvironmentFailure | None]":
         """End an episode: its instance's `close` is called, if it has one. Done once nothing of the episode runs.

@@ -517,7 +517,7 @@ class LateGames:
     def step(self, episode: Any, message: str) -> "Future[Any]":
         return self._later(self.random.choice(["more", "more", None]))
 
-    def reward(self, episode: Any) -> "Future[Any]":
+    def reward(self, episode: Any, columns: Any = None) -> "Future[Any]":
         return self._later(1.0)
 
     def check(self) -> None:

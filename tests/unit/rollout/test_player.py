@@ -93,7 +93,7 @@ class ScriptedPool:
     def step(self, episode: RolloutId, message: str) -> Any:
         return self._told("step", message)
 
-    def reward(self, episode: RolloutId) -> Any:
+    def reward(self, episode: RolloutId, columns: Any = None) -> Any:
         return self._told("reward", None)
 
     def close(self, episode: RolloutId) -> Any:
