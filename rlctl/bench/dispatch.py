@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from rlctl.bench.frame import Bench, Cells, Line, Results, ResultTable, Say
 from rlctl.dashboard.formats import count
 from rlctl.launch.local_ray import local_ray
-from rlctl.workers.graph import GraphUnavailable
+from rlctl.workers.compiled_graph import GraphUnavailable
 from rlctl.workers.group import WorkerGroup, WorkerSpec
 
 UNITS = {"": 1, "KB": 1 << 10, "MB": 1 << 20}

@@ -20,7 +20,7 @@ from rlctl.config.builtin import RECIPES
 from rlctl.config.errors import Problem
 from rlctl.launch.local_ray import local_ray
 from rlctl.launch.worker_specs import refit_options
-from rlctl.preflight.capacity import H100_BYTES, PlannedCluster, settle_there, stopped_s
+from rlctl.preflight.cluster_plan import H100_BYTES, PlannedCluster, settle_there, stopped_s
 from rlctl.preflight.load import load
 from rlctl.preflight.memory import communicator_bytes, refit_bytes
 from rlctl.preflight.plan import RunPlan, make_plan

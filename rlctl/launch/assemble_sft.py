@@ -128,7 +128,7 @@ def compile_group(graph: CompiledGraphSection, group: "WorkerGroup", session: Se
 
     Raises GraphUnavailable with `enabled: require`.
     """
-    from rlctl.workers.graph import GraphUnavailable
+    from rlctl.workers.compiled_graph import GraphUnavailable
 
     emit = session.events.emit
     cores = usable_cores()
@@ -161,8 +161,8 @@ def ordinary_if_it_fails(graph: CompiledGraphSection, group: "WorkerGroup", sess
     The block changes no weights. Raises GraphUnavailable with `enabled: require`, and always the error of a worker that
     died or hangs.
     """
+    from rlctl.workers.compiled_graph import GraphBroken, GraphUnavailable
     from rlctl.workers.errors import WorkerError
-    from rlctl.workers.graph import GraphBroken, GraphUnavailable
 
     try:
         yield
@@ -176,7 +176,7 @@ def ordinary_if_it_fails(graph: CompiledGraphSection, group: "WorkerGroup", sess
 
 def _milliseconds(group: "WorkerGroup") -> float:
     """Return the median duration of a call that does nothing, in milliseconds."""
-    from rlctl.workers.graph import idle
+    from rlctl.workers.compiled_graph import idle
 
     taken = []
     for _ in range(_CALLS):

@@ -26,7 +26,7 @@ from rlctl.launch.resume import Resumed, find_resumed, refuse_contradictions, re
 from rlctl.launch.sampling import held_out_tasks
 from rlctl.models.facts import find_facts
 from rlctl.models.model_sizes import config_file
-from rlctl.preflight.capacity import capacity_rows, planned_cluster, settle_there
+from rlctl.preflight.cluster_plan import capacity_rows, planned_cluster, settle_there
 from rlctl.preflight.engine_rules import engine_rules
 from rlctl.preflight.load import Composed, load
 from rlctl.preflight.machine import RunMachine, device_of, read_machine

@@ -10,7 +10,6 @@ from rlctl.config.builtin import is_shipped
 from rlctl.config.errors import BrokenValueError, Problem
 from rlctl.config.provenance import Origin
 from rlctl.preflight.backend import Violation, Violations, unbroken
-from rlctl.preflight.capacity import check_nodes
 from rlctl.preflight.check_adapters import check_adapters
 from rlctl.preflight.check_environment import check_environment
 from rlctl.preflight.check_grpo import (
@@ -28,6 +27,7 @@ from rlctl.preflight.check_model import check_chat, check_graph, check_lengths, 
 from rlctl.preflight.check_recipe import check_recipe
 from rlctl.preflight.check_trackers import check_trackers
 from rlctl.preflight.check_trainer import check_backends, check_batch, check_offload, check_optimizer, check_profile
+from rlctl.preflight.cluster_plan import check_nodes
 from rlctl.preflight.settled import Settled
 
 

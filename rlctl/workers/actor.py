@@ -21,8 +21,8 @@ from typing import Any
 from rlctl.utils.ports import free_port
 from rlctl.utils.process import fewer_collections
 from rlctl.utils.user_code import format_trace, message_of
+from rlctl.workers.compiled_graph import Answer, idle, packed, read_patiently, take
 from rlctl.workers.errors import Failure
-from rlctl.workers.graph import Answer, idle, packed, read_patiently, take
 from rlctl.workers.shared_arguments import fetched
 
 Run = Callable[[Callable[[], Answer]], Answer]

@@ -23,8 +23,8 @@ from ray.exceptions import RayActorError, RayError
 from rlctl.utils.event_loop import done
 from rlctl.utils.ports import LOOPBACK
 from rlctl.workers.actor import WorkerActor
+from rlctl.workers.compiled_graph import Answer, Graph, GraphBroken, Message
 from rlctl.workers.errors import Failure, WorkerDied, WorkerError, WorkerTimeout
-from rlctl.workers.graph import Answer, Graph, GraphBroken, Message
 from rlctl.workers.nodes import NodeLease
 from rlctl.workers.shared_arguments import put_common
 from rlctl.workers.waits import Waits

@@ -18,15 +18,15 @@ import psutil
 import pytest
 from numpy.typing import NDArray
 
-import rlctl.workers.graph
+import rlctl.workers.compiled_graph
 import rlctl.workers.group
 from rlctl.config.schema import CompiledGraphSection
 from rlctl.launch.assemble_sft import ordinary_if_it_fails
 from rlctl.telemetry.events import EventLog
 from rlctl.telemetry.jsonl import read_records
 from rlctl.utils.event_loop import EventLoop
+from rlctl.workers.compiled_graph import GraphBroken, GraphUnavailable
 from rlctl.workers.errors import WorkerDied, WorkerError, WorkerTimeout
-from rlctl.workers.graph import GraphBroken, GraphUnavailable
 from rlctl.workers.group import WorkerGroup, WorkerSpec
 from tests.faults.runs import survivors
 from tests.waiting import PATIENCE_S, until
@@ -120,7 +120,7 @@ def make_group(logs: Path, compiled: bool, deadline_s: float = FOREVER_S) -> Wor
 def group(ray_here: Path, request: pytest.FixtureRequest) -> Iterator[WorkerGroup]:
     """For all tests that leave it whole."""
     workers = make_group(ray_here, request.param)
-    assert (workers.graph is not None) == request.param
+    assert (workers.compiled_graph is not None) == request.param
     yield workers
     workers.kill()
 
@@ -227,7 +227,7 @@ def test_a_call_that_a_rank_has_begun_is_never_made_again(ray_here: Path) -> Non
     try:
         group.compile(1 << 16, said.append)
         assert group.graph
-        rlctl.workers.graph.ray.get(group.workers[1].handle.graph_call.remote(("add", [(1,), (1,)], {}), 1))
+        rlctl.workers.compiled_graph.ray.get(group.workers[1].handle.graph_call.remote(("add", [(1,), (1,)], {}), 1))
         group.graph._graph.teardown()
         with pytest.raises(GraphBroken, match="while probe-1 did add: how far is not known; resume"):
             group.call(Probe.add, 2)
@@ -277,7 +277,7 @@ def test_an_idle_group_burns_next_to_nothing(group: WorkerGroup) -> None:
 def test_without_the_api_that_was_tested_there_is_no_graph_and_ordinary_calls_go_on(
     ray_here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rlctl.workers.graph, "TESTED", ((2, 40), (2, 41)))
+    monkeypatch.setattr(rlctl.workers.compiled_graph, "TESTED", ((2, 40), (2, 41)))
     group = make_group(ray_here, compiled=False)
     try:
         with pytest.raises(GraphUnavailable, match=r"Ray 2.* is none of the releases that this was tested with"):

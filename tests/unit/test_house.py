@@ -44,7 +44,7 @@ UNPICKLES = {
     "refit/ipc.py": "a trainer rank, in the run's private folder",
     "refit/refit_plan.py": "the trainer, by Ray",
     "rewards/child.py": "the driver, by a pipe",
-    "workers/graph.py": "the driver, by Ray",
+    "workers/compiled_graph.py": "the driver, by Ray",
 }
 RANK = {folder: rank for rank, folders in enumerate(ORDER) for folder in folders}
 # Private functions and methods whose name is defined in three files or more. It only falls: half are the abstract

@@ -21,7 +21,7 @@ from torch import Tensor
 from rlctl.config.grpo_schema import UserLossSection
 from rlctl.config.plugin_options import checked_options
 from rlctl.config.plugins import LOSSES
-from rlctl.grpo.losses.pieces import Bounds, Estimator, bounded_exp, kl_estimate, kl_term, weighted_sums, within
+from rlctl.grpo.losses.terms import Bounds, Estimator, bounded_exp, kl_estimate, kl_term, weighted_sums, within
 from rlctl.preflight.declared_columns import ADVANTAGE, AGE, PROXIMAL_LOG_PROB, REFERENCE_LOG_PROB, ROLLOUT_LOG_PROB
 from rlctl.preflight.settled import SettledGrpo
 from rlctl.telemetry.metrics import Metric

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from rlctl.grpo.losses.base import PolicyLoss, PolicyTerm, PolicyTokens
-from rlctl.grpo.losses.pieces import MAX_LOG
+from rlctl.grpo.losses.terms import MAX_LOG
 
 
 @dataclass(frozen=True, kw_only=True)

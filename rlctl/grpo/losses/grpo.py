@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from rlctl.grpo.losses.base import Mean, PolicyLoss, PolicyTerm, PolicyTokens
-from rlctl.grpo.losses.pieces import bound_by, clip_ratio
+from rlctl.grpo.losses.terms import bound_by, clip_ratio
 
 
 @dataclass(frozen=True, kw_only=True)

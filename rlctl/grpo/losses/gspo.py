@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 
 from rlctl.grpo.losses.base import Mean, PolicyTerm, PolicyTokens
 from rlctl.grpo.losses.grpo import ClippedLoss
-from rlctl.grpo.losses.pieces import bounded_exp
+from rlctl.grpo.losses.terms import bounded_exp
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from rlctl.models.adapter_folder import check_trainable, open_weights
@@ -18,6 +17,7 @@ from rlctl.models.weight_headers import digest_of_weights
 from rlctl.preflight.memory import residency
 from rlctl.refit.weight_source import Shard
 from rlctl.training.fsdp.float32_pass import in_float32
+from rlctl.training.fsdp.mesh import make_meshes
 from rlctl.training.fsdp.model import (
     Named,
     build_policy,
@@ -51,7 +51,7 @@ class FsdpTrainer(TrainerRank):
         super().__init__(spec)
         self._kept_in = "float32"
         torch.manual_seed(spec.seed + spec.rank)
-        self._mesh, self._replicas = _meshes(self._device.type, spec.world, spec.config.replicas)
+        self._mesh, self._replicas = make_meshes(self._device.type, spec.world, spec.config.replicas)
         first = None
         if spec.config.adapters:
             # Names of an export. A class that cannot be built is refused now.
@@ -261,17 +261,6 @@ class FsdpTrainer(TrainerRank):
         if not isinstance(tensor, DTensor):
             return 0
         return self._mesh.get_local_rank() * -(-tensor.shape[0] // self._mesh.size())
-
-
-def _meshes(device: str, world: int, replicas: int) -> tuple[DeviceMesh, dist.ProcessGroup | None]:
-    """Return the mesh of this rank's replica, and the group of the ranks with the same shard, None for one replica.
-
-    Consecutive ranks share a replica.
-    """
-    if replicas == 1:
-        return init_device_mesh(device, (world,)), None
-    both = init_device_mesh(device, (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
-    return both["shard"], both.get_group("replicate")
 
 
 def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:

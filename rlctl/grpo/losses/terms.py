@@ -1,4 +1,4 @@
-"""Pieces that losses share: ratios and their bounds, the KL term, weighted sums. Pure functions of [T] tensors."""
+"""Terms that losses share: ratios and their bounds, the KL term, weighted sums. Pure functions of [T] tensors."""
 
 from typing import Literal
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from rlctl.config.errors import ConfigError
-from rlctl.preflight.capacity import capacity_rows, planned_cluster, settle_there
+from rlctl.preflight.cluster_plan import capacity_rows, planned_cluster, settle_there
 from rlctl.preflight.load import load
 from rlctl.preflight.plan import make_plan
 
