@@ -219,7 +219,7 @@ def test_a_stalled_worker_is_explained_in_a_synchronous_run(run: Run, name: str)
     (what, *_) = explained()
     assert "trainer at version " in what
     assert ", engines at version " in what
-    # The call that it is stopped in depends on the machine's speed; one of a refit has a limit of its own.
+    # The call that it is stopped in depends on the machine's speed; a refit's call has its own limit.
     limit = "refit.timeout_s" if "call refit_" in what else "run.deadline_s"
     assert what.count(f" s ({limit})") == 1
     run.wait_for_step(len(run.steps()) + 2)

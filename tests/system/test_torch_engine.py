@@ -7,7 +7,7 @@ import pytest
 from tests.faults.runs import WITHOUT_VLLM, Run
 
 
-@pytest.mark.long  # test_resume.py trains with this engine; here a key of its own is set
+@pytest.mark.long  # test_resume.py trains with this engine; here its own key is set
 def test_an_engine_of_ones_own_trains(tmp_path: Path) -> None:
     sizes = ["grpo.num_prompts_per_step=4", "grpo.num_generations_per_prompt=4", "grpo.num_steps=3"]
     engine = [WITHOUT_VLLM, "generation.engine.attention=eager"]

@@ -27,7 +27,7 @@ PACKED = [
 ]
 DATA = sequences(6)
 PACKAGE = Path(rlctl.__file__).parent
-# model_type that transformers and vLLM know, and no file of ours.
+# A model_type that transformers and vLLM know, and that no file here names.
 STRANGER = "jais2"
 
 

@@ -7,7 +7,7 @@ Sources, all of github.com/ray-project/kuberay:
 - RayJob v1: ray-operator/apis/ray/v1/rayjob_types.go at f6ef3f7b32639dc6555797512d7cb784bd436901; its rayClusterSpec is
   the RayCluster's spec.
 - rayStartParams is required in ray-operator/apis/ray/v1/raycluster_types.go at
-  3275ee09f6a6c899c37e82ea6349785536de6bd4, and not any more in the first: we hold ourselves to it.
+  3275ee09f6a6c899c37e82ea6349785536de6bd4, and not any more in the first: rlctl keeps that rule.
 A pod's fields are Kubernetes' own (core/v1), which these schemas hold in full.
 """
 
