@@ -96,11 +96,13 @@ def server_rows(sizes: Sequence[int], sessions: int, folder: Path, say: Say) -> 
     word_tokenizer(_VOCABULARY).save_pretrained(folder / "words")
     spec = ChatSpec(str(folder / "words"), _TEMPLATE, None, None, "text")
     return [
-        _row(spec, size, number, folder, say) for size in sizes for number in ([1, sessions] if sessions > 1 else [1])
+        _server_row(spec, size, number, folder, say)
+        for size in sizes
+        for number in ([1, sessions] if sessions > 1 else [1])
     ]
 
 
-def _row(spec: ChatSpec, size: int, sessions: int, folder: Path, say: Say) -> ServerRow:
+def _server_row(spec: ChatSpec, size: int, sessions: int, folder: Path, say: Say) -> ServerRow:
     say(f"{sessions:,} sessions, bodies of {size / 1024:,.0f} KiB")
     (here := folder / f"{size}-{sessions}").mkdir()
     chat = spec.load()
@@ -213,7 +215,7 @@ async def _play(index: int, base_url: str, key: str, opening: dict[str, Any], tu
     writer.close()
 
 
-_LEGEND = (
+_AGENTS_LEGEND = (
     f"body: the first request of a session, half of it tools, followed by {TURNS - 1} longer ones; server, driver: CPU "
     "time of a request in the agents' process and on the driver's event loop; median, longest: time of a request whose "
     "turn takes none; MiB: by which the process grew"
@@ -238,4 +240,4 @@ class AgentsResults(Results):
     rows: list[ServerRow]
 
     def report(self, wide: bool) -> list[Line | ResultTable]:
-        return [ResultTable([row.cells() for row in self.rows]), Line(_LEGEND, "dim")]
+        return [ResultTable([row.cells() for row in self.rows]), Line(_AGENTS_LEGEND, "dim")]

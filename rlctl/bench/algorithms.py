@@ -131,7 +131,7 @@ class AlgorithmResults(Results):
         best = max(fmean(row.ends) for row in self.rows)
         bold = [index for index, row in enumerate(self.rows) if fmean(row.ends) == best]
         title = f"{self.recipe}, {self.steps} steps, {self.seeds} seed{'s' if self.seeds > 1 else ''}"
-        table = ResultTable([self._cells(row, wide) for row in self.rows], bold)
+        table = ResultTable([self._algorithm_cells(row, wide) for row in self.rows], bold)
         return [Line(title), table, Line(self._legend(wide), "dim")]
 
     def chart(self) -> CurveChart:
@@ -142,7 +142,7 @@ class AlgorithmResults(Results):
     def errors(self) -> list[str]:
         return self.failed
 
-    def _cells(self, row: AlgorithmRow, wide: bool) -> Cells:
+    def _algorithm_cells(self, row: AlgorithmRow, wide: bool) -> Cells:
         reached, rollouts, seconds = row.to_target(self.target)
         low, high = min(row.ends), max(row.ends)
         more = [
@@ -225,7 +225,7 @@ class AlgorithmBench(Bench):
             for seed, (name, config) in product(range(self.seeds), configs.items()):
                 try:
                     with progress.run(f"{name}, seed {seed}"):
-                        records = self._run(name, seed, folder, progress.watch)
+                        records = self._run_once(name, seed, folder, progress.watch)
                     curve = learning_curve(seed, records, config)
                 except RuntimeError as error:
                     failed.append(str(error))
@@ -241,7 +241,7 @@ class AlgorithmBench(Bench):
         steps = max(config.grpo.num_steps for config in configs.values())
         return AlgorithmResults(self.recipe, self.seeds, steps, self.target, rows, failed, interrupted)
 
-    def _run(self, name: str, seed: int, folder: Path, watch: Watch) -> list[Record]:
+    def _run_once(self, name: str, seed: int, folder: Path, watch: Watch) -> list[Record]:
         run = folder / _file_name(f"{name}-seed-{seed}")
         recipe, overrides = self._recipe(name, folder)
         own = [f"run.dir={folder}", f"run.name={run.name}", f"run.seed={seed}"]

@@ -18,12 +18,12 @@ from rlctl.workers.compiled_graph import GraphUnavailable
 from rlctl.workers.group import WorkerGroup, WorkerSpec
 
 UNITS = {"": 1, "KB": 1 << 10, "MB": 1 << 20}
-_DEADLINE_S = 300.0
+_DISPATCH_DEADLINE_S = 300.0
 _BUFFER_BYTES = 1 << 20
 _IDLE_S = 2.0
 # A row ends after this time even with calls left to make.
 _ROW_S = 10.0
-_LEGEND = (
+_DISPATCH_LEGEND = (
     "ordinary, compiled: round trip of a call that only takes its payload, median; idle: cores that a worker burns "
     "while its graph lives and nobody calls it"
 )
@@ -47,15 +47,15 @@ class DispatchBench(Bench):
 
     def measure(self, folder: Path, say: Say) -> "DispatchResults":
         with local_ray(folder):
-            rows = [row for size in self.workers for row in self._rows(size, folder, say)]
+            rows = [row for size in self.workers for row in self._dispatch_rows(size, folder, say)]
         return DispatchResults(rows)
 
-    def _rows(self, workers: int, folder: Path, say: Say) -> "list[DispatchRow]":
+    def _dispatch_rows(self, workers: int, folder: Path, say: Say) -> "list[DispatchRow]":
         say(count(workers, "worker"))
         specs = [WorkerSpec(f"echo-{rank}", Echo, log=f"{folder}/echo-{rank}.log") for rank in range(workers)]
         group, why = WorkerGroup(specs, 60), ""
         try:
-            group.built().wait(_DEADLINE_S)
+            group.built().wait(_DISPATCH_DEADLINE_S)
             ordinary = [self._round_trips(group, size) for size in self.payloads]
             try:
                 group.compile(_BUFFER_BYTES)
@@ -137,7 +137,7 @@ class DispatchResults(Results):
         table = ResultTable([row.cells() for row in self.rows])
         reasons = sorted({row.why for row in self.rows if row.why})
         warnings = (Line(f"no compiled graph: {why}", "yellow") for why in reasons)
-        return [table, *warnings, Line(_LEGEND, "dim")]
+        return [table, *warnings, Line(_DISPATCH_LEGEND, "dim")]
 
 
 def _time(seconds: float) -> str:

@@ -63,7 +63,7 @@ _FAR = 1000
 _WARM_UP = 4
 # Bytes of the copy that tells the device's bandwidth.
 _COPIED, _COPIED_CPU, _COPIES = 1 << 30, 1 << 28, 10
-_LEGEND = (
+_GENERATION_LEGEND = (
     "turns: how many, and the mean tokens of one; tok/s: sampled tokens a second and device, median of the rounds; x "
     "first: over the first row's; prefix: share of the prompts' tokens, of all turns, that caches held; at once: "
     "sequences in an engine's step; step: ms of one; floor: ms in which the device can read the weights and those "
@@ -152,7 +152,7 @@ class GenerationBench(Bench):
         except PlacementError as error:
             raise RuntimeError(str(error)) from error
         generation = config.generation
-        row = partial(_row, bench=self, settled=settled)
+        row = partial(_generation_row, bench=self, settled=settled)
         own_rounds = {each: [one for one in rounds if one.played is each] for each in rows}
         found = [row(each, own, speed) for each, own in own_rounds.items() if own]
         devices = generation.num_engines * generation.tensor_parallel_size
@@ -239,12 +239,12 @@ class TurnLengths:
         return self.engines.events
 
     async def sample_turn(self, request: TurnRequest, *, ahead: bool = False, more: bool = False) -> Completion:
-        return await self.engines.sample_turn(self._cut(request), ahead=ahead, more=more)
+        return await self.engines.sample_turn(self._cut_request(request), ahead=ahead, more=more)
 
     def finish(self, rollouts: Iterable[RolloutId]) -> None:
         self.engines.finish(rollouts)
 
-    def _cut(self, request: TurnRequest) -> TurnRequest:
+    def _cut_request(self, request: TurnRequest) -> TurnRequest:
         lengths = turn_lengths(request.id.rollout, self.turns, self.tokens, self.spread)
         return replace(request, max_new_tokens=lengths[request.id.turn])
 
@@ -305,7 +305,7 @@ class GenerationRow:
     driver: float  # CPU seconds of this process a second
 
 
-def _row(
+def _generation_row(
     played: Played, rounds: list[Round], speed: float, bench: GenerationBench, settled: SettledGrpo
 ) -> GenerationRow:
     """Return the figures of a row. speed: bytes/s that a device reads."""
@@ -385,10 +385,10 @@ class GenerationResults(Results):
     def report(self, wide: bool) -> list[Line | ResultTable]:
         head = f"{self.model} on {count(self.devices, 'device')}, {count(self.rows[0].rollouts, 'rollout')} of"
         said = [Line(f"warning: {each}", "yellow") for each in self.warnings]
-        table = ResultTable([self._cells(row) for row in self.rows])
-        return [Line(f"{head} {count(self.tokens, 'sampled token')}"), table, *said, Line(_LEGEND, "dim")]
+        table = ResultTable([self._generation_cells(row) for row in self.rows])
+        return [Line(f"{head} {count(self.tokens, 'sampled token')}"), table, *said, Line(_GENERATION_LEGEND, "dim")]
 
-    def _cells(self, row: GenerationRow) -> Cells:
+    def _generation_cells(self, row: GenerationRow) -> Cells:
         return [
             ("turns", f"{row.turns} of {row.tokens:,}"),
             ("tok/s/dev", f"{row.rate:,.0f}"),

@@ -25,7 +25,7 @@ MODES = {
     "drained": "async, drained",
     "in-flight": "async, in flight",
 }
-_LEGEND = (
+_MODES_LEGEND = (
     "step: seconds; tok/s/dev: prompt and answer tokens over wall time and all devices; share: of the ceiling; idle: "
     "share of the step; refit: share of the step in which a weight update kept engines from sampling; stall: longest "
     "gap between two tokens of a running request, ms; age: mean steps; seqs: sequences that an engine decodes at a "
@@ -69,7 +69,7 @@ class GrpoBench(Bench):
         runs = run_all("grpo", self.model, settings, folder, say)
         found, interrupted = until_interrupted(runs)
         records = {name: steps[counted[name]] for name, steps in found}
-        rows = [_row(name, steps) for name, steps in records.items()]
+        rows = [_mode_row(name, steps) for name, steps in records.items()]
         ceiling = _ceiling(rows, list(records.values())) if self.gpus else None
         return GrpoResults(self.model, self.gpus, self.trainers, rows, ceiling, interrupted)
 
@@ -156,7 +156,7 @@ class GrpoResults(Results):
         split = f", apart {self.trainers} train" if self.gpus > 1 else ""
         ceiling = f": {self.ceiling:,.0f} tokens/s/device if both sides always worked" if self.ceiling else ""
         table = ResultTable([self._cells(row, wide) for row in self.rows])
-        return [Line(f"{self.model} on {self._devices}{split}{ceiling}"), table, Line(_LEGEND, "dim")]
+        return [Line(f"{self.model} on {self._devices}{split}{ceiling}"), table, Line(_MODES_LEGEND, "dim")]
 
     @property
     def _devices(self) -> str:
@@ -185,7 +185,7 @@ class GrpoResults(Results):
         ]
 
 
-def _row(mode: str, steps: Sequence[Mapping[str, Any]]) -> ModeRow:
+def _mode_row(mode: str, steps: Sequence[Mapping[str, Any]]) -> ModeRow:
     wall = sum(float(step[STEP_SECONDS.name]) for step in steps)
 
     def mean(name: str) -> float:

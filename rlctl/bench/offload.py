@@ -28,7 +28,7 @@ _COPY, _ROUNDS = 1 << 30, 5
 LEFT, MOVED, HOST, OVERLAPPED = "left", "moved", "on the host", "on the host, overlapped"
 # Places of optimizer state from which the host updates the weights, by backend.
 HOST_UPDATES: dict[str, tuple[str, ...]] = {"fsdp": (), "megatron": (HOST, OVERLAPPED)}
-_LEGEND = (
+_OFFLOAD_LEGEND = (
     "link: one page-locked copy of 1 GiB; mover: all optimizer state; step: log-probs of all tokens, then an update, "
     "medians in seconds; peak: most device memory allocated during log-probs; B/p: bytes a parameter, on the device "
     "those allocated after an update, on the host those that the process has grown by"
@@ -195,7 +195,7 @@ class OffloadResults(Results):
             return [head, steps, Line("no GPU: optimizer state is in host memory at all times, 0 bytes were moved")]
         moves = f"the moves alone take {self.moving:.3f} s"
         cost = Line(f"a step takes {self.cost:+.3f} s longer; {moves}: {self.hidden:.0%} of them hidden")
-        return [head, self.copies.table(), steps, cost, Line(_LEGEND, "dim")]
+        return [head, self.copies.table(), steps, cost, Line(_OFFLOAD_LEGEND, "dim")]
 
 
 def measure_copies(model: Path, name: str) -> CopyRates:

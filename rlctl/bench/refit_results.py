@@ -9,7 +9,7 @@ from rlctl.bench.rounds import Measured
 from rlctl.dashboard.formats import count
 
 PHASES = ("pack", "wire", "load")
-_LEGEND = (
+_SCHEMES_LEGEND = (
     "ms: median until every engine holds every tensor; share: of the plain link's rate; pause: no sampling; "
     "stall: longest gap between two tokens of running requests beyond their usual one, which is step; driver: ms of "
     "such a refit as the driver sees it; memory: peak on the device beyond the weights, trainer + engine; bits: "
@@ -80,7 +80,7 @@ class RefitResults(Results):
         bound = f"{size:.2f} GB need {self.bound * 1e3:.1f} ms at the link's {size / self.bound:.1f} GB/s"
         ours = [index for index, row in enumerate(self.rows) if row.mode]
         table = ResultTable([self._cells(row, wide) for row in self.rows], bold=ours)
-        return [Line(f"{self.model}, {self._ends}{devices}: {bound}"), table, Line(_LEGEND, "dim")]
+        return [Line(f"{self.model}, {self._ends}{devices}: {bound}"), table, Line(_SCHEMES_LEGEND, "dim")]
 
     def errors(self) -> list[str]:
         """Return the tensors of each row that arrived changed, the first three by name."""

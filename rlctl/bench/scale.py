@@ -33,15 +33,15 @@ from rlctl.training.trainer_group import TrainerGroup
 from rlctl.workers.group import Pending, Worker, WorkerGroup, WorkerSpec
 from rlctl.workers.shared_arguments import SharedArgument, array_bytes, put_common, put_once
 
-_NODE, _CALLS, _DEADLINE_S = 8, 512, 300.0
+_NODE, _CALLS, _SCALE_DEADLINE_S = 8, 512, 300.0
 # Share of a GPU that an engine's weights may take: it has as few GPUs as that needs.
 _WEIGHTS_SHARE = 0.7
 # A step's batch: sequences a trainer rank, and tokens of each.
-_SEQUENCES, _TOKENS = 4, 4096
+_SEQUENCES, _LENGTH = 4, 4096
 _LEGEND = (
     "comms: communicators on a GPU of an engine, with the members of the largest and their memory at most; plan: bytes "
     "of the refit's plan; start, rebuild: CPU time of the driver until all ranks and engines have joined, at the start "
-    f"and after a rebuild of an engine; batch: bytes and CPU time of {_SEQUENCES} x {_TOKENS:,} tokens a rank; "
+    f"and after a rebuild of an engine; batch: bytes and CPU time of {_SEQUENCES} x {_LENGTH:,} tokens a rank; "
     "stop: time for which a checkpoint stops training; *: too few GPUs for weights, gradients and optimizer state"
 )
 
@@ -88,11 +88,11 @@ class ScaleRow:
             ("comms", f"{self.communicators} x {self.members:,}"),
             ("GiB", f"{self.communicator_bytes / 2**30:.1f}"),
             ("plan", _megabytes(self.plan_bytes)),
-            ("start", _seconds(self.start)),
-            ("rebuild", _seconds(self.rebuild)),
+            ("start", _seconds_text(self.start)),
+            ("rebuild", _seconds_text(self.rebuild)),
             ("batch", _megabytes(self.batch_bytes)),
-            ("", _seconds(self.batch)),
-            ("stop", _seconds(self.stopped)),
+            ("", _seconds_text(self.batch)),
+            ("stop", _seconds_text(self.stopped)),
         ]
 
 
@@ -113,20 +113,20 @@ class ScaleBench(Bench):
             # Ray's client counts calls alike for any number of processes: two answer for all.
             group = WorkerGroup([WorkerSpec(f"idle-{n}", Idle, log=f"{folder}/idle-{n}.log") for n in range(2)], 60)
             try:
-                group.built().wait(_DEADLINE_S)
+                group.built().wait(_SCALE_DEADLINE_S)
                 a_call = _call_seconds(group.workers)
-                rows, interrupted = until_interrupted(self._rows(folder, a_call, say))
+                rows, interrupted = until_interrupted(self._scale_rows(folder, a_call, say))
             finally:
                 group.kill()
         return ScaleResults(rows, a_call, interrupted)
 
-    def _rows(self, folder: Path, a_call: float, say: Say) -> Iterator[ScaleRow]:
+    def _scale_rows(self, folder: Path, a_call: float, say: Say) -> Iterator[ScaleRow]:
         for name in self.models:
             say(name)
             model = _Model(model_folder(name, folder))
             for gpus in self.gpus:
                 say(f"{name} on {gpus:,} GPUs")
-                yield _row(name, model, gpus, a_call)
+                yield _scale_row(name, model, gpus, a_call)
 
 
 class _Model:
@@ -157,7 +157,7 @@ class _Model:
         return found
 
 
-def _row(name: str, model: _Model, gpus: int, a_call: float) -> ScaleRow:
+def _scale_row(name: str, model: _Model, gpus: int, a_call: float) -> ScaleRow:
     settled, run = _planned(model, gpus)
     assert run.placement
     ranks, generation = settled.trainer.num_ranks, settled.config.generation
@@ -211,8 +211,8 @@ def _batch(settled: SettledGrpo) -> tuple[int, float]:
     """Return the bytes of a step's batch as it leaves the driver, and the CPU seconds until it is in Ray's store."""
     import ray
 
-    columns = {name: np.zeros(_TOKENS, np.float32) for name in ("advantage", "rollout_log_prob")}
-    sample = TrainingSample(np.zeros(_TOKENS, np.int32), np.ones(_TOKENS, np.bool_), columns)
+    columns = {name: np.zeros(_LENGTH, np.float32) for name in ("advantage", "rollout_log_prob")}
+    sample = TrainingSample(np.zeros(_LENGTH, np.int32), np.ones(_LENGTH, np.bool_), columns)
     trainer = TrainerGroup(cast(WorkerGroup, None), settled.trainer)
     samples = [sample] * (_SEQUENCES * settled.trainer.num_ranks)
     with _Timer() as timer:
@@ -232,7 +232,7 @@ def _call_seconds(workers: Sequence[Worker]) -> float:
         chosen = list(islice(cycle(workers), _CALLS))
         with _Timer() as timer:
             refs = [worker.start(Idle.take, given).refs[0] for worker in chosen]
-            Pending[None]("take", chosen, refs).wait(_DEADLINE_S)
+            Pending[None]("take", chosen, refs).wait(_SCALE_DEADLINE_S)
         seconds.append(timer.seconds)
     return seconds[-1] / _CALLS
 
@@ -264,7 +264,7 @@ class ScaleResults(Results):
         return [table, Line(_LEGEND, "dim")]
 
 
-def _seconds(seconds: float) -> str:
+def _seconds_text(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.0f} s"
 
 

@@ -87,7 +87,7 @@ class SftBench(Bench):
         ]
         settings = {mode: [*common, *(mode_settings(mode) or ()), *self.extra] for mode in self.modes}
         found, interrupted = until_interrupted(run_all("sft", self.model, settings, folder, say))
-        rows = [_row(mode, steps) for mode, steps in found]
+        rows = [_sft_row(mode, steps) for mode, steps in found]
         return SftResults(self.model, self.ranks, self.tokens, self.batch, rows, interrupted)
 
 
@@ -102,7 +102,7 @@ class SftRow:
     mfu: float | None  # None where the device's peak is not known
 
 
-def _row(mode: str, steps: list[dict[str, Any]]) -> SftRow:
+def _sft_row(mode: str, steps: list[dict[str, Any]]) -> SftRow:
     times = [float(step["time/train"]) for step in steps]
     used = [float(step["throughput/mfu"]) for step in steps[1:] if "throughput/mfu" in step]
     return SftRow(

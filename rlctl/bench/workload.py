@@ -79,7 +79,7 @@ def model_problems(model: str) -> list[Problem]:
 
 def longest(model: str) -> int:
     """Return the length of the model's longest sequence in tokens."""
-    return int(json.loads(_config(model))["max_position_embeddings"])
+    return int(json.loads(_config_text(model))["max_position_embeddings"])
 
 
 def model_folder(model: str, parent: Path) -> Path:
@@ -93,17 +93,17 @@ def shape_folder(model: str, parent: Path) -> Path:
     A user's folder is only read. Its tokenizer is not copied, since the sizes of made-up data are counted in words.
     """
     folder = _folder(parent / "shape", model)
-    word_tokenizer(int(json.loads(_config(model))["vocab_size"])).save_pretrained(folder)
+    word_tokenizer(int(json.loads(_config_text(model))["vocab_size"])).save_pretrained(folder)
     return folder
 
 
 def _folder(folder: Path, model: str) -> Path:
     folder.mkdir()
-    (folder / "config.json").write_text(_config(model))
+    (folder / "config.json").write_text(_config_text(model))
     return folder
 
 
-def _config(model: str) -> str:
+def _config_text(model: str) -> str:
     """Return a config.json's text. Raises ValueError for a model that `model_problems` refuses."""
     if (file := Path(model) / "config.json").is_file():
         return file.read_text()

@@ -76,7 +76,7 @@ def chat(
         config, most = config_of(found, seed, system)
         if endpoint and tools is not None:
             raise ConfigError([Problem("--tools", "", "are those of the client with --endpoint: leave it out")])
-        environment, columns = (None, {}) if endpoint else (_environment(tools, config), _row(row, tools))
+        environment, columns = (None, {}) if endpoint else (_environment(tools, config), _chat_row(row, tools))
         most = max_tokens or most
         sampling = (most, config.generation.temperature if temperature is None else temperature)
         with scratch_folder("rlctl-chat-") as folder:
@@ -140,7 +140,7 @@ def converse(session: "ChatSession") -> None:
     from rlctl.rollout.players.chat import TalkError
 
     talk = None
-    for line in _lines():
+    for line in _typed_lines():
         word = line.strip()
         if word in _ENDS:
             return
@@ -154,17 +154,17 @@ def converse(session: "ChatSession") -> None:
             if talk is None:
                 talk = session.begin()
                 for each in session.opening:
-                    _show(each)
+                    _show_message(each)
             with suppress(KeyboardInterrupt):
                 for message in talk.say(line):
-                    _show(message)
+                    _show_message(message)
                 continue
             say("stopped; what you said last is left out", err=True)
         except TalkError as error:
             say(f"error: {error}", err=True)
 
 
-def _lines() -> Iterator[str]:
+def _typed_lines() -> Iterator[str]:
     """Yield typed lines, or the lines of a pipe; empty ones are left out."""
     with suppress(ImportError):
         import readline  # noqa: F401  (editing and history at the prompt)
@@ -180,7 +180,7 @@ def _lines() -> Iterator[str]:
             yield line
 
 
-def _show(message: "Message") -> None:
+def _show_message(message: "Message") -> None:
     """Print a message; tokens that a terminal would obey are visible."""
     from rich.text import Text
 
@@ -209,7 +209,7 @@ def _environment(name: str | None, config: "GrpoConfig") -> "EnvironmentSpec | N
     return EnvironmentSpec(name, own.timeout_s, arguments_of(config, name))
 
 
-def _row(text: str | None, tools: str | None) -> dict[str, Any]:
+def _chat_row(text: str | None, tools: str | None) -> dict[str, Any]:
     if text is None:
         return {}
     if tools is None:

@@ -93,7 +93,7 @@ def status(
         from rlctl.cli.cluster_view import render
         from rlctl.cluster.status import as_dict, cluster_status
 
-        state = _find(name)
+        state = _find_cluster(name)
         while True:
             seen = cluster_status(state)
             if as_json:
@@ -162,12 +162,12 @@ def env(name: Name = "") -> None:
     with explained():
         from rlctl.cluster.launcher import launcher_of
 
-        state = _find(name)
+        state = _find_cluster(name)
         for key, value in launcher_of(state).environment(state).items():
             typer.echo(f"export {key}={shlex.quote(value)}")
 
 
-def _find(name: str) -> "ClusterState":
+def _find_cluster(name: str) -> "ClusterState":
     from rlctl.cluster.state import ClusterStore, NoSuchCluster, not_up
 
     store = ClusterStore(name or _only())

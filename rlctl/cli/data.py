@@ -61,7 +61,7 @@ def preview(
     if as_json:
         typer.echo(json.dumps({"path": path, **seen.as_json()}, indent=1))
     else:
-        _show(path, seen)
+        _show_preview(path, seen)
 
 
 def _text(name: str, parts: list["Piece"]) -> "Text":
@@ -76,7 +76,7 @@ def _text(name: str, parts: list["Piece"]) -> "Text":
     return text
 
 
-def _show(path: str, seen: "DataPreview") -> None:
+def _show_preview(path: str, seen: "DataPreview") -> None:
     from rich.padding import Padding
     from rich.text import Text
 

@@ -124,7 +124,7 @@ def check(
         found = {"name": name, **asdict(report), **({"played": asdict(played)} if played else {})}
         typer.echo(json.dumps(found, indent=1, default=str))
     else:
-        _show(name, str(data) if data else "", report, played)
+        _show_report(name, str(data) if data else "", report, played)
     if report.problems or (played and played.failures):
         raise typer.Exit(FAILED)
 
@@ -187,7 +187,7 @@ def _arguments(given: list[str] | None) -> dict[str, Any]:
     return arguments
 
 
-def _show(name: str, data: str, report: "CheckReport", played: "PlayedEpisodes | None") -> None:
+def _show_report(name: str, data: str, report: "CheckReport", played: "PlayedEpisodes | None") -> None:
     from rlctl.evaluation.environment_check import signature
 
     _line("check", f"{name}{f', tasks of {data}' if data else ''}; loaded in {report.start_s:.2f} s")
@@ -226,7 +226,7 @@ def _script(episodes: "Sequence[ScriptedEpisode]", is_agent: bool) -> None:
     rewards = [each.reward for each in episodes if each.reward is not None]
     actions = [] if is_agent else sorted(turn.seconds for each in episodes for turn in each.turns)
     if episodes:
-        median = f"; an action takes {_seconds(actions[len(actions) // 2])} at the median" if actions else ""
+        median = f"; an action takes {_took_text(actions[len(actions) // 2])} at the median" if actions else ""
         _line("played", f"{len(episodes)} episodes, {len(rewards)} with a reward{median}")
 
 
@@ -234,7 +234,7 @@ def _episode(number: int, episode: "ScriptedEpisode", is_agent: bool) -> None:
     from rlctl.dashboard.formats import count
 
     begun = "called for" if episode.samples else "reset in" if not is_agent else "ran for"
-    _line(f"episode {number}", f"{begun} {_seconds(episode.reset_s)}")
+    _line(f"episode {number}", f"{begun} {_took_text(episode.reset_s)}")
     for message in episode.opening:
         _line(str(message["role"]), str(message.get("content", "")))
     for prompt, answer in episode.samples:
@@ -254,7 +254,7 @@ def _episode(number: int, episode: "ScriptedEpisode", is_agent: bool) -> None:
         _line("failed", episode.failure)
 
 
-def _seconds(taken: float) -> str:
+def _took_text(taken: float) -> str:
     return f"{1e3 * taken:.2g} ms" if taken < 0.0995 else f"{taken:.2g} s"
 
 

@@ -90,7 +90,7 @@ def _evaluate(
     from rlctl.evaluation.evaluate import Evaluation
 
     root = to or (target.run / "evals" if target.run else Path("evals"))
-    with _progress() as progress:
+    with _show_progress() as progress:
         evaluation = Evaluation(target, settings, root, tell)
         return evaluation.run(save_every, progress)
 
@@ -120,7 +120,7 @@ def _alone(option: str, *others: object) -> None:
 
 
 @contextmanager
-def _progress() -> Iterator[Any]:
+def _show_progress() -> Iterator[Any]:
     """Show how far it is: a moving line on a terminal, a line each saving elsewhere; both on stderr."""
     out = console(stderr=True)
     if not out.is_terminal:

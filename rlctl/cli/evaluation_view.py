@@ -14,7 +14,7 @@ from rlctl.dashboard.formats import count, number, percent
 def result_table(result: Mapping[str, Any]) -> Group:
     """Return the figures of one data set, with intervals at 95%."""
     title = f"{count(result['figures']['tasks'], 'task')}, {_sampling(result)}"
-    table = make_table(*_columns(), rows=_rows(result))
+    table = make_table(*_columns(), rows=_result_rows(result))
     return Group(Text.assemble((f"{result['target']} on {result['data']}", "bold"), f": {title}"), table, "")
 
 
@@ -70,7 +70,7 @@ def _side(result: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _rows(result: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+def _result_rows(result: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     """Yield (label, value, interval or detail)."""
     figures, k = result["figures"], result["generations"]
     if "accuracy" in figures:

@@ -27,20 +27,20 @@ _MOST_NODES = 8
 
 def format_plan(plan: RunPlan) -> Group:
     """Return placement, batch, memory, the place of each state and the schedule, one under the other."""
-    parts = {"where": _rows(_where(plan)), "one step": _rows(_step(plan))}
+    parts = {"where": _two_columns(_where(plan)), "one step": _two_columns(_step(plan))}
     if plan.memory:
         parts["memory a device"] = _memory(plan.memory)
         parts["state of a rank"] = _placed_states(plan.memory)
     if plan.chosen:
         parts["chosen, where the config says auto"] = _chosen(plan.chosen)
-    parts["whole run"] = _rows(_run(plan.schedule))
+    parts["whole run"] = _two_columns(_run_rows(plan.schedule))
     shown = [each for title, table in parts.items() for each in (Text(title, "bold"), Padding(table, (0, 0, 0, 2)))]
     return Group(*shown, *(Text.assemble(("note: ", "yellow"), note) for note in plan.notes))
 
 
 def format_rows(title: str, rows: list[tuple[str, str]]) -> Group:
     """Return one more part of a plan."""
-    return Group(Text(title, "bold"), Padding(_rows(rows), (0, 0, 0, 2)))
+    return Group(Text(title, "bold"), Padding(_two_columns(rows), (0, 0, 0, 2)))
 
 
 def data_rows(counts: dict[str, int] | None, ends: "EndTokens | None") -> list[tuple[str, str]]:
@@ -55,7 +55,7 @@ def data_rows(counts: dict[str, int] | None, ends: "EndTokens | None") -> list[t
     return [*shown, ("answers end at", known)]
 
 
-def _rows(rows: list[tuple[str, str]]) -> Table:
+def _two_columns(rows: list[tuple[str, str]]) -> Table:
     return make_table(names(width=16), texts(), rows=rows)
 
 
@@ -166,7 +166,7 @@ def _place(placed_states: PlacedState) -> str:
     return "\n".join(f"{place} {size(amount)}" for place, amount in parts.items() if amount) or placed_states.place
 
 
-def _run(schedule: Schedule) -> list[tuple[str, str]]:
+def _run_rows(schedule: Schedule) -> list[tuple[str, str]]:
     saved = f"{count(schedule.checkpoints, 'checkpoint')}, {schedule.kept} kept"
     if schedule.checkpoint_bytes:
         saved += f", {size(schedule.checkpoint_bytes)} each"

@@ -42,7 +42,7 @@ def list_() -> None:
 @app.command(epilog=examples("rlctl recipes show grpo-tiny", "rlctl config show grpo-tiny --origin"))
 def show(name: Name) -> None:
     """Print a recipe as it is written; `rlctl config show NAME` adds the defaults."""
-    typer.echo(_find(name).read_text(encoding="utf-8"), nl=False)
+    typer.echo(_find_recipe_file(name).read_text(encoding="utf-8"), nl=False)
 
 
 @app.command(epilog=examples("rlctl recipes copy grpo-tiny", "rlctl recipes copy grpo-tiny experiments/sums.yaml"))
@@ -54,7 +54,7 @@ def copy(
     from rlctl.config.compose import compose
     from rlctl.config.provenance import plain
 
-    source = _find(name)
+    source = _find_recipe_file(name)
     target = to or Path(source.name)
     target = target / source.name if target.is_dir() else target
     if target.exists():
@@ -69,7 +69,7 @@ def copy(
     typer.echo(f"{target}\n{f'run it: {run}' if kind else _HOW_TO_TAKE}")
 
 
-def _find(name: str) -> Path:
+def _find_recipe_file(name: str) -> Path:
     path = RECIPES / f"{name.removesuffix('.yaml')}.yaml"
     if not path.is_file():
         hint = did_you_mean(name, recipe_names()) or "; see `rlctl recipes list`"

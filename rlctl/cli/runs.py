@@ -114,7 +114,7 @@ def stop(run: Run = "", root: Root = None) -> None:
     from rlctl.dashboard.state import read_state
     from rlctl.run.run_dir import JobRecord
 
-    folder = _find(run, root)
+    folder = _find_run(run, root)
     with explained():
         # A damaged record is an error here. Elsewhere it is a note.
         JobRecord.read(folder)
@@ -153,7 +153,7 @@ def logs(
     from rlctl.cluster.jobs.watch import show_run_logs
 
     with explained():
-        raise typer.Exit(show_run_logs(_find(run, root), process, node, follow, lines))
+        raise typer.Exit(show_run_logs(_find_run(run, root), process, node, follow, lines))
 
 
 @app.command(
@@ -246,12 +246,12 @@ def _print(table: "RenderableType") -> "Console":
 
 
 def _find_fresh(run: str, root: Path | None) -> Path:
-    folder = _find(run, root)
+    folder = _find_run(run, root)
     _bring_up_to_date(folder)
     return folder
 
 
-def _find(run: str, root: Path | None) -> Path:
+def _find_run(run: str, root: Path | None) -> Path:
     """Return the directory of a run by name, by path, or the newest; end the command if there is none."""
     from rlctl.dashboard.run_list import newest
     from rlctl.run.run_dir import find_run

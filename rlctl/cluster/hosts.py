@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-_MARK = "@rlctl "
+_REPLY_MARK = "@rlctl "
 # Time that a link has to end by itself before it is killed.
 _TERM_S = 3.0
 _RUN = """
@@ -113,10 +113,10 @@ class Host:
         finally:
             end(process)
             held.discard(process)
-        answers = [line for line in output.splitlines() if line.startswith(_MARK)]
+        answers = [line for line in output.splitlines() if line.startswith(_REPLY_MARK)]
         if not answers:
             raise HostError(self._explain_failure(errors, process.returncode))
-        reply: dict[str, Any] = json.loads(answers[-1].removeprefix(_MARK))
+        reply: dict[str, Any] = json.loads(answers[-1].removeprefix(_REPLY_MARK))
         if "error" in reply:
             raise HostError(reply["error"])
         return reply
@@ -215,7 +215,7 @@ def end(process: "subprocess.Popen[str]") -> None:
 def script(program: str, request: dict[str, Any]) -> str:
     """Return a program with its request, as they go through the standard input."""
     function = program.rpartition(".")[2]
-    return _program(program) + _RUN.format(function=function, request=json.dumps(request), mark=_MARK)
+    return _program(program) + _RUN.format(function=function, request=json.dumps(request), mark=_REPLY_MARK)
 
 
 def _program(program: str) -> str:

@@ -7,7 +7,7 @@ from rlctl.cluster.launcher import ClusterStatus, NodeStatus
 from rlctl.cluster.requirements import warnings
 from rlctl.cluster.state import ClusterError, ClusterState
 
-_LOOK_S, _RAY_S = 40.0, 5.0
+_INSPECT_S, _RAY_S = 40.0, 5.0
 
 
 def ask_nodes(state: ClusterState) -> ClusterStatus:
@@ -16,7 +16,7 @@ def ask_nodes(state: ClusterState) -> ClusterStatus:
     calls = [(state.host_of(node), "node.look", node.process) for node in nodes]
     if state.address:
         calls.append((state.host_of(state.head), "head.query", ray_query(state)))
-    with HostCalls(calls, _LOOK_S) as running:
+    with HostCalls(calls, _INSPECT_S) as running:
         answers = dict(running.answers())
     seen = []
     for index, node in enumerate(nodes):

@@ -28,8 +28,8 @@ LIMITS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 # Keys of an unknown section that are looked for among ours: a huge one takes a second, not minutes.
 _MOST_UNKNOWN = 500
 # Largest 64-bit integer, the bound of torch, numpy and vLLM.
-_MOST = 2**63 - 1
-_NUMBER = re.compile(r"[-+]?(\d[\d_]*)?\.?\d+([eE][-+]?\d+)?")
+_LARGEST_INTEGER = 2**63 - 1
+_NUMBER_TEXT = re.compile(r"[-+]?(\d[\d_]*)?\.?\d+([eE][-+]?\d+)?")
 _WITH_COMMAS = re.compile(r"[-+]?\d{1,3}(,\d{3})+(\.\d+)?")
 _NOT_FINITE = re.compile(r"[+-]?(?:inf|infinity|nan)", re.IGNORECASE)
 # Unknown keys of one config for which the nearest one is looked for.
@@ -255,13 +255,13 @@ def _number_hint(value: object, allowed: tuple[Any, ...]) -> str:
         return ""
     if _WITH_COMMAS.fullmatch(value):
         return f"; a number has no commas; write {value.replace(',', '')}"
-    return f"; without quotes: {value}" if _NUMBER.fullmatch(value) else ""
+    return f"; without quotes: {value}" if _NUMBER_TEXT.fullmatch(value) else ""
 
 
 def _passed(node: ConfigNode, value: int | float, limits: Any) -> str:
     """Return the bounds that a number is outside of, and the number; nothing if it is within."""
     # A number with a fraction may be any that is finite, unless its key says otherwise.
-    least, most = (-_MOST, _MOST) if isinstance(value, int) else (-math.inf, math.inf)
+    least, most = (-_LARGEST_INTEGER, _LARGEST_INTEGER) if isinstance(value, int) else (-math.inf, math.inf)
     most = limits.get("most", most)
     # A whole number is finite, also one that no float holds.
     finite = isinstance(value, int) or math.isfinite(value)

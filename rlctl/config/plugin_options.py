@@ -21,7 +21,7 @@ from rlctl.config.fields import FURTHER, alternatives, join
 from rlctl.config.provenance import ConfigNode, Origin
 from rlctl.utils.user_code import import_error, load_object
 
-_PLAIN = (bool, int, float, str, NoneType)
+_PLAIN_TYPES = (bool, int, float, str, NoneType)
 _FORMS = "a config holds bool, int, float, str, Literal[...], list[...] of one of these, and `| None`"
 
 
@@ -154,6 +154,6 @@ def _hint_text(hint: Any) -> str:
 def _is_plain(hint: Any) -> bool:
     for each in alternatives(hint):
         inner = get_args(each)[0] if get_origin(each) is list else each
-        if get_origin(inner) is not Literal and inner not in _PLAIN:
+        if get_origin(inner) is not Literal and inner not in _PLAIN_TYPES:
             return False
     return True

@@ -61,9 +61,9 @@ def _represent_text(dumper: yaml.SafeDumper, data: str) -> yaml.ScalarNode:
 
 _Dumper.add_representer(str, _represent_text)
 _Dumper.add_multi_representer(str, _represent_text)
-for _tag, _pattern, _first in _SCALARS:
+for _tag, _pattern, _initials in _SCALARS:
     for _yaml in (_Loader, _Dumper):
-        _yaml.add_implicit_resolver(_tag, re.compile(f"^(?:{_pattern})$"), _first)
+        _yaml.add_implicit_resolver(_tag, re.compile(f"^(?:{_pattern})$"), _initials)
 
 
 @dataclass(frozen=True)

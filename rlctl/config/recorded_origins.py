@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-_MARK = "  # from "
+_ORIGIN_MARK = "  # from "
 
 
 def with_origins(text: str, origins: Mapping[str, str]) -> str:
@@ -17,7 +17,7 @@ def with_origins(text: str, origins: Mapping[str, str]) -> str:
     parts, begin = [], 0
     for key, end in _value_ends(yaml.compose(text, Loader=yaml.SafeLoader), ""):
         if key in origins:
-            parts += [text[begin:end], _MARK, _comment(origins[key])]
+            parts += [text[begin:end], _ORIGIN_MARK, _comment(origins[key])]
             begin = end
     return "".join([*parts, text[begin:]])
 
@@ -30,7 +30,7 @@ def recorded_origins(path: Path) -> dict[str, str]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return {}
     rests = ((key, text[end:].partition("\n")[0]) for key, end in ends)
-    return {key: rest.removeprefix(_MARK) for key, rest in rests if rest.startswith(_MARK)}
+    return {key: rest.removeprefix(_ORIGIN_MARK) for key, rest in rests if rest.startswith(_ORIGIN_MARK)}
 
 
 def _value_ends(node: yaml.Node | None, key: str) -> Iterator[tuple[str, int]]:

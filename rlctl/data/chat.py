@@ -25,7 +25,7 @@ Tools = Sequence[dict[str, Any]]
 
 # Stands for the text of a turn, to find the template's text around a turn.
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_ANSWER = "the-text-of-an-answer"
+_ANSWER_TEXT = "the-text-of-an-answer"
 # Most sets of tools that a chat keeps marked.
 _TOOL_SETS = 16
 # Most variants of a chat that `with_kwargs` keeps.
@@ -249,7 +249,7 @@ class Chat:
 
         Raises DataError if the template cannot go on after a turn.
         """
-        answer = _ANSWER
+        answer = _ANSWER_TEXT
         while answer in str([*messages, *added]):  # A tool may answer with that text.
             answer += "-"
         turn = {"role": "assistant", "content": answer}
@@ -267,7 +267,7 @@ class Chat:
         thinking of all turns but the last."""
         if self.template is None:
             return False
-        said = f"<think>\nthought\n</think>\n\n{_ANSWER}"
+        said = f"<think>\nthought\n</think>\n\n{_ANSWER_TEXT}"
         chat = [{"role": "user", "content": "question"}]
         more = [{"role": "assistant", "content": said}, {"role": "user", "content": "more"}]
         with suppress(Exception):  # A row that the template refuses is an error with its place.
@@ -303,7 +303,7 @@ class Chat:
     @cached_property
     def _closing(self) -> Callable[[str], list[int]]:
         """Encode the text that closes a turn; it is the same after nearly every turn."""
-        return lru_cache(maxsize=16)(partial(self.encode, before=_ANSWER))
+        return lru_cache(maxsize=16)(partial(self.encode, before=_ANSWER_TEXT))
 
     @cached_property
     def _turn_end(self) -> TurnEnd:

@@ -24,7 +24,7 @@ _LITERAL = f"{_ESCAPE}\ufdd2"
 # Stands for an added token while the text around it is encoded; the number is the token's id. No text can spell it.
 _PLACE = f"\ufdd3{secrets.token_hex(16)} {{}}\ufdd4"
 # Roles from which templates make control tokens, as in <|user|>.
-_ROLES = {"system", "developer", "user", "assistant", "tool", "function", "observation", "environment", "ipython"}
+_ROLE_NAMES = {"system", "developer", "user", "assistant", "tool", "function", "observation", "environment", "ipython"}
 # Marks of the model's own thinking and tool calls, as the tokenizers of the usual families name them.
 _OWN = re.compile(
     r"think|thought|reasoning|tool[_▁ ]?call|tool[_▁ ]?sep|python_tag|\[ARGS\]|\[CALL_ID\]|arg_(key|value)"
@@ -166,7 +166,7 @@ class ControlTokens:
 
     def _role(self, role: Any) -> Any:
         """Return a role with marks throughout if a template could make it a control token, as `end` to <|end|>."""
-        if not isinstance(role, str) or role in _ROLES or not role:
+        if not isinstance(role, str) or role in _ROLE_NAMES or not role:
             return self.outside(role)
         if role.replace("-", "_").isidentifier() and not any(role in token for token in self._added):
             return role

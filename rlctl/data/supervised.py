@@ -28,7 +28,7 @@ _OPEN = "<think>"
 # Fields of a message that hold its thinking, apart from its answer.
 _THINKING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 # A message up to the end of its thinking, and the white space behind that.
-_THINKING = re.compile(r"\s*(?:<think>)?(.*?)</think>(\s*)", re.DOTALL)
+_THINKING_HEAD = re.compile(r"\s*(?:<think>)?(.*?)</think>(\s*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -191,9 +191,9 @@ def _thinking(chat: Chat, message: dict[str, Any], opened: bool) -> re.Match[str
     marked = chat.marked(message)
     fields = (marked.get(name) for name in _THINKING_FIELDS)
     apart = next((field for field in fields if isinstance(field, str) and field.strip()), None)
-    if found := _THINKING.match(marked["content"]):
+    if found := _THINKING_HEAD.match(marked["content"]):
         return found
-    return _THINKING.match(f"{_OPEN}\n{apart}\n</think>\n\n") if opened and apart else None
+    return _THINKING_HEAD.match(f"{_OPEN}\n{apart}\n</think>\n\n") if opened and apart else None
 
 
 def _with_thinking(before: str, thinking: re.Match[str], said: str) -> str:

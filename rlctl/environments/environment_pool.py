@@ -66,7 +66,7 @@ MAX_PROCESSES = 4
 # Seconds between two looks at the memory of all processes; children are counted in every fifth.
 _MEMORY_EVERY_S = 0.2
 _THEN = "its episodes are played again, environment.max_retries times at most, or else left out and counted"
-_READ = "the model reads the error, and the episode goes on"
+_TOOL_ERROR_THEN = "the model reads the error, and the episode goes on"
 POOL_CLOSED = EnvironmentFailure("died", "the pool was closed")
 
 
@@ -116,7 +116,9 @@ class EnvironmentPool:
         self._variables = {**os.environ, **past_proxies(os.environ, *addresses)}
         self.failures = FailureLog("environment", logs / "environment-errors.log" if logs else None, emit, _THEN)
         # Told of the first error of each cause. The model reads it, so that its episode goes on.
-        self.tool_errors = FailureLog("tool", logs / "tool-errors.log" if logs else None, emit, _READ, TOOL_RAISED.name)
+        self.tool_errors = FailureLog(
+            "tool", logs / "tool-errors.log" if logs else None, emit, _TOOL_ERROR_THEN, TOOL_RAISED.name
+        )
         self._log = OutputLog("environment", logs / "environments.log", emit) if logs else None
         # Rollouts are played on it too, see `rollout.runner`.
         self.events = EventLoop("rollouts")

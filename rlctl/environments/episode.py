@@ -215,7 +215,7 @@ class Episode(threading.Thread):
 
     def _call_tools(self, calls: list[tuple[str, dict[str, Any]]]) -> ToolsCalled:
         """Call tools. Coroutines run side by side, after all others."""
-        outcomes = [self._begun(name, arguments) for name, arguments in calls]
+        outcomes = [self._call_tool(name, arguments) for name, arguments in calls]
         waiting = [index for index, each in enumerate(outcomes) if inspect.iscoroutine(each)]
         if waiting:
             coroutines = [seeding.using(self._generator, outcomes[index]) for index in waiting]
@@ -263,7 +263,7 @@ class Episode(threading.Thread):
             raise ContractError(f"{self._class.__name__} has no method {name}")
         return method
 
-    def _begun(self, name: str, arguments: dict[str, Any]) -> Any:
+    def _call_tool(self, name: str, arguments: dict[str, Any]) -> Any:
         """Return a tool's result, its coroutine, or the exception that it raised."""
         try:
             if name not in self._tools:

@@ -16,7 +16,7 @@ from rlctl.environments.outcomes import EnvironmentFailure
 from rlctl.utils.user_code import shortened
 
 # Numbers that an agent's process may tell, and characters of the name of one.
-_MOST, _LONGEST = 64, 400
+_MOST_NUMBERS, _LONGEST_NAME = 64, 400
 
 
 class Sampled(NamedTuple):
@@ -300,7 +300,9 @@ def read_agent_message(value: object) -> AgentMessage:
 def _read_numbers(value: Any) -> dict[str, int]:
     """Return numbers by name. Raises ContractError for others, and for more than an agent's session has."""
     numbers = dict(value)
-    if len(numbers) > _MOST or not all(len(name) <= _LONGEST and 0 <= number < 1e9 for name, number in numbers.items()):
+    if len(numbers) > _MOST_NUMBERS or not all(
+        len(name) <= _LONGEST_NAME and 0 <= number < 1e9 for name, number in numbers.items()
+    ):
         raise ContractError("counted in other values than numbers by name")
     return {name: int(number) for name, number in numbers.items()}
 

@@ -9,7 +9,7 @@ SCHEMA = """
 CREATE TABLE customers (id INTEGER PRIMARY KEY, name TEXT, city TEXT);
 CREATE TABLE orders (id INTEGER PRIMARY KEY, customer_id INTEGER, product TEXT, quantity INTEGER, price REAL);
 """
-_NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gita", "Hugo", "Ines", "Jon", "Kira", "Leo")
+_FIRST_NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gita", "Hugo", "Ines", "Jon", "Kira", "Leo")
 _CITIES = ("Oslo", "Porto", "Lyon", "Graz", "Turin")
 _PRODUCTS = ("lamp", "chair", "desk", "shelf", "rug", "clock")
 # Rows that are shown; steps of SQLite's machine that a query may take, some 0.1 s.
@@ -76,7 +76,7 @@ class Sqlite:
 
 def _fill(database: sqlite3.Connection, shop: int) -> None:
     draw = random.Random(shop)
-    names = draw.sample(_NAMES, draw.randint(6, len(_NAMES)))
+    names = draw.sample(_FIRST_NAMES, draw.randint(6, len(_FIRST_NAMES)))
     database.executemany(
         "INSERT INTO customers (name, city) VALUES (?, ?)", [(each, draw.choice(_CITIES)) for each in names]
     )

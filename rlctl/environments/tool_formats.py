@@ -63,7 +63,7 @@ def tool_format(template: str) -> str | None:
     return None
 
 
-_MARK = re.compile(r"</?tool_call>")
+_CALL_MARK = re.compile(r"</?tool_call>")
 
 
 def _hermes(text: str, parameters: Parameters) -> list[FoundCall]:
@@ -76,7 +76,7 @@ def _hermes(text: str, parameters: Parameters) -> list[FoundCall]:
     while (start := text.find("<tool_call>", at)) >= 0:
         call, end = _json_call(text, start + len("<tool_call>"), "arguments")
         # After a mistake the next call begins at its own mark: the text between belongs to the broken one.
-        mark = _MARK.search(text, end)
+        mark = _CALL_MARK.search(text, end)
         at = len(text) if mark is None else mark.end() if mark[0] == "</tool_call>" else mark.start()
         if isinstance(call, ToolCall) and mark and (between := text[end : mark.start()].strip()):
             call = MalformedCall(f"not one JSON object: {shown(between)} follows it before the call's end")

@@ -19,7 +19,7 @@ from rlctl.grpo.parity_check import BOUNDS
 
 # Largest |difference| of a log-prob in nats between two float32 passes with the same weights, or this share of the mean
 # rounding below: a model that rounds more in bfloat16 does so in float32.
-EXACT, _SHARE = 1e-4, 0.05
+EXACT, _ROUNDING_SHARE = 1e-4, 0.05
 # Most times that a side's usual and mean rounding may be the other's.
 _USUAL, _MEAN = 2.0, 4.0
 # An error of a log-prob is one of its token's gradient: the sum of these may be off by twice the mean.
@@ -92,7 +92,7 @@ def compare(dtype: str, first: Side, second: Side) -> Closeness:
     if first.exact is None or second.exact is None:
         worst = float(_gaps(first.rows, second.rows).max())
         return Closeness(own.is_like(other), f"of {tokens} log-probs in float32: {said}", worst, own.mean)
-    worst, most = float(_gaps(first.exact, second.exact).max()), max(EXACT, _SHARE * own.mean)
+    worst, most = float(_gaps(first.exact, second.exact).max()), max(EXACT, _ROUNDING_SHARE * own.mean)
     text = f"log-probs of {tokens} tokens differ by {worst:.1e} at most in float32; allowed: {most:.1g}; {said}"
     return Closeness(own.is_like(other) and worst <= most, text, worst, own.mean)
 

@@ -14,7 +14,7 @@ from rlctl.run.checkpoints import Checkpoint, Checkpoints, damage_of_weights, ho
 from rlctl.run.file_manifest import MANIFEST
 from rlctl.run.run_dir import RunDir, RunDirError, find_run, model_name
 
-_ENDS = 1 << 20
+_END_BYTES = 1 << 20
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -77,9 +77,9 @@ def digest_of_weights(folder: Path) -> str:
         facts = path.stat()
         digest.update(f"{path.name} {facts.st_size} {facts.st_mtime_ns}".encode())
         with path.open("rb") as file:
-            digest.update(file.read(_ENDS))
-            file.seek(max(0, facts.st_size - _ENDS))
-            digest.update(file.read(_ENDS))
+            digest.update(file.read(_END_BYTES))
+            file.seek(max(0, facts.st_size - _END_BYTES))
+            digest.update(file.read(_END_BYTES))
     return digest.hexdigest()
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rlctl.training.trainer_group import TrainerGroup
 
 # Tokens of a made-up sequence. Attention is not compiled, so that lengths of sequences do not matter.
-_TOKENS = 512
+_SEQUENCE_TOKENS = 512
 
 
 def precompiles(settled: Settled) -> bool:
@@ -26,7 +26,7 @@ def precompile(session: Session, settled: Settled, trainer: "TrainerGroup") -> N
     from rlctl.sft.loss import NllLoss
 
     pack = settled.trainer.micro_batch_tokens
-    length = min(_TOKENS, settled.longest_sequence or _TOKENS, pack)
+    length = min(_SEQUENCE_TOKENS, settled.longest_sequence or _SEQUENCE_TOKENS, pack)
     count = pack // length * layout_of(settled.trainer).data
     with session.starting("warm-up"):
         # Dimensions of equal size are compiled as one: a second length keeps them apart.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 WEIGHTS = "adapter_model.safetensors"
 _NEEDED = ("peft_type", "base_model_name_or_path", "r", "lora_alpha")
 # Largest rank and alpha; published ones are below 10,000.
-_MOST = 1_000_000
+_LARGEST_RANK = 1_000_000
 _PREFIX = "base_model.model."
 # Keys of adapter_config.json that change the product, with the values that leave it as it is.
 _PLAIN: dict[str, tuple[Any, ...]] = {
@@ -74,8 +74,8 @@ def read_config(folder: Path) -> AdapterConfig:
         raise ModelError(f"{file} has no {lacking[0]}; needed: PEFT's config of a LoRA adapter")
     if raw["peft_type"] != "LORA":
         raise ModelError(f"{file}: peft_type is {json.dumps(raw['peft_type'])}; rlctl has LORA alone")
-    rank = whole_number(raw["r"], f"{file}: r", 1, _MOST)
-    alpha = real_number(raw["lora_alpha"], f"{file}: lora_alpha", 0.0, _MOST)
+    rank = whole_number(raw["r"], f"{file}: r", 1, _LARGEST_RANK)
+    alpha = real_number(raw["lora_alpha"], f"{file}: lora_alpha", 0.0, _LARGEST_RANK)
     dropout = real_number(raw.get("lora_dropout") or 0.0, f"{file}: lora_dropout", 0.0, 1.0)
     rslora = raw.get("use_rslora") or False
     if not isinstance(rslora, bool):

@@ -18,7 +18,7 @@ LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
 # Targets by a word.
 WORDS = {"all": ("attention", "mlp"), "attention": ("attention",), "mlp": ("mlp",)}
 # Reason why a linear layer of each further part has no adapter.
-_REFUSED = {
+_REFUSED_PARTS = {
     "experts": "is in a mixture of experts, whose experts and router get no adapters",
     "states": "is in a layer with states, whose fused kernels read the weight and pass an adapter by",
     "absorbed": "is folded into the attention by engines, which would leave an adapter out",
@@ -100,9 +100,9 @@ def choose_targets(
     problems = []
     for name in wanted:
         named = [each for each in linears if f".{each.name}".endswith(f".{name}")]
-        refused = next((each for each in named if each.part in _REFUSED), None)
+        refused = next((each for each in named if each.part in _REFUSED_PARTS), None)
         if refused:
-            problems.append(f"{refused.name} {_REFUSED[refused.part]}")
+            problems.append(f"{refused.name} {_REFUSED_PARTS[refused.part]}")
         elif not named and (words := [each for each in name.split(".") if each in _NO_LINEAR]):
             problems.append(f"{name} {_NO_LINEAR[words[0]]}")
         elif not named:
@@ -114,10 +114,10 @@ def choose_targets(
 
 
 def _admitted(linears: Iterable[LinearLayer]) -> list[LinearLayer]:
-    return [each for each in linears if each.part not in _REFUSED]
+    return [each for each in linears if each.part not in _REFUSED_PARTS]
 
 
 def _parts(linears: Iterable[LinearLayer]) -> str:
     """Return why linear layers get no adapters, the first of each kind."""
-    first = {each.part: each.name for each in reversed(list(linears)) if each.part in _REFUSED}
-    return "; ".join(f"{name} {_REFUSED[part]}" for part, name in first.items()) or "it has none at all"
+    first = {each.part: each.name for each in reversed(list(linears)) if each.part in _REFUSED_PARTS}
+    return "; ".join(f"{name} {_REFUSED_PARTS[part]}" for part, name in first.items()) or "it has none at all"

@@ -18,7 +18,7 @@ from rlctl.models.model_sizes import check_config, read_sizes
 from rlctl.models.weight_headers import check_weights, digest_of_weights
 from rlctl.utils.process import run_module
 
-_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+_FETCHED_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class ModelFiles:
         if not os.path.isdir(source):
             # Two kilobytes say if the weights are worth fetching.
             read_sizes(_download(source, ["config.json"]) / "config.json")
-            source = str(_download(source, _FILES))
+            source = str(_download(source, _FETCHED_FILES))
         check_config(Path(source) / "config.json")
         folder = source
         if model.random_init:
@@ -91,7 +91,7 @@ def _fetch_adapter(name: str) -> Path | None:
     if not (_download(name, ["config.json", ADAPTER_CONFIG]) / ADAPTER_CONFIG).is_file():
         return None
     # A repository of both is a model: that the weights tell.
-    return local_adapter(str(_download(name, _FILES)))
+    return local_adapter(str(_download(name, _FETCHED_FILES)))
 
 
 def _download(name: str, patterns: list[str]) -> Path:

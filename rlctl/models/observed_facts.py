@@ -23,7 +23,7 @@ from rlctl.models.layer_kinds import AttentionKind, LayerKinds, LogitTransform, 
 from rlctl.models.packed_attention import NAME, refuse_keywords, register
 from rlctl.models.state_layers import FUNCTIONS
 
-_TOKENS = 4
+_PASS_TOKENS = 4
 _EXPERTS = "rlctl_observed"
 # Keys of config.json that hold a rate of dropout, of layers left out, or of noise.
 _DROPS = re.compile(r"dropout|pdrop$|layerdrop|drop_(path_)?rate$|jitter(_noise|_eps)?$")
@@ -230,12 +230,12 @@ class _Record:
 
 def _forward_pass(lm: Any, record: _Record) -> tuple[Tensor, Tensor]:
     """Return the logits and the head's output that they were made from, while `record` fills."""
-    shown = torch.linspace(-60.0, 60.0, 12 * _TOKENS, device="cpu").view(1, _TOKENS, 12)
+    shown = torch.linspace(-60.0, 60.0, 12 * _PASS_TOKENS, device="cpu").view(1, _PASS_TOKENS, 12)
     head = lm.get_output_embeddings()
     if head is None:
         raise ValueError(f"{type(lm).__name__} has no output head")
-    tokens = torch.zeros(1, _TOKENS, dtype=torch.long)
-    pack = {"cu_seq_lens_q": torch.zeros(2, dtype=torch.int32), "max_length_q": _TOKENS}
+    tokens = torch.zeros(1, _PASS_TOKENS, dtype=torch.long)
+    pack = {"cu_seq_lens_q": torch.zeros(2, dtype=torch.int32), "max_length_q": _PASS_TOKENS}
     if record.unpacked:
         # Without a mask, making one would read positions.
         pack = {"attention_mask": torch.ones_like(tokens)}

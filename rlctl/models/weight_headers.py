@@ -30,7 +30,7 @@ _BITS = {
 _LONGEST_HEADER = 100_000_000
 # Read at each end of a file for its digest, and at so many places between: adapters that are added to their base leave
 # embedding, norm and head at the ends as they are.
-_ENDS, _BETWEEN, _PLACES = 1 << 20, 64 << 10, 128
+_END_BYTES, _BETWEEN, _PLACES = 1 << 20, 64 << 10, 128
 # Files of weights by other names, or in other formats.
 _OTHERS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack")
 _QUANTISED = re.compile(r"(.*\.)?(scales|qweight|qzeros|g_idx|weight_packed|SCB|absmax|quant_(map|state)(\..*)?)")
@@ -108,7 +108,7 @@ def digest_of_weights(folder: Path) -> str:
     for path in paths:
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())
-        places = [(0, _ENDS), (max(0, size - _ENDS), _ENDS)]
+        places = [(0, _END_BYTES), (max(0, size - _END_BYTES), _END_BYTES)]
         places += [(size * number // (_PLACES + 1), _BETWEEN) for number in range(1, _PLACES + 1)]
         with path.open("rb", buffering=0) as file:
             for place, count in places:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_ROWS = 8
+_KERNEL_ROWS = 8
 
 
 def add(raw: Tensor, totals: Tensor, place: int, row: int, factor: int) -> None:
@@ -23,8 +23,8 @@ def add(raw: Tensor, totals: Tensor, place: int, row: int, factor: int) -> None:
     """
     size = raw.numel()
     if size:
-        blocks = triton.cdiv(size, 8 * row * _ROWS)
-        _add_words[(blocks,)](raw, size, totals, place, ROW=row, ROWS=_ROWS, FACTOR=factor, num_warps=8)
+        blocks = triton.cdiv(size, 8 * row * _KERNEL_ROWS)
+        _add_words[(blocks,)](raw, size, totals, place, ROW=row, ROWS=_KERNEL_ROWS, FACTOR=factor, num_warps=8)
 
 
 def table_of(tensors: Sequence[Tensor], row: int) -> tuple[Tensor, Tensor] | None:
@@ -46,7 +46,7 @@ def table_of(tensors: Sequence[Tensor], row: int) -> tuple[Tensor, Tensor] | Non
         if tensor.data_ptr() % 8:
             return None
         table[number] = tensor.data_ptr(), size, max(1, run // 8), step
-    counts = -(-table[:, 1] // (8 * row * _ROWS))
+    counts = -(-table[:, 1] // (8 * row * _KERNEL_ROWS))
     owners = np.repeat(np.arange(len(tensors)), counts)
     firsts = np.repeat(np.cumsum(counts) - counts, counts)
     blocks = np.stack([owners, np.arange(len(owners)) - firsts], 1).astype(np.int32)
@@ -57,7 +57,7 @@ def table_of(tensors: Sequence[Tensor], row: int) -> tuple[Tensor, Tensor] | Non
 def add_all(table: Tensor, blocks: Tensor, totals: Tensor, place: int, row: int, factor: int) -> None:
     """Add to totals[place] (int64) and following the checksums of the tensors of a table, in one kernel."""
     if len(blocks):
-        _add_all[(len(blocks),)](table, blocks, totals, place, ROW=row, ROWS=_ROWS, FACTOR=factor, num_warps=8)
+        _add_all[(len(blocks),)](table, blocks, totals, place, ROW=row, ROWS=_KERNEL_ROWS, FACTOR=factor, num_warps=8)
 
 
 @triton.jit(do_not_specialize=["place"])

@@ -22,7 +22,7 @@ _NCCL_PATIENCE_S = 7 * 24 * 3600.0
 _NAMED = 4
 # Key under which the store has the reason for which a refit cannot go on, and times between looks at it.
 _LOST = "lost"
-_GATHER_S, _WATCH_S = 0.02, 0.2
+_GATHER_S, _PEERS_WATCH_S = 0.02, 0.2
 
 
 class BroadcastGroup:
@@ -156,7 +156,7 @@ class LostWatch:
                     self._lost = store.get(_LOST).decode()
                     self._end_transfers()
                     return
-                time.sleep(_WATCH_S)
+                time.sleep(_PEERS_WATCH_S)
 
 
 def named(owners: Sequence[int]) -> str:

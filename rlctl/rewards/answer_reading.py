@@ -14,7 +14,7 @@ from rlctl.rewards.final_answer import FinalAnswer, find_answers
 
 Kind = Literal["choice", "words", "formula"]
 
-_SIGNS = str.maketrans(
+_SIGN_TABLE = str.maketrans(
     {"−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": r"\div ", "∞": r"\infty "}
     | {"≤": r"\leq ", "≥": r"\geq ", "≠": r"\neq ", "≈": r"\approx ", "±": r"\pm ", "∪": r"\cup ", "∩": r"\cap "}
     | {"∈": r"\in ", "∅": r"\emptyset ", "°": r"^\circ ", "π": r"\pi ", "θ": r"\theta ", "…": r"\ldots "}
@@ -227,7 +227,7 @@ def plain_signs(text: str) -> str:
     text = _FRACTION_SIGN.sub(_latex_fraction, text)
     text = _SUPERSCRIPTS.sub(lambda power: "^{" + unicodedata.normalize("NFKC", power[0]).replace("−", "-") + "}", text)
     text = _ROOT_SIGN.sub(lambda root: rf"\sqrt{{{root['group'] or root['atom']}}}", text)
-    return unicodedata.normalize("NFKC", text.translate(_SIGNS))
+    return unicodedata.normalize("NFKC", text.translate(_SIGN_TABLE))
 
 
 def _latex_fraction(sign: re.Match[str]) -> str:

@@ -14,7 +14,7 @@ from rlctl.workers.group import Worker
 
 Order = Callable[[Engine, list[Any]], int | None]
 _LOST = (WorkerDied, WorkerError, WorkerTimeout)
-_POLL_S = 1.0
+_COLLECT_S = 1.0
 
 
 @dataclass(eq=False, slots=True)
@@ -151,7 +151,7 @@ class EngineQueue:
         """Collect the engine's answers until it is lost."""
         while not self._closed and not self.lost:
             try:
-                finished = await self.worker.call(self._deadline_s, Engine.collect, _POLL_S)
+                finished = await self.worker.call(self._deadline_s, Engine.collect, _COLLECT_S)
             except _LOST as error:
                 self.lose(error)
             else:

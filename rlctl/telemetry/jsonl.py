@@ -86,7 +86,7 @@ class Tail:
         complete = data[: data.rfind(b"\n") + 1]
         self._offset += len(complete)
         records = list(_parse(complete))
-        self.damaged += _lines(complete) - len(records)
+        self.damaged += _count_lines(complete) - len(records)
         return records
 
 
@@ -114,7 +114,7 @@ def damaged_lines(path: Path) -> int:
     except OSError:
         return 0
     complete = data[: data.rfind(b"\n") + 1]
-    return _lines(complete) - sum(1 for _ in _parse(complete))
+    return _count_lines(complete) - sum(1 for _ in _parse(complete))
 
 
 def is_sound(record: Record, needed: Iterable[str] = ()) -> bool:
@@ -133,7 +133,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and abs(value) < _MOST
 
 
-def _lines(data: bytes) -> int:
+def _count_lines(data: bytes) -> int:
     """Return the number of lines. Blank ones stand where a writer ended a torn line, and do not count."""
     return sum(1 for line in data.splitlines() if line.strip())
 

@@ -62,7 +62,7 @@ class OffloadedTensors:
         if self.place != "device":
             copied += self._return()
         if place == "host":
-            copied += self._copy(to_host=True)
+            copied += self._copy_buffer(to_host=True)
         if place != "device":
             for storage in self._storages:
                 storage.resize_(0)
@@ -97,12 +97,12 @@ class OffloadedTensors:
         for storage, size in zip(self._storages, self._sizes):
             storage.resize_(size)
         if self.place == "host":
-            return self._copy(to_host=False)
+            return self._copy_buffer(to_host=False)
         for storage in self._storages:
             _bytes(storage).zero_()
         return 0
 
-    def _copy(self, *, to_host: bool) -> int:
+    def _copy_buffer(self, *, to_host: bool) -> int:
         if self._buffer is None:
             self._buffer = torch.empty(self._room, dtype=torch.uint8)
             if self._device.type == "cuda":

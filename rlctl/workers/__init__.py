@@ -27,8 +27,8 @@ ENVIRONMENT = {
 # Ray assumes that other machines reach any address, and then listens on all interfaces. This switch, meant for systems
 # on which Ray runs on one machine alone, keeps it and its drivers on loopback.
 LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-for _name, _value in ENVIRONMENT.items():
-    os.environ.setdefault(_name, _value)
+for _name, _setting in ENVIRONMENT.items():
+    os.environ.setdefault(_name, _setting)
 
 
 @contextmanager

@@ -35,7 +35,7 @@ Ts = TypeVarTuple("Ts")
 DEADLINE_KNOB = "run.deadline_s"
 _ASK_S = 60.0
 # Longest time between two looks at calls of which some have ended.
-_FIRST_LOOK_S, _LOOK_S = 0.01, 0.2
+_FIRST_LOOK_S, _CALLS_LOOK_S = 0.01, 0.2
 # Longest time of one question for an outcome.
 _ASIDE_S = 2.0
 # Time that the other ranks have to fail or end, once one has failed.
@@ -174,7 +174,7 @@ class Pending(Generic[R]):
 
     def dead(self) -> list[Worker]:
         """Return the workers whose processes are gone, by their answers."""
-        ready, _ = ray.wait(self.refs, num_returns=len(self.refs), timeout=_LOOK_S)
+        ready, _ = ray.wait(self.refs, num_returns=len(self.refs), timeout=_CALLS_LOOK_S)
         answered = set(ready)
         return [worker for worker, ref in zip(self.workers, self.refs) if ref in answered and _is_lost(ref)]
 
@@ -191,12 +191,12 @@ def _as_ready(refs: Sequence[Any], left: Callable[[], float]) -> Iterator[list[A
     """Yield calls that have ended, several together, until all have or no time is `left()`.
 
     The cost is linear in the number of calls: each wait looks at all calls. A call that fails while others
-    work is yielded at most `_LOOK_S` late; where all end together nothing is late.
+    work is yielded at most `_CALLS_LOOK_S` late; where all end together nothing is late.
     """
     waiting, look = list(refs), _FIRST_LOOK_S
     while waiting and (seconds := left()) > 0:
         ready, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=min(look, seconds))
-        look = min(_LOOK_S, 2 * look)
+        look = min(_CALLS_LOOK_S, 2 * look)
         if ready:
             yield ready
 

@@ -25,9 +25,9 @@ from rlctl.utils.ports import free_port
 from rlctl.workers.errors import WorkerDied, WorkerTimeout
 
 _ID_LABEL = "ray.io/node-id"
-_POLL_S, _ASK_S = 5.0, 60.0
+_NODE_POLL_S, _ASK_S = 5.0, 60.0
 # Time from the end of a node's processes until Ray lists it as dead: three missed looks, a second apart, and some more.
-_NOTICE_S, _LOOK_S = 8.0, 0.2
+_NOTICE_S, _NODES_LOOK_S = 8.0, 0.2
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class NodeLease:
 
     def lives(self) -> bool:
         """Return True if Ray lists the node as alive, or did 0.2 s ago."""
-        return self.id in _living(int(time.monotonic() / _LOOK_S))
+        return self.id in _living(int(time.monotonic() / _NODES_LOOK_S))
 
     def is_gone(self) -> bool:
         """Return True if the node is gone. If its helper does not answer, wait until Ray has noticed."""
@@ -118,7 +118,7 @@ class NodeLease:
         while self.lives():
             if time.monotonic() > end or self._helper_answers():
                 return False
-            time.sleep(_LOOK_S)
+            time.sleep(_NODES_LOOK_S)
         return True
 
     def _helper_answers(self) -> bool:
@@ -199,7 +199,7 @@ class Reservation:
     def release(self) -> None:
         """Remove the folders, then give everything back."""
         closing = [node.helper.close.remote() for node in self.nodes]
-        ray.wait(closing, num_returns=len(closing), timeout=_POLL_S)
+        ray.wait(closing, num_returns=len(closing), timeout=_NODE_POLL_S)
         for node in self.nodes:
             ray.kill(node.helper)
         remove_placement_group(self._group)

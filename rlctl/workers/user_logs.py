@@ -102,7 +102,7 @@ class OutputLog:
     def __init__(self, kind: str, path: Path, emit: Emit | None) -> None:
         self._kind, self._path, self._emit = kind, path, emit
         self._reading, self.descriptor = os.pipe()
-        self._thread = threading.Thread(target=self._copy, name=f"{kind}s-log", daemon=True)
+        self._thread = threading.Thread(target=self._copy_output, name=f"{kind}s-log", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -110,7 +110,7 @@ class OutputLog:
         os.close(self.descriptor)
         self._thread.join(_ENDING_S)
 
-    def _copy(self) -> None:
+    def _copy_output(self) -> None:
         left, bound = MAX_LOG_BYTES, f"{MAX_LOG_BYTES / 2**20:g} MiB"
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         while data := os.read(self._reading, _READ_BYTES):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
-_POLL_S = 0.5
+_WAIT_POLL_S = 0.5
 _UNUSUAL = 3.0
 
 
@@ -65,7 +65,7 @@ class Waits:
         self._ended.set()
 
     def _watch_waits(self) -> None:
-        while not self._ended.wait(_POLL_S):
+        while not self._ended.wait(_WAIT_POLL_S):
             self._look_once()
 
     def _look_once(self) -> None:
@@ -113,8 +113,8 @@ def condition(pid: int | None) -> str:
         if process.status() == psutil.STATUS_STOPPED:
             return f"process {pid} is stopped: kill -CONT {pid}"
         before = sum(process.cpu_times()[:2])
-        time.sleep(_POLL_S / 5)
-        busy = (sum(process.cpu_times()[:2]) - before) / (_POLL_S / 5)
+        time.sleep(_WAIT_POLL_S / 5)
+        busy = (sum(process.cpu_times()[:2]) - before) / (_WAIT_POLL_S / 5)
     except psutil.Error:
         return f"process {pid} is gone"
     return f"process {pid} uses {busy:.0%} of a core"

@@ -47,9 +47,9 @@ UNPICKLES = {
     "workers/compiled_graph.py": "the driver, by Ray",
 }
 RANK = {folder: rank for rank, folders in enumerate(ORDER) for folder in folders}
-# Private functions and methods whose name is defined in three files or more. It only falls: half are the abstract
-# methods of a trainer's rank.
-MOST_SHARED_NAMES = 24
+# Private functions and methods whose name is defined in three files or more: the abstract methods of a trainer's rank.
+# The number only falls.
+MOST_SHARED_NAMES = 12
 ONLY_IN = {
     "vllm": ("generation/vllm",),
     "megatron": ("training/megatron",),

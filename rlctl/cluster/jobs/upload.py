@@ -17,7 +17,7 @@ from typing import Any
 from rlctl.cluster.state import ClusterError
 
 MOST_BYTES = 64 << 20
-_LEFT_OUT = {"runs", "__pycache__", "node_modules"}
+_IGNORED_NAMES = {"runs", "__pycache__", "node_modules"}
 _SHOWN = 3
 
 
@@ -78,5 +78,5 @@ def _files(home: Path) -> Iterator[Path]:
         yield from (home / name for name in listed.stdout.split("\0") if name)
         return
     for folder, folders, names in os.walk(home):
-        folders[:] = [name for name in folders if name not in _LEFT_OUT and not name.startswith(".")]
+        folders[:] = [name for name in folders if name not in _IGNORED_NAMES and not name.startswith(".")]
         yield from (Path(folder) / name for name in names if not name.startswith("."))

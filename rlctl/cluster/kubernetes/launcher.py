@@ -12,7 +12,7 @@ from rlctl.cluster.launcher import ClusterStatus, Launcher, LogPlace, NodeStatus
 from rlctl.cluster.state import ClusterError, ClusterNode, ClusterState
 from rlctl.config.cluster_schema import KubernetesCluster
 
-_POLL_S, _QUERY_S, _GCS_PORT = 3.0, 40.0, 6379
+_POD_POLL_S, _QUERY_S, _GCS_PORT = 3.0, 40.0, 6379
 _DELETE_S = 180.0
 
 
@@ -84,7 +84,7 @@ class KubernetesLauncher(Launcher):
                     names = ", ".join(pod["metadata"]["name"] for pod in pods)
                     late = f"not gone {_DELETE_S:g} s after it was deleted: see `kubectl describe pod`"
                     raise ClusterError(f"{names}: {late}")
-                time.sleep(_POLL_S)
+                time.sleep(_POD_POLL_S)
         except ClusterError as error:
             self._say("bad", str(error))
             return [f"RayCluster {state.name}"]
@@ -117,7 +117,7 @@ class KubernetesLauncher(Launcher):
                 what = f"{len(ready)} of {count} pods are ready after {deadline_s:g} s; nothing is left running"
                 raise ClusterError(f"{what}: ask for less, or wait longer with start_timeout_s=...")
             self._say("doing", f"{len(ready)} of {count} pods are ready, {time.monotonic() - began:.0f} s")
-            time.sleep(_POLL_S)
+            time.sleep(_POD_POLL_S)
 
     def _ask_ray(self, state: ClusterState, seen: list[NodeStatus]) -> list[str]:
         """Note Ray's resources of each node; return warnings."""

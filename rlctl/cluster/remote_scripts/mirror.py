@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 _CHUNK = 1 << 20
-_POLL_S = 0.3
+_MIRROR_POLL_S = 0.3
 
 
 def run(request: "dict[str, Any]") -> None:
@@ -27,7 +27,7 @@ def run(request: "dict[str, Any]") -> None:
         sys.stdout.flush()
         if not request["follow"]:
             return
-        time.sleep(_POLL_S)
+        time.sleep(_MIRROR_POLL_S)
 
 
 def place_of(path: str, size: int, digest: str) -> "tuple[int, int]":

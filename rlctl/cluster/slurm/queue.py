@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from rlctl.cluster.hosts import last_line, remedy_of, slurm_environment
 from rlctl.cluster.state import ClusterError
 
-_ANSWER_S, _SUBMIT_S = 60.0, 120.0
+_SLURM_ANSWER_S, _SUBMIT_S = 60.0, 120.0
 _RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT")
 _WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT")
 # Complaints of Slurm's commands and their remedies.
@@ -79,21 +79,21 @@ def submit(script: str) -> str:
 
 def find(job_name: str) -> list[str]:
     """Return the ids of the user's jobs of this name that are not over."""
-    return _run_command(_ANSWER_S, "squeue", "--me", "--noheader", f"--name={job_name}", "--format=%A").split()
+    return _run_command(_SLURM_ANSWER_S, "squeue", "--me", "--noheader", f"--name={job_name}", "--format=%A").split()
 
 
 def look_up(job: str) -> Job:
     """Return the job now; one that Slurm has forgotten is over as well. Raises ClusterError if Slurm is silent."""
     options = ("--noheader", f"--jobs={job}", "--states=all", "--format=%T|%r|%N|%L")
     try:
-        if found := _run_command(_ANSWER_S, "squeue", *options).strip():
+        if found := _run_command(_SLURM_ANSWER_S, "squeue", *options).strip():
             return Job(job, *found.splitlines()[0].split("|"))
     except ClusterError as error:
         if "Invalid job id" not in str(error):
             raise
     # From the accounts, where the site keeps them.
     try:
-        found = _run_command(_ANSWER_S, "sacct", "-n", "-X", "-P", "-j", job, "-o", "State,Reason").strip()
+        found = _run_command(_SLURM_ANSWER_S, "sacct", "-n", "-X", "-P", "-j", job, "-o", "State,Reason").strip()
     except ClusterError:
         found = ""
     state, _, reason = found.partition("|")
@@ -102,7 +102,7 @@ def look_up(job: str) -> Job:
 
 def cancel(jobs: list[str]) -> None:
     """Ask Slurm to end jobs."""
-    _run_command(_ANSWER_S, "scancel", *jobs)
+    _run_command(_SLURM_ANSWER_S, "scancel", *jobs)
 
 
 def _run_command(deadline_s: float, *command: str) -> str:
@@ -128,7 +128,7 @@ def _run_command(deadline_s: float, *command: str) -> str:
     except KeyboardInterrupt:
         # A job that is on its way to the controller could not be found and cancelled yet.
         if name == "sbatch":
-            process.wait(timeout=_ANSWER_S)
+            process.wait(timeout=_SLURM_ANSWER_S)
         raise
     finally:
         process.kill()

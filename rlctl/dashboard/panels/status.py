@@ -33,11 +33,11 @@ def header(state: RunState, width: int) -> list[Row]:
     version = state.latest(WEIGHT_VERSION.name)
     weights = "" if version is None else f"weights v{version:.0f}"
     where = " · ".join(part for part in (weights, _processes(state.start)) if part)
-    content = [_progress(state, width - 4), spread(_activity(state), row((where, "bright_black")), width - 4)]
+    content = [_progress_row(state, width - 4), spread(_activity(state), row((where, "bright_black")), width - 4)]
     return box(f"rlctl {state.algorithm} · {state.name}", content, width, HEIGHT, " · ".join(filter(None, parts)))
 
 
-def _progress(state: RunState, width: int) -> Row:
+def _progress_row(state: RunState, width: int) -> Row:
     total, done = state.num_steps, state.step
     share = done / total if total else 0.0
     left = f"step {done}/{total or '?'}"

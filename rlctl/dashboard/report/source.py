@@ -199,8 +199,8 @@ def _shown(group: Record) -> Record:
     return {
         "step": group["step"],
         "title": title_of(group),
-        "prompt": _cut(str(group.get("prompt", ""))),
-        "about": _cut(about(group)),
+        "prompt": _cut_text(str(group.get("prompt", ""))),
+        "about": _cut_text(about(group)),
         "rollouts": [_rollout(each) for each in rollouts[:MOST_ROLLOUTS]],
         "more": max(0, left_out),
     }
@@ -209,7 +209,7 @@ def _shown(group: Record) -> Record:
 def _rollout(rollout: Record) -> dict[str, Any]:
     text, room = [], MOST_LETTERS
     for piece, sampled in pieces(rollout):
-        text.append([_cut(piece, room), sampled])
+        text.append([_cut_text(piece, room), sampled])
         room -= len(piece)
         if room <= 0:
             break
@@ -217,5 +217,5 @@ def _rollout(rollout: Record) -> dict[str, Any]:
     return {"right": rollout.get("right"), "head": head, "facts": facts(rollout), "text": text}
 
 
-def _cut(text: str, most: int = MOST_LETTERS) -> str:
+def _cut_text(text: str, most: int = MOST_LETTERS) -> str:
     return text if len(text) <= most else f"{text[:most]} … {len(text) - most:,} more letters"

@@ -142,7 +142,7 @@ def spec_of(chart: MetricChart, names: Sequence[str], hover: bool = True) -> Spe
     else:
         if by_run and len(metrics) > 1:
             encoding["strokeDash"] = {"field": "metric", "type": "nominal", "sort": metrics, "legend": _DASHES}
-        layers = _lines(chart, encoding)
+        layers = _line_layers(chart, encoding)
     if hover:
         layers[0]["params"] = [_WINDOW]
         layers.append(_HOVER)
@@ -151,7 +151,7 @@ def spec_of(chart: MetricChart, names: Sequence[str], hover: bool = True) -> Spe
     return {"height": 190, "encoding": {"x": x}, "layer": layers}
 
 
-def _lines(chart: MetricChart, encoding: Spec) -> list[Spec]:
+def _line_layers(chart: MetricChart, encoding: Spec) -> list[Spec]:
     """Return the layers of lines: of noisy series faint points and their mean over neighbours, of short ones points."""
     kinds: dict[str, list[str]] = {"short": [], "smooth": [], "noisy": []}
     for number, each in enumerate(chart.series):

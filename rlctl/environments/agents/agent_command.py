@@ -32,7 +32,7 @@ _OUTPUT_S = 1.0
 MAX_OUTPUT, _READ, _PAUSE_S = 1 << 20, 1 << 16, 0.01
 # Bytes of its last line that are looked at.
 _MAX_LINE = 1 << 16
-_LEFT_OUT = b"\n[the agent printed more than 1 MiB: the rest is left out]\n"
+_OUTPUT_CUT = b"\n[the agent printed more than 1 MiB: the rest is left out]\n"
 # Shells report a program that a signal ended by this number and the signal's.
 _BY_SIGNAL = 128
 
@@ -168,7 +168,7 @@ class _Command:
                     time.sleep(_PAUSE_S)
                     continue
                 left -= len(data)
-                logs[descriptor].write(data if left >= 0 else data[:left] + _LEFT_OUT)
+                logs[descriptor].write(data if left >= 0 else data[:left] + _OUTPUT_CUT)
                 logs[descriptor].flush()
         self._process.stdout.close()
         self._process.stderr.close()

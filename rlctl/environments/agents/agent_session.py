@@ -35,7 +35,7 @@ Value = TypeVar("Value")
 _MOST_REFUSED = 64
 # Bytes of the requests in one reply of the process, of which a token takes this many.
 MAX_ASK_BYTES = 2 << 20
-_TOKEN = 8
+_TOKEN_BYTES = 8
 # Budget of the driver -> its text.
 BUDGETS = {
     "max_turns": "the episode has had its turns (environment.max_turns)",
@@ -325,7 +325,7 @@ class AgentSession:
             most=None if asked.most is None else max(1, asked.most),
             stops=stops,
         )
-        length = sum(map(len, place.keys[-place.fresh :])) + _TOKEN * len(place.tokens)
+        length = sum(map(len, place.keys[-place.fresh :])) + _TOKEN_BYTES * len(place.tokens)
         self._asks.append((length, ask))
         future: asyncio.Future[AgentAnswer] = asyncio.get_running_loop().create_future()
         self._answers[number] = future

@@ -18,7 +18,7 @@ from rlctl.environments.contract import Message
 
 # Claude Code's first block of the system prompt, which changes with each request.
 _BILLING = "x-anthropic-"
-_HARMLESS = ("metadata", "service_tier", "container", "betas", "context_management", "inference_geo", "speed")
+_IGNORED_PARAMETERS = ("metadata", "service_tier", "container", "betas", "context_management", "inference_geo", "speed")
 _UNENFORCED = ("thinking", "output_config", "output_format", "mcp_servers")
 _FINISH = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -39,7 +39,7 @@ def read(body: dict[str, Any]) -> ClientRequest:
             left.counted.append("unenforced/disable_parallel_tool_use")
     left.override()
     left.leave_unenforced(("tool_choice", *_UNENFORCED))
-    left.ignore(_HARMLESS)
+    left.ignore(_IGNORED_PARAMETERS)
     return ClientRequest(
         model=left.take("model", str, "policy"),
         messages=checked_messages(messages),

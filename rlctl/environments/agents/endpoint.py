@@ -35,7 +35,7 @@ MAX_BODY = 64 << 20
 # Seconds that an idle connection is kept: longer than the SDKs keep theirs.
 _IDLE_S = 75.0
 # Rounds of the event loop until the lost connection of a retry's first attempt is known.
-_ROUNDS = 4
+_RETRY_ROUNDS = 4
 # Some SDKs add `/v1` to a base address that has it already.
 _PATH = re.compile(r"/sessions/(?P<id>[0-9a-f]{16})(?:/v1){0,2}(?P<rest>/.*)?")
 # An API: how a request is read, an answer and an error are written. Each is a module.
@@ -133,7 +133,7 @@ class Endpoint:
                 asked = await session.read(read, len(body))
                 return web.json_response({"input_tokens": await session.count_tokens(asked)})
             retries = whole_number(request.headers.get("x-stainless-retry-count", "")) or 0
-            for _ in range(_ROUNDS if retries else 0):
+            for _ in range(_RETRY_ROUNDS if retries else 0):
                 await asyncio.sleep(0)
             digest = blake2b(path.encode() + b" " + body, digest_size=16).digest()
             flight = session.rejoin(digest, retries)

@@ -24,7 +24,7 @@ LOAD_FORMAT, KEY = "rlctl_adapters", "rlctl_adapters"
 # Devices on which A lies below its layer's weight. On a CPU vLLM repacks the weight.
 folded_on = {"cuda"}
 # Tensor cores need a multiple of this many rows.
-_ALIGNED = 16
+_ROW_MULTIPLE = 16
 
 
 def load_arguments(spec: AdapterSpec, load_format: str, folder: str | None) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def _rows_for_a(spec: AdapterSpec) -> Iterator[None]:
         if weight.device.type not in folded_on:
             return
         parts = kwargs.get("output_partition_sizes", args[1] if len(args) > 1 else [0])
-        further = -(-spec.rank * len(parts) // _ALIGNED) * _ALIGNED
+        further = -(-spec.rank * len(parts) // _ROW_MULTIPLE) * _ROW_MULTIPLE
         rows, columns = weight.shape
         whole = torch.zeros(rows + further, columns, dtype=weight.dtype, device=weight.device)
         layer.register_buffer("rl_weight", whole, persistent=False)

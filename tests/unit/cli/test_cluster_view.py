@@ -49,7 +49,7 @@ def test_a_watched_status_is_printed_every_3_seconds_until_ctrl_c(
         if len(slept) == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(cluster, "_find", lambda name: None)
+    monkeypatch.setattr(cluster, "_find_cluster", lambda name: None)
     monkeypatch.setattr("rlctl.cluster.status.cluster_status", status)
     monkeypatch.setattr("rlctl.cli.cluster_view.render", lambda state, seen: f"seen {len(asked)}")
     monkeypatch.setattr("time.sleep", sleep)
