@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, Union
 from rlctl.config.plugins import ENVIRONMENTS
 from rlctl.environments import seeding
 from rlctl.environments.contract import NO_REWARD, EnvironmentContract, read_contract
-from rlctl.environments.episode import CoroutineLoop, Episode
+from rlctl.environments.coroutine_loop import CoroutineLoop
+from rlctl.environments.episode import Episode
 from rlctl.environments.messages import ActionReply, ActionRequest, CloseEpisode, OpeningMessage, ProcessStarted
 from rlctl.environments.outcomes import AgentSpec, EnvironmentFailure, EnvironmentSpec
 from rlctl.environments.plain_chat import PLAIN_FORMAT, PlainChat

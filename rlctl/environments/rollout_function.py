@@ -19,7 +19,8 @@ from typing import Any
 
 from rlctl.environments import seeding
 from rlctl.environments.contract import EnvironmentContract, checked_reward
-from rlctl.environments.episode import CallbackCount, CoroutineLoop, OpenAction, Reply, attempted, counted_by
+from rlctl.environments.coroutine_loop import CallbackCount, CoroutineLoop, counted_by
+from rlctl.environments.episode import OpenAction, Reply, attempted
 from rlctl.environments.messages import (
     BeginFunction,
     CloseEpisode,

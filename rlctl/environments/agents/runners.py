@@ -13,7 +13,8 @@ from typing import Any
 
 from rlctl.environments import seeding
 from rlctl.environments.agents.agent_episode import AgentLaunch, AgentTask
-from rlctl.environments.episode import CoroutineLoop, attempted
+from rlctl.environments.coroutine_loop import CoroutineLoop
+from rlctl.environments.episode import attempted
 from rlctl.utils.user_code import shortened
 
 Agent = Callable[[AgentTask, str, str], Any]

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from rlctl.environments.coroutine_loop import CoroutineLoop
 from rlctl.environments.environment_pool import EnvironmentPool, UnusableEnvironmentError
-from rlctl.environments.episode import CoroutineLoop
 from rlctl.environments.messages import (
     BeginFunction,
     CloseEpisode,
