@@ -14,6 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
+from rlctl.config.errors import did_you_mean
 from rlctl.config.plugins import METRICS
 from rlctl.utils.files import write_whole
 
@@ -33,6 +34,8 @@ GROUPS = "Groups and tokens"
 WEIGHT_UPDATES = "Weight updates"
 OTHERS = "Other metrics"
 SECTIONS = (LEARNING, EPISODES, STEP_TIME, SPEED, AGES, MISMATCH, GROUPS, WEIGHT_UPDATES)
+# Colours of a panel's row.
+STYLES = ("cyan", "green", "magenta", "yellow", "blue", "bold red")
 # Place of a chart or a panel's row that names none.
 LAST = 1000
 
@@ -70,6 +73,11 @@ class PanelRow:
     failure: bool = False
     # Shown only if the metric was ever above 0.
     used: bool = False
+
+    def __post_init__(self) -> None:
+        if self.style not in STYLES:
+            near = did_you_mean(self.style, STYLES)
+            raise ValueError(f"style={self.style} of row {self.label}: must be one of {', '.join(STYLES)}{near}")
 
 
 @dataclass(frozen=True)

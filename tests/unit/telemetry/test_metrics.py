@@ -173,6 +173,10 @@ def test_the_later_of_two_rows_counts() -> None:
 
 
 def test_a_wrong_declaration_is_told() -> None:
+    with pytest.raises(
+        ValueError, match=r"style=gren of row gate: must be one of cyan, green, .*; did you mean green\?"
+    ):
+        PanelRow("gate", style="gren")
     assert rows_problem(()) == rows_problem([Metric("a/b", "")]) == ""
     assert rows_problem({"a/b": "text"}) == (
         "`metrics` is {'a/b': 'text'}: give a tuple of rlctl.telemetry.metrics.Metric"
