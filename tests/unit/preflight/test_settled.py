@@ -67,7 +67,7 @@ def fields_without_value(run: Settled) -> set[str]:
 
 
 LOSS = {"proximal", "on_policy_ratio", "computed_columns", "frozen_roles", "whole_rollouts", "phases", "clips"}
-CHOSEN = {"chosen", "trainer", "generation", "choices"}
+CHOSEN = {"chosen_values", "trainer", "generation", "choices"}
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_a_broken_section_is_the_problem_of_the_fields_that_need_it_and_of_no_ot
 def test_without_a_device_the_values_of_the_config_alone_are_known() -> None:
     grpo, sft = load("grpo", None, []).settled, load("sft", None, []).settled
     assert fields_without_value(grpo) == {"device", "dtype", "generation_dtype", "export_dtype", "checksum", *CHOSEN}
-    assert fields_without_value(sft) == {"device", "dtype", "chosen", "trainer", "choices"}
+    assert fields_without_value(sft) == {"device", "dtype", "chosen_values", "trainer", "choices"}
     stated = load("grpo", None, ["trainer.dtype=float32"]).settled
     assert (stated.generation_dtype, stated.export_dtype) == ("float32", "float32")
 
