@@ -8,7 +8,7 @@ from torch import Tensor
 from rlctl.bench.rounds import BenchEnd, Measured, Meeting, Timing
 from rlctl.bench.weights import make_tensor
 from rlctl.generation.vllm.adapter_layers import EngineAdapters
-from rlctl.generation.vllm.adapter_loader import installed
+from rlctl.generation.vllm.adapter_loader import find_adapters
 from rlctl.generation.vllm.param_layout import UnsupportedLayout, find_regions
 from rlctl.generation.vllm.worker_extension import RefitWorker
 from rlctl.refit.protocol import Checks, Header, TransportSpec
@@ -23,7 +23,7 @@ class BenchWorker(RefitWorker):
 
     @property
     def _bench_adapters(self) -> EngineAdapters | None:
-        return installed(self.model_runner.get_model())
+        return find_adapters(self.model_runner.get_model())
 
     def bench_meet(self, port: int, parties: int) -> None:
         """Join the other processes of the bench."""
@@ -49,7 +49,7 @@ class BenchWorker(RefitWorker):
                 self._rl.prove(header)
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
-            seconds = self._rl.committed()
+            seconds = self._rl.commit_seconds()
             assert seconds is not None, "the device has done all"
             return {"wire": report.wire, "load": report.load}, seconds
 

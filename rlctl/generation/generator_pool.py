@@ -16,7 +16,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 from rlctl.generation.engine import Engine, MemoryPart
 from rlctl.generation.spec import EngineSpec, build_engine
 from rlctl.refit.by_node import RefitByNode
-from rlctl.refit.protocol import Checks, RefitReport
+from rlctl.refit.protocol import Checks, LoadMode, RefitReport
 from rlctl.refit.refit import EngineEnd, EnginesLost, Refit
 from rlctl.refit.refit_plan import RefitPlan
 from rlctl.workers.errors import EngineUnusable, NoEngineLeft, WorkerDied, WorkerError, WorkerTimeout
@@ -51,8 +51,12 @@ class GeneratorPool:
     def __init__(
         self, spec: EngineSpec, slots: list[EngineSlot], logs: str, deadline_s: float, max_restarts: int, emit: Emit
     ) -> None:
-        self._spec, self._slots, self._logs = spec, slots, logs
-        self._deadline_s, self._max_restarts, self._emit = deadline_s, max_restarts, emit
+        self._spec = spec
+        self._slots = slots
+        self._logs = logs
+        self._deadline_s = deadline_s
+        self._max_restarts = max_restarts
+        self._emit = emit
         self._restarts_left = max_restarts
         # Errors that engines raised before any token, without their numbers.
         self._early: set[str] = set()
@@ -90,40 +94,44 @@ class GeneratorPool:
         try:
             choices = refit.open(self.ends())
         except EnginesLost as error:
-            # Nothing is to be saved yet: the part that failed says why.
+            # No engine has a version to save yet. The engine that failed has the reason.
             raise next(iter(error.reasons.values())) from error
-        ways = {choice: [e.name for e, own in zip(self.engines, choices) if own == choice] for choice in choices}
-        for choice, names in ways.items():
-            self._emit("refit_opened", engines=names, transport=refit.options.kind, **vars(choice))
+        names: dict[LoadMode, list[str]] = {}
+        for engine, choice in zip(self.engines, choices):
+            names.setdefault(choice, []).append(engine.name)
+        for choice, engine_names in names.items():
+            self._emit("refit_opened", engines=engine_names, transport=refit.options.kind, **vars(choice))
 
     def sync(self, version: int, checks: Checks | None = None) -> RefitReport:
         """Bring every engine to the trainer's `version`, and rebuild those that are lost meanwhile.
 
-        Where engines sleep, the trainer rests first and engines are awake afterwards. checks: other than the run's own.
+        Where engines sleep, the trainer rests first and engines are awake afterwards. checks: replace the run's checks.
         Call it, like every method that replaces engines, while the trainer is at `version` and does nothing else.
         Raises RuntimeError when `generation.max_restarts` are used up, and the error of a trainer.
         """
-        refit, rest, wake = self._open_refit, 0.0, 0.0
+        refit = self._open_refit
+        rest_seconds = 0.0
+        wake_seconds = 0.0
         if self.asleep:
             begin = time.perf_counter()
             refit.rest_trainers()
-            rest = time.perf_counter() - begin
-            wake = self._wake("weights")
+            rest_seconds = time.perf_counter() - begin
+            wake_seconds = self._wake("weights")
         try:
             report = refit.run(self.ends(), version, checks)
         except EnginesLost as error:
             begin = time.perf_counter()
-            live, intact = self._live, error.intact
-            broken = {live[index]: reason for index, reason in error.reasons.items() if index not in intact}
+            live = self._live
+            broken = {live[place]: reason for place, reason in error.reasons.items() if place not in error.intact}
             for index, reason in broken.items():
                 self._count_loss(index, reason)
-            rebuilt = self._rebuild([*broken], version, [live[index] for index in intact])
+            rebuilt = self._rebuild(list(broken), version, [live[place] for place in error.intact])
             report = RefitReport(seconds=time.perf_counter() - begin, rebuilt=tuple(rebuilt))
         if self.asleep:
-            wake += self._wake("kv_cache")
+            wake_seconds += self._wake("kv_cache")
         self.asleep = False
         self.version = version
-        return replace(report, rest=rest, wake=wake)
+        return replace(report, rest=rest_seconds, wake=wake_seconds)
 
     def _wake(self, part: MemoryPart) -> float:
         """Have engines take a part of their memory back; return the seconds that took."""
@@ -155,7 +163,7 @@ class GeneratorPool:
         """
         for index, reason in lost.items():
             if index in early and isinstance(reason, WorkerError):
-                self._must_be_new(index, reason)
+                self._refuse_repeated_error(index, reason)
             self._count_loss(index, reason)
         self._rebuild(list(lost), self.version)
 
@@ -180,9 +188,10 @@ class GeneratorPool:
         The next sampling or weight change detects an engine that is gone, and replaces it.
         """
         answers = []
-        for part in [engine.start(method, *args, **kwargs) for engine in self.engines]:
+        pending_calls = [engine.start(method, *args, **kwargs) for engine in self.engines]
+        for pending_call in pending_calls:
             with suppress(WorkerDied):
-                answers.append(part.wait(self._deadline_s)[0])
+                answers.append(pending_call.wait(self._deadline_s)[0])
         return answers
 
     def forget_gone(self) -> None:
@@ -202,30 +211,35 @@ class GeneratorPool:
         return [index for index, _ in self._alive()]
 
     def _start_engine(self, index: int) -> Worker:
-        slot, log = self._slots[index], f"{self._logs}/engine-{index}.log"
-        make = partial(build_engine, self._spec)
-        return Worker(
-            WorkerSpec(
-                f"engine-{index}", make, slot.environment, log, threads=_THREADS, node=slot.node, waits=slot.waits
-            )
+        slot = self._slots[index]
+        spec = WorkerSpec(
+            f"engine-{index}",
+            partial(build_engine, self._spec),
+            slot.environment,
+            f"{self._logs}/engine-{index}.log",
+            threads=_THREADS,
+            node=slot.node,
+            waits=slot.waits,
         )
+        return Worker(spec)
 
-    def _must_be_new(self, index: int, error: WorkerError) -> None:
-        """Raise EngineUnusable for an error that an engine raised before."""
-        first = error.failures[0]
-        said = f"{first.type}: {first.text}"
-        # Addresses, ids and sizes of a moment.
-        kind = re.sub(r"0x[0-9a-fA-F]+|\d+", "#", said)
+    def _refuse_repeated_error(self, index: int, error: WorkerError) -> None:
+        """Raise EngineUnusable for an early error that an engine before this one raised too."""
+        failure = error.failures[0]
+        text = f"{failure.type}: {failure.text}"
+        # Addresses, ids and sizes differ between two failures of one kind.
+        kind = re.sub(r"0x[0-9a-fA-F]+|\d+", "#", text)
         if kind in self._early:
             self._emit("engine_lost", engine=index, reason=str(error))
             raise EngineUnusable(
-                f"engine-{index} cannot sample, as the one before it: {said.splitlines()[0]}"
+                f"engine-{index} cannot sample, as the one before it: {text.splitlines()[0]}"
             ) from error
         self._early.add(kind)
 
     def _count_loss(self, index: int, reason: Exception) -> None:
         self._emit("engine_lost", engine=index, reason=str(reason))
-        if (worker := self.slots[index]) and worker.lost_its_node:
+        worker = self.slots[index]
+        if worker and worker.lost_its_node:
             return
         if self._restarts_left <= 0:
             raise RuntimeError(f"{reason}; generation.max_restarts={self._max_restarts} are used up") from reason
@@ -235,45 +249,56 @@ class GeneratorPool:
         """Start new engines in the `lost` slots, bring them and those `behind` to `version`; return the rebuilt slots.
 
         behind: slots whose engines are sound but missed the version. They get it at once and go on, while the new ones
-        start. An engine that is lost on the way is rebuilt too, until all are at `version`. One whose node is gone is
-        left out from now on. Raises NoEngineLeft if that was the last, and RuntimeError when
+        start. An engine that is lost on the way is rebuilt too, until all are at `version`. An engine whose node is
+        gone is left out from now on. Raises NoEngineLeft if no engine remains, and RuntimeError when
         `generation.max_restarts` are used up.
         """
-        begin, rebuilt, starting = time.monotonic(), set[int](), set[int]()
+        begin = time.monotonic()
+        rebuilt = set[int]()
+        starting = set[int]()
         while True:
-            starting |= {*self._restart(lost)}
+            starting.update(self._restart(lost))
             ends = {index: EngineEnd(worker, self._spec.tensor_parallel_size) for index, worker in self._alive()}
-            behind = asked = [index for index in behind if index in ends]
+            behind = [index for index in behind if index in ends]
+            # Slots of the engines that the refit is called with: its errors count places among these.
+            called = behind
             try:
                 if self._refit and behind and starting:
                     self._refit.catch_up([ends[index] for index in behind], version)
                     behind = []
-                fresh, starting = self._wait_for(starting), set()
-                rebuilt |= {*fresh}
-                asked = self._live
+                fresh = self._wait_for(starting)
+                starting = set()
+                rebuilt.update(fresh)
+                called = self._live
                 if self._refit:
-                    late, new = ([ends[index] for index in each] for each in (behind, fresh))
-                    self._refit.resend([ends[index] for index in asked], new, late, version)
+                    called_ends = [ends[index] for index in called]
+                    fresh_ends = [ends[index] for index in fresh]
+                    late_ends = [ends[index] for index in behind]
+                    self._refit.resend(called_ends, fresh_ends, late_ends, version)
                 break
             except EnginesLost as error:
-                # One that was left untouched only because another fell out tries again; alone it is at fault itself.
-                broken = [place for place in error.reasons if place not in error.intact] or [*error.reasons]
+                # An intact engine missed the version because another engine failed: it tries again. If all are intact,
+                # they are at fault themselves.
+                broken = [place for place in error.reasons if place not in error.intact] or list(error.reasons)
                 for place in broken:
-                    self._count_loss(asked[place], error.reasons[place])
-                lost = [asked[place] for place in broken]
-                behind = sorted({*behind, *(asked[place] for place in error.reasons)} - {*lost})
+                    self._count_loss(called[place], error.reasons[place])
+                lost = [called[place] for place in broken]
+                failed = [called[place] for place in error.reasons]
+                behind = sorted(set(behind).union(failed).difference(lost))
         restarted = [index for index in sorted(rebuilt) if self.slots[index]]
         for index in restarted:
             self._emit("engine_restarted", engine=index, seconds=time.monotonic() - begin, version=version)
         return restarted
 
     def _alive(self) -> list[tuple[int, Worker]]:
+        """Return (slot, engine) of every engine that is not gone."""
         return [(index, worker) for index, worker in enumerate(self.slots) if worker]
 
     def _restart(self, lost: Sequence[int]) -> list[int]:
         """Start new engines in the `lost` slots; return the slots, with those whose nodes are gone."""
-        # The node of a lost engine may have held others, whose loss nobody has noticed yet.
-        lost = sorted({*lost, *(index for index, worker in self._alive() if worker.lost_its_node)})
+        # The node of a lost engine may have held other engines, whose loss nobody has noticed yet.
+        without_node = [index for index, worker in self._alive() if worker.lost_its_node]
+        lost = sorted({*lost, *without_node})
         for index in lost:
             if worker := self.slots[index]:
                 worker.kill()
@@ -282,19 +307,21 @@ class GeneratorPool:
 
     def _wait_for(self, starting: Collection[int]) -> list[int]:
         """Wait until restarted engines are built; return their slots. Raises NoEngineLeft."""
-        fresh = [index for index in sorted(starting) if self._came_up(index)]
+        fresh = [index for index in sorted(starting) if self._wait_until_restarted(index)]
         for index in sorted({*starting} - {*fresh}):
             self.slots[index] = None
-            node = lease.name if (lease := self._slots[index].node) else "this machine"
-            what = f"node {node} is gone, the run goes on with {len(self.engines)} of {len(self.slots)} engines"
-            self._emit("engine_gone", engine=index, reason=what)
+            lease = self._slots[index].node
+            node = lease.name if lease else "this machine"
+            reason = f"node {node} is gone, the run goes on with {len(self.engines)} of {len(self.slots)} engines"
+            self._emit("engine_gone", engine=index, reason=reason)
         if not self.engines:
             raise NoEngineLeft("the nodes of all engines are gone")
         return fresh
 
-    def _came_up(self, index: int) -> bool:
+    def _wait_until_restarted(self, index: int) -> bool:
         """Return True once a restarted engine is built, False if its node is gone meanwhile."""
-        worker, end = self.slots[index], time.monotonic() + self._deadline_s
+        worker = self.slots[index]
+        end = time.monotonic() + self._deadline_s
         if worker is None:
             return False
         while True:

@@ -50,8 +50,8 @@ class RequestId:
 
     def __str__(self) -> str:
         """Name the request where vLLM wants a string: `train-12.0#3@0`. A rollout's turns differ after the @."""
-        one = self.rollout
-        return f"{one.purpose}-{one.group}.{one.attempt}#{one.index}@{self.turn}"
+        rollout = self.rollout
+        return f"{rollout.purpose}-{rollout.group}.{rollout.attempt}#{rollout.index}@{self.turn}"
 
 
 def rollout_seed(run_seed: int, rollout: RolloutId, groups_per_step: int) -> int:
@@ -71,8 +71,8 @@ def turn_seed(seed: int, turn: int) -> int:
 
 @lru_cache(maxsize=16)
 def _group_seeds(run_seed: int, stream: int, step: int, count: int) -> list[int]:
-    state = np.random.SeedSequence([run_seed, stream, step]).generate_state(count, np.uint32)
-    return [int(value >> 2) for value in state]
+    numbers = np.random.SeedSequence([run_seed, stream, step]).generate_state(count, np.uint32)
+    return [int(number >> 2) for number in numbers]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,14 +125,20 @@ class PackedCompletions:
     @classmethod
     def pack(cls, completions: Sequence[Completion]) -> "PackedCompletions":
         """Return the columns of `completions`."""
-        none = Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), "stop")
-        rows = completions or [none]
+        empty = Completion(
+            tokens=np.zeros(0, np.int32),
+            log_probs=np.zeros(0, np.float32),
+            versions=np.zeros(0, np.int32),
+            finish="stop",
+        )
+        # `np.concatenate` refuses an empty list.
+        rows = completions or [empty]
         return cls(
-            np.array([len(each.tokens) for each in completions], np.int32),
-            np.concatenate([each.tokens for each in rows]),
-            np.concatenate([each.log_probs for each in rows]),
-            np.concatenate([each.versions for each in rows]),
-            np.array([FINISHES.index(each.finish) for each in completions], np.int8),
+            lengths=np.array([len(completion.tokens) for completion in completions], np.int32),
+            tokens=np.concatenate([row.tokens for row in rows]),
+            log_probs=np.concatenate([row.log_probs for row in rows]),
+            versions=np.concatenate([row.versions for row in rows]),
+            finishes=np.array([FINISHES.index(completion.finish) for completion in completions], np.int8),
         )
 
     def unpack(self) -> list[Completion]:
@@ -140,6 +146,6 @@ class PackedCompletions:
         ends = np.cumsum(self.lengths).tolist()
         starts = [0, *ends[:-1]]
         return [
-            Completion(self.tokens[a:b], self.log_probs[a:b], self.versions[a:b], FINISHES[finish])
-            for a, b, finish in zip(starts, ends, self.finishes.tolist())
+            Completion(self.tokens[start:end], self.log_probs[start:end], self.versions[start:end], FINISHES[finish])
+            for start, end, finish in zip(starts, ends, self.finishes.tolist())
         ]

@@ -26,10 +26,11 @@ class ForcedLengths:
     # Standard deviation of its logarithm.
     sigma: float
 
-    def draw(self, seed: int, most: int) -> int:
-        """Return the length of the rollout drawn with `seed`, from 1 to `most` tokens."""
+    def draw(self, seed: int, limit: int) -> int:
+        """Return the length of the rollout drawn with `seed`, from 1 to `limit` tokens."""
         number = np.random.default_rng(seed).standard_normal()
-        return min(most, max(1, round(self.mean * exp(self.sigma * number - self.sigma**2 / 2))))
+        length = round(self.mean * exp(self.sigma * number - self.sigma**2 / 2))
+        return min(limit, max(1, length))
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,8 @@ class EngineKind:
 
     # Builds an engine, in its process.
     make: Callable[[EngineSpec], Engine]
-    # Returns the environment variables of its process, set before anything imports torch. Of: the device ("cpu" or
-    # "cuda"), its own GPUs, and other GPUs of the node, whose memory it reads in a refit.
+    # Returns the environment variables of its process, set before anything imports torch. The arguments are the device
+    # ("cpu" or "cuda"), its own GPUs, and other GPUs of the node, whose memory it reads in a refit.
     environment: Callable[[str, Sequence[str], Sequence[str]], dict[str, str]]
     # Dataclass of the keys that it adds. Those of a user's engine have their defaults there.
     options: type[Any] = NoOptions
@@ -108,10 +109,10 @@ def engine_options(section: EngineSection, device: Device) -> Mapping[str, Any]:
     if not isinstance(section, UserEngineSection):
         return engine_rules(section).options(section, device)
     options = engine_kind(section.name).options
-    given = checked_options(options, NoOptions, section.further, "generation.engine")
-    return asdict(options(**given))
+    keys = checked_options(options, NoOptions, section.further, "generation.engine")
+    return asdict(options(**keys))
 
 
 def build_engine(spec: EngineSpec) -> Engine:
-    """Build an engine, in its process. Its kind travels as a name, since a user's file is imported by none other."""
+    """Build an engine, in its process. Its kind travels as a name: no other process imports a user's file."""
     return engine_kind(spec.kind).make(spec)

@@ -3,8 +3,8 @@
 from typing import Any
 
 from rlctl.generation.vllm.adapter_layers import Slice
-from rlctl.generation.vllm.adapter_loader import installed
-from rlctl.generation.vllm.worker_extension import RefitWorker, answered
+from rlctl.generation.vllm.adapter_loader import find_adapters
+from rlctl.generation.vllm.worker_extension import RefitWorker, return_errors
 from rlctl.refit.protocol import Header
 
 
@@ -53,11 +53,11 @@ class FaultyWorker(RefitWorker):
             self._proof = super().rl_prove(header)
         return self._proof
 
-    @answered
+    @return_errors
     def rl_adapt_again(self) -> None:
         """Install the adapters once more: each would count twice."""
         model = self.model_runner.get_model()
-        adapters = installed(model)
+        adapters = find_adapters(model)
         assert adapters
         name = next(iter(adapters.buffers)).rpartition(".")[0]
         target = adapters.spec.targets[0]

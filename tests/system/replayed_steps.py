@@ -37,11 +37,11 @@ class WatchedEngine(VllmEngine):
             stats = self._scheduler.kv_cache_manager.prefix_cache_stats
             return count_blocks(self._scheduler) | {"found": stats.hits, "asked": stats.queries}
 
-        return self._on_thread(count)  # type: ignore[no-any-return]
+        return self._call_on_thread(count)  # type: ignore[no-any-return]
 
     def replay(self, ahead: bool, shortened: bool, seed: int) -> "dict[str, Any]":
         """Drive a separate scheduler. ahead: each step is scheduled before the last one's tokens are known."""
-        return self._on_thread(lambda: Replay(self._scheduler, ahead, shortened, seed).run())  # type: ignore[no-any-return]
+        return self._call_on_thread(lambda: Replay(self._scheduler, ahead, shortened, seed).run())  # type: ignore[no-any-return]
 
 
 def watched(spec: EngineSpec) -> Engine:

@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 from rlctl.generation.engine import ENOUGH, GATHER_ROUNDS, GATHER_S, EngineStats
 from rlctl.generation.requests import Completion, RequestId, TurnRequest, token_versions
 
-# Requests that wait in the engine and are enough, for each answer.
-_WAITING = 2
-# Steps before a change of weights that tell the ordinary gap.
-_BEFORE = 64
+# Answers gather while this many requests per answer wait in the engine.
+_WAITING_PER_ANSWER = 2
+# Steps before a change of weights whose gaps are the ordinary ones.
+_ORDINARY_STEPS = 64
 
 
 def after_step(stats: EngineStats, seconds: float, sequences: int, cache: Any) -> EngineStats:
@@ -45,15 +45,16 @@ def stall(steps: list[float], begin: float, end: float) -> float:
 
     steps: ascending times; 0 where nothing was sampled before or after.
     """
-    gaps = [last - first for first, last in pairwise(steps) if last > begin and first < end]
+    gaps = [later - earlier for earlier, later in pairwise(steps) if later > begin and earlier < end]
     ordinary = ordinary_gap(steps, begin)
     return max(0.0, max(gaps) - ordinary) if gaps and ordinary else 0.0
 
 
 def ordinary_gap(steps: list[float], begin: float) -> float:
     """Return the median gap between two steps before `begin`; 0 where nothing was sampled."""
-    before = [last - first for first, last in pairwise([step for step in steps if step <= begin][-_BEFORE:])]
-    return median(before) if before else 0.0
+    steps_before = [step for step in steps if step <= begin][-_ORDINARY_STEPS:]
+    gaps = [later - earlier for earlier, later in pairwise(steps_before)]
+    return median(gaps) if gaps else 0.0
 
 
 class TurnState(Enum):
@@ -97,7 +98,7 @@ class ActiveRequests:
         self._changed = threading.Condition()
 
     def __bool__(self) -> bool:
-        """Return whether any request is running."""
+        """Return True if a request is running."""
         # Without the lock, since the engine's thread asks in each step. A request that ends meanwhile costs one step.
         return len(self._ended) < len(self._turns)
 
@@ -131,19 +132,22 @@ class ActiveRequests:
         """Keep vLLM's output of a request whose last token was sampled."""
         with self._changed:
             turn = self._turns[name]
-            turn.state, turn.output = TurnState.DONE, output
+            turn.state = TurnState.DONE
+            turn.output = output
             self._ended[name] = turn
-            # Those between the first and the last wake nobody.
+            # Only the first answer and the last one wake a caller.
             if len(self._ended) == 1 or not self:
                 self._changed.notify_all()
 
     def abort(self, ids: Iterable[RequestId]) -> dict[str, ActiveTurn]:
         """Forget requests, finished or not; return those that there were, by name."""
         with self._changed:
-            found = {name: self._turns.pop(name, None) for name in map(str, ids)}
-            for name in found:
+            aborted = {}
+            for name in map(str, ids):
                 self._ended.pop(name, None)
-            return {name: turn for name, turn in found.items() if turn}
+                if turn := self._turns.pop(name, None):
+                    aborted[name] = turn
+            return aborted
 
     def fail(self, error: BaseException) -> None:
         """End running requests with an error, which the next `collect` raises."""
@@ -151,7 +155,8 @@ class ActiveRequests:
             self._failure = error
             for name, turn in self._turns.items():
                 if turn.state is TurnState.RUNNING:
-                    turn.state, self._ended[name] = TurnState.FAILED, turn
+                    turn.state = TurnState.FAILED
+                    self._ended[name] = turn
             self._changed.notify_all()
 
     def collect(self, patience_s: float, waiting: Callable[[], int] = lambda: 0) -> list[ActiveTurn]:
@@ -161,7 +166,8 @@ class ActiveRequests:
         with self._changed:
             if self._changed.wait_for(lambda: self._ended, patience_s):
                 self._gather(waiting)
-            ended, self._ended = self._ended, {}
+            ended = self._ended
+            self._ended = {}
             if self._failure and any(turn.state is TurnState.FAILED for turn in ended.values()):
                 self._turns.clear()
                 raise self._failure
@@ -174,5 +180,5 @@ class ActiveRequests:
         for _ in range(GATHER_ROUNDS):
             if self._changed.wait_for(lambda: not self, GATHER_S):
                 return
-            if not 0 < len(self._ended) < ENOUGH or waiting() < _WAITING * len(self._ended):
+            if not 0 < len(self._ended) < ENOUGH or waiting() < _WAITING_PER_ANSWER * len(self._ended):
                 return

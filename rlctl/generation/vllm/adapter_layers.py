@@ -28,7 +28,8 @@ from rlctl.refit.param_slices import ParamSlice
 from rlctl.refit.refit_plan import TensorSlice
 
 # Names of a layer's buffers.
-BUFFER_A, BUFFER_B = "rl_lora_a", "rl_lora_b"
+BUFFER_A = "rl_lora_a"
+BUFFER_B = "rl_lora_b"
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,9 @@ class Slice:
 class AdaptedMethod(LinearMethodBase):  # type: ignore[misc]
     """Method of an adapted layer: its own product, plus that of A and B."""
 
-    def __init__(self, own: Any, scale: float) -> None:
-        self.own, self.scale = own, scale
+    def __init__(self, base_method: Any, scale: float) -> None:
+        self.base_method = base_method
+        self.scale = scale
 
     def create_weights(self, *args: Any, **kwargs: Any) -> None:
         """Raise: the layer's own method has made them."""
@@ -56,8 +58,8 @@ class AdaptedMethod(LinearMethodBase):  # type: ignore[misc]
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return the layer's output with its adapters'. x: [tokens, inputs]."""
-        own: Tensor = self.own.apply(layer, x, bias)
-        return own + linear(linear(x, layer.rl_lora_a), layer.rl_lora_b) * self.scale
+        base_output: Tensor = self.base_method.apply(layer, x, bias)
+        return base_output + linear(linear(x, layer.rl_lora_a), layer.rl_lora_b) * self.scale
 
 
 class FoldedMethod(AdaptedMethod):
@@ -67,10 +69,11 @@ class FoldedMethod(AdaptedMethod):
     """
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        both = linear(x, layer.rl_weight)
+        # The layer's outputs, then x A^T.
+        products = linear(x, layer.rl_weight)
         rows = layer.rl_lora_b.shape[0]
-        out = both[..., :rows] + linear(both[..., rows:], layer.rl_lora_b) * self.scale
-        return out if bias is None else out + bias
+        output = products[..., :rows] + linear(products[..., rows:], layer.rl_lora_b) * self.scale
+        return output if bias is None else output + bias
 
 
 class EngineAdapters:
@@ -105,38 +108,40 @@ class EngineAdapters:
             region.view.copy_(file.tensor(box.name)[part])
 
     def _adapt(self, name: str, layer: Any, parts: Sequence[Slice]) -> None:
-        method = _admitted(name, layer)
-        rank, targets = self.spec.rank, list(dict.fromkeys(part.target for part in parts))
+        base_method = _require_adaptable(name, layer)
+        rank = self.spec.rank
+        targets = list(dict.fromkeys(part.target for part in parts))
         rows = sum(layer.output_partition_sizes) if hasattr(layer, "output_partition_sizes") else layer.output_size
         columns = {part.columns for part in parts}
         if len(columns) != 1:
             raise ModelError(f"lora: {name} holds different inputs of {', '.join(targets)}")
-        ((_, width),) = columns
-        weight = layer.weight
-        folded = getattr(layer, "rl_weight", None)
-        if folded is None:
-            a = torch.zeros(rank * len(targets), width, dtype=layer.params_dtype, device=weight.device)
+        ((first_column, width),) = columns
+        # The weight with rows for A below it; None where A is apart.
+        folded_weight = getattr(layer, "rl_weight", None)
+        if folded_weight is None:
+            lora_a = torch.zeros(rank * len(targets), width, dtype=layer.params_dtype, device=layer.weight.device)
+            layer.quant_method = AdaptedMethod(base_method, self.spec.scale)
         else:
-            a = folded[rows:]
-            a.zero_()
-        b = torch.zeros(rows, a.shape[0], dtype=a.dtype, device=a.device)
-        for key, buffer in ((BUFFER_A, a), (BUFFER_B, b)):
+            lora_a = folded_weight[rows:]
+            lora_a.zero_()
+            layer.quant_method = FoldedMethod(base_method, self.spec.scale)
+        lora_b = torch.zeros(rows, lora_a.shape[0], dtype=lora_a.dtype, device=lora_a.device)
+        for key, buffer in ((BUFFER_A, lora_a), (BUFFER_B, lora_b)):
             layer.register_buffer(key, buffer, persistent=False)
             self.buffers[f"{name}.{key}"] = buffer
-        layer.quant_method = (AdaptedMethod if folded is None else FoldedMethod)(method, self.spec.scale)
         for number, target in enumerate(targets):
-            low = number * rank
-            own = [part for part in parts if part.target == target]
-            start, width = own[0].columns
-            box = TensorSlice(target + LORA_A, (0, start), (rank, width))
-            self.regions.append(ParamSlice(box, a[low : low + rank]))
-            for part in own:
-                start, count = part.rows
-                view = b[part.place : part.place + count, low : low + rank]
-                self.regions.append(ParamSlice(TensorSlice(target + LORA_B, (start, 0), (count, rank)), view))
+            first_rank = number * rank
+            box = TensorSlice(target + LORA_A, (0, first_column), (rank, width))
+            self.regions.append(ParamSlice(box, lora_a[first_rank : first_rank + rank]))
+            for part in parts:
+                if part.target != target:
+                    continue
+                first_row, count = part.rows
+                view = lora_b[part.place : part.place + count, first_rank : first_rank + rank]
+                self.regions.append(ParamSlice(TensorSlice(target + LORA_B, (first_row, 0), (count, rank)), view))
 
 
-def _admitted(name: str, layer: Any) -> Any:
+def _require_adaptable(name: str, layer: Any) -> Any:
     """Return a layer's own method. Raises ModelError for a layer that can have no adapter."""
     method = getattr(layer, "quant_method", None)
     if isinstance(method, AdaptedMethod):
@@ -148,7 +153,7 @@ def _admitted(name: str, layer: Any) -> Any:
     return method
 
 
-def slices_of(
+def find_slices(
     model: torch.nn.Module, regions: Iterable[ParamSlice], targets: Mapping[str, tuple[str, int, int]]
 ) -> list[tuple[str, Slice]]:
     """Return each layer of `model` with the part of a target that it holds.
@@ -161,21 +166,30 @@ def slices_of(
         for name, parameter in model.named_parameters()
         if name.endswith(".weight") and parameter.ndim == 2
     }
-    found = []
+    slices = []
     for region in regions:
         target, row, column = targets[region.box.name]
-        held = layers.get(region.view.untyped_storage().data_ptr())
-        if held is None:
+        storage = region.view.untyped_storage().data_ptr()
+        if storage not in layers:
             raise ModelError(f"lora: the engine keeps {target} in no linear layer: it cannot have adapters")
-        layer, weight = held
+        layer_name, weight = layers[storage]
+        inputs = weight.shape[1]
         offset = region.view.storage_offset() - weight.storage_offset()
-        if region.view.ndim != 2 or offset % weight.shape[1] or region.view.shape[1] != weight.shape[1]:
+        if region.view.ndim != 2 or offset % inputs or region.view.shape[1] != inputs:
             raise ModelError(f"lora: the engine cuts the inputs of {target}: it cannot have adapters")
-        (first, left), (rows, columns) = region.box.start, region.box.shape
-        part = Slice(target, (row + first, rows), (column + left, columns), offset // weight.shape[1])
-        found.append((layer, part))
-    if missing := [target for target, _, _ in targets.values() if target not in {part.target for _, part in found}]:
+        first_row, first_column = region.box.start
+        num_rows, num_columns = region.box.shape
+        part = Slice(
+            target=target,
+            rows=(row + first_row, num_rows),
+            columns=(column + first_column, num_columns),
+            place=offset // inputs,
+        )
+        slices.append((layer_name, part))
+    placed_targets = {part.target for _, part in slices}
+    missing = [target for target, _, _ in targets.values() if target not in placed_targets]
+    if missing:
         raise ModelError(
             f"lora: {len(missing)} of {len(targets)} targets have no place in the engine, such as {missing[0]}"
         )
-    return found
+    return slices

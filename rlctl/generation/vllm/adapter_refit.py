@@ -10,7 +10,7 @@ while the device makes that step. An engine that waited in between stalled for 6
 8.8 ms).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -31,71 +31,87 @@ Key = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class _Live:
+class _LivePart:
     """A live part of an item."""
 
     key: Key
+    # Name of the tensor.
     name: str
     view: Tensor
     # The part is all of the item.
-    whole: bool
+    is_whole: bool
+
+    @property
+    def item_number(self) -> int:
+        """Number of the item in the plan."""
+        return self.key[0]
 
 
 class AdapterLoader(WeightLoader):
     """Loader of adapters: receives them next to the live ones, and proves these."""
 
-    def __init__(self, plan: RefitPlan, adapters: EngineAdapters, device: torch.device, why: str) -> None:
+    def __init__(self, plan: RefitPlan, adapters: EngineAdapters, device: torch.device, reason: str) -> None:
         """Raises RefitError unless the plan has the tensors of the engine's adapters, by name and shape."""
-        _compare(plan, adapters)
-        self._plan, self._device = plan, device
+        _compare_tensors(plan, adapters)
+        self._plan = plan
+        self._device = device
         self._shadow = ShadowParams(adapters.buffers, adapters.regions)
         if device.type == "cuda":
             # Made on this thread's stream; received items come on others.
             torch.cuda.synchronize(device)
         self._sink = _ProvenSink(plan, self._shadow.regions, device)
-        live = ParamSliceSink(plan, adapters.regions)
-        self._live = [
-            _Live((number, place), item.box.name, part.view, part.whole)
-            for number, item in enumerate(plan.items)
-            for place, part in enumerate(live.parts(number))
-        ]
-        self._fixed = FixedTensors([each.view for each in self._live])
+        live_sink = ParamSliceSink(plan, adapters.regions)
+        self._live_parts: list[_LivePart] = []
+        for number, plan_item in enumerate(plan.items):
+            for place, part in enumerate(live_sink.parts(number)):
+                self._live_parts.append(_LivePart((number, place), plan_item.box.name, part.view, part.whole))
+        self._live_tensors = FixedTensors([part.view for part in self._live_parts])
         self.sink: WeightSink = self._sink
         # The base weights are in no refit: an engine must not drop them when it sleeps.
-        self.choice = LoadMode("staged", why, self._shadow.nbytes, overwrites=False)
+        self.choice = LoadMode("staged", reason, self._shadow.nbytes, overwrites=False)
         # Sums of the version that is live, by part; its number.
         self._served: dict[Key, int] = {}
         self._version = -1
 
     def commit(self) -> None:
         """Queue the copy of the received version into the live buffers, between two passes over their checksums."""
-        before = self._fixed.queue(self._device)
+        self._sums_before = self._live_tensors.queue(self._device)
         self._shadow.commit()
-        self._queued = before, self._fixed.queue(self._device), self._sink.queue_parts()
+        self._sums_after = self._live_tensors.queue(self._device)
+        self._sums_of_cut = self._sink.queue_parts()
 
     def prove(self, header: Header, sent: Mapping[int, int]) -> LiveProof:
         """Compare the live tensors with the sent ones. sent: the verified checksums, by item.
 
         Raises RefitError naming the tensor that differs, or that was written to since the version before was proven.
         """
-        before, after, parts = self._queued
-        keys = [each.key for each in self._live]
-        was, now = (dict(zip(keys, sums.read())) for sums in (before, after))
-        served, self._served = self._served, {}
-        for each in self._live:
-            if served.get(each.key, was[each.key]) != was[each.key]:
-                raise RefitError(f"{each.name} was written to after version {self._version} became live")
-        expected = {each.key: sent[each.key[0]] for each in self._live if each.whole and each.key[0] in sent}
-        expected |= {key: value for key, value in zip(self._sink.cut, parts.read()) if key[0] in sent}
-        live = [each for each in self._live if each.key in expected]
-        wrong = [each.name for each in live if now[each.key] != expected[each.key]]
-        if wrong:
+        keys = [part.key for part in self._live_parts]
+        sums_before = dict(zip(keys, self._sums_before.read()))
+        sums_after = dict(zip(keys, self._sums_after.read()))
+        served = self._served
+        # Nothing is proven until the end of this method: it may raise.
+        self._served = {}
+        for part in self._live_parts:
+            if part.key in served and served[part.key] != sums_before[part.key]:
+                raise RefitError(f"{part.name} was written to after version {self._version} became live")
+        expected: dict[Key, int] = {}
+        for part in self._live_parts:
+            if part.is_whole and part.item_number in sent:
+                expected[part.key] = sent[part.item_number]
+        for key, checksum in zip(self._sink.cut_parts, self._sums_of_cut.read()):
+            item_number, _ = key
+            if item_number in sent:
+                expected[key] = checksum
+        proven_parts = [part for part in self._live_parts if part.key in expected]
+        differing = [part.name for part in proven_parts if sums_after[part.key] != expected[part.key]]
+        if differing:
             raise RefitError(
-                f"{wrong[0]} is live with other numbers than version {header.version} was sent with "
-                f"({len(set(wrong))} of {len(self._plan.entries)} tensors)"
+                f"{differing[0]} is live with other numbers than version {header.version} was sent with "
+                f"({len(set(differing))} of {len(self._plan.entries)} tensors)"
             )
-        self._served, self._version = expected, header.version
-        names = {self._plan.items[each.key[0]].box.name for each in live}
+        self._served = expected
+        self._version = header.version
+        names = {part.name for part in proven_parts}
         return LiveProof(
             header.version,
             digest_of(sent),
@@ -110,39 +126,45 @@ class _ProvenSink(ParamSliceSink):
     def __init__(self, plan: RefitPlan, regions: Iterable[ParamSlice], device: torch.device) -> None:
         super().__init__(plan, regions, beside_requests=True)
         self._device = device
-        # Parts as they arrived.
-        self.cut: dict[Key, Tensor] = {}
+        # Parts of cut tensors as they arrived.
+        self.cut_parts: dict[Key, Tensor] = {}
         self._fixed = FixedTensors([])
 
     def copies(self, arrived: Iterable[tuple[int, Tensor]]) -> BatchedCopy:
-        here = list(arrived)
-        pairs = [(part.view, data[part.inside]) for number, data in here for part in self.parts(number)]
-        for number, data in here:
+        live_pairs = []
+        kept_pairs = []
+        for number, tensor in arrived:
             for place, part in enumerate(self.parts(number)):
+                source = tensor[part.inside]
+                live_pairs.append((part.view, source))
                 if not part.whole:
-                    # Contiguous.
-                    kept = self.cut.setdefault((number, place), torch.empty_like(part.view).contiguous())
-                    pairs.append((kept, data[part.inside]))
-        return BatchedCopy(pairs, beside_requests=True)
+                    contiguous = torch.empty_like(part.view).contiguous()
+                    kept_pairs.append((self.cut_parts.setdefault((number, place), contiguous), source))
+        return BatchedCopy(live_pairs + kept_pairs, beside_requests=True)
 
     def queue_parts(self) -> QueuedSums:
-        """Queue the checksums of the parts in `cut`, in its order."""
-        if len(self._fixed.tensors) != len(self.cut):
-            self._fixed = FixedTensors([*self.cut.values()])
+        """Queue the checksums of `cut_parts`, in their order."""
+        if len(self._fixed.tensors) != len(self.cut_parts):
+            self._fixed = FixedTensors([*self.cut_parts.values()])
         return self._fixed.queue(self._device)
 
 
-def _compare(plan: RefitPlan, adapters: EngineAdapters) -> None:
+def _compare_tensors(plan: RefitPlan, adapters: EngineAdapters) -> None:
     """Raise RefitError unless the trainer sends the tensors that the engine has places for."""
-    sent = {entry.name: entry.shape for entry in plan.entries}
-    held = {tensor.name: tensor.shape for tensor in adapters.spec.tensors}
-    if sent == held:
+    sent = {tensor.name: tensor.shape for tensor in plan.entries}
+    expected = {tensor.name: tensor.shape for tensor in adapters.spec.tensors}
+    if sent == expected:
         return
-    counts = ", ".join(
-        f"{end} {sum(name.endswith(LORA_A) for name in names)} A and {sum(name.endswith(LORA_B) for name in names)} B"
-        for end, names in (("the trainer sends", sent), ("the engine has places for", held))
-    )
-    lost = [f"{name} has no place in the engine" for name in sent if name not in held]
-    lost += [f"{name} is not sent" for name in held if name not in sent]
-    lost += [f"{n} is sent as {sent[n]}, held as {held[n]}" for n in sent if n in held and sent[n] != held[n]]
-    raise RefitError(f"adapters: {counts}; {lost[0]}" + (f", and {len(lost) - 1} more" if lost[1:] else ""))
+    differences = [f"{name} has no place in the engine" for name in sent if name not in expected]
+    differences += [f"{name} is not sent" for name in expected if name not in sent]
+    for name in sent:
+        if name in expected and sent[name] != expected[name]:
+            differences.append(f"{name} is sent as {sent[name]}, held as {expected[name]}")
+    counts = f"the trainer sends {_count_matrices(sent)}, the engine has places for {_count_matrices(expected)}"
+    more_text = f", and {len(differences) - 1} more" if len(differences) > 1 else ""
+    raise RefitError(f"adapters: {counts}; {differences[0]}{more_text}")
+
+
+def _count_matrices(names: Collection[str]) -> str:
+    """Describe the numbers of matrices A and B among tensor names."""
+    return f"{sum(name.endswith(LORA_A) for name in names)} A and {sum(name.endswith(LORA_B) for name in names)} B"

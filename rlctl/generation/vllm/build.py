@@ -23,7 +23,7 @@ _FIELDS = (
 _CPU_BATCH_TOKENS = 8192
 # Models of the tiny recipes have fewer parameters.
 _LARGE = 50_000_000
-_NO_WHOLE_GRAPHS = (
+_NO_FULL_GRAPHS = (
     "a step in which a prompt begins is no whole CUDA graph, whose log-probs are right for plain attention with heads "
     "of 128 alone: rollouts of several turns take up to 1.4 times as long, those of one turn are as fast; there is "
     "nothing to mend"
@@ -39,7 +39,8 @@ def build_llm(spec: EngineSpec, extension: str) -> tuple[Any, list[str]]:
     # Imports vLLM.
     from rlctl.generation.vllm.adapter_loader import load_arguments
 
-    options, graphs = VllmOptions(**spec.options), None
+    options = VllmOptions(**spec.options)
+    graphs_note = None
     extra: dict[str, Any] = {}
     if spec.kv_cache_mib is not None:
         extra["kv_cache_memory_bytes"] = spec.kv_cache_mib << 20
@@ -56,18 +57,20 @@ def build_llm(spec: EngineSpec, extension: str) -> tuple[Any, list[str]]:
     else:
         extra |= {"gpu_memory_utilization": spec.gpu_memory_utilization, "enable_sleep_mode": spec.sleeps}
         if not options.enforce_eager and _hopper():
-            if whole_graphs(spec.model_path):
+            if allows_full_graphs(spec.model_path):
                 # vLLM's default has whole graphs for decoding alone: a step in which a prompt begins takes 13 ms
                 # instead of 6 (Qwen3-1.7B, 128 sequences, H200). Rollouts of eight turns make 26,300 tokens/s with
                 # whole graphs, and 18,200 without; of one turn 47,300 and 47,400 (Qwen3-0.6B, H100).
                 extra["compilation_config"] = {"cudagraph_mode": "FULL"}
             elif is_worth_a_note(spec.model_path):
-                graphs = _NO_WHOLE_GRAPHS
+                graphs_note = _NO_FULL_GRAPHS
         if spec.tensor_parallel_size > 1:
             # In a placement group vLLM would choose Ray, and asks for a group that it made itself.
             extra["distributed_executor_backend"] = "mp"
-    loaded = {"load_format": spec.load_format}
-    extra |= load_arguments(spec.adapters, spec.load_format, spec.adapter_folder) if spec.adapters else loaded
+    if spec.adapters:
+        extra |= load_arguments(spec.adapters, spec.load_format, spec.adapter_folder)
+    else:
+        extra["load_format"] = spec.load_format
     arguments = engine_args(
         model=spec.model_path,
         skip_tokenizer_init=True,
@@ -87,7 +90,7 @@ def build_llm(spec: EngineSpec, extension: str) -> tuple[Any, list[str]]:
         if refused := refusal(error, spec.model_path):
             raise refused from error
         raise
-    notes = [backend_note(llm), shorten_steps(llm, spec), graphs]
+    notes = [backend_note(llm), shorten_steps(llm, spec), graphs_note]
     _count_prefix_hits(llm.engine_core.engine_core.scheduler.kv_cache_manager)
     return llm, [note for note in notes if note]
 
@@ -115,7 +118,8 @@ def _count_prefix_hits(manager: Any) -> None:
     """Have the cache's manager count the prompt tokens that it finds, without vLLM's other statistics."""
     from vllm.v1.metrics.stats import PrefixCacheStats
 
-    manager.log_stats, manager.prefix_cache_stats = True, PrefixCacheStats()
+    manager.log_stats = True
+    manager.prefix_cache_stats = PrefixCacheStats()
 
 
 def _classes() -> tuple[Any, Any]:
@@ -143,7 +147,7 @@ def _hopper() -> bool:
     return capability is not None and capability.major == 9
 
 
-def whole_graphs(model: str) -> bool:
+def allows_full_graphs(model: str) -> bool:
     """Return True if one CUDA graph may hold a whole step in which prompts begin, with right log-probs.
 
     model: folder or hub name. FlashAttention 3 lays out its work by the head's size and by the longest query of a step.
@@ -161,8 +165,13 @@ def whole_graphs(model: str) -> bool:
         return False
     if facts.sizes.experts or facts.kinds.states:
         return False
-    plain = (128, 128, None, None, False)
-    return all((each.dim, each.v_dim, each.window, each.softcap, each.sinks) == plain for each in facts.kinds.attention)
+    return all(
+        attention.dim == attention.v_dim == 128
+        and attention.window is None
+        and attention.softcap is None
+        and not attention.sinks
+        for attention in facts.kinds.attention
+    )
 
 
 def is_worth_a_note(model: str) -> bool:
@@ -174,7 +183,7 @@ def is_worth_a_note(model: str) -> bool:
         return True
 
 
-def begun(request: Any) -> bool:
+def has_begun(request: Any) -> bool:
     """Return True if a request of vLLM's scheduler has been given to the device."""
     return bool(request.num_computed_tokens or request.num_output_tokens or request.num_preemptions)
 
@@ -200,18 +209,22 @@ def _sampling_params(spec: EngineSpec, request: TurnRequest) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    greedy, forced = request.temperature == 0, spec.forced_lengths
+    is_greedy = request.temperature == 0
     # Trainer and engine are compared on whole distributions: the trainer does not know the cuts of top_p and top_k.
-    whole = greedy or request.id.rollout.purpose == "parity"
-    longest = request.max_new_tokens
+    is_uncut = is_greedy or request.id.rollout.purpose == "parity"
+    max_tokens = request.max_new_tokens
+    stop_token_ids = [*spec.stop_token_ids, *request.stops]
+    if spec.forced_lengths:
+        max_tokens = spec.forced_lengths.draw(request.seed, max_tokens)
+        stop_token_ids = []
     return SamplingParams(
         temperature=request.temperature,
-        top_p=1.0 if whole else spec.top_p,
-        top_k=0 if whole else spec.top_k,
-        seed=None if greedy else request.seed,
-        max_tokens=forced.draw(request.seed, longest) if forced else longest,
-        ignore_eos=forced is not None,
-        stop_token_ids=[] if forced else [*spec.stop_token_ids, *request.stops],
+        top_p=1.0 if is_uncut else spec.top_p,
+        top_k=0 if is_uncut else spec.top_k,
+        seed=None if is_greedy else request.seed,
+        max_tokens=max_tokens,
+        ignore_eos=spec.forced_lengths is not None,
+        stop_token_ids=stop_token_ids,
         logprobs=0,
         flat_logprobs=True,
         detokenize=False,

@@ -17,7 +17,7 @@ from rlctl.generation.engine import Engine, EngineStats, FinishedTurns, LoadMode
 from rlctl.generation.requests import PackedCompletions, RequestId, TurnRequest
 from rlctl.generation.spec import EngineSpec
 from rlctl.generation.vllm.active_requests import ActiveRequests, after_step, ordinary_gap, stall
-from rlctl.generation.vllm.build import add_request, begun, build_llm, cached_sequences, vllm_request
+from rlctl.generation.vllm.build import add_request, build_llm, cached_sequences, has_begun, vllm_request
 from rlctl.refit.protocol import (
     EngineReport,
     Header,
@@ -36,10 +36,11 @@ _STAGED_POLL_S = 0.002
 _STEPS_REMEMBERED = 4096
 # Requests handed to vLLM beyond the number it decodes at a time.
 _SPARE = 16
-# Requests that enter vLLM in a step, where it has those.
-_ENTER = 2
+# Further requests that enter vLLM in each step.
+_ENTER_PER_STEP = 2
 # A caller's thread pauses after each four requests, for 0.1 ms, so that the engine's thread runs.
-_TOGETHER, _YIELD_S = 4, 1e-4
+_REQUESTS_PER_PAUSE = 4
+_PAUSE_S = 1e-4
 
 
 class RefitState(Enum):
@@ -55,13 +56,15 @@ class RefitState(Enum):
 class VllmEngine(Engine):
     """Samples for several callers at a time; every touch of vLLM happens on one thread."""
 
-    # Header of a live version that is to be proven; the workers' proofs of the last one, or their error.
+    # Header of a live version that is to be proven.
     _unproven: Header | None = None
-    _proven: list[LiveProof] | BaseException
+    # The workers' proofs of the last version, or their error.
+    _proof_or_error: list[LiveProof] | BaseException
 
     def __init__(self, spec: EngineSpec, extension: str) -> None:
         """Build the engine. extension: class mixed into vLLM's workers, "module.Class"."""
-        self._spec, self._extension = spec, extension
+        self._spec = spec
+        self._extension = extension
         self._notes = list[str]()
         self._commands: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._requests = ActiveRequests()
@@ -76,61 +79,71 @@ class VllmEngine(Engine):
         # The weights were dropped by `sleep`, and no refit has written others yet.
         self._dropped = False
         self._state = RefitState.SERVING
-        # Reason of POISONED.
-        self._poisoned = ""
+        self._poison_reason = ""
         self._llm: Any = None
         self._thread = threading.Thread(target=self._serve_steps, name="engine", daemon=True)
         self._thread.start()
-        self._on_thread(lambda: None)
+        self._call_on_thread(lambda: None)
 
     def submit(self, requests: list[TurnRequest]) -> None:
         # On the caller's thread: the engine makes steps while vLLM checks the requests.
-        checked = self._map_on_caller(lambda request: vllm_request(self._llm, self._spec, request), requests)
-        self._on_thread(lambda: self._add_requests(requests, checked))
+        vllm_requests = self._map_on_caller(lambda request: vllm_request(self._llm, self._spec, request), requests)
+        self._call_on_thread(lambda: self._add_requests(requests, vllm_requests))
 
     def collect(self, patience_s: float) -> FinishedTurns:
         turns = self._requests.collect(patience_s, lambda: len(self._scheduler.waiting) + len(self._entering))
+        ids = [turn.request.id for turn in turns]
         columns = PackedCompletions.pack(self._map_on_caller(lambda turn: turn.completion(), turns))
-        return FinishedTurns([turn.request.id for turn in turns], columns, replace(self._stats, at=time.monotonic()))
+        return FinishedTurns(ids, columns, replace(self._stats, at=time.monotonic()))
 
     def abort(self, ids: list[RequestId]) -> int:
-        def stop() -> int:
-            sampled = {name: request.num_output_tokens for request, name in self._scheduled()}
+        def abort_on_thread() -> int:
+            sampled = {name: request.num_output_tokens for request, name in self._scheduled_requests()}
             turns = self._requests.abort(ids)
-            self._entering = deque(each for each in self._entering if each.request_id not in turns)
+            self._entering = deque(request for request in self._entering if request.request_id not in turns)
             self._llm.abort_request(list(turns))
-            return sum(
-                len(turn.output.token_ids) if turn.output else sampled.get(name, 0) for name, turn in turns.items()
-            )
+            tokens = 0
+            for name, turn in turns.items():
+                tokens += len(turn.output.token_ids) if turn.output else sampled.get(name, 0)
+            return tokens
 
-        tokens: int = self._on_thread(stop)
+        tokens: int = self._call_on_thread(abort_on_thread)
         return tokens
 
     def refit_open(
         self, spec: TransportSpec, plan: RefitPlan, first_rank: int, mode: Mode, in_flight: bool
     ) -> LoadMode:
-        # Together: were one worker to stage and another not, one would sample while its weights change.
-        room = min(self._on_thread(lambda: self._workers("rl_room")))
+        # All workers choose by the smallest room. If one worker alone staged, the others would sample while their
+        # weights change.
+        room = min(self._call_on_thread(lambda: self._call_workers("rl_room")))
         arguments = (spec, plan, first_rank, mode, in_flight, room)
-        choices: list[LoadMode] = self._on_thread(lambda: self._workers("rl_open", *arguments))
-        choice = replace(choices[0], overwrites=all(each.overwrites for each in choices))
-        self._mode, self._overwrites = choice.mode, choice.overwrites
+        choices: list[LoadMode] = self._call_on_thread(lambda: self._call_workers("rl_open", *arguments))
+        choice = replace(choices[0], overwrites=all(worker_choice.overwrites for worker_choice in choices))
+        self._mode = choice.mode
+        self._overwrites = choice.overwrites
         return choice
 
     def refit_receive(self, header: Header) -> EngineReport:
         begin = time.perf_counter()
         reports = self._receive_shadow(header) if self._mode == "staged" else []
-        paused = self._on_thread(lambda: self._change(header, lambda: self._make_live(header, reports)))
+        receive_seconds = self._call_on_thread(lambda: self._change(header, lambda: self._make_live(header, reports)))
         # Nothing may arrive in shadow parameters that the device still copies.
-        while (copying := self._on_thread(self._count_commit)) is None:
+        copy_seconds = self._call_on_thread(self._count_commit)
+        while copy_seconds is None:
             time.sleep(_STAGED_POLL_S)
-        commit, end = paused + copying, time.perf_counter()
+            copy_seconds = self._call_on_thread(self._count_commit)
+        end = time.perf_counter()
         self._let_steps_pass(end)
-        proofs = self._on_thread(self._proofs)
-        received = max(reports, key=lambda report: report.seconds)
+        proofs = self._call_on_thread(self._proofs)
         steps = list(self._steps)
-        gap = ordinary_gap(steps, begin)
-        return EngineReport(received, end - begin, commit, stall(steps, begin, end), tuple(proofs), gap)
+        return EngineReport(
+            max(reports, key=lambda report: report.seconds),
+            end - begin,
+            receive_seconds + copy_seconds,
+            stall(steps, begin, end),
+            tuple(proofs),
+            ordinary_gap(steps, begin),
+        )
 
     def sleep(self) -> None:
         """Give the device's memory to the trainer. Weights and key-value cache are dropped: a refit comes before the
@@ -141,44 +154,49 @@ class VllmEngine(Engine):
             self._dropped |= self._overwrites
             self._llm.sleep(level=2 if self._overwrites else 1)
 
-        self._on_thread(rest)
+        self._call_on_thread(rest)
 
     def wake(self, part: MemoryPart) -> None:
-        self._on_thread(lambda: self._llm.wake_up(tags=[part]))
+        self._call_on_thread(lambda: self._llm.wake_up(tags=[part]))
 
     def memory(self) -> dict[str, float]:
         import psutil
 
-        parts = self._on_thread(lambda: self._llm.collective_rpc("rl_memory"))
-        totals = {key: sum(part[key] for part in parts) for key in parts[0]}
+        memory_by_rank = self._call_on_thread(lambda: self._llm.collective_rpc("rl_memory"))
+        totals = {key: sum(memory[key] for memory in memory_by_rank) for key in memory_by_rank[0]}
         return {**totals, "host_rss": float(psutil.Process().memory_info().rss)}
 
     def checksums(self) -> dict[str, int]:
-        ranks = self._on_thread(lambda: self._workers("rl_checksums"))
-        return {f"{rank}: {name}": value for rank, own in enumerate(ranks) for name, value in own.items()}
+        checksums_by_rank = self._call_on_thread(lambda: self._call_workers("rl_checksums"))
+        checksums = {}
+        for rank, rank_checksums in enumerate(checksums_by_rank):
+            for name, checksum in rank_checksums.items():
+                checksums[f"{rank}: {name}"] = checksum
+        return checksums
 
     def notes(self) -> list[str]:
         return self._notes
 
     def rpc(self, method: str, *args: Any) -> list[Any]:
         """Call a method of the extension on every worker, between two steps. For benches and tests."""
-        answers: list[Any] = self._on_thread(lambda: self._llm.collective_rpc(method, args=args))
+        answers: list[Any] = self._call_on_thread(lambda: self._llm.collective_rpc(method, args=args))
         return answers
 
-    def _map_on_caller(self, work: Callable[[Any], Any], each: Sequence[Any]) -> list[Any]:
-        """Return `work` applied to each, on the caller's thread.
+    def _map_on_caller(self, work: Callable[[Any], Any], turns: Sequence[Any]) -> list[Any]:
+        """Return `work` applied to each turn, on the caller's thread.
 
-        Python lets the engine's thread go on after 5 ms of another's, which is a whole step; so this one stands back
-        in between.
+        Python lets the engine's thread go on after 5 ms of another's, which is a whole step. So the caller's thread
+        pauses in between.
         """
-        made = list[Any]()
-        for number, one in enumerate(each, 1):
-            made.append(work(one))
-            if number % _TOGETHER == 0 and self._requests:
-                time.sleep(_YIELD_S)
-        return made
+        answers = list[Any]()
+        for number, turn in enumerate(turns, 1):
+            answers.append(work(turn))
+            if number % _REQUESTS_PER_PAUSE == 0 and self._requests:
+                time.sleep(_PAUSE_S)
+        return answers
 
-    def _on_thread(self, work: Callable[[], Any]) -> Any:
+    def _call_on_thread(self, work: Callable[[], Any]) -> Any:
+        """Return the answer of `work`, which the engine's thread calls between two steps. Raises its error."""
         future: Future[Any] = Future()
         self._commands.put((work, future))
         return future.result()
@@ -188,9 +206,10 @@ class VllmEngine(Engine):
             self._llm, self._notes = build_llm(self._spec, self._extension)
             self._stats = replace(self._stats, holds=cached_sequences(self._llm))
         except BaseException as error:
-            # A caller learns why: construction waits for the first command's answer.
+            # Construction waits for the answer of the first command, and raises this error.
             while True:
-                self._commands.get()[1].set_exception(error)
+                _, future = self._commands.get()
+                future.set_exception(error)
         while True:
             self._run_commands()
             if self._has_work:
@@ -221,7 +240,7 @@ class VllmEngine(Engine):
     def _sample_tokens(self) -> None:
         """Make one step of vLLM, and record finished requests."""
         begin = time.perf_counter()
-        self._let_in()
+        self._let_requests_enter()
         outputs = self._llm.step()
         self._steps.append(time.perf_counter())
         if not self._prove():
@@ -240,25 +259,25 @@ class VllmEngine(Engine):
     def _scheduler(self) -> Any:
         return self._llm.engine_core.engine_core.scheduler
 
-    def _add_requests(self, requests: list[TurnRequest], checked: list[Any]) -> None:
+    def _add_requests(self, requests: list[TurnRequest], vllm_requests: list[Any]) -> None:
         self._require_sound()
         if self._dropped:
             raise RuntimeError("this engine's weights were dropped when it fell asleep: a refit must come first")
         self._requests.add(requests, self._version)
-        self._entering.extend(checked)
+        self._entering.extend(vllm_requests)
 
-    def _let_in(self) -> None:
-        """Hand requests to vLLM: all that have a place there, and a few per step of the others."""
+    def _let_requests_enter(self) -> None:
+        """Hand requests to vLLM: all that have a place there, and a few further ones per step."""
         scheduler = self._scheduler
         room = scheduler.max_num_running_reqs + _SPARE - len(scheduler.running) - len(scheduler.waiting)
-        for _ in range(min(len(self._entering), max(room, _ENTER))):
-            self._enter(self._entering.popleft())
+        for _ in range(min(len(self._entering), max(room, _ENTER_PER_STEP))):
+            self._enter_request(self._entering.popleft())
 
     def _require_sound(self) -> None:
         if self._state is RefitState.POISONED:
-            raise RuntimeError(f"this engine must not be used: {self._poisoned}")
+            raise RuntimeError(f"this engine must not be used: {self._poison_reason}")
 
-    def _enter(self, request: Any) -> None:
+    def _enter_request(self, request: Any) -> None:
         """Hand a request to vLLM. request: from `vllm_request`."""
         if self._spec.reset_prefix_cache:
             # The salt keeps prefixes that older weights computed out of reach. vLLM's own reset does nothing while
@@ -270,13 +289,15 @@ class VllmEngine(Engine):
         """Receive into shadow parameters while requests continue. Raises Untouched."""
         self._enter_state(RefitState.RECEIVING)
         try:
-            self._on_thread(lambda: self._workers("rl_stage", header))
-            while not all(reports := self._on_thread(lambda: self._workers("rl_staged"))):
+            self._call_on_thread(lambda: self._call_workers("rl_stage", header))
+            while True:
+                reports: list[ReceiveReport] = self._call_on_thread(lambda: self._call_workers("rl_staged"))
+                if all(reports):
+                    return reports
                 time.sleep(_STAGED_POLL_S)
         except Exception as error:
             self._enter_state(RefitState.SERVING)
             raise Untouched(str(error)) from error
-        return list(reports)
 
     def _change(self, header: Header, load: Callable[[], float]) -> float:
         """Make a version live by `load`; running requests continue under the new weights; return `load`'s seconds."""
@@ -293,9 +314,10 @@ class VllmEngine(Engine):
             self._poison(f"the refit to version {header.version} failed: {error}", error)
             raise
         self._enter_state(RefitState.SERVING)
-        self._version, self._dropped = header.version, False
-        begun_before = self._restart_what_has_not_begun()
-        self._requests.change(self._sampled_tokens(begun_before), header.version)
+        self._version = header.version
+        self._dropped = False
+        continuing = self._restart_fresh_requests()
+        self._requests.change(self._sampled_tokens(continuing), header.version)
         self._stats = replace(self._stats, paused=self._stats.paused + seconds)
         return seconds
 
@@ -304,13 +326,14 @@ class VllmEngine(Engine):
         if self._state is not RefitState.POISONED:
             self._state = state
 
-    def _poison(self, why: str, error: BaseException) -> None:
+    def _poison(self, reason: str, error: BaseException) -> None:
         """Sample nothing from now on, and end running requests with the error."""
-        self._state, self._poisoned = RefitState.POISONED, why
+        self._state = RefitState.POISONED
+        self._poison_reason = reason
         self._entering.clear()
         self._requests.fail(error)
 
-    def _workers(self, method: str, *arguments: Any) -> list[Any]:
+    def _call_workers(self, method: str, *arguments: Any) -> list[Any]:
         """Return the answers of all workers to a method of `RefitWorker`. Raises the first failure once all answered.
 
         vLLM itself stops reading at the first failure, and mistakes the remaining answers for those of the next call.
@@ -323,20 +346,23 @@ class VllmEngine(Engine):
 
     def _make_live(self, header: Header, reports: list[ReceiveReport]) -> float:
         """Commit a version; receive first if there are no reports yet. Return the seconds of receiving here."""
-        begin = end = time.perf_counter()
+        seconds = 0.0
         if not reports:
-            reports += self._workers("rl_receive", header)
-            end = time.perf_counter()
-        self._workers("rl_commit", header)
-        self._unproven, self._proven = header if header.prove else None, []
-        return end - begin
+            begin = time.perf_counter()
+            # In place: the caller reads the reports.
+            reports += self._call_workers("rl_receive", header)
+            seconds = time.perf_counter() - begin
+        self._call_workers("rl_commit", header)
+        self._unproven = header if header.prove else None
+        self._proof_or_error = []
+        return seconds
 
     def _count_commit(self) -> float | None:
         """Count the pause of the last commit once every worker's device has done it, and return it; None before."""
-        parts = self._workers("rl_committed")
-        if None in parts:
+        seconds_by_worker = self._call_workers("rl_committed")
+        if None in seconds_by_worker:
             return None
-        seconds = float(max(parts))
+        seconds = float(max(seconds_by_worker))
         self._stats = replace(self._stats, paused=self._stats.paused + seconds)
         return seconds
 
@@ -346,13 +372,14 @@ class VllmEngine(Engine):
         On the engine's thread: after the step that follows a change, before its tokens are recorded. The device is at
         work on that step meanwhile.
         """
-        header, self._unproven = self._unproven, None
+        header = self._unproven
         if header is None:
             return True
+        self._unproven = None
         try:
-            self._proven = self._workers("rl_prove", header)
+            self._proof_or_error = self._call_workers("rl_prove", header)
         except BaseException as error:
-            self._proven = error
+            self._proof_or_error = error
             self._poison(f"the refit to version {header.version} failed: {error}", error)
             return False
         return True
@@ -360,27 +387,27 @@ class VllmEngine(Engine):
     def _proofs(self) -> list[LiveProof]:
         """Return each worker's proof of the last version, made now if nothing was sampled. Raises its error."""
         self._prove()
-        if isinstance(self._proven, BaseException):
-            raise self._proven
-        return self._proven
+        if isinstance(self._proof_or_error, BaseException):
+            raise self._proof_or_error
+        return self._proof_or_error
 
-    def _restart_what_has_not_begun(self) -> list[tuple[Any, str]]:
-        """Have requests that have not begun enter again: their salt is of the version before. Return the others.
+    def _restart_fresh_requests(self) -> list[tuple[Any, str]]:
+        """Have requests that have not begun enter again: their salt is of the version before. Return those that have.
 
-        Running ones begin to recompute their keys and values, if they are to.
+        These recompute their keys and values if `EngineSpec.recompute_kv_cache` is set.
         """
-        found = self._scheduled()
-        fresh = [name for request, name in found if not begun(request)]
+        scheduled = self._scheduled_requests()
+        fresh_names = [name for request, name in scheduled if not has_begun(request)]
         if self._spec.recompute_kv_cache:
             self._llm.reset_prefix_cache(reset_running_requests=True)
-        if fresh:
-            self._llm.abort_request(fresh)
-        for name in fresh:
-            again = self._requests.restart(name, self._version)
-            self._enter(vllm_request(self._llm, self._spec, again))
+        if fresh_names:
+            self._llm.abort_request(fresh_names)
+        for name in fresh_names:
+            turn_request = self._requests.restart(name, self._version)
+            self._enter_request(vllm_request(self._llm, self._spec, turn_request))
         for request in self._entering:
             self._requests.restart(request.request_id, self._version)
-        return [(request, name) for request, name in found if begun(request)]
+        return [(request, name) for request, name in scheduled if has_begun(request)]
 
     def _sampled_tokens(self, running: list[tuple[Any, str]]) -> list[tuple[str, int]]:
         """Return the name of each running request, and how many tokens the version before sampled.
@@ -391,13 +418,13 @@ class VllmEngine(Engine):
         late = 0 if self._spec.recompute_kv_cache else 1
         return [(name, request.num_output_tokens + late * request.num_output_placeholders) for request, name in running]
 
-    def _scheduled(self) -> list[tuple[Any, str]]:
+    def _scheduled_requests(self) -> list[tuple[Any, str]]:
         """Return the requests of vLLM's scheduler with the names that they were added by."""
         requests = self._scheduler.requests
         states = [(requests.get(name), state) for name, state in self._llm.output_processor.request_states.items()]
         return [(request, state.external_req_id) for request, state in states if request is not None]
 
     def _let_steps_pass(self, end: float) -> None:
-        """The gap that a change of weights makes ends with the step after it."""
+        """Wait until a step follows a change of weights, which ends the gap between two steps; at most 1 s."""
         while self._requests and not (self._steps and self._steps[-1] > end) and time.perf_counter() < end + 1:
             time.sleep(_STAGED_POLL_S)

@@ -32,7 +32,8 @@ def find_regions(runner: Any, plan: RefitPlan, device: torch.device) -> list[Par
     """Return the regions of every tensor of the plan, or why there are none. runner: vLLM's, as after start-up."""
     if device.type == "cpu":
         return UnsupportedLayout("on CPU vLLM repacks its weights")
-    model, files = runner.get_model(), None
+    model = runner.get_model()
+    files = None
     if runner.load_config.load_format != "dummy":
         files = WeightFiles(Path(runner.model_config.model))
     try:
@@ -40,7 +41,7 @@ def find_regions(runner: Any, plan: RefitPlan, device: torch.device) -> list[Par
         if files:
             prove(regions, files)
     except UnsupportedLayout as reason:
-        reason.in_place = files is not None and loads_in_place(model, files, [entry.name for entry in plan.entries])
+        reason.in_place = files is not None and loads_in_place(model, files, [tensor.name for tensor in plan.entries])
         return reason
     return regions
 
@@ -51,7 +52,8 @@ def record_regions(model: Any, plan: RefitPlan) -> list[ParamSlice]:
     Raises UnsupportedLayout if a loader transforms a tensor.
     """
     hollow = {
-        entry.name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta") for entry in plan.entries
+        tensor.name: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="meta")
+        for tensor in plan.entries
     }
     return record_copies(model, hollow)
 
@@ -89,13 +91,13 @@ def loads_in_place(model: Any, files: WeightFiles, names: Iterable[str]) -> bool
     weights after loading, and for a loader without plain copies into parameters.
     """
     for name in {_kind(name): name for name in names}.values():
-        compared = _Comparer(model)
+        comparer = _Comparer(model)
         try:
-            with torch.no_grad(), compared:
+            with torch.no_grad(), comparer:
                 model.load_weights(iter([(name, files.tensor(name))]))
         except Exception:  # a loader of several tensors at a time, or a name that the folder lacks
             return False
-        if not compared.found or compared.differ:
+        if not comparer.has_copied or comparer.has_differed:
             return False
     return True
 
@@ -105,12 +107,12 @@ def _kind(name: str) -> str:
     return re.sub(r"\d+", "*", name)
 
 
-def unregistered(model: torch.nn.Module) -> list[str]:
+def list_unregistered(model: torch.nn.Module) -> list[str]:
     """Return the names of device tensors that modules hold neither as parameters nor as buffers; no key-value caches.
 
     No refit writes them, and vLLM does not keep them where it drops an engine's weights.
     """
-    return [name for name, tensor in _unregistered(model) if tensor.device.type != "cpu"]
+    return [name for name, tensor in _iterate_unregistered(model) if tensor.device.type != "cpu"]
 
 
 def live_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
@@ -118,33 +120,41 @@ def live_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
 
     Other names than parameters' end with a word in brackets.
     """
-    held = {**dict(model.named_parameters()), **{f"{name} (buffer)": each for name, each in model.named_buffers()}}
-    for number, (name, tensor) in enumerate(_unregistered(model)):
-        held[f"{name} ({number})"] = tensor
-    return {name: tensor.detach() for name, tensor in held.items() if tensor.numel()}
+    tensors: dict[str, Tensor] = dict(model.named_parameters())
+    for name, tensor in model.named_buffers():
+        tensors[f"{name} (buffer)"] = tensor
+    for number, (name, tensor) in enumerate(_iterate_unregistered(model)):
+        tensors[f"{name} ({number})"] = tensor
+    return {name: tensor.detach() for name, tensor in tensors.items() if tensor.numel()}
 
 
-def _unregistered(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    known = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
-    for place, module in model.named_modules():
-        for name, held in vars(module).items():
-            for tensor in _tensors(held) if name not in _NO_WEIGHTS else ():
-                if tensor.numel() and tensor.untyped_storage().data_ptr() not in known:
-                    yield f"{place}.{name}".lstrip("."), tensor
+def _iterate_unregistered(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name and the tensor of each attribute, in no storage of a parameter or buffer."""
+    registered = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    for module_name, module in model.named_modules():
+        for attribute_name, attribute in vars(module).items():
+            if attribute_name in _NO_WEIGHTS:
+                continue
+            for tensor in _iterate_tensors(attribute):
+                if tensor.numel() and tensor.untyped_storage().data_ptr() not in registered:
+                    yield f"{module_name}.{attribute_name}".lstrip("."), tensor
 
 
-def _tensors(held: Any, *, inside: bool = True) -> Iterator[Tensor]:
-    """Yield a tensor, or those of a collection or of an object that is no module."""
-    if isinstance(held, Tensor):
-        yield held
-    elif isinstance(held, (list, tuple)):
-        yield from (each for each in held if isinstance(each, Tensor))
-    elif isinstance(held, dict):
-        yield from (each for each in held.values() if isinstance(each, Tensor))
-    elif inside and hasattr(held, "__dict__") and not isinstance(held, (torch.nn.Module, type)):
-        for name, each in vars(held).items():
+def _iterate_tensors(attribute: Any, *, in_objects: bool = True) -> Iterator[Tensor]:
+    """Yield the attribute if it is a tensor, else the tensors in it. It may be a collection.
+
+    in_objects: it may be an object with attributes, but no module.
+    """
+    if isinstance(attribute, Tensor):
+        yield attribute
+    elif isinstance(attribute, (list, tuple)):
+        yield from (member for member in attribute if isinstance(member, Tensor))
+    elif isinstance(attribute, dict):
+        yield from (member for member in attribute.values() if isinstance(member, Tensor))
+    elif in_objects and hasattr(attribute, "__dict__") and not isinstance(attribute, (torch.nn.Module, type)):
+        for name, member in vars(attribute).items():
             if name not in _NO_WEIGHTS:
-                yield from _tensors(each, inside=False)
+                yield from _iterate_tensors(member, in_objects=False)
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -153,28 +163,30 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, hollow: Mapping[str, Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.regions: list[ParamSlice] = []
-        # Views share their tensor's storage object, hollow ones too: it tells which tensor a view is of.
-        self._names = {tensor.untyped_storage()._cdata: (name, tensor) for name, tensor in hollow.items()}
+        # A view shares its tensor's storage object, on the meta device too: the storage leads to the tensor.
+        self._by_storage = {tensor.untyped_storage()._cdata: (name, tensor) for name, tensor in hollow.items()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.copy_.default:
-            target, source = args[0], args[1]
+            target = args[0]
+            source = args[1]
             if source.device.type == "meta" and target.device.type != "meta":
                 self._record_copy(target, source)
                 return target
         return func(*args, **(kwargs or {}))
 
     def _record_copy(self, target: Tensor, source: Tensor) -> None:
-        found = self._names.get(source.untyped_storage()._cdata)
-        if found is None:
+        storage = source.untyped_storage()._cdata
+        if storage not in self._by_storage:
             raise UnsupportedLayout("a tensor is computed with before it is copied")
-        name, whole = found
-        if target.shape != source.shape or _steps(source) != _steps(whole, source.shape):
-            raise UnsupportedLayout(f"{name} is rearranged: {tuple(whole.shape)} into {tuple(target.shape)}")
-        rest, start = source.storage_offset(), []
-        for stride in whole.stride():
-            start.append(rest // stride if stride else 0)
-            rest %= stride or 1
+        name, tensor = self._by_storage[storage]
+        if target.shape != source.shape or _steps(source) != _steps(tensor, source.shape):
+            raise UnsupportedLayout(f"{name} is rearranged: {tuple(tensor.shape)} into {tuple(target.shape)}")
+        offset = source.storage_offset()
+        start = []
+        for stride in tensor.stride():
+            start.append(offset // stride if stride else 0)
+            offset %= stride or 1
         self.regions.append(ParamSlice(TensorSlice(name, tuple(start), tuple(source.shape)), target.detach()))
 
 
@@ -184,13 +196,16 @@ class _Comparer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._live = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-        self.found, self.differ = False, False
+        # A copy had a parameter as its target; a copy would have changed one.
+        self.has_copied = False
+        self.has_differed = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.copy_.default and args[0].untyped_storage().data_ptr() in self._live:
-            target, source = args[0], args[1]
-            self.found = True
-            self.differ |= not torch.equal(target, source.to(target.device, target.dtype).expand_as(target))
+            target = args[0]
+            source = args[1]
+            self.has_copied = True
+            self.has_differed |= not torch.equal(target, source.to(target.device, target.dtype).expand_as(target))
             return target
         return func(*args, **(kwargs or {}))
 

@@ -21,20 +21,21 @@ def refusal(error: Exception, folder: str) -> ModelError | None:
     import vllm
 
     if not re.search("Model architectures? .* (not supported|failed to be inspected)", str(error), re.DOTALL):
-        where = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-        if isinstance(error, ValueError) or not any(_CLASSES in each for each in where):
+        files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+        if isinstance(error, ValueError) or not any(_CLASSES in file for file in files):
             return None
         name = architectures_in(Path(folder) / "config.json")
-        why = f"vLLM {vllm.__version__} does not build {name}: {type(error).__name__}: {' '.join(str(error).split())}"
-        lacking = re.search(r"Config' object has no attribute '(\w+)'", str(error))
-        why += f"; it reads {lacking[1]} from config.json" if lacking else ""
-        return ModelError(f"{folder}: {why}")
+        text = " ".join(str(error).split())
+        reason = f"vLLM {vllm.__version__} does not build {name}: {type(error).__name__}: {text}"
+        if lacking := re.search(r"Config' object has no attribute '(\w+)'", str(error)):
+            reason += f"; it reads {lacking[1]} from config.json"
+        return ModelError(f"{folder}: {reason}")
     name = architectures_in(Path(folder) / "config.json")
     if "failed to be inspected" in str(error):
         return ModelError(f"{folder}: vLLM {vllm.__version__} cannot import {name}; the engine's log says why")
-    why = f"vLLM {vllm.__version__} does not serve {name}, nor does its Transformers backend; a newer vLLM may"
-    keep_refusal(name, why)
-    return ModelError(f"{folder}: {why}")
+    reason = f"vLLM {vllm.__version__} does not serve {name}, nor does its Transformers backend; a newer vLLM may"
+    keep_refusal(name, reason)
+    return ModelError(f"{folder}: {reason}")
 
 
 def backend_note(llm: Any) -> str | None:
@@ -43,8 +44,8 @@ def backend_note(llm: Any) -> str | None:
     from vllm.model_executor.models.registry import ModelRegistry
 
     config = llm.model_config
-    found = getattr(ModelRegistry.models.get(config.architecture), "module_name", "")
-    if not found.startswith(_BACKEND):
+    module_name = getattr(ModelRegistry.models.get(config.architecture), "module_name", "")
+    if not module_name.startswith(_BACKEND):
         return None
     name = ", ".join(config.architectures)
     return f"vLLM {vllm.__version__} has no layers of its own for {name}: its Transformers backend serves it"

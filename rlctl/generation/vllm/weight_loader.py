@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from rlctl.generation.vllm.param_layout import UnsupportedLayout, unregistered
+from rlctl.generation.vllm.param_layout import UnsupportedLayout, list_unregistered
 from rlctl.refit.param_slices import ParamSlice, ParamSliceSink, ShadowParams, verify_complete
 from rlctl.refit.pipeline import ChunkReceiver
 from rlctl.refit.protocol import Header, LiveProof, LoadMode, Mode, ReceiveReport, RefitError
@@ -48,7 +48,9 @@ class WeightReceiver:
     """One vLLM worker's end of a refit."""
 
     def __init__(self, receiver: ChunkReceiver, loading: WeightLoader, device: torch.device) -> None:
-        self._receiver, self._loading, self._device = receiver, loading, device
+        self._receiver = receiver
+        self._loading = loading
+        self._device = device
         self._staging: threading.Thread | None = None
         self._staged: ReceiveReport | Exception | None = None
         # Begin and end of the last commit on the device, and its seconds on the host.
@@ -65,12 +67,12 @@ class WeightReceiver:
         return self._loading.sink
 
     def stage(self, header: Header) -> None:
-        """Begin to receive on a thread; `staged` tells when it is done."""
+        """Begin to receive on a thread; `staged_report` tells when it is done."""
         self._staged = None
         self._staging = threading.Thread(target=self._receive_staged, args=(header,), name="refit", daemon=True)
         self._staging.start()
 
-    def staged(self) -> ReceiveReport | None:
+    def staged_report(self) -> ReceiveReport | None:
         """Return the receiver's report once everything arrived, None before. Raises the error of receiving."""
         if isinstance(self._staged, Exception):
             raise self._staged
@@ -84,23 +86,26 @@ class WeightReceiver:
     def commit(self) -> None:
         """Make the received version live for everything queued from now on.
 
-        The host does not wait. Nothing may be received before `committed` says that the device is done. With adapters
-        `prove` comes next.
+        The host does not wait. Nothing may be received before `commit_seconds` says that the device is done. With
+        adapters `prove` comes next.
         """
-        begin, first = time.perf_counter(), mark_here(self._device)
+        host_begin = time.perf_counter()
+        device_begin = mark_here(self._device)
         self._loading.commit()
-        self._committing = (first, mark_here(self._device)), time.perf_counter() - begin
+        device_span = (device_begin, mark_here(self._device))
+        self._committing = device_span, time.perf_counter() - host_begin
 
     @torch.no_grad()
     def prove(self, header: Header) -> LiveProof | None:
         """Return the proof that the live tensors are those sent. Raises RefitError naming the tensor that differs."""
         return self._loading.prove(header, self._receiver.received)
 
-    def committed(self) -> float | None:
+    def commit_seconds(self) -> float | None:
         """Return the seconds of the last commit once the device has done it, None before."""
-        assert self._committing, "commit comes before committed"
-        span, host = self._committing
-        return max(host, elapsed([span])) if span[1].reached() else None
+        assert self._committing, "commit comes before commit_seconds"
+        device_span, host_seconds = self._committing
+        _, device_end = device_span
+        return max(host_seconds, elapsed([device_span])) if device_end.reached() else None
 
     def close(self) -> None:
         """Leave the transport; a thread that still receives ends with an error."""
@@ -114,16 +119,16 @@ class WeightReceiver:
                 self._staged = self.receive(header)
         except Exception as error:
             self._staged = error
-        except BaseException as error:  # it would end the thread, and `staged` would wait
+        except BaseException as error:  # it would end the thread, and `staged_report` would wait
             self._staged = RuntimeError(f"receiving ended by {type(error).__name__}")
 
 
 class DirectLoader(WeightLoader):
     """Receives straight into the live parameters."""
 
-    def __init__(self, plan: RefitPlan, regions: list[ParamSlice], why: str, overwrites: bool) -> None:
+    def __init__(self, plan: RefitPlan, regions: list[ParamSlice], reason: str, overwrites: bool) -> None:
         self.sink: WeightSink = ParamSliceSink(plan, regions)
-        self.choice = LoadMode("direct", why, 0, overwrites)
+        self.choice = LoadMode("direct", reason, 0, overwrites)
 
     def commit(self) -> None:
         """Nothing is left to do."""
@@ -136,7 +141,7 @@ class ShadowLoader(WeightLoader):
         self,
         plan: RefitPlan,
         regions: list[ParamSlice],
-        why: str,
+        reason: str,
         overwrites: bool,
         parameters: dict[str, Tensor],
     ) -> None:
@@ -144,7 +149,7 @@ class ShadowLoader(WeightLoader):
         # Made on this thread's stream; received items come on others.
         torch.cuda.synchronize()
         self.sink: WeightSink = ParamSliceSink(plan, self._shadow.regions, beside_requests=True)
-        self.choice = LoadMode("staged", why, self._shadow.nbytes, overwrites)
+        self.choice = LoadMode("staged", reason, self._shadow.nbytes, overwrites)
 
     def commit(self) -> None:
         self._shadow.commit()
@@ -153,10 +158,13 @@ class ShadowLoader(WeightLoader):
 class WholeTensorLoader(WeightLoader):
     """Receives whole tensors, which go through the engine's own loader."""
 
-    def __init__(self, plan: RefitPlan, runner: Any, device: torch.device, why: str) -> None:
-        self._whole, self._runner, self._device = WholeTensorSink(plan, device), runner, device
-        self.sink: WeightSink = self._whole
-        self.choice = LoadMode("staged", why, 0 if device.type == "cpu" else plan.nbytes, overwrites=False)
+    def __init__(self, plan: RefitPlan, runner: Any, device: torch.device, reason: str) -> None:
+        self._whole_tensors = WholeTensorSink(plan, device)
+        self._runner = runner
+        self._device = device
+        self.sink: WeightSink = self._whole_tensors
+        device_bytes = 0 if device.type == "cpu" else plan.nbytes
+        self.choice = LoadMode("staged", reason, device_bytes, overwrites=False)
 
 
 class InPlaceLoader(WholeTensorLoader):
@@ -168,7 +176,7 @@ class InPlaceLoader(WholeTensorLoader):
 
     def commit(self) -> None:
         """Load; CUDA graphs stay valid, for nothing has another place."""
-        self._runner.get_model().load_weights(self._whole.tensors())
+        self._runner.get_model().load_weights(self._whole_tensors.tensors())
 
 
 class ReloadLoader(WholeTensorLoader):
@@ -180,11 +188,11 @@ class ReloadLoader(WholeTensorLoader):
         Raises RefitError for weights that vLLM leaves as they were.
         """
         with LostWeights() as lost:
-            self._runner.reload_weights(weights_iterator=self._whole.tensors())
+            self._runner.reload_weights(weights_iterator=self._whole_tensors.tensors())
         if self._device.type == "cpu":
             _repack_for_cpu(self._runner.get_model())
-        elif lost.said:
-            raise RefitError(f"vLLM's reload leaves weights as they were: {', '.join(lost.said)}")
+        elif lost.layers:
+            raise RefitError(f"vLLM's reload leaves weights as they were: {', '.join(lost.layers)}")
 
 
 def choose_loading(
@@ -212,19 +220,26 @@ def choose_loading(
         return ReloadLoader(plan, runner, device, str(regions))
     model = runner.get_model()
     parameters = dict(model.named_parameters())
-    verify_complete(regions, parameters, _padded(model))
-    needed = sum(parameter.numel() * parameter.element_size() for parameter in parameters.values())
-    fits = room >= needed + _SPARE_BYTES
-    sizes = f"{needed / 2**30:.1f} GiB needed, {room / 2**30:.1f} GiB free"
-    if mode == "staged" and not fits:
+    verify_complete(regions, parameters, _list_padded(model))
+    shadow_bytes = sum(parameter.numel() * parameter.element_size() for parameter in parameters.values())
+    shadow_fits = room >= shadow_bytes + _SPARE_BYTES
+    sizes = f"{shadow_bytes / 2**30:.1f} GiB needed, {room / 2**30:.1f} GiB free"
+    if mode == "staged" and not shadow_fits:
         raise RefitError(f"refit.mode=staged: {sizes}: lower generation.gpu_memory_utilization or use direct")
-    beside = unregistered(model)
-    staged = mode == "staged" or (mode == "auto" and in_flight and fits)
-    why = "as configured" if mode != "auto" else sizes if in_flight else "nothing samples during a refit"
-    why += f"; {beside[0]} is no parameter and is kept" if beside else ""
-    if staged:
-        return ShadowLoader(plan, regions, why, not beside, parameters)
-    return DirectLoader(plan, regions, why, not beside)
+    if mode != "auto":
+        reason = "as configured"
+    elif in_flight:
+        reason = sizes
+    else:
+        reason = "nothing samples during a refit"
+    other_tensors = list_unregistered(model)
+    if other_tensors:
+        reason += f"; {other_tensors[0]} is no parameter and is kept"
+    # Tensors that no refit writes must survive sleep.
+    overwrites = not other_tensors
+    if mode == "staged" or (mode == "auto" and in_flight and shadow_fits):
+        return ShadowLoader(plan, regions, reason, overwrites, parameters)
+    return DirectLoader(plan, regions, reason, overwrites)
 
 
 class LostWeights(logging.Handler):
@@ -234,12 +249,12 @@ class LostWeights(logging.Handler):
         super().__init__(logging.WARNING)
         self._logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
         self._level = self._logger.level
-        self.said: list[str] = []
+        self.layers: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        layer, _, what = record.getMessage().partition(": ")
-        if what == "Failed to load weights" and layer not in (*self.said, "ParallelLMHead"):
-            self.said.append(layer)
+        layer, _, message = record.getMessage().partition(": ")
+        if message == "Failed to load weights" and layer not in (*self.layers, "ParallelLMHead"):
+            self.layers.append(layer)
 
     def __enter__(self) -> "LostWeights":
         # VLLM_LOGGING_LEVEL may hide warnings.
@@ -252,7 +267,7 @@ class LostWeights(logging.Handler):
         self._logger.setLevel(self._level)
 
 
-def _padded(model: torch.nn.Module) -> set[str]:
+def _list_padded(model: torch.nn.Module) -> set[str]:
     """Return the names of parameters with rows of padding: vocabularies rounded up."""
     return {f"{name}.weight" for name, module in model.named_modules() if hasattr(module, "num_embeddings_padded")}
 

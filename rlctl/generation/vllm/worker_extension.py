@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from rlctl.generation.vllm.adapter_loader import installed
+from rlctl.generation.vllm.adapter_loader import find_adapters
 from rlctl.generation.vllm.adapter_refit import AdapterLoader
 from rlctl.generation.vllm.param_layout import UnsupportedLayout, find_regions, live_tensors
 from rlctl.generation.vllm.weight_loader import WeightLoader, WeightReceiver, choose_loading
@@ -39,8 +39,8 @@ def listen_on_the_address_alone() -> None:
 listen_on_the_address_alone()
 
 
-def answered(method: Method) -> Method:
-    """Have the method return its error, for `VllmEngine._workers`."""
+def return_errors(method: Method) -> Method:
+    """Have the method return its error, for `VllmEngine._call_workers`."""
 
     @wraps(method)
     def answer(*args: Any, **kwargs: Any) -> Any:
@@ -61,7 +61,7 @@ class RefitWorker:
     _rl_receiver: WeightReceiver | None = None
     _rl_regions: list[ParamSlice] | UnsupportedLayout | None = None
 
-    @answered
+    @return_errors
     def rl_room(self) -> int:
         """Leave the transport; return the bytes of device memory that are free then, 0 on a CPU."""
         if self._rl_receiver:
@@ -73,47 +73,47 @@ class RefitWorker:
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(self.device)[0])
 
-    @answered
+    @return_errors
     def rl_open(
         self, spec: TransportSpec, plan: RefitPlan, first_rank: int, mode: Mode, in_flight: bool, room: int
     ) -> LoadMode:
         """Join the transport; `first_rank` is the rank of this engine's first worker in it. See `choose_loading`."""
-        loading = self._loading(plan, mode, in_flight, room - receiver_bytes(spec, plan))
+        loader = self._choose_loader(plan, mode, in_flight, room - receiver_bytes(spec, plan))
         receiver = open_receiver(spec, plan, first_rank + self.rank, self.device)
-        self._rl_receiver = WeightReceiver(receiver, loading, self.device)
-        return loading.choice
+        self._rl_receiver = WeightReceiver(receiver, loader, self.device)
+        return loader.choice
 
-    @answered
+    @return_errors
     def rl_receive(self, header: Header) -> ReceiveReport:
         """Receive now. Raises RefitError."""
         return self._rl.receive(header)
 
-    @answered
+    @return_errors
     def rl_stage(self, header: Header) -> None:
         """Begin to receive into shadow parameters."""
         self._rl.stage(header)
 
-    @answered
+    @return_errors
     def rl_staged(self) -> ReceiveReport | None:
         """Return the receiver's report once everything arrived, None before. Raises RefitError."""
-        return self._rl.staged()
+        return self._rl.staged_report()
 
-    @answered
+    @return_errors
     def rl_commit(self, header: Header) -> None:
         """Make the received weights live for the next step."""
         self._rl.commit()
 
-    @answered
+    @return_errors
     def rl_prove(self, header: Header) -> LiveProof | None:
         """Return the proof that live tensors are those sent. Raises RefitError."""
         return self._rl.prove(header)
 
-    @answered
+    @return_errors
     def rl_committed(self) -> float | None:
         """Return the seconds of the last commit once the device has done it, None before."""
-        return self._rl.committed()
+        return self._rl.commit_seconds()
 
-    @answered
+    @return_errors
     def rl_checksums(self) -> dict[str, int]:
         """Return a checksum of every parameter and buffer, and of the other tensors of modules."""
         tensors = live_tensors(self.model_runner.get_model())
@@ -132,8 +132,8 @@ class RefitWorker:
             "device_peak": float(torch.cuda.max_memory_allocated(self.device)),
         }
 
-    def _loading(self, plan: RefitPlan, mode: Mode, in_flight: bool, room: int) -> WeightLoader:
-        adapters = installed(self.model_runner.get_model())
+    def _choose_loader(self, plan: RefitPlan, mode: Mode, in_flight: bool, room: int) -> WeightLoader:
+        adapters = find_adapters(self.model_runner.get_model())
         if adapters is not None:
             return AdapterLoader(plan, adapters, self.device, "adapters are small")
         if self._rl_regions is None:

@@ -97,12 +97,18 @@ class SteppedEngine(VllmEngine):
     def __init__(self, model: FakeModel | None = None) -> None:
         self.model = model or FakeModel()
         self._spec: Any = SimpleNamespace(recompute_kv_cache=False, reset_prefix_cache=True)
-        self._requests, self._entering, self._stats = ActiveRequests(), deque(), EngineStats()
-        self._version, self._poisoned, self._llm = -1, "", self.model
-        self._state, self._overwrites, self._dropped = RefitState.SERVING, False, False
+        self._requests = ActiveRequests()
+        self._entering = deque()
+        self._stats = EngineStats()
+        self._version = -1
+        self._llm = self.model
+        self._state = RefitState.SERVING
+        self._poison_reason = ""
+        self._overwrites = False
+        self._dropped = False
         self._steps = deque(maxlen=1)
 
-    def _on_thread(self, work: Callable[[], Any]) -> Any:
+    def _call_on_thread(self, work: Callable[[], Any]) -> Any:
         return work()
 
     def collect(self, patience_s: float) -> FinishedTurns:
@@ -140,8 +146,8 @@ class SteppedEngine(VllmEngine):
         self._change(header, load)
 
     def is_whole(self) -> bool:
-        """Return whether the engine serves one version, the one that it says, or refuses to sample."""
-        return bool(self._poisoned) or set(self.model.weights) == {self._version}
+        """Return True if the engine serves one version, the one that it says, or refuses to sample."""
+        return bool(self._poison_reason) or set(self.model.weights) == {self._version}
 
 
 class FakeWorker:

@@ -22,10 +22,11 @@ _FEATURES = (
 )
 
 
-def whole_sequences(manager: Any) -> Any | None:
-    """Return the one kind of blocks that `manager` has, where all layers attend to the whole sequence; else None."""
-    kinds = manager.coordinator.single_type_managers
-    return kinds[0] if [type(kind).__name__ for kind in kinds] == ["FullAttentionManager"] else None
+def only_full_attention(manager: Any) -> Any | None:
+    """Return the manager of blocks if all layers attend to the whole sequence, else None."""
+    managers = manager.coordinator.single_type_managers
+    names = [type(single_type_manager).__name__ for single_type_manager in managers]
+    return managers[0] if names == ["FullAttentionManager"] else None
 
 
 @dataclass(slots=True)
@@ -49,32 +50,39 @@ class NextTokens:
         from vllm.v1.core.sched.interface import PauseState
         from vllm.v1.request import Request, RequestStatus
 
-        self._scheduler, self._manager = scheduler, scheduler.kv_cache_manager
-        self._running, self._unpaused = RequestStatus.RUNNING, PauseState.UNPAUSED
+        self._scheduler = scheduler
+        self._manager = scheduler.kv_cache_manager
+        self._running_status = RequestStatus.RUNNING
+        self._unpaused_state = PauseState.UNPAUSED
         # The next step is scheduled before this one's tokens are known: they have placeholders meanwhile.
-        self._ahead = isinstance(scheduler, AsyncScheduler)
+        self._schedules_ahead = isinstance(scheduler, AsyncScheduler)
         # Attributes that vLLM 0.25 lacks and later releases have.
         self._counts_in_flight = "num_in_flight_tokens" in Request.__init__.__code__.co_names
-        # Tokens that were sampled before a request was preempted, and are yet to come.
-        self._stale = "num_stale_output_tokens" if self._counts_in_flight else "async_tokens_to_discard"
-        whole = whole_sequences(self._manager)
-        self._on = whole is not None and not any(getattr(scheduler, name, None) for name in _FEATURES)
-        if whole is not None and self._on:
-            self._blocks, self._size = whole.req_to_blocks, int(whole.block_size)
-            self._cached: dict[str, int] = whole.num_cached_block
-            self._caching = bool(self._manager.enable_caching)
-            self._schedule, scheduler.schedule = scheduler.schedule, self._schedule_next
+        # Attribute of a request: tokens that were sampled before it was preempted, and are yet to come.
+        self._stale_tokens = "num_stale_output_tokens" if self._counts_in_flight else "async_tokens_to_discard"
+        block_manager = only_full_attention(self._manager)
+        self._is_on = block_manager is not None and not any(getattr(scheduler, name, None) for name in _FEATURES)
+        if block_manager is not None and self._is_on:
+            # vLLM's own dicts, by request: all its blocks, and the number of blocks in the prefix cache.
+            self._blocks = block_manager.req_to_blocks
+            self._num_cached_blocks: dict[str, int] = block_manager.num_cached_block
+            self._block_size = int(block_manager.block_size)
+            self._caches_prefixes = bool(self._manager.enable_caching)
+            self._vllm_schedule = scheduler.schedule
+            scheduler.schedule = self._schedule_next
 
     def _schedule_next(self, throttle_prefills: bool = False) -> Any:
         """Give each running request a token, and have vLLM schedule waiting requests with the remaining budget."""
         scheduler = self._scheduler
-        held = throttle_prefills or scheduler._pause_state != self._unpaused
-        if held or not (going := self._going()):
-            return self._schedule(throttle_prefills)
-        names, new_blocks, computed, sampled = self._advance_requests(going)
+        if throttle_prefills or scheduler._pause_state != self._unpaused_state:
+            return self._vllm_schedule(throttle_prefills)
+        continuing = self._select_continuing()
+        if not continuing:
+            return self._vllm_schedule(throttle_prefills)
+        names, new_blocks, computed, sampled = self._advance_requests(continuing)
         scheduler.max_num_scheduled_tokens -= len(names)
         try:
-            step = self._schedule(throttle_prefills)
+            step = self._vllm_schedule(throttle_prefills)
         finally:
             scheduler.max_num_scheduled_tokens += len(names)
         cached = step.scheduled_cached_reqs
@@ -88,96 +96,125 @@ class NextTokens:
             scheduler.prev_step_scheduled_req_ids.update(names)
         return step
 
-    def _going(self) -> list[Any]:
+    def _select_continuing(self) -> list[Any]:
         """Return the running requests that get one token; none where vLLM has more to decide about any request."""
-        scheduler, blocks, size = self._scheduler, self._blocks, self._size
-        before = None if scheduler.use_v2_model_runner else scheduler.prev_step_scheduled_req_ids
-        going, short, longest = [], 0, scheduler.max_model_len
+        scheduler = self._scheduler
+        blocks = self._blocks
+        block_size = self._block_size
+        max_length = scheduler.max_model_len
+        previous_names = None if scheduler.use_v2_model_runner else scheduler.prev_step_scheduled_req_ids
+        continuing = []
+        needed_blocks = 0
         for request in scheduler.running:
-            computed, ahead = request.num_computed_tokens, request.num_output_placeholders
-            missing = len(request._all_token_ids) + ahead - computed
-            if missing != 1 or request.is_prefill_chunk or (before is not None and request.request_id not in before):
+            computed = request.num_computed_tokens
+            placeholders = request.num_output_placeholders
+            uncomputed = len(request._all_token_ids) + placeholders - computed
+            if uncomputed != 1 or request.is_prefill_chunk:
                 return []
-            if computed + 1 >= longest or (ahead and len(request._output_token_ids) + 1 >= request.max_tokens):
+            if previous_names is not None and request.request_id not in previous_names:
+                return []
+            if computed + 1 >= max_length or (
+                placeholders and len(request._output_token_ids) + 1 >= request.max_tokens
+            ):
                 # The request's last token is being computed: vLLM passes over the request too.
                 continue
-            short += computed >= len(blocks[request.request_id]) * size
-            going.append(request)
-        enough = short <= self._manager.block_pool.get_num_free_blocks()
-        return going if enough and len(going) <= scheduler.max_num_scheduled_tokens else []
+            needed_blocks += computed >= len(blocks[request.request_id]) * block_size
+            continuing.append(request)
+        has_blocks = needed_blocks <= self._manager.block_pool.get_num_free_blocks()
+        return continuing if has_blocks and len(continuing) <= scheduler.max_num_scheduled_tokens else []
 
-    def _advance_requests(self, going: list[Any]) -> tuple[list[str], list[Any], list[int], list[int]]:
-        """Give each request a token. Return names, blocks that are new, tokens computed before, and tokens sampled."""
-        manager, blocks, size, cached, caching = self._manager, self._blocks, self._size, self._cached, self._caching
-        lookahead, is_ahead = self._scheduler.num_lookahead_tokens, self._ahead
+    def _advance_requests(self, continuing: list[Any]) -> tuple[list[str], list[Any], list[int], list[int]]:
+        """Give each request a token. Return names, new blocks, tokens computed before, and tokens sampled."""
+        manager = self._manager
+        blocks = self._blocks
+        block_size = self._block_size
+        num_cached_blocks = self._num_cached_blocks
+        caches_prefixes = self._caches_prefixes
+        schedules_ahead = self._schedules_ahead
+        lookahead = self._scheduler.num_lookahead_tokens
         # vLLM passes a request over until the step of this number.
-        later = self._scheduler.current_step + 2
-        names, new_blocks, computed, sampled = list[str](), list[Any](), list[int](), list[int]()
-        for request in going:
-            name, before, ahead = request.request_id, request.num_computed_tokens, request.num_output_placeholders
+        eligible_step = self._scheduler.current_step + 2
+        names: list[str] = []
+        new_blocks: list[Any] = []
+        computed_before: list[int] = []
+        sampled: list[int] = []
+        for request in continuing:
+            name = request.request_id
+            computed = request.num_computed_tokens
+            placeholders = request.num_output_placeholders
             names.append(name)
-            computed.append(before)
-            sampled.append(len(request._output_token_ids) + ahead)
-            # Known tokens with keys and values in the cache after this step: whether they fill one more block.
-            known = before + 1 - ahead
-            if before < len(blocks[name]) * size and not (caching and known // size > cached.get(name, 0)):
+            computed_before.append(computed)
+            sampled.append(len(request._output_token_ids) + placeholders)
+            # Tokens, without placeholders, whose keys and values are in the cache after this step.
+            cached_tokens = computed + 1 - placeholders
+            if computed < len(blocks[name]) * block_size and not (
+                caches_prefixes and cached_tokens // block_size > num_cached_blocks.get(name, 0)
+            ):
                 new_blocks.append(None)
             else:
-                found = manager.allocate_slots(request, 1, num_lookahead_tokens=lookahead)
-                new_blocks.append(found.get_block_ids(allow_none=True))
-            request.num_computed_tokens = before + 1
-            request.next_decode_eligible_step = later
-            if is_ahead:
-                request.num_output_placeholders = ahead + 1
+                allocated = manager.allocate_slots(request, 1, num_lookahead_tokens=lookahead)
+                new_blocks.append(allocated.get_block_ids(allow_none=True))
+            request.num_computed_tokens = computed + 1
+            request.next_decode_eligible_step = eligible_step
+            if schedules_ahead:
+                request.num_output_placeholders = placeholders + 1
             if self._counts_in_flight:
                 request.num_in_flight_tokens += 1
-        return names, new_blocks, computed, sampled
+        return names, new_blocks, computed_before, sampled
 
-    def take(self, scheduled: Any, sampled: Any, log_probs: list[float], kept: dict[str, SampledTokens]) -> Any:
-        """Append the step's token to each request that already has one and surely goes on, and to its entry in `kept`.
+    def append_tokens(
+        self, scheduled: Any, sampled: Any, log_probs: list[float], running: dict[str, SampledTokens]
+    ) -> Any:
+        """Append the step's token to each request that already has one and surely goes on, and to its row of `running`.
 
-        log_probs: of each row of `sampled`. Returns the step without those requests, for `update_from_output`.
+        log_probs: one per row of `sampled`. Returns the step without those requests, for `update_from_output`.
         """
-        if not self._on or scheduled.scheduled_spec_decode_tokens or not sampled.sampled_token_ids:
+        if not self._is_on or scheduled.scheduled_spec_decode_tokens or not sampled.sampled_token_ids:
             return scheduled
-        scheduler, size, cached = self._scheduler, self._size, self._cached
-        row, tokens, others = sampled.req_id_to_index, sampled.sampled_token_ids, dict[str, int]()
-        requests, longest = scheduler.requests, scheduler.max_model_len
+        scheduler = self._scheduler
+        block_size = self._block_size
+        num_cached_blocks = self._num_cached_blocks
+        row_numbers = sampled.req_id_to_index
+        token_rows = sampled.sampled_token_ids
+        requests = scheduler.requests
+        max_length = scheduler.max_model_len
+        left_to_vllm: dict[str, int] = {}
         for name, count in scheduled.num_scheduled_tokens.items():
-            request, place = requests.get(name), row[name]
-            new = tokens[place]
-            if request is None or len(new) != 1 or not self._goes_on(request, new[0], longest):
-                others[name] = count
+            request = requests.get(name)
+            row_number = row_numbers[name]
+            new_tokens = token_rows[row_number]
+            if request is None or len(new_tokens) != 1 or not self._goes_on(request, new_tokens[0], max_length):
+                left_to_vllm[name] = count
                 continue
-            (token,) = new
+            (token,) = new_tokens
             request._output_token_ids.append(token)
             request._all_token_ids.append(token)
-            if len(request._all_token_ids) % size == 0:
+            if len(request._all_token_ids) % block_size == 0:
                 request.update_block_hashes()
             if self._counts_in_flight:
                 request.num_in_flight_tokens -= count
-            if self._ahead:
+            if self._schedules_ahead:
                 request.num_output_placeholders -= 1
-                known = request.num_computed_tokens - request.num_output_placeholders
-                if self._caching and known // size > cached.get(name, 0):
-                    self._manager.cache_blocks(request, known)
-            own = kept[name]
-            own.tokens.append(token)
-            own.log_probs.append(log_probs[place])
-        if len(others) == len(scheduled.num_scheduled_tokens):
+                cached_tokens = request.num_computed_tokens - request.num_output_placeholders
+                if self._caches_prefixes and cached_tokens // block_size > num_cached_blocks.get(name, 0):
+                    self._manager.cache_blocks(request, cached_tokens)
+            collected = running[name]
+            collected.tokens.append(token)
+            collected.log_probs.append(log_probs[row_number])
+        if len(left_to_vllm) == len(scheduled.num_scheduled_tokens):
             return scheduled
         scheduled = copy(scheduled)
-        scheduled.num_scheduled_tokens = others
+        scheduled.num_scheduled_tokens = left_to_vllm
         return scheduled
 
-    def _goes_on(self, request: Any, token: int, longest: int) -> bool:
-        """Return whether a request runs, has a token already, and another is sampled after `token`."""
+    def _goes_on(self, request: Any, token: int, max_length: int) -> bool:
+        """Return True if a request runs, has a token already, and another is sampled after `token`."""
         params = request.sampling_params
         return (
             0 < len(request._output_token_ids) < request.max_tokens - 1
-            and request.status is self._running
-            and len(request._all_token_ids) + 1 < longest
+            and request.status is self._running_status
+            and len(request._all_token_ids) + 1 < max_length
             and token != params.eos_token_id
             and token not in params.stop_token_ids
-            and not getattr(request, self._stale)
+            and not getattr(request, self._stale_tokens)
         )

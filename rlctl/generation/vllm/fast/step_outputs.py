@@ -22,41 +22,47 @@ class StepOutputs:
 
         next_tokens: takes in its share before the scheduler does.
         """
-        self._states, self._next = states, next_tokens
+        self._states = states
+        self._next_tokens = next_tokens
         self._running: dict[str, SampledTokens] = {}
-        self._update = scheduler.update_from_output
+        self._vllm_update = scheduler.update_from_output
         scheduler.update_from_output = self._update_from_output
 
     def _update_from_output(self, scheduled: Any, sampled: Any) -> Any:
         """Do the scheduler's work, and hand on the outputs of requests that ended, each with all of its tokens."""
-        lists, sampled.logprobs = sampled.logprobs, None
+        lists = sampled.logprobs
+        # vLLM must make no log-prob objects.
+        sampled.logprobs = None
         assert lists is None or lists.cu_num_generated_tokens is None, "a request sampled several tokens in one step"
         log_probs = [] if lists is None else lists.logprobs[:, 0].tolist()
-        row, running = sampled.req_id_to_index, self._running
-        if self._next:
-            scheduled = self._next.take(scheduled, sampled, log_probs, running)
-        outputs = self._update(scheduled, sampled)
-        for each in outputs.values():
-            ended = []
-            for output in each.outputs:
+        row_numbers = sampled.req_id_to_index
+        running = self._running
+        if self._next_tokens:
+            scheduled = self._next_tokens.append_tokens(scheduled, sampled, log_probs, running)
+        outputs_by_client = self._vllm_update(scheduled, sampled)
+        for client_outputs in outputs_by_client.values():
+            finished = []
+            for output in client_outputs.outputs:
                 name = output.request_id
-                if (found := running.get(name)) is None:
-                    found = running[name] = SampledTokens()
+                collected = running.get(name)
+                if collected is None:
+                    collected = SampledTokens()
+                    running[name] = collected
                 if output.new_token_ids:
-                    found.tokens += output.new_token_ids
-                    found.log_probs.append(log_probs[row[name]])
+                    collected.tokens += output.new_token_ids
+                    collected.log_probs.append(log_probs[row_numbers[name]])
                 if output.finish_reason is not None:
-                    ended.append(self._finish_request(output))
-            each.outputs = ended
+                    finished.append(self._finish_request(output))
+            client_outputs.outputs = finished
         if len(running) > len(self._states):
-            # Requests that were aborted.
-            self._running = {name: found for name, found in running.items() if name in self._states}
-        return outputs
+            # Some were aborted.
+            self._running = {name: collected for name, collected in running.items() if name in self._states}
+        return outputs_by_client
 
     def _finish_request(self, output: Any) -> Any:
         """Forget a finished request; return its last output, made its only one."""
-        found = self._running.pop(output.request_id)
-        output.new_token_ids = found.tokens
+        collected = self._running.pop(output.request_id)
+        output.new_token_ids = collected.tokens
         if state := self._states.get(output.request_id):
-            state.logprobs_processor.logprobs.logprobs.extend(found.log_probs)
+            state.logprobs_processor.logprobs.logprobs.extend(collected.log_probs)
         return output

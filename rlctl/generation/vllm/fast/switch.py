@@ -58,33 +58,35 @@ REQUEST = (
 )
 # Names of which either the first or the second exists, by version.
 EITHER = (("num_stale_output_tokens", "async_tokens_to_discard"),)
-# Sampling parameters that they honour, whatever the value.
+# Sampling parameters that the shortened steps honour, with any value.
 HONOURED = ("temperature", "top_p", "top_k", "seed", "max_tokens", "ignore_eos", "skip_clone", "stop_token_ids")
-# Others that have one value in every request of rlctl's. All further ones have vLLM's default.
+# Parameters that have one value in every request of rlctl's. All further ones have vLLM's default.
 FIXED = {"logprobs": 0, "flat_logprobs": True, "detokenize": False, "output_kind": "FINAL_ONLY"}
 
 
 def shorten_steps(llm: Any, spec: EngineSpec) -> str | None:
-    """Shorten an engine's steps, if they are to be and can. Return why vLLM's own are used where `auto` is off.
+    """Shorten an engine's steps if `fast_path` is set. Return a note if they cannot be shortened.
 
     llm: vLLM's `LLMEngine`, freshly built.
     """
     if not VllmOptions(**spec.options).fast_path:
         return None
-    if why := _why_not(llm, spec.device):
-        return f"generation.engine.fast_path=auto uses vLLM's own steps: {why}"
+    if obstacle := _find_obstacle(llm, spec.device):
+        return f"generation.engine.fast_path=auto uses vLLM's own steps: {obstacle}"
     core = llm.engine_core.engine_core
     StepOutputs(core.scheduler, llm.output_processor.request_states, NextTokens(core.scheduler))
     return None
 
 
-def _why_not(llm: Any, device: str) -> str | None:
-    """Return why an engine's steps cannot be shortened, None if they can."""
+def _find_obstacle(llm: Any, device: str) -> str | None:
+    """Return the reason for which an engine's steps cannot be shortened, None if they can."""
     import vllm
 
-    version, compared = vllm.__version__.partition("+")[0], COMPARED[device]
-    if version not in compared:
-        return f"shortened ones were compared with vLLM {', '.join(compared)} on this device, not with {version}"
+    version = vllm.__version__.partition("+")[0]
+    compared_versions = COMPARED[device]
+    if version not in compared_versions:
+        compared_text = ", ".join(compared_versions)
+        return f"shortened ones were compared with vLLM {compared_text} on this device, not with {version}"
     core = llm.engine_core.engine_core
     lacking = [f"Scheduler.{name}" for name in missing(core.scheduler, SCHEDULER)] + _missing_of_requests()
     return f"vLLM {version} has no {', '.join(dict.fromkeys(lacking))}" if lacking else None
@@ -102,30 +104,35 @@ def missing(owner: Any, names: Iterable[str]) -> list[str]:
 
 
 def _missing_of_requests() -> list[str]:
-    """Return the names of `REQUEST` that a request would not have; there is none to ask yet."""
+    """Return the names of `REQUEST` that a request would lack. No request exists yet: its class is read."""
     from vllm.v1.request import Request
 
-    known = {*dir(Request), *Request.__init__.__code__.co_names}
-    either = ["/".join(names) for names in EITHER if not known.intersection(names)]
-    return [f"Request.{name}" for name in (*REQUEST, *either) if name not in known]
+    available = {*dir(Request), *Request.__init__.__code__.co_names}
+    lacking = [name for name in REQUEST if name not in available]
+    lacking += ["/".join(names) for names in EITHER if not available.intersection(names)]
+    return [f"Request.{name}" for name in lacking]
 
 
 def refuse_what_is_not_honoured(params: Any) -> None:
     """Raise ValueError for a sampling parameter that shortened steps would pass over. params: `SamplingParams`."""
-    names, read, usual = _others()
-    if (found := read(params)) != usual:
-        name, value = next((name, mine) for name, mine, other in zip(names, found, usual) if mine != other)
-        raise ValueError(
-            f"{name}={value!r} is not honoured by shortened steps; generation.engine.fast_path=off honours it"
-        )
+    names, read_values, fixed_values = _fixed_parameters()
+    values = read_values(params)
+    if values == fixed_values:
+        return
+    for name, requested, fixed in zip(names, values, fixed_values):
+        if requested != fixed:
+            raise ValueError(
+                f"{name}={requested!r} is not honoured by shortened steps; generation.engine.fast_path=off honours it"
+            )
 
 
 @cache
-def _others() -> tuple[list[str], Callable[[Any], Any], Any]:
-    """Return the sampling parameters that must have their usual values, a reader, and these values."""
+def _fixed_parameters() -> tuple[list[str], Callable[[Any], Any], Any]:
+    """Return the names of sampling parameters that must have a fixed value, their reader, and the values."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     names = [name for name in SamplingParams.__struct_fields__ if name not in HONOURED and not name.startswith("_")]
-    read = attrgetter(*names)
-    return names, read, read(SamplingParams(**{**FIXED, "output_kind": RequestOutputKind[FIXED["output_kind"]]}))
+    read_values = attrgetter(*names)
+    fixed = {**FIXED, "output_kind": RequestOutputKind[FIXED["output_kind"]]}
+    return names, read_values, read_values(SamplingParams(**fixed))

@@ -17,11 +17,11 @@ PROVEN = Header(5, "digest", "all", prove=True)
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-def answered(method: Method) -> Method:
+def return_errors(method: Method) -> Method:
     """Return `method` as a worker wraps it. Its module imports vLLM, 5 s: not in every process that collects tests."""
     from rlctl.generation.vllm import worker_extension as worker
 
-    return worker.answered(method)
+    return worker.return_errors(method)
 
 
 class Model(FakeModel):
@@ -66,7 +66,7 @@ class Model(FakeModel):
         return LoadMode(self._mode, "", 0, self._overwrites[rank])
 
     def rl_receive(self, rank: int) -> ReceiveReport:
-        return answered(self._receive)(rank)
+        return return_errors(self._receive)(rank)
 
     def _receive(self, rank: int) -> ReceiveReport:
         if self.failing[rank]:
@@ -76,7 +76,7 @@ class Model(FakeModel):
     rl_staged = rl_receive
 
     def rl_prove(self, rank: int) -> LiveProof:
-        return answered(self._prove)(rank)
+        return return_errors(self._prove)(rank)
 
     def _prove(self, rank: int) -> LiveProof:
         """Prove what is live, unless it is to differ; note the steps made before."""

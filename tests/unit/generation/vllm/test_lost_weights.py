@@ -23,7 +23,7 @@ def test_layers_that_a_reload_warns_of_are_collected_once(shown: int) -> None:
                 layerwise.logger.warning(message, layer)
             layerwise.logger.warning("Allocating %.1f MB of device memory", 1.0)
         layerwise.logger.warning(message, "RMSNorm")
-        assert lost.said == ["OAIAttention", "RoutedExperts"]
+        assert lost.layers == ["OAIAttention", "RoutedExperts"]
         assert (logger.level, logger.handlers) == (shown, own)
     finally:
         logger.setLevel(before)

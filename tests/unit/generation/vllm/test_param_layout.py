@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rlctl.generation.vllm.param_layout import loads_in_place, unregistered
+from rlctl.generation.vllm.param_layout import list_unregistered, loads_in_place
 from rlctl.models.hf_folder import WeightFiles
 
 
@@ -32,7 +32,7 @@ def model() -> torch.nn.Module:
 
 
 def test_parameters_buffers_caches_and_tensors_on_the_host_are_none() -> None:
-    assert unregistered(model()) == []
+    assert list_unregistered(model()) == []
 
 
 def test_others_are_named_wherever_a_module_holds_them() -> None:
@@ -40,7 +40,7 @@ def test_others_are_named_wherever_a_module_holds_them() -> None:
     tried.one.slopes = on_a_device()
     tried.one.experts = {"map": on_a_device()}
     tried.two.backend.sinks = [on_a_device()]
-    assert unregistered(tried) == ["one.slopes", "one.experts", "two.backend"]
+    assert list_unregistered(tried) == ["one.slopes", "one.experts", "two.backend"]
 
 
 class Loaded(torch.nn.Module):

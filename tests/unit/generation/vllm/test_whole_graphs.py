@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rlctl.generation.vllm.build import is_worth_a_note, whole_graphs
+from rlctl.generation.vllm.build import allows_full_graphs, is_worth_a_note
 from rlctl.models.derive import load_facts
 from tests.tiny_models import make_model
 
@@ -26,11 +26,11 @@ from tests.tiny_models import make_model
 def test_only_plain_heads_of_128_may(kind: str, dim: int, more: dict[str, Any], whole: bool, tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model", kind, head_dim=dim, more=more)
     load_facts(folder)
-    assert whole_graphs(str(folder)) is whole
+    assert allows_full_graphs(str(folder)) is whole
     assert not is_worth_a_note(str(folder))
 
 
 def test_a_model_that_cannot_train_has_none(tmp_path: Path) -> None:
-    assert whole_graphs(str(tmp_path)) is False and is_worth_a_note(str(tmp_path))
+    assert allows_full_graphs(str(tmp_path)) is False and is_worth_a_note(str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
-    assert whole_graphs(str(tmp_path)) is False
+    assert allows_full_graphs(str(tmp_path)) is False
