@@ -17,8 +17,8 @@ from rlctl.training.fsdp.model import FsdpPolicy
 def in_float32(policy: FsdpPolicy) -> Iterator[None]:
     """Have the policy compute in float32 within the block, without compiled code.
 
-    The weights are those of a pass in bfloat16. A layer's are converted for the time of its own pass: a whole model in
-    float32 may not fit the device.
+    The weights are those of a pass in bfloat16. A layer's weights are converted while it runs: a whole model in float32
+    may not fit the device.
     """
     facts, lm = policy.facts, policy.lm
     layers = list(lm.get_submodule(facts.layers))
