@@ -5,7 +5,7 @@ was half of the time. A server imports once. `hook/sitecustomize.py` runs at the
 a server fork the process that Ray asked for. From then on the process is as any other: its arguments, environment,
 folder, files and signals are those that Ray gave, and it imports Ray and rlctl by itself.
 
-Engines have a server of their own: torch and OpenMP read a part of their environment once, at their import.
+There is one server for engines and one for other workers: torch and OpenMP read a part of their environment once, at their import.
 Tests of how processes start and end ask for the fixture `ordinary_workers`.
 """
 
@@ -35,7 +35,7 @@ MODULES = {
 
 
 def prepare() -> None:
-    """Set the environment of this process and of those it starts, in the suite's first process alone.
+    """Set the environment that all processes of the suite inherit, in its first process alone.
 
     With a CUDA device all workers are ordinary ones: a process that uses such a device must not fork.
     """
@@ -51,7 +51,7 @@ def prepare() -> None:
 
 
 def start_servers() -> None:
-    """Start the servers, if no process of the suite has yet. Workers wait for them. They end with the suite."""
+    """Start the servers, if no process of the suite has yet. Workers wait until a server answers. The servers end with the suite."""
     if FOLDER not in os.environ:
         return
     folder = Path(os.environ[FOLDER])

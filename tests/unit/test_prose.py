@@ -25,7 +25,7 @@ CEILINGS = {
         )
     },
 }
-# Passages that begin with of, what, that, whether, see, its, until, how or which.
+# Passages that begin with a word that is no beginning (`prose.py`).
 OPENINGS = {"rlctl": 4, "tests": 0, "recipes": 0}
 _SHOWN = 8
 
