@@ -5,8 +5,8 @@ was half of the time. A server imports once. `hook/sitecustomize.py` runs at the
 a server fork the process that Ray asked for. From then on the process is as any other: its arguments, environment,
 folder, files and signals are those that Ray gave, and it imports Ray and rlctl by itself.
 
-There is one server for engines and one for other workers: torch and OpenMP read a part of their environment once, at their import.
-Tests of how processes start and end ask for the fixture `ordinary_workers`.
+There is one server for engines and one for other workers: torch and OpenMP read a part of their environment once, at
+their import. Tests of how processes start and end ask for the fixture `ordinary_workers`.
 """
 
 import fcntl
@@ -51,7 +51,10 @@ def prepare() -> None:
 
 
 def start_servers() -> None:
-    """Start the servers, if no process of the suite has yet. Workers wait until a server answers. The servers end with the suite."""
+    """Start the servers, if no process of the suite has yet. They end with the suite.
+
+    A worker waits until its server answers.
+    """
     if FOLDER not in os.environ:
         return
     folder = Path(os.environ[FOLDER])
