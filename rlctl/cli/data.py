@@ -39,7 +39,7 @@ def preview(
     as_json: Annotated[bool, typer.Option("--json", help="Print the counts alone, as JSON.")] = False,
 ) -> None:
     """Show how rows become tokens: text, the part that is trained on, lengths, and how well they pack."""
-    from rlctl.data.datasets import shown
+    from rlctl.data.datasets import path_text
     from rlctl.launch import data_preview
     from rlctl.launch.prepare import RunRequest, prepare
 
@@ -54,7 +54,7 @@ def preview(
     section = composed.config.data
     if validation and not section.has_validation:
         raise ConfigError([Problem("data.validation.path", "", "is null: there is nothing to show")])
-    path = shown((validation and section.validation.path) or section.train.paths)
+    path = path_text((validation and section.validation.path) or section.train.paths)
     with reading(f"reading {path}"):
         seen = data_preview.preview(composed, "validation" if validation else "train", samples, tokens)
     note(seen.notes)

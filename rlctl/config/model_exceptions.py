@@ -7,7 +7,7 @@ engine or of a trainer's backend are in `preflight/engines/` and `preflight/back
 from dataclasses import dataclass
 from typing import Any, Literal
 
-# "tokenizer_class": `data/chat.py` reads it. "own": AutoTokenizer takes the class of the model type.
+# "tokenizer_class": `data/load_tokenizer.py` reads it. "own": AutoTokenizer takes the class of the model type.
 Subject = Literal["tokenizer_class"]
 _OWN_CLASS = "transformers passes over the TokenizersBackend that the folder names, and takes the model type's class"
 _OWN_CLASS_TEST = (

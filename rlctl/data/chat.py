@@ -4,21 +4,20 @@ import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 from rlctl.config.data_schema import DataSection
-from rlctl.config.errors import ModelError, first_line, one_line
+from rlctl.config.errors import ModelError, one_line
 from rlctl.config.json_files import read_object
-from rlctl.config.model_exceptions import model_exceptions
-from rlctl.data.control_tokens import ControlTokens, SpecialTokens, unmarked
+from rlctl.data.control_tokens import ControlTokens, SpecialTokens, remove_marks
 from rlctl.data.end_tokens import EndTokens, TurnEnd, find_ends, find_turn_end
 from rlctl.data.files import DataError
+from rlctl.data.load_tokenizer import load_tokenizer
 from rlctl.data.rows import Messages
-from rlctl.data.templates import Template, choose_template, find_template, require_named_templates, unknown_arguments
-from rlctl.utils.process import fewer_collections
+from rlctl.data.templates import Template, choose_template, find_template, unknown_arguments
 
 # JSON schemas of functions, as chat templates take them.
 Tools = Sequence[dict[str, Any]]
@@ -30,51 +29,7 @@ _ANSWER_TEXT = "the-text-of-an-answer"
 _TOOL_SETS = 16
 # Most variants of a chat that `with_kwargs` keeps.
 _ARGUMENT_SETS = 16
-# Mistral's own format of a tokenizer, which goes before the others.
-MISTRAL = "tekken.json"
 EMPTY_PROMPT = "the prompt is empty, and the tokenizer puts no token before it: an answer has nothing to follow"
-
-
-@lru_cache(maxsize=4)
-def load_tokenizer(path: str) -> Any:
-    """Load the Hugging Face tokenizer of a folder or hub name, once a process. Raises DataError."""
-    try:
-        require_named_templates(Path(path))
-        with fewer_collections():
-            if is_general(Path(path)):
-                from transformers import TokenizersBackend as Tokenizer
-            else:
-                from transformers import AutoTokenizer as Tokenizer
-            tokenizer = Tokenizer.from_pretrained(path)
-        # Some odd values of its files end in an error as late as here: an unknown unk_token asks for itself for ever.
-        tokenizer.decode(tokenizer("a").input_ids)
-        assert {tokenizer.unk_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id}
-        return tokenizer
-    except ModuleNotFoundError:
-        raise
-    except BaseException as error:  # transformers has an error for each odd value; tokenizers ends in a Rust panic.
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        why = first_line(error)
-        if not isinstance(error, OSError | ValueError):
-            why = f"{type(error).__name__}: {why}"
-        raise DataError(f"{path}: no tokenizer can be read from its tokenizer files: {why}") from error
-
-
-def is_general(folder: Path) -> bool:
-    """Return True if AutoTokenizer would load a local folder by `TokenizersBackend`, for its tokenizer_config.json.
-
-    The class itself is imported without torch: 0.9 s of CPU and not 2.7, in the driver and in each agent's process.
-    """
-    try:
-        own = read_object(folder / "tokenizer_config.json")
-        model = folder / "config.json"
-        model_type = read_object(model).get("model_type", "") if model.exists() else ""
-    except ModelError:
-        return False
-    if not isinstance(model_type, str) or "auto_map" in own or (folder / MISTRAL).exists():
-        return False
-    return own.get("tokenizer_class") == "TokenizersBackend" and model_type not in model_exceptions("tokenizer_class")
 
 
 @dataclass(frozen=True)
@@ -88,11 +43,13 @@ class TurnLink:
     # First of `between`, where that is a control token and no other ends a turn, as GLM-4.5's mark of the next role.
     mark: int | None = None
 
-    def after(self, tokens: Sequence[int], stops: Collection[int]) -> list[int]:
-        """Return the tokens that follow a turn of these `tokens`. stops: tokens that end one."""
+    def tokens_after(self, tokens: Sequence[int], stops: Collection[int]) -> list[int]:
+        """Return the tokens that follow a turn of these `tokens`. stops: tokens that end a turn."""
         if tokens and tokens[-1] == self.mark:
             return self.between[1:]
-        return self.between if tokens and tokens[-1] in stops else [*self.close, *self.between]
+        if tokens and tokens[-1] in stops:
+            return self.between
+        return self.close + self.between
 
 
 @dataclass(frozen=True)
@@ -125,8 +82,7 @@ class Chat:
 
     @cached_property
     def unknown_token(self) -> int | None:
-        """Token in place of text that the tokenizer does not know; None if there is none, or one that begins or ends
-        texts too."""
+        """Token in place of text that the tokenizer does not know. None: it has none, or that token delimits texts."""
         token: int | None = self.tokenizer.unk_token_id
         return None if token in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id) else token
 
@@ -143,7 +99,7 @@ class Chat:
             return self._variants[key]
         for name, reason in self.unknown_kwargs(arguments).items():
             raise DataError(f"chat_template_kwargs: {name} {reason}")
-        further = arguments if self.special_tokens == "allow" else self._control.outside(dict(arguments))
+        further = arguments if self.special_tokens == "allow" else self._control.mark_all(dict(arguments))
         variant = replace(self, template_kwargs={**self.template_kwargs, **further})
         # The tokenizer's facts take long to find, and an engine stops at the same tokens for all chats of a run.
         vars(variant).update({"_control": self._control, "_turn_end": self._turn_end, "ends": self.ends})
@@ -169,24 +125,24 @@ class Chat:
         tools: JSON schemas of the functions that it may call. Raises DataError for no token at all.
         """
         text = self.render(messages, generation=True, tools=tools)
-        return Prompt(unmarked(text), self.prompt_tokens(text), self.spelled(messages, tools))
+        return Prompt(remove_marks(text), self.prompt_tokens(text), self.find_spelled(messages, tools))
 
     def prompt_text(self, messages: Messages, tools: Tools = ()) -> str:
         """Return the text of a prompt. Its tokens are those of `prompt`: the text alone may spell further ones."""
-        return unmarked(self.render(messages, generation=True, tools=tools))
+        return remove_marks(self.render(messages, generation=True, tools=tools))
 
-    def spelled(self, messages: Messages, tools: Tools = ()) -> list[str]:
+    def find_spelled(self, messages: Messages, tools: Tools = ()) -> list[str]:
         """Return the control tokens spelled in messages and tools, and encoded as text, in order."""
         if self.special_tokens == "allow":
             return []
-        return self._control.spelled([*map(self.marked, messages), *self._control.outside(list(tools))])
+        return self._control.find_spelled([*map(self.mark_message, messages), *self._control.mark_all(list(tools))])
 
     def prompt_tokens(self, text: str) -> list[int]:
         """Return the tokens of a rendered text. A template writes the beginning-of-text token; plain text gets it here.
 
         Raises DataError for no token at all.
         """
-        tokens = self.begun(self.encode(text))
+        tokens = self.add_prefix(self.encode(text))
         if not tokens:
             raise DataError(EMPTY_PROMPT)
         return tokens
@@ -197,24 +153,27 @@ class Chat:
 
     def turn_text(self, tokens: Sequence[int]) -> str:
         """Return the text of a sampled turn, without the token that ended it."""
-        return self.decode(tokens[:-1] if tokens and tokens[-1] in self.ends.named else tokens)
+        return self.decode(tokens[:-1] if tokens and tokens[-1] in self.ends.by_id else tokens)
 
     @cached_property
     def ends(self) -> EndTokens:
         """Tokens that end an answer. Raises DataError."""
-        ends, bos = find_ends(self.tokenizer, self._turn_end.token, self.folder), self.tokenizer.bos_token
-        warnings = (*ends.warnings, *self._turn_end.warnings)
-        if self._turn_end.rendered and self._prefix and bos and not self._turn_end.rendered.startswith(bos):
-            what = f"the chat template writes no {bos}, which the tokenizer puts before text: chats begin without it"
-            warnings = (*warnings, what)
-        if self._embedding_rows is not None:
+        ends = find_ends(self.tokenizer, self._turn_end.token, self.folder)
+        warnings = [*ends.warnings, *self._turn_end.warnings]
+        bos = self.tokenizer.bos_token
+        rendered = self._turn_end.rendered
+        if rendered and self._prefix and bos and not rendered.startswith(bos):
+            text = f"the chat template writes no {bos}, which the tokenizer puts before text: chats begin without it"
+            warnings.append(text)
+        rows = self._embedding_rows
+        if rows is not None:
             # Added tokens may have any id.
-            base, rows = self.tokenizer.vocab_size, self._embedding_rows
-            beyond = sum(each >= max(base, rows) for each in self.tokenizer.added_tokens_decoder)
+            base = self.tokenizer.vocab_size
+            beyond = sum(token >= max(base, rows) for token in self.tokenizer.added_tokens_decoder)
             beyond += max(0, base - rows)
-            what = f"the tokenizer has {beyond:,} tokens beyond the model's vocabulary of {rows:,}"
-            warnings = (*warnings, f"{what}: text that yields one is refused")
-        return replace(ends, warnings=warnings)
+            text = f"the tokenizer has {beyond:,} tokens beyond the model's vocabulary of {rows:,}"
+            warnings.append(f"{text}: text that yields one is refused")
+        return replace(ends, warnings=tuple(warnings))
 
     def link(self, messages: Messages, added: Messages, tools: Tools = ()) -> TurnLink:
         """Return the tokens between the assistant's turn that follows `messages` and its next one.
@@ -241,7 +200,7 @@ class Chat:
         except DataError:
             return ""
         mark = behind.lstrip()
-        tokens = [text for text, _ in self.ends.named.values() if mark.startswith(text)]
+        tokens = [text for text, _ in self.ends.by_id.values() if mark.startswith(text)]
         return behind[: len(behind) - len(mark) + len(max(tokens, key=len))] if tokens else ""
 
     def _render_around(self, messages: Messages, added: Messages, tools: Tools) -> tuple[str, str]:
@@ -267,11 +226,11 @@ class Chat:
         thinking of all turns but the last."""
         if self.template is None:
             return False
-        said = f"<think>\nthought\n</think>\n\n{_ANSWER_TEXT}"
+        turn = f"<think>\nthought\n</think>\n\n{_ANSWER_TEXT}"
         chat = [{"role": "user", "content": "question"}]
-        more = [{"role": "assistant", "content": said}, {"role": "user", "content": "more"}]
+        added = [{"role": "assistant", "content": turn}, {"role": "user", "content": "more"}]
         with suppress(Exception):  # A row that the template refuses is an error with its place.
-            return not self.render([*chat, *more], generation=True).startswith(self.prompt_text(chat) + said)
+            return not self.render([*chat, *added], generation=True).startswith(self.prompt_text(chat) + turn)
         return False
 
     @cached_property
@@ -280,20 +239,20 @@ class Chat:
         if self.template is None:
             return False
         function = {"name": "named", "description": "", "parameters": {"type": "object", "properties": {}}}
-        asked = [{"role": "user", "content": "question"}]
-        with suppress(Exception):  # As above.
-            return self.prompt_text(asked, [{"type": "function", "function": function}]) != self.prompt_text(asked)
+        chat = [{"role": "user", "content": "question"}]
+        with suppress(Exception):  # A row that the template refuses is an error with its place.
+            return self.prompt_text(chat, [{"type": "function", "function": function}]) != self.prompt_text(chat)
         return True
 
     def end_marker(self, text: str) -> str | None:
         """Return the token by which the template ended the last turn of `text`; None: it writes none.
 
-        Usually it is the same for all turns. Another special token may take its place, as after a tool call.
+        Usually all turns have the same end. Another special token may take its place, as after a tool call.
         """
-        usual = self._turn_end.token
-        if usual is None:
+        turn_end = self._turn_end.token
+        if turn_end is None:
             return None
-        return next((each for each in (usual, *self._special) if text.rstrip().endswith(each)), None)
+        return next((token for token in (turn_end, *self._special) if text.rstrip().endswith(token)), None)
 
     @cached_property
     def _special(self) -> list[str]:
@@ -313,26 +272,27 @@ class Chat:
 
     def render(self, messages: Messages, generation: bool, tools: Tools = ()) -> str:
         """Return the chat as text, with a mark in each control token that messages or tools spell."""
-        shown = [self.marked(message) for message in messages]
-        templated = self.template is not None
-        if templated and self.system_prompt is not None and messages[:1] and messages[0]["role"] != "system":
+        marked = [self.mark_message(message) for message in messages]
+        takes_system_prompt = self.template is not None and self.system_prompt is not None
+        if takes_system_prompt and messages[:1] and messages[0]["role"] != "system":
             # The config's own text, which may name control tokens.
-            shown = [{"role": "system", "content": self.system_prompt}, *shown]
+            marked = [{"role": "system", "content": self.system_prompt}, *marked]
         if self.special_tokens == "text":
-            tools = self._marked_tools(tools)
-        return self._render_text(shown, generation, tools)
+            tools = self._mark_tools(tools)
+        return self._render_text(marked, generation, tools)
 
-    def _marked_tools(self, tools: Tools) -> Tools:
+    def _mark_tools(self, tools: Tools) -> Tools:
         """Return tools with marks in the control tokens that they spell. An object is marked once: nobody changes it.
 
         24 tools of an agent take 2 ms, and each of its turns brings them.
         """
-        known = self._tools_by_id.get(id(tools))
-        if known is None or known[0] is not tools:
+        cached, marked = self._tools_by_id.get(id(tools), ((), ()))
+        if cached is not tools:
             while len(self._tools_by_id) >= _TOOL_SETS:
                 self._tools_by_id.pop(next(iter(self._tools_by_id)), None)
-            known = self._tools_by_id[id(tools)] = tools, self._control.outside(list(tools))
-        return known[1]
+            marked = self._control.mark_all(list(tools))
+            self._tools_by_id[id(tools)] = (tools, marked)
+        return marked
 
     @cached_property
     def _tools_by_id(self) -> dict[int, tuple[Tools, Tools]]:
@@ -342,7 +302,7 @@ class Chat:
     def _render_text(self, messages: Messages, generation: bool, tools: Tools = ()) -> str:
         if self.template is None:
             texts = [message["content"] for message in messages]
-            return self._control.joined(texts) if self.special_tokens == "text" else "".join(texts)
+            return self._control.join_texts(texts) if self.special_tokens == "text" else "".join(texts)
         return str(
             self.tokenizer.apply_chat_template(
                 messages,
@@ -354,11 +314,11 @@ class Chat:
             )
         )
 
-    def marked(self, message: dict[str, Any]) -> dict[str, Any]:
+    def mark_message(self, message: dict[str, Any]) -> dict[str, Any]:
         """Return a message with marks in the control tokens that it spells, unless it may write such tokens."""
         if self.special_tokens == "allow":
             return message
-        return self._control.message(message, self._plain_end)
+        return self._control.mark_message(message, self._plain_end)
 
     @cached_property
     def _control(self) -> ControlTokens:
@@ -367,21 +327,21 @@ class Chat:
     @cached_property
     def _plain_end(self) -> str | None:
         """Token that an answer's own text may end with, where the template writes none."""
-        marked = self.template is not None and self._turn_end.token is not None
-        return None if marked else self.tokenizer.eos_token
+        has_turn_end = self.template is not None and self._turn_end.token is not None
+        return None if has_turn_end else self.tokenizer.eos_token
 
-    def begun(self, tokens: list[int]) -> list[int]:
+    def add_prefix(self, tokens: list[int]) -> list[int]:
         """Return `tokens` after the tokens that the tokenizer puts before plain text, once."""
         prefix = self._prefix if self.template is None else []
-        return tokens if tokens[: len(prefix)] == prefix else [*prefix, *tokens]
+        return tokens if tokens[: len(prefix)] == prefix else prefix + tokens
 
     @cached_property
     def _prefix(self) -> list[int]:
         """Tokens that the tokenizer puts before a text by itself: usually the beginning-of-text token, or none."""
         bare = self._control.encode("a")
-        whole = list(self.tokenizer("a").input_ids)
-        starts = (at for at in range(len(whole)) if whole[at : at + len(bare)] == bare)
-        return whole[: next(starts, 0)]
+        tokens = list(self.tokenizer("a").input_ids)
+        starts = (start for start in range(len(tokens)) if tokens[start : start + len(bare)] == bare)
+        return tokens[: next(starts, 0)]
 
     def encode(self, text: str, before: str = "") -> list[int]:
         """Return the tokens of rendered text behind the text `before`, whose tokens stay as they are.
@@ -392,13 +352,13 @@ class Chat:
             tokens = self._control.encode(text, before)
         except (TypeError, UnicodeEncodeError):  # tokenizers raise either
             if half := _SURROGATE.search(text):
-                what = f"the text has the lone surrogate {half[0]!a}, half of a character, which no tokenizer takes"
-                raise DataError(what) from None
+                problem = f"the text has the lone surrogate {half[0]!a}, half of a character, which no tokenizer takes"
+                raise DataError(problem) from None
             raise
         if self._embedding_rows is not None and tokens and (last := max(tokens)) >= self._embedding_rows:
             name = self.tokenizer.convert_ids_to_tokens(last)
-            what = f"token {last} ({name!r}) is beyond the model's vocabulary of {self._embedding_rows:,}"
-            raise DataError(f"{what}: is the tokenizer the model's own (model.tokenizer)?")
+            problem = f"token {last} ({name!r}) is beyond the model's vocabulary of {self._embedding_rows:,}"
+            raise DataError(f"{problem}: is the tokenizer the model's own (model.tokenizer)?")
         return tokens
 
     @cached_property
@@ -429,13 +389,12 @@ class ChatSpec:
     @classmethod
     def from_chat(cls, chat: Chat) -> "ChatSpec":
         """Return the facts of a chat."""
-        own = chat.template, chat.system_prompt, chat.folder, chat.special_tokens, chat.template_kwargs
-        return cls(str(chat.tokenizer.name_or_path), *own)
+        facts = {field.name: getattr(chat, field.name) for field in fields(cls)}
+        return cls(**{**facts, "tokenizer": str(chat.tokenizer.name_or_path)})
 
     def load(self) -> Chat:
         """Load the tokenizer. Raises DataError."""
-        own = self.template, self.system_prompt, self.folder, self.special_tokens, self.template_kwargs
-        return Chat(load_tokenizer(self.tokenizer), *own)
+        return Chat(**{**vars(self), "tokenizer": load_tokenizer(self.tokenizer)})
 
 
 def make_chat(tokenizer: Any, data: DataSection, folder: Path | None) -> Chat:
@@ -444,7 +403,14 @@ def make_chat(tokenizer: Any, data: DataSection, folder: Path | None) -> Chat:
     template = find_template(data.chat_template, tokenizer)
     if template is None and system_prompt is not None:
         raise DataError("data.system_prompt needs a chat template: this tokenizer has none, or it is set to none")
-    chat = Chat(tokenizer, template, system_prompt, folder, data.special_tokens, data.chat_template_kwargs)
+    chat = Chat(
+        tokenizer=tokenizer,
+        template=template,
+        system_prompt=system_prompt,
+        folder=folder,
+        special_tokens=data.special_tokens,
+        template_kwargs=data.chat_template_kwargs,
+    )
     for name, reason in chat.unknown_kwargs(data.chat_template_kwargs).items():
         raise DataError(f"data.chat_template_kwargs.{name}: {reason}")
     return chat

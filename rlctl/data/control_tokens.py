@@ -35,8 +35,8 @@ _OWN = re.compile(
 _CONTEXT = 256
 # Texts before a cut, for which no token reaches into the text behind.
 _CUTS = ("0", "\n")
-# Values of an assistant's message that it says itself. Its other values, such as tool calls, are data.
-_SAID = ("content", "reasoning_content", "reasoning", "thinking")
+# Values of an assistant's message that are its own words. Its other values, such as tool calls, are data.
+_OWN_WORDS = ("content", "reasoning_content", "reasoning", "thinking")
 
 
 @dataclass(frozen=True)
@@ -67,49 +67,58 @@ class ControlTokens:
         self._all = _by_head(tokens)
         self._not_own = _by_head([token for token in tokens if not _OWN.search(token)])
 
-    def message(self, message: dict[str, Any], end: str | None = None) -> dict[str, Any]:
+    def mark_message(self, message: dict[str, Any], end: str | None = None) -> dict[str, Any]:
         """Return a message with a mark in each token that it spells.
 
         An assistant's text keeps the marks of thinking and of tool calls. end: token that may end its text as a token,
         where the template writes none.
         """
         if message.get("role") != "assistant":
-            return {**self.outside(message), "role": self._role(message.get("role"))}
-        said = {name: self._said(value, end) for name, value in message.items() if name in _SAID}
-        return {**self.outside({name: value for name, value in message.items() if name not in said}), **said}
+            return {**self.mark_all(message), "role": self._mark_role(message.get("role"))}
+        own_words = {name: self._mark_own_words(value, end) for name, value in message.items() if name in _OWN_WORDS}
+        further = {name: value for name, value in message.items() if name not in own_words}
+        return {**self.mark_all(further), **own_words}
 
-    def outside(self, value: Any) -> Any:
+    def mark_all(self, value: Any) -> Any:
         """Return JSON-like data with a mark in each token that its texts spell, names included."""
         if isinstance(value, str):
-            return self._marked(value, self._all)
+            return self._mark_text(value, self._all)
         if isinstance(value, dict):
-            return {self.outside(name): self.outside(each) for name, each in value.items()}
+            return {self.mark_all(name): self.mark_all(child) for name, child in value.items()}
         if isinstance(value, list | tuple):
-            return [self.outside(each) for each in value]
+            return [self.mark_all(child) for child in value]
         return value
 
-    def joined(self, texts: list[str]) -> str:
+    def join_texts(self, texts: list[str]) -> str:
         """Return marked texts as one, with marks also where only two texts together spell a token."""
-        whole = ""
+        joined = ""
         for text in texts:
-            plain, behind = unmarked(whole), unmarked(text)
+            plain = remove_marks(joined)
             cut = len(plain)
-            both = plain + behind
-            crosses = any(start < cut < start + len(token) for start, token in self._spelled(both, self._all))
-            whole = f"{whole}{_MARK}{text}" if crosses else whole + text
-        return whole
+            tokens = self._find_tokens(plain + remove_marks(text), self._all)
+            crosses = any(start < cut < start + len(token) for start, token in tokens)
+            joined = f"{joined}{_MARK}{text}" if crosses else joined + text
+        return joined
 
-    def spelled(self, value: Any) -> list[str]:
+    def find_spelled(self, value: Any) -> list[str]:
         """Return the tokens that marked data hold as text, in order."""
+        tokens: list[str] = []
         if isinstance(value, str):
-            near = 3 * max(map(len, self._added), default=0)
-            found = (self._longest(unmarked(value[at - 1] + value[at : at + near])) for at in _marks(value))
-            return [token for token in found if token]
-        if isinstance(value, dict):
+            longest = 3 * max(map(len, self._added), default=0)
+            for place in _mark_places(value):
+                token = self._longest_token(remove_marks(value[place - 1] + value[place : place + longest]))
+                if token:
+                    tokens.append(token)
+        elif isinstance(value, dict):
             role = str(value.get("role") or "")
-            made = [unmarked(role)] if _MARK in role and not self.spelled(role) else []
-            return made + self.spelled([*value, *value.values()])
-        return [token for each in value for token in self.spelled(each)] if isinstance(value, list) else []
+            if _MARK in role and not self.find_spelled(role):
+                # `_mark_role` put marks throughout a role that spells no token by itself.
+                tokens.append(remove_marks(role))
+            tokens += self.find_spelled([*value, *value.values()])
+        elif isinstance(value, list):
+            for child in value:
+                tokens += self.find_spelled(child)
+        return tokens
 
     def encode(self, text: str, before: str = "") -> list[int]:
         """Return the tokens of marked text: control tokens where no mark is, and text as the model reads it.
@@ -130,7 +139,8 @@ class ControlTokens:
     def _context(self, before: str) -> str:
         """Return the end of a text that decides how text behind it is encoded: from its last token on."""
         end = before[-_CONTEXT:]
-        starts = [at for at, token in self._spelled(end, self._all) if not end.startswith(_MARK, at + len(token))]
+        tokens = self._find_tokens(end, self._all)
+        starts = [start for start, token in tokens if not end.startswith(_MARK, start + len(token))]
         if starts:
             return end[starts[-1] :]
         # A longer text is cut between two words.
@@ -158,46 +168,50 @@ class ControlTokens:
         if self._backend and (tokens := self._backend.encode(self._with_places(text))):
             return tokens
         # The tokenizer is of another library, or its model has the spelled text as a piece.
-        first, *others = map(unmarked, text.split(_MARK))
-        return [*self._encode_text(first), *(token for part in others for token in self._encode_cut(part))]
+        first, *later_parts = map(remove_marks, text.split(_MARK))
+        tokens = self._encode_text(first)
+        for part in later_parts:
+            tokens += self._encode_cut(part)
+        return tokens
 
     def _encode_text(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False).input_ids)
 
-    def _role(self, role: Any) -> Any:
+    def _mark_role(self, role: Any) -> Any:
         """Return a role with marks throughout if a template could make it a control token, as `end` to <|end|>."""
         if not isinstance(role, str) or role in _ROLE_NAMES or not role:
-            return self.outside(role)
+            return self.mark_all(role)
         if role.replace("-", "_").isidentifier() and not any(role in token for token in self._added):
             return role
         return _MARK + _MARK.join(role.replace(_ESCAPE, "")) + _MARK
 
-    def _said(self, value: Any, end: str | None) -> Any:
+    def _mark_own_words(self, value: Any, end: str | None) -> Any:
         if not isinstance(value, str):
-            return self.outside(value)
+            return self.mark_all(value)
         if end and value.endswith(end):
-            return self._marked(value.removesuffix(end), self._not_own) + end
-        return self._marked(value, self._not_own)
+            return self._mark_text(value.removesuffix(end), self._not_own) + end
+        return self._mark_text(value, self._not_own)
 
-    def _marked(self, text: str, tokens: dict[str, tuple[str, ...]]) -> str:
-        places = sorted({start + 1 for start, _ in self._spelled(text, tokens)})
-        if not places and any(self._spelled(self._normalized(text), tokens)):
+    def _mark_text(self, text: str, tokens: dict[str, tuple[str, ...]]) -> str:
+        places = sorted({start + 1 for start, _ in self._find_tokens(text, tokens)})
+        if not places and any(self._find_tokens(self._normalize(text), tokens)):
             # A token that the text spells only once it is normalized; the mark has it encoded by `_backend`.
             places = [len(text) - len(text.lstrip()) + 1]
         cuts = [0, *places, len(text)]
         parts = (text[start:end].replace(_ESCAPE, _LITERAL) for start, end in pairwise(cuts))
         return _MARK.join(parts)
 
-    def _spelled(self, text: str, tokens: dict[str, tuple[str, ...]]) -> Iterator[tuple[int, str]]:
+    def _find_tokens(self, text: str, tokens: dict[str, tuple[str, ...]]) -> Iterator[tuple[int, str]]:
         """Yield (position, token) of all tokens that `text` spells; of several at one position the longest."""
-        for found in self._heads.finditer(text):
-            start = found.start()
+        for match in self._heads.finditer(text):
+            start = match.start()
             for head in (text[start : start + 2], text[start]):
-                if (those := tokens.get(head)) and text.startswith(those, start):
-                    yield start, next(token for token in those if text.startswith(token, start))
+                candidates = tokens.get(head)
+                if candidates and text.startswith(candidates, start):
+                    yield start, next(token for token in candidates if text.startswith(token, start))
                     break
 
-    def _normalized(self, text: str) -> str:
+    def _normalize(self, text: str) -> str:
         """Return the text in which some added tokens are found; empty where it is the same."""
         if self._normalizer is None or (text.isascii() and not self._folds):
             return ""
@@ -212,8 +226,9 @@ class ControlTokens:
         letters = "".join(map(chr, range(32, 127)))
         return self._normalizer is not None and str(self._normalizer.normalize_str(letters)) != letters
 
-    def _longest(self, text: str) -> str | None:
-        return next((token for start, token in self._spelled(text, self._all) if start == 0), None)
+    def _longest_token(self, text: str) -> str | None:
+        """Return the longest token that `text` begins with."""
+        return next((token for start, token in self._find_tokens(text, self._all) if start == 0), None)
 
     @cached_property
     def _heads(self) -> re.Pattern[str]:
@@ -250,35 +265,41 @@ class ControlTokens:
         places = {int(token["id"]): _PLACE.format(token["id"]) for token in state["added_tokens"]}
         added = [{**token, "content": places[token["id"]]} for token in state["added_tokens"]]
         changed = {"added_tokens": added, "post_processor": None, "truncation": None, "padding": None}
-        made = Tokenizer.from_str(json.dumps({**state, **changed}))
-        found = {made.token_to_id(place): number for number, place in places.items()}
-        ids = {place: number for place, number in found.items() if place is not None}
+        tokenizer = Tokenizer.from_str(json.dumps({**state, **changed}))
+        ids: dict[int, int] = {}
+        for token_id, place in places.items():
+            place_id = tokenizer.token_to_id(place)
+            if place_id is not None:
+                ids[place_id] = token_id
         model = state["model"]
         unknown = {self._tokenizer.unk_token_id, model.get("unk_id"), self._added.get(model.get("unk_token") or "")}
-        never = {number for token, number in self._added.items() if token.strip()} - unknown
-        return TextBackend(made, ids, frozenset(never))
+        never = {token_id for token, token_id in self._added.items() if token.strip()} - unknown
+        return TextBackend(tokenizer, ids, frozenset(never))
 
     def _with_places(self, text: str) -> str:
         """Return marked text as plain text, with a placeholder for each control token that it holds unmarked."""
-        parts, position = list[str](), 0
-        for found in self._written.finditer(text):
-            parts += [unmarked(text[position : found.start()]), _PLACE.format(self._added[found[0]])]
-            position = found.end()
-        return "".join([*parts, unmarked(text[position:])])
+        parts: list[str] = []
+        position = 0
+        for match in self._written.finditer(text):
+            parts.append(remove_marks(text[position : match.start()]))
+            parts.append(_PLACE.format(self._added[match[0]]))
+            position = match.end()
+        parts.append(remove_marks(text[position:]))
+        return "".join(parts)
 
 
-def unmarked(text: str) -> str:
+def remove_marks(text: str) -> str:
     """Return the text that a person reads."""
     return text.replace(_MARK, "").replace(_LITERAL, _ESCAPE) if _ESCAPE in text else text
 
 
-def _marks(text: str) -> Iterator[int]:
-    return (found.start() for found in re.finditer(_MARK, text) if found.start())
+def _mark_places(text: str) -> Iterator[int]:
+    return (match.start() for match in re.finditer(_MARK, text) if match.start())
 
 
 def _by_head(tokens: list[str]) -> dict[str, tuple[str, ...]]:
     """Return tokens by their first two characters, the longest first."""
-    found: defaultdict[str, list[str]] = defaultdict(list)
+    by_head: defaultdict[str, list[str]] = defaultdict(list)
     for token in sorted(tokens, key=len, reverse=True):
-        found[token[:2]].append(token)
-    return {head: tuple(those) for head, those in found.items()}
+        by_head[token[:2]].append(token)
+    return {head: tuple(head_tokens) for head, head_tokens in by_head.items()}

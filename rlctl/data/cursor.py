@@ -35,7 +35,7 @@ class DrawOrder(Protocol):
     def draw(self, n: int) -> list[Draw]:
         """Return the next n draws."""
 
-    def at(self, number: int) -> Draw:
+    def draw_at(self, number: int) -> Draw:
         """Return the draw of that number, past or to come."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -51,9 +51,13 @@ class Cursor:
     def __init__(self, num_rows: int, seed: int, shuffle: bool) -> None:
         if num_rows < 1:
             raise DataError("the data set is empty")
-        self._num_rows, self._seed, self._shuffle = num_rows, seed, shuffle
-        self._epoch = self._index = 0
+        self._num_rows = num_rows
+        self._seed = seed
+        self._shuffle = shuffle
+        self._epoch = 0
+        self._index = 0
         self._order = self._order_of(0)
+        # Epoch and order of `draw_at`'s last look into another epoch.
         self._other: tuple[int, NDArray[np.int64]] = (0, self._order)
 
     def draw(self, n: int) -> list[Draw]:
@@ -70,7 +74,7 @@ class Cursor:
         """Number of the next draw, from 0 on."""
         return self._epoch * self._num_rows + self._index
 
-    def at(self, number: int) -> Draw:
+    def draw_at(self, number: int) -> Draw:
         """Return the draw of that number, past or to come."""
         epoch, index = divmod(number, self._num_rows)
         if epoch == self._epoch:
@@ -93,10 +97,12 @@ class Cursor:
 
     def _move_to(self, epoch: int, index: int) -> None:
         if index == self._num_rows:
-            epoch, index = epoch + 1, 0
+            epoch += 1
+            index = 0
         if epoch != self._epoch:
             self._order = self._order_of(epoch)
-        self._epoch, self._index = epoch, index
+        self._epoch = epoch
+        self._index = index
 
     def _order_of(self, epoch: int) -> NDArray[np.int64]:
         if not self._shuffle:
@@ -114,13 +120,13 @@ class RowSource(Generic[Drawn]):
     def draw(self, n: int) -> list[Drawn]:
         return [self._name_row(draw) for draw in self.cursor.draw(n)]
 
-    def at(self, number: int) -> Drawn:
+    def row_at(self, number: int) -> Drawn:
         """Return the row of the draw with that number, past or to come."""
-        return self._name_row(self.cursor.at(number))
+        return self._name_row(self.cursor.draw_at(number))
 
-    def ahead(self, first: int, n: int) -> list[Drawn]:
+    def read_ahead(self, first: int, n: int) -> list[Drawn]:
         """Return the rows of n draws from number `first` on. The cursor stays where it is."""
-        return [self.at(number) for number in range(first, first + n)]
+        return [self.row_at(number) for number in range(first, first + n)]
 
     def _name_row(self, draw: Draw) -> Drawn:
         row = self._rows[draw.row]

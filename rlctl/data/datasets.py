@@ -49,8 +49,8 @@ class RowGenerator(Protocol):
     def seeds(self, dataset: str, args: Mapping[str, Any]) -> range:
         """Return the seeds of single rows: data sets of one name share the rows of seeds that both have."""
 
-    def read(self, dataset: str, args: Mapping[str, Any], most: int | None) -> Read:
-        """Yield (origin, columns) of at most that number of rows, equal for equal arguments. Raises DataError."""
+    def read(self, dataset: str, args: Mapping[str, Any], limit: int | None) -> Read:
+        """Yield (origin, columns) of at most `limit` rows, equal for equal arguments. Raises DataError."""
 
 
 def generator_of(path: str | Sequence[str] | None) -> tuple[RowGenerator, str] | None:
@@ -67,26 +67,28 @@ def load_rows(section: DatasetSection) -> list[Row]:
     """
     if section.path is None:
         raise DataError("no data set: path is null")
-    name = shown(section.path)
-    rows = [Row(number, *each) for number, each in enumerate(islice(_read_dataset(section), section.limit))]
+    limited = islice(_read_dataset(section), section.limit)
+    rows = [Row(number, origin, columns) for number, (origin, columns) in enumerate(limited)]
     if not rows:
-        raise DataError(f"{name}: no rows" + f" in split {section.split}" * ("[" in section.split))
+        split = f" in split {section.split}" if "[" in section.split else ""
+        raise DataError(f"{path_text(section.path)}: no rows{split}")
     return rows
 
 
-def shown(path: str | Sequence[str] | None) -> str:
+def path_text(path: str | Sequence[str] | None) -> str:
     """Return the path of a data set as a person reads it."""
     return path if isinstance(path, str) else ", ".join(path or ["null"])
 
 
 def _read_dataset(section: DatasetSection) -> Read:
     """Yield (origin, columns). A data set without splits is one, train; slices (`train[:90%]`) fit any split."""
-    path, split = section.path or (), section.split
+    path = section.path or ()
+    split = section.split
     files = files_of(path)
     if not files:
-        raise DataError(f"{shown(path)}: no file has such a name")
-    if made := generator_of(path):
-        generator, dataset = made
+        raise DataError(f"{path_text(path)}: no file has such a name")
+    if generated := generator_of(path):
+        generator, dataset = generated
         read = generator.read(dataset, section.args, section.limit if split == "train" else None)
     elif len(files) == 1 and isinstance(path, str) and not is_file_of_rows(files[0]):
         return _read_saved(section, path) if _is_saved(Path(path)) else _read_hub(section, path)
@@ -95,21 +97,25 @@ def _read_dataset(section: DatasetSection) -> Read:
     if split == "train":
         return read
     rows = list(read)
-    needed = "it has the split train alone, whole or as train[:90%], train[-10%:], train[10:20]"
-    return (rows[index] for index in _rows_of(split, {"train": len(rows)}, shown(path), needed)["train"])
+    allowed = "it has the split train alone, whole or as train[:90%], train[-10%:], train[10:20]"
+    numbers = _row_numbers(split, {"train": len(rows)}, path_text(path), allowed)
+    return (rows[number] for number in numbers["train"])
 
 
-def _rows_of(split: str, sizes: dict[str, int], path: str, needed: str) -> dict[str, list[int]]:
-    """Return the numbers of the rows of a split, by the split that they are of. sizes: rows of each split."""
+def _row_numbers(split: str, sizes: dict[str, int], path: str, allowed: str) -> dict[str, list[int]]:
+    """Return the numbers of the rows that `split` selects from each whole split.
+
+    sizes: number of rows of each whole split. allowed: the splits that there are, for an error.
+    """
     from datasets import ReadInstruction
 
-    found: dict[str, list[int]] = {name: [] for name in sizes}
+    numbers: dict[str, list[int]] = {name: [] for name in sizes}
     try:
         for part in ReadInstruction.from_spec(split).to_absolute(sizes):
-            found[part.splitname] += range(part.from_, part.to)
+            numbers[part.splitname] += range(part.from_, part.to)
     except (AssertionError, ValueError) as error:
-        raise DataError(f"{path}: split {split}: {first_line(error)} ({needed})") from error
-    return found
+        raise DataError(f"{path}: split {split}: {first_line(error)} ({allowed})") from error
+    return numbers
 
 
 def _is_saved(folder: Path) -> bool:
@@ -122,16 +128,17 @@ def _read_saved(section: DatasetSection, path: str) -> Read:
 
     try:
         loaded = datasets.load_from_disk(path)
-    except Exception as error:  # as below: its errors have no common class
+    except Exception as error:  # The library's errors have no common class.
         raise DataError(f"{path}: not what save_to_disk writes: {first_line(error)}") from error
     parts = dict(loaded) if isinstance(loaded, dict) else {"train": loaded}
-    needed = f"it has {', '.join(parts)}, each whole or as train[:90%]"
-    chosen = _rows_of(section.split, {name: len(rows) for name, rows in parts.items()}, path, needed)
-    loaded_rows = ((name, parts[name].select(numbers)) for name, numbers in chosen.items() if numbers)
-    return _loaded(loaded_rows, section, path)
+    allowed = f"it has {', '.join(parts)}, each whole or as train[:90%]"
+    sizes = {name: len(rows) for name, rows in parts.items()}
+    row_numbers = _row_numbers(section.split, sizes, path, allowed)
+    selected = ((name, parts[name].select(numbers)) for name, numbers in row_numbers.items() if numbers)
+    return _read_loaded(selected, section, path)
 
 
-def _loaded(parts: Iterator[tuple[str, Any]], section: DatasetSection, path: str) -> Read:
+def _read_loaded(parts: Iterator[tuple[str, Any]], section: DatasetSection, path: str) -> Read:
     """Yield the rows of loaded data sets, by split. Pictures and sounds stay bytes."""
     columns = chat_columns(section)
     for name, rows in parts:
@@ -148,7 +155,7 @@ def _read_hub(section: DatasetSection, path: str) -> Read:
     name, _, configuration = path.partition(":")
     try:
         rows = datasets.load_dataset(name, configuration or None, split=split)
-    except Exception as error:  # the hub's errors have no common class; every one ends the run with its line
+    except Exception as error:  # The hub's errors have no common class. Each ends the run with its line.
         files = ", ".join(FILE_SUFFIXES)
         raise DataError(f"{path} is no file ({files}) and no hub dataset: {first_line(error)}") from error
-    return _loaded(iter([(split, rows)]), section, path)
+    return _read_loaded(iter([(split, rows)]), section, path)

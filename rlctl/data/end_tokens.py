@@ -22,31 +22,31 @@ class EndTokens:
 
     # Id that SFT puts after an answer, one of `stops`; None without any.
     trained: int | None
-    # Id -> (its text, sources that name it).
-    named: dict[int, tuple[str, tuple[str, ...]]]
+    # Id -> (text of the token, sources that name the token).
+    by_id: dict[int, tuple[str, tuple[str, ...]]]
     # One line each.
     warnings: tuple[str, ...] = ()
 
     @property
     def stops(self) -> tuple[int, ...]:
         """Ids that end sampling."""
-        return tuple(self.named)
+        return tuple(self.by_id)
 
     def __str__(self) -> str:
         """Return, for example, `<|im_end|> 151645 (chat template), <|endoftext|> 151643 (config.json, tokenizer)`."""
-        shown = (f"{text} {token} ({', '.join(sources)})" for token, (text, sources) in self.named.items())
-        return ", ".join(shown) or "none"
+        texts = (f"{text} {token} ({', '.join(sources)})" for token, (text, sources) in self.by_id.items())
+        return ", ".join(texts) or "none"
 
     def with_further(self, tokens: Sequence[int], tokenizer: Any) -> "EndTokens":
         """Return these and `generation.stop_token_ids`. Raises DataError for an id that is no token."""
-        named = dict(self.named)
+        by_id = dict(self.by_id)
         for token in tokens:
-            text, sources = named.get(token, (_token_text(tokenizer, token, _FURTHER), ()))
-            named[token] = text, (*sources, _FURTHER)
+            text, sources = by_id.get(token, (_token_text(tokenizer, token, _FURTHER), ()))
+            by_id[token] = text, (*sources, _FURTHER)
         warnings = self.warnings
-        if not named:
+        if not by_id:
             warnings += (f"no token ends an answer: each goes on to generation.max_new_tokens; set {_FURTHER}",)
-        return replace(self, named=named, warnings=warnings)
+        return replace(self, by_id=by_id, warnings=warnings)
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ def find_turn_end(render: Callable[[Messages], str], tokenizer: Any) -> TurnEnd:
     try:
         rendered = render([{"role": "user", "content": "question"}, {"role": "assistant", "content": text}])
     except Exception as error:  # Any error of a template; rows that it cannot render are named by their place.
-        what = f"the chat template refuses a question and its answer: {one_line(error)}"
-        return TurnEnd(warnings=(f"{what}; {_UNKNOWN}",))
+        warning = f"the chat template refuses a question and its answer: {one_line(error)}"
+        return TurnEnd(warnings=(f"{warning}; {_UNKNOWN}",))
     if text not in rendered:
         return TurnEnd(None, rendered, (f"the chat template leaves out the assistant's text; {_UNKNOWN}",))
     behind = rendered.rpartition(text)[2].strip()
@@ -77,8 +77,8 @@ def find_turn_end(render: Callable[[Messages], str], tokenizer: Any) -> TurnEnd:
     token = next((token for token in tokens if behind.startswith(token)), None)
     if token is None and behind:
         mend = "add it to the tokenizer's special tokens, or set another data.chat_template"
-        what = f"the chat template ends a turn with {behind!r}, which is no token: answers hold it as text; {mend}"
-        return TurnEnd(None, rendered, (what,))
+        warning = f"the chat template ends a turn with {behind!r}, which is no token: answers hold it as text; {mend}"
+        return TurnEnd(None, rendered, (warning,))
     return TurnEnd(token, rendered)
 
 
@@ -96,20 +96,22 @@ def find_ends(tokenizer: Any, turn_end: str | None, folder: Path | None) -> EndT
     if written is not None:
         sources[written] = ["chat template"]
     for file in [folder / name for name in MODEL_FILES] if folder else []:
-        for token in _eos(file):
+        for token in _read_eos(file):
             sources.setdefault(token, []).append(file.name)
     listed = {token for token, names in sources.items() if names != ["chat template"]}
     if tokenizer.eos_token_id is not None:
         sources.setdefault(int(tokenizer.eos_token_id), []).append("tokenizer")
-    trained = next((each for each in (written, tokenizer.eos_token_id, *sources) if each is not None), None)
-    named = {token: (_token_text(tokenizer, token, names[0]), tuple(names)) for token, names in sources.items()}
-    ends = EndTokens(trained, named)
+    candidates = (written, tokenizer.eos_token_id, *sources)
+    trained = next((token for token in candidates if token is not None), None)
+    by_id = {token: (_token_text(tokenizer, token, names[0]), tuple(names)) for token, names in sources.items()}
+    ends = EndTokens(trained, by_id)
     if trained is None or not listed or trained in listed:
         return ends
     where = f"neither {' nor '.join(MODEL_FILES)} of {folder} lists it"
-    what = f"answers end with {named[trained][0]}, but {where}: programs that read only those will not stop there"
+    text = by_id[trained][0]
+    warning = f"answers end with {text}, but {where}: programs that read only those will not stop there"
     mend = f"add {trained} to eos_token_id in {MODEL_FILES[0]}; checkpoints that are exported have it there"
-    return replace(ends, warnings=(f"{what}; {mend}",))
+    return replace(ends, warnings=(f"{warning}; {mend}",))
 
 
 def _token_text(tokenizer: Any, token: int, source: str) -> str:
@@ -118,13 +120,13 @@ def _token_text(tokenizer: Any, token: int, source: str) -> str:
     raise DataError(f"{source}: {token} ends an answer, but is no token: the tokenizer has {len(tokenizer):,}")
 
 
-def _eos(file: Path) -> list[int]:
+def _read_eos(file: Path) -> list[int]:
     """Return eos_token_id of a JSON file: a number, several, or none."""
     if not file.is_file():
         return []
     try:
-        found = read_object(file).get("eos_token_id")
-        ids = [each for each in (found if isinstance(found, list) else [found]) if each is not None]
-        return [whole_number(each, f"{file}: eos_token_id", 0, _MOST_TOKENS) for each in ids]
+        eos = read_object(file).get("eos_token_id")
+        tokens = eos if isinstance(eos, list) else [eos]
+        return [whole_number(token, f"{file}: eos_token_id", 0, _MOST_TOKENS) for token in tokens if token is not None]
     except ModelError as error:
         raise DataError(str(error)) from error

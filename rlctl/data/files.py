@@ -44,18 +44,18 @@ def files_of(path: str | Sequence[str]) -> list[str]:
 
     A pattern's files come in the order of their names; a name of no file and no pattern, such as a hub data set, stays.
     """
-    named = [path] if isinstance(path, str) else path
-    found: list[str] = []
-    for each in named:
-        found += sorted(glob(each, recursive=True)) if has_magic(each) and not isfile(each) else [each]
-    return found
+    files: list[str] = []
+    for name in [path] if isinstance(path, str) else path:
+        is_pattern = has_magic(name) and not isfile(name)
+        files += sorted(glob(name, recursive=True)) if is_pattern else [name]
+    return files
 
 
 def read_file(path: str, chat_columns: Collection[str] = ()) -> Read:
     """Yield the rows of a file with their places. chat_columns: as of `arrow_rows`. Raises DataError."""
     if not isfile(path):
         raise DataError(f"{path}: no such file")
-    suffix = next((each for each in FILE_SUFFIXES if path.endswith(each)), None)
+    suffix = next((suffix for suffix in FILE_SUFFIXES if path.endswith(suffix)), None)
     if suffix is None:
         raise DataError(f"{path}: must be a file in {', '.join(FILE_SUFFIXES)}")
     return _read_parquet(path, chat_columns) if suffix == _PARQUET else _READERS[suffix](path)
@@ -63,9 +63,10 @@ def read_file(path: str, chat_columns: Collection[str] = ()) -> Read:
 
 def first_row(path: str) -> tuple[str, dict[str, Any]]:
     """Return place and columns of the first row of a file. Raises DataError."""
-    for each in read_file(path):
-        return each
-    raise DataError(f"{path}: is empty")
+    row = next(read_file(path), None)
+    if row is None:
+        raise DataError(f"{path}: is empty")
+    return row
 
 
 def _read_jsonl(path: str) -> Read:
@@ -85,7 +86,8 @@ def _json_lines(path: str, lines: Any) -> Read:
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
-                yield f"{path}:{number}", _json_object(line, f"{path}:{number}")
+                value, text = _json_value(line, f"{path}:{number}")
+                yield f"{path}:{number}", _checked_row(value, text, f"{path}:{number}")
             except DataError as error:
                 if number == 1 and line.lstrip().startswith(b"["):
                     raise DataError(f"{error}; a file with a list of rows is named .json") from error
@@ -94,16 +96,12 @@ def _json_lines(path: str, lines: Any) -> Read:
 
 def _read_json(path: str) -> Read:
     with open(path, "rb") as file:
-        value, text = _json_value(file.read(), path)
-    if not isinstance(value, list):
-        one = "an object" if isinstance(value, dict) else f"a {type(value).__name__}"
-        raise DataError(f"{path}: must be a list of rows, not {one}; a file with a row a line is named .jsonl")
-    for number, row in enumerate(value, 1):
+        rows, text = _json_value(file.read(), path)
+    if not isinstance(rows, list):
+        kind = "an object" if isinstance(rows, dict) else f"a {type(rows).__name__}"
+        raise DataError(f"{path}: must be a list of rows, not {kind}; a file with a row a line is named .jsonl")
+    for number, row in enumerate(rows, 1):
         yield f"{path}[{number}]", _checked_row(row, text, f"{path}[{number}]")
-
-
-def _json_object(line: bytes, origin: str) -> dict[str, Any]:
-    return _checked_row(*_json_value(line, origin), origin)
 
 
 def _json_value(data: bytes, origin: str) -> tuple[Any, str]:
@@ -112,9 +110,9 @@ def _json_value(data: bytes, origin: str) -> tuple[Any, str]:
         text = data.removeprefix(codecs.BOM_UTF8).decode("utf-8")
         return json.loads(text), text
     except json.JSONDecodeError as error:
-        more = "; a file with a row a line is named .jsonl" if error.msg == "Extra data" and error.lineno > 1 else ""
+        hint = "; a file with a row a line is named .jsonl" if error.msg == "Extra data" and error.lineno > 1 else ""
         line = f"line {error.lineno}, " if error.lineno > 1 else ""
-        raise DataError(f"{origin}: not JSON: {error.msg} ({line}column {error.colno}){more}") from error
+        raise DataError(f"{origin}: not JSON: {error.msg} ({line}column {error.colno}){hint}") from error
     except UnicodeDecodeError as error:
         raise DataError(f"{origin}: not UTF-8: {error.reason} (byte {error.start + 1})") from error
     except RecursionError as error:
@@ -136,8 +134,8 @@ def _checked_row(value: Any, text: str, origin: str) -> dict[str, Any]:
             json.dumps([name, column], ensure_ascii=False).encode("utf-8")
         except UnicodeEncodeError as error:
             half = rf"\u{ord(error.object[error.start]):04x}"
-            what = f"column {name!a} has the lone surrogate {half}, half of a character: mend or remove it"
-            raise DataError(f"{origin}: {what}") from error
+            problem = f"column {name!a} has the lone surrogate {half}, half of a character: mend or remove it"
+            raise DataError(f"{origin}: {problem}") from error
     return value
 
 
@@ -148,9 +146,14 @@ def _is_deep(value: Any) -> bool:
     """Return True above MAX_DEPTH levels. It goes level by level, since deep values would break recursion."""
     level = [value]
     for _ in range(MAX_DEPTH):
-        holders = (each for each in level if isinstance(each, dict | list))
-        level = [child for each in holders for child in (each.values() if isinstance(each, dict) else each)]
-    return any(isinstance(each, dict | list) for each in level)
+        children: list[Any] = []
+        for parent in level:
+            if isinstance(parent, dict):
+                children += parent.values()
+            elif isinstance(parent, list):
+                children += parent
+        level = children
+    return any(isinstance(child, dict | list) for child in level)
 
 
 def _read_csv(path: str) -> Read:

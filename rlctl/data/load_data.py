@@ -17,10 +17,11 @@ from rlctl.config.errors import ModelError
 from rlctl.config.json_files import read_object
 from rlctl.config.run_weights import chat_folder
 from rlctl.config.schema import GrpoConfig, RunConfig, SftConfig
-from rlctl.data.chat import Chat, load_tokenizer, make_chat
-from rlctl.data.datasets import Row, load_rows, shown
+from rlctl.data.chat import Chat, make_chat
+from rlctl.data.datasets import Row, load_rows, path_text
 from rlctl.data.end_tokens import EndTokens
 from rlctl.data.files import DataError
+from rlctl.data.load_tokenizer import load_tokenizer
 from rlctl.data.rows import MARKS, conversation, is_plain, question
 from rlctl.data.tasks import SupervisedSample, Task
 from rlctl.data.templates import templates_of
@@ -51,22 +52,23 @@ class RunRows:
 class DataPart:
     """Rows of one source of train or validation."""
 
-    of: Literal["train", "validation"]
+    purpose: Literal["train", "validation"]
     section: DatasetSection
     rows: list[Row]
 
     @property
     def name(self) -> str:
         """Name for a person: `train`, or `train (sums)` for the rows of a source."""
-        return f"{self.of} ({source})" if (source := self.rows[0].source) else self.of
+        source = self.rows[0].source
+        return f"{self.purpose} ({source})" if source else self.purpose
 
 
 def parts_of(
-    of: Literal["train", "validation"], rows: list[Row], data: DataSection, section: DatasetSection | None = None
+    purpose: Literal["train", "validation"], rows: list[Row], data: DataSection, section: DatasetSection | None = None
 ) -> list[DataPart]:
-    """Return rows by source, in their order. section: that of all; None: that of each row's source."""
+    """Return rows by source, in their order. section: the section of all rows; None: each source has its own."""
     groups = groupby(rows, key=lambda row: row.source)
-    return [DataPart(of, section or data.train.section_of(source), list(group)) for source, group in groups]
+    return [DataPart(purpose, section or data.train.section_of(source), list(group)) for source, group in groups]
 
 
 class RowReader:
@@ -83,7 +85,8 @@ class RowReader:
         """Read all rows now, for the next `take`. Raises DataError at the first bad one."""
         data = self._config.data
         validated = data.has_validation and self._config.validation.every > 0
-        train, held_out = read_train(self._config), list[Row]()
+        train = read_train(self._config)
+        held_out: list[Row] = []
         if data.validation.fraction is not None:
             # Also where nothing is validated: the rows stay apart in every kind of run.
             train, held_out = split_off(train, data.train, data.validation.fraction)
@@ -99,25 +102,27 @@ class RowReader:
         return rows
 
 
-def part_of(config: RunConfig, of: Literal["train", "validation"]) -> list[DataPart]:
+def part_of(config: RunConfig, purpose: Literal["train", "validation"]) -> list[DataPart]:
     """Return train or validation of a run's data, checked, by source. Raises DataError."""
     data = config.data
-    if of == "validation" and data.validation.path is not None:
-        return parts_of(of, read_rows(config, data.validation), data, data.validation)
+    if purpose == "validation" and data.validation.path is not None:
+        return parts_of(purpose, read_rows(config, data.validation), data, data.validation)
     rows = read_train(config)
     if data.validation.fraction is not None:
-        rows = split_off(rows, data.train, data.validation.fraction)[of == "validation"]
-    return parts_of(of, rows, data)
+        train, held_out = split_off(rows, data.train, data.validation.fraction)
+        rows = held_out if purpose == "validation" else train
+    return parts_of(purpose, rows, data)
 
 
 def read_train(config: RunConfig) -> list[Row]:
     """Read and check the rows of data.train, one source after the other. Raises DataError at the first bad one."""
-    section, rows = config.data.train, list[Row]()
-    if not section.sources:
-        return read_rows(config, section)
-    for name, each in section.sources.items():
+    train = config.data.train
+    if not train.sources:
+        return read_rows(config, train)
+    rows: list[Row] = []
+    for name, section in train.sources.items():
         first = len(rows)
-        rows += [replace(row, number=first + row.number, source=name) for row in read_rows(config, each)]
+        rows += [replace(row, number=first + row.number, source=name) for row in read_rows(config, section)]
     return rows
 
 
@@ -126,49 +131,56 @@ def split_off(rows: list[Row], section: TrainDataSection, fraction: float) -> tu
 
     Rows with one prompt go together. Raises DataError if a part has no row.
     """
-    parts: tuple[list[Row], list[Row]] = ([], [])
+    train: list[Row] = []
+    held_out: list[Row] = []
     for row in rows:
         # Without a prompt the whole row is the task.
-        asked = question(row, section.section_of(row.source), asked=False)[0] or row.values
-        content = json.dumps(asked, sort_keys=True, default=str).encode("utf-8", "surrogatepass")
+        prompt = question(row, section.section_of(row.source), needs_prompt=False)[0] or row.values
+        content = json.dumps(prompt, sort_keys=True, default=str).encode("utf-8", "surrogatepass")
         number = int.from_bytes(hashlib.sha256(content).digest()[:8], "big") / 2**64
-        parts[number < fraction].append(row)
-    if not all(parts):
-        what = f"{len(parts[1])} of {len(rows)} rows are held out by data.validation.fraction={fraction:g}"
-        raise DataError(f"{shown(section.paths)}: {what}: both parts need one")
-    return parts
+        if number < fraction:
+            held_out.append(row)
+        else:
+            train.append(row)
+    if not train or not held_out:
+        finding = f"{len(held_out)} of {len(rows)} rows are held out by data.validation.fraction={fraction:g}"
+        raise DataError(f"{path_text(section.paths)}: {finding}: both parts need one")
+    return train, held_out
 
 
 def read_rows(config: RunConfig, section: DatasetSection) -> list[Row]:
     """Read and check the rows of `section` (data.train or data.validation). Raises DataError at the first bad one."""
     rows = load_rows(section)
-    sft, answered = config.sft, config.needs_answers
+    sft = config.sft
+    needs_answer = config.needs_answers
     thinks = sft is not None and may_open_thinking(config)
-    # One row a shape of chat that a template may refuse: the first role, the order of the roles, if all is empty, and
-    # if every answer has thinking.
+    # One row for each shape of chat that a template may refuse. A shape is the first role, the order of the roles, if
+    # all messages are empty, and if every answer has thinking.
     unusual: dict[tuple[object, ...], Row] = {}
     for row in rows:
         if not config.needs_prompts:
-            # The prompt is whole, and put to the template, when an episode begins.
-            question(row, section, answered=answered, asked=False)
+            # An episode completes the prompt when it begins, and puts it to the template.
+            question(row, section, needs_answer=needs_answer, needs_prompt=False)
             continue
-        messages = conversation(row, section) if sft else question(row, section, answered=answered)[0]
+        messages = conversation(row, section) if sft else question(row, section, needs_answer=needs_answer)[0]
         if thinks or not is_plain(messages):
             roles = [message["role"] for message in messages]
-            said = any(message["content"] for message in messages)
-            thought = all("</think>" in message["content"] for message in messages if message["role"] == "assistant")
-            unusual.setdefault((roles[0], frozenset(pairwise(roles)), roles[-1], said, thought), row)
+            has_text = any(message["content"] for message in messages)
+            answers = [message["content"] for message in messages if message["role"] == "assistant"]
+            has_thinking = all("</think>" in answer for answer in answers)
+            unusual.setdefault((roles[0], frozenset(pairwise(roles)), roles[-1], has_text, has_thinking), row)
     has_template = Path(config.model.tokenizer or chat_folder(config.model.path)).is_dir()
     if config.data.system_prompt is not None and has_template:
-        # A template that leaves it out is found here.
+        # This raises DataError for a template that leaves out the system prompt.
         load_chat(config, config.model.path)
     if unusual:
         # A tokenizer takes seconds to load: only these rows are put to its template this early.
-        chat, odd = load_chat(config, config.model.path), list(unusual.values())
+        chat = load_chat(config, config.model.path)
+        unusual_rows = list(unusual.values())
         if sft:
-            tokenize_samples(odd, section, chat, sft, None, sys.maxsize)
+            tokenize_samples(unusual_rows, section, chat, sft, max_prompt_length=None, max_length=sys.maxsize)
         else:
-            tokenize_prompts(odd, section, chat, None)
+            tokenize_prompts(unusual_rows, section, chat, max_prompt_length=None)
     return rows
 
 
@@ -234,6 +246,6 @@ def load_samples(
     """Return the samples of `section` from its rows, cut after `max_length` tokens. Raises DataError."""
     samples, report = tokenize_samples(rows, section, chat, config.sft, config.data.max_prompt_length, max_length)
     if not samples:
-        what = f"no sample is left: marks of messages leave out every turn ({', '.join(MARKS)})"
-        raise DataError(f"{shown(section.path)}: {what}")
+        problem = f"no sample is left: marks of messages leave out every turn ({', '.join(MARKS)})"
+        raise DataError(f"{path_text(section.path)}: {problem}")
     return samples, report

@@ -26,12 +26,13 @@ _STEPS = 200
 
 def order_of(rows: Sequence[Drawn], config: RunConfig) -> DrawOrder:
     """Return the order in which a run draws its rows, those of each source in a row. Raises DataError."""
-    sources, seed, shuffle = config.data.train.sources, config.run.seed, config.data.shuffle
-    found = Counter(row.source for row in rows)
-    if not sources or not all(found[name] for name in sources):
-        return Cursor(len(rows), seed, shuffle)
+    sources = config.data.train.sources
+    seed = config.run.seed
+    row_counts = Counter(row.source for row in rows)
+    if not sources or not all(row_counts[name] for name in sources):
+        return Cursor(len(rows), seed, config.data.shuffle)
     weights = [section.weight for section in sources.values()]
-    return MixedCursor({name: found[name] for name in sources}, weights, seed, shuffle)
+    return MixedCursor({name: row_counts[name] for name in sources}, weights, seed, config.data.shuffle)
 
 
 def step_lengths(samples: list[SupervisedSample], config: SftConfig) -> Iterator[list[int]]:
@@ -42,14 +43,14 @@ def step_lengths(samples: list[SupervisedSample], config: SftConfig) -> Iterator
         yield [lengths[draw.row] for draw in cursor.draw(config.sft.batch_size)]
 
 
-def first_of_each(rows: Sequence[Drawn], most: int | None) -> list[Drawn]:
-    """Return at most `most` rows, from each source in turn."""
+def first_of_each(rows: Sequence[Drawn], limit: int | None) -> list[Drawn]:
+    """Return at most `limit` rows, from each source in turn."""
     seen: Counter[str] = Counter()
     ranks = []
     for row in rows:
         ranks.append(seen[row.source])
         seen[row.source] += 1
-    return [rows[place] for place in sorted(range(len(rows)), key=ranks.__getitem__)][:most]
+    return [rows[place] for place in sorted(range(len(rows)), key=ranks.__getitem__)][:limit]
 
 
 class Shares:
@@ -58,8 +59,8 @@ class Shares:
     def __init__(self, weights: Sequence[float]) -> None:
         """Take weights above 0; only their ratios count."""
         ratios = [Fraction(weight).limit_denominator(_PRECISION) for weight in weights]
-        whole = lcm(*(each.denominator for each in ratios))
-        self._weights = [max(1, int(each * whole)) for each in ratios]
+        denominator = lcm(*(ratio.denominator for ratio in ratios))
+        self._weights = [max(1, int(ratio * denominator)) for ratio in ratios]
         self._total = sum(self._weights)
         # Steps between two draws of a source.
         self._gaps = [lcm(*self._weights) // weight for weight in self._weights]
@@ -70,18 +71,18 @@ class Shares:
         time = max(0, number - len(self._weights))
         counts = [(2 * weight * time + self._total) // (2 * self._total) for weight in self._weights]
         for _ in range(number - sum(counts)):
-            counts[self._next(counts)] += 1
+            counts[self._next_source(counts)] += 1
         return counts
 
     def source(self, number: int) -> tuple[int, int]:
         """Return the source of a draw, and its number among the draws of that source."""
         counts = self.counts(number)
-        found = self._next(counts)
-        return found, counts[found]
+        source = self._next_source(counts)
+        return source, counts[source]
 
-    def _next(self, counts: Sequence[int]) -> int:
+    def _next_source(self, counts: Sequence[int]) -> int:
         """Return the source whose next draw is due first; of several the first."""
-        return min(range(len(counts)), key=lambda i: (2 * counts[i] + 1) * self._gaps[i])
+        return min(range(len(counts)), key=lambda source: (2 * counts[source] + 1) * self._gaps[source])
 
 
 class MixedCursor:
@@ -89,9 +90,11 @@ class MixedCursor:
 
     def __init__(self, sizes: Mapping[str, int], weights: Sequence[float], seed: int, shuffle: bool) -> None:
         """Take rows by name of source, and their weights. Raises DataError for a source without rows."""
-        self._sizes, self._weights, self._shares = dict(sizes), list(weights), Shares(weights)
-        seeds = [int(each) for each in np.random.SeedSequence(seed).generate_state(len(sizes), np.uint64)]
-        self._cursors = [Cursor(size, own, shuffle) for size, own in zip(sizes.values(), seeds)]
+        self._sizes = dict(sizes)
+        self._weights = list(weights)
+        self._shares = Shares(weights)
+        seeds = np.random.SeedSequence(seed).generate_state(len(sizes), np.uint64)
+        self._cursors = [Cursor(size, int(row_seed), shuffle) for size, row_seed in zip(sizes.values(), seeds)]
         self._first = [0, *np.cumsum(list(sizes.values())).tolist()]
         self._position = 0
 
@@ -102,25 +105,26 @@ class MixedCursor:
 
     def draw(self, n: int) -> list[Draw]:
         """Draw the next n rows."""
-        draws = [self.at(number) for number in range(self._position, self._position + n)]
+        draws = [self.draw_at(number) for number in range(self._position, self._position + n)]
         self._position += n
         return draws
 
-    def at(self, number: int) -> Draw:
+    def draw_at(self, number: int) -> Draw:
         """Return the draw of that number, past or to come; its epoch is that of its source."""
-        place, own = self._shares.source(number)
-        draw = self._cursors[place].at(own)
-        return Draw(draw.epoch, self._first[place] + draw.row)
+        source, source_number = self._shares.source(number)
+        draw = self._cursors[source].draw_at(source_number)
+        return Draw(draw.epoch, self._first[source] + draw.row)
 
     def state_dict(self) -> dict[str, Any]:
         return {"position": self._position, "sources": self._sizes, "weights": self._weights}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state` was taken. Raises DataError if the sources, their rows or weights were others."""
-        then = (state.get("sources"), state.get("weights"))
-        if then != (self._sizes, self._weights):
+        sizes = state.get("sources")
+        weights = state.get("weights")
+        if sizes != self._sizes or weights != self._weights:
             raise DataError(
-                f"the checkpoint was made with the sources {then[0]} of weights {then[1]}, now they are {self._sizes} "
+                f"the checkpoint was made with the sources {sizes} of weights {weights}, now they are {self._sizes} "
                 f"of {self._weights}: prompts would be lost or trained twice"
             )
         self._position = state["position"]

@@ -75,13 +75,13 @@ def value_at(values: Mapping[str, Any], key: str) -> Any:
     """Return the value of a column, also of a nested one; None if there is none."""
     if key in values:
         return values[key]
-    found: Any = values
+    value: Any = values
     for name in key.split("."):
-        if isinstance(found, list) and name.isdecimal() and int(name) < len(found):
-            found = found[int(name)]
+        if isinstance(value, list) and name.isdecimal() and int(name) < len(value):
+            value = value[int(name)]
         else:
-            found = found.get(name) if isinstance(found, Mapping) else None
-    return found
+            value = value.get(name) if isinstance(value, Mapping) else None
+    return value
 
 
 def has_column(values: Mapping[str, Any], key: str) -> bool:
@@ -96,10 +96,11 @@ def convention(values: Mapping[str, Any], section: str = "") -> str:
 
     section: the key that these keys are in, such as data.train.
     """
-    for names, whose, keys in _CONVENTIONS:
+    for names, owner, keys in _CONVENTIONS:
         if all(has_column(values, name) for name in names):
-            settings = "set " * bool(keys) + " ".join(f"{section}.{key}".lstrip(".") for key in keys)
-            return f"; {': '.join(filter(None, (whose, settings)))}"
+            settings = [f"{section}.{key}".lstrip(".") for key in keys]
+            remedy = f"set {' '.join(settings)}" if keys else ""
+            return f"; {': '.join(filter(None, (owner, remedy)))}"
     return ""
 
 

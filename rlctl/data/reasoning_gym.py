@@ -35,7 +35,7 @@ def missing_library() -> str:
 
 
 class ReasoningGym:
-    """Rows of the data sets of reasoning-gym, see `datasets.RowGenerator`."""
+    """Rows of the data sets of reasoning-gym, as `datasets.RowGenerator` has them."""
 
     def problems(self, dataset: str, args: Mapping[str, Any]) -> list[tuple[str, str]]:
         if missing := missing_library():
@@ -44,32 +44,35 @@ class ReasoningGym:
         if dataset not in configs:
             near = did_you_mean(dataset, configs) or f": it has {len(configs)}, such as chain_sum and countdown"
             return [("path", f"reasoning_gym has no data set {dataset!r}{near}")]
-        known = list(configs[dataset].__dataclass_fields__)
-        found = []
-        for key in (each for each in args if each not in known):
-            near = did_you_mean(key, known)
-            found.append((f"args.{key}", f"{dataset} has no such key{near or ';'} it has {', '.join(known)}"))
+        keys = list(configs[dataset].__dataclass_fields__)
+        problems = []
+        for key in args:
+            if key not in keys:
+                near = did_you_mean(key, keys)
+                problems.append((f"args.{key}", f"{dataset} has no such key{near or ';'} it has {', '.join(keys)}"))
         seed = args.get("seed")
         if not isinstance(seed, int) or isinstance(seed, bool):
-            found.append(("args.seed", "must be a whole number: rows follow from it, and those held out need another"))
-        if found:
-            return found
+            reason = "must be a whole number: rows follow from it, and those held out need another"
+            problems.append(("args.seed", reason))
+        if problems:
+            return problems
         try:
-            _dataset(dataset, args)
-        except Exception as error:  # the dataset's checks raise AssertionError, and others
-            return [("args", f"{dataset}: {first_line(error)}; it has {', '.join(known)}")]
+            _create_dataset(dataset, args)
+        except Exception as error:  # The data set's checks raise AssertionError and other errors.
+            return [("args", f"{dataset}: {first_line(error)}; it has {', '.join(keys)}")]
         return []
 
     def seeds(self, dataset: str, args: Mapping[str, Any]) -> range:
-        made = _dataset(dataset, args)
-        return range(made.seed, made.seed + made.size)
+        library_dataset = _create_dataset(dataset, args)
+        return range(library_dataset.seed, library_dataset.seed + library_dataset.size)
 
-    def read(self, dataset: str, args: Mapping[str, Any], most: int | None) -> Read:
-        path, number = f"{COLUMN}:{dataset}", 0
+    def read(self, dataset: str, args: Mapping[str, Any], limit: int | None) -> Read:
+        path = f"{COLUMN}:{dataset}"
         if problems := self.problems(dataset, args):
-            key, what = problems[0]
-            raise DataError(f"{path}: {key}: {what}")
-        command = [sys.executable, "-m", __name__, dataset, json.dumps(args), json.dumps(most)]
+            key, problem = problems[0]
+            raise DataError(f"{path}: {key}: {problem}")
+        number = 0
+        command = [sys.executable, "-m", __name__, dataset, json.dumps(args), json.dumps(limit)]
         variables = {**os.environ, "PYTHONHASHSEED": "0"}
         with (
             tempfile.TemporaryFile("w+", errors="replace") as errors,
@@ -85,13 +88,13 @@ class ReasoningGym:
                 timer.cancel()
                 process.kill()
             errors.seek(0)
-            said = errors.read().strip().splitlines() or ["it ended"]
+            error_lines = errors.read().strip().splitlines() or ["it ended"]
         if code == -9:
             raise DataError(
                 f"{path}: {number} rows in {TIMEOUT_S:g} s: set args.size or limit to fewer, or write a file"
             )
         if code:
-            raise DataError(f"{path}:{number + 1}: {said[-1]}")
+            raise DataError(f"{path}:{number + 1}: {error_lines[-1]}")
 
 
 class Scores:
@@ -105,17 +108,17 @@ class Scores:
 
         The answer is the text in the last `<answer>...</answer>`, else all that follows the last `</think>`.
         """
-        made = row[COLUMN]
-        key = json.dumps([made["dataset"], made["args"]], sort_keys=True)
+        origin = row[COLUMN]
+        key = json.dumps([origin["dataset"], origin["args"]], sort_keys=True)
         if key not in self._datasets:
-            self._datasets[key] = _dataset(made["dataset"], made["args"])
-        metadata = ast.literal_eval(made["metadata"])
+            self._datasets[key] = _create_dataset(origin["dataset"], origin["args"])
+        metadata = ast.literal_eval(origin["metadata"])
         entry = {"question": row["prompt"], "answer": row["answer"], "metadata": metadata}
         return float(self._datasets[key].score_answer(answer=answer_of(completion), entry=entry))
 
 
 def answer_of(completion: str) -> str:
-    """Return the answer in a completion, see `Scores.score`."""
+    """Return the answer in a completion, by the rule of `Scores.score`."""
     before, mark, _ = completion.rpartition("</answer>")
     if mark and "<answer>" in before:
         return before.rpartition("<answer>")[2].strip()
@@ -130,8 +133,8 @@ def _configs() -> dict[str, Any]:
     return {name: config for name, (_, config) in sorted(DATASETS.items()) if name not in _COMPOSITES}
 
 
-def _dataset(name: str, args: Mapping[str, Any]) -> Any:
-    """Return a data set of the library, some of which print dots when they are made."""
+def _create_dataset(name: str, args: Mapping[str, Any]) -> Any:
+    """Return a data set of the library. Some data sets print dots when they are created."""
     with redirect_stdout(sys.stderr):
         import reasoning_gym
 
@@ -141,7 +144,7 @@ def _dataset(name: str, args: Mapping[str, Any]) -> Any:
 def _plain(value: Any) -> Any:
     """Return a value of Python's own types."""
     if isinstance(value, dict):
-        return {_plain(key): _plain(each) for key, each in value.items()}
+        return {_plain(key): _plain(child) for key, child in value.items()}
     if isinstance(value, list | tuple | set):
         return type(value)(map(_plain, value))
     if isinstance(value, str):
@@ -149,16 +152,18 @@ def _plain(value: Any) -> Any:
     return value.item() if hasattr(value, "item") else value
 
 
-def _print_rows(name: str, args: dict[str, Any], most: int | None) -> None:
+def _print_rows(name: str, args: dict[str, Any], limit: int | None) -> None:
     """Print a row a line, for `ReasoningGym.read`."""
-    made, out = _dataset(name, args), sys.stdout
+    dataset = _create_dataset(name, args)
+    out = sys.stdout
     sys.stdout = sys.stderr
-    for index in range(min(made.size, most or made.size)):
-        entry = made[index]
+    for index in range(min(dataset.size, limit or dataset.size)):
+        entry = dataset[index]
         metadata = repr(_plain(entry["metadata"]))
         ast.literal_eval(metadata)
-        kept = {"dataset": name, "args": args, "metadata": metadata}
-        print(json.dumps({"prompt": entry["question"], "answer": entry["answer"], COLUMN: kept}), file=out, flush=True)
+        origin = {"dataset": name, "args": args, "metadata": metadata}
+        row = {"prompt": entry["question"], "answer": entry["answer"], COLUMN: origin}
+        print(json.dumps(row), file=out, flush=True)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ def refuse_media(row: Row) -> None:
     """Raise DataError for a row with pictures, films or sounds."""
     for column in KNOWN_COLUMNS:
         if column.use == "refused" and not is_empty(row.values.get(column.name)):
-            what = f"column {column.name!r} holds {column.meaning}, and rlctl trains on text alone"
-            raise DataError(f"{row.origin}: {what}: leave these rows or the column out")
+            problem = f"column {column.name!r} holds {column.meaning}, and rlctl trains on text alone"
+            raise DataError(f"{row.origin}: {problem}: leave these rows or the column out")
 
 
 def row_tools(row: Row) -> list[dict[str, Any]]:
@@ -93,14 +93,15 @@ def _describe_tools(row: Row) -> tuple[list[str], list[str]]:
     """Return the columns of tools that are read under another name, and those that are ignored, in words."""
     read = list[str]()
     ignored = list[str]()
-    shown = ""
+    tools_column = ""
     for name in _filled_columns(row.values, "tools"):
         schemas = _read_schemas(row.values[name])
-        if schemas and shown:
-            ignored.append(f"a column {name!r} beside the tools of column {shown!r}")
+        if schemas and tools_column:
+            ignored.append(f"a column {name!r} beside the tools of column {tools_column!r}")
         elif schemas:
-            shown = name
-            read += [f"tools in column {name!r}"] * (name != "tools")
+            tools_column = name
+            if name != "tools":
+                read.append(f"tools in column {name!r}")
         elif schemas is None:
             ignored.append(f"a column {name!r}, which is not {_SCHEMAS}")
     return read, ignored
@@ -108,8 +109,8 @@ def _describe_tools(row: Row) -> tuple[list[str], list[str]]:
 
 def _unshown_tools(row: Row) -> list[str]:
     """Return the columns of tools of a row whose environment or agent shows its own, in words."""
-    why = "the environment or the agent shows tools of its own"
-    return [f"a column {name!r} ({why})" for name in _filled_columns(row.values, "tools")]
+    reason = "the environment or the agent shows tools of its own"
+    return [f"a column {name!r} ({reason})" for name in _filled_columns(row.values, "tools")]
 
 
 def _parse_json(text: str) -> Any:

@@ -23,26 +23,28 @@ Messages = list[dict[str, Any]]
 
 
 def question(
-    row: Row, section: DatasetSection, *, answered: bool = False, asked: bool = True
+    row: Row, section: DatasetSection, *, needs_answer: bool = False, needs_prompt: bool = True
 ) -> tuple[Messages, str | None]:
     """Return the messages to answer and the reference answer: the answer column, else a trailing assistant message.
 
-    answered: a row without an answer is an error. asked: so is one without a prompt, which else has no messages.
-    Raises DataError.
+    needs_answer: a row without an answer is an error. needs_prompt: a row without a prompt is an error, and else it has
+    no messages. Raises DataError.
     """
     answer = _row_answer(row, section)
-    given = (value_at(row.values, key) for key in (section.messages_key, section.prompt_key))
-    if asked:
+    prompts = [value_at(row.values, key) for key in (section.messages_key, section.prompt_key)]
+    if needs_prompt:
         refuse_media(row)
-    messages = _row_messages(row, section) if asked or any(each is not None for each in given) else []
+    messages: Messages = []
+    if needs_prompt or any(prompt is not None for prompt in prompts):
+        messages = _row_messages(row, section)
     if messages and messages[-1]["role"] == "assistant":
         answer = messages[-1]["content"] if answer is None else answer
         messages = messages[:-1]
-    if not messages and asked:
+    if not messages and needs_prompt:
         raise DataError(f"{row.origin}: nothing before the assistant's message")
-    if answered and answer is None:
-        of_chat = value_at(row.values, section.messages_key) is not None
-        last = f", and the last message is of {messages[-1]['role']}, not assistant" if of_chat and messages else ""
+    if needs_answer and answer is None:
+        is_chat = value_at(row.values, section.messages_key) is not None
+        last = f", and the last message is of {messages[-1]['role']}, not assistant" if is_chat and messages else ""
         raise DataError(f"{row.origin}: no answer to compare with: {_absent(row, section.answer_key)}{last}")
     return messages, answer
 
@@ -66,8 +68,8 @@ def conversation(row: Row, section: DatasetSection) -> Messages:
     if not any(message["role"] == "assistant" for message in messages):
         raise DataError(f"{row.origin}: no assistant message to train on")
     for number, message in enumerate(messages, 1):
-        if message["role"] == "assistant" and (what := wrong_mark(message)):
-            raise DataError(f"{row.origin}: message {number}: {what}")
+        if message["role"] == "assistant" and (problem := wrong_mark(message)):
+            raise DataError(f"{row.origin}: message {number}: {problem}")
     return messages
 
 
@@ -127,57 +129,59 @@ def _parse_chat(text: Any) -> list[Any] | None:
         messages = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    is_chat = isinstance(messages, list) and bool(messages)
-    return messages if is_chat and all(_is_message(each) or _is_sharegpt(each) for each in messages) else None
+    if not isinstance(messages, list) or not messages:
+        return None
+    return messages if all(_is_message(message) or _is_sharegpt(message) for message in messages) else None
 
 
 def _row_messages(row: Row, section: DatasetSection) -> Messages:
-    """Return the chat of `_given_messages`, after the row's column of a system message if it has none itself."""
-    messages = _given_messages(row, section)
+    """Return the row's chat. A chat without a system message begins with the text of the row's column for one."""
+    messages = _column_messages(row, section)
     text = "" if has_system(messages) else system_text(row)
     return [{"role": "system", "content": text}, *messages] if text else messages
 
 
-def _given_messages(row: Row, section: DatasetSection) -> Messages:
+def _column_messages(row: Row, section: DatasetSection) -> Messages:
     """Return the messages column, checked, or the prompt text as a user message."""
-    key, messages = section.messages_key, value_at(row.values, section.messages_key)
+    key = section.messages_key
+    messages = value_at(row.values, key)
     if messages is None:
-        prompt = value_at(row.values, section.prompt_key)
-        prompt = _parse_chat(prompt) or prompt
-        if isinstance(prompt, str):
-            return [{"role": "user", "content": prompt + _alpaca_input(row, section)}]
-        if prompt is None and has_column(row.values, section.prompt_key):
-            raise DataError(f"{row.origin}: column {section.prompt_key!r} is null")
-        if prompt is not None and not isinstance(prompt, list):
-            what = f"must be text or a list of {{role, content}}, not {_value_text(prompt)}"
-            raise DataError(f"{row.origin}: column {section.prompt_key!r} {what}")
-        if prompt is None:
-            wanted = f"column {section.prompt_key!r} of text, nor {section.messages_key!r}"
-            raise DataError(f"{row.origin}: no {wanted}{_columns_hint(row.values)}{_remedy(row)}")
-        key, messages = section.prompt_key, prompt
+        key = section.prompt_key
+        prompt = value_at(row.values, key)
+        messages = _parse_chat(prompt) or prompt
+        if isinstance(messages, str):
+            return [{"role": "user", "content": messages + _alpaca_input(row, section)}]
+        if messages is None and has_column(row.values, key):
+            raise DataError(f"{row.origin}: column {key!r} is null")
+        if messages is None:
+            absent = f"no column {key!r} of text, nor {section.messages_key!r}"
+            raise DataError(f"{row.origin}: {absent}{_columns_hint(row.values)}{convention(row.values)}")
+        if not isinstance(messages, list):
+            problem = f"must be text or a list of {{role, content}}, not {_value_text(messages)}"
+            raise DataError(f"{row.origin}: column {key!r} {problem}")
     messages = _parse_chat(messages) or messages
     if isinstance(messages, list):
-        messages = [_of_sharegpt(message, row, number) for number, message in enumerate(messages, 1)]
+        messages = [_convert_sharegpt(message, row, number) for number, message in enumerate(messages, 1)]
     if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
-        needed = "must be a list of {role, content} or {from, value}"
-        raise DataError(f"{row.origin}: {key!r} {needed}{_misfit(messages)}")
-    return [_joined_message(message, row, number) for number, message in enumerate(messages, 1)]
+        rule = "must be a list of {role, content} or {from, value}"
+        raise DataError(f"{row.origin}: {key!r} {rule}{_misfit(messages)}")
+    return [_join_parts(message, row, number) for number, message in enumerate(messages, 1)]
 
 
 def _alpaca_input(row: Row, section: DatasetSection) -> str:
     """Return the text after an instruction in Alpaca's files: its input, after a blank line."""
-    more = row.values.get("input") if section.prompt_key == "instruction" else None
-    return f"\n\n{more}" if isinstance(more, str) and more.strip() else ""
+    input_text = row.values.get("input") if section.prompt_key == "instruction" else None
+    return f"\n\n{input_text}" if isinstance(input_text, str) and input_text.strip() else ""
 
 
-def _of_sharegpt(message: Any, row: Row, number: int) -> Any:
+def _convert_sharegpt(message: Any, row: Row, number: int) -> Any:
     """Return a message of ShareGPT's convention, {from, value}, as {role, content}; any other as it is."""
     if not _is_sharegpt(message):
         return message
     role = SHAREGPT_ROLES.get(str(message["from"]))
     if role is None:
-        known = ", ".join(SHAREGPT_ROLES)
-        raise DataError(f"{row.origin}: message {number}: from must be one of {known}, not {message['from']!r}")
+        roles = ", ".join(SHAREGPT_ROLES)
+        raise DataError(f"{row.origin}: message {number}: from must be one of {roles}, not {message['from']!r}")
     further = {key: value for key, value in message.items() if key not in ("from", "value")}
     return {**further, "role": role, "content": message["value"]}
 
@@ -186,26 +190,23 @@ def _is_sharegpt(message: Any) -> bool:
     return isinstance(message, dict) and {"from", "value"} <= message.keys() and "role" not in message
 
 
-def _remedy(row: Row) -> str:
-    return convention(row.values)
-
-
 def _is_message(value: Any) -> bool:
     """Return True for a message with a role, and content or tool calls."""
     return isinstance(value, dict) and "role" in value and ("content" in value or bool(value.get("tool_calls")))
 
 
 def _misfit(messages: Any) -> str:
-    """Return what is no list of messages, or is no message in a list, for the end of an error."""
+    """Return the end of an error: the value that is no list of messages, or the first in a list that is no message."""
     if not isinstance(messages, list):
         return f", not {_value_text(messages)}"
-    number, wrong = next(((n, each) for n, each in enumerate(messages, 1) if not _is_message(each)), (0, None))
-    if not number:
-        return ", not an empty list"
-    if not isinstance(wrong, dict):
-        return f", not {_value_text(wrong)}"
-    absent = "content" if "role" in wrong else "role"
-    return f": message {number} has no {'value' if 'from' in wrong and absent == 'role' else absent}"
+    for number, message in enumerate(messages, 1):
+        if _is_message(message):
+            continue
+        if not isinstance(message, dict):
+            return f", not {_value_text(message)}"
+        absent = "content" if "role" in message else "value" if "from" in message else "role"
+        return f": message {number} has no {absent}"
+    return ", not an empty list"
 
 
 def _with_calls(message: dict[str, Any], row: Row, number: int) -> dict[str, Any]:
@@ -224,31 +225,34 @@ def _with_calls(message: dict[str, Any], row: Row, number: int) -> dict[str, Any
             except (ValueError, RecursionError):
                 arguments = None
         if not isinstance(function.get("name"), str) or not isinstance(arguments, dict):
-            what = "a tool call must have a name, and arguments that are a JSON object or the text of one"
-            raise DataError(f"{row.origin}: message {number}: {what}")
+            problem = "a tool call must have a name, and arguments that are a JSON object or the text of one"
+            raise DataError(f"{row.origin}: message {number}: {problem}")
         function = {**function, "arguments": arguments}
         calls.append({**call, "function": function} if "function" in call else function)
     return {**message, "content": message.get("content") or "", "tool_calls": calls}
 
 
-def _joined_message(message: dict[str, Any], row: Row, number: int) -> dict[str, Any]:
+def _join_parts(message: dict[str, Any], row: Row, number: int) -> dict[str, Any]:
     """Return the message with its content as text. Parts are joined, since templates leave them out or garble them."""
     if calls := message.get("tool_calls"):
         if not isinstance(calls, list):
-            what = f"tool_calls must be a list of {{name, arguments}}, not {_value_text(calls)}"
-            raise DataError(f"{row.origin}: message {number}: {what}")
+            problem = f"tool_calls must be a list of {{name, arguments}}, not {_value_text(calls)}"
+            raise DataError(f"{row.origin}: message {number}: {problem}")
         message = _with_calls(message, row, number)
-    role, content = message["role"], message.get("content")
+    role = message["role"]
+    content = message.get("content")
     if not isinstance(role, str):
         raise DataError(f"{row.origin}: message {number}: role must be text, not {_value_text(role)}")
     if isinstance(content, str):
         return message
-    parts: list[Any] = content if isinstance(content, list) else [content]
-    wrong = [each for each in parts if not _is_text(each)] if isinstance(content, list) else parts
-    if not wrong:
-        return {**message, "content": "".join(part["text"] for part in parts)}
-    needed = "text or a list of {type: text, text: ...}"
-    raise DataError(f"{row.origin}: message {number} ({role}): content must be {needed}, not {_value_text(wrong[0])}")
+    bad_part = content
+    if isinstance(content, list):
+        bad_parts = [part for part in content if not _is_text(part)]
+        if not bad_parts:
+            return {**message, "content": "".join(part["text"] for part in content)}
+        bad_part = bad_parts[0]
+    problem = f"content must be text or a list of {{type: text, text: ...}}, not {_value_text(bad_part)}"
+    raise DataError(f"{row.origin}: message {number} ({role}): {problem}")
 
 
 def _is_text(part: Any) -> bool:
@@ -262,7 +266,7 @@ def _value_text(value: Any) -> str:
         return f"the {'text' if isinstance(value, str) else 'number'} {shortened(repr(value))}"
     if isinstance(value, dict) and isinstance(value.get("type"), str):
         kind = str(value["type"])
-        return f"a part of type {kind!r}" + " without text" * (kind == "text")
+        return "a part of type 'text' without text" if kind == "text" else f"a part of type {kind!r}"
     kind = type(value).__name__
     return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
 
@@ -270,7 +274,8 @@ def _value_text(value: Any) -> str:
 def _absent(row: Row, key: str) -> str:
     if has_column(row.values, key):
         return f"column {key!r} is null"
-    return f"no column {key!r}{_remedy(row) or did_you_mean(key, row.values) or _columns_hint(row.values)}"
+    hint = convention(row.values) or did_you_mean(key, row.values) or _columns_hint(row.values)
+    return f"no column {key!r}{hint}"
 
 
 def _columns_hint(names: Iterable[str]) -> str:
@@ -292,15 +297,16 @@ def is_trained(message: dict[str, Any]) -> bool:
 def wrong_mark(message: dict[str, Any]) -> str:
     """Return the problem with a mark that says neither yes nor no; empty if there is none."""
     for mark in MARKS:
-        if (value := message.get(mark)) is not None and value not in (0, 1):
+        if message.get(mark) not in (None, 0, 1):
             return f"{mark} must be 0 or 1, false or true: a turn is trained as a whole or not at all"
     return ""
 
 
 def unread_marks(message: dict[str, Any]) -> list[str]:
-    """Return the keys that read like a mark, are false or 0, and are none."""
-    return [
-        key
-        for key, value in message.items()
-        if key not in MARKS and isinstance(value, bool | int | float) and not value and _LIKE_A_MARK.search(key)
-    ]
+    """Return the keys that are no mark, but read like one and are false or 0."""
+    keys = []
+    for key, value in message.items():
+        is_off = isinstance(value, bool | int | float) and not value
+        if is_off and key not in MARKS and _LIKE_A_MARK.search(key):
+            keys.append(key)
+    return keys

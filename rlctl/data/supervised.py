@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlctl.data.chat import EMPTY_PROMPT, Chat, Tools
-from rlctl.data.control_tokens import unmarked
+from rlctl.data.control_tokens import remove_marks
 from rlctl.data.files import DataError
 from rlctl.data.rows import Messages, is_trained
 
@@ -37,19 +37,19 @@ class TrainedTurn:
 
     # Index of its message.
     index: int
-    # Prompt that it follows.
-    before: str
-    # The turn, up to its end token.
-    said: str
-    # True if it has text behind its first end token, which is not trained.
-    cut: bool = False
-    # True if its message has thinking or calls that the template does not write, and that are not trained.
-    silent: bool = False
+    # Prompt that the turn follows.
+    prompt: str
+    # Text of the turn, up to its end token.
+    text: str
+    # True if the turn has text behind its first end token. That text is not trained.
+    is_cut: bool = False
+    # True if the message has thinking or calls that the template does not write. They are not trained.
+    is_silent: bool = False
 
     @property
-    def whole(self) -> str:
-        """The chat up to the end of the turn."""
-        return self.before + self.said
+    def chat_text(self) -> str:
+        """Text of the chat up to the end of the turn."""
+        return self.prompt + self.text
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def chat_samples(
     turns = [_written_turn(chat, messages, index, tools) for index in chosen if is_trained(messages[index])]
     groups: list[list[TrainedTurn]] = []
     for turn in turns:
-        if groups and turn.before.startswith(groups[-1][-1].whole):
+        if groups and turn.prompt.startswith(groups[-1][-1].chat_text):
             groups[-1].append(turn)
         else:
             groups.append([turn])
@@ -96,13 +96,16 @@ def chat_samples(
         samples = [_prompt_parts(chat, group) for group in groups]
     for pieces, group in zip(samples, groups, strict=True):
         _end_sample(chat, pieces, group[-1])
-    trained = [tokens for pieces in samples for tokens, is_trained in pieces if is_trained]
+    unended = 0
+    for pieces in samples:
+        trained_turns = [tokens for tokens, trained in pieces if trained]
+        unended += sum(not tokens or tokens[-1] not in chat.ends.by_id for tokens in trained_turns)
     return ChatSamples(
         rows=[_tokens_and_mask(chat, pieces) for pieces in samples],
         rewritten=is_rewritten,
-        cut=sum(turn.cut for turn in turns),
-        silent=sum(turn.silent for turn in turns),
-        unended=sum(not tokens or tokens[-1] not in chat.ends.named for tokens in trained),
+        cut=sum(turn.is_cut for turn in turns),
+        silent=sum(turn.is_silent for turn in turns),
+        unended=unended,
     )
 
 
@@ -111,27 +114,28 @@ def _prompt_parts(chat: Chat, turns: list[TrainedTurn]) -> list[tuple[list[int],
     pieces: list[tuple[list[int], bool]] = []
     position = 0
     for turn in turns:
-        opening = chat.encode(turn.before[position:], turn.before[:position])
-        pieces += [(opening, False), (chat.encode(turn.said, turn.before), True)]
-        position = len(turn.whole)
+        opening = chat.encode(turn.prompt[position:], turn.prompt[:position])
+        pieces += [(opening, False), (chat.encode(turn.text, turn.prompt), True)]
+        position = len(turn.chat_text)
     return pieces
 
 
 def _kept_turns(chat: Chat, messages: Messages, turns: list[TrainedTurn], tools: Tools) -> list[tuple[list[int], bool]]:
-    """Return the same of turns that each follow the earlier ones as they were while they were the last."""
+    """Return (tokens, true if trained on) of turns, each behind the earlier turns as they were while they were last."""
     pieces = _prompt_parts(chat, turns[:1])
     stops = frozenset(chat.ends.stops)
     for last, turn in pairwise(turns):
         added = messages[last.index + 1 : turn.index]
         link = chat.link(messages[: last.index], added, tools)
-        pieces += [(link.after(pieces[-1][0], stops), False), (chat.encode(turn.said, turn.before), True)]
+        between = link.tokens_after(pieces[-1][0], stops)
+        pieces += [(between, False), (chat.encode(turn.text, turn.prompt), True)]
     return pieces
 
 
 def _end_sample(chat: Chat, pieces: list[tuple[list[int], bool]], last: TrainedTurn) -> None:
     """Put the end token behind a sample whose last turn has none. Raises DataError if no token ends an answer."""
     tokens = pieces[-1][0]
-    if chat.end_marker(last.whole) is not None or (tokens and tokens[-1] in chat.ends.named):
+    if chat.end_marker(last.chat_text) is not None or (tokens and tokens[-1] in chat.ends.by_id):
         return
     if chat.ends.trained is None:
         raise DataError("no token ends an answer: the tokenizer has no eos_token; set it in tokenizer_config.json")
@@ -140,29 +144,36 @@ def _end_sample(chat: Chat, pieces: list[tuple[list[int], bool]], last: TrainedT
 
 def _tokens_and_mask(chat: Chat, pieces: list[tuple[list[int], bool]]) -> Tokens:
     """Return tokens and mask of a sample, with the tokens that begin it. Raises DataError for an empty prompt."""
-    tokens = [token for piece, _ in pieces for token in piece]
-    mask = [trained for piece, trained in pieces for _ in piece]
-    begun = chat.begun(tokens)
-    mask = [False] * (len(begun) - len(tokens)) + mask
+    piece_tokens: list[int] = []
+    piece_mask: list[bool] = []
+    for tokens, trained in pieces:
+        piece_tokens += tokens
+        piece_mask += [trained] * len(tokens)
+    sample_tokens = chat.add_prefix(piece_tokens)
+    prefix_mask = [False] * (len(sample_tokens) - len(piece_tokens))
+    mask = np.array(prefix_mask + piece_mask, dtype=np.bool_)
     if mask[0]:
         raise DataError(EMPTY_PROMPT)
-    return begun, np.array(mask, dtype=np.bool_)
+    return sample_tokens, mask
 
 
 def _written_turn(chat: Chat, messages: Messages, index: int, tools: Tools) -> TrainedTurn:
     """Return a turn as the template writes it while it is the last one."""
-    before = chat.render(messages[:index], generation=True, tools=tools)
-    whole = chat.render(messages[: index + 1], generation=False, tools=tools)
-    bare = before.rstrip().removesuffix(_OPEN)
-    thinking = _thinking(chat, messages[index], opened=bare != before.rstrip())
-    start = len(before) if whole.startswith(before) else len(bare)
-    end = _end_of_turn(chat, whole, start)
-    said, cut = whole[start:end], bool(whole[end:].strip())
-    if chat.template is not None and chat.end_marker(whole) is None:
-        said += chat.following_end(messages[:index], messages[index + 1 : index + 2], tools)
-    if whole.startswith(before) and (thinking is None or thinking[1].strip() in said):
-        return TrainedTurn(index, before, said, cut, _is_silent(messages[index], unmarked(said)))
-    if not whole.startswith(bare):
+    prompt = chat.render(messages[:index], generation=True, tools=tools)
+    chat_text = chat.render(messages[: index + 1], generation=False, tools=tools)
+    bare = prompt.rstrip().removesuffix(_OPEN)
+    thinking = _thinking(chat, messages[index], opened=bare != prompt.rstrip())
+    start = len(prompt) if chat_text.startswith(prompt) else len(bare)
+    end = _end_of_turn(chat, chat_text, start)
+    text = chat_text[start:end]
+    is_cut = bool(chat_text[end:].strip())
+    if chat.template is not None and chat.end_marker(chat_text) is None:
+        text += chat.following_end(messages[:index], messages[index + 1 : index + 2], tools)
+    keeps_thinking = thinking is None or thinking[1].strip() in text
+    if chat_text.startswith(prompt) and keeps_thinking:
+        is_silent = _is_silent(messages[index], remove_marks(text))
+        return TrainedTurn(index=index, prompt=prompt, text=text, is_cut=is_cut, is_silent=is_silent)
+    if not chat_text.startswith(bare):
         raise DataError(
             f"the chat template is not prefix-stable at message {index + 1}: what it writes before the assistant's "
             "turn changes with the turn; set another data.chat_template"
@@ -172,40 +183,41 @@ def _written_turn(chat: Chat, messages: Messages, index: int, tools: Tools) -> T
             f"the chat template opens the answer of message {index + 1} with {_OPEN}, and the message has no thinking: "
             f"write it as {_OPEN}...</think> before the answer, or set data.chat_template to a file that opens none"
         )
-    said = _with_thinking(before, thinking, said)
-    return TrainedTurn(index, before, said, cut, _is_silent(messages[index], unmarked(said)))
+    text = _with_thinking(prompt, thinking, text)
+    is_silent = _is_silent(messages[index], remove_marks(text))
+    return TrainedTurn(index=index, prompt=prompt, text=text, is_cut=is_cut, is_silent=is_silent)
 
 
-def _is_silent(message: dict[str, Any], said: str) -> bool:
-    """Return True if `said`, a turn as it is written, lacks the thinking of a field of its own, or a call's name."""
-    thoughts = (message.get(name) for name in _THINKING_FIELDS)
-    calls = message.get("tool_calls")
-    functions = [each.get("function", each) for each in calls if isinstance(each, dict)] if calls else []
-    names = [each.get("name") for each in functions if isinstance(each, dict)]
-    wanted = [each.strip() for each in (*thoughts, *names) if isinstance(each, str)]
-    return any(each not in said for each in wanted)
+def _is_silent(message: dict[str, Any], turn_text: str) -> bool:
+    """Return True if the written turn lacks the message's thinking, or the name of one of its calls."""
+    parts = [message.get(name) for name in _THINKING_FIELDS]
+    for call in message.get("tool_calls") or ():
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if isinstance(function, dict):
+            parts.append(function.get("name"))
+    return any(isinstance(part, str) and part.strip() not in turn_text for part in parts)
 
 
 def _thinking(chat: Chat, message: dict[str, Any], opened: bool) -> re.Match[str] | None:
-    """Return the thinking of a message. opened: its prompt opens one, so that a separate field counts too."""
-    marked = chat.marked(message)
+    """Return the thinking of a message. opened: the prompt opens the thinking, so that a field of thinking counts."""
+    marked = chat.mark_message(message)
+    if in_content := _THINKING_HEAD.match(marked["content"]):
+        return in_content
     fields = (marked.get(name) for name in _THINKING_FIELDS)
-    apart = next((field for field in fields if isinstance(field, str) and field.strip()), None)
-    if found := _THINKING_HEAD.match(marked["content"]):
-        return found
-    return _THINKING_HEAD.match(f"{_OPEN}\n{apart}\n</think>\n\n") if opened and apart else None
+    thinking = next((field for field in fields if isinstance(field, str) and field.strip()), None)
+    return _THINKING_HEAD.match(f"{_OPEN}\n{thinking}\n</think>\n\n") if opened and thinking else None
 
 
-def _with_thinking(before: str, thinking: re.Match[str], said: str) -> str:
-    """Return a turn whose thinking the template drops, with its thinking, as the model says it after `before`."""
-    opened = before.rstrip().endswith(_OPEN)
-    thought = thinking[1].lstrip() if opened and before[-1:].isspace() else thinking[1]
-    return f"{'' if opened else _OPEN}{thought}</think>{thinking[2]}{said.lstrip()}"
+def _with_thinking(prompt: str, thinking: re.Match[str], text: str) -> str:
+    """Return a turn with the thinking that the template drops, as the model says the turn after `prompt`."""
+    opened = prompt.rstrip().endswith(_OPEN)
+    thought = thinking[1].lstrip() if opened and prompt[-1:].isspace() else thinking[1]
+    return f"{'' if opened else _OPEN}{thought}</think>{thinking[2]}{text.lstrip()}"
 
 
-def _end_of_turn(chat: Chat, whole: str, start: int) -> int:
+def _end_of_turn(chat: Chat, chat_text: str, start: int) -> int:
     """Return where the turn ends that begins at `start`: after its end token, before the template's white space."""
-    marker = chat.end_marker(whole)
-    if marker is not None and marker in whole[start:]:
-        return whole.index(marker, start) + len(marker)
-    return len(whole.rstrip()) if chat.template else len(whole)
+    marker = chat.end_marker(chat_text)
+    if marker is not None and marker in chat_text[start:]:
+        return chat_text.index(marker, start) + len(marker)
+    return len(chat_text.rstrip()) if chat.template else len(chat_text)

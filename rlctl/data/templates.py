@@ -42,8 +42,8 @@ def find_template(name: str, tokenizer: Any) -> Template | None:
         template = tokenizer.chat_template
         sources = template.values() if isinstance(template, Mapping) else [template or ""]
         if not all(isinstance(source, str) for source in sources):
-            what = "the tokenizer's chat_template is no text, nor texts by name; set data.chat_template"
-            raise DataError(f"{tokenizer.name_or_path}: {what}")
+            problem = "the tokenizer's chat_template is no text, nor texts by name; set data.chat_template"
+            raise DataError(f"{tokenizer.name_or_path}: {problem}")
         return template  # type: ignore[no-any-return]
     if Path(name).is_file():
         return Path(name).read_text(encoding="utf-8")
@@ -55,7 +55,7 @@ def require_named_templates(folder: Path) -> None:
     with suppress(ModelError):
         templates = read_object(folder / _CONFIG).get("chat_template")
         if isinstance(templates, list) and not all(
-            isinstance(named, dict) and {"name", "template"} <= named.keys() for named in templates
+            isinstance(template, dict) and {"name", "template"} <= template.keys() for template in templates
         ):
             raise DataError(f"{_CONFIG}: chat_template must be text, or a list of {{name: ..., template: ...}}")
 
@@ -81,7 +81,7 @@ def read_templates(folder: Path) -> dict[str, str]:
             return sources
         template = read_object(folder / _CONFIG).get("chat_template")
         if isinstance(template, list):
-            template = {named["name"]: named["template"] for named in template}
+            template = {source["name"]: source["template"] for source in template}
         by_name = template if isinstance(template, dict) else {_DEFAULT: template}
         return {str(name): source for name, source in by_name.items() if isinstance(source, str)}
     return {}
@@ -89,11 +89,11 @@ def read_templates(folder: Path) -> dict[str, str]:
 
 def templates_of(config: RunConfig) -> dict[str, str]:
     """Return the templates of a config by name, read without the tokenizer; none where none can be read."""
-    own = config.data.chat_template
-    if own == "auto":
+    choice = config.data.chat_template
+    if choice == "auto":
         return read_templates(Path(config.model.tokenizer or chat_folder(config.model.path)))
     with suppress(OSError, ValueError):
-        return {} if own == "none" else {_DEFAULT: Path(own).read_text(encoding="utf-8")}
+        return {} if choice == "none" else {_DEFAULT: Path(choice).read_text(encoding="utf-8")}
     return {}
 
 
@@ -129,7 +129,7 @@ def write_arguments(folder: Path, arguments: Mapping[str, Any]) -> None:
     if isinstance(template, str):
         facts["chat_template"] = head + template
     elif isinstance(template, list):
-        facts["chat_template"] = [{**named, "template": head + named["template"]} for named in template]
+        facts["chat_template"] = [{**source, "template": head + source["template"]} for source in template]
     else:
         return
     config.write_text(json.dumps(facts, indent=2, ensure_ascii=False), encoding="utf-8")

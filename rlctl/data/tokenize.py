@@ -17,7 +17,7 @@ from rlctl.config.errors import one_line
 from rlctl.config.plugins import ENVIRONMENT_COLUMN
 from rlctl.config.schema import SftSection
 from rlctl.data.chat import Chat
-from rlctl.data.datasets import Row, shown
+from rlctl.data.datasets import Row, path_text
 from rlctl.data.files import DataError
 from rlctl.data.row_chat import chat_of_row
 from rlctl.data.row_columns import describe_columns, row_tools, template_arguments
@@ -81,60 +81,67 @@ class LengthReport:
 
     def __str__(self) -> str:
         """Return, for example, `2,300 rows; 12 dropped (prompt too long), 3 truncated; longest 1,024 tokens`."""
-        cuts = [f"{self.dropped:,} dropped (prompt too long)"] * bool(self.dropped)
-        cuts += [f"{self.truncated:,} truncated"] * bool(self.truncated)
+        cuts: list[str] = []
+        if self.dropped:
+            cuts.append(f"{self.dropped:,} dropped (prompt too long)")
+        if self.truncated:
+            cuts.append(f"{self.truncated:,} truncated")
         # Rows of an environment have no length before an episode begins.
         longest = f"; {', '.join(cuts) or 'none cut'}; longest {self.longest:,} tokens" if self.longest else ""
-        text = f"{self.rows:,} rows{longest}"
-        lacks = [f"{self.unanswered:,} without an answer"] * bool(self.unanswered)
+        findings = [f"{self.rows:,} rows{longest}"]
+        if self.unanswered:
+            findings.append(f"{self.unanswered:,} without an answer")
         if self.unended:
             turns = "1 turn ends" if self.unended == 1 else f"{self.unended:,} turns end"
-            lacks.append(f"{turns} with no token at which sampling stops")
+            findings.append(f"{turns} with no token at which sampling stops")
         if self.rewritten:
-            kept = "one sample each, turns kept as they were (sft.history=keep)"
-            stripped = f"{self.rewritten_samples:,} samples, each turn as it was while the last (sft.history=strip)"
-            done = kept if self.rewritten == self.rewritten_samples else stripped
-            lacks.append(f"{self.rewritten:,} with earlier turns that the chat template rewrites: {done}")
+            samples = f"{self.rewritten_samples:,} samples, each turn as it was while the last (sft.history=strip)"
+            if self.rewritten == self.rewritten_samples:
+                samples = "one sample each, turns kept as they were (sft.history=keep)"
+            findings.append(f"{self.rewritten:,} with earlier turns that the chat template rewrites: {samples}")
         if self.untrained_turns:
-            without = f" ({self.untrained_rows:,} rows have no other)" if self.untrained_rows else ""
-            turns = f"{self.untrained_turns:,} turn{'s' * (self.untrained_turns > 1)}"
-            lacks.append(f"{turns} marked as not to be trained{without}")
-        lacks += [f"{count:,} with {thing}" for thing, count in self.read.items()]
-        lacks += [f"{self.spelled:,} spell control tokens (encoded as text)"] * bool(self.spelled)
-        return "; ".join([text, *lacks])
+            turns = "1 turn" if self.untrained_turns == 1 else f"{self.untrained_turns:,} turns"
+            untrained_rows = f" ({self.untrained_rows:,} rows have no other)" if self.untrained_rows else ""
+            findings.append(f"{turns} marked as not to be trained{untrained_rows}")
+        findings += [f"{count:,} with {reading}" for reading, count in self.read.items()]
+        if self.spelled:
+            findings.append(f"{self.spelled:,} spell control tokens (encoded as text)")
+        return "; ".join(findings)
 
     @property
     def warnings(self) -> list[str]:
-        """One line for each thing that a person should look at."""
-        having = f"{self.unshown_tools:,} row{' has' if self.unshown_tools == 1 else 's have'} tools"
-        unshown = f"{having}, and the chat template shows none: the model does not see them"
-        lines = [f"{unshown}; set another data.chat_template"] * bool(self.unshown_tools)
+        """One line for each finding that a person should look at."""
+        lines: list[str] = []
+        if self.unshown_tools:
+            rows = f"{self.unshown_tools:,} row{' has' if self.unshown_tools == 1 else 's have'} tools"
+            finding = f"{rows}, and the chat template shows none: the model does not see them"
+            lines.append(f"{finding}; set another data.chat_template")
         if self.run_together:
-            having = f"{self.run_together:,} row{' has' if self.run_together == 1 else 's have'} several messages"
+            rows = f"{self.run_together:,} row{' has' if self.run_together == 1 else 's have'} several messages"
             lines.append(
-                f"{having}, and there is no chat template: joined without roles or anything between them; "
+                f"{rows}, and there is no chat template: joined without roles or anything between them; "
                 "set data.chat_template to a Jinja file"
             )
         if self.cut_turns:
             turns = "1 turn spells" if self.cut_turns == 1 else f"{self.cut_turns:,} turns spell"
             lines.append(f"{turns} an end token: the text behind it is not trained (data.special_tokens=allow)")
         if self.silent_turns:
-            having = (
-                f"{self.silent_turns:,} turn{' has' if self.silent_turns == 1 else 's have'} thinking or tool calls"
-            )
-            lines.append(f"{having} that the chat template does not write: not trained; set another data.chat_template")
+            turns = f"{self.silent_turns:,} turn{' has' if self.silent_turns == 1 else 's have'} thinking or tool calls"
+            lines.append(f"{turns} that the chat template does not write: not trained; set another data.chat_template")
         if self.unknown_rows:
             line = f"{self.first_unknown}, which stands for text that the tokenizer does not know"
             if self.unknown_rows > 1:
                 line += f"; {self.unknown_rows:,} rows have {self.unknown_tokens:,} such tokens"
             lines.append(line)
-        for thing, count in self.ignored.items():
-            lines.append(f"{count:,} row{' has' if count == 1 else 's have'} {thing}")
-        if not self.spelled:
-            return lines
-        others = f" (and {self.spelled - 1:,} more row{'s' * (self.spelled > 2)})" if self.spelled > 1 else ""
-        what = f"{self.first_spelled}{others}, which is encoded as text and not as that control token"
-        return [*lines, f"{what}; data.special_tokens=allow makes tokens of all that rows spell"]
+        for reason, count in self.ignored.items():
+            lines.append(f"{count:,} row{' has' if count == 1 else 's have'} {reason}")
+        if self.spelled:
+            rows = self.first_spelled
+            if self.spelled > 1:
+                rows += f" (and {self.spelled - 1:,} more row{'' if self.spelled == 2 else 's'})"
+            finding = f"{rows}, which is encoded as text and not as that control token"
+            lines.append(f"{finding}; data.special_tokens=allow makes tokens of all that rows spell")
+        return lines
 
     def note_unknown(self, row: Row, tokens: Sequence[int], chat: Chat) -> None:
         """Count the tokens of a row that stand for unknown text, if there are any."""
@@ -145,37 +152,39 @@ class LengthReport:
             self.unknown_rows += 1
             name = chat.tokenizer.convert_ids_to_tokens(unknown)
             verb = "is" if count == 1 else "are"
-            found = f"{count:,} of {len(tokens):,} tokens of {row.origin} {verb} {name}"
-            self.first_unknown = self.first_unknown or found
+            finding = f"{count:,} of {len(tokens):,} tokens of {row.origin} {verb} {name}"
+            self.first_unknown = self.first_unknown or finding
 
     def note_row(self, row: Row, section: DatasetSection, messages: Messages, *, shows_tools: bool = True) -> None:
         """Count the unusual columns of a row, read and ignored ones. shows_tools: the prompt shows the row's tools."""
         read, ignored = describe_columns(row, section, messages, shows_tools=shows_tools)
         if is_json_chat(row, section):
             read.append("messages as JSON text")
-        for thing in read:
-            self.read[thing] = self.read.get(thing, 0) + 1
-        for thing in ignored:
-            self.note_ignored(f"{thing}: passed over")
+        for reading in read:
+            self.read[reading] = self.read.get(reading, 0) + 1
+        for reason in ignored:
+            self.note_ignored(f"{reason}: passed over")
 
-    def note_ignored(self, thing: str) -> None:
-        """Count a row with a thing that is passed over."""
-        self.ignored[thing] = self.ignored.get(thing, 0) + 1
+    def note_ignored(self, reason: str) -> None:
+        """Count a row of which something is passed over. reason: the passed over part, in words."""
+        self.ignored[reason] = self.ignored.get(reason, 0) + 1
 
     def note_unwritten(self, roles: list[str]) -> None:
         """Count a row with messages of these roles whose text the chat template leaves out."""
         for role in dict.fromkeys(roles):
-            what = f"a message of role {role} that the chat template leaves out: the model does not see it"
-            self.note_ignored(f"{what}; set another data.chat_template")
+            message = f"a message of role {role} that the chat template leaves out: the model does not see it"
+            self.note_ignored(f"{message}; set another data.chat_template")
 
     def note_marks(self, messages: Messages) -> None:
         """Count the turns that a mark leaves out, and the marks under unknown keys."""
         turns = [message for message in messages if message["role"] == "assistant"]
         self.untrained_turns += sum(not is_trained(turn) for turn in turns)
-        unread = {key: turn[key] for turn in turns for key in unread_marks(turn)}
-        for key, value in unread.items():
-            what = f"a turn with {key}={json.dumps(value)}, which is no mark that is read: it is trained"
-            self.note_ignored(f"{what}; marks are {', '.join(MARKS)}")
+        unread: dict[str, Any] = {}
+        for turn in turns:
+            unread |= {key: turn[key] for key in unread_marks(turn)}
+        for key, mark in unread.items():
+            turn_text = f"a turn with {key}={json.dumps(mark)}, which is no mark that is read: it is trained"
+            self.note_ignored(f"{turn_text}; marks are {', '.join(MARKS)}")
 
     def note_spelled(self, row: Row, spelled: list[str]) -> None:
         """Count a row that spells these control tokens, if there are any."""
@@ -213,11 +222,19 @@ def tokenize_prompts(
             report.dropped += 1
         else:
             report.unanswered += answer is None
-            asked = messages if is_chat(row, section) else []
-            prompts.append(Task(f"r{row.number}", tokens, prompt.text, answer, row.values, row.source, asked))
+            task = Task(
+                id=f"r{row.number}",
+                tokens=tokens,
+                text=prompt.text,
+                answer=answer,
+                row=row.values,
+                source=row.source,
+                messages=messages if is_chat(row, section) else [],
+            )
+            prompts.append(task)
     if not prompts:
         raise DataError(
-            f"{shown(section.path)}: every prompt is longer than data.max_prompt_length={max_prompt_length}"
+            f"{path_text(section.path)}: every prompt is longer than data.max_prompt_length={max_prompt_length}"
         )
     return prompts, report
 
@@ -247,35 +264,40 @@ def tokenize_samples(
         report.note_marks(messages)
         with _name_place(row):
             own_chat = _chat_of(row, chat, report)
-            found = chat_samples(own_chat, messages, turns.mask, turns.history, tools)
+            row_samples = chat_samples(own_chat, messages, turns.mask, turns.history, tools)
             report.note_unwritten(unwritten.find_roles(own_chat, messages, tools, generation=False))
-        report.untrained_rows += not found.rows
-        # A question and its answer are what plain text has too.
+        report.untrained_rows += not row_samples.rows
+        # Plain text has a question and its answer too.
         report.run_together += chat.template is None and len(messages) > 2
         report.unshown_tools += bool(tools) and not chat.shows_tools
-        report.rewritten += found.rewritten
-        report.cut_turns += found.cut
-        report.silent_turns += found.silent
-        report.unended += found.unended
-        report.rewritten_samples += len(found.rows) * found.rewritten
-        report.note_spelled(row, chat.spelled(messages, tools))
-        if found.rows:
-            report.note_unknown(row, found.rows[-1][0], chat)
-        for number, (tokens, mask) in enumerate(found.rows):
+        report.cut_turns += row_samples.cut
+        report.silent_turns += row_samples.silent
+        report.unended += row_samples.unended
+        if row_samples.rewritten:
+            report.rewritten += 1
+            report.rewritten_samples += len(row_samples.rows)
+        report.note_spelled(row, chat.find_spelled(messages, tools))
+        if row_samples.rows:
+            report.note_unknown(row, row_samples.rows[-1][0], chat)
+        for number, (tokens, mask) in enumerate(row_samples.rows):
             report.longest = max(report.longest, len(tokens))
             prompt_length = max(int(mask.argmax()), 1)
             if prompt_length > (max_prompt_length or max_length) or prompt_length >= max_length:
                 report.dropped += 1
                 continue
             report.truncated += len(tokens) > max_length
-            kept = np.array(tokens[:max_length], np.int32)
-            name = f"r{row.number}.{number}" if number else f"r{row.number}"
-            samples.append(SupervisedSample(name, kept, mask[:max_length], row.source))
+            sample = SupervisedSample(
+                id=f"r{row.number}.{number}" if number else f"r{row.number}",
+                tokens=np.array(tokens[:max_length], np.int32),
+                mask=mask[:max_length],
+                source=row.source,
+            )
+            samples.append(sample)
     if not samples and report.dropped:
         limit = f"fills the longest sequence of {max_length:,} tokens (model.max_length)"
         if max_prompt_length is not None and max_prompt_length < max_length:
             limit = f"is longer than data.max_prompt_length={max_prompt_length}"
-        raise DataError(f"{shown(section.path)}: no sample is left: every prompt {limit}")
+        raise DataError(f"{path_text(section.path)}: no sample is left: every prompt {limit}")
     return samples, report
 
 
@@ -287,18 +309,27 @@ def read_tasks(
     choices: keys of the environments, one of which a row's column `environment` must hold where there are several.
     Raises DataError at the first bad row.
     """
-    report, tasks = LengthReport(len(rows)), list[Task]()
+    report = LengthReport(len(rows))
+    tasks: list[Task] = []
     for row in rows:
-        messages, answer = question(row, section, asked=False)
+        messages, answer = question(row, section, needs_prompt=False)
         report.note_row(row, section, messages, shows_tools=False)
         if len(choices) > 1 and (key := row.values.get(ENVIRONMENT_COLUMN)) not in [*choices]:
-            what = f"column {ENVIRONMENT_COLUMN!r} must be one of {', '.join(choices)}, not {key!r}"
-            raise DataError(f"{row.origin}: {what} (environment.choices)")
+            problem = f"column {ENVIRONMENT_COLUMN!r} must be one of {', '.join(choices)}, not {key!r}"
+            raise DataError(f"{row.origin}: {problem} (environment.choices)")
         with _name_place(row):
-            # Players take the row's arguments of the template. Wrong and unknown ones are told here.
+            # Players take the row's arguments of the template. Wrong and unknown ones are reported here.
             _chat_of(row, chat, report)
-        text = "\n".join(message["content"] for message in messages)
-        tasks.append(Task(f"r{row.number}", [], text, answer, row.values, row.source, messages))
+        task = Task(
+            id=f"r{row.number}",
+            tokens=[],
+            text="\n".join(message["content"] for message in messages),
+            answer=answer,
+            row=row.values,
+            source=row.source,
+            messages=messages,
+        )
+        tasks.append(task)
     return tasks, report
 
 
@@ -317,5 +348,5 @@ def _name_place(row: Row) -> Iterator[None]:
     except DataError as error:
         raise DataError(f"{row.origin}: {one_line(error)}") from error
     except Exception as error:  # Any error of a template, or of a tokenizer that refuses the text.
-        what = f"the chat template refuses the row: {one_line(error)}"
-        raise DataError(f"{row.origin}: {what}; set another data.chat_template") from error
+        problem = f"the chat template refuses the row: {one_line(error)}"
+        raise DataError(f"{row.origin}: {problem}; set another data.chat_template") from error

@@ -34,7 +34,7 @@ class PlainChat:
         text += f"{TOOLS_MARK}{json.dumps(list(tools))}" if tools else ""
         return Prompt(text, list(text_bytes(text)), [])
 
-    def spelled(self, messages: list[Message], tools: Any = ()) -> list[str]:
+    def find_spelled(self, messages: list[Message], tools: Any = ()) -> list[str]:
         """Return no control token: there is none."""
         return []
 

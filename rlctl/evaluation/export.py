@@ -12,7 +12,7 @@ import yaml
 
 from rlctl.config.errors import UserError, first_line
 from rlctl.config.run_weights import is_adapter, local_folder
-from rlctl.data.datasets import shown
+from rlctl.data.datasets import path_text
 from rlctl.data.templates import write_arguments
 from rlctl.evaluation.store import MADE_AGAIN, DamagedResult, EvaluationFolder
 from rlctl.evaluation.target import Target
@@ -196,9 +196,9 @@ def _data(config: Mapping[str, Any]) -> str:
         section = config["data"].get(name) or {}
         if path := section.get("path"):
             limit = f", the first {section['limit']} rows" if section.get("limit") else ""
-            lines.append(f"- {name}: `{Path(shown(path)).name}`{limit}")
+            lines.append(f"- {name}: `{Path(path_text(path)).name}`{limit}")
         for source, facts in (section.get("sources") or {}).items():
-            lines.append(f"- {name}, {source}: `{Path(shown(facts['path'])).name}`, weight {facts['weight']:g}")
+            lines.append(f"- {name}, {source}: `{Path(path_text(facts['path'])).name}`, weight {facts['weight']:g}")
     rewards = ", ".join(
         f"`{Path(each['name']).name}` (weight {each['weight']:g})" for each in config.get("rewards", [])
     )

@@ -162,7 +162,7 @@ class GrpoLoop(Loop):
         if not self._config.compares_apart or not every or (step.version + 1) % every:
             return []
         with step.phase("parity"):
-            tasks = self._parts.validation or self._parts.source.ahead(0, self._config.grpo.num_prompts_per_step)
+            tasks = self._parts.validation or self._parts.source.read_ahead(0, self._config.grpo.num_prompts_per_step)
             return sample_parity(self._config, self._parts, tasks, version)
 
     def _compare_parity(self, step: GrpoStep, samples: list[TrainingSample]) -> None:

@@ -15,7 +15,7 @@ from rlctl.config.fields import RECIPE
 from rlctl.config.run_weights import local_adapter
 from rlctl.config.schema import GrpoConfig, RunConfig
 from rlctl.data.chat import Chat
-from rlctl.data.datasets import Row, load_rows, shown
+from rlctl.data.datasets import Row, load_rows, path_text
 from rlctl.data.files import DataError, files_of
 from rlctl.data.load_data import (
     load_chat,
@@ -84,7 +84,7 @@ def _needs_tokenizer(config: RunConfig, section: DatasetSection, row: Row) -> bo
         return False
     if config.data.system_prompt is not None or may_have_unknown_text(config) or (config.sft and may_rewrite(config)):
         return True
-    messages, _ = question(row, section, asked=False)
+    messages, _ = question(row, section, needs_prompt=False)
     read, ignored = describe_columns(row, section, messages, shows_tools=True)
     usual = {"user", "assistant"}
     return bool(read or ignored or first_column(row.values, "template")) or any(
@@ -153,7 +153,9 @@ def _try_rewards(composed: Composed[Settled], fetch: bool) -> list[str]:
     if score.value is None:
         return ["rewards: called with the environment at the end of each episode, so not tried here"]
     judged = "right" if score.right else "not right"
-    tried = f"rewards: tried on the first row of {shown(config.data.train.paths)}: {parts}; its own answer is {judged}"
+    tried = (
+        f"rewards: tried on the first row of {path_text(config.data.train.paths)}: {parts}; its own answer is {judged}"
+    )
     with _as_config_errors(composed):
         advantage, _ = try_advantage(config) if composed.settled.grpo else ("", False)
     return [tried, *_readings(config), *[advantage] * bool(advantage)]
@@ -176,7 +178,7 @@ def _try_environments(composed: Composed[Settled], fetch: bool) -> list[str]:
         except ImportError as error:
             why = f"{error.name or error} is not installed; see rlctl doctor"
         else:
-            begun = f"begun on the first row of {shown(config.data.train.paths)}"
+            begun = f"begun on the first row of {path_text(config.data.train.paths)}"
             return [*setup.notes, *[f"environment: read, and {begun}"] * config.environment.enabled]
     with _as_config_errors(composed), environment_pool(config) as pool:
         read_environments(config, pool)
@@ -195,7 +197,7 @@ def _readings(config: GrpoConfig) -> list[str]:
     count = 0
     for section in config.data.train.sources.values() or [config.data.train]:
         for row in load_rows(section):
-            answer = question(row, section, asked=False)[1] or ""
+            answer = question(row, section, needs_prompt=False)[1] or ""
             count += 1
             if read_reference(answer) is None:
                 unreadable.append(row.origin)

@@ -42,7 +42,7 @@ def load_run_tasks(settled: SettledGrpo, rows: RunRows, chat: Chat, emit: Emit) 
     found: dict[str, list[Task]] = {"train": [], "validation": []}
     for part in rows.parts(config.data):
         tasks, report = load_prompts(config, part.section, chat, part.rows)
-        found[part.of] += tasks
+        found[part.purpose] += tasks
         _emit_report(part.name, report, emit)
         check_room(tasks, config.generation.max_new_tokens, settled.max_length)
     return RunData(found["train"], first_of_each(found["validation"], config.validation.max_prompts))
@@ -54,7 +54,7 @@ def load_run_samples(settled: SettledSft, rows: RunRows, chat: Chat, emit: Emit)
     found: dict[str, list[SupervisedSample]] = {"train": [], "validation": []}
     for part in rows.parts(config.data):
         samples, report = load_samples(config, part.section, chat, part.rows, settled.max_length)
-        found[part.of] += samples
+        found[part.purpose] += samples
         _emit_report(part.name, report, emit)
     return RunData(found["train"], first_of_each(found["validation"], config.validation.max_prompts))
 

@@ -23,7 +23,7 @@ import yaml
 from rlctl.config.errors import UserError, first_line
 from rlctl.config.schema import RunConfig
 from rlctl.dashboard.view import RunView, show_run
-from rlctl.data.datasets import shown
+from rlctl.data.datasets import path_text
 from rlctl.data.files import DataError
 from rlctl.grpo.advantages.base import AdvantageError
 from rlctl.launch.next_steps import next_commands
@@ -144,7 +144,7 @@ class Session:
         self.recorder.made_with["rows"] = digest
         if self.checkpoint and self.checkpoint.state["made_with"].get("rows") != digest:
             what = f"its rows are not those that the cursor of the checkpoint of step {self.start} counts"
-            raise DataError(f"data.train.path: {shown(self.config.data.train.paths)}: {what}")
+            raise DataError(f"data.train.path: {path_text(self.config.data.train.paths)}: {what}")
 
     def go_on(self) -> None:
         """Commit to this attempt once the checkpoint is loaded.

@@ -18,7 +18,7 @@ from rlctl.config.grpo_schema import RewardSection
 from rlctl.config.plugins import REWARDS
 from rlctl.config.provenance import show_path
 from rlctl.config.schema import RunConfig
-from rlctl.data.datasets import generator_of, shown
+from rlctl.data.datasets import generator_of, path_text
 from rlctl.data.files import FILE_SUFFIXES, DataError, files_of, first_row, is_file_of_rows
 from rlctl.data.nested_columns import convention, has_column
 from rlctl.data.reasoning_gym import missing_library
@@ -218,7 +218,7 @@ def check_generated(config: RunConfig) -> Violations:
         made = generator_of(section.path)
         if made is None and section.args:
             what = "are of rows that a library makes, as for the path reasoning_gym:chain_sum, not of those of"
-            yield Violation(f"{key}.args", f"{what} {shown(section.path)}", (f"{key}.path",))
+            yield Violation(f"{key}.args", f"{what} {path_text(section.path)}", (f"{key}.path",))
         if made is None:
             continue
         generator, name = made

@@ -192,7 +192,7 @@ class RolloutBuffer:
             self._version = version
             self._prefetch.resume(state["prefetch"])
             self._refill.load_state_dict(state.get("refill", []))
-            return self._groups.load_state_dict(state, version, self._source.at, saved)
+            return self._groups.load_state_dict(state, version, self._source.row_at, saved)
 
         again = self._events.ask(take_up)
         self._events.run(self._runner.begin_groups(map(self._begun, again), self._take_ended))

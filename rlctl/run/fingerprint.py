@@ -18,7 +18,7 @@ import numpy as np
 from rlctl.config.errors import ModelError
 from rlctl.config.json_files import read_object
 from rlctl.config.schema import RunConfig
-from rlctl.data.datasets import shown
+from rlctl.data.datasets import path_text
 from rlctl.data.files import files_of
 from rlctl.data.tasks import SupervisedSample, Task
 from rlctl.models.weight_headers import digest_of_weights
@@ -88,7 +88,7 @@ def made_with(settled: Settled, model: Path | None) -> dict[str, Any]:
         "tokenizer": _vocabulary(tokenizer) if tokenizer else None,
         "tokenizer_path": config.model.tokenizer or config.model.path,
         "data": _digest_files(dataset),
-        "data_path": shown(dataset) if dataset else None,
+        "data_path": path_text(dataset) if dataset else None,
         "keys": keys,
     }
 

@@ -89,7 +89,7 @@ class SftLoop(Loop):
     def _prepare(self, first: int) -> "Future[PreparedBatch]":
         """Start to prepare the batch from draw `first` on. The cursor passes it when it is trained."""
         source, trainer, size = self._parts.source, self._parts.trainer, self._config.sft.batch_size
-        return self._threads.submit(lambda: trainer.prepare(_sequences(source.ahead(first, size))))
+        return self._threads.submit(lambda: trainer.prepare(_sequences(source.read_ahead(first, size))))
 
     def validate(self) -> None:
         """Measure the held-out loss, the mean over all trained-on tokens of the set, and a recipe's answers."""

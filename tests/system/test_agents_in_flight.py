@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from rlctl.config.builtin import RECIPES
-from rlctl.data.chat import Chat, ChatSpec, load_tokenizer
+from rlctl.data.chat import Chat, ChatSpec
+from rlctl.data.load_tokenizer import load_tokenizer
 from rlctl.data.tasks import Task
 from rlctl.environments.environment_pool import EnvironmentPool
 from rlctl.environments.outcomes import AgentSpec, EnvironmentSpec

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlctl.data.chat import Chat, load_tokenizer
+from rlctl.data.chat import Chat
+from rlctl.data.load_tokenizer import load_tokenizer
 from rlctl.data.tasks import Task
 from rlctl.environments.environment_pool import EnvironmentPool
 from rlctl.environments.outcomes import EnvironmentSpec

@@ -181,7 +181,7 @@ class SessionHistory:
             fresh=min(fresh, len(asked.messages)),
             chain=chains[-1],
             rewritten=rewritten,
-            spelled=self.chat.spelled(added, () if turn else tools),
+            spelled=self.chat.find_spelled(added, () if turn else tools),
             unwritten=self._tools.unwritten.find_roles(chat, added, tools, follows_turn=turn is not None),
             keys=keys,
         )
@@ -216,7 +216,7 @@ class SessionHistory:
         count = len(turn.messages) - 1
 
         def render(given: list[Message]) -> list[int]:
-            return chat.link(given[:count], given[count:], tools).after(turn.tokens, stops)
+            return chat.link(given[:count], given[count:], tools).tokens_after(turn.tokens, stops)
 
         # A second system message may stand before the turn, another behind it.
         return self._rendered(render, [*turn.messages[:-1], *added])

@@ -41,7 +41,7 @@ class ToolLoop:
         """Say something to the policy."""
         episode.added += messages
         if episode.leaf >= 0:
-            self.spelled(episode, self.chat.spelled(messages))
+            self.spelled(episode, self.chat.find_spelled(messages))
 
     async def answer(self, episode: EpisodeState, tools: list[Schema], policy: Policy) -> str | None:
         """Play until a turn has no call, and return it; None where a budget ended the episode, which has the ending.
@@ -83,7 +83,7 @@ class ToolLoop:
             self.unwritten(episode, len(self.trials.find_roles(chat, added, tools)))
             return one.tokens(episode.leaf)
         last = one.completions[-1].tokens.tolist()
-        link = chat.link(before[:-1], added, tools).after(last, frozenset(chat.ends.stops))
+        link = chat.link(before[:-1], added, tools).tokens_after(last, frozenset(chat.ends.stops))
         self.unwritten(episode, len(self.trials.find_roles(chat, added, tools, follows_turn=True)))
         tokens = one.tokens(episode.leaf) + link
         if episode.limits.history == "strip" and (rendered := self._rendered(episode, tools)) != tokens:

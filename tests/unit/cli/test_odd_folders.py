@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rlctl.data.chat import load_tokenizer
+from rlctl.data.load_tokenizer import load_tokenizer
 from rlctl.models import facts
 from rlctl.models.adapters import AdapterSpec
 from rlctl.models.derive import load_facts

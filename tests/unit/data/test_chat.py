@@ -9,8 +9,9 @@ import pytest
 
 from rlctl.config.data_schema import DataSection, DatasetSection
 from rlctl.config.model_exceptions import model_exceptions
-from rlctl.data.chat import Chat, is_general, load_tokenizer, make_chat
+from rlctl.data.chat import Chat, make_chat
 from rlctl.data.files import DataError
+from rlctl.data.load_tokenizer import is_general, load_tokenizer
 from rlctl.data.unwritten_messages import require_system_message
 from tests.unit.data.conftest import CHATML, UNMARKED, UNSTABLE, chat_tokens
 
@@ -159,6 +160,7 @@ def test_every_model_type_with_a_class_of_its_own_in_transformers_is_listed() ->
 
 def test_a_tokenizer_is_loaded_without_torch() -> None:
     folder = Path(__file__).parents[3] / "recipes" / "tiny" / "qwen3-tiny"
-    code = "import sys; from rlctl.data.chat import load_tokenizer; load_tokenizer(sys.argv[1]); print(*sys.modules)"
+    loading = "from rlctl.data.load_tokenizer import load_tokenizer; load_tokenizer(sys.argv[1])"
+    code = f"import sys; {loading}; print(*sys.modules)"
     made = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True)
     assert "transformers" in made.stdout.split() and "torch" not in made.stdout.split()

@@ -66,7 +66,7 @@ def test_the_tokens_of_a_sample_and_of_a_link_are_those_of_the_whole(kind: str, 
     assert tokens == whole[: len(tokens)] and chat.decode(whole[len(tokens) :]).strip() == ""
     prompt = chat.prompt(messages[:1])
     sampled = tokens[len(prompt.tokens) : tokens.index(chat.ends.trained, len(prompt.tokens)) + 1]
-    link = chat.link(messages[:1], messages[2:3]).after(sampled, chat.ends.stops)
+    link = chat.link(messages[:1], messages[2:3]).tokens_after(sampled, chat.ends.stops)
     assert prompt.tokens + sampled + link == chat.prompt(messages[:3]).tokens
 
 

@@ -162,8 +162,8 @@ def test_a_sampled_mark_of_the_next_role_comes_once_and_a_cut_turn_gets_it(tmp_p
     chat = glm(tmp_path, ["<user>", "<tool>"])
     link = chat.link(CALLS[:3], CALLS[4:5])
     for sampled, text in (("yes<user>", "more<assistant>"), ("ye", "<user>more<assistant>")):
-        assert chat.decode(link.after(chat.encode(sampled), chat.ends.stops)) == text
-    assert chat.decode(link.after(chat.encode("yes<eos>"), chat.ends.stops)) == "<user>more<assistant>"
+        assert chat.decode(link.tokens_after(chat.encode(sampled), chat.ends.stops)) == text
+    assert chat.decode(link.tokens_after(chat.encode("yes<eos>"), chat.ends.stops)) == "<user>more<assistant>"
 
 
 def test_another_end_such_as_that_of_a_tool_call_is_kept_and_counted() -> None:

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlctl.data.chat import Chat, load_tokenizer
+from rlctl.data.chat import Chat
+from rlctl.data.load_tokenizer import load_tokenizer
 from rlctl.environments.calculator import Calculator
 from rlctl.environments.contract import read_contract
 from rlctl.environments.guess import Guess
@@ -50,7 +51,7 @@ def test_a_chat_only_grows_also_with_tools(chat, said, added):
     before = chat.prompt_text(messages, TOOLS)
     whole = [*messages, {"role": "assistant", "content": "an answer"}, *answers]
     link = chat.link(messages, answers, TOOLS)
-    tokens = chat.prompt_tokens(before) + chat.prompt_tokens("an answer") + link.after([], chat.ends.stops)
+    tokens = chat.prompt_tokens(before) + chat.prompt_tokens("an answer") + link.tokens_after([], chat.ends.stops)
     assert tokens == chat.prompt_tokens(chat.prompt_text(whole, TOOLS))
     assert not chat.rewrites_history()
 

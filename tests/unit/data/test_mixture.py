@@ -44,7 +44,7 @@ def test_a_resume_goes_on_with_the_same_draws_and_each_row_comes_once_an_epoch(
     named, ratios = {f"s{i}": size for i, size in enumerate(sizes)}, [i + 0.5 for i in range(len(sizes))]
     cursor, resumed = (MixedCursor(named, ratios, seed, shuffle) for _ in range(2))
     draws = cursor.draw(before)
-    assert draws == [resumed.at(number) for number in range(before)]
+    assert draws == [resumed.draw_at(number) for number in range(before)]
     resumed.load_state_dict(json.loads(json.dumps(cursor.state_dict())))
     assert resumed.position == before
     following = cursor.draw(50)

@@ -38,7 +38,7 @@ def test_pictures_films_and_sounds_are_refused(section: DatasetSection, name: st
         with pytest.raises(DataError, match=rf"^a\.jsonl:1: column '{name}' holds .*, and rlctl trains on text alone"):
             read(found, section)
     # An environment makes its own prompt of the row.
-    assert question(found, section, asked=False)[0]
+    assert question(found, section, needs_prompt=False)[0]
     for empty in (None, [], ""):
         assert question(row(prompt="How many?", **{name: empty}), section)[0]
 

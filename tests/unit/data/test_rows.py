@@ -49,7 +49,7 @@ def test_an_answer_that_is_missing_is_an_error_where_one_is_compared_with(sectio
     for found, why in ((row(prompt="x", answer=None), "column 'answer' is null"),
                        (row(prompt="x", anwser="4"), "no column 'answer'; did you mean anwser?")):  # fmt: skip
         with pytest.raises(DataError) as error:
-            question(found, section, answered=True)
+            question(found, section, needs_answer=True)
         assert str(error.value) == f"a.jsonl:3: no answer to compare with: {why}"
 
 
@@ -102,7 +102,7 @@ def test_calls_in_openais_form_are_read_as_templates_want_them(section: DatasetS
 )
 def test_what_a_row_lacks_is_said_as_it_is(section: DatasetSection, values: dict[str, Any], told: str) -> None:
     with pytest.raises(DataError) as error:
-        question(row(**values), section, answered=True)
+        question(row(**values), section, needs_answer=True)
     assert told in str(error.value)
 
 

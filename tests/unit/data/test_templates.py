@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from rlctl.data.chat import Chat, ChatSpec, load_tokenizer, make_chat
+from rlctl.data.chat import Chat, ChatSpec, make_chat
 from rlctl.data.files import DataError
+from rlctl.data.load_tokenizer import load_tokenizer
 from rlctl.data.templates import read_templates, unknown_arguments, write_arguments
 from tests.unit.data.conftest import CHATML
 from tests.unit.data.test_chat import data

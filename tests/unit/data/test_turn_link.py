@@ -30,8 +30,8 @@ def test_a_turn_that_ended_is_followed_by_what_is_said_and_the_next_opening(toke
     chat = Chat(tokenizer, template, None)
     link = chat.link(USER, HINT)
     said = "\n<|im_start|>user\nhigher<|im_end|>\n<|im_start|>assistant\n"
-    assert tokenizer.decode(link.after(tokens(chat, "7<|im_end|>"), chat.ends.stops)) == said
-    assert tokenizer.decode(link.after(tokens(chat, "7"), chat.ends.stops)) == "<|im_end|>" + said
+    assert tokenizer.decode(link.tokens_after(tokens(chat, "7<|im_end|>"), chat.ends.stops)) == said
+    assert tokenizer.decode(link.tokens_after(tokens(chat, "7"), chat.ends.stops)) == "<|im_end|>" + said
 
 
 def test_appended_turns_equal_the_rendered_chat_where_the_template_keeps_history(tokenizer: Any) -> None:
@@ -39,7 +39,7 @@ def test_appended_turns_equal_the_rendered_chat_where_the_template_keeps_history
     rendered = chat.prompt_tokens(chat.prompt_text([*USER, {"role": "assistant", "content": "7"}, *HINT]))
     sampled = tokens(chat, "7<|im_end|>")
     appended = [*chat.prompt_tokens(chat.prompt_text(USER)), *sampled]
-    assert appended + chat.link(USER, HINT).after(sampled, chat.ends.stops) == rendered
+    assert appended + chat.link(USER, HINT).tokens_after(sampled, chat.ends.stops) == rendered
 
 
 def test_a_template_without_an_end_token_and_plain_text_go_on_at_once(tokenizer: Any) -> None:

@@ -252,9 +252,10 @@ class Schedule:
     def number(self, group: RolloutGroup) -> int:
         """Number of a group's draw: no two draws have the same task."""
         for number in range(len(self.numbers), self.drawn):
-            self.numbers[self.source.at(number).id] = number
+            self.numbers[self.source.row_at(number).id] = number
         number = self.numbers[group.task.id]
-        self.demand(number < self.drawn and self.source.at(number) == group.task, 2, f"{group.task.id} was not drawn")
+        is_drawn = number < self.drawn and self.source.row_at(number) == group.task
+        self.demand(is_drawn, 2, f"{group.task.id} was not drawn")
         return number
 
     def groups(self) -> list[dict[str, Any]]:
@@ -474,7 +475,8 @@ class Schedule:
         """Check the step's record of replaced groups."""
         waste = self.buffer.waste()
         told = [(group.task, reason) for group, reason in waste.filtered]
-        self.demand(told == [(self.source.at(number), "nothing") for number in replaced], 2, f"{told} were replaced")
+        expected = [(self.source.row_at(number), "nothing") for number in replaced]
+        self.demand(told == expected, 2, f"{told} were replaced")
         most = self.budget * (self.max_age + self.version)
         self.demand(len(self.filtered) <= most, 2, f"{len(self.filtered)} groups were replaced in {self.version} steps")
         self.demand(not (waste.surplus and self.max_age), 2, "an asynchronous run puts groups off")
@@ -489,7 +491,7 @@ class StubChat:
     def prompt(self, messages: Any, tools: Any) -> SimpleNamespace:
         return SimpleNamespace(tokens=[5, 9], spelled=[])
 
-    def spelled(self, messages: Any) -> list[str]:
+    def find_spelled(self, messages: Any) -> list[str]:
         return []
 
     def turn_text(self, tokens: Any) -> str:

@@ -1,0 +1,58 @@
+"""Tokenizer of a model's folder, as transformers loads it."""
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from rlctl.config.errors import ModelError, first_line
+from rlctl.config.json_files import read_object
+from rlctl.config.model_exceptions import model_exceptions
+from rlctl.data.files import DataError
+from rlctl.data.templates import require_named_templates
+from rlctl.utils.process import fewer_collections
+
+# Mistral's own format of a tokenizer, which goes before the others.
+MISTRAL = "tekken.json"
+
+
+@lru_cache(maxsize=4)
+def load_tokenizer(path: str) -> Any:
+    """Load the Hugging Face tokenizer of a folder or hub name, once a process. Raises DataError."""
+    try:
+        require_named_templates(Path(path))
+        with fewer_collections():
+            if is_general(Path(path)):
+                from transformers import TokenizersBackend as Tokenizer
+            else:
+                from transformers import AutoTokenizer as Tokenizer
+            tokenizer = Tokenizer.from_pretrained(path)
+        # Some odd values of its files end in an error as late as here: an unknown unk_token asks for itself for ever.
+        tokenizer.decode(tokenizer("a").input_ids)
+        assert {tokenizer.unk_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id}
+        return tokenizer
+    except ModuleNotFoundError:
+        raise
+    except BaseException as error:  # transformers has an error for each odd value; tokenizers ends in a Rust panic.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = first_line(error)
+        if not isinstance(error, OSError | ValueError):
+            reason = f"{type(error).__name__}: {reason}"
+        raise DataError(f"{path}: no tokenizer can be read from its tokenizer files: {reason}") from error
+
+
+def is_general(folder: Path) -> bool:
+    """Return True if AutoTokenizer would load a local folder by `TokenizersBackend`, for its tokenizer_config.json.
+
+    The class itself is imported without torch: 0.9 s of CPU and not 2.7, in the driver and in each agent's process.
+    """
+    try:
+        settings = read_object(folder / "tokenizer_config.json")
+        model = folder / "config.json"
+        model_type = read_object(model).get("model_type", "") if model.exists() else ""
+    except ModelError:
+        return False
+    if not isinstance(model_type, str) or "auto_map" in settings or (folder / MISTRAL).exists():
+        return False
+    is_backend = settings.get("tokenizer_class") == "TokenizersBackend"
+    return is_backend and model_type not in model_exceptions("tokenizer_class")
