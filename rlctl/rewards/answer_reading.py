@@ -34,7 +34,7 @@ _SPAN = (
 )
 _FORMULA = re.compile(rf"(?P<span>{_SPAN}|-?\\[dt]?frac\{{[^{{}}]*\}}\{{[^{{}}]*\}})|{_SUM}", re.DOTALL)
 _JOINS_FORMULAS = re.compile(r"\s*(?:,?\s*and|,?\s*or|,)\s*", re.IGNORECASE)
-# What is behind it is not the answer.
+# The text behind a negation is not the answer.
 _NEGATION = re.compile(r"(?<!\\)\bnot\b|n't\b|\b(?:rather\s+than|instead\s+of)\b", re.IGNORECASE)
 
 _TEXT_COMMAND = re.compile(r"\\(?:text(?:bf|it|rm|normal|sf)?|math(?:rm|bf|it|sf)|mbox|boxed|fbox)\s*\{([^{}]*)\}")
@@ -58,7 +58,7 @@ _ABBREVIATION = re.compile("[A-Z]{2,}")
 _INITIAL = re.compile(r"(?<![A-Za-z])[A-Z]\.\s*$")
 _UNIT = re.compile(r"(?<=[\d})\s])\s*(?P<unit>[A-Za-z]+(?:[ /]+[A-Za-z]+)*)\.?(?:\s*\^\{?\d\}?)?\s*$")
 _SHORT_UNIT = re.compile("[kmcd]?[mgl]|[shL]|ft|mph|hr|yd|lb")
-# Functions too, but with an argument behind them.
+# These are functions too, but an argument follows a function.
 _UNIT_AND_FUNCTION = re.compile("min|sec|deg")
 _MAGNITUDE = re.compile("hundred|thousand|[mbtr]+illion|dozen", re.IGNORECASE)
 _TWO_NUMBERS = re.compile(r"(?<!_)\d\s+\d")
@@ -110,82 +110,87 @@ class Reference:
 
 def read_reference(answer: str) -> Reference | None:
     """Return a reference answer as it is compared; None for an empty one."""
-    found = next(find_answers(plain_signs(answer), is_list=True), None)
-    if found is None:
+    final_answer = next(find_answers(plain_signs(answer), is_list=True), None)
+    if final_answer is None:
         return None
-    text = _unwrapped(found.text).strip(" $")
+    text = _strip_markup(final_answer.text).strip(" $")
     choice = _CHOICE.match(text)
     if choice and not _SECOND_CHOICE.match(text, choice.end()):
         label = text[choice.end() :].strip()
         return Reference("choice", choice[1] or choice[2], label=read_reference(label) if label else None)
-    is_prose = found.place == "text" and not is_bare(found.text)
-    if is_prose and not re.search(_SPAN, found.text):
-        return Reference("words", read_words(found.text))
-    if formula := read_formula(found):
+    is_prose = final_answer.place == "text" and not is_bare(final_answer.text)
+    if is_prose and not re.search(_SPAN, final_answer.text):
+        return Reference("words", read_words(final_answer.text))
+    if formula := read_formula(final_answer):
         return Reference("formula", formula, is_prose=is_prose)
-    return Reference("words", read_words(found.text))
+    return Reference("words", read_words(final_answer.text))
 
 
-def read_choice(found: FinalAnswer) -> tuple[str, str] | None:
+def read_choice(final_answer: FinalAnswer) -> tuple[str, str] | None:
     """Return the letter of the choice that an answer names, and its text; None where it names none, or several.
 
     A reason behind the letter is no text of the choice.
     """
-    text = _unwrapped(found.text).strip(" $")
-    if small := _SMALL_CHOICE.fullmatch(text):
-        return small[1].upper(), ""
+    text = _strip_markup(final_answer.text).strip(" $")
+    if small_choice := _SMALL_CHOICE.fullmatch(text):
+        return small_choice[1].upper(), ""
     if choice := _CHOICE.match(text) or _CHOICE_IN_PROSE.match(text):
         letter = next(group for group in choice.groups() if group)
         if _SECOND_CHOICE.match(text, choice.end()):
             return None
         label = text[choice.end() :].strip() if choice.re is _CHOICE else ""
-        is_reason = found.place in ("statement", "text") and _CLAUSE.match(label.casefold())
+        is_reason = final_answer.place in ("statement", "text") and _CLAUSE.match(label.casefold())
         return letter, "" if is_reason else label
-    letters = set(_BRACKETED_CHOICE.findall(text.splitlines()[-1] if text else ""))
+    last_line = text.splitlines()[-1] if text else ""
+    letters = set(_BRACKETED_CHOICE.findall(last_line))
     return (letters.pop(), "") if len(letters) == 1 else None
 
 
-def has_words(found: FinalAnswer, words: str) -> bool | None:
+def has_words(final_answer: FinalAnswer, words: str) -> bool | None:
     """Return True if a whole answer is `words`, or the last line of a text, or the beginning of a statement.
 
     Lists of words may have another order. None for "the answer is right" and the like, which states no answer.
     """
-    given = read_words(found.text.splitlines()[-1] if found.place == "text" else found.text)
-    if sorted(_BETWEEN_WORDS.split(given)) == sorted(_BETWEEN_WORDS.split(words)):
+    text = final_answer.text
+    if final_answer.place == "text":
+        text = text.splitlines()[-1]
+    answer_words = read_words(text)
+    if sorted(_BETWEEN_WORDS.split(answer_words)) == sorted(_BETWEEN_WORDS.split(words)):
         return True
-    if found.place != "statement":
+    if final_answer.place != "statement":
         return False
-    if given in _VERDICTS and words not in _VERDICTS:
+    if answer_words in _VERDICTS and words not in _VERDICTS:
         return None
-    return given.startswith(words) and _BEHIND_WORDS.match(given, len(words)) is not None
+    return answer_words.startswith(words) and _BEHIND_WORDS.match(answer_words, len(words)) is not None
 
 
 def read_words(text: str) -> str:
     """Return a text without markup, in lower case, with single blanks, without an article before it."""
-    words = " ".join(_SPACING.sub(" ", _unwrapped(text)).casefold().split()).strip(" $.,;:!?\"'()*\\")
+    words = " ".join(_SPACING.sub(" ", _strip_markup(text)).casefold().split()).strip(" $.,;:!?\"'()*\\")
     article, _, rest = words.partition(" ")
     return rest if rest and article in ("a", "an", "the") else words
 
 
-def read_formula(found: FinalAnswer, wanted: str | None = None) -> str | None:
+def read_formula(final_answer: FinalAnswer, gold: str | None = None) -> str | None:
     """Return the LaTeX of a whole answer, else one of its formulas or numbers; None without one.
 
-    Of a stated answer it is the first, of a text the last, of a tag the only one. wanted: the reference's formula,
+    A stated answer gives its first formula, a text its last one, a tag its only one. gold: the reference's formula,
     whose variables are no unit and no word.
     """
-    variables = None if wanted is None else frozenset(_COMMAND.sub(" ", wanted)) & _LETTERS
-    text = _CALCULATION.sub("", _unwrapped(found.text)).strip()
+    variables = None if gold is None else frozenset(_COMMAND.sub(" ", gold)) & _LETTERS
+    text = _CALCULATION.sub("", _strip_markup(final_answer.text)).strip()
     # "It is 7!" is glad; `x = 7!` is a factorial.
-    if found.place == "statement" and "=" not in text:
+    if final_answer.place == "statement" and "=" not in text:
         text = text.rstrip("!")
     if is_bare(text, variables):
-        return _cleaned(text, variables)
-    if found.place != "text":
+        return _clean_latex(text, variables)
+    if final_answer.place != "text":
         text = _NEGATION.split(text, maxsplit=1)[0]
-    formulas = [] if found.place == "box" else _formulas(text)
-    if not formulas or (found.place == "tag" and len(formulas) > 1):
+    formulas = [] if final_answer.place == "box" else _formulas(text)
+    if not formulas or (final_answer.place == "tag" and len(formulas) > 1):
         return None
-    return _cleaned(formulas[0 if found.place == "statement" else -1], variables)
+    formula = formulas[0] if final_answer.place == "statement" else formulas[-1]
+    return _clean_latex(formula, variables)
 
 
 def is_bare(text: str, variables: frozenset[str] | None = None) -> bool:
@@ -193,7 +198,7 @@ def is_bare(text: str, variables: frozenset[str] | None = None) -> bool:
 
     variables: letters of which a word is a product; None: letters that are variables in most formulas.
     """
-    text = _unwrapped(_OPEN_FRACTION.sub(r"frac{\1}{\2}", text)).strip(" .?")
+    text = _strip_markup(_OPEN_FRACTION.sub(r"frac{\1}{\2}", text)).strip(" .?")
     if (re.search(_SPAN, text) or ("\n" in text and "\\begin" not in text)) and _formulas(text) != [text]:
         return False
     text = _without_unit(text, variables)
@@ -205,9 +210,9 @@ def is_bare(text: str, variables: frozenset[str] | None = None) -> bool:
     return all(_FORMULA_WORD.fullmatch(word) or _is_product(word, variables) for word in words)
 
 
-def _cleaned(text: str, variables: frozenset[str] | None) -> str | None:
+def _clean_latex(text: str, variables: frozenset[str] | None) -> str | None:
     """Return the LaTeX for the library: without delimiters, units, money and spacing; None where nothing is left."""
-    text = _unwrapped(_DELIMITERS.sub("", text.strip().rstrip(".,;:?"))).strip().rstrip(".,;:?")
+    text = _strip_markup(_DELIMITERS.sub("", text.strip().rstrip(".,;:?"))).strip().rstrip(".,;:?")
     text = _without_unit(text, variables)
     text = _MONEY.sub("", text).replace(r"\varnothing", r"\emptyset").replace("**", "^")
     text = _SPACING.sub(" ", _GROUPED_DIGITS.sub("", text))
@@ -235,13 +240,13 @@ def _latex_fraction(sign: re.Match[str]) -> str:
     return rf"\frac{{{numerator}}}{{{denominator}}}"
 
 
-def _unwrapped(text: str) -> str:
+def _strip_markup(text: str) -> str:
     r"""Return a text without Markdown's emphasis, and without `\text{...}` and the like around words."""
     return _TEXT_COMMAND.sub(r" \1 ", _EMPHASIS.sub("", text))
 
 
 def _without_unit(text: str, variables: frozenset[str] | None) -> str:
-    """Return a quantity without the unit at its end. variables: as of `is_bare`; with one, a letter is no unit."""
+    """Return a quantity without the unit at its end. variables: see `is_bare`; with any, a letter is no unit."""
     unit = _UNIT.search(text)
     if unit is None or not text[: unit.start()].strip() or _INITIAL.search(text, 0, unit.start()):
         return text

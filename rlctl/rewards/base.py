@@ -35,7 +35,7 @@ class RewardInput:
     completion: str
     answer: str | None
     row: dict[str, Any]
-    # Messages of the prompt and of the completion where the prompt is a chat; of a text there are none.
+    # Messages of the prompt and of the completion if the prompt is a chat; a text has none.
     prompt_messages: list[dict[str, Any]] = field(default_factory=list)
     completion_messages: list[dict[str, Any]] = field(default_factory=list)
     # The end of the prompt of an episode's last turn, and that turn. None: `prompt` and `completion` are the turn.
@@ -110,5 +110,5 @@ def attempt(reward: Reward, item: RewardInput) -> Outcome:
         return RewardFailure(f"raised {type(error).__name__}", where, error_text(error), trace_of(error))
     if number is not None or (value is None and reward.may_abstain):
         return number
-    told = shortened(f"returned {reprlib.repr(value)}") + several_numbers(value)
-    return RewardFailure("no finite number", defined_at(function), told)
+    detail = shortened(f"returned {reprlib.repr(value)}") + several_numbers(value)
+    return RewardFailure("no finite number", defined_at(function), detail)

@@ -14,7 +14,7 @@ def exact(section: RewardSection) -> RewardFunction:
     """Compare the whole completion with the answer, white space around either aside."""
 
     def score(prompt: str, completion: str, answer: str | None, row: dict[str, Any]) -> float:
-        return float(completion.strip() == _required(answer).strip())
+        return float(completion.strip() == _require_answer(answer).strip())
 
     return score
 
@@ -33,7 +33,7 @@ def regex(section: RewardSection) -> RewardFunction:
 
     def score(prompt: str, completion: str, answer: str | None, row: dict[str, Any]) -> float:
         match = pattern.search(completion)
-        return float(match is not None and (match.group(1) or "").strip() == _required(answer).strip())
+        return float(match is not None and (match.group(1) or "").strip() == _require_answer(answer).strip())
 
     return score
 
@@ -50,7 +50,7 @@ def math_verify(section: RewardSection) -> RewardFunction:
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off
 
     def score(prompt: str, completion: str, answer: str | None, row: dict[str, Any]) -> float:
-        answer = _required(answer)
+        answer = _require_answer(answer)
         reference = read_reference(answer)
         if reference is None:
             raise RewardError(f"unreadable answer: {answer!r}")
@@ -76,7 +76,7 @@ def reasoning_gym(section: RewardSection) -> RewardFunction:
     return score
 
 
-def _required(answer: str | None) -> str:
+def _require_answer(answer: str | None) -> str:
     if answer is None:
         raise RewardError("no answer: the row has none to compare with")
     return answer

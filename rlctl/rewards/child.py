@@ -24,16 +24,20 @@ def work(connection: socket.socket) -> None:
         except RewardError as error:
             problems.append((index, str(error)))
     connection.sendall(json.dumps({"problems": problems}).encode() + b"\n")
-    own = os.getpid()
+    pid = os.getpid()
     while not problems:
         try:
-            call, reward, items = pickle.load(requests)
+            call, reward_index, items = pickle.load(requests)
             for number, item in enumerate(items):
-                outcome = attempt(rewards[reward], item)
-                if os.getpid() != own:
-                    os._exit(0)  # forked by the reward, however: its parent answers
-                told = {"failure": asdict(outcome)} if isinstance(outcome, RewardFailure) else {"value": outcome}
-                connection.sendall(json.dumps({"call": call, "item": number, **told}).encode() + b"\n")
+                outcome = attempt(rewards[reward_index], item)
+                if os.getpid() != pid:
+                    os._exit(0)  # the reward forked this process: its parent answers
+                reply: dict[str, object] = {"call": call, "item": number}
+                if isinstance(outcome, RewardFailure):
+                    reply["failure"] = asdict(outcome)
+                else:
+                    reply["value"] = outcome
+                connection.sendall(json.dumps(reply).encode() + b"\n")
         except (EOFError, OSError):
             return
 

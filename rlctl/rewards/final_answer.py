@@ -14,7 +14,7 @@ Place = Literal["tag", "box", "statement", "text"]
 _NAMES = r"(?:seed:)?(?:think(?:ing)?|thoughts?|reasoning)"
 _THINKING = re.compile(rf"[<\[◁](?P<close>/?){_NAMES}[>\]▷]", re.IGNORECASE)
 _ANSWER = re.compile(r"<(?P<close>/?)(?:final_)?answer>", re.IGNORECASE)
-# A tag with which a prompt ends: the completion is inside it.
+# Tag at the end of a prompt: the completion is inside it.
 _OPENED = re.compile(rf"(?:[<\[◁]{_NAMES}[>\]▷]|<(?:final_)?answer>)\s*\Z", re.IGNORECASE)
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*(?P<brace>\{)?")
 _UNBRACED = re.compile(r"[^\s$]+")
@@ -23,7 +23,8 @@ _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _SEPARATORS = re.compile(r"(?:[\s$,;&.]|\\[()\[\],;:! ]|\\q?quad|\\text\{\s*(?:and|or)?\s*\}|and|or|[a-zA-Z]\s*=)*")
 _LIST_WORD = re.compile(r"\b(?:and|or)\b|,|;")
 # Characters between the boxes of a list, as the library math-verify has it.
-_NEAR_BOX, _FAR_BOX = 10, 70
+_NEAR_BOX = 10
+_FAR_BOX = 70
 _MOST_BOXES = 20
 _STATEMENT = re.compile(
     r"####|答案\s*(?:[是为：:]|$)"
@@ -34,8 +35,10 @@ _STATEMENT = re.compile(
 _BEFORE_STATED = re.compile(r"(?:[\s*_:>=]|as follows)*", re.IGNORECASE)
 _DISPLAY = re.compile(r"\$\$.+?\$\$|\\\[.+?\\\]", re.DOTALL)
 _MOST_STATEMENTS = 5
-# Characters of a stated answer, and of the end of a text without any.
-_STATED_LENGTH, _END_LENGTH = 300, 2_000
+# Characters of a stated answer.
+_STATED_LENGTH = 300
+# Characters of the end of a text that states no answer.
+_END_LENGTH = 2_000
 
 
 @dataclass(frozen=True)

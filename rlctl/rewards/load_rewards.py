@@ -22,8 +22,8 @@ from rlctl.workers.named_reward import (
     verl_value,
 )
 
-# They look for a final answer. Messages of tools and users are none.
-OF_LAST_TURN = ("math_verify", "reasoning_gym")
+# Rewards that look for a final answer, in the policy's last turn alone: tools and users give none.
+_LAST_TURN_REWARDS = ("math_verify", "reasoning_gym")
 
 
 def load_reward(section: RewardSection) -> Reward:
@@ -32,13 +32,15 @@ def load_reward(section: RewardSection) -> Reward:
     Raises RewardError if there is no such function or it takes other arguments than a reward's.
     """
     if section.name not in REWARDS:
-        return _user_reward(section.name)
+        return _load_user_reward(section.name)
     module, _, name = REWARDS[section.name].partition(":")
     function = getattr(importlib.import_module(module), name)(section)
-    return Reward.of_last_turn(function) if section.name in OF_LAST_TURN else Reward.of_function(function)
+    if section.name in _LAST_TURN_REWARDS:
+        return Reward.of_last_turn(function)
+    return Reward.of_function(function)
 
 
-def _user_reward(name: str) -> Reward:
+def _load_user_reward(name: str) -> Reward:
     module_name, colon, attribute = name.rpartition(":")
     if not colon:
         raise RewardError(f"no such reward: use {', '.join(REWARDS)}, or a function of yours as module:function")
@@ -51,7 +53,8 @@ def _user_reward(name: str) -> Reward:
         raise RewardError(f"no such function: {module_name} has no {attribute!r}")
     if not callable(function):
         raise RewardError(f"no function: {attribute} of {module_name} is a {type(function).__name__}")
-    where = f" at {place}" if (place := defined_at(function)) else ""
+    place = defined_at(function)
+    where = f" at {place}" if place else ""
     is_async = inspect.iscoroutinefunction(function)
     if not is_async and inspect.iscoroutinefunction(vars(type(function)).get("__call__")):
         raise RewardError(f"is an object whose __call__ is async{where}: write def __call__, or an async def function")
@@ -62,17 +65,16 @@ def _user_reward(name: str) -> Reward:
     try:
         inspect.signature(function).bind("prompt", "completion", "answer", {})
     except TypeError as error:
-        wanted = "it must take (prompt, completion, answer, row)"
-        raise RewardError(f"wrong signature{where}: {wanted}; {error}") from error
+        raise RewardError(f"wrong signature{where}: it must take (prompt, completion, answer, row); {error}") from error
     if not is_async:
         return Reward.of_function(function)
-    return Reward(function, lambda item: _awaited(function(item.prompt, item.completion, item.answer, item.row)))
+    return Reward(function, lambda item: _await_result(function(item.prompt, item.completion, item.answer, item.row)))
 
 
 def _call_by_names(function: Callable[..., Any], item: RewardInput) -> float | None:
     """Return the value of a function that takes `prompts`, `completions` and columns, lists of one, as TRL calls it.
 
-    Raises RewardError for a missing argument, for a value that is none, and for `environments`: they need an episode.
+    Raises RewardError for a missing argument, for no number, and for `environments`: they need an episode.
     """
     if takes_environments(function):
         raise RewardError(f"{NEEDS_EPISODE}: set environment.name, or take (prompt, completion, answer, row)")
@@ -80,7 +82,7 @@ def _call_by_names(function: Callable[..., Any], item: RewardInput) -> float | N
     completion: object = item.completion_messages if item.prompt_messages else item.completion
     with _as_reward_errors():
         arguments = named_arguments(function, {**item.row, "prompts": prompt, "completions": completion})
-    result = _awaited(function(**arguments))
+    result = _await_result(function(**arguments))
     with _as_reward_errors():
         return named_value(function, result)
 
@@ -89,7 +91,7 @@ def _call_as_verl(function: Callable[..., Any], item: RewardInput) -> float:
     """Return the value of a `compute_score` of verl. Raises RewardError."""
     with _as_reward_errors():
         arguments = verl_arguments(function, item.completion, item.answer, item.row)
-    result = _awaited(function(**arguments))
+    result = _await_result(function(**arguments))
     with _as_reward_errors():
         return verl_value(function, result)
 
@@ -102,8 +104,8 @@ def _as_reward_errors() -> Iterator[None]:
         raise RewardError(str(error)) from error
 
 
-def _awaited(result: Any) -> Any:
-    """Return the result of a call, of a coroutine once it has ended."""
+def _await_result(result: Any) -> Any:
+    """Return the result of a call. Run a coroutine until it has ended, and return its result."""
     return _runner().run(result) if inspect.iscoroutine(result) else result
 
 

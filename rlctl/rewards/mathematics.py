@@ -37,11 +37,14 @@ from rlctl.rewards.final_answer import FinalAnswer, find_answers
 from rlctl.utils.user_code import shortened
 
 # The library takes about 20 ms for a token and 0.4 s for a level of brackets.
-_MOST_TOKENS, _MOST_LEVELS = 150, 6
+_MOST_TOKENS = 150
+_MOST_LEVELS = 6
 # Decimal digits of a number that is evaluated.
 _MOST_DIGITS = 10_000
-# Terms of a sum or a product that is no polynomial, and the size (as of `_digits`) of a polynomial that is summed.
-_MOST_TERMS, _LARGEST_POLYNOMIAL = 500, 100
+# Terms of a sum or a product that is no polynomial.
+_MOST_TERMS = 500
+# Size, by `_digits`, of a polynomial that is summed.
+_LARGEST_POLYNOMIAL = 100
 # The library evaluates a binomial as it reads it. Large is a number of five digits, a power or a factorial.
 _BINOMIAL = re.compile(r"\\[dt]?binom\s*(\{(?:[^{}]|\{[^{}]*\})*\})?|\\choose")
 _LARGE = re.compile(r"\d{5}|[!^]")
@@ -59,7 +62,8 @@ _READING = LatexExtractionConfig(
     )
 )
 # Values for variables, of both signs: expressions are compared where they are real, at three values at least.
-_VALUES = [Rational(p, q) for p, q in ((17, 7), (5, 11), (-13, 9), (29, 8), (-4, 7), (31, 3), (-37, 5), (3, 23))]
+_FRACTIONS = ((17, 7), (5, 11), (-13, 9), (29, 8), (-4, 7), (31, 3), (-37, 5), (3, 23))
+_VALUES = [Rational(numerator, denominator) for numerator, denominator in _FRACTIONS]
 _ENOUGH_POINTS = 3
 # A smaller difference of exact numbers, also as a share, is a rest of their evaluation.
 _LEAST = Float("1e-100")
@@ -68,8 +72,8 @@ _LEAST = Float("1e-100")
 def is_right(reference: Reference, completion: str, prompt: str = "") -> bool:
     """Return True if the final answer of a completion is the reference. prompt: the text before it."""
     is_list = reference.kind != "choice" and _is_list(reference.text)
-    for found in find_answers(plain_signs(completion), prompt, is_list=is_list):
-        verdict = _verdict(reference, found)
+    for final_answer in find_answers(plain_signs(completion), prompt, is_list=is_list):
+        verdict = _judge_answer(reference, final_answer)
         if verdict is not None:
             return verdict
     return False
@@ -108,45 +112,47 @@ def _describe(reference: Reference | None) -> tuple[str, str]:
     return "mathematics", f", is {reference.text}"
 
 
-def _verdict(reference: Reference, found: FinalAnswer) -> bool | None:
+def _judge_answer(reference: Reference, final_answer: FinalAnswer) -> bool | None:
     """Return True if an answer is the reference; None where it states nothing of the reference's kind."""
     if reference.kind == "choice":
-        choice = read_choice(found)
+        choice = read_choice(final_answer)
         if choice is None:
-            return _verdict(reference.label, found) if reference.label else None
+            return _judge_answer(reference.label, final_answer) if reference.label else None
         letter, label = choice
         if letter == reference.text and label and reference.label:
             # A name may begin as a choice does: E. coli.
-            return _verdict(reference.label, FinalAnswer(label, "statement")) is not False
+            return _judge_answer(reference.label, FinalAnswer(label, "statement")) is not False
         return letter == reference.text
     if reference.kind == "words":
-        return has_words(found, reference.text)
-    formula = read_formula(found, reference.text)
+        return has_words(final_answer, reference.text)
+    formula = read_formula(final_answer, reference.text)
     return None if formula is None else equal_formulas(reference.text, formula, is_prose=reference.is_prose)
 
 
 def equal_formulas(gold: str, answer: str, *, is_prose: bool = False) -> bool:
-    """Return True if two formulas are equal. is_prose: `gold` is of a text, where `x^2 = 9` states 9 too."""
+    """Return True if two formulas are equal. is_prose: `gold` comes from a text, where `x^2 = 9` states 9 too."""
     if _UNSEEN.sub("", gold) == _UNSEEN.sub("", answer):
         return True
     if _DOTS.search(gold) or _DOTS.search(answer):
         gold_parts = _DOTS.sub("...", gold).split(",")
-        given_parts = _DOTS.sub("...", answer).split(",")
-        pairs = zip(gold_parts, given_parts)
-        return len(gold_parts) == len(given_parts) > 1 and all(_equal_parts(*pair) for pair in pairs)
-    wanted = read_latex(gold)
-    read = read_latex(answer)
-    if wanted is None or read is None:
+        answer_parts = _DOTS.sub("...", answer).split(",")
+        is_list = len(gold_parts) == len(answer_parts) > 1
+        return is_list and all(map(_equal_parts, gold_parts, answer_parts))
+    gold_value = read_latex(gold)
+    answer_value = read_latex(answer)
+    if gold_value is None or answer_value is None:
         return False
     try:
-        return _are_equal(wanted, read) or (is_prose and _states_value(wanted) and _are_equal(wanted.rhs, read))
+        if _are_equal(gold_value, answer_value):
+            return True
+        return is_prose and _states_value(gold_value) and _are_equal(gold_value.rhs, answer_value)
     except Exception:  # SymPy raises for NaN and for deep sums
         return False
 
 
 @lru_cache(maxsize=512)
 def read_latex(formula: str) -> Any | None:
-    """Return the SymPy object of a formula; None for one that is none, or too long or too deep to be read soon."""
+    """Return the SymPy object of a formula; None for a text that is no formula, or too long or too deep."""
     if _PLAIN_NUMBER.fullmatch(formula) and formula[-1:].isdigit():
         digits = formula.replace(",", "")
         return None if len(digits) > _MOST_DIGITS // 10 else Float(digits) if "." in digits else Integer(digits)
@@ -154,8 +160,8 @@ def read_latex(formula: str) -> Any | None:
         return None
     if any(_LARGE.search(binomial[1] or formula) for binomial in _BINOMIAL.finditer(formula)):
         return None
-    read = parse(f"\\boxed{{{formula}}}", [_READING], fallback_mode="no_fallback", parsing_timeout=None)
-    return read[0] if read else None
+    expressions = parse(f"\\boxed{{{formula}}}", [_READING], fallback_mode="no_fallback", parsing_timeout=None)
+    return expressions[0] if expressions else None
 
 
 def _levels(formula: str) -> int:
@@ -174,9 +180,11 @@ def _equal_parts(gold: str, answer: str) -> bool:
     return equal_formulas(gold, answer)
 
 
-def _states_value(wanted: Any) -> bool:
-    """Return True for an equation of one unknown at most, whose right side is a number but 0."""
-    return is_equation(wanted) and hasattr(wanted, "rhs") and len(wanted.lhs.free_symbols) < 2 and wanted.rhs.is_nonzero
+def _states_value(relation: Any) -> bool:
+    """Return True for an equation of one unknown at most, whose right side is a number other than 0."""
+    if not is_equation(relation) or not hasattr(relation, "rhs"):
+        return False
+    return len(relation.lhs.free_symbols) < 2 and relation.rhs.is_nonzero
 
 
 def _are_equal(gold: Any, answer: Any) -> bool:
@@ -189,7 +197,8 @@ def _are_equal(gold: Any, answer: Any) -> bool:
     elif is_equation(answer) and not is_equation(gold):
         last = take_last_relation(answer)
         # The 0 of `x + y = 0` is no value.
-        answer = answer if last.rhs == 0 and last.lhs.free_symbols and not is_assignment_relation(answer) else last.rhs
+        is_zero = last.rhs == 0 and last.lhs.free_symbols and not is_assignment_relation(answer)
+        answer = answer if is_zero else last.rhs
     elif is_assignment_relation(gold) and not is_equation(answer):
         gold = take_last_relation(gold).rhs
     if gold.has(sympy.zoo, sympy.nan) or answer.has(sympy.zoo, sympy.nan):
@@ -206,9 +215,11 @@ def _are_equal(gold: Any, answer: Any) -> bool:
         if isinstance(gold, kind) and isinstance(answer, kind):
             return _equal_members(gold, answer)
     if _is_number(gold) and _is_number(answer):
-        return any(_equal_numbers(a, b) for a, b in _readings(gold, answer))
-    if isinstance(gold, Expr) and isinstance(answer, Expr) and (decided := _equal_at_points(gold, answer)) is not None:
-        return decided
+        return any(_equal_numbers(gold_number, number) for gold_number, number in _readings(gold, answer))
+    if isinstance(gold, Expr) and isinstance(answer, Expr):
+        are_equal_at_points = _equal_at_points(gold, answer)
+        if are_equal_at_points is not None:
+            return are_equal_at_points
     return bool(verify(gold, answer, allow_set_relation_comp=True, timeout_seconds=None))
 
 
@@ -223,12 +234,12 @@ def _equal_members(gold: Any, answer: Any) -> bool:
         return False
     if isinstance(gold, Tuple):
         return all(map(_are_equal, gold, answer))
-    left = list(answer.args)
-    for member in gold.args:
-        equal = next((index for index, other in enumerate(left) if _are_equal(member, other)), None)
-        if equal is None:
+    unmatched = list(answer.args)
+    for gold_member in gold.args:
+        index = next((index for index, member in enumerate(unmatched) if _are_equal(gold_member, member)), None)
+        if index is None:
             return False
-        del left[equal]
+        del unmatched[index]
     return True
 
 
@@ -240,11 +251,15 @@ def _readings(gold: Expr, answer: Expr) -> Iterator[tuple[Expr, Expr]]:
     """Yield both numbers as they may be meant: 50% is 0.5, and 50 too where the other number has no sign."""
     yield gold, answer
     if _is_percent(gold) != _is_percent(answer):
-        yield gold.args[0] if _is_percent(gold) else gold, answer.args[0] if _is_percent(answer) else answer
+        yield _without_percent(gold), _without_percent(answer)
 
 
 def _is_percent(value: Expr) -> bool:
     return isinstance(value, Mul) and len(value.args) == 2 and value.args[1] == UnevaluatedExpr(Rational(1, 100))
+
+
+def _without_percent(value: Expr) -> Expr:
+    return value.args[0] if _is_percent(value) else value
 
 
 def _equal_numbers(gold: Expr, answer: Expr) -> bool:
@@ -266,7 +281,7 @@ def _equal_numbers(gold: Expr, answer: Expr) -> bool:
 
 
 def _magnitude(number: Expr) -> Expr:
-    """Return the absolute value to 30 digits; of a sum that is 0 a rest below 1e-140 of its parts."""
+    """Return the absolute value to 30 digits. For a sum that is 0 it is a rest below 1e-140 of the parts."""
     return abs(number.evalf(30, maxn=150))
 
 
@@ -280,13 +295,13 @@ def _equal_at_points(gold: Expr, answer: Expr) -> bool | None:
     compared = 0
     for start in range(len(_VALUES)):
         point = {name: _VALUES[(start + 3 * index) % len(_VALUES)] + index for index, name in enumerate(names)}
-        first = _value_at(gold, point)
-        second = _value_at(answer, point)
-        if first is None or second is None:
+        gold_value = _value_at(gold, point)
+        answer_value = _value_at(answer, point)
+        if gold_value is None or answer_value is None:
             return None
-        if not (first.is_real and second.is_real):
+        if not (gold_value.is_real and answer_value.is_real):
             continue
-        if abs(first - second) > tolerance * max(abs(first), abs(second)):
+        if abs(gold_value - answer_value) > tolerance * max(abs(gold_value), abs(answer_value)):
             return False
         compared += 1
     return True if compared >= _ENOUGH_POINTS else None

@@ -56,10 +56,10 @@ class RewardWorker:
         return outcomes
 
     def start(self) -> Channel:
-        """Load the functions unless they are, and return the connection. Raises UnusableError."""
+        """Load the functions unless they are loaded, and return the connection. Raises UnusableError."""
         # The process may have ended, or spoken, since its last call: no item of the next one pays for that.
-        if (ready := self._process.ready()) is not None:
-            return ready
+        if (running_channel := self._process.ready()) is not None:
+            return running_channel
         channel = self._process.start()
         try:
             channel.send(self._sections, START_TIMEOUT_S)
@@ -115,7 +115,7 @@ class RewardWorker:
 def _read_problems(reply: dict[str, Any]) -> list[tuple[int | None, str]]:
     """Return (index of a reward, reason) for each that cannot be loaded. Raises BadReply."""
     try:
-        return [(int(index), _checked_text(reason)) for index, reason in reply["problems"]]
+        return [(int(index), _check_text(reason)) for index, reason in reply["problems"]]
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise BadReply("a reply that lists no problems") from error
 
@@ -123,10 +123,12 @@ def _read_problems(reply: dict[str, Any]) -> list[tuple[int | None, str]]:
 def _read_outcome(reply: dict[str, Any], call: int, item: int) -> Outcome:
     """Return the outcome of item `item` of call `call`. Raises BadReply for another's."""
     if (reply.get("call"), reply.get("item")) != (call, item):
-        told = (reprlib.repr(reply.get(key)) for key in ("call", "item"))
-        raise BadReply(_checked_text("a reply to call {}, item {}".format(*told)))
+        other_call = reprlib.repr(reply.get("call"))
+        other_item = reprlib.repr(reply.get("item"))
+        raise BadReply(_check_text(f"a reply to call {other_call}, item {other_item}"))
     if isinstance(failure := reply.get("failure"), dict):
-        return RewardFailure(*(_checked_text(failure.get(key, "")) for key in ("kind", "where", "detail", "trace")))
+        texts = {key: _check_text(failure.get(key, "")) for key in ("kind", "where", "detail", "trace")}
+        return RewardFailure(**texts)
     value = reply.get("value", math.nan)
     if value is None:
         return None
@@ -135,8 +137,8 @@ def _read_outcome(reply: dict[str, Any], call: int, item: int) -> Outcome:
     return value
 
 
-def _checked_text(told: object) -> str:
-    """Return a text of the child's that every file and terminal takes. Raises BadReply for anything else."""
-    if not isinstance(told, str):
+def _check_text(text: object) -> str:
+    """Return a text of the child's in a form that every file and terminal takes. Raises BadReply for no text."""
+    if not isinstance(text, str):
         raise BadReply("a reply whose text is none")
-    return told.encode("utf-8", "replace").decode()
+    return text.encode("utf-8", "replace").decode()

@@ -23,7 +23,7 @@ from rlctl.workers.user_logs import Emit, FailureLog, OutputLog
 
 INLINE = ("exact",)
 MAX_WORKERS = 4
-# About a group: slow rewards of several groups run at the same time.
+# About the size of a group, so that slow rewards of several groups run at the same time.
 ITEMS_PER_CALL = 8
 # Names of rewards that a run's environments give. Each is a metric, in every record and on every chart.
 MAX_NAMES = 50
@@ -62,17 +62,18 @@ class Scorer:
         *,
         episodes: bool = False,
     ) -> None:
-        self._sections, self._episodes = sections, episodes
+        self._sections = sections
+        self._episodes = episodes
         # Indices of the rewards that environments call.
-        self._elsewhere: set[int] = set()
-        # Names that environments gave so far.
-        self._given_names: set[str] = set()
+        self._called_by_environments: set[int] = set()
+        # Names of parts that environments gave so far.
+        self._environment_names: set[str] = set()
         self._names_lock = threading.Lock()
         self.names = reward_names(sections)
         self._weights = {name: section.weight for name, section in zip(self.names, sections)}
-        self._decides, self._correct_at = correctness(sections)
+        self._deciding_index, self._correct_at = correctness(sections)
         # An environment's own value decides if a rollout is right, unless a reward has a `correct_at`.
-        self._stated = any(section.correct_at is not None for section in sections)
+        self._has_correct_at = any(section.correct_at is not None for section in sections)
         self.failures = FailureLog("reward", logs / "reward-errors.log" if logs else None, emit)
         self._log = OutputLog("reward", logs / "rewards.log", emit) if logs else None
         size = min(MAX_WORKERS, usable_cores())
@@ -83,27 +84,33 @@ class Scorer:
         for worker in self.workers:
             self._idle.put(worker)
 
-    def score(self, items: list[RewardInput], given: Sequence[Mapping[str, float]] = ()) -> list[Score]:
+    def score(self, items: list[RewardInput], environment_values: Sequence[Mapping[str, float]] = ()) -> list[Score]:
         """Return one score an item, in order. Never raises an error of a reward.
 
-        given: values of each item that an environment gave, by name: those of rewards that it calls, and further
-        parts of the sum, each of weight 1.
+        environment_values: values of each item that its environment gave, by name: those of rewards that it calls, and
+        further parts of the sum, each of weight 1.
         """
-        given = given or [{}] * len(items)
-        columns = [self._score_by(reward, items, given) for reward in range(len(self._sections))]
+        environment_values = environment_values or [{}] * len(items)
+        columns = [self._score_by(index, items, environment_values) for index in range(len(self._sections))]
         rows = zip(*columns, strict=True) if columns else [()] * len(items)
-        called = {self._sections[reward].name for reward in self._elsewhere}
-        further = [{name: part for name, part in one.items() if name not in called} for one in given]
-        return [self._combine(list(outcomes), own) for outcomes, own in zip(rows, further, strict=True)]
+        called_names = {self._sections[index].name for index in self._called_by_environments}
+        scores = []
+        for outcomes, values in zip(rows, environment_values, strict=True):
+            further_parts = {name: part for name, part in values.items() if name not in called_names}
+            scores.append(self._combine(list(outcomes), further_parts))
+        return scores
 
     def try_on_sample(self, item: RewardInput) -> Score:
         """Score one item before the run starts. Raises UnusableError with a line for each reward that fails."""
         if any(section.name not in INLINE for section in self._sections):
             self.workers[0].start()
-        outcomes = [self._score_by(reward, [item], [{}])[0] for reward in range(len(self._sections))]
-        failed = [(index, str(each)) for index, each in enumerate(outcomes) if isinstance(each, RewardFailure)]
-        if failed:
-            raise UnusableError([*failed], self._sections)
+        outcomes = [self._score_by(index, [item], [{}])[0] for index in range(len(self._sections))]
+        problems: list[tuple[int | None, str]] = []
+        for index, outcome in enumerate(outcomes):
+            if isinstance(outcome, RewardFailure):
+                problems.append((index, str(outcome)))
+        if problems:
+            raise UnusableError(problems, self._sections)
         return self._combine(outcomes, may_wait=self._episodes)
 
     def close(self) -> None:
@@ -119,51 +126,68 @@ class Scorer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _score_by(self, reward: int, items: list[RewardInput], given: Sequence[Mapping[str, float]]) -> list[Outcome]:
+    def _score_by(
+        self, index: int, items: list[RewardInput], environment_values: Sequence[Mapping[str, float]]
+    ) -> list[Outcome]:
         """Score items by one reward: by a call here, or by the value that their environment gave."""
-        if reward not in self._elsewhere:
-            outcomes = self._outcomes(reward, items)
-            kinds = {each.kind for each in outcomes if isinstance(each, RewardFailure)}
+        if index not in self._called_by_environments:
+            outcomes = self._run_reward(index, items)
+            kinds = {outcome.kind for outcome in outcomes if isinstance(outcome, RewardFailure)}
             if not self._episodes or NEEDS_EPISODE not in kinds:
                 return outcomes
-            self._elsewhere.add(reward)
-        return [one.get(self._sections[reward].name) for one in given]
+            self._called_by_environments.add(index)
+        return [values.get(self._sections[index].name) for values in environment_values]
 
-    def _outcomes(self, reward: int, items: list[RewardInput]) -> list[Outcome]:
-        if self._sections[reward].name in INLINE:
-            inline = load_reward(self._sections[reward])
-            return [attempt(inline, item) for item in items]
+    def _run_reward(self, index: int, items: list[RewardInput]) -> list[Outcome]:
+        if self._sections[index].name in INLINE:
+            reward = load_reward(self._sections[index])
+            return [attempt(reward, item) for item in items]
         chunks = [items[start : start + ITEMS_PER_CALL] for start in range(0, len(items), ITEMS_PER_CALL)]
-        return [outcome for part in self._threads.map(partial(self._remote, reward), chunks) for outcome in part]
+        outcomes: list[Outcome] = []
+        for chunk_outcomes in self._threads.map(partial(self._score_in_worker, index), chunks):
+            outcomes += chunk_outcomes
+        return outcomes
 
-    def _remote(self, reward: int, items: list[RewardInput]) -> list[Outcome]:
+    def _score_in_worker(self, index: int, items: list[RewardInput]) -> list[Outcome]:
         worker = self._idle.get()
         try:
-            return worker.score(reward, items)
+            return worker.score(index, items)
         finally:
             self._idle.put(worker)
 
     def _combine(
-        self, outcomes: list[Outcome], given: Mapping[str, float] = MappingProxyType({}), *, may_wait: bool = False
+        self,
+        outcomes: list[Outcome],
+        environment_parts: Mapping[str, float] = MappingProxyType({}),
+        *,
+        may_wait: bool = False,
     ) -> Score:
         """Combine an item's outcomes to its score; count failures.
 
-        given: see `score`, prefixed for a shared name. may_wait: an episode may be judged later, so that an item
-        without a value has not failed.
+        environment_parts: parts of the sum that an environment gave, by name; one with a reward's name gets a prefix.
+        may_wait: an episode may be judged later, so that an item without a value has not failed.
         """
-        own = self._bounded(
-            {f"{ENVIRONMENT_REWARD}.{name}" if name in self.names else name: part for name, part in given.items()}
+        environment_parts = self._limit_names(
+            {
+                f"{ENVIRONMENT_REWARD}.{name}" if name in self.names else name: part
+                for name, part in environment_parts.items()
+            }
         )
-        named = dict(zip(self.names, outcomes, strict=True))
-        parts = {name: None if isinstance(outcome, RewardFailure) else outcome for name, outcome in named.items()}
-        failures = {name: outcome for name, outcome in named.items() if isinstance(outcome, RewardFailure)}
-        is_judged = bool(own) or any(part is not None for part in parts.values())
+        parts: dict[str, float | None] = {}
+        failures: dict[str, RewardFailure] = {}
+        for name, outcome in zip(self.names, outcomes, strict=True):
+            if isinstance(outcome, RewardFailure):
+                failures[name] = outcome
+                parts[name] = None
+            else:
+                parts[name] = outcome
+        is_judged = bool(environment_parts) or any(part is not None for part in parts.values())
         if self.names and not failures and not is_judged and not may_wait:
             failures = {self.names[0]: RewardFailure("no reward judges it", detail="each returned None")}
         value = sum(
             section.weight * (part or 0.0) for section, part in zip(self._sections, parts.values(), strict=True)
-        ) + sum(own.values())
-        parts |= own
+        ) + sum(environment_parts.values())
+        parts |= environment_parts
         if not is_judged and not failures:
             return Score(None, {}, None, right=False)
         if not failures and not math.isfinite(value):
@@ -173,27 +197,30 @@ class Scorer:
         if failures:
             reason = next(f"{name}: {failure}" for name, failure in failures.items())
             return Score(None, parts, reason, right=False)
-        if own and not self._stated:
-            decides: float | None = sum(own.values())
+        if environment_parts and not self._has_correct_at:
+            deciding_value: float | None = sum(environment_parts.values())
         else:
-            decides = parts[self.names[self._decides]] if self.names else None
+            deciding_value = parts[self.names[self._deciding_index]] if self.names else None
             # A reward that does not judge a rollout leaves it to the next one.
-            if decides is None and not self._stated:
-                decides = next((part for part in parts.values() if part is not None), None)
-        right = (decides or 0.0) >= self._correct_at - 1e-9
-        return Score(value, parts, None, right, self._weights)
+            if deciding_value is None and not self._has_correct_at:
+                deciding_value = next((part for part in parts.values() if part is not None), None)
+        is_right = (deciding_value or 0.0) >= self._correct_at - 1e-9
+        return Score(value=value, parts=parts, failed=None, right=is_right, weights=self._weights)
 
-    def _bounded(self, given: dict[str, float]) -> dict[str, float]:
-        """Return an environment's values, those of names beyond `MAX_NAMES` added up as `OTHER_NAMES`."""
-        bounded: dict[str, float] = {}
-        for name, part in given.items():
+    def _limit_names(self, parts: dict[str, float]) -> dict[str, float]:
+        """Return an environment's parts of a sum; add up parts of names beyond `MAX_NAMES` as `OTHER_NAMES`."""
+        limited_parts: dict[str, float] = {}
+        for name, part in parts.items():
             with self._names_lock:
-                if len(self._given_names) < MAX_NAMES:
-                    self._given_names.add(name)
-                is_known = name in self._given_names
+                if len(self._environment_names) < MAX_NAMES:
+                    self._environment_names.add(name)
+                is_known = name in self._environment_names
             known_name = name if is_known else OTHER_NAMES
-            bounded[known_name] = bounded.get(known_name, 0.0) + part
+            limited_parts[known_name] = limited_parts.get(known_name, 0.0) + part
             if not is_known:
-                many = f"more than {MAX_NAMES} names: the rewards of further ones, first {name!r}, are added up as"
-                self.failures.note("names", f"environments give rewards of {many} {OTHER_NAMES!r}")
-        return bounded
+                self.failures.note(
+                    "names",
+                    f"environments give rewards of more than {MAX_NAMES} names: the rewards of further ones, first "
+                    f"{name!r}, are added up as {OTHER_NAMES!r}",
+                )
+        return limited_parts
