@@ -272,9 +272,9 @@ def must_share(nodes: "Sequence[NodeLease]", run: Path, model: Path | None) -> N
     try:
         for node in nodes:
             mend = "put it on a file system that all nodes share, under the same path"
-            if node.reads(str(probe)) != text:
+            if node.read_file(str(probe)) != text:
                 raise PlacementError(f"run.dir: {run} is not seen from node {node.name}: {mend}")
-            if model is not None and node.reads(str(config_of_model(model))) is None:
+            if model is not None and node.read_file(str(config_of_model(model))) is None:
                 raise PlacementError(f"model.path: {model} is not seen from node {node.name}: {mend}")
     finally:
         probe.unlink(missing_ok=True)

@@ -240,7 +240,7 @@ class Refit:
 
         def drop(index: int, reason: Exception) -> None:
             ranks = list(range(firsts[index], firsts[index] + engines[index].ranks)) if index < len(engines) else []
-            self._trainers.aside(SendsWeights.refit_drop, ranks, str(reason))
+            self._trainers.call_at_once(SendsWeights.refit_drop, ranks, str(reason))
 
         return drop
 

@@ -32,14 +32,14 @@ for _name, _setting in ENVIRONMENT.items():
 
 
 @contextmanager
-def changed_environment(changed: Mapping[str, str]) -> Iterator[None]:
+def changed_environment(variables: Mapping[str, str]) -> Iterator[None]:
     """Set environment variables for the time of the block."""
-    before = {name: os.environ.get(name) for name in changed}
-    os.environ.update(changed)
+    earlier_values = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in earlier_values.items():
             os.environ.pop(name)
             if value is not None:
                 os.environ[name] = value

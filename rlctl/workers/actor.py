@@ -21,9 +21,9 @@ from typing import Any
 from rlctl.utils.ports import free_port
 from rlctl.utils.process import fewer_collections
 from rlctl.utils.user_code import format_trace, message_of
-from rlctl.workers.compiled_graph import Answer, idle, packed, read_patiently, take
+from rlctl.workers.compiled_graph import Answer, idle, pack_value, read_patiently, take_arguments
 from rlctl.workers.errors import Failure
-from rlctl.workers.shared_arguments import fetched
+from rlctl.workers.shared_arguments import fetch_values
 
 Run = Callable[[Callable[[], Answer]], Answer]
 
@@ -38,7 +38,8 @@ class WorkerActor:
         os.environ.update(env)
         if log:
             _redirect_output(Path(log))
-        self._name, self._make = name, make
+        self._name = name
+        self._make = make
         self._run = _one_thread(name) if threads == 1 else _many_threads(name, threads)
         self._worker: Any = None
         self._graph_calls = 0
@@ -46,18 +47,19 @@ class WorkerActor:
     def build(self) -> Answer:
         """Build the worker; a separate call, so that many workers start at the same time."""
         with fewer_collections():
-            return self._guarded(lambda: setattr(self, "_worker", self._make()))
+            return self._run_on_thread(lambda: setattr(self, "_worker", self._make()))
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Answer:
         """Run one method of the worker; do nothing for `graph.idle`."""
         if method == idle.__name__:
-            return self._guarded(lambda: None)
-        return self._guarded(lambda: getattr(self._worker, method)(*fetched(args), **kwargs))
+            return self._run_on_thread(lambda: None)
+        return self._run_on_thread(lambda: getattr(self._worker, method)(*fetch_values(args), **kwargs))
 
     def graph_call(self, message: Any, rank: int) -> Any:
-        """Run `call` on a message that all ranks share; message and answer are as `packed` makes them."""
+        """Run `call` on a message that all ranks share; message and answer are as `pack_value` makes them."""
         self._graph_calls += 1
-        return packed(self.call(*take(message, rank)))
+        method, args, kwargs = take_arguments(message, rank)
+        return pack_value(self.call(method, args, kwargs))
 
     def graph_calls(self) -> int:
         """Return the number of calls that came through a graph."""
@@ -67,12 +69,12 @@ class WorkerActor:
         """Call `graph.read_patiently` in this process."""
         return read_patiently()
 
-    def aside(self, method: str, args: tuple[Any, ...]) -> None:
-        """Run a short method at once, while another may be running: it must be made for that."""
+    def call_at_once(self, method: str, args: tuple[Any, ...]) -> None:
+        """Run a short method at once, while another may be running: the method must be made for that."""
         getattr(self._worker, method)(*args)
 
     def ask(self, method: str, wait_s: float) -> Answer:
-        """Run a method that returns within `wait_s` seconds, on this thread: it must be made for that."""
+        """Run a method that returns within `wait_s` seconds, on this thread: the method must be made for that."""
         return self._run_work(lambda: getattr(self._worker, method)(wait_s))
 
     def pid(self) -> Answer:
@@ -83,12 +85,11 @@ class WorkerActor:
         """Return a free port of an address of this node, at once, as `pid` does."""
         return None, free_port(address)
 
-    def _guarded(self, work: Callable[[], Any]) -> Answer:
-        """Run `work` on a thread of the worker; return its exception as a Failure."""
-
+    def _run_on_thread(self, work: Callable[[], Any]) -> Answer:
         return self._run(lambda: self._run_work(work))
 
     def _run_work(self, work: Callable[[], Any]) -> Answer:
+        """Run `work`; return its exception as a Failure."""
         try:
             return None, work()
         except BaseException as error:
@@ -137,4 +138,5 @@ def _redirect_output(log: Path) -> None:
     os.dup2(descriptor, 2)
     os.close(descriptor)
     # Ray replaces the streams of its workers: bring Python's back to the two descriptors.
-    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)

@@ -21,7 +21,7 @@ from ray.exceptions import RayActorError, RayChannelError, RayChannelTimeoutErro
 
 from rlctl.workers.errors import Failure
 
-# Releases of Ray from the first tested, up to the first not allowed.
+# The first tested release of Ray, and the first that is not allowed.
 TESTED = ((2, 60), (2, 61))
 # The first execution proves the graph: an actor that never reads compiles all the same.
 _PROOF_S = 120.0
@@ -29,8 +29,12 @@ _SUBMIT_S = 60
 # A value with at most this much of arrays travels as plain bytes: a call to two workers takes 0.49 instead of 0.71 ms
 # with 1 KB, 0.56 instead of 0.62 with 256 KB, but 2.9 instead of 0.9 with 1 MB.
 _SMALL_BYTES = 256 << 10
-# Readers spin this long, then sleep between looks for a share of the time waited, which bounds how late they are.
-_SPIN_S, _SHORTEST_S, _LONGEST_S, _LATE = 1e-3, 20e-6, 5e-3, 0.02
+# Readers spin this long, then sleep between looks.
+_SPIN_S = 1e-3
+# A sleep lasts this share of the time waited, so that a reader is at most that share late, within these limits.
+_SLEEP_SHARE = 0.02
+_SHORTEST_SLEEP_S = 20e-6
+_LONGEST_SLEEP_S = 5e-3
 
 # (name of the method, arguments of every rank, keyword arguments)
 Message = tuple[str, Sequence[tuple[Any, ...]], dict[str, Any]]
@@ -61,7 +65,7 @@ class Graph:
         if not TESTED[0] <= version < TESTED[1]:
             raise GraphUnavailable(f"Ray {ray.__version__} is none of the releases that this was tested with")
         try:
-            self._graph = _compiled(actors, buffer_bytes)
+            self._graph = _compile_graph(actors, buffer_bytes)
             answers = self.call((idle.__name__, [()] * len(actors), {}), _PROOF_S)
         except Exception as error:
             self.close()
@@ -80,7 +84,7 @@ class Graph:
             raise GraphBroken("an earlier call through the graph was given up")
         self._broken = True
         try:
-            answers = ray.get(self._graph.execute(packed(message)), timeout=deadline_s)
+            answers = ray.get(self._graph.execute(pack_value(message)), timeout=deadline_s)
         except RayChannelTimeoutError as error:
             raise TimeoutError from error
         except TypeError:
@@ -88,17 +92,19 @@ class Graph:
             raise
         self._broken = False
         self.calls += 1
-        return [unpacked(answer) for answer in answers]
+        return [unpack_value(answer) for answer in answers]
 
     def submit(self, message: Message) -> Callable[[], object]:
         """Start a call; the returned function waits for the answer; call it before the next. For measuring."""
-        answers = self._graph.execute(packed(message))
+        answers = self._graph.execute(pack_value(message))
         self.calls += 1
         return lambda: ray.get(answers, timeout=_PROOF_S)
 
     def close(self) -> None:
         """End the graph; at once if its actors were killed before, else after the current call."""
-        graph, self._graph, self._broken = self._graph, None, True
+        graph = self._graph
+        self._graph = None
+        self._broken = True
         if graph is not None:
             with contextlib.suppress(RayActorError, RayChannelError):
                 graph.teardown()
@@ -108,42 +114,42 @@ def idle(worker: object) -> None:
     """Do nothing: the method of a call that only proves its worker answers."""
 
 
-def packed(value: Any) -> Any:
-    """Return the form in which a value travels.
+def pack_value(value: Any) -> Any:
+    """Return a value in the form in which it travels.
 
     A small value becomes bytes, which Ray hands through as they are. A large one stays as it is, so that its arrays
     are written once.
     """
     arrays: list[pickle.PickleBuffer] = []
     try:
-        data = pickle.dumps(value, protocol=5, buffer_callback=arrays.append)
+        pickled = pickle.dumps(value, protocol=5, buffer_callback=arrays.append)
     except Exception:
-        # Ray can pickle more, and says why something cannot be sent.
+        # Ray can pickle more values, and says why a value cannot be sent.
         return value
     # Classes that the driver's own script defines are found by Ray alone.
-    if b"__main__" in data or sum(array.raw().nbytes for array in arrays) > _SMALL_BYTES:
+    if b"__main__" in pickled or sum(array.raw().nbytes for array in arrays) > _SMALL_BYTES:
         return value
-    return pickle.dumps((data, [bytes(array) for array in arrays]))
+    return pickle.dumps((pickled, [bytes(array) for array in arrays]))
 
 
-def unpacked(value: Any) -> Any:
-    """Return the value given to `packed`, copied into new memory; arrays are read-only, as in ordinary calls."""
+def unpack_value(value: Any) -> Any:
+    """Return the value given to `pack_value`, copied into new memory; arrays are read-only, as in ordinary calls."""
     if not isinstance(value, bytes):
-        return own(value)
-    data, arrays = pickle.loads(value)
-    return pickle.loads(data, buffers=arrays)
+        return copy_out(value)
+    pickled, arrays = pickle.loads(value)
+    return pickle.loads(pickled, buffers=arrays)
 
 
-def take(message: Any, rank: int) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
-    """Return a rank's own part of a packed Message."""
+def take_arguments(message: Any, rank: int) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
+    """Return the method, arguments and keyword arguments of one rank, out of a packed Message."""
     if isinstance(message, bytes):
-        method, per_rank, kwargs = unpacked(message)
+        method, per_rank, kwargs = unpack_value(message)
         return method, per_rank[rank], kwargs
     method, per_rank, kwargs = message
-    return method, own(per_rank[rank]), own(kwargs)
+    return method, copy_out(per_rank[rank]), copy_out(kwargs)
 
 
-def own(value: Any) -> Any:
+def copy_out(value: Any) -> Any:
     """Return an equal value without views of a channel's memory, which block the channel if they are kept.
 
     Arrays stay read-only, as in ordinary calls.
@@ -153,11 +159,11 @@ def own(value: Any) -> Any:
         copy.flags.writeable = False
         return copy
     if isinstance(value, dict):
-        return {key: own(each) for key, each in value.items()}
+        return {key: copy_out(inner) for key, inner in value.items()}
     if isinstance(value, tuple | list):
-        return type(value)(own(each) for each in value)
+        return type(value)(copy_out(inner) for inner in value)
     if is_dataclass(value) and not isinstance(value, type):
-        return type(value)(**{field.name: own(getattr(value, field.name)) for field in fields(value)})
+        return type(value)(**{field.name: copy_out(getattr(value, field.name)) for field in fields(value)})
     return value
 
 
@@ -171,35 +177,39 @@ def read_patiently() -> bool:
     from ray.experimental.channel.shared_memory_channel import Channel
 
     read = Channel.read
-    if getattr(read, "patient", False):
+    if getattr(read, "is_patient", False):
         return True
     if list(inspect.signature(read).parameters) != ["self", "timeout"]:
         return False
 
-    def patient(self: Any, timeout: float | None = None) -> Any:
+    def read_with_sleeps(self: Any, timeout: float | None = None) -> Any:
         now = time.monotonic()
         end = math.inf if timeout is None or timeout < 0 else now + timeout
+        look_s = 0.0
         # Ray interrupts the read ten times a second; the wait continues.
-        began, look = getattr(self, "waiting_since", now), 0.0 if hasattr(self, "waiting_since") else _SPIN_S
-        self.waiting_since = began
+        if not hasattr(self, "waiting_since"):
+            self.waiting_since = now
+            look_s = _SPIN_S
         while True:
             try:
-                value = read(self, look)
+                value = read(self, look_s)
             except RayChannelTimeoutError:
-                look, now = 0.0, time.monotonic()
+                look_s = 0.0
+                now = time.monotonic()
                 if now >= end:
                     raise
-                time.sleep(min(_LONGEST_S, max(_SHORTEST_S, (now - began) * _LATE)))
+                sleep_s = (now - self.waiting_since) * _SLEEP_SHARE
+                time.sleep(min(_LONGEST_SLEEP_S, max(_SHORTEST_SLEEP_S, sleep_s)))
             else:
                 del self.waiting_since
                 return value
 
-    patient.patient = True  # type: ignore[attr-defined]
-    Channel.read = patient
+    read_with_sleeps.is_patient = True  # type: ignore[attr-defined]
+    Channel.read = read_with_sleeps
     return True
 
 
-def _compiled(actors: Sequence[Any], buffer_bytes: int) -> Any:
+def _compile_graph(actors: Sequence[Any], buffer_bytes: int) -> Any:
     from ray.dag import InputNode, MultiOutputNode
 
     read_patiently()

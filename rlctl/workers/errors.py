@@ -17,10 +17,11 @@ class WorkerError(RuntimeError):
     """Workers raised. They live on and can be called again."""
 
     def __init__(self, call: str, failures: list[Failure]) -> None:
-        self.call, self.failures = call, failures
-        first = failures[0]
-        others = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
-        super().__init__(f"{call} on {first.worker}: {first.type}: {first.text}{others}")
+        self.call = call
+        self.failures = failures
+        first_failure = failures[0]
+        rest = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
+        super().__init__(f"{call} on {first_failure.worker}: {first_failure.type}: {first_failure.text}{rest}")
 
     def tracebacks(self) -> str:
         """Return the workers' own tracebacks, each under its worker's name."""
@@ -31,7 +32,9 @@ class WorkerDied(RuntimeError):
     """The process of one or more workers is gone; the call's other answers are lost too."""
 
     def __init__(self, call: str, workers: list[str], reason: str) -> None:
-        self.call, self.workers, self.reason = call, workers, reason
+        self.call = call
+        self.workers = workers
+        self.reason = reason
         super().__init__(f"{', '.join(workers)} died during {call}: {reason}")
 
 
@@ -39,7 +42,9 @@ class WorkerTimeout(RuntimeError):
     """Workers did not answer within the deadline: they hang, or the deadline is too short."""
 
     def __init__(self, call: str, workers: list[str], seconds: float, knob: str) -> None:
-        self.call, self.workers, self.seconds = call, workers, seconds
+        self.call = call
+        self.workers = workers
+        self.seconds = seconds
         super().__init__(
             f"the driver waited {seconds:.0f} s for {', '.join(workers)} to finish {call}; "
             f"if the work is just long, raise {knob}; kill -USR1 PID makes a process write what it does into its log"
@@ -47,7 +52,7 @@ class WorkerTimeout(RuntimeError):
 
 
 class EngineUnusable(RuntimeError):
-    """Engines raise the same error before any token: another one would too."""
+    """Engines raise the same error before any token: another engine would raise it too."""
 
 
 class NoEngineLeft(RuntimeError):

@@ -34,10 +34,11 @@ R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
 DEADLINE_KNOB = "run.deadline_s"
 _ASK_S = 60.0
-# Longest time between two looks at calls of which some have ended.
-_FIRST_LOOK_S, _CALLS_LOOK_S = 0.01, 0.2
+# Time of the first look at calls, and the longest time between two looks.
+_FIRST_LOOK_S = 0.01
+_CALLS_LOOK_S = 0.2
 # Longest time of one question for an outcome.
-_ASIDE_S = 2.0
+_OUTCOME_WAIT_S = 2.0
 # Time that the other ranks have to fail or end, once one has failed.
 _OTHERS_S = 10.0
 
@@ -95,7 +96,8 @@ class Worker:
         name = method.__name__
         ref = self.handle.call.remote(name, args, kwargs)
         answer = ref.future()
-        with _explained([self], name, Pending(name, [self], [ref]).late, deadline_s, DEADLINE_KNOB):
+        pending = Pending[R](name, [self], [ref])
+        with _explain_long_wait([self], name, pending.late_workers, deadline_s, DEADLINE_KNOB):
             try:
                 async with asyncio.timeout(deadline_s):
                     await done(answer)
@@ -104,23 +106,23 @@ class Worker:
         try:
             (result,) = _results(name, [answer.result()])
         except RayActorError as error:
-            why = await asyncio.to_thread(_reason, error, [self])
-            raise WorkerDied(name, [self.name], why) from error
+            reason = await asyncio.to_thread(_explain_death, error, [self])
+            raise WorkerDied(name, [self.name], reason) from error
         return cast(R, result)
 
     @property
     def lost_its_node(self) -> bool:
-        """True if its node is gone: nothing can be started there."""
+        """True if the worker's node is gone: nothing can be started there."""
         return self.spec.node is not None and not self.spec.node.lives()
 
     def meeting_point(self) -> tuple[str, int]:
-        """Return an address and a free port of its node, where processes of all nodes can meet it."""
+        """Return an address and a free port of the worker's node, where processes of all nodes can meet it."""
         address = self.spec.node.address if self.spec.node else LOOPBACK
-        asked = Pending[int]("free_port", [self], [self.handle.free_port.remote(address)])
-        return address, asked.wait(_ASK_S)[0]
+        pending_port = Pending[int]("free_port", [self], [self.handle.free_port.remote(address)])
+        return address, pending_port.wait(_ASK_S)[0]
 
     def pid(self) -> int:
-        """Return its process id, also while a method runs."""
+        """Return the worker's process id, also while a method runs."""
         self._pid = Pending[int]("pid", [self], [self.handle.pid.remote()]).wait(_ASK_S)[0]
         return self._pid
 
@@ -149,16 +151,19 @@ class Pending(Generic[R]):
         ranks may wait for the failed one without end), WorkerTimeout after `deadline_s` seconds.
         """
         end = time.monotonic() + deadline_s
-        answers, failures = dict[Any, Answer](), list[Failure]()
+        answers: dict[Any, Answer] = {}
+        failures: list[Failure] = []
 
-        def left() -> float:
+        def seconds_left() -> float:
             return end - time.monotonic()
 
-        with _explained(self.workers, self.call, self.late, deadline_s, knob):
-            for ready in _as_ready(self.refs, left):
-                answers |= self._answers(ready)
-                if found := [failure for ref in ready if ref in answers and (failure := answers[ref][0])]:
-                    failures += found
+        with _explain_long_wait(self.workers, self.call, self.late_workers, deadline_s, knob):
+            for ended_refs in _ended_calls(self.refs, seconds_left):
+                ended_answers = self._get_answers(ended_refs)
+                answers |= ended_answers
+                new_failures = [failure for failure, _ in ended_answers.values() if failure]
+                if new_failures:
+                    failures += new_failures
                     end = min(end, time.monotonic() + _OTHERS_S)
         if failures and len(answers) < len(self.refs):
             raise WorkerError(self.call, failures)
@@ -167,38 +172,39 @@ class Pending(Generic[R]):
             raise WorkerTimeout(self.call, names, deadline_s, knob)
         return _results(self.call, [answers[ref] for ref in self.refs])
 
-    def late(self) -> list[Worker]:
+    def late_workers(self) -> list[Worker]:
         """Return the workers that have not answered."""
         waiting = set(ray.wait(self.refs, num_returns=len(self.refs), timeout=0, fetch_local=False)[1])
         return [worker for worker, ref in zip(self.workers, self.refs) if ref in waiting]
 
-    def dead(self) -> list[Worker]:
+    def dead_workers(self) -> list[Worker]:
         """Return the workers whose processes are gone, by their answers."""
-        ready, _ = ray.wait(self.refs, num_returns=len(self.refs), timeout=_CALLS_LOOK_S)
-        answered = set(ready)
-        return [worker for worker, ref in zip(self.workers, self.refs) if ref in answered and _is_lost(ref)]
+        ended_refs, _ = ray.wait(self.refs, num_returns=len(self.refs), timeout=_CALLS_LOOK_S)
+        lost_refs = {ref for ref in ended_refs if _is_lost(ref)}
+        return [worker for worker, ref in zip(self.workers, self.refs) if ref in lost_refs]
 
-    def _answers(self, ready: Sequence[Any]) -> dict[Any, Answer]:
+    def _get_answers(self, refs: Sequence[Any]) -> dict[Any, Answer]:
         """Return the answers of calls that have ended. Raises WorkerDied."""
         try:
-            return dict(zip(ready, ray.get(ready, timeout=_ASK_S)))
+            return dict(zip(refs, ray.get(refs, timeout=_ASK_S)))
         except RayActorError as error:
-            dead = self.dead()
-            raise WorkerDied(self.call, [worker.name for worker in dead], _reason(error, dead)) from error
+            dead = self.dead_workers()
+            raise WorkerDied(self.call, [worker.name for worker in dead], _explain_death(error, dead)) from error
 
 
-def _as_ready(refs: Sequence[Any], left: Callable[[], float]) -> Iterator[list[Any]]:
-    """Yield calls that have ended, several together, until all have or no time is `left()`.
+def _ended_calls(refs: Sequence[Any], seconds_left: Callable[[], float]) -> Iterator[list[Any]]:
+    """Yield the refs of calls that have ended, several together, until all have ended or `seconds_left()` is 0.
 
     The cost is linear in the number of calls: each wait looks at all calls. A call that fails while others
     work is yielded at most `_CALLS_LOOK_S` late; where all end together nothing is late.
     """
-    waiting, look = list(refs), _FIRST_LOOK_S
-    while waiting and (seconds := left()) > 0:
-        ready, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=min(look, seconds))
-        look = min(_CALLS_LOOK_S, 2 * look)
-        if ready:
-            yield ready
+    waiting = list(refs)
+    look_s = _FIRST_LOOK_S
+    while waiting and (seconds := seconds_left()) > 0:
+        ended_refs, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=min(look_s, seconds))
+        look_s = min(_CALLS_LOOK_S, 2 * look_s)
+        if ended_refs:
+            yield ended_refs
 
 
 def _is_lost(ref: Any) -> bool:
@@ -209,14 +215,14 @@ def _is_lost(ref: Any) -> bool:
     return False
 
 
-def _explained(
-    workers: Sequence[Worker], call: str, late: Callable[[], Sequence[Worker]], deadline_s: float, knob: str
+def _explain_long_wait(
+    workers: Sequence[Worker], call: str, late_workers: Callable[[], Sequence[Worker]], deadline_s: float, knob: str
 ) -> AbstractContextManager[None]:
-    """Have the wait for a call explained if it lasts."""
+    """Return a context in which `Waits` explains the wait for a call, if the wait lasts."""
     waits = workers[0].spec.waits if workers else None
     if waits is None:
         return nullcontext()
-    return waits.wait(call, lambda: [each.known_as for each in late()], deadline_s, knob)
+    return waits.wait(call, lambda: [worker.known_as for worker in late_workers()], deadline_s, knob)
 
 
 def _results(call: str, answers: Sequence[Answer]) -> list[Any]:
@@ -233,32 +239,40 @@ def as_completed(
 
     The exception is the one that `Pending.wait` would raise.
     """
-    workers = [worker for part in pending for worker in part.workers]
-    calls = " and ".join(dict.fromkeys(part.call for part in pending))
+    workers: list[Worker] = []
+    call_index: dict[Any, int] = {}
+    # By the index of a call: the number of workers without an answer. A call whose outcome was yielded is not here.
+    unanswered: dict[int, int] = {}
+    for index, pending_call in enumerate(pending):
+        workers += pending_call.workers
+        call_index |= dict.fromkeys(pending_call.refs, index)
+        unanswered[index] = len(pending_call.refs)
+    calls = " and ".join(dict.fromkeys(pending_call.call for pending_call in pending))
     end = time.monotonic() + deadline_s
-    index_of = {ref: index for index, part in enumerate(pending) for ref in part.refs}
-    # By call: the number of workers without an answer; none once its outcome was yielded.
-    left = {index: len(part.refs) for index, part in enumerate(pending)}
-    with _explained(workers, calls, lambda: [each for part in pending for each in part.late()], deadline_s, knob):
-        for ref in chain.from_iterable(_as_ready(list(index_of), lambda: end - time.monotonic())):
-            index = index_of[ref]
-            if index not in left:
+
+    def late_workers() -> list[Worker]:
+        return list(chain.from_iterable(pending_call.late_workers() for pending_call in pending))
+
+    with _explain_long_wait(workers, calls, late_workers, deadline_s, knob):
+        for ref in chain.from_iterable(_ended_calls(list(call_index), lambda: end - time.monotonic())):
+            index = call_index[ref]
+            if index not in unanswered:
                 continue
-            left[index] -= 1
-            failed = _is_lost(ref) or ray.get(ref)[0] is not None
-            if failed or not left[index]:
-                del left[index]
-                yield index, _call_outcome(pending[index], failed)
-        for index in sorted(left):
-            late = [worker.name for worker in pending[index].late()]
-            yield index, WorkerTimeout(pending[index].call, late, deadline_s, knob)
+            unanswered[index] -= 1
+            has_failed = _is_lost(ref) or ray.get(ref)[0] is not None
+            if has_failed or not unanswered[index]:
+                del unanswered[index]
+                yield index, _call_outcome(pending[index], has_failed)
+        for index in sorted(unanswered):
+            late_names = [worker.name for worker in pending[index].late_workers()]
+            yield index, WorkerTimeout(pending[index].call, late_names, deadline_s, knob)
 
 
-def _call_outcome(pending: Pending[Any], failed: bool) -> list[Any] | Exception:
+def _call_outcome(pending: Pending[Any], has_failed: bool) -> list[Any] | Exception:
     """Return a call's results or exception; the exception of a failed call, though other workers are still busy."""
-    if failed:
-        ready = set(ray.wait(pending.refs, num_returns=len(pending.refs), timeout=0)[0])
-        pairs = [(worker, ref) for worker, ref in zip(pending.workers, pending.refs) if ref in ready]
+    if has_failed:
+        ended_refs = set(ray.wait(pending.refs, num_returns=len(pending.refs), timeout=0)[0])
+        pairs = [(worker, ref) for worker, ref in zip(pending.workers, pending.refs) if ref in ended_refs]
         pending = Pending(pending.call, [worker for worker, _ in pairs], [ref for _, ref in pairs])
     try:
         return pending.wait(1.0)
@@ -274,7 +288,7 @@ class WorkerGroup:
         self.deadline_s = deadline_s
         # The compiled graph that calls go through; None for ordinary calls.
         self.graph: Graph | None = None
-        self._lost: Callable[[str], None] = lambda why: None
+        self._on_graph_loss: Callable[[str], None] = lambda reason: None
 
     def __len__(self) -> int:
         return len(self.workers)
@@ -295,19 +309,19 @@ class WorkerGroup:
 
     def call(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Return each rank's result of `method` with the same arguments."""
-        return self._answers((method.__name__, [args] * len(self), kwargs))
+        return self._call_ranks((method.__name__, [args] * len(self), kwargs))
 
     def run(self, method: Callable[[Any, *Ts], R], per_rank: Sequence[tuple[*Ts]]) -> list[R]:
         """Return each rank's result of `method` with that rank's own arguments."""
-        return self._answers((method.__name__, per_rank, {}))
+        return self._call_ranks((method.__name__, per_rank, {}))
 
-    def compile(self, buffer_bytes: int, lost: Callable[[str], None] = lambda why: None) -> None:
+    def compile(self, buffer_bytes: int, on_loss: Callable[[str], None] = lambda reason: None) -> None:
         """Send `call` and `run` through a compiled graph from now on, with the same meaning. Raises GraphUnavailable.
 
-        lost: called with the reason when the graph breaks while its ranks live, and calls become ordinary ones again;
-        it may raise.
+        on_loss: called with the reason when the graph breaks while its ranks live, and calls become ordinary ones
+        again; it may raise.
         """
-        self._lost = lost
+        self._on_graph_loss = on_loss
         ray.get([worker.handle.read_patiently.remote() for worker in self.workers], timeout=self.deadline_s)
         self.graph = Graph([worker.handle for worker in self.workers], buffer_bytes)
 
@@ -317,25 +331,26 @@ class WorkerGroup:
             self.graph.close()
             self.graph = None
 
-    def aside(self, method: Callable[[Any, *Ts], object], *args: *Ts) -> None:
-        """Call a short method while others run (see `WorkerActor.aside`); nobody waits for its answer."""
+    def call_at_once(self, method: Callable[[Any, *Ts], object], *args: *Ts) -> None:
+        """Call a short method while others run (see `WorkerActor.call_at_once`); nobody waits for its answer."""
         for worker in self.workers:
-            worker.handle.aside.remote(method.__name__, args)
+            worker.handle.call_at_once.remote(method.__name__, args)
 
     def outcomes(self, method: Callable[[Any, float], R | None], deadline_s: float, knob: str) -> list[R]:
         """Return each rank's outcome of work on a thread of its own. May run on any thread.
 
         method: waits for some seconds, and returns None while the work goes on. Raises the errors of `Pending.wait`.
         """
-        name, end = method.__name__, time.monotonic() + deadline_s
-        found: dict[str, R] = {}
-        while waiting := [worker for worker in self.workers if worker.name not in found]:
+        name = method.__name__
+        end = time.monotonic() + deadline_s
+        outcomes: dict[str, R] = {}
+        while busy := [worker for worker in self.workers if worker.name not in outcomes]:
             if time.monotonic() > end:
-                raise WorkerTimeout(name, [worker.name for worker in waiting], deadline_s, knob)
-            refs = [worker.handle.ask.remote(name, _ASIDE_S) for worker in waiting]
-            answers = Pending[R | None](name, waiting, refs).wait(_ASK_S)
-            found |= {worker.name: answer for worker, answer in zip(waiting, answers) if answer is not None}
-        return [found[worker.name] for worker in self.workers]
+                raise WorkerTimeout(name, [worker.name for worker in busy], deadline_s, knob)
+            refs = [worker.handle.ask.remote(name, _OUTCOME_WAIT_S) for worker in busy]
+            answers = Pending[R | None](name, busy, refs).wait(_ASK_S)
+            outcomes |= {worker.name: answer for worker, answer in zip(busy, answers) if answer is not None}
+        return [outcomes[worker.name] for worker in self.workers]
 
     def kill(self) -> None:
         """End all processes at once."""
@@ -347,46 +362,49 @@ class WorkerGroup:
 
     def _start_call(self, message: Message) -> Pending[Any]:
         method, per_rank, kwargs = message
-        common = put_common(per_rank)
-        refs = [worker.handle.call.remote(method, args, kwargs) for worker, args in zip(self.workers, common)]
+        per_rank = put_common(per_rank)
+        refs = [worker.handle.call.remote(method, args, kwargs) for worker, args in zip(self.workers, per_rank)]
         return Pending(method, self.workers, refs)
 
-    def _answers(self, message: Message) -> list[Any]:
+    def _call_ranks(self, message: Message) -> list[Any]:
         if self.graph is None:
             return self._start_call(message).wait(self.deadline_s)
         method = message[0]
         try:
-            with _explained(self.workers, method, lambda: self.workers, self.deadline_s, DEADLINE_KNOB):
+            with _explain_long_wait(self.workers, method, lambda: self.workers, self.deadline_s, DEADLINE_KNOB):
                 answers = self.graph.call(message, self.deadline_s)
         except TimeoutError as error:
-            raise WorkerTimeout(method, [w.name for w in self.workers], self.deadline_s, DEADLINE_KNOB) from error
+            names = [worker.name for worker in self.workers]
+            raise WorkerTimeout(method, names, self.deadline_s, DEADLINE_KNOB) from error
         except RayError as error:
-            # Each is asked on its own: one process that is gone must not hide the others.
-            asked = [Pending[int]("pid", [worker], [worker.handle.pid.remote()]) for worker in self.workers]
-            gone = [worker for part in asked for worker in part.dead()]
-            if gone or isinstance(error, RayActorError):
-                names = [worker.name for worker in gone or self.workers]
-                raise WorkerDied(method, names, _reason(error, gone)) from error
-            return self._repeat(message, error)
+            # One call a worker: one process that is gone must not hide the others.
+            pid_calls = [Pending[int]("pid", [worker], [worker.handle.pid.remote()]) for worker in self.workers]
+            dead = list(chain.from_iterable(call.dead_workers() for call in pid_calls))
+            if dead or isinstance(error, RayActorError):
+                names = [worker.name for worker in dead or self.workers]
+                raise WorkerDied(method, names, _explain_death(error, dead)) from error
+            return self._repeat_call(message, error)
         return _results(method, answers)
 
-    def _repeat(self, message: Message, error: RayError) -> list[Any]:
+    def _repeat_call(self, message: Message, error: RayError) -> list[Any]:
         """Do the call of a broken graph by ordinary calls. Raises GraphBroken if a rank has begun it."""
         assert self.graph
-        why = str(error).strip().splitlines()[0]
-        begun = ray.get([worker.handle.graph_calls.remote() for worker in self.workers], timeout=self.deadline_s)
-        names = [worker.name for worker, count in zip(self.workers, begun) if count != self.graph.calls]
+        reason = str(error).strip().splitlines()[0]
+        counts = ray.get([worker.handle.graph_calls.remote() for worker in self.workers], timeout=self.deadline_s)
+        names = [worker.name for worker, count in zip(self.workers, counts) if count != self.graph.calls]
         self.uncompile()
         if names:
-            what = f"the compiled graph broke ({why}) while {', '.join(names)} did {message[0]}: how far is not known"
-            raise GraphBroken(f"{what}; resume from the last checkpoint")
-        self._lost(why)
+            raise GraphBroken(
+                f"the compiled graph broke ({reason}) while {', '.join(names)} did {message[0]}: how far is not known; "
+                "resume from the last checkpoint"
+            )
+        self._on_graph_loss(reason)
         return self._start_call(message).wait(self.deadline_s)
 
 
-def _reason(error: RayError, dead: Sequence[Worker]) -> str:
+def _explain_death(error: RayError, dead: Sequence[Worker]) -> str:
     """Return why the `dead` workers are gone: with their node, or their process alone."""
-    leases = {each.spec.node.id: each.spec.node for each in dead if each.spec.node}
+    leases = {worker.spec.node.id: worker.spec.node for worker in dead if worker.spec.node}
     if names := [lease.name for lease in leases.values() if lease.is_gone()]:
         return f"node {', '.join(names)} is gone"
     # Ray's text is a page on why workers die in general; one sentence there is about this one.

@@ -30,24 +30,26 @@ class Channel:
     """
 
     def __init__(self, connection: socket.socket, max_reply: int) -> None:
-        self._connection, self._max_reply, self._buffer = connection, max_reply, b""
+        self._connection = connection
+        self._max_reply = max_reply
+        self._buffer = b""
 
     def send(self, message: Any, timeout_s: float) -> None:
         self._connection.settimeout(timeout_s)
         self._connection.sendall(pickle.dumps(message))
 
     def reply(self, timeout_s: float) -> dict[str, Any]:
-        """Return the next reply. Raises BadReply for a line that is none."""
+        """Return the next reply. Raises BadReply for a line that is no reply."""
         try:
             message = json.loads(self._read_line(time.monotonic() + timeout_s))
-        except (ValueError, RecursionError) as error:  # the latter for one that is nested too deep
+        except (ValueError, RecursionError) as error:  # RecursionError: a reply that is nested too deep
             raise BadReply(str(error)) from error
         if not isinstance(message, dict):
             raise BadReply("a reply is a JSON object")
         return message
 
     def is_quiet(self) -> bool:
-        """Return True if nothing came that was not asked for, the end included."""
+        """Return True if nothing unasked came, the end of the connection included."""
         poll = select.poll()  # unlike select, it takes descriptors above 1023
         poll.register(self._connection, select.POLLIN)
         return not self._buffer and not poll.poll(0)
@@ -71,7 +73,7 @@ class Channel:
 
 
 class GuardedProcess:
-    """One process below two supervisors, see supervisor.py.
+    """One process below two supervisors (supervisor.py).
 
     module: the program. max_reply: bytes of a reply. output: descriptor for its output; None: the standard error.
     variables: its environment; None: the current one.
@@ -80,8 +82,10 @@ class GuardedProcess:
     def __init__(
         self, module: str, max_reply: int, output: int | None, variables: Mapping[str, str] | None = None
     ) -> None:
-        self._module, self._max_reply, self._output = module, max_reply, output
-        # Taken now: while Ray starts, this process has Ray's, and a process with Ray's environment ends with Ray's
+        self._module = module
+        self._max_reply = max_reply
+        self._output = output
+        # Copied now: while Ray starts, this process has Ray's environment, and a process with that ends with Ray's
         # folder.
         self._environment = {**(os.environ if variables is None else variables), "OMP_NUM_THREADS": "1"}
         self._process: subprocess.Popen[bytes] | None = None
@@ -93,7 +97,7 @@ class GuardedProcess:
         return self._process.pid if self._process else None
 
     def ready(self) -> Channel | None:
-        """Return the channel to a process that runs and has said nothing unasked; None after ending any other."""
+        """Return the channel to a process that runs and has sent nothing unasked; end any other, and return None."""
         if self._process is None or self._channel is None:
             return None
         if self._process.poll() is None and self._channel.is_quiet():
@@ -108,18 +112,18 @@ class GuardedProcess:
 
     def launch(self) -> socket.socket:
         """Start the process, and return its connection, for a caller that brings a channel."""
-        ours, theirs = socket.socketpair()
+        parent_end, child_end = socket.socketpair()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", self._module, str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
+            [sys.executable, "-m", self._module, str(child_end.fileno())],
+            pass_fds=[child_end.fileno()],
             stdin=subprocess.PIPE,
             stdout=2 if self._output is None else self._output,
             stderr=self._output,
             env=self._environment,
             start_new_session=True,
         )
-        theirs.close()
-        return ours
+        child_end.close()
+        return parent_end
 
     def stop(self) -> None:
         """End the process, and all that it started."""

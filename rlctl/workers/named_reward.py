@@ -1,7 +1,7 @@
 """Call of a reward function by the names of its parameters, as TRL's and verl's trainers call theirs.
 
 TRL gives lists with a value for each rollout of a batch, and takes a list of numbers. rlctl scores one rollout at a
-time, so that each list has one element. verl's `compute_score` is of one rollout.
+time, so that each list has one element. verl's `compute_score` scores one rollout.
 """
 
 import inspect
@@ -12,8 +12,9 @@ from rlctl.utils.user_code import defined_at, finite_number, several_numbers, sh
 
 # Parameters that tell such a function from one of (prompt, completion, answer, row).
 _NAMES = ("environments", "prompts", "completions")
-# Parameters of verl's `compute_score` alone, and the columns that it gets.
+# Parameters that only verl's `compute_score` has.
 _VERL_MARKS = ("data_source", "solution_str")
+# Columns that it gets as arguments.
 _VERL_COLUMNS = ("data_source", "extra_info")
 
 
@@ -43,12 +44,12 @@ def takes_environments(function: Callable[..., Any]) -> bool:
     return is_named(function) and "environments" in inspect.signature(function).parameters
 
 
-def named_arguments(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return the keyword arguments of a call, lists of one element. given: of one rollout, by name.
+def named_arguments(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return the keyword arguments of a call, lists of one element. values: those of one rollout, by name.
 
-    Raises NamedRewardError for a parameter that nothing is given for.
+    Raises NamedRewardError for a parameter that has no value.
     """
-    return {name: [value] for name, value in _chosen_arguments(function, given).items()}
+    return {name: [value] for name, value in _choose_arguments(function, values).items()}
 
 
 def verl_arguments(
@@ -57,31 +58,35 @@ def verl_arguments(
     """Return the keyword arguments of verl's `compute_score` for one rollout.
 
     `data_source` and `extra_info` are columns; `ground_truth` is the answer, else that of the column `reward_model`.
-    Raises NamedRewardError for a parameter that nothing is given for.
+    Raises NamedRewardError for a parameter that has no value.
     """
-    given = {"extra_info": {}, **{name: row[name] for name in _VERL_COLUMNS if name in row}, "solution_str": completion}
-    judged = row.get("reward_model")
-    if answer is None and isinstance(judged, Mapping):
-        answer = judged.get("ground_truth")
+    columns = {name: row[name] for name in _VERL_COLUMNS if name in row}
+    values = {"extra_info": {}, **columns, "solution_str": completion}
+    reward_model = row.get("reward_model")
+    if answer is None and isinstance(reward_model, Mapping):
+        answer = reward_model.get("ground_truth")
     if answer is not None:
-        given["ground_truth"] = answer
-    return _chosen_arguments(function, given, f"; {', '.join(_VERL_COLUMNS)} are columns of verl's rows")
+        values["ground_truth"] = answer
+    return _choose_arguments(function, values, f"; {', '.join(_VERL_COLUMNS)} are columns of verl's rows")
 
 
-def _chosen_arguments(function: Callable[..., Any], given: Mapping[str, Any], hint: str = "") -> dict[str, Any]:
-    """Return those of the given arguments that `function` takes. Raises NamedRewardError for a missing one."""
-    parameters = inspect.signature(function).parameters.values()
-    if any(each.kind is each.VAR_KEYWORD for each in parameters):
-        chosen = dict(given)
-    else:
-        chosen = {each.name: given[each.name] for each in parameters if each.name in given}
-    keywords = [each for each in parameters if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
-    missing = [each.name for each in keywords if each.default is each.empty and each.name not in chosen]
-    if missing:
+def _choose_arguments(function: Callable[..., Any], values: Mapping[str, Any], hint: str = "") -> dict[str, Any]:
+    """Return the values that `function` takes. Raises NamedRewardError for a parameter that has no value."""
+    parameters = inspect.signature(function).parameters
+    arguments = {name: values[name] for name in parameters if name in values}
+    missing_names = []
+    for name, parameter in parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            arguments = dict(values)
+            continue
+        needs_value = parameter.kind is not parameter.VAR_POSITIONAL and parameter.default is parameter.empty
+        if needs_value and name not in values:
+            missing_names.append(name)
+    if missing_names:
         place = defined_at(function)
-        problem = f"no value for its parameter {', '.join(missing)} at {place}: it gets {', '.join(given)}{hint}"
-        raise NamedRewardError(problem)
-    return chosen
+        missing = ", ".join(missing_names)
+        raise NamedRewardError(f"no value for its parameter {missing} at {place}: it gets {', '.join(values)}{hint}")
+    return arguments
 
 
 def named_value(function: Callable[..., Any], result: Any) -> float | None:
@@ -89,17 +94,17 @@ def named_value(function: Callable[..., Any], result: Any) -> float | None:
 
     Raises NamedRewardError for another number of values than one, and for one that is no finite number.
     """
-    listed = hasattr(result, "__len__") and not isinstance(result, str | bytes | dict)
-    if listed and len(result) != 1:
+    is_list = hasattr(result, "__len__") and not isinstance(result, str | bytes | dict)
+    if is_list and len(result) != 1:
         raise NamedRewardError(
             f"returned {len(result)} values for 1 rollout at {defined_at(function)}: rlctl scores one rollout at a "
             "time, in lists of one element; return a value for each"
         )
-    value = result[0] if listed else result
+    value = result[0] if is_list else result
     number = finite_number(value)
     if number is None and value is not None:
-        told = shortened(repr(value)) + several_numbers(value)
-        raise NamedRewardError(f"no finite number at {defined_at(function)}: {told}")
+        description = shortened(repr(value)) + several_numbers(value)
+        raise NamedRewardError(f"no finite number at {defined_at(function)}: {description}")
     return number
 
 

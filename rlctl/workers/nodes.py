@@ -25,9 +25,11 @@ from rlctl.utils.ports import free_port
 from rlctl.workers.errors import WorkerDied, WorkerTimeout
 
 _ID_LABEL = "ray.io/node-id"
-_NODE_POLL_S, _ASK_S = 5.0, 60.0
+_NODE_POLL_S = 5.0
+_ASK_S = 60.0
 # Time from the end of a node's processes until Ray lists it as dead: three missed looks, a second apart, and some more.
-_NOTICE_S, _NODES_LOOK_S = 8.0, 0.2
+_NOTICE_S = 8.0
+_NODES_LOOK_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class LiveNode:
 
     id: str
     name: str
-    # In Ray.
+    # The node's address in Ray.
     address: str
     # Resources by Ray's names, such as GPU and CPU.
     total: dict[str, float]
@@ -44,9 +46,9 @@ class LiveNode:
 
 
 @lru_cache(maxsize=1)
-def _living(moment: int) -> frozenset[str]:
-    # Once for all that ask at a moment: a lost engine makes the pool ask about every other.
-    return frozenset(each["NodeID"] for each in ray.nodes() if each["Alive"])
+def _live_node_ids(moment: int) -> frozenset[str]:
+    # One call of Ray for all that ask at a moment: a lost engine makes the pool ask about every other one.
+    return frozenset(record["NodeID"] for record in ray.nodes() if record["Alive"])
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class NodeLease:
     address: str
     # Network interface of the address.
     interface: str
-    # As CUDA_VISIBLE_DEVICES names them.
+    # Names of the GPUs, as CUDA_VISIBLE_DEVICES has them.
     gpus: tuple[str, ...]
     cores: int
     # Bytes of the smallest GPU; None without GPUs.
@@ -83,16 +85,16 @@ class NodeLease:
         return {"GLOO_SOCKET_IFNAME": self.interface, "VLLM_HOST_IP": self.address}
 
     def free_port(self) -> int:
-        """Return a port of its address that nobody listens on at this moment."""
+        """Return a port of the node's address that nobody listens on at this moment."""
         return int(self._ask_helper("free_port", self.address))
 
     def folder(self, prefix: str, root: str | None) -> str:
         """Return a new folder on the node, which is removed with the reservation."""
         return str(self._ask_helper("folder", prefix, root))
 
-    def reads(self, path: str) -> str | None:
+    def read_file(self, path: str) -> str | None:
         """Return the text of a small file as the node sees it; None if it cannot be read there."""
-        return cast("str | None", self._ask_helper("reads", path))
+        return cast("str | None", self._ask_helper("read_file", path))
 
     @property
     def is_the_drivers(self) -> bool:
@@ -110,7 +112,7 @@ class NodeLease:
 
     def lives(self) -> bool:
         """Return True if Ray lists the node as alive, or did 0.2 s ago."""
-        return self.id in _living(int(time.monotonic() / _NODES_LOOK_S))
+        return self.id in _live_node_ids(int(time.monotonic() / _NODES_LOOK_S))
 
     def is_gone(self) -> bool:
         """Return True if the node is gone. If its helper does not answer, wait until Ray has noticed."""
@@ -123,7 +125,7 @@ class NodeLease:
 
     def _helper_answers(self) -> bool:
         try:
-            ray.get(self.helper.reads.remote(""), timeout=1.0)
+            ray.get(self.helper.read_file.remote(""), timeout=1.0)
         except (RayActorError, GetTimeoutError):
             return False
         return True
@@ -138,18 +140,18 @@ def live_nodes() -> list[LiveNode]:
     from ray._private.state import available_resources_per_node
 
     free = available_resources_per_node()
-    found = [
+    nodes = [
         LiveNode(
-            each["NodeID"],
-            each["NodeName"],
-            each["NodeManagerAddress"],
-            dict(each["Resources"]),
-            dict(free.get(each["NodeID"], {})),
+            id=record["NodeID"],
+            name=record["NodeName"],
+            address=record["NodeManagerAddress"],
+            total=dict(record["Resources"]),
+            free=dict(free.get(record["NodeID"], {})),
         )
-        for each in ray.nodes()
-        if each["Alive"]
+        for record in ray.nodes()
+        if record["Alive"]
     ]
-    return sorted(found, key=lambda node: ("node:__internal_head__" not in node.total, node.name))
+    return sorted(nodes, key=lambda node: ("node:__internal_head__" not in node.total, node.name))
 
 
 class Reservation:
@@ -158,43 +160,45 @@ class Reservation:
     def __init__(self, shares: Sequence[NodeRequest], deadline_s: float) -> None:
         """Reserve the shares. Raises NoRoom if that takes longer than the deadline."""
         self.shares = shares
-        # Ray wants a bundle to ask for something.
-        wanted = [{"GPU": float(share.gpus), "CPU": share.cpus} for share in shares]
-        bundles = [{key: amount for key, amount in each.items() if amount} or {"CPU": 0.001} for each in wanted]
+        bundles = []
+        for share in shares:
+            amounts = {"GPU": float(share.gpus), "CPU": share.cpus}
+            # Ray wants a bundle to ask for something.
+            bundles.append({name: amount for name, amount in amounts.items() if amount} or {"CPU": 0.001})
         selectors = [{_ID_LABEL: share.node.id} for share in shares]
         self._group = placement_group(bundles, strategy="PACK", bundle_label_selector=selectors)
         try:
             if not self._group.wait(deadline_s):
-                why = placement_group_table(self._group)["stats"]["scheduling_state"]
-                raise NoRoom(f"what the run needs could not be reserved within {deadline_s:g} s (Ray says {why})")
+                state = placement_group_table(self._group)["stats"]["scheduling_state"]
+                raise NoRoom(f"what the run needs could not be reserved within {deadline_s:g} s (Ray says {state})")
             helpers = [
                 ray.remote(num_cpus=0, num_gpus=share.gpus)(NodeHelper)
                 .options(scheduling_strategy=self._strategy(index))
                 .remote()
                 for index, share in enumerate(shares)
             ]
-            asked = [helper.facts.remote(share.node.address) for helper, share in zip(helpers, shares)]
-            facts = ray.get(asked, timeout=deadline_s)
+            refs = [helper.facts.remote(share.node.address) for helper, share in zip(helpers, shares)]
+            facts = ray.get(refs, timeout=deadline_s)
         except (RayActorError, GetTimeoutError) as error:
             remove_placement_group(self._group)
             raise NoRoom(f"a node was lost while it was reserved: {error}") from error
         except BaseException:
             remove_placement_group(self._group)
             raise
-        self.nodes = [
-            NodeLease(
-                share.node.id,
-                share.node.name,
-                share.node.address,
-                face,
-                gpus,
-                cores,
-                memory,
-                helper,
-                self._strategy(index),
+        self.nodes: list[NodeLease] = []
+        for index, (share, helper, (interface, gpus, cores, memory)) in enumerate(zip(shares, helpers, facts)):
+            lease = NodeLease(
+                id=share.node.id,
+                name=share.node.name,
+                address=share.node.address,
+                interface=interface,
+                gpus=gpus,
+                cores=cores,
+                memory=memory,
+                helper=helper,
+                strategy=self._strategy(index),
             )
-            for index, (helper, share, (face, gpus, cores, memory)) in enumerate(zip(helpers, shares, facts))
-        ]
+            self.nodes.append(lease)
 
     def release(self) -> None:
         """Remove the folders, then give everything back."""
@@ -217,13 +221,13 @@ class NodeHelper:
 
     def facts(self, address: str) -> tuple[str, tuple[str, ...], int, int | None]:
         """Return interface, gpus, cores and memory of the `NodeLease`."""
-        gpus = tuple(str(each) for each in ray.get_gpu_ids())
+        gpus = tuple(map(str, ray.get_gpu_ids()))
         return _interface(address), gpus, usable_cores(), device_memory() if gpus else None
 
     def free_port(self, address: str) -> int:
         return free_port(address)
 
-    def reads(self, path: str) -> str | None:
+    def read_file(self, path: str) -> str | None:
         try:
             return Path(path).read_text(encoding="utf-8")
         except OSError:
@@ -246,7 +250,7 @@ class NodeHelper:
 
 
 def _interface(address: str) -> str:
-    for name, listed in psutil.net_if_addrs().items():
-        if any(each.address == address and each.family in (socket.AF_INET, socket.AF_INET6) for each in listed):
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address == address and entry.family in (socket.AF_INET, socket.AF_INET6) for entry in entries):
             return name
     return "lo"

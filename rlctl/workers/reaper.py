@@ -26,7 +26,8 @@ import psutil
 
 GRACE_S = 2.0
 SHARED_MEMORY = Path("/dev/shm")
-_PREFIX, _OWNER = "rlctl-", ".owner"
+_PREFIX = "rlctl-"
+_OWNER = ".owner"
 _LENGTH_BYTES = 4
 
 
@@ -55,7 +56,7 @@ class Reaper:
         self._locks[path] = _mark_folder(path)
         assert self._process.stdin
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(packed_path(path))
+            self._process.stdin.write(encode_path(path))
         return path
 
     def close(self) -> None:
@@ -99,12 +100,16 @@ def leftovers(roots: Sequence[Path] | None = None) -> list[Leftover]:
     """Return the folders that killed drivers of this user left in temporary folders and in shared memory."""
     if roots is None:
         roots = [Path(tempfile.gettempdir()), Path("/tmp"), SHARED_MEMORY]
-    found = []
-    for path in sorted({path for root in set(roots) for path in root.glob(f"{_PREFIX}*")}):
+    paths: set[Path] = set()
+    for root in set(roots):
+        paths.update(root.glob(f"{_PREFIX}*"))
+    folders = []
+    for path in sorted(paths):
         owner = _dead_owner(path)
         if owner is not None:
-            found.append(Leftover(path, owner, tuple(_users(path)), _folder_bytes(path)))
-    return found
+            processes = tuple(_processes_using(path))
+            folders.append(Leftover(path=path, owner=owner, processes=processes, nbytes=_folder_bytes(path)))
+    return folders
 
 
 def sweep(folders: Sequence[Path]) -> None:
@@ -124,7 +129,7 @@ def free_bytes(folder: Path) -> int:
 
 def _mark_folder(folder: Path) -> int:
     """Mark a new folder as this process's; return the descriptor that holds the lock as long as it is open."""
-    # It is renamed once it is locked, so that nobody finds it unlocked.
+    # The file is renamed once it is locked, so that nobody finds it unlocked.
     unnamed = folder / f"{_OWNER}-"
     descriptor = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -156,7 +161,7 @@ def _user_processes() -> Iterator[psutil.Process]:
                 yield process
 
 
-def _users(folder: Path) -> Iterator[tuple[int, str]]:
+def _processes_using(folder: Path) -> Iterator[tuple[int, str]]:
     """Yield (pid, name) of each process of this user that uses a folder; one that ends meanwhile is left out."""
     for process in _user_processes():
         with contextlib.suppress(psutil.Error):
@@ -165,13 +170,16 @@ def _users(folder: Path) -> Iterator[tuple[int, str]]:
 
 
 def _uses(process: psutil.Process, folders: Sequence[Path]) -> bool:
+    def is_inside(path: Path) -> bool:
+        return any(path.is_relative_to(folder) for folder in folders)
+
     try:
         paths = [Path(file.path) for file in process.open_files()]
         # A process that was stopped, or lost its log, may hold no file open; all of a run's have this variable.
         paths.append(Path(process.environ().get("TMPDIR") or "/"))
     except (psutil.Error, OSError):
         return False
-    return any(path.is_relative_to(folder) for path in paths for folder in folders)
+    return any(is_inside(path) for path in paths)
 
 
 def _folder_bytes(folder: Path) -> int:
@@ -183,20 +191,20 @@ def _folder_bytes(folder: Path) -> int:
     return total
 
 
-def packed_path(path: Path) -> bytes:
+def encode_path(path: Path) -> bytes:
     """Return a path as it goes through the pipe, after its length: a name may hold any byte but the null."""
     name = os.fsencode(path)
     return len(name).to_bytes(_LENGTH_BYTES, "big") + name
 
 
-def paths_of(data: bytes) -> Iterator[Path]:
-    """Yield the paths of whole messages. A driver that was killed may leave the last one torn."""
-    while len(data) >= _LENGTH_BYTES:
-        end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "big")
-        if len(data) < end:
+def decode_paths(message: bytes) -> Iterator[Path]:
+    """Yield every whole path of a message. A driver that was killed may leave the last path torn."""
+    while len(message) >= _LENGTH_BYTES:
+        end = _LENGTH_BYTES + int.from_bytes(message[:_LENGTH_BYTES], "big")
+        if len(message) < end:
             return
-        yield Path(os.fsdecode(data[_LENGTH_BYTES:end]))
-        data = data[end:]
+        yield Path(os.fsdecode(message[_LENGTH_BYTES:end]))
+        message = message[end:]
 
 
 def main() -> None:
@@ -205,10 +213,10 @@ def main() -> None:
     if os.fork():
         os.wait()
         return
-    left = [folder for folder in paths_of(sys.stdin.buffer.read()) if folder.exists()]
-    if left:
+    folders = [folder for folder in decode_paths(sys.stdin.buffer.read()) if folder.exists()]
+    if folders:
         time.sleep(GRACE_S)
-        sweep(left)
+        sweep(folders)
 
 
 if __name__ == "__main__":

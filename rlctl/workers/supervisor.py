@@ -26,10 +26,11 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-# For a family that forks as fast as it is killed.
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+# Bounds the end of a family that forks as fast as it is killed.
 _ENDING_S = 5.0
-# Sent to the outer supervisor, asks the worker to end.
+# Byte to the outer supervisor that asks the worker to end.
 _ASK = b"."
 
 
@@ -43,7 +44,7 @@ def run_guarded(work: Callable[[socket.socket], None]) -> NoReturn:
         os.close(outer_gone)
         _supervise(inner, 0, connection, lambda: os.write(alive, _ASK))
     os.close(alive)
-    # A signal to the group of the outer one does not reach it.
+    # A signal to the group of the outer supervisor does not reach this one.
     os.setsid()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     supervisor = os.getpid()
@@ -56,7 +57,7 @@ def run_guarded(work: Callable[[socket.socket], None]) -> NoReturn:
         os._exit(1)
     os.close(outer_gone)
     _stay_silent_when_forked(connection)
-    # It ends by SIGKILL: text printed into a buffer until then would be lost.
+    # The worker ends by SIGKILL: text printed into a buffer until then would be lost.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
     work(connection)
@@ -84,42 +85,42 @@ def _stay_silent_when_forked(connection: socket.socket) -> None:
     os.register_at_fork(after_in_child=silence)
 
 
-def _supervise(child: int, asked: int, connection: socket.socket, ask: Callable[[], object]) -> NoReturn:
-    """Wait until `child` ends or the descriptor `asked` closes, end the family, and exit as shells report `child`.
+def _supervise(child: int, requests: int, connection: socket.socket, ask: Callable[[], object]) -> NoReturn:
+    """Wait until `child` ends or the descriptor `requests` closes, end the family, and exit as shells report `child`.
 
-    ask: asks the worker to end; called for each byte on `asked`.
+    ask: asks the worker to end; called for each byte on `requests`.
     """
     connection.close()
     for number in (signal.SIGINT, signal.SIGTERM):
         # The parent finishes its step. The worker keeps the defaults, and its children inherit them.
         signal.signal(number, signal.SIG_IGN)
-    status = _wait_for_child(child, asked, ask)
+    status = _wait_for_child(child, requests, ask)
     _end_family(child)
     code = 0 if status is None else os.waitstatus_to_exitcode(status)
     # Nothing is left to be tidied up, and exit handlers of the interpreter take a while.
     os._exit(code if code >= 0 else 128 - code)
 
 
-def _wait_for_child(child: int, asked: int, ask: Callable[[], object]) -> int | None:
-    """Return the exit status of `child`; None if the descriptor `asked` closed first."""
-    woken, wake = os.pipe()
-    for end in (woken, wake):
-        os.set_blocking(end, False)
-    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+def _wait_for_child(child: int, requests: int, ask: Callable[[], object]) -> int | None:
+    """Return the exit status of `child`; None if the descriptor `requests` closed first."""
+    wake_reader, wake_writer = os.pipe()
+    for descriptor in (wake_reader, wake_writer):
+        os.set_blocking(descriptor, False)
+    signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     poll = select.poll()
-    poll.register(asked, select.POLLIN | select.POLLHUP)
-    poll.register(woken, select.POLLIN)
+    poll.register(requests, select.POLLIN | select.POLLHUP)
+    poll.register(wake_reader, select.POLLIN)
     status = _reap(child)
     while status is None:
         ready = [number for number, _ in poll.poll()]
-        if asked in ready:
-            if not os.read(asked, 1):
+        if requests in ready:
+            if not os.read(requests, 1):
                 break
-            with contextlib.suppress(OSError):  # it has ended meanwhile
+            with contextlib.suppress(OSError):  # the worker has ended meanwhile
                 ask()
         with contextlib.suppress(BlockingIOError):
-            os.read(woken, 4096)
+            os.read(wake_reader, 4096)
         status = _reap(child)
     return status
 
@@ -129,13 +130,13 @@ def _reap(child: int) -> int | None:
     status = None
     while True:
         try:
-            ended, how = os.waitpid(-1, os.WNOHANG)
+            ended_pid, ended_status = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
             return status
-        if ended == 0:
+        if ended_pid == 0:
             return status
-        if ended == child:
-            status = how
+        if ended_pid == child:
+            status = ended_status
 
 
 def _end_family(child: int) -> None:
@@ -159,7 +160,7 @@ def _end_family(child: int) -> None:
 
 def _become_command(connection: socket.socket) -> None:
     """Become the program that the further arguments name."""
-    # Python ignores them, and the program would inherit that.
+    # Python ignores these signals, and the program would inherit that.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     try:

@@ -14,10 +14,10 @@ from typing import Protocol
 from rlctl.utils.safe_text import neutral
 
 Emit = Callable[..., None]
-# Causes hold no text of a rollout, but generated code can raise at ever new places.
+# A cause holds no text of a rollout, but generated code can raise at ever new places.
 MAX_CAUSES = 20
 _OTHER = "other causes"
-# Bytes of output in an attempt. A line a rollout would fill a disk in the weeks that a run may take.
+# Bytes of output in an attempt. One line for each rollout would fill a disk in the weeks that a run may take.
 MAX_LOG_BYTES = 4 << 20
 _READ_BYTES = 1 << 16
 # An orphan of the user's code may hold the pipe open without end.
@@ -36,11 +36,11 @@ class UserFailure(Protocol):
 
 
 class FailureLog:
-    """Failures of a run's rewards, environments or tools. The first of each cause is told. Any thread may call.
+    """Failures of a run's rewards, environments or tools. The first of each cause is a warning. Any thread may call.
 
     kind: "reward", "environment" or "tool". path: file of the tracebacks; None: the standard error has them. emit:
-    writes an event; None: nobody is told. then: the fate of the rollouts, for a warning. metric: counts the failures;
-    empty: KIND/failed.
+    writes an event; None: there are no warnings. fate: the fate of the rollouts, for a warning. metric: counts the
+    failures; empty: KIND/failed.
     """
 
     def __init__(
@@ -48,44 +48,52 @@ class FailureLog:
         kind: str,
         path: Path | None = None,
         emit: Emit | None = None,
-        then: str = "its rollouts are left out and counted",
+        fate: str = "its rollouts are left out and counted",
         metric: str = "",
     ) -> None:
-        self._kind, self._path, self._emit, self._then = kind, path, emit, then
+        self._kind = kind
+        self._path = path
+        self._emit = emit
+        self._fate = fate
         self._metric = metric or f"{kind}/failed"
         self._lock = threading.Lock()
         self.counts: Counter[str] = Counter()
         self._noted: set[str] = set()
 
-    def add(self, name: str, failure: UserFailure, then: str | None = None, count: int = 1) -> None:
+    def add(self, name: str, failure: UserFailure, fate: str | None = None, count: int = 1) -> None:
         """Count failures of the part `name`. Keep the traceback and emit a warning for a new cause.
 
-        then: the fate of this rollout, if it differs from that of most.
+        fate: the fate of this rollout, if it differs from that of most.
         """
         cause = f"{name}: {failure.cause}"
         with self._lock:
             if cause not in self.counts and len(self.counts) >= MAX_CAUSES:
                 cause = _OTHER
-            first = cause not in self.counts
+            is_new = cause not in self.counts
             self.counts[cause] += count
-            kept = self._path if first and failure.trace else None
-            if kept and not _append(kept, f"{name}: {failure}\n{failure.trace}\n"):
-                kept = None
-        if first and self._emit:
-            here = Path.cwd()
-            shown = kept.relative_to(here) if kept and kept.is_relative_to(here) else kept
-            told = f"; traceback: {shown}" if shown else ""
-            many = f"{self._kind}s fail for more than {MAX_CAUSES} causes"
-            what = f"{self._kind} {name}: {failure}" if cause != _OTHER else many
-            self._emit("warning", what=f"{what}; {then or self._then}, {self._metric}{told}")
+            has_trace_file = False
+            if is_new and self._path and failure.trace:
+                has_trace_file = _append(self._path, f"{name}: {failure}\n{failure.trace}\n")
+        if not is_new or not self._emit:
+            return
+        if cause == _OTHER:
+            summary = f"{self._kind}s fail for more than {MAX_CAUSES} causes"
+        else:
+            summary = f"{self._kind} {name}: {failure}"
+        trace_hint = ""
+        if self._path and has_trace_file:
+            folder = Path.cwd()
+            path = self._path.relative_to(folder) if self._path.is_relative_to(folder) else self._path
+            trace_hint = f"; traceback: {path}"
+        self._emit("warning", what=f"{summary}; {fate or self._fate}, {self._metric}{trace_hint}")
 
-    def note(self, name: str, what: str) -> None:
+    def note(self, name: str, text: str) -> None:
         """Emit a warning of something short of a failure, once for each `name`."""
         with self._lock:
-            first = name not in self._noted
+            is_new = name not in self._noted
             self._noted.add(name)
-        if first and self._emit:
-            self._emit("warning", what=f"{self._kind} {name}: {what}")
+        if is_new and self._emit:
+            self._emit("warning", what=f"{self._kind} {name}: {text}")
 
     def most_common(self) -> str:
         """Return the cause of most failures with their number; empty where there are none."""
@@ -100,8 +108,10 @@ class OutputLog:
     """
 
     def __init__(self, kind: str, path: Path, emit: Emit | None) -> None:
-        self._kind, self._path, self._emit = kind, path, emit
-        self._reading, self.descriptor = os.pipe()
+        self._kind = kind
+        self._path = path
+        self._emit = emit
+        self._reading_end, self.descriptor = os.pipe()
         self._thread = threading.Thread(target=self._copy_output, name=f"{kind}s-log", daemon=True)
         self._thread.start()
 
@@ -111,24 +121,24 @@ class OutputLog:
         self._thread.join(_ENDING_S)
 
     def _copy_output(self) -> None:
-        left, bound = MAX_LOG_BYTES, f"{MAX_LOG_BYTES / 2**20:g} MiB"
+        room = MAX_LOG_BYTES
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        while data := os.read(self._reading, _READ_BYTES):
+        while output := os.read(self._reading_end, _READ_BYTES):
             # Output beyond the bound is read all the same: its writer must never wait.
-            if left < 0:
+            if room < 0:
                 continue
-            _append(self._path, decoder.decode(data[:left]))
-            left -= len(data)
-            if left < 0:
-                _append(self._path, f"\n[{self._kind}s printed more than {bound}: the rest is left out]\n")
+            _append(self._path, decoder.decode(output[:room]))
+            room -= len(output)
+            if room < 0:
+                problem = f"{self._kind}s printed more than {MAX_LOG_BYTES / 2**20:g} MiB"
+                _append(self._path, f"\n[{problem}: the rest is left out]\n")
                 if self._emit:
-                    what = f"{self._kind}s printed more than {bound}: {self._path.name} has no more of it"
-                    self._emit("warning", what=what)
-        os.close(self._reading)
+                    self._emit("warning", what=f"{problem}: {self._path.name} has no more of it")
+        os.close(self._reading_end)
 
 
 def _append(path: Path, text: str) -> bool:
-    """Return False where nothing can be written: a full disk must not end a run."""
+    """Append text to a file. Return False if nothing can be written: a full disk must not end a run."""
     try:
         with path.open("ab") as file:
             file.write(neutral(text).encode())

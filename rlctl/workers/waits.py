@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 _WAIT_POLL_S = 0.5
 _UNUSUAL = 3.0
 
-
-# Workers and their process ids, where these are known.
-Late = Callable[[], Sequence[tuple[str, int | None]]]
+# Returns (worker, process id or None) of each worker without an answer.
+LateWorkers = Callable[[], Sequence[tuple[str, int | None]]]
 
 
 @dataclass
@@ -24,48 +23,49 @@ class _Wait:
     """One open wait."""
 
     call: str
-    # Returns (worker, process id or None) of each worker without an answer.
-    late: Late
+    late_workers: LateWorkers
     deadline_s: float
     knob: str
-    began: float = field(default_factory=time.monotonic)
+    start: float = field(default_factory=time.monotonic)
     # Seconds of the wait when it was last explained.
-    told: float = 0.0
-    ended: bool = False
+    explained_at_s: float = 0.0
+    has_ended: bool = False
 
 
 class Waits:
     """The calls that the driver waits for."""
 
     def __init__(self, explain_after_s: float, warn: Callable[[str], None]) -> None:
-        self._explain_after_s, self._warn = explain_after_s, warn
+        self._explain_after_s = explain_after_s
+        self._warn = warn
         # Returns the state of the run, in words; may be set later.
         self.where: Callable[[], str] = lambda: "start-up"
         self._open: dict[int, _Wait] = {}
         self._longest: dict[str, float] = {}
-        self._lock, self._ended = threading.Lock(), threading.Event()
+        self._lock = threading.Lock()
+        self._is_closed = threading.Event()
         threading.Thread(target=self._watch_waits, name="waits", daemon=True).start()
 
     @contextmanager
-    def wait(self, call: str, late: Late, deadline_s: float, knob: str) -> Iterator[None]:
+    def wait(self, call: str, late_workers: LateWorkers, deadline_s: float, knob: str) -> Iterator[None]:
         """Explain the block if it lasts. knob: the config key that sets its deadline."""
-        wait = _Wait(call, late, deadline_s, knob)
+        wait = _Wait(call=call, late_workers=late_workers, deadline_s=deadline_s, knob=knob)
         with self._lock:
             self._open[id(wait)] = wait
         try:
             yield
         finally:
-            wait.ended = True
+            wait.has_ended = True
             with self._lock:
                 del self._open[id(wait)]
-                self._longest[call] = max(self._longest.get(call, 0.0), time.monotonic() - wait.began)
+                self._longest[call] = max(self._longest.get(call, 0.0), time.monotonic() - wait.start)
 
     def close(self) -> None:
-        """Stop looking."""
-        self._ended.set()
+        """Stop looking at the open waits."""
+        self._is_closed.set()
 
     def _watch_waits(self) -> None:
-        while not self._ended.wait(_WAIT_POLL_S):
+        while not self._is_closed.wait(_WAIT_POLL_S):
             self._look_once()
 
     def _look_once(self) -> None:
@@ -78,31 +78,37 @@ class Waits:
             self._explain_wait(wait)
 
     def _explain_wait(self, wait: _Wait) -> None:
-        lasted = time.monotonic() - wait.began
+        lasted_s = time.monotonic() - wait.start
         try:
-            what = self._explanation(wait, lasted)
+            explanation = self._explanation(wait, lasted_s)
         except Exception as error:
             # Later waits must be explained all the same.
-            what = f"the driver has waited {lasted:.0f} s, call {wait.call}; for whom cannot be told: {error!r}"
-        wait.told = lasted if what else wait.told
-        if what and not wait.ended:
+            explanation = (
+                f"the driver has waited {lasted_s:.0f} s, call {wait.call}; for whom cannot be told: {error!r}"
+            )
+        if not explanation:
+            return
+        wait.explained_at_s = lasted_s
+        if not wait.has_ended:
             with suppress(Exception):
-                self._warn(what)
+                self._warn(explanation)
 
-    def _explanation(self, wait: _Wait, lasted: float) -> str:
-        """Return who is waited for, and why; an empty text for a wait that is still usual."""
-        if lasted < max(self._explain_after_s, 2 * wait.told):
+    def _explanation(self, wait: _Wait, lasted_s: float) -> str:
+        """Return which workers the driver waits for, and their states; empty for a wait that is not long yet."""
+        if lasted_s < max(self._explain_after_s, 2 * wait.explained_at_s):
             return ""
-        late = [(name, condition(pid)) for name, pid in wait.late()]
-        stopped = any("stopped" in state for _, state in late)
-        if not late or (lasted < _UNUSUAL * self._longest.get(wait.call, 0.0) and not stopped):
+        states = [(name, process_state(pid)) for name, pid in wait.late_workers()]
+        if not states:
             return ""
-        workers = ", ".join(f"{name} ({state})" if state else name for name, state in late)
+        is_usual = lasted_s < _UNUSUAL * self._longest.get(wait.call, 0.0)
+        if is_usual and not any("stopped" in state for _, state in states):
+            return ""
+        workers = ", ".join(f"{name} ({state})" if state else name for name, state in states)
         end = f"given up after {wait.deadline_s:g} s ({wait.knob})"
-        return f"the driver has waited {lasted:.0f} s for {workers}, call {wait.call}; {self.where()}; {end}"
+        return f"the driver has waited {lasted_s:.0f} s for {workers}, call {wait.call}; {self.where()}; {end}"
 
 
-def condition(pid: int | None) -> str:
+def process_state(pid: int | None) -> str:
     """Return the state of a process of this machine; an empty text for None."""
     import psutil
 
@@ -112,9 +118,9 @@ def condition(pid: int | None) -> str:
         process = psutil.Process(pid)
         if process.status() == psutil.STATUS_STOPPED:
             return f"process {pid} is stopped: kill -CONT {pid}"
-        before = sum(process.cpu_times()[:2])
+        earlier_cpu_s = sum(process.cpu_times()[:2])
         time.sleep(_WAIT_POLL_S / 5)
-        busy = (sum(process.cpu_times()[:2]) - before) / (_WAIT_POLL_S / 5)
+        load = (sum(process.cpu_times()[:2]) - earlier_cpu_s) / (_WAIT_POLL_S / 5)
     except psutil.Error:
         return f"process {pid} is gone"
-    return f"process {pid} uses {busy:.0%} of a core"
+    return f"process {pid} uses {load:.0%} of a core"

@@ -53,7 +53,7 @@ class EpisodeTries:
                 except DataError as error:
                     # No row or template gets better: another try would fail too.
                     failure = EnvironmentFailure("contract", str(error))
-                    self.pool.failures.add("rollout", failure, then=_EPISODE_LEFT_OUT)
+                    self.pool.failures.add("rollout", failure, fate=_EPISODE_LEFT_OUT)
                     return episode.rollout(None, failure)
         finally:
             self._asked.pop(start.id, None)
@@ -112,7 +112,7 @@ class EpisodeTries:
         cause = f"rows of an episode have more tokens than a micro-batch, {most}, and grpo.loss needs whole rollouts"
         remedy = f"{rows} rows of {tokens}; raise trainer.micro_batch_tokens or lower environment.max_turns"
         failure = EnvironmentFailure("too_long", cause, remedy)
-        self.pool.failures.add("history", failure, then=_EPISODE_LEFT_OUT)
+        self.pool.failures.add("history", failure, fate=_EPISODE_LEFT_OUT)
         return episode.rollout(None, failure)
 
 

@@ -22,7 +22,7 @@ class Elsewhere:
     hidden: Path | None = None
     asked: list[str] = field(default_factory=list)
 
-    def reads(self, path: str) -> str | None:
+    def read_file(self, path: str) -> str | None:
         """The file, if it is seen."""
         self.asked.append(path)
         seen = self.hidden is None or not Path(path).is_relative_to(self.hidden)

@@ -104,9 +104,9 @@ def test_a_killed_drivers_folder_is_removed_whatever_its_name_and_no_other(tmp_p
 
 def test_a_message_that_a_killed_driver_tore_names_no_folder() -> None:
     whole = [Path("/tmp/rlctl-a"), Path(f"/tmp/{HOSTILE}")]
-    sent = b"".join(map(reaper.packed_path, whole))
-    assert list(reaper.paths_of(sent)) == whole
-    assert [list(reaper.paths_of(sent[:end])) for end in (len(sent) - 1, 3, 0)] == [whole[:1], [], []]
+    sent = b"".join(map(reaper.encode_path, whole))
+    assert list(reaper.decode_paths(sent)) == whole
+    assert [list(reaper.decode_paths(sent[:end])) for end in (len(sent) - 1, 3, 0)] == [whole[:1], [], []]
 
 
 def test_what_is_not_surely_a_dead_drivers_of_this_user_is_left_alone(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 import rlctl.workers.shared_arguments
-from rlctl.workers.shared_arguments import SharedArgument, array_bytes, fetched, put_common, put_once
+from rlctl.workers.shared_arguments import SharedArgument, array_bytes, fetch_values, put_common, put_once
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def test_a_shards_batch_is_put_once_and_reaches_the_shards_ranks_alone(store: St
     first, second, loss = share(20_000), share(20_000), object()
     arguments = put_common([(first, loss), (first, loss), (second, loss), (second, loss)])
     assert store.held == [first, second]
-    assert [fetched(each) for each in arguments] == [(first, loss)] * 2 + [(second, loss)] * 2
+    assert [fetch_values(each) for each in arguments] == [(first, loss)] * 2 + [(second, loss)] * 2
 
 
 def test_small_arguments_and_those_of_one_rank_travel_with_their_call(store: Store) -> None:
@@ -60,7 +60,7 @@ def test_small_arguments_and_those_of_one_rank_travel_with_their_call(store: Sto
 def test_what_was_put_serves_any_number_of_calls(store: Store) -> None:
     argument: Any = put_once("a plan")
     assert isinstance(argument, SharedArgument)
-    assert [fetched((argument, rank)) for rank in range(3)] == [("a plan", rank) for rank in range(3)]
+    assert [fetch_values((argument, rank)) for rank in range(3)] == [("a plan", rank) for rank in range(3)]
     assert store.held == ["a plan"]
 
 
