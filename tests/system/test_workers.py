@@ -120,7 +120,7 @@ def make_group(logs: Path, compiled: bool, deadline_s: float = FOREVER_S) -> Wor
 def group(ray_here: Path, request: pytest.FixtureRequest) -> Iterator[WorkerGroup]:
     """For all tests that leave it whole."""
     workers = make_group(ray_here, request.param)
-    assert (workers.compiled_graph is not None) == request.param
+    assert (workers.graph is not None) == request.param
     yield workers
     workers.kill()
 
