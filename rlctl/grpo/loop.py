@@ -148,7 +148,7 @@ class GrpoLoop(Loop):
     def _not_finite(self, step: GrpoStep, error: FloatingPointError) -> Exception:
         """Return the exception for an update that is not finite. After an earlier update the weights are between two
         steps, and no checkpoint is made."""
-        if all(update.skipped for update in step.updates):
+        if all(update.skip_cause for update in step.updates):
             return error
         which = f"step {step.version + 1}, update {len(step.updates) + 1} of {self._config.grpo.updates_per_step}"
         return HealthStop(f"{which}: {error}, as the updates before made them; {self._parts.recorder.newest}")

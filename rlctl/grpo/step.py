@@ -90,7 +90,7 @@ class GrpoStep:
     def skipped_updates(self) -> list[str]:
         """Cause for which each update of the step made no optimizer step; empty for one that was made."""
         why = {NO_GRADIENT: f"{NO_GRADIENT}: no advantage differs from 0, or bounds hold each token that has one"}
-        return [why.get(update.skipped, update.skipped) for update in self.updates] or [NO_TOKEN]
+        return [why.get(update.skip_cause, update.skip_cause) for update in self.updates] or [NO_TOKEN]
 
     def record(self, buffer: RolloutBuffer, refit: RefitReport) -> None:
         """Write the step's metrics and its rollouts. refit: of the sync that ended it."""

@@ -77,7 +77,7 @@ class SftLoop(Loop):
         }
         length = throughput.length_of_a_token(batch.lengths)
         speed |= self._parts.flops.metrics(speed[throughput.TRAINING.name], length, self._parts.device)
-        metrics = update.metrics | self._count_skipped_updates(number, [update.skipped]) | speed
+        metrics = update.metrics | self._count_skipped_updates(number, [update.skip_cause]) | speed
         self._parts.recorder.step(number, {WEIGHT_VERSION.name: number, **metrics, **times})
 
     def close(self) -> None:

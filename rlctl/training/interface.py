@@ -27,8 +27,8 @@ class Totals:
     # Rollouts, each of one row or several.
     rollouts: int
 
-    def __add__(self, more: "Totals") -> "Totals":
-        return Totals(self.tokens + more.tokens, self.sequences + more.sequences, self.rollouts + more.rollouts)
+    def __add__(self, other: "Totals") -> "Totals":
+        return Totals(self.tokens + other.tokens, self.sequences + other.sequences, self.rollouts + other.rollouts)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Log-probs and entropy from hidden states, a chunk of tokens at a time.
 
-Logits are kept for the backward pass where there is room. Its first chunks are the kept ones; other logits are made
+Logits of the last chunks, which the backward pass reads first, are kept where there is room. Other logits are computed
 again. Softmax is in float32 throughout.
 """
 
@@ -39,30 +39,31 @@ def chunked_log_probs(
     transform: LogitTransform = _IDENTITY,
     compiled: bool = False,
     split: Split | None = None,
-    kept: int = 0,
+    kept_rows: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Return the log-prob of each target, and entropy, under softmax(t(hidden @ weight.T + bias) / temperature).
 
     hidden: [N, h]. weight: [vocab, h]. bias: [vocab]. transform: the t above, of positive scale. targets: int64 [N].
     chunk: rows whose logits exist at one time. compiled: torch.compile fuses the work on logits, which are then read
     twice instead of eleven times. split: weight holds a part of the vocabulary. Results are over the whole vocabulary,
-    equal on all ranks. The gradient to hidden is this part's alone; the caller sums it over the ranks. kept: rows whose
-    logits a backward pass finds again, in whole chunks from the end. Up to `chunk` they cost no memory that it would
-    not need anyway.
+    equal on all ranks. The gradient to hidden is this part's alone; the caller sums it over the ranks. kept_rows: rows
+    whose logits a backward pass finds again, in whole chunks from the end. Up to `chunk` rows cost no memory that the
+    backward pass would not need anyway.
 
     Both are float32 [N] with gradient to hidden, weight and bias. With p the tempered softmax and H its entropy,
     d log p[y] / dz = onehot(y) - p and dH / dz = -p (log p + H), each over the temperature and times dt / dz, which is
     the scale, times 1 - (t / c)^2 under a softcap c.
     """
     apply: Any = _ChunkedLogProbs.apply
-    how = temperature, transform.scale, transform.softcap
-    kept = kept if torch.is_grad_enabled() else 0
-    log_probs, entropy = apply(hidden, weight, bias, targets, how, chunk, compiled, split, kept)
+    tempering = temperature, transform.scale, transform.softcap
+    if not torch.is_grad_enabled():
+        kept_rows = 0
+    log_probs, entropy = apply(hidden, weight, bias, targets, tempering, chunk, compiled, split, kept_rows)
     return log_probs, entropy
 
 
 # Temperature, and the scale and softcap of the logits' transform.
-_How = tuple[float, float, float | None]
+_Tempering = tuple[float, float, float | None]
 
 
 # Rows of a weight that are converted at a time.
@@ -77,83 +78,88 @@ def _product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return logits if bias is None else logits + bias
 
 
-def _transformed(logits: Tensor, how: _How) -> Tensor:
+def _transform_logits(logits: Tensor, tempering: _Tempering) -> Tensor:
     """Return the transform of logits, float32, perhaps in their own memory."""
-    _, scale, softcap = how
+    _, scale, softcap = tempering
     logits = logits.float()
     if scale != 1.0:
         logits = logits * scale
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
-def _tempered(logits: Tensor, how: _How) -> Tensor:
+def _temper_logits(logits: Tensor, tempering: _Tempering) -> Tensor:
     """Return the transform of logits over the temperature: float32, memory of its own."""
-    return _transformed(logits, how) / how[0]
+    return _transform_logits(logits, tempering) / tempering[0]
 
 
-def _chunk_forward(logits: Tensor, targets: Tensor, how: _How) -> tuple[Tensor, Tensor, Tensor]:
+def _chunk_forward(logits: Tensor, targets: Tensor, tempering: _Tempering) -> tuple[Tensor, Tensor, Tensor]:
     """Return a chunk's log-probs and entropy, float32 [rows] each, and its normalizer, float32 [rows, 2].
 
-    The normalizer is the largest logit and the log of the sum that is left: added up they would cost digits where p is
-    near 1.
+    The normalizer is the largest logit, and the log of the sum of exp(logit - largest). Added up the two would cost
+    digits where p is near 1.
     """
-    scaled = _tempered(logits, how)
+    scaled = _temper_logits(logits, tempering)
     peak = scaled.amax(-1)
-    below = scaled.sub_(peak[:, None])
-    exp = below.exp()
+    # In place: `scaled` is not read again.
+    below_peak = scaled.sub_(peak[:, None])
+    exp = below_peak.exp()
     # Both sums in one pass over the logits: with z = logit - peak, H = log sum exp(z) - sum z exp(z) / sum exp(z).
     total = exp.sum(-1)
-    weighted, log_sum = exp.mul_(below).sum(-1), total.log()
-    chosen = below.gather(1, targets[:, None])[:, 0] - log_sum
-    return chosen, log_sum - weighted / total, torch.stack((peak, log_sum), -1)
+    weighted = exp.mul_(below_peak).sum(-1)
+    log_sum = total.log()
+    log_probs = below_peak.gather(1, targets[:, None])[:, 0] - log_sum
+    return log_probs, log_sum - weighted / total, torch.stack((peak, log_sum), -1)
 
 
 def _forward_split(
-    logits: Tensor, targets: Tensor, how: _How, group: dist.ProcessGroup, compiled: bool
+    logits: Tensor, targets: Tensor, tempering: _Tempering, group: dist.ProcessGroup, compiled: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`_chunk_forward` where each rank of `group` has some columns of the logits.
+    """Compute `_chunk_forward` where each rank of `group` has some columns of the logits.
 
     targets: counted from this rank's first column.
     """
-    peak = _tempered(logits.amax(-1), how)
+    peak = _temper_logits(logits.amax(-1), tempering)
     dist.all_reduce(peak, dist.ReduceOp.MAX, group)
-    sums = (_for_chunks(_sums) if compiled else _sums)(logits, targets, how, peak)
+    sum_columns = _compile_for_chunks(_sum_columns) if compiled else _sum_columns
+    sums = sum_columns(logits, targets, tempering, peak)
     dist.all_reduce(sums, group=group)
-    total, chosen, weighted = sums
+    total, target_below_peak, weighted = sums
     log_sum = total.log()
-    return chosen - log_sum, log_sum - weighted / total, torch.stack((peak, log_sum), -1)
+    return target_below_peak - log_sum, log_sum - weighted / total, torch.stack((peak, log_sum), -1)
 
 
-def _sums(logits: Tensor, targets: Tensor, how: _How, peak: Tensor) -> Tensor:
+def _sum_columns(logits: Tensor, targets: Tensor, tempering: _Tempering, peak: Tensor) -> Tensor:
     """Return float32 [3, rows], with z = logit - peak: sums over these columns of exp(z), the target's z, z exp(z)."""
-    below = _tempered(logits, how).sub_(peak[:, None])
-    chosen = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
-    exp = below.exp()
-    return torch.stack((exp.sum(-1), torch.where(chosen, below, 0.0).sum(-1), (exp * below).sum(-1)))
+    below_peak = _temper_logits(logits, tempering).sub_(peak[:, None])
+    is_target = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
+    exp = below_peak.exp()
+    target_below_peak = torch.where(is_target, below_peak, 0.0).sum(-1)
+    return torch.stack((exp.sum(-1), target_below_peak, (exp * below_peak).sum(-1)))
 
 
 def _backward(
     logits: Tensor,
     targets: Tensor,
-    how: _How,
+    tempering: _Tempering,
     normalizer: Tensor,
     entropy: Tensor,
     grad_log_probs: Tensor | None,
     grad_entropy: Tensor | None,
 ) -> Tensor:
     """Return the gradient of a chunk's logits: [rows, vocab], the logits' dtype."""
-    peak, log_sum = normalizer[:, :1], normalizer[:, 1:]
-    temperature, scale, softcap = how
-    transformed = _transformed(logits, how)
+    peak = normalizer[:, :1]
+    log_sum = normalizer[:, 1:]
+    temperature, scale, softcap = tempering
+    transformed = _transform_logits(logits, tempering)
     log_p = (transformed / temperature).sub_(peak).sub_(log_sum)
     p = log_p.exp()
     grad = torch.zeros((), device=logits.device)
     if grad_entropy is not None:
         grad = (log_p + entropy[:, None]).mul_(p).mul_(-grad_entropy[:, None])
     if grad_log_probs is not None:
-        # A comparison, not a scatter: that would keep the passes over the logits from being one.
-        chosen = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
-        grad = grad + p.neg_().add_(chosen).mul_(grad_log_probs[:, None])
+        # A comparison, not a scatter: a scatter would keep the passes over the logits from being one.
+        is_target = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
+        grad = grad + p.neg_().add_(is_target).mul_(grad_log_probs[:, None])
     if softcap is not None:
         grad = grad * (1 - (transformed / softcap).square())
     if scale != 1.0:
@@ -172,7 +178,8 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 @cache
 def _adds_in_product(device: torch.device) -> bool:
     """Return True if this torch adds a product of bfloat16 to float32 numbers on the device."""
-    total, part = torch.ones(16, 16, device=device), torch.ones(16, 16, device=device, dtype=torch.bfloat16)
+    total = torch.ones(16, 16, device=device)
+    part = torch.ones(16, 16, device=device, dtype=torch.bfloat16)
     try:
         torch.ops.aten.addmm.dtype_out(total, part.T, part, torch.float32, out=total)
     except (RuntimeError, AttributeError):
@@ -181,20 +188,22 @@ def _adds_in_product(device: torch.device) -> bool:
 
 
 @cache
-def _for_chunks(function: Callable[..., Any]) -> Callable[..., Any]:
+def _compile_for_chunks(function: Callable[..., Any]) -> Callable[..., Any]:
     # The last chunk of every pack has another size.
     fused = compile_for_packs(function)
 
-    def work(logits: Tensor, *rest: Any) -> Any:
-        # A size of one is a constant to torch.compile, which would compile for 10 s for a single row; and so it would
-        # for the first pack of one chunk, or of more than one: of a part it looks at the size of the whole.
+    def run_on_chunk(logits: Tensor, *arguments: Any) -> Any:
+        # torch.compile takes a size of one for a constant, and would compile for 10 s for a single row.
         if len(logits) == 1:
-            return function(logits, *rest)
+            return function(logits, *arguments)
         # A constant, so that no division by an unknown size finds the place of a logit.
         torch._dynamo.mark_static(logits, 1)  # type: ignore[no-untyped-call]
-        return fused(logits, *(each.clone() if isinstance(each, Tensor) else each for each in rest))
+        # Copies: of a view torch.compile looks at the size of the whole, and would compile for 10 s for the first pack
+        # of one chunk, and for the first of several.
+        copies = [argument.clone() if isinstance(argument, Tensor) else argument for argument in arguments]
+        return fused(logits, *copies)
 
-    return work
+    return run_on_chunk
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
@@ -205,47 +214,60 @@ class _ChunkedLogProbs(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        how: _How,
+        tempering: _Tempering,
         chunk: int,
         compiled: bool,
         split: Split | None,
-        kept: int,
+        kept_rows: int,
     ) -> tuple[Tensor, Tensor]:
-        work: Callable[..., Any] = _for_chunks(_chunk_forward) if compiled else _chunk_forward
+        compute: Callable[..., Any] = _compile_for_chunks(_chunk_forward) if compiled else _chunk_forward
         if split:
             targets = targets - split.first
-            work = partial(_forward_split, group=split.group, compiled=compiled)
+            compute = partial(_forward_split, group=split.group, compiled=compiled)
         log_probs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-        entropy, normalizer = torch.empty_like(log_probs), log_probs.new_empty(len(hidden), 2)
-        # First row of a chunk -> its logits.
-        ctx.kept = {}
-        for at in range(0, len(hidden), chunk):
-            rows = slice(at, at + chunk)
+        entropy = torch.empty_like(log_probs)
+        normalizer = log_probs.new_empty(len(hidden), 2)
+        # First row of a chunk -> the chunk's logits.
+        ctx.kept_logits = {}
+        for first_row in range(0, len(hidden), chunk):
+            rows = slice(first_row, first_row + chunk)
             logits = _product(hidden[rows], weight, bias)
-            log_probs[rows], entropy[rows], normalizer[rows] = work(logits, targets[rows], how)
-            if len(hidden) - at <= kept:
-                ctx.kept[at] = logits
-            # Freed before the next chunk's are made.
+            log_probs[rows], entropy[rows], normalizer[rows] = compute(logits, targets[rows], tempering)
+            if len(hidden) - first_row <= kept_rows:
+                ctx.kept_logits[first_row] = logits
+            # Freed before the next chunk's logits are made.
             del logits
         ctx.save_for_backward(hidden, weight, bias, targets, entropy, normalizer)
-        ctx.how, ctx.chunk, ctx.compiled = how, chunk, compiled
+        ctx.tempering = tempering
+        ctx.chunk = chunk
+        ctx.compiled = compiled
         ctx.set_materialize_grads(False)
         return log_probs, entropy
 
     @staticmethod
     def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Any, ...]:
         hidden, weight, bias, targets, entropy, normalizer = ctx.saved_tensors
-        work = _for_chunks(_backward) if ctx.compiled else _backward
+        compute = _compile_for_chunks(_backward) if ctx.compiled else _backward
         grad_hidden = torch.empty_like(hidden)
-        # A frozen head has neither: its gradient is a product, and float32 numbers, for nothing.
-        _, of_weight, of_bias, *_ = ctx.needs_input_grad
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if of_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if of_bias else None
-        for at in reversed(range(0, len(hidden), ctx.chunk)):
-            rows = slice(at, at + ctx.chunk)
-            logits = ctx.kept.pop(at) if at in ctx.kept else F.linear(hidden[rows], weight, bias)
-            gradients = [None if each is None else each[rows] for each in (grad_log_probs, grad_entropy)]
-            grad = work(logits, targets[rows], ctx.how, normalizer[rows], entropy[rows], *gradients)
+        # A frozen head needs no gradients: they would cost a product, and memory for float32 numbers.
+        _, needs_grad_weight, needs_grad_bias, *_ = ctx.needs_input_grad
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_grad_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_grad_bias else None
+        for first_row in reversed(range(0, len(hidden), ctx.chunk)):
+            rows = slice(first_row, first_row + ctx.chunk)
+            if first_row in ctx.kept_logits:
+                logits = ctx.kept_logits.pop(first_row)
+            else:
+                logits = F.linear(hidden[rows], weight, bias)
+            grad = compute(
+                logits,
+                targets[rows],
+                ctx.tempering,
+                normalizer[rows],
+                entropy[rows],
+                None if grad_log_probs is None else grad_log_probs[rows],
+                None if grad_entropy is None else grad_entropy[rows],
+            )
             del logits
             grad_hidden[rows] = grad @ weight
             if grad_weight is not None:
@@ -253,5 +275,9 @@ class _ChunkedLogProbs(torch.autograd.Function):
             if grad_bias is not None:
                 grad_bias += grad.sum(0, dtype=torch.float32)
             del grad
-        given = [None if each is None else each.to(weight.dtype) for each in (grad_weight, grad_bias)]
-        return grad_hidden, *given, None, None, None, None, None, None
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        if grad_bias is not None:
+            grad_bias = grad_bias.to(weight.dtype)
+        # No gradient for targets and the settings.
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None

@@ -34,10 +34,12 @@ class LoraLinear(nn.Linear):
 
     def __init__(self, base: nn.Linear, spec: AdapterSpec) -> None:
         super().__init__(base.in_features, base.out_features, bias=False, device="meta")
-        self.weight, self.bias = base.weight, base.bias  # type: ignore[assignment]
+        self.weight = base.weight
+        self.bias = base.bias  # type: ignore[assignment]
         self.lora_A = nn.Linear(base.in_features, spec.rank, bias=False, device="meta")
         self.lora_B = nn.Linear(spec.rank, base.out_features, bias=False, device="meta")
-        self.scale, self.dropout = spec.scale, spec.dropout
+        self.scale = spec.scale
+        self.dropout = spec.dropout
         # False where the base alone is wanted.
         self.adapts = True
 
@@ -119,38 +121,45 @@ def needs_attention(micro_batches: Iterable[MicroBatch]) -> bool:
 def require_moved(
     sent: Iterable[TensorRow], shards: Callable[[], list[Shard]], lr: float, attends: bool
 ) -> Iterator[bool]:
-    """Raise RuntimeError on all ranks, naming it, if the optimizer step within the block leaves a B as it was.
+    """Raise RuntimeError on all ranks if the optimizer step within the block leaves a B as it was; name that B.
 
-    Gives True if it looks: not without adapters, at a rate of 0, or where no rank's samples need attention. A step that
-    it looks at first moves every B. Later steps may round to none.
+    Yields True if the step is checked. It is not without adapters, at a rate of 0, or where no rank's samples need
+    attention. The first step that is checked moves every B. Changes of later steps may round to none.
     sent: rows that refits send. shards: returns this rank's parts, as a refit reads them. attends: `needs_attention` of
     this rank's samples.
     """
-    names = [row.name for row in sent if row.name.endswith(LORA_B)] if lr else []
+    names = []
+    if lr:
+        names = [row.name for row in sent if row.name.endswith(LORA_B)]
     if names:
-        dist.all_reduce(needed := torch.tensor(int(attends)), dist.ReduceOp.MAX)
-        names = names if needed else []
-    before = _bits(names, shards)
-    yield bool(names)
+        any_attends = torch.tensor(int(attends))
+        dist.all_reduce(any_attends, dist.ReduceOp.MAX)
+        if not any_attends:
+            names = []
     if not names:
+        yield False
         return
-    moved = torch.tensor([one != other for one, other in zip(before, _bits(names, shards))], dtype=torch.int32)
-    dist.all_reduce(moved, dist.ReduceOp.MAX)
-    if still := [name for name, value in zip(names, moved.tolist()) if not value]:
+    sums_before = _sum_bits(names, shards)
+    yield True
+    sums_after = _sum_bits(names, shards)
+    has_moved = torch.tensor([sums_before[name] != sums_after[name] for name in names], dtype=torch.int32)
+    dist.all_reduce(has_moved, dist.ReduceOp.MAX)
+    unmoved = [name for name, moved in zip(names, has_moved.tolist()) if not moved]
+    if unmoved:
         raise RuntimeError(
-            f"the first optimizer step left {len(still)} of {len(names)} adapters as they were, first {still[0]}: the "
-            "model computes without them, so that no gradient reaches them (leave them out of lora.targets), or the "
-            f"rate {lr:g} is too small (trainer.optimizer.lr)"
+            f"the first optimizer step left {len(unmoved)} of {len(names)} adapters as they were, first {unmoved[0]}: "
+            "the model computes without them, so that no gradient reaches them (leave them out of lora.targets), or "
+            f"the rate {lr:g} is too small (trainer.optimizer.lr)"
         )
 
 
-def _bits(names: Sequence[str], shards: Callable[[], list[Shard]]) -> list[int]:
+def _sum_bits(names: Sequence[str], shards: Callable[[], list[Shard]]) -> dict[str, int]:
     """Return the sum of each tensor's bits, over this rank's parts."""
     sums = dict.fromkeys(names, 0)
-    for shard in shards() if names else ():
+    for shard in shards():
         if shard.name in sums:
             sums[shard.name] += int(shard.tensor.view(torch.int32).sum(dtype=torch.int64))
-    return [*sums.values()]
+    return sums
 
 
 @dataclass(frozen=True)
@@ -181,9 +190,15 @@ class AdapterJob:
     def write(self) -> int:
         """Write the folder; return 0: no rank shares a file with another. Raises OSError."""
         if self.companions:
-            named = {each.name: each for each in self.spec.tensors}
-            own = ((named[name], value) for name, value in self.tensors.items())
-            base = self.base
-            write_adapter(self.folder, self.spec, base.linears, base.name, base.digest, own, base.place)
+            rows = {row.name: row for row in self.spec.tensors}
+            write_adapter(
+                self.folder,
+                self.spec,
+                linears=self.base.linears,
+                base=self.base.name,
+                digest=self.base.digest,
+                tensors=((rows[name], tensor) for name, tensor in self.tensors.items()),
+                place=self.base.place,
+            )
             self.companions.write(self.folder, None)
         return 0

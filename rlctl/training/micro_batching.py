@@ -10,6 +10,7 @@ sequences count as one rank here.
 import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,16 +68,23 @@ def packing(batches: Iterable[list[int]], ranks: int, max_tokens: int, padded: b
         steps += 1
         tokens += sum(lengths)
         room += ranks * len(plan[0]) * max_tokens
-        busiest += max(sum(lengths[index] for batch in rank for index in batch) for rank in plan)
-    micro_batches = room / max(1, ranks * max_tokens * steps)
-    padding = 1 - tokens / max(1, computed)
-    return PackingStats(steps, micro_batches, tokens / max(1, room), busiest * ranks / max(1, tokens), padding)
+        busiest += max(sum(lengths[index] for index in chain.from_iterable(rank)) for rank in plan)
+    return PackingStats(
+        steps=steps,
+        micro_batches=room / max(1, ranks * max_tokens * steps),
+        filled=tokens / max(1, room),
+        busiest=busiest * ranks / max(1, tokens),
+        padding=1 - tokens / max(1, computed),
+    )
 
 
 def row_tokens(plan: list[list[list[int]]], lengths: list[int]) -> int:
     """Return the tokens that are computed where each sequence has a row: those of all rows, padding too."""
-    batches = ([lengths[index] for index in batch] for rank in plan for batch in rank)
-    return sum(len(batch) * max(batch) for batch in batches if batch)
+    tokens = 0
+    for batch in chain.from_iterable(plan):
+        if batch:
+            tokens += len(batch) * max(lengths[index] for index in batch)
+    return tokens
 
 
 def rollout_index(rollouts: Sequence[int | None]) -> NDArray[np.int64]:
@@ -84,9 +92,13 @@ def rollout_index(rollouts: Sequence[int | None]) -> NDArray[np.int64]:
 
     rollouts: `TrainingSample.rollout` of each row; a row with None is a whole rollout.
     """
-    known: dict[int | tuple[int], int] = {}
-    keys: list[int | tuple[int]] = [(row,) if each is None else each for row, each in enumerate(rollouts)]
-    return np.array([known.setdefault(key, len(known)) for key in keys], np.int64)
+    index_of: dict[int | tuple[int], int] = {}
+    indices = []
+    for row, rollout in enumerate(rollouts):
+        # A tuple equals no rollout's number.
+        key: int | tuple[int] = (row,) if rollout is None else rollout
+        indices.append(index_of.setdefault(key, len(index_of)))
+    return np.array(indices, np.int64)
 
 
 def plan_whole_rollouts(
@@ -96,18 +108,21 @@ def plan_whole_rollouts(
 
     Raises ValueError for a rollout whose rows have more than `max_tokens` tokens together, padding included.
     """
-    rows: list[list[int]] = [[] for _ in range(int(rollouts.max(initial=-1)) + 1)]
+    rollout_rows: list[list[int]] = [[] for _ in range(int(rollouts.max(initial=-1)) + 1)]
     for row, rollout in enumerate(rollouts):
-        rows[rollout].append(row)
-    items = [_Item.from_lengths([lengths[row] for row in one], padded) for one in rows]
+        rollout_rows[rollout].append(row)
+    items = [_Item.from_lengths([lengths[row] for row in rows], padded) for rows in rollout_rows]
     for item in items:
         if item.tokens > max_tokens and item.rows > 1:
             raise ValueError(
                 f"a rollout has {item.rows} rows of {item.tokens} tokens together, a micro-batch at most {max_tokens}, "
                 "and grpo.loss needs whole rollouts: raise trainer.micro_batch_tokens"
             )
-    plan = _plan(items, ranks, max_tokens, padded)
-    return [[sorted(row for index in batch for row in rows[index]) for batch in rank] for rank in plan]
+    plan = []
+    for batches in _plan_items(items, ranks, max_tokens, padded):
+        rows_of_batches = [chain.from_iterable(rollout_rows[index] for index in batch) for batch in batches]
+        plan.append([sorted(rows) for rows in rows_of_batches])
+    return plan
 
 
 def plan_micro_batches(lengths: list[int], ranks: int, max_tokens: int, padded: bool = False) -> list[list[list[int]]]:
@@ -120,7 +135,8 @@ def plan_micro_batches(lengths: list[int], ranks: int, max_tokens: int, padded: 
 
     padded: sequences have a row each. Padding counts then, and no row of a micro-batch is below half of its longest.
     """
-    return _plan([_Item(1, length, length) for length in lengths], ranks, max_tokens, padded)
+    items = [_Item(rows=1, longest=length, tokens=length) for length in lengths]
+    return _plan_items(items, ranks, max_tokens, padded)
 
 
 @dataclass(frozen=True)
@@ -129,48 +145,56 @@ class _Item:
 
     rows: int
     longest: int
-    # Tokens that it computes.
+    # Tokens that a pass computes, padding too.
     tokens: int
 
     @classmethod
     def from_lengths(cls, lengths: list[int], padded: bool) -> "_Item":
-        rows, longest = len(lengths), max(lengths)
+        rows = len(lengths)
+        longest = max(lengths)
         return cls(rows, longest, rows * longest if padded else sum(lengths))
 
 
-def _plan(items: list[_Item], ranks: int, max_tokens: int, padded: bool) -> list[list[list[int]]]:
-    order = sorted(range(len(items)), key=lambda i: (-(items[i].longest if padded else items[i].tokens), i))
-    most = max(order, key=lambda i: items[i].tokens, default=0)
-    if order and items[most].tokens > max_tokens:
+def _plan_items(items: list[_Item], ranks: int, max_tokens: int, padded: bool) -> list[list[list[int]]]:
+    """Return result[rank][micro_batch], a list of indices into `items`."""
+
+    def descending_length(index: int) -> tuple[int, int]:
+        return -(items[index].longest if padded else items[index].tokens), index
+
+    order = sorted(range(len(items)), key=descending_length)
+    largest = max(order, key=lambda index: items[index].tokens, default=0)
+    if order and items[largest].tokens > max_tokens:
         raise ValueError(
-            f"sequence {most} has {items[most].tokens} tokens, a micro-batch at most {max_tokens}: "
+            f"sequence {largest} has {items[largest].tokens} tokens, a micro-batch at most {max_tokens}: "
             "raise trainer.micro_batch_tokens"
         )
-    heap = [(0, rank) for rank in range(ranks)]
+    tokens_and_rank = [(0, rank) for rank in range(ranks)]
     shares: list[list[int]] = [[] for _ in range(ranks)]
-    for i in order:
-        tokens, rank = heapq.heappop(heap)
-        shares[rank].append(i)
-        heapq.heappush(heap, (tokens + items[i].tokens, rank))
-    plan = [_first_fit(share, items, max_tokens, padded) for share in shares]
+    for index in order:
+        tokens, rank = heapq.heappop(tokens_and_rank)
+        shares[rank].append(index)
+        heapq.heappush(tokens_and_rank, (tokens + items[index].tokens, rank))
+    plan = [_fit_items(share, items, max_tokens, padded) for share in shares]
     count = max(len(batches) for batches in plan)
     return [batches + [[] for _ in range(count - len(batches))] for batches in plan]
 
 
-def _first_fit(share: list[int], items: list[_Item], max_tokens: int, padded: bool) -> list[list[int]]:
-    """Put each of `share`, longest first, into the first micro-batch with room; indices ascend within one."""
+def _fit_items(share: list[int], items: list[_Item], max_tokens: int, padded: bool) -> list[list[int]]:
+    """Put each item of `share`, longest first, into the first micro-batch with room; indices ascend within one."""
     batches: list[list[int]] = []
-    room: list[int] = []
-    for i in share:
-        # Tokens that it takes of each micro-batch, whose first item has its longest row.
-        widths = [items[i].rows * items[batch[0]].longest if padded else items[i].tokens for batch in batches]
-        near = [not padded or 2 * items[i].longest >= items[batch[0]].longest for batch in batches]
-        fit = next((b for b, free in enumerate(room) if near[b] and free >= widths[b]), None)
-        if fit is None:
-            fit = len(batches)
-            batches.append([])
-            room.append(max_tokens)
-            widths.append(items[i].tokens)
-        batches[fit].append(i)
-        room[fit] -= widths[fit]
+    free_tokens: list[int] = []
+    for index in share:
+        item = items[index]
+        for number, batch in enumerate(batches):
+            # The first item of a micro-batch has its longest row.
+            longest = items[batch[0]].longest
+            needed_tokens = item.rows * longest if padded else item.tokens
+            is_long_enough = not padded or 2 * item.longest >= longest
+            if is_long_enough and free_tokens[number] >= needed_tokens:
+                batch.append(index)
+                free_tokens[number] -= needed_tokens
+                break
+        else:
+            batches.append([index])
+            free_tokens.append(max_tokens - item.tokens)
     return [sorted(batch) for batch in batches]

@@ -29,7 +29,11 @@ class OffloadedTensors:
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         """tensors: on one device; views of one storage move as one."""
-        storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors if t.untyped_storage().nbytes()}
+        storages = {}
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage.nbytes():
+                storages[storage._cdata] = storage
         self._storages = list(storages.values())
         self._sizes = [storage.nbytes() for storage in self._storages]
         # Where each storage begins in the host buffer, in bytes.
@@ -53,14 +57,14 @@ class OffloadedTensors:
     def move(self, place: Place) -> int:
         """Bring the tensors to `place`; return the bytes copied, 0 if they are there already.
 
-        Nothing is waited for. On the way out the device's memory is free as soon as its copy is done. After the way
-        back `wait` comes before the tensors are used. Tensors that were nowhere come back as zeros.
+        The call waits for no copy. On the way out the device's memory is free as soon as its copy is done. After the
+        way back `wait` comes before the tensors are used. Tensors that were nowhere come back as zeros.
         """
         if place == self.place:
             return 0
         copied = 0
         if self.place != "device":
-            copied += self._return()
+            copied += self._return_to_device()
         if place == "host":
             copied += self._copy_buffer(to_host=True)
         if place != "device":
@@ -79,21 +83,22 @@ class OffloadedTensors:
 
     def take_seconds(self) -> float:
         """Take the seconds of the copies that ended since the last call, with any work meanwhile."""
-        ended = [span for span in self._copies if span[1].reached()]
-        self._copies = self._copies[len(ended) :]
-        return elapsed(ended)
+        # Copies end in their order.
+        ended_copies = [span for span in self._copies if span[1].reached()]
+        self._copies = self._copies[len(ended_copies) :]
+        return elapsed(ended_copies)
 
     def at_hand(self, tensor: Tensor) -> Tensor:
-        """Return the tensor itself, or its own bytes in host memory if it is there: neither moved nor copied."""
+        """Return the tensor itself, or a view of its bytes in the host buffer if it is there. Nothing is copied."""
         start = self._starts.get(tensor.untyped_storage()._cdata)
         if self.place != "host" or start is None:
             return tensor
         assert self._buffer is not None
-        first = start // tensor.element_size() + tensor.storage_offset()
-        own = torch.empty(0, dtype=tensor.dtype)
-        return own.set_(self._buffer.untyped_storage(), first, tensor.shape, tensor.stride())
+        first_number = start // tensor.element_size() + tensor.storage_offset()
+        view = torch.empty(0, dtype=tensor.dtype)
+        return view.set_(self._buffer.untyped_storage(), first_number, tensor.shape, tensor.stride())
 
-    def _return(self) -> int:
+    def _return_to_device(self) -> int:
         for storage, size in zip(self._storages, self._sizes):
             storage.resize_(size)
         if self.place == "host":
@@ -113,9 +118,13 @@ class OffloadedTensors:
         begin = self._stream.mark()
         with self._stream:
             for storage, start, size in zip(self._storages, self._starts.values(), self._sizes):
-                here, there = _bytes(storage), self._buffer[start : start + size]
-                (there if to_host else here).copy_(here if to_host else there, non_blocking=True)
-                self._stream.keep(here)
+                device_bytes = _bytes(storage)
+                host_bytes = self._buffer[start : start + size]
+                if to_host:
+                    host_bytes.copy_(device_bytes, non_blocking=True)
+                else:
+                    device_bytes.copy_(host_bytes, non_blocking=True)
+                self._stream.keep(device_bytes)
         self._copies.append((begin, self._stream.mark()))
         return self.nbytes
 
@@ -136,11 +145,11 @@ class OffloadManager:
         # Bytes copied so far by phase, to the host and to the device.
         self.moved = {phase: {"to_host": 0, "to_device": 0} for phase in PHASES}
         # Totals at the last `take_metrics`.
-        self._told = self.totals()
+        self._taken_totals = self.totals()
 
     def add(self, state: State, tensors: Iterable[Tensor]) -> None:
         """Move one more state from now on. Its tensors are on the device until the next `enter`."""
-        self._offloaded_sets[state] = OffloadedTensors(_on_device(tensors))
+        self._offloaded_sets[state] = OffloadedTensors(_select_movable(tensors))
 
     def enter(self, phase: Phase) -> None:
         """Start the moves of a phase, see `OffloadedTensors.move`; do nothing if the last phase wanted the same."""
@@ -159,29 +168,32 @@ class OffloadManager:
             offloaded.settle()
 
     def at_hand(self, tensor: Tensor) -> Tensor:
-        """Return `OffloadedTensors.at_hand` of any tensor. After `settle`."""
+        """Return `OffloadedTensors.at_hand` of any tensor. Call `settle` first."""
         for offloaded in self._offloaded_sets.values():
             tensor = offloaded.at_hand(tensor)
         return tensor
 
     def totals(self) -> dict[str, float]:
         """Return moved_to_host and moved_to_device, for `TrainerRank.memory`."""
-        return {
-            f"moved_{way}": float(sum(each[way] for each in self.moved.values())) for way in ("to_host", "to_device")
-        }
+        totals = {}
+        for way in ("to_host", "to_device"):
+            totals[f"moved_{way}"] = float(sum(phase_bytes[way] for phase_bytes in self.moved.values()))
+        return totals
 
     def take_metrics(self) -> dict[str, float]:
         """Take offload/to_host_gb, offload/to_device_gb and offload/seconds since the last call.
 
         Empty if no byte moved. Seconds are those of the copies: a step loses fewer, where computing goes on meanwhile.
         """
-        before, self._told = self._told, self.totals()
-        gigabytes = {name: (size - before[name]) / 1e9 for name, size in self._told.items()}
-        if not any(gigabytes.values()):
+        totals_before = self._taken_totals
+        self._taken_totals = self.totals()
+        metrics = {}
+        for name, size in self._taken_totals.items():
+            metrics[f"offload/{name.removeprefix('moved_')}_gb"] = (size - totals_before[name]) / 1e9
+        if not any(metrics.values()):
             return {}
-        seconds = sum(offloaded.take_seconds() for offloaded in self._offloaded_sets.values())
-        ways = {f"offload/{name.removeprefix('moved_')}_gb": size for name, size in gigabytes.items()}
-        return {**ways, "offload/seconds": seconds}
+        metrics["offload/seconds"] = sum(offloaded.take_seconds() for offloaded in self._offloaded_sets.values())
+        return metrics
 
 
 def process_memory(device: torch.device) -> dict[str, float]:
@@ -194,7 +206,7 @@ def process_memory(device: torch.device) -> dict[str, float]:
     }
 
 
-def _on_device(tensors: Iterable[Tensor]) -> list[Tensor]:
+def _select_movable(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [tensor for tensor in tensors if tensor.device.type != "cpu"]
 
 
@@ -202,7 +214,7 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def lock_pages(buffer: Tensor, what: str) -> None:
+def lock_pages(buffer: Tensor, purpose: str) -> None:
     """Page-lock the buffer as it is: torch's own pinned memory comes in powers of two, up to twice as large.
 
     Raises RuntimeError where the system refuses to lock this much.
@@ -210,10 +222,11 @@ def lock_pages(buffer: Tensor, what: str) -> None:
     code = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)  # type: ignore[no-untyped-call]
     if int(code):
         gib = buffer.numel() / 2**30
-        raise RuntimeError(f"{gib:.1f} GiB of host memory for {what} could not be locked (CUDA error {code})")
+        raise RuntimeError(f"{gib:.1f} GiB of host memory for {purpose} could not be locked (CUDA error {code})")
 
 
 def unlock_pages(buffer: Tensor, stream: DeviceStream) -> None:
+    """Unlock the buffer's pages once the copies on `stream` are done."""
     stream.wait()
     torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())  # type: ignore[no-untyped-call]
 
@@ -223,22 +236,22 @@ class FrozenWeights:
 
     def __init__(self, weights: dict[str, Tensor]) -> None:
         """weights: this rank's part, by name, in the compute dtype (forward passes round to that dtype anyway)."""
-        self._weights = {name: _host(tensor) for name, tensor in weights.items()}
+        self._weights = {name: _copy_to_host(tensor) for name, tensor in weights.items()}
 
     @contextmanager
     def in_place_of(self, live: dict[str, Tensor]) -> Iterator[None]:
         """Have `live` hold these weights within the block, and afterwards its own again, bit for bit."""
-        kept = {name: _host(tensor) for name, tensor in live.items()}
+        live_copies = {name: _copy_to_host(tensor) for name, tensor in live.items()}
         try:
             for name, tensor in live.items():
                 tensor.copy_(self._weights[name], non_blocking=True)
             yield
         finally:
             for name, tensor in live.items():
-                tensor.copy_(kept[name], non_blocking=True)
+                tensor.copy_(live_copies[name], non_blocking=True)
 
 
-def _host(tensor: Tensor) -> Tensor:
+def _copy_to_host(tensor: Tensor) -> Tensor:
     """Return a copy in host memory, page-locked where a GPU will read it."""
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=torch.cuda.is_available())
     return copy.copy_(tensor)

@@ -13,7 +13,7 @@ from rlctl.training.interface import MicroBatch, TokenBatch
 from rlctl.training.micro_batching import TrainingSample, rollout_index
 
 # Two tokens: torch.compile takes a size of one for a constant, and would compile everything again.
-_NOTHING = TrainingSample(tokens=np.zeros(2, np.int32), mask=np.zeros(2, np.bool_))
+_MASKED_PAIR = TrainingSample(tokens=np.zeros(2, np.int32), mask=np.zeros(2, np.bool_))
 
 
 @dataclass(frozen=True)
@@ -43,33 +43,33 @@ def pack(micro_batch: MicroBatch, device: torch.device) -> Packed:
 
     Raises ValueError for an empty sequence, or if sequences differ in the names of their columns.
     """
-    micro_batch = micro_batch or [_NOTHING]
-    lengths = np.array([len(s) for s in micro_batch])
+    micro_batch = micro_batch or [_MASKED_PAIR]
+    lengths = np.array([len(sample) for sample in micro_batch])
     if lengths.min() < 1:
         raise ValueError(f"sequence {int(lengths.argmin())} of the micro-batch has no tokens")
     names = list(micro_batch[0].columns)
-    if any(s.columns.keys() != set(names) for s in micro_batch):
+    if any(sample.columns.keys() != set(names) for sample in micro_batch):
         raise ValueError(f"sequences of a micro-batch differ in their columns: {sorted(names)} expected")
     starts = np.concatenate([[0], lengths.cumsum()])
     positions = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
-    tokens = np.concatenate([s.tokens for s in micro_batch]).astype(np.int64)
-    mask = np.concatenate([s.mask for s in micro_batch]).astype(bool) & (positions > 0)
-    columns = {name: np.concatenate([s.columns[name] for s in micro_batch]) for name in names}
-    rollouts = rollout_index([s.rollout for s in micro_batch])
+    tokens = np.concatenate([sample.tokens for sample in micro_batch]).astype(np.int64)
+    mask = np.concatenate([sample.mask for sample in micro_batch]).astype(bool) & (positions > 0)
+    columns = {name: np.concatenate([sample.columns[name] for sample in micro_batch]) for name in names}
+    rollouts = rollout_index([sample.rollout for sample in micro_batch])
 
     def put(array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(device, non_blocking=True)
 
     sequence = put(np.repeat(np.arange(len(lengths)), lengths))
-    count = int(rollouts.max()) + 1
+    num_rollouts = int(rollouts.max()) + 1
     return Packed(
         tokens=put(tokens),
         positions=put(positions),
         sequence=sequence,
-        rollout=sequence if count == len(lengths) else put(np.repeat(rollouts, lengths)),
-        num_rollouts=count,
+        rollout=sequence if num_rollouts == len(lengths) else put(np.repeat(rollouts, lengths)),
+        num_rollouts=num_rollouts,
         mask=put(mask),
-        columns={name: put(values.astype(COLUMNS[name].dtype)) for name, values in columns.items()},
+        columns={name: put(column.astype(COLUMNS[name].dtype)) for name, column in columns.items()},
         cu_seqlens=put(starts.astype(np.int32)),
         max_len=int(lengths.max()),
         lengths=tuple(lengths.tolist()),
@@ -91,7 +91,7 @@ def token_batch(packed: Packed, log_probs: Tensor, entropy: Tensor) -> TokenBatc
 
 
 # Graphs that one function may have. Norms of hidden states and of heads, with and without gradient, recomputed or not,
-# had 11 (Qwen3 under Megatron, torch 2.13). Beyond torch's own limit of 8 the rest would run uncompiled, unsaid.
+# had 11 (Qwen3 under Megatron, torch 2.13). Beyond torch's own limit of 8 the rest would silently run uncompiled.
 _VARIANTS = 64
 
 
@@ -107,8 +107,9 @@ def compile_for_packs(function: Callable[..., Any]) -> Callable[..., Any]:
     # Without the fusion of a norm's two reductions. Inductor chooses it by the number of tokens, and compiles again for
     # packs below 4096 tokens and below 5 Mi numbers, 10 s each (MixOrderReduction in inductor/scheduler.py; pytorch
     # pull request 171941).
-    mix = "triton.mix_order_reduction"
-    options: dict[str, Any] = {mix: False} if hasattr(inductor.triton, "mix_order_reduction") else {}
+    options: dict[str, Any] = {}
+    if hasattr(inductor.triton, "mix_order_reduction"):
+        options["triton.mix_order_reduction"] = False
     # Static graphs may have padded strides. Inductor wrote queries without padding and read them with it: the last 3 of
     # 63 tokens were garbage (qwen3_moe, heads of 32, torch 2.11).
     options["comprehensive_padding"] = False

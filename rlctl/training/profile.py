@@ -51,7 +51,10 @@ class Profiler:
     """Counts the updates of a rank and profiles those of the spec; does nothing without a spec."""
 
     def __init__(self, spec: ProfileSpec | None, rank: int) -> None:
-        self._spec, self._rank, self._updates, self._began = spec, rank, 0, 0.0
+        self._spec = spec
+        self._rank = rank
+        self._updates = 0
+        self._start_time = 0.0
         self._profile: Any = None
 
     @contextmanager
@@ -74,33 +77,35 @@ class Profiler:
             activities.append(ProfilerActivity.CUDA)
         self._profile = profile(activities=activities)
         self._profile.start()
-        self._began = time.perf_counter()
+        self._start_time = time.perf_counter()
 
     def _end_profile(self, spec: ProfileSpec) -> None:
         import torch
 
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        wall = time.perf_counter() - self._began
-        profile, self._profile = self._profile, None
+        wall = time.perf_counter() - self._start_time
+        profile = self._profile
+        self._profile = None
         profile.stop()
-        busy = covered_time((event.time_range.start, event.time_range.end) for event in profile.events() if _ran(event))
-        found = _rank_operations(profile.key_averages(), wall, busy / 1e6, list(range(spec.first, spec.last + 1)))
+        device_events = [event for event in profile.events() if _is_device_work(event)]
+        busy = covered_time((event.time_range.start, event.time_range.end) for event in device_events)
+        costs = _rank_operations(profile.key_averages(), wall, busy / 1e6, list(range(spec.first, spec.last + 1)))
         folder = Path(spec.folder)
         folder.mkdir(parents=True, exist_ok=True)
-        trace, costs = (folder / f"trainer-{self._rank}{ending}" for ending in (".trace.json.gz", ".json"))
-        partial, plain = (folder / f".partial-trainer-{self._rank}{ending}" for ending in ("", ".json"))
-        profile.export_chrome_trace(str(plain))
+        draft = folder / f".partial-trainer-{self._rank}"
+        uncompressed_trace = folder / f".partial-trainer-{self._rank}.json"
+        profile.export_chrome_trace(str(uncompressed_trace))
         # Not by torch, which compresses as hard as it can: for minutes, if the model is large.
-        with plain.open("rb") as source, gzip.open(partial, "wb", compresslevel=1) as target:
+        with uncompressed_trace.open("rb") as source, gzip.open(draft, "wb", compresslevel=1) as target:
             shutil.copyfileobj(source, target)
-        plain.unlink()
-        partial.replace(trace)
-        partial.write_text(json.dumps(asdict(found), indent=1))
-        partial.replace(costs)
+        uncompressed_trace.unlink()
+        draft.replace(folder / f"trainer-{self._rank}.trace.json.gz")
+        draft.write_text(json.dumps(asdict(costs), indent=1))
+        draft.replace(folder / f"trainer-{self._rank}.json")
 
 
-def _ran(event: Any) -> bool:
+def _is_device_work(event: Any) -> bool:
     """Return true for work of the device, false for a label on a span of such work."""
     from torch.autograd import DeviceType  # type: ignore[attr-defined]
 
@@ -109,7 +114,8 @@ def _ran(event: Any) -> bool:
 
 def covered_time(spans: Iterable[tuple[float, float]]) -> float:
     """Return the length that the spans cover together: streams work at the same time."""
-    covered, reached = 0.0, float("-inf")
+    covered = 0.0
+    reached = float("-inf")
     for start, end in sorted(spans):
         covered += max(0.0, end - max(start, reached))
         reached = max(reached, end)
@@ -125,8 +131,11 @@ def _rank_operations(averages: Any, wall: float, busy: float, updates: list[int]
     field = "self_device_time_total" if kernels else "self_cpu_time_total"
     total = kernels or sum(event.self_cpu_time_total for event in operations)
     dearest = sorted(operations, key=lambda event: -getattr(event, field))[:_ROWS]
-    costs = [
-        Cost(event.key, getattr(event, field) / 1e6, getattr(event, field) / max(total, 1), event.count)
-        for event in dearest
-    ]
-    return Profiled(updates, wall, (busy if kernels else total / 1e6) / wall, costs)
+    costs = []
+    for event in dearest:
+        microseconds = getattr(event, field)
+        costs.append(
+            Cost(name=event.key, seconds=microseconds / 1e6, share=microseconds / max(total, 1), calls=event.count)
+        )
+    busy_seconds = busy if kernels else total / 1e6
+    return Profiled(updates=updates, wall=wall, busy=busy_seconds / wall, costs=costs)

@@ -45,11 +45,11 @@ class TrainerRank(ABC):
     first `accumulate` to `step` or `discard` only `accumulate`, `layout`, `shards` and `memory` may be called.
     """
 
-    # True if `_saved` returns live tensors, which a later step changes; False if it returns copies on the host.
+    # True if `_state_shards` returns live tensors, which a later step changes; False if it returns copies on the host.
     saves_live_tensors = True
     # Set by the backend's constructor: the movable state, and the dtype of the weights that `export` reads.
     _state: OffloadManager
-    _kept_in: str
+    _weights_dtype: str
 
     def __init__(self, spec: TrainerSpec) -> None:
         """Join the process group. Raises ValueError for a model that the backend does not train."""
@@ -57,7 +57,8 @@ class TrainerRank(ABC):
         from rlctl.models.hf_folder import Companions, WeightFiles, check_tied
         from rlctl.models.meta_model import skeleton
 
-        self._spec, self._config = spec, spec.config
+        self._spec = spec
+        self._config = spec.config
         self._device = torch.device(spec.device)
         self._dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[spec.config.dtype]
         self._folder = Path(spec.model_path)
@@ -65,10 +66,11 @@ class TrainerRank(ABC):
         self._lm = skeleton(self._folder, self._device, self._facts.sizes.one_sequence_a_row is None)
         self._table = table_of(self._lm, self._folder)
         check_tied(self._folder, self._table, self._facts)
-        # Folder of the weights that stay as they are, below adapters.
-        self._below = None
+        # Folder of the frozen weights below adapters.
+        self._frozen_folder = None
         if adapters := spec.config.adapters:
-            self._table, self._below = self._table.below(adapters.tensors), spec.model_path
+            self._table = self._table.below(adapters.tensors)
+            self._frozen_folder = spec.model_path
         for finding in backend_of(spec.config).check_model(spec.config, self._facts.sizes):
             raise ValueError(finding.what)
         # Exports take these from the model's folder. It may be gone when a checkpoint is made.
@@ -80,8 +82,10 @@ class TrainerRank(ABC):
         self._frozen: dict[Role, FrozenWeights] = {}
         # Updates made; the learning rate follows this count.
         self._updates = 0
-        # True once an optimizer step has moved every adapter; and if the open update needs attention on this rank.
-        self._all_moved, self._attends = spec.config.adapters is None, False
+        # True once an optimizer step has moved every adapter.
+        self._all_moved = spec.config.adapters is None
+        # True if the open update needs attention on this rank.
+        self._attends = False
         # This rank's part of the newest checkpoint.
         copies = spec.copies if self.saves_live_tensors else "nothing"
         self.saving = RankSave(spec.rank, spec.world, self._device, copies)
@@ -90,12 +94,13 @@ class TrainerRank(ABC):
 
     def _join_group(self) -> None:
         """Join torch's process group; on CPU with this rank's share of the cores."""
-        spec, cuda = self._spec, self._device.type == "cuda"
-        if cuda:
+        spec = self._spec
+        if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
+            backend = "cpu:gloo,cuda:nccl"
         else:
             torch.set_num_threads(self._config.threads or max(1, usable_cores() // spec.world))
-        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+            backend = "gloo"
         store = met_at(spec.init_method, spec.rank, spec.world)
         dist.init_process_group(backend, store=store, rank=spec.rank, world_size=spec.world)
 
@@ -122,7 +127,7 @@ class TrainerRank(ABC):
         if role not in self._spec.roles:
             raise ValueError(f"the trainer has no {role}: its roles are {', '.join(('policy', *self._spec.roles))}")
         live = self._live_weights()
-        if self._spec.roles[role].folder == self._below:
+        if self._spec.roles[role].folder == self._frozen_folder:
             return without_adapters(self._lm)
         if role not in self._frozen:
             self._frozen[role] = FrozenWeights(self._read_weights(Path(self._spec.roles[role].folder), live))
@@ -142,7 +147,8 @@ class TrainerRank(ABC):
         self._state.enter("train")
         if self._metrics is None:
             self._zero_gradients()
-            self._metrics, self._attends = MetricAccumulator(), False
+            self._metrics = MetricAccumulator()
+            self._attends = False
         self._attends |= needs_attention(micro_batches)
         try:
             self._run_passes(micro_batches, loss, self._metrics, backward=True)
@@ -163,7 +169,8 @@ class TrainerRank(ABC):
         finite. Raises RuntimeError on every rank after the first optimizer step that should move every adapter if it
         left one as it was.
         """
-        metrics, self._metrics = self._metrics, None
+        metrics = self._metrics
+        self._metrics = None
         if metrics is None:
             return {}
         try:
@@ -175,16 +182,20 @@ class TrainerRank(ABC):
             norm = self._clip(metrics.loss(self._device), normalizer)
             if norm:
                 rate = 0.0 if self._all_moved else lr
-                with require_moved(self._table.sent, self._shards, rate, self._attends) as looked:
+                with require_moved(self._table.sent, self._shards, rate, self._attends) as is_checked:
                     self._move_weights(lr)
-                self._all_moved |= looked
+                self._all_moved |= is_checked
         finally:
             self._zero_gradients()
         self._updates += norm > 0
-        if norm and self.saving.unprepared:
-            self.saving.prepare(state := self._saved(), self._exported(state))
-        made = metrics.join() | {GRAD_NORM.name: norm} | ({LEARNING_RATE.name: lr} if norm else {})
-        return made | self._state.take_metrics()
+        if norm and self.saving.needs_preparing:
+            state = self._state_shards()
+            self.saving.prepare(state, self._select_exported(state))
+        metrics_of_update = metrics.join()
+        metrics_of_update[GRAD_NORM.name] = norm
+        if norm:
+            metrics_of_update[LEARNING_RATE.name] = lr
+        return metrics_of_update | self._state.take_metrics()
 
     def discard(self) -> None:
         """Forget the gradients of `accumulate`."""
@@ -219,7 +230,7 @@ class TrainerRank(ABC):
 
     def shards(self) -> list[Shard]:
         """Return this rank's part of the weights under Hugging Face names: its own memory, no copy, no collective."""
-        # An engine that is rebuilt between the parts of an update must not cost it its gradients.
+        # Keep the gradients: an engine may be rebuilt between two parts of an update.
         if self._metrics is None:
             self._state.enter("refit")
         return self._shards()
@@ -227,11 +238,12 @@ class TrainerRank(ABC):
     def layout(self, dtype: str | None = None) -> Layout:
         """Return (Hugging Face name, shape, dtype) of everything `export` yields, in its order; no data is moved.
 
-        Tensors that transformers keeps in float32 stay so, as do those that the folder has in float32 next to bfloat16.
-        Buffers have their dtype on disk. With adapters these are everything, under the names of `AdapterTensor`.
+        Tensors that transformers keeps in float32 stay in float32. So do tensors of float32 in a folder that has
+        bfloat16 too. Buffers have their dtype on disk. With adapters the adapters are everything, under the names of
+        `AdapterTensor`.
         """
-        kind = dtype or self._kept_in
-        return [(row.name, row.shape, self._kind_of(row, kind)) for row in self._table.sent]
+        weights_dtype = dtype or self._weights_dtype
+        return [(row.name, row.shape, self._dtype_of(row, weights_dtype)) for row in self._table.sent]
 
     def _table_of(self, folder: Path) -> ParameterTable:
         """Return the table that a folder of the same architecture has for its names."""
@@ -240,10 +252,10 @@ class TrainerRank(ABC):
 
         return self._table if folder == self._folder or is_adapter(folder) else table_of(causal_lm(folder), folder)
 
-    def _kind_of(self, row: TensorRow, kind: str) -> str:
+    def _dtype_of(self, row: TensorRow, weights_dtype: str) -> str:
         if self._facts.keeps_float32(str(row.target)) or (row.dtype == "float32" and self._table.is_mixed):
             return "float32"
-        return row.dtype if row.buffer and row.dtype else kind
+        return row.dtype if row.buffer and row.dtype else weights_dtype
 
     @abstractmethod
     def export(self, dtype: str | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -259,17 +271,17 @@ class TrainerRank(ABC):
         All ranks must see the same folder: they write side by side. Raises OSError.
         """
         self.begin_save(folder, None, None, beside_training=False)
-        self.saving.written(None)
+        self.saving.wait_for_files(None)
         dist.barrier()
 
     def begin_save(self, folder: Path, export: Path | None, dtype: str | None, beside_training: bool) -> SaveBegun:
-        """Begin to write `save`'s files, and `export_folder`'s into `export`, on a thread; `saving` tells the rest.
+        """Begin to write `save`'s files, and `export_folder`'s into `export`, on a thread that `saving` waits for.
 
         beside_training: copy the state first, if the host has room. Otherwise it must not change until it is written.
         """
         self._reach_state()
-        state = self._saved()
-        weights = self._exported(state) if export else {}
+        state = self._state_shards()
+        weights = self._select_exported(state) if export else {}
         job = partial(self._export_job, export, dtype=dtype) if export else None
         return self.saving.begin(
             folder, state, self._updates, weights, job, beside_training and self.saves_live_tensors
@@ -298,20 +310,29 @@ class TrainerRank(ABC):
         """
         self._state.wait()
         self._state.settle()
-        job = self._export_job(folder, self._exported(self._saved(moments=False)), dtype)
+        job = self._export_job(folder, self._select_exported(self._state_shards(moments=False)), dtype)
         job.write()
         dist.barrier()
 
-    def _exported(self, state: Shards) -> Shards:
+    def _select_exported(self, state: Shards) -> Shards:
         """Return the weights of an export, by their names in memory, as this rank writes them."""
-        held = {name.removeprefix("model."): each for name, each in state.items() if name.startswith("model.")}
-        return {**held, **self._saved_buffers()}
+        weights = {name.removeprefix("model."): shard for name, shard in state.items() if name.startswith("model.")}
+        return {**weights, **self._buffer_shards()}
 
     def _export_job(self, folder: Path, weights: Shards, dtype: str | None) -> ExportJob:
         """Return the job of writing these weights in `dtype`, and the source's tensors that the model does not hold."""
-        spec, kind = self._spec, dtype or self._config.dtype
-        layout = self.layout(kind) + [(row.name, row.shape, str(row.dtype)) for row in self._table.kept]
-        return WeightsJob(folder, self._companions, self._source, layout, self._table, weights, spec.rank, spec.world)
+        layout = self.layout(dtype or self._config.dtype)
+        layout += [(row.name, row.shape, str(row.dtype)) for row in self._table.kept]
+        return WeightsJob(
+            folder=folder,
+            companions=self._companions,
+            source=self._source,
+            layout=layout,
+            table=self._table,
+            weights=weights,
+            rank=self._spec.rank,
+            world=self._spec.world,
+        )
 
     # Memory and facts.
 
@@ -343,9 +364,9 @@ class TrainerRank(ABC):
             "device_name": torch.cuda.get_device_name(self._device) if cuda else "cpu",
         }
 
-    def suspects(self, where: str = "on both sides") -> str:
+    def suspects(self, side: str = "on both sides") -> str:
         """Return a sentence with the parts of the model that an engine may compute differently, see `suspects`."""
-        return suspects(self._facts.kinds, self._facts.sizes.experts, where)
+        return suspects(self._facts.kinds, self._facts.sizes.experts, side)
 
     def close(self) -> None:
         """Leave the process group."""
@@ -395,21 +416,21 @@ class TrainerRank(ABC):
 
     @abstractmethod
     def _rehearse(self, loss: Tensor) -> None:
-        """Make a step at rate 0 of gradients that are all 0, and take its step counts back."""
+        """Make a step at rate 0 of gradients that are all 0, and set the step counts back to 0."""
 
     @abstractmethod
     def _shards(self) -> list[Shard]:
         """Do the work of `shards`."""
 
     @abstractmethod
-    def _saved(self, *, moments: bool = True) -> dict[str, TensorShard]:
+    def _state_shards(self, *, moments: bool = True) -> dict[str, TensorShard]:
         """Return weights and optimizer state by their names in a checkpoint, as this rank writes them.
 
-        Ranks that hold the same share it out: no box is written twice. Names: model.NAME, exp_avg.NAME,
+        Ranks that hold the same boxes divide them: no box is written twice. Names: model.NAME, exp_avg.NAME,
         exp_avg_sq.NAME and step.NAME, for the model's own parameter names. moments: False for the weights alone.
         """
 
-    def _saved_buffers(self) -> dict[str, TensorShard]:
+    def _buffer_shards(self) -> dict[str, TensorShard]:
         """Return the buffers of the model's folder that this rank writes into an export."""
         return {}
 
@@ -420,9 +441,9 @@ class TrainerRank(ABC):
 
 def make_trainer(spec: TrainerSpec) -> TrainerRank:
     """Build the rank's trainer: `TRAINER` of rlctl.training.BACKEND.trainer. One that fails leaves no process group."""
-    kind: type[TrainerRank] = importlib.import_module(f"rlctl.training.{spec.config.backend}.trainer").TRAINER
+    trainer_class: type[TrainerRank] = importlib.import_module(f"rlctl.training.{spec.config.backend}.trainer").TRAINER
     try:
-        return kind(spec)
+        return trainer_class(spec)
     except Exception:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain
+from itertools import chain
 from pathlib import Path
 from typing import Literal, Protocol, TypeVar
 
@@ -46,7 +46,7 @@ class TensorShard:
     tensor: Tensor
 
     @classmethod
-    def whole(cls, tensor: Tensor) -> "TensorShard":
+    def from_whole(cls, tensor: Tensor) -> "TensorShard":
         """Return all of a tensor as its shard."""
         return cls(tuple(tensor.shape), (0,) * tensor.ndim, tensor)
 
@@ -57,7 +57,7 @@ Copies = Literal["nothing", "state", "state and export"]
 
 @dataclass(frozen=True)
 class SaveBegun:
-    """A rank's answer to the begin of a save: training may go on, or has to wait."""
+    """A rank's answer to `RankSave.begin`: training may go on, or has to wait."""
 
     # Bytes that this rank writes, its export left out.
     nbytes: int
@@ -95,78 +95,88 @@ class StateCopies:
 
     def __init__(self, device: torch.device, ranks_here: int) -> None:
         """ranks_here: ranks that share the host's memory, at most."""
-        self._device, self._ranks_here = device, ranks_here
-        # Sizes of the tensors that the buffer has a place for, and the buffer.
+        self._device = device
+        self._ranks_here = ranks_here
+        # Sizes of the tensors that the buffer has a place for.
         self._sizes: list[int] = []
-        self._room: Future[Tensor] | None = None
-        # Unlock the parts of the buffer, which they hold until then.
-        self._locked: list[Callable[[], object]] = []
+        self._buffer: Future[Tensor] | None = None
+        # Each unlocks a part of the buffer, and keeps that part alive until then.
+        self._unlocks: list[Callable[[], object]] = []
 
     def prepare(self, sizes: Sequence[int]) -> None:
         """Begin to take the memory for tensors of these bytes, in their order. Earlier memory is free again."""
-        self._unlock()
-        # Before the thread asks for the free memory.
-        self._room = None
-        self._sizes, self._room = list(sizes), _start_thread(lambda: self._make_room(sizes))
+        self._unlock_parts()
+        # Earlier memory is given up before the thread asks for the free memory.
+        self._buffer = None
+        self._sizes = list(sizes)
+        self._buffer = _start_thread(lambda: self._make_buffer(sizes))
 
     def take(self, shards: Mapping[int, TensorShard]) -> dict[int, TensorShard]:
         """Return copies, under the same keys. Raises RuntimeError where the host's memory is too small."""
         sizes = [shard.tensor.nbytes for shard in shards.values()]
-        if self._room is None or self._room.exception() or sizes != self._sizes:
+        if self._buffer is None or self._buffer.exception() or sizes != self._sizes:
             self.prepare(sizes)
-        assert self._room
-        buffer = self._room.result()
+        assert self._buffer
+        buffer = self._buffer.result()
         copies = {}
-        for (name, shard), begin in zip(shards.items(), accumulate(map(_room_of, sizes), initial=0)):
+        begin = 0
+        for key, shard in shards.items():
             tensor = shard.tensor.detach()
             copy = buffer[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            copies[name] = replace(shard, tensor=copy.copy_(tensor, non_blocking=True))
+            copies[key] = replace(shard, tensor=copy.copy_(tensor, non_blocking=True))
+            begin += _align_size(tensor.nbytes)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         return copies
 
-    def _make_room(self, sizes: Sequence[int]) -> Tensor:
+    def _make_buffer(self, sizes: Sequence[int]) -> Tensor:
         """Return memory that is there, not only promised. Raises RuntimeError if the host has too little."""
-        size = sum(map(_room_of, sizes))
-        free, needed = psutil.virtual_memory().available, size * self._ranks_here
+        buffer_size = sum(map(_align_size, sizes))
+        free = psutil.virtual_memory().available
+        needed = buffer_size * self._ranks_here
         if needed > _MOST_OF_FREE * free:
-            room, left = (f"{count / 2**30:.1f} GiB" for count in (needed, free))
-            raise RuntimeError(f"copies of the state take {room} of host memory, of which {left} are free")
-        buffer, refused = torch.empty(size, dtype=torch.uint8), ""
+            raise RuntimeError(
+                f"copies of the state take {needed / 2**30:.1f} GiB of host memory, "
+                f"of which {free / 2**30:.1f} GiB are free"
+            )
+        buffer = torch.empty(buffer_size, dtype=torch.uint8)
+        refusal = ""
         try:
             for begin, end in locked_parts(sizes):
                 self._take_part(buffer[begin:end])
         except RuntimeError as error:
-            refused = str(error)
-        if refused:
-            # A later save asks again. The first error, which the future would keep, has the memory in its frames.
-            self._unlock()
+            refusal = str(error)
+        if refusal:
+            # A later save asks again. The future would keep the first error, whose frames keep the memory: raise a new
+            # one.
+            self._unlock_parts()
             del buffer
-            raise RuntimeError(refused)
+            raise RuntimeError(refusal)
         return buffer
 
     def _take_part(self, part: Tensor) -> None:
         part.zero_()
         if self._device.type == "cuda":
             lock_pages(part, "copies of checkpoints")
-            self._locked.append(unlock := weakref.finalize(self, unlock_pages, part, DeviceStream(self._device)))
+            unlock = weakref.finalize(self, unlock_pages, part, DeviceStream(self._device))
+            self._unlocks.append(unlock)
             unlock.atexit = False
 
-    def _unlock(self) -> None:
-        for unlock in self._locked:
+    def _unlock_parts(self) -> None:
+        for unlock in self._unlocks:
             unlock()
-        self._locked = []
+        self._unlocks = []
 
 
-def _room_of(size: int) -> int:
+def _align_size(size: int) -> int:
     return -(-size // _ALIGNED) * _ALIGNED
 
 
 def locked_parts(sizes: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Yield the begin and end of each part that is locked at a time: no tensor is in two, for no copy may be."""
+    """Yield the begin and end of each part that is locked at a time. No tensor is in two: no copy may cross parts."""
     begin = end = 0
     for size in sizes:
-        end += _room_of(size)
+        end += _align_size(size)
         if end - begin >= _LOCKED:
             yield begin, end
             begin = end
@@ -174,9 +184,9 @@ def locked_parts(sizes: Iterable[int]) -> Iterator[tuple[int, int]]:
         yield begin, end
 
 
-def copied_once(state: Shards, weights: Shards) -> dict[int, TensorShard]:
+def shards_by_id(state: Shards, weights: Shards) -> dict[int, TensorShard]:
     """Return the shards of both by their identity: most weights are in both, and each is copied once."""
-    return {id(each): each for each in (*state.values(), *weights.values())}
+    return {id(shard): shard for shard in (*state.values(), *weights.values())}
 
 
 class ExportJob(Protocol):
@@ -214,7 +224,8 @@ class WeightsJob:
             for name, shard in self.weights.items():
                 for row in self.table.rows_of(name):
                     if part := row.part(shard.tensor, shard.start):
-                        writer.write(row.name, *part)
+                        start, view = part
+                        writer.write(row.name, start, view)
             if self.source:
                 for row in self.table.kept[self.rank :: self.world]:
                     writer.write(row.name, (0,) * len(row.shape), self.source.tensor(row.name))
@@ -226,21 +237,24 @@ class RankSave:
 
     def __init__(self, rank: int, world: int, device: torch.device, copies: Copies) -> None:
         """copies: parts of which a copy is expected."""
-        self._rank, self._world, self._expected = rank, world, copies
-        self._copies = StateCopies(device, min(world, torch.cuda.device_count()) if device.type == "cuda" else world)
+        self._rank = rank
+        self._world = world
+        self._expected = copies
+        ranks_here = min(world, torch.cuda.device_count()) if device.type == "cuda" else world
+        self._copies = StateCopies(device, ranks_here)
         self._written: Future[FilesWritten] | None = None
         self._pieces: Future[PiecesRead] | None = None
         self._export: Path | None = None
 
     @property
-    def unprepared(self) -> bool:
-        """True if copies are expected whose memory nobody has begun to take."""
+    def needs_preparing(self) -> bool:
+        """True if copies are expected and `prepare` was not called yet."""
         return self._expected != "nothing"
 
     def prepare(self, state: Shards, weights: Shards) -> None:
         """Begin to take the memory that copies of the state, and of an export's weights, will need."""
-        copied = copied_once(state, weights if self._expected == "state and export" else {})
-        self._copies.prepare([each.tensor.nbytes for each in copied.values()])
+        shards = shards_by_id(state, weights if self._expected == "state and export" else {})
+        self._copies.prepare([shard.tensor.nbytes for shard in shards.values()])
         self._expected = "nothing"
 
     def begin(
@@ -254,37 +268,38 @@ class RankSave:
     ) -> SaveBegun:
         """Write this rank's file, and its part of the export, on a thread from now on.
 
-        The RNG state is the one of this moment. weights: of the export. copied: copy both first. Waits for the end of
-        the save before.
+        The RNG state is the one of this moment. weights: those of the export. copied: copy `state` and `weights` first.
+        Waits for the end of the save before.
         """
         self.settle()
         uncopied = ""
         if copied:
             try:
-                copies = self._copies.take(copied_once(state, weights))
-                state = {name: copies[id(each)] for name, each in state.items()}
-                weights = {name: copies[id(each)] for name, each in weights.items()}
+                copies = self._copies.take(shards_by_id(state, weights))
+                state = {name: copies[id(shard)] for name, shard in state.items()}
+                weights = {name: copies[id(shard)] for name, shard in weights.items()}
             except RuntimeError as error:
                 uncopied = str(error)
-        rng = {f"rng.{self._rank}": TensorShard.whole(torch.get_rng_state())}
-        count = {"updates": TensorShard.whole(torch.tensor(updates))} if self._rank == 0 else {}
-        written = {**state, **rng, **count}
+        shards = {**state, f"rng.{self._rank}": TensorShard.from_whole(torch.get_rng_state())}
+        if self._rank == 0:
+            shards["updates"] = TensorShard.from_whole(torch.tensor(updates))
         job = export(weights) if export else None
-        self._export, self._pieces = job.folder if job else None, None
-        self._written = _start_thread(lambda: self._write_files(folder, written, job))
-        return SaveBegun(sum(each.tensor.nbytes for each in written.values()), uncopied)
+        self._export = job.folder if job else None
+        self._pieces = None
+        self._written = _start_thread(lambda: self._write_files(folder, shards, job))
+        return SaveBegun(sum(shard.tensor.nbytes for shard in shards.values()), uncopied)
 
     def settle(self) -> None:
         """Wait until no thread writes, however it ended."""
         if self._written:
             self._written.exception()
 
-    def written(self, wait_s: float | None) -> FilesWritten | None:
+    def wait_for_files(self, wait_s: float | None) -> FilesWritten | None:
         """Return the files once they are on the disk, None if they are not after `wait_s` seconds. Raises OSError."""
         assert self._written
         return _result_within(self._written, wait_s)
 
-    def pieces(self, wait_s: float | None) -> PiecesRead | None:
+    def wait_for_pieces(self, wait_s: float | None) -> PiecesRead | None:
         """Read this rank's share of the export's pieces from the first call on; return the digests.
 
         Every rank must have written by then. Raises OSError.
@@ -294,47 +309,54 @@ class RankSave:
         return _result_within(self._pieces, wait_s)
 
     def _write_files(self, folder: Path, shards: Shards, export: ExportJob | None) -> FilesWritten:
-        begin, total = time.perf_counter(), 0
+        begin = time.perf_counter()
         file = folder / f"shard-{self._rank + 1:05}-model-00001-of-00001.safetensors"
         folder.mkdir(parents=True, exist_ok=True)
-        written = {str(file): _write_shards(file, shards)}
-        if export:
-            total = export.write()
-        return FilesWritten(written, total, time.perf_counter() - begin)
+        size_and_digest = _write_shards(file, shards)
+        export_sum = export.write() if export else 0
+        return FilesWritten(
+            files={str(file): size_and_digest}, export_sum=export_sum, seconds=time.perf_counter() - begin
+        )
 
     def _read_pieces(self) -> PiecesRead:
         assert self._export
-        found, total = dict[str, dict[int, bytes]](), 0
+        digests = dict[str, dict[int, bytes]]()
+        read_sum = 0
 
-        def add(data: memoryview) -> None:
-            nonlocal total
-            total += sum_of(data)
+        def add_to_sum(piece: memoryview) -> None:
+            nonlocal read_sum
+            read_sum += sum_of(piece)
 
-        every = [(file, n) for file in folder_files(self._export) for n in range(count_pieces(file.stat().st_size))]
-        for file, number in every[self._rank :: self._world]:
-            found.setdefault(str(file), {})[number] = piece_digest(file, number, add)
-        return PiecesRead(found, total)
+        pieces = []
+        for file in folder_files(self._export):
+            pieces += [(file, number) for number in range(count_pieces(file.stat().st_size))]
+        for file, number in pieces[self._rank :: self._world]:
+            digests.setdefault(str(file), {})[number] = piece_digest(file, number, add_to_sum)
+        return PiecesRead(digests, read_sum)
 
 
-def shard_file(shards: Shards) -> FileLayout:
+def lay_out_shards(shards: Shards) -> FileLayout:
     """Return the layout of a file of shards. torch's reader finds the begin of each in the header."""
-    tensors = [(n, tuple(s.tensor.shape), str(s.tensor.dtype).removeprefix("torch.")) for n, s in shards.items()]
+    tensors = []
+    for name, shard in shards.items():
+        tensors.append((name, tuple(shard.tensor.shape), str(shard.tensor.dtype).removeprefix("torch.")))
     starts = {name: {"saved_offsets": list(shard.start)} for name, shard in shards.items()}
     return lay_out(tensors, {"DCP_SHARDING_INFO": json.dumps(starts), "DCP_VERSION": "1.0", "format": "pt"})
 
 
 def _write_shards(file: Path, shards: Shards) -> tuple[int, str]:
     """Write one rank's state; return its bytes and digest. Raises OSError with the file's name."""
-    layout, digest = shard_file(shards), StreamDigest()
+    layout = lay_out_shards(shards)
+    digest = StreamDigest()
     try:
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
             # One tensor at a time leaves the device.
             tensors = (bytes_of(shards[name].tensor.cpu()) for name in layout.places)
-            for data in chain((memoryview(layout.header),), tensors):
-                digest.update(data)
-                while data:
-                    data = data[os.write(descriptor, data) :]
+            for unwritten in chain((memoryview(layout.header),), tensors):
+                digest.update(unwritten)
+                while unwritten:
+                    unwritten = unwritten[os.write(descriptor, unwritten) :]
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
@@ -344,7 +366,7 @@ def _write_shards(file: Path, shards: Shards) -> tuple[int, str]:
 
 
 def _start_thread(work: Callable[[], R]) -> "Future[R]":
-    """Do some work on a thread that does not keep the process alive."""
+    """Start `work` on a thread that does not keep the process alive; return the future of its result."""
     future: Future[R] = Future()
 
     def run() -> None:

@@ -26,9 +26,10 @@ def load_shards(folder: Path, shards: Mapping[str, TensorShard]) -> None:
     """Fill every shard in place; all ranks together. Raises OSError with the first rank's reason."""
     state: dict[str, Any] = {name: shard.tensor for name, shard in shards.items()}
     try:
-        dcp_load(state, storage_reader=HuggingFaceStorageReader(str(folder)), planner=_Loading(shards))
+        dcp_load(state, storage_reader=HuggingFaceStorageReader(str(folder)), planner=_ShardPlanner(shards))
     except CheckpointException as error:
-        raise OSError(f"{_first(error)} from {folder}") from error
+        rank, (cause, _) = next(iter(error.failures.items()))
+        raise OSError(f"rank {rank} could not read: {cause} from {folder}") from error
 
 
 def load_progress(folder: Path) -> int:
@@ -40,21 +41,18 @@ def load_progress(folder: Path) -> int:
     if not any(folder.glob("*.safetensors")):
         raise FileNotFoundError(f"{folder} holds no trainer state")
     names = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    own = f"rng.{dist.get_rank()}"
-    updates, rng = torch.tensor(0), torch.zeros_like(torch.get_rng_state())
-    found = {"updates": updates, own if own in names else "rng.0": rng}
-    load_shards(folder, {name: TensorShard.whole(tensor) for name, tensor in found.items()})
+    rng_name = f"rng.{dist.get_rank()}"
+    if rng_name not in names:
+        rng_name = "rng.0"
+    updates = torch.tensor(0)
+    rng = torch.zeros_like(torch.get_rng_state())
+    load_shards(folder, {"updates": TensorShard.from_whole(updates), rng_name: TensorShard.from_whole(rng)})
     torch.set_rng_state(rng)
     return int(updates)
 
 
-def _first(error: CheckpointException) -> str:
-    rank, (cause, _) = next(iter(error.failures.items()))
-    return f"rank {rank} could not read: {cause}"
-
-
-class _Loading(DefaultLoadPlanner):
-    """Reads into each tensor the part of a larger one that it is."""
+class _ShardPlanner(DefaultLoadPlanner):
+    """Plans to read into each shard its part of the whole tensor."""
 
     def __init__(self, shards: Mapping[str, TensorShard]) -> None:
         super().__init__()
@@ -67,10 +65,10 @@ class _Loading(DefaultLoadPlanner):
         for name, shard in self._shards.items():
             if name not in stored:
                 raise KeyError(f"{name} is not in this checkpoint")
-            found = stored[name]
-            assert isinstance(found, TensorStorageMetadata)
+            metadata = stored[name]
+            assert isinstance(metadata, TensorStorageMetadata)
             chunk = ChunkStorageMetadata(offsets=torch.Size(shard.start), sizes=shard.tensor.size())
-            items += create_read_items_for_chunk_list(name, found, [chunk])
+            items += create_read_items_for_chunk_list(name, metadata, [chunk])
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:

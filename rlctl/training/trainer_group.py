@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Rows
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -54,17 +55,25 @@ class Update:
     """One open optimizer update, see `TrainerGroup.update`."""
 
     def __init__(self, trainer: "TrainerGroup", loss: Loss, in_parts: bool, timed: Timed) -> None:
-        self._trainer, self._loss, self._in_parts, self._timed = trainer, loss, in_parts, timed
-        self._totals, self._tokens, self._padding = Totals(0, 0, 0), 0, 0
-        self._held: PreparedBatch | None = None
-        # Parts with samples, and the number of parts that the ranks have.
-        self.parts, self._sent = 0, 0
+        self._trainer = trainer
+        self._loss = loss
+        self._in_parts = in_parts
+        self._timed = timed
+        self._totals = Totals(0, 0, 0)
+        self._tokens = 0
+        self._padding = 0
+        # The last part, if the ranks do not have it yet.
+        self._unsent: PreparedBatch | None = None
+        # Number of parts with samples.
+        self.parts = 0
+        # True if the ranks have a part.
+        self._has_sent = False
         # The loss's, train/grad_norm and train/lr, once the update is made. Empty if nothing was accumulated, or
         # nothing that counts.
         self.metrics: dict[str, float] = {}
 
     @property
-    def skipped(self) -> str:
+    def skip_cause(self) -> str:
         """Cause for which no optimizer step was made; empty if one was."""
         if not self.metrics:
             return NO_TOKEN
@@ -76,35 +85,41 @@ class Update:
             batch = samples if isinstance(samples, PreparedBatch) else self._trainer.prepare(samples, self._loss.needs)
             if not batch.totals.sequences:
                 return
-            self._send_held()
-            self._tokens, self._padding = self._tokens + sum(batch.lengths), self._padding + (batch.padding or 0)
-            self._totals, self._held, self.parts = self._totals + batch.totals, batch, self.parts + 1
+            self._send_unsent()
+            self._tokens += sum(batch.lengths)
+            self._padding += batch.padding or 0
+            self._totals += batch.totals
+            self._unsent = batch
+            self.parts += 1
             if self._in_parts:
-                self._send_held()
+                self._send_unsent()
 
-    def _send_held(self) -> None:
-        if self._held:
-            self._trainer.group.run(TrainerWorker.accumulate, [(share, self._loss) for share in self._held.shares])
-            self._held, self._sent = None, self._sent + 1
+    def _send_unsent(self) -> None:
+        if self._unsent:
+            self._trainer.group.run(TrainerWorker.accumulate, [(share, self._loss) for share in self._unsent.shares])
+            self._unsent = None
+            self._has_sent = True
 
     def _finish_update(self) -> None:
         if not self.parts:
             return
-        shares = self._held.shares if self._held else [RankBatch.from_micro_batches([])] * len(self._trainer.group)
+        shares = [RankBatch.from_micro_batches([])] * len(self._trainer.group)
+        if self._unsent:
+            shares = self._unsent.shares
         arguments = [(share, self._loss, self._totals) for share in shares]
         try:
             self.metrics = self._trainer.group.run(TrainerWorker.train, arguments)[0]
         except WorkerError as error:
             if any(failure.type != FloatingPointError.__name__ for failure in error.failures):
                 raise
-            # The rank that holds a bad gradient names it; the others know but that there is one.
+            # The rank that holds a bad gradient names it. The others know only that there is one.
             raise FloatingPointError(max((failure.text for failure in error.failures), key=len)) from error
         if self.metrics and self._trainer.padded:
             self.metrics["train/padding"] = self._padding / (self._tokens + self._padding)
 
-    def _discard(self, why: Exception) -> None:
+    def _discard(self, error: Exception) -> None:
         # Ranks that are dead or stuck would not answer.
-        if self._sent and not isinstance(why, WorkerDied | WorkerTimeout):
+        if self._has_sent and not isinstance(error, WorkerDied | WorkerTimeout):
             with suppress(WorkerError, WorkerDied, WorkerTimeout):
                 self._trainer.group.call(TrainerWorker.discard)
 
@@ -120,19 +135,27 @@ class TrainerGroup:
         self._tokens = section.micro_batch_tokens
         # True for a model whose sequences have a row each.
         self.padded = section.padded
-        self._shards = layout_of(section).shards
+        layout = layout_of(section)
+        # Shard of data of each rank.
+        self._shards = layout.shards
         # Fewest tokens of a part of an update that are worth a call: whole groups fill the last of their micro-batches
         # half, and a pipeline needs several to keep its stages busy.
-        shape = layout_of(section)
-        self.worthwhile = 2 * shape.pipeline * section.micro_batch_tokens * shape.data
+        self.worthwhile = 2 * layout.pipeline * section.micro_batch_tokens * layout.data
 
     def prepare(self, sequences: Rows[TrainingSample], needs: LossNeeds = NOTHING_NEEDED) -> PreparedBatch:
         """Do the part of an update that needs no rank. May run on any thread, also while the ranks work."""
-        rollouts = len({each.rollout for each in sequences} - {None}) + sum(each.rollout is None for each in sequences)
-        totals = Totals(sum(int(sequence.mask.sum()) for sequence in sequences), len(sequences), rollouts)
-        plan, lengths = self._plan(sequences, needs), list(map(len, sequences))
+        # A sequence without a number is a whole rollout.
+        numbers = {sequence.rollout for sequence in sequences if sequence.rollout is not None}
+        whole_rollouts = sum(sequence.rollout is None for sequence in sequences)
+        totals = Totals(
+            tokens=sum(int(sequence.mask.sum()) for sequence in sequences),
+            sequences=len(sequences),
+            rollouts=len(numbers) + whole_rollouts,
+        )
+        plan = self._plan_batch(sequences, needs)
+        lengths = [len(sequence) for sequence in sequences]
         padding = row_tokens(plan, lengths) - sum(lengths) if self.padded else None
-        return PreparedBatch(self._shares(plan, sequences), totals, lengths, padding)
+        return PreparedBatch(shares=self._make_shares(plan, sequences), totals=totals, lengths=lengths, padding=padding)
 
     @contextmanager
     def update(self, loss: Loss, *, in_parts: bool = False, timed: Timed = nullcontext) -> Iterator[Update]:
@@ -164,35 +187,36 @@ class TrainerGroup:
         columns: name -> role, of the columns to compute too, which loads each role's weights.
         """
         # Various tokens: equal tokens would all go to the same experts.
-        tokens, mask = np.arange(length, dtype=np.int32) % self.info()["vocab_size"], np.ones(length, np.bool_)
-        sequences = [TrainingSample(tokens, mask)] * count
+        tokens = np.arange(length, dtype=np.int32) % self.info()["vocab_size"]
+        sequences = [TrainingSample(tokens, mask=np.ones(length, np.bool_))] * count
         self._run_shares(TrainerWorker.warm_up, sequences, loss)
         for role in dict.fromkeys(columns.values()):
             self.log_probs(sequences, role)
 
     def log_probs(self, sequences: Rows[TrainingSample], role: Role = "policy") -> list[NDArray[np.float32]]:
         """Return log-probs float32 [T] of each sequence under the weights of `role`, in order."""
-        plan = self._plan(sequences)
-        found = self.group.run(TrainerWorker.log_probs, [(share, role) for share in self._shares(plan, sequences)])
-        return self._in_order(plan, sequences, found)
+        plan = self._plan_batch(sequences)
+        arguments = [(share, role) for share in self._make_shares(plan, sequences)]
+        log_probs_of_ranks = self.group.run(TrainerWorker.log_probs, arguments)
+        return self._order_by_sequence(plan, sequences, log_probs_of_ranks)
 
     def exact_log_probs(self, sequences: Rows[TrainingSample]) -> list[NDArray[np.float32]] | None:
         """Return the policy's log-probs in float32 of the weights as they are rounded; None if the backend cannot."""
-        plan = self._plan(sequences)
-        shares = [(share,) for share in self._shares(plan, sequences)]
-        found = self.group.run(TrainerWorker.exact_log_probs, shares)
-        able = [each for each in found if each is not None]
-        return self._in_order(plan, sequences, able) if able else None
+        plan = self._plan_batch(sequences)
+        arguments = [(share,) for share in self._make_shares(plan, sequences)]
+        answers = self.group.run(TrainerWorker.exact_log_probs, arguments)
+        # All ranks have one backend: all answers are None, or none is.
+        log_probs_of_ranks = [answer for answer in answers if answer is not None]
+        return self._order_by_sequence(plan, sequences, log_probs_of_ranks) if log_probs_of_ranks else None
 
     def begin_save(self, folder: Path, export: Path | None, dtype: str | None, beside_training: bool) -> TrainerSave:
         """Begin to write training state into `folder`, and into `export` a Hugging Face folder of `dtype`.
 
         dtype: None for the compute dtype. beside_training: ranks copy their state first, so that steps may go on.
         """
-        places = str(folder), str(export) if export else None
-        return TrainerSave.from_answers(
-            self.group, folder, export, self.group.call(TrainerWorker.begin_save, *places, dtype, beside_training)
-        )
+        export_path = str(export) if export else None
+        answers = self.group.call(TrainerWorker.begin_save, str(folder), export_path, dtype, beside_training)
+        return TrainerSave.from_answers(self.group, folder, export, answers)
 
     def info(self) -> dict[str, Any]:
         """Return rank 0's facts about the model."""
@@ -205,31 +229,38 @@ class TrainerGroup:
     def _run_shares(
         self, method: Callable[[Any, RankBatch, Loss], R], sequences: Rows[TrainingSample], loss: Loss
     ) -> list[R]:
-        shares = self._shares(self._plan(sequences, loss.needs), sequences)
+        shares = self._make_shares(self._plan_batch(sequences, loss.needs), sequences)
         return self.group.run(method, [(share, loss) for share in shares])
 
-    def _plan(self, sequences: Rows[TrainingSample], needs: LossNeeds = NOTHING_NEEDED) -> list[list[list[int]]]:
-        lengths, shards = [len(sequence) for sequence in sequences], max(self._shards) + 1
+    def _plan_batch(self, sequences: Rows[TrainingSample], needs: LossNeeds = NOTHING_NEEDED) -> list[list[list[int]]]:
+        lengths = [len(sequence) for sequence in sequences]
+        shards = max(self._shards) + 1
         if needs.whole_rollouts and any(sequence.rollout is not None for sequence in sequences):
             rollouts = rollout_index([sequence.rollout for sequence in sequences])
             return plan_whole_rollouts(lengths, rollouts, shards, self._tokens, self.padded)
         return plan_micro_batches(lengths, shards, self._tokens, self.padded)
 
-    def _in_order(
-        self, plan: list[list[list[int]]], sequences: Rows[TrainingSample], found: list[NDArray[np.float32]]
+    def _order_by_sequence(
+        self,
+        plan: list[list[list[int]]],
+        sequences: Rows[TrainingSample],
+        columns_of_ranks: list[NDArray[np.float32]],
     ) -> list[NDArray[np.float32]]:
         """Return each sequence's part of the ranks' answers."""
-        answers: list[Any] = [None] * len(sequences)
-        for shard, columns in dict(zip(self._shards, found)).items():
+        parts: list[Any] = [None] * len(sequences)
+        # Ranks of one shard have equal answers: the last counts.
+        for shard, column in dict(zip(self._shards, columns_of_ranks)).items():
             start = 0
-            for index in (index for batch in plan[shard] for index in batch):
-                answers[index] = columns[start : start + len(sequences[index])]
-                start += len(sequences[index])
-        return answers
+            for index in chain.from_iterable(plan[shard]):
+                end = start + len(sequences[index])
+                parts[index] = column[start:end]
+                start = end
+        return parts
 
-    def _shares(self, plan: list[list[list[int]]], sequences: Rows[TrainingSample]) -> list[RankBatch]:
+    def _make_shares(self, plan: list[list[list[int]]], sequences: Rows[TrainingSample]) -> list[RankBatch]:
         """Return every rank's share."""
-        shares = [
-            RankBatch.from_micro_batches([[sequences[index] for index in batch] for batch in shard]) for shard in plan
-        ]
+        shares = []
+        for batches in plan:
+            micro_batches = [[sequences[index] for index in batch] for batch in batches]
+            shares.append(RankBatch.from_micro_batches(micro_batches))
         return [shares[shard] for shard in self._shards]

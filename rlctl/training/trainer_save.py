@@ -1,6 +1,6 @@
 """The driver's side of a checkpoint's trainer part: it asks every rank, and joins the digests of what they wrote."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,57 +20,63 @@ class TrainerSave:
     group: WorkerGroup
     folder: Path
     export: Path | None
-    # Bytes of the rank that writes most, its export left out.
-    most: int
+    # Bytes of the rank that writes the most, its export left out.
+    largest_bytes: int
     # Reason why no step may train before it is written; empty if one may.
     uncopied: str
 
     @classmethod
     def from_answers(
-        cls, group: WorkerGroup, folder: Path, export: Path | None, begun: Iterable[SaveBegun]
+        cls, group: WorkerGroup, folder: Path, export: Path | None, answers: Sequence[SaveBegun]
     ) -> "TrainerSave":
         """Return the save that all ranks have begun."""
-        answers = list(begun)
-        uncopied = next((each.uncopied for each in answers if each.uncopied), "")
-        return cls(group, folder, export, max(each.nbytes for each in answers), uncopied)
+        return cls(
+            group=group,
+            folder=folder,
+            export=export,
+            largest_bytes=max(answer.nbytes for answer in answers),
+            uncopied=next((answer.uncopied for answer in answers if answer.uncopied), ""),
+        )
 
     @property
     def deadline_s(self) -> float:
         """Seconds that writing may take: those of every call, and more for more bytes."""
-        return self.group.deadline_s + self.most / _SLOWEST
+        return self.group.deadline_s + self.largest_bytes / _SLOWEST
 
     def finish(self) -> dict[Path, tuple[int, str]]:
-        """Wait until all is on the disk; return path -> (bytes, digest) of large files. May run on any thread.
+        """Wait until every file is on the disk; return path -> (bytes, digest) of large files. May run on any thread.
 
         Raises the errors of `Pending.wait`, RuntimeError if the folder is empty as seen from here, and OSError if the
         export's bytes are not those that were written.
         """
         knob = f"{DEADLINE_KNOB}, and the bytes at {_SLOWEST / 1e6:.0f} MB/s"
-        written = self.group.outcomes(TrainerWorker.save_written, self.deadline_s, knob)
+        written = self.group.outcomes(TrainerWorker.wait_for_files, self.deadline_s, knob)
         if not any(self.folder.iterdir()):
             raise RuntimeError(f"the ranks wrote no state into {self.folder}: do their nodes see another run.dir?")
-        known = {Path(path): facts for each in written for path, facts in each.files.items()}
+        files: dict[Path, tuple[int, str]] = {}
+        for rank_files in written:
+            files |= {Path(path): size_and_digest for path, size_and_digest in rank_files.files.items()}
         if self.export:
-            read = self.group.outcomes(TrainerWorker.export_pieces, self.deadline_s, knob)
-            known |= join_export(self.export, written, read)
-        return known
+            read = self.group.outcomes(TrainerWorker.wait_for_pieces, self.deadline_s, knob)
+            files |= join_export(self.export, written, read)
+        return files
 
 
 def join_export(
-    export: Path, written: Iterable[FilesWritten], read: Iterable[PiecesRead]
+    export: Path, written: Sequence[FilesWritten], read: Sequence[PiecesRead]
 ) -> dict[Path, tuple[int, str]]:
     """Return path -> (bytes, digest) of the export's files from the pieces that ranks read.
 
-    Raises OSError if the sum of all bytes is another one than that written: a file system lost some.
+    Raises OSError if the sum of the bytes read is not the sum of the bytes written: a file system lost some.
     """
     pieces: dict[str, dict[int, bytes]] = {}
-    read = list(read)
-    for each in read:
-        for path, found in each.pieces.items():
-            pieces.setdefault(path, {}).update(found)
-    if sum(each.read_sum for each in read) != sum(each.export_sum for each in written):
+    for rank_pieces in read:
+        for path, digests in rank_pieces.pieces.items():
+            pieces.setdefault(path, {}).update(digests)
+    if sum(rank_pieces.read_sum for rank_pieces in read) != sum(rank_files.export_sum for rank_files in written):
         raise OSError(f"{export} does not hold the bytes that the ranks wrote")
-    return {
-        Path(path): (Path(path).stat().st_size, join_pieces(found[number] for number in sorted(found)))
-        for path, found in pieces.items()
-    }
+    files = {}
+    for path, digests in pieces.items():
+        digest = join_pieces(digests[number] for number in sorted(digests))
+        files[Path(path)] = Path(path).stat().st_size, digest
+    return files

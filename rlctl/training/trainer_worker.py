@@ -1,6 +1,7 @@
 """A trainer rank's process: the backend's trainer, called with columns of samples, and its end of the refit."""
 
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from rlctl.utils.code_cache import keep_code
 class RankBatch:
     """A rank's micro-batches as columns: few arrays to ship, for any number of sequences."""
 
-    # int32 [N], bool [N], name -> [N, *shape]: of all sequences, one after the other.
+    # int32 [N], bool [N], name -> [N, *shape]: those of all sequences, one after the other.
     tokens: NDArray[np.int32]
     mask: NDArray[np.bool_]
     columns: dict[str, NDArray[np.float32]]
@@ -36,31 +37,41 @@ class RankBatch:
     @classmethod
     def from_micro_batches(cls, micro_batches: list[MicroBatch]) -> "RankBatch":
         """Return the columns of some micro-batches; all sequences hold the same columns."""
-        sequences = [sequence for batch in micro_batches for sequence in batch]
-        names = sequences[0].columns if sequences else {}
-        rollouts = [-1 if sequence.rollout is None else sequence.rollout for sequence in sequences]
+        sequences = list(chain.from_iterable(micro_batches))
+        columns = {}
+        for name in sequences[0].columns if sequences else ():
+            parts = [sequence.columns[name] for sequence in sequences]
+            columns[name] = np.concatenate(parts, dtype=COLUMNS[name].dtype)
+        rollouts = None
+        if any(sequence.rollout is not None for sequence in sequences):
+            numbers = [-1 if sequence.rollout is None else sequence.rollout for sequence in sequences]
+            rollouts = np.array(numbers, np.int32)
         return cls(
-            _concatenate_parts([sequence.tokens for sequence in sequences], np.dtype(np.int32)),
-            _concatenate_parts([sequence.mask for sequence in sequences], np.dtype(np.bool_)),
-            {
-                name: np.concatenate([each.columns[name] for each in sequences], dtype=COLUMNS[name].dtype)
-                for name in names
-            },
-            np.array([len(sequence) for sequence in sequences], np.int32),
-            np.array([len(batch) for batch in micro_batches], np.int32),
-            np.array(rollouts, np.int32) if any(each >= 0 for each in rollouts) else None,
+            tokens=_concatenate_parts([sequence.tokens for sequence in sequences], np.dtype(np.int32)),
+            mask=_concatenate_parts([sequence.mask for sequence in sequences], np.dtype(np.bool_)),
+            columns=columns,
+            lengths=np.array([len(sequence) for sequence in sequences], np.int32),
+            sizes=np.array([len(batch) for batch in micro_batches], np.int32),
+            rollouts=rollouts,
         )
 
     def micro_batches(self) -> list[MicroBatch]:
         """Return the micro-batches again; their arrays are views of the columns."""
-        ends = np.cumsum(self.lengths)
         sequences = []
-        for row, part in enumerate(slice(end - length, end) for end, length in zip(ends, self.lengths)):
-            columns = {name: column[part] for name, column in self.columns.items()}
-            rollout = None if self.rollouts is None or self.rollouts[row] < 0 else int(self.rollouts[row])
-            sequences.append(TrainingSample(self.tokens[part], self.mask[part], columns, rollout))
-        stops = np.cumsum(self.sizes)
-        return [sequences[stop - size : stop] for stop, size in zip(stops, self.sizes)]
+        for row, (end, length) in enumerate(zip(np.cumsum(self.lengths), self.lengths)):
+            part = slice(end - length, end)
+            rollout = None
+            if self.rollouts is not None and self.rollouts[row] >= 0:
+                rollout = int(self.rollouts[row])
+            sequences.append(
+                TrainingSample(
+                    tokens=self.tokens[part],
+                    mask=self.mask[part],
+                    columns={name: column[part] for name, column in self.columns.items()},
+                    rollout=rollout,
+                )
+            )
+        return [sequences[end - size : end] for end, size in zip(np.cumsum(self.sizes), self.sizes)]
 
 
 class TrainerWorker(SendsWeights):
@@ -99,18 +110,18 @@ class TrainerWorker(SendsWeights):
 
     def exact_log_probs(self, share: RankBatch) -> NDArray[np.float32] | None:
         """Return the policy's log-probs in float32 of the weights as they are rounded; None if the backend cannot."""
-        found = self._trainer.exact_log_probs(share.micro_batches())
-        return None if found is None else _flatten_columns(found)
+        log_probs = self._trainer.exact_log_probs(share.micro_batches())
+        return None if log_probs is None else _flatten_columns(log_probs)
 
     def begin_save(self, folder: str, export: str | None, dtype: str | None, beside_training: bool) -> SaveBegun:
         """Begin to write training state into `folder`; if named, a Hugging Face folder of `dtype` into `export` too."""
         return self._trainer.begin_save(Path(folder), Path(export) if export else None, dtype, beside_training)
 
-    def save_written(self, wait_s: float) -> FilesWritten | None:
-        return self._trainer.saving.written(wait_s)
+    def wait_for_files(self, wait_s: float) -> FilesWritten | None:
+        return self._trainer.saving.wait_for_files(wait_s)
 
-    def export_pieces(self, wait_s: float) -> PiecesRead | None:
-        return self._trainer.saving.pieces(wait_s)
+    def wait_for_pieces(self, wait_s: float) -> PiecesRead | None:
+        return self._trainer.saving.wait_for_pieces(wait_s)
 
     def load(self, folder: str) -> None:
         self._trainer.load(Path(folder))
@@ -134,8 +145,8 @@ class TrainerWorker(SendsWeights):
 
 def _flatten_columns(batches: list[list[NDArray[np.float32]]]) -> NDArray[np.float32]:
     """Return the values of all sequences, one after the other."""
-    joined: NDArray[np.float32] = _concatenate_parts([row for batch in batches for row in batch], np.dtype(np.float32))
-    return joined
+    flat: NDArray[np.float32] = _concatenate_parts(list(chain.from_iterable(batches)), np.dtype(np.float32))
+    return flat
 
 
 def _concatenate_parts(parts: list[Any], dtype: np.dtype[Any]) -> Any:

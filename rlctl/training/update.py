@@ -20,9 +20,9 @@ def learning_rate(update: int, section: OptimizerSection, total_updates: int) ->
     """
     if update < section.warmup_steps:
         return section.lr * (update + 1) / section.warmup_steps
-    done = min(1.0, (update - section.warmup_steps) / max(1, total_updates - section.warmup_steps))
-    left = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[section.schedule]
-    return section.lr * (section.min_lr_ratio + (1 - section.min_lr_ratio) * left)
+    progress = min(1.0, (update - section.warmup_steps) / max(1, total_updates - section.warmup_steps))
+    factors = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
+    return section.lr * (section.min_lr_ratio + (1 - section.min_lr_ratio) * factors[section.schedule])
 
 
 # Names of norms' weights and of biases, by transformers (`Trainer.get_decay_parameter_names`).
@@ -45,7 +45,7 @@ def decayed_names(model: nn.Module) -> set[str]:
 
 
 # name -> (sum, weight), and name -> largest value.
-Found = tuple[dict[str, tuple[float, float]], dict[str, float]]
+Sums = tuple[dict[str, tuple[float, float]], dict[str, float]]
 
 
 class MetricAccumulator:
@@ -66,29 +66,33 @@ class MetricAccumulator:
 
     def join(self) -> dict[str, float]:
         """Return every metric over all ranks; a rank without sequences may know fewer names."""
-        tensors = [each for output in self._outputs for pair in output.means.values() for each in pair]
-        tensors += [each for output in self._outputs for each in output.maxima.values()]
-        values = iter(torch.stack(tensors).tolist() if tensors else ())
-        means = [{name: (next(values), next(values)) for name in output.means} for output in self._outputs]
-        own = _merged_metrics(
-            [(each, {name: next(values) for name in o.maxima}) for each, o in zip(means, self._outputs)]
-        )
-        ranks = [own] * dist.get_world_size()
-        if len(ranks) > 1:
-            dist.all_gather_object(ranks, own)
-        sums, maxima = _merged_metrics(ranks)
-        return {name: value / weight for name, (value, weight) in sums.items() if weight} | maxima
+        tensors: list[Tensor] = []
+        for output in self._outputs:
+            for total_and_weight in output.means.values():
+                tensors += total_and_weight
+            tensors += output.maxima.values()
+        numbers = iter(torch.stack(tensors).tolist() if tensors else ())
+        parts: list[Sums] = []
+        for output in self._outputs:
+            means = {name: (next(numbers), next(numbers)) for name in output.means}
+            parts.append((means, {name: next(numbers) for name in output.maxima}))
+        rank_sums = _merge_sums(parts)
+        sums_of_ranks = [rank_sums] * dist.get_world_size()
+        if len(sums_of_ranks) > 1:
+            dist.all_gather_object(sums_of_ranks, rank_sums)
+        sums, maxima = _merge_sums(sums_of_ranks)
+        return {name: total / weight for name, (total, weight) in sums.items() if weight} | maxima
 
 
-def _merged_metrics(parts: list[Found]) -> Found:
+def _merge_sums(parts: list[Sums]) -> Sums:
     sums: dict[str, tuple[float, float]] = {}
     maxima: dict[str, float] = {}
-    for means, largest in parts:
-        for name, (value, weight) in means.items():
-            before = sums.get(name, (0.0, 0.0))
-            sums[name] = before[0] + value, before[1] + weight
-        for name, value in largest.items():
-            maxima[name] = max(maxima.get(name, value), value)
+    for means, part_maxima in parts:
+        for name, (part_total, part_weight) in means.items():
+            total, weight = sums.get(name, (0.0, 0.0))
+            sums[name] = total + part_total, weight + part_weight
+        for name, largest in part_maxima.items():
+            maxima[name] = max(maxima.get(name, largest), largest)
     return sums, maxima
 
 
@@ -114,29 +118,31 @@ def gradient_norm(gradients: list[Tensor]) -> Tensor:
 
 
 def clipping(
-    named: Iterable[tuple[str, Tensor]], norm: float, loss: float, normalizer: float, max_norm: float
+    named_gradients: Iterable[tuple[str, Tensor]], norm: float, loss: float, normalizer: float, max_norm: float
 ) -> tuple[float, float]:
     """Return the gradients' norm after a division by `normalizer`, and the factor that divides and clips to `max_norm`.
 
-    named: this rank's gradients by name, read only to say which are wrong. norm: 2-norm of the summed gradients; loss:
-    the summed loss; both over all ranks, so that all ranks raise or none. Raises FloatingPointError unless both are
-    finite.
+    named_gradients: this rank's, read only to name those that are not finite. norm: 2-norm of the summed gradients;
+    loss: the summed loss; both over all ranks, so that all ranks raise or none. Raises FloatingPointError unless both
+    are finite.
     """
-    wrong = [] if math.isfinite(loss) else [f"the loss is {loss}"]
+    problems = []
+    if not math.isfinite(loss):
+        problems.append(f"the loss is {loss}")
     if not math.isfinite(norm):
-        finite = {name: bool(gradient.isfinite().all()) for name, gradient in named}
-        bad = [name for name in finite if not finite[name]]
-        where = f"first in {bad[0]}, {len(bad)} of {len(finite)} tensors" if bad else "on another rank"
-        wrong.append(f"the gradient norm is {norm} ({where})")
-    if wrong:
-        raise FloatingPointError(f"{' and '.join(wrong)}; the weights were left as they were")
+        is_finite = {name: bool(gradient.isfinite().all()) for name, gradient in named_gradients}
+        bad = [name for name in is_finite if not is_finite[name]]
+        place = f"first in {bad[0]}, {len(bad)} of {len(is_finite)} tensors" if bad else "on another rank"
+        problems.append(f"the gradient norm is {norm} ({place})")
+    if problems:
+        raise FloatingPointError(f"{' and '.join(problems)}; the weights were left as they were")
     norm /= normalizer
     return norm, min(1.0, max_norm / (norm + 1e-6)) / normalizer
 
 
 def divide_and_clip(
     gradients: list[Tensor],
-    named: Iterable[tuple[str, Tensor]],
+    named_gradients: Iterable[tuple[str, Tensor]],
     norm: float,
     loss: float,
     normalizer: float,
@@ -146,7 +152,7 @@ def divide_and_clip(
 
     Raises FloatingPointError, with nothing changed.
     """
-    norm, factor = clipping(named, norm, loss, normalizer, max_norm)
+    norm, factor = clipping(named_gradients, norm, loss, normalizer, max_norm)
     if gradients:
         torch._foreach_mul_(gradients, factor)
     return norm

@@ -74,7 +74,7 @@ class FsdpPolicy(nn.Module):
             bias=getattr(head, "bias", None),
             transform=self.facts.kinds.logits,
             compiled=self.compiled,
-            kept=self.section.logprob_kept_tokens,
+            kept_rows=self.section.logprob_kept_tokens,
         )
 
     def _hidden_states(self, packed: Packed, rows: Tensor) -> Tensor:
@@ -82,9 +82,10 @@ class FsdpPolicy(nn.Module):
         decoder = self.lm.get_submodule(self.facts.decoder)
         if self.facts.sizes.one_sequence_a_row:
             # A token sees none after it, so that padding needs no mask. The last token fills each row.
-            starts, ends = packed.cu_seqlens[:-1, None].long(), packed.cu_seqlens[1:, None].long()
-            at = torch.minimum(starts + torch.arange(packed.max_len, device=starts.device), ends - 1)
-            padded: Tensor = decoder(input_ids=packed.tokens[at], use_cache=False).last_hidden_state
+            starts = packed.cu_seqlens[:-1, None].long()
+            ends = packed.cu_seqlens[1:, None].long()
+            token_indices = torch.minimum(starts + torch.arange(packed.max_len, device=starts.device), ends - 1)
+            padded: Tensor = decoder(input_ids=packed.tokens[token_indices], use_cache=False).last_hidden_state
             return padded.flatten(0, 1).index_select(0, packed.sequence[rows] * packed.max_len + packed.positions[rows])
         output = decoder(
             input_ids=packed.tokens[None],
@@ -114,7 +115,7 @@ class Reading:
     # Frozen parameters and buffers come from `files`, trained parameters from `first`.
     files: WeightFiles
     first: WeightFiles | FirstAdapters
-    # Of computations: buffers and frozen parameters have it, trained ones are float32 masters.
+    # Compute dtype: buffers and frozen parameters have it, trained ones are float32 masters.
     dtype: torch.dtype
     device: torch.device
 
@@ -132,7 +133,7 @@ def build_policy(
 ) -> FsdpPolicy:
     """Shard a `skeleton` over `mesh` and read its weights; computes in `dtype`, keeps float32 masters.
 
-    first: adapters, which alone are trained; None: every parameter is. Raises the errors of `WeightFiles` and
+    first: adapters, which alone are trained; None: every parameter is trained. Raises the errors of `WeightFiles` and
     `shard_float32`, and ValueError for experts that a GPU would multiply one at a time.
     """
     cuda = mesh.device_type == "cuda"
@@ -147,27 +148,29 @@ def build_policy(
     if first:
         add_adapters(lm, first.spec)
     policy = FsdpPolicy(lm, facts, temperature, section, dtype)
-    half = dtype != torch.float32
-    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if half else MixedPrecisionPolicy()
+    precision = MixedPrecisionPolicy()
+    if dtype != torch.float32:
+        precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     files = WeightFiles(folder)
-    reading = Reading(facts, table, files, first or files, dtype, device)
-    layers, alone = lm.get_submodule(facts.layers), mesh.size() == 1
-    for i, layer in enumerate(layers):
-        prefix = f"{facts.layers}.{i}."
+    reading = Reading(facts=facts, table=table, files=files, first=first or files, dtype=dtype, device=device)
+    layers = lm.get_submodule(facts.layers)
+    is_alone = mesh.size() == 1
+    for index, layer in enumerate(layers):
+        prefix = f"{facts.layers}.{index}."
         _materialize(layer, prefix, reading)
         if section.compile:
             # `forward` alone: work of `compute_in` and FSDP stays outside. One graph serves all layers.
             layer.forward = compile_for_packs(layer.forward)
-        if alone:
-            compute_in(layer, dtype, _float32(layer, prefix, facts))
+        if is_alone:
+            compute_in(layer, dtype, _float32_parameters(layer, prefix, facts))
         else:
             shard_float32(layer, prefix, facts, mesh, precision)
             fully_shard(layer, mesh=mesh, mp_policy=precision)
     _materialize(lm, "", reading)
     if facts.sizes.tied:
         lm.get_submodule(facts.head).weight = embedding.weight
-    if alone:
-        compute_in(policy, dtype, {*_float32(lm, "", facts), *layers.parameters()})
+    if is_alone:
+        compute_in(policy, dtype, {*_float32_parameters(lm, "", facts), *layers.parameters()})
         return policy
     shard_float32(lm, "", facts, mesh, precision)
     fully_shard(policy, mesh=mesh, mp_policy=precision)
@@ -179,42 +182,43 @@ def build_policy(
     return policy
 
 
-def _float32(module: nn.Module, prefix: str, facts: ModelFacts) -> set[nn.Parameter]:
+def _float32_parameters(module: nn.Module, prefix: str, facts: ModelFacts) -> set[nn.Parameter]:
     """Return the parameters that transformers keeps in float32 next to bfloat16."""
-    return {each for name, each in module.named_parameters() if facts.keeps_float32(prefix + name)}
+    return {parameter for name, parameter in module.named_parameters() if facts.keeps_float32(prefix + name)}
 
 
-def compute_in(module: nn.Module, dtype: torch.dtype, left: set[nn.Parameter]) -> None:
-    """Have `forward` compute with copies of the module's parameters in `dtype`, made at each call, and inputs so too.
+def compute_in(module: nn.Module, dtype: torch.dtype, uncast: set[nn.Parameter]) -> None:
+    """Have `forward` cast its inputs and the module's parameters to `dtype` at each call, and compute with the copies.
 
-    left: parameters that it computes with as they are. Copies live until the backward pass, but for recomputed layers.
-    Gradients reach the parameters in their own dtype. On one rank FSDP would do the same with 14 bytes of memory
-    traffic a parameter instead of 6, three times an update.
+    uncast: parameters that `forward` uses as they are. Copies live until the backward pass, except in recomputed
+    layers. Gradients reach the parameters in their own dtype. On one rank FSDP would do the same with 14 bytes of
+    memory traffic a parameter instead of 6, three times an update.
     """
-    # Tied parameters have one copy.
+    # Parameter -> its places: for each, the dictionary of a module's parameters, and the name there. Tied parameters
+    # have several places and one copy.
     places: dict[nn.Parameter, list[tuple[dict[str, Any], str]]] = {}
     for owner in module.modules():
-        held: dict[str, Any] = owner._parameters
-        for name, each in held.items():
-            if each is not None and each.dtype != dtype and each not in left:
-                places.setdefault(each, []).append((held, name))
+        parameters: dict[str, Any] = owner._parameters
+        for name, parameter in parameters.items():
+            if parameter is not None and parameter.dtype != dtype and parameter not in uncast:
+                places.setdefault(parameter, []).append((parameters, name))
     forward = module.forward
 
-    def cast(value: Any) -> Any:
-        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+    def cast(argument: Any) -> Any:
+        return argument.to(dtype) if isinstance(argument, Tensor) and argument.is_floating_point() else argument
 
     @wraps(forward)
     def compute(*args: Any, **kwargs: Any) -> Any:
-        for each, named in places.items():
-            copy = each.to(dtype)
-            for held, name in named:
-                held[name] = copy
+        for parameter, parameter_places in places.items():
+            copy = parameter.to(dtype)
+            for parameters, name in parameter_places:
+                parameters[name] = copy
         try:
             return forward(*tree_map(cast, args), **tree_map(cast, kwargs))
         finally:
-            for each, named in places.items():
-                for held, name in named:
-                    held[name] = each
+            for parameter, parameter_places in places.items():
+                for parameters, name in parameter_places:
+                    parameters[name] = parameter
 
     if places:
         module.forward = compute
@@ -225,17 +229,21 @@ def _materialize(module: nn.Module, prefix: str, reading: "Reading") -> None:
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if not tensor.is_meta or not reading.table.holds(prefix + name):
             continue
+        if not tensor.is_floating_point():
+            dtype = tensor.dtype
+        elif tensor.requires_grad or reading.facts.keeps_float32(prefix + name):
+            dtype = torch.float32
+        else:
+            dtype = reading.dtype
+        read_tensor = torch.empty(tensor.shape, dtype=dtype)
         # A buffer that is on disk needs no gradient.
-        whole = tensor.requires_grad or reading.facts.keeps_float32(prefix + name)
-        dtype = tensor.dtype if not tensor.is_floating_point() else torch.float32 if whole else reading.dtype
-        value = torch.empty(tensor.shape, dtype=dtype)
         source = reading.first if tensor.requires_grad else reading.files
-        source.read_into(reading.table.rows_of(prefix + name), value)
-        value = value.to(reading.device)
+        source.read_into(reading.table.rows_of(prefix + name), read_tensor)
+        read_tensor = read_tensor.to(reading.device)
         if isinstance(tensor, nn.Parameter):
-            value = nn.Parameter(value, tensor.requires_grad)
+            read_tensor = nn.Parameter(read_tensor, tensor.requires_grad)
         owner, _, leaf = name.rpartition(".")
-        setattr(module.get_submodule(owner), leaf, value)
+        setattr(module.get_submodule(owner), leaf, read_tensor)
 
 
 def shard_float32(
@@ -247,69 +255,72 @@ def shard_float32(
     """
     if precision.param_dtype is None or not facts.float32:
         return
-    left = {name for name, p in module.named_parameters() if facts.keeps_float32(prefix + name) and not _sharded(p)}
+    unsharded = set()
+    for name, parameter in module.named_parameters():
+        if facts.keeps_float32(prefix + name) and not isinstance(parameter, DTensor):
+            unsharded.add(name)
     for path, part in module.named_modules():
-        own = {f"{path}.{name}" for name, _ in part.named_parameters()}
-        if own and own <= left:
-            left -= own
+        part_names = {f"{path}.{name}" for name, _ in part.named_parameters()}
+        if part_names and part_names <= unsharded:
+            unsharded -= part_names
             exact = MixedPrecisionPolicy(reduce_dtype=precision.reduce_dtype, cast_forward_inputs=False)
             fully_shard(part, mesh=mesh, mp_policy=exact)
-    if left:
+    if unsharded:
         raise ModelError(
-            f"transformers keeps {prefix}{min(left)} in float32, beside others in its module that it does not; "
+            f"transformers keeps {prefix}{min(unsharded)} in float32, beside others in its module that it does not; "
             "needed: trainer.dtype=float32, or a copy of the weights on each rank (trainer.replicas)"
         )
 
 
-def _sharded(parameter: nn.Parameter) -> bool:
-    return isinstance(parameter, DTensor)
-
-
 def read_shards(
-    files: WeightFiles | AdapterFile, table: ParameterTable, held: Named, facts: ModelFacts, dtype: torch.dtype
+    files: WeightFiles | AdapterFile, table: ParameterTable, tensors: Named, facts: ModelFacts, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Read every parameter from files, in the dtype that it is computed in, cut as it is, and every buffer in its own.
+    """Read from files the values of `tensors`, each cut over the ranks as the tensor is.
 
-    dtype: of parameters that transformers does not keep in float32.
+    Parameters are read in the dtype of their computations, buffers in their own. dtype: of parameters that transformers
+    does not keep in float32.
     """
     weights = {}
-    for name, tensor in held.items():
-        whole = torch.empty(tensor.shape, dtype=torch.float32 if tensor.is_floating_point() else tensor.dtype)
-        files.read_into(table.rows_of(name), whole)
+    for name, tensor in tensors.items():
+        weight = torch.empty(tensor.shape, dtype=torch.float32 if tensor.is_floating_point() else tensor.dtype)
+        files.read_into(table.rows_of(name), weight)
         if isinstance(tensor, DTensor):
-            whole = local(distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None))
+            weight = local(distribute_tensor(weight, tensor.device_mesh, tensor.placements, src_data_rank=None))
         computed = torch.float32 if facts.keeps_float32(name) else dtype
-        weights[name] = whole.to(computed if isinstance(tensor, nn.Parameter) else tensor.dtype)
+        weights[name] = weight.to(computed if isinstance(tensor, nn.Parameter) else tensor.dtype)
     return weights
 
 
-# Mean difference of log-probs, nats. float32 rounds to 1e-7, bfloat16 to 0.02. Leaks measured 8e-4 to 6.5.
-_RESTARTED = {torch.float32: 1e-4, torch.bfloat16: 0.1}
+# Largest mean difference of log-probs, nats. float32 rounds to 1e-7, bfloat16 to 0.02. Leaks measured 8e-4 to 6.5.
+_LARGEST_GAPS = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 
 
 def check_restarts(policy: FsdpPolicy, device: torch.device, dtype: torch.dtype) -> None:
     """Raise ModelError unless sequences of a micro-batch have the log-probs of each alone. All ranks call together.
 
-    The first sequence of a pack is right in any case: it tells what rounding alone does not.
+    Only rounding can change the first sequence of a pack: no state passes into it.
     """
-    ids, lengths = np.arange(1, 19, dtype=np.int32) % policy.facts.sizes.vocab, (6, 8, 4)
-    parts = np.split(ids, np.cumsum(lengths)[:-1])
+    token_ids = np.arange(1, 19, dtype=np.int32) % policy.facts.sizes.vocab
+    lengths = (6, 8, 4)
+    parts = np.split(token_ids, np.cumsum(lengths)[:-1])
     samples = [TrainingSample(tokens=part, mask=np.ones(len(part), np.bool_)) for part in parts]
-    found = []
+    log_probs = []
     with torch.no_grad():
         for micro_batch in (samples, *([sample] for sample in samples)):
             packed = pack(micro_batch, device)
-            found.append(policy(packed, packed.positions.nonzero()[:, 0])[0])
+            log_probs.append(policy(packed, packed.positions.nonzero()[:, 0])[0])
     free_gathered(policy)
-    apart = float((found[0] - torch.cat(found[1:])).abs().mean())
-    if not apart <= _RESTARTED[dtype]:
-        what = f"of {policy.facts.sizes.model_type} are {apart:.3g} nats from those of each alone, "
-        what += f"limit {_RESTARTED[dtype]:g}"
+    together, *alone = log_probs
+    gap = float((together - torch.cat(alone)).abs().mean())
+    if not gap <= _LARGEST_GAPS[dtype]:
+        distance = f"of {policy.facts.sizes.model_type} are {gap:.3g} nats from those of each alone, "
+        distance += f"limit {_LARGEST_GAPS[dtype]:g}"
         if policy.facts.sizes.one_sequence_a_row:
-            raise ModelError(f"log-probs of padded sequences {what}: rows or padding change each other")
-        names = ", ".join(sorted({name for kind in policy.facts.kinds.states for name in kind.functions}))
+            raise ModelError(f"log-probs of padded sequences {distance}: rows or padding change each other")
+        functions = set().union(*(kind.functions for kind in policy.facts.kinds.states))
         raise ModelError(
-            f"log-probs of packed sequences {what}: a state passes from one sequence to the next ({names})"
+            f"log-probs of packed sequences {distance}: a state passes from one sequence to the next "
+            f"({', '.join(sorted(functions))})"
         )
 
 

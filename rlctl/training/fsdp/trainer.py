@@ -1,7 +1,7 @@
 """One rank of the FSDP2 trainer, on CPU (gloo) or GPU (NCCL)."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,15 +17,8 @@ from rlctl.models.weight_headers import digest_of_weights
 from rlctl.preflight.memory import residency
 from rlctl.refit.weight_source import Shard
 from rlctl.training.fsdp.float32_pass import in_float32
-from rlctl.training.fsdp.mesh import make_meshes
-from rlctl.training.fsdp.model import (
-    Named,
-    build_policy,
-    check_restarts,
-    free_gathered,
-    local,
-    read_shards,
-)
+from rlctl.training.fsdp.mesh import add_over_replicas, make_meshes, shard_start
+from rlctl.training.fsdp.model import Named, build_policy, check_restarts, free_gathered, local, read_shards
 from rlctl.training.interface import Loss, LossOutput, MicroBatch
 from rlctl.training.lora import AdapterJob, Base, FirstAdapters
 from rlctl.training.offload import OffloadManager
@@ -36,8 +29,8 @@ from rlctl.training.sharded_checkpoint import load_shards
 from rlctl.training.spec import TrainerSpec
 from rlctl.training.update import MetricAccumulator, clipping, decayed_names, divide_and_clip, gradient_norm
 
-# Numbers that replicas add up at a time: 256 MiB.
-_BUCKET = 1 << 26
+# AdamW's own names of its moments.
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class FsdpTrainer(TrainerRank):
@@ -49,93 +42,122 @@ class FsdpTrainer(TrainerRank):
     def __init__(self, spec: TrainerSpec) -> None:
         """Join the process group and load the model."""
         super().__init__(spec)
-        self._kept_in = "float32"
+        self._weights_dtype = "float32"
         torch.manual_seed(spec.seed + spec.rank)
         self._mesh, self._replicas = make_meshes(self._device.type, spec.world, spec.config.replicas)
         first = None
         if spec.config.adapters:
-            # Names of an export. A class that cannot be built is refused now.
+            # Read now: the folder may be gone at an export. A class that cannot be built is refused now.
             place = text_in_whole(self._folder, self._facts.decoder)
-            name, digest = spec.base_name or spec.model_path, digest_of_weights(self._folder)
-            self._base = Base(name, digest, self._facts.sizes.linears, place)
-            start = Path(spec.adapter_folder) if spec.adapter_folder else None
-            if start:
-                check_trainable(start, spec.config.adapters)
-            first = FirstAdapters(spec.config.adapters, start, spec.seed)
-        where = spec.config, self._dtype, self._mesh, spec.temperature
-        self._policy = build_policy(self._lm, self._facts, self._table, self._folder, *where, first)
+            self._base = Base(
+                name=spec.base_name or spec.model_path,
+                digest=digest_of_weights(self._folder),
+                linears=self._facts.sizes.linears,
+                place=place,
+            )
+            adapter_folder = Path(spec.adapter_folder) if spec.adapter_folder else None
+            if adapter_folder:
+                check_trainable(adapter_folder, spec.config.adapters)
+            first = FirstAdapters(spec.config.adapters, adapter_folder, spec.seed)
+        self._policy = build_policy(
+            self._lm,
+            facts=self._facts,
+            table=self._table,
+            folder=self._folder,
+            section=spec.config,
+            dtype=self._dtype,
+            mesh=self._mesh,
+            temperature=spec.temperature,
+            first=first,
+        )
         if self._facts.kinds.states or self._facts.sizes.one_sequence_a_row:
             check_restarts(self._policy, self._device, self._dtype)
-        # Those that are trained.
-        named = dict(self._policy.lm.named_parameters())
-        self._parameters: dict[str, nn.Parameter] = {name: each for name, each in named.items() if each.requires_grad}
-        # Parameters that transformers freezes, such as corrections of a router, are sent like buffers.
-        sent = {name: each for name, each in named.items() if each.requires_grad or self._table.sends(name)}
-        buffers = {name: each for name, each in self._policy.lm.named_buffers() if self._table.sends(name)}
+        # Parameters that are trained.
+        self._parameters: dict[str, nn.Parameter] = {}
         # Tensors that are sent and exported, as they are on this rank.
-        self._held: Named = {**sent, **buffers}
-        parameters, section = self._parameters.values(), spec.config.optimizer
-        decayed = decayed_names(self._policy.lm)
-        matrices = [p for name, p in self._parameters.items() if name in decayed]
-        others = [p for name, p in self._parameters.items() if name not in decayed]
-        groups = [
-            {"params": matrices, "weight_decay": section.weight_decay},
-            {"params": others, "weight_decay": 0.0},
-        ]
-        betas = section.betas[0], section.betas[1]
-        self._optimizer = torch.optim.AdamW(groups, lr=section.lr, betas=betas, eps=section.eps, fused=True)
-        for p in parameters:
-            # Made at once, so that loading and saving find it.
-            step = torch.zeros((), dtype=torch.float32, device=p.device)
-            moments = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
-            self._optimizer.state[p] = {"step": step, **moments}
+        sent_tensors: dict[str, Tensor] = {}
+        for name, parameter in self._policy.lm.named_parameters():
+            if parameter.requires_grad:
+                self._parameters[name] = parameter
+            # Parameters that transformers freezes, such as corrections of a router, are sent like buffers.
+            if parameter.requires_grad or self._table.sends(name):
+                sent_tensors[name] = parameter
+        for name, buffer in self._policy.lm.named_buffers():
+            if self._table.sends(name):
+                sent_tensors[name] = buffer
+        self._sent_tensors: Named = sent_tensors
+        self._optimizer = self._make_optimizer()
         # Gradients are freed after each update: of the table's states, AdamW's two moments of every parameter alone are
         # moved, 8 bytes a parameter. Step counts take next to nothing.
-        states = self._optimizer.state.values()
-        moved = [local(state[key]) for state in states for key in ("exp_avg", "exp_avg_sq")]
+        moments = [local(state[key]) for state in self._optimizer.state.values() for key in _MOMENTS]
         table = residency(spec.config, shared=spec.config.offload_optimizer_for_generation)
-        self._state = OffloadManager(table, {"optimizer": moved})
+        self._state = OffloadManager(table, {"optimizer": moments})
         # Engines start meanwhile, or measure the free memory before the first step.
         self.rest()
 
+    def _make_optimizer(self) -> torch.optim.AdamW:
+        """Make AdamW with all of its state, so that loading and saving find it."""
+        section = self._config.optimizer
+        decayed = decayed_names(self._policy.lm)
+        decayed_parameters = [parameter for name, parameter in self._parameters.items() if name in decayed]
+        undecayed_parameters = [parameter for name, parameter in self._parameters.items() if name not in decayed]
+        groups = [
+            {"params": decayed_parameters, "weight_decay": section.weight_decay},
+            {"params": undecayed_parameters, "weight_decay": 0.0},
+        ]
+        betas = section.betas[0], section.betas[1]
+        optimizer = torch.optim.AdamW(groups, lr=section.lr, betas=betas, eps=section.eps, fused=True)
+        for parameter in self._parameters.values():
+            step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            moments = {key: torch.zeros_like(parameter) for key in _MOMENTS}
+            optimizer.state[parameter] = {"step": step, **moments}
+        return optimizer
+
     def export(self, dtype: str | None = None) -> Iterator[tuple[str, Tensor]]:
-        kinds = {name: kind for name, _, kind in self.layout(dtype)}
-        for name, held in self._held.items():
-            cast = held.detach().to(getattr(torch, kinds[self._table.rows_of(name)[0].name]))
-            whole = cast.full_tensor() if isinstance(cast, DTensor) else cast
-            yield from self._table.views(name, whole)
+        dtypes = {name: dtype_name for name, _, dtype_name in self.layout(dtype)}
+        for name, tensor in self._sent_tensors.items():
+            cast = tensor.detach().to(getattr(torch, dtypes[self._table.rows_of(name)[0].name]))
+            whole_tensor = cast.full_tensor() if isinstance(cast, DTensor) else cast
+            yield from self._table.views(name, whole_tensor)
 
     def _export_job(self, folder: Path, weights: Shards, dtype: str | None) -> ExportJob:
         if self._config.adapters is None:
             return super()._export_job(folder, weights, dtype)
         # Adapters are small: rank 0 writes them whole.
-        whole = {}
+        whole_tensors = {}
         for name, tensor in self.export("float32"):
             if self._spec.rank == 0:
-                whole[name] = tensor.to("cpu", copy=True)
-        return AdapterJob(folder, self._config.adapters, self._base, self._companions, whole)
+                whole_tensors[name] = tensor.to("cpu", copy=True)
+        return AdapterJob(folder, self._config.adapters, self._base, self._companions, whole_tensors)
 
     def exact_log_probs(self, micro_batches: list[MicroBatch]) -> list[list[NDArray[np.float32]]] | None:
         with in_float32(self._policy):
             return self.log_probs(micro_batches)
 
     def _log_probs(self, micro_batches: list[MicroBatch]) -> list[list[NDArray[np.float32]]]:
-        found: list[list[NDArray[np.float32]]] = []
+        log_probs_of_batches: list[list[NDArray[np.float32]]] = []
         for micro_batch in micro_batches:
             packed = pack(micro_batch, self._device)
             rows = packed.positions.nonzero()[:, 0]
             log_probs, _ = self._policy(packed, rows)
-            whole = torch.zeros(len(packed.tokens), device=self._device).index_copy_(0, rows, log_probs)
-            found.append(np.split(whole.cpu().numpy(), np.cumsum(packed.lengths)[:-1]) if micro_batch else [])
+            all_log_probs = torch.zeros(len(packed.tokens), device=self._device).index_copy_(0, rows, log_probs)
+            parts = np.split(all_log_probs.cpu().numpy(), np.cumsum(packed.lengths)[:-1]) if micro_batch else []
+            log_probs_of_batches.append(parts)
         # A forward pass leaves the root's weights gathered; a later change of the shards must not miss them.
         free_gathered(self._policy)
-        return found
+        return log_probs_of_batches
 
     def _live_weights(self) -> dict[str, Tensor]:
-        return {name: local(each).detach() for name, each in self._held.items()}
+        return {name: local(tensor).detach() for name, tensor in self._sent_tensors.items()}
 
     def _read_weights(self, folder: Path, live: dict[str, Tensor]) -> dict[str, Tensor]:
-        return read_shards(open_weights(folder), self._table_of(folder), self._held, self._facts, self._dtype)
+        return read_shards(
+            open_weights(folder),
+            table=self._table_of(folder),
+            tensors=self._sent_tensors,
+            facts=self._facts,
+            dtype=self._dtype,
+        )
 
     def _run_passes(
         self, micro_batches: list[MicroBatch], loss: Loss, metrics: MetricAccumulator, *, backward: bool
@@ -146,8 +168,9 @@ class FsdpTrainer(TrainerRank):
             log_probs, entropy = self._policy(packed, rows)
             if micro_batch:
                 zeros = torch.zeros(len(packed.tokens), device=self._device)
-                placed = (zeros.index_copy(0, rows, values) for values in (log_probs, entropy))
-                output = loss(token_batch(packed, *placed))
+                all_log_probs = zeros.index_copy(0, rows, log_probs)
+                all_entropy = zeros.index_copy(0, rows, entropy)
+                output = loss(token_batch(packed, all_log_probs, all_entropy))
             else:
                 # 0 with a gradient, so that the collectives of the backward pass still run.
                 output = LossOutput(log_probs.sum() + entropy.sum())
@@ -161,34 +184,42 @@ class FsdpTrainer(TrainerRank):
         self._optimizer.zero_grad()
 
     def _reduce_gradients(self) -> None:
-        """Add the gradients up over replicas; over the ranks of one every backward pass has."""
-        if self._replicas is None:
-            return
-        for bucket in _buckets([local(p.grad) for p in self._parameters.values() if p.grad is not None]):
-            flat = torch.cat([gradient.flatten() for gradient in bucket])
-            dist.all_reduce(flat, group=self._replicas)
-            end = 0
-            for gradient in bucket:
-                begin, end = end, end + gradient.numel()
-                gradient.copy_(flat[begin:end].view_as(gradient))
+        """Add the gradients up over replicas: every backward pass has added them up over the ranks of a replica."""
+        if self._replicas is not None:
+            add_over_replicas(list(self._gradients().values()), self._replicas)
+
+    def _gradients(self) -> dict[str, Tensor]:
+        """Return this rank's shards of all gradients, in their own memory."""
+        parameters = self._parameters.items()
+        return {name: local(parameter.grad) for name, parameter in parameters if parameter.grad is not None}
 
     def _clip(self, loss: Tensor, normalizer: float) -> float:
-        grads = {name: local(p.grad) for name, p in self._parameters.items() if p.grad is not None}
-        squared = gradient_norm(list(grads.values())).to(self._device).square()
+        gradients = self._gradients()
+        squared = gradient_norm(list(gradients.values())).to(self._device).square()
         if self._replicas and dist.get_rank(self._replicas):
             # All replicas have the same gradients: they count once.
             squared.zero_()
         # The loss is reduced and read together with the norm, which saves a second wait.
-        both = torch.stack([squared, loss])
-        dist.all_reduce(both)
-        square, total = both.tolist()
-        given = math.sqrt(square), total, normalizer, self._config.optimizer.max_grad_norm
+        squared_and_loss = torch.stack([squared, loss])
+        dist.all_reduce(squared_and_loss)
+        total_squared, total_loss = squared_and_loss.tolist()
+        norm = math.sqrt(total_squared)
+        max_norm = self._config.optimizer.max_grad_norm
         if self._mesh.size() > 1:
-            return divide_and_clip(list(grads.values()), grads.items(), *given)
+            return divide_and_clip(
+                list(gradients.values()),
+                gradients.items(),
+                norm=norm,
+                loss=total_loss,
+                normalizer=normalizer,
+                max_norm=max_norm,
+            )
         # The optimizer's own pass divides whole tensors: a pass less over all gradients.
-        norm, factor = clipping(grads.items(), *given)
+        divided_norm, factor = clipping(
+            gradients.items(), norm=norm, loss=total_loss, normalizer=normalizer, max_norm=max_norm
+        )
         self._optimizer.grad_scale = torch.tensor(1 / factor, device=self._device)  # type: ignore[attr-defined]
-        return norm
+        return divided_norm
 
     def _move_weights(self, lr: float) -> None:
         for group in self._optimizer.param_groups:
@@ -197,83 +228,68 @@ class FsdpTrainer(TrainerRank):
         self._optimizer.step()
 
     def _rehearse(self, loss: Tensor) -> None:
-        for p in self._parameters.values():
-            if p.grad is not None:
-                local(p.grad).zero_()
+        for gradient in self._gradients().values():
+            gradient.zero_()
         self._clip(loss, 1.0)
         self._move_weights(0.0)
         for state in self._optimizer.state.values():
             state["step"].zero_()
 
     def _shards(self) -> list[Shard]:
-        found = []
-        for name, held in self._held.items():
-            mine = local(held).detach()
-            first = (self._first_row(held), *(0,) * (mine.ndim - 1)) if mine.ndim else ()
+        shards = []
+        for name, tensor in self._sent_tensors.items():
+            shard = local(tensor).detach()
             for row in self._table.rows_of(name):
-                if part := row.part(mine, first):
-                    found.append(Shard(row.name, *part))
-        return found
+                if part := row.part(shard, shard_start(tensor, self._mesh)):
+                    start, view = part
+                    shards.append(Shard(row.name, start, view))
+        return shards
 
-    def _saved(self, *, moments: bool = True) -> dict[str, TensorShard]:
-        # Replicas hold the same shards: each writes some parameters. What every rank of a replica holds whole, its
-        # first writes.
-        copies, mine = (1, 0) if self._replicas is None else (self._replicas.size(), dist.get_rank(self._replicas))
-        own = list(self._parameters)[mine::copies]
-        return {
-            f"{kind}.{name}": shard
-            for name in own
-            for kind, shard in self._state_of(name).items()
-            if (moments or kind == "model") and (kind != "step" or self._mesh.get_local_rank() == 0)
-        }
+    def _state_shards(self, *, moments: bool = True) -> dict[str, TensorShard]:
+        names = list(self._parameters)
+        if self._replicas is not None:
+            # Replicas hold the same shards: each writes some parameters.
+            names = names[dist.get_rank(self._replicas) :: self._replicas.size()]
+        saved = self._state_of(names)
+        if not moments:
+            return {name: shard for name, shard in saved.items() if name.startswith("model.")}
+        if self._mesh.get_local_rank() > 0:
+            # Every rank of a replica has whole step counts. The first rank writes them.
+            return {name: shard for name, shard in saved.items() if not name.startswith("step.")}
+        return saved
 
-    def _saved_buffers(self) -> dict[str, TensorShard]:
+    def _buffer_shards(self) -> dict[str, TensorShard]:
         # Frozen parameters are cut like trained ones. The first replica writes them, its first rank the buffers.
-        first = self._replicas is None or dist.get_rank(self._replicas) == 0
-        found = {}
-        for name, each in self._held.items():
-            if name in self._parameters or not first:
+        if self._replicas is not None and dist.get_rank(self._replicas) > 0:
+            return {}
+        saved = {}
+        for name, tensor in self._sent_tensors.items():
+            if name in self._parameters:
                 continue
-            if isinstance(each, DTensor):
-                mine, start = local(each.detach()), (self._first_row(each), *(0,) * (each.ndim - 1))
-                if mine.numel():
-                    found[name] = TensorShard(tuple(each.shape), start, mine)
+            if isinstance(tensor, DTensor):
+                shard = local(tensor.detach())
+                if shard.numel():
+                    saved[name] = TensorShard(tuple(tensor.shape), shard_start(tensor, self._mesh), shard)
             elif self._spec.rank == 0:
-                found[name] = TensorShard.whole(each)
-        return found
+                saved[name] = TensorShard.from_whole(tensor)
+        return saved
 
-    def _state_of(self, name: str) -> dict[str, TensorShard]:
-        """Return this rank's live shards of a parameter and its optimizer state: a load fills them."""
-        p, found = self._parameters[name], {}
-        for kind, tensor in {"model": p.detach(), **self._optimizer.state[p]}.items():
-            start = (self._first_row(tensor), *(0,) * (tensor.ndim - 1)) if tensor.ndim else ()
-            shard = TensorShard(tuple(tensor.shape), start, self._state.at_hand(local(tensor)))
-            if shard.tensor.numel():
-                found[kind] = shard
-        return found
+    def _state_of(self, names: Iterable[str]) -> dict[str, TensorShard]:
+        """Return this rank's live shards of parameters and their optimizer state, which a load fills.
+
+        Names are those of a checkpoint, such as exp_avg.NAME.
+        """
+        shards = {}
+        for name in names:
+            parameter = self._parameters[name]
+            for kind, tensor in {"model": parameter.detach(), **self._optimizer.state[parameter]}.items():
+                live = self._state.at_hand(local(tensor))
+                if live.numel():
+                    shards[f"{kind}.{name}"] = TensorShard(tuple(tensor.shape), shard_start(tensor, self._mesh), live)
+        return shards
 
     def _load_checkpoint(self, folder: Path) -> None:
-        names = self._parameters
-        load_shards(folder, {f"{kind}.{n}": each for n in names for kind, each in self._state_of(n).items()})
-
-    def _first_row(self, tensor: Tensor) -> int:
-        """Return the first row of this rank's shard: torch cuts rows evenly, rounded up."""
-        if not isinstance(tensor, DTensor):
-            return 0
-        return self._mesh.get_local_rank() * -(-tensor.shape[0] // self._mesh.size())
-
-
-def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield float32 tensors together up to `_BUCKET` numbers, a larger one alone."""
-    bucket, numbers = list[Tensor](), 0
-    for tensor in tensors:
-        if bucket and numbers + tensor.numel() > _BUCKET:
-            yield bucket
-            bucket, numbers = [], 0
-        bucket.append(tensor)
-        numbers += tensor.numel()
-    if bucket:
-        yield bucket
+        load_shards(folder, self._state_of(self._parameters))
 
 
 TRAINER = FsdpTrainer

@@ -37,7 +37,7 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         super().__init__(config=config)
         self._scale = config.kv_channels**-0.5
         self._group = pg_collection.cp if config.context_parallel_size > 1 else None
-        self.turn: Callable[..., tuple[Tensor, Tensor]] = turned
+        self.rotate: Callable[..., tuple[Tensor, Tensor]] = rotate_pair
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *, packed_seq_params: Pack, **kwargs: Any
@@ -46,47 +46,49 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         pack = packed_seq_params
         assert pack.cu_seqlens is not None and pack.cos is not None and pack.sin is not None
         if self._group:
-            query, key, value = (_whole_tokens(x, self._group) for x in (query, key, value))
-        query, key = self.turn(query, key, pack.cos, pack.sin)
-        out = packed_attention(query, key, value, pack.cu_seqlens, pack.max_len, self._scale)
-        return _whole_heads(out, self._group) if self._group else out
+            query = _gather_tokens(query, self._group)
+            key = _gather_tokens(key, self._group)
+            value = _gather_tokens(value, self._group)
+        query, key = self.rotate(query, key, pack.cos, pack.sin)
+        output = packed_attention(query, key, value, pack.cu_seqlens, pack.max_len, self._scale)
+        return _gather_heads(output, self._group) if self._group else output
 
 
-def turned(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both `rotated`."""
-    return rotated(query, cos, sin), rotated(key, cos, sin)
+def rotate_pair(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `rotate_heads` of both."""
+    return rotate_heads(query, cos, sin), rotate_heads(key, cos, sin)
 
 
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate_heads(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn x [T, heads, dim] by its position: x cos + rotate_half(x) sin (RoFormer, arXiv 2104.09864)."""
-    half = x.shape[-1] // 2
-    crossed = torch.cat((-x[..., half:], x[..., :half]), -1)
-    return x * cos[:, None] + crossed * sin[:, None]
+    half = heads.shape[-1] // 2
+    crossed = torch.cat((-heads[..., half:], heads[..., :half]), -1)
+    return heads * cos[:, None] + crossed * sin[:, None]
 
 
-def _whole_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _gather_tokens(heads: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Exchange [t, heads, dim] of a part of the tokens for [T, heads / ranks, dim]; too few heads are repeated."""
     ranks = dist.get_world_size(group)
-    if x.shape[1] < ranks:
-        x = x.repeat_interleave(ranks // x.shape[1], 1)
-    parts = x.view(len(x), ranks, x.shape[1] // ranks, x.shape[2]).transpose(0, 1)
+    if heads.shape[1] < ranks:
+        heads = heads.repeat_interleave(ranks // heads.shape[1], 1)
+    parts = heads.view(len(heads), ranks, heads.shape[1] // ranks, heads.shape[2]).transpose(0, 1)
     return _exchange(parts, group).flatten(0, 1)
 
 
-def _whole_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _gather_heads(heads: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Exchange [T, heads / ranks, dim] for [t, heads, dim]."""
     ranks = dist.get_world_size(group)
-    parts = x.reshape(ranks, len(x) // ranks, *x.shape[1:])
+    parts = heads.reshape(ranks, len(heads) // ranks, *heads.shape[1:])
     return _exchange(parts, group).transpose(0, 1).flatten(1, 2)
 
 
 def _exchange(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    result: Tensor = _Exchange.apply(parts, group)  # type: ignore[no-untyped-call]
-    return result
+    received: Tensor = _Exchange.apply(parts, group)  # type: ignore[no-untyped-call]
+    return received
 
 
 class _Exchange(torch.autograd.Function):
-    """parts[r] goes to rank r, and result[r] comes from rank r. Its own inverse, so its own gradient."""
+    """Sends parts[r] to rank r, and receives result[r] from rank r. It is its own inverse, so its own gradient."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -34,23 +34,23 @@ class Emulation:
 
         mode = _CudaToCpu()
         self._replace(torch.cuda, _CUDA)
-        self._replace(torch.cuda.nvtx, {"range_push": _nothing, "range_pop": _nothing})
+        self._replace(torch.cuda.nvtx, {"range_push": _do_nothing, "range_pop": _do_nothing})
         generator = {"_get_cuda_rng_state": _get_rng_state, "_set_cuda_rng_state": _set_rng_state}
         self._replace(megatron_random, generator)
-        self._replace(dist, {"all_to_all_single": _whole_sizes(dist.all_to_all_single)})
+        self._replace(dist, {"all_to_all_single": _convert_split_sizes(dist.all_to_all_single)})
         self._replace(clip_grads, {"l2_norm_impl": _l2_norm})
-        split = HybridDeviceOptimizer._get_sub_optimizer_param_groups
-        self._replace(HybridDeviceOptimizer, {"_get_sub_optimizer_param_groups": _on_a_device(mode, split)})
+        split_groups = HybridDeviceOptimizer._get_sub_optimizer_param_groups
+        self._replace(HybridDeviceOptimizer, {"_get_sub_optimizer_param_groups": _claim_device(mode, split_groups)})
         self._undo.enter_context(mode)
 
     def stop(self) -> None:
         """Put everything back as it was before `start`; on the same thread."""
         self._undo.close()
 
-    def _replace(self, owner: Any, values: dict[str, Any]) -> None:
-        for name, value in values.items():
+    def _replace(self, owner: Any, attributes: dict[str, Any]) -> None:
+        for name, replacement in attributes.items():
             self._undo.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, value)
+            setattr(owner, name, replacement)
 
 
 class _CudaToCpu(TorchFunctionMode):
@@ -58,7 +58,7 @@ class _CudaToCpu(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        # By id: tensors that count as a GPU's, and so do their copies, except those by `cpu`.
+        # By id: tensors that claim to be on a GPU. So do their copies, except those by `cpu`.
         self.on_device: dict[int, Tensor] = {}
 
     def __torch_function__(
@@ -72,25 +72,25 @@ class _CudaToCpu(TorchFunctionMode):
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             return str(func(args[0])).replace("torch.", "torch.cuda.", 1)
         if self.on_device and func in _OF_DEVICES:
-            return self._as_if_on_device(func, args, kwargs)
+            return self._call_for_device(func, args, kwargs)
         if _is_cuda(kwargs.get("device")) or kwargs.get("pin_memory"):
-            kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
+            kwargs = {name: argument for name, argument in kwargs.items() if name != "pin_memory"}
             if _is_cuda(kwargs.get("device")):
                 kwargs["device"] = CPU
         if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
             args = (args[0], CPU, *args[2:])
         return func(*args, **kwargs)
 
-    def _as_if_on_device(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        there = id(args[0]) in self.on_device
+    def _call_for_device(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        is_on_device = id(args[0]) in self.on_device
         if func == _IS_CUDA:
-            return there
+            return is_on_device
         if func is torch.Tensor.cpu:
             return args[0].clone()
-        made = func(*args, **kwargs)
-        if there:
-            self.on_device[id(made)] = made
-        return made
+        copy = func(*args, **kwargs)
+        if is_on_device:
+            self.on_device[id(copy)] = copy
+        return copy
 
 
 _IS_CUDA = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
@@ -103,22 +103,22 @@ def _is_cuda(device: Any) -> bool:
     )
 
 
-class _Nothing:
+class _InertObject:
     """A stream or an event whose every method does nothing."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    def __getattr__(self, name: str) -> Callable[..., "_Nothing"]:
+    def __getattr__(self, name: str) -> Callable[..., "_InertObject"]:
         return lambda *args, **kwargs: self
 
 
-def _l2_norm(chunk: int, overflow: Tensor, gradients: list[list[Tensor]], each: bool) -> tuple[Tensor, None]:
+def _l2_norm(chunk: int, overflow: Tensor, gradients: list[list[Tensor]], per_tensor: bool) -> tuple[Tensor, None]:
     """Return the norm of all gradients, float32 [1]."""
     return gradient_norm(gradients[0]).float().view(1), None
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
     return None
 
 
@@ -132,41 +132,44 @@ def _set_rng_state(state: Tensor, *args: Any, **kwargs: Any) -> None:
 
 _CUDA: dict[str, Any] = {
     "current_device": lambda: CPU,
-    "synchronize": _nothing,
-    "current_stream": _Nothing,
+    "synchronize": _do_nothing,
+    "current_stream": _InertObject,
     "stream": lambda stream: contextlib.nullcontext(),
-    "Stream": _Nothing,
-    "Event": _Nothing,
+    "Stream": _InertObject,
+    "Event": _InertObject,
     "manual_seed": torch.default_generator.manual_seed,
     "get_rng_state": _get_rng_state,
     "set_rng_state": _set_rng_state,
 }
 
 
-def _whole_sizes(exchange: Callable[..., Any]) -> Callable[..., Any]:
+def _convert_split_sizes(exchange: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap an exchange so that split sizes are numbers: Megatron leaves them tensors when they are not on a GPU."""
 
-    def all_to_all_single(output: Tensor, input: Tensor, *sizes: Any, **kwargs: Any) -> Any:
-        named = {name: _numbers(value) if name.endswith("split_sizes") else value for name, value in kwargs.items()}
-        return exchange(output, input, *(_numbers(value) for value in sizes), **named)
+    def all_to_all_single(output: Tensor, input: Tensor, *split_sizes: Any, **kwargs: Any) -> Any:
+        for name in ("output_split_sizes", "input_split_sizes"):
+            if name in kwargs:
+                kwargs[name] = _to_numbers(kwargs[name])
+        return exchange(output, input, *map(_to_numbers, split_sizes), **kwargs)
 
     return all_to_all_single
 
 
-def _numbers(sizes: Any) -> Any:
+def _to_numbers(sizes: Any) -> Any:
     if isinstance(sizes, Tensor):
         return sizes.tolist()
     return [int(size) for size in sizes] if isinstance(sizes, Iterable) else sizes
 
 
-def _on_a_device(mode: _CudaToCpu, split: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the host optimizer's choice of parameters, so that all of them pass for a GPU's."""
+def _claim_device(mode: _CudaToCpu, split_groups: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the host optimizer's choice of parameters, so that all parameters claim to be on a GPU."""
 
-    def on_a_device(optimizer: Any, fraction: float) -> Any:
-        mode.on_device = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    def split_as_if_on_device(optimizer: Any, fraction: float) -> Any:
+        for group in optimizer.param_groups:
+            mode.on_device.update((id(parameter), parameter) for parameter in group["params"])
         try:
-            return split(optimizer, fraction)
+            return split_groups(optimizer, fraction)
         finally:
             mode.on_device = {}
 
-    return on_a_device
+    return split_as_if_on_device

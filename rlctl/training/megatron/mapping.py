@@ -47,17 +47,19 @@ class Mapping:
     """The mapping of the parameters of this rank's stage."""
 
     def __init__(self, policy: MegatronPolicy, hf: Any, table: ParameterTable) -> None:
-        self._config, self._hf, self._table = policy.config, hf, table
-        # Number and count of tensor-parallel and of expert-parallel ranks.
-        self._tensor = parallel_state.get_tensor_model_parallel_rank()
-        self._tensors = parallel_state.get_tensor_model_parallel_world_size()
+        self._config = policy.config
+        self._hf = hf
+        self._table = table
+        # This rank's number and the count, of tensor-parallel and of expert-parallel ranks.
+        self._tensor_rank = parallel_state.get_tensor_model_parallel_rank()
+        self._tensor_ranks = parallel_state.get_tensor_model_parallel_world_size()
         self._expert_rank = parallel_state.get_expert_model_parallel_rank()
         self._expert_ranks = parallel_state.get_expert_model_parallel_world_size()
         layers = policy.decoder.layers
-        self._first = layers[0].layer_number - 1 if len(layers) else 0
+        self._first_layer = layers[0].layer_number - 1 if len(layers) else 0
 
     @property
-    def tied(self) -> bool:
+    def is_tied(self) -> bool:
         """True if the output weight is the embedding."""
         return bool(self._hf.tie_word_embeddings)
 
@@ -69,110 +71,130 @@ class Mapping:
         if name == "embedding.word_embeddings.weight":
             return [self._row_part(_EMBEDDING, tensor)]
         if name == "output_layer.weight":
-            return [self._row_part(_EMBEDDING if self.tied else "lm_head.weight", tensor)]
+            return [self._row_part(_EMBEDDING if self.is_tied else "lm_head.weight", tensor)]
         if name == "decoder.final_layernorm.weight":
             return [_whole_part("model.norm.weight", tensor)]
-        found = _LAYER.fullmatch(name)
-        if not found:
+        match = _LAYER.fullmatch(name)
+        if not match:
             raise KeyError(name)
-        return list(self._of_layer(f"model.layers.{self._first + int(found[1])}.", found[2], tensor))
+        return list(self._layer_parts(f"model.layers.{self._first_layer + int(match[1])}.", match[2], tensor))
 
-    def fused(self, part: Part) -> tuple[str, Shape, Shape]:
+    def fuse(self, part: Part) -> tuple[str, Shape, Shape]:
         """Return name, shape and start of a part where a layer's experts are one tensor, as they are in memory."""
         row = self._table.by_name[part.name]
-        return str(row.target), row.whole, row.place(part.start, tuple(part.view.shape))[0]
+        start, _ = row.place(part.start, tuple(part.view.shape))
+        return str(row.target), row.whole, start
 
-    def replicated(self, name: str) -> bool:
-        """Return true if every tensor-parallel rank holds the whole parameter."""
-        found = _LAYER.fullmatch(name)
-        return name == "decoder.final_layernorm.weight" or (found is not None and found[2] in _WHOLE)
+    def is_replicated(self, name: str) -> bool:
+        """Return True if every tensor-parallel rank holds the whole parameter."""
+        match = _LAYER.fullmatch(name)
+        return name == "decoder.final_layernorm.weight" or (match is not None and match[2] in _WHOLE)
 
-    def _of_layer(self, layer: str, name: str, tensor: Tensor) -> Iterator[Part]:
+    def _layer_parts(self, layer: str, name: str, tensor: Tensor) -> Iterator[Part]:
         if name in _WHOLE:
             yield _whole_part(layer + _WHOLE[name], tensor)
         elif name.startswith("self_attention.linear_qkv."):
-            yield from self._heads(layer, name.rpartition(".")[2], tensor)
+            yield from self._head_parts(layer, name.rpartition(".")[2], tensor)
         elif name == "self_attention.linear_proj.weight":
             yield self._column_part(layer + "self_attn.o_proj.weight", tensor)
         elif name == "mlp.linear_fc1.weight":
-            for part, half in zip(("gate", "up"), tensor.chunk(2)):
-                yield self._row_part(f"{layer}mlp.{part}_proj.weight", half)
+            for projection, half in zip(("gate", "up"), tensor.chunk(2)):
+                yield self._row_part(f"{layer}mlp.{projection}_proj.weight", half)
         elif name == "mlp.linear_fc2.weight":
             yield self._column_part(layer + "mlp.down_proj.weight", tensor)
         elif expert := _EXPERT.fullmatch(name):
-            yield from self._expert(layer, int(expert[1]), expert[2], tensor)
+            yield from self._expert_parts(layer, int(expert[1]), expert[2], tensor)
         else:
             raise KeyError(layer + name)
 
-    def _heads(self, layer: str, leaf: str, tensor: Tensor) -> Iterator[Part]:
-        """Yield group by group: its heads' rows of q, then one head's of k, one of v."""
-        groups, dim = self._config.num_query_groups, self._config.kv_channels
+    def _head_parts(self, layer: str, leaf: str, tensor: Tensor) -> Iterator[Part]:
+        """Yield group by group: the rows of q of the group's heads, then of k of one head, then of v of one head."""
+        groups = self._config.num_query_groups
+        head_dim = self._config.kv_channels
         heads = self._config.num_attention_heads // groups
-        rest = tensor.shape[1:]
-        own = tensor.view(groups // self._tensors, (heads + 2) * dim, *rest)
-        for number, group in enumerate(own, self._tensor * len(own)):
-            begin = 0
-            for part, count in (("q", heads), ("k", 1), ("v", 1)):
-                view = group[begin * dim : (begin + count) * dim]
-                start = (number * count * dim, *(0,) * len(rest))
-                yield Part(f"{layer}self_attn.{part}_proj.{leaf}", (groups * count * dim, *rest), start, view)
-                begin += count
+        columns = tensor.shape[1:]
+        rank_groups = tensor.view(groups // self._tensor_ranks, (heads + 2) * head_dim, *columns)
+        for number, group in enumerate(rank_groups, self._tensor_rank * len(rank_groups)):
+            first_head = 0
+            for projection, count in (("q", heads), ("k", 1), ("v", 1)):
+                rows = count * head_dim
+                yield Part(
+                    name=f"{layer}self_attn.{projection}_proj.{leaf}",
+                    shape=(groups * rows, *columns),
+                    start=(number * rows, *(0,) * len(columns)),
+                    view=group[first_head * head_dim : (first_head + count) * head_dim],
+                )
+                first_head += count
 
-    def _expert(self, layer: str, local: int, which: str, tensor: Tensor) -> Iterator[Part]:
-        number = self._expert_rank * (self._config.num_moe_experts // self._expert_ranks) + local
-        stem = f"{layer}mlp.experts.{number}."
-        if which == "linear_fc2":
+    def _expert_parts(self, layer: str, rank_expert: int, linear: str, tensor: Tensor) -> Iterator[Part]:
+        expert = self._expert_rank * (self._config.num_moe_experts // self._expert_ranks) + rank_expert
+        stem = f"{layer}mlp.experts.{expert}."
+        if linear == "linear_fc2":
             yield _whole_part(stem + "down_proj.weight", tensor)
         else:
-            for part, half in zip(("gate", "up"), tensor.chunk(2)):
-                yield _whole_part(f"{stem}{part}_proj.weight", half)
+            for projection, half in zip(("gate", "up"), tensor.chunk(2)):
+                yield _whole_part(f"{stem}{projection}_proj.weight", half)
 
     def _row_part(self, name: str, tensor: Tensor) -> Part:
-        rows, rest = tensor.shape[0], tensor.shape[1:]
-        shape = (rows * self._tensors, *rest)
-        return Part(name, shape, (self._tensor * rows, *(0,) * len(rest)), tensor)
+        rows, *columns = tensor.shape
+        return Part(
+            name=name,
+            shape=(rows * self._tensor_ranks, *columns),
+            start=(self._tensor_rank * rows, *(0,) * len(columns)),
+            view=tensor,
+        )
 
     def _column_part(self, name: str, tensor: Tensor) -> Part:
         rows, columns = tensor.shape
-        return Part(name, (rows, columns * self._tensors), (0, self._tensor * columns), tensor)
+        return Part(
+            name=name,
+            shape=(rows, columns * self._tensor_ranks),
+            start=(0, self._tensor_rank * columns),
+            view=tensor,
+        )
 
 
 def _whole_part(name: str, tensor: Tensor) -> Part:
-    return Part(name, tuple(tensor.shape), (0,) * tensor.ndim, tensor)
+    return Part(name=name, shape=tuple(tensor.shape), start=(0,) * tensor.ndim, view=tensor)
 
 
-def read(parts: list[Part], slice_of: Callable[[str, Shape, Shape, Shape], Tensor]) -> None:
-    """Fill every part. slice_of: (name, whole shape, start, extent) -> that part of a stored tensor."""
+def read_parts(parts: list[Part], read_slice: Callable[[str, Shape, Shape, Shape], Tensor]) -> None:
+    """Fill every part. read_slice: (name, whole shape, start, extent) -> that part of a stored tensor."""
     for part in parts:
-        part.view.copy_(slice_of(part.name, part.shape, part.start, tuple(part.view.shape)))
+        part.view.copy_(read_slice(part.name, part.shape, part.start, tuple(part.view.shape)))
 
 
 class Exporter:
     """Whole Hugging Face tensors from the parts that ranks hold, one alive at a time."""
 
-    def __init__(self, named: dict[str, nn.Parameter], mapping: Mapping, device: torch.device) -> None:
-        self._named, self._mapping, self._device = named, mapping, device
-        later = parallel_state.get_tensor_model_parallel_rank() > 0
-        copied = mapping.tied and not parallel_state.is_pipeline_first_stage()
-        # Parameters that another rank, holding the same, answers for.
-        self.mirrored = {
-            name for name in named if (later and mapping.replicated(name)) or (copied and name == "output_layer.weight")
-        }
+    def __init__(self, parameters: dict[str, nn.Parameter], mapping: Mapping, device: torch.device) -> None:
+        self._parameters = parameters
+        self._mapping = mapping
+        self._device = device
+        # Parameters that another rank, which holds the same, exports.
+        self.mirrored: set[str] = set()
+        if parallel_state.get_tensor_model_parallel_rank() > 0:
+            self.mirrored.update(name for name in parameters if mapping.is_replicated(name))
+        if mapping.is_tied and not parallel_state.is_pipeline_first_stage():
+            # A copy of the embedding.
+            self.mirrored.update(name for name in parameters if name == "output_layer.weight")
 
     def tensors(self, layout: Layout) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor of `layout`, in its order and dtype; on every rank, in lockstep."""
-        dense = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-        expert = parallel_state.get_expert_data_parallel_rank()
+        dense_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        expert_rank = parallel_state.get_expert_data_parallel_rank()
         parts: dict[str, list[Part]] = {}
-        for name, parameter in self._named.items():
-            copies_before = dense if getattr(parameter, "allreduce", True) else expert
-            if name not in self.mirrored and copies_before == 0:
+        for name, parameter in self._parameters.items():
+            # Ranks with the same parameter are numbered. The first exports it.
+            copy_number = dense_rank if getattr(parameter, "allreduce", True) else expert_rank
+            if name not in self.mirrored and copy_number == 0:
                 for part in self._mapping.parts(name, parameter.detach()):
                     parts.setdefault(part.name, []).append(part)
         for name, shape, dtype in layout:
-            whole = torch.zeros(shape, dtype=getattr(torch, dtype), device=self._device)
+            whole_tensor = torch.zeros(shape, dtype=getattr(torch, dtype), device=self._device)
             for part in parts.get(name, ()):
-                whole[tuple(slice(a, a + n) for a, n in zip(part.start, part.view.shape))].copy_(part.view)
+                box = tuple(slice(begin, begin + size) for begin, size in zip(part.start, part.view.shape))
+                whole_tensor[box].copy_(part.view)
             if dist.get_world_size() > 1:
-                dist.all_reduce(whole)
-            yield name, whole
+                dist.all_reduce(whole_tensor)
+            yield name, whole_tensor

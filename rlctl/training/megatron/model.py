@@ -23,7 +23,7 @@ from rlctl.models.facts import ModelSizes
 from rlctl.preflight.backend import layout_of
 from rlctl.preflight.backends.megatron import megatron_of
 from rlctl.preflight.trainer_settings import TrainerSettings
-from rlctl.training.megatron.attention import CoreAttention, Pack, turned
+from rlctl.training.megatron.attention import CoreAttention, Pack, rotate_pair
 from rlctl.training.packing import compile_for_packs
 
 # Without Transformer Engine 0.16.1 leaves this name undefined, and a router with another dtype than the model fails.
@@ -85,15 +85,15 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
         ends = tokens_per_expert.cumsum(0).to(device=hidden.device, dtype=torch.int32)
         up = torch.stack([expert.linear_fc1.weight for expert in self.local_experts]).transpose(1, 2)
         down = torch.stack([expert.linear_fc2.weight for expert in self.local_experts]).transpose(1, 2)
-        gate, value = _grouped(hidden, up, ends).chunk(2, -1)
-        inner = (F.silu(gate) * value * permuted_probs[:, None]).to(hidden.dtype)
-        return _grouped(inner, down, ends), None
+        gate, linear = _multiply_groups(hidden, up, ends).chunk(2, -1)
+        inner = (F.silu(gate) * linear * permuted_probs[:, None]).to(hidden.dtype)
+        return _multiply_groups(inner, down, ends), None
 
 
-def _grouped(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    product: Any = F.grouped_mm
-    result: Tensor = product(x, weights, offs=ends)
-    return result
+def _multiply_groups(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    grouped_mm: Any = F.grouped_mm
+    product: Tensor = grouped_mm(rows, weights, offs=ends)
+    return product
 
 
 class MegatronPolicy(GPTModel):  # type: ignore[misc]
@@ -101,8 +101,8 @@ class MegatronPolicy(GPTModel):  # type: ignore[misc]
 
     def forward(self, tokens: Tensor, positions: Tensor, pack: Pack) -> Tensor:
         """Return [t (or its sequence part), 1, hidden]. tokens, positions: int64 [t], this rank's part of the pack."""
-        out: Tensor = super().forward(tokens[None], positions[None], None, packed_seq_params=pack)
-        return out
+        output: Tensor = super().forward(tokens[None], positions[None], None, packed_seq_params=pack)
+        return output
 
     def _postprocess(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         return hidden_states
@@ -142,21 +142,23 @@ def build_policy(
     if section.compile:
         # Norms and rotary embedding become few kernels, which all layers share. Not whole layers: between these lie
         # Megatron's own autograd functions and its communication.
-        norm, turn = compile_for_packs(rms_norm), compile_for_packs(turned)
+        compiled_norm = compile_for_packs(rms_norm)
+        compiled_rotate = compile_for_packs(rotate_pair)
         for module in policy.modules():
             if isinstance(module, RMSNorm):
-                module.norm = norm
+                module.norm = compiled_norm
             elif isinstance(module, CoreAttention):
-                module.turn = turn
+                module.rotate = compiled_rotate
     return policy
 
 
 def parallel_sizes(section: TrainerSettings) -> dict[str, int]:
     """Return the sizes of Megatron's groups of ranks, by its names."""
-    names = ("tensor_model", "pipeline_model", "context", "expert_model")
-    return {f"{name}_parallel_size": getattr(megatron_of(section), f"{name}_parallel_size") for name in names} | {
-        "expert_tensor_parallel_size": 1
-    }
+    sizes = {"expert_tensor_parallel_size": 1}
+    for kind in ("tensor_model", "pipeline_model", "context", "expert_model"):
+        name = f"{kind}_parallel_size"
+        sizes[name] = getattr(megatron_of(section), name)
+    return sizes
 
 
 def _transformer_config(
@@ -205,11 +207,11 @@ def _transformer_config(
         perform_initialization=False,
         **parallel_sizes(section),
         **recompute,
-        **_experts(hf, sizes),
+        **_expert_settings(hf, sizes),
     )
 
 
-def _experts(hf: Any, sizes: ModelSizes) -> dict[str, Any]:
+def _expert_settings(hf: Any, sizes: ModelSizes) -> dict[str, Any]:
     if not sizes.experts:
         return {}
     return {

@@ -40,19 +40,21 @@ class Optimizer:
     """The optimizer of one rank's stage, which is wrapped in Megatron's DistributedDataParallel."""
 
     def __init__(self, ddp: Any, section: TrainerSettings, dtype: torch.dtype) -> None:
-        self._section, self._ddp = section.optimizer, ddp
-        # Where Megatron has a parameter's gradient, see `_optimizer_config`.
-        self._gradient = "decoupled_grad" if megatron_of(section).optimizer_cpu_offload else "grad"
+        self._section = section.optimizer
+        self._ddp = ddp
+        # Attribute of a parameter in which Megatron has its gradient, see `_optimizer_config`.
+        self._gradient_name = "decoupled_grad" if megatron_of(section).optimizer_cpu_offload else "grad"
         self._chained = get_megatron_optimizer(
             _optimizer_config(section, dtype),
             [ddp],
             config_overrides=_without_decay(ddp),
             use_gloo_process_groups=False,
         )
-        self._members = [each for each in self._chained.chained_optimizers if not each.is_stub_optimizer]
+        self._members = [member for member in self._chained.chained_optimizers if not member.is_stub_optimizer]
+        self.slots: dict[nn.Parameter, OptimizerShard] = {}
         for member in self._members:
-            _prepare(member.optimizer)
-        self.slots = {parameter: slot for member in self._members for parameter, slot in _slots(member)}
+            _make_state(member.optimizer)
+            self.slots.update(_slots(member))
 
     def zero_grad(self) -> None:
         """Set the gradients to 0, before those of an update."""
@@ -68,10 +70,20 @@ class Optimizer:
         # Ahead of the norm. The host waits for the norm in any case, so reading the loss then costs no second wait.
         dist.all_reduce(loss)
         norm = float(self._chained.get_grad_norm())
-        found = (getattr(p, self._gradient, None) for member in self._members for p in member.get_parameters())
-        gradients = [gradient for gradient in found if gradient is not None]
-        named = ((name, p.main_grad) for name, p in self._ddp.module.named_parameters())
-        return divide_and_clip(gradients, named, norm, float(loss), normalizer, self._section.max_grad_norm)
+        gradients = []
+        for member in self._members:
+            for parameter in member.get_parameters():
+                gradient = getattr(parameter, self._gradient_name, None)
+                if gradient is not None:
+                    gradients.append(gradient)
+        return divide_and_clip(
+            gradients,
+            ((name, parameter.main_grad) for name, parameter in self._ddp.module.named_parameters()),
+            norm=norm,
+            loss=float(loss),
+            normalizer=normalizer,
+            max_norm=self._section.max_grad_norm,
+        )
 
     def step(self, lr: float) -> None:
         """Make a step at rate `lr` of the gradients that `clip` left."""
@@ -82,7 +94,7 @@ class Optimizer:
         self._chained.step_with_ready_grads()
 
     def rehearse(self, loss: Tensor) -> None:
-        """Make a step at rate 0 of gradients that are all 0, and take its step counts back."""
+        """Make a step at rate 0 of gradients that are all 0, and set the step counts back to 0."""
         self._ddp.zero_grad_buffer()
         self.clip(loss, 1.0)
         self.step(0.0)
@@ -98,17 +110,17 @@ class Optimizer:
 
     def group(self, parameter: nn.Parameter) -> dist.ProcessGroup:
         """Return the ranks that share the state of a parameter out among them."""
-        dense = getattr(parameter, "allreduce", True)
-        return self._ddp.intra_dp_cp_group if dense else self._ddp.intra_expt_dp_group  # type: ignore[no-any-return]
+        is_dense = getattr(parameter, "allreduce", True)
+        return self._ddp.intra_dp_cp_group if is_dense else self._ddp.intra_expt_dp_group  # type: ignore[no-any-return]
 
     def device_state(self) -> list[Tensor]:
         """Return moments, and mains where they are not the weights themselves."""
-        found = []
+        state = []
         for parameter, slot in self.slots.items():
-            found += [slot.state[key] for key in MOMENTS]
+            state += [slot.state[key] for key in MOMENTS]
             if slot.main.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
-                found.append(slot.main)
-        return found
+                state.append(slot.main)
+        return state
 
 
 def gradients(ddp: Any) -> list[Tensor]:
@@ -117,26 +129,28 @@ def gradients(ddp: Any) -> list[Tensor]:
 
 
 def _optimizer_config(section: TrainerSettings, dtype: torch.dtype) -> OptimizerConfig:
-    own, offload = section.optimizer, megatron_of(section)
+    adamw = section.optimizer
+    megatron = megatron_of(section)
     config = OptimizerConfig(
         optimizer="adam",
-        lr=own.lr,
-        weight_decay=own.weight_decay,
-        adam_beta1=own.betas[0],
-        adam_beta2=own.betas[1],
-        adam_eps=own.eps,
-        clip_grad=own.max_grad_norm,
+        lr=adamw.lr,
+        weight_decay=adamw.weight_decay,
+        adam_beta1=adamw.betas[0],
+        adam_beta2=adamw.betas[1],
+        adam_eps=adamw.eps,
+        clip_grad=adamw.max_grad_norm,
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
         use_distributed_optimizer=True,
-        optimizer_cpu_offload=offload.optimizer_cpu_offload,
+        optimizer_cpu_offload=megatron.optimizer_cpu_offload,
         optimizer_offload_fraction=hosted_share(section),
-        overlap_cpu_optimizer_d2h_h2d=offload.overlap_cpu_optimizer_d2h_h2d,
+        overlap_cpu_optimizer_d2h_h2d=megatron.overlap_cpu_optimizer_d2h_h2d,
     )
-    if offload.optimizer_cpu_offload:
+    if megatron.optimizer_cpu_offload:
         # The constructor refuses these without Transformer Engine, but the host's optimizer needs only their meaning:
         # it keeps the float32 weights itself, instead of a copy on the device too.
-        config.use_precision_aware_optimizer = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+        config.use_precision_aware_optimizer = True
+        config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
         config.store_param_remainders = False
     return config
 
@@ -149,24 +163,28 @@ def _without_decay(ddp: Any) -> dict[ParamKey, ParamGroupOverride]:
     return {ParamKey(predicate=undecayed): ParamGroupOverride(wd_mult=0.0)}
 
 
-def _prepare(optimizer: Any) -> None:
+def _make_state(optimizer: Any) -> None:
     """Give every parameter its state, and AdamW its one fused kernel."""
-    for each in optimizer.sub_optimizers if isinstance(optimizer, HybridDeviceOptimizer) else [optimizer]:
-        for group in each.param_groups:
-            group["fused"], group["foreach"] = True, False
+    adamws = optimizer.sub_optimizers if isinstance(optimizer, HybridDeviceOptimizer) else [optimizer]
+    for adamw in adamws:
+        for group in adamw.param_groups:
+            group["fused"] = True
+            group["foreach"] = False
             for main in group["params"]:
                 if main.device.type == "cpu" and torch.cuda.is_available():
                     # Megatron pins a tensor and replaces it a line later. Copies from pageable memory run at half the
                     # speed.
                     main.data = main.data.pin_memory()
                 step = torch.zeros((), dtype=torch.float32, device=main.device)
-                each.state[main] = {"step": step} | {key: torch.zeros_like(main.detach()) for key in MOMENTS}
+                adamw.state[main] = {"step": step} | {key: torch.zeros_like(main.detach()) for key in MOMENTS}
 
 
 def _slots(member: Any) -> Iterator[tuple[nn.Parameter, OptimizerShard]]:
     if isinstance(member.optimizer, HybridDeviceOptimizer):
         hybrid = member.optimizer
-        states = {main: state for sub in hybrid.sub_optimizers for main, state in sub.state.items()}
+        states = {}
+        for adamw in hybrid.sub_optimizers:
+            states.update(adamw.state)
         shards = _pairs(member.model_float16_groups, member.shard_float16_groups)
         pairs = [(parameter, hybrid.param_to_inner_param[shard]) for parameter, shard in shards]
     else:
@@ -176,10 +194,13 @@ def _slots(member: Any) -> Iterator[tuple[nn.Parameter, OptimizerShard]]:
             *_pairs(member.model_fp32_groups, member.shard_fp32_groups),
         ]
     for parameter, main in pairs:
-        own = member._get_model_param_range_map(parameter)["param"]
-        yield parameter, OptimizerShard(own.start, own.end, main.detach(), states[main])
+        elements = member._get_model_param_range_map(parameter)["param"]
+        yield (
+            parameter,
+            OptimizerShard(start=elements.start, stop=elements.end, main=main.detach(), state=states[main]),
+        )
 
 
-def _pairs(groups: Any, shards: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    for group, own in zip(groups, shards):
-        yield from zip(group, own)
+def _pairs(groups: Any, shard_groups: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    for parameters, shards in zip(groups, shard_groups):
+        yield from zip(parameters, shards)

@@ -35,11 +35,17 @@ class PackSlicer:
 
     def __init__(self, rotary: Any, dtype: torch.dtype, multiple: int, rank: int, ranks: int) -> None:
         """multiple: divides the number of tokens. rotary: transformers' own module, with every scaling it knows."""
-        self._rotary, self._dtype, self._multiple, self._rank, self._ranks = rotary, dtype, multiple, rank, ranks
+        self._rotary = rotary
+        self._dtype = dtype
+        self._multiple = multiple
+        self._rank = rank
+        self._ranks = ranks
 
     def __call__(self, packed: Packed) -> Inputs:
         """Return this rank's part. Filler tokens are one more sequence, which no loss reads."""
-        tokens, positions, cu_seqlens = packed.tokens, packed.positions, packed.cu_seqlens
+        tokens = packed.tokens
+        positions = packed.positions
+        cu_seqlens = packed.cu_seqlens
         # At least two tokens a rank, as the pack of a rank without work has two in total. torch.compile takes a size of
         # one for a constant, and would compile again while other ranks wait.
         filler = max(-len(tokens) % self._multiple, 2 * self._multiple - len(tokens))
@@ -49,50 +55,54 @@ class PackSlicer:
             cu_seqlens = torch.cat((cu_seqlens, cu_seqlens[-1:] + filler))
         cos, sin = self._rotary(torch.empty(0, dtype=self._dtype, device=tokens.device), positions[None])
         size = len(tokens) // self._ranks
-        own = slice(self._rank * size, (self._rank + 1) * size)
+        first = self._rank * size
+        part = slice(first, first + size)
         pack = Pack(
             qkv_format="thd", cu_seqlens=cu_seqlens, max_len=max(packed.max_len, filler), cos=cos[0], sin=sin[0]
         )
-        return Inputs(tokens[own], positions[own], own.start, pack)
+        return Inputs(tokens=tokens[part], positions=positions[part], first=first, pack=pack)
 
 
 class Head:
     """Log-probs and entropy under the tempered policy: a rank has part of the tokens and words, and all the result."""
 
     def __init__(self, policy: MegatronPolicy, section: TrainerSettings, temperature: float) -> None:
-        self._policy, self._section, self._temperature = policy, section, temperature
+        self._policy = policy
+        self._section = section
+        self._temperature = temperature
         self._context = parallel_state.get_context_parallel_group()
 
-    def __call__(self, hidden: Tensor, given: Inputs, packed: Packed, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return both, float32 [T], 0 except at `rows`; equal on all ranks of the stage.
+    def __call__(self, hidden: Tensor, inputs: Inputs, packed: Packed, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return log-probs and entropy, float32 [T], 0 except at `rows`; equal on all ranks of the stage.
 
         hidden: [t or its sequence part, 1, hidden], of this rank's tokens. rows: int64, none its sequence's first.
         """
-        mine = rows[(rows > given.first) & (rows <= given.first + len(given.tokens))]
+        rank_rows = rows[(rows > inputs.first) & (rows <= inputs.first + len(inputs.tokens))]
         # Reshaped before the collective and not after: Megatron loses the sum of a gradient that is not contiguous.
-        flat, weight = hidden.reshape(-1, hidden.shape[-1]), self._policy.head()
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        weight = self._policy.head()
         sequence_parallel = self._policy.config.sequence_parallel
         # [t, hidden]; its gradient is summed over the tensor-parallel ranks.
         collect = gather_from_sequence_parallel_region if sequence_parallel else copy_to_tensor_model_parallel_region
-        whole: Tensor = collect(flat)
+        whole_hidden: Tensor = collect(flat)
         split = None
         if parallel_state.get_tensor_model_parallel_world_size() > 1:
             first = parallel_state.get_tensor_model_parallel_rank() * len(weight)
             split = Split(parallel_state.get_tensor_model_parallel_group(), first)
         log_probs, entropy = chunked_log_probs(
-            whole.index_select(0, mine - 1 - given.first),
+            whole_hidden.index_select(0, rank_rows - 1 - inputs.first),
             weight,
-            packed.tokens[mine],
+            packed.tokens[rank_rows],
             self._temperature,
             self._section.logprob_chunk_tokens,
             compiled=self._section.compile,
             split=split,
-            kept=self._section.logprob_kept_tokens,
+            kept_rows=self._section.logprob_kept_tokens,
         )
-        return self._placed(log_probs, packed, mine), self._placed(entropy, packed, mine)
+        return self._place_rows(log_probs, packed, rank_rows), self._place_rows(entropy, packed, rank_rows)
 
-    def _placed(self, values: Tensor, packed: Packed, rows: Tensor) -> Tensor:
-        """Put values in the whole pack. A rank gets the gradient of its rows alone."""
-        whole = values.new_zeros(len(packed.tokens)).index_copy(0, rows, values)
-        placed: Tensor = reduce_from_tensor_model_parallel_region(whole, group=self._context)
-        return placed
+    def _place_rows(self, numbers: Tensor, packed: Packed, rows: Tensor) -> Tensor:
+        """Return all ranks' numbers, each at its row of the pack. A rank gets the gradient of its rows alone."""
+        rank_numbers = numbers.new_zeros(len(packed.tokens)).index_copy(0, rows, numbers)
+        all_numbers: Tensor = reduce_from_tensor_model_parallel_region(rank_numbers, group=self._context)
+        return all_numbers

@@ -26,7 +26,7 @@ from rlctl.refit.weight_source import Shard
 from rlctl.training.interface import Loss, LossOutput, MicroBatch
 from rlctl.training.megatron import checkpoint
 from rlctl.training.megatron.emulation import Emulation
-from rlctl.training.megatron.mapping import Exporter, Mapping, read
+from rlctl.training.megatron.mapping import Exporter, Mapping, read_parts
 from rlctl.training.megatron.model import build_policy, parallel_sizes
 from rlctl.training.megatron.optimizer import Optimizer, gradients
 from rlctl.training.megatron.stage_io import Head, PackSlicer
@@ -37,7 +37,7 @@ from rlctl.training.rank_checkpoint import TensorShard
 from rlctl.training.spec import TrainerSpec
 from rlctl.training.update import MetricAccumulator
 
-# (log-probs, entropy, their pack, true if the pack holds a sequence) -> loss and the value to keep.
+# (log-probs, entropy, their pack, true if the pack holds a sequence) -> loss and the output to collect.
 Finish = Callable[[Tensor, Tensor, Packed, bool], tuple[Tensor, Any]]
 
 
@@ -55,24 +55,25 @@ class MegatronTrainer(TrainerRank):
         Raises ValueError, also for an optimizer on the host without bfloat16.
         """
         config = spec.config
-        why = cpu_offload_problem(config.dtype)
-        if megatron_of(config).optimizer_cpu_offload and why:
-            raise ValueError(f"trainer.megatron.optimizer_cpu_offload {why}")
+        megatron = megatron_of(config)
+        problem = cpu_offload_problem(config.dtype)
+        if megatron.optimizer_cpu_offload and problem:
+            raise ValueError(f"trainer.megatron.optimizer_cpu_offload {problem}")
         super().__init__(spec)
-        self._kept_in = config.dtype
+        self._weights_dtype = config.dtype
         self._emulation = Emulation()
         self._emulation.start()
         self._initialize_parallel()
         self._policy = build_policy(self._lm.config, self._facts.sizes, config, self._dtype, self._device)
-        self._named = dict(self._policy.named_parameters())
+        self._parameters = dict(self._policy.named_parameters())
         self._mapping = Mapping(self._policy, self._lm.config, self._table)
-        for name, p in self._named.items():
+        for name, parameter in self._parameters.items():
             # Megatron sets this mark only where it draws weights at random. The gradient norm counts unmarked weights
             # once.
-            p.tensor_model_parallel = not self._mapping.replicated(name)  # type: ignore[attr-defined]
+            parameter.tensor_model_parallel = not self._mapping.is_replicated(name)  # type: ignore[attr-defined]
         self._read_shaped(self._folder, self._live_weights())
-        # One reduction at the end of the update; the factor by which gradients are scaled before it is 1, of experts
-        # too, with `calculate_per_token_loss`.
+        # One reduction at the end of the update. With `calculate_per_token_loss` gradients, those of experts too, are
+        # scaled by 1 before it.
         reduction = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
         self._ddp = DistributedDataParallel(self._policy.config, reduction, self._policy)
         table = residency(config, shared=config.offload_optimizer_for_generation)
@@ -82,15 +83,22 @@ class MegatronTrainer(TrainerRank):
         self._optimizer = Optimizer(self._ddp, config, self._dtype)
         self._read_mains()
         self._head = Head(self._policy, config, spec.temperature)
-        cut = megatron_of(config).context_parallel_size
-        multiple = cut * megatron_of(config).tensor_model_parallel_size
-        position = parallel_state.get_context_parallel_rank()
-        self._slicer = PackSlicer(self._lm.model.rotary_emb, self._dtype, multiple, position, cut)
-        self._exporter = Exporter(self._named, self._mapping, self._device)
-        if not megatron_of(config).optimizer_cpu_offload:
+        self._slicer = PackSlicer(
+            self._lm.model.rotary_emb,
+            dtype=self._dtype,
+            multiple=megatron.context_parallel_size * megatron.tensor_model_parallel_size,
+            rank=parallel_state.get_context_parallel_rank(),
+            ranks=megatron.context_parallel_size,
+        )
+        self._exporter = Exporter(self._parameters, self._mapping, self._device)
+        if not megatron.optimizer_cpu_offload:
             self._state.add("optimizer", self._optimizer.device_state())
         self._stage = checkpoint.Stage(
-            self._named, self._mapping, self._optimizer, self._exporter.mirrored, self._state.at_hand
+            parameters=self._parameters,
+            mapping=self._mapping,
+            optimizer=self._optimizer,
+            mirrored=self._exporter.mirrored,
+            at_hand=self._state.at_hand,
         )
         # Engines start meanwhile, or measure the free memory before the first step.
         self.rest()
@@ -104,69 +112,77 @@ class MegatronTrainer(TrainerRank):
         self._emulation.stop()
 
     def _log_probs(self, micro_batches: list[MicroBatch]) -> list[list[NDArray[np.float32]]]:
-        def kept(log_probs: Tensor, entropy: Tensor, packed: Packed, real: bool) -> tuple[Tensor, Tensor]:
-            return log_probs.sum(), log_probs if real else log_probs[:0]
+        def collect_log_probs(
+            log_probs: Tensor, entropy: Tensor, packed: Packed, has_sequence: bool
+        ) -> tuple[Tensor, Tensor]:
+            return log_probs.sum(), log_probs if has_sequence else log_probs[:0]
 
-        found = self._passes(micro_batches, kept, lambda packed: packed.positions, backward=False)
+        outputs = self._pass_stages(micro_batches, collect_log_probs, lambda packed: packed.positions, backward=False)
         lengths = [[len(sequence) for sequence in batch] for batch in micro_batches]
-        # The last stage has them all.
-        columns = torch.cat(found) if found else torch.empty(sum(map(sum, lengths)), device=self._device)
+        # The last stage has the log-probs of all micro-batches.
+        column = torch.cat(outputs) if outputs else torch.empty(sum(map(sum, lengths)), device=self._device)
         if megatron_of(self._config).pipeline_model_parallel_size > 1:
             source = parallel_state.get_pipeline_model_parallel_last_rank()
-            dist.broadcast(columns, source, parallel_state.get_pipeline_model_parallel_group())
-        ends = np.cumsum([sum(batch) for batch in lengths])[:-1]
-        parts = zip(np.split(columns.cpu().numpy(), ends), lengths)
-        return [np.split(part, np.cumsum(batch)[:-1]) if batch else [] for part, batch in parts]
+            dist.broadcast(column, source, parallel_state.get_pipeline_model_parallel_group())
+        batch_ends = np.cumsum([sum(batch) for batch in lengths])[:-1]
+        log_probs_of_batches: list[list[NDArray[np.float32]]] = []
+        for batch_column, batch_lengths in zip(np.split(column.cpu().numpy(), batch_ends), lengths):
+            parts = np.split(batch_column, np.cumsum(batch_lengths)[:-1]) if batch_lengths else []
+            log_probs_of_batches.append(parts)
+        return log_probs_of_batches
 
     def _live_weights(self) -> dict[str, Tensor]:
-        return {name: p.detach() for name, p in self._named.items()}
+        return {name: parameter.detach() for name, parameter in self._parameters.items()}
 
     def _read_weights(self, folder: Path, live: dict[str, Tensor]) -> dict[str, Tensor]:
-        weights = {name: torch.empty(p.shape, dtype=p.dtype) for name, p in live.items()}
+        weights = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in live.items()}
         self._read_shaped(folder, weights)
         return weights
 
     def _run_passes(
         self, micro_batches: list[MicroBatch], loss: Loss, metrics: MetricAccumulator, *, backward: bool
     ) -> None:
-        def of_loss(log_probs: Tensor, entropy: Tensor, packed: Packed, real: bool) -> tuple[Tensor, LossOutput]:
-            # An empty micro-batch has 0, with a gradient, so that the collectives still run.
-            output = (
-                loss(token_batch(packed, log_probs, entropy)) if real else LossOutput(log_probs.sum() + entropy.sum())
-            )
+        def compute_loss(
+            log_probs: Tensor, entropy: Tensor, packed: Packed, has_sequence: bool
+        ) -> tuple[Tensor, LossOutput]:
+            if has_sequence:
+                output = loss(token_batch(packed, log_probs, entropy))
+            else:
+                # 0 with a gradient, so that the collectives still run.
+                output = LossOutput(log_probs.sum() + entropy.sum())
             return output.loss, output
 
-        outputs = self._passes(micro_batches, of_loss, lambda packed: packed.mask, backward=backward)
+        outputs = self._pass_stages(micro_batches, compute_loss, lambda packed: packed.mask, backward=backward)
         # The ranks of the last stage have equal outputs, and one rank counts.
         if parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0:
             for output in outputs:
                 metrics.add(output)
 
-    def _passes(
-        self, micro_batches: list[MicroBatch], finish: Finish, chosen: Callable[[Packed], Tensor], *, backward: bool
+    def _pass_stages(
+        self, micro_batches: list[MicroBatch], finish: Finish, marks: Callable[[Packed], Tensor], *, backward: bool
     ) -> list[Any]:
-        """Pass every micro-batch through all stages. Return the values that `finish` kept on the last stage, nothing
-        elsewhere.
+        """Pass every micro-batch through all stages. Return the outputs of `finish` on the last stage, an empty list on
+        other stages.
 
-        chosen: the tokens [T] whose log-probs are computed, where it is not 0.
+        marks: returns a number for each token [T]. Log-probs are computed of the tokens whose number is not 0.
         """
         self._ddp.train(backward)
         packs = ((pack(batch, self._device), bool(batch)) for batch in micro_batches)
 
-        def forward(waiting: Iterator[tuple[Packed, bool]], model: Any) -> tuple[Tensor, Any]:
-            packed, real = next(waiting)
-            given = self._slicer(packed)
+        def forward(remaining_packs: Iterator[tuple[Packed, bool]], model: Any) -> tuple[Tensor, Any]:
+            packed, has_sequence = next(remaining_packs)
+            inputs = self._slicer(packed)
 
-            def finished(hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
-                log_probs, entropy = self._head(hidden, given, packed, chosen(packed).nonzero()[:, 0])
-                loss, kept = finish(log_probs, entropy, packed, real)
-                # Three, of which the second would count tokens: of two, Megatron scales the loss by context-parallel
+            def finish_pass(hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
+                log_probs, entropy = self._head(hidden, inputs, packed, marks(packed).nonzero()[:, 0])
+                loss, output = finish(log_probs, entropy, packed, has_sequence)
+                # Three, of which the second would count tokens: with two, Megatron scales the loss by context-parallel
                 # size and micro-batches.
-                return loss, torch.zeros((), dtype=torch.int), kept
+                return loss, torch.zeros((), dtype=torch.int), output
 
-            return model(given.tokens, given.positions, given.pack), finished
+            return model(inputs.tokens, inputs.positions, inputs.pack), finish_pass
 
-        found: list[Any] = get_forward_backward_func()(
+        outputs: list[Any] = get_forward_backward_func()(
             forward_step_func=forward,
             data_iterator=packs,
             model=[self._ddp],
@@ -175,7 +191,7 @@ class MegatronTrainer(TrainerRank):
             micro_batch_size=1,
             forward_only=not backward,
         )
-        return found
+        return outputs
 
     def _zero_gradients(self) -> None:
         self._optimizer.zero_grad()
@@ -197,8 +213,11 @@ class MegatronTrainer(TrainerRank):
 
     def _shards(self) -> list[Shard]:
         # Heads of q, k and v lie apart, by groups, and so are several shards of a tensor.
-        parts = (part for name, p in self._named.items() for part in self._mapping.parts(name, p.detach()))
-        return [Shard(part.name, part.start, part.view) for part in parts]
+        shards = []
+        for name, parameter in self._parameters.items():
+            for part in self._mapping.parts(name, parameter.detach()):
+                shards.append(Shard(part.name, part.start, part.view))
+        return shards
 
     def _initialize_parallel(self) -> None:
         seed = self._spec.seed + self._spec.rank
@@ -213,21 +232,21 @@ class MegatronTrainer(TrainerRank):
         """Fill tensors that are shaped like the parameters from a Hugging Face folder."""
         files = hf_folder.WeightFiles(folder)
         for name, tensor in weights.items():
-            read(self._mapping.parts(name, tensor), files.part)
+            read_parts(self._mapping.parts(name, tensor), files.part)
 
     def _read_mains(self) -> None:
         """Read the float32 weights that are updated from a folder of float32: Megatron makes them of rounded ones."""
         files = hf_folder.WeightFiles(self._folder)
         if self._dtype == torch.float32 or files.dtype(self._table.sent[0].name) != torch.float32:
             return
-        for name, parameter in self._named.items():
+        for name, parameter in self._parameters.items():
             if slot := self._optimizer.slots.get(parameter):
-                whole = torch.empty(parameter.shape, dtype=torch.float32)
-                read(self._mapping.parts(name, whole), files.part)
-                slot.main.copy_(whole.view(-1)[slot.start : slot.stop])
+                whole_tensor = torch.empty(parameter.shape, dtype=torch.float32)
+                read_parts(self._mapping.parts(name, whole_tensor), files.part)
+                slot.main.copy_(whole_tensor.view(-1)[slot.start : slot.stop])
 
-    def _saved(self, *, moments: bool = True) -> dict[str, TensorShard]:
-        return checkpoint.saved(self._stage, self._updates, moments)
+    def _state_shards(self, *, moments: bool = True) -> dict[str, TensorShard]:
+        return checkpoint.copy_shards(self._stage, self._updates, moments)
 
     def _load_checkpoint(self, folder: Path) -> None:
         checkpoint.load(folder, self._stage, self._updates)

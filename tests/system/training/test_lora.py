@@ -183,7 +183,7 @@ def test_an_export_written_while_training_goes_on_has_the_adapters_of_its_moment
         assert not begun.uncopied
         # The thread may write before this update or after it.
         train(one)
-        assert one.saving.written(None)
+        assert one.saving.wait_for_files(None)
         assert any(not torch.equal(after, saved[name]) for name, after in weights(one).items())
         one.load(tmp_path / "state")
         assert_same(log_probs(one), expected)

@@ -67,7 +67,7 @@ def test_compiled_parts_of_two_tensor_ranks_train_alike(tmp_path: Path) -> None:
 @pytest.mark.long  # over a minute each
 @pytest.mark.parametrize(("wide", "options"), [(False, {}), (False, RECOMPUTE), (True, {})])
 def test_packs_of_other_sizes_are_compiled_for_once(wide: bool, options: dict[str, Any], tmp_path: Path) -> None:
-    from rlctl.training.megatron.attention import turned
+    from rlctl.training.megatron.attention import rotate_pair
     from rlctl.training.megatron.model import rms_norm
 
     def work(most: int) -> None:
@@ -84,5 +84,5 @@ def test_packs_of_other_sizes_are_compiled_for_once(wide: bool, options: dict[st
         graphs(64)
         # Norms of hidden states and of heads, with gradient and without.
         assert variants(rms_norm) >= 4
-        assert variants(turned) >= 2
+        assert variants(rotate_pair) >= 2
         assert [graphs(most) for most in (20, 45, 64)] == [0, 0, 0]

@@ -30,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def moves(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU tensors move as those of a device do: into the host buffer, their own memory freed."""
-    monkeypatch.setattr(offload, "_on_device", list)
+    monkeypatch.setattr(offload, "_select_movable", list)
 
 
 def steps(one: FsdpTrainer, count: int) -> list[Any]:

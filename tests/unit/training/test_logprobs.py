@@ -122,7 +122,7 @@ def test_kept_logits_are_not_made_twice_and_change_no_bit(kept: int, again: int)
     for rows in (0, kept):
         hidden, weight, targets = example()
         hidden.requires_grad_(), weight.requires_grad_()
-        log_probs, entropy = chunked_log_probs(hidden, weight, targets, 0.7, 5, kept=rows)
+        log_probs, entropy = chunked_log_probs(hidden, weight, targets, 0.7, 5, kept_rows=rows)
         with Products() as products:
             (log_probs - entropy).sum().backward()
         found.append((log_probs, entropy, hidden.grad, weight.grad))
@@ -153,7 +153,7 @@ def test_logits_are_kept_for_a_backward_pass_alone(gradient: bool, alive: int) -
     hidden, weight, targets = example()
     weight.requires_grad_()
     with torch.set_grad_enabled(gradient), Products() as products:
-        chunked_log_probs(hidden, weight, targets, 1.0, 5, kept=100)
+        chunked_log_probs(hidden, weight, targets, 1.0, 5, kept_rows=100)
     assert products.alive == alive
 
 

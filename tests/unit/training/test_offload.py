@@ -37,7 +37,7 @@ def table() -> Residency:
 @pytest.fixture
 def everything_moves(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Even the state of a CPU trainer."""
-    monkeypatch.setattr(offload, "_on_device", list)
+    monkeypatch.setattr(offload, "_select_movable", list)
     yield
 
 

@@ -14,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlctl.training import rank_checkpoint
-from rlctl.training.rank_checkpoint import RankSave, StateCopies, TensorShard, copied_once, locked_parts
+from rlctl.training.rank_checkpoint import RankSave, StateCopies, TensorShard, locked_parts, shards_by_id
 
 CPU = torch.device("cpu")
 
 
 def state(*sizes: int) -> dict[int, TensorShard]:
-    return {n: TensorShard.whole(torch.arange(size, dtype=torch.float32) + n) for n, size in enumerate(sizes)}
+    return {n: TensorShard.from_whole(torch.arange(size, dtype=torch.float32) + n) for n, size in enumerate(sizes)}
 
 
 def sizes(shards: dict[int, TensorShard]) -> list[int]:
@@ -34,8 +34,8 @@ def place(copies: dict[int, TensorShard]) -> int:
 def test_a_save_finds_the_memory_that_was_taken_for_it_and_the_next_one_finds_it_again() -> None:
     shards, copies = state(3, 1000, 0, 7), StateCopies(CPU, 1)
     copies.prepare(sizes(shards))
-    assert copies._room
-    room = copies._room.result(10.0)
+    assert copies._buffer
+    room = copies._buffer.result(10.0)
     for version in range(2):
         for shard in shards.values():
             shard.tensor.add_(version)
@@ -80,15 +80,15 @@ def test_files_that_are_written_as_the_wait_for_them_ends_are_told(
     monkeypatch.setattr(rank_checkpoint, "Future", Late)
     save = RankSave(0, 1, CPU, "nothing")
     save.begin(tmp_path, {}, 3, {}, None, copied=False)
-    written = save.written(0.01)
+    written = save.wait_for_files(0.01)
     assert written and [Path(name).is_file() for name in written.files] == [True]
 
 
 def test_memory_of_other_sizes_is_free_before_it_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     copies, alive = StateCopies(CPU, 1), list[bool]()
     copies.take(state(100))
-    assert copies._room
-    before = weakref.ref(copies._room.result())
+    assert copies._buffer
+    before = weakref.ref(copies._buffer.result())
 
     def free() -> SimpleNamespace:
         alive.append(before() is not None)
@@ -115,7 +115,7 @@ def test_too_little_memory_is_said_by_the_save_that_needs_it() -> None:
 
 def test_a_tensor_of_state_and_export_is_copied_once() -> None:
     one, other = state(1, 2).values()
-    assert list(copied_once({"model.a": one}, {"a": one, "buffer": other}).values()) == [one, other]
+    assert list(shards_by_id({"model.a": one}, {"a": one, "buffer": other}).values()) == [one, other]
 
 
 @given(st.lists(st.integers(0, 5000), max_size=20))

@@ -66,17 +66,17 @@ LOSS = NllLoss()
 
 
 @pytest.mark.parametrize(
-    ("metrics", "skipped"),
+    ("metrics", "skip_cause"),
     [
         ({}, "it has no token to train on"),
         ({"train/grad_norm": 0.0}, "its gradient is exactly 0"),
         ({"train/grad_norm": 1e-30, "train/lr": 1.0}, ""),
     ],
 )
-def test_an_update_says_why_it_made_no_optimizer_step(metrics: dict[str, float], skipped: str) -> None:
+def test_an_update_says_why_it_made_no_optimizer_step(metrics: dict[str, float], skip_cause: str) -> None:
     with client(Recorder(metrics)).update(LOSS) as update:
         update.accumulate([sequence(5)])
-    assert update.skipped == skipped
+    assert update.skip_cause == skip_cause
 
 
 def test_an_update_of_one_part_is_one_call_and_may_be_prepared_before() -> None:
