@@ -39,6 +39,6 @@ def check(
     settled = load("grpo", None, [f"grpo.loss.name={name}", *keys]).settled
     results = check_loss(make_loss(settled))
     for each in results:
-        say(f"failed  {each.what}: {each.problem}" if each.problem else f"holds   {each.what}")
+        say(f"failed  {each.name}: {each.problem}" if each.problem else f"holds   {each.name}")
     if any(each.problem for each in results):
         raise typer.Exit(FAILED)

@@ -297,7 +297,7 @@ def agreement(
     found = judge(gap, trainer.dtype, rounding, bound)
     error = gap.token_mult_prob_error
     text = f"token_mult_prob_error {error:.6f} over {gap.tokens} tokens, {when}; allowed: {bound:.6g}"
-    text += f", or rounding: {found.why}" if found.why else ""
+    text += f", or rounding: {found.explanation}" if found.explanation else ""
     text += "" if found.agree else f". {trainer.rank.suspects(where)}"
     return Finding("trainer = engine", text, found.agree, {"token_mult_prob_error": error})
 

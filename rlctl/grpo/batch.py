@@ -8,6 +8,7 @@ A batch gets its advantages with the last column that they need: at once from `m
 from collections.abc import Container, Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,12 +32,13 @@ class TaskOutcomes:
     filtered: dict[str, list[str]] = field(default_factory=dict)
     dropped: dict[str, list[str]] = field(default_factory=dict)
 
-    def add(self, more: "TaskOutcomes") -> None:
+    def add(self, other: "TaskOutcomes") -> None:
         """Add the outcomes of another batch."""
-        self.trained += more.trained
-        for mine, theirs in ((self.filtered, more.filtered), (self.dropped, more.dropped)):
-            for reason, ids in theirs.items():
-                mine.setdefault(reason, []).extend(ids)
+        self.trained += other.trained
+        for reason, ids in other.filtered.items():
+            self.filtered.setdefault(reason, []).extend(ids)
+        for reason, ids in other.dropped.items():
+            self.dropped.setdefault(reason, []).extend(ids)
 
 
 @dataclass(frozen=True)
@@ -75,20 +77,23 @@ class TrainingBatch:
     left_out: list[LeftOut]
 
     @classmethod
-    def joined(cls, parts: "Rows[TrainingBatch]", groups: Rows[int]) -> "TrainingBatch":
-        """Return several batches as one. groups: number of groups of each."""
+    def join(cls, batches: "Rows[TrainingBatch]", groups: Rows[int]) -> "TrainingBatch":
+        """Return several batches as one. groups: number of groups of each batch."""
         outcomes = TaskOutcomes()
-        for part in parts:
-            outcomes.add(part.outcomes)
+        for batch in batches:
+            outcomes.add(batch.outcomes)
         starts = np.cumsum([0, *groups[:-1]])
-        scored = [replace(part.scored, group=part.scored.group + start) for part, start in zip(parts, starts)]
-        cut = np.concatenate([part.cut for part in parts])
-        firsts = np.cumsum([0, *map(len, scored[:-1])])
-        rows = np.concatenate([part.rows + first for part, first in zip(parts, firsts)])
-        sequences = [sequence for part in parts for sequence in part.sequences]
-        places = [place for part in parts for place in part.places]
-        left_out = [each for part in parts for each in part.left_out]
-        return cls(sequences, ScoredRollouts.joined(scored), cut, rows, outcomes, places, left_out)
+        scored = [replace(batch.scored, group=batch.scored.group + start) for batch, start in zip(batches, starts)]
+        first_rows = np.cumsum([0, *map(len, scored[:-1])])
+        return cls(
+            sequences=list(chain.from_iterable(batch.sequences for batch in batches)),
+            scored=ScoredRollouts.join(scored),
+            cut=np.concatenate([batch.cut for batch in batches]),
+            rows=np.concatenate([batch.rows + first for batch, first in zip(batches, first_rows)]),
+            outcomes=outcomes,
+            places=list(chain.from_iterable(batch.places for batch in batches)),
+            left_out=list(chain.from_iterable(batch.left_out for batch in batches)),
+        )
 
     @property
     def owners(self) -> NDArray[np.int64]:
@@ -118,15 +123,17 @@ def make_batch(
     version: of the weights that are trained; then sequences tell how many steps old each token is. Without advantages,
     if these read columns that are computed: `add_column` brings both.
     """
-    outcomes, left_out = TaskOutcomes(), list[LeftOut]()
-    owners, rollouts = list[int](), list[Rollout]()
+    outcomes = TaskOutcomes()
+    left_out: list[LeftOut] = []
+    owners: list[int] = []
+    rollouts: list[Rollout] = []
     for index, group in enumerate(groups):
-        bad = _not_finite(group)
-        left_out += bad.values()
-        scored = _scored(group, bad)
+        bad_rollouts = _find_bad_rollouts(group)
+        left_out += bad_rollouts.values()
+        scored = _scored_rollouts(group, bad_rollouts)
         if not scored:
-            why = NOT_FINITE if bad else "no rollout could be scored"
-            outcomes.dropped.setdefault(why, []).append(group.task.id)
+            cause = NOT_FINITE if bad_rollouts else "no rollout could be scored"
+            outcomes.dropped.setdefault(cause, []).append(group.task.id)
             continue
         if reason := why_left_out(scored, config):
             outcomes.filtered.setdefault(reason, []).append(group.task.id)
@@ -135,15 +142,22 @@ def make_batch(
         owners += [index] * len(scored)
         rollouts += [rollout for rollout, _ in scored]
     cut = np.array([config.overlong.mask and rollout.is_cut for rollout in rollouts], np.bool_)
-    rows, samples = list[int](), list[TrainingSample]()
+    rows: list[int] = []
+    samples: list[TrainingSample] = []
     for index, rollout in enumerate(rollouts):
         if advantage.columns or not cut[index]:
-            number = index if len(rollout.rows) > 1 else None
-            samples += [training_sample(row, None, version, number) for row in rollout.rows]
+            rollout_number = index if len(rollout.rows) > 1 else None
+            samples += [training_sample(row, None, version, rollout_number) for row in rollout.rows]
             rows += [index] * len(rollout.rows)
-    places = [(rollouts[row].id.task, rollouts[row].id.index) for row in rows]
-    columns = ScoredRollouts.read(rollouts, owners)
-    batch = TrainingBatch(samples, columns, cut, np.array(rows, np.int64), outcomes, places, left_out)
+    batch = TrainingBatch(
+        sequences=samples,
+        scored=ScoredRollouts.read(rollouts, owners),
+        cut=cut,
+        rows=np.array(rows, np.int64),
+        outcomes=outcomes,
+        places=[(rollouts[row].id.task, rollouts[row].id.index) for row in rows],
+        left_out=left_out,
+    )
     return _with_advantages(batch, advantage)
 
 
@@ -152,40 +166,53 @@ def why_it_teaches_nothing(config: GrpoSection, group: RolloutGroup) -> str | No
 
     A group without a rollout that was scored is kept: it is dropped, and counted among the failures.
     """
-    scored = _scored(group, _not_finite(group))
+    scored = _scored_rollouts(group, _find_bad_rollouts(group))
     return why_left_out(scored, config) if scored and config.dynamic_sampling.filter else None
 
 
 def is_uniform(group: RolloutGroup) -> bool:
     """Return whether the rollouts that `make_batch` leaves in have one reward."""
-    return len({value for _, value in _scored(group, _not_finite(group))}) == 1
+    return len({reward for _, reward in _scored_rollouts(group, _find_bad_rollouts(group))}) == 1
 
 
-def _scored(group: RolloutGroup, bad: Container[int]) -> list[tuple[Rollout, float]]:
-    """Return rollout and reward of each rollout that has one, without those at `bad`."""
-    pairs = [(rollout, rollout.reward) for rollout in group.rollouts if rollout.id.index not in bad]
+def _scored_rollouts(group: RolloutGroup, bad_rollouts: Container[int]) -> list[tuple[Rollout, float]]:
+    """Return each scored rollout with its reward. bad_rollouts: indices of the rollouts to leave out."""
+    pairs = [(rollout, rollout.reward) for rollout in group.rollouts if rollout.id.index not in bad_rollouts]
     return [(rollout, reward) for rollout, reward in pairs if reward is not None]
 
 
-def _not_finite(group: RolloutGroup) -> dict[int, LeftOut]:
+def _find_bad_rollouts(group: RolloutGroup) -> dict[int, LeftOut]:
     """Return the rollouts with a log-prob of the generator that is not finite, by their index."""
-    found = {}
+    bad_rollouts = {}
     for rollout in group.rollouts:
-        at = group.task.id, rollout.id.index
-        if left_out := _left_out_rollout(*at, ROLLOUT_LOG_PROB.name, rollout.log_probs, rollout.sampled):
-            found[rollout.id.index] = left_out
-    return found
+        place = (group.task.id, rollout.id.index)
+        if left_out := _find_bad_token(place, ROLLOUT_LOG_PROB.name, rollout.log_probs, rollout.sampled):
+            bad_rollouts[rollout.id.index] = left_out
+    return bad_rollouts
 
 
-def _left_out_rollout(
-    task: str, index: int, column: str, values: NDArray[np.float32], sampled: NDArray[np.bool_]
+def _find_bad_token(
+    place: tuple[str, int], column: str, values: NDArray[np.float32], sampled: NDArray[np.bool_]
 ) -> LeftOut | None:
-    """Name the first sampled token at which a column is not finite. values, sampled: [T] of a trajectory."""
+    """Return the first sampled token at which a column is not finite; None if every sampled token is finite.
+
+    place: prompt's id and rollout's index. values, sampled: [T] of a trajectory.
+    """
     finite = np.isfinite(values)
-    # As nearly always: an array fewer for each of a step's rollouts.
-    if finite.all() or not len(bad := np.flatnonzero(sampled & ~finite)):
+    # Nearly always true. It saves an array for each of a step's rollouts.
+    if finite.all():
         return None
-    return LeftOut(task, index, int(np.count_nonzero(sampled[: bad[0]])), column, str(float(values[bad[0]])))
+    bad_tokens = np.flatnonzero(sampled & ~finite)
+    if not len(bad_tokens):
+        return None
+    first = bad_tokens[0]
+    return LeftOut(
+        prompt_id=place[0],
+        rollout=place[1],
+        token=int(np.count_nonzero(sampled[:first])),
+        column=column,
+        value=str(float(values[first])),
+    )
 
 
 def add_column(
@@ -196,90 +223,112 @@ def add_column(
     A rollout whose values are not finite is left out, as `make_batch` does with one of the generator: its reward
     counts in no baseline.
     """
-    found = dict[int, LeftOut]()
-    for row, place, sequence, own in zip(batch.rows, batch.places, batch.sequences, values):
-        if bad := _left_out_rollout(*place, name, own, sequence.mask):
-            found.setdefault(int(row), bad)
-    kept = np.flatnonzero(~np.isin(batch.rows, list(found)))
-    sequences = with_column(batch.sequences, name, values)
-    more = replace(batch, sequences=sequences, left_out=[*batch.left_out, *found.values()])
-    if found:
-        more = _select_sequences(more, kept, config)
-    is_due = found or any(ADVANTAGE.name not in sequence.columns for sequence in more.sequences)
-    return _with_advantages(more, advantage) if is_due else more
+    bad_rollouts: dict[int, LeftOut] = {}
+    for row, place, sequence, column in zip(batch.rows, batch.places, batch.sequences, values):
+        if left_out := _find_bad_token(place, name, column, sequence.mask):
+            bad_rollouts.setdefault(int(row), left_out)
+    finite_sequences = np.flatnonzero(~np.isin(batch.rows, list(bad_rollouts)))
+    extended = replace(
+        batch,
+        sequences=with_column(batch.sequences, name, values),
+        left_out=[*batch.left_out, *bad_rollouts.values()],
+    )
+    if bad_rollouts:
+        extended = _select_sequences(extended, finite_sequences, config)
+    is_due = bad_rollouts or any(ADVANTAGE.name not in sequence.columns for sequence in extended.sequences)
+    return _with_advantages(extended, advantage) if is_due else extended
 
 
-def _select_sequences(batch: TrainingBatch, kept: NDArray[np.int64], config: GrpoSection) -> TrainingBatch:
-    """Return the batch of these sequences, with outcomes as `make_batch` would give."""
-    scored, counts, reasons = batch.scored, np.ones(len(batch.scored), np.bool_), dict[int, str]()
-    counts[np.delete(batch.rows, kept)] = False
-    # A group all of whose sequences are left out has none but masked rollouts.
-    trained = np.unique(scored.group[batch.rows[kept][~batch.cut[batch.rows[kept]]]])
-    counts &= np.isin(scored.group, trained)
-    for each in map(int, trained):
-        members = counts & (scored.group == each)
-        rewards, right = scored.reward[members].tolist(), scored.right[members].tolist()
+def _select_sequences(batch: TrainingBatch, finite: NDArray[np.int64], config: GrpoSection) -> TrainingBatch:
+    """Return the batch of the `finite` sequences, with the outcomes that `make_batch` would give."""
+    scored = batch.scored
+    counts = np.ones(len(scored), np.bool_)
+    counts[np.delete(batch.rows, finite)] = False
+    # A group is trained if one of its finite sequences is not masked.
+    trained_groups = np.unique(scored.group[batch.rows[finite][~batch.cut[batch.rows[finite]]]])
+    counts &= np.isin(scored.group, trained_groups)
+    filter_reasons: dict[int, str] = {}
+    for group in trained_groups.tolist():
+        members = counts & (scored.group == group)
+        rewards = scored.reward[members].tolist()
+        right = scored.right[members].tolist()
         if reason := why_nothing(rewards, right, config.dynamic_sampling.filter):
-            reasons[each] = reason
+            filter_reasons[group] = reason
             counts &= ~members
-    filtered = {batch.places[i][0]: reasons[owner] for i in kept if (owner := int(batch.owners[i])) in reasons}
-    kept = kept[counts[batch.rows[kept]]]
-    rows = (np.cumsum(counts) - 1)[batch.rows[kept]]
-    sequences, places = [batch.sequences[i] for i in kept], [batch.places[i] for i in kept]
-    outcomes = _without(batch.outcomes, {name for name, _ in places}, filtered)
-    return TrainingBatch(sequences, scored.only(counts), batch.cut[counts], rows, outcomes, places, batch.left_out)
+    filtered: dict[str, str] = {}
+    for index in finite:
+        reason = filter_reasons.get(int(batch.owners[index]))
+        if reason is not None:
+            filtered[batch.places[index][0]] = reason
+    selected = finite[counts[batch.rows[finite]]]
+    places = [batch.places[index] for index in selected]
+    return TrainingBatch(
+        sequences=[batch.sequences[index] for index in selected],
+        scored=scored.select(counts),
+        cut=batch.cut[counts],
+        rows=(np.cumsum(counts) - 1)[batch.rows[selected]],
+        outcomes=_restrict_outcomes(batch.outcomes, {task_id for task_id, _ in places}, filtered),
+        places=places,
+        left_out=batch.left_out,
+    )
 
 
 def _with_advantages(batch: TrainingBatch, advantage: Advantage) -> TrainingBatch:
     """Return the batch to train, with its advantages; unchanged while a column that they need is missing."""
-    if any(name not in sequence.columns for sequence in batch.sequences for name in advantage.columns):
+    needed_columns = set(advantage.columns)
+    if not all(sequence.columns.keys() >= needed_columns for sequence in batch.sequences):
         return batch
-    parts: list[list[TrainingSample]] = [[] for _ in range(len(batch.scored))]
+    sequences_by_rollout: list[list[TrainingSample]] = [[] for _ in range(len(batch.scored))]
     for sequence, row in zip(batch.sequences, batch.rows):
-        parts[row].append(sequence)
+        sequences_by_rollout[row].append(sequence)
     scored = batch.scored
     if not scored.columns:
-        # From here on they are kept: the sequences of cut rollouts go below.
-        scored = replace(scored, columns={name: _sampled_column(parts, name) for name in advantage.columns})
-    worth = token_advantages(advantage, scored)
+        # `scored` has the columns from here on: the sequences of cut rollouts are dropped below.
+        columns = {name: _sampled_column(sequences_by_rollout, name) for name in advantage.columns}
+        scored = replace(scored, columns=columns)
+    advantages = token_advantages(advantage, scored)
     # The sequences of a rollout share its advantages, one after the other.
-    sequences = []
-    for part, values in zip(parts, worth):
-        ends = np.cumsum([int(np.count_nonzero(each.mask)) for each in part])[:-1]
-        sequences += [
-            replace(each, columns={**each.columns, ADVANTAGE.name: _at(each.mask, own)})
-            for each, own in zip(part, np.split(values, ends))
-        ]
+    advantaged = []
+    for sequences, rollout_advantages in zip(sequences_by_rollout, advantages):
+        ends = np.cumsum([int(np.count_nonzero(sequence.mask)) for sequence in sequences])[:-1]
+        for sequence, sampled_advantages in zip(sequences, np.split(rollout_advantages, ends)):
+            column = _spread_over_tokens(sequence.mask, sampled_advantages)
+            advantaged.append(replace(sequence, columns={**sequence.columns, ADVANTAGE.name: column}))
     trained = np.flatnonzero(~batch.cut[batch.rows])
     return replace(
         batch,
         scored=scored,
-        sequences=[sequences[i] for i in trained],
+        sequences=[advantaged[index] for index in trained],
         rows=batch.rows[trained],
-        places=[batch.places[i] for i in trained],
+        places=[batch.places[index] for index in trained],
     )
 
 
-def _sampled_column(parts: Rows[Rows[TrainingSample]], name: str) -> list[NDArray[np.float32]]:
-    """Return a column at the sampled tokens of each rollout. parts: sequences of each."""
-    return [np.concatenate([each.columns[name][each.mask] for each in part]) for part in parts]
+def _sampled_column(sequences_by_rollout: Rows[Rows[TrainingSample]], name: str) -> list[NDArray[np.float32]]:
+    """Return a column at the sampled tokens of each rollout."""
+    return [
+        np.concatenate([sequence.columns[name][sequence.mask] for sequence in sequences])
+        for sequences in sequences_by_rollout
+    ]
 
 
-def _without(outcomes: TaskOutcomes, left: set[str], filtered: Mapping[str, str]) -> TaskOutcomes:
-    """Return the outcomes where trained prompts that are not `left` are filtered or dropped. filtered: id -> reason."""
-    now = TaskOutcomes([name for name in outcomes.trained if name in left])
-    now.add(TaskOutcomes(filtered=outcomes.filtered, dropped=outcomes.dropped))
-    for name in outcomes.trained:
-        if name in filtered:
-            now.filtered.setdefault(filtered[name], []).append(name)
-        elif name not in left:
-            now.dropped.setdefault(NOT_FINITE, []).append(name)
-    return now
+def _restrict_outcomes(outcomes: TaskOutcomes, trained: set[str], filtered: Mapping[str, str]) -> TaskOutcomes:
+    """Return the outcomes with `trained` alone as trained; others are filtered or dropped. filtered: id -> reason."""
+    restricted = TaskOutcomes([task_id for task_id in outcomes.trained if task_id in trained])
+    restricted.add(TaskOutcomes(filtered=outcomes.filtered, dropped=outcomes.dropped))
+    for task_id in outcomes.trained:
+        if task_id in filtered:
+            restricted.filtered.setdefault(filtered[task_id], []).append(task_id)
+        elif task_id not in trained:
+            restricted.dropped.setdefault(NOT_FINITE, []).append(task_id)
+    return restricted
 
 
 def with_column(sequences: Rows[TrainingSample], name: str, values: Rows[NDArray[np.float32]]) -> list[TrainingSample]:
     """Return the sequences with one more column."""
-    return [replace(one, columns={**one.columns, name: own}) for one, own in zip(sequences, values)]
+    return [
+        replace(sequence, columns={**sequence.columns, name: column}) for sequence, column in zip(sequences, values)
+    ]
 
 
 def training_sample(
@@ -294,14 +343,14 @@ def training_sample(
     """
     columns = {ROLLOUT_LOG_PROB.name: row.log_probs}
     if advantage is not None:
-        columns[ADVANTAGE.name] = _at(row.sampled, advantage)
+        columns[ADVANTAGE.name] = _spread_over_tokens(row.sampled, advantage)
     if version is not None:
         columns[AGE.name] = np.where(row.sampled, version - row.versions, 0).astype(np.float32)
     return TrainingSample(row.tokens, row.sampled, columns, rollout)
 
 
-def _at(sampled: NDArray[np.bool_], values: NDArray[np.float32] | float) -> NDArray[np.float32]:
-    """Return the values of the sampled tokens at their places, and 0 elsewhere. sampled: bool [T]."""
+def _spread_over_tokens(sampled: NDArray[np.bool_], values: NDArray[np.float32] | float) -> NDArray[np.float32]:
+    """Return the values of the sampled tokens at their positions, and 0 elsewhere. sampled: bool [T]."""
     column = np.zeros(len(sampled), np.float32)
     column[sampled] = values
     return column

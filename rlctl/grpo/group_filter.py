@@ -11,7 +11,8 @@ from rlctl.config.grpo_schema import GrpoSection
 from rlctl.rollout.types import Rollout
 
 UNIFORM = "all rewards equal"
-RIGHT, WRONG = "all answers right", "all answers wrong"
+RIGHT = "all answers right"
+WRONG = "all answers wrong"
 TRUNCATED = "all answers cut at generation.max_new_tokens"
 Filter = Literal["rewards", "accuracy"] | None
 

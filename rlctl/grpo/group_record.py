@@ -77,8 +77,10 @@ def _outcome_text(task: str, outcomes: TaskOutcomes) -> str:
 def _rollout_record(
     rollout: Rollout, prompt: Sequence[int], decode: Decode, advantages: NDArray[np.float32] | None
 ) -> dict[str, Any]:
-    score, worth = rollout.score, np.zeros(0) if advantages is None else advantages
+    score = rollout.score
+    worth = np.zeros(0) if advantages is None else advantages
     varied = {"advantages": [float(worth.min()), float(worth.max())]} if len(worth) and np.ptp(worth) else {}
+    versions, counts = np.unique(rollout.sampled_versions, return_counts=True)
     return {
         "index": rollout.id.index,
         "text": _text_parts(rollout, prompt, decode),
@@ -91,7 +93,7 @@ def _rollout_record(
         "failed": score.failed if score else None,
         "advantage": float(worth.mean()) if len(worth) else None,
         **varied,
-        "versions": {str(v): int(n) for v, n in zip(*np.unique(rollout.sampled_versions, return_counts=True))},
+        "versions": {str(version): int(count) for version, count in zip(versions, counts)},
     }
 
 
@@ -103,7 +105,8 @@ def _text_parts(rollout: Rollout, prompt: Sequence[int], decode: Decode) -> list
     """Return the text after the prompt as pairs of a text and if it was sampled; the whole text where the prompt
     differs."""
     start = len(prompt) if rollout.tokens[: len(prompt)].tolist() == list(prompt) else 0
-    tokens, sampled = rollout.tokens[start:], rollout.sampled[start:]
+    tokens = rollout.tokens[start:]
+    sampled = rollout.sampled[start:]
     edges = np.flatnonzero(np.diff(sampled)) + 1
     pieces = [piece for piece in np.split(tokens, edges) if len(piece)]
     marks = [bool(piece[0]) for piece in np.split(sampled, edges) if len(piece)]

@@ -17,8 +17,11 @@ class FailedShare(Ceiling):
     cause: Callable[[], str] = str
 
     def find(self, metrics: Metrics) -> Finding:
-        found = super().find(metrics)
-        return found and (*found[:2], f"{found[2]}; most of them {self.cause()}")
+        finding = super().find(metrics)
+        if finding is None:
+            return None
+        value, bound, text = finding
+        return value, bound, f"{text}; most of them {self.cause()}"
 
 
 def grpo_health(
@@ -43,7 +46,8 @@ def grpo_health(
             FIRST_CLIPPED.name,
             bounds.max_clipped_share,
             f"{loss} clips {{value:.0%}} of the tokens before the policy has moved, at most {{bound:.0%}} "
-            f"(health.max_clipped_share): its bounds hold the gap between engine and trainer; {_wider(settled)}",
+            "(health.max_clipped_share): its bounds hold the gap between engine and trainer; "
+            f"{_bounds_remedy(settled)}",
         ),
         FailedShare(
             "tool_raised",
@@ -113,20 +117,20 @@ def _off_policy(bound: float) -> Ceiling:
 def _mismatch_ceiling(settled: SettledGrpo, bound: float | None) -> Ceiling:
     configured = settled.config.health.max_token_mult_prob_error
     allowed = configured if bound is None else bound
-    why = "" if allowed == configured else f"={configured:g}, and twice the rounding that the probe found"
+    source = "" if allowed == configured else f"={configured:g}, and twice the rounding that the probe found"
     # A step's own mismatch holds the tokens' age in an asynchronous run, and else the cut by top_p and top_k.
     metric = PARITY.name if settled.config.compares_apart else STEP_MISMATCH.name
     return Ceiling(
         "mismatch",
         metric,
         allowed,
-        f"{metric} is {{value:.4g}}, at most {{bound:.4g}} (health.max_token_mult_prob_error{why}): the engine "
+        f"{metric} is {{value:.4g}}, at most {{bound:.4g}} (health.max_token_mult_prob_error{source}): the engine "
         "computes other log-probs than the trainer does with the same weights",
     )
 
 
-def _wider(settled: SettledGrpo) -> str:
-    """Return the keys that let the bounds hold the policy's own movement alone."""
+def _bounds_remedy(settled: SettledGrpo) -> str:
+    """Return the advice that lets the bounds hold the policy's own movement alone."""
     if isinstance(settled.config.grpo.loss, DppoLossSection):
         return "raise grpo.loss.mask_low and grpo.loss.mask_high"
     if settled.proximal == "rollout":

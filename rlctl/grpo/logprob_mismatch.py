@@ -32,13 +32,14 @@ def mismatch(rollout: Floats, trainer: Floats, mask: Sequence[NDArray[np.bool_]]
     The KL is Schulman's k3, mean of exp(x) - 1 - x with x = o - g, unbiased for tokens drawn from the generator
     ("Approximating KL divergence", joschu.net/blog/kl-approx.html). ValueError: lengths that differ, or no token.
     """
-    lengths = [[len(one) for one in many] for many in (rollout, trainer, mask)]
+    lengths = [[len(sequence) for sequence in sequences] for sequences in (rollout, trainer, mask)]
     if not lengths[0] == lengths[1] == lengths[2]:
         raise ValueError(f"lengths of rollout, trainer and mask differ: {lengths[0]}, {lengths[1]}, {lengths[2]}")
-    if not any(one.any() for one in mask):
+    if not any(sequence_mask.any() for sequence_mask in mask):
         raise ValueError("no token to compare: every mask is empty")
     chosen = np.concatenate(mask)
     x = np.concatenate(trainer)[chosen].astype(np.float64) - np.concatenate(rollout)[chosen]
     with np.errstate(over="ignore", invalid="ignore"):
-        error, kl = np.exp(np.abs(x)), np.expm1(x) - x
+        error = np.exp(np.abs(x))
+        kl = np.expm1(x) - x
     return Mismatch(float(error.mean()), float(kl.mean()), float(np.abs(x).max()), len(x))

@@ -46,8 +46,11 @@ class GrpoLoop(Loop):
         super().__init__(
             config.grpo.num_steps, parts.recorder, parts.source.cursor, parts.trainer.begin_save, stop, health
         )
-        self._settled, self._config, self._parts = settled, config, parts
-        self._loss, self._advantage = make_loss(settled), make_advantage(config)
+        self._settled = settled
+        self._config = config
+        self._parts = parts
+        self._loss = make_loss(settled)
+        self._advantage = make_advantage(config)
         # Name -> role.
         self._columns = computed({*self._loss.needs.columns, *self._advantage.columns})
         # An update has several parts, its groups as they come, in an asynchronous run with one update a step, no
@@ -66,7 +69,8 @@ class GrpoLoop(Loop):
         )
 
     def step(self) -> None:
-        parts, version = self._parts, self.done
+        parts = self._parts
+        version = self.done
         step = GrpoStep(self._settled, parts, version, self._advantage)
         with step.phase("data"):
             self._buffer.admit(version)
@@ -94,15 +98,16 @@ class GrpoLoop(Loop):
 
     def _say_not_replaced(self, step: GrpoStep) -> None:
         """Warn of the run's first step that has fewer groups to train on than it should, its budget being used up."""
-        rules, size = self._config.grpo.dynamic_sampling, self._config.grpo.num_prompts_per_step
+        rules = self._config.grpo.dynamic_sampling
+        size = self._config.grpo.num_prompts_per_step
         if rules.filter and rules.max_extra and step.not_replaced and not self._warned_of_budget:
             self._warned_of_budget = True
-            what = (
+            warning = (
                 f"step {self.done}: {step.not_replaced} of {size} groups teach nothing and are not replaced, for "
                 f"grpo.dynamic_sampling.max_extra={rules.max_extra:g} is used up; raise it, or choose prompts of "
                 "another difficulty; further steps are counted only (groups/missing)"
             )
-            self._parts.recorder.events.emit("warning", what=what)
+            self._parts.recorder.events.emit("warning", what=warning)
 
     def _updates(self, step: GrpoStep) -> Iterator[Iterable[list[TrainingSample]]]:
         """Yield each update of the step, as the parts it consists of."""
@@ -125,12 +130,14 @@ class GrpoLoop(Loop):
 
     def _parts_as_they_come(self, step: GrpoStep) -> Iterator[list[TrainingSample]]:
         """Yield the samples of the step's groups, as soon as scored ones are worth a call; the last ones last."""
-        last = False
-        while not last:
+        is_last = False
+        while not is_last:
             groups = self._buffer.take_part(step.version, self._parts.trainer.worthwhile, step.waiting)
-            if last := not groups:
+            is_last = not groups
+            if is_last:
                 groups = self._buffer.take(step.version, step.waiting)
-            step.collect(groups, batch := step.batch(groups))
+            batch = step.batch(groups)
+            step.collect(groups, batch)
             yield batch.sequences
 
     def _with_columns(self, batch: TrainingBatch, step: GrpoStep) -> TrainingBatch:
@@ -140,8 +147,8 @@ class GrpoLoop(Loop):
                 values = self._parts.trainer.log_probs(batch.sequences, role)
                 batch = add_column(batch, name, values, self._config.grpo, self._advantage)
             if batch.sequences and name == PROXIMAL_LOG_PROB.name:
-                theirs, ours = (batch.column(each) for each in (ROLLOUT_LOG_PROB.name, name))
-                gap = mismatch(theirs, ours, [sequence.mask for sequence in batch.sequences])
+                masks = [sequence.mask for sequence in batch.sequences]
+                gap = mismatch(batch.column(ROLLOUT_LOG_PROB.name), batch.column(name), masks)
                 step.measured |= {STEP_MISMATCH.name: gap.token_mult_prob_error, MISMATCH_KL.name: gap.kl}
         return batch
 

@@ -200,7 +200,8 @@ _ENGINE_ROWS = (
     SLOWEST_ENGINE, IDLEST_ENGINE,
 )
 METRICS = (
-    *rows_where(IN_GRPO, *_LEARNING_ROWS, *_GROUP_ROWS),
+    *rows_where(IN_GRPO, *_LEARNING_ROWS),
+    *rows_where(IN_GRPO, *_GROUP_ROWS),
     *rows_where(WITH_SAMPLES, *_HELD_OUT_ROWS),
     *rows_where(IN_ASYNC, *_ASYNC_ROWS),
     *rows_where(_WITH_ENGINES, *_ENGINE_ROWS),

@@ -1,11 +1,13 @@
 """Metrics of one GRPO step, by the names of metric_rows.py. Pure."""
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlctl.config.grpo_schema import GrpoSection
 from rlctl.environments.metric_rows import LONGEST_TURN, TURNS
@@ -15,7 +17,7 @@ from rlctl.grpo.losses.sections import AGE_SHARE, CLIPPED_HIGH, CLIPPED_LOW, IMP
 from rlctl.grpo.metric_rows import FIRST_CLIPPED
 from rlctl.refit.protocol import RefitReport
 from rlctl.rewards.scorer import Score
-from rlctl.rollout.types import RolloutGroup, Waste
+from rlctl.rollout.types import Rollout, RolloutGroup, Waste
 from rlctl.run.health import ANSWERS, UNSCORED_ANSWERS
 from rlctl.telemetry import throughput
 from rlctl.telemetry.metrics import installed
@@ -24,13 +26,20 @@ GENERATOR_PHASES = ("generation", "refit")
 TRAINER_PHASES = ("train", "log_probs", "refit")
 
 
+def _all_rollouts(groups: Iterable[RolloutGroup]) -> list[Rollout]:
+    return list(chain.from_iterable(group.rollouts for group in groups))
+
+
+def _all_scores(groups: Iterable[RolloutGroup]) -> list[Score]:
+    return list(chain.from_iterable(group.scores for group in groups))
+
+
 def rollout_metrics(groups: Rows[RolloutGroup], batch: TrainingBatch) -> dict[str, float]:
     """Return rewards, lengths and token counts of a step's rollouts."""
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    scores = [score for group in groups for score in group.scores]
+    scores = _all_scores(groups)
     # An episode that failed has no trajectory.
-    whole = [rollout for rollout in rollouts if rollout.rows]
-    lengths = np.array([rollout.num_sampled for rollout in whole], np.int64)
+    played = [rollout for rollout in _all_rollouts(groups) if rollout.rows]
+    lengths = np.array([rollout.num_sampled for rollout in played], np.int64)
     return (
         reward_metrics(scores)
         | source_metrics(groups, "source")
@@ -41,9 +50,9 @@ def rollout_metrics(groups: Rows[RolloutGroup], batch: TrainingBatch) -> dict[st
             "length/mean": float(lengths.mean()) if len(lengths) else 0.0,
             "length/p90": float(np.percentile(lengths, 90)) if len(lengths) else 0.0,
             "length/max": float(lengths.max(initial=0)),
-            "length/truncated": float(np.mean([rollout.is_cut for rollout in whole])) if whole else 0.0,
+            "length/truncated": float(np.mean([rollout.is_cut for rollout in played])) if played else 0.0,
             "groups/uniform": float(np.mean([is_uniform(group) for group in groups])),
-            "tokens/prompt": float(sum(rollout.num_tokens for rollout in whole) - lengths.sum()),
+            "tokens/prompt": float(sum(rollout.num_tokens for rollout in played) - lengths.sum()),
             "tokens/generated": float(lengths.sum()),
             throughput.TRAINED_TOKENS.name: float(sum(len(sequence) for sequence in batch.sequences)),
         }
@@ -53,43 +62,46 @@ def rollout_metrics(groups: Rows[RolloutGroup], batch: TrainingBatch) -> dict[st
 def environment_metrics(groups: Rows[RolloutGroup]) -> dict[str, float]:
     """Return the metrics of a step's or a validation's episodes; empty without an environment.
 
-    An episode that failed counts as such alone: it has no turns, and no reward.
+    A failed episode counts in `environment/failed` alone: it has no turns, and no reward.
     """
-    rollouts = [(one, one.episode) for group in groups for one in group.rollouts if one.episode]
-    played = [(one, episode) for one, episode in rollouts if episode.ending != "failed"]
-    if not rollouts:
+    pairs = [(rollout, rollout.episode) for rollout in _all_rollouts(groups) if rollout.episode]
+    played = [(rollout, episode) for rollout, episode in pairs if episode.ending != "failed"]
+    if not pairs:
         return {}
+    episodes = [episode for _, episode in played]
     metrics = {
-        "environment/failed": float(len(rollouts) - len(played)),
-        "environment/retries": float(sum(episode.failures for _, episode in played)),
+        "environment/failed": float(len(pairs) - len(played)),
+        "environment/retries": float(sum(episode.failures for episode in episodes)),
     }
     if not played:
         return metrics
     for name in ("turns", "tool_calls"):
-        metrics[f"environment/{name}"] = float(np.mean([getattr(episode, name) for _, episode in played]))
-    calls = sum(episode.tool_calls for _, episode in played)
+        metrics[f"environment/{name}"] = float(np.mean([getattr(episode, name) for episode in episodes]))
+    calls = sum(episode.tool_calls for episode in episodes)
     for name in ("tool_errors", "tool_raised", "malformed_calls"):
-        metrics[f"environment/{name}"] = sum(getattr(episode, name) for _, episode in played) / max(1, calls)
-    if spelled := sum(episode.spelled for _, episode in played):
+        metrics[f"environment/{name}"] = sum(getattr(episode, name) for episode in episodes) / max(1, calls)
+    if spelled := sum(episode.spelled for episode in episodes):
         metrics["environment/spelled_tokens"] = float(spelled)
-    if unwritten := sum(episode.unwritten for _, episode in played):
+    if unwritten := sum(episode.unwritten for episode in episodes):
         metrics["environment/unwritten_messages"] = float(unwritten)
-    metrics["environment/seconds"] = float(np.mean([episode.environment_s for _, episode in played]))
-    agents = [episode.counts or {} for _, episode in played]
-    of_agents = any(episode.counts is not None for _, episode in played)
-    rows = "agent/rows_per_episode" if of_agents else "environment/rows"
-    metrics[rows] = float(np.mean([len(one.rows) for one, _ in played]))
-    if of_agents:
-        metrics[LONGEST_TURN.name] = max(episode.longest_turn_s for _, episode in played)
-    for name in sorted({name for counts in agents for name in counts}):
-        metrics[f"agent/{name}"] = float(sum(counts.get(name, 0) for counts in agents))
-    endings = Counter(episode.ending for _, episode in played)
+    metrics["environment/seconds"] = float(np.mean([episode.environment_s for episode in episodes]))
+    agent_counts = [episode.counts or {} for episode in episodes]
+    has_agents = any(episode.counts is not None for episode in episodes)
+    rows_name = "agent/rows_per_episode" if has_agents else "environment/rows"
+    metrics[rows_name] = float(np.mean([len(rollout.rows) for rollout, _ in played]))
+    if has_agents:
+        metrics[LONGEST_TURN.name] = max(episode.longest_turn_s for episode in episodes)
+    for name in sorted(set(chain.from_iterable(agent_counts))):
+        metrics[f"agent/{name}"] = float(sum(counts.get(name, 0) for counts in agent_counts))
+    endings = Counter(episode.ending for episode in episodes)
     metrics |= {f"environment/endings/{name}": count / len(played) for name, count in sorted(endings.items())}
-    by_turns = defaultdict[int, list[float]](list)
-    for one, episode in played:
-        if one.reward is not None:
-            by_turns[episode.turns].append(one.reward)
-    return metrics | {f"reward/turns_{turns}": float(np.mean(of)) for turns, of in sorted(by_turns.items())}
+    rewards_by_turns = defaultdict[int, list[float]](list)
+    for rollout, episode in played:
+        if rollout.reward is not None:
+            rewards_by_turns[episode.turns].append(rollout.reward)
+    for turns, rewards in sorted(rewards_by_turns.items()):
+        metrics[f"reward/turns_{turns}"] = float(np.mean(rewards))
+    return metrics
 
 
 def sampling_metrics(
@@ -101,15 +113,16 @@ def sampling_metrics(
     metrics = {"rollouts/masked": float(np.count_nonzero(batch.cut))} if config.overlong.mask else {}
     if config.dynamic_sampling.filter is None:
         return metrics
-    kept = {name for names in batch.outcomes.filtered.values() for name in names}
-    kept |= {group.task.id for group, _ in waste.filtered}
-    filtered = sum(one.num_sampled for group in ended if group.task.id in kept for one in group.rollouts)
-    generated = sum(one.num_sampled for group in ended for one in group.rollouts) + waste.surplus_tokens
+    filtered_tasks = set(chain.from_iterable(batch.outcomes.filtered.values()))
+    filtered_tasks |= {group.task.id for group, _ in waste.filtered}
+    filtered_groups = [group for group in ended if group.task.id in filtered_tasks]
+    filtered = sum(rollout.num_sampled for rollout in _all_rollouts(filtered_groups))
+    generated = sum(rollout.num_sampled for rollout in _all_rollouts(ended)) + waste.surplus_tokens
     trained = len(batch.outcomes.trained)
     return metrics | {
         "groups/trained": float(trained),
         "groups/missing": float(config.num_prompts_per_step - trained),
-        "groups/filtered": float(len(kept)),
+        "groups/filtered": float(len(filtered_tasks)),
         "groups/replaced": float(len(waste.filtered)),
         "groups/surplus": float(waste.surplus),
         "tokens/filtered": float(filtered),
@@ -142,13 +155,15 @@ def reward_metrics(scores: Rows[Score]) -> dict[str, float]:
         values = np.array([score.value for score in scored], np.float64)
         metrics |= {"reward/mean": float(values.mean()), "reward/std": float(values.std())}
         metrics["reward/accuracy"] = float(np.mean([score.right for score in scored]))
-    for name in dict.fromkeys(name for score in scores for name in score.parts):
-        parts = [part for score in scores if (part := score.parts.get(name)) is not None]
-        # Scores of an environment have the values that it names; others have none.
-        failed = [score for score in scores if score.value is None and score.parts.get(name) is None]
+    for name in dict.fromkeys(chain.from_iterable(score.parts for score in scores)):
+        parts = [score.parts.get(name) for score in scores]
+        values_of_part = [part for part in parts if part is not None]
+        # A score of an environment has the parts that the environment names. A missing part of a scored rollout is no
+        # failure.
+        failed = [score for score, part in zip(scores, parts) if score.value is None and part is None]
         metrics[f"reward/{name}/failed"] = float(len(failed))
-        if parts:
-            metrics[f"reward/{name}/mean"] = float(np.mean(parts))
+        if values_of_part:
+            metrics[f"reward/{name}/mean"] = float(np.mean(values_of_part))
     return metrics
 
 
@@ -156,20 +171,20 @@ def source_metrics(groups: Rows[RolloutGroup], prefix: str) -> dict[str, float]:
     """Return the share of the groups, accuracy and mean reward of each source of tasks; empty without sources."""
     metrics = {}
     for source in sorted({group.task.source for group in groups} - {""}):
-        own = [group for group in groups if group.task.source == source]
-        metrics[f"{prefix}/{source}/share"] = len(own) / len(groups)
-        scored = reward_metrics([score for group in own for score in group.scores])
-        for name in ("accuracy", "mean"):
-            if (value := scored.get(f"reward/{name}")) is not None:
-                metrics[f"{prefix}/{source}/{'reward' if name == 'mean' else name}"] = value
+        groups_of_source = [group for group in groups if group.task.source == source]
+        metrics[f"{prefix}/{source}/share"] = len(groups_of_source) / len(groups)
+        rewards = reward_metrics(_all_scores(groups_of_source))
+        for name, recorded_name in (("reward/accuracy", "accuracy"), ("reward/mean", "reward")):
+            if name in rewards:
+                metrics[f"{prefix}/{source}/{recorded_name}"] = rewards[name]
     return metrics
 
 
 def validation_metrics(groups: Rows[RolloutGroup]) -> dict[str, float]:
     """Return the numbers of held-out groups: failed rewards apart, the others of the rollouts that were scored."""
     scored = [[score for score in group.scores if score.value is not None] for group in groups]
-    flat = [score for group in scored for score in group]
-    lengths = [rollout.num_sampled for group in groups for rollout in group.rollouts if rollout.rows]
+    flat = list(chain.from_iterable(scored))
+    lengths = [rollout.num_sampled for rollout in _all_rollouts(groups) if rollout.rows]
     answers = sum(len(group.rollouts) for group in groups)
     metrics = {
         ANSWERS.name: float(answers),
@@ -185,7 +200,8 @@ def validation_metrics(groups: Rows[RolloutGroup]) -> dict[str, float]:
         metrics["validation/accuracy"] = float(np.mean([score.right for score in flat]))
         metrics["validation/reward"] = float(np.mean([score.value for score in flat if score.value is not None]))
     if flat and max(len(group.rollouts) for group in groups) > 1:
-        metrics["validation/pass_at_k"] = float(np.mean([any(s.right for s in group) for group in scored if group]))
+        solved = [any(score.right for score in scores) for scores in scored if scores]
+        metrics["validation/pass_at_k"] = float(np.mean(solved))
     return metrics | source_metrics(groups, "validation")
 
 
@@ -219,30 +235,38 @@ class EngineInterval:
     devices: int
 
     @property
-    def reported(self) -> list[tuple[EngineStats, EngineStats]]:
+    def pairs(self) -> list[tuple[EngineStats, EngineStats]]:
         """Totals before and after, of each engine that reported and was not replaced meanwhile."""
-        return [(b, a) for b, a in zip(self.before, self.after) if a.busy >= b.busy and a.at > b.at > 0]
+        pairs = zip(self.before, self.after)
+        return [(before, after) for before, after in pairs if after.busy >= before.busy and after.at > before.at > 0]
+
+    def increase(self, total: str) -> float:
+        """Return the increase of one total, a field of `EngineStats`, over the engines in `pairs`."""
+        increase: float = sum(getattr(after, total) - getattr(before, total) for before, after in self.pairs)
+        return increase
 
 
 def prefix_metrics(interval: EngineInterval) -> dict[str, float]:
     """Return the share of the prompt tokens that prefix caches held; empty where no prompt was looked up."""
-    prompts, cached = (
-        sum(getattr(a, n) - getattr(b, n) for b, a in interval.reported) for n in ("prompt_tokens", "cached_tokens")
-    )
-    return {"generator/prefix_hit_share": cached / prompts} if prompts else {}
+    prompt_tokens = interval.increase("prompt_tokens")
+    if not prompt_tokens:
+        return {}
+    return {"generator/prefix_hit_share": interval.increase("cached_tokens") / prompt_tokens}
 
 
 def engine_metrics(interval: EngineInterval) -> dict[str, float]:
     """Return the median and the slowest of several engines, tokens/s while they sampled, and the most idle one's share.
 
-    So many numbers whatever the number of engines. Empty for one engine, or until two have sampled.
+    The number of metrics is the same for every number of engines. Empty for one engine, or until two have sampled.
     """
-    rates, idle = dict[int, float](), dict[int, float]()
+    rates: dict[int, float] = {}
+    idle_shares: dict[int, float] = {}
     for index, (before, after) in enumerate(zip(interval.before, interval.after)):
-        busy, whole = after.busy - before.busy, after.at - before.at
-        if busy > 0 and before.at > 0 and whole > 0:
+        busy = after.busy - before.busy
+        elapsed = after.at - before.at
+        if busy > 0 and before.at > 0 and elapsed > 0:
             rates[index] = (after.tokens - before.tokens) / busy
-            idle[index] = min(1.0, max(0.0, 1 - busy / whole))
+            idle_shares[index] = min(1.0, max(0.0, 1 - busy / elapsed))
     if len(rates) < 2:
         return {}
     slowest = min(rates, key=lambda index: rates[index])
@@ -250,7 +274,7 @@ def engine_metrics(interval: EngineInterval) -> dict[str, float]:
         "engines/rate_median": float(np.median([*rates.values()])),
         "engines/rate_slowest": rates[slowest],
         "engines/slowest": float(slowest),
-        "engines/idle_most": max(idle.values()),
+        "engines/idle_most": max(idle_shares.values()),
     }
 
 
@@ -259,16 +283,17 @@ def generator_metrics(interval: EngineInterval) -> dict[str, float]:
 
     Engines that were replaced meanwhile are left out, since their totals began again. Empty if no engine reported.
     """
-    pairs = interval.reported
-    busy, paused, whole = (sum(getattr(a, n) - getattr(b, n) for b, a in pairs) for n in ("busy", "paused", "at"))
-    tokens, steps = (sum(getattr(a, n) - getattr(b, n) for b, a in pairs) for n in ("tokens", "steps"))
-    if not pairs:
+    if not interval.pairs:
         return {}
+    busy = interval.increase("busy")
+    elapsed = interval.increase("at")
+    tokens = interval.increase("tokens")
+    steps = interval.increase("steps")
     return {
-        # Those left out have devices too: a rate is of the devices that were counted.
+        # Engines that are left out have devices too: a rate is of the devices that were counted.
         throughput.GENERATION.name: tokens / busy * len(interval.after) / interval.devices if busy > 0 else 0.0,
-        throughput.GENERATOR_IDLE.name: min(1.0, max(0.0, 1 - busy / whole)),
-        "idle/generator_refit": min(1.0, paused / whole),
+        throughput.GENERATOR_IDLE.name: min(1.0, max(0.0, 1 - busy / elapsed)),
+        "idle/generator_refit": min(1.0, interval.increase("paused") / elapsed),
         "generator/sequences": tokens / max(1, steps),
         "generator/decode_step": busy / max(1, steps),
         "tokens/sampled": float(tokens),
@@ -277,19 +302,23 @@ def generator_metrics(interval: EngineInterval) -> dict[str, float]:
 
 def age_metrics(groups: Rows[RolloutGroup], version: int, occupancy: Mapping[int, int], bound: int) -> dict[str, float]:
     """Return ages in steps: of the trained groups, and of the active ones (`buffer/age_k`, at the end of the step)."""
-    sampled = [[one.sampled_versions for one in group.rollouts if one.num_sampled] for group in groups]
-    versions = [group for group in sampled if group]
-    ages = [version - min(int(one.min()) for one in group) for group in versions]
-    tokens = [version - one for group in versions for one in group]
-    joined = np.concatenate(tokens) if tokens else np.zeros(0)
-    mixed = [one.min() != one.max() for group in versions for one in group if len(one)]
+    # Versions of the sampled tokens, int [N], of each rollout.
+    versions: list[NDArray[np.int32]] = []
+    group_ages: list[int] = []
+    for group in groups:
+        versions_in_group = [rollout.sampled_versions for rollout in group.rollouts if rollout.num_sampled]
+        if versions_in_group:
+            group_ages.append(version - min(int(tokens.min()) for tokens in versions_in_group))
+            versions += versions_in_group
+    token_ages = version - np.concatenate(versions) if versions else np.zeros(0)
+    is_mixed = [tokens.min() != tokens.max() for tokens in versions]
     metrics = {
-        "age/mean": float(np.mean(ages)) if ages else 0.0,
-        "age/max": float(max(ages, default=0)),
-        "age/token_mean": float(joined.mean()) if len(joined) else 0.0,
-        "age/mixed": float(np.mean(mixed)) if mixed else 0.0,
+        "age/mean": float(np.mean(group_ages)) if group_ages else 0.0,
+        "age/max": float(max(group_ages, default=0)),
+        "age/token_mean": float(token_ages.mean()) if len(token_ages) else 0.0,
+        "age/mixed": float(np.mean(is_mixed)) if is_mixed else 0.0,
     }
-    metrics |= {f"age/groups_{age}": float(ages.count(age)) for age in range(bound + 1)}
+    metrics |= {f"age/groups_{age}": float(group_ages.count(age)) for age in range(bound + 1)}
     return metrics | {f"buffer/age_{age}": float(occupancy.get(version + 1 - age, 0)) for age in range(bound + 1)}
 
 
@@ -303,29 +332,30 @@ def length_metrics(sampled: list[int]) -> dict[str, float]:
 def update_metrics(updates: Rows[Mapping[str, float]]) -> dict[str, float]:
     """Return the metrics of a step's updates, each as its row says: their mean, the first one's, or their sum.
 
-    The mean of tokens of an age is weighted by their share. The mismatch is the first update's, made by the weights
-    that sampled. So is ratio/clipped_first: the share of tokens
-    that bounds hold before the policy has moved. It is left out where the ratio is to older weights.
+    The mean over tokens of an age is weighted by their share. The mismatch is the first update's, made by the weights
+    that sampled. So is ratio/clipped_first, the share of tokens that bounds hold before the policy has moved. It is
+    left out where the ratio is to older weights.
     """
-    made = [update for update in updates if update]
-    found: dict[str, float] = {}
-    for name in dict.fromkeys(name for update in made for name in update):
-        having = [update for update in made if name in update]
-        values = [update[name] for update in having]
+    measured_updates = [update for update in updates if update]
+    metrics: dict[str, float] = {}
+    for name in dict.fromkeys(chain.from_iterable(measured_updates)):
+        updates_with_name = [update for update in measured_updates if name in update]
+        values = [update[name] for update in updates_with_name]
         row = installed().find(name)
         age = MISMATCH_BY_AGE.pattern.fullmatch(name)
         if row and row.over_updates == "first":
-            found[name] = values[0]
+            metrics[name] = values[0]
         elif row and row.over_updates == "sum":
-            found[name] = sum(values)
+            metrics[name] = sum(values)
         else:
-            shares = [update[AGE_SHARE.name_of(age[1])] for update in having] if age else None
-            found[name] = float(np.average(values, weights=shares))
-    held = [made[0][row.name] for row in (CLIPPED_LOW, CLIPPED_HIGH) if row.name in made[0]] if made else []
+            shares = [update[AGE_SHARE.name_of(age[1])] for update in updates_with_name] if age else None
+            metrics[name] = float(np.average(values, weights=shares))
+    first = measured_updates[0] if measured_updates else {}
+    clipped_shares = [first[row.name] for row in (CLIPPED_LOW, CLIPPED_HIGH) if row.name in first]
     # Only a ratio to the trainer's own log-probs has an importance weight.
-    if held and (IMPORTANCE.name in made[0] or made[0].get(AGE_SHARE.name_of(0), 1.0) == 1.0):
-        found[FIRST_CLIPPED.name] = sum(held)
-    return found
+    if clipped_shares and (IMPORTANCE.name in first or first.get(AGE_SHARE.name_of(0), 1.0) == 1.0):
+        metrics[FIRST_CLIPPED.name] = sum(clipped_shares)
+    return metrics
 
 
 def refit_metrics(report: RefitReport) -> dict[str, float]:

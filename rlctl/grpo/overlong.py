@@ -34,11 +34,12 @@ class OverlongPenalty:
     def __call__(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
         """Return the groups with scores, of which the penalty is a part named `overlong`. A failed reward stays so."""
         return [
-            replace(group, rollouts=[replace(each, score=self._punished(each)) for each in group.rollouts])
+            replace(group, rollouts=[replace(rollout, score=self._punish(rollout)) for rollout in group.rollouts])
             for group in self.score(groups)
         ]
 
-    def _punished(self, rollout: Rollout) -> Score | None:
+    def _punish(self, rollout: Rollout) -> Score | None:
+        """Return the rollout's score with the penalty; None for a rollout without a score."""
         score = rollout.score
         if score is None:
             return None

@@ -7,6 +7,7 @@ way.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,8 +25,11 @@ from rlctl.rollout.types import Sampling
 from rlctl.training.micro_batching import TrainingSample
 from rlctl.workers.errors import WorkerError
 
-# Fewest prompts of a comparison, fewest of each engine, and the most tokens of each answer.
-PROMPTS, PER_ENGINE, TOKENS = 8, 2, 16
+# Fewest prompts of a comparison, and fewest for each engine.
+PROMPTS = 8
+PER_ENGINE = 2
+# Most tokens of an answer.
+TOKENS = 16
 # Largest mean of exp|trainer - generator|. In float32 no engine may be farther away, and one that was measured has a
 # bound near that (`bound_of`). In bfloat16 more needs a second look: the field's own bound (NeMo-RL's documentation
 # calls more than 1.05 a defect of the framework).
@@ -52,8 +56,8 @@ class Rounding:
     @property
     def explains(self) -> bool:
         """True if neither side is much farther from float32 than the other: one that is computes something else."""
-        both = self.trainer - 1, self.engine - 1
-        return all(map(math.isfinite, both)) and max(both) <= _AS_MUCH * min(both)
+        gaps = (self.trainer - 1, self.engine - 1)
+        return all(map(math.isfinite, gaps)) and max(gaps) <= _AS_MUCH * min(gaps)
 
     def __str__(self) -> str:
         return f"the same weights in float32 are {self.trainer:.4f} from the trainer, {self.engine:.4f} from the engine"
@@ -81,7 +85,7 @@ class Verdict:
 
     agree: bool
     # Empty where the gap is within the dtype's bound.
-    why: str = ""
+    explanation: str = ""
 
 
 def bound_of(settled: SettledGrpo, device: Device, dtype: str) -> float:
@@ -107,11 +111,11 @@ def judge(
     if dtype == "float32" and not gap.token_mult_prob_error <= BOUNDS[dtype]:
         return Verdict(False)
     try:
-        found = rounding()
+        measured = rounding()
     except WorkerError as error:
         # A layer may not fit the device in float32. The gap is the reason to tell.
         return Verdict(False, f"the trainer's pass in float32 failed: {first_line(error)}")
-    return Verdict(found.explains, str(found)) if found else Verdict(False)
+    return Verdict(measured.explains, str(measured)) if measured else Verdict(False)
 
 
 def rounding_of(
@@ -120,7 +124,10 @@ def rounding_of(
     """Return the rounding of both sides. exact: the trainer's log-probs in float32; None: there are none."""
     if exact is None:
         return None
-    return Rounding(*(mismatch(side, exact, mask).token_mult_prob_error for side in (trainer, engine)))
+    return Rounding(
+        trainer=mismatch(trainer, exact, mask).token_mult_prob_error,
+        engine=mismatch(engine, exact, mask).token_mult_prob_error,
+    )
 
 
 def bound_of_steps(configured: float, probed: float, dtype: str) -> float:
@@ -140,7 +147,7 @@ def probe(
     tasks: list[Task],
     version: int,
     dtype: str,
-    warn: Callable[[str], object] = lambda what: None,
+    warn: Callable[[str], object] = lambda text: None,
     bound: float | None = None,
 ) -> Mismatch:
     """Sync with checksums, sample a few tokens, compare log-probs.
@@ -152,30 +159,35 @@ def probe(
     samples = sample_parity(config, parts, tasks, version)
     if not samples:
         raise ProbeError(f"no episode could be played; most failed of {parts.failure_cause()}")
-    engine, mask = [sample.columns["rollout_log_prob"] for sample in samples], [sample.mask for sample in samples]
+    engine = [sample.columns["rollout_log_prob"] for sample in samples]
+    mask = [sample.mask for sample in samples]
     trainer = parts.trainer.log_probs(samples)
     gap = mismatch(engine, trainer, mask)
 
     def rounding() -> Rounding | OwnRounding | None:
         if dtype != "float32":
             return rounding_of(engine, trainer, parts.trainer.exact_log_probs(samples), mask)
-        alone = [row for sample in samples for row in parts.trainer.log_probs([sample])]
+        alone = list(chain.from_iterable(parts.trainer.log_probs([sample]) for sample in samples))
         return OwnRounding(mismatch(alone, trainer, mask).token_mult_prob_error, gap.token_mult_prob_error)
 
-    found = judge(gap, dtype, rounding, bound)
+    verdict = judge(gap, dtype, rounding, bound)
     error = gap.token_mult_prob_error
-    said = f"token_mult_prob_error {error:.6f} over {gap.tokens} tokens, at most {bound or BOUNDS[dtype]} in {dtype}"
-    if not found.agree:
-        more = f"; {found.why}" if found.why else ""
+    summary = f"token_mult_prob_error {error:.6f} over {gap.tokens} tokens, at most {bound or BOUNDS[dtype]} in {dtype}"
+    if not verdict.agree:
+        reason = f"; {verdict.explanation}" if verdict.explanation else ""
+        entries = parts.pool.plan.entries
         raise ProbeError(
-            f"trainer and generator disagree on log-probs: {said}{more}. All {len(parts.pool.plan.entries)} tensors "
-            f"arrived intact, from {parts.pool.plan.entries[0].name} on: one side loads or computes them differently. "
+            f"trainer and generator disagree on log-probs: {summary}{reason}. All {len(entries)} tensors arrived "
+            f"intact, from {entries[0].name} on: one side loads or computes them differently. "
             f"{parts.trainer.suspects()}"
         )
-    if found.why:
-        held = bound_of_steps(config.health.max_token_mult_prob_error, error, dtype)
+    if verdict.explanation:
+        step_bound = bound_of_steps(config.health.max_token_mult_prob_error, error, dtype)
         remedy = "; trainer.dtype=float32 does not" if dtype != "float32" else ""
-        warn(f"{said}: both sides round this model more than most ({found.why}){remedy}. Steps are held to {held:.4g}")
+        warn(
+            f"{summary}: both sides round this model more than most ({verdict.explanation}){remedy}. "
+            f"Steps are held to {step_bound:.4g}"
+        )
     return gap
 
 
@@ -188,11 +200,12 @@ def sample_parity(config: GrpoConfig, parts: GrpoComponents, tasks: list[Task], 
     length = min(TOKENS, config.generation.max_new_tokens)
     sampling = Sampling("parity", config.run.seed, len(tasks), 1, length, config.generation.temperature)
     groups = parts.dispatcher.sample(parts.runner, sampling, tasks, version)
-    rows = [row for group in groups for rollout in group.rollouts for row in rollout.rows]
+    rollouts = chain.from_iterable(group.rollouts for group in groups)
+    rows = chain.from_iterable(rollout.rows for rollout in rollouts)
     return [training_sample(row, 0.0) for row in rows]
 
 
 def compare(parts: GrpoComponents, samples: list[TrainingSample]) -> Mismatch:
     """Return the gap of the samples' log-probs to the trainer's, which still has their version."""
-    theirs = [sample.columns["rollout_log_prob"] for sample in samples]
-    return mismatch(theirs, parts.trainer.log_probs(samples), [sample.mask for sample in samples])
+    engine = [sample.columns["rollout_log_prob"] for sample in samples]
+    return mismatch(engine, parts.trainer.log_probs(samples), [sample.mask for sample in samples])

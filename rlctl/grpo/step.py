@@ -3,6 +3,7 @@
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from functools import partial
+from itertools import chain
 
 from rlctl.grpo.advantages.base import Advantage
 from rlctl.grpo.batch import LeftOut, TaskOutcomes, TrainingBatch, make_batch
@@ -36,9 +37,12 @@ class GrpoStep:
     """The step that trains the weights of `version`."""
 
     def __init__(self, settled: SettledGrpo, parts: GrpoComponents, version: int, advantage: Advantage) -> None:
-        self._settled, self._parts, self.version, self._advantage = settled, parts, version, advantage
-        self._config = config = settled.config
-        self._async = config.async_.enabled
+        self._settled = settled
+        self._parts = parts
+        self.version = version
+        self._advantage = advantage
+        self._config = settled.config
+        self._async = settled.config.async_.enabled
         self._recorder = StepRecorder(parts.recorder.events, version + 1)
         self.phase = self._recorder.phase
         self.training = partial(self.phase, "train")
@@ -50,11 +54,11 @@ class GrpoStep:
         # Metrics that come from outside of the updates.
         self.measured: dict[str, float] = {}
 
-    def waiting(self, why: str) -> AbstractContextManager[None]:
+    def waiting(self, cause: str) -> AbstractContextManager[None]:
         """Time a wait: generation and reward are phases of a synchronous step, and idle times of the trainer else."""
         if self._async:
-            return self.phase(f"idle_{why}")
-        return self.phase("reward" if why == "scores" else "generation")
+            return self.phase(f"idle_{cause}")
+        return self.phase("reward" if cause == "scores" else "generation")
 
     def batch(self, groups: list[RolloutGroup]) -> TrainingBatch:
         """Return the groups' samples, with their advantages unless these read columns that are computed."""
@@ -68,7 +72,8 @@ class GrpoStep:
         """
         self._groups.append(groups)
         self._batches.append(batch)
-        config, share = self._config.grpo, self._config.health.max_non_finite_rollouts
+        config = self._config.grpo
+        share = self._config.health.max_non_finite_rollouts
         rollouts = config.num_prompts_per_step * config.num_generations_per_prompt
         if len(self.left_out) > share * rollouts:
             raise FloatingPointError(
@@ -79,45 +84,51 @@ class GrpoStep:
     @property
     def left_out(self) -> list[LeftOut]:
         """Rollouts of the step that reach no update."""
-        return [each for batch in self._batches for each in batch.left_out]
+        return list(chain.from_iterable(batch.left_out for batch in self._batches))
 
     @property
     def not_replaced(self) -> int:
         """Number of groups that teach nothing and kept their place in the step."""
-        return sum(len(ids) for batch in self._batches for ids in batch.outcomes.filtered.values())
+        filtered_ids = chain.from_iterable(batch.outcomes.filtered.values() for batch in self._batches)
+        return sum(map(len, filtered_ids))
 
     @property
     def skipped_updates(self) -> list[str]:
         """Cause for which each update of the step made no optimizer step; empty for one that was made."""
-        why = {NO_GRADIENT: f"{NO_GRADIENT}: no advantage differs from 0, or bounds hold each token that has one"}
-        return [why.get(update.skip_cause, update.skip_cause) for update in self.updates] or [NO_TOKEN]
+        causes = {NO_GRADIENT: f"{NO_GRADIENT}: no advantage differs from 0, or bounds hold each token that has one"}
+        return [causes.get(update.skip_cause, update.skip_cause) for update in self.updates] or [NO_TOKEN]
 
     def record(self, buffer: RolloutBuffer, refit: RefitReport) -> None:
         """Write the step's metrics and its rollouts. refit: of the sync that ended it."""
-        parts, number = self._parts, self.version + 1
-        groups = [group for part in self._groups for group in part]
-        batch = TrainingBatch.joined(self._batches, list(map(len, self._groups)))
-        waste, updates = buffer.waste(), [update.metrics for update in self.updates]
+        parts = self._parts
+        number = self.version + 1
+        groups = list(chain.from_iterable(self._groups))
+        batch = TrainingBatch.join(self._batches, list(map(len, self._groups)))
+        waste = buffer.waste()
+        updates = [update.metrics for update in self.updates]
         ended = groups + [group for group, _ in waste.filtered]
         metrics = rollout_metrics(ended, batch) | update_metrics(updates) | self.measured | refit_metrics(refit)
         metrics |= sampling_metrics(ended, batch, waste, self._config.grpo)
-        # Taken in any case: they would pile up.
+        # The lengths are taken in any case: the buffer would pile them up.
         lengths = buffer.sampled_lengths()
         if self._async:
             metrics |= age_metrics(groups, self.version, buffer.occupancy(), self._config.async_.max_age)
             metrics |= length_metrics(lengths) | {"buffer/target": float(buffer.target)}
         if self._settled.streams_training:
             metrics["train/parts"] = float(max(update.parts for update in self.updates))
-        left_out = {"left_out": [asdict(each) for each in batch.left_out]} if batch.left_out else {}
         for group, reason in waste.filtered:
             batch.outcomes.add(TaskOutcomes(filtered={reason: [group.task.id]}))
-        parts.recorder.outcomes(number, asdict(batch.outcomes) | left_out)
+        outcomes = asdict(batch.outcomes)
+        if batch.left_out:
+            outcomes["left_out"] = [asdict(rollout) for rollout in batch.left_out]
+        parts.recorder.outcomes(number, outcomes)
         parts.recorder.groups(
             number,
             "train",
             lambda n, tokens: step_records(ended[:n], batch, parts.decode, recorded_keys(self._config, tokens)),
         )
-        monitor, times = parts.monitor.read(), self._recorder.finish()
+        monitor = parts.monitor.read()
+        times = self._recorder.finish()
         metrics |= self._speed(metrics, times, batch)
         parts.recorder.step(number, {WEIGHT_VERSION.name: number, **metrics, **monitor, **times})
 

@@ -36,9 +36,15 @@ class Validation:
         as it is within the whole. Raises the errors of `RolloutDispatcher.sample`.
         """
         places = range(len(self.tasks)) if places is None else places
-        config, length = self.config.validation, self.config.generation.max_new_tokens
-        shape = (len(self.tasks), config.num_generations, length)
-        sampling = Sampling("validation", self.config.run.seed, *shape, config.temperature)
+        config = self.config.validation
+        sampling = Sampling(
+            purpose="validation",
+            run_seed=self.config.run.seed,
+            groups_per_step=len(self.tasks),
+            num_rollouts=config.num_generations,
+            max_new_tokens=self.config.generation.max_new_tokens,
+            temperature=config.temperature,
+        )
         tasks = [self.tasks[place] for place in places]
         return self.score(self.dispatcher.sample(self.runner, sampling, tasks, version, places.start))
 

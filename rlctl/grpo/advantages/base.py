@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from itertools import chain
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -58,23 +59,25 @@ class ScoredRollouts:
 
     def __post_init__(self) -> None:
         columns = {"reward": self.reward, **{f"reward {name}": part for name, part in self.parts.items()}}
-        if self.group.ndim != 1 or {self.group.shape, self.right.shape, *(each.shape for each in columns.values())} != {
-            (len(self.turns),)
-        }:
-            shapes = {name: column.shape for name, column in columns.items()}
+        shapes = {name: column.shape for name, column in columns.items()}
+        if {self.group.shape, self.right.shape, *shapes.values()} != {(len(self.turns),)}:
             raise ValueError(f"groups {self.group.shape} and columns {shapes} must be of one length, one number each")
         for name, column in columns.items():
-            if len(bad := np.flatnonzero(~np.isfinite(column))):
-                at = int(bad[0])
-                what = f"{name} of rollout {at} (group {self.group[at]}) is {column[at]}, not a finite number"
-                raise ValueError(what)
+            bad_rows = np.flatnonzero(~np.isfinite(column))
+            if len(bad_rows):
+                row = int(bad_rows[0])
+                raise ValueError(
+                    f"{name} of rollout {row} (group {self.group[row]}) is {column[row]}, not a finite number"
+                )
 
     @classmethod
     def read(cls, rollouts: Rows[Rollout], groups: Rows[int]) -> Self:
         """Return the columns of rollouts that all have a score with a value. groups: of each."""
         scores = [rollout.score for rollout in rollouts if rollout.score is not None]
-        names = dict.fromkeys(name for score in scores for name in score.parts)
-        weights = {name: weight for score in scores for name, weight in score.weights.items()}
+        names = dict.fromkeys(chain.from_iterable(score.parts for score in scores))
+        weights: dict[str, float] = {}
+        for score in scores:
+            weights |= score.weights
         return cls(
             group=np.array(groups, np.int64),
             reward=np.array([score.value for score in scores], np.float64),
@@ -85,18 +88,22 @@ class ScoredRollouts:
         )
 
     @classmethod
-    def joined(cls, parts: "Rows[ScoredRollouts]") -> "ScoredRollouts":
-        """Return all rollouts, without `columns`. Parts have the same rewards, and groups of different numbers."""
-        names = dict.fromkeys(name for part in parts for name in part.parts)
+    def join(cls, batches: "Rows[ScoredRollouts]") -> "ScoredRollouts":
+        """Return all rollouts, without `columns`. Batches have the same rewards, and groups of different numbers."""
+        names = dict.fromkeys(chain.from_iterable(batch.parts for batch in batches))
+        parts = {}
+        weights: dict[str, float] = {}
+        for name in names:
+            parts[name] = np.concatenate([batch.parts.get(name, np.zeros(len(batch))) for batch in batches])
+        for batch in batches:
+            weights |= batch.weights
         return cls(
-            group=np.concatenate([part.group for part in parts]),
-            reward=np.concatenate([part.reward for part in parts]),
-            parts={
-                name: np.concatenate([part.parts.get(name, np.zeros(len(part))) for part in parts]) for name in names
-            },
-            weights={name: weight for part in parts for name, weight in part.weights.items()},
-            right=np.concatenate([part.right for part in parts]),
-            turns=[turns for part in parts for turns in part.turns],
+            group=np.concatenate([batch.group for batch in batches]),
+            reward=np.concatenate([batch.reward for batch in batches]),
+            parts=parts,
+            weights=weights,
+            right=np.concatenate([batch.right for batch in batches]),
+            turns=list(chain.from_iterable(batch.turns for batch in batches)),
         )
 
     def __len__(self) -> int:
@@ -107,14 +114,17 @@ class ScoredRollouts:
         """Sampled tokens of each rollout, int64 [n]."""
         return np.array([len(turns) for turns in self.turns], np.int64)
 
-    def only(self, rows: NDArray[Any]) -> "ScoredRollouts":
+    def select(self, rows: NDArray[Any]) -> "ScoredRollouts":
         """Return some of the rollouts. rows: their indices, or bool [n]."""
         rows = np.arange(len(self))[rows]
-        parts = {name: part[rows] for name, part in self.parts.items()}
-        turns = [self.turns[row] for row in rows]
-        columns = {name: [column[row] for row in rows] for name, column in self.columns.items()}
         return ScoredRollouts(
-            self.group[rows], self.reward[rows], parts, self.weights, self.right[rows], turns, columns
+            group=self.group[rows],
+            reward=self.reward[rows],
+            parts={name: part[rows] for name, part in self.parts.items()},
+            weights=self.weights,
+            right=self.right[rows],
+            turns=[self.turns[row] for row in rows],
+            columns={name: [column[row] for row in rows] for name, column in self.columns.items()},
         )
 
     def groups(self) -> Iterator[NDArray[np.intp]]:
@@ -175,9 +185,9 @@ class GroupedValues:
 
     def by_row(self, values: Floats) -> Floats:
         """Return sorted values, [n], in the order of the rollouts."""
-        result = np.empty_like(values)
-        result[self.order] = values
-        return result
+        unsorted = np.empty_like(values)
+        unsorted[self.order] = values
+        return unsorted
 
 
 @dataclass(frozen=True)
@@ -199,7 +209,7 @@ class Advantage(ABC):
         section = config.grpo.advantage
         if isinstance(section, UserAdvantageSection):
             return cls(**checked_options(cls, Advantage, section.further, "grpo.advantage"))
-        return cls(**{each.name: getattr(section, each.name) for each in fields(cls)})
+        return cls(**{key.name: getattr(section, key.name) for key in fields(cls)})
 
 
 def make_advantage(config: GrpoConfig) -> Advantage:
@@ -215,46 +225,51 @@ def token_advantages(advantage: Advantage, rollouts: ScoredRollouts) -> list[NDA
     AdvantageShapeError: advantages of other shapes than `Advantage.__call__` allows. AdvantageError: they are not
     finite, or a user's class raises.
     """
-    name, result = type(advantage).__name__, _called(advantage, rollouts)
-    where = f" at {place}" if (place := defined_at(type(advantage).__call__)) else ""
-    if len(result) != len(rollouts):
+    name = type(advantage).__name__
+    advantages = _call_advantage(advantage, rollouts)
+    place = defined_at(type(advantage).__call__)
+    where = f" at {place}" if place else ""
+    if len(advantages) != len(rollouts):
         raise AdvantageShapeError(
-            f"{name} returned {len(result)} advantages for {len(rollouts)} rollouts{where}; return one for each"
+            f"{name} returned {len(advantages)} advantages for {len(rollouts)} rollouts{where}; return one for each"
         )
-    found = []
-    for row, (value, turns) in enumerate(zip(result, rollouts.turns)):
-        values, count = np.asarray(value, np.float64), int(turns.max(initial=-1)) + 1
-        if values.shape == (count,):
+    columns = []
+    for row, (rollout_advantages, turns) in enumerate(zip(advantages, rollouts.turns)):
+        values = np.asarray(rollout_advantages, np.float64)
+        num_turns = int(turns.max(initial=-1)) + 1
+        if values.shape == (num_turns,):
             values = values[turns]
         elif values.shape not in ((), turns.shape):
             raise AdvantageShapeError(
                 f"{name} gave rollout {row} advantages of shape {values.shape}{where}: give a number, one for each of "
-                f"its turns ({count},), or one for each of its sampled tokens {turns.shape}"
+                f"its turns ({num_turns},), or one for each of its sampled tokens {turns.shape}"
             )
         with np.errstate(over="ignore"):
-            columns = np.broadcast_to(values, turns.shape).astype(np.float32)
-        if not np.isfinite(columns).all():
+            column = np.broadcast_to(values, turns.shape).astype(np.float32)
+        if not np.isfinite(column).all():
             raise AdvantageError(f"{name} gave rollout {row} an advantage that is not finite{where}: {values}")
-        found.append(columns)
-    return found
+        columns.append(column)
+    return columns
 
 
-def _called(advantage: Advantage, rollouts: ScoredRollouts) -> Floats | Rows[Floats]:
+def _call_advantage(advantage: Advantage, rollouts: ScoredRollouts) -> Floats | Rows[Floats]:
     """Return the advantages. AdvantageError: a user's class raises, or returns a value without a length."""
     kind = type(advantage)
     try:
-        result = advantage(rollouts)
+        advantages = advantage(rollouts)
     except Exception as error:
         if kind.__module__.startswith("rlctl."):
             raise
-        what = f"{type(error).__name__} at {raised_at(error, kind.__call__, __file__)}: {error_text(error)}"
-        raise AdvantageError(f"{kind.__name__} raised {what}") from error
-    if not hasattr(result, "__len__"):
-        where = f"{shortened(repr(result))} at {defined_at(kind.__call__)}"
+        place = raised_at(error, kind.__call__, __file__)
+        raise AdvantageError(
+            f"{kind.__name__} raised {type(error).__name__} at {place}: {error_text(error)}"
+        ) from error
+    if not hasattr(advantages, "__len__"):
         raise AdvantageShapeError(
-            f"{kind.__name__} returned {where}; return an advantage for each of {len(rollouts)} rollouts"
+            f"{kind.__name__} returned {shortened(repr(advantages))} at {defined_at(kind.__call__)}; "
+            f"return an advantage for each of {len(rollouts)} rollouts"
         )
-    return result
+    return advantages
 
 
 def turn_of_tokens(sampled: NDArray[np.bool_]) -> NDArray[np.int64]:
@@ -266,7 +281,7 @@ def turn_of_tokens(sampled: NDArray[np.bool_]) -> NDArray[np.int64]:
     return (np.cumsum(begins) - 1)[sampled]
 
 
-def normalized(values: Floats, counts: ArrayLike = 1) -> Floats:
+def normalize(values: Floats, counts: ArrayLike = 1) -> Floats:
     """Return (a - m) / (s + 1e-6), [n], with m the mean and s the sample standard deviation of all values.
 
     counts: how often each value counts, [n]; the divisor of the variance is their sum less 1. Equal values give

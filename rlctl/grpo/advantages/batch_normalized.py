@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from rlctl.config.grpo_schema import AdvantageScope
-from rlctl.grpo.advantages.base import Advantage, Floats, ScoredRollouts, normalized
+from rlctl.grpo.advantages.base import Advantage, Floats, ScoredRollouts, normalize
 
 
 @dataclass(frozen=True)
@@ -26,4 +26,4 @@ class BatchNormalized(Advantage):
         if self.baseline == "group_mean":
             groups = rollouts.by_group(values)
             values = groups.by_row(groups.centred)
-        return normalized(values, rollouts.num_sampled)
+        return normalize(values, rollouts.num_sampled)

@@ -6,7 +6,7 @@ from typing import ClassVar
 import numpy as np
 
 from rlctl.config.grpo_schema import AdvantageScope
-from rlctl.grpo.advantages.base import EPSILON, Advantage, Floats, ScoredRollouts, normalized
+from rlctl.grpo.advantages.base import EPSILON, Advantage, Floats, ScoredRollouts, normalize
 
 
 @dataclass(frozen=True)
@@ -26,4 +26,4 @@ class Gdpo(Advantage):
         for name, part in rollouts.parts.items():
             groups = rollouts.by_group(part)
             total += rollouts.weights[name] * groups.by_row(groups.centred * groups.spread(1 / (groups.std + EPSILON)))
-        return normalized(total)
+        return normalize(total)

@@ -26,14 +26,16 @@ class PassAtK(Advantage):
     k: int
 
     def __call__(self, rollouts: ScoredRollouts) -> Floats:
-        result, k = np.zeros(len(rollouts)), self.k
+        k = self.k
+        advantages = np.zeros(len(rollouts))
         for rows in rollouts.groups():
-            right, size = rollouts.right[rows], len(rows)
-            wrong = size - int(right.sum())
-            if wrong == 0 or size <= k:
+            right = rollouts.right[rows]
+            size = len(rows)
+            num_wrong = size - int(right.sum())
+            if num_wrong == 0 or size <= k:
                 continue
-            fails = math.comb(wrong, k) / math.comb(size, k)
-            fails_with = math.comb(wrong - 1, k - 1) / math.comb(size - 1, k - 1)
+            fails = math.comb(num_wrong, k) / math.comb(size, k)
+            fails_with = math.comb(num_wrong - 1, k - 1) / math.comb(size - 1, k - 1)
             scale = math.sqrt(fails * (1 - fails)) + EPSILON
-            result[rows] = np.where(right, fails, fails - fails_with) / scale
-        return result
+            advantages[rows] = np.where(right, fails, fails - fails_with) / scale
+        return advantages

@@ -57,10 +57,11 @@ def _made_up(config: GrpoConfig, columns: Iterable[str]) -> ScoredRollouts:
     groups = 1 if config.grpo.dynamic_sampling.filter else 2
     group = np.repeat(np.arange(groups), size)
     reward = np.where(group == 0, np.arange(len(group)) % 2, 0).astype(np.float64)
-    weights = dict(zip(reward_names(config.rewards), (each.weight for each in config.rewards)))
+    weights = dict(zip(reward_names(config.rewards), (reward.weight for reward in config.rewards)))
     parts = {name: reward.copy() for name in weights}
     if config.grpo.overlong.penalty_tokens is not None:
-        parts[OVERLONG], weights[OVERLONG] = np.zeros(len(group)), 1.0
+        parts[OVERLONG] = np.zeros(len(group))
+        weights[OVERLONG] = 1.0
     turns = [np.zeros(1 + row % 3, np.int64) for row in range(len(group))]
     # Ages of 0 and log-probs of -1.
     values = {name: 0.0 if name == AGE.name else -1.0 for name in columns}
@@ -71,5 +72,8 @@ def _made_up(config: GrpoConfig, columns: Iterable[str]) -> ScoredRollouts:
         weights=weights,
         right=reward == 1,
         turns=turns,
-        columns={name: [np.full(len(each), value, np.float32) for each in turns] for name, value in values.items()},
+        columns={
+            name: [np.full(len(rollout_turns), value, np.float32) for rollout_turns in turns]
+            for name, value in values.items()
+        },
     )

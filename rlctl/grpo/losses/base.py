@@ -21,7 +21,7 @@ from torch import Tensor
 from rlctl.config.grpo_schema import UserLossSection
 from rlctl.config.plugin_options import checked_options
 from rlctl.config.plugins import LOSSES
-from rlctl.grpo.losses.terms import Bounds, Estimator, bounded_exp, kl_estimate, kl_term, weighted_sums, within
+from rlctl.grpo.losses.terms import Bounds, Estimator, bounded_exp, is_within, kl_estimate, kl_term, weighted_sums
 from rlctl.preflight.declared_columns import ADVANTAGE, AGE, PROXIMAL_LOG_PROB, REFERENCE_LOG_PROB, ROLLOUT_LOG_PROB
 from rlctl.preflight.settled import SettledGrpo
 from rlctl.telemetry.metrics import Metric
@@ -126,7 +126,7 @@ class PolicyLoss(ABC):
       rollout whose geometric mean of rho is outside `sequence_mask` (Liu et al. 2025, "When Speed Kills Stability").
       importance_cap null: w is rho where a mask keeps the token, as both have it, and 1 without any mask.
     - kl: w r k, the estimator k of KL(pi || ref) weighted from mu's tokens to pi's, gradient through r too
-      (DeepSeek-V3.2, arXiv 2512.02556); w r and w r k are at most `kl_max` (`pieces.kl_term`). Gradient, as a factor of
+      (DeepSeek-V3.2, arXiv 2512.02556); w r and w r k are at most `kl_max` (`terms.kl_term`). Gradient, as a factor of
       w r grad log pi, with x = log(ref / pi): k1 gives 1 - x and k3 gives -x, both in expectation, as long as nothing
       is truncated, exactly grad KL(pi || ref) of a token given those before it, k3 with the smaller variance; k2 gives
       x^2 / 2 - x, the gradient of E_pi[k2], KL's only while pi is near ref. Without the weight k1 would have gradient 0
@@ -164,17 +164,18 @@ class PolicyLoss(ABC):
     entropy_coef: float
 
     @classmethod
-    def from_settled(cls, settled: SettledGrpo, **own: Any) -> Self:
-        """Return the loss of a run: keys of `grpo.loss` by their names. own: fields that have their values already."""
+    def from_settled(cls, settled: SettledGrpo, **derived: Any) -> Self:
+        """Return the loss of a run: keys of `grpo.loss` by their names. derived: fields that replace such keys."""
         section = settled.config.grpo.loss
-        given = {**vars(section), "max_age": settled.config.async_.max_age}
+        options = {**vars(section), "max_age": settled.config.async_.max_age}
         if isinstance(section, UserLossSection):
-            given |= checked_options(cls, PolicyLoss, section.further, "grpo.loss")
-        given["proximal"] = "current" if settled.on_policy_ratio else settled.proximal
+            options |= checked_options(cls, PolicyLoss, section.further, "grpo.loss")
+        options["proximal"] = "current" if settled.on_policy_ratio else settled.proximal
         for name in ("importance_mask", "sequence_mask"):
-            given[name] = tuple(given[name]) if given[name] else None
-        known = {each.name for each in fields(cls)}
-        return cls(**{name: value for name, value in {**given, **own}.items() if name in known})
+            options[name] = tuple(options[name]) if options[name] else None
+        options |= derived
+        names = {loss_field.name for loss_field in fields(cls)}
+        return cls(**{name: option for name, option in options.items() if name in names})
 
     @property
     def mean_over(self) -> Mean:
@@ -184,14 +185,15 @@ class PolicyLoss(ABC):
     @property
     def needs(self) -> LossNeeds:
         """Columns and placement that the loop provides."""
-        asked = {
-            AGE: self.max_age > 0,
-            PROXIMAL_LOG_PROB: self.proximal == "recompute",
-            REFERENCE_LOG_PROB: self.kl_coef > 0,
-        }
-        own = {column.name for column, asks in asked.items() if asks}
-        whole = self.whole_rollouts or self.sequence_mask is not None or self.mean_over == "rollouts"
-        return LossNeeds(frozenset({ADVANTAGE.name, ROLLOUT_LOG_PROB.name, *own, *self.columns}), whole)
+        columns = {ADVANTAGE.name, ROLLOUT_LOG_PROB.name, *self.columns}
+        if self.max_age > 0:
+            columns.add(AGE.name)
+        if self.proximal == "recompute":
+            columns.add(PROXIMAL_LOG_PROB.name)
+        if self.kl_coef > 0:
+            columns.add(REFERENCE_LOG_PROB.name)
+        whole_rollouts = self.whole_rollouts or self.sequence_mask is not None or self.mean_over == "rollouts"
+        return LossNeeds(frozenset(columns), whole_rollouts)
 
     @abstractmethod
     def policy(self, tokens: PolicyTokens) -> PolicyTerm:
@@ -203,10 +205,11 @@ class PolicyLoss(ABC):
         return totals.rollouts if self.mean_over == "rollouts" else totals.rollouts * self.mean_over
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Travel as the class's name and file: a process that has not imported a user's file does so."""
+        """Return the class's name and file, and the fields: another process may have to import a user's file."""
         module = sys.modules[type(self).__module__]
-        place = (module.__name__, getattr(module, "__file__", None), type(self).__qualname__)
-        return _rebuilt, (*place, {each.name: getattr(self, each.name) for each in fields(self)})
+        file = getattr(module, "__file__", None)
+        values = {loss_field.name: getattr(self, loss_field.name) for loss_field in fields(self)}
+        return _rebuild_loss, (module.__name__, file, type(self).__qualname__, values)
 
     def __call__(self, batch: TokenBatch) -> LossOutput:
         """Return loss and metrics of one micro-batch. Values at unmasked tokens are never read.
@@ -224,7 +227,8 @@ class PolicyLoss(ABC):
         age = batch.columns["age"].detach().where(batch.mask, 0) if self.max_age else None
         tokens = PolicyTokens(batch, self.proximal, 1.0 if age is None or self.age_decay == 1 else self.age_decay**age)
         terms, metrics = self._terms(tokens)
-        share, weight = counted, count
+        share = counted
+        weight = count
         if self.mean_over == "rollouts":
             share = counted / tokens.rollout_lengths[batch.rollout]
             weight = count.new_full((), batch.num_rollouts)
@@ -256,9 +260,10 @@ class PolicyLoss(ABC):
             terms["loss/kl"] = kl_term(carried, estimate, self.kl_max)
         metrics |= policy.metrics
         metrics["ratio/mean"] = (tokens.ratio if policy.ratio is None else policy.ratio).detach()
-        for name, held in (("ratio/clipped_low", policy.low), ("ratio/clipped_high", policy.high)):
-            if held is not None:
-                metrics[name] = held
+        if policy.low is not None:
+            metrics["ratio/clipped_low"] = policy.low
+        if policy.high is not None:
+            metrics["ratio/clipped_high"] = policy.high
         return terms, metrics
 
     def _importance(self, tokens: PolicyTokens) -> tuple[Tensor | None, dict[str, Tensor]]:
@@ -267,17 +272,18 @@ class PolicyLoss(ABC):
             return None, {}
         log_rho = (tokens.old_log_prob - tokens.rollout_log_prob).detach()
         rho = bounded_exp(log_rho)
-        metrics, weight = {"importance/mean": rho}, None
+        metrics = {"importance/mean": rho}
+        weight = None
         if self.importance_cap is not None:
             cap = 1 + (self.importance_cap - 1) * tokens.shrink
             metrics["importance/truncated"] = rho > cap
             weight = rho.clamp(max=cap)
         if self.importance_mask or self.sequence_mask:
-            kept = within(rho, self.importance_mask)
+            passes = is_within(rho, self.importance_mask)
             if self.sequence_mask:
-                kept = kept & within(bounded_exp(tokens.rollout_mean(log_rho)), self.sequence_mask)
-            metrics["importance/masked"] = ~kept
-            weight = (rho if weight is None else weight) * kept
+                passes = passes & is_within(bounded_exp(tokens.rollout_mean(log_rho)), self.sequence_mask)
+            metrics["importance/masked"] = ~passes
+            weight = (rho if weight is None else weight) * passes
         return weight, metrics
 
     def _policy_gap(self, tokens: PolicyTokens) -> dict[str, Tensor]:
@@ -301,17 +307,17 @@ class PolicyLoss(ABC):
         return ages, {f"mismatch/age_{steps}": error * ages[f"age/share_{steps}"] for steps in range(self.max_age + 1)}
 
 
-def _rebuilt(module: str, file: str | None, name: str, values: dict[str, Any]) -> PolicyLoss:
-    return _class(module, file, name)(**values)
+def _rebuild_loss(module_name: str, file: str | None, class_name: str, values: dict[str, Any]) -> PolicyLoss:
+    return _load_loss_class(module_name, file, class_name)(**values)
 
 
 @cache
-def _class(module: str, file: str | None, name: str) -> type[PolicyLoss]:
-    known = sys.modules.get(module)
-    if known is None or getattr(known, "__file__", None) != file:
-        known = load_module(file if file and not module.startswith("rlctl.") else module)
-    found: type[PolicyLoss] = attrgetter(name)(known)
-    return found
+def _load_loss_class(module_name: str, file: str | None, class_name: str) -> type[PolicyLoss]:
+    module = sys.modules.get(module_name)
+    if module is None or getattr(module, "__file__", None) != file:
+        module = load_module(file if file and not module_name.startswith("rlctl.") else module_name)
+    loss_class: type[PolicyLoss] = attrgetter(class_name)(module)
+    return loss_class
 
 
 def make_loss(settled: SettledGrpo) -> PolicyLoss:

@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from rlctl.utils.user_code import defined_at, error_text, raised_at
 # Possible log-probs of a sample, in drawing order.
 _LOG_PROBS = [ROLLOUT_LOG_PROB.name, *reversed(computed(COLUMNS))]
 _TOLERANCE = 1e-9
-# MadeUpRow lengths of each rollout. The smallest come first, so that the counterexample shown is small.
+# Lengths of the rows of each rollout. The smallest come first, so that a counterexample is small.
 _SHAPES = [[[2], [3]], [[3], [3], [2]], [[5], [2], [9], [4]], [[7], [7], [3], [12], [2], [6]]]
 _SPLIT_SHAPES = [[[2, 2], [3]], [[3, 2], [4], [2, 6, 3]]]
 
@@ -49,7 +50,7 @@ class MadeUpRow:
 class CheckResult:
     """One property of a loss."""
 
-    what: str
+    name: str
     # The problem and its remedy; None if the property holds.
     problem: str | None
 
@@ -87,7 +88,8 @@ def made_up_rows(seed: int, lengths: Sequence[Sequence[int]], spread: float = 0.
             values["advantage"] = advantage.expand(size).clone()
             mask = torch.rand(size, generator=random) < 0.7
             mask[0] = False
-            policy, entropy = base + normal(size, spread), normal(size, 1.0).abs()
+            policy = base + normal(size, spread)
+            entropy = normal(size, 1.0).abs()
             rows.append(MadeUpRow(policy.requires_grad_(), entropy.requires_grad_(), mask, values, rollout))
     return rows
 
@@ -97,12 +99,16 @@ def pack_rows(rows: Sequence[MadeUpRow]) -> TokenBatch:
     lengths = torch.tensor([len(row.mask) for row in rows])
     rollouts = torch.from_numpy(rollout_index([row.rollout for row in rows]))
     sequence = torch.arange(len(rows)).repeat_interleave(lengths)
-    values = {name: torch.cat([row.columns[name] for row in rows]) for name in rows[0].columns}
-    log_probs, entropy, mask = (
-        torch.cat([getattr(row, name) for row in rows]) for name in ("log_probs", "entropy", "mask")
+    return TokenBatch(
+        log_probs=torch.cat([row.log_probs for row in rows]),
+        entropy=torch.cat([row.entropy for row in rows]),
+        mask=torch.cat([row.mask for row in rows]),
+        columns={name: torch.cat([row.columns[name] for row in rows]) for name in rows[0].columns},
+        sequence=sequence,
+        num_sequences=len(rows),
+        rollout=rollouts[sequence],
+        num_rollouts=int(rollouts.max()) + 1,
     )
-    count = int(rollouts.max()) + 1
-    return TokenBatch(log_probs, entropy, mask, values, sequence, len(rows), rollouts[sequence], count)
 
 
 def totals_of(rows: Sequence[MadeUpRow]) -> Totals:
@@ -115,36 +121,42 @@ def outcome(loss: PolicyLoss, micro_batches: Sequence[Sequence[MadeUpRow]], rows
     outputs = [loss(pack_rows(batch)) for batch in micro_batches if batch]
     divisor = loss.normalizer(totals_of(rows)) or 1
     total = torch.stack([output.loss for output in outputs]).sum() / divisor
-    leaves = [leaf for row in rows for leaf in (row.log_probs, row.entropy)]
-    found = torch.autograd.grad(total, leaves, materialize_grads=True)
-    maxima = {name: max(o.maxima[name].item() for o in outputs) for name in outputs[0].maxima}
-    return Outcome(total.item(), list(found), read_means(outputs), maxima)
+    leaves = list(chain.from_iterable((row.log_probs, row.entropy) for row in rows))
+    gradients = torch.autograd.grad(total, leaves, materialize_grads=True)
+    maxima = {name: max(output.maxima[name].item() for output in outputs) for name in outputs[0].maxima}
+    return Outcome(total.item(), list(gradients), read_means(outputs), maxima)
 
 
 def read_means(outputs: Sequence[LossOutput]) -> dict[str, float]:
     """Return the means of some micro-batches, as an update reads them; none without weight."""
-    found = {}
+    means = {}
     for name in outputs[0].means:
-        total, weight = (sum(output.means[name][part].item() for output in outputs) for part in (0, 1))
+        total = sum(output.means[name][0].item() for output in outputs)
+        weight = sum(output.means[name][1].item() for output in outputs)
         if weight:
-            found[name] = total / weight
-    return found
+            means[name] = total / weight
+    return means
 
 
-def difference(one: Outcome, other: Outcome) -> str | None:
-    """Return the differences between two outcomes, with their numbers; None if there is only rounding."""
-    if not _close(one.loss, other.loss):
-        return f"the loss is {one.loss:.6g} and {other.loss:.6g}"
-    for mine, theirs in zip(one.gradients, other.gradients):
-        apart = (mine - theirs).abs()
-        if not bool((apart <= _TOLERANCE * (1 + mine.abs())).all()):
-            worst = int(apart.nan_to_num(math.inf).argmax())
-            return f"the gradient of a token is {mine[worst]:.6g} and {theirs[worst]:.6g}"
-    for kind in ("means", "maxima"):
-        ours, others = getattr(one, kind), getattr(other, kind)
-        for name in ours.keys() | others.keys():
-            if name not in ours or name not in others or not _close(ours[name], others[name]):
-                return f"the metric {name} is {ours.get(name, math.nan):.6g} and {others.get(name, math.nan):.6g}"
+def difference(first: Outcome, second: Outcome) -> str | None:
+    """Return the first difference between two outcomes, with its numbers; None if there is only rounding."""
+    if not _is_close(first.loss, second.loss):
+        return f"the loss is {first.loss:.6g} and {second.loss:.6g}"
+    for first_gradient, second_gradient in zip(first.gradients, second.gradients):
+        distance = (first_gradient - second_gradient).abs()
+        if not bool((distance <= _TOLERANCE * (1 + first_gradient.abs())).all()):
+            worst = int(distance.nan_to_num(math.inf).argmax())
+            return f"the gradient of a token is {first_gradient[worst]:.6g} and {second_gradient[worst]:.6g}"
+    return _metric_difference(first.means, second.means) or _metric_difference(first.maxima, second.maxima)
+
+
+def _metric_difference(first: dict[str, float], second: dict[str, float]) -> str | None:
+    for name in first.keys() | second.keys():
+        first_value = first.get(name, math.nan)
+        second_value = second.get(name, math.nan)
+        # A metric that one side lacks is NaN here, and close to no number.
+        if not _is_close(first_value, second_value):
+            return f"the metric {name} is {first_value:.6g} and {second_value:.6g}"
     return None
 
 
@@ -155,18 +167,18 @@ def check_loss(loss: PolicyLoss) -> list[CheckResult]:
     """
     if problem := _policy(loss):
         return [CheckResult("policy", problem)]
-    return [CheckResult(what, next(_loss_problems(loss, check), None)) for what, check in CHECKS.items()]
+    return [CheckResult(name, next(_loss_problems(loss, check), None)) for name, check in CHECKS.items()]
 
 
 def _loss_problems(loss: PolicyLoss, check: Callable[[PolicyLoss], str | None]) -> Iterator[str]:
     harder = replace(loss, max_age=2, age_decay=0.9, kl_coef=loss.kl_coef or 0.1, entropy_coef=0.01)
-    for variant, each in (("", loss), (", with ages, KL and entropy", harder)):
+    for variant, suffix in ((loss, ""), (harder, ", with ages, KL and entropy")):
         try:
-            problem = check(each)
+            problem = check(variant)
         except Exception as error:
             problem = f"it raises {type(error).__name__}: {error}"
         if problem:
-            yield problem + variant
+            yield problem + suffix
 
 
 def _policy(loss: PolicyLoss) -> str | None:
@@ -180,15 +192,18 @@ def _policy(loss: PolicyLoss) -> str | None:
     place = defined_at(type(loss).policy)
     if not isinstance(term, PolicyTerm):
         return f"returns a {type(term).__name__} at {place}: return PolicyTerm(...) of the term of each token"
+    num_tokens = len(batch.mask)
     for name in ("value", "low", "high", "ratio"):
-        given, wanted = getattr(term, name), tuple(batch.mask.shape)
-        if given is None and name != "value":
+        tensor = getattr(term, name)
+        if tensor is None and name != "value":
             continue
-        if not isinstance(given, Tensor) or given.shape != wanted:
-            shown = (
-                f"a tensor of shape {tuple(given.shape)}" if isinstance(given, Tensor) else f"a {type(given).__name__}"
-            )
-            return f"{name} is {shown} at {place}: give a number for each of the {wanted[0]} tokens, no sum and no mean"
+        if not isinstance(tensor, Tensor):
+            kind = f"a {type(tensor).__name__}"
+        elif tensor.shape != (num_tokens,):
+            kind = f"a tensor of shape {tuple(tensor.shape)}"
+        else:
+            continue
+        return f"{name} is {kind} at {place}: give a number for each of the {num_tokens} tokens, no sum and no mean"
     if not term.value.requires_grad:
         return f"value has no gradient at {place}: it must depend on tokens.log_prob or tokens.ratio, not detached"
     return None
@@ -199,25 +214,27 @@ def _sign(loss: PolicyLoss) -> str | None:
     rows = made_up_rows(0, [[6], [6]], spread=0.0)
     for row, advantage in zip(rows, (1.0, -1.0)):
         row.columns |= {"advantage": torch.full_like(row.entropy, advantage).detach(), "age": torch.zeros(6).double()}
-    found = outcome(replace(loss, kl_coef=0.0, entropy_coef=0.0), [rows], rows)
-    raised, lowered = (-found.gradients[index].sum().item() for index in (0, 2))
+    gradients = outcome(replace(loss, kl_coef=0.0, entropy_coef=0.0), [rows], rows).gradients
+    # Every row has two gradients: by its log-probs, and by its entropy.
+    rise_of_good = -gradients[0].sum().item()
+    rise_of_bad = -gradients[2].sum().item()
     remedy = "policy is minimised: the usual term is `-tokens.advantage * tokens.ratio`"
-    if not raised > 0:
-        return f"a step changes the log-prob of a rollout of advantage 1 by {raised:.3g} of its length: {remedy}"
-    if lowered > 0:
-        return f"a step raises the log-prob of a rollout of advantage -1, by {lowered:.3g} of its length: {remedy}"
+    if not rise_of_good > 0:
+        return f"a step changes the log-prob of a rollout of advantage 1 by {rise_of_good:.3g} of its length: {remedy}"
+    if rise_of_bad > 0:
+        return f"a step raises the log-prob of a rollout of advantage -1, by {rise_of_bad:.3g} of its length: {remedy}"
     return None
 
 
 def _packing(loss: PolicyLoss) -> str | None:
     for seed, shape in enumerate(_SHAPES):
         rows = made_up_rows(seed, shape)
-        whole = outcome(loss, [rows], rows)
+        together = outcome(loss, [rows], rows)
         for size in (1, 2):
             parts = [rows[start : start + size] for start in range(0, len(rows), size)]
-            if told := difference(whole, outcome(loss, parts, rows)):
+            if gap := difference(together, outcome(loss, parts, rows)):
                 return (
-                    f"{told}, of {len(rows)} rollouts in one micro-batch and in {len(parts)}: a token's term may "
+                    f"{gap}, of {len(rows)} rollouts in one micro-batch and in {len(parts)}: a token's term may "
                     "depend on its own rollout alone; divide by no count, mean or maximum of the micro-batch, and say "
                     "in `mean_over` what the mean is over"
                 )
@@ -227,33 +244,36 @@ def _packing(loss: PolicyLoss) -> str | None:
 def _order(loss: PolicyLoss) -> str | None:
     for seed, shape in enumerate(_SHAPES):
         rows = made_up_rows(seed, shape)
-        if told := difference(outcome(loss, [rows], rows), outcome(loss, [rows[::-1]], rows)):
-            return f"{told}, of {len(rows)} rollouts in their order and backwards"
+        if gap := difference(outcome(loss, [rows], rows), outcome(loss, [rows[::-1]], rows)):
+            return f"{gap}, of {len(rows)} rollouts in their order and backwards"
     return None
 
 
 def _several_rows(loss: PolicyLoss) -> str | None:
     for seed, shape in enumerate(_SPLIT_SHAPES):
         rows = made_up_rows(seed, shape)
-        whole = outcome(loss, [rows], rows)
+        together = outcome(loss, [rows], rows)
         one_each = [[row for row in rows if row.rollout == rollout] for rollout in range(len(shape))]
-        if told := difference(whole, outcome(loss, one_each, rows)):
-            return f"{told}, of rollouts of several rows in one micro-batch and in one each: see packing"
+        if gap := difference(together, outcome(loss, one_each, rows)):
+            return f"{gap}, of rollouts of several rows in one micro-batch and in one each: see packing"
         if loss.needs.whole_rollouts:
             continue
-        if told := difference(whole, outcome(loss, [[row] for row in rows], rows)):
-            return f"{told}, of rollouts in one micro-batch and with each row in its own: set `whole_rollouts = True`"
+        if gap := difference(together, outcome(loss, [[row] for row in rows], rows)):
+            return f"{gap}, of rollouts in one micro-batch and with each row in its own: set `whole_rollouts = True`"
     return None
 
 
-def _unmasked(loss: PolicyLoss) -> str | None:
-    clean, dirty = made_up_rows(3, _SHAPES[2]), made_up_rows(3, _SHAPES[2])
+def _unmasked_tokens(loss: PolicyLoss) -> str | None:
+    clean = made_up_rows(3, _SHAPES[2])
+    dirty = made_up_rows(3, _SHAPES[2])
     for row in dirty:
         for tensor in (row.log_probs, row.entropy):
             tensor.data[~row.mask] = math.nan
         row.columns = {name: values.where(row.mask, math.nan) for name, values in row.columns.items()}
-    told = difference(outcome(loss, [clean], clean), outcome(loss, [dirty], dirty))
-    return told and f"{told}, without and with NaN at unmasked tokens: read the fields of `PolicyTokens`, not the batch"
+    gap = difference(outcome(loss, [clean], clean), outcome(loss, [dirty], dirty))
+    if gap is None:
+        return None
+    return f"{gap}, without and with NaN at unmasked tokens: read the fields of `PolicyTokens`, not the batch"
 
 
 def _nothing_masked(loss: PolicyLoss) -> str | None:
@@ -268,52 +288,60 @@ def _nothing_masked(loss: PolicyLoss) -> str | None:
 
 def _outliers(loss: PolicyLoss) -> str | None:
     for policy in (-1e4, -100.0, -15.0, 0.0):
-        for others in (-1e4, -1.0, 0.0):
+        for sampler in (-1e4, -1.0, 0.0):
             for advantage in (1.0, -1.0):
-                rows = [one_token(policy, others, advantage)]
-                found = outcome(loss, [rows], rows)
-                if not all(map(math.isfinite, (found.loss, *found.gradients[0].tolist()))):
+                rows = [one_token(policy, sampler, advantage)]
+                update = outcome(loss, [rows], rows)
+                gradient = update.gradients[0]
+                if not math.isfinite(update.loss) or not bool(gradient.isfinite().all()):
                     return (
-                        f"log-prob {policy:g} against {others:g} gives loss {found.loss:g}, gradient "
-                        f"{found.gradients[0][0]:g}: use `bounded_exp`"
+                        f"log-prob {policy:g} against {sampler:g} gives loss {update.loss:g}, gradient "
+                        f"{gradient[0]:g}: use `bounded_exp`"
                     )
     return None
 
 
-def one_token(policy: float, others: float, advantage: float) -> MadeUpRow:
-    """Return a rollout of one masked token: log pi, and one log-prob for generator, old policy and reference."""
-    column = torch.full((1,), others, dtype=torch.float64)
+def one_token(policy: float, sampler: float, advantage: float) -> MadeUpRow:
+    """Return a rollout of one masked token.
+
+    policy: log pi. sampler: the log-prob of generator, old policy and reference.
+    """
+    column = torch.full((1,), sampler, dtype=torch.float64)
     values = dict.fromkeys(_LOG_PROBS, column)
     values |= {"advantage": torch.full_like(column, advantage), "age": torch.zeros_like(column)}
     log_prob = torch.full_like(column, policy).requires_grad_()
     return MadeUpRow(log_prob, torch.ones_like(column).requires_grad_(), torch.ones(1, dtype=torch.bool), values, 0)
 
 
-def _pickled(loss: PolicyLoss) -> str | None:
+def _pickle(loss: PolicyLoss) -> str | None:
     try:
-        back = pickle.loads(pickle.dumps(loss))
+        copy = pickle.loads(pickle.dumps(loss))
     except Exception as error:
         return f"{type(error).__name__}: {error}: it travels to the ranks, so give it fields of plain values alone"
-    same = all(getattr(back, each.name) == getattr(loss, each.name) for each in fields(loss))
-    return None if same else "a field has another value after it"
+    is_same = all(getattr(copy, field.name) == getattr(loss, field.name) for field in fields(loss))
+    return None if is_same else "a field has another value after it"
 
 
-def _additive(loss: PolicyLoss) -> str | None:
-    one, other = Totals(7, 3, 2), Totals(4, 1, 1)
-    added, whole = loss.normalizer(one) + loss.normalizer(other), loss.normalizer(one + other)
-    if not _close(added, whole):
-        return f"two parts have {added:.6g} together, the update {whole:.6g}: an update may be trained in parts"
+def _normalizer(loss: PolicyLoss) -> str | None:
+    first = Totals(7, 3, 2)
+    second = Totals(4, 1, 1)
+    of_parts = loss.normalizer(first) + loss.normalizer(second)
+    of_update = loss.normalizer(first + second)
+    if not _is_close(of_parts, of_update):
+        return f"two parts have {of_parts:.6g} together, the update {of_update:.6g}: an update may be trained in parts"
     nothing = loss.normalizer(Totals(0, 3, 2))
     return None if nothing == 0 else f"it is {nothing:.6g} without a token to train on, not 0"
 
 
-def _declared(loss: PolicyLoss) -> str | None:
+def _needs(loss: PolicyLoss) -> str | None:
     if problem := columns_problem(loss.columns):
         return problem
-    rows, named = made_up_rows(0, _SHAPES[1]), loss.needs.columns
+    rows = made_up_rows(0, _SHAPES[1])
+    declared = loss.needs.columns
     for row in rows:
-        row.columns = {name: values for name, values in row.columns.items() if name in named}
-    batch, read = pack_rows(rows), set[str]()
+        row.columns = {name: values for name, values in row.columns.items() if name in declared}
+    batch = pack_rows(rows)
+    read: set[str] = set()
 
     class Recorded(dict[str, Tensor]):
         def __getitem__(self, name: str) -> Tensor:
@@ -323,15 +351,17 @@ def _declared(loss: PolicyLoss) -> str | None:
     batch.columns = Recorded(batch.columns)
     with suppress(KeyError):
         loss(batch)
-    for name in sorted(read - named):
-        told = f"`columns` does not name: columns = ({name!r},)" if name in COLUMNS else "no sample has"
-        return f"reads {name}, which {told}"
-    unread = sorted(computed(named).keys() - read)
+    undeclared = sorted(read - declared)
+    if undeclared:
+        name = undeclared[0]
+        remedy = f"`columns` does not name: columns = ({name!r},)" if name in COLUMNS else "no sample has"
+        return f"reads {name}, which {remedy}"
+    unread = sorted(computed(declared).keys() - read)
     return f"names {unread[0]} in `columns`, which costs a pass a step, and never reads it" if unread else None
 
 
-def _close(one: float, other: float) -> bool:
-    return abs(one - other) <= _TOLERANCE * (1 + abs(one))
+def _is_close(first: float, second: float) -> bool:
+    return abs(first - second) <= _TOLERANCE * (1 + abs(first))
 
 
 CHECKS: dict[str, Callable[[PolicyLoss], str | None]] = {
@@ -339,10 +369,10 @@ CHECKS: dict[str, Callable[[PolicyLoss], str | None]] = {
     "packing": _packing,
     "order": _order,
     "several rows a rollout": _several_rows,
-    "unmasked tokens": _unmasked,
+    "unmasked tokens": _unmasked_tokens,
     "empty micro-batch": _nothing_masked,
     "outliers": _outliers,
-    "normalizer": _additive,
-    "needs": _declared,
-    "pickle": _pickled,
+    "normalizer": _normalizer,
+    "needs": _needs,
+    "pickle": _pickle,
 }

@@ -19,6 +19,7 @@ class CispoLoss(PolicyLoss):
 
     def policy(self, tokens: PolicyTokens) -> PolicyTerm:
         ratio = tokens.ratio.detach()
-        low, high = 1 - self.clip_low * tokens.shrink, 1 + self.clip_high * tokens.shrink
+        low = 1 - self.clip_low * tokens.shrink
+        high = 1 + self.clip_high * tokens.shrink
         weight = ratio.clamp(min=low).clamp(max=high)
         return PolicyTerm(-(weight * tokens.advantage) * tokens.log_prob, ratio < weight, ratio > weight)

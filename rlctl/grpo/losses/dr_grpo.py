@@ -21,11 +21,11 @@ class DrGrpoLoss(ClippedLoss):
     max_tokens: int
 
     @classmethod
-    def from_settled(cls, settled: SettledGrpo, **own: Any) -> Self:
+    def from_settled(cls, settled: SettledGrpo, **derived: Any) -> Self:
         section = settled.config.grpo.loss
         assert isinstance(section, DrGrpoLossSection)
         tokens = section.max_tokens or settled.config.generation.max_new_tokens
-        return super().from_settled(settled, **{"max_tokens": tokens, **own})
+        return super().from_settled(settled, **{"max_tokens": tokens, **derived})
 
     @property
     def mean_over(self) -> Mean:

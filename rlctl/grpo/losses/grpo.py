@@ -28,9 +28,11 @@ class ClippedLoss(PolicyLoss):
 
     def surrogate(self, tokens: PolicyTokens, ratio: Tensor) -> PolicyTerm:
         """Return the clipped surrogate of a ratio, [T]."""
-        low, high = 1 - self.clip_low * tokens.shrink, 1 + self.clip_high * tokens.shrink
+        low = 1 - self.clip_low * tokens.shrink
+        high = 1 + self.clip_high * tokens.shrink
         bounded = clip_ratio(ratio, tokens.advantage, low, high, self.dual_clip)
-        return PolicyTerm(-tokens.advantage * bounded, *bound_by(ratio, bounded, tokens.advantage), ratio)
+        clipped_low, clipped_high = bound_by(ratio, bounded, tokens.advantage)
+        return PolicyTerm(-tokens.advantage * bounded, low=clipped_low, high=clipped_high, ratio=ratio)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,16 +18,17 @@ def bounded_exp(x: Tensor) -> Tensor:
 
 
 def clip_ratio(
-    ratio: Tensor, advantage: Tensor, low: Tensor | float, high: Tensor | float, most: float | None = None
+    ratio: Tensor, advantage: Tensor, low: Tensor | float, high: Tensor | float, dual_clip: float | None = None
 ) -> Tensor:
-    """Return b with b A = min(r A, clip(r, low, high) A), and for A < 0 at least `most` A.
+    """Return b with b A = min(r A, clip(r, low, high) A), and for A < 0 at least `dual_clip` A.
 
-    Only the bound against A's pull can bind: `high` for A > 0, `low` and `most` for A < 0. The gradient is that of r, 0
-    where a bound binds (PPO, arXiv 1707.06347, equation 7; `most`: dual-clip PPO, arXiv 1912.09729).
+    Only the bound against A's pull can bind: `high` for A > 0, `low` and `dual_clip` for A < 0. The gradient is that of
+    r, 0 where a bound binds (PPO, arXiv 1707.06347, equation 7; `dual_clip`: dual-clip PPO, arXiv 1912.09729).
     """
-    rising, falling = ratio.clamp(max=high), ratio.clamp(min=low)
-    if most is not None:
-        falling = falling.clamp(max=most)
+    rising = ratio.clamp(max=high)
+    falling = ratio.clamp(min=low)
+    if dual_clip is not None:
+        falling = falling.clamp(max=dual_clip)
     return torch.where(advantage > 0, rising, falling)
 
 
@@ -37,11 +38,11 @@ def bound_by(ratio: Tensor, bounded: Tensor, advantage: Tensor) -> tuple[Tensor,
     return (ratio < bounded) & moves, (ratio > bounded) & moves
 
 
-def within(value: Tensor, bounds: Bounds | None) -> Tensor:
-    """Return bool [T]: low <= value <= high; true everywhere without bounds."""
+def is_within(ratio: Tensor, bounds: Bounds | None) -> Tensor:
+    """Return bool [T]: low <= ratio <= high; true everywhere without bounds."""
     if bounds is None:
-        return torch.ones_like(value, dtype=torch.bool)
-    return (value >= bounds[0]) & (value <= bounds[1])
+        return torch.ones_like(ratio, dtype=torch.bool)
+    return (ratio >= bounds[0]) & (ratio <= bounds[1])
 
 
 def kl_estimate(log_ratio: Tensor, estimator: Estimator) -> Tensor:
@@ -55,15 +56,15 @@ def kl_estimate(log_ratio: Tensor, estimator: Estimator) -> Tensor:
     return x.square() / 2 if estimator == "k2" else torch.expm1(x) - x
 
 
-def kl_term(weight: Tensor, estimate: Tensor, most: float | None) -> Tensor:
-    """Return weight * estimate, with the weight at most `most` and the product within +-`most`.
+def kl_term(weight: Tensor, estimate: Tensor, bound: float | None) -> Tensor:
+    """Return weight * estimate, with the weight at most `bound` and the product within +-`bound`.
 
     A bound that binds leaves no gradient: verl and NeMo-RL bound the estimate at 10 that way. Bounding the product
     keeps the gradient's sign. A bounded estimate would lose it, since the weight has a gradient too.
     """
-    if most is None:
+    if bound is None:
         return weight * estimate
-    return (weight.clamp(max=most) * estimate).clamp(-most, most)
+    return (weight.clamp(max=bound) * estimate).clamp(-bound, bound)
 
 
 def weighted_sums(values: dict[str, Tensor], weights: Tensor) -> dict[str, Tensor]:

@@ -97,7 +97,7 @@ def test_two_right_sides_of_a_deep_model_agree_and_a_wrong_one_does_not(tmp_path
 
     (right, agreed), (wrong, refused) = verdict(eager(model, data)), verdict(eager(model, data, theta=3e3))
     assert min(right, wrong) > BOUNDS["bfloat16"]
-    assert agreed.agree and agreed.why.startswith("the same weights in float32 are 1.")
+    assert agreed.agree and agreed.explanation.startswith("the same weights in float32 are 1.")
     assert not refused.agree
     # A right side within the bound needs no second pass.
     assert judge(mismatch(own, own, mask), "bfloat16", lambda: pytest.fail("measured")) == Verdict(True)

@@ -126,7 +126,7 @@ def test_parts_joined_are_the_batch_of_all_groups() -> None:
     groups = [group("a", [1.0, 0.0]), group("b", [None]), group("c", [1.0, 1.0]), group("d", [0.0, None, 1.0])]
     whole = make_batch(groups, config(skip=True), ADVANTAGE)
     parts = [groups[:2], groups[2:3], groups[3:]]
-    joined = TrainingBatch.joined(
+    joined = TrainingBatch.join(
         [make_batch(part, config(skip=True), ADVANTAGE) for part in parts], [len(part) for part in parts]
     )
     assert joined.owners.tolist() == whole.owners.tolist() == [0, 0, 3, 3]
@@ -208,7 +208,7 @@ def test_whoever_finds_a_log_prob_that_is_not_finite_the_others_advantages_are_t
 
 def test_parts_of_a_step_keep_their_places_and_who_was_left_out() -> None:
     parts = [[spoiled(group("a", [1.0, 0.0]), {1: (0, np.nan)})], [group("b", [1.0, 0.0]), group("c", [1.0])]]
-    joined = TrainingBatch.joined([make_batch(part, config(skip=False), ADVANTAGE) for part in parts], [1, 2])
+    joined = TrainingBatch.join([make_batch(part, config(skip=False), ADVANTAGE) for part in parts], [1, 2])
     assert joined.places == [("a", 0), ("b", 0), ("b", 1), ("c", 0)]
     assert joined.owners.tolist() == [0, 1, 1, 2]
     assert [each.rollout for each in joined.left_out] == [1]

@@ -27,8 +27,8 @@ def test_rounding_explains_a_gap_whose_sides_are_about_as_far_from_float32(
 ) -> None:
     gap = Mismatch(token_mult_prob_error=1.06, kl=0.0, max_abs_diff=0.2, tokens=128)
     verdict = judge(gap, "bfloat16", lambda: Rounding(trainer, engine))
-    assert verdict == Verdict(explains, verdict.why)
-    assert f"{trainer:.4f} from the trainer, {engine:.4f} from the engine" in verdict.why
+    assert verdict == Verdict(explains, verdict.explanation)
+    assert f"{trainer:.4f} from the trainer, {engine:.4f} from the engine" in verdict.explanation
 
 
 def test_a_gap_in_float32_and_one_without_a_second_pass_are_not_explained() -> None:

@@ -113,10 +113,10 @@ def test_groups_are_rows_by_reward_and_some_of_the_rollouts_keep_their_columns()
         [3.0, 1.0, 2.0, 0.0], [5, 2, 5, 5], {"exact": [1.0, 2.0, 3.0, 4.0]}, {"exact": 0.5}, [True, False, True, False]
     )
     assert [rows.tolist() for rows in rollouts.groups()] == [[1], [3, 2, 0]]
-    some = rollouts.only(np.array([False, True, False, True]))
+    some = rollouts.select(np.array([False, True, False, True]))
     assert (some.group.tolist(), some.reward.tolist(), some.right.tolist()) == ([2, 5], [1.0, 0.0], [False, False])
     assert (some.parts["exact"].tolist(), some.weights) == ([2.0, 4.0], {"exact": 0.5})
-    both = ScoredRollouts.joined([some, rollouts.only(np.array([0]))])
+    both = ScoredRollouts.join([some, rollouts.select(np.array([0]))])
     assert (both.reward.tolist(), both.parts["exact"].tolist(), len(both.turns)) == (
         [1.0, 0.0, 3.0],
         [2.0, 4.0, 1.0],

@@ -73,7 +73,7 @@ def leave_one_out(step: list[One], own: One, normalize: bool = False) -> float:
     return (own.reward - statistics.fmean(others)) / (statistics.stdev(rewards) + 1e-6 if normalize else 1)
 
 
-def batch_normalized(step: list[One], own: One, baseline: bool) -> float:
+def batch_normalize(step: list[One], own: One, baseline: bool) -> float:
     def centred(one: One) -> float:
         return one.reward - (statistics.fmean(each.reward for each in step if each.group == one.group) * baseline)
 
@@ -120,8 +120,8 @@ REFERENCES: dict[Advantage, Callable[[list[One], One], float]] = {
     STD: lambda step, own: group_mean(step, own, normalize=True),
     LOO: leave_one_out,
     LOO_STD: lambda step, own: leave_one_out(step, own, normalize=True),
-    BatchNormalized("none"): lambda step, own: batch_normalized(step, own, baseline=False),
-    BatchNormalized("group_mean"): lambda step, own: batch_normalized(step, own, baseline=True),
+    BatchNormalized("none"): lambda step, own: batch_normalize(step, own, baseline=False),
+    BatchNormalized("group_mean"): lambda step, own: batch_normalize(step, own, baseline=True),
     Gdpo(): gdpo,
     QuantileBaseline(0.4): lambda step, own: quantile(step, own, 0.4),
     QuantileBaseline(0.7): lambda step, own: quantile(step, own, 0.7),

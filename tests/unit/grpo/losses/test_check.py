@@ -80,7 +80,7 @@ def made(kind: type[PolicyLoss]) -> PolicyLoss:
 
 
 def failed(loss: PolicyLoss) -> dict[str, str]:
-    return {each.what: each.problem for each in check_loss(loss) if each.problem}
+    return {each.name: each.problem for each in check_loss(loss) if each.problem}
 
 
 @pytest.mark.parametrize("name", DEFAULTS)
