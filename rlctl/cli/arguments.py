@@ -67,9 +67,9 @@ def note_repeats(overrides: list[str] | None) -> list[str]:
     """Print a note of each override that takes the place of an earlier one. Return all overrides."""
     if overrides and len(overrides) > 1:
         from rlctl.cli.output import note
-        from rlctl.config.compose import repeated
+        from rlctl.config.compose import describe_repeats
 
-        note(repeated(overrides))
+        note(describe_repeats(overrides))
     return overrides or []
 
 

@@ -201,8 +201,8 @@ def _environment(name: str | None, config: "GrpoConfig") -> "EnvironmentSpec | N
 
     own = config.environment
     if name is None:
-        if own.enabled:
-            names = ", ".join(each.name for each in own.named.values())
+        if own.is_enabled:
+            names = ", ".join(each.name for each in own.environments.values())
             note([f"the run's environment, {names}, takes no part: --tools offers the tools of one"])
         return None
     require_plugin("--tools", name, ENVIRONMENTS, "Class")

@@ -139,7 +139,7 @@ def _key_hint(option: str, command: str | None) -> str:
     if name in keys:
         return f"; a key has no dashes: {name}=VALUE"
     known = known_keys(schema)
-    if known.leads(name):
+    if known.has_remark(name):
         return f"; a key has no dashes{known.remark(name, [])}"
     similar = [key for key in keys if key.rpartition(".")[2] in (f"num_{name}", f"max_{name}")]
     return f"; a key has no dashes: {' or '.join(similar)}" if similar else ""

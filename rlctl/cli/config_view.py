@@ -10,7 +10,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from rlctl.config import paths
-from rlctl.config.fields import generic, schema_keys
+from rlctl.config.fields import schema_key, schema_keys
 from rlctl.config.provenance import ConfigNode, dump, leaves, node_at, plain
 from rlctl.config.schema import KINDS
 from rlctl.dashboard.console import make_table, names, texts
@@ -23,7 +23,7 @@ MOST_INDENT = 44  # columns before the comments
 def lines(root: ConfigNode) -> list[tuple[str, str, str]]:
     """Return (line of YAML, origin of its value, meaning of its key); the lines together are the config."""
     return [
-        (text, str(node.origin) if node else "", _FIELDS.get(generic(key), {}).get("doc", "") if node else "")
+        (text, str(node.origin) if node else "", _FIELDS.get(schema_key(key), {}).get("doc", "") if node else "")
         for text, node, key in _render(root, "", "")
     ]
 
@@ -93,7 +93,7 @@ def _values(root: ConfigNode) -> dict[str, object]:
     folder = node_at(root, ["run", "dir"])
     runs = Path(str(folder.value)) if folder and folder.value else None
     for key, node in leaves(root):
-        kind = _FIELDS.get(generic(key), {}).get("path")
+        kind = _FIELDS.get(schema_key(key), {}).get("path")
         values[key] = plain(node)
         if kind and isinstance(node.value, str):
             with suppress(FileNotFoundError):

@@ -10,7 +10,7 @@ import typer
 from rlctl.cli.arguments import AsJson, finite
 from rlctl.cli.completion import complete_run
 from rlctl.cli.output import FAILED, busy, console, examples, explained_weights, note, say, tell
-from rlctl.config.errors import ConfigError, Problem, located
+from rlctl.config.errors import ConfigError, Problem, locate_errors
 
 if TYPE_CHECKING:
     from rlctl.config.data_schema import DatasetSection
@@ -96,7 +96,7 @@ def check(
         require_plugin("NAME", name, ENVIRONMENTS, "Class")
     if episodes is not None and model is None:
         raise ConfigError([Problem("--episodes", "", "needs --model; without one, three scripted episodes are played")])
-    with located("--data", DataError):
+    with locate_errors("--data", DataError):
         section, rows = rows_to_try(name, str(data) if data else None, seed, max(EPISODES, episodes or 1))
     own: dict[str, Any] = {}
     if model is not None:

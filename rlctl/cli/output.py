@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
-from rlctl.config.errors import ConfigError, Problem, UserError, located
+from rlctl.config.errors import ConfigError, Problem, UserError, locate_errors
 from rlctl.utils.safe_text import neutral
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def reading(what: str) -> Iterator[None]:
     """Show that data are read; turn their first mistake into a ConfigError."""
     from rlctl.data.files import DataError
 
-    with located("data", DataError), busy(what):
+    with locate_errors("data", DataError), busy(what):
         yield
 
 

@@ -31,14 +31,12 @@ def algorithm_names() -> list[str]:
 
 def runs_folder(overrides: Iterable[str] = ()) -> Path:
     """Return the folder in which a run is looked up by its name: `run.dir` of the overrides, or its default."""
-    given = [text.partition("=")[2] for text in overrides if text.startswith("run.dir=")]
-    if given:
-        return Path(given[-1])
-    return _default_runs()
+    folders = [text.partition("=")[2] for text in overrides if text.startswith("run.dir=")]
+    return Path(folders[-1]) if folders else _default_runs_folder()
 
 
 @cache
-def _default_runs() -> Path:
+def _default_runs_folder() -> Path:
     import yaml
 
     return Path(yaml.safe_load((CONFIGS / "base.yaml").read_text())["run"]["dir"])
@@ -49,19 +47,21 @@ def find_recipe(recipe: str) -> Path:
     path = Path(os.path.expanduser(recipe))
     if os.path.isfile(path / "config.yaml"):
         path /= "config.yaml"
-    found, of_run = find(str(path), Path.cwd()), (runs := runs_folder()) / path / "config.yaml"
-    if found is None and os.path.isfile(of_run):
-        return of_run.resolve()
-    if found is None:
-        hint = did_you_mean(path.stem, [*recipe_names(), *run_names(runs)]) or "; see `rlctl recipes list`"
-        raise ConfigError([Problem(recipe, "", f"no such recipe or file{hint}")])
-    return found
+    file = find(str(path), Path.cwd())
+    if file is not None:
+        return file
+    runs = runs_folder()
+    run_config = runs / path / "config.yaml"
+    if os.path.isfile(run_config):
+        return run_config.resolve()
+    hint = did_you_mean(path.stem, recipe_names() + run_names(runs)) or "; see `rlctl recipes list`"
+    raise ConfigError([Problem(recipe, "", f"no such recipe or file{hint}")])
 
 
 def find(name: str, near: Path, other_than: Path | None = None) -> Path | None:
     """Return `name`, with or without .yaml, in folder `near`, else among the shipped recipes, else shipped configs.
 
-    other_than: a file to leave out: a recipe may have the name of its parent.
+    other_than: a file to leave out, since a recipe may have the name of its parent.
     """
     for folder in (near, RECIPES, CONFIGS):
         for candidate in (folder / name, folder / f"{name}.yaml"):

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import NoneType
 
 from rlctl.config.builtin import CONFIGS, find, recipe_names
-from rlctl.config.errors import ConfigError, Problem, did_you_mean, shortened
+from rlctl.config.errors import ConfigError, Problem, did_you_mean, shorten
 from rlctl.config.fields import RECIPE, alternatives, is_section, schema_keys
 from rlctl.config.interpolation import interpolate
 from rlctl.config.provenance import (
@@ -31,10 +31,10 @@ from rlctl.config.provenance import (
 )
 from rlctl.config.schema import KINDS
 
-_RECIPE = RECIPE.split(".")
+_RECIPE_PATH = RECIPE.split(".")
 # Key -> file of defaults in configs/: `all` for every name, and a section for each name with further keys.
 NAMED_SECTIONS = {"grpo.loss": "loss", "grpo.advantage": "advantage", "generation.engine": "engine"}
-# The same of lists, and of sections whose keys are any.
+# The same for lists, and for sections whose keys are free names.
 _NAMED_ENTRIES = {
     "rewards": "reward",
     "telemetry.trackers": "tracker",
@@ -44,31 +44,30 @@ _NAMED_ENTRIES = {
 NAMED = {**NAMED_SECTIONS, **_NAMED_ENTRIES}
 # Sections that a run may lack -> the file of their defaults.
 OPTIONAL_SECTIONS = {"lora": "lora"}
-# Sections without further defaults for which a bare name stands too.
-_SHORT = ("agent",)
+# Sections without further defaults that may be written as a bare name too.
+_NAME_SECTIONS = ("agent",)
 
 
-def compose(recipe: Path, overrides: list[str], within: str = "", own: Sequence[str] = ()) -> ConfigNode:
+def compose(recipe: Path, overrides: list[str], within: str = "", added: Sequence[str] = ()) -> ConfigNode:
     """Return the merged tree of the file `recipe`, its references filled in.
 
-    within: dotted key of a whole config inside the file: return that one. own: a command's own overrides, which
-    come before the typed ones. Raises ConfigError: a parent not found, unreadable YAML, a malformed override or
-    reference.
+    within: dotted key of a whole config inside the file; return this one. added: overrides of a command, which come
+    before the typed ones. Raises ConfigError: a parent not found, unreadable YAML, a malformed override or reference.
     """
-    given = [Origin(text=text) for text in own]
-    given += [Origin(override=number, text=text) for number, text in enumerate(overrides, start=1)]
-    root = _with_recipe(_complete(_inherit(recipe, (), {})))
+    override_origins = [Origin(text=text) for text in added]
+    override_origins += [Origin(override=number, text=text) for number, text in enumerate(overrides, start=1)]
+    root = _load_validation_recipe(_add_defaults(_inherit(recipe, (), {})))
     if within:
-        found = node_at(root, within.split("."))
-        assert found is not None, f"{recipe} has no {within}"
-        root = found
-    root = _apply(root, given)
-    inner = node_at(root, _RECIPE)
-    if inner is None or not isinstance(inner.value, dict):
+        inner_config = node_at(root, within.split("."))
+        assert inner_config is not None, f"{recipe} has no {within}"
+        root = inner_config
+    root = _apply(root, override_origins)
+    recipe_node = node_at(root, _RECIPE_PATH)
+    if recipe_node is None or not isinstance(recipe_node.value, dict):
         return interpolate(root)
     # A reference names a key of the config that it was written in.
-    root = interpolate(put(root, _RECIPE, ConfigNode(None, inner.origin)))
-    return put(root, _RECIPE, interpolate(inner))
+    root = interpolate(put(root, _RECIPE_PATH, ConfigNode(None, recipe_node.origin)))
+    return put(root, _RECIPE_PATH, interpolate(recipe_node))
 
 
 @cache
@@ -79,163 +78,178 @@ def defaults_of(kind: str, name: str) -> ConfigNode:
     return merge(root.value["all"], root.value.get(name, ConfigNode({}, root.origin)))
 
 
-def _complete(root: ConfigNode) -> ConfigNode:
+def _add_defaults(root: ConfigNode) -> ConfigNode:
     """Return the tree with every named section and entry over its defaults. A bare name is `{name: ...}`."""
-    recipe = node_at(root, _RECIPE)
+    recipe = node_at(root, _RECIPE_PATH)
     if recipe is not None and isinstance(recipe.value, dict):
-        root = put(root, _RECIPE, _complete(recipe))
+        root = put(root, _RECIPE_PATH, _add_defaults(recipe))
     for key, kind in OPTIONAL_SECTIONS.items():
-        found = node_at(root, [key])
-        if found is not None and isinstance(found.value, dict):
-            root = put(root, [key], merge(defaults_of(kind, ""), found))
+        section = node_at(root, [key])
+        if section is not None and isinstance(section.value, dict):
+            root = put(root, [key], merge(defaults_of(kind, ""), section))
     for key, kind in NAMED.items():
-        found = node_at(root, key.split("."))
-        if found is None:
+        path = key.split(".")
+        section = node_at(root, path)
+        if section is None:
             continue
         if key in NAMED_SECTIONS:
-            root = put(root, key.split("."), _over_defaults(kind, found))
-        elif isinstance(found.value, list):
-            entries = [_over_defaults(kind, entry) for entry in found.value]
-            root = put(root, key.split("."), ConfigNode(entries, found.origin))
-        elif isinstance(found.value, dict):
-            named = {name: _over_defaults(kind, entry) for name, entry in found.value.items()}
-            root = put(root, key.split("."), ConfigNode(named, found.origin))
+            root = put(root, path, _merge_over_defaults(kind, section))
+        elif isinstance(section.value, list):
+            listed = [_merge_over_defaults(kind, child) for child in section.value]
+            root = put(root, path, ConfigNode(listed, section.origin))
+        elif isinstance(section.value, dict):
+            by_name = {name: _merge_over_defaults(kind, child) for name, child in section.value.items()}
+            root = put(root, path, ConfigNode(by_name, section.origin))
     return root
 
 
-def _over_defaults(kind: str, entry: ConfigNode) -> ConfigNode:
-    named = _with_name(entry)
-    name = node_at(named, ["name"])
-    return merge(defaults_of(kind, str(name.value) if name else ""), named)
+def _merge_over_defaults(kind: str, section: ConfigNode) -> ConfigNode:
+    section = _expand_bare_name(section)
+    name = node_at(section, ["name"])
+    return merge(defaults_of(kind, str(name.value) if name else ""), section)
 
 
-def _with_name(entry: ConfigNode) -> ConfigNode:
-    return ConfigNode({"name": entry}, entry.origin) if isinstance(entry.value, str) else entry
+def _expand_bare_name(section: ConfigNode) -> ConfigNode:
+    return ConfigNode({"name": section}, section.origin) if isinstance(section.value, str) else section
 
 
 def _merge_named(base: ConfigNode, over: ConfigNode) -> ConfigNode:
     """Return `merge`, where a section that names another loss, advantage or engine than before loses its earlier keys.
 
-    A key of the one before may mean something else in the new one. Its `name` has a note of the left-out keys.
+    A key of the earlier loss may mean something else in the new one. The new `name` has a note of the left-out keys.
     """
-    for key in _SHORT:
-        if (short := node_at(over, [key])) is not None:
-            over = put(over, [key], _with_name(short))
+    for key in _NAME_SECTIONS:
+        if (section := node_at(over, [key])) is not None:
+            over = put(over, [key], _expand_bare_name(section))
     for key in NAMED_SECTIONS:
         path = key.split(".")
-        before, after = node_at(base, path), node_at(over, path)
-        if before is None or after is None:
+        base_section = node_at(base, path)
+        over_section = node_at(over, path)
+        if base_section is None or over_section is None:
             continue
-        old, new = _with_name(before), _with_name(after)
-        over = put(over, path, new)
-        names = [node_at(each, ["name"]) for each in (old, new)]
-        if names[0] and names[1] and names[0].value != names[1].value:
-            base = put(base, path, ConfigNode({}, before.origin))
-            over = put(over, [*path, "name"], replace(names[1], note=_left_out_note(old, key)))
+        base_section = _expand_bare_name(base_section)
+        over_section = _expand_bare_name(over_section)
+        over = put(over, path, over_section)
+        base_name = node_at(base_section, ["name"])
+        over_name = node_at(over_section, ["name"])
+        if base_name and over_name and base_name.value != over_name.value:
+            base = put(base, path, ConfigNode({}, base_section.origin))
+            over = put(over, [*path, "name"], replace(over_name, note=_left_out_note(base_section, key)))
     return merge(base, over)
 
 
 def _left_out_note(section: ConfigNode, path: str) -> str | None:
-    """Return a note of the keys of a section that were not its defaults; None without any."""
-    written = {key: node.origin for key, node in leaves(section) if key != "name"}
-    files = [CONFIGS / f"{kind}.yaml" for kind in NAMED_SECTIONS.values()]
-    lost = [f"{path}.{key} ({origin})" for key, origin in written.items() if origin.file not in files]
+    """Return a note of the keys of a section that were not its defaults; None if all were."""
+    origins = {key: node.origin for key, node in leaves(section) if key != "name"}
+    default_files = [CONFIGS / f"{kind}.yaml" for kind in NAMED_SECTIONS.values()]
+    left_out = [f"{path}.{key} ({origin})" for key, origin in origins.items() if origin.file not in default_files]
+    if not left_out:
+        return None
     name = node_at(section, ["name"])
-    return f"left out, since they were for {name.value if name else path}: {', '.join(lost)}" if lost else None
+    return f"left out, since they were for {name.value if name else path}: {', '.join(left_out)}"
 
 
-def _with_recipe(root: ConfigNode) -> ConfigNode:
-    """Return the tree with the recipe that an SFT run is validated by, in place of its name. Raises ConfigError."""
-    node, kind = node_at(root, _RECIPE), node_at(root, ["kind"])
+def _load_validation_recipe(root: ConfigNode) -> ConfigNode:
+    """Return the tree with the recipe that validates an SFT run in place of the recipe's name. Raises ConfigError."""
+    node = node_at(root, _RECIPE_PATH)
+    kind = node_at(root, ["kind"])
     if node is None or node.value is None or kind is None or kind.value != "sft":
         return root
     if isinstance(node.value, str):
         name = os.path.expanduser(node.value)
-        folders = [*([node.origin.file.parent] if node.origin.file else []), Path.cwd()]
-        file = next((found for folder in folders if (found := find(name, folder))), None)
+        file = find(name, node.origin.file.parent) if node.origin.file else None
+        file = file or find(name, Path.cwd())
         if file is None:
             hint = did_you_mean(Path(name).stem, recipe_names()) or "; see `rlctl recipes list`"
             raise ConfigError([Problem(str(node.origin), RECIPE, f"no such recipe or file: {node.value}{hint}")])
-        root = put(root, _RECIPE, _complete(_inherit(file, (), {})))
-    stated = node_at(root, [*_RECIPE, "kind"])
-    if stated is None or stated.value != "grpo":
-        given = f"{node.text or 'it'} is {f'one for {stated.value}' if stated else 'none'}"
-        what = f"must be the name or file of a GRPO recipe, whose prompts and rewards measure; {given}"
-        raise ConfigError([Problem(str(node.origin), RECIPE, what)])
+        root = put(root, _RECIPE_PATH, _add_defaults(_inherit(file, (), {})))
+    recipe_kind = node_at(root, [*_RECIPE_PATH, "kind"])
+    if recipe_kind is None or recipe_kind.value != "grpo":
+        actual_kind = f"one for {recipe_kind.value}" if recipe_kind else "none"
+        rule = "must be the name or file of a GRPO recipe, whose prompts and rewards measure"
+        mistake = f"{rule}; {node.text or 'it'} is {actual_kind}"
+        raise ConfigError([Problem(str(node.origin), RECIPE, mistake)])
     return root
 
 
-def _inherit(path: Path, below: tuple[Path, ...], known: dict[Path, ConfigNode]) -> ConfigNode:
-    """Read a file over its parents. known: files that were read already."""
-    if path in known:
-        return known[path]
+def _inherit(path: Path, heirs: tuple[Path, ...], roots: dict[Path, ConfigNode]) -> ConfigNode:
+    """Read a file over its parents. heirs: the files that inherit from it. roots: trees of the files already read."""
+    if path in roots:
+        return roots[path]
     root = read_file(path)
     assert isinstance(root.value, dict)
-    own = ConfigNode({key: node for key, node in root.value.items() if key != "defaults"}, root.origin)
+    written = ConfigNode({key: node for key, node in root.value.items() if key != "defaults"}, root.origin)
     merged = ConfigNode({}, root.origin)
-    for entry in _parents(root.value.get("defaults")):
-        name, where = str(entry.value), str(entry.origin)
+    for name_node in _parent_names(root.value.get("defaults")):
+        name = str(name_node.value)
+        where = str(name_node.origin)
         # A user's recipe may be named sft.yaml and inherit the shipped one of that name.
         parent = find(name, path.parent, other_than=path) or find(name, path.parent)
         if parent is None:
-            names = [file.stem for file in (*path.parent.glob("*.yaml"), *CONFIGS.glob("*.yaml"))]
-            hint = did_you_mean(Path(name).stem, [*names, *recipe_names()])
+            files = [*path.parent.glob("*.yaml"), *CONFIGS.glob("*.yaml")]
+            names = [file.stem for file in files] + recipe_names()
+            hint = did_you_mean(Path(name).stem, names)
             raise ConfigError([Problem(where, "defaults", f"no file {name}{hint}")])
-        if parent in (*below, path):
+        if parent in (*heirs, path):
             raise ConfigError([Problem(where, "defaults", f"{name} inherits from itself")])
-        merged = _undone(_merge_named(merged, _inherit(parent, (*below, path), known)))
-    known[path] = _undone(_merge_named(merged, own))
-    return known[path]
+        merged = _restore_null_sections(_merge_named(merged, _inherit(parent, (*heirs, path), roots)))
+    roots[path] = _restore_null_sections(_merge_named(merged, written))
+    return roots[path]
 
 
-def _undone(root: ConfigNode) -> ConfigNode:
+def _restore_null_sections(root: ConfigNode) -> ConfigNode:
     """Return the tree with its defaults in each section that is null. Nothing inherited is left of the section."""
     kind = node_at(root, ["kind"])
     if kind is None or not isinstance(kind.value, str) or kind.value not in KINDS:
         return root
     for path in _section_paths(kind.value):
-        found = node_at(root, path)
-        if found is not None and found.value is None:
+        section = node_at(root, path)
+        if section is not None and section.value is None:
             default = node_at(_inherit(CONFIGS / f"{kind.value}.yaml", (), {}), path)
-            root = put(root, path, default) if default is not None else root
-    recipe = node_at(root, _RECIPE)
-    return root if recipe is None or not isinstance(recipe.value, dict) else put(root, _RECIPE, _undone(recipe))
+            if default is not None:
+                root = put(root, path, default)
+    recipe = node_at(root, _RECIPE_PATH)
+    if recipe is None or not isinstance(recipe.value, dict):
+        return root
+    return put(root, _RECIPE_PATH, _restore_null_sections(recipe))
 
 
 @cache
 def _section_paths(kind: str) -> list[list[str]]:
     """Return the paths of the sections that every config of this kind has."""
-    keys = schema_keys(KINDS[kind])
-    return [key.split(".") for key, each in keys if is_section(each) and NoneType not in alternatives(each.type)]
+    sections = {key: field.type for key, field in schema_keys(KINDS[kind]) if is_section(field)}
+    return [key.split(".") for key, hint in sections.items() if NoneType not in alternatives(hint)]
 
 
-def _parents(node: ConfigNode | None) -> list[ConfigNode]:
+def _parent_names(node: ConfigNode | None) -> list[ConfigNode]:
     if node is None:
         return []
-    entries = node.value if isinstance(node.value, list) else [node]
-    if not all(isinstance(entry.value, str) for entry in entries):
+    names = node.value if isinstance(node.value, list) else [node]
+    if not all(isinstance(name.value, str) for name in names):
         raise ConfigError([Problem(str(node.origin), "defaults", "must be a file name or a list of them")])
-    return entries
+    return names
 
 
 def _apply(root: ConfigNode, overrides: list[Origin]) -> ConfigNode:
     problems = []
-    overrides = list(_without_earlier_names(overrides))
-    root = _named_anew(root, overrides)
-    # A recipe comes before its keys, in any order of overrides.
-    for origin in sorted(overrides, key=lambda each: not each.text.startswith(f"{RECIPE}=")):
+    overrides = list(_drop_earlier_names(overrides))
+    root = _merge_names(root, overrides)
+    # The override that sets a recipe comes before those of the recipe's keys, in any order of overrides.
+    for origin in sorted(overrides, key=lambda override: not override.text.startswith(f"{RECIPE}=")):
         key, equals, value = origin.text.partition("=")
+        recipe = node_at(root, _RECIPE_PATH)
         if not equals or not all(key.split(".")):
             problems.append(Problem(str(origin), "", "must be key=value, for example trainer.optimizer.lr=1e-6"))
         elif not key[0].isalnum():
             problems.append(Problem(str(origin), "", f"no prefix is needed: {key.lstrip('+~-')}={value}"))
-        elif key.startswith(f"{RECIPE}.") and (recipe := node_at(root, _RECIPE)) and recipe.value is None:
+        elif key.startswith(f"{RECIPE}.") and recipe is not None and recipe.value is None:
             problems.append(Problem(str(origin), "", f"there is no recipe that it is a key of: add {RECIPE}=NAME"))
         else:
             try:
                 node = read_value(value, origin)
                 names = _override_path(key, node)
-                root = _complete(_with_recipe(_undone(_put(root, names, node, origin))))
+                root = _restore_null_sections(_put_override(root, names, node, origin))
+                root = _add_defaults(_load_validation_recipe(root))
             except ConfigError as error:
                 problems += error.problems
     if problems:
@@ -243,24 +257,26 @@ def _apply(root: ConfigNode, overrides: list[Origin]) -> ConfigNode:
     return root
 
 
-def repeated(overrides: Sequence[str]) -> list[str]:
+def describe_repeats(overrides: Sequence[str]) -> list[str]:
     """Return a line for each override that takes the place of an earlier one, or of a part of it."""
-    said, earlier = [], list[tuple[str, dict[str, bool]]]()
+    lines = []
+    earlier = list[tuple[str, dict[str, bool]]]()
     for number, text in enumerate(overrides, start=1):
         origin = Origin(override=number, text=text)
-        keys = _keys_set(origin)
-        if lost := [each for each, theirs in earlier if _take_place(keys, theirs)]:
-            said.append(f"{origin}: takes the place of {shortened(lost[-1], 240)}")
+        keys = _keys_of_override(origin)
+        replaced = [earlier_text for earlier_text, earlier_keys in earlier if _replaces(keys, earlier_keys)]
+        if replaced:
+            lines.append(f"{origin}: takes the place of {shorten(replaced[-1], 240)}")
         earlier.append((text, keys))
-    return said
+    return lines
 
 
-def _keys_set(origin: Origin) -> dict[str, bool]:
-    """Return each key that an override sets -> True if it is null. A list, which replaces another one, is a key too."""
+def _keys_of_override(origin: Origin) -> dict[str, bool]:
+    """Return each key that an override sets -> True if its value is null. A list is one key: it replaces the other."""
     key, equals, value = origin.text.partition("=")
     try:
         node = read_value(value, origin)
-    except ConfigError:  # Reported when it is put.
+    except ConfigError:  # `_apply` reports the error.
         return {}
     if not equals or node.value == {}:
         return {}
@@ -269,43 +285,47 @@ def _keys_set(origin: Origin) -> dict[str, bool]:
     return lists | {name: leaf.value is None for name, leaf in leaves(node, key)}
 
 
-def _take_place(keys: Iterable[str], earlier: Mapping[str, bool]) -> bool:
+def _replaces(keys: Iterable[str], earlier: Mapping[str, bool]) -> bool:
     """Return True if one of `keys` sets an earlier key, its section, or a key inside a section that was null."""
     for key in keys:
-        above = key.split(".")
-        if key in earlier or any(earlier.get(".".join(above[:end])) for end in range(1, len(above))):
+        names = key.split(".")
+        sections = [".".join(names[:end]) for end in range(1, len(names))]
+        if key in earlier or any(earlier.get(section) for section in sections):
             return True
-        # A recipe comes before its keys, in any order.
-        if key != RECIPE and any(each.startswith(f"{key}.") for each in earlier):
+        # The override that sets a recipe is applied before those of the recipe's keys, so it replaces none of them.
+        if key != RECIPE and any(earlier_key.startswith(f"{key}.") for earlier_key in earlier):
             return True
     return False
 
 
 def _override_path(key: str, node: ConfigNode) -> list[str]:
     """Return the path that an override sets: a bare name is the `name` of a section that has one."""
-    return [*key.split("."), *["name"] * (key in (*NAMED_SECTIONS, *_SHORT) and isinstance(node.value, str))]
+    path = key.split(".")
+    is_named_section = key in NAMED_SECTIONS or key in _NAME_SECTIONS
+    return [*path, "name"] if is_named_section and isinstance(node.value, str) else path
 
 
-def _without_earlier_names(overrides: Sequence[Origin]) -> Iterator[Origin]:
-    """Yield the overrides but those that name a loss, advantage or engine where a later one names another.
+def _drop_earlier_names(overrides: Sequence[Origin]) -> Iterator[Origin]:
+    """Yield the overrides except those that name a loss, advantage or engine where a later override names another.
 
-    Keys of the earlier one may mean nothing in the later one.
+    Keys of the earlier loss may mean nothing in the later one.
     """
-    last = dict[str, object]()
-    kept = list[Origin]()
+    last_names = dict[str, object]()
+    remaining = list[Origin]()
     for origin in reversed(overrides):
         key, _, value = origin.text.partition("=")
-        section, name = key.removesuffix(".name"), None
+        section = key.removesuffix(".name")
+        name = None
         if section in NAMED_SECTIONS:
-            with suppress(ConfigError):  # Reported when it is put.
-                named = node_at(_with_name(read_value(value, origin)), ["name"])
-                name = named.value if named else None
-        if name is None or last.setdefault(section, name) == name:
-            kept.append(origin)
-    yield from reversed(kept)
+            with suppress(ConfigError):  # `_apply` reports the error.
+                name_node = node_at(_expand_bare_name(read_value(value, origin)), ["name"])
+                name = name_node.value if name_node else None
+        if name is None or last_names.setdefault(section, name) == name:
+            remaining.append(origin)
+    yield from reversed(remaining)
 
 
-def _named_anew(root: ConfigNode, overrides: list[Origin]) -> ConfigNode:
+def _merge_names(root: ConfigNode, overrides: list[Origin]) -> ConfigNode:
     """Return the tree with the losses, advantages and engines that the overrides name.
 
     Their other keys come later, so that the order of overrides does not matter.
@@ -313,24 +333,26 @@ def _named_anew(root: ConfigNode, overrides: list[Origin]) -> ConfigNode:
     for origin in overrides:
         key, _, value = origin.text.partition("=")
         if key.removesuffix(".name") in NAMED_SECTIONS:
-            with suppress(ConfigError):  # Reported when it is put.
+            with suppress(ConfigError):  # `_apply` reports the error.
                 root = _merge_named(root, put(ConfigNode({}, origin), key.split("."), read_value(value, origin)))
     return root
 
 
-def _put(node: ConfigNode, names: list[str], value: ConfigNode, origin: Origin) -> ConfigNode:
+def _put_override(node: ConfigNode, names: list[str], value: ConfigNode, origin: Origin) -> ConfigNode:
     """Return a copy of `node` with `value` at the path `names`; sections merge: `section={a: 1}` keeps the rest."""
     if not names:
         return merge(node, value)
-    name, rest = names[0], names[1:]
+    name = names[0]
+    inner_names = names[1:]
     if isinstance(node.value, list):
         index = int(name) if name.isdecimal() else -1
         if not 0 <= index < len(node.value):
-            has = f"0 to {len(node.value) - 1}" if node.value else "none: the list is empty"
-            raise ConfigError([Problem(str(origin), "", f"no list entry {name}; there are {has}")])
+            indices = f"0 to {len(node.value) - 1}" if node.value else "none: the list is empty"
+            raise ConfigError([Problem(str(origin), "", f"no list entry {name}; there are {indices}")])
+        nodes = list(node.value)
         # An entry given whole replaces the old one: a list has no defaults to merge with.
-        entry = _put(node.value[index], rest, value, origin) if rest else value
-        return ConfigNode([*node.value[:index], entry, *node.value[index + 1 :]], node.origin)
+        nodes[index] = _put_override(nodes[index], inner_names, value, origin) if inner_names else value
+        return ConfigNode(nodes, node.origin)
     children = node.value if isinstance(node.value, dict) else {}
     child = children.get(name, ConfigNode(None, origin))
-    return ConfigNode({**children, name: _put(child, rest, value, origin)}, node.origin)
+    return ConfigNode({**children, name: _put_override(child, inner_names, value, origin)}, node.origin)

@@ -53,8 +53,13 @@ class TrainDataSection(DatasetSection):
     @property
     def paths(self) -> list[str]:
         """Paths of all sources, or the path."""
-        given = [section.path for section in self.sources.values()] or [self.path]
-        return [each for path in given for each in ([path] if isinstance(path, str) else path or [])]
+        paths = list[str]()
+        for path in [section.path for section in self.sources.values()] or [self.path]:
+            if isinstance(path, str):
+                paths.append(path)
+            else:
+                paths += path or []
+        return paths
 
     def section_of(self, source: str) -> DatasetSection:
         """Return the section of a row's source."""

@@ -59,12 +59,12 @@ class EnvironmentSection:
     memory_mib: int = spec("The memory that each of these processes may use, in MiB.", ge=64, most=1 << 30)
 
     @property
-    def enabled(self) -> bool:
+    def is_enabled(self) -> bool:
         """True if rollouts are played against an environment."""
         return self.name is not None or bool(self.choices)
 
     @property
-    def named(self) -> dict[str, EnvironmentChoice]:
+    def environments(self) -> dict[str, EnvironmentChoice]:
         """Environments of the run by key; the key of a single one is its name."""
         if self.name is None:
             return self.choices
@@ -100,11 +100,11 @@ class AgentSection:
     )
 
     @property
-    def enabled(self) -> bool:
+    def is_enabled(self) -> bool:
         """True if an agent plays the rollouts."""
         return self.name is not None or self.command is not None
 
     @property
-    def shown(self) -> str:
-        """Function or command, as it is written."""
+    def entry_point(self) -> str:
+        """Function or command, as the config has it."""
         return self.name or self.command or ""

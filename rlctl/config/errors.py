@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
-# Letters of a part of a message.
+# Letters of the longest part of a message.
 LONGEST = 480
 
 
@@ -22,13 +22,13 @@ class Problem:
 
     def __str__(self) -> str:
         key = "" if f" {self.key}=" in self.where else self.key
-        line = ": ".join(shortened(" ".join(part.split())) for part in (self.where, key, self.what) if part)
+        line = ": ".join(shorten(" ".join(part.split())) for part in (self.where, key, self.what) if part)
         # An argument that is no UTF-8 arrives with surrogates. No stream takes them.
         return line.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 class UserError(ValueError):
-    """A mistake that the user can mend; the message is one line, or one a mistake. Root of all such errors.
+    """A mistake that the user can mend, the base class of all such errors. The message has one line for each mistake.
 
     The command line prints it without a traceback and ends with `exit_code`.
     """
@@ -46,11 +46,11 @@ class ConfigError(UserError):
 
 
 @contextmanager
-def located(where: str, *kinds: type[UserError]) -> Iterator[None]:
-    """Turn an error of these kinds into a ConfigError. where: a key, an option or a file."""
+def locate_errors(where: str, *error_types: type[UserError]) -> Iterator[None]:
+    """Turn an error of these types into a ConfigError. where: a key, an option or a file."""
     try:
         yield
-    except kinds as error:
+    except error_types as error:
         raise ConfigError([Problem(where, "", str(error))]) from error
 
 
@@ -58,9 +58,11 @@ class ModelError(UserError):
     """A model or weights that rlctl cannot use; one line for the user."""
 
 
-def shortened(text: str, most: int = LONGEST) -> str:
-    """Return `text`, its middle left out if it has over `most` letters: an error is one line."""
-    return text if len(text) <= most else f"{text[: most * 2 // 3]} ... {text[-(most // 4) :]}"
+def shorten(text: str, max_letters: int = LONGEST) -> str:
+    """Return `text`, its middle left out if it is longer than `max_letters`: an error is one line."""
+    if len(text) <= max_letters:
+        return text
+    return f"{text[: max_letters * 2 // 3]} ... {text[-(max_letters // 4) :]}"
 
 
 def first_line(error: BaseException) -> str:
@@ -73,11 +75,11 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return `; did you mean X?` for the nearest of `known`, or nothing if none is as like as `cutoff`, 0 to 1."""
+def did_you_mean(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return `; did you mean X?` for the nearest candidate; empty if none is as similar as `cutoff`, 0 to 1."""
     if len(word) > LONGEST:
         return ""
-    near = get_close_matches(word, list(known), n=1, cutoff=cutoff)
+    near = get_close_matches(word, list(candidates), n=1, cutoff=cutoff)
     return f"; did you mean {near[0]}?" if near else ""
 
 

@@ -6,19 +6,20 @@ enforces both, `rlctl config show --doc` prints the meaning, and `configs/README
 
 from collections.abc import Iterator
 from dataclasses import Field, dataclass, field, fields, is_dataclass
+from itertools import chain
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 
 from rlctl.utils.user_code import load_object
 
-# Largest sensible numbers. A larger one is a slip, and its arithmetic would not end.
+# Largest sensible numbers. A larger number is a slip, and its arithmetic would not end.
 MOST_PROCESSES = 1 << 14
 MOST_SEQUENCES = 1 << 20
 MOST_SECONDS = 10**8
 
 # The key of a whole config within another.
 RECIPE = "validation.recipe"
-# The field of a section that takes any key. It is no key itself: it holds the keys that no other field has.
+# The field of a section that takes any key. The field is no key itself: it holds the keys that no other field has.
 FURTHER = "further"
 
 
@@ -55,7 +56,7 @@ def is_section(field: "Field[Any]") -> bool:
 
 def keys_of(section: type[Any]) -> dict[str, "Field[Any]"]:
     """Return the fields of a section by their keys."""
-    return {key_of(each.name): each for each in fields(section)}
+    return {key_of(field.name): field for field in fields(section)}
 
 
 def join(key: str, name: str) -> str:
@@ -67,15 +68,15 @@ def join(key: str, name: str) -> str:
 class Elsewhere:
     """The place of a section that is in the folder of the part it configures, above config/: `module:object`.
 
-    The object is a section, or a union of some that are told apart by their `name`. It is imported when it is needed. A
-    field has it as `Annotated[base, Elsewhere(...)]`. Lower folders know the base alone.
+    The object is a section, or a union of sections, each with another `name`. It is imported when it is needed. A field
+    has it as `Annotated[base, Elsewhere(...)]`. Lower folders know the base alone.
     """
 
     place: str
 
 
 def alternatives(hint: Any) -> tuple[Any, ...]:
-    """Return the types that a type is a union of; itself if it is none."""
+    """Return the types of a union; of any other type, the type alone."""
     if get_origin(hint) is Annotated:
         return alternatives(load_object(get_args(hint)[1].place))
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
@@ -83,27 +84,30 @@ def alternatives(hint: Any) -> tuple[Any, ...]:
 
 def sections_of(hint: Any) -> list[type[Any]]:
     """Return the sections that a value of this type may be."""
-    return [cast(type[Any], each) for each in alternatives(hint) if is_dataclass(each)]
+    return [cast(type[Any], alternative) for alternative in alternatives(hint) if is_dataclass(alternative)]
 
 
 def literals(hint: Any) -> list[str]:
     """Return the words that a value of this type may be."""
-    return [value for each in alternatives(hint) if get_origin(each) is Literal for value in get_args(each)]
+    literal_types = [alternative for alternative in alternatives(hint) if get_origin(alternative) is Literal]
+    return list(chain.from_iterable(get_args(literal_type) for literal_type in literal_types))
 
 
-def generic(key: str) -> str:
-    """Return a key as `schema_keys` has it: the number of a list's entry becomes `N`, a recipe's key is of its kind."""
+def schema_key(key: str) -> str:
+    """Return a key as `schema_keys` has it: a list entry's number becomes `N`, and a recipe's key loses its prefix."""
     return ".".join("N" if part.isdecimal() else part for part in key.removeprefix(f"{RECIPE}.").split("."))
 
 
 def schema_keys(kind: type[Any], key: str = "") -> Iterator[tuple[str, "Field[Any]"]]:
     """Yield (dotted key, field) of every section and value of a schema; a list entry's number is `N`."""
-    for name, each in keys_of(kind).items():
+    for name, section_field in keys_of(kind).items():
         if name == FURTHER:
             continue
-        full = join(key, name)
-        yield full, each
-        is_list = get_origin(each.type) is list
-        inside = get_args(each.type)[0] if is_list else each.type
-        for section in sections_of(inside) if "whole" not in each.metadata else ():
-            yield from schema_keys(section, f"{full}.N" if is_list else full)
+        dotted_key = join(key, name)
+        yield dotted_key, section_field
+        if "whole" in section_field.metadata:
+            continue
+        is_list = get_origin(section_field.type) is list
+        inner_type = get_args(section_field.type)[0] if is_list else section_field.type
+        for section in sections_of(inner_type):
+            yield from schema_keys(section, f"{dotted_key}.N" if is_list else dotted_key)

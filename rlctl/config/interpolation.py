@@ -29,21 +29,24 @@ def interpolate(root: ConfigNode) -> ConfigNode:
     from omegaconf.errors import OmegaConfBaseException
 
     errors = (_InterpolationError, OmegaConfBaseException)
-    walk, problems = _Walk(root), []
+    walk = _Walk(root)
+    problems = []
     for key, node in marked:
         try:
             walk.reads_environment(key, node)
             OmegaConf.create([node.value])
         except errors as error:
-            problems.append(_problem(key, node, error))
+            problems.append(_describe_error(key, node, error))
     if problems:
         raise ConfigError(problems)
-    tree, filled = OmegaConf.create(plain(root)), {}
+    tree = OmegaConf.create(plain(root))
+    # id of a node -> the node that takes its place.
+    filled = dict[int, ConfigNode]()
     for key, node in marked:
         try:
             value = OmegaConf.create([node.value], parent=tree)[0]
         except errors as error:
-            problems.append(_problem(key, node, error))
+            problems.append(_describe_error(key, node, error))
             continue
         if OmegaConf.is_config(value):
             # The section itself: a copy would not know which of its values are secrets.
@@ -56,12 +59,12 @@ def interpolate(root: ConfigNode) -> ConfigNode:
     return _rebuild(root, filled)
 
 
-def _problem(key: str, node: ConfigNode, error: Exception) -> Problem:
-    what = str(error).strip().splitlines()[0]
-    if variable := _NO_VARIABLE.search(what):
+def _describe_error(key: str, node: ConfigNode, error: Exception) -> Problem:
+    mistake = str(error).strip().splitlines()[0]
+    if variable := _NO_VARIABLE.search(mistake):
         name = variable[1]
-        what = f"the environment has no variable {name}; set it, or write a default: ${{oc.env:{name},DEFAULT}}"
-    return Problem(str(node.origin), key, f"{node.value}: {what}")
+        mistake = f"the environment has no variable {name}; set it, or write a default: ${{oc.env:{name},DEFAULT}}"
+    return Problem(str(node.origin), key, f"{node.value}: {mistake}")
 
 
 def _rebuild(node: ConfigNode, filled: dict[int, ConfigNode]) -> ConfigNode:
@@ -74,25 +77,26 @@ def _rebuild(node: ConfigNode, filled: dict[int, ConfigNode]) -> ConfigNode:
 
 def _parse_references(text: str) -> tuple[list[str], bool]:
     """Return the keys that a text refers to, and True if it reads the environment. Raises _InterpolationError."""
-    keys, secret = [], False
+    keys = []
+    is_secret = False
     rest = _ESCAPED.sub(" ", text)
-    while found := _INNERMOST.search(rest):
-        name, is_resolver, _ = found[1].partition(":")
+    while reference := _INNERMOST.search(rest):
+        name, is_resolver, _ = reference[1].partition(":")
         if is_resolver and name.strip() != "oc.env":
             raise _InterpolationError("only keys, ${a.b}, and variables, ${oc.env:NAME}, can be referred to")
-        if _FILLED in found[1].partition(",")[0]:
+        if _FILLED in reference[1].partition(",")[0]:
             raise _InterpolationError("a reference must name its key, not look it up by another reference")
         if name.lstrip().startswith("."):
             raise _InterpolationError("a reference names the whole key, from the top of the config")
         if is_resolver:
-            secret = True
+            is_secret = True
         else:
             # OmegaConf takes `[a][0]`, `a[0]` and `a.0`.
             keys.append(re.sub(r"\[(\w+)\]", r".\1", name).strip().removeprefix("."))
-        rest = rest.replace(found[0], _FILLED, 1)
+        rest = rest.replace(reference[0], _FILLED, 1)
     if "${" in rest:
         raise _InterpolationError("a reference without its closing bracket")
-    return keys, secret
+    return keys, is_secret
 
 
 class _Walk:
@@ -100,28 +104,30 @@ class _Walk:
 
     def __init__(self, root: ConfigNode) -> None:
         self._root = root
-        self._known: dict[int, bool] = {}
+        # id of a node -> True if it reads the environment.
+        self._secrets: dict[int, bool] = {}
 
     def find(self, key: str) -> ConfigNode:
         """Return the node that `${key}` names. Raises _InterpolationError."""
-        found = node_at(self._root, key.split("."))
-        if found is None or found.value == MISSING:
-            raise _InterpolationError(f"{key} is not set" if found else f"there is no key {key!r}")
-        return found
+        node = node_at(self._root, key.split("."))
+        if node is None or node.value == MISSING:
+            raise _InterpolationError(f"{key} is not set" if node else f"there is no key {key!r}")
+        return node
 
-    def reads_environment(self, key: str, node: ConfigNode, above: tuple[int, ...] = ()) -> bool:
+    def reads_environment(self, key: str, node: ConfigNode, path: tuple[int, ...] = ()) -> bool:
         """Return True if a value reads the environment once it is filled in.
 
-        above: ids of the nodes that lead here. Raises _InterpolationError.
+        path: ids of the nodes that the walk came through. Raises _InterpolationError.
         """
-        if id(node) in above:
+        if id(node) in path:
             raise _InterpolationError(f"{key} refers to itself")
-        if id(node) not in self._known:
-            parts, secret = [(f"{key}.{name}", child) for name, child in children(node).items()], False
+        if id(node) not in self._secrets:
+            is_secret = False
+            parts = {f"{key}.{name}": child for name, child in children(node).items()}
             if isinstance(node.value, str) and "${" in node.value:
-                names, secret = _parse_references(node.value)
-                parts = [(name, self.find(name)) for name in names]
-            # Every part: each may refer to itself, or to nothing.
-            inside = [self.reads_environment(name, part, (*above, id(node))) for name, part in parts]
-            self._known[id(node)] = secret or any(inside)
-        return self._known[id(node)]
+                names, is_secret = _parse_references(node.value)
+                parts = {name: self.find(name) for name in names}
+            # Visit every part, also after a secret: each may refer to itself, or to no key.
+            secret_parts = [self.reads_environment(name, part, (*path, id(node))) for name, part in parts.items()]
+            self._secrets[id(node)] = is_secret or any(secret_parts)
+        return self._secrets[id(node)]

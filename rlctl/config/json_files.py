@@ -5,10 +5,10 @@ import math
 from pathlib import Path
 from typing import Any
 
-from rlctl.config.errors import ModelError, shortened
+from rlctl.config.errors import ModelError, shorten
 
-# Levels of values within values; published files have up to six.
-_DEEPEST = 50
+# Most levels of nested values; published files have up to six.
+_MAX_LEVELS = 50
 
 
 def read_object(file: Path) -> dict[str, Any]:
@@ -25,15 +25,15 @@ def read_object(file: Path) -> dict[str, Any]:
 def parse_object(text: str | bytes, source: str) -> dict[str, Any]:
     """Return the object in a JSON text. source: its file, for messages. Raises ModelError."""
     try:
-        found = json.loads(text)
+        parsed = json.loads(text)
     except RecursionError as error:
-        raise ModelError(f"{source} has values within values; allowed: at most {_DEEPEST} levels") from error
+        raise ModelError(f"{source} has values within values; allowed: at most {_MAX_LEVELS} levels") from error
     except ValueError as error:
         raise ModelError(f"{source} is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ModelError(f"{source} holds {_as_json(found)}; needed: a JSON object")
-    level: list[Any] = [found]
-    for _ in range(_DEEPEST):
+    if not isinstance(parsed, dict):
+        raise ModelError(f"{source} holds {_as_json(parsed)}; needed: a JSON object")
+    level: list[Any] = [parsed]
+    for _ in range(_MAX_LEVELS):
         deeper = list[Any]()
         for value in level:
             if isinstance(value, dict):
@@ -42,8 +42,8 @@ def parse_object(text: str | bytes, source: str) -> dict[str, Any]:
                 deeper += value
         level = deeper
     if level:
-        raise ModelError(f"{source} has values within values; allowed: at most {_DEEPEST} levels")
-    return found
+        raise ModelError(f"{source} has values within values; allowed: at most {_MAX_LEVELS} levels")
+    return parsed
 
 
 def whole_number(value: Any, place: str, low: int, high: int) -> int:
@@ -62,5 +62,5 @@ def real_number(value: Any, place: str, low: float, high: float) -> float:
 
 
 def _as_json(value: Any) -> str:
-    """Return a value as JSON, shortened."""
-    return shortened(json.dumps(value), 60)
+    """Return a value as JSON, shorten."""
+    return shorten(json.dumps(value), 60)

@@ -11,9 +11,9 @@ from typing import Any, get_args, get_origin
 from rlctl.config.builtin import CONFIGS
 from rlctl.config.cluster_schema import CLUSTER_KINDS
 from rlctl.config.compose import NAMED, OPTIONAL_SECTIONS, compose, defaults_of
-from rlctl.config.convert import describe, describe_limits
 from rlctl.config.fields import FURTHER, alternatives, is_section, keys_of, literals, schema_keys, sections_of
 from rlctl.config.provenance import MISSING, ConfigNode, node_at
+from rlctl.config.scalars import describe, describe_limits
 from rlctl.config.schema import KINDS
 
 _INTRO = """\
@@ -58,10 +58,10 @@ _CLUSTER_INTRO = """\
 The config of a cluster is a file over one of the defaults in [cluster/](cluster), or a kind with keys on the command
 line: `rlctl cluster up slurm nodes=2`.
 """
-# Headings that are no section's key.
+# Headings that are not the key of a section.
 _TOP_LEVEL = "Top level"
 _CLUSTERS = "Clusters"
-# Purpose of a user -> the sections for it, each with the keys to set first.
+# Purpose of a user -> the sections for that purpose, each with the keys to set first.
 _PURPOSES: dict[str, dict[str, list[str]]] = {
     "Start a run": {
         "model": ["path", "max_length"],
@@ -147,7 +147,7 @@ def reference() -> str:
 
 
 def _contents() -> str:
-    """Return the table of contents: for each purpose, links to its sections with the keys to set first."""
+    """Return the table of contents: for each purpose, links to the purpose's sections with the keys to set first."""
     lines = ["## Where to begin\n", "| to | see |", "| --- | --- |"]
     for purpose, sections in _PURPOSES.items():
         links = []
@@ -168,94 +168,106 @@ def _section_tables(kinds: Mapping[str, type[Any]], roots: dict[str, ConfigNode]
     tables: dict[str, list[str]] = {"": []}
     if level:
         tables[""].append(f"{'#' * level} {_TOP_LEVEL}\n\nThe keys that are in no section.\n")
-    by_name = {key: names for key, found in fields.items() if (names := _by_name(next(iter(found.values()))))}
-    for key, found in fields.items():
-        if any(key.startswith((f"{each}.", f"{each}.N.")) for each in by_name):
+    first_fields = {key: next(iter(field_of_kind.values())) for key, field_of_kind in fields.items()}
+    sections_by_name = {key: _sections_by_name(field) for key, field in first_fields.items()}
+    named_keys = [key for key, sections in sections_by_name.items() if sections]
+    for key, field in first_fields.items():
+        if any(key.startswith((f"{named_key}.", f"{named_key}.N.")) for named_key in named_keys):
             continue
         section = key.rpartition(".")[0]
-        field = next(iter(found.values()))
         if is_section(field) or (get_origin(field.type) is list and sections_of(get_args(field.type)[0])):
             title = f"{'#' * (level + key.count('.'))} {key}\n\n" if level else ""
-            tables.setdefault(key, []).append(f"{title}{_meaning(found, fields.get(section, kinds))}\n")
+            tables.setdefault(key, []).append(f"{title}{_describe_key(fields[key], fields.get(section, kinds))}\n")
         if not is_section(field):
-            tables.setdefault(section.removesuffix(".N"), []).append(
-                _key_row(key, found, roots, fields.get(section.removesuffix(".N"), kinds))
-            )
-        if key in by_name:
-            tables[key].append(_named_tables(by_name[key], NAMED[key]))
-    return [_table(lines) for lines in tables.values() if lines]
+            section = section.removesuffix(".N")
+            row = _key_row(key, fields[key], roots, fields.get(section, kinds))
+            tables.setdefault(section, []).append(row)
+        if key in named_keys:
+            tables[key].append(_tables_by_name(sections_by_name[key], NAMED[key]))
+    return [_join_table(lines) for lines in tables.values() if lines]
 
 
-def _by_name(field: "Field[Any]") -> list[type[Any]]:
-    """Return the sections that a section or a list's entry may be, by its name; none where there is one alone."""
+def _sections_by_name(field: "Field[Any]") -> list[type[Any]]:
+    """Return the sections that a section or a list's entry may be, by its name; none if only one is possible."""
     is_list = get_origin(field.type) is list
     sections = sections_of(get_args(field.type)[0] if is_list else field.type)
     return sections if len(sections) > 1 else []
 
 
-def _named_tables(sections: list[type[Any]], kind: str) -> str:
-    """Return the tables of a section by its names: the keys of all first, then those of each."""
-    keys = [keys_of(each) for each in sections]
-    every = [name for name in keys[0] if all(name in each for each in keys) and name != "name"]
-    rows = "".join(_named_row(name, keys[0][name], kind, "") for name in every)
-    parts = [f"Every one has these keys.\n\n{_HEAD}{rows}"] if every else []
-    for each in keys:
-        name = ", ".join(literals(each["name"].type)) or "..."
-        own = [one for one in each if one not in (*every, "name", FURTHER)]
-        rows = "".join(_named_row(one, each[one], kind, name) for one in own)
-        parts.append(f"`name: {name}`. {each['name'].metadata['doc']}\n" + f"\n{_HEAD}{rows}" * bool(rows))
+def _tables_by_name(sections: list[type[Any]], kind: str) -> str:
+    """Return the tables of a section by its names: the keys of all names first, then the further keys of each."""
+    section_fields = [keys_of(section) for section in sections]
+    first_fields = section_fields[0]
+    common = [key for key in first_fields if key != "name" and all(key in fields for fields in section_fields)]
+    parts = []
+    if common:
+        rows = "".join(_row_by_name(key, first_fields[key], kind, "") for key in common)
+        parts.append(f"Every one has these keys.\n\n{_HEAD}{rows}")
+    for fields in section_fields:
+        name = ", ".join(literals(fields["name"].type)) or "..."
+        further = [key for key in fields if key not in (*common, "name", FURTHER)]
+        rows = "".join(_row_by_name(key, fields[key], kind, name) for key in further)
+        parts.append(f"`name: {name}`. {fields['name'].metadata['doc']}\n")
+        if rows:
+            parts[-1] += f"\n{_HEAD}{rows}"
     return "\n".join(parts)
 
 
-def _named_row(key: str, field: "Field[Any]", kind: str, name: str) -> str:
-    value, file = _shown_default(key, defaults_of(kind, name), [key])
-    return f"| `{key}` | {_type(field)} | {value} | {file} | {field.metadata['doc']} |\n"
+def _row_by_name(key: str, field: "Field[Any]", kind: str, name: str) -> str:
+    default, file = _describe_default(key, defaults_of(kind, name), [key])
+    return f"| `{key}` | {_describe_type(field)} | {default} | {file} | {field.metadata['doc']} |\n"
 
 
-def _table(lines: list[str]) -> str:
-    text = [line for line in lines if not line.startswith("|")]
-    rows = [line for line in lines if line.startswith("|")]
-    return "\n".join(text) + ("\n" if text and rows else "") + (_HEAD + "".join(rows) if rows else "")
+def _join_table(lines: list[str]) -> str:
+    """Return the text of a section and its table. lines: rows, which begin with |, and lines of text."""
+    text = "\n".join(line for line in lines if not line.startswith("|"))
+    rows = "".join(line for line in lines if line.startswith("|"))
+    if not rows:
+        return text
+    separator = "\n" if text else ""
+    return f"{text}{separator}{_HEAD}{rows}"
 
 
-def _key_row(key: str, found: dict[str, "Field[Any]"], roots: dict[str, ConfigNode], among: Mapping[str, Any]) -> str:
-    """Return the row of a key. found: its field in each kind. among: the kinds that have its section."""
-    defaults: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for kind in found:
-        defaults[_default(key, roots[kind])].append(kind)
-    shown, files = [], []
-    for (value, file), of in defaults.items():
-        only = f"{', '.join(of).upper()}: " if len(defaults) > 1 else ""
-        shown.append(only + value)
+def _key_row(key: str, fields: dict[str, "Field[Any]"], roots: dict[str, ConfigNode], owners: Mapping[str, Any]) -> str:
+    """Return the row of a key. fields: its field in each kind. owners: the kinds that have its section."""
+    kinds_of_default: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for kind in fields:
+        kinds_of_default[_find_default(key, roots[kind])].append(kind)
+    defaults = []
+    files = []
+    for (default, file), kinds in kinds_of_default.items():
+        prefix = f"{', '.join(kinds).upper()}: " if len(kinds_of_default) > 1 else ""
+        defaults.append(prefix + default)
         files.append(file)
     name = key.rpartition(".")[2]
-    types = " or ".join(dict.fromkeys(_type(each) for each in found.values()))
-    cells = [f"`{name}`", types, "; ".join(shown), ", ".join(files), _meaning(found, among)]
-    return f"| {' | '.join(cells)} |\n"
+    types = " or ".join(dict.fromkeys(_describe_type(field) for field in fields.values()))
+    meaning = _describe_key(fields, owners)
+    return f"| `{name}` | {types} | {'; '.join(defaults)} | {', '.join(files)} | {meaning} |\n"
 
 
-def _default(key: str, root: ConfigNode) -> tuple[str, str]:
+def _find_default(key: str, root: ConfigNode) -> tuple[str, str]:
     """Return (default as YAML, its file); the entries of `rewards` have their defaults in a separate file."""
     names = key.split(".")
     if "N" in names:
-        return _shown_default(key, defaults_of("reward", ""), names[-1:])
+        return _describe_default(key, defaults_of("reward", ""), names[-1:])
     if names[0] in OPTIONAL_SECTIONS and names[1:]:
-        return _shown_default(key, defaults_of(OPTIONAL_SECTIONS[names[0]], ""), names[1:])
-    return _shown_default(key, root, names)
+        return _describe_default(key, defaults_of(OPTIONAL_SECTIONS[names[0]], ""), names[1:])
+    return _describe_default(key, root, names)
 
 
-def _shown_default(key: str, root: ConfigNode, names: list[str]) -> tuple[str, str]:
+def _describe_default(key: str, root: ConfigNode, names: list[str]) -> tuple[str, str]:
     node = node_at(root, names)
     assert node is not None, f"{key} has no default"
-    entries = [str(each.text) for each in node.value] if isinstance(node.value, list) else None
-    value = str(node.text) if entries is None else f"[{', '.join(entries)}]"
-    value = "{}" if node.value == {} else value
-    shown = "must be set" if value == MISSING else f"`{value}`"
+    default = str(node.text)
+    if isinstance(node.value, list):
+        default = f"[{', '.join(str(child.text) for child in node.value)}]"
+    elif node.value == {}:
+        default = "{}"
     file = node.origin.file.relative_to(CONFIGS).as_posix() if node.origin.file else ""
-    return shown, file
+    return "must be set" if default == MISSING else f"`{default}`", file
 
 
-def _type(field: "Field[Any]") -> str:
+def _describe_type(field: "Field[Any]") -> str:
     if get_origin(field.type) is dict:
         return "section"
     if "whole" in field.metadata:
@@ -263,21 +275,25 @@ def _type(field: "Field[Any]") -> str:
     limits = describe_limits(field.metadata)
     if "most" in field.metadata:
         limits += f"{' and ' if limits else ''}at most {field.metadata['most']:,}"
-    if lists := [each for each in alternatives(field.type) if get_origin(each) is list]:
-        item = get_args(lists[0])[0]
-        null = ", or null" if type(None) in get_args(field.type) else ""
-        alone = "".join(f", or {word}" for word in literals(field.type))
-        return f"list of {_PLURALS.get(item, 'sections')}{f', each {limits}' if limits else ''}{alone}{null}"
     words = literals(field.type)
-    type_ = words[0] if get_args(field.type) == tuple(words) and len(words) == 1 else describe(field.type)
-    return f"{type_}{f', {limits}' if limits else ''}"
+    list_hints = [alternative for alternative in alternatives(field.type) if get_origin(alternative) is list]
+    if list_hints:
+        text = f"list of {_PLURALS.get(get_args(list_hints[0])[0], 'sections')}"
+        if limits:
+            text += f", each {limits}"
+        text += "".join(f", or {word}" for word in words)
+        return f"{text}, or null" if type(None) in get_args(field.type) else text
+    is_one_word = len(words) == 1 and get_args(field.type) == tuple(words)
+    type_text = words[0] if is_one_word else describe(field.type)
+    return f"{type_text}, {limits}" if limits else type_text
 
 
-def _meaning(found: dict[str, "Field[Any]"], among: Mapping[str, Any]) -> str:
-    """Return the meaning of a key, each kind's own where they differ, and the kinds that have it, unless all do."""
-    docs: dict[str, list[str]] = defaultdict(list)
-    for kind, field in found.items():
-        docs[field.metadata["doc"]].append(kind.upper())
-    if len(docs) > 1:
-        return " ".join(f"{', '.join(of)}: {doc}" for doc, of in docs.items())
-    return f"Only {', '.join(each.upper() for each in found)}. " * (len(found) < len(among)) + next(iter(docs))
+def _describe_key(fields: dict[str, "Field[Any]"], owners: Mapping[str, Any]) -> str:
+    """Return the meaning of a key: for each kind where the meanings differ. Name its kinds if others lack the key."""
+    kinds_of_doc: dict[str, list[str]] = defaultdict(list)
+    for kind, field in fields.items():
+        kinds_of_doc[field.metadata["doc"]].append(kind.upper())
+    if len(kinds_of_doc) > 1:
+        return " ".join(f"{', '.join(kinds)}: {doc}" for doc, kinds in kinds_of_doc.items())
+    doc = next(iter(kinds_of_doc))
+    return doc if len(fields) == len(owners) else f"Only {', '.join(kind.upper() for kind in fields)}. {doc}"

@@ -1,10 +1,10 @@
 """The place of a path, or of a plugin's module, that a config names.
 
-It is looked up next to the YAML file with its name, then in the current directory, then among the shipped recipes
-(paths alone: a copied recipe still finds its model), then on a hub. An existing path becomes absolute, so that a
+A path is looked up next to the YAML file that names it, then in the current directory, then among the shipped recipes
+(a copied recipe still finds its model; not for modules), then on a hub. An existing path becomes absolute, so that a
 resolved config runs from anywhere. `organisation/name` that is no file stays as it is, a hub name, unless
 `organisation` is a folder here: then it is a mistyped path. A model may be a run, by its directory or its name, or a
-checkpoint: it becomes the weights that they exported.
+checkpoint: the path becomes that of the exported weights.
 """
 
 import os
@@ -15,7 +15,7 @@ from glob import glob, has_magic
 from pathlib import Path
 
 from rlctl.config.builtin import RECIPES
-from rlctl.config.errors import did_you_mean, shortened
+from rlctl.config.errors import did_you_mean, shorten
 from rlctl.config.plugins import ROW_GENERATORS
 from rlctl.config.provenance import Origin
 from rlctl.config.run_weights import exported_weights, names_weights, run_names
@@ -33,32 +33,35 @@ def resolve(text: str, kind: str, origin: Origin, runs: Path | None = None) -> s
 
     kind: as `fields.spec` has them. runs: the folder in which a model is looked up as a run by its name.
     """
-    folders = [*([origin.file.parent] if origin.file is not None else []), Path.cwd(), RECIPES]
+    folders = [Path.cwd(), RECIPES]
+    if origin.file is not None:
+        folders.insert(0, origin.file.parent)
     if kind == "plugin":
-        file, _, function = text.rpartition(":")
-        if file.endswith(".py"):
-            return f"{resolve(file, 'template', origin)}:{function}"
-        found = _module_file(file, folders[:-1])
-        return f"{found}:{function}" if found else text
+        module, _, function = text.rpartition(":")
+        if module.endswith(".py"):
+            return f"{resolve(module, 'template', origin)}:{function}"
+        module_file = _module_file(module, folders[:-1])
+        return f"{module_file}:{function}" if module_file else text
     if not text:
         raise FileNotFoundError("is empty: a path is needed")
     if kind == "folder":
         return os.path.expanduser(text)
-    given = Path(os.path.expanduser(text))
-    if kind == "model" and (weights := _find_weights(given, [*folders, *([runs] if runs else [])])):
+    path = Path(os.path.expanduser(text))
+    model_folders = [*folders, runs] if runs else folders
+    if kind == "model" and (weights := _find_weights(path, model_folders)):
         return str(weights.resolve())
     for folder in folders:
         # Path.exists raises for an impossible name. A pipe or device has no end.
-        if os.path.isfile(folder / given) or (os.path.isdir(folder / given) and kind != "template"):
-            return str((folder / given).resolve())
-        if os.path.exists(folder / given):
-            wanted = "a file, which it" if kind == "template" else "a file or folder, which it"
-            raise FileNotFoundError(f"must name {wanted} is not: {shortened(text)}")
+        if os.path.isfile(folder / path) or (os.path.isdir(folder / path) and kind != "template"):
+            return str((folder / path).resolve())
+        if os.path.exists(folder / path):
+            allowed = "a file" if kind == "template" else "a file or folder"
+            raise FileNotFoundError(f"must name {allowed}, which it is not: {shorten(text)}")
     if kind == "dataset" and has_magic(text):
         for folder in folders:
-            if glob(str(folder / given), recursive=True):
-                return str((folder / given).absolute())
-        raise FileNotFoundError(f"no file has a name like {shortened(text)}")
+            if glob(str(folder / path), recursive=True):
+                return str((folder / path).absolute())
+        raise FileNotFoundError(f"no file has a name like {shorten(text)}")
     name = text.partition(":")[0] if kind == "dataset" else text
     if kind == "dataset" and name in ROW_GENERATORS:
         return text
@@ -66,23 +69,26 @@ def resolve(text: str, kind: str, origin: Origin, runs: Path | None = None) -> s
         is_folder = any(os.path.isdir(folder / name.split("/")[0]) for folder in folders)
         if not is_folder and Path(name).suffix not in _DATA_SUFFIXES:
             return text
-    near = _nearest_path(given, folders)
-    if kind == "model" and runs and not near:
-        near = did_you_mean(text, run_names(runs))
-    hub = "" if kind == "template" else "; a hub name is organisation/name"
-    raise FileNotFoundError(f"no file or folder {shortened(text)}{near or hub}")
+    remark = _near_path_remark(path, folders)
+    if kind == "model" and runs and not remark:
+        remark = did_you_mean(text, run_names(runs))
+    if not remark and kind != "template":
+        remark = "; a hub name is organisation/name"
+    raise FileNotFoundError(f"no file or folder {shorten(text)}{remark}")
 
 
-def _find_weights(given: Path, folders: list[Path]) -> Path | None:
+def _find_weights(path: Path, folders: list[Path]) -> Path | None:
     """Return the first model in one of `folders`: a Hugging Face folder, or the weights of a run or checkpoint."""
-    found = next((folder / given for folder in folders if names_weights(folder / given)), None)
-    return exported_weights(found) if found else None
+    for folder in folders:
+        if names_weights(folder / path):
+            return exported_weights(folder / path)
+    return None
 
 
 def _module_file(module: str, folders: list[Path]) -> Path | None:
-    """Return the file of a module in one of `folders`; None: it is looked up on the Python path.
+    """Return the file of a module in one of `folders`; None if the module is looked up on the Python path.
 
-    A package's module in the current directory is left to Python too: the directory is on its path.
+    Python finds a package's module in the current directory too, since that directory is on its path.
     """
     parts = module.split(".")
     if not all(part.isidentifier() for part in parts):
@@ -93,11 +99,11 @@ def _module_file(module: str, folders: list[Path]) -> Path | None:
     return next((folder / relative for folder in folders if os.path.isfile(folder / relative)), None)
 
 
-def _nearest_path(given: Path, folders: list[Path]) -> str:
+def _near_path_remark(path: Path, folders: list[Path]) -> str:
     for folder in folders:
         names: list[str] = []
         with suppress(OSError, ValueError):
-            names = os.listdir((folder / given).parent)
-        if near := get_close_matches(given.name, names, n=1, cutoff=0.6):
-            return f"; did you mean {given.parent / near[0]}?"
+            names = os.listdir((folder / path).parent)
+        if near_names := get_close_matches(path.name, names, n=1, cutoff=0.6):
+            return f"; did you mean {path.parent / near_names[0]}?"
     return ""

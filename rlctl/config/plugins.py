@@ -46,11 +46,13 @@ METRICS = (
     "rlctl.sft.metric_rows",
 )
 # Bases of users' classes.
-LOSS_BASE, ADVANTAGE_BASE = "rlctl.grpo.losses.base:PolicyLoss", "rlctl.grpo.advantages.base:Advantage"
+LOSS_BASE = "rlctl.grpo.losses.base:PolicyLoss"
+ADVANTAGE_BASE = "rlctl.grpo.advantages.base:Advantage"
 # Name in the config -> the engine's `EngineKind`.
 ENGINES = {"vllm": "rlctl.generation.vllm.kind:KIND"}
-# Class of a user's engine, and options of one without any.
-ENGINE_BASE, ENGINE_OPTIONS_BASE = "rlctl.generation.spec:EngineKind", "rlctl.generation.spec:NoOptions"
+# Class of a user's engine, and of the options of an engine without any.
+ENGINE_BASE = "rlctl.generation.spec:EngineKind"
+ENGINE_OPTIONS_BASE = "rlctl.generation.spec:NoOptions"
 # Name in the config -> class of the tracker; each is called with the run directory, the config and its entry's keys.
 TRACKERS = {
     "tensorboard": "rlctl.telemetry.trackers.tensorboard:TensorBoard",
@@ -64,21 +66,25 @@ TRACKER_ARGUMENTS = ("run", "config")
 TRACKER_METHODS = {"write": "write(self, kind, step, metrics)", "close": "close(self)"}
 
 # Names among the rewards, in metrics and rollouts: the penalty of grpo.overlong, and an environment's own reward.
-OVERLONG, ENVIRONMENT_REWARD = "overlong", "environment"
+OVERLONG = "overlong"
+ENVIRONMENT_REWARD = "environment"
 
 
 def needs_answers(rewards: list[RewardSection]) -> bool:
-    """Return True if a reward compares with the reference answer: a user's and reasoning_gym's may score without."""
+    """Return True if a reward compares with the reference answer. A user's and reasoning_gym's may score without it."""
     return any(":" not in reward.name and reward.name != "reasoning_gym" for reward in rewards)
 
 
 def reward_names(rewards: list[RewardSection]) -> list[str]:
-    """Return the name of each reward in metrics and rollouts: a function's own; a second regex is regex-2."""
+    """Return the name of each reward in metrics and rollouts: a function's name; a second regex is regex-2."""
     names = [reward.name.rpartition(":")[2] for reward in rewards]
-    return [name if (n := names[:i].count(name)) == 0 else f"{name}-{n + 1}" for i, name in enumerate(names)]
+    numbers = [names[: index + 1].count(name) for index, name in enumerate(names)]
+    return [name if number == 1 else f"{name}-{number}" for name, number in zip(names, numbers)]
 
 
 def correctness(rewards: list[RewardSection]) -> tuple[int, float]:
     """Return (index, least value) of the reward that decides if an answer is right: the first, at 1, unless set."""
-    stated = [(index, reward.correct_at) for index, reward in enumerate(rewards) if reward.correct_at is not None]
-    return stated[0] if stated else (0, 1.0)
+    for index, reward in enumerate(rewards):
+        if reward.correct_at is not None:
+            return index, reward.correct_at
+    return 0, 1.0

@@ -16,11 +16,11 @@ from typing import Any
 import yaml
 
 from rlctl.config.builtin import CONFIGS, is_shipped
-from rlctl.config.errors import ConfigError, Problem, shortened
+from rlctl.config.errors import ConfigError, Problem, shorten
 
 MISSING = "???"
-# Bytes of a file. A larger one is data or weights, named by mistake.
-_MOST_BYTES = 1 << 18
+# Largest config file in bytes. A larger file is data or weights, named by mistake.
+_MAX_BYTES = 1 << 18
 
 _SCALARS = [
     ("tag:yaml.org,2002:null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
@@ -37,7 +37,7 @@ _NOT_ALLOWED = " is not allowed: write plain values"
 
 
 class _TagError(ConfigError):
-    """A value that only its tag, or the kind of its key, forbids; in an override it is text."""
+    """Error of a value that only its tag, or the kind of its key, forbids. An override takes such a value as text."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -53,17 +53,17 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-def _represent_text(dumper: yaml.SafeDumper, data: str) -> yaml.ScalarNode:
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     # In double quotes line breaks of every kind are escaped; PyYAML folds them away in the other styles.
-    style = '"' if len(data.splitlines()) > 1 or data.splitlines() != [data] else None
-    return dumper.represent_scalar("tag:yaml.org,2002:str", data, style=style)
+    has_line_break = len(text.splitlines()) > 1 or text.splitlines() != [text]
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if has_line_break else None)
 
 
 _Dumper.add_representer(str, _represent_text)
 _Dumper.add_multi_representer(str, _represent_text)
 for _tag, _pattern, _initials in _SCALARS:
-    for _yaml in (_Loader, _Dumper):
-        _yaml.add_implicit_resolver(_tag, re.compile(f"^(?:{_pattern})$"), _initials)
+    for _yaml_class in (_Loader, _Dumper):
+        _yaml_class.add_implicit_resolver(_tag, re.compile(f"^(?:{_pattern})$"), _initials)
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Origin:
 
     def __str__(self) -> str:
         if self.override:
-            return f"override {self.override}: {shortened(self.text, 240)}"
+            return f"override {self.override}: {shorten(self.text, 240)}"
         if self.text:
             return ""
         return f"{show_path(self.file)}:{self.line}" if self.file else "defaults"
@@ -121,29 +121,29 @@ def read_file(path: Path) -> ConfigNode:
     Raises ConfigError: unreadable, too large, not YAML, no mapping, a key written twice.
     """
     try:
-        return _tree(path, _read_text(path))
+        return _parse_file(path, _read_text(path))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigError([Problem(show_path(path), "", f"cannot be read: {reason}")]) from error
 
 
 @lru_cache(maxsize=64)
-def _tree(path: Path, text: str) -> ConfigNode:
-    """Return the mapping in a file of YAML. Parents of recipes are read again and again: 4 ms of CPU each."""
+def _parse_file(path: Path, text: str) -> ConfigNode:
+    """Return the mapping in the `text` of a YAML file. Cached: a recipe's parents are read often, 4 ms of CPU each."""
     try:
         root = yaml.compose(text, Loader=_Loader)
     except yaml.YAMLError as error:
-        line, what = _yaml_mistake(error)
-        raise ConfigError([Problem(f"{show_path(path)}:{line}", "", f"not YAML: {what}")]) from error
+        line, mistake = _yaml_mistake(error)
+        raise ConfigError([Problem(f"{show_path(path)}:{line}", "", f"not YAML: {mistake}")]) from error
     if root is None:
         return ConfigNode({}, Origin(path, 1))
     if not isinstance(root, yaml.MappingNode):
         raise ConfigError([Problem(f"{show_path(path)}:1", "", "a config is a mapping of `key: value` lines")])
-    return _Reader(path).node(root, Origin(path, 1))
+    return _Reader(path).read(root, Origin(path, 1))
 
 
 def _yaml_mistake(error: yaml.YAMLError) -> tuple[int, str]:
-    """Return the line of a mistake in YAML, from 1, and the mistake in plain words. A rare one keeps the parser's."""
+    """Return the line of a mistake in YAML, from 1, and the mistake in plain words; for a rare one the parser's."""
     problem = str(getattr(error, "problem", None) or getattr(error, "context", None) or error)
     context = str(getattr(error, "context", None) or "")
     place = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
@@ -162,8 +162,8 @@ def _yaml_mistake(error: yaml.YAMLError) -> tuple[int, str]:
     if "mapping values are not allowed" in problem:
         return line, "a second `: `, or above it a line that is no `key: value`; put text with `: ` in quotes"
     if "block mapping" in context or "could not find expected ':'" in problem:
-        what = "this line is no `key: value`, or is not indented like those of its section"
-        return line, what if first_line == line else f"{what}, which begins in line {first_line}"
+        mistake = "this line is no `key: value`, or is not indented like those of its section"
+        return line, mistake if first_line == line else f"{mistake}, which begins in line {first_line}"
     return line, problem
 
 
@@ -171,7 +171,7 @@ def read_toml(path: Path) -> ConfigNode:
     """Return the mapping in a TOML file, each value with the line of its key. Raises ConfigError as `read_file`."""
     try:
         text = _read_text(path)
-        return _with_lines(tomllib.loads(text), path, _lines_of_toml(text), "", 1)
+        return _toml_node(tomllib.loads(text), path, _toml_key_lines(text), key="", section_line=1)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigError([Problem(show_path(path), "", f"cannot be read: {reason}")]) from error
@@ -179,35 +179,39 @@ def read_toml(path: Path) -> ConfigNode:
         raise ConfigError([Problem(show_path(path), "", f"not TOML: {error}")]) from error
 
 
-def _lines_of_toml(text: str) -> dict[str, int]:
-    """Return dotted key -> line of tables and of `key = value`, for keys without quotes."""
+def _toml_key_lines(text: str) -> dict[str, int]:
+    """Return dotted key -> line, for each table and each `key = value` whose key has no quotes."""
     lines: dict[str, int] = {}
-    table, counts = "", dict[str, int]()
+    table = ""
+    # Name of an array of tables -> index of its newest table.
+    array_indices: dict[str, int] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         if header := re.match(r"\s*(\[\[?)\s*([\w.-]+)\s*\]", line):
             table = header[2]
             lines.setdefault(table, number)
             if header[1] == "[[":
-                counts[table] = counts.get(table, -1) + 1
-            for name in sorted(counts, key=len):
+                array_indices[table] = array_indices.get(table, -1) + 1
+            for name in sorted(array_indices, key=len):
                 if f"{table}.".startswith(f"{name}."):
-                    table = f"{name}.{counts[name]}{table[len(name) :]}"
+                    table = f"{name}.{array_indices[name]}{table[len(name) :]}"
             lines.setdefault(table, number)
         elif key := re.match(r"\s*([\w.-]+)\s*=", line):
             lines.setdefault(f"{table}.{key[1]}" if table else key[1], number)
     return lines
 
 
-def _with_lines(value: Any, path: Path, lines: dict[str, int], key: str, line: int) -> ConfigNode:
-    origin = Origin(path, lines.get(key, line))
-    if isinstance(value, dict | list):
-        entries = value.items() if isinstance(value, dict) else enumerate(value)
-        within = {
-            str(name): _with_lines(child, path, lines, f"{key}.{name}" if key else str(name), origin.line)
-            for name, child in entries
-        }
-        return ConfigNode(within if isinstance(value, dict) else list(within.values()), origin)
-    return ConfigNode(value if isinstance(value, bool | int | float | str) else str(value), origin, str(value))
+def _toml_node(content: Any, path: Path, lines: dict[str, int], key: str, section_line: int) -> ConfigNode:
+    """Return the content of `key` as a node. section_line: the line of its section, where its own is unknown."""
+    origin = Origin(path, lines.get(key, section_line))
+    if isinstance(content, dict | list):
+        named_children = content.items() if isinstance(content, dict) else enumerate(content)
+        nodes = dict[str, ConfigNode]()
+        for name, child in named_children:
+            child_key = f"{key}.{name}" if key else str(name)
+            nodes[str(name)] = _toml_node(child, path, lines, child_key, origin.line)
+        return ConfigNode(nodes if isinstance(content, dict) else list(nodes.values()), origin)
+    is_config_scalar = isinstance(content, bool | int | float | str)
+    return ConfigNode(content if is_config_scalar else str(content), origin, str(content))
 
 
 def read_value(text: str, origin: Origin) -> ConfigNode:
@@ -220,21 +224,21 @@ def read_value(text: str, origin: Origin) -> ConfigNode:
     if root is None:
         return ConfigNode(None, origin, text)
     try:
-        return ConfigNode(_Reader(None).node(root, origin).value, origin, text)
+        return ConfigNode(_Reader(None).read(root, origin).value, origin, text)
     except _TagError:
         return ConfigNode(text, origin, text)
 
 
 def _read_text(path: Path) -> str:
     """Return the text of a file. Raises OSError, also for a pipe or a device, which may have no end."""
-    kind = path.stat().st_mode
-    if not stat.S_ISREG(kind):
-        raise OSError(0, "is a folder" if stat.S_ISDIR(kind) else "is no ordinary file")
+    mode = path.stat().st_mode
+    if not stat.S_ISREG(mode):
+        raise OSError(0, "is a folder" if stat.S_ISDIR(mode) else "is no ordinary file")
     with path.open("rb") as file:
-        data = file.read(_MOST_BYTES + 1)
-    if len(data) > _MOST_BYTES:
-        raise OSError(0, f"is larger than {_MOST_BYTES >> 10} KiB, so it is no config")
-    return data.decode("utf-8-sig")
+        content = file.read(_MAX_BYTES + 1)
+    if len(content) > _MAX_BYTES:
+        raise OSError(0, f"is larger than {_MAX_BYTES >> 10} KiB, so it is no config")
+    return content.decode("utf-8-sig")
 
 
 def merge(base: ConfigNode, over: ConfigNode) -> ConfigNode:
@@ -258,104 +262,111 @@ def plain(node: ConfigNode) -> Any:
 
 def leaves(node: ConfigNode, key: str = "") -> Iterator[tuple[str, ConfigNode]]:
     """Yield (dotted key, node) of every scalar, and of every empty mapping or list, in order."""
-    within = children(node)
-    if not within and key:
+    named_children = children(node)
+    if not named_children and key:
         yield key, node
-    for name, child in within.items():
+    for name, child in named_children.items():
         yield from leaves(child, f"{key}.{name}" if key else name)
 
 
 def node_at(node: ConfigNode, names: list[str]) -> ConfigNode | None:
     """Return the node at the path `names`, None if there is none; an entry of a list is named by its number."""
-    found: ConfigNode | None = node
+    descendant: ConfigNode | None = node
     for name in names:
-        found = children(found).get(name) if found else None
-    return found
+        descendant = children(descendant).get(name) if descendant else None
+    return descendant
 
 
 def put(node: ConfigNode, names: list[str], value: ConfigNode) -> ConfigNode:
-    """Return a copy of `node` with `value` at the path `names`, which leads through sections alone."""
+    """Return a copy of `node` with `value` put at the path `names`, which leads through sections alone."""
     if not names:
         return value
-    within = node.value if isinstance(node.value, dict) else {}
-    child = within.get(names[0], ConfigNode(None, value.origin))
-    return replace(node, value={**within, names[0]: put(child, names[1:], value)})
+    section = node.value if isinstance(node.value, dict) else {}
+    child = section.get(names[0], ConfigNode(None, value.origin))
+    return replace(node, value={**section, names[0]: put(child, names[1:], value)})
 
 
 def children(node: ConfigNode) -> dict[str, ConfigNode]:
-    """Return the values within a node by name, an entry of a list by its number; none of a scalar."""
+    """Return the values within a node by name, the entries of a list by number; a scalar has none."""
     if isinstance(node.value, list):
         return {str(index): child for index, child in enumerate(node.value)}
     return node.value if isinstance(node.value, dict) else {}
 
 
-def dump(data: Any) -> str:
-    """Return YAML that `read_file` reads back to the same data; `${` is escaped, except in an `Interpolation`."""
-    return yaml.dump(_escape(data), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
+def dump(tree: Any) -> str:
+    """Return YAML that `read_file` reads back to the same tree; `${` is escaped, except in an `Interpolation`."""
+    return yaml.dump(_escape_references(tree), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
 
 
-def _escape(data: Any) -> Any:
-    if isinstance(data, dict):
-        return {key: _escape(value) for key, value in data.items()}
-    if isinstance(data, list):
-        return [_escape(value) for value in data]
-    if isinstance(data, str) and not isinstance(data, Interpolation):
-        return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", data)
-    return data
+def _escape_references(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {key: _escape_references(child) for key, child in tree.items()}
+    if isinstance(tree, list):
+        return [_escape_references(child) for child in tree]
+    if isinstance(tree, str) and not isinstance(tree, Interpolation):
+        return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + r"\${", tree)
+    return tree
 
 
 class _Reader:
-    """A converter of one file's PyYAML nodes (None: an override) to `ConfigNode`s; an alias counts as its target."""
+    """A converter of PyYAML nodes to `ConfigNode`s; an alias counts as its target. file: None for an override."""
 
     def __init__(self, file: Path | None) -> None:
         self._file = file
 
-    def node(self, root: yaml.Node, origin: Origin, above: tuple[yaml.Node, ...] = ()) -> ConfigNode:
-        """Return the value that begins at `origin`, within those of `above`. Raises ConfigError."""
-        if any(root is each for each in above):
-            what = "an alias (*) within the value that it stands for; write it out"
-            raise ConfigError([Problem(str(origin), "", what)])
+    def read(self, root: yaml.Node, origin: Origin, ancestors: tuple[yaml.Node, ...] = ()) -> ConfigNode:
+        """Return the value of `root`, which begins at `origin`, within `ancestors`. Raises ConfigError."""
+        if any(root is ancestor for ancestor in ancestors):
+            mistake = "an alias (*) within the value that it stands for; write it out"
+            raise ConfigError([Problem(str(origin), "", mistake)])
         if isinstance(root, yaml.ScalarNode):
-            return ConfigNode(_scalar(root, self._at(root, origin)), origin, root.value)
+            return ConfigNode(_parse_scalar(root, self._origin_of(root, origin)), origin, root.value)
         if root.tag not in ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"):
-            raise _TagError([Problem(str(self._at(root, origin)), "", f"tag {root.tag}{_NOT_ALLOWED}")])
+            raise _TagError([Problem(str(self._origin_of(root, origin)), "", f"tag {root.tag}{_NOT_ALLOWED}")])
+        ancestors = (*ancestors, root)
         if isinstance(root, yaml.MappingNode):
-            return ConfigNode(self._mapping(root, origin, (*above, root)), origin)
-        return ConfigNode([self.node(child, self._at(child, origin), (*above, root)) for child in root.value], origin)
+            return ConfigNode(self._read_mapping(root, origin, ancestors), origin)
+        return ConfigNode([self.read(child, self._origin_of(child, origin), ancestors) for child in root.value], origin)
 
-    def _mapping(self, root: yaml.MappingNode, origin: Origin, above: tuple[yaml.Node, ...]) -> dict[str, ConfigNode]:
+    def _read_mapping(
+        self, root: yaml.MappingNode, origin: Origin, ancestors: tuple[yaml.Node, ...]
+    ) -> dict[str, ConfigNode]:
         children: dict[str, ConfigNode] = {}
         for name, child in root.value:
-            here = self._at(name, origin)
+            key_origin = self._origin_of(name, origin)
             if not isinstance(name, yaml.ScalarNode):
-                raise _TagError([Problem(str(here), "", "a key must be a name")])
+                raise _TagError([Problem(str(key_origin), "", "a key must be a name")])
             if name.value == "<<" and name.style is None:
-                what = "no merge keys (<<) are read; inherit a file with `defaults:`, or name a value with ${other.key}"
-                raise ConfigError([Problem(str(here), "", what)])
+                mistake = (
+                    "no merge keys (<<) are read; inherit a file with `defaults:`, or name a value with ${other.key}"
+                )
+                raise ConfigError([Problem(str(key_origin), "", mistake)])
             if root.flow_style and _is_rest_of_number(name, child, children):
-                last = next(reversed(children))
-                what = f"a number has no commas; write {children[last].text}{name.value}"
-                raise ConfigError([Problem(str(here), last, what)])
+                last_key = next(reversed(children))
+                mistake = f"a number has no commas; write {children[last_key].text}{name.value}"
+                raise ConfigError([Problem(str(key_origin), last_key, mistake)])
             if name.value in children:
                 first = f"; first in line {children[name.value].origin.line}" if self._file else ""
-                raise ConfigError([Problem(str(here), name.value, f"written twice{first}")])
-            children[name.value] = self.node(child, here, above)
+                raise ConfigError([Problem(str(key_origin), name.value, f"written twice{first}")])
+            children[name.value] = self.read(child, key_origin, ancestors)
         return children
 
-    def _at(self, root: yaml.Node, origin: Origin) -> Origin:
-        return Origin(self._file, root.start_mark.line + 1) if self._file else origin
+    def _origin_of(self, root: yaml.Node, override: Origin) -> Origin:
+        """Return the line of a PyYAML node in the file; the origin of the `override` if there is no file."""
+        return Origin(self._file, root.start_mark.line + 1) if self._file else override
 
 
-def _is_rest_of_number(name: yaml.ScalarNode, child: yaml.Node, before: dict[str, ConfigNode]) -> bool:
-    """Return True if `{n: 1,000}` was read as n, 1, and a key 000 without a value."""
-    last = before[next(reversed(before))].value if before else None
-    is_number = isinstance(last, int) and not isinstance(last, bool)
+def _is_rest_of_number(name: yaml.ScalarNode, child: yaml.Node, earlier: dict[str, ConfigNode]) -> bool:
+    """Return True if `{n: 1,000}` was read as n, 1, and a key 000 without a value. earlier: the keys before."""
+    last_value = earlier[next(reversed(earlier))].value if earlier else None
+    is_number = isinstance(last_value, int) and not isinstance(last_value, bool)
     has_no_value = isinstance(child, yaml.ScalarNode) and child.value == ""
     return is_number and has_no_value and re.fullmatch(r"\d{3}", name.value) is not None
 
 
-def _scalar(root: yaml.Node, here: Origin) -> str | int | float | bool | None:
-    kind, text = root.tag.rpartition(":")[2], str(root.value)
+def _parse_scalar(root: yaml.Node, origin: Origin) -> str | int | float | bool | None:
+    kind = root.tag.rpartition(":")[2]
+    text = str(root.value)
     if kind == "str":
         return text
     if kind == "null":
@@ -369,5 +380,5 @@ def _scalar(root: yaml.Node, here: Origin) -> str | int | float | bool | None:
         if kind == "float":
             return float(re.sub(r"\.(?=inf|nan)", "", plain_text.lower()))
     except ValueError:
-        raise _TagError([Problem(str(here), "", f"is tagged !!{kind}, but is none: {text!r}")]) from None
-    raise _TagError([Problem(str(here), "", f"tag {root.tag}{_NOT_ALLOWED}")])
+        raise _TagError([Problem(str(origin), "", f"is tagged !!{kind}, but is none: {text!r}")]) from None
+    raise _TagError([Problem(str(origin), "", f"tag {root.tag}{_NOT_ALLOWED}")])

@@ -14,7 +14,8 @@ _ORIGIN_MARK = "  # from "
 
 def with_origins(text: str, origins: Mapping[str, str]) -> str:
     """Return YAML in block style with a comment after each value that `origins` names by its dotted key."""
-    parts, begin = [], 0
+    parts = []
+    begin = 0
     for key, end in _value_ends(yaml.compose(text, Loader=yaml.SafeLoader), ""):
         if key in origins:
             parts += [text[begin:end], _ORIGIN_MARK, _comment(origins[key])]
@@ -23,7 +24,7 @@ def with_origins(text: str, origins: Mapping[str, str]) -> str:
 
 
 def recorded_origins(path: Path) -> dict[str, str]:
-    """Return dotted key -> origin, of the values in a file that have such a comment; none where it is no YAML."""
+    """Return dotted key -> origin for the values of a file that have such a comment; none if the file is no YAML."""
     try:
         text = path.read_text(encoding="utf-8")
         ends = list(_value_ends(yaml.compose(text, Loader=yaml.SafeLoader), ""))
@@ -47,4 +48,4 @@ def _value_ends(node: yaml.Node | None, key: str) -> Iterator[tuple[str, int]]:
 
 def _comment(origin: str) -> str:
     # YAML allows no control characters, in comments neither.
-    return "".join(each if each.isprintable() else "?" for each in " ".join(origin.split()))
+    return "".join(letter if letter.isprintable() else "?" for letter in " ".join(origin.split()))

@@ -31,7 +31,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def local_folder(model: str) -> Path | None:
-    """Return the folder of a model or adapter, or of a hub name in the local hub cache; None when it is not here."""
+    """Return the folder of a model or adapter, or of a hub name in the local hub cache; None if there is no folder."""
     folder = Path(model)
     # Path.is_dir would raise for a text that cannot name a file.
     if os.path.isdir(folder):
@@ -43,7 +43,7 @@ def local_folder(model: str) -> Path | None:
 
 
 def local_adapter(model: str) -> Path | None:
-    """Return `local_folder` of an adapter; None for a whole model, and when it is not here."""
+    """Return `local_folder` of an adapter; None for a whole model, and if there is no folder."""
     folder = local_folder(model)
     return folder if folder is not None and is_adapter(folder) else None
 
@@ -51,7 +51,7 @@ def local_adapter(model: str) -> Path | None:
 def chat_folder(model: str) -> str:
     """Return the folder or hub name of a model's tokenizer, chat template and end tokens.
 
-    An adapter's own folder where it has them all, as rlctl writes it, else its base's.
+    It is the adapter's own folder if that has all these files, as rlctl writes it, else the base model's.
     """
     adapter = local_adapter(model)
     if adapter is None or all(os.path.isfile(adapter / name) for name in _CHAT_FILES):
@@ -61,7 +61,7 @@ def chat_folder(model: str) -> str:
 
 
 def is_model(path: Path) -> bool:
-    """Return True if `path` is a Hugging Face folder, or PEFT's of an adapter."""
+    """Return True if `path` is a Hugging Face folder, or PEFT's folder of an adapter."""
     return os.path.isfile(path / "config.json") or is_adapter(path)
 
 
@@ -96,14 +96,14 @@ def run_names(folder: Path) -> list[str]:
 def exported_weights(path: Path) -> Path:
     """Return the Hugging Face folder of a run's newest checkpoint, or of a checkpoint; any other path as it is.
 
-    Raises FileNotFoundError with a line for the user if a run or a checkpoint has none.
+    Raises FileNotFoundError with a line for the user if a run or a checkpoint has no such folder.
     """
     if is_model(path) or not (is_checkpoint(path) or is_run(path)):
         return path
-    checkpoint = path if is_checkpoint(path) else _newest(path)
+    checkpoint = path if is_checkpoint(path) else _newest_checkpoint(path)
     if not is_model(checkpoint / "hf"):
         if not is_checkpoint(checkpoint):
-            # A run that still trains has pruned it since, and saved another.
+            # A run that still trains has pruned this checkpoint since, and saved another.
             return exported_weights(path)
         raise FileNotFoundError(f"{checkpoint} has no hf/ folder: its run had checkpoint.export=false")
     return checkpoint / "hf"
@@ -118,13 +118,13 @@ def checkpoint_folders(checkpoints: Path, prefix: str = "") -> list[tuple[int, P
 def newest_folder(checkpoints: Path) -> tuple[int, Path] | None:
     """Return (step, folder) of the newest checkpoint, which may be damaged; None for none.
 
-    One that a resume set aside counts until another is saved.
+    A checkpoint that a resume set aside counts until another is saved.
     """
     folders = checkpoint_folders(checkpoints)
     saved_ns = max((_modified_ns(path / _STATE) for _, path in folders), default=0)
-    aside = checkpoint_folders(checkpoints, DAMAGED)
-    waiting = [(step, path) for step, path in aside if _modified_ns(path) >= saved_ns]
-    return max([*folders, *waiting], default=None)
+    set_aside = checkpoint_folders(checkpoints, DAMAGED)
+    unreplaced = [(step, path) for step, path in set_aside if _modified_ns(path) >= saved_ns]
+    return max(folders + unreplaced, default=None)
 
 
 def _modified_ns(path: Path) -> int:
@@ -135,8 +135,8 @@ def _modified_ns(path: Path) -> int:
         return 0
 
 
-def _newest(run: Path) -> Path:
-    """Return the newest checkpoint of a run. Raises FileNotFoundError for none, and for one that is damaged."""
+def _newest_checkpoint(run: Path) -> Path:
+    """Return the newest checkpoint of a run. Raises FileNotFoundError if the run has none, or the newest is damaged."""
     checkpoints = run / "checkpoints"
     step_and_folder = newest_folder(checkpoints)
     if step_and_folder is None:
@@ -145,8 +145,8 @@ def _newest(run: Path) -> Path:
     if not newest.name.startswith(DAMAGED) and _has_state(newest, step):
         return newest
     if newest_folder(checkpoints) != step_and_folder:
-        # A run that still trains has pruned it since, and saved another.
-        return _newest(run)
+        # A run that still trains has pruned this checkpoint since, and saved another.
+        return _newest_checkpoint(run)
     readable = [path for step, path in checkpoint_folders(checkpoints) if path != newest and _has_state(path, step)]
     remedy = f"; the one before: {readable[-1]}" if readable else ""
     raise FileNotFoundError(f"{newest}, the newest checkpoint, is damaged{remedy}")

@@ -205,7 +205,7 @@ class GrpoConfig:
     @property
     def opens_prompts(self) -> bool:
         """True if prompts are known once an episode begins: an environment or an agent writes them."""
-        return self.environment.enabled or self.agent.enabled
+        return self.environment.is_enabled or self.agent.is_enabled
 
     @property
     def compares_apart(self) -> bool:
@@ -218,8 +218,11 @@ class GrpoConfig:
     @property
     def step_shape(self) -> StepShape:
         """Sizes of a step."""
-        own = self.grpo
-        return StepShape(own.num_prompts_per_step, own.num_generations_per_prompt, own.updates_per_step)
+        return StepShape(
+            prompts=self.grpo.num_prompts_per_step,
+            group=self.grpo.num_generations_per_prompt,
+            updates=self.grpo.updates_per_step,
+        )
 
     @property
     def num_steps(self) -> int:
@@ -276,7 +279,7 @@ class SftConfig:
     @property
     def step_shape(self) -> StepShape:
         """Sizes of a step."""
-        return StepShape(self.sft.batch_size, 1, 1)
+        return StepShape(prompts=self.sft.batch_size, group=1, updates=1)
 
     @property
     def num_steps(self) -> int:

@@ -236,7 +236,7 @@ def load_prompts(
 ) -> tuple[list[Task], LengthReport]:
     """Return the prompts of `section` from its rows. Raises DataError."""
     if config.opens_prompts:
-        return read_tasks(rows, section, chat, config.environment.named)
+        return read_tasks(rows, section, chat, config.environment.environments)
     return tokenize_prompts(rows, section, chat, config.data.max_prompt_length)
 
 

@@ -6,7 +6,7 @@ WITH_EPISODES = Condition(
     lambda settled: settled.sampling is not None and settled.sampling.config.has_turns,
     "where rollouts are episodes: of an environment, a rollout function or an agent",
 )
-_WITH_AGENT = grpo_where(lambda settled: settled.config.agent.enabled, "with an agent")
+_WITH_AGENT = grpo_where(lambda settled: settled.config.agent.is_enabled, "with an agent")
 _ALONE = ReportChart(EPISODES)
 _FAILED_CALLS = ReportChart(EPISODES, "Tool calls that failed", 30)
 _FAILURES = ReportChart(EPISODES, "Environment failures", 60)

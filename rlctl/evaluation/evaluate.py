@@ -94,7 +94,9 @@ class Evaluation:
                 # Before Ray starts.
                 environments = stack.enter_context(environment_pool(config, logs, self._emit))
                 setup = set_up(config, environments, self._chat, sets[0].tasks[0])
-            scorer = stack.enter_context(Scorer(config.rewards, logs, self._emit, episodes=config.environment.enabled))
+            scorer = stack.enter_context(
+                Scorer(config.rewards, logs, self._emit, episodes=config.environment.is_enabled)
+            )
             if config.rewards:
                 scorer.try_on_sample(sample_item(sets[0].tasks[0]))
             score = GroupScorer(scorer, decoder(self._chat.tokenizer, special=False))

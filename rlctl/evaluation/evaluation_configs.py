@@ -81,7 +81,7 @@ def episodes_config(config: GrpoConfig, spec: EnvironmentSpec, memory_mib: int, 
 def arguments_of(config: GrpoConfig, environment: str) -> dict[str, Any]:
     """Return the arguments that a run gives the environment of this name; none if it plays another one."""
     names = (environment, paths.resolve(environment, "plugin", Origin()))
-    return next((each.args for each in config.environment.named.values() if each.name in names), {})
+    return next((each.args for each in config.environment.environments.values() if each.name in names), {})
 
 
 def overrides_for(target: Target) -> list[str]:

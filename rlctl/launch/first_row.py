@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlctl.config.data_schema import DatasetSection
-from rlctl.config.errors import ConfigError, Problem, located
+from rlctl.config.errors import ConfigError, Problem, locate_errors
 from rlctl.config.fields import RECIPE
 from rlctl.config.run_weights import local_adapter
 from rlctl.config.schema import GrpoConfig, RunConfig
@@ -146,7 +146,7 @@ def _try_rewards(composed: Composed[Settled], fetch: bool) -> list[str]:
         f"{name} does not judge it (None) and is left out of the sum" if value is None else f"{name} {value:g}"
         for name, value in score.parts.items()
         # Environments call some rewards later.
-        if value is not None or not config.environment.enabled
+        if value is not None or not config.environment.is_enabled
     )
     if score.failed:
         return ["rewards: no reward judges the first row: each returned None; such rollouts are left out and counted"]
@@ -179,7 +179,7 @@ def _try_environments(composed: Composed[Settled], fetch: bool) -> list[str]:
             why = f"{error.name or error} is not installed; see rlctl doctor"
         else:
             begun = f"begun on the first row of {path_text(config.data.train.paths)}"
-            return [*setup.notes, *[f"environment: read, and {begun}"] * config.environment.enabled]
+            return [*setup.notes, *[f"environment: read, and {begun}"] * config.environment.is_enabled]
     with _as_config_errors(composed), environment_pool(config) as pool:
         read_environments(config, pool)
     return [f"environment: read, but not begun on a row: {why}"]
@@ -224,7 +224,7 @@ def _score_of_first_row(config: GrpoConfig) -> Score:
     section, row = _first_row(config)
     whole = replace(config, data=replace(config.data, max_prompt_length=None))
     prompts, _ = load_prompts(whole, section, load_chat(config, config.model.path), [row])
-    with Scorer(config.rewards, episodes=config.environment.enabled) as scorer:
+    with Scorer(config.rewards, episodes=config.environment.is_enabled) as scorer:
         return scorer.try_on_sample(sample_item(prompts[0]))
 
 
@@ -247,7 +247,7 @@ def _as_config_errors(composed: Composed[Settled]) -> Iterator[None]:
         return Problem(str(composed.origins.get(f"{within}{key}", "")), f"{within}{shown or key}", reason)
 
     try:
-        with located("data", DataError):
+        with locate_errors("data", DataError):
             yield
     except UnusableEnvironmentError as error:
         raise ConfigError(problem(key, reason) for key, reason in error.problems) from error

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from rlctl.config.errors import ConfigError, ModelError, Problem, UserError, located
+from rlctl.config.errors import ConfigError, ModelError, Problem, UserError, locate_errors
 from rlctl.data.end_tokens import EndTokens
 from rlctl.data.files import DataError, files_of
 from rlctl.data.load_data import RowReader, RunRows, end_tokens, part_of
@@ -317,7 +317,7 @@ class PreparedRun:
 
     @contextmanager
     def _reading(self, what: str) -> Iterator[None]:
-        with located("data", DataError), self.progress.busy(what):
+        with locate_errors("data", DataError), self.progress.busy(what):
             yield
 
     def _problem(self, key: str, what: str) -> Problem:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.config.builtin import runs_folder
-from rlctl.config.errors import ConfigError, Problem, located
+from rlctl.config.errors import ConfigError, Problem, locate_errors
 from rlctl.config.provenance import leaves
 from rlctl.models.model_sizes import config_file
 from rlctl.preflight.load import Composed, draft
@@ -60,7 +60,7 @@ def refuse_contradictions(composed: Composed[Settled], run: Path) -> None:
     A state that is not as it was written contradicts nothing.
     """
     checkpoints = _checkpoints(run)
-    with located(f"--resume {run}", EarlierVersion):
+    with locate_errors(f"--resume {run}", EarlierVersion):
         checkpoints.refuse_earlier()
     newest = checkpoints.latest_as_written()
     if newest is None:
@@ -79,7 +79,7 @@ def plan_of_resume(composed: Composed[Settled], run: Path) -> list[tuple[str, st
     changed = [("changes" if not index else "", line) for index, line in enumerate(changes)]
     if record and record.remote:
         return [("goes on after", f"the newest whole checkpoint in {record.remote} on {record.cluster}"), *changed]
-    with located(f"--resume {run}", NoWholeCheckpoint):
+    with locate_errors(f"--resume {run}", NoWholeCheckpoint):
         found = _checkpoints(run).newest_whole()
     done, steps = found.checkpoint.step if found.checkpoint else 0, composed.config.num_steps
     rows = [("damaged", line) for line in found.damaged.values()] + [("note", line) for line in found.notes]

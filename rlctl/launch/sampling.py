@@ -51,7 +51,7 @@ def user_processes(
     from rlctl.rewards.scorer import Scorer
     from rlctl.rollout.episode_setup import environment_pool
 
-    scorer = stack.enter_context(Scorer(config.rewards, logs, emit, episodes=config.environment.enabled))
+    scorer = stack.enter_context(Scorer(config.rewards, logs, emit, episodes=config.environment.is_enabled))
     environments = stack.enter_context(environment_pool(config, logs, emit)) if config.has_turns else None
     return scorer, environments
 
@@ -207,7 +207,7 @@ def make_runner(
         assert settled.facts
         function = FunctionPlayer(environments, chat, limits, not config.rewards, settled.facts.vocab)
         return RolloutRunner(function, engines)
-    if config.agent.enabled:
+    if config.agent.is_enabled:
         from rlctl.rollout.players.agent import AgentPlayer, most_agents
 
         assert settled.facts

@@ -43,7 +43,7 @@ def _rollout_function(config: GrpoConfig) -> Violations:
     name = config.rollout
     if name is None:
         return
-    if config.environment.enabled:
+    if config.environment.is_enabled:
         what = "plays rollouts, and so does environment: leave one of the two at null"
         yield Violation("rollout", what, ("environment.name",))
     if ":" not in name:
@@ -54,9 +54,9 @@ def _rollout_function(config: GrpoConfig) -> Violations:
 
 def _agent(config: GrpoConfig) -> Violations:
     agent = config.agent
-    others = {"environment.name": config.environment.enabled, "rollout": config.rollout is not None}
+    others = {"environment.name": config.environment.is_enabled, "rollout": config.rollout is not None}
     for key, given in others.items():
-        if agent.enabled and given:
+        if agent.is_enabled and given:
             yield Violation("agent", f"plays rollouts, and so does {key}: leave one of the two at null", (key,))
     if agent.name is not None and agent.command is not None:
         yield Violation("agent.command", "runs an agent, and so does agent.name: leave one at null", ("agent.name",))

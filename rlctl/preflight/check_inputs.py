@@ -13,7 +13,7 @@ from pathlib import Path
 from shlex import quote
 
 from rlctl.config.data_schema import DatasetSection
-from rlctl.config.errors import ConfigError, Problem, did_you_mean, shortened
+from rlctl.config.errors import ConfigError, Problem, did_you_mean, shorten
 from rlctl.config.grpo_schema import RewardSection
 from rlctl.config.plugins import REWARDS
 from rlctl.config.provenance import show_path
@@ -106,7 +106,7 @@ def check_reward(reward: RewardSection) -> Iterator[tuple[str, str]]:
         else:
             if groups == 0:
                 advice = "put what is compared with the answer in brackets"
-                yield "pattern", f"has no group: {advice}, not {shortened(reward.pattern)}"
+                yield "pattern", f"has no group: {advice}, not {shorten(reward.pattern)}"
     what = missing_plugin(reward.name, REWARDS, "function")
     if what := what or (missing_library() if reward.name == "reasoning_gym" else ""):
         yield "name", what
@@ -119,7 +119,7 @@ def check_run_name(config: RunConfig) -> Violations:
         return
     folder = Path(run.dir) / str(run.name)
     if not re.fullmatch(r"\w[\w.+=-]*", str(run.name)):
-        what = f"must be letters, digits and any of . _ - + =, not {shortened(repr(run.name))}"
+        what = f"must be letters, digits and any of . _ - + =, not {shorten(repr(run.name))}"
     elif len(os.fsencode(run.name)) > _LONGEST_NAME:
         what = f"must be at most {_LONGEST_NAME} letters, since it names a folder, not {len(run.name)}"
     elif not os.path.exists(folder):
@@ -139,11 +139,11 @@ def check_run_folder(config: RunConfig) -> Violations:
 def _unwritable(directory: str) -> str:
     """Return why a folder cannot be made or written to; empty if it can."""
     if directory.startswith("~"):
-        return f"{shortened(directory.partition('/')[0])} is no user of this machine"
+        return f"{shorten(directory.partition('/')[0])} is no user of this machine"
     folder = Path(os.path.abspath(directory))
     while not os.path.lexists(folder) and folder != folder.parent:
         if len(os.fsencode(folder.name)) > _LONGEST_NAME:
-            return f"{shortened(folder.name)} is longer than a folder's name can be, {_LONGEST_NAME} letters"
+            return f"{shorten(folder.name)} is longer than a folder's name can be, {_LONGEST_NAME} letters"
         folder = folder.parent
     if not os.path.isdir(folder):
         return f"{show_path(folder)} is no folder: choose another one"
@@ -179,9 +179,9 @@ def missing_plugin(name: str, known: Iterable[str], kind: str) -> str:
         files = (folder / form for folder in folders for form in forms)
         file = next((each for each in files if os.path.isfile(each)), None)
     if file is None:
-        return f"no module {shortened(module)} beside the recipe, in the current directory or on the Python path"
+        return f"no module {shorten(module)} beside the recipe, in the current directory or on the Python path"
     if not os.path.isfile(file):
-        return f"no file {shortened(module)}{did_you_mean(module, map(str, file.parent.glob('*.py')))}"
+        return f"no file {shorten(module)}{did_you_mean(module, map(str, file.parent.glob('*.py')))}"
     try:
         defined = _defined_names(file)
     except SyntaxError as error:

@@ -343,7 +343,7 @@ class SettledGrpo(Settled):
         section, longest = self.config.environment, self.longest_sequence
         if longest is None:
             return None
-        strips = section.enabled and section.history == "strip"
+        strips = section.is_enabled and section.history == "strip"
         return longest * section.max_turns if strips and self.whole_rollouts else longest
 
 

@@ -62,14 +62,14 @@ def environment_pool(config: GrpoConfig, logs: Path | None = None, emit: Emit | 
     rewards = tuple(each.name for each in config.rewards if ":" in each.name)
     specs = {
         key: EnvironmentSpec(one.name, section.timeout_s, one.args, rewards=rewards)
-        for key, one in section.named.items()
+        for key, one in section.environments.items()
     }
     if config.rollout is not None:
         specs = {_FUNCTION: EnvironmentSpec(config.rollout, section.timeout_s, is_function=True)}
-    if config.agent.enabled:
+    if config.agent.is_enabled:
         agent = config.agent
         words = tuple(command_of(agent.command, agent.wrap)) if agent.command else ()
-        specs = {_AGENT: EnvironmentSpec(agent.shown, section.timeout_s, agent=AgentSpec(words, agent.bind))}
+        specs = {_AGENT: EnvironmentSpec(agent.entry_point, section.timeout_s, agent=AgentSpec(words, agent.bind))}
     processes = None if section.processes == "auto" else section.processes
     return EnvironmentPool(specs, section.memory_mib, processes, logs, emit)
 
@@ -99,9 +99,12 @@ def _keys(config: GrpoConfig) -> dict[str, str]:
     section = config.environment
     if config.rollout is not None:
         return {_FUNCTION: _FUNCTION}
-    if config.agent.enabled:
+    if config.agent.is_enabled:
         return {_AGENT: "agent.command" if config.agent.command else "agent.name"}
-    return {key: f"environment.choices.{key}.name" if section.choices else "environment.name" for key in section.named}
+    return {
+        key: f"environment.choices.{key}.name" if section.choices else "environment.name"
+        for key in section.environments
+    }
 
 
 def set_up(config: GrpoConfig, pool: EnvironmentPool, chat: Chat, first: Task, *, valued: bool = True) -> EpisodeSetup:
@@ -110,7 +113,7 @@ def set_up(config: GrpoConfig, pool: EnvironmentPool, chat: Chat, first: Task, *
     Raises UnusableEnvironmentError with every problem: (key of the config, reason).
     """
     section = config.environment
-    if config.agent.enabled:
+    if config.agent.is_enabled:
         format = format_of_calls(section.tool_format, chat)
         pool.give_chat(ChatSpec.from_chat(chat), format)
         contracts = read_environments(config, pool)

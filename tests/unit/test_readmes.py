@@ -24,7 +24,7 @@ from rlctl.cli.arguments import split
 from rlctl.cli.main import app
 from rlctl.config.compose import compose
 from rlctl.config.errors import ConfigError
-from rlctl.config.fields import generic, schema_keys
+from rlctl.config.fields import schema_key, schema_keys
 from rlctl.config.load_cluster import load_cluster
 from rlctl.config.provenance import leaves, read_file
 from rlctl.config.schema import KINDS
@@ -277,7 +277,7 @@ def test_yaml_with_defaults_is_a_config_whose_keys_are_known(tmp_path: Path) -> 
             load_cluster(str(path), [])
             continue
         for key, _ in leaves(compose(path, [])):
-            whole = generic(key)
+            whole = schema_key(key)
             parent = whole.rpartition(".")[0]
             assert whole in known or parent in known, f"{block.where}: {key}"
 

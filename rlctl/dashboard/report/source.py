@@ -12,7 +12,7 @@ from typing import Any
 
 from rlctl.config.compose import compose
 from rlctl.config.errors import ConfigError
-from rlctl.config.fields import generic, schema_keys
+from rlctl.config.fields import schema_key, schema_keys
 from rlctl.config.provenance import dump, leaves, plain
 from rlctl.config.recorded_origins import recorded_origins
 from rlctl.config.schema import KINDS
@@ -118,7 +118,7 @@ def meanings_of_keys() -> dict[str, str]:
 
 def meaning_of_key(key: str, meanings: dict[str, str]) -> str:
     """Return the meaning of a key, of an entry of a list that of the list."""
-    return meanings.get(generic(key)) or meanings.get(generic(key).removesuffix(".N"), "")
+    return meanings.get(schema_key(key)) or meanings.get(schema_key(key).removesuffix(".N"), "")
 
 
 def _remarks(run: RunDir, state: RunState) -> Iterator[str]:

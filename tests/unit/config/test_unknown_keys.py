@@ -42,11 +42,11 @@ def test_every_key_of_another_tool_is_answered_with_one_of_ours_that_there_is() 
     known = known_keys(KINDS["grpo"])
     for peer in peer_keys():
         found = known.remark(peer.key, [])
-        assert set(named(peer.ours)) <= OURS and (peer.ours or peer.note) and peer.key not in OURS
-        if not peer.ours:
+        assert set(named(peer.rlctl_key)) <= OURS and (peer.rlctl_key or peer.note) and peer.key not in OURS
+        if not peer.rlctl_key:
             assert found == f"; rlctl has no {peer.note}"
         else:
-            assert any(name in found for name in named(peer.ours)), found
+            assert any(name in found for name in named(peer.rlctl_key)), found
             assert peer.note in found or "did you mean" in found, found
 
 
@@ -68,7 +68,7 @@ def test_a_row_says_where_its_peers_key_has_another_kind_of_value() -> None:
         }
         if peer.note or not their_kinds - {"any", "unset", "section"}:
             continue
-        for name in named(peer.ours):
+        for name in named(peer.rlctl_key):
             our_kinds = kinds_of_values(FIELDS[name])
             assert their_kinds & {*our_kinds, "any", "unset"}, (peer, their_kinds, our_kinds)
 

@@ -30,13 +30,13 @@ def problems(*overrides: str) -> list[str]:
 def test_without_a_name_there_is_no_environment(home: Path) -> None:
     config = load("grpo", "grpo.recipe.yaml", []).config
     assert isinstance(config, GrpoConfig)
-    assert not config.environment.enabled and config.environment.named == {}
+    assert not config.environment.is_enabled and config.environment.environments == {}
 
 
 def test_an_environment_that_values_its_episodes_needs_no_other_reward_and_rows_need_no_prompt(home: Path) -> None:
     (home / "tasks.jsonl").write_text('{"low": 1, "high": 15}\n')
     config = played("data.train.path=tasks.jsonl", "environment.args={guesses: 4}")
-    assert config.environment.named == {"guess": EnvironmentChoice("guess", {"guesses": 4})}
+    assert config.environment.environments == {"guess": EnvironmentChoice("guess", {"guesses": 4})}
     with pytest.raises(ConfigError, match="no column prompt or messages"):
         load("grpo", "grpo.recipe.yaml", ["data.train.path=tasks.jsonl"])
 
@@ -45,7 +45,10 @@ def test_one_of_several_may_be_named_alone_or_with_arguments(home: Path) -> None
     (home / "mine.py").write_text("class Game: ...\n")
     config = played("environment.name=null", "environment.choices={easy: guess, own: {name: mine:Game, args: {n: 3}}}")
     own = f"{home / 'mine.py'}:Game"
-    assert config.environment.named == {"easy": EnvironmentChoice("guess", {}), "own": EnvironmentChoice(own, {"n": 3})}
+    assert config.environment.environments == {
+        "easy": EnvironmentChoice("guess", {}),
+        "own": EnvironmentChoice(own, {"n": 3}),
+    }
 
 
 def test_the_longest_conversation_is_the_longest_sequence_of_the_run(home: Path) -> None:
