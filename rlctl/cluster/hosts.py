@@ -87,7 +87,9 @@ class Host:
         text = f"{quoted_path(self.python)} -"
         if self.setup:
             text = "\n".join(["{", *self.setup, "} </dev/null >&2", f"exec {text}"])
-        return [*self.link, text] if self.shell else [*self.link, "bash", "-c", text]
+        if self.shell:
+            return [*self.link, text]
+        return [*self.link, "bash", "-c", text]
 
     def run(
         self,
@@ -98,21 +100,23 @@ class Host:
     ) -> dict[str, Any]:
         """Return the answer of a program to a request. Raises HostError.
 
-        program: `check.run` is the function `run` of `remote_scripts/check.py`. running: holds the process meanwhile.
+        program: `check.run` is the function `run` of `remote_scripts/check.py`. running: the process is in this set
+        until it ends.
         """
         try:
             process = self._start_program(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         except FileNotFoundError as error:
             raise HostError(f"{error.filename} is not installed on this machine") from None
-        held = running if running is not None else set()
-        held.add(process)
+        # The caller's own set where there is one: the caller ends the processes in it.
+        processes = running if running is not None else set()
+        processes.add(process)
         try:
             output, errors = process.communicate(script(program, request), timeout=deadline_s)
         except subprocess.TimeoutExpired:
             raise HostError(f"no answer within {deadline_s:g} s") from None
         finally:
             end(process)
-            held.discard(process)
+            processes.discard(process)
         answers = [line for line in output.splitlines() if line.startswith(_REPLY_MARK)]
         if not answers:
             raise HostError(self._explain_failure(errors, process.returncode))

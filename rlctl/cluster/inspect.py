@@ -7,7 +7,8 @@ from rlctl.cluster.launcher import ClusterStatus, NodeStatus
 from rlctl.cluster.requirements import warnings
 from rlctl.cluster.state import ClusterError, ClusterState
 
-_INSPECT_S, _RAY_S = 40.0, 5.0
+_INSPECT_S = 40.0
+_RAY_S = 5.0
 
 
 def ask_nodes(state: ClusterState) -> ClusterStatus:
@@ -18,19 +19,20 @@ def ask_nodes(state: ClusterState) -> ClusterStatus:
         calls.append((state.host_of(state.head), "head.query", ray_query(state)))
     with HostCalls(calls, _INSPECT_S) as running:
         answers = dict(running.answers())
-    seen = []
+    statuses = []
     for index, node in enumerate(nodes):
         answer = answers[index]
         if isinstance(answer, HostError):
-            seen.append(NodeStatus(node, unreachable=str(answer)))
+            statuses.append(NodeStatus(node, unreachable=str(answer)))
         else:
-            seen.append(NodeStatus(node, alive=answer["alive"], facts=answer))
-    ray = answers.get(len(nodes))
-    if isinstance(ray, dict):
-        if ray["refused"]:
+            statuses.append(NodeStatus(node, alive=answer["alive"], facts=answer))
+    ray_answer = answers.get(len(nodes))
+    if isinstance(ray_answer, dict):
+        if ray_answer["refused"]:
             raise ClusterError(f"wrong token: {state.address} is not this cluster, or was restarted by another")
-        add_resources(seen, ray["nodes"])
-    return ClusterStatus(seen, _warnings(state, seen, ray if isinstance(ray, HostError) else None))
+        add_resources(statuses, ray_answer["nodes"])
+    ray_error = ray_answer if isinstance(ray_answer, HostError) else None
+    return ClusterStatus(statuses, _status_warnings(state, statuses, ray_error))
 
 
 def ray_query(state: ClusterState) -> dict[str, Any]:
@@ -44,28 +46,30 @@ def ray_query(state: ClusterState) -> dict[str, Any]:
     }
 
 
-def add_resources(seen: list[NodeStatus], known: list[dict[str, Any]], by: str = "name") -> None:
-    """Note Ray's facts of each node, found by its name or its address."""
-    living = {each[by]: each for each in known if each["alive"]}
-    for each in seen:
-        if entry := living.get(getattr(each.node, by)):
-            each.in_ray, each.total, each.free = True, entry["total"], entry["free"]
+def add_resources(statuses: list[NodeStatus], ray_nodes: list[dict[str, Any]], key: str = "name") -> None:
+    """Add Ray's resources to the status of each node. key: the field that both sides share, name or address."""
+    living_nodes = {ray_node[key]: ray_node for ray_node in ray_nodes if ray_node["alive"]}
+    for status in statuses:
+        ray_node = living_nodes.get(getattr(status.node, key))
+        if ray_node is not None:
+            status.in_ray = True
+            status.total = ray_node["total"]
+            status.free = ray_node["free"]
 
 
-def _warnings(state: ClusterState, seen: list[NodeStatus], ray_error: HostError | None) -> list[str]:
-    found = [f"{each.node.name}: {each.unreachable}" for each in seen if each.unreachable]
-    gone = [each.node.name for each in seen if each.condition == "gone"]
-    if state.head.name in gone:
-        found.append(f"head gone: killed, or the machine was restarted; clear up: rlctl cluster down {state.name}")
-    elif gone:
-        repairs = state.kind in ("local", "ssh")
-        remedy = (
-            "the same rlctl cluster up starts them again" if repairs else f"rlctl cluster down {state.name}, then up"
-        )
-        found.append(f"gone: {', '.join(gone)}; {remedy}")
+def _status_warnings(state: ClusterState, statuses: list[NodeStatus], ray_error: HostError | None) -> list[str]:
+    lines = [f"{status.node.name}: {status.unreachable}" for status in statuses if status.unreachable]
+    gone_names = [status.node.name for status in statuses if status.condition == "gone"]
+    if state.head.name in gone_names:
+        lines.append(f"head gone: killed, or the machine was restarted; clear up: rlctl cluster down {state.name}")
+    elif gone_names:
+        remedy = f"rlctl cluster down {state.name}, then up"
+        if state.kind in ("local", "ssh"):
+            remedy = "the same rlctl cluster up starts them again"
+        lines.append(f"gone: {', '.join(gone_names)}; {remedy}")
     elif ray_error:
-        found.append(f"Ray at {state.address} does not answer: {ray_error}")
-    found += warnings({each.node.name: each.facts for each in seen if each.facts})
+        lines.append(f"Ray at {state.address} does not answer: {ray_error}")
+    lines += warnings({status.node.name: status.facts for status in statuses if status.facts})
     if state.listen_on_all:
-        found.append("listens on all interfaces (listen_on_all): only the token keeps others out")
-    return found
+        lines.append("listens on all interfaces (listen_on_all): only the token keeps others out")
+    return lines

@@ -90,7 +90,8 @@ class Launcher(ABC):
     """A kind of cluster. Every method raises ClusterError."""
 
     def __init__(self, store: ClusterStore, say: Say) -> None:
-        self._store, self._say = store, say
+        self._store = store
+        self._say = say
 
     @abstractmethod
     def prepare(self, config: Any) -> tuple[ClusterState, list[str]]:
@@ -130,10 +131,10 @@ class Launcher(ABC):
     def environment(self, state: ClusterState) -> dict[str, str]:
         """Return the environment by which a Ray program of this machine finds the cluster."""
         self._store.check_token(state)
-        found = token_environment(self._store.token_path)
+        variables = token_environment(self._store.token_path)
         if state.dashboard:
-            found["RAY_API_SERVER_ADDRESS"] = f"http://127.0.0.1:{state.dashboard}"
-        return found
+            variables["RAY_API_SERVER_ADDRESS"] = f"http://127.0.0.1:{state.dashboard}"
+        return variables
 
     def dashboard(self, state: ClusterState) -> tuple[str, str] | None:
         """Return the command that opens the dashboard on this machine, and its meaning; None where there is none."""

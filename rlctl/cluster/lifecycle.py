@@ -30,7 +30,7 @@ class UpResult:
 def bring_up(config: ClusterConfig, say: Say) -> UpResult:
     """Bring a cluster up. Raises ClusterError, with nothing left running."""
     store = ClusterStore(str(config.name))
-    with store.locked(), stop_signals():
+    with store.hold_lock(), stop_signals():
         try:
             return _repair(config, store, say) or _begin_cluster(config, store, say)
         finally:
@@ -54,16 +54,16 @@ def take_down(name: str, say: Say, forget: bool = False) -> ClusterState:
     store = ClusterStore(name)
     if not store.folder.is_dir() or store.load() is None:
         raise NoSuchCluster(not_up(name))
-    with store.locked():
+    with store.hold_lock():
         state = store.load()
         if state is None:
             raise NoSuchCluster(not_up(name))
-        left = launcher_of(state, say).stop(state)
-        if left and not forget:
+        uncleared = launcher_of(state, say).stop(state)
+        if uncleared and not forget:
             state.phase = "stopping"
             store.save(state)
-            again = f"once they answer, rlctl cluster down {name}; gone for good, --forget"
-            raise ClusterError(f"Ray may still run on {', '.join(left)}: {again}")
+            remedy = f"once they answer, rlctl cluster down {name}; gone for good, --forget"
+            raise ClusterError(f"Ray may still run on {', '.join(uncleared)}: {remedy}")
         store.clear()
     return state
 
@@ -82,14 +82,13 @@ def _repair(config: ClusterConfig, store: ClusterStore, say: Say) -> UpResult | 
             return UpResult(state, status, already=True, repaired=repaired, warnings=status.warnings)
         head = status.nodes[0]
         if head.unreachable:
-            forget = f"gone for good? rlctl cluster down {store.name} --forget"
-            what = f"head {head.node.name}: {head.unreachable}; {forget}"
-            raise ClusterError(what)
+            remedy = f"gone for good? rlctl cluster down {store.name} --forget"
+            raise ClusterError(f"head {head.node.name}: {head.unreachable}; {remedy}")
         for warning in status.warnings:
             say("warning", warning)
     say("warning", f"{store.name} was up before and its processes are gone or half started: clearing up")
-    if left := launcher.stop(state):
-        raise ClusterError(f"{', '.join(left)} could not be cleared; try again: rlctl cluster down {store.name}")
+    if uncleared := launcher.stop(state):
+        raise ClusterError(f"{', '.join(uncleared)} could not be cleared; try again: rlctl cluster down {store.name}")
     store.clear()
     return None
 
@@ -108,8 +107,8 @@ def _begin_cluster(config: ClusterConfig, store: ClusterStore, say: Say) -> UpRe
     except BaseException:
         with unhurried():
             say("doing", "stopping what was started")
-            if left := launcher.stop(state):
-                say("warning", f"could not stop {', '.join(left)}; try again: rlctl cluster down {store.name}")
+            if uncleared := launcher.stop(state):
+                say("warning", f"could not stop {', '.join(uncleared)}; try again: rlctl cluster down {store.name}")
             else:
                 store.clear()
         raise

@@ -55,7 +55,7 @@ def is_loopback(address: str) -> bool:
     return address.startswith("127.") or address == "::1"
 
 
-def joined(address: str, port: int) -> str:
+def join_address(address: str, port: int) -> str:
     """Return host:port, with brackets where the host is an IPv6 address."""
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
@@ -64,7 +64,7 @@ def start_request(
     config: HostCluster, state: ClusterState, node: ClusterNode, place: Place, token: str
 ) -> dict[str, Any]:
     """Return the request of `remote_scripts/node.py`."""
-    first = node is next(each for each in state.nodes if each.host == node.host)
+    is_first_of_host = node is next(other for other in state.nodes if other.host == node.host)
     loopback = is_loopback(node.address)
     environment = NODE_ENVIRONMENT | _NO_METRICS | _NO_STATISTICS | (LOOPBACK_ONLY if loopback else {})
     if config.kind == "local":
@@ -77,7 +77,7 @@ def start_request(
     else:
         arguments = [f"--address={state.address}"]
     arguments += [f"--node-ip-address={node.address}", f"--node-name={node.name}", "--disable-usage-stats"]
-    arguments += _resources(config, place, first)
+    arguments += _resources(config, place, is_first_of_host)
     if isinstance(config, LocalCluster) or config.other_ports is None:
         arguments += ["--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0"]
     else:
@@ -85,7 +85,8 @@ def start_request(
         arguments += [f"--{name}-port={low + index}" for index, name in enumerate(OWN_PORTS)]
         arguments += [f"--min-worker-port={low + len(OWN_PORTS)}", f"--max-worker-port={high}"]
     # One log monitor a machine is enough, or every line of a worker's arrives as often as there are nodes.
-    arguments += [] if first else ["--include-log-monitor=false"]
+    if not is_first_of_host:
+        arguments.append("--include-log-monitor=false")
     return {
         "root": place.root,
         "folder": node.folder.rpartition("/")[2],
@@ -96,11 +97,12 @@ def start_request(
     }
 
 
-def _resources(config: HostCluster, place: Place, first: bool) -> list[str]:
+def _resources(config: HostCluster, place: Place, is_first_of_host: bool) -> list[str]:
     arguments = [] if config.num_cpus is None else [f"--num-cpus={config.num_cpus}"]
     # Simulated nodes share the machine's GPUs: the first has them.
-    gpus = config.num_gpus if config.num_gpus is not None or first else 0
-    arguments += [] if gpus is None else [f"--num-gpus={gpus}"]
+    gpus = config.num_gpus if config.num_gpus is not None or is_first_of_host else 0
+    if gpus is not None:
+        arguments.append(f"--num-gpus={gpus}")
     if config.object_store_mib is not None:
         nodes = config.nodes if isinstance(config, LocalCluster) else 1
         room = place.shm // (2 * nodes) or config.object_store_mib << 20

@@ -21,49 +21,50 @@ def problems(reply: dict[str, Any], min_disk_gib: float, skew_s: float = 0, max_
     skew_s: by which its clock is ahead, see `clock_skew`. Its Ray must be of the minor version that is installed here,
     and its rlctl of this one's version: the two sides speak with each other.
     """
-    ray, found = minor(version("ray")), []
+    installed_ray = minor(version("ray"))
+    lines = []
     if tuple(map(int, reply["python"].split(".")[:2])) < _PYTHON:
-        found.append(f"wrong Python {reply['python']}: rlctl needs 3.11 or newer; set python=...")
+        lines.append(f"wrong Python {reply['python']}: rlctl needs 3.11 or newer; set python=...")
     if absent := [name for name in ("ray", "psutil", "rlctl") if reply[name] is None]:
-        found.append(f"{' and '.join(absent)} not installed in its Python: pip install rlctl there, or set python=...")
-    elif minor(reply["ray"]) != ray:
-        major, _, small = ray.partition(".")
-        found.append(f"wrong Ray {reply['ray']}: pip install 'ray>={ray},<{major}.{int(small) + 1}' there")
+        lines.append(f"{' and '.join(absent)} not installed in its Python: pip install rlctl there, or set python=...")
+    elif minor(reply["ray"]) != installed_ray:
+        major, _, small = installed_ray.partition(".")
+        lines.append(f"wrong Ray {reply['ray']}: pip install 'ray>={installed_ray},<{major}.{int(small) + 1}' there")
     # In a source tree that pip knows nothing of, the version is not known.
     if reply["rlctl"] not in (None, "unknown", own_version()):
-        found.append(f"wrong rlctl {reply['rlctl']}: pip install rlctl=={own_version()} there")
+        lines.append(f"wrong rlctl {reply['rlctl']}: pip install rlctl=={own_version()} there")
     if abs(skew_s) > max_clock_skew_s:
-        found.append(
+        lines.append(
             f"its clock is {abs(skew_s):.1f} s {'fast' if skew_s > 0 else 'slow'}: start its time service (NTP)"
         )
     if reply["root"] is None:
-        found.append("no folder for Ray's files: neither TMPDIR nor /tmp can be written to there")
+        lines.append("no folder for Ray's files: neither TMPDIR nor /tmp can be written to there")
     elif reply["disk"] < min_disk_gib * GIB:
         free = f"{reply['disk'] / GIB:.1f} GiB free in {reply['root']}"
-        found.append(f"disk full: {free}, {min_disk_gib:g} wanted (min_disk_gib)")
-    return found
+        lines.append(f"disk full: {free}, {min_disk_gib:g} wanted (min_disk_gib)")
+    return lines
 
 
-def taken(reply: dict[str, Any]) -> list[str]:
+def taken_port_problems(reply: dict[str, Any]) -> list[str]:
     """Return why a host that will do cannot be the head."""
     return [f"port {port} is taken: stop what listens there, or set another" for port in reply["taken"]]
 
 
 def warnings(replies: dict[str, dict[str, Any]]) -> list[str]:
     """Return the parts that will work badly. replies: by host, of `check.py` or `node.py`."""
-    found = []
+    lines = []
     drivers: dict[str, list[str]] = {}
     for host, reply in replies.items():
         if reply["driver"]:
             drivers.setdefault(reply["driver"], []).append(host)
         if reply["shm"] < _SMALL_SHM:
-            found.append(f"{host}: /dev/shm has {reply['shm'] / GIB:.1f} GiB; in a container: --shm-size=2g or more")
+            lines.append(f"{host}: /dev/shm has {reply['shm'] / GIB:.1f} GiB; in a container: --shm-size=2g or more")
         if reply.get("disk_free", _SMALL_SHM) < _SMALL_SHM:
-            found.append(f"{host}: {reply['disk_free'] / GIB:.1f} GiB of disk left for Ray's files")
+            lines.append(f"{host}: {reply['disk_free'] / GIB:.1f} GiB of disk left for Ray's files")
     if len(drivers) > 1:
         listed = "; ".join(f"{driver} on {', '.join(hosts)}" for driver, hosts in sorted(drivers.items()))
-        found.append(f"mixed CUDA drivers: {listed}")
-    return found
+        lines.append(f"mixed CUDA drivers: {listed}")
+    return lines
 
 
 def clock_skew(read: float, began: float, ended: float) -> float:

@@ -136,15 +136,16 @@ class ClusterStore:
     def load(self) -> ClusterState | None:
         """Return the state; None where no cluster is up. Raises ClusterError for a file that is not ours."""
         try:
-            data = json.loads(self._file.read_text(encoding="utf-8"))
-            version = data.pop("version")
+            fields = json.loads(self._file.read_text(encoding="utf-8"))
+            version = fields.pop("version")
             if version == 1:
-                # It recorded the wall-clock time of a node's start.
-                for node in data["nodes"]:
+                # Version 1 recorded the wall-clock time of a node's start.
+                for node in fields["nodes"]:
                     node.pop("create_time")
             elif version != _VERSION:
                 raise ClusterError(f"{self._file} is of another version of rlctl: stop the cluster with that one")
-            return ClusterState(**{**data, "nodes": [ClusterNode(**node) for node in data["nodes"]]})
+            nodes = [ClusterNode(**node) for node in fields["nodes"]]
+            return ClusterState(**{**fields, "nodes": nodes})
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -176,7 +177,8 @@ class ClusterStore:
         """Raise ClusterError unless the token file is there, private and the one the cluster was started with."""
         restart = f"restart it: rlctl cluster down {self.name} && rlctl cluster up"
         try:
-            mode, token = self.token_path.stat().st_mode, self.token()
+            mode = self.token_path.stat().st_mode
+            token = self.token()
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "not text"
             raise ClusterError(f"token {self.token_path} cannot be read: {reason}; mend it, or {restart}") from None
@@ -202,13 +204,13 @@ class ClusterStore:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
+    def hold_lock(self) -> Iterator[None]:
         """Let one command at a time change the cluster. Raises ClusterError while another holds the lock."""
         self._make_folder()
-        with try_lock(self.folder) as locked:
-            if not locked:
-                what = f"another rlctl is starting or stopping {self.name}: wait for it to end, or interrupt it"
-                raise ClusterError(what)
+        with try_lock(self.folder) as is_locked:
+            if not is_locked:
+                problem = f"another rlctl is starting or stopping {self.name}"
+                raise ClusterError(f"{problem}: wait for it to end, or interrupt it")
             yield
 
     def _make_folder(self) -> None:
@@ -217,8 +219,8 @@ class ClusterStore:
             self.folder.parent.chmod(0o700)
             self.folder.chmod(0o700)
         except OSError as error:
-            what = f"{self.folder} cannot be made: {error.strerror}; set XDG_STATE_HOME to a folder of yours"
-            raise ClusterError(what) from None
+            problem = f"{self.folder} cannot be made: {error.strerror}"
+            raise ClusterError(f"{problem}; set XDG_STATE_HOME to a folder of yours") from None
 
 
 @contextlib.contextmanager

@@ -21,34 +21,36 @@ def cluster_status(state: ClusterState) -> ClusterStatus:
     with HostCalls(calls, _RUNS_S) as running:
         status = launcher_of(state).status(state)
         # The rest is shown even if the head does not tell its runs.
-        status.runs = [
-            run for _, reply in running.answers() if isinstance(reply, dict) for run in reply.get("runs", [])
-        ]
+        for _, reply in running.answers():
+            if isinstance(reply, dict):
+                status.runs += reply.get("runs", [])
     return status
 
 
 def open_ports(status: ClusterStatus) -> list[str]:
     """Return the ports that other machines can reach, a line a node: listeners on more than loopback."""
     lines = []
-    for each in status.nodes:
+    for node_status in status.nodes:
         ports = [
             f"{port} {process}"
-            for address, port, process in each.facts.get("listening", [])
+            for address, port, process in node_status.facts.get("listening", [])
             if not is_loopback(address)
         ]
         if ports:
-            lines.append(f"{each.node.name}: {', '.join(ports)}")
+            lines.append(f"{node_status.node.name}: {', '.join(ports)}")
     return lines
 
 
 def as_dict(state: ClusterState, status: ClusterStatus) -> dict[str, Any]:
     """Return the status as `--json` prints it."""
-    nodes = [
-        {name: getattr(each.node, name) for name in ("name", "host", "head", "address", "pid")}
-        | {"condition": each.condition, "unreachable": each.unreachable, "resources": each.total, "free": each.free}
-        | each.facts
-        for each in status.nodes
-    ]
+    nodes = []
+    for node_status in status.nodes:
+        entry = {name: getattr(node_status.node, name) for name in ("name", "host", "head", "address", "pid")}
+        entry["condition"] = node_status.condition
+        entry["unreachable"] = node_status.unreachable
+        entry["resources"] = node_status.total
+        entry["free"] = node_status.free
+        nodes.append(entry | node_status.facts)
     return {
         "name": state.name,
         "kind": state.kind,
@@ -64,9 +66,10 @@ def as_dict(state: ClusterState, status: ClusterStatus) -> dict[str, Any]:
 
 def summary(state: ClusterState, status: ClusterStatus) -> str:
     """Return a cluster's resources, in a line."""
-    up, count = [each for each in status.nodes if each.in_ray], len(status.nodes)
+    up = [node for node in status.nodes if node.in_ray]
+    count = len(status.nodes)
     nodes = f"{len(up)} of {count} nodes" if len(up) < count else f"{count} node{'' if count == 1 else 's'}"
-    amounts = {name: sum(each.total.get(name, 0) for each in up) for name in ("CPU", "GPU")}
+    amounts = {name: sum(node.total.get(name, 0) for node in up) for name in ("CPU", "GPU")}
     devices = ", ".join(f"{amount:g} {name}{'' if amount == 1 else 's'}" for name, amount in amounts.items())
     return f"{nodes}, {devices}, at {state.address}"
 
@@ -86,8 +89,8 @@ def _entry(name: str) -> dict[str, Any]:
         return entry
     unfinished = {"starting": "half started", "stopping": "half stopped"}
     condition = unfinished.get(state.phase) or launcher_of(state).quick_condition(state)
-    known = {"kind": state.kind, "nodes": len(state.nodes), "address": state.address}
-    return entry | known | {"condition": condition}
+    facts = {"kind": state.kind, "nodes": len(state.nodes), "address": state.address}
+    return entry | facts | {"condition": condition}
 
 
 def show_logs(name: str, node: str | None, follow: bool, lines: int) -> int:
@@ -101,16 +104,16 @@ def show_logs(name: str, node: str | None, follow: bool, lines: int) -> int:
     else:
         raise NoSuchCluster(not_up(name))
     if node is not None:
-        names = [each.node for each in places]
+        names = [place.node for place in places]
         if node not in names:
             hint = did_you_mean(node, names) or f"; there are {', '.join(names)}"
             raise NoSuchCluster(f"{name} has no node {node}{hint}")
-        places = [each for each in places if each.node == node]
+        places = [place for place in places if place.node == node]
     running: list[subprocess.Popen[str]] = []
     try:
-        for each in places:
-            request = {"folder": each.folder, "keep": each.keep, "cluster": name, "node": each.node, "lines": lines}
-            running.append(each.host.follow("logs.run", {**request, "follow": follow and state is not None}))
+        for place in places:
+            request = {"folder": place.folder, "keep": place.keep, "cluster": name, "node": place.node, "lines": lines}
+            running.append(place.host.follow("logs.run", {**request, "follow": follow and state is not None}))
             if not follow:
                 running[-1].wait()
         return max((process.wait() for process in running), default=0)

@@ -221,7 +221,8 @@ class RunState:
         if self.status in ("new", "running") and self.step < self.num_steps:
             return self.latest(name)
         for record in reversed(self.steps.recent(len(self.steps))):
-            sampled, trained = record.get(SAMPLED_TOKENS.name), record.get(GENERATED_TOKENS.name, 0)
+            sampled = record.get(SAMPLED_TOKENS.name)
+            trained = record.get(GENERATED_TOKENS.name, 0)
             if sampled and sampled >= trained / 2 and name in record:
                 return float(record[name])
         return self.latest(name)
@@ -235,9 +236,10 @@ class RunState:
         """Apply a run_ended event known to the run's process. Its file may have had no room."""
         if not self.end:
             self.apply_event(event)
-            self.status, self.now = event["status"], float(event["time"])
+            self.status = event["status"]
+            self.now = float(event["time"])
 
-    def of_this_attempt(self) -> list[Record]:
+    def events_of_attempt(self) -> list[Record]:
         """Return the newest events since the attempt began."""
         begun = float(self.start.get("time", 0.0))
         return [event for event in self.events if float(event["time"]) >= begun]
@@ -247,7 +249,10 @@ class RunState:
         kind = event.get("kind")
         if kind == "run_started":
             done = int(event.get("start_step", 0))
-            self.start, self.end, self.phase, self.startup = event, {}, None, {}
+            self.start = event
+            self.end = {}
+            self.phase = None
+            self.startup = {}
             self.probed_bound = None
             self.checkpoints = {step: saved for step, saved in self.checkpoints.items() if step <= done}
             self.steps.drop_after(done)
@@ -255,7 +260,9 @@ class RunState:
             health = {check: {step for step in steps if step <= done} for check, steps in self.health.items()}
             self.health = {check: kept for check, kept in health.items() if kept}
         elif kind == "startup":
-            what, at, seconds = str(event.get("what")), float(event["time"]), event.get("seconds")
+            what = str(event.get("what"))
+            at = float(event["time"])
+            seconds = event.get("seconds")
             if seconds is None:
                 self.startup[what] = (at, None)
             else:
@@ -273,9 +280,14 @@ class RunState:
             self.health.setdefault(str(event["check"]), set()).add(int(event.get("step", 0)))
         elif kind == "submitted":
             # The job's driver has not started yet; the end of an earlier attempt is not its end.
-            self.start, self.end, self.phase, self.startup, self.status = {}, {}, None, {}, "new"
+            self.start = {}
+            self.end = {}
+            self.phase = None
+            self.startup = {}
+            self.status = "new"
         elif kind == "run_ended":
-            self.end, self.phase = event, None
+            self.end = event
+            self.phase = None
         if kind not in SILENT:
             self.events.append(event)
 
@@ -335,7 +347,8 @@ class RunReader:
         for record in metrics:
             state.apply_metrics(record)
         if self._rollouts and (written := _modified(self._rollouts)) != self._sampled:
-            self._sampled, state.sample = written, newest_group(self._rollouts) or {}
+            self._sampled = written
+            state.sample = newest_group(self._rollouts) or {}
         if (written := _modified(self._rows)) != self._declared:
             self._declared = written
             state.declared = read_rows(self._rows) or installed()
@@ -345,7 +358,8 @@ class RunReader:
         if not state.checkpoint_metric:
             state.checkpoint_metric, state.configured_bound, state.cuts_distribution = _from_config(self._config)
         if state.end:
-            state.status, state.now = state.end.get("status", "failed"), float(state.end["time"])
+            state.status = state.end.get("status", "failed")
+            state.now = float(state.end["time"])
         else:
             if state.start and "pid" not in state.start:
                 state.status = "running"

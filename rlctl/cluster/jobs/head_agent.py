@@ -83,12 +83,12 @@ def accept(request: dict[str, Any]) -> dict[str, Any]:
 def status(request: dict[str, Any]) -> dict[str, Any]:
     """Return the job's status in Ray's words. A run whose driver was killed is marked as ended."""
     try:
-        found = _http(request, f"/api/jobs/{request['job']}")
+        ray_job = _http(request, f"/api/jobs/{request['job']}")
     except FileNotFoundError:
-        found = {"status": "FAILED", "message": "its cluster was restarted"}
-    if found["status"] in _ENDED:
-        _mark_ended(Path(request["run"]), request["job"], found)
-    return {"status": found["status"], "message": (found.get("message") or "").strip()}
+        ray_job = {"status": "FAILED", "message": "its cluster was restarted"}
+    if ray_job["status"] in _ENDED:
+        _mark_ended(Path(request["run"]), request["job"], ray_job)
+    return {"status": ray_job["status"], "message": (ray_job.get("message") or "").strip()}
 
 
 def stop(request: dict[str, Any]) -> dict[str, Any]:
@@ -107,17 +107,17 @@ def runs(request: dict[str, Any]) -> dict[str, Any]:
 
     Each has path, job, devices (of the trainer, of the engines), and its row of `rlctl runs list`.
     """
-    found = []
+    working_runs = []
     for job in _http(request, "/api/jobs/"):
         path = (job.get("metadata") or {}).get("rlctl_run")
         if path is None or job["status"] in _ENDED:
             continue
         state = read_state(Path(path))
-        known = {**vars(entry(Path(path), state)), "devices": state.start.get("devices", {})}
+        facts = {**vars(entry(Path(path), state)), "devices": state.start.get("devices", {})}
         # The run's driver may take a moment to end after the last event.
-        if known.get("status") in ("new", "running", "died"):
-            found.append({"path": path, "job": job["submission_id"], **known})
-    return {"runs": found}
+        if facts.get("status") in ("new", "running", "died"):
+            working_runs.append({"path": path, "job": job["submission_id"], **facts})
+    return {"runs": working_runs}
 
 
 OPERATIONS = {"accept": accept, "status": status, "stop": stop, "runs": runs}
@@ -126,7 +126,7 @@ OPERATIONS = {"accept": accept, "status": status, "stop": stop, "runs": runs}
 def _hand_over(request: dict[str, Any], run: Path, work: Path, fresh: bool) -> dict[str, Any]:
     record = JobRecord.read(run)
     attempt = max(record.attempt if record else 0, RunDir(run).attempt) + 1
-    # It is a part of URLs, and of names of Ray's files.
+    # The name is a part of URLs, and of names of Ray's files.
     job = f"{re.sub(r'[^A-Za-z0-9_.-]', '_', run.name)}-{attempt}-{token_hex(3)}"
     write_whole(run / CONFIG, request["config"])
     if fresh:
@@ -151,7 +151,7 @@ def _hand_over(request: dict[str, Any], run: Path, work: Path, fresh: bool) -> d
 
 
 def _refuse(request: dict[str, Any], work: Path, problems: list[str]) -> dict[str, Any]:
-    """Remove the files that came along."""
+    """Remove the run's files that came with the request; return the reply with the problems."""
     if request["files"] is not None:
         os.chdir("/")
         shutil.rmtree(work, ignore_errors=True)
@@ -200,7 +200,7 @@ def _http(request: dict[str, Any], path: str, body: Any = None, method: str = "G
     takes longer than the question.
     """
     token = token_here(Path(request["token_path"]))
-    asked = urllib.request.Request(
+    http_request = urllib.request.Request(
         f"http://127.0.0.1:{request['dashboard']}{urllib.parse.quote(path)}",
         data=None if body is None else json.dumps(body).encode(),
         headers={
@@ -211,7 +211,7 @@ def _http(request: dict[str, Any], path: str, body: Any = None, method: str = "G
     )
     try:
         # No proxy is between a host and itself.
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(asked, timeout=_HTTP_S) as answer:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(http_request, timeout=_HTTP_S) as answer:
             return json.loads(answer.read())
     except urllib.error.HTTPError as error:
         if error.code == 404:
@@ -230,8 +230,10 @@ def _config_problems(config: str, work: Path, secrets: dict[str, str]) -> list[s
             command, cwd=work, env={**os.environ, **secrets}, capture_output=True, text=True, check=False
         )
         lines = [line.replace(f"{file.name}:", "line ") for line in done.stderr.splitlines() if line.strip()]
-    found = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    return found or ([] if done.returncode == 0 else lines[-1:])
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    if errors or done.returncode == 0:
+        return errors
+    return lines[-1:]
 
 
 def _is_driven_here(run: Path) -> bool:
@@ -240,7 +242,7 @@ def _is_driven_here(run: Path) -> bool:
     return bool(start.get("host") == socket.gethostname() and driver_lives(start))
 
 
-def _mark_ended(run: Path, job: str, found: dict[str, Any]) -> None:
+def _mark_ended(run: Path, job: str, ray_job: dict[str, Any]) -> None:
     """Record the end of a driver that was killed before it could. Another job may have the run by now."""
     record = JobRecord.read(run)
     if record is None or record.job != job:
@@ -252,10 +254,11 @@ def _mark_ended(run: Path, job: str, found: dict[str, Any]) -> None:
     kinds = [event.get("kind") for event in read_records(run / "events.jsonl")]
     started = max((n for n, kind in enumerate(kinds) if kind in ("run_started", "submitted")), default=0)
     if "run_ended" not in kinds[started:]:
-        lines = (found.get("message") or "").strip().splitlines()
-        reason = f"its driver is gone: {lines[-1] if lines else found['status']}"
-        known, again = shlex.quote(record.called or str(run)), list[str]()
+        lines = (ray_job.get("message") or "").strip().splitlines()
+        reason = f"its driver is gone: {lines[-1] if lines else ray_job['status']}"
+        run_name = shlex.quote(record.called or str(run))
+        next_commands = list[str]()
         with suppress(RunDirError):  # a damaged config: nothing resumes the run
             kind = RunDir(run).recorded_config()["kind"]
-            again.append(f"rlctl train {kind} --resume {known} --cluster {record.cluster}")
-        EventLog(run / "events.jsonl").emit("run_ended", status="failed", reason=reason, next=again)
+            next_commands.append(f"rlctl train {kind} --resume {run_name} --cluster {record.cluster}")
+        EventLog(run / "events.jsonl").emit("run_ended", status="failed", reason=reason, next=next_commands)

@@ -36,19 +36,22 @@ class TargetCluster:
 
     def free_resources(self) -> list[NodeResources]:
         """Return the free resources of its nodes."""
-        return [NodeResources.from_free(each.node.name, each.free) for each in self.status.nodes if each.in_ray]
+        return [NodeResources.from_free(node.node.name, node.free) for node in self.status.nodes if node.in_ray]
 
     @property
     def gpus(self) -> int:
         """Number of GPUs, free or not."""
-        return int(sum(each.total.get("GPU", 0) for each in self.status.nodes))
+        return int(sum(node.total.get("GPU", 0) for node in self.status.nodes))
 
     @property
     def device_memory(self) -> int | None:
         """Bytes of the smallest device; None where no host was asked."""
-        sizes = [int(gpu["memory_mib"]) << 20 for each in self.status.nodes for gpu in each.facts.get("gpus", [])]
-        memories = sizes or [each.facts["memory"] for each in self.status.nodes if each.facts]
-        return min(memories, default=None)
+        gpu_bytes = []
+        for node in self.status.nodes:
+            gpu_bytes += [int(gpu["memory_mib"]) << 20 for gpu in node.facts.get("gpus", [])]
+        if gpu_bytes:
+            return min(gpu_bytes)
+        return min((node.facts["memory"] for node in self.status.nodes if node.facts), default=None)
 
 
 def find_cluster(name: str) -> TargetCluster:
@@ -87,7 +90,10 @@ def submit(target: TargetCluster, order: Submission) -> Path:
 
     Raises ClusterError, and ConfigError for problems on the head.
     """
-    config, resume, home, state = order.config, order.resume, Path.cwd(), target.state
+    config = order.config
+    resume = order.resume
+    home = Path.cwd()
+    state = target.state
     if absent := [name for name in order.secrets if name not in os.environ]:
         raise ConfigError([Problem(f"--env {name}", "", "not set in this environment") for name in absent])
     earlier = JobRecord.read(resume) if resume else None
@@ -108,19 +114,28 @@ def submit(target: TargetCluster, order: Submission) -> Path:
             "storage": state.storage,
             "called": str(resume.parent if resume else config["run"]["dir"]),
         }
-    there = portable(config, [home, order.recipes]) if target.away else config
-    request["config"] = yaml.safe_dump(there, sort_keys=False)
+    sent_config = portable(config, [home, order.recipes]) if target.away else config
+    request["config"] = yaml.safe_dump(sent_config, sort_keys=False)
     reply = ask(state, "accept", request)
     if "problems" in reply:
         raise ConfigError([Problem(f"on {state.head.name}", "", line) for line in reply["problems"]])
     if not target.away:
         return Path(reply["run"])
-    if not (run := resume):
-        # A directory here that is to be a copy. A name that is free there may be in use here; a job's is nobody else's.
-        root, name = Path(config["run"]["dir"]), Path(reply["run"]).name
-        names = (name, f"{name}--{state.name}", f"{name}--{reply['job']}")
-        run = RunDir.create(next(each for each in names if not (root / each).exists()), root).path
-    JobRecord(state.name, reply["job"], str(request["work"]), reply["attempt"], reply["run"]).write(run)
+    run = resume
+    if run is None:
+        # The directory here will be a copy. A name that is free on the head may be in use here; a job's name is unique.
+        root = Path(config["run"]["dir"])
+        remote_name = Path(reply["run"]).name
+        candidates = (remote_name, f"{remote_name}--{state.name}", f"{remote_name}--{reply['job']}")
+        run = RunDir.create(next(name for name in candidates if not (root / name).exists()), root).path
+    record = JobRecord(
+        cluster=state.name,
+        job=reply["job"],
+        work=str(request["work"]),
+        attempt=reply["attempt"],
+        remote=reply["run"],
+    )
+    record.write(run)
     return run
 
 

@@ -18,57 +18,64 @@ from rlctl.cluster.state import ClusterError
 
 MOST_BYTES = 64 << 20
 _IGNORED_NAMES = {"runs", "__pycache__", "node_modules"}
-_SHOWN = 3
+# Largest files that the message on too large a zip names.
+_NUM_NAMED_FILES = 3
 
 
-def portable(value: Any, folders: list[Path]) -> Any:
+def portable(config_value: Any, folders: list[Path]) -> Any:
     """Return a config's values with paths below any of `folders` made relative to that folder."""
-    if isinstance(value, dict):
-        return {key: portable(each, folders) for key, each in value.items()}
-    if isinstance(value, list):
-        return [portable(each, folders) for each in value]
-    if isinstance(value, str):
+    if isinstance(config_value, dict):
+        return {key: portable(inner_value, folders) for key, inner_value in config_value.items()}
+    if isinstance(config_value, list):
+        return [portable(inner_value, folders) for inner_value in config_value]
+    if isinstance(config_value, str):
         for folder in folders:
-            if value.startswith(f"{folder}/"):
-                return value.removeprefix(f"{folder}/")
-    return value
+            if config_value.startswith(f"{folder}/"):
+                return config_value.removeprefix(f"{folder}/")
+    return config_value
 
 
-def named_files(value: Any, home: Path) -> list[Path]:
+def named_files(config_value: Any, home: Path) -> list[Path]:
     """Return the files and folders below `home` that a config's values name."""
-    if isinstance(value, dict | list):
-        parts = value.values() if isinstance(value, dict) else value
-        return [path for each in parts for path in named_files(each, home)]
-    if isinstance(value, str) and value.startswith(f"{home}/"):
-        path = Path(value.partition(":")[0])
-        return [path] if path.exists() else [Path(each) for each in glob(value, recursive=True)]
+    if isinstance(config_value, dict | list):
+        inner_values = config_value.values() if isinstance(config_value, dict) else config_value
+        paths = []
+        for inner_value in inner_values:
+            paths += named_files(inner_value, home)
+        return paths
+    if isinstance(config_value, str) and config_value.startswith(f"{home}/"):
+        path = Path(config_value.partition(":")[0])
+        if path.exists():
+            return [path]
+        return [Path(match) for match in glob(config_value, recursive=True)]
     return []
 
 
-def pack(home: Path, named: list[Path]) -> str:
+def pack(home: Path, config_files: list[Path]) -> str:
     """Return a zip in base64 of the files below `home` that git tracks or would add, and of files named in the config.
 
-    Without git: of all but hidden files and runs. Raises ClusterError with the largest when it is too much.
+    Without git the zip has all files but hidden ones and runs. Raises ClusterError that names the largest files if the
+    zip would be too large.
     """
-    found = set(_files(home))
-    for path in named:
+    paths = set(_project_files(home))
+    for path in config_files:
         if path.is_relative_to(home) and path != home:
-            found |= set(path.rglob("*")) if path.is_dir() else {path}
-    files = {path: path.stat().st_size for path in found if path.is_file()}
-    if sum(files.values()) > MOST_BYTES:
-        largest = sorted(files, key=lambda path: -files[path])[:_SHOWN]
-        shown = ", ".join(f"{path.relative_to(home)} {files[path] / 2**20:.0f} MiB" for path in largest)
-        total, most = sum(files.values()) / 2**20, MOST_BYTES >> 20
-        what = f"{home} has {total:.0f} MiB to ship, at most {most}: {shown}"
-        raise ClusterError(f"{what}; leave them to .gitignore, or put them on the cluster and name them there")
+            paths |= set(path.rglob("*")) if path.is_dir() else {path}
+    sizes = {path: path.stat().st_size for path in paths if path.is_file()}
+    if sum(sizes.values()) > MOST_BYTES:
+        largest_paths = sorted(sizes, key=lambda path: -sizes[path])[:_NUM_NAMED_FILES]
+        largest = ", ".join(f"{path.relative_to(home)} {sizes[path] / 2**20:.0f} MiB" for path in largest_paths)
+        total_mib = sum(sizes.values()) / 2**20
+        problem = f"{home} has {total_mib:.0f} MiB to ship, at most {MOST_BYTES >> 20}: {largest}"
+        raise ClusterError(f"{problem}; leave them to .gitignore, or put them on the cluster and name them there")
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
-        for path in sorted(files):
+        for path in sorted(sizes):
             archive.write(path, path.relative_to(home))
     return base64.b64encode(packed.getvalue()).decode()
 
 
-def _files(home: Path) -> Iterator[Path]:
+def _project_files(home: Path) -> Iterator[Path]:
     listing = ["git", "-C", str(home), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     try:
         listed = subprocess.run(listing, capture_output=True, text=True, check=False)

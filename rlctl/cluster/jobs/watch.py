@@ -59,8 +59,8 @@ class ClusterRun(FollowedRun):
         """Have the head mark the run as ended if its driver is gone. Raises ClusterError."""
         ask(self.state, "status", {"job": self.record.job, "run": self.path})
 
-    def told(self, work: Callable[[threading.Event], None], stop: threading.Event) -> None:
-        """Do the work of a thread. An error ends the news of the run, and is the reason."""
+    def follow_in_thread(self, work: Callable[[threading.Event], None], stop: threading.Event) -> None:
+        """Do the work of one following thread. An error in it marks the run as lost, with the error as the reason."""
         try:
             work(stop)
         except Exception as error:
@@ -87,8 +87,8 @@ class ClusterRun(FollowedRun):
 
     def copy(self, stop: threading.Event, follow: bool, end: float | None = None) -> None:
         """Bring the run's files here, unless another process does; a failed copy is left for the next time."""
-        with suppress(OSError), try_lock(self.run) as locked:
-            if locked:
+        with suppress(OSError), try_lock(self.run) as is_locked:
+            if is_locked:
                 texts = {name: (self.run / name).read_bytes() for name in _FILES if (self.run / name).is_file()}
                 have = {name: (len(text), hashlib.sha256(text).hexdigest()) for name, text in texts.items()}
                 request = {"folder": self.record.remote, "files": _FILES, "have": have, "follow": follow}
@@ -107,7 +107,7 @@ def cluster_of(record: JobRecord) -> ClusterState | None:
 def follow_run(run: Path) -> Iterator[FollowedRun]:
     """Keep `run` like the directory on the head while the block runs, and mark a driver's sudden end in it.
 
-    A damaged record of the job, which `refresh_open_run` tells, names no cluster to follow.
+    A damaged record of the job names no cluster to follow. `refresh_open_run` reports the damage.
     """
     record = None
     with suppress(RunDirError):
@@ -116,9 +116,12 @@ def follow_run(run: Path) -> Iterator[FollowedRun]:
     if record is None or state is None:
         yield FollowedRun()
         return
-    followed, stop = ClusterRun(run, record, state), threading.Event()
+    followed = ClusterRun(run, record, state)
+    stop = threading.Event()
     targets = [followed.watch_job, followed.mirror] if record.remote else [followed.watch_job]
-    threads = [threading.Thread(target=followed.told, args=(target, stop), daemon=True) for target in targets]
+    threads = [
+        threading.Thread(target=followed.follow_in_thread, args=(target, stop), daemon=True) for target in targets
+    ]
     for thread in threads:
         thread.start()
     try:
@@ -165,7 +168,7 @@ def stop_run(run: Path, state: RunState) -> bool:
     Raises ClusterError for a job whose cluster does not answer, NotStopped for a driver that cannot be told.
     """
     record = JobRecord.read(run)
-    now = any(event.get("asked_to_stop") is True for event in state.of_this_attempt())
+    now = any(event.get("asked_to_stop") is True for event in state.events_of_attempt())
     if record is None:
         stop_driver(run.name, state.start)
         return now
@@ -181,12 +184,15 @@ def show_run_logs(run: Path, process: str | None, node: str | None, follow: bool
 
     Raises ClusterError for a run of a cluster that is not up.
     """
-    record, host, folder = JobRecord.read(run), Host(""), str(RunDir(run).logs.resolve())
+    record = JobRecord.read(run)
+    host = Host("")
+    folder = str(RunDir(run).logs.resolve())
     if record and record.remote:
         state = cluster_of(record)
         if state is None:
             raise ClusterError(f"{run.name} was on {record.cluster}, which is not up: its logs are in {record.remote}")
-        host, folder = state.host_of(state.head), f"{record.remote}/logs/latest"
+        host = state.host_of(state.head)
+        folder = f"{record.remote}/logs/latest"
     request = {"folder": folder, "keep": folder, "cluster": "", "node": run.name, "lines": lines, "follow": follow}
     running = host.follow("logs.run", {**request, "suffixes": [".log"], "process": process, "on_node": node})
     try:
@@ -207,14 +213,15 @@ def copy_until(process: "subprocess.Popen[str]", run: Path, stop: threading.Even
     assert process.stdout
     with process.stdout as lines:
         for line in lines:
-            # A connection that breaks may end in the middle of one.
+            # A connection that breaks may end in the middle of a line.
             if not (line.startswith("{") and line.endswith("\n")):
                 continue
             piece = json.loads(line)
-            path, data = run / piece["file"], base64.b64decode(piece["data"])
+            path = run / piece["file"]
+            content = base64.b64decode(piece["data"])
             if piece["first"]:
-                write_whole(path, data)
+                write_whole(path, content)
             else:
                 with path.open("ab") as file:
-                    file.write(data)
+                    file.write(content)
     process.wait()

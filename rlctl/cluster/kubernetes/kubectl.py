@@ -29,7 +29,7 @@ _REMEDIES = {
     "must be logged in": _UNKNOWN_USER,
     "unauthorized": _UNKNOWN_USER,
 }
-# Reasons for which a pod waits for ever.
+# Reasons for which a pod never becomes ready.
 _HOPELESS = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "CreateContainerConfigError", "CrashLoopBackOff")
 
 
@@ -63,13 +63,14 @@ class Kubectl:
         except subprocess.TimeoutExpired:
             raise ClusterError(f"kubectl: no answer within {_ANSWER_S:g} s: see `kubectl cluster-info`") from None
         if done.returncode:
-            raise ClusterError(f"kubectl: {explained(done.stderr)}")
+            raise ClusterError(f"kubectl: {explain_errors(done.stderr)}")
         return done.stdout
 
     def get(self, *arguments: str) -> dict[str, Any]:
         """Return an object or a list of objects; empty where there is none."""
-        found: dict[str, Any] = json.loads(self.run("get", *arguments, "--ignore-not-found", "--output=json") or "{}")
-        return found
+        text = self.run("get", *arguments, "--ignore-not-found", "--output=json")
+        objects: dict[str, Any] = json.loads(text or "{}")
+        return objects
 
     def pods(self, cluster: str) -> list[dict[str, Any]]:
         """Return the pods of a Ray cluster, the head first."""
@@ -77,31 +78,38 @@ class Kubectl:
         return sorted(pods, key=lambda pod: (not node_of(pod).head, pod["metadata"]["name"]))
 
 
-def explained(errors: str) -> str:
+def explain_errors(errors: str) -> str:
     """Return kubectl's complaint in a line."""
-    said = last_line(errors).removeprefix("error: ").removeprefix("Error from server ") or "it said nothing"
+    complaint = last_line(errors).removeprefix("error: ").removeprefix("Error from server ") or "it said nothing"
     remedy = remedy_of(errors, _REMEDIES)
-    return remedy.format(error=said) if remedy else said
+    return remedy.format(error=complaint) if remedy else complaint
 
 
 def node_of(pod: dict[str, Any]) -> ClusterNode:
     """Return a pod as a node of the cluster."""
-    name, head = pod["metadata"]["name"], pod["metadata"]["labels"].get("ray.io/node-type") == "head"
-    return ClusterNode(name, name, "/tmp/ray", head, pod.get("status", {}).get("podIP", ""))
+    name = pod["metadata"]["name"]
+    return ClusterNode(
+        name=name,
+        host=name,
+        folder="/tmp/ray",
+        head=pod["metadata"]["labels"].get("ray.io/node-type") == "head",
+        address=pod.get("status", {}).get("podIP", ""),
+    )
 
 
 def is_ready(pod: dict[str, Any]) -> bool:
     """Return True if the pod runs and answers its probes."""
     status = pod.get("status", {})
     containers = status.get("containerStatuses", [])
-    return status.get("phase") == "Running" and bool(containers) and all(each["ready"] for each in containers)
+    all_ready = bool(containers) and all(container["ready"] for container in containers)
+    return status.get("phase") == "Running" and all_ready
 
 
 def waits_for(pod: dict[str, Any]) -> str:
     """Return why the pod is not ready, in a line."""
     status = pod.get("status", {})
-    for each in [*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])]:
-        for state in (each.get("state", {}), each.get("lastState", {})):
+    for container in [*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])]:
+        for state in (container.get("state", {}), container.get("lastState", {})):
             detail = state.get("waiting") or state.get("terminated")
             if detail and detail.get("reason") not in ("PodInitializing", "ContainerCreating", "Completed", None):
                 return f"{detail['reason']}: {detail.get('message', '')}".strip(": ").splitlines()[0]

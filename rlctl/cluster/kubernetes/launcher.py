@@ -12,7 +12,9 @@ from rlctl.cluster.launcher import ClusterStatus, Launcher, LogPlace, NodeStatus
 from rlctl.cluster.state import ClusterError, ClusterNode, ClusterState
 from rlctl.config.cluster_schema import KubernetesCluster
 
-_POD_POLL_S, _QUERY_S, _GCS_PORT = 3.0, 40.0, 6379
+_POD_POLL_S = 3.0
+_QUERY_S = 40.0
+_GCS_PORT = 6379
 _DELETE_S = 180.0
 
 
@@ -21,17 +23,26 @@ class KubernetesLauncher(Launcher):
 
     def prepare(self, config: KubernetesCluster) -> tuple[ClusterState, list[str]]:
         name = self._store.name
-        state = ClusterState(name, config.kind, "starting", config.python, "", False, time.time())
-        state.context, state.namespace = config.context or "", config.namespace or ""
-        state.storage = config.storage.rstrip("/")
-        state.nodes = [ClusterNode("head", "", "", True, "")]
+        state = ClusterState(
+            name=name,
+            kind=config.kind,
+            phase="starting",
+            python=config.python,
+            token_sha256="",
+            listen_on_all=False,
+            created=time.time(),
+            storage=config.storage.rstrip("/"),
+            context=config.context or "",
+            namespace=config.namespace or "",
+            nodes=[ClusterNode(name="head", host="", folder="", head=True, address="")],
+        )
         self._say("doing", "asking Kubernetes")
         # The server checks the whole manifest, and applies nothing.
         options = ("--dry-run=server", "--validate=strict", "--filename=-")
         _kubectl(state).run("apply", *options, stdin=as_yaml(ray_cluster(config)))
         if _kubectl(state).get("raycluster", name):
-            what = f"there is a RayCluster {name} already, which is not ours: set another name=..."
-            raise ClusterError(f"{what}, or kubectl delete raycluster {name}")
+            problem = f"there is a RayCluster {name} already, which is not ours: set another name=..."
+            raise ClusterError(f"{problem}, or kubectl delete raycluster {name}")
         return state, []
 
     def start(self, config: KubernetesCluster, state: ClusterState) -> list[str]:
@@ -41,11 +52,12 @@ class KubernetesLauncher(Launcher):
         self._say("ok", f"RayCluster {state.name} applied")
         self._wait_for_pods(kubectl, 1 + config.workers, config.start_timeout_s)
         state.nodes = [node_of(pod) for pod in kubectl.pods(state.name)]
-        state.address, state.dashboard = f"{_service(state.name)}:{_GCS_PORT}", DASHBOARD_PORT
+        state.address = f"{_service(state.name)}:{_GCS_PORT}"
+        state.dashboard = DASHBOARD_PORT
         secret = kubectl.get("secret", state.name).get("data", {}).get("auth_token")
         if not secret:
-            what = f"KubeRay made no Secret {state.name} with a token: every pod there could use this cluster"
-            raise ClusterError(f"{what}; install KubeRay 1.6 or newer")
+            problem = f"KubeRay made no Secret {state.name} with a token: every pod there could use this cluster"
+            raise ClusterError(f"{problem}; install KubeRay 1.6 or newer")
         state.token_sha256 = self._store.keep_token(base64.b64decode(secret).decode())
         return []
 
@@ -58,32 +70,33 @@ class KubernetesLauncher(Launcher):
         kubectl = _kubectl(state)
         pods = kubectl.pods(state.name)
         if not kubectl.get("raycluster", state.name):
-            what = f"RayCluster {state.name} is gone: deleted by somebody; clear up: rlctl cluster down {state.name}"
-            return ClusterStatus([NodeStatus(state.head)], [what])
-        seen = [
-            NodeStatus(node_of(pod), alive=is_ready(pod), unreachable="" if is_ready(pod) else waits_for(pod))
-            for pod in pods
-        ]
-        if not seen or not seen[0].node.head:
-            seen.insert(0, NodeStatus(state.head, unreachable="its pod is not there yet"))
-        warnings = [f"{each.node.name}: {each.unreachable}" for each in seen if each.unreachable]
-        if seen[0].alive:
-            warnings += self._ask_ray(state, seen)
-        return ClusterStatus(seen, warnings)
+            warning = f"RayCluster {state.name} is gone: deleted by somebody; clear up: rlctl cluster down {state.name}"
+            return ClusterStatus([NodeStatus(state.head)], [warning])
+        statuses = []
+        for pod in pods:
+            reason = "" if is_ready(pod) else waits_for(pod)
+            statuses.append(NodeStatus(node_of(pod), alive=is_ready(pod), unreachable=reason))
+        if not statuses or not statuses[0].node.head:
+            statuses.insert(0, NodeStatus(state.head, unreachable="its pod is not there yet"))
+        warnings = [f"{status.node.name}: {status.unreachable}" for status in statuses if status.unreachable]
+        if statuses[0].alive:
+            warnings += self._ask_ray(state, statuses)
+        return ClusterStatus(statuses, warnings)
 
     def quick_condition(self, state: ClusterState) -> str:
         return "up"
 
     def stop(self, state: ClusterState) -> list[str]:
-        kubectl, end = _kubectl(state), time.monotonic() + _DELETE_S
+        kubectl = _kubectl(state)
+        end = time.monotonic() + _DELETE_S
         self._say("doing", f"deleting RayCluster {state.name}")
         try:
             kubectl.run("delete", "raycluster", state.name, "--ignore-not-found", "--wait=false")
             while pods := kubectl.pods(state.name):
                 if time.monotonic() > end:
                     names = ", ".join(pod["metadata"]["name"] for pod in pods)
-                    late = f"not gone {_DELETE_S:g} s after it was deleted: see `kubectl describe pod`"
-                    raise ClusterError(f"{names}: {late}")
+                    problem = f"not gone {_DELETE_S:g} s after it was deleted: see `kubectl describe pod`"
+                    raise ClusterError(f"{names}: {problem}")
                 time.sleep(_POD_POLL_S)
         except ClusterError as error:
             self._say("bad", str(error))
@@ -92,7 +105,7 @@ class KubernetesLauncher(Launcher):
 
     def logs(self, state: ClusterState) -> list[LogPlace]:
         nodes = [node_of(pod) for pod in _kubectl(state).pods(state.name) if is_ready(pod)]
-        return [LogPlace(node.name, node.folder, state.host_of(node), None) for node in nodes]
+        return [LogPlace(node=node.name, folder=node.folder, host=state.host_of(node), keep=None) for node in nodes]
 
     def dashboard(self, state: ClusterState) -> tuple[str, str] | None:
         forward = ("port-forward", f"service/{_service(state.name)}", f"{DASHBOARD_PORT}:{DASHBOARD_PORT}")
@@ -100,36 +113,42 @@ class KubernetesLauncher(Launcher):
         return command, f"the dashboard and job API, at http://127.0.0.1:{DASHBOARD_PORT}"
 
     def _wait_for_pods(self, kubectl: Kubectl, count: int, deadline_s: float) -> None:
-        began, told, ready = time.monotonic(), {}, set()  # type: float, dict[str, str], set[str]
+        begin = time.monotonic()
+        reported_reasons: dict[str, str] = {}
+        ready: set[str] = set()
         while len(ready) < count:
             for pod in kubectl.pods(self._store.name):
                 name = pod["metadata"]["name"]
-                if is_ready(pod) and name not in ready:
-                    ready.add(name)
-                    self._say("ok", f"{name}: ready after {time.monotonic() - began:.0f} s")
-                elif not is_ready(pod) and told.get(name) != (why := waits_for(pod)):
-                    told[name] = why
-                    self._say("bad" if is_hopeless(pod) else "warning", f"{name}: {why}")
-                    if is_hopeless(pod):
-                        see = f"see `kubectl describe pod {name}`"
-                        raise ClusterError(f"{name} will not start: {see}; nothing is left running")
-            if time.monotonic() > began + deadline_s:
-                what = f"{len(ready)} of {count} pods are ready after {deadline_s:g} s; nothing is left running"
-                raise ClusterError(f"{what}: ask for less, or wait longer with start_timeout_s=...")
-            self._say("doing", f"{len(ready)} of {count} pods are ready, {time.monotonic() - began:.0f} s")
+                if is_ready(pod):
+                    if name not in ready:
+                        ready.add(name)
+                        self._say("ok", f"{name}: ready after {time.monotonic() - begin:.0f} s")
+                    continue
+                reason = waits_for(pod)
+                if reported_reasons.get(name) == reason:
+                    continue
+                reported_reasons[name] = reason
+                self._say("bad" if is_hopeless(pod) else "warning", f"{name}: {reason}")
+                if is_hopeless(pod):
+                    remedy = f"see `kubectl describe pod {name}`"
+                    raise ClusterError(f"{name} will not start: {remedy}; nothing is left running")
+            if time.monotonic() > begin + deadline_s:
+                problem = f"{len(ready)} of {count} pods are ready after {deadline_s:g} s; nothing is left running"
+                raise ClusterError(f"{problem}: ask for less, or wait longer with start_timeout_s=...")
+            self._say("doing", f"{len(ready)} of {count} pods are ready, {time.monotonic() - begin:.0f} s")
             time.sleep(_POD_POLL_S)
 
-    def _ask_ray(self, state: ClusterState, seen: list[NodeStatus]) -> list[str]:
-        """Note Ray's resources of each node; return warnings."""
+    def _ask_ray(self, state: ClusterState, statuses: list[NodeStatus]) -> list[str]:
+        """Add Ray's resources to the status of each node; return warnings."""
         # Pods of the cluster have the token in their environment.
         request = ray_query(state) | {"address": f"127.0.0.1:{_GCS_PORT}", "token_path": None}
         try:
-            reply = state.host_of(seen[0].node).run("head.query", request, _QUERY_S)
+            reply = state.host_of(statuses[0].node).run("head.query", request, _QUERY_S)
         except HostError as error:
             return [f"Ray does not answer: {error}"]
         if reply["refused"]:
             return ["Ray refuses the token of its own head: was the Secret changed? start the cluster again"]
-        add_resources(seen, reply["nodes"], "address")
+        add_resources(statuses, reply["nodes"], "address")
         return []
 
 

@@ -44,7 +44,8 @@ def as_yaml(manifest: dict[str, Any]) -> str:
 
 def _object(config: KubernetesCluster, kind: str, spec: dict[str, Any]) -> dict[str, Any]:
     metadata: dict[str, Any] = {"name": config.name, "labels": dict(_LABELS)}
-    metadata |= {"namespace": config.namespace} if config.namespace else {}
+    if config.namespace:
+        metadata["namespace"] = config.namespace
     return {"apiVersion": "ray.io/v1", "kind": kind, "metadata": metadata, "spec": spec}
 
 
@@ -100,7 +101,7 @@ def _pod(config: KubernetesCluster, container: str, resources: dict[str, Any], s
         ],
         "volumes": volumes,
         "nodeSelector": dict(pair.split("=", 1) for pair in config.node_selector),
-        "tolerations": [_toleration(each) for each in config.tolerations],
+        "tolerations": [_toleration(toleration) for toleration in config.tolerations],
         "imagePullSecrets": [{"name": name} for name in config.image_pull_secrets],
     }
     if config.service_account:
@@ -115,5 +116,9 @@ def _toleration(text: str) -> dict[str, str]:
     """Parse key or key=value, with :Effect or without, as kubectl writes taints."""
     pair, _, effect = text.partition(":")
     key, equals, value = pair.partition("=")
-    found = {"key": key, "operator": "Equal", "value": value} if equals else {"key": key, "operator": "Exists"}
-    return found | ({"effect": effect} if effect else {})
+    toleration = {"key": key, "operator": "Exists"}
+    if equals:
+        toleration = {"key": key, "operator": "Equal", "value": value}
+    if effect:
+        toleration["effect"] = effect
+    return toleration

@@ -7,7 +7,7 @@ from typing import Any
 from rlctl.cluster.hosts import Host, HostCalls, HostError, ssh_host
 from rlctl.cluster.launcher import Say
 from rlctl.cluster.ray_start import LOOPBACK, Place, is_loopback
-from rlctl.cluster.requirements import clock_skew, facts, minor, problems, taken
+from rlctl.cluster.requirements import clock_skew, facts, minor, problems, taken_port_problems
 from rlctl.cluster.state import ClusterError, ClusterNode
 from rlctl.config.cluster_schema import LocalCluster, SshCluster
 
@@ -17,29 +17,31 @@ Replies = dict[str, dict[str, Any]]
 
 def places(config: LocalCluster | SshCluster, say: Say) -> tuple[list[Place], list[str]]:
     """Check every host; return where nodes go, the head first, and warnings. Raises ClusterError if too few will do."""
-    local = isinstance(config, LocalCluster)
     names = [""] if isinstance(config, LocalCluster) else config.hosts
     min_hosts = config.min_hosts if isinstance(config, SshCluster) else None
     replies = _check_hosts(config, names, [config.port, config.dashboard_port], say)
     _drop_unlike(replies, say)
     if len(replies) < (min_hosts or len(names)):
-        wanted = f", {min_hosts} wanted (min_hosts)" if min_hosts else ""
-        count = f"{len(replies)} of {len(names)} hosts will do{wanted}: nothing was started"
-        raise ClusterError("this machine will not do" if local else count)
-    found = [] if len(replies) == len(names) else [f"going on with {len(replies)} of {len(names)} hosts (min_hosts)"]
+        if isinstance(config, LocalCluster):
+            raise ClusterError("this machine will not do")
+        required = f", {min_hosts} wanted (min_hosts)" if min_hosts else ""
+        raise ClusterError(f"{len(replies)} of {len(names)} hosts will do{required}: nothing was started")
+    warnings = []
+    if len(replies) < len(names):
+        warnings.append(f"going on with {len(replies)} of {len(names)} hosts (min_hosts)")
     if isinstance(config, LocalCluster):
         address = _own_address() if config.listen_on_all else LOOPBACK
         titles = ["head", *(f"node-{index}" for index in range(1, config.nodes))]
-        return [_host_place(title, "", address, replies[""]) for title in titles], found
-    return [_host_place(name, name, reply["address"], reply) for name, reply in replies.items()], found
+        return [_host_place(title, "", address, replies[""]) for title in titles], warnings
+    return [_host_place(name, name, reply["address"], reply) for name, reply in replies.items()], warnings
 
 
 def places_again(
     config: LocalCluster | SshCluster, nodes: list[ClusterNode], python: str, say: Say
 ) -> dict[str, Place]:
-    """Return the places of nodes by name, where the host will do. python: the version of the head."""
+    """Return the places of nodes by name, for the hosts that will do. python: the version of the head."""
     replies = _check_hosts(config, sorted({node.host for node in nodes}), [], say)
-    found = {}
+    places = {}
     for node in nodes:
         reply = replies.get(node.host)
         if reply is None:
@@ -47,12 +49,19 @@ def places_again(
         if minor(reply["python"]) != minor(python):
             say("bad", f"{node.name}: wrong Python {reply['python']}: the head has {python}, and Ray wants one for all")
             continue
-        found[node.name] = _host_place(node.name, node.host, reply["address"] if node.host else node.address, reply)
-    return found
+        places[node.name] = _host_place(node.name, node.host, reply["address"] if node.host else node.address, reply)
+    return places
 
 
 def _host_place(name: str, host: str, address: str, reply: dict[str, Any]) -> Place:
-    return Place(name, host, address, reply["root"], reply["shm"], reply["dashboard"])
+    return Place(
+        name=name,
+        host=host,
+        address=address,
+        root=reply["root"],
+        shm=reply["shm"],
+        dashboard=reply["dashboard"],
+    )
 
 
 def _check_hosts(config: LocalCluster | SshCluster, names: list[str], ports: list[int], say: Say) -> Replies:
@@ -61,48 +70,54 @@ def _check_hosts(config: LocalCluster | SshCluster, names: list[str], ports: lis
     ports: must be free on the host that is to be the head.
     """
     say("doing", "checking")
-    hosts, max_skew = [Host("")], 60.0
+    hosts = [Host("")]
+    max_skew = 60.0
     if isinstance(config, SshCluster):
         max_skew = config.max_clock_skew_s
         hosts = [ssh_host(name, config.python, config.connect_timeout_s, config.ssh_options) for name in names]
-    began, fit = time.time(), {}
+    begin = time.time()
+    fit_replies = {}
     with HostCalls(((host, "check.run", {"ports": ports}) for host in hosts), _CHECK_S) as checking:
         for index, answer in checking.answers():
             name = names[index]
-            shown = name or "this machine"
+            title = name or "this machine"
             if isinstance(answer, HostError):
-                say("bad", f"{shown}: {answer}")
+                say("bad", f"{title}: {answer}")
                 continue
-            skew = clock_skew(answer["time"], began, time.time())
-            bad = problems(answer, config.min_disk_gib, skew, max_skew) + _misplaced(answer, len(names), name)
-            # The first is to be the head; another becomes it only if those before it are down.
-            bad += taken(answer) if index == 0 else []
-            for problem in bad:
-                say("bad", f"{shown}: {problem}")
-            if not bad:
-                fit[name] = answer
-                say("ok", f"{shown}: {facts(answer)}" + (f", clock {skew:+.1f} s" if abs(skew) >= 0.1 else ""))
-    return {name: fit[name] for name in names if name in fit}
+            skew = clock_skew(answer["time"], begin, time.time())
+            host_problems = problems(answer, config.min_disk_gib, skew, max_skew)
+            host_problems += _address_problems(answer, len(names), name)
+            # The first host will be the head. Another becomes the head only if the hosts before it are down.
+            if index == 0:
+                host_problems += taken_port_problems(answer)
+            for problem in host_problems:
+                say("bad", f"{title}: {problem}")
+            if not host_problems:
+                fit_replies[name] = answer
+                clock = f", clock {skew:+.1f} s" if abs(skew) >= 0.1 else ""
+                say("ok", f"{title}: {facts(answer)}{clock}")
+    return {name: fit_replies[name] for name in names if name in fit_replies}
 
 
-def _drop_unlike(fit: Replies, say: Say) -> None:
+def _drop_unlike(replies: Replies, say: Say) -> None:
     """Drop hosts with taken ports until one can be the head, and hosts that cannot work with that head."""
-    for name in list(fit):
-        if not (why := taken(fit[name])):
+    for name in list(replies):
+        port_problems = taken_port_problems(replies[name])
+        if not port_problems:
             break
-        say("bad", f"{name}: {'; '.join(why)}")
-        del fit[name]
-    if not fit:
+        say("bad", f"{name}: {'; '.join(port_problems)}")
+        del replies[name]
+    if not replies:
         return
-    head = next(iter(fit))
-    wanted = minor(fit[head]["python"])
+    head = next(iter(replies))
+    head_python = minor(replies[head]["python"])
     # Ray wants one minor version of Python for all.
-    for name in [name for name in fit if minor(fit[name]["python"]) != wanted]:
-        found = fit.pop(name)["python"]
-        say("bad", f"{name}: wrong Python {found}: the head {head} has {wanted}, and Ray wants one for all")
+    for name in [name for name in replies if minor(replies[name]["python"]) != head_python]:
+        python = replies.pop(name)["python"]
+        say("bad", f"{name}: wrong Python {python}: the head {head} has {head_python}, and Ray wants one for all")
 
 
-def _misplaced(reply: dict[str, Any], hosts: int, name: str) -> list[str]:
+def _address_problems(reply: dict[str, Any], hosts: int, name: str) -> list[str]:
     if not name:
         return []
     if reply["address"] is None:

@@ -23,18 +23,30 @@ class MachineLauncher(Launcher):
 
     def prepare(self, config: MachineCluster) -> tuple[ClusterState, list[str]]:
         self._places, warnings = places(config, self._say)
-        digest = self._store.new_token()
         state = ClusterState(
-            self._store.name, config.kind, "starting", sys.executable, digest, config.listen_on_all, time.time()
+            name=self._store.name,
+            kind=config.kind,
+            phase="starting",
+            python=sys.executable,
+            token_sha256=self._store.new_token(),
+            listen_on_all=config.listen_on_all,
+            created=time.time(),
         )
         if isinstance(config, SshCluster):
-            state.python, state.ssh_options = config.python, config.ssh_options
+            state.python = config.python
+            state.ssh_options = config.ssh_options
             state.connect_timeout_s = config.connect_timeout_s
             state.storage = config.storage.rstrip("/")
         state.config = asdict(config)
         state.environment = dict(LOOPBACK_ONLY) if is_loopback(self._places[0].address) else {}
         state.nodes = [
-            ClusterNode(place.name, place.host, f"{place.root}/{node_folder_name()}", index == 0, place.address)
+            ClusterNode(
+                name=place.name,
+                host=place.host,
+                folder=f"{place.root}/{node_folder_name()}",
+                head=index == 0,
+                address=place.address,
+            )
             for index, place in enumerate(self._places)
         ]
         self._store.keep_logs_of([node.name for node in state.nodes])
@@ -53,7 +65,7 @@ class MachineLauncher(Launcher):
         failed = starter.start([node for node in state.nodes if not node.head])
         if not failed:
             return warnings
-        if len(state.nodes) - len(failed) < _fewest(config, state):
+        if len(state.nodes) - len(failed) < _fewest_nodes(config, state):
             raise ClusterError(f"{_node_names(failed)} did not start, {logs}")
         stop_nodes(self._store, state, self._say, failed)
         state.nodes = [node for node in state.nodes if node not in failed]
@@ -68,9 +80,11 @@ class MachineLauncher(Launcher):
 
     def quick_condition(self, state: ClusterState) -> str:
         # Other machines are not asked.
-        here = [node for node in state.nodes if not node.host]
-        alive = [node for node in here if lives(node.process)]
-        return "up" if alive == here else "partly up" if state.head in alive else "gone"
+        local_nodes = [node for node in state.nodes if not node.host]
+        living_nodes = [node for node in local_nodes if lives(node.process)]
+        if living_nodes == local_nodes:
+            return "up"
+        return "partly up" if state.head in living_nodes else "gone"
 
     def repair(self, config: MachineCluster, state: ClusterState, status: ClusterStatus) -> list[str]:
         """Start the nodes again that the cluster has lost, and return their names. Raises ClusterError if too few came.
@@ -78,9 +92,9 @@ class MachineLauncher(Launcher):
         A host that does not answer is left alone: its processes are unknown. A node that does not come back stays in
         the state: `status` shows it, and another `up` tries again.
         """
-        # As it was started: a config given to `up` now would not change the other nodes either.
+        # The config of the start is used. A config given to `up` now would not change the other nodes either.
         config = CLUSTER_KINDS[state.kind](**state.config) if state.config else config
-        lost = [each.node for each in status.nodes[1:] if each.condition in ("gone", "not joined")]
+        lost = [node_status.node for node_status in status.nodes[1:] if node_status.condition in ("gone", "not joined")]
         if not lost or not status.nodes[0].in_ray:
             return []
         self._say("warning", f"{_node_names(lost)} gone: starting again, the other nodes are left as they are")
@@ -92,31 +106,34 @@ class MachineLauncher(Launcher):
                 stop_nodes(self._store, state, self._say, lost)
                 self._forget_processes(state, lost)
             raise
-        up = sum(each.condition == "up" for each in status.nodes) + len(lost) - len(failed)
-        if failed and up < _fewest(config, state):
-            again = f"all they wrote: rlctl cluster logs {state.name}; then again: rlctl cluster up"
-            raise ClusterError(f"{_node_names(failed)} did not come back, the other nodes stay up; {again}")
+        num_up = sum(node_status.condition == "up" for node_status in status.nodes) + len(lost) - len(failed)
+        if failed and num_up < _fewest_nodes(config, state):
+            remedy = f"all they wrote: rlctl cluster logs {state.name}; then again: rlctl cluster up"
+            raise ClusterError(f"{_node_names(failed)} did not come back, the other nodes stay up; {remedy}")
         return [node.name for node in lost if node not in failed]
 
     def stop(self, state: ClusterState) -> list[str]:
-        left = stop_nodes(self._store, state, self._say, state.nodes)
-        if left:
-            state.nodes = [node for node in state.nodes if node.name in left]
+        uncleared = stop_nodes(self._store, state, self._say, state.nodes)
+        if uncleared:
+            state.nodes = [node for node in state.nodes if node.name in uncleared]
             if not any(node.head for node in state.nodes):
                 state.nodes[0].head = True
-        return left
+        return uncleared
 
     def logs(self, state: ClusterState) -> list[LogPlace]:
-        kept = self._store.logs
-        return [
-            LogPlace(node.name, node.folder, state.host_of(node), None if node.host else str(kept / node.name))
-            for node in state.nodes
-        ]
+        places = []
+        for node in state.nodes:
+            # Another host keeps its logs at home there.
+            keep = None if node.host else str(self._store.logs / node.name)
+            places.append(LogPlace(node=node.name, folder=node.folder, host=state.host_of(node), keep=keep))
+        return places
 
     def environment(self, state: ClusterState) -> dict[str, str]:
-        found = super().environment(state)
-        # Over ssh a program of this machine reaches the job API alone.
-        return found if state.kind == "ssh" else {"RAY_ADDRESS": state.address, **found, **state.environment}
+        variables = super().environment(state)
+        if state.kind == "ssh":
+            # Over ssh a program of this machine reaches the job API alone.
+            return variables
+        return {"RAY_ADDRESS": state.address, **variables, **state.environment}
 
     def dashboard(self, state: ClusterState) -> tuple[str, str] | None:
         if state.dashboard and not state.head.host:
@@ -128,27 +145,34 @@ class MachineLauncher(Launcher):
     ) -> list[ClusterNode]:
         """Start lost nodes again; return those that did not come up."""
         stuck = stop_nodes(self._store, state, self._say, lost)
-        found = places_again(config, [node for node in lost if node.name not in stuck], python, self._say)
-        fit = [node for node in lost if node.name in found]
-        for node in fit:
-            node.folder = f"{found[node.name].root}/{node_folder_name()}"
-            node.address = found[node.name].address
-        self._forget_processes(state, fit)
-        failed = self._starter(config, state, list(found.values())).start(fit)
+        places = places_again(config, [node for node in lost if node.name not in stuck], python, self._say)
+        startable = [node for node in lost if node.name in places]
+        for node in startable:
+            node.folder = f"{places[node.name].root}/{node_folder_name()}"
+            node.address = places[node.name].address
+        self._forget_processes(state, startable)
+        failed = self._starter(config, state, list(places.values())).start(startable)
         stop_nodes(self._store, state, self._say, failed)
         self._forget_processes(state, failed)
-        return [node for node in lost if node in failed or node not in fit]
+        return [node for node in lost if node in failed or node not in startable]
 
-    def _starter(self, config: MachineCluster, state: ClusterState, found: list[Place]) -> NodeStarter:
-        return NodeStarter(config, self._store, state, {place.name: place for place in found}, self._say)
+    def _starter(self, config: MachineCluster, state: ClusterState, places: list[Place]) -> NodeStarter:
+        return NodeStarter(
+            config=config,
+            store=self._store,
+            state=state,
+            places={place.name: place for place in places},
+            say=self._say,
+        )
 
     def _forget_processes(self, state: ClusterState, nodes: list[ClusterNode]) -> None:
         for node in nodes:
-            node.pid, node.start_id = 0, ""
+            node.pid = 0
+            node.start_id = ""
         self._store.save(state)
 
 
-def _fewest(config: MachineCluster, state: ClusterState) -> int:
+def _fewest_nodes(config: MachineCluster, state: ClusterState) -> int:
     """Return how many nodes must come up."""
     return config.min_hosts if isinstance(config, SshCluster) and config.min_hosts else len(state.nodes)
 

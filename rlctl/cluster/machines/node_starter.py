@@ -9,12 +9,14 @@ from typing import Any
 
 from rlctl.cluster.hosts import HostCalls, HostError
 from rlctl.cluster.launcher import Say
-from rlctl.cluster.ray_start import TOO_SLOW, Place, joined, start_request
+from rlctl.cluster.ray_start import TOO_SLOW, Place, join_address, start_request
 from rlctl.cluster.state import ClusterNode, ClusterState, ClusterStore, node_folder_name
 from rlctl.config.cluster_schema import LocalCluster, SshCluster
 
 # Seconds of the longest start of a process, of the longest end, and of a wait beyond its deadline.
-_START_S, _STOP_S, _MORE_S = 60.0, 90.0, 60.0
+_START_S = 60.0
+_STOP_S = 90.0
+_MORE_S = 60.0
 
 
 class NodeStarter:
@@ -28,36 +30,43 @@ class NodeStarter:
         places: dict[str, Place],
         say: Say,
     ) -> None:
-        self._config, self._store, self._state, self._places, self._say = config, store, state, places, say
+        self._config = config
+        self._store = store
+        self._state = state
+        self._places = places
+        self._say = say
         self._token = store.token()
 
     def start(self, nodes: list[ClusterNode]) -> list[ClusterNode]:
-        """Start nodes and wait for them, again if Ray's own deadline was too short; return the failed ones."""
+        """Start nodes and wait until they are up. Start slow ones once more. Return the failed nodes."""
         failed = self._start_nodes(nodes)
         slow = [node for node in nodes if TOO_SLOW in failed.get(node.name, "")]
         if slow:
             self._say("warning", f"{', '.join(node.name for node in slow)}: Ray was too slow to start; once more")
             stop_nodes(self._store, self._state, self._say, slow)
             for node in slow:
-                node.folder, node.pid = f"{self._places[node.name].root}/{node_folder_name()}", 0
+                node.folder = f"{self._places[node.name].root}/{node_folder_name()}"
+                node.pid = 0
             self._store.save(self._state)
-            failed = {name: why for name, why in failed.items() if TOO_SLOW not in why} | self._start_nodes(slow)
-        for name, why in failed.items():
-            self._say("bad", f"{name}: did not start: {why}")
+            failed = {name: reason for name, reason in failed.items() if TOO_SLOW not in reason}
+            failed |= self._start_nodes(slow)
+        for name, reason in failed.items():
+            self._say("bad", f"{name}: did not start: {reason}")
         return [node for node in nodes if node.name in failed]
 
     def _start_nodes(self, nodes: list[ClusterNode]) -> dict[str, str]:
-        """Return, by name, why nodes did not come up."""
+        """Start nodes and wait until they are up. Return the failed ones, as name -> reason."""
         if not nodes:
             return {}
-        began, failed = time.monotonic(), {}
+        begin = time.monotonic()
+        failed = {}
         self._say("doing", f"starting {', '.join(node.name for node in nodes)}")
         calls = []
         for node in nodes:
             request = start_request(self._config, self._state, node, self._places[node.name], self._token)
             calls.append((self._state.host_of(node), "node.start", request))
         try:
-            # A start is not abandoned: it would go on over there after the clearing up.
+            # A start is not abandoned: it would go on at the host after the clearing up.
             with HostCalls(calls, _START_S, finish=True) as starting:
                 for index, answer in starting.answers():
                     if isinstance(answer, HostError):
@@ -66,9 +75,10 @@ class NodeStarter:
                         self._record_node(nodes[index], answer)
         finally:
             self._store.save(self._state)
-        return failed | self._wait_for_nodes([node for node in nodes if node.name not in failed], began)
+        return failed | self._wait_for_nodes([node for node in nodes if node.name not in failed], begin)
 
-    def _wait_for_nodes(self, nodes: list[ClusterNode], began: float) -> dict[str, str]:
+    def _wait_for_nodes(self, nodes: list[ClusterNode], begin: float) -> dict[str, str]:
+        """Wait until nodes are up. Return the failed ones, as name -> reason. begin: when they were started."""
         failed = {}
         calls = []
         for node in nodes:
@@ -85,26 +95,28 @@ class NodeStarter:
                 if node.head and not answer["dashboard"]:
                     self._state.dashboard = 0
                 where = f", at {self._state.address}" if node.head else ""
-                self._say("ok", f"{node.name}: up in {time.monotonic() - began:.1f} s{where}")
+                self._say("ok", f"{node.name}: up in {time.monotonic() - begin:.1f} s{where}")
         return failed
 
     def _record_node(self, node: ClusterNode, started: dict[str, Any]) -> None:
-        node.folder, node.pid, node.start_id = started["folder"], started["pid"], started["start_id"]
+        node.folder = started["folder"]
+        node.pid = started["pid"]
+        node.start_id = started["start_id"]
         if node.head:
-            self._state.address = joined(node.address, started["ports"]["port"])
+            self._state.address = join_address(node.address, started["ports"]["port"])
             self._state.dashboard = started["ports"]["dashboard-port"]
 
 
 def stop_nodes(store: ClusterStore, state: ClusterState, say: Say, nodes: list[ClusterNode]) -> list[str]:
     """End nodes, the head after the others. Return the names of nodes that could not be cleared."""
-    left: list[str] = []
+    uncleared: list[str] = []
     for wave in ([node for node in nodes if not node.head], [node for node in nodes if node.head]):
         if not wave:
             continue
         say("doing", f"stopping {', '.join(node.name for node in wave)}")
         calls = []
         for node in wave:
-            # On this machine logs go where the cluster's other files are; elsewhere to the same place of that home.
+            # On this machine the logs go into the cluster's folder; another host keeps them in its own home.
             keep = None if node.host else str(store.logs / node.name)
             request = {"folder": node.folder, "keep": keep, "cluster": store.name, "node": node.name}
             calls.append((state.host_of(node), "node.stop", request))
@@ -113,10 +125,10 @@ def stop_nodes(store: ClusterStore, state: ClusterState, say: Say, nodes: list[C
                 name = wave[index].name
                 if isinstance(answer, HostError):
                     say("bad", f"{name}: {answer}")
-                    left.append(name)
+                    uncleared.append(name)
                 elif answer["left"]:
                     say("bad", f"{name}: processes {', '.join(map(str, answer['left']))} would not end")
-                    left.append(name)
+                    uncleared.append(name)
                 elif answer["logs"]:
                     say("ok", f"{name}: stopped; logs in {answer['logs']}")
-    return left
+    return uncleared

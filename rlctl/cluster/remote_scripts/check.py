@@ -44,10 +44,10 @@ def run(request: "dict[str, Any]") -> "dict[str, Any]":
 
 def folder_root() -> "str | None":
     try:
-        usual = tempfile.gettempdir()
+        root = tempfile.gettempdir()
     except OSError:
         return None
-    return usual if len(os.fsencode(usual)) <= ROOM else "/tmp"
+    return root if len(os.fsencode(root)) <= ROOM else "/tmp"
 
 
 def is_free(port: int) -> bool:

@@ -31,7 +31,7 @@ def query(request: dict[str, Any]) -> dict[str, Any]:
         usage = client.get_all_resource_usage(timeout=request["timeout_s"])
     except AuthenticationError:
         return {"refused": True, "nodes": []}
-    free = {each.node_id: dict(each.resources_available) for each in usage.resource_usage_data.batch}
+    free = {node.node_id: dict(node.resources_available) for node in usage.resource_usage_data.batch}
     nodes = [
         {
             "address": info.node_manager_address,

@@ -26,21 +26,22 @@ UNSAFE = "[\x00-\x08\x0a-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]"
 
 def run(request: dict[str, Any]) -> None:
     parent = os.getppid()
-    live, kept = request["folder"], kept_logs(request)
-    folders = [live, os.path.join(live, "r", "session_latest", "logs")] if live and os.path.isdir(live) else [kept]
+    node_folder = request["folder"]
+    folders = [kept_logs(request)]
+    if node_folder and os.path.isdir(node_folder):
+        folders = [node_folder, os.path.join(node_folder, "r", "session_latest", "logs")]
     if not os.path.isdir(folders[0]):
         print("{}: no logs".format(request["node"]))
         return
-    found = {name for folder in folders if os.path.isdir(folder) for name in os.listdir(folder)}
-    names = sorted(name[: -len(".log")] for name in found if name.endswith(".log")) if request.get("suffixes") else []
+    names = process_names(folders) if request.get("suffixes") else []
     if request.get("process") and request["process"] not in names:
-        there = "there are {}".format(", ".join(names)) if names else "there are none yet"
-        sys.stderr.write("error: {} has no process {}; {}\n".format(request["node"], request["process"], there))
+        allowed = "there are {}".format(", ".join(names)) if names else "there are none yet"
+        sys.stderr.write("error: {} has no process {}; {}\n".format(request["node"], request["process"], allowed))
         sys.exit(2)
     nodes = nodes_in(folders[0])
     if request.get("on_node") and request["on_node"] not in nodes.values():
-        there = "; there are {}".format(", ".join(sorted(set(nodes.values())))) if nodes else ": it is on one node"
-        sys.stderr.write("error: {} has no node {}{}\n".format(request["node"], request["on_node"], there))
+        allowed = "; there are {}".format(", ".join(sorted(set(nodes.values())))) if nodes else ": it is on one node"
+        sys.stderr.write("error: {} has no node {}{}\n".format(request["node"], request["on_node"], allowed))
         sys.exit(2)
     places: dict[str, int] = {}
     for path in paths(folders, request):
@@ -49,17 +50,26 @@ def run(request: dict[str, Any]) -> None:
             places[path] = file.tell()
         say(nodes, request, path, text.splitlines()[-request["lines"] :])
     if names and not places and not request["follow"]:
-        wrote = request.get("process") or ", ".join(names)
-        print("{}: {} wrote nothing".format(request["node"], wrote))
+        processes = request.get("process") or ", ".join(names)
+        print("{}: {} wrote nothing".format(request["node"], processes))
     while request["follow"] and os.getppid() == parent:
         for path in paths(folders, request):
             with open(path, "rb") as file:
                 file.seek(places.get(path, 0))
-                new = file.read()
-            whole = new[: new.rfind(b"\n") + 1]
-            places[path] = places.get(path, 0) + len(whole)
-            say(nodes, request, path, whole.decode(errors="replace").splitlines())
+                new_bytes = file.read()
+            whole_lines = new_bytes[: new_bytes.rfind(b"\n") + 1]
+            places[path] = places.get(path, 0) + len(whole_lines)
+            say(nodes, request, path, whole_lines.decode(errors="replace").splitlines())
         time.sleep(0.5)
+
+
+def process_names(folders: "list[str]") -> "list[str]":
+    """Return the name of each process that has a log NAME.log."""
+    names = set[str]()
+    for folder in folders:
+        if os.path.isdir(folder):
+            names.update(file[: -len(".log")] for file in os.listdir(folder) if file.endswith(".log"))
+    return sorted(names)
 
 
 def nodes_in(folder: str) -> "dict[str, str]":
@@ -77,29 +87,35 @@ def node_of(nodes: "dict[str, str]", path: str) -> "str | None":
 
 def paths(folders: "list[str]", request: dict[str, Any]) -> "list[str]":
     suffixes = tuple(request.get("suffixes") or SUFFIXES)
-    process, nodes = request.get("process"), nodes_in(folders[0])
+    process = request.get("process")
+    nodes = nodes_in(folders[0])
     prefixes = () if request.get("suffixes") else PREFIXES
-    found = []
+    log_paths = []
     for folder in folders:
         for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else []:
             path = os.path.join(folder, name)
-            wanted = name == f"{process}.log" if process else name.endswith(suffixes) or name.startswith(prefixes)
+            if process:
+                is_asked_for = name == f"{process}.log"
+            else:
+                is_asked_for = name.endswith(suffixes) or name.startswith(prefixes)
             if request.get("on_node") and node_of(nodes, path) != request["on_node"]:
                 continue
-            if wanted and os.path.isfile(path) and os.path.getsize(path):
-                found.append(path)
-    return found
+            if is_asked_for and os.path.isfile(path) and os.path.getsize(path):
+                log_paths.append(path)
+    return log_paths
 
 
 def say(nodes: "dict[str, str]", request: dict[str, Any], path: str, lines: "list[str]") -> None:
-    name, node, shown = os.path.basename(path), node_of(nodes, path) or request["node"], list[str]()
+    name = os.path.basename(path)
+    node = node_of(nodes, path) or request["node"]
+    safe_lines = list[str]()
     for line in lines:
-        # Ray colours some lines whether anybody sees it or not.
+        # Ray colours some lines even where no terminal shows them.
         line = re.sub("\x1b\\[[0-9;]*m", "", line)
         # Other control characters may come from anywhere, a reward's output or a prompt in an error.
-        shown.append(re.sub(UNSAFE, "?", f"{node} {name} | {line}") + "\n")
+        safe_lines.append(re.sub(UNSAFE, "?", f"{node} {name} | {line}") + "\n")
     try:
-        sys.stdout.write("".join(shown))
+        sys.stdout.write("".join(safe_lines))
         sys.stdout.flush()
     except OSError as error:
         sys.exit(f"error: the output cannot be written: {error.strerror}")

@@ -19,7 +19,9 @@ _MIRROR_POLL_S = 0.3
 
 def run(request: "dict[str, Any]") -> None:
     parent = os.getppid()
-    places = {name: place_of(os.path.join(request["folder"], name), *has) for name, has in request["have"].items()}
+    places = {}
+    for name, (size, digest) in request["have"].items():
+        places[name] = place_of(os.path.join(request["folder"], name), size, digest)
     while os.getppid() == parent:
         for name in request["files"]:
             places[name] = say(os.path.join(request["folder"], name), name, places.get(name, (0, 0)))
@@ -45,16 +47,17 @@ def say(path: str, name: str, place: "tuple[int, int]") -> "tuple[int, int]":
     inode, offset = place
     try:
         with open(path, "rb") as file:
-            found = os.fstat(file.fileno())
-            first = found.st_ino != inode or found.st_size < offset
+            status = os.fstat(file.fileno())
+            first = status.st_ino != inode or status.st_size < offset
             file.seek(0 if first else offset)
             offset = file.tell()
-            if first and not found.st_size and inode:
+            if first and not status.st_size and inode:
                 sys.stdout.write(json.dumps({"file": name, "data": "", "first": True}) + "\n")
-            while data := file.read(_CHUNK):
-                line = {"file": name, "data": base64.b64encode(data).decode(), "first": first}
+            while chunk := file.read(_CHUNK):
+                line = {"file": name, "data": base64.b64encode(chunk).decode(), "first": first}
                 sys.stdout.write(json.dumps(line) + "\n")
-                offset, first = offset + len(data), False
-            return found.st_ino, offset
+                offset += len(chunk)
+                first = False
+            return status.st_ino, offset
     except FileNotFoundError:
         return place

@@ -54,7 +54,8 @@ MAIN = "sys.exit(scripts.main())"
 RAY = "r"
 LEAST_DISK = 1 << 20
 LONGEST_SILENCE_S = 6.0
-TERM_S, KILL_S = 12.0, 5.0
+TERM_S = 12.0
+KILL_S = 5.0
 
 
 def start(request: dict[str, Any]) -> dict[str, Any]:
@@ -66,7 +67,7 @@ def start(request: dict[str, Any]) -> dict[str, Any]:
     environment = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", TOKEN)}
     environment.update(request["environment"], **token_environment(token), TMPDIR=folder)
     ray = START + (JOINING if request["joins_loopback"] else "") + MAIN
-    arguments = [each.replace("{port}", str(free_port("0.0.0.0"))) for each in request["arguments"]]
+    arguments = [argument.replace("{port}", str(free_port("0.0.0.0"))) for argument in request["arguments"]]
     with open(os.path.join(folder, "start.log"), "wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-c", ray, "start", *arguments, "--block", "--temp-dir", os.path.join(folder, RAY)],
@@ -81,13 +82,14 @@ def start(request: dict[str, Any]) -> dict[str, Any]:
     # For `stop`, should this answer never arrive.
     with open(os.path.join(folder, "node.json"), "w") as file:
         json.dump(started, file)
-    values = dict(each.strip("-").split("=", 1) for each in arguments if "=" in each)
+    values = dict(argument.strip("-").split("=", 1) for argument in arguments if "=" in argument)
     return {**started, "ports": {name: int(values[name]) for name in ("port", "dashboard-port") if name in values}}
 
 
 def wait(request: dict[str, Any]) -> dict[str, Any]:
-    parent, heard = os.getppid(), time.monotonic()
-    end = heard + request["deadline_s"]
+    parent = os.getppid()
+    last_answer = time.monotonic()
+    end = last_answer + request["deadline_s"]
     log = os.path.join(request["folder"], "start.log")
     while time.monotonic() < end and os.getppid() == parent:
         with open(log, errors="replace") as file:
@@ -95,22 +97,23 @@ def wait(request: dict[str, Any]) -> dict[str, Any]:
         if "Ray runtime started" in text:
             return {"ready": True, "why": "", "dashboard": waits_for(request["port"], request, end)}
         if not lives(request):
-            return failed(reason(text))
+            return failure_reply(reason(text))
         # Ray's processes do not report the following: they wait for each other until the deadline.
         if shutil.disk_usage(request["folder"]).free < LEAST_DISK:
-            return failed("disk full: nothing left for Ray's files in " + os.path.dirname(request["folder"]))
+            return failure_reply("disk full: nothing left for Ray's files in " + os.path.dirname(request["folder"]))
         head = request.get("head")
         if head is None or answers(*head):
-            heard = time.monotonic()
-        elif time.monotonic() - heard > LONGEST_SILENCE_S:
+            last_answer = time.monotonic()
+        elif time.monotonic() - last_answer > LONGEST_SILENCE_S:
             host, port = head
-            return failed(f"the head does not answer at port {port} of {host}: it ended, or a firewall is between them")
+            problem = f"the head does not answer at port {port} of {host}"
+            return failure_reply(f"{problem}: it ended, or a firewall is between them")
         time.sleep(0.3)
-    return failed("not up within {:g} s (start_timeout_s)".format(request["deadline_s"]))
+    return failure_reply("not up within {:g} s (start_timeout_s)".format(request["deadline_s"]))
 
 
-def failed(why: str) -> dict[str, Any]:
-    return {"ready": False, "why": why, "dashboard": False}
+def failure_reply(reason: str) -> dict[str, Any]:
+    return {"ready": False, "why": reason, "dashboard": False}
 
 
 def answers(host: str, port: int) -> bool:
@@ -153,30 +156,31 @@ def look(request: dict[str, Any]) -> dict[str, Any]:
 
 def listening(request: dict[str, Any]) -> "list[list[Any]]":
     """Return [address, port, process] of every TCP port on which a process of the node's session listens."""
-    found = []
+    listeners = []
     for process in psutil.process_iter():
         try:
             if os.getsid(process.pid) != request["pid"]:
                 continue
             connections = getattr(process, "net_connections", None) or process.connections
-            for each in connections("tcp"):
-                if each.status == psutil.CONN_LISTEN:
-                    found.append([each.laddr.ip.replace("::ffff:", ""), each.laddr.port, process.name()])
+            for connection in connections("tcp"):
+                if connection.status == psutil.CONN_LISTEN:
+                    address = connection.laddr.ip.replace("::ffff:", "")
+                    listeners.append([address, connection.laddr.port, process.name()])
         except (psutil.Error, OSError):
             continue
-    return sorted(found)
+    return sorted(listeners)
 
 
 def stop(request: dict[str, Any]) -> dict[str, Any]:
-    # Here: the package of workers sets variables of a run's private Ray, and `start` passes on its environment.
+    # Imported here: the package of workers sets variables of a run's private Ray, which `start` would pass on.
     from rlctl.workers.reaper import leftovers, sweep
 
     folder = request["folder"]
-    found = family(folder)
-    parents = [process for process in found if is_parent(process, folder)]
-    tell(parents or found, signal.SIGTERM)
-    # The other processes end with the parent; those that it leaves are killed.
-    _, alive = psutil.wait_procs(found, timeout=TERM_S)
+    processes = family(folder)
+    parents = [process for process in processes if is_parent(process, folder)]
+    tell(parents or processes, signal.SIGTERM)
+    # The other processes end with the parent. Processes that the parent leaves are killed.
+    _, alive = psutil.wait_procs(processes, timeout=TERM_S)
     tell({*alive, *family(folder)}, signal.SIGKILL)
     _, alive = psutil.wait_procs(family(folder), timeout=KILL_S)
     try:
@@ -184,7 +188,7 @@ def stop(request: dict[str, Any]) -> dict[str, Any]:
     except OSError:
         # A home that is full or read-only keeps no logs; the node is cleared all the same.
         logs = None
-    for process in found:
+    for process in processes:
         for path in glob.glob(f"/dev/shm/sem.*{process.pid}-*"):
             os.unlink(path)
     for _ in range(20):
@@ -201,20 +205,21 @@ def stop(request: dict[str, Any]) -> dict[str, Any]:
 def family(folder: str) -> "list[psutil.Process]":
     """Return every process of the node: of its session, or with the folder on its command line or in its open files."""
     session = session_of(folder)
-    mine, found = os.getpid(), []
+    own_pid = os.getpid()
+    members = []
     for process in psutil.process_iter():
         try:
-            if process.pid == mine or process.status() == psutil.STATUS_ZOMBIE:
+            if process.pid == own_pid or process.status() == psutil.STATUS_ZOMBIE:
                 continue
             if (
                 (session and os.getsid(process.pid) == session)
                 or any(folder in argument for argument in process.cmdline())
                 or any(file.path.startswith(folder + "/") for file in process.open_files())
             ):
-                found.append(process)
+                members.append(process)
         except (psutil.Error, OSError):
             continue
-    return found
+    return members
 
 
 def session_of(folder: str) -> int:
@@ -233,7 +238,7 @@ def is_parent(process: psutil.Process, folder: str) -> bool:
     try:
         command = process.cmdline()
     except psutil.Error:
-        # It ended since it was found.
+        # The process has ended meanwhile.
         return False
     return "--block" in command and os.path.join(folder, "r") in command
 
@@ -263,14 +268,14 @@ def keep_logs(request: dict[str, Any]) -> Any:
 def kept_logs(request: "dict[str, Any]") -> str:
     """Return the folder of the logs that a node leaves: `keep`, or below $XDG_STATE_HOME by cluster and node."""
     state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
-    usual = os.path.join(state, "rlctl", "clusters", request["cluster"], "logs", request["node"])
-    return str(request["keep"] or usual)
+    at_home = os.path.join(state, "rlctl", "clusters", request["cluster"], "logs", request["node"])
+    return str(request["keep"] or at_home)
 
 
 def lives(request: dict[str, Any]) -> bool:
     """Return True if the node's first process runs, and not another that has its number now."""
-    found = start_id(request["pid"])
+    running_id = start_id(request["pid"])
     if request.get("start_id"):
-        return bool(found == request["start_id"])
-    # An earlier version of rlctl started it. The name of the folder on its command line is nobody else's.
-    return bool(found) and is_parent(psutil.Process(request["pid"]), request["folder"])
+        return bool(running_id == request["start_id"])
+    # An earlier version of rlctl started the node. No other process has the folder's name on its command line.
+    return bool(running_id) and is_parent(psutil.Process(request["pid"]), request["folder"])

@@ -36,7 +36,8 @@ class Report:
 
 def main(folder: Path) -> int:
     """Do the task; return the exit code. 1 ends the job."""
-    index, name = int(os.environ["SLURM_NODEID"]), os.environ["SLURMD_NODENAME"]
+    index = int(os.environ["SLURM_NODEID"])
+    name = os.environ["SLURMD_NODENAME"]
     plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
     for number in ENDINGS:
         signal.signal(number, lambda *_: sys.exit(0))
@@ -56,21 +57,23 @@ def main(folder: Path) -> int:
 
 def live(folder: Path, plan: dict[str, Any], index: int, report: Report, place: dict[str, Any]) -> int:
     """Check, start the node and wait for its end; return the exit code."""
-    head, name = index == 0, place["node"]
-    found = check.run({"ports": plan["ports"] if head else []})
-    report.write(name=name, host=name, found=found)
-    first = "" if head else wait_for_head(folder / "nodes" / "0.json", plan["deadline_s"])
-    address = own_address(name, first)
+    is_head = index == 0
+    name = place["node"]
+    host_facts = check.run({"ports": plan["ports"] if is_head else []})
+    report.write(name=name, host=name, found=host_facts)
+    head_address = "" if is_head else wait_for_head(folder / "nodes" / "0.json", plan["deadline_s"])
+    address = own_address(name, head_address)
     # CPUs of this node that the job has.
     cpus = os.environ.get("SLURM_CPUS_ON_NODE") or str(len(os.sched_getaffinity(0)))
-    request = plan["head" if head else "other"]
+    request = plan["head" if is_head else "other"]
     # Placeholders for facts of a node.
-    for placeholder, value in {"{name}": name, "{address}": address, "{head}": first, "{cpus}": cpus}.items():
-        request["arguments"] = [each.replace(placeholder, value) for each in request["arguments"]]
+    facts = {"{name}": name, "{address}": address, "{head}": head_address, "{cpus}": cpus}
+    for placeholder, fact in facts.items():
+        request["arguments"] = [argument.replace(placeholder, fact) for argument in request["arguments"]]
     token = (folder / "token").read_text(encoding="utf-8").strip()
-    request.update(root=found["root"], folder=plan["folders"][index], token=token)
-    # Written before anything is there: its reader knows where to look.
-    report.write(address=address, folder=os.path.join(found["root"], request["folder"]))
+    request.update(root=host_facts["root"], folder=plan["folders"][index], token=token)
+    # The report names the folder before the folder is made, so that its reader knows where to look.
+    report.write(address=address, folder=os.path.join(host_facts["root"], request["folder"]))
     waited = start(request, plan, report, place)
     report.write(**waited)
     if not waited["ready"]:
@@ -79,16 +82,16 @@ def live(folder: Path, plan: dict[str, Any], index: int, report: Report, place: 
         time.sleep(1)
     log = Path(report.facts["folder"], "start.log").read_text(encoding="utf-8", errors="replace")
     report.write(why=f"its Ray node ended: {node.reason(log)}")
-    return int(head)
+    return int(is_head)
 
 
 def start(request: dict[str, Any], plan: dict[str, Any], report: Report, place: dict[str, Any]) -> dict[str, Any]:
     """Start a node, once more if Ray's own deadline was too short; return the result of `wait`."""
-    for again in (True, False):
+    for is_last_try in (False, True):
         report.write(**node.start(request))
         port = report.facts["ports"].get("dashboard-port") if report.facts["found"]["dashboard"] else None
         waited = node.wait({**report.facts, "port": port, "deadline_s": plan["deadline_s"]})
-        if waited["ready"] or not again or plan["too_slow"] not in waited["why"]:
+        if waited["ready"] or is_last_try or plan["too_slow"] not in waited["why"]:
             break
         node.stop({"folder": report.facts["folder"], **place})
     return waited
@@ -96,12 +99,12 @@ def start(request: dict[str, Any], plan: dict[str, Any], report: Report, place: 
 
 def clean_up(request: dict[str, Any], report: Report) -> None:
     """End the node; nobody else would. It is tried again once, since processes end meanwhile."""
-    for again in (True, False):
+    for is_last_try in (False, True):
         try:
             report.write(ended=node.stop(request))
             return
         except Exception:
-            if not again:
+            if is_last_try:
                 raise
 
 
@@ -125,11 +128,11 @@ def own_address(name: str, head: str) -> str:
     if not head:
         for candidate in (name, socket.gethostname()):
             try:
-                found = socket.gethostbyname(candidate)
+                address = socket.gethostbyname(candidate)
             except OSError:
                 continue
-            if not found.startswith("127."):
-                return found
+            if not address.startswith("127."):
+                return address
     host, port = head.rsplit(":", 1) if head else ("192.0.2.1", "9")
     family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -26,8 +26,8 @@ _NOISE = ("srun:", "slurmstepd", "Terminated")
 
 
 def batch_script(config: SlurmCluster, job_name: str, folder: str, python: str) -> str:
-    """Return the arguments of `sbatch`. folder: of the job's files, which every node sees."""
-    asked = {
+    """Return the script for `sbatch`. folder: the folder of the job's files, which every node sees."""
+    resources = {
         "partition": config.partition,
         "account": config.account,
         "qos": config.qos,
@@ -37,8 +37,9 @@ def batch_script(config: SlurmCluster, job_name: str, folder: str, python: str) 
         "gres": None if config.gpus_per_node is None else f"gpu:{config.gpus_per_node}",
     }
     options = [f"--job-name={job_name}", f"--nodes={config.nodes}", "--ntasks-per-node=1"]
-    options += [f"--{name}={shlex.quote(str(value))}" for name, value in asked.items() if value is not None]
-    options += ["--exclusive"] if config.exclusive else []
+    options += [f"--{name}={shlex.quote(str(amount))}" for name, amount in resources.items() if amount is not None]
+    if config.exclusive:
+        options.append("--exclusive")
     # A second run of the job would be a cluster that nobody asked for.
     options += ["--no-requeue", f"--output={shlex.quote(f'{folder}/logs/job/start.log')}", *config.sbatch_options]
     # Since Slurm 22.05 a step no longer takes this from its job.
@@ -60,18 +61,20 @@ def job_plan(config: SlurmCluster, state: ClusterState) -> dict[str, Any]:
     """Return the requests of `remote_scripts/node.py` for the tasks. A task fills in its node's own facts."""
     gpus = config.gpus_per_node if config.num_gpus is None else config.num_gpus
     config = replace(config, num_gpus=gpus)
-    nodes = [ClusterNode("{name}", f"{{{role}}}", "", role == "head", "{address}") for role in ("head", "other")]
-    state = replace(state, address="{head}", nodes=nodes)
-    place = Place("{name}", "", "{address}", "", 0, dashboard=True)
-    head, other = (start_request(config, state, node, place, "") for node in nodes)
+    head_node = ClusterNode(name="{name}", host="{head}", folder="", head=True, address="{address}")
+    other_node = ClusterNode(name="{name}", host="{other}", folder="", head=False, address="{address}")
+    state = replace(state, address="{head}", nodes=[head_node, other_node])
+    place = Place(name="{name}", host="", address="{address}", root="", shm=0, dashboard=True)
+    head_request = start_request(config, state, head_node, place, "")
+    other_request = start_request(config, state, other_node, place, "")
     if config.num_cpus is None:
-        # Ray would count the machine's, of which the job may have only a part.
-        head["arguments"].append("--num-cpus={cpus}")
-        other["arguments"].append("--num-cpus={cpus}")
+        # Ray would count the machine's CPUs, of which the job may have only a part.
+        head_request["arguments"].append("--num-cpus={cpus}")
+        other_request["arguments"].append("--num-cpus={cpus}")
     return {
         "cluster": state.name,
-        "head": head,
-        "other": other,
+        "head": head_request,
+        "other": other_request,
         "ports": [config.port, config.dashboard_port],
         "folders": [node_folder_name() for _ in range(config.nodes)],
         "deadline_s": config.start_timeout_s,
@@ -85,7 +88,8 @@ class JobFolder:
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)
-        self.script, self.logs = self.path / "job.sh", self.path / "logs"
+        self.script = self.path / "job.sh"
+        self.logs = self.path / "logs"
 
     def make(self) -> None:
         """Make the folder. Raises ClusterError unless it is new."""
@@ -95,8 +99,8 @@ class JobFolder:
             for name in ("nodes", "logs/job"):
                 (self.path / name).mkdir(parents=True)
         except FileExistsError:
-            what = f"{self.path} is there already: remove it if no cluster uses it, or set another shared_folder"
-            raise ClusterError(what) from None
+            remedy = "remove it if no cluster uses it, or set another shared_folder"
+            raise ClusterError(f"{self.path} is there already: {remedy}") from None
         except OSError as error:
             raise ClusterError(f"{self.path} cannot be made: {error.strerror}; set another shared_folder") from None
 
@@ -108,11 +112,11 @@ class JobFolder:
 
     def reports(self) -> dict[int, dict[str, Any]]:
         """Return the reports of the nodes, by their index in the job."""
-        found = {}
-        # Listed, not looked for by name: a file server's clients remember for long that a name was not there.
+        reports = {}
+        # The folder is listed: a file server's clients remember for long that a name was not there.
         for path in sorted((self.path / "nodes").glob("*.json")):
-            found[int(path.stem)] = json.loads(path.read_text(encoding="utf-8"))
-        return found
+            reports[int(path.stem)] = json.loads(path.read_text(encoding="utf-8"))
+        return reports
 
     def last_words(self) -> str:
         """Return the last line of the job's own log."""
@@ -122,13 +126,13 @@ class JobFolder:
             return ""
         if "No module named 'rlctl" in text:
             return "its Python has no rlctl: pip install rlctl there, or set python=..."
-        if found := re.search(r"execve\(\): (\S+): No such file|(\S+): (?:command not found|No such file)", text):
-            return f"not found on the nodes: {found[1] or found[2]}; set python=... to one that has ray and rlctl"
+        if missing := re.search(r"execve\(\): (\S+): No such file|(\S+): (?:command not found|No such file)", text):
+            return f"not found on the nodes: {missing[1] or missing[2]}; set python=... to one that has ray and rlctl"
         # Slurm's own lines come last, and add nothing.
         lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith(_NOISE)]
         return lines[-1] if lines else ""
 
-    def uncleared(self) -> list[str]:
+    def cleanup_problems(self) -> list[str]:
         """Return a line for each node that did not report a full clean-up. The job is over."""
         lines = []
         for report in self.reports().values():
@@ -136,8 +140,8 @@ class JobFolder:
                 continue
             if "ended" not in report:
                 lines.append(f"{report['name']}: ended without clearing up: look for {report['folder']} there")
-            elif left := report["ended"]["left"]:
-                lines.append(f"{report['name']}: processes {', '.join(map(str, left))} would not end")
+            elif living_pids := report["ended"]["left"]:
+                lines.append(f"{report['name']}: processes {', '.join(map(str, living_pids))} would not end")
         return lines
 
     def remove(self, logs: Path) -> None:

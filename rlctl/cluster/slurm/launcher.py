@@ -12,7 +12,7 @@ from typing import Any
 from rlctl.cluster.hosts import Host
 from rlctl.cluster.inspect import ask_nodes
 from rlctl.cluster.launcher import ClusterStatus, Launcher, LogPlace, NodeStatus
-from rlctl.cluster.ray_start import NO_DASHBOARD, joined
+from rlctl.cluster.ray_start import NO_DASHBOARD, join_address
 from rlctl.cluster.requirements import facts, problems
 from rlctl.cluster.slurm import queue
 from rlctl.cluster.slurm.job import JobFolder, batch_script, job_plan
@@ -23,7 +23,8 @@ from rlctl.config.cluster_schema import SlurmCluster
 _STOP_S = 180.0
 _SOON_MINUTES = 10
 # Between two questions to Slurm, whose controller all users share, and between two looks at the shared folder.
-_QUEUE_S, _REPORTS_S = 5.0, 0.5
+_QUEUE_S = 5.0
+_REPORTS_S = 0.5
 # Delay with which a network file system may show a file to another machine.
 _FILES_S = 90.0
 
@@ -33,13 +34,22 @@ class SlurmLauncher(Launcher):
 
     def prepare(self, config: SlurmCluster) -> tuple[ClusterState, list[str]]:
         queue.must_be_here()
-        name, digest, python = self._store.name, self._store.new_token(), config.python or sys.executable
-        state = ClusterState(name, config.kind, "starting", python, digest, config.listen_on_all, time.time())
-        state.setup = config.setup
+        state = ClusterState(
+            name=self._store.name,
+            kind=config.kind,
+            phase="starting",
+            python=config.python or sys.executable,
+            token_sha256=self._store.new_token(),
+            listen_on_all=config.listen_on_all,
+            created=time.time(),
+            setup=config.setup,
+        )
         state.job_name, state.shared = self._new_names(config)
-        # Their real names are known once Slurm has chosen the nodes.
+        # The nodes' real names are known once Slurm has chosen the nodes.
         titles = ["head", *(f"node-{index}" for index in range(1, config.nodes))]
-        state.nodes = [ClusterNode(title, "", "", title == "head", "") for title in titles]
+        state.nodes = [
+            ClusterNode(name=title, host="", folder="", head=title == "head", address="") for title in titles
+        ]
         return state, []
 
     def start(self, config: SlurmCluster, state: ClusterState) -> list[str]:
@@ -58,21 +68,24 @@ class SlurmLauncher(Launcher):
     def dry_run(self, config: SlurmCluster, job: str | None) -> str:
         if job is not None:
             raise ClusterError("--job is for kubernetes: bring the cluster up, then rlctl train --cluster")
-        return batch_script(config, *self._new_names(config), config.python or sys.executable)
+        job_name, folder = self._new_names(config)
+        return batch_script(config, job_name, folder, config.python or sys.executable)
 
     def status(self, state: ClusterState) -> ClusterStatus:
         self._store.check_token(state)
         job = queue.look_up(state.job) if state.job else queue.Job("", "PENDING", "not submitted yet")
         if job.waits or (job.runs and not state.head.host):
-            doing = f"job {job.id} " + (f"waits in the queue: {job.reason}" if job.waits else "starts its nodes")
-            return ClusterStatus([NodeStatus(node, unreachable=doing) for node in state.head_first], [doing])
+            progress = f"job {job.id} starts its nodes"
+            if job.waits:
+                progress = f"job {job.id} waits in the queue: {job.reason}"
+            return ClusterStatus([NodeStatus(node, unreachable=progress) for node in state.head_first], [progress])
         if not job.runs:
-            clear = f"; clear up: rlctl cluster down {state.name}"
-            return ClusterStatus([NodeStatus(node) for node in state.head_first], [job.ending + clear])
+            remedy = f"clear up: rlctl cluster down {state.name}"
+            return ClusterStatus([NodeStatus(node) for node in state.head_first], [f"{job.ending}; {remedy}"])
         status = ask_nodes(state)
-        minutes, _, seconds = job.left.partition(":")
+        minutes, _, seconds = job.time_left.partition(":")
         if seconds.isdecimal() and int(minutes) < _SOON_MINUTES:
-            status.warnings.append(f"job {job.id} ends in {job.left} minutes: its time limit")
+            status.warnings.append(f"job {job.id} ends in {job.time_left} minutes: its time limit")
         return status
 
     def quick_condition(self, state: ClusterState) -> str:
@@ -84,48 +97,55 @@ class SlurmLauncher(Launcher):
 
     def stop(self, state: ClusterState) -> list[str]:
         try:
-            # One that was submitted a moment before the end of an earlier rlctl is known by its name alone.
-            left = self._cancel([state.job] if state.job else queue.find(state.job_name))
+            # A job that was submitted a moment before an earlier rlctl ended is known by its name alone.
+            uncleared = self._cancel([state.job] if state.job else queue.find(state.job_name))
         except ClusterError as error:
             self._say("bad", str(error))
-            left = [f"job {state.job or state.job_name}"]
-        if left:
-            return left
-        shared = JobFolder(state.shared)
-        for line in shared.uncleared():
-            self._say("bad", line)
-        shared.remove(self._store.logs)
+            uncleared = [f"job {state.job or state.job_name}"]
+        if uncleared:
+            return uncleared
+        folder = JobFolder(state.shared)
+        for problem in folder.cleanup_problems():
+            self._say("bad", problem)
+        folder.remove(self._store.logs)
         return []
 
     def logs(self, state: ClusterState) -> list[LogPlace]:
-        kept, runs = Path(state.shared) / "logs", queue.look_up(state.job).runs if state.job else False
-        places = [LogPlace("job", "", Host(""), str(kept / "job"))]
+        shared_logs = Path(state.shared) / "logs"
+        is_running = queue.look_up(state.job).runs if state.job else False
+        places = [LogPlace(node="job", folder="", host=Host(""), keep=str(shared_logs / "job"))]
         for node in state.nodes:
-            if runs and node.host:
-                places.append(LogPlace(node.name, node.folder, state.host_of(node), None))
+            if is_running and node.host:
+                place = LogPlace(node=node.name, folder=node.folder, host=state.host_of(node), keep=None)
             else:
-                places.append(LogPlace(node.name, "", Host(""), str(kept / node.name)))
+                place = LogPlace(node=node.name, folder="", host=Host(""), keep=str(shared_logs / node.name))
+            places.append(place)
         return places
 
     def _wait_in_queue(self, config: SlurmCluster, state: ClusterState) -> None:
-        began, told = time.monotonic(), ""
-        while (job := queue.look_up(state.job)).waits:
-            waited = time.monotonic() - began
-            if waited > config.wait_s:
-                what = f"job {job.id} still waits in the queue after {waited:.0f} s: {job.reason}"
-                raise ClusterError(f"{what}; nothing is left running: ask for less, or wait longer with wait_s=...")
-            if job.reason not in ("None", told):
-                told = job.reason
-                self._say("ok", f"job {job.id} waits in the queue: {told}")
-            self._say("doing", f"job {job.id} waits in the queue: {job.reason}, {waited:.0f} s")
-            # Soon at first, then with more patience.
-            time.sleep(min(_QUEUE_S, 0.5 + waited / 10))
+        begin = time.monotonic()
+        reported_reason = ""
+        job = queue.look_up(state.job)
+        while job.waits:
+            waited_s = time.monotonic() - begin
+            if waited_s > config.wait_s:
+                problem = f"job {job.id} still waits in the queue after {waited_s:.0f} s: {job.reason}"
+                raise ClusterError(f"{problem}; nothing is left running: ask for less, or wait longer with wait_s=...")
+            if job.reason not in ("None", reported_reason):
+                reported_reason = job.reason
+                self._say("ok", f"job {job.id} waits in the queue: {job.reason}")
+            self._say("doing", f"job {job.id} waits in the queue: {job.reason}, {waited_s:.0f} s")
+            # The first questions follow each other soon, later ones less often.
+            time.sleep(min(_QUEUE_S, 0.5 + waited_s / 10))
+            job = queue.look_up(state.job)
         self._must_run(state, job)
-        self._say("ok", f"job {job.id} runs on {job.nodes} after {time.monotonic() - began:.0f} s")
+        self._say("ok", f"job {job.id} runs on {job.nodes} after {time.monotonic() - begin:.0f} s")
 
     def _wait_for_nodes(self, config: SlurmCluster, state: ClusterState) -> None:
         """Wait until every node has reported that it is ready."""
-        began, asked, count = time.monotonic(), 0.0, len(state.nodes)
+        begin = time.monotonic()
+        last_look_up = 0.0
+        count = len(state.nodes)
         ready: set[int] = set()
         while len(ready) < count:
             reports = JobFolder(state.shared).reports()
@@ -136,28 +156,29 @@ class SlurmLauncher(Launcher):
                     ready.add(index)
                     self._record_node(state, index, report)
                     where = f", at {state.address}" if index == 0 else ""
-                    text = f"{facts(report['found'])}; up in {time.monotonic() - began:.1f} s{where}"
+                    text = f"{facts(report['found'])}; up in {time.monotonic() - begin:.1f} s{where}"
                     self._say("ok", f"{report['name']}: {text}")
-            if time.monotonic() > asked + _QUEUE_S:
-                asked = time.monotonic()
+            if time.monotonic() > last_look_up + _QUEUE_S:
+                last_look_up = time.monotonic()
                 self._must_run(state, queue.look_up(state.job), f": rlctl cluster logs {state.name}")
-            if time.monotonic() > began + 2 * config.start_timeout_s + _FILES_S:
-                what = f"{count - len(ready)} of {count} nodes of job {state.job} said nothing"
-                shared = f"is {state.shared} on a file system that they share? set shared_folder=..."
-                raise ClusterError(f"{what}: {shared}")
+            if time.monotonic() > begin + 2 * config.start_timeout_s + _FILES_S:
+                problem = f"{count - len(ready)} of {count} nodes of job {state.job} said nothing"
+                remedy = f"is {state.shared} on a file system that they share? set shared_folder=..."
+                raise ClusterError(f"{problem}: {remedy}")
             time.sleep(_REPORTS_S)
 
     def _check_node(self, config: SlurmCluster, report: dict[str, Any]) -> None:
         """Raise ClusterError for a node that will not do, or has failed."""
-        found, name, bad = report.get("found"), str(report.get("name")), []
-        if found is not None:
-            # Slurm keeps the clocks together itself: it does not take messages otherwise.
-            bad = problems(found, config.min_disk_gib)
+        name = str(report.get("name"))
+        node_problems = []
+        if report.get("found") is not None:
+            # Slurm takes no messages between hosts whose clocks differ, so the clocks need no check.
+            node_problems = problems(report["found"], config.min_disk_gib)
         if report.get("why"):
-            bad = bad or [f"did not start: {report['why']}"]
-        for problem in bad:
+            node_problems = node_problems or [f"did not start: {report['why']}"]
+        for problem in node_problems:
             self._say("bad", f"{name}: {problem}")
-        if bad:
+        if node_problems:
             logs = f"all it wrote: rlctl cluster logs {self._store.name}"
             raise ClusterError(f"{name} will not do, nothing is left running; {logs}")
 
@@ -165,31 +186,35 @@ class SlurmLauncher(Launcher):
         fields = {name: report[name] for name in ("name", "host", "folder", "address", "pid", "start_id")}
         state.nodes[index] = ClusterNode(**fields, head=index == 0)
         if index == 0:
-            state.address = joined(report["address"], report["ports"]["port"])
+            state.address = join_address(report["address"], report["ports"]["port"])
             state.dashboard = report["ports"]["dashboard-port"] if report["dashboard"] else 0
         self._store.save(state)
 
     def _must_run(self, state: ClusterState, job: queue.Job, remedy: str = "") -> None:
         if not job.runs:
-            words = JobFolder(state.shared).last_words()
-            raise ClusterError(job.ending + (f": {words}" if words else "") + f"; nothing is left running{remedy}")
+            ending = job.ending
+            if last_words := JobFolder(state.shared).last_words():
+                ending += f": {last_words}"
+            raise ClusterError(f"{ending}; nothing is left running{remedy}")
 
     def _cancel(self, jobs: list[str]) -> list[str]:
-        """End jobs and wait until they are over. Returns those that are not."""
+        """End jobs and wait until they are over. Return the jobs that are not."""
 
-        def living(jobs: list[str]) -> list[str]:
-            return [job for job in jobs if (found := queue.look_up(job)).runs or found.waits]
+        def select_living(job_ids: list[str]) -> list[str]:
+            jobs = map(queue.look_up, job_ids)
+            return [job.id for job in jobs if job.runs or job.waits]
 
-        if left := living(jobs):
-            self._say("doing", f"cancelling job {', '.join(left)}")
-            queue.cancel(left)
+        living = select_living(jobs)
+        if living:
+            self._say("doing", f"cancelling job {', '.join(living)}")
+            queue.cancel(living)
         end = time.monotonic() + _STOP_S
-        while left and time.monotonic() < end:
+        while living and time.monotonic() < end:
             time.sleep(1)
-            left = living(left)
-        for job in left:
+            living = select_living(living)
+        for job in living:
             self._say("bad", f"job {job} has not ended {_STOP_S:g} s after scancel: see `scontrol show job {job}`")
-        return [f"job {job}" for job in left]
+        return [f"job {job}" for job in living]
 
     def _new_names(self, config: SlurmCluster) -> tuple[str, str]:
         """Return new names of a job and of its shared folder."""

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from rlctl.cluster.hosts import last_line, remedy_of, slurm_environment
 from rlctl.cluster.state import ClusterError
 
-_SLURM_ANSWER_S, _SUBMIT_S = 60.0, 120.0
+_SLURM_ANSWER_S = 60.0
+_SUBMIT_S = 120.0
 _RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT")
 _WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT")
 # Complaints of Slurm's commands and their remedies.
@@ -46,7 +47,7 @@ class Job:
     # As Slurm abbreviates them.
     nodes: str = ""
     # Time left of its limit.
-    left: str = ""
+    time_left: str = ""
 
     @property
     def waits(self) -> bool:
@@ -61,15 +62,16 @@ class Job:
         """Reason for its end, in a line."""
         meaning = _ENDINGS.get(self.state.split()[0], "")
         reason = f", {self.reason}" if self.reason not in ("", "None") else ""
-        return f"job {self.id} ended ({self.state}{reason})" + (f": {meaning}" if meaning else "")
+        ending = f"job {self.id} ended ({self.state}{reason})"
+        return f"{ending}: {meaning}" if meaning else ending
 
 
 def must_be_here() -> None:
     """Raise ClusterError where Slurm is not installed."""
     missing = [name for name in ("sbatch", "squeue", "scancel", "srun") if not shutil.which(name)]
     if missing:
-        what = f"no Slurm here, {missing[0]} is not found: run rlctl on a login node of the cluster"
-        raise ClusterError(f"{what}, or take hosts over ssh: rlctl cluster up ssh 'hosts=[...]'")
+        problem = f"no Slurm here, {missing[0]} is not found: run rlctl on a login node of the cluster"
+        raise ClusterError(f"{problem}, or take hosts over ssh: rlctl cluster up ssh 'hosts=[...]'")
 
 
 def submit(script: str) -> str:
@@ -83,20 +85,21 @@ def find(job_name: str) -> list[str]:
 
 
 def look_up(job: str) -> Job:
-    """Return the job now; one that Slurm has forgotten is over as well. Raises ClusterError if Slurm is silent."""
+    """Return the job now. A job that Slurm has forgotten is over too. Raises ClusterError if Slurm is silent."""
     options = ("--noheader", f"--jobs={job}", "--states=all", "--format=%T|%r|%N|%L")
     try:
-        if found := _run_command(_SLURM_ANSWER_S, "squeue", *options).strip():
-            return Job(job, *found.splitlines()[0].split("|"))
+        if queue_row := _run_command(_SLURM_ANSWER_S, "squeue", *options).strip():
+            state, reason, nodes, time_left = queue_row.splitlines()[0].split("|")
+            return Job(id=job, state=state, reason=reason, nodes=nodes, time_left=time_left)
     except ClusterError as error:
         if "Invalid job id" not in str(error):
             raise
-    # From the accounts, where the site keeps them.
+    # Slurm's accounts know the job longer, where the site keeps accounts.
     try:
-        found = _run_command(_SLURM_ANSWER_S, "sacct", "-n", "-X", "-P", "-j", job, "-o", "State,Reason").strip()
+        account_row = _run_command(_SLURM_ANSWER_S, "sacct", "-n", "-X", "-P", "-j", job, "-o", "State,Reason").strip()
     except ClusterError:
-        found = ""
-    state, _, reason = found.partition("|")
+        account_row = ""
+    state, _, reason = account_row.partition("|")
     return Job(job, state or "forgotten by Slurm", reason)
 
 
@@ -135,5 +138,5 @@ def _run_command(deadline_s: float, *command: str) -> str:
         process.wait()
     if not process.returncode:
         return out
-    said = last_line(errors).removeprefix(f"{name}: ").removeprefix("error: ").removeprefix("fatal: ")
-    raise ClusterError(f"{name}: {remedy_of(errors, _REMEDIES) or said or 'it said nothing'}")
+    complaint = last_line(errors).removeprefix(f"{name}: ").removeprefix("error: ").removeprefix("fatal: ")
+    raise ClusterError(f"{name}: {remedy_of(errors, _REMEDIES) or complaint or 'it said nothing'}")

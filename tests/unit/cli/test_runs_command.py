@@ -153,9 +153,9 @@ def test_a_stopped_run_is_called_so(runs: Path) -> None:
     # A request to an earlier attempt is none to the next.
     asked = "asked to stop: finishing this step and saving; again: stop now"
     EventLog(run.events, now=lambda: START + 1000).emit("warning", what=asked)
-    assert asked in [event.get("what") for event in read_state(run.path).of_this_attempt()]
+    assert asked in [event.get("what") for event in read_state(run.path).events_of_attempt()]
     EventLog(run.events, now=lambda: START + 1001).emit("run_started", num_steps=20, start_step=3)
-    assert [event["kind"] for event in read_state(run.path).of_this_attempt()] == ["run_started"]
+    assert [event["kind"] for event in read_state(run.path).events_of_attempt()] == ["run_started"]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from rlctl.cluster.hosts import pod_host
-from rlctl.cluster.kubernetes.kubectl import Kubectl, explained, is_hopeless, is_ready, node_of, waits_for
+from rlctl.cluster.kubernetes.kubectl import Kubectl, explain_errors, is_hopeless, is_ready, node_of, waits_for
 from rlctl.cluster.kubernetes.manifest import as_yaml, ray_cluster, ray_job
 from rlctl.config.cluster_schema import KubernetesCluster
 from rlctl.config.errors import ConfigError
@@ -142,8 +142,8 @@ def test_why_a_pod_is_not_ready() -> None:
     ],
 )
 def test_what_kubectl_says_is_a_line(said: str, means: str) -> None:
-    assert means in explained(said)
-    assert "\n" not in explained(said)
+    assert means in explain_errors(said)
+    assert "\n" not in explain_errors(said)
 
 
 def test_commands_name_context_and_namespace_where_they_are_set() -> None:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rlctl.cluster.ray_start import Place, joined, start_request
+from rlctl.cluster.ray_start import Place, join_address, start_request
 from rlctl.cluster.state import ClusterNode, ClusterState
 from rlctl.config.load_cluster import load_cluster
 
@@ -75,4 +75,4 @@ def test_the_object_store_fits_into_shared_memory() -> None:
 
 
 def test_an_address_of_ipv6_has_brackets() -> None:
-    assert (joined("10.0.0.1", 1), joined("fd00::1", 1)) == ("10.0.0.1:1", "[fd00::1]:1")
+    assert (join_address("10.0.0.1", 1), join_address("fd00::1", 1)) == ("10.0.0.1:1", "[fd00::1]:1")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rlctl.cluster.hosts import Host, HostError, script, ssh_host
-from rlctl.cluster.requirements import clock_skew, facts, minor, problems, taken, warnings
+from rlctl.cluster.requirements import clock_skew, facts, minor, problems, taken_port_problems, warnings
 from rlctl.preflight.version import own_version
 
 GOOD: dict[str, Any] = {
@@ -60,7 +60,9 @@ def test_each_lack_is_a_line_with_what_mends_it(changes: dict[str, Any], said: s
 
 def test_all_lacks_are_told_at_once() -> None:
     assert len(judged(python="3.8.1", ray="1.0.0", time=0.0, disk=0)) == 4
-    assert taken(GOOD | {"taken": [6379]}) == ["port 6379 is taken: stop what listens there, or set another"]
+    assert taken_port_problems(GOOD | {"taken": [6379]}) == [
+        "port 6379 is taken: stop what listens there, or set another"
+    ]
 
 
 @pytest.mark.parametrize(("time", "skew"), [(100.0, 0), (101.0, 0), (101.5, 0.5), (99.0, -1.0)])
@@ -69,7 +71,8 @@ def test_a_slow_answer_is_no_skew(time: float, skew: float) -> None:
 
 
 def test_warnings_are_of_what_works_but_not_well() -> None:
-    first, second = GOOD | {"driver": "570.1"}, GOOD | {"driver": "550.2", "shm": 64 << 20}
+    first = GOOD | {"driver": "570.1"}
+    second = GOOD | {"driver": "550.2", "shm": 64 << 20}
     assert warnings({"a": first, "b": first}) == []
     assert warnings({"a": first, "b": second}) == [
         "b: /dev/shm has 0.1 GiB; in a container: --shm-size=2g or more",

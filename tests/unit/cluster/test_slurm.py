@@ -56,7 +56,8 @@ def test_every_option_has_its_line() -> None:
 
 def test_tasks_are_told_the_same_ray_arguments_as_hosts_over_ssh() -> None:
     plan = plan_of("nodes=2", "gpus_per_node=8")
-    head, other = plan["head"]["arguments"], plan["other"]["arguments"]
+    head = plan["head"]["arguments"]
+    other = plan["other"]["arguments"]
     assert {"--head", "--port={port}", "--dashboard-host=127.0.0.1", "--dashboard-port={port}"} <= set(head)
     assert {"--address={head}", "--node-ip-address={address}", "--node-name={name}", "--num-gpus=8"} <= set(other)
     # Ray would count the machine's cores, of which the job may have a part.
@@ -116,7 +117,7 @@ def test_the_shared_folder_is_private_and_gone_but_for_logs(tmp_path: Path) -> N
     reports = {0: {"name": "n1", "folder": "/tmp/a"}, 1: {"name": "n2", "folder": "/tmp/b", "ended": {"left": [5]}}}
     for index, report in reports.items():
         (shared.path / "nodes" / f"{index}.json").write_text(json.dumps(report))
-    assert shared.uncleared() == [
+    assert shared.cleanup_problems() == [
         "n1: ended without clearing up: look for /tmp/a there",
         "n2: processes 5 would not end",
     ]

@@ -89,10 +89,15 @@ def test_the_token_must_be_there_private_and_the_right_one() -> None:
 
 
 def test_one_command_at_a_time_changes_a_cluster() -> None:
-    store, other = ClusterStore("lab"), ClusterStore("lab")
-    with store.locked(), pytest.raises(ClusterError, match="another rlctl is starting or stopping lab"), other.locked():
+    store = ClusterStore("lab")
+    other = ClusterStore("lab")
+    with (
+        store.hold_lock(),
+        pytest.raises(ClusterError, match="another rlctl is starting or stopping lab"),
+        other.hold_lock(),
+    ):
         pass
-    with other.locked():
+    with other.hold_lock():
         pass
 
 

@@ -65,7 +65,8 @@ def test_a_driver_that_is_gone_without_a_word_is_marked(
     tmp_path: Path, job_api: int, monkeypatch: pytest.MonkeyPatch, kinds: tuple[str, ...]
 ) -> None:
     run = run_of(tmp_path, *kinds)
-    before, request = read_state(run).status, request_of(tmp_path, dashboard=job_api, run=str(run))
+    before = read_state(run).status
+    request = request_of(tmp_path, dashboard=job_api, run=str(run))
     monkeypatch.setattr(JobApi, "status", {"status": "FAILED", "message": "line\nkilled by signal 9\n"})
     head_agent.status({**request, "job": "mine-0"})
     assert read_state(run).status == before
@@ -129,7 +130,8 @@ def test_a_job_of_any_run_name_is_asked_for_by_a_plain_url(
 
 def test_a_run_that_cannot_be_submitted_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    config, request = CONFIG, request_of(tmp_path)
+    config = CONFIG
+    request = request_of(tmp_path)
     with pytest.raises(OSError, match="refused"):
         head_agent.accept(request)
     assert os.listdir(tmp_path / "runs") == []

@@ -24,7 +24,8 @@ def fill(home: Path, *files: str) -> None:
 
 
 def test_paths_below_the_working_directory_and_recipes_become_relative(tmp_path: Path) -> None:
-    home, recipes = tmp_path / "home", tmp_path / "recipes"
+    home = tmp_path / "home"
+    recipes = tmp_path / "recipes"
     config = {
         "model": {"path": f"{recipes}/tiny/model"},
         "data": [f"{home}/data.jsonl", "/shared/other.jsonl", "organisation/name"],

@@ -30,7 +30,8 @@ def copy(there: Path, here: Path) -> None:
 
 
 def folders(tmp_path: Path) -> tuple[Path, Path]:
-    there, here = tmp_path / "there", tmp_path / "here"
+    there = tmp_path / "there"
+    here = tmp_path / "here"
     there.mkdir()
     here.mkdir()
     return there, here
@@ -123,5 +124,5 @@ def test_a_thread_that_fails_is_why_nothing_more_is_heard(
     monkeypatch.setattr(watch, "ask", broken)
     monkeypatch.setattr(watch, "try_lock", broken)
     followed = watch.ClusterRun(run=tmp_path, record=JobRecord("lab", "job-1", "/work", remote="/far"), state=state)
-    followed.told(getattr(followed, ending), threading.Event())
+    followed.follow_in_thread(getattr(followed, ending), threading.Event())
     assert followed.is_lost() and followed.lost == "lab can no longer be followed: KeyError: 'status'"
