@@ -27,7 +27,7 @@ class Violation(NamedTuple):
     """One contradiction that a check found."""
 
     key: str
-    what: str
+    message: str
     # Keys that `key` contradicts.
     others: tuple[str, ...] = ()
     # Place outside the config, such as a line of a data file; empty: where `key` or one of `others` was written.

@@ -21,42 +21,42 @@ def check_environment(config: GrpoConfig, sizes: ModelSizes | None) -> Violation
     """Find missing environments, and values that do not go with episodes."""
     section = config.environment
     if section.name is not None and section.choices:
-        what = "names environments beside environment.name: leave one of the two empty"
-        yield Violation("environment.choices", what, ("environment.name",))
+        message = "names environments beside environment.name: leave one of the two empty"
+        yield Violation("environment.choices", message, ("environment.name",))
     if section.args and section.name is None:
         yield Violation("environment.args", "are of environment.name, which is null; those of choices are in them")
-    yield from _rollout_function(config)
-    yield from _agent(config)
+    yield from _check_rollout_function(config)
+    yield from _check_agent(config)
     for key, name in _environment_names(config):
         with suppress(BrokenValueError):
-            if what := missing_plugin(name, ENVIRONMENTS, "Class"):
-                yield Violation(key, what)
+            if message := missing_plugin(name, ENVIRONMENTS, "Class"):
+                yield Violation(key, message)
     if not config.has_turns:
         return
-    yield from _lengths(config, sizes)
+    yield from _check_turn_lengths(config, sizes)
     if section.timeout_s >= config.run.deadline_s:
-        what = f"must be below run.deadline_s={config.run.deadline_s:g}, after which the run ends, not "
-        yield Violation("environment.timeout_s", f"{what}{section.timeout_s:g}", ("run.deadline_s",))
+        message = f"must be below run.deadline_s={config.run.deadline_s:g}, after which the run ends"
+        yield Violation("environment.timeout_s", f"{message}, not {section.timeout_s:g}", ("run.deadline_s",))
 
 
-def _rollout_function(config: GrpoConfig) -> Violations:
+def _check_rollout_function(config: GrpoConfig) -> Violations:
     name = config.rollout
     if name is None:
         return
     if config.environment.is_enabled:
-        what = "plays rollouts, and so does environment: leave one of the two at null"
-        yield Violation("rollout", what, ("environment.name",))
+        message = "plays rollouts, and so does environment: leave one of the two at null"
+        yield Violation("rollout", message, ("environment.name",))
     if ":" not in name:
         yield Violation("rollout", f"must be module:function or file.py:function, not {name}")
-    elif what := missing_plugin(name, (), "function"):
-        yield Violation("rollout", what)
+    elif message := missing_plugin(name, (), "function"):
+        yield Violation("rollout", message)
 
 
-def _agent(config: GrpoConfig) -> Violations:
+def _check_agent(config: GrpoConfig) -> Violations:
     agent = config.agent
-    others = {"environment.name": config.environment.is_enabled, "rollout": config.rollout is not None}
-    for key, given in others.items():
-        if agent.is_enabled and given:
+    other_players = {"environment.name": config.environment.is_enabled, "rollout": config.rollout is not None}
+    for key, is_set in other_players.items():
+        if agent.is_enabled and is_set:
             yield Violation("agent", f"plays rollouts, and so does {key}: leave one of the two at null", (key,))
     if agent.name is not None and agent.command is not None:
         yield Violation("agent.command", "runs an agent, and so does agent.name: leave one at null", ("agent.name",))
@@ -65,18 +65,18 @@ def _agent(config: GrpoConfig) -> Violations:
     if agent.name is not None:
         if ":" not in agent.name:
             yield Violation("agent.name", f"must be module:function or file.py:function, not {agent.name}")
-        elif what := missing_plugin(agent.name, (), "function"):
-            yield Violation("agent.name", what)
+        elif message := missing_plugin(agent.name, (), "function"):
+            yield Violation("agent.name", message)
     if agent.command is not None:
-        yield from _command("agent.command", agent.command)
-        yield from _command("agent.wrap", agent.wrap or agent.command)
+        yield from _check_command("agent.command", agent.command)
+        yield from _check_command("agent.wrap", agent.wrap or agent.command)
     try:
         ip_address(agent.bind)
     except ValueError:
         yield Violation("agent.bind", f"must be an address of this machine, as 127.0.0.1 or 0.0.0.0, not {agent.bind}")
 
 
-def _command(key: str, text: str) -> Violations:
+def _check_command(key: str, text: str) -> Violations:
     """Find a command without words, or whose program is not on this machine."""
     try:
         words = shlex.split(text)
@@ -99,20 +99,21 @@ def _environment_names(config: GrpoConfig) -> Iterator[tuple[str, str]]:
             yield f"environment.choices.{key}.name", choice.name
 
 
-def _lengths(config: GrpoConfig, sizes: ModelSizes | None) -> Violations:
+def _check_turn_lengths(config: GrpoConfig, sizes: ModelSizes | None) -> Violations:
     """Find lengths that do not fit a conversation."""
-    longest, turn = config.environment.max_length, config.generation.max_new_tokens
+    longest = config.environment.max_length
+    turn_tokens = config.generation.max_new_tokens
     limits = (config.model.max_length, sizes.max_positions if sizes else None)
-    limit = min((each for each in limits if each is not None), default=None)
-    if longest is not None and limit is not None and longest > limit:
-        what = f"must be at most the longest sequence, {limit}, not {longest}"
-        yield Violation(_MAX_LENGTH, what, ("model.max_length",))
-    if longest is not None and turn >= longest:
-        what = f"bounds one turn and must be below {_MAX_LENGTH}={longest}, not {turn}"
-        yield Violation("generation.max_new_tokens", what, (_MAX_LENGTH,))
+    lowest_limit = min((limit for limit in limits if limit is not None), default=None)
+    if longest is not None and lowest_limit is not None and longest > lowest_limit:
+        message = f"must be at most the longest sequence, {lowest_limit}, not {longest}"
+        yield Violation(_MAX_LENGTH, message, ("model.max_length",))
+    if longest is not None and turn_tokens >= longest:
+        message = f"bounds one turn and must be below {_MAX_LENGTH}={longest}, not {turn_tokens}"
+        yield Violation("generation.max_new_tokens", message, (_MAX_LENGTH,))
     if config.data.max_prompt_length is not None and config.opens_prompts:
-        what = f"a prompt is known when its episode begins: leave it null; {_MAX_LENGTH} bounds the conversation"
-        yield Violation("data.max_prompt_length", what, ("environment.name",))
+        message = f"a prompt is known when its episode begins: leave it null; {_MAX_LENGTH} bounds the conversation"
+        yield Violation("data.max_prompt_length", message, ("environment.name",))
     if config.grpo.overlong.penalty_tokens is not None:
-        what = "is for rollouts of one turn: leave it null, or value lengths in get_reward or in a reward"
-        yield Violation("grpo.overlong.penalty_tokens", what, ("environment.name",))
+        message = "is for rollouts of one turn: leave it null, or value lengths in get_reward or in a reward"
+        yield Violation("grpo.overlong.penalty_tokens", message, ("environment.name",))

@@ -34,61 +34,63 @@ def check_data(config: RunConfig) -> Violations:
     if data.train.path is None and not data.train.sources:
         yield Violation("data.train.path", "not set: a file (.jsonl, .json, .csv, .parquet), or a hub dataset name")
     if data.train.path is not None and data.train.sources:
-        what = "data.train.path names a data set, and these name others: set path to null or sources to {}"
-        yield Violation("data.train.sources", what, ("data.train.path",))
-    asked, answered = config.needs_prompts, config.needs_answers
+        message = "data.train.path names a data set, and these name others: set path to null or sources to {}"
+        yield Violation("data.train.sources", message, ("data.train.path",))
     sources = {f"train.sources.{name}": section for name, section in data.train.sources.items()}
     for name, dataset in {"train": data.train, "validation": data.validation, **sources}.items():
-        for where, key, what in _check_dataset(dataset, asked, answered, f"data.{name}"):
-            yield Violation(f"data.{name}.{key}", what, where=where)
+        problems = _check_dataset(dataset, config.needs_prompts, config.needs_answers, f"data.{name}")
+        for where, key, message in problems:
+            yield Violation(f"data.{name}.{key}", message, where=where)
     if data.validation.path is not None and data.validation.fraction is not None:
-        what = "holds rows of data.train out, and data.validation.path names others: set one of them to null"
-        yield Violation("data.validation.fraction", what, ("data.validation.path",))
+        message = "holds rows of data.train out, and data.validation.path names others: set one of them to null"
+        yield Violation("data.validation.fraction", message, ("data.validation.path",))
 
 
 def check_validation(config: RunConfig) -> Violations:
     """Find several answers that would all be the same."""
     count = config.validation.num_generations
     if count > 1 and config.validation.temperature == 0:
-        what = f"{count} greedy answers are all the same; set validation.temperature above 0, or 1 here"
-        yield Violation("validation.num_generations", what, ("validation.temperature",))
+        message = f"{count} greedy answers are all the same; set validation.temperature above 0, or 1 here"
+        yield Violation("validation.num_generations", message, ("validation.temperature",))
 
 
-def _check_dataset(dataset: DatasetSection, asked: bool, answered: bool, key: str) -> Iterator[tuple[str, str, str]]:
+def _check_dataset(
+    dataset: DatasetSection, needs_prompt: bool, needs_answer: bool, key: str
+) -> Iterator[tuple[str, str, str]]:
     """Yield (where, key, problem) for unusable files, by the first row of the first file; where: empty for the config's
     own line.
 
-    asked: rows need a prompt. answered: rows need an answer, which a chat holds itself. key: of the section.
+    needs_prompt: rows need a prompt. needs_answer: rows need an answer, which a chat holds itself. key: of the section.
     """
-    files = [each for each in files_of(dataset.path or []) if os.path.isfile(each)]
+    files = [file for file in files_of(dataset.path or []) if os.path.isfile(file)]
     for file in files:
         if not is_file_of_rows(file):
-            yield (
-                "",
-                "path",
-                f"{show_path(Path(file))} is no {', '.join(FILE_SUFFIXES[:-1])} or {FILE_SUFFIXES[-1]} file",
-            )
+            suffixes = f"{', '.join(FILE_SUFFIXES[:-1])} or {FILE_SUFFIXES[-1]}"
+            yield "", "path", f"{show_path(Path(file))} is no {suffixes} file"
             return
+    # pyarrow comes with the engines: without it nothing can run.
     if not files or (files[0].endswith(".parquet") and find_spec("pyarrow") is None):
-        return  # It comes with the engines; without them nothing can run anyway.
+        return
     path = files[0]
     try:
         place, row = first_row(path)
     except (OSError, DataError) as error:
-        what = str(error).removeprefix(path).removeprefix(": ")
-        yield "", "path", f"{show_path(Path(path))}{what}" if what[:1] in ":[" else f"{show_path(Path(path))}: {what}"
+        reason = str(error).removeprefix(path).removeprefix(": ")
+        separator = "" if reason[:1] in ":[" else ": "
+        yield "", "path", f"{show_path(Path(path))}{separator}{reason}"
         return
     where = f"{show_path(Path(path))}{place.removeprefix(path)}"
     if has_column(row, dataset.messages_key):
         return
-    remedy, listed = convention(row, key), f"; it has {', '.join([*row][:8])}"
-    if asked and not has_column(row, dataset.prompt_key):
-        wanted = f"no column {dataset.prompt_key} or {dataset.messages_key}"
-        yield where, "prompt_key", wanted + (remedy or did_you_mean(dataset.prompt_key, row) or listed)
-        # It tells both keys.
-        answered = answered and not remedy
-    if answered and not has_column(row, dataset.answer_key):
-        hint = remedy or did_you_mean(dataset.answer_key, row) or listed
+    remedy = convention(row, key)
+    column_list = f"; it has {', '.join([*row][:8])}"
+    if needs_prompt and not has_column(row, dataset.prompt_key):
+        hint = remedy or did_you_mean(dataset.prompt_key, row) or column_list
+        yield where, "prompt_key", f"no column {dataset.prompt_key} or {dataset.messages_key}{hint}"
+        # The remedy names the key of the answer too.
+        needs_answer = needs_answer and not remedy
+    if needs_answer and not has_column(row, dataset.answer_key):
+        hint = remedy or did_you_mean(dataset.answer_key, row) or column_list
         yield where, "answer_key", f"no column {dataset.answer_key}{hint}"
 
 
@@ -107,9 +109,9 @@ def check_reward(reward: RewardSection) -> Iterator[tuple[str, str]]:
             if groups == 0:
                 advice = "put what is compared with the answer in brackets"
                 yield "pattern", f"has no group: {advice}, not {shorten(reward.pattern)}"
-    what = missing_plugin(reward.name, REWARDS, "function")
-    if what := what or (missing_library() if reward.name == "reasoning_gym" else ""):
-        yield "name", what
+    message = missing_plugin(reward.name, REWARDS, "function")
+    if message := message or (missing_library() if reward.name == "reasoning_gym" else ""):
+        yield "name", message
 
 
 def check_run_name(config: RunConfig) -> Violations:
@@ -119,21 +121,22 @@ def check_run_name(config: RunConfig) -> Violations:
         return
     folder = Path(run.dir) / str(run.name)
     if not re.fullmatch(r"\w[\w.+=-]*", str(run.name)):
-        what = f"must be letters, digits and any of . _ - + =, not {shorten(repr(run.name))}"
+        message = f"must be letters, digits and any of . _ - + =, not {shorten(repr(run.name))}"
     elif len(os.fsencode(run.name)) > _LONGEST_NAME:
-        what = f"must be at most {_LONGEST_NAME} letters, since it names a folder, not {len(run.name)}"
+        message = f"must be at most {_LONGEST_NAME} letters, since it names a folder, not {len(run.name)}"
     elif not os.path.exists(folder):
         return
+    elif (folder / "config.yaml").is_file():
+        message = f"{folder} exists: continue it with --resume {quote(str(folder))}, or choose another name"
     else:
-        resume = f"continue it with --resume {quote(str(folder))}, or " * (folder / "config.yaml").is_file()
-        what = f"{folder} exists: {resume}choose another name"
-    yield Violation("run.name", what)
+        message = f"{folder} exists: choose another name"
+    yield Violation("run.name", message)
 
 
 def check_run_folder(config: RunConfig) -> Violations:
     """Find a folder that cannot be made or written to."""
-    if what := _unwritable(config.run.dir):
-        yield Violation("run.dir", what)
+    if message := _unwritable(config.run.dir):
+        yield Violation("run.dir", message)
 
 
 def _unwritable(directory: str) -> str:
@@ -159,25 +162,23 @@ def missing_megatron() -> str | None:
     return None if find_spec("megatron") else "megatron needs megatron-core: pip install 'rlctl[megatron]'"
 
 
-def missing_plugin(name: str, known: Iterable[str], kind: str) -> str:
+def missing_plugin(name: str, known_names: Iterable[str], kind: str) -> str:
     """Return the problem with a name that must be `known`, `module:object` or `file.py:object`; empty if none.
 
     Judged by the source alone. kind: the object's kind, a function or a Class.
     """
-    if name in known:
+    if name in known_names:
         return ""
     if name.endswith(".py"):
         return f"{name} names a file alone: write {name}:{kind}"
     if ":" not in name:
-        return f"must be {', '.join(known)} or module:{kind}, not {name}{did_you_mean(name, known)}"
+        return f"must be {', '.join(known_names)} or module:{kind}, not {name}{did_you_mean(name, known_names)}"
     module, _, attribute = name.rpartition(":")
     file: Path | None = Path(module)
     if not module.endswith(".py"):
         names = module.split(".")
-        folders = [Path.cwd(), *map(Path, sys.path)] if all(name.isidentifier() for name in names) else []
-        forms = (f"{'/'.join(names)}.py", f"{'/'.join(names)}/__init__.py")
-        files = (folder / form for folder in folders for form in forms)
-        file = next((each for each in files if os.path.isfile(each)), None)
+        is_dotted_name = all(name.isidentifier() for name in names)
+        file = _find_module("/".join(names)) if is_dotted_name else None
     if file is None:
         return f"no module {shorten(module)} beside the recipe, in the current directory or on the Python path"
     if not os.path.isfile(file):
@@ -193,10 +194,22 @@ def missing_plugin(name: str, known: Iterable[str], kind: str) -> str:
     return f"{show_path(file)} defines no {attribute or kind}{did_you_mean(attribute, defined)}"
 
 
-def require_plugin(where: str, name: str, known: Iterable[str], kind: str) -> None:
+def require_plugin(where: str, name: str, known_names: Iterable[str], kind: str) -> None:
     """Raise ConfigError if a plugin is missing, see `missing_plugin`. where: the option that named it."""
-    if what := missing_plugin(name, known, kind):
-        raise ConfigError([Problem(where, "", what)])
+    if message := missing_plugin(name, known_names, kind):
+        raise ConfigError([Problem(where, "", message)])
+
+
+def _find_module(path: str) -> Path | None:
+    """Return the file of a module, looked for in the current directory and on the Python path; None if there is none.
+
+    path: the module's name with slashes.
+    """
+    for folder in (Path.cwd(), *map(Path, sys.path)):
+        for file in (folder / f"{path}.py", folder / f"{path}/__init__.py"):
+            if os.path.isfile(file):
+                return file
+    return None
 
 
 def _defined_names(file: Path) -> set[str]:
@@ -213,31 +226,32 @@ def _defined_names(file: Path) -> set[str]:
 
 def check_generated(config: RunConfig) -> Violations:
     """Find data sets that cannot be made, and held-out rows in training."""
-    usable: dict[str, range] = {}
-    for key, section in _sections(config):
-        made = generator_of(section.path)
-        if made is None and section.args:
-            what = "are of rows that a library makes, as for the path reasoning_gym:chain_sum, not of those of"
-            yield Violation(f"{key}.args", f"{what} {path_text(section.path)}", (f"{key}.path",))
-        if made is None:
+    seeds_by_key: dict[str, range] = {}
+    for key, section in _dataset_sections(config):
+        generator_and_name = generator_of(section.path)
+        if generator_and_name is None:
+            if section.args:
+                message = "are of rows that a library makes, as for the path reasoning_gym:chain_sum, not of those of"
+                yield Violation(f"{key}.args", f"{message} {path_text(section.path)}", (f"{key}.path",))
             continue
-        generator, name = made
+        generator, name = generator_and_name
         problems = generator.problems(name, section.args)
-        yield from (Violation(f"{key}.{inner}", what, (f"{key}.path",)) for inner, what in problems)
+        yield from (Violation(f"{key}.{inner}", message, (f"{key}.path",)) for inner, message in problems)
         if not problems:
-            usable[key] = generator.seeds(name, section.args)
-    held_out = usable.pop("data.validation", range(0))
-    sections = dict(_sections(config))
-    for key, seeds in usable.items():
-        same = sections[key].path == sections["data.validation"].path
-        if same and range(max(seeds.start, held_out.start), min(seeds.stop, held_out.stop)):
-            own, theirs = (f"{each.start} to {each.stop - 1}" for each in (held_out, seeds))
-            what = f"a row has a seed of its own, here {own}, and {theirs} in {key}: rows that are trained on would be "
-            what += f"held out; {seeds.stop} is free"
-            yield Violation("data.validation.args.seed", what, (f"{key}.args.seed",))
+            seeds_by_key[key] = generator.seeds(name, section.args)
+    held_out = seeds_by_key.pop("data.validation", range(0))
+    sections = dict(_dataset_sections(config))
+    for key, seeds in seeds_by_key.items():
+        is_same_dataset = sections[key].path == sections["data.validation"].path
+        if is_same_dataset and range(max(seeds.start, held_out.start), min(seeds.stop, held_out.stop)):
+            held_out_text = f"{held_out.start} to {held_out.stop - 1}"
+            trained_text = f"{seeds.start} to {seeds.stop - 1}"
+            message = f"a row has a seed of its own, here {held_out_text}, and {trained_text} in {key}: rows that are "
+            message += f"trained on would be held out; {seeds.stop} is free"
+            yield Violation("data.validation.args.seed", message, (f"{key}.args.seed",))
 
 
-def _sections(config: RunConfig) -> Iterator[tuple[str, DatasetSection]]:
+def _dataset_sections(config: RunConfig) -> Iterator[tuple[str, DatasetSection]]:
     """Yield (key, section) of every data set; that of data.train where it has no sources."""
     data = config.data
     if not data.train.sources:

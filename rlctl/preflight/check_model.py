@@ -23,7 +23,8 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 
 def check_model(config: RunConfig) -> Violations:
     """Find files of model and tokenizer that are missing or cannot be used."""
-    model, path = config.model, config.model.path
+    model = config.model
+    path = model.path
     file = config_file(path)
     if file is None and is_adapter(Path(path)):
         # The adapter's base is a model of the hub, which the run fetches, or `check_adapters` says more.
@@ -44,11 +45,11 @@ def check_model(config: RunConfig) -> Violations:
         try:
             check_weights(file.parent)
         except ModelError as error:
-            what, others = str(error), list[str]()
-            if not has_weights(file.parent):
-                what += "; model.random_init=true starts from random weights"
-                others.append("model.random_init")
-            yield Violation("model.path", what, tuple(others))
+            if has_weights(file.parent):
+                yield Violation("model.path", str(error))
+            else:
+                message = f"{error}; model.random_init=true starts from random weights"
+                yield Violation("model.path", message, ("model.random_init",))
     tokenizer = Path(model.tokenizer or file.parent)
     if os.path.isfile(tokenizer):
         yield Violation("model.tokenizer", f"{tokenizer} is a file; needed: a folder that has a tokenizer.json")
@@ -86,80 +87,89 @@ def live_run_note(model: str) -> str | None:
 
 def model_notes(sizes: ModelSizes, device: Device) -> list[str]:
     """Return notes on slow parts of a model, and on those left out of training."""
-    said = []
+    notes = []
     if sizes.one_sequence_a_row:
         cost = "rows are padded by up to their own length (train/padding) and have no kernels for packs"
-        if pair := max((each.pair for each in sizes.row_bytes), default=0):
-            cost += f", and attention keeps scores: {pair:,} bytes for each pair of a row's tokens"
-        said.append(f"the model trains one sequence a row, not packs: {sizes.one_sequence_a_row}; {cost}")
+        pair_bytes = max((row_bytes.pair for row_bytes in sizes.row_bytes), default=0)
+        if pair_bytes:
+            cost += f", and attention keeps scores: {pair_bytes:,} bytes for each pair of a row's tokens"
+        notes.append(f"the model trains one sequence a row, not packs: {sizes.one_sequence_a_row}; {cost}")
     if sizes.dropout:
-        said.append(f"dropout is off in training, since engines have none: {', '.join(sizes.dropout)} of config.json")
+        notes.append(f"dropout is off in training, since engines have none: {', '.join(sizes.dropout)} of config.json")
     if sizes.state_layers and device == "cuda" and not has_kernels():
-        what = f"{sizes.state_layers} layers carry a state, and flash-linear-attention (fla-core) is not installed"
-        said.append(f"{what}: torch computes them many times slower; pip install 'rlctl[linear-attention]'")
-    return said
+        message = f"{sizes.state_layers} layers carry a state, and flash-linear-attention (fla-core) is not installed"
+        notes.append(f"{message}: torch computes them many times slower; pip install 'rlctl[linear-attention]'")
+    return notes
 
 
 def check_lengths(settled: Settled) -> Violations:
     """Find lengths of prompts and answers that do not fit the longest sequence."""
     config = settled.config
-    limit, own = settled.facts.max_positions if settled.facts else None, config.model.max_length
-    if own is not None and limit is not None and own > limit:
-        yield Violation("model.max_length", f"must be at most {limit}, the model's max_position_embeddings, not {own}")
-    longest = min((value for value in (own, limit) if value is not None), default=None)
+    max_length = config.model.max_length
+    max_positions = settled.facts.max_positions if settled.facts else None
+    if max_length is not None and max_positions is not None and max_length > max_positions:
+        message = f"must be at most {max_positions}, the model's max_position_embeddings, not {max_length}"
+        yield Violation("model.max_length", message)
+    longest = min((limit for limit in (max_length, max_positions) if limit is not None), default=None)
     if longest is None:
         return
-    below, prompt = f"must be below the longest sequence, {longest}, not ", config.data.max_prompt_length
+    requirement = f"must be below the longest sequence, {longest}"
+    prompt_tokens = config.data.max_prompt_length
     if settled.grpo is None:
-        if prompt is not None and prompt >= longest:
-            yield Violation("data.max_prompt_length", below + str(prompt), ("model.max_length",))
+        if prompt_tokens is not None and prompt_tokens >= longest:
+            yield Violation("data.max_prompt_length", f"{requirement}, not {prompt_tokens}", ("model.max_length",))
         return
-    answer = settled.grpo.config.generation.max_new_tokens
-    if answer >= longest:
-        yield Violation("generation.max_new_tokens", below + str(answer), ("model.max_length",))
-    elif prompt is not None and prompt + answer > longest:
-        both = f"{prompt} + generation.max_new_tokens {answer} = {prompt + answer}"
-        what = f"{both} is above the longest sequence, {longest}; try {longest - answer}"
-        yield Violation("data.max_prompt_length", what, ("generation.max_new_tokens", "model.max_length"))
+    answer_tokens = settled.grpo.config.generation.max_new_tokens
+    if answer_tokens >= longest:
+        yield Violation("generation.max_new_tokens", f"{requirement}, not {answer_tokens}", ("model.max_length",))
+    elif prompt_tokens is not None and prompt_tokens + answer_tokens > longest:
+        arithmetic = f"{prompt_tokens} + generation.max_new_tokens {answer_tokens} = {prompt_tokens + answer_tokens}"
+        message = f"{arithmetic} is above the longest sequence, {longest}; try {longest - answer_tokens}"
+        yield Violation("data.max_prompt_length", message, ("generation.max_new_tokens", "model.max_length"))
 
 
 def check_micro_batch(settled: Settled) -> Violations:
     """Find micro-batches that do not hold the longest sequence, or all rows of a rollout where the loss needs them."""
-    tokens, longest, grpo = settled.config.trainer.micro_batch_tokens, settled.longest_sequence, settled.grpo
+    tokens = settled.config.trainer.micro_batch_tokens
+    longest = settled.longest_sequence
+    grpo = settled.grpo
     if longest is None or tokens == "auto":
         return
     if tokens < longest:
-        lower = ["model.max_length", *["data.max_prompt_length"] * (grpo is not None)]
-        advice = f"raise it, or lower {' or '.join(lower)}"
-        what = f"must hold the longest sequence, {longest} tokens, not {tokens}; {advice}"
-        yield Violation("trainer.micro_batch_tokens", what, (*lower, "generation.max_new_tokens"))
+        length_keys = ["model.max_length"]
+        if grpo is not None:
+            length_keys.append("data.max_prompt_length")
+        advice = f"raise it, or lower {' or '.join(length_keys)}"
+        message = f"must hold the longest sequence, {longest} tokens, not {tokens}; {advice}"
+        yield Violation("trainer.micro_batch_tokens", message, (*length_keys, "generation.max_new_tokens"))
         return
-    whole = settled.longest_rollout
-    if grpo and whole is not None and tokens < whole:
-        turns, fitting = grpo.config.environment.max_turns, tokens // longest
-        what = f"must hold whole rollouts, which grpo.loss needs: with environment.history=strip {turns} turns may be "
-        what += f"{turns} rows of up to {longest} tokens, {whole} together, not {tokens}; raise it, or set "
-        what += f"environment.max_turns={fitting} or environment.history=keep"
-        others = ("environment.history", "environment.max_turns", "grpo.loss.name")
-        yield Violation("trainer.micro_batch_tokens", what, others)
+    rollout_tokens = settled.longest_rollout
+    if grpo and rollout_tokens is not None and tokens < rollout_tokens:
+        turns = grpo.config.environment.max_turns
+        message = f"must hold whole rollouts, which grpo.loss needs: with environment.history=strip {turns} turns may "
+        message += f"be {turns} rows of up to {longest} tokens, {rollout_tokens} together, not {tokens}; raise it, or "
+        message += f"set environment.max_turns={tokens // longest} or environment.history=keep"
+        other_keys = ("environment.history", "environment.max_turns", "grpo.loss.name")
+        yield Violation("trainer.micro_batch_tokens", message, other_keys)
 
 
 def check_graph(settled: SettledSft) -> Violations:
     """Find a warm-up of compiled graphs that is above the longest sequence."""
-    warmup, longest = settled.config.ray_compiled_graph.warmup_seq_len, settled.longest_sequence
-    if warmup and longest is not None and warmup > longest:
-        what = f"must be at most the longest sequence, {longest}, not {warmup}"
-        yield Violation("ray_compiled_graph.warmup_seq_len", what, ("model.max_length",))
+    warmup_tokens = settled.config.ray_compiled_graph.warmup_seq_len
+    longest = settled.longest_sequence
+    if warmup_tokens and longest is not None and warmup_tokens > longest:
+        message = f"must be at most the longest sequence, {longest}, not {warmup_tokens}"
+        yield Violation("ray_compiled_graph.warmup_seq_len", message, ("model.max_length",))
 
 
 def check_chat(config: RunConfig) -> Violations:
     """Find a system prompt or arguments without a template, and arguments that the template does not take."""
     data = config.data
     if data.chat_template == "none":
-        what = "needs a chat template, but data.chat_template is none"
+        message = "needs a chat template, but data.chat_template is none"
         for key in ("system_prompt", "chat_template_kwargs"):
             if getattr(data, key) not in (None, {}):
-                yield Violation(f"data.{key}", what, ("data.chat_template",))
+                yield Violation(f"data.{key}", message, ("data.chat_template",))
     elif data.chat_template_kwargs and (templates := templates_of(config)):
         for name, reason in unknown_arguments(data.chat_template_kwargs, templates).items():
             yield Violation(f"data.chat_template_kwargs.{name}", reason, ("data.chat_template",))

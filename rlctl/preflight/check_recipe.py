@@ -20,24 +20,30 @@ def check_recipe(settled: SettledSft, away: bool) -> Violations:
 
     away: the run is to be elsewhere, where installed packages are checked.
     """
-    config, sampled = settled.config, settled.sampling
+    config = settled.config
     recipe = config.validation.recipe
-    if recipe is None or sampled is None:
+    sampling = settled.sampling
+    if recipe is None or sampling is None:
         return
     if not recipe.data.has_validation:
-        what = "is null, so that the recipe has no held-out prompts to sample: name them, or another recipe"
-        yield Violation(f"{RECIPE}.data.validation.path", what)
-    ours, theirs = config.model.tokenizer or config.model.path, recipe.model.tokenizer
-    if theirs not in (None, ours):
-        what = f"{theirs} is not the tokenizer that the run trains with, {ours}: set it to null, which is that one"
-        yield Violation(f"{RECIPE}.model.tokenizer", what, ("model.tokenizer",))
-    sampling, sizes = sampled.config, settled.facts
-    checks = [check_lengths(sampled), check_chat(sampling), check_validation(sampling), check_data(sampling)]
-    checks += [check_rewards(sampling), check_environment(sampling, sizes), check_engines(sampled, away)]
-    checks += [] if away else [check_generated(sampling)]
+        message = "is null, so that the recipe has no held-out prompts to sample: name them, or another recipe"
+        yield Violation(f"{RECIPE}.data.validation.path", message)
+    run_tokenizer = config.model.tokenizer or config.model.path
+    recipe_tokenizer = recipe.model.tokenizer
+    if recipe_tokenizer not in (None, run_tokenizer):
+        message = f"{recipe_tokenizer} is not the tokenizer that the run trains with, {run_tokenizer}"
+        message = f"{message}: set it to null, which is that one"
+        yield Violation(f"{RECIPE}.model.tokenizer", message, ("model.tokenizer",))
+    # The recipe with the run's own values in place of those in `_OWN`.
+    sampled = sampling.config
+    checks = [check_lengths(sampling), check_chat(sampled), check_validation(sampled), check_data(sampled)]
+    checks += [check_rewards(sampled), check_environment(sampled, settled.facts), check_engines(sampling, away)]
+    if not away:
+        checks.append(check_generated(sampled))
     for violations in checks:
-        for each in unbroken(violations):
-            yield each._replace(key=_recipe_key(each.key), others=tuple(map(_recipe_key, each.others)))
+        for violation in unbroken(violations):
+            other_keys = tuple(_recipe_key(key) for key in violation.others)
+            yield violation._replace(key=_recipe_key(violation.key), others=other_keys)
 
 
 def recipe_notes(config: SftConfig) -> Iterator[str]:

@@ -41,21 +41,22 @@ def check_trackers(config: RunConfig) -> Violations:
     for index, tracker in enumerate(sections):
         # A broken value ends the checks of one tracker alone.
         key = f"telemetry.trackers.{index}"
-        yield from unbroken(_refused(tracker, key))
+        yield from unbroken(_check_texts(tracker, key))
         yield from unbroken(_check_tracker(tracker, key, sections[:index]))
 
 
 def _check_tracker(tracker: TrackerSection, key: str, earlier: Sequence[TrackerSection]) -> Violations:
     name = tracker.name
-    what = missing_plugin(name, TRACKERS, "Class")
-    if not what and name in TRACKERS and find_spec(name) is None:
-        what = f"{name} is not installed: pip install 'rlctl[{name}]', or leave it out"
-    elif name in TRACKERS and any(type(each) is type(tracker) for each in earlier):
-        what = f"{name} is in the list twice"
-    if what := what or _missing(tracker):
-        yield Violation(f"{key}.name", what)
+    message = missing_plugin(name, TRACKERS, "Class")
+    if not message and name in TRACKERS and find_spec(name) is None:
+        message = f"{name} is not installed: pip install 'rlctl[{name}]', or leave it out"
+    elif name in TRACKERS and any(type(other) is type(tracker) for other in earlier):
+        message = f"{name} is in the list twice"
+    if message := message or _missing_login(tracker):
+        yield Violation(f"{key}.name", message)
     elif isinstance(tracker, UserTrackerSection):
-        yield from (Violation(each.key, each.what, (f"{key}.name",)) for each in _tracker_problems(tracker, key))
+        for problem in _tracker_problems(tracker, key):
+            yield Violation(problem.key, problem.what, (f"{key}.name",))
 
 
 def _tracker_problems(tracker: UserTrackerSection, key: str) -> list[Problem]:
@@ -64,30 +65,33 @@ def _tracker_problems(tracker: UserTrackerSection, key: str) -> list[Problem]:
         plugin = load_object(tracker.name)
     except (Exception, SystemExit) as error:
         return [Problem("", f"{key}.name", import_error(error, __file__))]
-    own = tracker.name.rpartition(":")[2]
+    class_name = tracker.name.rpartition(":")[2]
     if not callable(plugin):
-        return [Problem("", f"{key}.name", f"must be a class, not {type(plugin).__name__}: `class {own}:`")]
+        return [Problem("", f"{key}.name", f"must be a class, not {type(plugin).__name__}: `class {class_name}:`")]
     problems = call_options(plugin, TRACKER_ARGUMENTS, tracker.further, key)[1]
     # A function may return any class, and __getattr__ any method.
     if isinstance(plugin, type) and not hasattr(plugin, "__getattr__"):
-        lacking = [each for word, each in TRACKER_METHODS.items() if not callable(getattr(plugin, word, None))]
-        what = f"{own} lacks {', '.join(lacking)}, which every tracker has"
-        problems += [Problem("", f"{key}.name", what)] * bool(lacking)
+        missing_methods = [
+            signature for name, signature in TRACKER_METHODS.items() if not callable(getattr(plugin, name, None))
+        ]
+        if missing_methods:
+            message = f"{class_name} lacks {', '.join(missing_methods)}, which every tracker has"
+            problems.append(Problem("", f"{key}.name", message))
     return problems
 
 
-def _refused(tracker: TrackerSection, key: str) -> Violations:
+def _check_texts(tracker: TrackerSection, key: str) -> Violations:
     """Find texts that the tracker's package refuses at its start."""
-    for word in ("project", "experiment", "id"):
-        text = getattr(tracker, word, None)
+    for field in ("project", "experiment", "id"):
+        text = getattr(tracker, field, None)
         if text is not None and not str(text).strip():
-            yield Violation(f"{key}.{word}", "must not be empty")
+            yield Violation(f"{key}.{field}", "must not be empty")
         elif text is not None and isinstance(tracker, WandbSection) and set(text) & set(_NOT_IN_WANDB):
-            yield Violation(f"{key}.{word}", f"must have none of {' '.join(_NOT_IN_WANDB)}, not {text}")
+            yield Violation(f"{key}.{field}", f"must have none of {' '.join(_NOT_IN_WANDB)}, not {text}")
 
 
-def _missing(tracker: TrackerSection) -> str:
-    """Return the missing part of an installed tracker; empty if none."""
+def _missing_login(tracker: TrackerSection) -> str:
+    """Return the problem with the login of an installed tracker; empty if it has one, or needs none."""
     if isinstance(tracker, WandbSection) and not _has_wandb_key(tracker.mode):
         return "no key for Weights & Biases: wandb login, or WANDB_API_KEY, or mode: offline"
     if isinstance(tracker, SwanlabSection) and tracker.mode == "online" and not _has_swanlab_key():
@@ -100,7 +104,9 @@ def _missing(tracker: TrackerSection) -> str:
 def _has_swanlab_key() -> bool:
     # SwanLab's own order: the working directory's folder, then the user's.
     home = os.environ.get("SWANLAB_ROOT") or os.environ.get("SWANLAB_SAVE_DIR") or "~/.swanlab"
-    return bool(os.environ.get("SWANLAB_API_KEY") or any(_file_text(f"{each}/.netrc") for each in (".swanlab", home)))
+    if os.environ.get("SWANLAB_API_KEY"):
+        return True
+    return any(_file_text(f"{folder}/.netrc") for folder in (".swanlab", home))
 
 
 def _has_hugging_face_token() -> bool:

@@ -6,7 +6,8 @@ from rlctl.models.facts import ModelSizes
 from rlctl.preflight.backend import Violation, Violations, backend_of, other_backends, unbroken
 from rlctl.preflight.settled import Settled
 
-LOG_PROBS, GENERATION = "trainer.offload_optimizer_for_logprob", "trainer.offload_optimizer_for_generation"
+LOG_PROBS = "trainer.offload_optimizer_for_logprob"
+GENERATION = "trainer.offload_optimizer_for_generation"
 _ON_HOST = "trainer.megatron.optimizer_cpu_offload"
 
 
@@ -28,10 +29,10 @@ def check_offload(config: RunConfig) -> Violations:
     """Find switches that move optimizer state already on the host."""
     trainer = config.trainer
     moves = {LOG_PROBS: trainer.offload_optimizer_for_logprob, GENERATION: trainer.offload_optimizer_for_generation}
-    for key, wanted in moves.items():
-        if wanted and backend_of(trainer).optimizer_on_host(trainer):
-            what = f"does not go with {_ON_HOST}=true, which keeps optimizer state on the host at all times; choose one"
-            yield Violation(key, what, (_ON_HOST,))
+    for key, is_on in moves.items():
+        if is_on and backend_of(trainer).optimizer_on_host(trainer):
+            message = f"does not go with {_ON_HOST}=true, which keeps optimizer state on the host at all times"
+            yield Violation(key, f"{message}; choose one", (_ON_HOST,))
 
 
 def check_backends(config: RunConfig, sizes: ModelSizes | None, sequences: int | None) -> Violations:
@@ -49,28 +50,33 @@ def check_backends(config: RunConfig, sizes: ModelSizes | None, sequences: int |
 
 def check_batch(settled: Settled) -> Violations:
     """Find batches that cannot be split into updates, and shards of an update left empty."""
-    trainer, step = settled.config.trainer, settled.config.step_shape
+    trainer = settled.config.trainer
+    step = settled.config.step_shape
     if settled.grpo:
-        prompts, updates = step.prompts, step.updates
+        prompts = step.prompts
+        updates = step.updates
         if prompts % updates:
-            near = max(updates, round(prompts / updates) * updates)
-            what = f"{prompts} prompts cannot be shared equally among {updates} updates a step; try {near}"
-            yield Violation("grpo.num_prompts_per_step", what, ("grpo.updates_per_step",))
+            nearest_multiple = max(updates, round(prompts / updates) * updates)
+            message = f"{prompts} prompts cannot be shared equally among {updates} updates a step"
+            message = f"{message}; try {nearest_multiple}"
+            yield Violation("grpo.num_prompts_per_step", message, ("grpo.updates_per_step",))
             return
         if prompts * step.group > MOST_SEQUENCES:
             rollouts = f"{prompts:,} prompts x {step.group:,} rollouts"
-            what = f"{rollouts} are more than a step can hold, {MOST_SEQUENCES:,}"
-            yield Violation("grpo.num_generations_per_prompt", what, ("grpo.num_prompts_per_step",))
+            message = f"{rollouts} are more than a step can hold, {MOST_SEQUENCES:,}"
+            yield Violation("grpo.num_generations_per_prompt", message, ("grpo.num_prompts_per_step",))
             return
     backend = backend_of(trainer)
-    have, asked = step.per_update, backend.layout(trainer)
-    if have >= asked.data:
+    shards = backend.layout(trainer).data
+    sequences = step.per_update
+    if sequences >= shards:
         return
-    unit, advice = backend.shard_name, backend.suggest_layout(trainer, settled.facts, have)
+    shard_name = backend.shard_name
+    advice = backend.suggest_layout(trainer, settled.facts, sequences)
     if settled.grpo:
-        what = f"{asked.data} {unit}s but only {have} rollouts an update: at least one a {unit} is needed{advice}"
-        others = ("grpo.num_prompts_per_step", "grpo.num_generations_per_prompt", "grpo.updates_per_step")
-        yield Violation("trainer.num_ranks", what, others)
+        message = f"{shards} {shard_name}s but only {sequences} rollouts an update: at least one a {shard_name} is"
+        other_keys = ("grpo.num_prompts_per_step", "grpo.num_generations_per_prompt", "grpo.updates_per_step")
+        yield Violation("trainer.num_ranks", f"{message} needed{advice}", other_keys)
     else:
-        what = f"must be at least the {asked.data} {unit}s of the trainer, not {have}{advice}"
-        yield Violation("sft.batch_size", what, ("trainer.num_ranks",))
+        message = f"must be at least the {shards} {shard_name}s of the trainer, not {sequences}{advice}"
+        yield Violation("sft.batch_size", message, ("trainer.num_ranks",))

@@ -36,8 +36,10 @@ def check(settled: Settled, origins: dict[str, Origin], *, resume: bool, away: b
 
     resume: the run's directory may exist. away: the run is to be elsewhere, where installed packages are checked.
     """
-    config, sizes, sequences = settled.config, settled.facts, None
-    # `check_batch` reports 0.
+    config = settled.config
+    sizes = settled.facts
+    sequences = None
+    # `check_batch` reports an update of 0 sequences.
     with suppress(BrokenValueError):
         sequences = config.step_shape.per_update or None
     checks: list[Violations] = [
@@ -68,14 +70,18 @@ def check(settled: Settled, origins: dict[str, Origin], *, resume: bool, away: b
         ]
     if sft := settled.sft:
         checks += [check_graph(sft), check_recipe(sft, away)]
-    checks += [check_batch(settled), *([] if resume else [check_run_name(config)]), check_run_folder(config)]
-    checks += [] if away else [check_trackers(config), check_generated(config)]
-    found: list[Problem] = []
+    checks.append(check_batch(settled))
+    if not resume:
+        checks.append(check_run_name(config))
+    checks.append(check_run_folder(config))
+    if not away:
+        checks += [check_trackers(config), check_generated(config)]
+    problems: list[Problem] = []
     for violations in checks:
-        found += (
-            Problem(each.where or _last_place(each, origins), each.key, each.what) for each in unbroken(violations)
-        )
-    return found
+        for violation in unbroken(violations):
+            place = violation.where or _last_place(violation, origins)
+            problems.append(Problem(place, violation.key, violation.message))
+    return problems
 
 
 def _last_place(violation: Violation, origins: dict[str, Origin]) -> str:
@@ -83,11 +89,13 @@ def _last_place(violation: Violation, origins: dict[str, Origin]) -> str:
     overrides, then those that were typed.
     """
 
-    def origin(key: str) -> Origin:
-        inside = (each for name, each in origins.items() if name.startswith(f"{key}."))
-        return origins.get(key) or next(inside, Origin())
+    def find_origin(key: str) -> Origin:
+        inner_origins = (origin for name, origin in origins.items() if name.startswith(f"{key}."))
+        return origins.get(key) or next(inner_origins, Origin())
 
-    def lateness(each: Origin) -> tuple[int, bool, bool]:
-        return each.override, bool(each.text), each.file is not None and not is_shipped(each.file)
+    def lateness(origin: Origin) -> tuple[int, bool, bool]:
+        is_users_file = origin.file is not None and not is_shipped(origin.file)
+        return origin.override, bool(origin.text), is_users_file
 
-    return str(max(map(origin, (violation.key, *violation.others)), key=lateness))
+    key_origins = [find_origin(key) for key in (violation.key, *violation.others)]
+    return str(max(key_origins, key=lateness))
