@@ -52,7 +52,7 @@ class OffloadBench(Bench):
         """Trainer section with the settings, and a value for each `auto`. Raises ConfigError."""
         settings = [f"trainer.backend={self.backend}", "trainer.compile=false", *self.settings]
         run = load("sft", None, settings).settled
-        return run.on(RunMachine("cpu" if self.device == "cpu" else "cuda"), None).trainer
+        return run.settle_on(RunMachine("cpu" if self.device == "cpu" else "cuda"), None).trainer
 
     @property
     def places(self) -> list[str]:

@@ -20,7 +20,7 @@ from rlctl.config.builtin import RECIPES
 from rlctl.config.errors import Problem
 from rlctl.launch.local_ray import local_ray
 from rlctl.launch.worker_specs import refit_options
-from rlctl.preflight.cluster_plan import H100_BYTES, PlannedCluster, settle_there, stopped_s
+from rlctl.preflight.cluster_plan import H100_BYTES, PlannedCluster, settle_on_cluster, stopped_s
 from rlctl.preflight.load import load
 from rlctl.preflight.memory import communicator_bytes, refit_bytes
 from rlctl.preflight.plan import RunPlan, make_plan
@@ -161,7 +161,7 @@ def _scale_row(name: str, model: _Model, gpus: int, a_call: float) -> ScaleRow:
     settled, run = _planned(model, gpus)
     assert run.placement
     ranks, generation = settled.trainer.num_ranks, settled.config.generation
-    options, nodes = refit_options(settled, run.placement, ""), len(run.placement.used)
+    options, nodes = refit_options(settled, run.placement, ""), len(run.placement.used_nodes)
     layout, boxes = model.layout(options.dtype), model.boxes(options.ranks_a_copy or ranks)
     digest = layout_digest(layout)
     # Ranks of one copy alone send their boxes.
@@ -203,7 +203,7 @@ def _planned(model: _Model, gpus: int) -> tuple[SettledGrpo, RunPlan]:
     sizes = [f"trainer.num_ranks={half}", f"generation.num_engines={half // size}"]
     given = [*whose, *sizes, f"generation.tensor_parallel_size={size}", "async.enabled=true", "trainer.backend=fsdp"]
     known = load("grpo", None, [*given, f"grpo.num_prompts_per_step={half * _SEQUENCES}"]).settled
-    settled = cast(SettledGrpo, settle_there(known.on(known.machine, model.sizes), cluster))
+    settled = cast(SettledGrpo, settle_on_cluster(known.settle_on(known.machine, model.sizes), cluster))
     return settled, make_plan(settled, cluster.resources)
 
 

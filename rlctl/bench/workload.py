@@ -146,7 +146,7 @@ def grpo_run(settings: Sequence[str], given: Sequence[str]) -> SettledGrpo:
     Raises ConfigError, where the user's overrides are named as they were given.
     """
     try:
-        return load("grpo", None, list(given), own=settings).settled
+        return load("grpo", None, list(given), command_overrides=settings).settled
     except ConfigError as error:
         problems = (replace(each, where=re.sub(r"^override \d+: ", "--set ", each.where)) for each in error.problems)
         raise ConfigError(problems) from None

@@ -81,10 +81,10 @@ def _where(plan: RunPlan) -> list[tuple[str, str]]:
 
 def _on_nodes(placement: Placement) -> list[tuple[str, str]]:
     """Return a row for each node in use: processes and their reserved resources. Many nodes share rows."""
-    if len(placement.used) > _MOST_NODES:
+    if len(placement.used_nodes) > _MOST_NODES:
         return _many_nodes(placement)
     rows = []
-    for node in placement.used:
+    for node in placement.used_nodes:
         ranks = [str(i) for i, slot in enumerate(placement.trainers) if slot.node == node]
         engines = [str(i) for i, slot in enumerate(placement.engines) if slot.node == node]
         who = [f"rank {', '.join(ranks)}"] * bool(ranks) + [f"engine {', '.join(engines)}"] * bool(engines)
@@ -95,7 +95,7 @@ def _on_nodes(placement: Placement) -> list[tuple[str, str]]:
 def _many_nodes(placement: Placement) -> list[tuple[str, str]]:
     """Return a row for each run of nodes with equally many ranks and engines."""
     rows = []
-    alike = groupby(placement.used, key=lambda node: (_amount(placement, node), placement.processes_on(node)))
+    alike = groupby(placement.used_nodes, key=lambda node: (_amount(placement, node), placement.processes_on(node)))
     for (amount, (ranks, engines)), nodes in alike:
         names = [placement.nodes[node] for node in nodes]
         who = [count(ranks, "rank")] * bool(ranks) + [count(engines, "engine")] * bool(engines)

@@ -138,7 +138,7 @@ class Evaluation:
         data.folder.finish(records, result_of(groups, data.settled.config, data.rows, facts))
 
     def _data_set(self, name: str, composed: Composed[SettledGrpo], root: Path, weights: str) -> DataSet:
-        settled = composed.settled.on(RunMachine(), self._files.facts.sizes)
+        settled = composed.settled.settle_on(RunMachine(), self._files.facts.sizes)
         tasks = held_out_tasks(settled, self._chat, self._emit)
         digest = digest_of_rows(tasks)
         place = f"step_{self.target.step}" if self.target.run else self.target.name

@@ -43,7 +43,7 @@ def config_of(target: Target, seed: int, system: str | None = None) -> tuple[Grp
     if system is not None:
         given.append(f"data.system_prompt={json.dumps(system)}")
     try:
-        config = load("grpo", str(file) if is_own else None, [], resume=is_own, own=given).settled.config
+        config = load("grpo", str(file) if is_own else None, [], resume=is_own, command_overrides=given).settled.config
     except OtherVersionError as error:
         what = f"the run is of another version of rlctl ({error.sign}); name its weights alone: {target.model}"
         raise ConfigError([Problem(str(file), "", what)]) from None

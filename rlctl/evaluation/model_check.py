@@ -114,7 +114,7 @@ class CheckedTrainer:
             {each.name for each in own.adapters.tensors} if own.adapters else names_to_send(Path(folder), facts)
         )
         # True for a model whose sequences have a row each.
-        self.padded = trainer.padded
+        self.padded = trainer.is_padded
         # Tensors that training leaves alone, and the embedding.
         self._buffers = facts.buffers
         self._embedding = f"{facts.embedding}.weight"

@@ -22,7 +22,7 @@ from rlctl.grpo.overlong import training_score
 from rlctl.grpo.parity_check import compare, sample_parity
 from rlctl.grpo.step import GrpoStep
 from rlctl.grpo.validation import Validation
-from rlctl.preflight.declared_columns import PROXIMAL_LOG_PROB, ROLLOUT_LOG_PROB, computed
+from rlctl.preflight.declared_columns import PROXIMAL_LOG_PROB, ROLLOUT_LOG_PROB, roles_by_column
 from rlctl.preflight.settled import SettledGrpo
 from rlctl.rollout.buffer import RolloutBuffer
 from rlctl.run.checkpoints import Checkpoint
@@ -52,7 +52,7 @@ class GrpoLoop(Loop):
         self._loss = make_loss(settled)
         self._advantage = make_advantage(config)
         # Name -> role.
-        self._columns = computed({*self._loss.needs.columns, *self._advantage.columns})
+        self._columns = roles_by_column({*self._loss.needs.columns, *self._advantage.columns})
         # An update has several parts, its groups as they come, in an asynchronous run with one update a step, no
         # column to compute, and advantages of a group's scope.
         self._streams = settled.streams_training and not self._columns

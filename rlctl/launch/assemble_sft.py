@@ -56,7 +56,7 @@ class SftParts:
             data = load_run_samples(settled, rows, chat, session.events.emit)
             own = settled.trainer
             lengths = step_lengths(data.train, config)
-            packs = packing(lengths, layout_of(own).data, own.micro_batch_tokens, own.padded)
+            packs = packing(lengths, layout_of(own).data, own.micro_batch_tokens, own.is_padded)
             session.events.emit("data", what=f"packing: {packs}")
         session.depend_on_rows(digest_rows(data.train))
         if sampling := self.sampling:

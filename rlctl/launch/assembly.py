@@ -26,7 +26,7 @@ from rlctl.launch.session import Session, run_session
 from rlctl.models.model_files import ModelFiles
 from rlctl.preflight.check_model import model_notes
 from rlctl.preflight.machine import RunMachine
-from rlctl.preflight.placement import Placement, resources
+from rlctl.preflight.placement import Placement, requested_resources
 from rlctl.preflight.plan import require_served
 from rlctl.preflight.settled import Settled
 from rlctl.run.checkpoints import Checkpoint, damage_of_weights, hold, stand_in
@@ -109,7 +109,7 @@ def _start(
     processes = None
     if settled.sampling:
         processes = user_processes(settled.sampling.config, session.logs, emit, stack)
-    held = stack.enter_context(runtime.slots(session, resources(settled)))
+    held = stack.enter_context(runtime.slots(session, requested_resources(settled)))
     announce(session, held.placement)
     placed = _settle(settled, held.machine, files, emit)
     sampled = None
@@ -170,7 +170,7 @@ def _start(
 
 def _settle(settled: Settled, machine: RunMachine, files: ModelFiles, emit: Emit) -> Settled:
     """Settle the run on its machine, and emit notes on its model. Raises ModelError if no engine serves it."""
-    placed = settled.on(machine, files.facts.sizes)
+    placed = settled.settle_on(machine, files.facts.sizes)
     require_served(placed)
     for line in model_notes(files.facts.sizes, placed.device):
         emit("warning", what=line)

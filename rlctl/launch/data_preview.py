@@ -116,9 +116,9 @@ def _samples(settled: SettledSft, parts: list[DataPart], chat: Chat, count: int,
         raise ConfigError([Problem("model.max_length", "", what)])
     rows, reports = _all(parts, lambda part: load_samples(config, part.section, chat, part.rows, longest))
     shown = [(_title(sample), _pieces(sample, chat, most)) for sample in _first(rows, config, count)]
-    here = settled.on(RunMachine(device_of(count_gpus()), device_memory()), settled.facts)
+    here = settled.settle_on(RunMachine(device_of(count_gpus()), device_memory()), settled.facts)
     own = here.trainer
-    packs = packing(step_lengths(rows, config), layout_of(config.trainer).data, own.micro_batch_tokens, own.padded)
+    packs = packing(step_lengths(rows, config), layout_of(config.trainer).data, own.micro_batch_tokens, own.is_padded)
     lengths = Lengths.from_lengths([len(sample.tokens) for sample in rows])
     trained = sum(int(sample.mask.sum()) for sample in rows) / lengths.total
     return DataPreview(reports, chat.ends, lengths, shown, trained, packs)

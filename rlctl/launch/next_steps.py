@@ -18,7 +18,7 @@ from rlctl.config.telemetry_schema import (
 from rlctl.models.adapter_folder import read_config
 from rlctl.preflight.engines.vllm import lora_options
 from rlctl.preflight.load import load
-from rlctl.preflight.placement import ResourceRequest, resources
+from rlctl.preflight.placement import ResourceRequest, requested_resources
 from rlctl.preflight.settled import Settled
 from rlctl.run.checkpoints import Checkpoints
 from rlctl.run.run_dir import JobRecord, RunDir, RunDirError
@@ -64,7 +64,7 @@ def next_commands(
 
 def _fewer(settled: Settled, run_dir: RunDir, smaller: Sequence[ResourceRequest]) -> list[str]:
     """Return the overrides of the largest run among `smaller` that its checks admit; none for the whole run."""
-    config, whole = settled.config, resources(settled)
+    config, whole = settled.config, requested_resources(settled)
     for share in smaller:
         changed = [f"trainer.num_ranks={share.ranks}"] * (share.ranks != whole.ranks)
         changed += [f"generation.num_engines={share.engines}"] * (share.engines != whole.engines)

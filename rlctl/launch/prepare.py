@@ -26,7 +26,7 @@ from rlctl.launch.resume import Resumed, find_resumed, refuse_contradictions, re
 from rlctl.launch.sampling import held_out_tasks
 from rlctl.models.facts import find_facts
 from rlctl.models.model_sizes import config_file
-from rlctl.preflight.cluster_plan import capacity_rows, planned_cluster, settle_there
+from rlctl.preflight.cluster_plan import capacity_rows, planned_cluster, settle_on_cluster
 from rlctl.preflight.engine_rules import engine_rules
 from rlctl.preflight.load import Composed, load
 from rlctl.preflight.machine import RunMachine, device_of, read_machine
@@ -201,13 +201,13 @@ class PreparedRun:
         nodes = settled.config.placement.nodes
         if target is not None:
             machine = RunMachine(device_of(target.gpus), target.device_memory)
-            self.settled = settled.on(machine, settled.facts)
+            self.settled = settled.settle_on(machine, settled.facts)
             self.plan = make_plan(self.settled, target.free_resources())
         elif nodes is None:
             self._plan_here()
         elif request.is_dry:
             cluster = planned_cluster(nodes)
-            self.settled = settle_there(settled, cluster)
+            self.settled = settle_on_cluster(settled, cluster)
             self.plan = make_plan(self.settled, cluster.resources)
             self.demands = capacity_rows(self.settled, self.plan)
         else:
@@ -226,7 +226,7 @@ class PreparedRun:
         memory = min((gpu.memory for gpu in machine.gpus), default=machine.memory)
         cores = None if self.request.is_job else machine.cores
         saved = folder_bytes(RunDir(self.resumed.run).checkpoints) if self.resumed else 0
-        self.settled = settled.on(RunMachine(device_of(len(machine.gpus)), memory), settled.facts)
+        self.settled = settled.settle_on(RunMachine(device_of(len(machine.gpus)), memory), settled.facts)
         self.plan = make_plan(self.settled, this_machine(len(machine.gpus)), machine.disk_free + saved, cores)
         if not self.request.is_dry:
             self.notes += [*disk_notes(self.plan.schedule), *crowding_notes(self.settled, cores)]
@@ -350,7 +350,7 @@ def prepare(request: RunRequest, last: Stage, progress: PrepareProgress | None =
         resume=resumed is not None or request.is_of_run,
         away=request.is_away,
         within=request.within,
-        own=request.own,
+        command_overrides=request.own,
     )
     if resumed:
         refuse_contradictions(composed, resumed.run)

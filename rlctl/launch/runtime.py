@@ -184,7 +184,7 @@ class ClusterRuntime:
             connection = stack.enter_context(ray_session(session.logs, address="auto"))
             stack.enter_context(watch_node(connection, session.lose, session.give_up))
             placement, reservation = self._reserved(session, resources)
-            self._parts = len(placement.used)
+            self._parts = len(placement.used_nodes)
             stack.callback(reservation.release)
             memory = min((node.memory for node in reservation.nodes if node.memory), default=None)
             try:
@@ -201,11 +201,11 @@ class ClusterRuntime:
         model = Path(session.config.model.path)
         others = [node for node in leases if not node.is_the_drivers]
         must_share(others, session.run_dir.path.resolve(), model if model.is_dir() else None)
-        if len(placement.used) > 1:
+        if len(placement.used_nodes) > 1:
             # The driver's own logs are the head's.
             where = {**placement.node_by_process, "driver": placement.nodes[0]}
             write_whole(session.logs / NODES, json.dumps(where))
-        nodes = dict(zip(placement.used, leases))
+        nodes = dict(zip(placement.used_nodes, leases))
         # Weights in transit are on the node of the processes, which need not be the driver's.
         yield Allocation(placement, [nodes.get(index) for index in range(len(placement.nodes))], leases[0].folder)
 
@@ -235,7 +235,9 @@ class ClusterRuntime:
             try:
                 rooms = [NodeResources.from_free(each.name, each.free) for each in found]
                 placement = place(rooms, resources, _device_of(found))
-                shares = [NodeRequest(found[n], placement.gpus_on(n), placement.cpus_on(n)) for n in placement.used]
+                shares = [
+                    NodeRequest(found[n], placement.gpus_on(n), placement.cpus_on(n)) for n in placement.used_nodes
+                ]
                 return placement, Reservation(shares, _RESERVE_S)
             except (PlacementError, NoRoom) as error:
                 why = str(error)

@@ -117,11 +117,11 @@ class SamplingParts:
         from rlctl.refit.by_node import RefitByNode
         from rlctl.refit.refit import Refit
 
-        placement, nodes = allocation.placement, len(allocation.placement.used)
+        placement, nodes = allocation.placement, len(allocation.placement.used_nodes)
         with self.session.starting("refit"):
             parameters = int(trainer.info()["parameters"])
             if nodes > 1 and transport_of(self.settled, placement) != "broadcast":
-                leases = [node for index, node in enumerate(allocation.nodes) if node and index in placement.used]
+                leases = [node for index, node in enumerate(allocation.nodes) if node and index in placement.used_nodes]
                 folders = {node.id: self._new_transit(node.folder, placement, parameters) for node in leases}
                 self.pool.connect(RefitByNode(trainer.group, refit_options(self.settled, placement, ""), folders))
                 return

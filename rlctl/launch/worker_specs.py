@@ -141,7 +141,7 @@ def refit_options(settled: SettledGrpo, placement: Placement, folder: str) -> Re
         colocated=placement.shared and not (cpu or config.lora) and config.trainer.num_ranks == engines * workers == 1,
         in_flight=config.async_.enabled and config.async_.in_flight_weight_updates,
         adapters=config.lora is not None,
-        ranks_a_copy=backend_of(settled.trainer).ranks_a_copy(settled.trainer) if len(placement.used) > 1 else 0,
+        ranks_a_copy=backend_of(settled.trainer).ranks_a_copy(settled.trainer) if len(placement.used_nodes) > 1 else 0,
     )
 
 

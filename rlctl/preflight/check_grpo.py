@@ -67,13 +67,13 @@ def check_algorithm(settled: SettledGrpo, away: bool) -> Violations:
             missing = dict(settled.missing_columns)
             if key == _ADVANTAGE:
                 missing[ADVANTAGE.name] = "an advantage cannot read itself"
-            if message := columns_problem(getattr(plugin, "columns", ()), missing):
-                yield Violation(f"{key}.name", message)
-            if message := rows_problem(getattr(plugin, "metrics", ())):
-                yield Violation(f"{key}.name", message)
-            problems = plugin_options(plugin, load_object(base), section.further, key)[1]
-            for problem in problems:
-                yield Violation(problem.key, problem.what, (f"{key}.name",))
+            if problem := columns_problem(getattr(plugin, "columns", ()), missing):
+                yield Violation(f"{key}.name", problem)
+            if problem := rows_problem(getattr(plugin, "metrics", ())):
+                yield Violation(f"{key}.name", problem)
+            _, option_problems = plugin_options(plugin, load_object(base), section.further, key)
+            for option_problem in option_problems:
+                yield Violation(option_problem.key, option_problem.what, (f"{key}.name",))
 
 
 def check_advantage(config: GrpoConfig) -> Violations:

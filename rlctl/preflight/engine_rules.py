@@ -27,20 +27,23 @@ UNMEASURED = 1.001
 class EngineRules:
     """Rules of one kind of engine. Every method is pure, and finds nothing unless an engine has something."""
 
-    # Packages that its process imports.
+    # Packages that the engine's process imports.
     packages: tuple[str, ...] = ()
-    # It computes with the adapters of `EngineSpec`, and proves after each refit that they are live.
+    # The engine computes with the adapters of `EngineSpec`, and proves after each refit that they are live.
     serves_adapters = False
 
     def check_model(self, generation: GenerationSection, sizes: ModelSizes, device: Device | None) -> Violations:
-        """Yield problems with a model that it samples from on no device, or not by these keys.
+        """Yield problems with a model that the engine samples from on no device, or not by these keys.
 
         device: None if it is not known yet.
         """
         yield from ()
 
-    def unserved(self, device: Device, path: str, sizes: ModelSizes) -> str | None:
-        """Return why it cannot sample from the model in `path` on this device; None if it can, or is not known."""
+    def find_refusal(self, device: Device, path: str, sizes: ModelSizes) -> str | None:
+        """Return why the engine cannot sample from the model in `path` on this device.
+
+        None if the engine can, or if that is not known.
+        """
         return None
 
     def float32_bound(self, device: Device, sizes: ModelSizes) -> float:
@@ -48,7 +51,7 @@ class EngineRules:
         return UNMEASURED
 
     def options(self, section: EngineSection, device: Device) -> Mapping[str, Any]:
-        """Return the values of its keys on this device, each `auto` and null settled."""
+        """Return the values of the engine's keys on this device, each `auto` and null settled."""
         return {}
 
 
@@ -64,24 +67,28 @@ def check_engine_options(section: UserEngineSection) -> Violations:
         yield Violation(f"{key}.name", f"must be an EngineKind, as generation/README.md has it, not {kind!r:.60}")
         return
     name = section.name.rpartition("/")[2]
-    own = {each.name for each in fields(kind.options)}
-    owners = {each: other for other in ENGINES for each in keys_of(_engine_section(other))}
-    foreign = {each for each in section.further if each in owners and each not in own}
-    for each in foreign:
-        has = f"has {', '.join(sorted(own))}" if own else "has no key of its own"
-        yield Violation(f"{key}.{each}", f"unknown key here: a key of {owners[each]}; {name} {has}")
-    given = {each: value for each, value in section.further.items() if each not in foreign}
-    if given and not own:
-        yield from (Violation(f"{key}.{each}", f"unknown key: {name} has no key of its own") for each in given)
+    options = {field.name for field in fields(kind.options)}
+    has_options = f"has {', '.join(sorted(options))}" if options else "has no key of its own"
+    engine_by_option: dict[str, str] = {}
+    for engine in ENGINES:
+        engine_by_option |= dict.fromkeys(keys_of(_engine_section(engine)), engine)
+    written = dict(section.further)
+    for option in section.further:
+        if option in engine_by_option and option not in options:
+            del written[option]
+            message = f"unknown key here: a key of {engine_by_option[option]}; {name} {has_options}"
+            yield Violation(f"{key}.{option}", message)
+    if written and not options:
+        yield from (Violation(f"{key}.{option}", f"unknown key: {name} {has_options}") for option in written)
         return
-    problems = plugin_options(kind.options, load_object(ENGINE_OPTIONS_BASE), given, key)[1]
-    yield from (Violation(each.key, each.what, (f"{key}.name",)) for each in problems)
+    _, problems = plugin_options(kind.options, load_object(ENGINE_OPTIONS_BASE), written, key)
+    yield from (Violation(problem.key, problem.what, (f"{key}.name",)) for problem in problems)
 
 
 def _engine_section(name: str) -> type[EngineSection]:
     """Return the section of an engine that comes with rlctl."""
     sections = sections_of(keys_of(GenerationSection)["engine"].type)
-    return next(each for each in sections if name in literals(keys_of(each)["name"].type))
+    return next(section for section in sections if name in literals(keys_of(section)["name"].type))
 
 
 def engine_rules(section: EngineSection) -> EngineRules:

@@ -82,18 +82,21 @@ class Composed(Generic[Kind]):
 
     def variables(self) -> list[str]:
         """Return the names of the environment variables that the config reads."""
-        return sorted({name for text in self.secrets.values() for name in re.findall(r"oc\.env:\s*(\w+)", text)})
+        names: set[str] = set()
+        for text in self.secrets.values():
+            names.update(re.findall(r"oc\.env:\s*(\w+)", text))
+        return sorted(names)
 
     def _origins_to_record(self) -> dict[str, str]:
         """Return the origin of each value that is no default; of one that a resumed run keeps, the recorded one."""
-        known = self.recorded
-        own = {key for key, origin in self.origins.items() if known and origin.file == self.recipe}
-        given = {
+        kept_keys = {key for key, origin in self.origins.items() if self.recorded and origin.file == self.recipe}
+        kept_origins = {key: text for key, text in self.recorded.items() if key in kept_keys}
+        written = {
             key: str(origin)
             for key, origin in self.origins.items()
-            if key not in own and (origin.override or (origin.file and not origin.file.is_relative_to(CONFIGS)))
+            if key not in kept_keys and (origin.override or (origin.file and not origin.file.is_relative_to(CONFIGS)))
         }
-        return {**{key: text for key, text in known.items() if key in own}, **given}
+        return kept_origins | written
 
     def values(self) -> dict[str, Any]:
         """Return the resolved config as plain values, by the keys that a YAML file has."""
@@ -109,7 +112,7 @@ def load(
     resume: bool = False,
     away: bool = False,
     within: str = "",
-    own: Sequence[str] = (),
+    command_overrides: Sequence[str] = (),
 ) -> Composed[SettledGrpo]: ...
 @overload
 def load(
@@ -124,7 +127,7 @@ def load(
     resume: bool = False,
     away: bool = False,
     within: str = "",
-    own: Sequence[str] = (),
+    command_overrides: Sequence[str] = (),
 ) -> Composed[Settled]: ...
 def load(
     kind: str | None,
@@ -134,26 +137,30 @@ def load(
     resume: bool = False,
     away: bool = False,
     within: str = "",
-    own: Sequence[str] = (),
+    command_overrides: Sequence[str] = (),
 ) -> Composed[Any]:
     """Return the config of a run. kind: "grpo" or "sft"; None: the recipe's. recipe None: the tiny one.
 
     resume: the run's directory may exist. away: the run is to be elsewhere, where absolute paths may exist that are not
-    here. within, own: see `compose`. Raises ConfigError with every problem at once.
+    here. within: see `compose`. command_overrides: a command's own, before the typed ones. Raises ConfigError with every
+    problem at once.
     """
     file = find_recipe(recipe or TINY[kind or "grpo"])
-    checked = _check(kind, file, overrides, resume, away, run=resume, within=within, own=own)
+    checked = _check(
+        kind, file, overrides, resume, away, run=resume, within=within, command_overrides=command_overrides
+    )
     if checked.problems:
         raise ConfigError(checked.problems)
     settled = checked.settled
-    said = [*checked.notes, *(f"{node.origin}: {node.note}" for node in checked.nodes.values() if node.note)]
+    lines = list(checked.notes)
+    lines += [f"{node.origin}: {node.note}" for node in checked.nodes.values() if node.note]
     if not away:
-        said += _notes_of_model(settled.config.model.path, settled.facts)
-    inside = f"{within}." if within else ""
+        lines += _notes_of_model(settled.config.model.path, settled.facts)
+    lines += notes(settled, checked.origins)
+    prefix = f"{within}." if within else ""
     recorded = recorded_origins(file) if resume else {}
-    recorded = {key.removeprefix(inside): text for key, text in recorded.items() if key.startswith(inside)}
-    said += notes(settled, checked.origins)
-    composed = Composed(settled, file, checked.origins, said, secrets={}, recorded=recorded)
+    recorded = {key.removeprefix(prefix): text for key, text in recorded.items() if key.startswith(prefix)}
+    composed = Composed(settled, recipe=file, origins=checked.origins, notes=lines, secrets={}, recorded=recorded)
     values = composed.values()
     # A path of the environment that was written from the recipe's folder would mean another one in the run's.
     unchanged = {
@@ -167,11 +174,11 @@ def load(
 def _notes_of_model(path: str, facts: ModelSizes | None) -> Iterator[str]:
     """Yield a note if sizes of the model are not known, and one if a live run may delete its folder."""
     if facts is None and config_file(path) is not None:
-        what = "its sizes are not known yet, and not checked; rlctl train derives them before it starts"
-        yield f"model.path={path}: {what}"
+        message = "its sizes are not known yet, and not checked; rlctl train derives them before it starts"
+        yield f"model.path={path}: {message}"
     elif facts is None and local_folder(path) is None:
-        what = "not on this machine, its sizes are not known, and not checked; rlctl train fetches it"
-        yield f"model.path={path}: {what}"
+        message = "not on this machine, its sizes are not known, and not checked; rlctl train fetches it"
+        yield f"model.path={path}: {message}"
     live = live_run_note(path)
     if live:
         yield live
@@ -205,24 +212,24 @@ def _check(
     away: bool = False,
     run: bool = False,
     within: str = "",
-    own: Sequence[str] = (),
+    command_overrides: Sequence[str] = (),
 ) -> _CheckedConfig:
     """Compose and type a config, settle the run, and call every check. run: the file is a run's own config."""
     if file.suffix == ".toml":
-        what = "is TOML; a config is YAML and inherits its kind, `defaults: grpo.yaml` or `defaults: sft.yaml`"
-        raise ConfigError(_of_another_tool(kind, file, read_toml(file), what))
-    root = compose(file, overrides, within, own)
+        message = "is TOML; a config is YAML and inherits its kind, `defaults: grpo.yaml` or `defaults: sft.yaml`"
+        raise ConfigError(_other_tools_problems(kind, file, read_toml(file), message))
+    root = compose(file, overrides, within, command_overrides)
     assert isinstance(root.value, dict)
-    stated = root.value.get("kind")
-    if stated is None or not isinstance(stated.value, str) or stated.value not in KINDS:
-        what = f"must be one of {', '.join(KINDS)}: {_INHERIT}"
-        if stated is None:
-            raise ConfigError(_of_another_tool(kind, file, root, what, "kind"))
-        raise ConfigError([Problem(str(stated.origin), "kind", what)])
-    if kind not in (None, stated.value):
-        what = f"this is a recipe for {stated.value}; use `rlctl train {stated.value}`"
-        raise ConfigError([Problem(str(stated.origin), "kind", what)])
-    converter: Converter[Any] = Converter(KINDS[stated.value], show_path(file), away=away)
+    kind_node = root.value.get("kind")
+    if kind_node is None or not isinstance(kind_node.value, str) or kind_node.value not in KINDS:
+        message = f"must be one of {', '.join(KINDS)}: {_INHERIT}"
+        if kind_node is None:
+            raise ConfigError(_other_tools_problems(kind, file, root, message, "kind"))
+        raise ConfigError([Problem(str(kind_node.origin), "kind", message)])
+    if kind not in (None, kind_node.value):
+        message = f"this is a recipe for {kind_node.value}; use `rlctl train {kind_node.value}`"
+        raise ConfigError([Problem(str(kind_node.origin), "kind", message)])
+    converter: Converter[Any] = Converter(KINDS[kind_node.value], show_path(file), away=away)
     config: RunConfig = converter.convert(root)
     # The config of a run was written whole, and checked.
     if run and converter.missing:
@@ -237,10 +244,12 @@ def _check(
         facts = sizes_of(config.model.path)
     settled = settle(config, RunMachine(), facts)
     problems = converter.problems + check(settled, origins, resume=resume, away=away)
-    return _CheckedConfig(root, nodes, origins, settled, problems=problems, notes=converter.notes)
+    return _CheckedConfig(
+        root=root, nodes=nodes, origins=origins, settled=settled, problems=problems, notes=converter.notes
+    )
 
 
-def _of_another_tool(kind: str | None, file: Path, root: ConfigNode, what: str, key: str = "") -> list[Problem]:
+def _other_tools_problems(kind: str | None, file: Path, root: ConfigNode, message: str, key: str = "") -> list[Problem]:
     """Return a problem of a whole file, and the answer to each unknown key there.
 
     The keys are answered for a run of `kind`. For None that is sft where there is data and nothing samples.
@@ -250,8 +259,8 @@ def _of_another_tool(kind: str | None, file: Path, root: ConfigNode, what: str, 
     guess = "sft" if "data" in names and not sections_that_sample & names else "grpo"
     converter: Converter[Any] = Converter(KINDS[kind or guess], show_path(file))
     converter.convert(root)
-    unknown = [each for each in converter.problems if each.what.startswith("unknown ")]
-    return [Problem(show_path(file), key, what), *unknown]
+    unknown = [problem for problem in converter.problems if problem.what.startswith("unknown ")]
+    return [Problem(show_path(file), key, message), *unknown]
 
 
 def _by_key(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

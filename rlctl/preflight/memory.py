@@ -21,15 +21,18 @@ from rlctl.preflight.trainer_settings import DTYPE_BYTES, Dtype, GenerationSetti
 
 # Bytes a logit while the gradient of a chunk is made. torch keeps its steps apart (measured) unless it fuses them: then
 # there are a logit and its gradient, and half as much again for the allocator.
-_LOGIT_BYTES, _FUSED_LOGIT_BYTES = 16, 6
+_LOGIT_BYTES = 16
+_FUSED_LOGIT_BYTES = 6
 # Groups of trainer ranks with all engine workers in a refit by broadcast, at most. Each is a communicator of every
 # engine's device. An engine has buffers for one sender of each. Not more: the kernels of groups wait for each other
 # across devices, and must all find room.
 REFIT_GROUPS = 2
 # Bytes of a communicator on its device, within a node and between nodes: NCCL's issues 864, 2363 have 0.5 to 1.6 GiB.
 _COMMUNICATOR_BYTES = {"within": 1 << 29, "between": (1 << 34) // 10}
-# Bytes of an engine for CUDA's context, graphs and the longest prefill, and for each logit that it samples from.
-_ENGINE_BYTES, _SAMPLED_LOGIT_BYTES = 6 << 30, 12
+# Bytes of an engine for CUDA's context, graphs and the longest prefill.
+_ENGINE_BYTES = 6 << 30
+# Bytes for each logit that an engine samples from.
+_SAMPLED_LOGIT_BYTES = 12
 
 
 # Table of where a trainer's state is in each phase of a step, for any backend. A backend moves its tensors by it
@@ -104,19 +107,23 @@ class Memory:
 
     @property
     def state_peak(self) -> int:
-        """Largest sum of weights, gradients and optimizer state on a device. No estimate is in it."""
-        return max(sum(each.device for each in states.values()) for states in self.placed_states.values())
+        """Largest sum of weights, gradients and optimizer state on a device. It has no estimate in it."""
+        return max(self.state_bytes(phase) for phase in self.placed_states)
 
     @property
     def peak(self) -> int:
         """Largest sum on one device at a time."""
-        trainer, engine = sum(self.trainer.values()), sum(self.engine.values())
+        trainer_total = sum(self.trainer.values())
+        engine_total = sum(self.engine.values())
         if not self.shared:
-            return max(trainer, engine)
+            return max(trainer_total, engine_total)
         if self.awake:
-            return trainer + engine
-        resident = sum(each.device for each in self.placed_states["generate"].values())
-        return max(trainer, resident + engine)
+            return trainer_total + engine_total
+        return max(trainer_total, self.state_bytes("generate") + engine_total)
+
+    def state_bytes(self, phase: Phase) -> int:
+        """Return the bytes of all states on a device in one phase."""
+        return sum(state.device for state in self.placed_states[phase].values())
 
 
 def placed_states(
@@ -132,31 +139,33 @@ def placed_states(
     frozen: further roles. Their weights are on the host at all times: a pass puts them in the policy's place.
     """
     table = residency(trainer, shared)
-    held = backend_of(trainer).states(trainer, sizes, DTYPE_BYTES[trainer.dtype])
-    roles: dict[State | Role, PlacedState] = {
-        role: PlacedState("host", 0, count) for role, count in _role_bytes(trainer, sizes, frozen).items()
-    }
-    return {
-        phase: {state: _place_state(table[phase][state], held[state], device == "cpu") for state in STATES} | roles
-        for phase in phases
-    }
+    state_bytes = backend_of(trainer).states(trainer, sizes, DTYPE_BYTES[trainer.dtype])
+    placed_by_phase: dict[Phase, dict[State | Role, PlacedState]] = {}
+    for phase in phases:
+        placed: dict[State | Role, PlacedState] = {}
+        for state in STATES:
+            placed[state] = _place_state(table[phase][state], state_bytes[state], device == "cpu")
+        for role, count in _role_bytes(trainer, sizes, frozen).items():
+            placed[role] = PlacedState("host", device=0, host=count)
+        placed_by_phase[phase] = placed
+    return placed_by_phase
 
 
 def _role_bytes(trainer: TrainerSettings, sizes: ModelSizes, frozen: Iterable[Role]) -> dict[Role, int]:
     """Return the bytes of one rank's part of each further role's weights, in the compute dtype."""
-    return dict.fromkeys(
-        frozen, backend_of(trainer).shard_counts(trainer).rank_parameters(sizes) * DTYPE_BYTES[trainer.dtype]
-    )
+    parameters = backend_of(trainer).shard_counts(trainer).rank_parameters(sizes)
+    return dict.fromkeys(frozen, parameters * DTYPE_BYTES[trainer.dtype])
 
 
-def _place_state(place: Place, held: StateBytes, cpu: bool) -> PlacedState:
+def _place_state(place: Place, state_bytes: StateBytes, cpu: bool) -> PlacedState:
     if place == "none":
-        return PlacedState("none", 0, 0)
+        return PlacedState("none", device=0, host=0)
     if cpu:
-        return PlacedState("host", 0, held.device + held.host)
-    # State on the host may have a part on the device, which stays; state that moves there moves whole.
-    moved = place == "host" and held.host == 0
-    return PlacedState(place, 0, held.device) if moved else PlacedState(place, held.device, held.host)
+        return PlacedState("host", device=0, host=state_bytes.device + state_bytes.host)
+    if place == "host" and state_bytes.host == 0:
+        return PlacedState("host", device=0, host=state_bytes.device)
+    # State whose home is the host may have a part on the device, which stays there.
+    return PlacedState(place, device=state_bytes.device, host=state_bytes.host)
 
 
 def activation_bytes(sizes: ModelSizes, tokens: int, size: int, residual: int, checkpointing: bool) -> int:
@@ -169,15 +178,17 @@ def activation_bytes(sizes: ModelSizes, tokens: int, size: int, residual: int, c
     With checkpointing every layer keeps its input, and one layer at a time everything. The residual is the input of
     layers and norms.
     """
-    hidden, queries = sizes.hidden, sizes.heads * sizes.head_dim
+    hidden = sizes.hidden
+    queries = sizes.heads * sizes.head_dim
     keys = sizes.kv_heads * sizes.head_dim
     width = sizes.mlp_width
     # Every expert has its own copies of its tokens.
     copies = sizes.experts_per_token * hidden if sizes.experts else 0
     normed = queries + keys if sizes.qk_norm else 0
-    layer = 2 * hidden * residual + (2 * hidden + 2 * queries + 2 * keys + normed + 4 * width + copies) * size
-    per_token = sizes.layers * hidden * residual + layer if checkpointing else sizes.layers * layer
-    return tokens * per_token
+    layer_bytes = 2 * hidden * residual + (2 * hidden + 2 * queries + 2 * keys + normed + 4 * width + copies) * size
+    if checkpointing:
+        return tokens * (sizes.layers * hidden * residual + layer_bytes)
+    return tokens * sizes.layers * layer_bytes
 
 
 def kept_bytes(trainer: TrainerSettings, sizes: ModelSizes, size: int, residual: int) -> int:
@@ -186,44 +197,51 @@ def kept_bytes(trainer: TrainerSettings, sizes: ModelSizes, size: int, residual:
     Padded rows keep what `ModelSizes.row_bytes` recorded: scores too, the square of a row's length, if transformers'
     attention keeps them.
     """
-    tokens, recomputed = trainer.micro_batch_tokens, trainer.activation_checkpointing
-    recorded = next((each for each in sizes.row_bytes if each.dtype == trainer.dtype), None)
-    if recorded is None or trainer.row_tokens is None:
-        return activation_bytes(sizes, tokens, size, residual, recomputed)
-    kept = tokens * (recorded.token + recorded.pair * min(tokens, trainer.row_tokens))
-    return tokens * sizes.layers * sizes.hidden * residual + kept // sizes.layers if recomputed else kept
+    tokens = trainer.micro_batch_tokens
+    checkpointing = trainer.activation_checkpointing
+    row_bytes = next((recorded for recorded in sizes.row_bytes if recorded.dtype == trainer.dtype), None)
+    if row_bytes is None or trainer.row_tokens is None:
+        return activation_bytes(sizes, tokens, size, residual, checkpointing)
+    all_layers = tokens * (row_bytes.token + row_bytes.pair * min(tokens, trainer.row_tokens))
+    if checkpointing:
+        return tokens * sizes.layers * sizes.hidden * residual + all_layers // sizes.layers
+    return all_layers
 
 
 def trainer_bytes(
     trainer: TrainerSettings, sizes: ModelSizes, device: Device, frozen: Iterable[Role] = ()
 ) -> dict[str, int]:
     """Return the bytes of one rank by purpose. frozen: roles besides the policy, which a GPU does not hold."""
-    cpu, size = device == "cpu", DTYPE_BYTES[trainer.dtype]
+    size = DTYPE_BYTES[trainer.dtype]
     backend = backend_of(trainer)
-    shared = backend.shard_counts(trainer)
-    residual = backend.residual_bytes(trainer, size)
-    kept = kept_bytes(trainer, sizes, size, residual)
-    held = backend.states(trainer, sizes, size)
+    shards = backend.shard_counts(trainer)
+    states = backend.states(trainer, sizes, size)
+    activations = kept_bytes(trainer, sizes, size, backend.residual_bytes(trainer, size))
     adapters = trainer.adapters
     if adapters:
-        # Each keeps its product with A.
+        # Each adapter keeps its product with A.
         layers = 1 if trainer.activation_checkpointing else sizes.layers
-        kept += trainer.micro_batch_tokens * adapters.rank * len(adapters.targets) // sizes.layers * layers * size
-    logit, chunk = _FUSED_LOGIT_BYTES if trainer.compile else _LOGIT_BYTES, trainer.logprob_chunk_tokens
-    logits = chunk * logit + max(0, trainer.logprob_kept_tokens - chunk) * size
-    items = {each.name: each.device + each.host * cpu for each in held.values()} | {
-        "weights to compute with": backend.copied_weights(trainer, sizes, size) * size,
-        # A pipeline's first stage keeps as many micro-batches as there are stages, each of its share of the layers.
-        "activations": kept // (shared.tensor * shared.context),
-        "logits": logits * sizes.vocab // shared.tensor,
-        # The sum over the chunks is float32, the product that each adds is of the compute dtype.
-        "output's gradient": 0 if adapters else (FLOAT32 + size) * sizes.embedding_parameters // shared.tensor,
-    }
+        layer_values = trainer.micro_batch_tokens * adapters.rank * len(adapters.targets) // sizes.layers
+        activations += layer_values * layers * size
+    logit_bytes = _FUSED_LOGIT_BYTES if trainer.compile else _LOGIT_BYTES
+    chunk_tokens = trainer.logprob_chunk_tokens
+    further_tokens = max(0, trainer.logprob_kept_tokens - chunk_tokens)
+    if device == "cpu":
+        items = {state.name: state.device + state.host for state in states.values()}
+    else:
+        items = {state.name: state.device for state in states.values()}
+    items["weights to compute with"] = backend.copied_weights(trainer, sizes, size) * size
+    # A pipeline's first stage keeps as many micro-batches as there are stages, each of its share of the layers.
+    items["activations"] = activations // (shards.tensor * shards.context)
+    items["logits"] = (chunk_tokens * logit_bytes + further_tokens * size) * sizes.vocab // shards.tensor
+    # The sum over the chunks is float32, the product that each adds is of the compute dtype.
+    output_gradient = 0 if adapters else (FLOAT32 + size) * sizes.embedding_parameters // shards.tensor
+    items["output's gradient"] = output_gradient
     if trainer.one_micro_batch and backend.frees_gradients:
-        # No gradient is there while the only logits are; a layer's takes the place of its activations.
-        gradients = items.pop(held["gradients"].name)
-        items["gradients after the logits"] = max(0, gradients - items["logits"] - items["output's gradient"])
-    if cpu:
+        # The only logits are freed before the first gradient is made; a layer's gradient replaces its activations.
+        gradients = items.pop(states["gradients"].name)
+        items["gradients after the logits"] = max(0, gradients - items["logits"] - output_gradient)
+    if device == "cpu":
         items.update((role, count) for role, count in _role_bytes(trainer, sizes, frozen).items())
     return {name: count for name, count in items.items() if count}
 
@@ -256,17 +274,27 @@ def engine_bytes(
 
 def token_bytes(sizes: ModelSizes, dtype: Dtype, tensor_parallel_size: int) -> int:
     """Return the bytes of a cached token on one device of an engine; 0 for a model without attention."""
-    return -(-sizes.kv_values_per_token * DTYPE_BYTES[dtype] // max(1, min(tensor_parallel_size, sizes.kv_heads)))
+    shards = max(1, min(tensor_parallel_size, sizes.kv_heads))
+    return -(-sizes.kv_values_per_token * DTYPE_BYTES[dtype] // shards)
 
 
 def engine_items(
     generation: GenerationSettings, sizes: ModelSizes, device: Device, memory: int | None
 ) -> dict[str, int]:
     """Return the bytes of one device of an engine by purpose. memory: of the device; None: not known."""
-    devices, share = generation.tensor_parallel_size, generation.gpu_memory_utilization
-    items = engine_bytes(sizes, device, generation.dtype, devices, generation.max_num_seqs)
+    items = engine_bytes(
+        sizes=sizes,
+        device=device,
+        dtype=generation.dtype,
+        tensor_parallel_size=generation.tensor_parallel_size,
+        max_num_seqs=generation.max_num_seqs,
+    )
     if generation.cache_mib is not None:
-        return items | {"key-value cache": generation.cache_mib << 20}
+        items["key-value cache"] = generation.cache_mib << 20
+        return items
     # vLLM measures graphs and workspace itself.
     del items["graphs and workspace"]
-    return items if memory is None else items | {"key-value cache": max(0, int(memory * share) - items["weights"])}
+    if memory is not None:
+        engine_share = int(memory * generation.gpu_memory_utilization)
+        items["key-value cache"] = max(0, engine_share - items["weights"])
+    return items

@@ -67,129 +67,141 @@ class Layout:
         return f"{groups}, experts over {self.expert}"
 
 
-def clashes(asked: Layout, sizes: ModelSizes | None) -> Iterator[tuple[str, str]]:
+def find_clashes(layout: Layout, sizes: ModelSizes | None) -> Iterator[tuple[str, str]]:
     """Yield (field of the layout, its problem) for every contradiction."""
-    ranks = asked.tensor * asked.pipeline * asked.context
-    if asked.world % ranks:
-        groups = f"tensor {asked.tensor} x pipeline {asked.pipeline} x context {asked.context}"
-        yield "world", f"must be a multiple of {groups} = {ranks}, not {asked.world}"
+    ranks = layout.tensor * layout.pipeline * layout.context
+    if layout.world % ranks:
+        groups = f"tensor {layout.tensor} x pipeline {layout.pipeline} x context {layout.context}"
+        yield "world", f"must be a multiple of {groups} = {ranks}, not {layout.world}"
     if sizes:
-        yield from _tensor(asked.tensor, sizes)
-        if sizes.layers % asked.pipeline:
-            yield "pipeline", f"must divide the model's {sizes.layers} layers, not {asked.pipeline}"
-        yield from _context(asked, sizes)
-    yield from _experts(asked, sizes)
+        yield from _tensor_clashes(layout.tensor, sizes)
+        if sizes.layers % layout.pipeline:
+            yield "pipeline", f"must divide the model's {sizes.layers} layers, not {layout.pipeline}"
+        yield from _context_clashes(layout, sizes)
+    yield from _expert_clashes(layout, sizes)
 
 
-def nearest(asked: Layout, sizes: ModelSizes | None, sequences: int | None = None) -> Layout:
-    """Return the layout without contradictions on as many ranks whose sizes are closest to `asked`.
+def nearest_layout(requested: Layout, sizes: ModelSizes | None, sequences: int | None = None) -> Layout:
+    """Return the layout without contradictions on as many ranks whose sizes are closest to `requested`.
 
     sequences: number trained in one update, at least one a shard. Where they are too few for any layout of these ranks,
     the answer has the requested sizes, or else the nearest, on the number of ranks that they feed; at worst it has a
     rank a sequence.
     """
-    working = [each for each in _candidates(asked, sizes) if _works(each, sizes, sequences)]
+    working = [layout for layout in _candidates(requested, sizes) if _works(layout, sizes, sequences)]
     if working:
-        return min(working, key=lambda each: _distance(asked, each))
+        return min(working, key=lambda layout: _distance(requested, layout))
     assert sequences is not None, "one rank a shard always works"
-    for shape in (asked, nearest(asked, sizes)):
-        most = min(asked.world, sequences * shape.tensor * shape.pipeline * shape.context)
-        fewer = replace(shape, world=most // _multiple(shape) * _multiple(shape))
-        if fewer.world and _works(fewer, sizes, sequences):
-            return fewer
-    return Layout(sequences, 1, 1, 1, 1, asked.sequence)
+    for layout in (requested, nearest_layout(requested, sizes)):
+        most_ranks = min(requested.world, sequences * layout.tensor * layout.pipeline * layout.context)
+        unit = _rank_multiple(layout)
+        smaller = replace(layout, world=most_ranks // unit * unit)
+        if smaller.world and _works(smaller, sizes, sequences):
+            return smaller
+    return Layout(sequences, tensor=1, pipeline=1, context=1, expert=1, sequence=requested.sequence)
 
 
-def instead(asked: Layout, sizes: ModelSizes | None, sequences: int | None) -> str:
+def suggest_layout(requested: Layout, sizes: ModelSizes | None, sequences: int | None) -> str:
     """Return `; try KEY=VALUE KEY=VALUE`, the overrides for the nearest working layout."""
-    better = nearest(asked, sizes, sequences)
-    pairs = [(key, getattr(asked, name), getattr(better, name)) for name, key in KEYS.items()]
-    changes = [f"{key}={'null' if new is None else new}" for key, old, new in pairs if new != old]
-    return f"; try {' '.join(changes)}"
+    nearest = nearest_layout(requested, sizes, sequences)
+    overrides = []
+    for name, key in KEYS.items():
+        size = getattr(nearest, name)
+        if size != getattr(requested, name):
+            overrides.append(f"{key}={'null' if size is None else size}")
+    return f"; try {' '.join(overrides)}"
 
 
-def world_sizes(asked: Layout, sizes: ModelSizes | None, sequences: int | None) -> list[int]:
+def world_sizes(layout: Layout, sizes: ModelSizes | None, sequences: int | None) -> list[int]:
     """Return the nearest numbers of ranks, below and above, that work with the sizes as they are."""
-    below = asked.world // (multiple := _multiple(asked)) * multiple
-    counts = (below, below + multiple)
-    return [count for count in counts if count and _works(replace(asked, world=count), sizes, sequences)]
+    unit = _rank_multiple(layout)
+    below = layout.world // unit * unit
+    counts = (below, below + unit)
+    return [count for count in counts if count and _works(replace(layout, world=count), sizes, sequences)]
 
 
-def _tensor(size: int, sizes: ModelSizes) -> Iterator[tuple[str, str]]:
-    cut = {"attention heads": sizes.heads, "key-value heads": sizes.kv_heads}
+def _tensor_clashes(size: int, sizes: ModelSizes) -> Iterator[tuple[str, str]]:
+    counts = {"attention heads": sizes.heads, "key-value heads": sizes.kv_heads}
     if sizes.sparse_layers < sizes.layers:
-        cut["MLP columns (intermediate_size)"] = sizes.intermediate
-    cut["tokens of vocabulary"] = sizes.vocab
-    if uneven := [f"{count} {name}" for name, count in cut.items() if count % size]:
-        what = f"must divide the model's {' and '.join(uneven)}, not {size}"
+        counts["MLP columns (intermediate_size)"] = sizes.intermediate
+    counts["tokens of vocabulary"] = sizes.vocab
+    if uneven := [f"{count} {name}" for name, count in counts.items() if count % size]:
+        problem = f"must divide the model's {' and '.join(uneven)}, not {size}"
         if size > sizes.kv_heads:
-            what += f": each rank needs a key-value head of its own, at most {math.gcd(*cut.values())} ranks work"
-        yield "tensor", what
+            most_ranks = math.gcd(*counts.values())
+            problem += f": each rank needs a key-value head of its own, at most {most_ranks} ranks work"
+        yield "tensor", problem
 
 
-def _context(asked: Layout, sizes: ModelSizes) -> Iterator[tuple[str, str]]:
+def _context_clashes(layout: Layout, sizes: ModelSizes) -> Iterator[tuple[str, str]]:
     """Check Ulysses: for attention, the context ranks exchange tokens for heads."""
-    if sizes.heads % asked.tensor or sizes.kv_heads % asked.tensor:
+    if sizes.heads % layout.tensor or sizes.kv_heads % layout.tensor:
         return
-    heads, keys, size = sizes.heads // asked.tensor, sizes.kv_heads // asked.tensor, asked.context
+    heads = sizes.heads // layout.tensor
+    kv_heads = sizes.kv_heads // layout.tensor
+    size = layout.context
     if heads % size:
         yield "context", f"must divide the {heads} attention heads of a tensor rank, not {size}"
-    elif keys % size and size % keys:
-        yield "context", f"must divide the {keys} key-value heads of a tensor rank or be a multiple of them, not {size}"
+    elif kv_heads % size and size % kv_heads:
+        problem = f"must divide the {kv_heads} key-value heads of a tensor rank or be a multiple of them, not {size}"
+        yield "context", problem
 
 
-def _experts(asked: Layout, sizes: ModelSizes | None) -> Iterator[tuple[str, str]]:
-    size, stage = asked.expert, asked.world // asked.pipeline
-    wrong = []
+def _expert_clashes(layout: Layout, sizes: ModelSizes | None) -> Iterator[tuple[str, str]]:
+    size = layout.expert
+    stage_ranks = layout.world // layout.pipeline
     if sizes and size > 1 and not sizes.sparse_layers:
         yield "expert", f"must be 1, not {size}: the model is dense, without experts"
         return
+    uneven = []
     if sizes and sizes.sparse_layers and sizes.experts % size:
-        wrong.append(f"the model's {sizes.experts} experts")
-    if asked.world % asked.pipeline == 0 and stage % size:
-        wrong.append(f"the {stage} ranks of a pipeline stage")
-    if wrong:
-        yield "expert", f"must divide {' and '.join(wrong)}, not {size}"
-    mixture = sizes.sparse_layers > 0 if sizes else size > 1
-    if mixture and asked.tensor > 1 and not asked.sequence_parallel:
-        yield "sequence", f"must not be false: Megatron-core trains experts on {asked.tensor} tensor ranks only with it"
+        uneven.append(f"the model's {sizes.experts} experts")
+    if layout.world % layout.pipeline == 0 and stage_ranks % size:
+        uneven.append(f"the {stage_ranks} ranks of a pipeline stage")
+    if uneven:
+        yield "expert", f"must divide {' and '.join(uneven)}, not {size}"
+    has_experts = sizes.sparse_layers > 0 if sizes else size > 1
+    if has_experts and layout.tensor > 1 and not layout.sequence_parallel:
+        problem = f"must not be false: Megatron-core trains experts on {layout.tensor} tensor ranks only with it"
+        yield "sequence", problem
 
 
-def _works(each: Layout, sizes: ModelSizes | None, sequences: int | None) -> bool:
-    enough = sequences is None or each.data <= sequences
-    return enough and next(clashes(each, sizes), None) is None
+def _works(layout: Layout, sizes: ModelSizes | None, sequences: int | None) -> bool:
+    enough = sequences is None or layout.data <= sequences
+    return enough and next(find_clashes(layout, sizes), None) is None
 
 
-def _candidates(asked: Layout, sizes: ModelSizes | None) -> Iterator[Layout]:
+def _candidates(requested: Layout, sizes: ModelSizes | None) -> Iterator[Layout]:
     """Yield every way to cut the ranks, with sequence parallelism as asked for and as it is best."""
-    world = asked.world
+    world = requested.world
     small = [count for count in range(1, math.isqrt(world) + 1) if world % count == 0]
     divisors = small + [world // count for count in reversed(small) if count * count != world]
-    mixture = sizes is None or sizes.sparse_layers
+    may_have_experts = sizes is None or sizes.sparse_layers > 0
     # Thousands of ranks have a hundred divisors, a model has few heads and layers: impossible sizes are left out before
     # the product is made.
     if sizes is None:
-        tensors = stages = contexts = divisors = [count for count in divisors if count <= _LARGEST]
+        divisors = [count for count in divisors if count <= _LARGEST]
+        tensors = stages = contexts = divisors
     else:
-        tensors = [count for count in divisors if next(_tensor(count, sizes), None) is None]
+        tensors = [count for count in divisors if next(_tensor_clashes(count, sizes), None) is None]
         stages = [count for count in divisors if sizes.layers % count == 0]
         contexts = [count for count in divisors if sizes.heads % count == 0]
     for tensor, pipeline, context in product(tensors, stages, contexts):
         if world % (tensor * pipeline * context):
             continue
-        experts = [count for count in divisors if world // pipeline % count == 0] if mixture else [1]
-        for expert, sequence in product(experts, dict.fromkeys((asked.sequence, None))):
-            yield Layout(world, tensor, pipeline, context, expert, sequence)
+        experts = [count for count in divisors if world // pipeline % count == 0] if may_have_experts else [1]
+        for expert, sequence in product(experts, dict.fromkeys((requested.sequence, None))):
+            yield Layout(world, tensor=tensor, pipeline=pipeline, context=context, expert=expert, sequence=sequence)
 
 
-def _distance(asked: Layout, each: Layout) -> tuple[float, bool, tuple[int, ...]]:
+def _distance(requested: Layout, layout: Layout) -> tuple[float, bool, tuple[int, ...]]:
     """Return a key to sort by. Of two layouts as near, the one that keeps the earlier size comes first."""
     names = ("tensor", "pipeline", "context", "expert")
-    ratios = [abs(math.log(getattr(each, name) / getattr(asked, name))) for name in names]
-    sizes = tuple(-getattr(each, name) for name in names)
-    return round(sum(ratios), 9), each.sequence != asked.sequence, sizes
+    ratios = [abs(math.log(getattr(layout, name) / getattr(requested, name))) for name in names]
+    sizes = tuple(-getattr(layout, name) for name in names)
+    return round(sum(ratios), 9), layout.sequence != requested.sequence, sizes
 
 
-def _multiple(asked: Layout) -> int:
+def _rank_multiple(layout: Layout) -> int:
     """Return the number that any number of ranks must be a multiple of, for batches and for experts."""
-    return math.lcm(asked.tensor * asked.pipeline * asked.context, asked.pipeline * asked.expert)
+    return math.lcm(layout.tensor * layout.pipeline * layout.context, layout.pipeline * layout.expert)

@@ -38,8 +38,8 @@ class NodeResources:
 
     @classmethod
     def from_free(cls, name: str, free: Mapping[str, float]) -> "NodeResources":
-        """Return those of a node from the free resources that Ray reports."""
-        return cls(name, int(free.get("GPU", 0)), free.get("CPU", 0.0))
+        """Return the resources of a node from those that Ray reports as free."""
+        return cls(name, gpus=int(free.get("GPU", 0)), cpus=free.get("CPU", 0.0))
 
 
 @dataclass(frozen=True)
@@ -85,34 +85,34 @@ class Placement:
     @property
     def trainer_devices(self) -> int:
         """Devices that train (CPU: a node counts as one device)."""
-        return _devices(self.trainers)
+        return _count_devices(self.trainers)
 
     @property
     def generator_devices(self) -> int:
         """Devices that generate."""
-        return _devices(self.engines)
+        return _count_devices(self.engines)
 
     @property
     def all_devices(self) -> int:
         """Distinct devices in use."""
-        return _devices([*self.trainers, *self.engines])
+        return _count_devices([*self.trainers, *self.engines])
 
     @property
-    def used(self) -> list[int]:
+    def used_nodes(self) -> list[int]:
         """Indices of the nodes that have processes."""
-        return sorted({slot.node for slot in (*self.trainers, *self.engines)})
+        return sorted({slot.node for slot in self.trainers + self.engines})
 
     @property
     def ranks_by_node(self) -> tuple[int, ...]:
         """Trainer ranks of each node that has any, in the order of the ranks."""
-        counts = [self.processes_on(node)[0] for node in self.used]
+        counts = [self.processes_on(node)[0] for node in self.used_nodes]
         return tuple(count for count in counts if count)
 
     @property
     def node_by_process(self) -> dict[str, str]:
         """Name of the node of each process: trainer-N, engine-N."""
-        sides = {"trainer": self.trainers, "engine": self.engines}
-        return {f"{side}-{n}": self.nodes[slot.node] for side, slots in sides.items() for n, slot in enumerate(slots)}
+        nodes = {f"trainer-{rank}": self.nodes[slot.node] for rank, slot in enumerate(self.trainers)}
+        return nodes | {f"engine-{index}": self.nodes[slot.node] for index, slot in enumerate(self.engines)}
 
     def processes_on(self, node: int) -> tuple[int, int]:
         """Return the numbers of ranks and of engines on a node."""
@@ -120,13 +120,11 @@ class Placement:
 
     def peer_devices(self, slot: PlacementSlot) -> tuple[int, ...]:
         """Return the devices of the slot's node that trainer ranks have and the slot does not."""
-        there = {index for other in self.trainers if other.node == slot.node for index in other.devices}
-        return tuple(sorted(there - set(slot.devices)))
+        return tuple(sorted(_devices_on(slot.node, self.trainers) - set(slot.devices)))
 
     def gpus_on(self, node: int) -> int:
         """Return the number of GPUs to reserve on a node."""
-        slots = (*self.trainers, *self.engines)
-        return len({index for slot in slots if slot.node == node for index in slot.devices})
+        return len(_devices_on(node, self.trainers + self.engines))
 
     def cpus_on(self, node: int) -> float:
         """Return the number of CPUs to reserve on a node; none where GPUs are."""
@@ -139,35 +137,47 @@ def place(nodes: Sequence[NodeResources], resources: ResourceRequest, device: De
     Raises PlacementError with the arithmetic when there is too little room.
     """
     device = device or ("cuda" if any(node.gpus for node in nodes) else "cpu")
-    most = [node.gpus for node in nodes]
+    slot_counts = [node.gpus for node in nodes]
     if device == "cpu":
-        each = resources.cpus_per_process
-        most = [_MOST_ON_CPU if node.cpus is None else int(node.cpus / each + 1e-6) for node in nodes]
-    free = [list(range(count)) for count in most]
+        cpus = resources.cpus_per_process
+        slot_counts = [_MOST_ON_CPU if node.cpus is None else int(node.cpus / cpus + 1e-6) for node in nodes]
+    free_devices = [list(range(count)) for count in slot_counts]
     names = tuple(node.name for node in nodes)
-    shared = resources.colocated and device == "cuda"
-    if device == "cuda" and resources.engines and _enough(most, resources):
+    takes_turns = resources.colocated and device == "cuda"
+    has_enough = sum(slot_counts) >= _needed_gpus(resources)
+    if device == "cuda" and resources.engines and has_enough:
         _require_on_a_node(nodes, resources.tensor_parallel_size)
     if resources.colocated and resources.engines:
-        found = _equal_shares(free, resources, device)
-        if found and len({slot.node for slot in found[0]}) > 1:
-            return Placement(device, *found, True, names, resources.cpus_per_process, by_node=True)
-        if found and shared:
-            free = [slots if node == found[0][0].node else [] for node, slots in enumerate(free)]
-        elif shared and _enough(most, resources):
-            raise PlacementError(_unequal(nodes, resources))
-    # `_take` removes from its list. Without shared devices, engines take from the same list as the ranks, on purpose.
-    others = [list(slots) for slots in free] if shared else free
-    trainers = _take(free, resources.ranks, 1, resources.trainer)
+        placement = _place_equal_shares(free_devices, resources, device, names)
+        if placement and placement.by_node:
+            return placement
+        if placement and takes_turns:
+            [only_node] = placement.used_nodes
+            free_devices = [devices if node == only_node else [] for node, devices in enumerate(free_devices)]
+        elif takes_turns and has_enough:
+            raise PlacementError(_describe_unequal(nodes, resources))
+    # `_take_slots` removes from its list. Where trainer and engines take no turns, both take from one list, on purpose.
+    engine_devices = [list(devices) for devices in free_devices] if takes_turns else free_devices
+    trainers = _take_slots(free_devices, resources.ranks, size=1, strategy=resources.trainer)
+    if trainers is None:
+        raise PlacementError(_describe_lack(nodes, resources, device))
     size = resources.tensor_parallel_size if device == "cuda" else 1
-    engines = _take(others, resources.engines, size, resources.generator) if trainers is not None else None
-    if trainers is None or engines is None:
-        raise PlacementError(_too_little(nodes, resources, device))
+    engines = _take_slots(engine_devices, resources.engines, size=size, strategy=resources.generator)
+    if engines is None:
+        raise PlacementError(_describe_lack(nodes, resources, device))
     # Ranks of a node are consecutive, also where they were spread.
     trainers.sort(key=lambda slot: slot.node)
     if device == "cpu":
-        trainers, engines = ([PlacementSlot(slot.node) for slot in slots] for slots in (trainers, engines))
-    return Placement(device, trainers, engines, shared or device == "cpu", names, resources.cpus_per_process)
+        trainers = [PlacementSlot(slot.node) for slot in trainers]
+        engines = [PlacementSlot(slot.node) for slot in engines]
+    return Placement(
+        device=device,
+        trainers=trainers,
+        engines=engines,
+        shared=takes_turns or device == "cpu",
+        nodes=names,
+        cpus_per_process=resources.cpus_per_process,
+    )
 
 
 def smaller_runs(
@@ -178,22 +188,32 @@ def smaller_runs(
     parts: number of nodes of the whole run. A share has the ranks and engines of fewer nodes, at least one of each.
     """
     for count in range(parts, 0, -1):
-        ranks, engines = (max(1, each * count // parts) for each in (resources.ranks, resources.engines))
-        share = replace(resources, ranks=ranks, engines=engines if resources.engines else 0)
+        ranks = max(1, resources.ranks * count // parts)
+        engines = max(1, resources.engines * count // parts) if resources.engines else 0
+        share = replace(resources, ranks=ranks, engines=engines)
         with suppress(PlacementError):
             place(nodes, share, device)
             yield share
 
 
-def resources(settled: Settled) -> ResourceRequest:
+def requested_resources(settled: Settled) -> ResourceRequest:
     """Return the processes of a run to place."""
-    config, sampling = settled.config, settled.sampling
-    trainer, each = config.placement.trainer, config.placement.cpus_per_process
+    config = settled.config
+    sampling = settled.sampling
+    request = ResourceRequest(
+        ranks=config.trainer.num_ranks,
+        trainer=config.placement.trainer,
+        cpus_per_process=config.placement.cpus_per_process,
+    )
     if sampling is None:
-        return ResourceRequest(config.trainer.num_ranks, trainer=trainer, cpus_per_process=each)
-    generation = sampling.config.generation
-    sizes = (config.trainer.num_ranks, generation.num_engines, generation.tensor_parallel_size)
-    return ResourceRequest(*sizes, sampling.colocated, trainer, sampling.config.placement.generator, each)
+        return request
+    return replace(
+        request,
+        engines=sampling.config.generation.num_engines,
+        tensor_parallel_size=sampling.config.generation.tensor_parallel_size,
+        colocated=sampling.is_colocated,
+        generator=sampling.config.placement.generator,
+    )
 
 
 def this_machine(gpus: int) -> list[NodeResources]:
@@ -208,33 +228,41 @@ def stays_on_nodes(settled: Settled, placement: Placement) -> bool:
     """
     if not placement.by_node:
         return False
-    there, copy = placement.ranks_by_node[0], backend_of(settled.trainer).ranks_a_copy(settled.trainer)
-    if there % copy and placement.device == "cuda":
-        what = f"engines share GPUs with ranks of {len(placement.used)} nodes, but a node's {there} ranks hold a part"
-        why = f"of the weights alone: {copy} ranks share a copy"
-        raise PlacementError(f"{what} {why}; placement.colocated=false, or trainer.replicas={len(placement.used)}")
-    return there % copy == 0
+    node_ranks = placement.ranks_by_node[0]
+    copy_ranks = backend_of(settled.trainer).ranks_a_copy(settled.trainer)
+    if node_ranks % copy_ranks == 0:
+        return True
+    if placement.device == "cuda":
+        nodes = len(placement.used_nodes)
+        problem = f"engines share GPUs with ranks of {nodes} nodes, but a node's {node_ranks} ranks hold a part of the"
+        problem = f"{problem} weights alone: {copy_ranks} ranks share a copy"
+        raise PlacementError(f"{problem}; placement.colocated=false, or trainer.replicas={nodes}")
+    return False
 
 
 def transport_of(settled: SettledGrpo, placement: Placement) -> Transport:
     """Return `refit.transport` with `auto` resolved. Raises PlacementError for one that does not leave a node."""
-    given, stays = settled.config.refit.transport, stays_on_nodes(settled, placement)
-    if len(placement.used) > 1 and not stays and given not in ("auto", "broadcast"):
-        nodes = ", ".join(placement.nodes[node] for node in placement.used)
-        raise PlacementError(f"refit.transport={given} stays on a node, the run is on {nodes}: broadcast, or auto")
-    return usual_transport(placement, settled.config.generation.num_engines, stays) if given == "auto" else given
+    transport = settled.config.refit.transport
+    stays = stays_on_nodes(settled, placement)
+    if len(placement.used_nodes) > 1 and not stays and transport not in ("auto", "broadcast"):
+        nodes = ", ".join(placement.nodes[node] for node in placement.used_nodes)
+        raise PlacementError(f"refit.transport={transport} stays on a node, the run is on {nodes}: broadcast, or auto")
+    if transport != "auto":
+        return transport
+    return usual_transport(placement, settled.config.generation.num_engines, stays)
 
 
 def refit_way(settled: SettledGrpo, placement: Placement) -> str:
     """Return the way of weights to engines, with its reason, for a reader. Raises the errors of `transport_of`."""
-    kind, count = transport_of(settled, placement), len(placement.used)
-    if count == 1:
-        return kind
-    if kind != "broadcast":
-        there = placement.ranks_by_node[0]
-        whose = "whose rank holds" if there == 1 else f"whose {there} ranks hold"
-        return f"{kind} within each of {count} nodes, {whose} all weights"
-    return f"{kind} between {count} nodes"
+    transport = transport_of(settled, placement)
+    nodes = len(placement.used_nodes)
+    if nodes == 1:
+        return transport
+    if transport != "broadcast":
+        node_ranks = placement.ranks_by_node[0]
+        holders = "whose rank holds" if node_ranks == 1 else f"whose {node_ranks} ranks hold"
+        return f"{transport} within each of {nodes} nodes, {holders} all weights"
+    return f"{transport} between {nodes} nodes"
 
 
 def usual_transport(placement: Placement, engines: int, stays: bool = False) -> Transport:
@@ -244,109 +272,149 @@ def usual_transport(placement: Placement, engines: int, stays: bool = False) -> 
     link (2 ranks to 2 engines on H200s: 62.3 ms, by broadcast 48.4), and one engine gets the parts of several ranks
     sooner by broadcast too (from 3 ranks 44.8 ms, reading 46.9; both while engines saw no other devices). Two NCCL
     ranks cannot share a device. Other nodes have neither this one's memory nor its GPUs, so that a run on several
-    broadcasts. It needs not where weights stay on their node (stays).
+    nodes broadcasts, unless weights stay on their node (stays).
     """
-    if len(placement.used) > 1 and not stays:
+    if len(placement.used_nodes) > 1 and not stays:
         return "broadcast"
     if placement.device == "cpu":
         return "shm"
     return "ipc" if placement.shared or engines == len(placement.trainers) == 1 else "broadcast"
 
 
-def _equal_shares(
-    free: list[list[int]], resources: ResourceRequest, device: Device
-) -> tuple[list[PlacementSlot], list[PlacementSlot]] | None:
-    """Return slots of ranks and engines on nodes with equal shares of both: few nodes (pack), or many (spread).
+def _place_equal_shares(
+    free_devices: list[list[int]], resources: ResourceRequest, device: Device, names: tuple[str, ...]
+) -> Placement | None:
+    """Place a colocated run on nodes with equal shares of ranks and engines: few nodes (pack), or many (spread).
 
-    None if no number of nodes divides both and has room.
+    free_devices: of each node. Return None if no number of nodes divides both and has room.
     """
-    ranks, engines = resources.ranks, resources.engines
     size = resources.tensor_parallel_size if device == "cuda" else 1
-    counts = [count for count in range(1, len(free) + 1) if not ranks % count and not engines % count]
+    counts = [
+        count
+        for count in range(1, len(free_devices) + 1)
+        if resources.ranks % count == 0 and resources.engines % count == 0
+    ]
     for count in reversed(counts) if resources.trainer == "spread" else counts:
-        trained, sampled = ranks // count, engines // count
-        needed = max(trained, sampled * size) if device == "cuda" else trained + sampled
-        nodes = [node for node, slots in enumerate(free) if len(slots) >= needed][:count]
+        node_ranks = resources.ranks // count
+        node_engines = resources.engines // count
+        needed_devices = max(node_ranks, node_engines * size) if device == "cuda" else node_ranks + node_engines
+        nodes = [node for node, devices in enumerate(free_devices) if len(devices) >= needed_devices][:count]
         if len(nodes) < count:
             continue
-        if device == "cpu":
-            return [PlacementSlot(n) for n in nodes for _ in range(trained)], [
-                PlacementSlot(n) for n in nodes for _ in range(sampled)
-            ]
-        return [PlacementSlot(n, (free[n][i],)) for n in nodes for i in range(trained)], [
-            PlacementSlot(n, tuple(free[n][i * size : (i + 1) * size])) for n in nodes for i in range(sampled)
-        ]
+        trainers: list[PlacementSlot] = []
+        engines: list[PlacementSlot] = []
+        for node in nodes:
+            if device == "cpu":
+                trainers += [PlacementSlot(node)] * node_ranks
+                engines += [PlacementSlot(node)] * node_engines
+            else:
+                # Ranks and engines take turns on the same devices.
+                trainers += _cut_slots(node, free_devices[node], node_ranks, size=1)
+                engines += _cut_slots(node, free_devices[node], node_engines, size=size)
+        return Placement(
+            device=device,
+            trainers=trainers,
+            engines=engines,
+            shared=True,
+            nodes=names,
+            cpus_per_process=resources.cpus_per_process,
+            by_node=count > 1,
+        )
     return None
 
 
-def _needed(resources: ResourceRequest) -> int:
+def _cut_slots(node: int, devices: list[int], count: int, size: int) -> list[PlacementSlot]:
+    return [PlacementSlot(node, tuple(devices[index * size : (index + 1) * size])) for index in range(count)]
+
+
+def _needed_gpus(resources: ResourceRequest) -> int:
     """Return the number of GPUs that a run takes."""
-    wanted = resources.engines * resources.tensor_parallel_size
-    return max(resources.ranks, wanted) if resources.colocated else resources.ranks + wanted
-
-
-def _enough(gpus: Sequence[int], resources: ResourceRequest) -> bool:
-    return sum(gpus) >= _needed(resources)
+    engine_gpus = resources.engines * resources.tensor_parallel_size
+    return max(resources.ranks, engine_gpus) if resources.colocated else resources.ranks + engine_gpus
 
 
 def _require_on_a_node(nodes: Sequence[NodeResources], size: int) -> None:
     """Raise PlacementError for an engine that would need the GPUs of two nodes."""
-    most = max(node.gpus for node in nodes)
-    if size > most:
-        what = f"generation.tensor_parallel_size={size}: the workers of an engine are processes of one node"
-        why = f"and the largest has {most} GPUs: at most {most}; a model that {most} cannot hold needs larger ones"
-        raise PlacementError(f"{what}, {why}; {_free(nodes, [node.gpus for node in nodes], 'GPU')}")
+    largest = max(node.gpus for node in nodes)
+    if size > largest:
+        problem = f"generation.tensor_parallel_size={size}: the workers of an engine are processes of one node"
+        limit = f"and the largest has {largest} GPUs: at most {largest}"
+        remedy = f"a model that {largest} cannot hold needs larger ones"
+        raise PlacementError(f"{problem}, {limit}; {remedy}; {_describe_free_gpus(nodes)}")
 
 
-def _unequal(nodes: Sequence[NodeResources], resources: ResourceRequest) -> str:
-    ranks, engines = f"{resources.ranks} trainer ranks", f"{resources.engines} engines x"
-    what = f"{ranks} and {engines} {resources.tensor_parallel_size} share GPUs (placement.colocated), but not in equal"
-    return f"{what} parts on nodes with room; {_free(nodes, [node.gpus for node in nodes], 'GPU')}"
+def _describe_unequal(nodes: Sequence[NodeResources], resources: ResourceRequest) -> str:
+    engines = f"{resources.engines} engines x {resources.tensor_parallel_size}"
+    problem = f"{resources.ranks} trainer ranks and {engines} share GPUs (placement.colocated), but not in equal parts"
+    return f"{problem} on nodes with room; {_describe_free_gpus(nodes)}"
 
 
-def _take(free: list[list[int]], count: int, size: int, strategy: Strategy) -> list[PlacementSlot] | None:
-    """Take `count` slots of `size` devices out of `free`. Return None if there are too few."""
+def _take_slots(free_devices: list[list[int]], count: int, size: int, strategy: Strategy) -> list[PlacementSlot] | None:
+    """Take `count` slots of `size` devices out of `free_devices`. Return None if there are too few."""
     slots: list[PlacementSlot] = []
-    taken = [0] * len(free)
+    all_nodes = range(len(free_devices))
+    taken_slots = [0] * len(free_devices)
     # A node that holds them all keeps a pool together.
-    whole = [node for node, slots in enumerate(free) if len(slots) // size >= count]
-    filling = whole[:1] or sorted(range(len(free)), key=lambda node: -(len(free[node]) // size))
+    sufficient = [node for node in all_nodes if len(free_devices[node]) // size >= count]
+    packing_order = sufficient[:1] or sorted(all_nodes, key=lambda node: -(len(free_devices[node]) // size))
     for _ in range(count):
-        open_nodes = [node for node in filling if len(free[node]) >= size]
         if strategy == "spread":
-            open_nodes = sorted((n for n in range(len(free)) if len(free[n]) >= size), key=lambda node: taken[node])
-        if not open_nodes:
+            order = sorted(all_nodes, key=lambda node: taken_slots[node])
+        else:
+            order = packing_order
+        node = next((node for node in order if len(free_devices[node]) >= size), None)
+        if node is None:
             return None
-        node = open_nodes[0]
-        taken[node] += 1
-        slots.append(PlacementSlot(node, tuple(free[node][:size])))
-        del free[node][:size]
+        taken_slots[node] += 1
+        slots.append(PlacementSlot(node, tuple(free_devices[node][:size])))
+        del free_devices[node][:size]
     return slots
 
 
-def _devices(slots: Sequence[PlacementSlot]) -> int:
-    found = {(slot.node, index) for slot in slots for index in slot.devices}
-    return max(1, len(found) or len({slot.node for slot in slots}))
+def _devices_on(node: int, slots: Sequence[PlacementSlot]) -> set[int]:
+    devices: set[int] = set()
+    for slot in slots:
+        if slot.node == node:
+            devices.update(slot.devices)
+    return devices
 
 
-def _too_little(nodes: Sequence[NodeResources], resources: ResourceRequest, device: Device) -> str:
-    ranks = f"{resources.ranks} trainer rank{'s' * (resources.ranks != 1)}"
-    if device == "cpu":
-        needed, each = resources.ranks + resources.engines, resources.cpus_per_process
-        engines = f" and {resources.engines} engine{'s' * (resources.engines != 1)}" * bool(resources.engines)
-        if any(node.cpus is None for node in nodes):
-            return f"{ranks}{engines}: at most {_MOST_ON_CPU} processes share a machine without GPUs"
-        what = f"{needed * each:g} CPUs needed for {ranks}{engines} (placement.cpus_per_process={each:g})"
-        return f"{what}; {_free(nodes, [node.cpus or 0 for node in nodes], 'CPU')}"
-    needed = _needed(resources)
-    how = "shared by" if resources.colocated else "apart for"
-    what = f"{needed} GPUs needed, {how} {ranks} and {resources.engines} engines x {resources.tensor_parallel_size}"
-    what = f"{what} (tensor_parallel_size); {_free(nodes, [node.gpus for node in nodes], 'GPU')}"
-    return f"{what}; an engine's are of one node" if sum(node.gpus for node in nodes) >= needed else what
+def _count_devices(slots: Sequence[PlacementSlot]) -> int:
+    devices: set[tuple[int, int]] = set()
+    for slot in slots:
+        devices.update((slot.node, index) for index in slot.devices)
+    nodes = {slot.node for slot in slots}
+    return max(1, len(devices) or len(nodes))
 
 
-def _free(nodes: Sequence[NodeResources], amounts: Sequence[float], word: str) -> str:
+def _describe_lack(nodes: Sequence[NodeResources], resources: ResourceRequest, device: Device) -> str:
+    ranks = "1 trainer rank" if resources.ranks == 1 else f"{resources.ranks} trainer ranks"
+    if device == "cuda":
+        needed_gpus = _needed_gpus(resources)
+        sharing = "shared by" if resources.colocated else "apart for"
+        engines = f"{resources.engines} engines x {resources.tensor_parallel_size} (tensor_parallel_size)"
+        problem = f"{needed_gpus} GPUs needed, {sharing} {ranks} and {engines}; {_describe_free_gpus(nodes)}"
+        if sum(node.gpus for node in nodes) >= needed_gpus:
+            return f"{problem}; an engine's are of one node"
+        return problem
+    processes = ranks
+    if resources.engines:
+        engines = "1 engine" if resources.engines == 1 else f"{resources.engines} engines"
+        processes = f"{ranks} and {engines}"
+    if any(node.cpus is None for node in nodes):
+        return f"{processes}: at most {_MOST_ON_CPU} processes share a machine without GPUs"
+    cpus = resources.cpus_per_process
+    needed_cpus = (resources.ranks + resources.engines) * cpus
+    problem = f"{needed_cpus:g} CPUs needed for {processes} (placement.cpus_per_process={cpus:g})"
+    return f"{problem}; {_describe_free(nodes, [node.cpus or 0 for node in nodes], 'CPU')}"
+
+
+def _describe_free_gpus(nodes: Sequence[NodeResources]) -> str:
+    return _describe_free(nodes, [node.gpus for node in nodes], "GPU")
+
+
+def _describe_free(nodes: Sequence[NodeResources], amounts: Sequence[float], unit: str) -> str:
     if not any(node.name for node in nodes):
         return f"this machine has {sum(amounts):g}"
-    listed = ", ".join(f"{node.name} {amount:g}" for node, amount in zip(nodes, amounts))
-    return f"the cluster has {sum(amounts):g} {word}s free: {listed}"
+    node_amounts = ", ".join(f"{node.name} {amount:g}" for node, amount in zip(nodes, amounts))
+    return f"the cluster has {sum(amounts):g} {unit}s free: {node_amounts}"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from rlctl.config.errors import ModelError
 from rlctl.models.facts import ModelSizes
-from rlctl.preflight.backend import backend_of, layout_of
+from rlctl.preflight.backend import FLOAT32, backend_of, layout_of
 from rlctl.preflight.check_model import model_notes
 from rlctl.preflight.engine_rules import engine_rules
 from rlctl.preflight.memory import (
@@ -30,7 +30,7 @@ from rlctl.preflight.placement import (
     PlacementError,
     place,
     refit_way,
-    resources,
+    requested_resources,
     transport_of,
 )
 from rlctl.preflight.settled import Settled, SettledGrpo
@@ -119,22 +119,24 @@ def make_plan(
     disk_free: bytes that the run's checkpoints may take; None: not known. cores: those of this machine; None on a
     cluster.
     """
-    config, sizes, sampling = settled.config, settled.facts, settled.sampling
-    backend, placement, misplaced = backend_of(config.trainer), None, None
-    try:
-        placement = place(nodes, resources(settled), settled.device)
-    except PlacementError as error:
-        misplaced = str(error)
-    if placement:
-        machine = replace(settled.machine, ranks_by_node=placement.ranks_by_node)
-        settled = settled.on(machine, sizes)
+    config = settled.config
+    sizes = settled.facts
+    sampling = settled.sampling
+    backend = backend_of(config.trainer)
+    placement = None
+    misplaced = None
     way = None
-    if placement and settled.sampling:
-        try:
+    try:
+        placement = place(nodes, requested_resources(settled), settled.device)
+        machine = replace(settled.machine, ranks_by_node=placement.ranks_by_node)
+        settled = settled.settle_on(machine, sizes)
+        if settled.sampling:
             way = refit_way(settled.sampling, placement)
-        except PlacementError as error:
-            placement, misplaced = None, str(error)
-    memory, schedule = forecast(settled, placement), _schedule(settled, disk_free)
+    except PlacementError as error:
+        placement = None
+        misplaced = str(error)
+    memory = forecast(settled, placement)
+    schedule = _make_schedule(settled, disk_free)
     return RunPlan(
         kind=config.kind,
         model=config.model.path,
@@ -142,11 +144,11 @@ def make_plan(
         placement=placement,
         misplaced=misplaced,
         layout=backend.layout(config.trainer) if backend.has_layouts else None,
-        batch=_batch(settled),
+        batch=_batch_size(settled),
         memory=memory,
-        too_large=_too_large(settled, memory) if settled.device == "cuda" else None,
-        unserved=unserved(settled),
-        unsaved=_unsaved(schedule),
+        too_large=_why_too_large(settled, memory) if settled.device == "cuda" else None,
+        unserved=_why_unserved(settled),
+        unsaved=_why_unsaved(schedule),
         schedule=schedule,
         refit=refit_bytes(sizes, sampling.generation_dtype, settled.adapters) if sizes and sampling else None,
         refit_way=way,
@@ -160,31 +162,60 @@ def forecast(settled: Settled, placement: Placement | None = None) -> Memory | N
 
     placement: communicators of its refit count too. On a CPU ranks and engines share the machine's memory at all times.
     """
-    sizes, device, memory, sampling = settled.facts, settled.device, settled.machine.memory, settled.sampling
+    sizes = settled.facts
+    device = settled.device
+    sampling = settled.sampling
     if sizes is None:
         return None
-    trainer = trainer_bytes(settled.trainer, sizes, device, settled.copied_roles)
-    host = _copies(settled, sizes)
+    trainer_items = trainer_bytes(settled.trainer, sizes, device, settled.copied_roles)
+    host_items = _checkpoint_copies(settled, sizes)
     if device == "cpu":
-        trainer, host = trainer | host, {}
-    where = placed_states(settled.trainer, sizes, device, settled.shares_devices, settled.phases, settled.copied_roles)
+        trainer_items |= host_items
+        host_items = {}
+    alone = Memory(
+        trainer=trainer_items,
+        engine={},
+        capacity=settled.machine.memory,
+        shared=False,
+        awake=False,
+        kv_sequences=None,
+        placed_states=placed_states(
+            trainer=settled.trainer,
+            sizes=sizes,
+            device=device,
+            shared=settled.shares_devices,
+            phases=settled.phases,
+            frozen=settled.copied_roles,
+        ),
+        host=host_items,
+    )
     if sampling is None:
-        return Memory(trainer, {}, memory, False, False, kv_sequences=None, placed_states=where, host=host)
-    generation, longest = sampling.generation, sampling.longest_sequence
-    engine = engine_items(generation, sizes, device, memory)
+        return alone
+    generation = sampling.generation
+    longest = sampling.longest_sequence
+    engine_bytes = engine_items(generation, sizes, device, settled.machine.memory)
     per_token = token_bytes(sizes, generation.dtype, generation.tensor_parallel_size)
-    held = engine.get("key-value cache")
-    sequences = held // (per_token * longest) if held is not None and longest and per_token else None
+    cache_bytes = engine_bytes.get("key-value cache")
+    kv_sequences = None
+    if cache_bytes is not None and longest and per_token:
+        kv_sequences = cache_bytes // (per_token * longest)
     if device == "cpu":
         # One machine holds every rank and every engine, all awake.
-        trainer = {name: size * settled.config.trainer.num_ranks for name, size in trainer.items()}
-        engine = {f"engines: {name}": size * generation.num_engines for name, size in engine.items()}
-        return Memory(trainer | engine, {}, memory, False, False, sequences, where, host)
+        all_items = {name: size * settled.config.trainer.num_ranks for name, size in trainer_items.items()}
+        all_items |= {f"engines: {name}": size * generation.num_engines for name, size in engine_bytes.items()}
+        return replace(alone, trainer=all_items, kv_sequences=kv_sequences)
     if placement and (groups := refit_groups(sampling, placement)):
-        each = communicator_bytes(len(placement.used))
-        trainer, engine = trainer | {"refit's communicator": each}, engine | {"refit's communicators": groups * each}
-    shared, awake = settled.shares_devices, not generation.sleep
-    return Memory(trainer, engine, memory, shared, awake, sequences, where, host)
+        communicator = communicator_bytes(len(placement.used_nodes))
+        trainer_items["refit's communicator"] = communicator
+        engine_bytes["refit's communicators"] = groups * communicator
+    return replace(
+        alone,
+        trainer=trainer_items,
+        engine=engine_bytes,
+        shared=settled.shares_devices,
+        awake=not generation.sleep,
+        kv_sequences=kv_sequences,
+    )
 
 
 def refit_groups(settled: SettledGrpo, placement: Placement) -> int:
@@ -197,21 +228,23 @@ def refit_groups(settled: SettledGrpo, placement: Placement) -> int:
 def refit_senders(settled: Settled, placement: Placement) -> int:
     """Return the number of ranks that send in a refit: between nodes those of one copy of the weights."""
     trainer = settled.trainer
-    return backend_of(trainer).ranks_a_copy(trainer) if len(placement.used) > 1 else trainer.num_ranks
+    return backend_of(trainer).ranks_a_copy(trainer) if len(placement.used_nodes) > 1 else trainer.num_ranks
 
 
-def _copies(settled: Settled, sizes: ModelSizes) -> dict[str, int]:
+def _checkpoint_copies(settled: Settled, sizes: ModelSizes) -> dict[str, int]:
     """Return a rank's host memory for checkpoints that are written while training goes on."""
     section = settled.config.checkpoint
     saves = section.beside_training and (section.every or section.at_end)
     return {"copies of a checkpoint": copied_bytes(settled.trainer, sizes)} if saves else {}
 
 
-def _batch(settled: Settled) -> BatchSize:
-    step, longest, trainer = settled.config.step_shape, settled.longest_sequence, settled.trainer
+def _batch_size(settled: Settled) -> BatchSize:
+    step = settled.config.step_shape
+    longest = settled.longest_sequence
+    trainer = settled.trainer
     rollouts = step.prompts * step.group
     per_rank = -(-step.per_update // layout_of(trainer).data)
-    full = trainer.micro_batch_tokens // longest if longest else None
+    full_sequences = trainer.micro_batch_tokens // longest if longest else None
     return BatchSize(
         prompts=step.prompts,
         group=step.group,
@@ -221,75 +254,104 @@ def _batch(settled: Settled) -> BatchSize:
         per_rank=per_rank,
         longest=longest,
         tokens=rollouts * longest if longest else None,
-        full_sequences=full,
-        micro_batches=-(-per_rank // full) if full else None,
+        full_sequences=full_sequences,
+        micro_batches=-(-per_rank // full_sequences) if full_sequences else None,
     )
 
 
-def _schedule(settled: Settled, disk_free: int | None) -> Schedule:
-    config, steps = settled.config, settled.config.num_steps
-    every = config.validation.every
+def _make_schedule(settled: Settled, disk_free: int | None) -> Schedule:
+    config = settled.config
+    steps = config.num_steps
     validations = 0
     if settled.validates:
-        # Also after the last step.
-        validations = config.validation.at_start + -(-steps // every)
-    often, at_end = config.checkpoint.every, config.checkpoint.at_end
-    checkpoints = steps // often + (at_end and steps % often > 0) if often else int(at_end)
-    size = None
-    if settled.facts:
-        # Weights and AdamW's two moments in float32, and the exported weights; or those of adapters, all float32.
-        own = settled.adapters
-        exported = (4 if own else DTYPE_BYTES[settled.export_dtype]) * config.checkpoint.export
-        size = (own.parameters if own else settled.facts.parameters) * (12 + exported)
-    kept = min(checkpoints, config.checkpoint.keep_last + config.checkpoint.keep_best)
-    return Schedule(steps, steps * config.step_shape.updates, validations, checkpoints, kept, size, disk_free)
+        # A validation follows the last step too.
+        validations = config.validation.at_start + -(-steps // config.validation.every)
+    interval = config.checkpoint.every
+    checkpoints = steps // interval if interval else 0
+    if config.checkpoint.at_end and (not interval or steps % interval > 0):
+        checkpoints += 1
+    return Schedule(
+        steps=steps,
+        updates=steps * config.step_shape.updates,
+        validations=validations,
+        checkpoints=checkpoints,
+        kept=min(checkpoints, config.checkpoint.keep_last + config.checkpoint.keep_best),
+        checkpoint_bytes=_checkpoint_bytes(settled),
+        disk_free=disk_free,
+    )
 
 
-def _too_large(settled: Settled, memory: Memory | None) -> str | None:
+def _checkpoint_bytes(settled: Settled) -> int | None:
+    """Return the bytes of a checkpoint with its export; None until the model's sizes are known.
+
+    It has weights and AdamW's two moments in float32, and the exported weights; or those of adapters, all float32.
+    """
+    if settled.facts is None:
+        return None
+    parameters = settled.facts.parameters
+    exported_bytes = DTYPE_BYTES[settled.export_dtype]
+    if settled.adapters:
+        parameters = settled.adapters.parameters
+        exported_bytes = FLOAT32
+    parameter_bytes = 3 * FLOAT32
+    if settled.config.checkpoint.export:
+        parameter_bytes += exported_bytes
+    return parameters * parameter_bytes
+
+
+def _why_too_large(settled: Settled, memory: Memory | None) -> str | None:
     """Return why no device can hold weights, gradients and optimizer state. They are the exact part of the forecast."""
     if memory is None or memory.capacity is None or memory.state_peak <= memory.capacity:
         return None
-    taken, room = (f"{count / 2**30:.1f} GiB" for count in (memory.state_peak, memory.capacity))
+    state_gib = f"{memory.state_peak / 2**30:.1f} GiB"
+    device_gib = f"{memory.capacity / 2**30:.1f} GiB"
     advice = backend_of(settled.trainer).more_room(settled.trainer, memory.state_peak, memory.capacity)
-    return f"weights, gradients and optimizer state alone take {taken} of each device, which has {room}; {advice}"
+    problem = f"weights, gradients and optimizer state alone take {state_gib} of each device, which has {device_gib}"
+    return f"{problem}; {advice}"
 
 
-def _unsaved(schedule: Schedule) -> str | None:
+def _why_unsaved(schedule: Schedule) -> str | None:
     """Return why the first checkpoint would fail; None if one fits, or if a size is not known."""
-    one, free = schedule.checkpoint_bytes, schedule.disk_free
-    if not schedule.checkpoints or one is None or free is None or one <= free:
+    size = schedule.checkpoint_bytes
+    free = schedule.disk_free
+    if not schedule.checkpoints or size is None or free is None or size <= free:
         return None
-    return f"a checkpoint takes {_amount(one)}, and {_amount(free)} are free here: make room, or set another run.dir"
+    problem = f"a checkpoint takes {_show_bytes(size)}, and {_show_bytes(free)} are free here"
+    return f"{problem}: make room, or set another run.dir"
 
 
 def disk_notes(schedule: Schedule) -> list[str]:
     """Return a note if the disk may become full: one checkpoint fits, but not all that are kept."""
-    free, most = schedule.disk_free, schedule.disk_bytes
-    if free is None or most <= free or _unsaved(schedule):
+    free = schedule.disk_free
+    needed_bytes = schedule.disk_bytes
+    if free is None or needed_bytes <= free or _why_unsaved(schedule):
         return []
-    less = "a lower checkpoint.keep_last or keep_best takes less"
-    return [f"checkpoints take up to {_amount(most)}, and {_amount(free)} are free in run.dir: {less}"]
+    remedy = "a lower checkpoint.keep_last or keep_best takes less"
+    return [
+        f"checkpoints take up to {_show_bytes(needed_bytes)}, and {_show_bytes(free)} are free in run.dir: {remedy}"
+    ]
 
 
-def _amount(count: int) -> str:
+def _show_bytes(count: int) -> str:
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
-def unserved(settled: Settled) -> str | None:
+def _why_unserved(settled: Settled) -> str | None:
     """Return why the engine cannot sample from the model on the run's device; None if it can, or is not known."""
-    sampling, sizes = settled.sampling, settled.facts
-    if sampling is None or sizes is None:
+    sampling = settled.sampling
+    if sampling is None or settled.facts is None:
         return None
-    return engine_rules(sampling.config.generation.engine).unserved(settled.device, sampling.config.model.path, sizes)
+    rules = engine_rules(sampling.config.generation.engine)
+    return rules.find_refusal(settled.device, sampling.config.model.path, settled.facts)
 
 
 def require_served(settled: Settled) -> None:
     """Raise ModelError if the engine cannot sample from the model: a model of the hub is known only when it is here."""
-    if what := unserved(settled):
-        raise ModelError(what)
+    if reason := _why_unserved(settled):
+        raise ModelError(reason)
 
 
-def _what_takes_less(memory: Memory) -> str:
+def _peak_remedy(memory: Memory) -> str:
     """Return the remedy of a peak, by the side that makes it."""
     if memory.engine and memory.peak > sum(memory.trainer.values()):
         return "; a lower generation.gpu_memory_utilization takes less"
@@ -304,16 +366,18 @@ def crowding_notes(settled: Settled, cores: int | None) -> list[str]:
     ranks = settled.config.trainer.num_ranks
     engines = settled.sampling.generation.num_engines if settled.sampling else 0
     # Ranks and engines take turns: only the larger of the two groups competes for cores.
-    most = max(ranks, engines)
-    if settled.device != "cpu" or cores is None or most <= cores:
+    processes = max(ranks, engines)
+    if settled.device != "cpu" or cores is None or processes <= cores:
         return []
-    name = "trainer.num_ranks" if ranks == most else "generation.num_engines"
-    what = f"{most} processes take turns on {cores} core{'s' * (cores != 1)}, and each has a copy of the libraries"
-    return [f"{name}={most}: {what}; {name}={cores} is faster"]
+    key = "trainer.num_ranks" if ranks == processes else "generation.num_engines"
+    core_count = "1 core" if cores == 1 else f"{cores} cores"
+    problem = f"{processes} processes take turns on {core_count}, and each has a copy of the libraries"
+    return [f"{key}={processes}: {problem}; {key}={cores} is faster"]
 
 
 def _plan_notes(settled: Settled, schedule: Schedule, memory: Memory | None) -> list[str]:
-    config, cpu = settled.config, settled.device == "cpu"
+    config = settled.config
+    on_cpu = settled.device == "cpu"
     notes = model_notes(settled.facts, settled.device) if settled.facts else []
     metric = config.checkpoint.metric
     if not settled.validates:
@@ -325,14 +389,14 @@ def _plan_notes(settled: Settled, schedule: Schedule, memory: Memory | None) -> 
         notes.append(f"warm-up takes {warmup} updates, the run only {schedule.updates}: lr is never reached")
     notes += disk_notes(schedule)
     moves = (config.trainer.offload_optimizer_for_logprob, config.trainer.offload_optimizer_for_generation)
-    if cpu and any(moves):
+    if on_cpu and any(moves):
         notes.append("nothing is offloaded on a CPU: optimizer state is in host memory at all times")
     if memory and memory.capacity and memory.peak > _TIGHT * memory.capacity:
-        full = memory.peak / memory.capacity
-        said = "above the device's memory: expect to run out of it"
-        if full <= 1:
-            said = f"{full:.0%} of the device's memory, and an estimate: it may run out"
-        notes.append(f"the forecast is {said}{'' if cpu else _what_takes_less(memory)}")
+        used_share = memory.peak / memory.capacity
+        verdict = "above the device's memory: expect to run out of it"
+        if used_share <= 1:
+            verdict = f"{used_share:.0%} of the device's memory, and an estimate: it may run out"
+        notes.append(f"the forecast is {verdict}{'' if on_cpu else _peak_remedy(memory)}")
     if memory and memory.kv_sequences == 0:
         notes.append("the key-value cache does not hold one sequence of the longest kind: raise its share")
     return notes

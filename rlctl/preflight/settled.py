@@ -20,9 +20,9 @@ from rlctl.preflight.declared_columns import (
     PROXIMAL_LOG_PROB,
     REFERENCE_LOG_PROB,
     Role,
-    computed,
-    declared,
     named_columns,
+    read_declaration,
+    roles_by_column,
     user_class,
 )
 from rlctl.preflight.derived import NotKnownError, derived
@@ -65,27 +65,29 @@ class Settled:
     @derived
     def dtype(self) -> Dtype:
         """Compute dtype of the trainer. auto: bfloat16 has no fast kernels, nor enough digits for tests, on CPU."""
-        own = self.config.trainer.dtype
-        if own == "auto":
+        dtype = self.config.trainer.dtype
+        if dtype == "auto":
             return "float32" if self.device == "cpu" else "bfloat16"
-        return own
+        return dtype
 
     @derived
     def adapters(self) -> AdapterSpec | None:
         """Adapters that are trained; None where every weight is."""
-        own = self.config.lora
-        if own is None:
+        section = self.config.lora
+        if section is None:
             return None
         if self.facts is None:
             raise NotKnownError("the model's linear layers are not known yet")
-        targets, _ = choose_targets(self.facts.linears, own.targets)
-        return AdapterSpec(own.rank, own.alpha, own.rslora, own.dropout, targets)
+        targets, _ = choose_targets(self.facts.linears, section.targets)
+        return AdapterSpec(
+            rank=section.rank, alpha=section.alpha, rslora=section.rslora, dropout=section.dropout, targets=targets
+        )
 
     @derived
     def export_dtype(self) -> Dtype:
         """Dtype of an exported Hugging Face folder. auto: the trainer's."""
-        own = self.config.checkpoint.export_dtype
-        return self.dtype if own == "auto" else own
+        dtype = self.config.checkpoint.export_dtype
+        return self.dtype if dtype == "auto" else dtype
 
     @derived
     def validates(self) -> bool:
@@ -95,14 +97,14 @@ class Settled:
     @derived
     def shares_devices(self) -> bool:
         """True if engines are on the trainer's devices; on a CPU they always are, and never sleep."""
-        return self.sampling is not None and self.sampling.colocated
+        return self.sampling is not None and self.sampling.is_colocated
 
     @derived
     def max_length(self) -> int:
         """Tokens of the longest sequence that the model and the config allow."""
-        if (limit := self._longest_of_model) is None:
+        if self._longest_of_model is None:
             raise NotKnownError(f"{self.config.model.path} is not on this machine: its longest sequence is not known")
-        return self.config.model.max_length or limit
+        return self.config.model.max_length or self._longest_of_model
 
     @derived
     def longest_sequence(self) -> int | None:
@@ -141,9 +143,9 @@ class Settled:
     @derived
     def phases(self) -> tuple[Phase, ...]:
         """Phases in the order of a step. Without shared devices nothing waits for engines."""
-        has = {"generate": self.shares_devices, "refit": self.sampling is not None}
-        has["log_probs"] = bool(self.computed_columns)
-        return tuple(phase for phase in PHASES if has.get(phase, True))
+        has_phase = {"generate": self.shares_devices, "refit": self.sampling is not None}
+        has_phase["log_probs"] = bool(self.computed_columns)
+        return tuple(phase for phase in PHASES if has_phase.get(phase, True))
 
     @derived
     def trainer(self) -> TrainerSettings:
@@ -160,11 +162,20 @@ class Settled:
         return choose(self._basis(self.config.trainer, None))
 
     def _basis(self, trainer: TrainerSection, engines: tuple[GrpoConfig, Dtype] | None) -> Basis:
-        lengths = self.longest_sequence, self.longest_rollout
-        adapters = self.adapters if self.facts else None
-        machine = self.device, self.facts, adapters, self.machine.memory
-        where = self.shares_devices, self.machine.ranks_by_node
-        return Basis(trainer, self.dtype, *machine, *lengths, self.update_tokens, *where, engines)
+        return Basis(
+            trainer=trainer,
+            dtype=self.dtype,
+            device=self.device,
+            facts=self.facts,
+            adapters=self.adapters if self.facts else None,
+            memory=self.machine.memory,
+            longest_sequence=self.longest_sequence,
+            longest_rollout=self.longest_rollout,
+            update_tokens=self.update_tokens,
+            shares_devices=self.shares_devices,
+            ranks_by_node=self.machine.ranks_by_node,
+            engines=engines,
+        )
 
     def trainer_threads(self, cores: int, ranks: int, engines: int) -> int:
         """Return the CPU threads of one of `ranks` trainer ranks that share a machine of `cores` with engines.
@@ -172,10 +183,10 @@ class Settled:
         Engines that sample while it trains keep a core each: on two cores, two threads next to an engine made the tiny
         run's asynchronous step 0.63 s, one thread 0.57 s.
         """
-        beside = engines if self.grpo and self.grpo.config.async_.enabled else 0
-        return self.config.trainer.threads or max(1, (cores - beside) // ranks)
+        sampling_engines = engines if self.grpo and self.grpo.config.async_.enabled else 0
+        return self.config.trainer.threads or max(1, (cores - sampling_engines) // ranks)
 
-    def on(self, machine: RunMachine, facts: ModelSizes | None) -> Self:
+    def settle_on(self, machine: RunMachine, facts: ModelSizes | None) -> Self:
         """Return the same config, settled for a machine and a model that are known now."""
         return replace(self, machine=machine, facts=facts)
 
@@ -212,22 +223,22 @@ class SettledGrpo(Settled):
     @derived
     def generation_dtype(self) -> Dtype:
         """Dtype of an engine's weights. auto: the trainer's."""
-        own = self.config.generation.dtype
-        return self.dtype if own == "auto" else own
+        dtype = self.config.generation.dtype
+        return self.dtype if dtype == "auto" else dtype
 
     @derived
     def checksum(self) -> Literal["all", "sampled", "off"]:
         """Items whose bytes are compared at each refit."""
-        own = self.config.refit.checksum
-        if own == "auto":
+        checksum = self.config.refit.checksum
+        if checksum == "auto":
             return "all" if self.device == "cpu" or self.config.lora else "sampled"
-        return own
+        return checksum
 
     @derived
-    def colocated(self) -> bool:
+    def is_colocated(self) -> bool:
         """True if engines take turns with the trainer on its devices."""
-        own = self.config.placement.colocated
-        return not self.config.async_.enabled if own is None else own
+        written = self.config.placement.colocated
+        return not self.config.async_.enabled if written is None else written
 
     @derived
     def proximal(self) -> Literal["rollout", "recompute"]:
@@ -235,8 +246,8 @@ class SettledGrpo(Settled):
         loss = self.config.grpo.loss
         if loss.proximal != "auto":
             return loss.proximal
-        own = self.config.compares_apart or declared(loss, "recomputes")
-        return "recompute" if own else "rollout"
+        needs_own_pass = self.config.compares_apart or read_declaration(loss, "recomputes")
+        return "recompute" if needs_own_pass else "rollout"
 
     @derived
     def on_policy_ratio(self) -> bool:
@@ -245,33 +256,38 @@ class SettledGrpo(Settled):
         That is so with one update a step: proximal and current log-probs are of the same weights, the ratio is 1 and
         only its gradient counts.
         """
-        own = self.config.grpo.loss.force_on_policy_ratio
-        once = self.config.grpo.updates_per_step == 1
-        return self.proximal == "recompute" and (once if own is None else own)
+        if self.proximal != "recompute":
+            return False
+        written = self.config.grpo.loss.force_on_policy_ratio
+        return self.config.grpo.updates_per_step == 1 if written is None else written
 
     @derived
     def clips(self) -> bool:
         """True if the loss has bounds of the ratio."""
-        return bool(declared(self.config.grpo.loss, "clips"))
+        return bool(read_declaration(self.config.grpo.loss, "clips"))
 
     @derived
     def computed_columns(self) -> dict[str, Role]:
         """Name -> role of the columns that a step computes before its advantages and updates."""
-        recomputed = self.proximal == "recompute" and not self.on_policy_ratio
-        return computed({PROXIMAL_LOG_PROB.name, *self._own_columns} if recomputed else self._own_columns)
+        columns = self._read_columns
+        if self.proximal == "recompute" and not self.on_policy_ratio:
+            columns = columns | {PROXIMAL_LOG_PROB.name}
+        return roles_by_column(columns)
 
     @derived
     def frozen_roles(self) -> tuple[Role, ...]:
         """Roles besides the policy whose log-probs the loss or the advantage reads."""
-        roles = computed(self._own_columns).values()
+        roles = roles_by_column(self._read_columns).values()
         return tuple(role for role in dict.fromkeys(roles) if role != "policy")
 
     @derived
-    def _own_columns(self) -> set[str]:
+    def _read_columns(self) -> set[str]:
         """Columns of the KL term, of the advantage, and of the loss."""
         loss = self.config.grpo.loss
-        reference = [REFERENCE_LOG_PROB.name] * (loss.kl_coef > 0)
-        return {*named_columns(loss), *self.advantage_columns, *reference}
+        columns = {*named_columns(loss), *self.advantage_columns}
+        if loss.kl_coef > 0:
+            columns.add(REFERENCE_LOG_PROB.name)
+        return columns
 
     @derived
     def advantage_columns(self) -> tuple[str, ...]:
@@ -300,7 +316,7 @@ class SettledGrpo(Settled):
     @derived
     def advantage_scope(self) -> AdvantageScope:
         """Rollouts that one advantage depends on: those of its group, or all of the step."""
-        return "batch" if declared(self.config.grpo.advantage, "scope") == "batch" else "group"
+        return "batch" if read_declaration(self.config.grpo.advantage, "scope") == "batch" else "group"
 
     @derived
     def streams_training(self) -> bool:
@@ -321,11 +337,12 @@ class SettledGrpo(Settled):
     @derived
     def longest_sequence(self) -> int | None:
         """Tokens of the longest sequence of the run, if they are known before the data is read."""
-        own, prompt = super().longest_sequence, self.config.data.max_prompt_length
-        if prompt is None:
-            return own
-        both = prompt + self.config.generation.max_new_tokens
-        return both if own is None else min(own, both)
+        limit = super().longest_sequence
+        prompt_tokens = self.config.data.max_prompt_length
+        if prompt_tokens is None:
+            return limit
+        needed_tokens = prompt_tokens + self.config.generation.max_new_tokens
+        return needed_tokens if limit is None else min(limit, needed_tokens)
 
     @property
     def update_tokens(self) -> int | None:
@@ -340,11 +357,12 @@ class SettledGrpo(Settled):
         history at each turn, a rollout has a sequence for each turn. A rollout function has rows as it likes: of one
         row here.
         """
-        section, longest = self.config.environment, self.longest_sequence
+        section = self.config.environment
+        longest = self.longest_sequence
         if longest is None:
             return None
-        strips = section.is_enabled and section.history == "strip"
-        return longest * section.max_turns if strips and self.whole_rollouts else longest
+        strips_history = section.is_enabled and section.history == "strip"
+        return longest * section.max_turns if strips_history and self.whole_rollouts else longest
 
 
 @dataclass(frozen=True)
@@ -378,7 +396,8 @@ class SettledSft(Settled):
     @derived
     def sampling(self) -> SettledGrpo | None:
         """The recipe of its validation, over the run's own model, trainer and deadlines."""
-        config, recipe, own = self.config, self.config.validation.recipe, self.config.placement
+        config = self.config
+        recipe = config.validation.recipe
         if recipe is None or config.validation.every == 0:
             return None
         sampled = replace(
@@ -387,15 +406,19 @@ class SettledSft(Settled):
             model=replace(config.model, max_length=recipe.model.max_length),
             lora=config.lora,
             trainer=config.trainer,
-            placement=replace(recipe.placement, trainer=own.trainer, cpus_per_process=own.cpus_per_process),
+            placement=replace(
+                recipe.placement,
+                trainer=config.placement.trainer,
+                cpus_per_process=config.placement.cpus_per_process,
+            ),
         )
-        return SettledGrpo(sampled, self.machine, self.facts, self)
+        return SettledGrpo(sampled, self.machine, self.facts, run=self)
 
     @derived
     def choices(self) -> tuple[Choice, ...]:
         """Values of the keys that were left at `auto`, those of the recipe too, with reasons."""
-        theirs = self.sampling.choices if self.sampling else ()
-        return (*super().choices, *(replace(each, key=f"{RECIPE}.{each.key}") for each in theirs))
+        recipe_choices = self.sampling.choices if self.sampling else ()
+        return super().choices + tuple(replace(choice, key=f"{RECIPE}.{choice.key}") for choice in recipe_choices)
 
 
 @overload
@@ -406,8 +429,8 @@ def settle(config: SftConfig, machine: RunMachine, facts: ModelSizes | None) -> 
 def settle(config: RunConfig, machine: RunMachine, facts: ModelSizes | None) -> Settled: ...
 def settle(config: Any, machine: RunMachine, facts: ModelSizes | None) -> Settled:
     """Return a run as it will be on a machine. facts: of its model; None: not on this machine."""
-    made: Settled = _KINDS[type(config)](config, machine, facts)
-    return made
+    settled: Settled = _KINDS[type(config)](config, machine, facts)
+    return settled
 
 
 _KINDS: dict[type, type[Any]] = {GrpoConfig: SettledGrpo, SftConfig: SettledSft}

@@ -45,7 +45,7 @@ class TrainerSettings(TrainerSection):
     adapters: AdapterSpec | None = None
 
     @property
-    def padded(self) -> bool:
+    def is_padded(self) -> bool:
         """True if a micro-batch has a row for each sequence."""
         return self.row_tokens is not None
 
@@ -53,7 +53,7 @@ class TrainerSettings(TrainerSection):
     def one_micro_batch(self) -> bool:
         """True if a rank's share of an update is one micro-batch for certain."""
         bound = self.update_tokens
-        return bound is not None and bound <= self.micro_batch_tokens and not self.padded
+        return bound is not None and bound <= self.micro_batch_tokens and not self.is_padded
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ def own_version() -> str:
 def requirements(extra: str) -> list[str]:
     """Return the requirements of an extra as pip takes them, without markers."""
     if installed_version() is None:
-        return [str(each) for each in _project().get("optional-dependencies", {}).get(extra, [])]
-    parts = (each.partition(";") for each in requires("rlctl") or [])
+        return [str(requirement) for requirement in _project().get("optional-dependencies", {}).get(extra, [])]
+    parts = (requirement.partition(";") for requirement in requires("rlctl") or [])
     return [spec.strip() for spec, _, marker in parts if f"'{extra}'" in marker.replace('"', "'")]
 
 

@@ -72,7 +72,7 @@ class TrainerRank(ABC):
             self._table = self._table.below(adapters.tensors)
             self._frozen_folder = spec.model_path
         for finding in backend_of(spec.config).check_model(spec.config, self._facts.sizes):
-            raise ValueError(finding.what)
+            raise ValueError(finding.message)
         # Exports take these from the model's folder. It may be gone when a checkpoint is made.
         tokenizer = spec.tokenizer_path if spec.tokenizer_path != spec.model_path else None
         self._companions = Companions.read(self._folder, tokenizer) if spec.rank == 0 else None

@@ -134,7 +134,7 @@ class TrainerGroup:
         self.group = group
         self._tokens = section.micro_batch_tokens
         # True for a model whose sequences have a row each.
-        self.padded = section.padded
+        self.padded = section.is_padded
         layout = layout_of(section)
         # Shard of data of each rank.
         self._shards = layout.shards

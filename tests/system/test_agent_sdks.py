@@ -87,7 +87,7 @@ def stage(ray_here: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": LENGTH}))
     settings = ["run.name=null", f"model.path={folder}", f"trainer.micro_batch_tokens={LENGTH}"]
-    run = load("grpo", "calculator-agent-tiny", settings).settled.on(RunMachine("cpu"), None)
+    run = load("grpo", "calculator-agent-tiny", settings).settled.settle_on(RunMachine("cpu"), None)
     spec = EnvironmentSpec(f"{agent_clients.__file__}:run", 120.0, agent=AgentSpec())
     chat = Chat(load_tokenizer(str(folder)), (folder / "chat_template.jinja").read_text(), None, folder)
     engine = replace(spec_for(folder, LENGTH), kv_cache_mib=512)

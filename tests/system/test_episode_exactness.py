@@ -106,7 +106,7 @@ def watched(pool: GeneratorPool) -> dict[RolloutId, set[str]]:
 
 @contextmanager
 def stage(folder: Path, logs: Path, engines: int, transit: Path) -> Iterator[Stage]:
-    run = load("grpo", None, []).settled.on(RunMachine("cpu"), None)
+    run = load("grpo", None, []).settled.settle_on(RunMachine("cpu"), None)
     make = MakeTrainer(run.trainer, folder, transit / "store")
     chat = Chat(load_tokenizer(str(folder)), TEMPLATE, None, folder)
     assert not chat.rewrites_history()  # There are no thinking blocks; those digits take their place.

@@ -79,7 +79,7 @@ def test_only_a_generator_with_the_trainers_weights_passes(ray_here: Path, tmp_p
     right, wrong = (
         make_model(tmp_path / name, "qwen3_moe", seed=seed) for seed, name in enumerate(("right", "wrong"), 1)
     )
-    run = load("grpo", None, []).settled.on(RunMachine("cpu"), None)
+    run = load("grpo", None, []).settled.settle_on(RunMachine("cpu"), None)
     config = run.config
     make = MakeTrainer(run.trainer, right, tmp_path / "store")
     trainer = WorkerGroup([WorkerSpec("trainer-0", make)], DEADLINE)

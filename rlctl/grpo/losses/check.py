@@ -18,14 +18,14 @@ from rlctl.preflight.declared_columns import (
     COLUMNS,
     ROLLOUT_LOG_PROB,
     columns_problem,
-    computed,
+    roles_by_column,
 )
 from rlctl.training.interface import LossOutput, TokenBatch, Totals
 from rlctl.training.micro_batching import rollout_index
 from rlctl.utils.user_code import defined_at, error_text, raised_at
 
 # Possible log-probs of a sample, in drawing order.
-_LOG_PROBS = [ROLLOUT_LOG_PROB.name, *reversed(computed(COLUMNS))]
+_LOG_PROBS = [ROLLOUT_LOG_PROB.name, *reversed(roles_by_column(COLUMNS))]
 _TOLERANCE = 1e-9
 # Lengths of the rows of each rollout. The smallest come first, so that a counterexample is small.
 _SHAPES = [[[2], [3]], [[3], [3], [2]], [[5], [2], [9], [4]], [[7], [7], [3], [12], [2], [6]]]
@@ -356,7 +356,7 @@ def _needs(loss: PolicyLoss) -> str | None:
         name = undeclared[0]
         remedy = f"`columns` does not name: columns = ({name!r},)" if name in COLUMNS else "no sample has"
         return f"reads {name}, which {remedy}"
-    unread = sorted(computed(declared).keys() - read)
+    unread = sorted(roles_by_column(declared).keys() - read)
     return f"names {unread[0]} in `columns`, which costs a pass a step, and never reads it" if unread else None
 
 

@@ -15,7 +15,7 @@ from rlctl.config.trainer_schema import TrainerSection
 from rlctl.models.facts import ModelSizes
 from rlctl.preflight.backend import FLOAT32, Backend, ShardCounts, State, StateBytes, Violation, Violations
 from rlctl.preflight.check_inputs import missing_megatron
-from rlctl.preflight.parallel_layout import KEYS, Layout, clashes, instead, world_sizes
+from rlctl.preflight.parallel_layout import KEYS, Layout, find_clashes, suggest_layout, world_sizes
 from rlctl.preflight.trainer_settings import TrainerSettings
 
 _SECTION = "trainer.megatron"
@@ -67,8 +67,8 @@ class MegatronSection:
 
 def megatron_of(trainer: TrainerSection) -> MegatronSection:
     """Return the keys of `trainer.megatron`."""
-    own: MegatronSection = trainer.megatron
-    return own
+    section: MegatronSection = trainer.megatron
+    return section
 
 
 def cpu_offload_problem(dtype: str) -> str | None:
@@ -84,16 +84,17 @@ def cpu_offload_problem(dtype: str) -> str | None:
 
 def hosted_share(trainer: TrainerSection) -> float:
     """Return the share of the parameters whose optimizer state lives on the host."""
-    own = megatron_of(trainer)
-    if not own.optimizer_cpu_offload:
+    section = megatron_of(trainer)
+    if not section.optimizer_cpu_offload:
         return 0.0
-    return 1.0 if own.optimizer_offload_fraction is None else own.optimizer_offload_fraction
+    return 1.0 if section.optimizer_offload_fraction is None else section.optimizer_offload_fraction
 
 
 class MegatronBackend(Backend):
     """Megatron-core."""
 
-    shard_name, has_layouts = "data-parallel shard", True
+    shard_name = "data-parallel shard"
+    has_layouts = True
 
     def layout(self, trainer: TrainerSection) -> Layout:
         sizes = megatron_of(trainer)
@@ -108,90 +109,95 @@ class MegatronBackend(Backend):
 
     def ranks_a_copy(self, trainer: TrainerSection) -> int:
         """Return all ranks where there are several stages: these are the slowest of the orders of ranks."""
-        own = self.layout(trainer)
-        return own.world if own.pipeline > 1 else math.lcm(own.tensor * own.context, own.expert)
+        layout = self.layout(trainer)
+        return layout.world if layout.pipeline > 1 else math.lcm(layout.tensor * layout.context, layout.expert)
 
     def check_keys(self, trainer: TrainerSection) -> Violations:
-        if what := missing_megatron():
-            yield Violation("trainer.backend", what)
+        if message := missing_megatron():
+            yield Violation("trainer.backend", message)
 
     def check_unused(self, trainer: TrainerSection) -> Violations:
         for name, neutral in _NEUTRAL.items():
-            # A broken one hides no other.
+            # A broken value hides no other one.
             with suppress(BrokenValueError):
                 value = getattr(megatron_of(trainer), name)
                 if value != neutral and value is not False:
-                    why = f"{trainer.backend} has no such thing; set {dumps(neutral)} here"
-                    what = f"{dumps(value)} needs trainer.backend=megatron: {why}"
-                    yield Violation(f"{_SECTION}.{name}", what, ("trainer.backend",))
+                    advice = f"{trainer.backend} has no such thing; set {dumps(neutral)} here"
+                    message = f"{dumps(value)} needs trainer.backend=megatron: {advice}"
+                    yield Violation(f"{_SECTION}.{name}", message, ("trainer.backend",))
 
     def check_layout(self, trainer: TrainerSection, sizes: ModelSizes | None, sequences: int | None) -> Violations:
         """Yield one line a key."""
-        asked = self.layout(trainer)
-        found = list(clashes(asked, sizes))
-        advice = instead(asked, sizes, sequences) if found else ""
-        for name, what in found:
-            if name == "world" and (counts := world_sizes(asked, sizes, sequences)):
-                what += f"; try {KEYS['world']}={' or '.join(map(str, counts))}, or{advice.removeprefix('; try')}"
-            else:
-                what += advice
-            yield Violation(KEYS[name], what, tuple(KEYS[other] for other in _AGAINST.get(name, ())))
+        layout = self.layout(trainer)
+        problems = list(find_clashes(layout, sizes))
+        advice = suggest_layout(layout, sizes, sequences) if problems else ""
+        for name, problem in problems:
+            remedy = advice
+            if name == "world" and (counts := world_sizes(layout, sizes, sequences)):
+                remedy = f"; try {KEYS['world']}={' or '.join(map(str, counts))}, or{advice.removeprefix('; try')}"
+            other_keys = tuple(KEYS[other] for other in _AGAINST.get(name, ()))
+            yield Violation(KEYS[name], f"{problem}{remedy}", other_keys)
 
     def check_model(self, trainer: TrainerSection, sizes: ModelSizes | None) -> Violations:
         if sizes is None:
             return
-        kind, biased = sizes.model_type, sizes.output_bias or sizes.mlp_bias
-        lacks = []
+        kind = sizes.model_type
         if kind not in MODEL_TYPES:
-            lacks.append(f"megatron trains {', '.join(MODEL_TYPES)}, not {kind}")
-        elif biased or sizes.activation != "silu":
-            lacks.append(
-                f"megatron trains no {kind} {'with biases' if biased else f'with hidden_act {sizes.activation}'}"
-            )
+            message = f"megatron trains {', '.join(MODEL_TYPES)}, not {kind}"
+        elif sizes.output_bias or sizes.mlp_bias:
+            message = f"megatron trains no {kind} with biases"
+        elif sizes.activation != "silu":
+            message = f"megatron trains no {kind} with hidden_act {sizes.activation}"
         elif sizes.sparse_layers and sizes.experts_per_token == 1 and sizes.norm_topk_prob:
-            lacks.append("megatron has no router for one expert a token with norm_topk_prob, whose weight is always 1")
-        yield from (
-            Violation("trainer.backend", f"{what}; use trainer.backend=fsdp", ("model.path",)) for what in lacks
-        )
+            message = "megatron has no router for one expert a token with norm_topk_prob, whose weight is always 1"
+        else:
+            return
+        yield Violation("trainer.backend", f"{message}; use trainer.backend=fsdp", ("model.path",))
 
     def check_optimizer(self, trainer: TrainerSection, sizes: ModelSizes | None) -> Violations:
         """Yield contradictions of `optimizer_cpu_offload`, and keys that need it."""
-        own, key = megatron_of(trainer), f"{_SECTION}.optimizer_cpu_offload"
-        if own.optimizer_cpu_offload:
-            if what := cpu_offload_problem(trainer.dtype):
-                yield Violation(key, what, ("trainer.dtype",))
-            stages = own.pipeline_model_parallel_size
+        section = megatron_of(trainer)
+        key = f"{_SECTION}.optimizer_cpu_offload"
+        if section.optimizer_cpu_offload:
+            if problem := cpu_offload_problem(trainer.dtype):
+                yield Violation(key, problem, ("trainer.dtype",))
+            stages = section.pipeline_model_parallel_size
             if sizes is not None and sizes.tied and stages > 1 and hosted_share(trainer) < 1:
                 # Each stage chooses its share for the host, and the two round differently: the copies would drift
                 # apart.
-                what = f"must be null with {stages} pipeline stages, whose first and last share the embedding"
-                others = (f"{_SECTION}.pipeline_model_parallel_size",)
-                yield Violation(f"{_SECTION}.optimizer_offload_fraction", what, others)
+                message = f"must be null with {stages} pipeline stages, whose first and last share the embedding"
+                stages_key = f"{_SECTION}.pipeline_model_parallel_size"
+                yield Violation(f"{_SECTION}.optimizer_offload_fraction", message, (stages_key,))
             return
         for name in ("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d"):
             with suppress(BrokenValueError):
-                if getattr(own, name):
-                    what = f"needs {key}=true: without it nothing of the optimizer is on the host"
-                    yield Violation(f"{_SECTION}.{name}", what, (key,))
+                if getattr(section, name):
+                    message = f"needs {key}=true: without it nothing of the optimizer is on the host"
+                    yield Violation(f"{_SECTION}.{name}", message, (key,))
 
     def idle_keys(self, trainer: TrainerSection) -> dict[str, str]:
-        idle = {}
+        reasons = {}
         if megatron_of(trainer).sequence_parallel and not self.layout(trainer).sequence_parallel:
-            idle[KEYS["sequence"]] = f"{KEYS['tensor']} is 1"
+            reasons[KEYS["sequence"]] = f"{KEYS['tensor']} is 1"
         if megatron_of(trainer).fp32_residual_connection and trainer.dtype == "float32":
-            idle[f"{_SECTION}.fp32_residual_connection"] = "trainer.dtype is float32"
-        return idle
+            reasons[f"{_SECTION}.fp32_residual_connection"] = "trainer.dtype is float32"
+        return reasons
 
     def suggest_layout(self, trainer: TrainerSection, sizes: ModelSizes | None, sequences: int) -> str:
-        return instead(self.layout(trainer), sizes, sequences)
+        return suggest_layout(self.layout(trainer), sizes, sequences)
 
     def shard_counts(self, trainer: TrainerSection) -> ShardCounts:
         """Share matrices over tensor ranks, layers over stages, optimizer state over ranks with the same weights."""
-        layout, ranks = megatron_of(trainer), trainer.num_ranks
-        tensor, stages = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
-        # An expert is on one rank whole.
-        experts = stages * layout.expert_model_parallel_size
-        return ShardCounts(tensor, layout.context_parallel_size, tensor * stages, experts, max(tensor * stages, ranks))
+        layout = self.layout(trainer)
+        weight_shards = layout.tensor * layout.pipeline
+        return ShardCounts(
+            tensor=layout.tensor,
+            context=layout.context,
+            weights=weight_shards,
+            # One rank holds a whole expert.
+            experts=layout.pipeline * layout.expert,
+            optimizer=max(weight_shards, trainer.num_ranks),
+        )
 
     def states(self, trainer: TrainerSection, sizes: ModelSizes, size: int) -> dict[State, StateBytes]:
         """Return the bytes as if all stages were equal.
@@ -199,15 +205,17 @@ class MegatronBackend(Backend):
         Weights are in the compute dtype. The optimizer has float32 masters too if that is a half. Where the host
         updates a share of the parameters, their masters, a copy of their gradients and their moments are all there.
         """
-        shared = self.shard_counts(trainer)
-        weights, sharded = shared.rank_parameters(sizes), -(-sizes.parameters // shared.optimizer)
-        away = hosted_share(trainer)
-        masters = FLOAT32 if size < FLOAT32 else 0
-        device, host = sharded * (masters + 2 * FLOAT32) * (1 - away), sharded * 4 * FLOAT32 * away
+        shards = self.shard_counts(trainer)
+        weights = shards.rank_parameters(sizes)
+        updated_weights = -(-sizes.parameters // shards.optimizer)
+        host_share = hosted_share(trainer)
+        master_bytes = FLOAT32 if size < FLOAT32 else 0
+        device_bytes = updated_weights * (master_bytes + 2 * FLOAT32) * (1 - host_share)
+        host_bytes = updated_weights * 4 * FLOAT32 * host_share
         return {
-            "parameters": StateBytes(f"weights, {'bfloat16' if masters else 'float32'}", weights * size),
+            "parameters": StateBytes(f"weights, {'bfloat16' if master_bytes else 'float32'}", weights * size),
             "gradients": StateBytes("gradients", weights * FLOAT32),
-            "optimizer": StateBytes("AdamW state", int(device), int(host)),
+            "optimizer": StateBytes("AdamW state", int(device_bytes), int(host_bytes)),
         }
 
     def optimizer_on_host(self, trainer: TrainerSection) -> bool:

@@ -74,35 +74,37 @@ class VllmOptions:
 class VllmRules(EngineRules):
     """vLLM's rules."""
 
-    packages, serves_adapters = ("vllm",), True
+    packages = ("vllm",)
+    serves_adapters = True
 
     def check_model(self, generation: GenerationSection, sizes: ModelSizes, device: Device | None) -> Violations:
         if sizes.activation != "silu" and sizes.model_type in _SILU_ALONE:
-            what = f"hidden_act {sizes.activation}: vLLM samples from silu models of this kind alone"
-            yield Violation("model.path", what)
-        key, size = "generation.tensor_parallel_size", generation.tensor_parallel_size
+            message = f"hidden_act {sizes.activation}: vLLM samples from silu models of this kind alone"
+            yield Violation("model.path", message)
+        key = "generation.tensor_parallel_size"
+        size = generation.tensor_parallel_size
         if sizes.heads % size:
-            fits = [count for count in range(1, sizes.heads + 1) if sizes.heads % count == 0]
-            what = f"must divide the model's {sizes.heads} attention heads ({', '.join(map(str, fits))}), not {size}"
-            yield Violation(key, what)
+            divisors = ", ".join(str(count) for count in range(1, sizes.heads + 1) if sizes.heads % count == 0)
+            message = f"must divide the model's {sizes.heads} attention heads ({divisors}), not {size}"
+            yield Violation(key, message)
         elif sizes.kv_heads % size and size % sizes.kv_heads:
-            what = f"must divide the model's {sizes.kv_heads} key-value heads or be a multiple of them, not {size}"
-            yield Violation(key, what)
+            message = f"must divide the model's {sizes.kv_heads} key-value heads or be a multiple of them, not {size}"
+            yield Violation(key, message)
         if generation.prefix_caching is True and sizes.state_layers and device == "cpu":
-            what = f"must be auto or false: {sizes.state_layers} layers carry a state, which vLLM keeps with chunked "
-            yield Violation("generation.prefix_caching", what + "prefill alone, and on a CPU there is none")
+            message = f"must be auto or false: {sizes.state_layers} layers carry a state, which vLLM keeps with"
+            message = f"{message} chunked prefill alone, and on a CPU there is none"
+            yield Violation("generation.prefix_caching", message)
 
-    def unserved(self, device: Device, path: str, sizes: ModelSizes) -> str | None:
+    def find_refusal(self, device: Device, path: str, sizes: ModelSizes) -> str | None:
         file = config_file(path)
-        if file and (why := _kept_refusals().get(architectures_in(file))):
-            return f"{path}: {why}"
+        if file and (reason := _kept_refusals().get(architectures_in(file))):
+            return f"{path}: {reason}"
         if device != "cpu":
             return None
-        return (
-            cpu_limit(path, sizes)
-            or cpu_refusal(path, sizes.model_type)
-            or (whole_refusal(path, file) if file else None)
-        )
+        refusal = cpu_limit(path, sizes) or cpu_refusal(path, sizes.model_type)
+        if refusal is None and file is not None:
+            refusal = image_refusal(path, file)
+        return refusal
 
     def float32_bound(self, device: Device, sizes: ModelSizes) -> float:
         return CPU_BOUND if device == "cpu" and sizes.model_type not in CPU_ROUGH else UNMEASURED
@@ -118,8 +120,10 @@ ENGINE = VllmRules()
 
 def lora_options(rank: int) -> str:
     """Return the options by which `vllm serve` takes an adapter of this rank."""
-    room = next((each for each in _LORA_RANKS if each >= rank), rank)
-    return "--enable-lora" + f" --max-lora-rank {room}" * (room > _LORA_RANKS[0])
+    max_rank = next((supported for supported in _LORA_RANKS if supported >= rank), rank)
+    if max_rank == _LORA_RANKS[0]:
+        return "--enable-lora"
+    return f"--enable-lora --max-lora-rank {max_rank}"
 
 
 def cpu_limit(path: str, sizes: ModelSizes, installed: str | None = None) -> str | None:
@@ -127,66 +131,73 @@ def cpu_limit(path: str, sizes: ModelSizes, installed: str | None = None) -> str
 
     path: of the model. installed: the version of vLLM; None: that of this environment.
     """
-    known = installed or _installed()
-    built = CPU_HEAD_SIZES.get(".".join(known.split(".")[:2]))
-    if built is None or not sizes.head_dim or sizes.head_dim in built:
+    vllm_version = installed or _installed_vllm()
+    head_sizes = CPU_HEAD_SIZES.get(".".join(vllm_version.split(".")[:2]))
+    if head_sizes is None or not sizes.head_dim or sizes.head_dim in head_sizes:
         return None
-    names = ", ".join(map(str, built))
+    size_list = ", ".join(map(str, head_sizes))
     return (
-        f"{path} has attention heads of size {sizes.head_dim}; on a CPU vLLM {known} has kernels for {names} alone; "
-        "use a model with one of them (head_dim), or a GPU"
+        f"{path} has attention heads of size {sizes.head_dim}; on a CPU vLLM {vllm_version} has kernels for "
+        f"{size_list} alone; use a model with one of them (head_dim), or a GPU"
     )
 
 
 def cpu_refusal(path: str, model_type: str, installed: str | None = None) -> str | None:
     """Return why an engine on a CPU is not trusted with a family; None if it is, or this version is not known."""
-    known = installed or _installed()
-    why = CPU_REFUSED.get(".".join(known.split(".")[:2]), {}).get(model_type)
-    if why is None:
+    vllm_version = installed or _installed_vllm()
+    reason = CPU_REFUSED.get(".".join(vllm_version.split(".")[:2]), {}).get(model_type)
+    if reason is None:
         return None
-    return f"{path} is a {model_type} model; on a CPU vLLM {known} fails: {why}; use a GPU, where the probe judges"
+    failure = f"on a CPU vLLM {vllm_version} fails: {reason}"
+    return f"{path} is a {model_type} model; {failure}; use a GPU, where the probe judges"
 
 
-def whole_refusal(path: str, file: Path) -> str | None:
+def image_refusal(path: str, file: Path) -> str | None:
     """Return why an engine on a CPU cannot load a text model inside a larger one; None for a text model alone."""
-    found = architectures_in(file)
-    if "ForConditionalGeneration" not in found:
+    architectures = architectures_in(file)
+    if "ForConditionalGeneration" not in architectures:
         return None
-    what = f"{path}: {found} has a part for images, for which vLLM imports torchvision; a CPU install has no code of it"
-    return f"{what}; use a GPU, or a folder of the text model alone"
+    cause = (
+        f"{architectures} has a part for images, for which vLLM imports torchvision; a CPU install has no code of it"
+    )
+    remedy = "use a GPU, or a folder of the text model alone"
+    return f"{path}: {cause}; a CPU install has no code of it; {remedy}"
 
 
 def architectures_in(file: Path) -> str:
     """Return the classes that a config.json names, as vLLM looks them up."""
-    found = read_object(file).get("architectures")
-    return ", ".join(map(str, found)) if isinstance(found, list) and found else "no architecture"
+    architectures = read_object(file).get("architectures")
+    return (
+        ", ".join(map(str, architectures)) if isinstance(architectures, list) and architectures else "no architecture"
+    )
 
 
-def keep_refusal(architectures: str, why: str) -> None:
+def keep_refusal(architectures: str, reason: str) -> None:
     """Keep the answer of vLLM's registry, for this version. Without a cache the next run starts in vain too."""
     with suppress(OSError):
         file = _refusals_file()
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, json.dumps({**_kept_refusals(), architectures: why}))
+        write_whole(file, json.dumps({**_kept_refusals(), architectures: reason}))
 
 
 def _kept_refusals() -> dict[str, str]:
     with suppress(OSError, ValueError):
-        kept = json.loads(_refusals_file().read_text(encoding="utf-8"))
-        return kept if isinstance(kept, dict) else {}
+        refusals = json.loads(_refusals_file().read_text(encoding="utf-8"))
+        return refusals if isinstance(refusals, dict) else {}
     return {}
 
 
 def _refusals_file() -> Path:
     """Return the file of refusals: the Transformers backend serves what this release of transformers has."""
-    return cache_root() / "engines" / f"vllm-{_installed()}-transformers-{_version('transformers')}.json"
+    return cache_root() / "engines" / f"vllm-{_installed_vllm()}-transformers-{_package_version('transformers')}.json"
 
 
-def _installed() -> str:
-    return next((found for found in map(_version, _PACKAGES) if found), "")
+def _installed_vllm() -> str:
+    versions = map(_package_version, _PACKAGES)
+    return next((installed for installed in versions if installed), "")
 
 
-def _version(name: str) -> str:
+def _package_version(name: str) -> str:
     try:
         return version(name)
     except PackageNotFoundError:

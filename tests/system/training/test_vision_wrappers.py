@@ -147,6 +147,6 @@ def test_an_adapter_of_the_text_has_the_names_of_the_whole(kind: str, tmp_path: 
 
 def test_an_engine_on_a_cpu_refuses_the_whole_in_one_line(tmp_path: Path) -> None:
     folder = make_wrapper(tmp_path / "model", "gemma3")
-    said = ENGINE.unserved("cpu", str(folder), derive_facts(folder).sizes)
+    said = ENGINE.find_refusal("cpu", str(folder), derive_facts(folder).sizes)
     assert said and "Gemma3ForConditionalGeneration has a part for images" in said and "\n" not in said
-    assert ENGINE.unserved("cuda", str(folder), derive_facts(folder).sizes) is None
+    assert ENGINE.find_refusal("cuda", str(folder), derive_facts(folder).sizes) is None

@@ -15,7 +15,7 @@ from rlctl.grpo.advantages.group_mean import GroupMean
 from rlctl.grpo.advantages.sections import GroupMeanSection
 from rlctl.grpo.batch import NOT_FINITE, TrainingBatch, add_column, make_batch, with_column
 from rlctl.grpo.losses.sections import GrpoLossSection
-from rlctl.preflight.declared_columns import COLUMNS, computed
+from rlctl.preflight.declared_columns import COLUMNS, roles_by_column
 from rlctl.rewards.scorer import Score
 from rlctl.rollout.types import Rollout, RolloutGroup
 from tests.plugins.reference_pull import ReferencePull
@@ -163,7 +163,7 @@ def test_a_rollout_whose_log_prob_is_not_finite_is_named_left_out_and_in_no_base
     assert all(np.isfinite(sequence.columns["rollout_log_prob"]).all() for sequence in batch.sequences)
 
 
-@pytest.mark.parametrize("name", computed(COLUMNS))
+@pytest.mark.parametrize("name", roles_by_column(COLUMNS))
 def test_a_pass_whose_log_prob_is_not_finite_leaves_the_rollout_out(name: str) -> None:
     batch = make_batch([group("a", [1.0, 0.0]), group("b", [1.0]), group("c", [0.0])], config(skip=False), ADVANTAGE)
     columns = [np.full(5, -0.5, np.float32) for _ in batch.sequences]
@@ -184,7 +184,7 @@ def test_a_pass_whose_log_prob_is_not_finite_leaves_the_rollout_out(name: str) -
 
 
 @pytest.mark.parametrize("skip", [False, True])
-@pytest.mark.parametrize("name", computed(COLUMNS))
+@pytest.mark.parametrize("name", roles_by_column(COLUMNS))
 def test_whoever_finds_a_log_prob_that_is_not_finite_the_others_advantages_are_the_same(name: str, skip: bool) -> None:
     groups = [group("a", [1.0, 0.0, 0.5, 1.0]), group("b", [1.0, 0.0, 1.0]), group("c", [0.0, 2.0])]
     places = {0: {0: (1, np.nan)}, 1: {1: (0, np.inf)}}

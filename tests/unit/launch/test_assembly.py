@@ -11,7 +11,7 @@ from rlctl.data.tasks import Task
 from rlctl.launch.assembly import processes_of
 from rlctl.launch.sampling import check_room
 from rlctl.preflight.load import load
-from rlctl.preflight.placement import place, resources, this_machine
+from rlctl.preflight.placement import place, requested_resources, this_machine
 from rlctl.telemetry.events import EventLog
 
 
@@ -36,7 +36,7 @@ def test_a_prompt_that_leaves_no_room_for_an_answer_is_named_with_what_mends_it(
 def test_the_dashboard_counts_the_ranks_and_engines_of_a_placement(
     tmp_path: Path, gpus: int, overrides: list[str], expected: str
 ) -> None:
-    placement = place(this_machine(gpus), resources(load("grpo", "grpo-tiny", overrides).settled))
+    placement = place(this_machine(gpus), requested_resources(load("grpo", "grpo-tiny", overrides).settled))
     EventLog(tmp_path / "events.jsonl").emit("run_started", num_steps=1, **processes_of(placement))
     shown = "".join(segment.text for segment in render(read_state(tmp_path), 80, 24).rows[2])
     assert shown.endswith(f" {expected} │")

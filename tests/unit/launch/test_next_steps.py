@@ -10,7 +10,7 @@ import pytest
 from rlctl.config.run_weights import ADAPTER_CONFIG
 from rlctl.launch.next_steps import next_commands
 from rlctl.preflight.load import load
-from rlctl.preflight.placement import NodeResources, resources, smaller_runs
+from rlctl.preflight.placement import NodeResources, requested_resources, smaller_runs
 from rlctl.run.checkpoints import Checkpoints
 from rlctl.run.run_dir import JobRecord, RunDir
 from rlctl.telemetry.jsonl import JsonlWriter
@@ -134,7 +134,7 @@ def of_sizes(folder: Path, *overrides: str) -> tuple[Any, RunDir]:
 
 def test_a_run_that_lost_nodes_goes_on_with_as_many_processes_as_those_left_have_room_for(tmp_path: Path) -> None:
     settled, run = of_sizes(tmp_path, "trainer.num_ranks=8", "generation.num_engines=4", "trainer.replicas=2")
-    whole = resources(settled)
+    whole = requested_resources(settled)
     three, one = (list(smaller_runs([NodeResources("n", 0, cpus)], whole, 4, "cpu")) for cpus in (9.0, 3.0))
     resume = f"rlctl train grpo --resume {run.path}"
     for smaller, ranks, engines in ((three, 6, 3), (one, 2, 1)):
@@ -144,5 +144,5 @@ def test_a_run_that_lost_nodes_goes_on_with_as_many_processes_as_those_left_have
     # Ranks that the layout has no use for are not proposed.
     layout = ("trainer.backend=megatron", "trainer.megatron.tensor_model_parallel_size=2")
     megatron, run = of_sizes(tmp_path / "megatron", "trainer.num_ranks=4", *layout)
-    smaller = [replace(resources(megatron), ranks=ranks) for ranks in (3, 2)]
+    smaller = [replace(requested_resources(megatron), ranks=ranks) for ranks in (3, 2)]
     assert next_commands(megatron, run, "failed", smaller)[0].endswith(f"{run.path} trainer.num_ranks=2")

@@ -17,7 +17,7 @@ from rlctl.telemetry.jsonl import read_records
 
 
 def settled(kind: str, *overrides: str) -> Settled:
-    return load(kind, None, list(overrides)).settled.on(RunMachine("cpu"), None)
+    return load(kind, None, list(overrides)).settled.settle_on(RunMachine("cpu"), None)
 
 
 def session_in(folder: Path) -> Any:

@@ -85,7 +85,7 @@ def test_a_run_that_waited_in_vain_for_a_lost_node_says_what_fits_the_others(mon
     for attempt, error in enumerate((WorkerDied("train", ["trainer-1"], "node b is gone"), None), 1):
         session.attempts, session.smaller = attempt, []
         with pytest.raises((WorkerDied, TimeoutError)) as raised, run.slots(session, whole) as held:
-            assert len(held.placement.used) == 2 and error
+            assert len(held.placement.used_nodes) == 2 and error
             nodes.pop()
             raise error
         assert [(each.ranks, each.engines) for each in session.smaller] == [(1, 1)]

@@ -15,7 +15,7 @@ from rlctl.cli.main import app
 from rlctl.launch.assembly import announce
 from rlctl.launch.session import Session, run_session
 from rlctl.preflight.load import load
-from rlctl.preflight.placement import place, resources, this_machine
+from rlctl.preflight.placement import place, requested_resources, this_machine
 from rlctl.run.checkpoints import Checkpoints
 
 SECRET = "a-secret-of-the-environment"
@@ -36,7 +36,7 @@ def ran(recipe: str, root: Path, body: Callable[[Session], None]) -> int:
     composed = load("sft", recipe, [f"run.dir={root}", "run.name=x", "telemetry.dashboard=off"])
 
     def whole(session: Session) -> None:
-        announce(session, place(this_machine(0), resources(composed.settled)))
+        announce(session, place(this_machine(0), requested_resources(composed.settled)))
         body(session)
 
     return run_session(composed.settled, composed.to_yaml(), None, whole)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from rlctl.config.errors import ConfigError
-from rlctl.preflight.cluster_plan import capacity_rows, planned_cluster, settle_there
+from rlctl.preflight.cluster_plan import capacity_rows, planned_cluster, settle_on_cluster
 from rlctl.preflight.load import load
 from rlctl.preflight.plan import make_plan
 
@@ -14,7 +14,7 @@ def demands(*overrides: str) -> dict[str, str]:
     settled = load("grpo", None, ["placement.nodes=4x8", "async.enabled=true", *overrides]).settled
     assert settled.config.placement.nodes
     cluster = planned_cluster(settled.config.placement.nodes)
-    there = settle_there(settled, cluster)
+    there = settle_on_cluster(settled, cluster)
     plan = make_plan(there, cluster.resources)
     assert plan.placement, plan.misplaced
     return dict(capacity_rows(there, plan))

@@ -36,9 +36,9 @@ def test_only_engines_on_a_cpu_are_held_to_it(home: Path) -> None:
     sizes = read_sizes(sized(Path("model/config.json"), 24))
     run = load("grpo", "grpo.recipe.yaml", []).settled
     with pytest.raises(ModelError, match="has attention heads of size 24"):
-        require_served(run.on(RunMachine("cpu"), sizes))
-    require_served(run.on(RunMachine("cuda"), sizes))
-    require_served(load("sft", "sft.recipe.yaml", []).settled.on(RunMachine("cpu"), sizes))
+        require_served(run.settle_on(RunMachine("cpu"), sizes))
+    require_served(run.settle_on(RunMachine("cuda"), sizes))
+    require_served(load("sft", "sft.recipe.yaml", []).settled.settle_on(RunMachine("cpu"), sizes))
 
 
 @pytest.mark.parametrize("family", sorted(CPU_REFUSED["0.32"]))
@@ -53,15 +53,18 @@ def test_it_is_refused_before_anything_starts_and_on_a_cpu_alone(home: Path) -> 
     sizes = replace(read_sizes(sized(Path("model/config.json"), 32)), model_type="gpt_oss")
     run = load("grpo", "grpo.recipe.yaml", []).settled
     with pytest.raises(ModelError, match=r"is a gpt_oss model; on a CPU vLLM .* its experts are wrong after a change"):
-        require_served(run.on(RunMachine("cpu"), sizes))
-    require_served(run.on(RunMachine("cuda"), sizes))
+        require_served(run.settle_on(RunMachine("cpu"), sizes))
+    require_served(run.settle_on(RunMachine("cuda"), sizes))
 
 
 def test_prefixes_of_states_are_not_asked_for_on_a_cpu(home: Path) -> None:
     sizes = replace(read_sizes(sized(Path("model/config.json"), 32)), state_layers=4)
     keys = replace(load("grpo", "grpo.recipe.yaml", []).config.generation, prefix_caching=True)
     [found] = ENGINE.check_model(keys, sizes, "cpu")
-    assert (found.key, found.what[:43]) == ("generation.prefix_caching", "must be auto or false: 4 layers carry a sta")
+    assert (found.key, found.message[:43]) == (
+        "generation.prefix_caching",
+        "must be auto or false: 4 layers carry a sta",
+    )
     assert not list(ENGINE.check_model(keys, sizes, "cuda"))
     assert not list(ENGINE.check_model(replace(keys, prefix_caching="auto"), sizes, "cpu"))
 
@@ -70,7 +73,7 @@ def test_an_answer_of_the_engine_is_kept_for_the_next_start(home: Path, monkeypa
     monkeypatch.setenv("XDG_CACHE_HOME", str(home / "cache"))
     file = Path("model/config.json")
     sizes = read_sizes(sized(file, 32))
-    run = load("grpo", "grpo.recipe.yaml", []).settled.on(RunMachine("cuda"), sizes)
+    run = load("grpo", "grpo.recipe.yaml", []).settled.settle_on(RunMachine("cuda"), sizes)
     keep_refusal("CodeGenForCausalLM", "vLLM 0.32.0 does not serve CodeGenForCausalLM")
     keep_refusal("RwkvForCausalLM", "nor this")
     require_served(run)

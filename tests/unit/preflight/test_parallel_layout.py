@@ -18,7 +18,7 @@ from rlctl.preflight.backend import layout_of
 from rlctl.preflight.backends.megatron import cpu_offload_problem
 from rlctl.preflight.load import load
 from rlctl.preflight.machine import RunMachine
-from rlctl.preflight.parallel_layout import Layout, clashes, nearest
+from rlctl.preflight.parallel_layout import Layout, find_clashes, nearest_layout
 from rlctl.preflight.placement import this_machine
 from rlctl.preflight.plan import RunPlan, make_plan
 from tests.size_formulas import sizes_by_formula
@@ -56,7 +56,7 @@ def model(home: Path, **sizes: object) -> None:
 
 def plan(home: Path, *overrides: str, kind: str = "grpo") -> RunPlan:
     run = load(kind, f"{kind}.recipe.yaml", list(overrides)).settled
-    return make_plan(run.on(RunMachine("cpu"), read_sizes(home / "model/config.json")), this_machine(0))
+    return make_plan(run.settle_on(RunMachine("cpu"), read_sizes(home / "model/config.json")), this_machine(0))
 
 
 @pytest.mark.parametrize(("tensor", "pipeline", "context", "data"), [(2, 1, 1, 2), (2, 3, 2, 4), (1, 2, 2, 3)])
@@ -269,24 +269,24 @@ LAYOUTS = st.builds(Layout, st.integers(1, 48), SIZE, SIZE, SIZE, SIZE, st.sampl
 
 @given(LAYOUTS, st.none() | architectures())
 def test_the_nearest_layout_has_as_many_ranks_and_no_contradiction(asked: Layout, sizes: ModelSizes | None) -> None:
-    found = nearest(asked, sizes)
+    found = nearest_layout(asked, sizes)
     assert found.world == asked.world
-    assert list(clashes(found, sizes)) == []
-    assert (found == asked) == (not list(clashes(asked, sizes)))
+    assert list(find_clashes(found, sizes)) == []
+    assert (found == asked) == (not list(find_clashes(asked, sizes)))
 
 
 @given(LAYOUTS, st.none() | architectures(), st.integers(1, 48))
 def test_the_nearest_layout_has_a_sequence_for_each_shard(
     asked: Layout, sizes: ModelSizes | None, sequences: int
 ) -> None:
-    found = nearest(asked, sizes, sequences)
+    found = nearest_layout(asked, sizes, sequences)
     assert 1 <= found.data <= sequences
     assert found.world <= asked.world
-    assert list(clashes(found, sizes)) == []
+    assert list(find_clashes(found, sizes)) == []
 
 
 def test_the_nearest_layout_of_thousands_of_ranks_is_found_at_once() -> None:
     start = time.process_time()
-    assert nearest(Layout(1000, 16, 8, 2, 1), QWEN3_8B, sequences=8) == Layout(64, 8, 1, 1, 1)
-    assert nearest(Layout(4096, 16, 8, 1, 1), QWEN3_8B) == Layout(4096, 8, 4, 1, 1)
+    assert nearest_layout(Layout(1000, 16, 8, 2, 1), QWEN3_8B, sequences=8) == Layout(64, 8, 1, 1, 1)
+    assert nearest_layout(Layout(4096, 16, 8, 1, 1), QWEN3_8B) == Layout(4096, 8, 4, 1, 1)
     assert time.process_time() - start < 20

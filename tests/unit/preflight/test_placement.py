@@ -20,7 +20,7 @@ from rlctl.preflight.placement import (
     Strategy,
     place,
     refit_way,
-    resources,
+    requested_resources,
     smaller_runs,
     this_machine,
     transport_of,
@@ -66,7 +66,7 @@ def test_every_part_has_devices_of_its_own_on_one_node_or_the_error_says_how_man
     assert shared or not {*trained} & {*sampled}
     assert all(index < gpus[node] for node, index in (*trained, *sampled))
     # Reserved GPUs of a node are counted from 0, without gaps.
-    for node in placement.used:
+    for node in placement.used_nodes:
         taken = {index for at, index in (*trained, *sampled) if at == node}
         assert taken == set(range(placement.gpus_on(node)))
     assert placement.shared == shared
@@ -85,7 +85,7 @@ def test_processes_on_cpus_take_no_more_than_a_node_has(
         return
     placement = place(rooms, resources)
     assert (placement.device, placement.shared) == ("cpu", True)
-    assert all(placement.cpus_on(node) <= cpus[node] for node in placement.used)
+    assert all(placement.cpus_on(node) <= cpus[node] for node in placement.used_nodes)
 
 
 def test_on_a_cpu_everything_shares_the_one_machine() -> None:
@@ -135,11 +135,11 @@ def test_pack_fills_a_node_that_holds_them_all_and_spread_takes_turns() -> None:
 
 
 def test_colocated_engines_stay_on_one_node_with_the_trainer() -> None:
-    assert place(NODES, ResourceRequest(ranks=4, engines=2, tensor_parallel_size=2)).used == [0]
+    assert place(NODES, ResourceRequest(ranks=4, engines=2, tensor_parallel_size=2)).used_nodes == [0]
     assert place(
         [NodeResources("a", 2), NodeResources("b", 4)], ResourceRequest(ranks=2, engines=2, tensor_parallel_size=2)
-    ).used == [1]
-    assert place(NODES, ResourceRequest(ranks=6)).used == [0, 1]
+    ).used_nodes == [1]
+    assert place(NODES, ResourceRequest(ranks=6)).used_nodes == [0, 1]
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=4), few, few, few, st.sampled_from(["cuda", "cpu"]), strategies)
@@ -151,7 +151,7 @@ def test_several_nodes_with_engines_on_the_trainers_devices_have_equal_shares(
         placement = place(nodes, ResourceRequest(ranks, engines, size, trainer=strategy), device)
     except PlacementError:
         return
-    shares = [placement.processes_on(node) for node in placement.used]
+    shares = [placement.processes_on(node) for node in placement.used_nodes]
     if placement.by_node:
         assert len(shares) > 1 and len(set(shares)) == 1
     else:
@@ -160,7 +160,7 @@ def test_several_nodes_with_engines_on_the_trainers_devices_have_equal_shares(
 
 def test_ranks_and_engines_that_make_no_equal_shares_are_refused_in_a_line() -> None:
     placement = place(NODES, ResourceRequest(ranks=6, engines=2))
-    assert (placement.used, placement.by_node, placement.ranks_by_node) == ([0, 1], True, (3, 3))
+    assert (placement.used_nodes, placement.by_node, placement.ranks_by_node) == ([0, 1], True, (3, 3))
     assert [slot.node for slot in placement.engines] == [0, 1]
     with pytest.raises(ValueError, match=r"^7 trainer ranks and 2 engines x 1 share GPUs .* a 4, b 4, c 4$"):
         place(NODES, ResourceRequest(ranks=7, engines=2))
@@ -196,7 +196,7 @@ def test_weights_stay_on_nodes_that_hold_a_copy_each() -> None:
     def on(device: Device, *overrides: str) -> tuple[SettledGrpo, Placement]:
         config = load("grpo", None, [*ranks, *overrides]).config
         assert isinstance(config, GrpoConfig)
-        placement = place(nodes, resources(settle(config, RunMachine(device), None)), device)
+        placement = place(nodes, requested_resources(settle(config, RunMachine(device), None)), device)
         return settle(config, RunMachine(device, None, placement.ranks_by_node), None), placement
 
     way = "ipc within each of 2 nodes, whose 2 ranks hold all weights"
@@ -271,9 +271,9 @@ def test_on_a_cpu_weights_go_through_shared_memory() -> None:
 )
 def test_a_recipe_uses_as_many_gpus_as_its_name_says(recipe: str, gpus: int, shared: bool, transport: str) -> None:
     run = load("grpo", recipe, []).settled
-    placement = place(this_machine(gpus), resources(run))
+    placement = place(this_machine(gpus), requested_resources(run))
     assert (placement.all_devices, placement.shared) == (max(1, gpus), shared)
-    assert transport_of(run.on(RunMachine(placement.device), None), placement) == transport
+    assert transport_of(run.settle_on(RunMachine(placement.device), None), placement) == transport
 
 
 def test_a_transport_that_stays_on_a_node_is_refused_over_several(home: Path) -> None:
@@ -281,4 +281,4 @@ def test_a_transport_that_stays_on_a_node_is_refused_over_several(home: Path) ->
     nodes = [NodeResources("a", 1), NodeResources("b", 1)]
     message = "refit.transport=ipc stays on a node, the run is on a, b: broadcast, or auto"
     with pytest.raises(PlacementError, match=message):
-        transport_of(run.on(RunMachine("cuda"), None), place(nodes, resources(run)))
+        transport_of(run.settle_on(RunMachine("cuda"), None), place(nodes, requested_resources(run)))

@@ -34,7 +34,7 @@ def plan(
     disk: int | None = None,
 ) -> RunPlan:
     run = load(kind, f"{kind}.recipe.yaml", list(overrides)).settled
-    settled = run.on(RunMachine(device_of(gpus), memory), read_sizes(home / "model/config.json"))
+    settled = run.settle_on(RunMachine(device_of(gpus), memory), read_sizes(home / "model/config.json"))
     return make_plan(settled, this_machine(gpus), disk)
 
 
@@ -142,7 +142,7 @@ def q_proj(sizes: ModelSizes) -> list[int]:
 
 
 def test_padded_rows_keep_what_was_recorded_and_scores_by_the_square() -> None:
-    run = load("grpo", "grpo-tiny", []).settled.on(RunMachine("cuda", GIB), ONE_LAYER)
+    run = load("grpo", "grpo-tiny", []).settled.settle_on(RunMachine("cuda", GIB), ONE_LAYER)
     trainer = replace(run.trainer, dtype="bfloat16", micro_batch_tokens=1000, activation_checkpointing=False)
     rows = replace(ONE_LAYER, layers=2, row_bytes=(RowBytes("float32", 7, 9), RowBytes("bfloat16", 5, 3)))
     kept = partial(kept_bytes, sizes=rows, size=2, residual=2)
@@ -315,7 +315,7 @@ def test_notes_say_what_will_disappoint(home: Path) -> None:
 def test_more_processes_than_cores_are_told(home: Path) -> None:
     def notes(cores: int | None, *overrides: str, gpus: int = 0) -> list[str]:
         run = load("grpo", "grpo.recipe.yaml", list(overrides)).settled
-        settled = run.on(RunMachine(device_of(gpus), 16 * GIB), read_sizes(home / "model/config.json"))
+        settled = run.settle_on(RunMachine(device_of(gpus), 16 * GIB), read_sizes(home / "model/config.json"))
         found = make_plan(settled, this_machine(gpus), cores=cores)
         return [note for note in found.notes if "take turns" in note]
 
@@ -352,7 +352,7 @@ def test_checkpoints_that_the_disk_does_not_hold_are_told(home: Path) -> None:
 
 def test_a_model_that_is_not_here_has_a_plan_without_bytes(home: Path) -> None:
     run = load("grpo", "grpo.recipe.yaml", ["model.path=acme/large"]).settled
-    found = make_plan(run.on(RunMachine("cpu"), None), this_machine(0))
+    found = make_plan(run.settle_on(RunMachine("cpu"), None), this_machine(0))
     assert (found.parameters, found.memory, found.refit) == (None, None, None)
     assert found.batch.rollouts == 256
 

@@ -13,7 +13,7 @@ from rlctl.config.schema import GrpoConfig, SftConfig
 from rlctl.models.model_sizes import read_sizes
 from rlctl.preflight.load import Composed, load
 from rlctl.preflight.machine import RunMachine
-from rlctl.preflight.placement import resources, this_machine
+from rlctl.preflight.placement import requested_resources, this_machine
 from rlctl.preflight.plan import make_plan
 from rlctl.preflight.settled import SettledSft
 
@@ -131,11 +131,11 @@ def test_its_engines_are_placed_and_tuned_beside_the_trainer() -> None:
     sizes = read_sizes(RECIPES / "tiny/qwen3-tiny/config.json")
     assert sizes
     run = sft(NAMED, f"{RECIPE}.generation.num_engines=2", "trainer.num_ranks=2").settled
-    asked = resources(run)
+    asked = requested_resources(run)
     assert (asked.ranks, asked.engines, asked.colocated) == (2, 2, True)
     apart = sft(NAMED, f"{RECIPE}.placement.colocated=false").settled
-    assert not resources(apart).colocated
-    settled = run.on(RunMachine("cuda", 80 * GIB), sizes)
+    assert not requested_resources(apart).colocated
+    settled = run.settle_on(RunMachine("cuda", 80 * GIB), sizes)
     ready = settled.sampling
     assert ready and ready.generation.sleep is False and ready.generation.cache_mib
     assert ready.trainer == settled.trainer

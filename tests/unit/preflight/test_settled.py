@@ -75,7 +75,7 @@ CHOSEN = {"chosen_values", "trainer", "generation", "choices"}
     [
         ("checkpoint", {"export_dtype"}),
         ("refit", {"checksum"}),
-        ("placement", {"colocated", "shares_devices", "phases", *CHOSEN}),
+        ("placement", {"is_colocated", "shares_devices", "phases", *CHOSEN}),
         ("trainer", {"dtype", "generation_dtype", "export_dtype", *CHOSEN}),
         ("validation", {"validates"}),
         ("rewards", set()),
@@ -84,13 +84,13 @@ CHOSEN = {"chosen_values", "trainer", "generation", "choices"}
 def test_a_broken_section_is_the_problem_of_the_fields_that_need_it_and_of_no_other(
     section: str, dependent: set[str]
 ) -> None:
-    run = load("grpo", None, []).settled.on(RunMachine("cpu"), None)
+    run = load("grpo", None, []).settled.settle_on(RunMachine("cpu"), None)
     assert fields_without_value(run) == {"max_length"}
-    run = run.on(RunMachine("cpu"), load("grpo", None, []).settled.facts)
+    run = run.settle_on(RunMachine("cpu"), load("grpo", None, []).settled.facts)
     assert fields_without_value(run) == set()
     assert fields_without_value(replace(run, config=replace(run.config, **{section: BROKEN}))) == dependent
     loss = replace(run.config, grpo=replace(run.config.grpo, loss=BROKEN))
-    assert fields_without_value(replace(run, config=loss)) == {"own_columns", *LOSS}
+    assert fields_without_value(replace(run, config=loss)) == {"read_columns", *LOSS}
 
 
 def test_without_a_device_the_values_of_the_config_alone_are_known() -> None:
@@ -102,7 +102,7 @@ def test_without_a_device_the_values_of_the_config_alone_are_known() -> None:
 
 
 def test_a_run_is_settled_once_and_cannot_be_changed() -> None:
-    run = load("grpo", None, []).settled.on(RunMachine("cpu"), None)
+    run = load("grpo", None, []).settled.settle_on(RunMachine("cpu"), None)
     assert run.trainer is run.trainer
     with pytest.raises(FrozenInstanceError):
         run.machine = RunMachine("cuda")  # type: ignore[misc]

@@ -25,7 +25,7 @@ def test_tokens_count_once_however_many_ranks_get_them(layout: dict[str, int]) -
     sizes = [f"trainer.megatron.{names[name]}_parallel_size={size}" for name, size in layout.items()]
     backend = ["trainer.backend=megatron"] if layout else []
     run = load("sft", None, [*backend, "trainer.num_ranks=6", *sizes]).settled
-    section = run.on(RunMachine("cpu"), None).trainer
+    section = run.settle_on(RunMachine("cpu"), None).trainer
     ready = TrainerGroup(cast(Any, None), section).prepare([sequence(n) for n in (9, 30, 4, 17)])
     assert sorted(ready.lengths) == [4, 9, 17, 30]
     assert len(ready.shares) == 6
@@ -58,7 +58,7 @@ class Recorder:
 
 
 def client(group: Recorder) -> TrainerGroup:
-    section = load("grpo", None, ["trainer.num_ranks=2"]).settled.on(RunMachine("cpu"), None).trainer
+    section = load("grpo", None, ["trainer.num_ranks=2"]).settled.settle_on(RunMachine("cpu"), None).trainer
     return TrainerGroup(cast(Any, group), section)
 
 

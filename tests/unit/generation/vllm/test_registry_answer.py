@@ -25,7 +25,7 @@ def test_an_architecture_that_vllm_lacks_is_one_line_now_and_at_the_next_start(
     sizes, folder = read_sizes(tmp_path / "known" / "config.json"), str(tmp_path)
     config = {"model_type": "codegen", "architectures": ["CodeGenForCausalLM"], "n_positions": 128}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert ENGINE.unserved("cuda", folder, sizes) is None
+    assert ENGINE.find_refusal("cuda", folder, sizes) is None
     with pytest.raises(ModelError) as caught:
         build_llm(
             replace(spec_for(tmp_path), load_format="dummy"), "rlctl.generation.vllm.worker_extension.RefitWorker"
@@ -34,7 +34,7 @@ def test_an_architecture_that_vllm_lacks_is_one_line_now_and_at_the_next_start(
 
     lacks = f"vLLM {vllm.__version__} does not serve CodeGenForCausalLM"
     assert str(caught.value) == f"{tmp_path}: {lacks}, nor does its Transformers backend; a newer vLLM may"
-    assert ENGINE.unserved("cuda", folder, sizes) == str(caught.value)
+    assert ENGINE.find_refusal("cuda", folder, sizes) == str(caught.value)
 
 
 def test_an_error_in_vllms_class_of_the_model_is_one_line_with_the_key_that_it_reads(tmp_path: Path) -> None:
