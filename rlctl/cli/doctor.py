@@ -31,7 +31,7 @@ def doctor(as_json: AsJson = False) -> None:
         table = make_table(names(style=""), names(), texts())
         for check in checks:
             sign, style = _SIGNS[check.state]
-            found = Text(check.finding)
+            found = Text(check.found)
             if check.fix:
                 found.append(f"\n{check.fix}", style="bold")
             table.add_row(Text(sign, style=style), Text(check.name), found)

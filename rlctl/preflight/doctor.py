@@ -46,7 +46,8 @@ class Check:
     name: str
     # broken: a run needs it and will fail; warning: a run may fail or be slow.
     state: CheckState
-    finding: str
+    # Also the key in `rlctl doctor --json`.
+    found: str
     # Command to type, or value to change.
     fix: str | None = None
 

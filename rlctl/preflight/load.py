@@ -142,8 +142,9 @@ def load(
     """Return the config of a run. kind: "grpo" or "sft"; None: the recipe's. recipe None: the tiny one.
 
     resume: the run's directory may exist. away: the run is to be elsewhere, where absolute paths may exist that are not
-    here. within: see `compose`. command_overrides: a command's own, before the typed ones. Raises ConfigError with every
-    problem at once.
+    here. within: see `compose`. command_overrides: a command's own, before the typed ones.
+
+    Raises ConfigError with every problem at once.
     """
     file = find_recipe(recipe or TINY[kind or "grpo"])
     checked = _check(

@@ -73,7 +73,7 @@ def test_either_stack_of_a_gpu_machine_is_right(monkeypatch: pytest.MonkeyPatch)
     assert check_packages(*both)[0] == mixed
     installed["vllm"] = "0.30.0"
     assert check_packages(*both)[0].state == "ok"
-    assert check_packages(*both)[3].finding == "0.30.0; rlctl is made for 0.25.1"
+    assert check_packages(*both)[3].found == "0.30.0; rlctl is made for 0.25.1"
 
 
 def test_a_broken_companion_of_torch_is_uninstalled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +83,7 @@ def test_a_broken_companion_of_torch_is_uninstalled(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(doctor, "STUBS", {"torchvision": "0.28.0"})
     (check,) = doctor.check_companions()
     assert (check.state, check.fix) == ("broken", "pip uninstall -y torchvision")
-    assert "torchvision 0.28.0: RuntimeError: operator torchvision::nms" in check.finding
+    assert "torchvision 0.28.0: RuntimeError: operator torchvision::nms" in check.found
 
 
 def test_gpus_need_a_c_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +100,7 @@ def test_gpus_need_a_c_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_torch_for_the_cpu_beside_gpus_is_a_warning() -> None:
     (check,) = check_gpus(replaced(gpus=[Gpu("H200", 140 * GIB)] * 2, driver="580.1"))
     assert version("torch").endswith("+cpu") == (check.state == "warning")
-    assert check.finding.startswith("2 x H200 140.0 GiB, driver 580.1")
+    assert check.found.startswith("2 x H200 140.0 GiB, driver 580.1")
 
 
 def test_the_machine_is_read_also_for_a_folder_that_does_not_exist_yet(tmp_path: Path) -> None:

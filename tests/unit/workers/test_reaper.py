@@ -74,7 +74,7 @@ def test_folders_and_processes_of_a_driver_killed_with_its_reaper_are_named_and_
         assert [pid for pid, _ in left.processes] == [user.pid]
         assert f"{folder} (1.0 MiB, in use by {user.name()} {user.pid}) of process {process.pid}" == str(left)
         (row,) = check_leftovers([tmp_path])
-        assert (row.state, row.finding) == ("warning", str(left))
+        assert (row.state, row.found) == ("warning", str(left))
         sweep([left.path])
         user.wait(300)
         assert not folder.exists()
