@@ -141,7 +141,7 @@ class _Model:
         self._table, self._parameters = table_of(lm, folder), dict(lm.named_parameters())
 
     def layout(self, dtype: str) -> Layout:
-        return [(row.name, row.shape, dtype) for row in self._table.sent]
+        return [(row.name, row.shape, dtype) for row in self._table.sent_rows]
 
     def boxes(self, ranks: int) -> list[list[TensorSlice]]:
         """Return the boxes of each of `ranks` ranks that share a copy: FSDP2 cuts rows evenly, rounded up."""

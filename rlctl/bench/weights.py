@@ -16,7 +16,7 @@ def parameters_of(folder: Path) -> list[NamedShape]:
     from rlctl.models.derive import table_of
     from rlctl.models.meta_model import causal_lm
 
-    return [(row.name, row.shape) for row in table_of(causal_lm(folder), folder).sent]
+    return [(row.name, row.shape) for row in table_of(causal_lm(folder), folder).sent_rows]
 
 
 def make_tensor(name: str, shape: tuple[int, ...], version: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -86,7 +86,7 @@ def read_config(folder: Path) -> AdapterConfig:
             raise ModelError(f"{file}: {key} is {json.dumps(raw[key])}; rlctl has plain LoRA of linear layers alone")
     if not base:
         raise ModelError(f"{file}: base_model_name_or_path names no model")
-    return AdapterConfig(base, rank, alpha, rslora, dropout)
+    return AdapterConfig(base=base, rank=rank, alpha=alpha, rslora=rslora, dropout=dropout)
 
 
 def base_digest(folder: Path) -> str | None:
@@ -101,21 +101,27 @@ def read_spec(folder: Path, linears: Sequence[LinearLayer]) -> AdapterSpec:
 
     Raises ModelError for a tensor without a place in the model, or of another shape.
     """
-    config, file = read_config(folder), folder / WEIGHTS
+    config = read_config(folder)
+    file = folder / WEIGHTS
     if not file.is_file():
         raise ModelError(f"{folder} has no {WEIGHTS}: adapters are read from safetensors only")
     header = file_header(file)
-    given = {text_name(name.removeprefix(_PREFIX)): name for name in header}
-    found = {own: tuple(header[name]["shape"]) for own, name in given.items()}
-    names = {name.removesuffix(LORA_A).removesuffix(LORA_B) for name in found}
-    targets = tuple(each for each in linears if each.name in names)
-    spec = AdapterSpec(config.rank, config.alpha, config.rslora, config.dropout, targets)
-    expected = {each.name: each.shape for each in spec.tensors}
-    for name in sorted({*found, *expected}):
-        if name not in expected:
-            raise ModelError(f"{file}: {given[name]} has no linear layer in {config.base}")
-        if found.get(name) != expected[name]:
-            raise ModelError(f"{file}: {name} has shape {found.get(name)}, expected {expected[name]}")
+    name_on_disk = {text_name(name.removeprefix(_PREFIX)): name for name in header}
+    shapes = {name: tuple(header[on_disk]["shape"]) for name, on_disk in name_on_disk.items()}
+    adapted_names = {name.removesuffix(LORA_A).removesuffix(LORA_B) for name in shapes}
+    spec = AdapterSpec(
+        rank=config.rank,
+        alpha=config.alpha,
+        rslora=config.rslora,
+        dropout=config.dropout,
+        targets=tuple(linear for linear in linears if linear.name in adapted_names),
+    )
+    expected_shapes = {tensor.name: tensor.shape for tensor in spec.tensors}
+    for name in sorted({*shapes, *expected_shapes}):
+        if name not in expected_shapes:
+            raise ModelError(f"{file}: {name_on_disk[name]} has no linear layer in {config.base}")
+        if shapes.get(name) != expected_shapes[name]:
+            raise ModelError(f"{file}: {name} has shape {shapes.get(name)}, expected {expected_shapes[name]}")
     return spec
 
 
@@ -130,8 +136,8 @@ class AdapterFile:
 
     def tensor(self, name: str) -> "Tensor":
         """Return a whole tensor, float32. Raises KeyError."""
-        value: Tensor = self._file.get_tensor(self._names[name])
-        return value.float()
+        tensor: Tensor = self._file.get_tensor(self._names[name])
+        return tensor.float()
 
     def read_into(self, rows: "Iterable[TensorRow]", target: "Tensor") -> None:
         """Fill `target`, a whole parameter, from its row."""
@@ -141,11 +147,11 @@ class AdapterFile:
 
 def check_trainable(folder: Path, spec: AdapterSpec) -> None:
     """Raise ModelError for a layer whose A and B are all zero: neither would ever have a gradient."""
-    held = AdapterFile(folder)
+    file = AdapterFile(folder)
     for target in spec.targets:
-        if not held.tensor(target.name + LORA_A).any() and not held.tensor(target.name + LORA_B).any():
-            what = f"A and B of {target.name} are all zero, so that neither has a gradient"
-            raise ModelError(f"{folder / WEIGHTS}: {what}; allowed: one of them zero")
+        if not file.tensor(target.name + LORA_A).any() and not file.tensor(target.name + LORA_B).any():
+            problem = f"A and B of {target.name} are all zero, so that neither has a gradient"
+            raise ModelError(f"{folder / WEIGHTS}: {problem}; allowed: one of them zero")
 
 
 def open_weights(folder: Path) -> "AdapterFile | WeightFiles":
@@ -170,9 +176,15 @@ def write_adapter(
     """
     from rlctl.models.hf_folder import save_tensors
 
-    def inside(name: str) -> str:
-        return place[1] + name.removeprefix(place[0])
+    text_prefix, whole_prefix = place
 
+    def rename(name: str) -> str:
+        return whole_prefix + name.removeprefix(text_prefix)
+
+    if text_prefix == whole_prefix:
+        target_modules = _shortest_names(spec, linears)
+    else:
+        target_modules = [rename(target.name) for target in spec.targets]
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "peft_type": "LORA",
@@ -187,20 +199,23 @@ def write_adapter(
         "fan_in_fan_out": False,
         "init_lora_weights": True,
         "modules_to_save": None,
-        "target_modules": _shortest(spec, linears) if place[0] == place[1] else [inside(t.name) for t in spec.targets],
+        "target_modules": target_modules,
         "inference_mode": True,
     }
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    held = {_PREFIX + inside(each.name): value.detach().to("cpu", copy=True).contiguous() for each, value in tensors}
+    host_tensors = {}
+    for adapter, tensor in tensors:
+        host_tensors[_PREFIX + rename(adapter.name)] = tensor.detach().to("cpu", copy=True).contiguous()
     (folder / _BASE).write_text(json.dumps({"name": base, _DIGEST: digest}, indent=2) + "\n")
-    save_tensors(held, folder / WEIGHTS)
+    save_tensors(host_tensors, folder / WEIGHTS)
     (folder / WEIGHTS).chmod(0o644)
 
 
-def _shortest(spec: AdapterSpec, linears: Sequence[LinearLayer]) -> list[str]:
+def _shortest_names(spec: AdapterSpec, linears: Sequence[LinearLayer]) -> list[str]:
     """Return the targets' last names where these name no other linear layer, else their whole names."""
-    last = {each.name.rpartition(".")[2] for each in spec.targets}
-    chosen = {each.name for each in spec.targets}
-    if all(each.name in chosen for each in linears if each.name.rpartition(".")[2] in last):
-        return sorted(last)
-    return sorted(chosen)
+    names = {target.name for target in spec.targets}
+    last_names = {name.rpartition(".")[2] for name in names}
+    for linear in linears:
+        if linear.name not in names and linear.name.rpartition(".")[2] in last_names:
+            return sorted(names)
+    return sorted(last_names)

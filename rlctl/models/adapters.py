@@ -14,7 +14,8 @@ from rlctl.models.layer_kinds import LinearLayer
 
 # Part of a module's name inside a vision-language model, which the text model alone lacks.
 _INSIDE = "language_model."
-LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
+LORA_A = ".lora_A.weight"
+LORA_B = ".lora_B.weight"
 # Targets by a word.
 WORDS = {"all": ("attention", "mlp"), "attention": ("attention",), "mlp": ("mlp",)}
 # Reason why a linear layer of each further part has no adapter.
@@ -68,16 +69,18 @@ class AdapterSpec:
     @property
     def tensors(self) -> list[AdapterTensor]:
         """Tensors of all targets, A before B."""
-        found = []
-        for each in self.targets:
-            found.append(AdapterTensor(each.name + LORA_A, (self.rank, each.inputs), each.name, True))
-            found.append(AdapterTensor(each.name + LORA_B, (each.outputs, self.rank), each.name, False))
-        return found
+        tensors = []
+        for linear in self.targets:
+            shape_a = (self.rank, linear.inputs)
+            shape_b = (linear.outputs, self.rank)
+            tensors.append(AdapterTensor(linear.name + LORA_A, shape_a, target=linear.name, is_a=True))
+            tensors.append(AdapterTensor(linear.name + LORA_B, shape_b, target=linear.name, is_a=False))
+        return tensors
 
     @property
     def parameters(self) -> int:
         """Numbers of all tensors."""
-        return self.rank * sum(each.inputs + each.outputs for each in self.targets)
+        return self.rank * sum(linear.inputs + linear.outputs for linear in self.targets)
 
 
 def text_name(name: str) -> str:
@@ -86,38 +89,42 @@ def text_name(name: str) -> str:
 
 
 def choose_targets(
-    linears: Sequence[LinearLayer], wanted: str | Sequence[str]
+    linears: Sequence[LinearLayer], targets: str | Sequence[str]
 ) -> tuple[tuple[LinearLayer, ...], list[str]]:
     """Return the linear layers to adapt, and the problem with each name that cannot be one.
 
-    linears: `ModelSizes.linears`. wanted: a key of `WORDS`, or ends of module names such as q_proj or mlp.up_proj.
+    linears: `ModelSizes.linears`. targets: a key of `WORDS`, or ends of module names such as q_proj or mlp.up_proj.
     """
-    if isinstance(wanted, str):
-        found = tuple(each for each in linears if each.part in WORDS[wanted])
-        what = f"this model has no linear layer for {wanted}: {_parts(linears)}"
-        return found, [] if found else [what]
-    chosen: set[str] = set()
+    if isinstance(targets, str):
+        chosen = tuple(linear for linear in linears if linear.part in WORDS[targets])
+        if chosen:
+            return chosen, []
+        return (), [f"this model has no linear layer for {targets}: {_why_none(linears)}"]
+    chosen_names: set[str] = set()
     problems = []
-    for name in wanted:
-        named = [each for each in linears if f".{each.name}".endswith(f".{name}")]
-        refused = next((each for each in named if each.part in _REFUSED_PARTS), None)
+    for target in targets:
+        matches = [linear for linear in linears if f".{linear.name}".endswith(f".{target}")]
+        refused = next((linear for linear in matches if linear.part in _REFUSED_PARTS), None)
         if refused:
             problems.append(f"{refused.name} {_REFUSED_PARTS[refused.part]}")
-        elif not named and (words := [each for each in name.split(".") if each in _NO_LINEAR]):
-            problems.append(f"{name} {_NO_LINEAR[words[0]]}")
-        elif not named:
-            last = list(dict.fromkeys(each.name.rpartition(".")[2] for each in _admitted(linears)))
-            near = did_you_mean(name, last) or f"; there are {', '.join(last)}"
-            problems.append(f"{name}: no linear layer of the model has this name{near}")
-        chosen |= {each.name for each in named}
-    return tuple(each for each in linears if each.name in chosen), problems
+        elif not matches:
+            problems.append(_why_no_match(target, linears))
+        chosen_names |= {linear.name for linear in matches}
+    return tuple(linear for linear in linears if linear.name in chosen_names), problems
 
 
-def _admitted(linears: Iterable[LinearLayer]) -> list[LinearLayer]:
-    return [each for each in linears if each.part not in _REFUSED_PARTS]
+def _why_no_match(target: str, linears: Iterable[LinearLayer]) -> str:
+    """Return why a name is that of no linear layer, with the names that there are."""
+    for word in target.split("."):
+        if word in _NO_LINEAR:
+            return f"{target} {_NO_LINEAR[word]}"
+    adaptable = (linear for linear in linears if linear.part not in _REFUSED_PARTS)
+    last_names = list(dict.fromkeys(linear.name.rpartition(".")[2] for linear in adaptable))
+    hint = did_you_mean(target, last_names) or f"; there are {', '.join(last_names)}"
+    return f"{target}: no linear layer of the model has this name{hint}"
 
 
-def _parts(linears: Iterable[LinearLayer]) -> str:
+def _why_none(linears: Iterable[LinearLayer]) -> str:
     """Return why linear layers get no adapters, the first of each kind."""
-    first = {each.part: each.name for each in reversed(list(linears)) if each.part in _REFUSED_PARTS}
+    first = {linear.part: linear.name for linear in reversed(list(linears)) if linear.part in _REFUSED_PARTS}
     return "; ".join(f"{name} {_REFUSED_PARTS[part]}" for part, name in first.items()) or "it has none at all"

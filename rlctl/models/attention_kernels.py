@@ -1,6 +1,6 @@
 """The forms of packed attention: flash and flex attention on a GPU, SDPA and row blocks everywhere.
 
-Shapes are those of `packed_attention`: q [T, heads, dim], k [T, kv_heads, dim], v [T, kv_heads, v_dim].
+Shapes are those of `packed_attention`: queries [T, heads, dim], keys [T, kv_heads, dim], values [T, kv_heads, v_dim].
 """
 
 import inspect
@@ -26,41 +26,61 @@ _SMALLEST = 1024
 
 def _varlen_options() -> dict[str, Any]:
     """Return the kernel's options for causality (torch 2.10: is_causal, later window_size) and GQA, where it has it."""
-    known = inspect.signature(varlen_attn).parameters
-    causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
-    return causal | ({"enable_gqa": False} if "enable_gqa" in known else {})
+    parameters = inspect.signature(varlen_attn).parameters
+    options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in parameters else {"is_causal": True}
+    if "enable_gqa" in parameters:
+        options["enable_gqa"] = False
+    return options
 
 
-# Found once: compiled code must not look.
+# The signature is read once: compiled code must not read it.
 _VARLEN = _varlen_options()
 FLASH_HAS_WINDOWS = "window_size" in _VARLEN
 
 
 def flash(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_len: int, scale: float, window: int | None
+    queries: Tensor, keys: Tensor, values: Tensor, cu_seqlens: Tensor, max_len: int, scale: float, window: int | None
 ) -> Tensor:
     """Attend by torch's variable-length flash kernel: half precision, heads of at most FLASH_MAX_DIM.
 
-    The kernel takes one head size for q, k and v, a multiple of 8: shorter heads are padded with zeros.
+    The kernel takes one head size for queries, keys and values, a multiple of 8: shorter heads are padded with zeros.
     """
-    options, repeat, v_dim = _VARLEN, q.shape[1] // k.shape[1], v.shape[2]
+    options = dict(_VARLEN)
+    repeat = queries.shape[1] // keys.shape[1]
+    v_dim = values.shape[2]
     if window is not None:
-        options = options | {"window_size": (window - 1, 0)}
+        options["window_size"] = (window - 1, 0)
     if "enable_gqa" in options:
-        options = options | {"enable_gqa": repeat > 1}
+        options["enable_gqa"] = repeat > 1
     elif repeat > 1:
-        k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
-    width = -(-max(q.shape[2], v_dim) // 8) * 8
-    q, k, v = (F.pad(x, (0, width - x.shape[2])) if x.shape[2] < width else x for x in (q, k, v))
+        keys = keys.repeat_interleave(repeat, 1)
+        values = values.repeat_interleave(repeat, 1)
+    width = -(-max(queries.shape[2], v_dim) // 8) * 8
     attend: Any = varlen_attn
-    out: Tensor = attend(q, k, v, cu_seqlens, cu_seqlens, max_len, max_len, scale=scale, **options)
+    out: Tensor = attend(
+        _pad_heads(queries, width),
+        _pad_heads(keys, width),
+        _pad_heads(values, width),
+        cu_seqlens,
+        cu_seqlens,
+        max_len,
+        max_len,
+        scale=scale,
+        **options,
+    )
     return out[..., :v_dim]
 
 
-def grouped(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+def _pad_heads(heads: Tensor, width: int) -> Tensor:
+    if heads.shape[2] == width:
+        return heads
+    return F.pad(heads, (0, width - heads.shape[2]))
+
+
+def attend_in_groups(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
     cu_seqlens: Tensor,
     max_len: int,
     scale: float,
@@ -77,92 +97,121 @@ def grouped(
     else:
         attend = partial(_row_blocks, scale=scale, window=window, softcap=softcap, sinks=sinks)
     if int(cu_seqlens.diff().min()) == max_len:
-        equal = [x.view(-1, max_len, *x.shape[1:]) for x in (q, k, v)]
-        return attend(equal[0], equal[1], equal[2]).flatten(0, 1)
-    out = v.new_empty(len(q), q.shape[1], v.shape[2])
-    for rows, real in length_groups(cu_seqlens):
-        within = rows.clamp(max=len(q) - 1)
-        padded = attend(q[within], k[within], v[within])
-        out = out.index_copy(0, rows[real], padded[real])
+        batch = [heads.view(-1, max_len, *heads.shape[1:]) for heads in (queries, keys, values)]
+        return attend(*batch).flatten(0, 1)
+    out = values.new_empty(len(queries), queries.shape[1], values.shape[2])
+    for rows, is_real in length_groups(cu_seqlens):
+        readable_rows = rows.clamp(max=len(queries) - 1)
+        padded = attend(queries[readable_rows], keys[readable_rows], values[readable_rows])
+        out = out.index_copy(0, rows[is_real], padded[is_real])
     return out
 
 
 def length_groups(cu_seqlens: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (rows, real) of sequences whose lengths differ by a factor of at most two.
+    """Yield (rows, is_real) of sequences whose lengths differ by a factor of at most two.
 
-    rows: int64 [S, L], tokens of the pack, beyond each sequence's end too; real: true where a token is its own.
+    rows: int64 [S, L], tokens of the pack, beyond each sequence's end too; is_real: true where a token is the
+    sequence's own.
     """
-    starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
-    high = int(lengths.max())
-    while high > 0:
-        low = high // 2
-        chosen = ((lengths > low) & (lengths <= high)).nonzero()[:, 0]
+    starts = cu_seqlens[:-1].long()
+    lengths = cu_seqlens.diff().long()
+    longest = int(lengths.max())
+    while longest > 0:
+        half = longest // 2
+        chosen = ((lengths > half) & (lengths <= longest)).nonzero()[:, 0]
         if len(chosen):
             offsets = torch.arange(int(lengths[chosen].max()), device=cu_seqlens.device)
             yield starts[chosen, None] + offsets, offsets < lengths[chosen, None]
-        high = low
+        longest = half
 
 
 # Shapes depend on data here, which torch.compile cannot follow.
-grouped_eagerly: Callable[..., Tensor] = torch.compiler.disable(grouped)  # type: ignore[no-untyped-call]
+attend_in_groups_eagerly: Callable[..., Tensor] = torch.compiler.disable(  # type: ignore[no-untyped-call]
+    attend_in_groups
+)
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-    """Attend causally. q, k, v: [S, L, heads, dim]; returns [S, L, heads, v_dim]."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    length, gqa = q.shape[2], q.shape[1] != k.shape[1]
-    masked: dict[str, Any] = {"is_causal": True}
+def _sdpa(queries: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> Tensor:
+    """Attend causally. queries, keys, values: [S, L, heads, dim]; returns [S, L, heads, v_dim]."""
+    length = queries.shape[1]
+    mask: dict[str, Any] = {"is_causal": True}
     if window is not None and window < length:
-        masked = {"attn_mask": _seen(0, length, 0, window, q.device)}
-    return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=gqa, **masked).transpose(1, 2)
+        mask = {"attn_mask": _visible_keys(0, length, 0, window, queries.device)}
+    out = F.scaled_dot_product_attention(
+        queries.transpose(1, 2),
+        keys.transpose(1, 2),
+        values.transpose(1, 2),
+        scale=scale,
+        enable_gqa=queries.shape[2] != keys.shape[2],
+        **mask,
+    )
+    return out.transpose(1, 2)
 
 
 def _row_blocks(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None, sinks: Tensor | None
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """`_sdpa` with capped scores and sinks, a block of query rows at a time; the backward pass repeats each block.
 
     sinks: [heads], one more logit in each softmax's sum, without a value.
     """
-    sequences, length, heads, _ = q.shape
-    kv_heads = k.shape[2]
-    q = q.transpose(1, 2).reshape(sequences, kv_heads, heads // kv_heads, length, -1)
-    k, v = (x.transpose(1, 2)[:, :, None] for x in (k, v))
+    sequences, length, heads, _ = queries.shape
+    kv_heads = keys.shape[2]
+    queries = queries.transpose(1, 2).reshape(sequences, kv_heads, heads // kv_heads, length, -1)
+    keys = keys.transpose(1, 2)[:, :, None]
+    values = values.transpose(1, 2)[:, :, None]
     if sinks is not None:
         sinks = sinks.view(kv_heads, -1, 1, 1)
     rows = max(1, _BLOCK_SCORES // (sequences * heads * length))
     blocks = []
-    for at in range(0, length, rows):
-        end = min(at + rows, length)
-        first = 0 if window is None else max(0, at - window + 1)
-        inputs = q[..., at:end, :], k[..., first:end, :], v[..., first:end, :], sinks
-        block = partial(_block, seen=_seen(at, end, first, window, q.device), scale=scale, softcap=softcap)
-        blocks.append(block(*inputs) if rows >= length else checkpoint(block, *inputs, use_reentrant=False))
+    for begin in range(0, length, rows):
+        end = min(begin + rows, length)
+        first = 0 if window is None else max(0, begin - window + 1)
+        is_visible = _visible_keys(begin, end, first, window, queries.device)
+        attend = partial(_attend_block, is_visible=is_visible, scale=scale, softcap=softcap)
+        inputs = (queries[..., begin:end, :], keys[..., first:end, :], values[..., first:end, :], sinks)
+        if rows >= length:
+            blocks.append(attend(*inputs))
+        else:
+            blocks.append(checkpoint(attend, *inputs, use_reentrant=False))
     return torch.cat(blocks, -2).flatten(1, 2).transpose(1, 2)
 
 
-def _block(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, seen: Tensor, scale: float, softcap: float | None
+def _attend_block(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    sinks: Tensor | None,
+    *,
+    is_visible: Tensor,
+    scale: float,
+    softcap: float | None,
 ) -> Tensor:
-    scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * scale
+    scores = (queries @ keys.mT).to(torch.promote_types(queries.dtype, torch.float32)) * scale
     if softcap is not None:
         scores = softcap * (scores / softcap).tanh()
-    scores = scores.masked_fill(~seen, -torch.inf)
+    scores = scores.masked_fill(~is_visible, -torch.inf)
     if sinks is not None:
         scores = torch.cat((scores, sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)), -1)
-    return scores.softmax(-1)[..., : k.shape[-2]].to(v.dtype) @ v
+    return scores.softmax(-1)[..., : keys.shape[-2]].to(values.dtype) @ values
 
 
-def _seen(at: int, end: int, first: int, window: int | None, device: torch.device) -> Tensor:
-    """Return bool [end - at, end - first]: True where query row `at + i` sees key `first + j`."""
-    back = torch.arange(at, end, device=device)[:, None] - torch.arange(first, end, device=device)
-    return (back >= 0) if window is None else (back >= 0) & (back < window)
+def _visible_keys(begin: int, end: int, first: int, window: int | None, device: torch.device) -> Tensor:
+    """Return bool [end - begin, end - first]: True where query row `begin + i` sees key `first + j`."""
+    distance = torch.arange(begin, end, device=device)[:, None] - torch.arange(first, end, device=device)
+    return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
 
 
 def flex(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
     cu_seqlens: Tensor,
     scale: float,
     window: int | None,
@@ -176,17 +225,16 @@ def flex(
     """
     from torch.nn.attention.flex_attention import AuxRequest
 
-    tokens = len(q)
+    tokens = len(queries)
     size = max(_SMALLEST, 1 << (tokens - 1).bit_length())
-    q, k, v = (F.pad(x, (0, 0, 0, 0, 0, size - tokens)).transpose(0, 1)[None] for x in (q, k, v))
     out, aux = _compiled_flex()(
-        q,
-        k,
-        v,
-        score_mod=None if softcap is None else _capped(softcap),
+        _pad_tokens(queries, size),
+        _pad_tokens(keys, size),
+        _pad_tokens(values, size),
+        score_mod=None if softcap is None else _make_cap(softcap),
         block_mask=_block_mask(cu_seqlens, size, window),
         scale=scale,
-        enable_gqa=q.shape[1] != k.shape[1],
+        enable_gqa=queries.shape[1] != keys.shape[1],
         return_aux=AuxRequest(lse=True),
     )
     if sinks is not None:
@@ -195,7 +243,12 @@ def flex(
     return attended
 
 
-# It is compiled by itself: its block mask is made outside of any graph.
+def _pad_tokens(heads: Tensor, size: int) -> Tensor:
+    """Return [1, heads, size, dim] of [T, heads, dim]."""
+    return F.pad(heads, (0, 0, 0, 0, 0, size - len(heads))).transpose(0, 1)[None]
+
+
+# `flex` is compiled by itself: its block mask is made outside of any graph.
 flex_eagerly: Callable[..., Tensor] = torch.compiler.disable(flex)  # type: ignore[no-untyped-call]
 
 
@@ -207,7 +260,7 @@ def _compiled_flex() -> Callable[..., Any]:
 
 
 @cache
-def _capped(softcap: float) -> Callable[..., Tensor]:
+def _make_cap(softcap: float) -> Callable[..., Tensor]:
     def cap(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
         return softcap * torch.tanh(score / softcap)
 
@@ -224,21 +277,30 @@ def _block_mask(cu_seqlens: Tensor, size: int, window: int | None) -> Any:
     """
     from torch.nn.attention.flex_attention import BlockMask
 
-    row = torch.arange(size, device=cu_seqlens.device, dtype=torch.int32)
-    which = torch.bucketize(row, cu_seqlens, right=True, out_int32=True)
-    starts = torch.cat((cu_seqlens, cu_seqlens[-1:]))[which.clamp(min=1) - 1]
-    first = torch.where(row < cu_seqlens[-1], starts, row)
+    rows = torch.arange(size, device=cu_seqlens.device, dtype=torch.int32)
+    sequences = torch.bucketize(rows, cu_seqlens, right=True, out_int32=True)
+    starts = torch.cat((cu_seqlens, cu_seqlens[-1:]))[sequences.clamp(min=1) - 1]
+    first = torch.where(rows < cu_seqlens[-1], starts, rows)
     if window is not None:
-        first = first.maximum(row - (window - 1))
+        first = first.maximum(rows - (window - 1))
 
-    def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    def is_visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key >= first[query]) & (key <= query)
 
-    tile = torch.arange(size // _TILE, device=row.device)
-    some = (tile[:, None] >= tile) & ((tile + 1) * _TILE > first[::_TILE, None])
-    whole = (tile[:, None] > tile) & (tile * _TILE >= first[_TILE - 1 :: _TILE, None])
-    parts = [_list_columns(chosen) for chosen in (some & ~whole, whole)]
-    return BlockMask.from_kv_blocks(*parts[0], *parts[1], BLOCK_SIZE=_TILE, mask_mod=seen, seq_lengths=(size, size))
+    tiles = torch.arange(size // _TILE, device=rows.device)
+    has_any = (tiles[:, None] >= tiles) & ((tiles + 1) * _TILE > first[::_TILE, None])
+    has_all = (tiles[:, None] > tiles) & (tiles * _TILE >= first[_TILE - 1 :: _TILE, None])
+    partial_counts, partial_columns = _list_columns(has_any & ~has_all)
+    full_counts, full_columns = _list_columns(has_all)
+    return BlockMask.from_kv_blocks(
+        kv_num_blocks=partial_counts,
+        kv_indices=partial_columns,
+        full_kv_num_blocks=full_counts,
+        full_kv_indices=full_columns,
+        BLOCK_SIZE=_TILE,
+        mask_mod=is_visible,
+        seq_lengths=(size, size),
+    )
 
 
 def _list_columns(chosen: Tensor) -> tuple[Tensor, Tensor]:

@@ -24,16 +24,14 @@ from rlctl.utils.process import run_module
 
 # Modules that determine the facts and their form.
 _DERIVING = (
-    *(
-        "facts",
-        "derive",
-        "layer_kinds",
-        "observed_facts",
-        "parameter_table",
-        "meta_model",
-        "packed_attention",
-        "grouped_experts",
-    ),
+    "facts",
+    "derive",
+    "layer_kinds",
+    "observed_facts",
+    "parameter_table",
+    "meta_model",
+    "packed_attention",
+    "grouped_experts",
     "state_layers",
 )
 
@@ -128,32 +126,42 @@ class ModelFacts:
     @property
     def attention(self) -> tuple[tuple[float, int | None], ...]:
         """Heads times head size, and window, of each attention; see `throughput.TrainingFlops`."""
-        return tuple((each.heads * (each.dim + each.v_dim) / 2, each.window) for each in self.kinds.attention)
+        return tuple((kind.heads * (kind.dim + kind.v_dim) / 2, kind.window) for kind in self.kinds.attention)
 
     def keeps_float32(self, name: str) -> bool:
         """Return True for a parameter or buffer that is computed in float32 whatever the compute dtype."""
         return any(part in name for part in self.float32)
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "ModelFacts":
+    def from_json(cls, raw: Mapping[str, Any]) -> "ModelFacts":
         """Return the facts that `to_json` wrote. Raises KeyError or TypeError for anything else."""
-        lists = {key: tuple(value[key]) for key in ("float32", "buffers", "kept")}
-        linears = tuple(LinearLayer(**each) for each in value["sizes"]["linears"])
-        rows = tuple(RowBytes(**each) for each in value["sizes"]["row_bytes"])
-        tuples = {"linears": linears, "dropout": tuple(value["sizes"]["dropout"]), "row_bytes": rows}
-        sizes = ModelSizes(**{**value["sizes"], **tuples})
-        return cls(**{**value, **lists, "kinds": _kinds(value["kinds"]), "sizes": sizes})
+        fields = dict(raw)
+        for key in ("float32", "buffers", "kept"):
+            fields[key] = tuple(raw[key])
+        fields["kinds"] = _kinds_from_json(raw["kinds"])
+        fields["sizes"] = _sizes_from_json(raw["sizes"])
+        return cls(**fields)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""
         return asdict(self)
 
 
-def _kinds(value: Mapping[str, Any]) -> LayerKinds:
-    states = tuple(StateKind(each["layer"], tuple(each["functions"])) for each in value["states"])
-    attention = tuple(AttentionKind(**each) for each in value["attention"])
-    parts = {"logits": LogitTransform(**value["logits"]), "attention": attention, "states": states}
-    return LayerKinds(**{**value, **parts, "dropout": tuple((key, rate) for key, rate in value["dropout"])})
+def _sizes_from_json(raw: Mapping[str, Any]) -> ModelSizes:
+    fields = dict(raw)
+    fields["linears"] = tuple(LinearLayer(**linear) for linear in raw["linears"])
+    fields["dropout"] = tuple(raw["dropout"])
+    fields["row_bytes"] = tuple(RowBytes(**row_bytes) for row_bytes in raw["row_bytes"])
+    return ModelSizes(**fields)
+
+
+def _kinds_from_json(raw: Mapping[str, Any]) -> LayerKinds:
+    fields = dict(raw)
+    fields["logits"] = LogitTransform(**raw["logits"])
+    fields["attention"] = tuple(AttentionKind(**kind) for kind in raw["attention"])
+    fields["states"] = tuple(StateKind(kind["layer"], tuple(kind["functions"])) for kind in raw["states"])
+    fields["dropout"] = tuple((key, rate) for key, rate in raw["dropout"])
+    return LayerKinds(**fields)
 
 
 def known_facts(folder: Path) -> ModelFacts | None:
@@ -179,12 +187,13 @@ def derive_apart(folder: Path) -> ModelFacts:
 
     Raises ModelError, and ModuleNotFoundError for a package that is not installed.
     """
-    made = run_module("rlctl.models.derive", str(folder))
+    process = run_module("rlctl.models.derive", str(folder))
     try:
-        answer = json.loads(made.stdout.splitlines()[-1])
+        answer = json.loads(process.stdout.splitlines()[-1])
     except (ValueError, IndexError):
-        lines = made.stderr.strip().splitlines()
-        raise RuntimeError(f"no facts of {folder}: {lines[-1] if lines else f'exit code {made.returncode}'}") from None
+        lines = process.stderr.strip().splitlines()
+        reason = lines[-1] if lines else f"exit code {process.returncode}"
+        raise RuntimeError(f"no facts of {folder}: {reason}") from None
     if "error" in answer:
         raise ModelError(answer["error"])
     return ModelFacts.from_json(answer)
@@ -207,7 +216,8 @@ def facts_file(folder: Path, weights: bool = True) -> Path:
     digest.update((folder / "config.json").read_bytes())
     if weights and has_weights(folder):
         headers = weight_headers(folder)
-        digest.update(json.dumps(sorted((name, *each) for name, each in headers.items())).encode())
+        rows = sorted([name, dtype, shape] for name, (dtype, shape) in headers.items())
+        digest.update(json.dumps(rows).encode())
     return cache_root() / "facts" / f"{digest.hexdigest()[:32]}.json"
 
 
@@ -220,8 +230,8 @@ def has_weights(folder: Path) -> bool:
 def _derivation() -> str:
     """Return the release of transformers and the digest of the deriving modules."""
     try:
-        found = version("transformers")
+        release = version("transformers")
     except PackageNotFoundError:
-        found = "none"
+        release = "none"
     code = hashlib.sha256(b"".join(Path(__file__).with_name(f"{name}.py").read_bytes() for name in _DERIVING))
-    return f"{found} {code.hexdigest()}"
+    return f"{release} {code.hexdigest()}"

@@ -42,7 +42,7 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (place,) = ctx.saved_tensors
-        return _summed(grad, place, ctx.copies), None, None, None
+        return _sum_copies(grad, place, ctx.copies), None, None, None
 
 
 class _Collect(torch.autograd.Function):
@@ -52,7 +52,7 @@ class _Collect(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, order: Tensor, place: Tensor, copies: int) -> Tensor:
         ctx.save_for_backward(order)
         ctx.copies = copies
-        return _summed(rows, place, copies)
+        return _sum_copies(rows, place, copies)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
@@ -60,10 +60,10 @@ class _Collect(torch.autograd.Function):
         return take_rows(grad, order // ctx.copies), None, None, None
 
 
-def _summed(rows: Tensor, place: Tensor, copies: int) -> Tensor:
+def _sum_copies(rows: Tensor, place: Tensor, copies: int) -> Tensor:
     """Add up the `copies` rows of every token in float32. rows: [T copies, ...]; place: row of each copy."""
-    apart: Tensor = take_rows(rows, place).view(-1, copies, *rows.shape[1:])
-    return apart.sum(1, dtype=torch.promote_types(rows.dtype, torch.float32)).to(rows.dtype)
+    by_token: Tensor = take_rows(rows, place).view(-1, copies, *rows.shape[1:])
+    return by_token.sum(1, dtype=torch.promote_types(rows.dtype, torch.float32)).to(rows.dtype)
 
 
 def grouped_experts(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ def grouped_experts(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tenso
     copies = chosen.shape[1]
     expert, order = chosen.flatten().sort(stable=True)
     place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    groups = _grouped(expert, experts.num_experts)
+    groups = _group_rows(expert, experts.num_experts)
     spread: Any = _Spread.apply
     collect: Any = _Collect.apply
     weight = spread(weights.flatten(), order, place, 1)[:, None]
@@ -98,17 +98,21 @@ def _linear(experts: Any, name: str, rows: Tensor, groups: "_Groups", weight: Te
     out = grouped_mm(rows.to(matrices.dtype), matrices, groups.ends)
     if experts.has_bias:
         # A product, not a look-up: the gradient of a look-up sorts all rows.
-        mine = groups.one_hot().to(out.dtype)
-        out = out + (mine if weight is None else (mine * weight).to(out.dtype)) @ getattr(experts, f"{name}_bias")
+        factors = groups.one_hot().to(out.dtype)
+        if weight is not None:
+            factors = (factors * weight).to(out.dtype)
+        out = out + factors @ getattr(experts, f"{name}_bias")
     return out
 
 
 class _Groups(NamedTuple):
     """Rows sorted by expert."""
 
-    # int64 [S]: each row's expert. int64 [E]: all experts. int32 [E]: the row where each one's rows end.
+    # int64 [S]: each row's expert.
     expert: Tensor
+    # int64 [E]: all experts.
     experts: Tensor
+    # int32 [E]: the row at which the rows of each expert end.
     ends: Tensor
 
     def one_hot(self) -> Tensor:
@@ -116,7 +120,7 @@ class _Groups(NamedTuple):
         return self.expert[:, None] == self.experts
 
 
-def _grouped(expert: Tensor, number: int) -> _Groups:
+def _group_rows(expert: Tensor, number: int) -> _Groups:
     experts = torch.arange(number, device=expert.device)
     return _Groups(expert, experts, torch.searchsorted(expert, experts, right=True, out_int32=True))
 
@@ -150,7 +154,8 @@ def stacked_experts(module: nn.Module) -> list[nn.Parameter]:
     """Return a module's own parameters that hold all experts of a layer, a matrix each; a convolution has rows."""
     if isinstance(module, nn.modules.conv._ConvNd):
         return []
-    return [p for p in module.parameters(recurse=False) if p.ndim == 3 and min(p.shape) > 1]
+    parameters = module.parameters(recurse=False)
+    return [parameter for parameter in parameters if parameter.ndim == 3 and min(parameter.shape) > 1]
 
 
 def check_grouped(lm: Any, device: torch.device, dtype: torch.dtype) -> None:
@@ -158,16 +163,15 @@ def check_grouped(lm: Any, device: torch.device, dtype: torch.dtype) -> None:
     stacked = [module for module in lm.modules() if stacked_experts(module)]
     if device.type != "cuda" or not stacked:
         return
-    if own := next((module for module in stacked if not hasattr(module, "is_transposed")), None):
-        what = (
-            f"{type(own).__name__} of transformers goes through them by itself; grouped products need its own interface"
-        )
+    if ungrouped := next((module for module in stacked if not hasattr(module, "is_transposed")), None):
+        name = type(ungrouped).__name__
+        problem = f"{name} of transformers goes through them by itself; grouped products need its own interface"
     elif dtype != torch.bfloat16:
         kind = str(dtype).removeprefix("torch.")
-        what = f"grouped products are bfloat16, not {kind}; set trainer.dtype=bfloat16"
+        problem = f"grouped products are bfloat16, not {kind}; set trainer.dtype=bfloat16"
     elif (capability := torch.cuda.get_device_capability(device)) < (9, 0):
         have = ".".join(map(str, capability))
-        what = f"grouped products need compute capability 9.0 (H100), not {have}; try trainer.backend=megatron"
+        problem = f"grouped products need compute capability 9.0 (H100), not {have}; try trainer.backend=megatron"
     else:
         return
-    raise ValueError(f"this GPU would multiply the experts of {lm.config.model_type} one at a time: {what}")
+    raise ValueError(f"this GPU would multiply the experts of {lm.config.model_type} one at a time: {problem}")

@@ -51,8 +51,8 @@ class WeightFiles:
 
     def tensor(self, name: str) -> Tensor:
         """Return the tensor of a name on disk. Raises KeyError."""
-        value: Tensor = self._file_of(name).get_tensor(name)
-        return value
+        tensor: Tensor = self._file_of(name).get_tensor(name)
+        return tensor
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of a tensor on disk."""
@@ -69,11 +69,11 @@ class WeightFiles:
 
     def part(self, name: str, shape: Shape, start: Shape, size: Shape) -> Tensor:
         """Read `size` numbers a dimension of tensor `name` from `start` on, and no others. Raises as `read_into`."""
-        found = self._file_of(name).get_slice(name)
-        if tuple(found.get_shape()) != shape:
-            raise ValueError(f"{self.folder}: {name} has shape {tuple(found.get_shape())}, expected {shape}")
-        value: Tensor = found[tuple(slice(begin, begin + count) for begin, count in zip(start, size))]
-        return value
+        stored = self._file_of(name).get_slice(name)
+        if tuple(stored.get_shape()) != shape:
+            raise ValueError(f"{self.folder}: {name} has shape {tuple(stored.get_shape())}, expected {shape}")
+        numbers: Tensor = stored[tuple(slice(begin, begin + count) for begin, count in zip(start, size))]
+        return numbers
 
     def _file_of(self, name: str) -> Any:
         if name not in self._file:
@@ -83,15 +83,15 @@ class WeightFiles:
     def read_into(self, rows: Iterable[TensorRow], target: Tensor) -> None:
         """Fill `target`, a whole parameter or buffer, from its rows. Raises KeyError, ValueError naming the tensor."""
         for row in rows:
-            value = self.tensor(row.name)
-            if tuple(value.shape) != row.shape:
-                expected, found = row.shape, tuple(value.shape)
-                raise ValueError(f"{self.folder}: {row.name} has shape {found}, the configuration says {expected}")
-            row.view(target).copy_(value)
+            stored = self.tensor(row.name)
+            if tuple(stored.shape) != row.shape:
+                problem = f"{row.name} has shape {tuple(stored.shape)}, the configuration says {row.shape}"
+                raise ValueError(f"{self.folder}: {problem}")
+            row.view(target).copy_(stored)
 
 
 # Rows of a matrix that are compared at a time.
-_COMPARED = 4096
+_COMPARED_ROWS = 4096
 
 
 def check_tied(folder: Path, table: ParameterTable, facts: ModelFacts) -> None:
@@ -101,21 +101,29 @@ def check_tied(folder: Path, table: ParameterTable, facts: ModelFacts) -> None:
     """
     if not facts.sizes.tied or not has_weights(folder):
         return
-    files, (own, *_) = WeightFiles(folder), table.rows_of(f"{facts.embedding}.weight")
+    files = WeightFiles(folder)
+    embedding = table.rows_of(f"{facts.embedding}.weight")[0]
     for name in files.names():
         if name in table.by_name or not name.endswith(f"{facts.head}.weight"):
             continue
-        rows, width = own.shape
-        equal = files.shape(name) == own.shape and all(
-            torch.equal(*(files.part(each, own.shape, (at, 0), (count, width)).float() for each in (name, own.name)))
-            for at in range(0, rows, _COMPARED)
-            for count in (min(_COMPARED, rows - at),)
-        )
-        if not equal:
+        if files.shape(name) != embedding.shape or not _are_equal(files, name, embedding.name):
             raise ModelError(
-                f"{folder}: {name} differs from {own.name}, to which config.json ties it: set tie_word_embeddings to "
-                "false there to train both"
+                f"{folder}: {name} differs from {embedding.name}, to which config.json ties it: set "
+                "tie_word_embeddings to false there to train both"
             )
+
+
+def _are_equal(files: WeightFiles, name: str, other: str) -> bool:
+    """Return True if two matrices of one shape are equal in float32."""
+    shape = files.shape(name)
+    rows, width = shape
+    for begin in range(0, rows, _COMPARED_ROWS):
+        size = (min(_COMPARED_ROWS, rows - begin), width)
+        part = files.part(name, shape, (begin, 0), size)
+        other_part = files.part(other, shape, (begin, 0), size)
+        if not torch.equal(part.float(), other_part.float()):
+            return False
+    return True
 
 
 class FolderWriter:
@@ -127,13 +135,17 @@ class FolderWriter:
 
     def __init__(self, folder: Path, layout: Layout) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._folder, self._layout = folder, layout
-        self._file_of, self._kinds = _shard_names(layout), {name: getattr(torch, kind) for name, _, kind in layout}
-        parts: dict[str, Layout] = {}
-        for each in layout:
-            parts.setdefault(self._file_of[each[0]], []).append(each)
-        self._files = {file: lay_out(part, {"format": "pt"}) for file, part in parts.items()}
+        self._folder = folder
+        self._layout = layout
+        self._file_of = _shard_names(layout)
+        self._dtypes: dict[str, torch.dtype] = {name: getattr(torch, kind) for name, _, kind in layout}
+        layout_by_file: dict[str, Layout] = {}
+        for name, shape, kind in layout:
+            layout_by_file.setdefault(self._file_of[name], []).append((name, shape, kind))
+        self._files = {file: lay_out(part, {"format": "pt"}) for file, part in layout_by_file.items()}
+        # File -> its descriptor.
         self._open: dict[str, int] = {}
+        # Sum of all bytes that were written into files of weights.
         self._sum = 0
 
     def __enter__(self) -> "FolderWriter":
@@ -147,9 +159,9 @@ class FolderWriter:
     def write(self, name: str, start: Shape, part: Tensor) -> None:
         """Write the box of a tensor that begins at `start`, in the folder's dtype."""
         file = self._file_of[name]
-        value = part.detach().to("cpu", self._kinds[name])
+        host_part = part.detach().to("cpu", self._dtypes[name])
         with _name_file(self._folder / file):
-            self._sum += write_box(self._descriptor(file), self._files[file].places[name], start, value)
+            self._sum += write_box(self._descriptor(file), self._files[file].places[name], start, host_part)
 
     def write_headers(self) -> None:
         """Write what belongs to no tensor: headers, and the index of several files."""
@@ -163,7 +175,7 @@ class FolderWriter:
             (self._folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
     def sync(self) -> int:
-        """Have everything on the disk; return the sum of the bytes that were written into the files of weights."""
+        """Flush all files to the disk; return the sum of the bytes that were written into the files of weights."""
         for file, descriptor in self._open.items():
             with _name_file(self._folder / file):
                 os.fsync(descriptor)
@@ -205,14 +217,17 @@ class Companions:
     @classmethod
     def read(cls, folder: Path, tokenizer: str | None = None) -> "Companions":
         """Read the files of a Hugging Face folder. tokenizer: folder or hub name of another tokenizer than its own."""
-        files = [file for pattern in COMPANIONS for file in folder.glob(pattern) if file.is_file()]
-        other = None
+        contents: dict[str, bytes] = {}
+        for pattern in COMPANIONS:
+            for file in folder.glob(pattern):
+                if file.is_file():
+                    contents[str(file.relative_to(folder))] = file.read_bytes()
+        other_tokenizer = None
         if tokenizer:
             from transformers import AutoTokenizer
 
-            other = AutoTokenizer.from_pretrained(tokenizer)
-        config = read_object(folder / "config.json")
-        return cls(config, {str(file.relative_to(folder)): file.read_bytes() for file in files}, other)
+            other_tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+        return cls(config=read_object(folder / "config.json"), files=contents, tokenizer=other_tokenizer)
 
     def write(self, folder: Path, dtype: str | None) -> None:
         """Write the files into a folder. dtype: of its weights; None for an adapter, which has no config.json."""
@@ -234,9 +249,11 @@ def save_tensors(tensors: dict[str, Tensor], file: Path) -> None:
     try:
         save_file(tensors, file, metadata={"format": "pt"})
     except SafetensorError as error:
-        if (code := re.search(r"os error (\d+)", str(error))) is None:
+        match = re.search(r"os error (\d+)", str(error))
+        if match is None:
             raise
-        raise OSError(int(code[1]), os.strerror(int(code[1])), str(file)) from error
+        code = int(match[1])
+        raise OSError(code, os.strerror(code), str(file)) from error
 
 
 @contextmanager
@@ -250,16 +267,19 @@ def _name_file(file: Path) -> Iterator[None]:
 
 def _shard_names(layout: Layout) -> dict[str, str]:
     """Return tensor name -> file name; files are filled in order up to SHARD_BYTES each."""
-    number, room, numbers = 0, 0, {}
+    shard_numbers: dict[str, int] = {}
+    shards = 0
+    room = 0
     for name, shape, dtype in layout:
         size = _nbytes(shape, dtype)
         if size > room:
-            number, room = number + 1, SHARD_BYTES
-        numbers[name] = number
+            shards += 1
+            room = SHARD_BYTES
+        shard_numbers[name] = shards
         room -= size
-    if number == 1:
-        return dict.fromkeys(numbers, "model.safetensors")
-    return {name: f"model-{n:05d}-of-{number:05d}.safetensors" for name, n in numbers.items()}
+    if shards == 1:
+        return dict.fromkeys(shard_numbers, "model.safetensors")
+    return {name: f"model-{number:05d}-of-{shards:05d}.safetensors" for name, number in shard_numbers.items()}
 
 
 def _nbytes(shape: Shape, dtype: str) -> int:

@@ -75,34 +75,39 @@ def has_kernels() -> bool:
 
     They are in the package fla-core. flash-linear-attention alone has a folder `fla` too, without them.
     """
-    found = find_spec("fla")
-    places = found.submodule_search_locations if found else None
-    return any((Path(place) / "ops").is_dir() for place in places or ())
+    spec = find_spec("fla")
+    folders = spec.submodule_search_locations if spec else None
+    return any((Path(folder) / "ops").is_dir() for folder in folders or ())
 
 
 # Kinds of attention that two libraries may compute differently, by their name in a message.
 _UNUSUAL: dict[str, Callable[[AttentionKind], bool]] = {
-    "windows": lambda each: each.window is not None,
-    "capped scores": lambda each: each.softcap is not None,
-    "sinks": lambda each: each.sinks,
-    "scores scaled by other than 1/sqrt(head size)": lambda each: abs(each.scale**2 * each.dim - 1) > 1e-3,
-    "values of another size than keys": lambda each: each.v_dim != each.dim,
+    "windows": lambda kind: kind.window is not None,
+    "capped scores": lambda kind: kind.softcap is not None,
+    "sinks": lambda kind: kind.sinks,
+    "scores scaled by other than 1/sqrt(head size)": lambda kind: abs(kind.scale**2 * kind.dim - 1) > 1e-3,
+    "values of another size than keys": lambda kind: kind.v_dim != kind.dim,
 }
 
 
 def unusual_parts(kinds: LayerKinds, experts: int) -> list[str]:
     """Return the parts of a model that two libraries may compute differently, in words. experts: of a layer."""
     logits = kinds.logits
-    layers = {name: {each.layer for each in kinds.attention if holds(each)} for name, holds in _UNUSUAL.items()}
-    layers["states"] = {each.layer for each in kinds.states}
-    count = len({each.layer for each in kinds.attention} | layers["states"])
-    return [
-        *[f"logits scaled by {logits.scale:g}"] * (logits.scale != 1),
-        *([] if logits.softcap is None else [f"logits capped at {logits.softcap:g}"]),
-        *(f"{name} in {len(found)} of {count} layers" for name, found in layers.items() if found),
-        *[f"{experts} experts"] * bool(experts),
-        *[f"{key} {rate:g} in config.json" for key, rate in kinds.dropout],
-    ]
+    unusual_layers: dict[str, set[int]] = {}
+    for name, holds in _UNUSUAL.items():
+        unusual_layers[name] = {kind.layer for kind in kinds.attention if holds(kind)}
+    unusual_layers["states"] = {kind.layer for kind in kinds.states}
+    layer_count = len({kind.layer for kind in kinds.attention} | unusual_layers["states"])
+    parts = []
+    if logits.scale != 1:
+        parts.append(f"logits scaled by {logits.scale:g}")
+    if logits.softcap is not None:
+        parts.append(f"logits capped at {logits.softcap:g}")
+    parts += [f"{name} in {len(layers)} of {layer_count} layers" for name, layers in unusual_layers.items() if layers]
+    if experts:
+        parts.append(f"{experts} experts")
+    parts += [f"{key} {rate:g} in config.json" for key, rate in kinds.dropout]
+    return parts
 
 
 def suspects(kinds: LayerKinds, experts: int, where: str = "on both sides") -> str:

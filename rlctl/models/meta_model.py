@@ -29,14 +29,15 @@ def text_config(folder: Path) -> Any:
     values = read_object(folder / "config.json")
     kind = values.get("model_type")
     if kind not in CONFIG_MAPPING:
-        own = ", and code of a model's folder (auto_map) is never run" if "auto_map" in values else ""
-        raise ModelError(f"model_type {kind} in {folder}: transformers {__version__} does not know it{own}")
+        hint = ", and code of a model's folder (auto_map) is never run" if "auto_map" in values else ""
+        raise ModelError(f"model_type {kind} in {folder}: transformers {__version__} does not know it{hint}")
     try:
-        whole = AutoConfig.from_pretrained(folder)
-        config = whole.get_text_config(decoder=True)
+        whole_config = AutoConfig.from_pretrained(folder)
+        config = whole_config.get_text_config(decoder=True)
     except Exception as error:  # A config class has an error for each of its values.
         raise ModelError(f"{folder}/config.json: {reason(error)}") from error
-    if config is not whole and (tied := getattr(whole, "tie_word_embeddings", None)) is not None:
+    tied = getattr(whole_config, "tie_word_embeddings", None)
+    if config is not whole_config and tied is not None:
         config.tie_word_embeddings = tied
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise ModelError(
@@ -49,10 +50,10 @@ def whole_class(folder: Path) -> Any:
     """Return transformers' class of a folder that holds more than a text model; None for a text model."""
     import transformers
 
-    whole = transformers.AutoConfig.from_pretrained(folder)
-    if whole.get_text_config(decoder=True) is whole:
+    whole_config = transformers.AutoConfig.from_pretrained(folder)
+    if whole_config.get_text_config(decoder=True) is whole_config:
         return None
-    return getattr(transformers, (whole.architectures or ("",))[0], None)
+    return getattr(transformers, (whole_config.architectures or ("",))[0], None)
 
 
 @cache
@@ -64,24 +65,25 @@ def text_in_whole(folder: Path, decoder: str) -> tuple[str, str]:
     """
     from transformers import AutoConfig
 
-    whole = AutoConfig.from_pretrained(folder)
-    if whole.get_text_config(decoder=True) is whole:
+    config = AutoConfig.from_pretrained(folder)
+    if config.get_text_config(decoder=True) is config:
         return "", ""
-    lost = "an adapter's export would have names that PEFT passes over"
-    kind = whole_class(folder)
-    if kind is None:
-        raise ModelError(f"{folder}: transformers has no class of its architectures {whole.architectures}: {lost}")
-    own = type(causal_lm(folder).get_submodule(decoder))
+    loss = "an adapter's export would have names that PEFT passes over"
+    model_class = whole_class(folder)
+    if model_class is None:
+        raise ModelError(f"{folder}: transformers has no class of its architectures {config.architectures}: {loss}")
+    decoder_class = type(causal_lm(folder).get_submodule(decoder))
     try:
         with torch.device("meta"):
-            lm = kind._from_config(whole, dtype=torch.float32)
+            lm = model_class._from_config(config, dtype=torch.float32)
     except Exception as error:  # A model class has an error for each size that does not fit.
-        raise ModelError(f"{folder}: transformers does not build {kind.__name__}: {reason(error)}") from error
-    inside = [name for name, module in lm.named_modules() if type(module) is own]
-    if [text_name(f"{name}.") for name in inside] != [f"{decoder}."]:
-        where = ", ".join(inside) or "no module"
-        raise ModelError(f"{folder}: {kind.__name__} holds its {own.__name__} as {where}, no language_model: {lost}")
-    return f"{decoder}.", f"{inside[0]}."
+        raise ModelError(f"{folder}: transformers does not build {model_class.__name__}: {reason(error)}") from error
+    paths = [name for name, module in lm.named_modules() if type(module) is decoder_class]
+    if [text_name(f"{path}.") for path in paths] != [f"{decoder}."]:
+        holders = ", ".join(paths) or "no module"
+        problem = f"{model_class.__name__} holds its {decoder_class.__name__} as {holders}, no language_model"
+        raise ModelError(f"{folder}: {problem}: {loss}")
+    return f"{decoder}.", f"{paths[0]}."
 
 
 def causal_lm(folder: Path, attention: str | None = None) -> Any:
@@ -105,8 +107,9 @@ def causal_lm(folder: Path, attention: str | None = None) -> Any:
     except Exception as error:  # A model class has an error for each size that does not fit.
         raise ModelError(f"{folder}: transformers does not build {config.model_type}: {reason(error)}") from error
     without_padding_warning(lm)
-    if left := [name for name, module in lm.named_modules() if isinstance(module, _DropoutNd) and module.p]:
-        raise ModelError(f"{folder} has dropout at {left[0]} that no key of its config.json turns off")
+    dropouts = [name for name, module in lm.named_modules() if isinstance(module, _DropoutNd) and module.p]
+    if dropouts:
+        raise ModelError(f"{folder} has dropout at {dropouts[0]} that no key of its config.json turns off")
     return lm
 
 
@@ -138,8 +141,8 @@ def compute_buffers(lm: Any, device: torch.device) -> None:
         tensor._is_hf_initialized = True
     for module in lm.modules():
         for name in module._non_persistent_buffers_set:
-            if (held := module._buffers[name]) is not None:
-                module._buffers[name] = torch.empty_like(held, device=device)
+            if (buffer := module._buffers[name]) is not None:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
     with torch.no_grad(), guard_torch_init_functions():
         # Some modules compute the buffers of their children.
         lm.apply(lm._init_weights)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rlctl.config.errors import ModelError, first_line
 from rlctl.config.json_files import read_object
@@ -61,17 +62,18 @@ class ModelFiles:
             _make_random(source, folder, seed)
         else:
             check_weights(Path(source))
-        found = cls(folder, source, find_facts(Path(folder)), str(adapter) if adapter else None, base)
+        facts = find_facts(Path(folder))
         if adapter is None:
-            return found
+            return cls(folder, source, facts, base=base)
+        files = cls(folder, source, facts, adapter=str(adapter), base=base)
         check_base(adapter, Path(folder))
-        assert found.adapters
+        assert files.adapters
         if not merge:
-            return found
+            return files
         merged = run_dir / "init"
-        own = str(adapter), folder, str(merged)
-        _make_folder(merged, f"no merged model of {adapter}", "rlctl.models.merge_adapter", *own)
-        return cls(str(merged), source, find_facts(merged), None, str(merged))
+        arguments = (str(adapter), folder, str(merged))
+        _make_folder(merged, f"no merged model of {adapter}", "rlctl.models.merge_adapter", *arguments)
+        return cls(str(merged), source, find_facts(merged), base=str(merged))
 
     @property
     def chat(self) -> str:
@@ -90,7 +92,7 @@ def _fetch_adapter(name: str) -> Path | None:
         return local_adapter(name)
     if not (_download(name, ["config.json", ADAPTER_CONFIG]) / ADAPTER_CONFIG).is_file():
         return None
-    # A repository of both is a model: that the weights tell.
+    # A repository that has both files is a model where its weights are a model's: `local_adapter` looks at them.
     return local_adapter(str(_download(name, _FETCHED_FILES)))
 
 
@@ -112,23 +114,24 @@ def check_base(adapter: Path, base: Path) -> None:
 
 
 def _make_random(shape: str, folder: str, seed: int) -> None:
-    what = f"no random model in the shape of {shape}"
-    _make_folder(Path(folder), what, "rlctl.models.meta_model", shape, folder, str(seed))
+    failure = f"no random model in the shape of {shape}"
+    _make_folder(Path(folder), failure, "rlctl.models.meta_model", shape, folder, str(seed))
 
 
-def _make_folder(folder: Path, what: str, module: str, *arguments: str) -> None:
+def _make_folder(folder: Path, failure: str, module: str, *arguments: str) -> None:
     """Have a module write a model's folder in a separate process, once: the driver stays free of torch.
 
-    what: the loss, for the message of the RuntimeError. Raises ModuleNotFoundError for a package that is not there.
+    failure: what is missing then, for the message of the RuntimeError. Raises ModuleNotFoundError for a missing
+    package.
     """
     if (folder / "config.json").exists():
         return
-    made = run_module(module, *arguments)
-    if made.returncode:
-        lines = made.stderr.strip().splitlines()
+    process = run_module(module, *arguments)
+    if process.returncode:
+        lines = process.stderr.strip().splitlines()
         raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception): ", line)]
-        reason = (raised or lines or [f"exit code {made.returncode}"])[-1]
-        raise RuntimeError(f"{what}: {reason}")
+        reason = (raised or lines or [f"exit code {process.returncode}"])[-1]
+        raise RuntimeError(f"{failure}: {reason}")
 
 
 def list_end_tokens(folder: Path, tokens: Iterable[int]) -> None:
@@ -138,16 +141,22 @@ def list_end_tokens(folder: Path, tokens: Iterable[int]) -> None:
     instead, so a new file takes over its bos_token_id and pad_token_id. Nothing is written if all are listed already.
     An adapter's folder has no config.json.
     """
-    file, own = folder / "generation_config.json", folder / "config.json"
-    config = read_object(own) if own.is_file() else {}
-    values = read_object(file) if file.is_file() else {}
-    if not file.is_file():
+    file = folder / "generation_config.json"
+    model_config = folder / "config.json"
+    settings: dict[str, Any] = {}
+    if file.is_file():
+        settings = read_object(file)
+    elif model_config.is_file():
+        config = read_object(model_config)
         names = ("bos_token_id", "pad_token_id", "eos_token_id")
-        values = {name: config[name] for name in names if config.get(name) is not None}
-    listed = values.get("eos_token_id")
-    ends = [each for each in (listed if isinstance(listed, list) else [listed]) if each is not None]
-    if missing := [token for token in dict.fromkeys(tokens) if token not in ends]:
-        values["eos_token_id"] = [*ends, *missing]
-        # Some releases of transformers read config.json instead of a file that says so.
-        values.pop("_from_model_config", None)
-        file.write_text(json.dumps(values, indent=2) + "\n")
+        settings = {name: config[name] for name in names if config.get(name) is not None}
+    listed = settings.get("eos_token_id")
+    if not isinstance(listed, list):
+        listed = [listed]
+    end_tokens = [token for token in listed if token is not None]
+    missing = [token for token in dict.fromkeys(tokens) if token not in end_tokens]
+    if missing:
+        settings["eos_token_id"] = end_tokens + missing
+        # With this key some releases of transformers read config.json instead of the file.
+        settings.pop("_from_model_config", None)
+        file.write_text(json.dumps(settings, indent=2) + "\n")

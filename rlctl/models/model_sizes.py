@@ -58,34 +58,40 @@ def check_config(file: Path) -> None:
     if not isinstance(raw.get("model_type"), str):
         raise ModelError(f"{file} has no model_type; needed: a Hugging Face model's config.json")
     for part in (raw, raw.get("text_config")):
-        for key, value in part.items() if isinstance(part, dict) else ():
-            if _COUNTS.search(key) and isinstance(value, int | float) and value > _MOST_PARTS:
-                raise ModelError(f"{file}: {key} is {value:g}; allowed: at most {_MOST_PARTS:,}")
-        if isinstance(part, dict) and (why := _quantised(part) or _rope(part)):
-            raise ModelError(f"{file}: {why}")
+        if not isinstance(part, dict):
+            continue
+        for key, count in part.items():
+            if _COUNTS.search(key) and isinstance(count, int | float) and count > _MOST_PARTS:
+                raise ModelError(f"{file}: {key} is {count:g}; allowed: at most {_MOST_PARTS:,}")
+        if problem := _quantisation_problem(part) or _rope_problem(part):
+            raise ModelError(f"{file}: {problem}")
 
 
-def _quantised(raw: dict[str, Any]) -> str | None:
+def _quantisation_problem(raw: dict[str, Any]) -> str | None:
     """Return the problem with weights that config.json calls quantised."""
     key = next((name for name in ("quantization_config", "compression_config") if raw.get(name)), None)
     if key is None:
         return None
-    found = raw[key] if isinstance(raw[key], dict) else {}
-    bits = next((size for size in (4, 8) if found.get(f"load_in_{size}bit")), found.get("bits") or found.get("w_bit"))
-    method = str(found.get("quant_method") or found.get("quant_type") or "quantised")
-    what = f"{method}, {bits} bits" if bits else method
+    quantisation = raw[key] if isinstance(raw[key], dict) else {}
+    bits = next(
+        (size for size in (4, 8) if quantisation.get(f"load_in_{size}bit")),
+        quantisation.get("bits") or quantisation.get("w_bit"),
+    )
+    method = str(quantisation.get("quant_method") or quantisation.get("quant_type") or "quantised")
+    precision = f"{method}, {bits} bits" if bits else method
     advice = "use the checkpoint that it was quantised from (its name without -FP8, -AWQ or the like)"
-    return f"{key} says {what}: rlctl does not train quantised weights; {advice}"
+    return f"{key} says {precision}: rlctl does not train quantised weights; {advice}"
 
 
-def _rope(raw: dict[str, Any]) -> str | None:
-    """Return the problem with a rotary scale. It must turn a token alone as in a pack."""
-    found = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    found = found if isinstance(found, dict) else {}
+def _rope_problem(raw: dict[str, Any]) -> str | None:
+    """Return the problem with a rotary scale. The scale must turn a token alone as in a pack."""
+    scaling = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    if not isinstance(scaling, dict):
+        return None
     # One scale, or one for each kind of layer.
-    each = [found, *(part for part in found.values() if isinstance(part, dict))]
-    kinds = {str(part.get("rope_type") or part.get("type") or "default") for part in each}
-    if odd := sorted(kinds - set(ROPE_TYPES)):
-        known = ", ".join(ROPE_TYPES)
-        return f"rope_type {odd[0]}: must be one of {known}, which turn a token the same whatever it is packed with"
+    scales = [scaling, *(scale for scale in scaling.values() if isinstance(scale, dict))]
+    kinds = {str(scale.get("rope_type") or scale.get("type") or "default") for scale in scales}
+    if odd_kinds := sorted(kinds - set(ROPE_TYPES)):
+        allowed = ", ".join(ROPE_TYPES)
+        return f"rope_type {odd_kinds[0]}: must be one of {allowed}, which turn a token the same in any pack"
     return None

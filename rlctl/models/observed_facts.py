@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import chain, product
 from typing import Any
 
 import torch
@@ -58,9 +59,9 @@ def observe(config: Any) -> LayerKinds:
             lm = make(config, attn_implementation="eager")
             record = _Record(f"{config.model_type} does not let others compute its attention")
         without_padding_warning(lm)
-        logits, shown = _forward_pass(lm.eval(), record)
+        logits, head_output = _forward_pass(lm.eval(), record)
     return LayerKinds(
-        logits=_fit_logits(config, logits, shown),
+        logits=_fit_logits(config, logits, head_output),
         attention=tuple(sorted(record.attention.values(), key=lambda kind: kind.layer)),
         states=tuple(StateKind(layer, tuple(names)) for layer, names in sorted(record.states.items())),
         one_sequence_a_row=_why_not_packed(config, record),
@@ -83,14 +84,14 @@ def without_dropout(config: Any) -> dict[str, float]:
 
     Engines sample without dropout: log-probs with it would belong to another policy.
     """
-    found: dict[str, float] = {}
-    for key, value in vars(config).items():
-        if isinstance(value, (int, float)) and _DROPS.search(key) and value > 0:
-            found[key] = float(value)
+    rates: dict[str, float] = {}
+    for key, setting in vars(config).items():
+        if isinstance(setting, (int, float)) and _DROPS.search(key) and setting > 0:
+            rates[key] = float(setting)
             setattr(config, key, 0.0)
-        elif hasattr(value, "model_type"):
-            found |= without_dropout(value)
-    return found
+        elif hasattr(setting, "model_type"):
+            rates |= without_dropout(setting)
+    return rates
 
 
 # Most tokens of the rows that kept bytes are recorded of. Blocks of linear attention have up to 256.
@@ -108,33 +109,35 @@ def kept_of_rows(decoder: nn.Module, longest: int) -> Iterator[RowBytes]:
     last = max(2, min(_LONGEST_ROW, longest))
     first = last // 2
     for name, dtype in _DTYPES.items():
-        short, long = (_kept_bytes(copy.deepcopy(decoder).to(dtype), tokens) for tokens in (first, last))
-        pair = max(0.0, (long / last - short / first) / (last - first))
-        yield RowBytes(name, round(short / first - pair * first), round(pair))
+        short_row = _kept_bytes(copy.deepcopy(decoder).to(dtype), first)
+        long_row = _kept_bytes(copy.deepcopy(decoder).to(dtype), last)
+        pair = max(0.0, (long_row / last - short_row / first) / (last - first))
+        yield RowBytes(name, token=round(short_row / first - pair * first), pair=round(pair))
 
 
 def _kept_bytes(decoder: nn.Module, tokens: int) -> int:
     """Return the bytes of the distinct tensors, parameters apart, that a row's forward pass keeps."""
-    own = {each.untyped_storage()._cdata for each in (*decoder.parameters(), *decoder.buffers())}
-    seen: dict[int, Tensor] = {}
+    model_storages = {tensor.untyped_storage()._cdata for tensor in chain(decoder.parameters(), decoder.buffers())}
+    # Storage -> the largest tensor in it.
+    kept_tensors: dict[int, Tensor] = {}
 
     def pack(saved: Tensor) -> Tensor:
         storage = saved.untyped_storage()._cdata
-        if storage not in own and seen.setdefault(storage, saved).nbytes < saved.nbytes:
-            seen[storage] = saved
+        if storage not in model_storages and kept_tensors.setdefault(storage, saved).nbytes < saved.nbytes:
+            kept_tensors[storage] = saved
         return saved
 
-    kept: Any = _Kept.apply
+    keep: Any = _Kept.apply
 
     def attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **options: Any) -> Any:
         if query.shape[-3] != key.shape[-3] and not options.get("enable_gqa"):
-            # torch's kernels take no heads to repeat unless told so: it multiplies, in float32.
+            # torch's kernels take no heads to repeat unless told so: torch multiplies then, in float32.
             return ((query @ key.mT).softmax(-1, torch.float32) @ value.float()).to(query.dtype)
-        # It keeps its result too.
-        return kept((*query.shape[:-1], value.shape[-1]), True, query, key, value, attn_mask)
+        # The kernel keeps its result too.
+        return keep((*query.shape[:-1], value.shape[-1]), True, query, key, value, attn_mask)
 
     def multiply(rows: Tensor, matrices: Tensor, **_: Any) -> Any:
-        return kept((len(rows), matrices.shape[-1]), False, rows, matrices)
+        return keep((len(rows), matrices.shape[-1]), False, rows, matrices)
 
     ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
     decoder.train()
@@ -145,7 +148,7 @@ def _kept_bytes(decoder: nn.Module, tokens: int) -> int:
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved))
         stack.enter_context(_Yes())
         decoder(input_ids=ids, use_cache=False)
-    return sum(each.nbytes for each in seen.values())
+    return sum(tensor.nbytes for tensor in kept_tensors.values())
 
 
 class _Yes(TorchFunctionMode):
@@ -161,10 +164,11 @@ class _Kept(torch.autograd.Function):
     """Stand-in for a kernel without a meta form: keeps its arguments, and its result if told so."""
 
     @staticmethod
-    def forward(ctx: Any, shape: tuple[int, ...], and_result: bool, *given: Tensor | None) -> Tensor:
-        assert given[0] is not None
-        out = given[0].new_empty(shape)
-        ctx.save_for_backward(*given, *[out] * and_result)
+    def forward(ctx: Any, shape: tuple[int, ...], keeps_result: bool, *arguments: Tensor | None) -> Tensor:
+        assert arguments[0] is not None
+        out = arguments[0].new_empty(shape)
+        saved = (*arguments, out) if keeps_result else arguments
+        ctx.save_for_backward(*saved)
         return out
 
 
@@ -172,7 +176,7 @@ class _Record:
     """Attention and state calls of one forward pass, by layer."""
 
     def __init__(self, unpacked: str | None = None) -> None:
-        # Reason why its attention cannot keep the sequences of a pack apart.
+        # Reason why the model's attention cannot keep the sequences of a pack apart.
         self.unpacked = unpacked
         self.attention: dict[int, AttentionKind] = {}
         self.states: dict[int, list[str]] = {}
@@ -195,7 +199,9 @@ class _Record:
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """Record the call of a layer's attention; return a tensor of the output's shape."""
-        if [kwargs.pop(known, None) for known in ("cu_seq_lens_q", "max_length_q")].count(None):
+        boundaries = kwargs.pop("cu_seq_lens_q", None)
+        max_length = kwargs.pop("max_length_q", None)
+        if boundaries is None or max_length is None:
             self.unpacked = f"{type(module).__name__} is not told where the sequences of a pack begin"
         refuse_keywords(module, attention_mask=attention_mask, **kwargs)
         _, heads, tokens, dim = query.shape
@@ -223,14 +229,14 @@ class _Record:
             calls = self.states.setdefault(self.layer, [])
             if name not in calls:
                 calls.append(name)
-            return FUNCTIONS[name].shaped(*args)
+            return FUNCTIONS[name].empty_results(*args)
 
         return stand_in
 
 
 def _forward_pass(lm: Any, record: _Record) -> tuple[Tensor, Tensor]:
     """Return the logits and the head's output that they were made from, while `record` fills."""
-    shown = torch.linspace(-60.0, 60.0, 12 * _PASS_TOKENS, device="cpu").view(1, _PASS_TOKENS, 12)
+    head_output = torch.linspace(-60.0, 60.0, 12 * _PASS_TOKENS, device="cpu").view(1, _PASS_TOKENS, 12)
     head = lm.get_output_embeddings()
     if head is None:
         raise ValueError(f"{type(lm).__name__} has no output head")
@@ -239,8 +245,8 @@ def _forward_pass(lm: Any, record: _Record) -> tuple[Tensor, Tensor]:
     if record.unpacked:
         # Without a mask, making one would read positions.
         pack = {"attention_mask": torch.ones_like(tokens)}
-    with _recorded(lm, record), torch.no_grad():
-        handle = head.register_forward_hook(lambda *_: shown.clone())
+    with _record_calls(lm, record), torch.no_grad():
+        handle = head.register_forward_hook(lambda *_: head_output.clone())
         try:
             output = lm(input_ids=tokens, position_ids=torch.zeros_like(tokens), use_cache=False, **pack)
         except (RuntimeError, TypeError, KeyError, AttributeError, IndexError) as error:
@@ -248,11 +254,11 @@ def _forward_pass(lm: Any, record: _Record) -> tuple[Tensor, Tensor]:
             raise ValueError(f"{type(lm).__name__} has no forward pass on the meta device: {reason[0]}") from error
         finally:
             handle.remove()
-    return output.logits, shown
+    return output.logits, head_output
 
 
 @contextmanager
-def _recorded(lm: Any, record: _Record) -> Iterator[None]:
+def _record_calls(lm: Any, record: _Record) -> Iterator[None]:
     from transformers import AttentionInterface
 
     def enter(module: nn.Module, *_: Any) -> None:
@@ -280,25 +286,27 @@ def _why_not_packed(config: Any, record: _Record) -> str | None:
         return "chunked attention counts its chunks from the start of the row"
     if record.not_restarted:
         return f"{min(record.not_restarted)} cannot restart at a sequence's start"
-    seen = record.attention.keys() | record.states.keys()
-    unseen = [i for i, kind in enumerate(types) if i not in seen and kind not in _STATELESS]
-    if unseen:
-        kinds = ", ".join(sorted({types[i] for i in unseen}))
-        return f"{len(unseen)} of {len(types)} layers ({kinds}) call neither attention nor a known state function"
+    recorded_layers = record.attention.keys() | record.states.keys()
+    unseen_types = [kind for layer, kind in enumerate(types) if layer not in recorded_layers and kind not in _STATELESS]
+    if unseen_types:
+        layers = f"{len(unseen_types)} of {len(types)} layers ({', '.join(sorted(set(unseen_types)))})"
+        return f"{layers} call neither attention nor a known state function"
     return None
 
 
-def _fit_logits(config: Any, logits: Tensor, shown: Tensor) -> LogitTransform:
-    """Return the transform of a config's keys that maps `shown` to `logits`."""
-    scales = {key: getattr(config, key, None) for key in _SCALES}
+def _fit_logits(config: Any, logits: Tensor, head_output: Tensor) -> LogitTransform:
+    """Return the transform of a config's keys that maps `head_output` to `logits`."""
+    factors = [1.0]
+    for key, power in _SCALES.items():
+        if factor := getattr(config, key, None):
+            factors.append(float(factor) ** power)
     cap = getattr(config, "final_logit_softcapping", None)
-    factors = [1.0] + [float(value) ** _SCALES[key] for key, value in scales.items() if value]
-    for transform in [LogitTransform(scale, softcap) for softcap in (None, cap) for scale in factors]:
-        expected = shown * transform.scale
-        if transform.softcap:
-            expected = transform.softcap * torch.tanh(expected / transform.softcap)
-        if logits.shape == shown.shape and torch.allclose(logits.float(), expected, rtol=1e-5, atol=1e-5):
-            return transform
+    for softcap, scale in product((None, cap), factors):
+        expected = head_output * scale
+        if softcap:
+            expected = softcap * torch.tanh(expected / softcap)
+        if logits.shape == head_output.shape and torch.allclose(logits.float(), expected, rtol=1e-5, atol=1e-5):
+            return LogitTransform(scale, softcap)
     raise ValueError(
         f"the logits of {config.model_type} are neither its head's output, nor scaled by {', '.join(_SCALES)}, "
         "nor capped by final_logit_softcapping"

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from rlctl.models.attention_kernels import (
     FLASH_HAS_WINDOWS,
     FLASH_MAX_DIM,
+    attend_in_groups_eagerly,
     flash,
     flex_eagerly,
-    grouped_eagerly,
 )
 
 NAME = "rlctl_packed"
@@ -28,9 +28,9 @@ _UNUSED = frozenset(
 
 
 def packed_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
     cu_seqlens: Tensor,
     max_len: int,
     scale: float,
@@ -41,17 +41,18 @@ def packed_attention(
 ) -> Tensor:
     """Attend causally within each sequence of a pack.
 
-    q: [T, heads, dim]; k: [T, kv_heads, dim]; v: [T, kv_heads, v_dim]; kv_heads divides heads. cu_seqlens: int32
-    [S + 1], where sequences begin; max_len: the longest; scale: factor of the scores. window: tokens that a token
-    sees, itself included: key j counts for query i where 0 <= i - j < window. softcap: c of c * tanh(score / c).
-    sinks: [heads], a further logit in each softmax's sum, without a value. Returns [T, heads, v_dim].
+    queries: [T, heads, dim]; keys: [T, kv_heads, dim]; values: [T, kv_heads, v_dim]; kv_heads divides heads.
+    cu_seqlens: int32 [S + 1], where sequences begin; max_len: the longest; scale: factor of the scores. window: tokens
+    that a token sees, itself included: key j counts for query i where 0 <= i - j < window. softcap: c of
+    c * tanh(score / c). sinks: [heads], a further logit in each softmax's sum, without a value. Returns
+    [T, heads, v_dim].
     """
-    half = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16)
-    if half and max(q.shape[2], v.shape[2]) <= FLASH_MAX_DIM:
+    is_half = queries.is_cuda and queries.dtype in (torch.float16, torch.bfloat16)
+    if is_half and max(queries.shape[2], values.shape[2]) <= FLASH_MAX_DIM:
         if softcap is None and sinks is None and (window is None or FLASH_HAS_WINDOWS):
-            return flash(q, k, v, cu_seqlens, max_len, scale, window)
-        return flex_eagerly(q, k, v, cu_seqlens, scale, window, softcap, sinks)
-    return grouped_eagerly(q, k, v, cu_seqlens, max_len, scale, window, softcap, sinks)
+            return flash(queries, keys, values, cu_seqlens, max_len, scale, window)
+        return flex_eagerly(queries, keys, values, cu_seqlens, scale, window, softcap, sinks)
+    return attend_in_groups_eagerly(queries, keys, values, cu_seqlens, max_len, scale, window, softcap, sinks)
 
 
 def register() -> str:
@@ -86,10 +87,16 @@ def transformers_attention(
     Raises ValueError for a keyword with a value that packed attention does not honour.
     """
     refuse_keywords(module, attention_mask=attention_mask, dropout=dropout, is_causal=is_causal, **kwargs)
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     out = packed_attention(
-        *(q, k, v, cu_seq_lens_q, max_length_q, scale), window=sliding_window, softcap=softcap, sinks=s_aux
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        cu_seqlens=cu_seq_lens_q,
+        max_len=max_length_q,
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
     )
     return out[None], None
 
@@ -101,6 +108,7 @@ def refuse_keywords(module: nn.Module, *, dropout: float = 0.0, is_causal: bool 
         raise ValueError(f"{name} drops {dropout:g} of its attention: packed attention has no dropout")
     if is_causal is False or (is_causal is None and getattr(module, "is_causal", True) is False):
         raise ValueError(f"{name} sees later tokens (is_causal is false): packed attention is causal")
-    unknown = [key for key, value in kwargs.items() if key not in _UNUSED and value is not None and value is not False]
+    set_keywords = [key for key, setting in kwargs.items() if setting is not None and setting is not False]
+    unknown = [key for key in set_keywords if key not in _UNUSED]
     if unknown:
         raise ValueError(f"{name} passes {', '.join(unknown)} to attention, which packed attention does not honour")

@@ -44,24 +44,24 @@ class TensorRow:
     start: Shape = ()
     size: Shape = ()
     buffer: bool = False
-    # Below adapters: it stays as it is.
+    # True below adapters: the tensor stays as it is.
     frozen: bool = False
 
     @property
-    def trained(self) -> bool:
-        """True if it has gradients, and a checkpoint saves it."""
-        return self.sent and not self.buffer
+    def is_trained(self) -> bool:
+        """True if the tensor has gradients, and a checkpoint saves it."""
+        return self.is_sent and not self.buffer
 
     @property
-    def sent(self) -> bool:
-        """True if refits and exports have it: a tensor of the model, buffers too, unless it is frozen."""
+    def is_sent(self) -> bool:
+        """True if refits and exports have the tensor: one of the model, buffers too, unless it is frozen."""
         return self.target is not None and not self.frozen
 
     @cached_property
     def axes(self) -> Shape:
         """Dimension of the target for each dimension on disk; -1 for a dimension of 1 that the target lacks."""
-        real = [axis for axis, size in enumerate(self.size) if size != 1]
-        return tuple(real.pop(0) if size != 1 else -1 for size in self.shape)
+        long_axes = iter([axis for axis, size in enumerate(self.size) if size != 1])
+        return tuple(next(long_axes) if size != 1 else -1 for size in self.shape)
 
     @property
     def slices(self) -> tuple[slice, ...]:
@@ -79,22 +79,27 @@ class TensorRow:
         """
         if not self.size:
             return (0,) * len(self.shape), piece.view(self.shape)
-        begin = [max(own, other) for own, other in zip(self.start, first)]
-        ends = zip(self.start, self.size, first, piece.shape)
-        end = [min(own + size, other + count) for own, size, other, count in ends]
-        if any(b >= e for b, e in zip(begin, end)):
-            return None
-        view = piece[tuple(slice(b - at, e - at) for b, e, at in zip(begin, end, first))]
-        cut = [b - own for b, own in zip(begin, self.start)]
-        shape = [1 if axis < 0 else view.shape[axis] for axis in self.axes]
-        return tuple(0 if axis < 0 else cut[axis] for axis in self.axes), view.view(shape)
+        slices = []
+        offsets = []
+        for row_start, row_size, piece_start, piece_size in zip(self.start, self.size, first, piece.shape):
+            begin = max(row_start, piece_start)
+            end = min(row_start + row_size, piece_start + piece_size)
+            if begin >= end:
+                return None
+            slices.append(slice(begin - piece_start, end - piece_start))
+            offsets.append(begin - row_start)
+        overlap = piece[tuple(slices)]
+        shape = [1 if axis < 0 else overlap.shape[axis] for axis in self.axes]
+        return tuple(0 if axis < 0 else offsets[axis] for axis in self.axes), overlap.view(shape)
 
     def place(self, start: Shape, extent: Shape) -> tuple[Shape, Shape]:
         """Return (begin, extent) in the target of a part that begins at `start` on disk."""
-        begin, size = list(self.start), [1] * len(self.size)
+        begin = list(self.start)
+        size = [1] * len(self.size)
         for axis, offset, count in zip(self.axes, start, extent):
             if axis >= 0:
-                begin[axis], size[axis] = begin[axis] + offset, count
+                begin[axis] += offset
+                size[axis] = count
         return tuple(begin), tuple(size)
 
 
@@ -116,17 +121,17 @@ class ParameterTable:
     @cached_property
     def is_mixed(self) -> bool:
         """True if the folder has parameters in bfloat16 and others in float32."""
-        return {"bfloat16", "float32"} <= {row.dtype for row in self.rows if row.trained}
+        return {"bfloat16", "float32"} <= {row.dtype for row in self.rows if row.is_trained}
 
     @property
-    def kept(self) -> list[TensorRow]:
+    def kept_rows(self) -> list[TensorRow]:
         """Rows that the model does not hold. An export copies them from the source."""
         return [row for row in self.rows if row.target is None]
 
     @property
-    def sent(self) -> list[TensorRow]:
+    def sent_rows(self) -> list[TensorRow]:
         """Rows that a refit sends."""
-        return [row for row in self.rows if row.sent]
+        return [row for row in self.rows if row.is_sent]
 
     def rows_of(self, target: str) -> list[TensorRow]:
         """Return the rows of a parameter or persistent buffer. Raises KeyError."""
@@ -138,13 +143,13 @@ class ParameterTable:
 
     def sends(self, target: str) -> bool:
         """Return True if a refit sends this parameter or buffer."""
-        return any(row.sent for row in self._of.get(target, ()))
+        return any(row.is_sent for row in self._of.get(target, ()))
 
     def below(self, adapters: Iterable[AdapterTensor]) -> "ParameterTable":
         """Return the table of the model with adapters: the same rows, frozen, then a row for each adapter."""
         rows = [replace(row, frozen=True) for row in self.rows]
-        for each in adapters:
-            rows.append(TensorRow(each.name, each.shape, "float32", each.name, each.shape, (0, 0), each.shape))
+        for adapter in adapters:
+            rows.append(_whole_row(adapter.name, adapter.shape, dtype="float32", target=adapter.name))
         return ParameterTable(rows)
 
     def views(self, target: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -153,20 +158,39 @@ class ParameterTable:
             yield row.name, row.view(tensor)
 
 
+def _whole_row(name: str, shape: Shape, dtype: str | None, target: str, buffer: bool = False) -> TensorRow:
+    """Return the row of a tensor that is the whole of its target."""
+    return TensorRow(
+        name=name,
+        shape=shape,
+        dtype=dtype,
+        target=target,
+        whole=shape,
+        start=(0,) * len(shape),
+        size=shape,
+        buffer=buffer,
+    )
+
+
 def persistent_buffers(lm: Any) -> dict[str, Tensor]:
     """Return the buffers that a checkpoint holds."""
-    modules = lm.named_modules()
-    computed = {f"{place}.{name}" for place, module in modules for name in module._non_persistent_buffers_set}
+    computed: set[str] = set()
+    for path, module in lm.named_modules():
+        computed |= {f"{path}.{name}" for name in module._non_persistent_buffers_set}
     return {name: buffer for name, buffer in lm.named_buffers() if name not in computed}
 
 
 def tensors_of(lm: Any) -> dict[str, Tensor]:
     """Return parameters and persistent buffers by name; a tied head is its embedding."""
-    head, embedding = lm.get_output_embeddings(), lm.get_input_embeddings()
-    tied = head is not None and bool(getattr(lm.config, "tie_word_embeddings", False)) and head is not embedding
-    shared = {name for name, p in lm.named_parameters() if tied and p is head.weight and p is not embedding.weight}
-    named: dict[str, Tensor] = {name: p.detach() for name, p in lm.named_parameters() if name not in shared}
-    return named | persistent_buffers(lm)
+    head = lm.get_output_embeddings()
+    embedding = lm.get_input_embeddings()
+    is_tied = head is not None and bool(getattr(lm.config, "tie_word_embeddings", False)) and head is not embedding
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in lm.named_parameters():
+        is_tied_head = is_tied and parameter is head.weight and parameter is not embedding.weight
+        if not is_tied_head:
+            tensors[name] = parameter.detach()
+    return tensors | persistent_buffers(lm)
 
 
 def derive_table(lm: Any, disk: Mapping[str, tuple[str, Shape]] | None, folder: object) -> ParameterTable:
@@ -177,83 +201,81 @@ def derive_table(lm: Any, disk: Mapping[str, tuple[str, Shape]] | None, folder: 
 
     Raises ModelError naming a tensor that is computed on the way, lacks a place, or is missing on disk.
     """
-    held = tensors_of(lm)
+    tensors = tensors_of(lm)
     buffers = persistent_buffers(lm).keys()
-    rows = [replace(row, buffer=row.target in buffers) for row in _boxes(lm, held)]
+    rows = [replace(row, buffer=row.target in buffers) for row in _converted_rows(lm, tensors)]
     if disk is None:
-        return ParameterTable(_ordered(rows, held))
-    rename = _prefix(lm, [row.name for row in rows], disk)
-    found: list[TensorRow] = []
-    by_target: dict[str, list[TensorRow]] = {}
+        return ParameterTable(_sort_rows(rows, tensors))
+    rename = _find_renaming(lm, [row.name for row in rows], disk)
+    rows_by_target: dict[str, list[TensorRow]] = {}
     for row in rows:
-        by_target.setdefault(str(row.target), []).append(replace(row, name=rename(row.name)))
-    for target, own in by_target.items():
-        found += _on_disk(target, held[target], own, rename, disk, folder)
-    read = {row.name for row in found}
-    left = [name for name in disk if name not in read]
-    return ParameterTable([*_ordered(found, held), *_kept_rows(lm, left, disk, folder)])
+        rows_by_target.setdefault(str(row.target), []).append(replace(row, name=rename(row.name)))
+    disk_rows: list[TensorRow] = []
+    for target, target_rows in rows_by_target.items():
+        name_in_memory = rename(target)
+        if any(row.name not in disk for row in target_rows) and name_in_memory in disk:
+            shape = tuple(tensors[target].shape)
+            is_buffer = target_rows[0].buffer
+            target_rows = [_whole_row(name_in_memory, shape, dtype=None, target=target, buffer=is_buffer)]
+        disk_rows += _rows_on_disk(target, target_rows, disk, folder)
+    read_names = {row.name for row in disk_rows}
+    unread_names = [name for name in disk if name not in read_names]
+    return ParameterTable([*_sort_rows(disk_rows, tensors), *_kept_rows(lm, unread_names, disk, folder)])
 
 
-def _on_disk(
-    target: str,
-    tensor: Tensor,
-    own: list[TensorRow],
-    rename: Callable[[str], str],
-    disk: Mapping[str, tuple[str, Shape]],
-    folder: object,
+def _rows_on_disk(
+    target: str, rows: list[TensorRow], disk: Mapping[str, tuple[str, Shape]], folder: object
 ) -> Iterator[TensorRow]:
-    """Yield the rows of a target with the folder's dtypes: under converted names, or whole under its name in memory."""
-    shape = tuple(tensor.shape)
-    if any(row.name not in disk for row in own) and rename(target) in disk:
-        own = [TensorRow(rename(target), shape, None, target, shape, (0,) * len(shape), shape, own[0].buffer)]
-    missing = [row.name for row in own if row.name not in disk]
-    if missing and own[0].buffer:
+    """Yield the rows of a target with the folder's dtypes. Raises ModelError."""
+    missing = [row.name for row in rows if row.name not in disk]
+    if missing and rows[0].buffer:
         # As transformers does: a buffer that is not on disk is computed.
         return
     if missing:
         raise ModelError(f"{folder} has no tensor {missing[0]}, which transformers' {target} is read from")
-    for row in own:
-        dtype, found = disk[row.name]
-        if found != row.shape:
-            raise ModelError(f"{folder}: {row.name} has shape {found}, the configuration says {row.shape}")
+    for row in rows:
+        dtype, shape = disk[row.name]
+        if shape != row.shape:
+            raise ModelError(f"{folder}: {row.name} has shape {shape}, the configuration says {row.shape}")
         yield replace(row, dtype=dtype)
 
 
-def _kept_rows(lm: Any, left: list[str], disk: Mapping[str, tuple[str, Shape]], folder: object) -> Iterator[TensorRow]:
+def _kept_rows(lm: Any, names: list[str], disk: Mapping[str, tuple[str, Shape]], folder: object) -> Iterator[TensorRow]:
     """Yield a row for each tensor on disk that the model does not hold. Raises ModelError for one without a reason."""
-    ignored = [re.compile(each) for each in getattr(lm, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    patterns = getattr(lm, "_keys_to_ignore_on_load_unexpected", None) or ()
     head = next((name for name, module in lm.named_modules() if module is lm.get_output_embeddings()), None)
-    for name in left:
+    for name in names:
         if lm.config.tie_word_embeddings and head and name.endswith(f"{head}.weight"):
             # A copy of the embedding, which the export leaves out.
             continue
-        if not _LEFT_ALONE.fullmatch(name) and not any(each.search(name) for each in ignored):
+        if not _LEFT_ALONE.fullmatch(name) and not any(re.search(pattern, name) for pattern in patterns):
             raise ModelError(
                 f"{folder}: {name} is no part of transformers' {type(lm).__name__}, which would leave it untrained; "
                 "needed: a release of transformers that reads it"
             )
-        yield TensorRow(name, disk[name][1], disk[name][0], None)
+        dtype, shape = disk[name]
+        yield TensorRow(name, shape, dtype, target=None)
 
 
-def _ordered(rows: list[TensorRow], held: Mapping[str, Tensor]) -> list[TensorRow]:
-    order = {name: number for number, name in enumerate(held)}
+def _sort_rows(rows: list[TensorRow], tensors: Mapping[str, Tensor]) -> list[TensorRow]:
+    order = {name: number for number, name in enumerate(tensors)}
     return sorted(rows, key=lambda row: (order[str(row.target)], row.start))
 
 
-def _prefix(lm: Any, names: list[str], disk: Mapping[str, tuple[str, Shape]]) -> Callable[[str], str]:
+def _find_renaming(lm: Any, names: list[str], disk: Mapping[str, tuple[str, Shape]]) -> Callable[[str], str]:
     """Return the renaming under which most names are on disk: none, or that of a text model inside a larger one.
 
     transformers undoes such a prefix only for models that it loaded itself.
     """
-    own = f"{lm.base_model_prefix}."
+    base_prefix = f"{lm.base_model_prefix}."
 
-    def inside(name: str) -> str:
-        return f"{own}language_model.{name.removeprefix(own)}" if name.startswith(own) else name
+    def insert_part(name: str) -> str:
+        return f"{base_prefix}language_model.{name.removeprefix(base_prefix)}" if name.startswith(base_prefix) else name
 
-    def below(name: str) -> str:
+    def prepend_part(name: str) -> str:
         return f"language_model.{name}"
 
-    choices: list[Callable[[str], str]] = [str, inside, below]
+    choices: list[Callable[[str], str]] = [str, insert_part, prepend_part]
     return max(choices, key=lambda rename: sum(rename(name) in disk for name in names))
 
 
@@ -266,38 +288,53 @@ class _Views(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _boxes(lm: Any, held: Mapping[str, Tensor]) -> Iterator[TensorRow]:
+def _converted_rows(lm: Any, tensors: Mapping[str, Tensor]) -> Iterator[TensorRow]:
     """Yield a row for each tensor of a checkpoint in transformers' own names. Raises ModelError."""
     from transformers.core_model_loading import revert_weight_conversion
 
     with torch.no_grad(), _Views():
-        converted = revert_weight_conversion(lm, dict(held))
+        converted = revert_weight_conversion(lm, dict(tensors))
     # Views share their tensor's storage object, on the meta device too.
-    owners = {tensor.untyped_storage()._cdata: name for name, tensor in held.items()}
+    owners = {tensor.untyped_storage()._cdata: name for name, tensor in tensors.items()}
     for name, view in converted.items():
         target = owners.get(view.untyped_storage()._cdata)
-        box = None if target is None else _box(held[target], view)
+        box = None if target is None else _box_of_view(tensors[target], view)
         if target is None or box is None:
             raise ModelError(
                 f"model_type {lm.config.model_type}: transformers computes {name} when it writes a checkpoint; "
                 "needed: a conversion that only cuts and renames"
             )
-        yield TensorRow(name, tuple(view.shape), None, target, tuple(held[target].shape), *box)
+        start, size = box
+        yield TensorRow(
+            name=name,
+            shape=tuple(view.shape),
+            dtype=None,
+            target=target,
+            whole=tuple(tensors[target].shape),
+            start=start,
+            size=size,
+        )
 
 
-def _box(whole: Tensor, view: Tensor) -> tuple[Shape, Shape] | None:
-    """Return (begin, extent) of a view in its contiguous tensor; None if it is rearranged."""
-    strides = {step: axis for axis, (step, size) in enumerate(zip(whole.stride(), whole.shape)) if size > 1}
-    size, last = [1] * whole.ndim, -1
-    for step, count in zip(view.stride(), view.shape):
+def _box_of_view(tensor: Tensor, view: Tensor) -> tuple[Shape, Shape] | None:
+    """Return (begin, extent) of a view in its contiguous tensor; None if the view is rearranged."""
+    axis_of_stride = {}
+    for axis, (stride, count) in enumerate(zip(tensor.stride(), tensor.shape)):
         if count > 1:
-            axis = strides.get(step, -1)
-            if axis <= last:
+            axis_of_stride[stride] = axis
+    size = [1] * tensor.ndim
+    last_axis = -1
+    for stride, count in zip(view.stride(), view.shape):
+        if count > 1:
+            axis = axis_of_stride.get(stride, -1)
+            if axis <= last_axis:
                 return None
-            size[axis], last = count, axis
-    rest, start = view.storage_offset(), []
-    for step in whole.stride():
-        start.append(rest // step if step else 0)
-        rest %= step or 1
-    inside = all(begin + count <= most for begin, count, most in zip(start, size, whole.shape))
-    return (tuple(start), tuple(size)) if inside and rest == 0 else None
+            size[axis] = count
+            last_axis = axis
+    start = []
+    offset = view.storage_offset()
+    for stride in tensor.stride():
+        start.append(offset // stride if stride else 0)
+        offset %= stride or 1
+    is_inside = all(begin + count <= length for begin, count, length in zip(start, size, tensor.shape))
+    return (tuple(start), tuple(size)) if is_inside and offset == 0 else None

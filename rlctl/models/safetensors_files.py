@@ -42,17 +42,20 @@ class FileLayout:
 def lay_out(tensors: Layout, metadata: Mapping[str, str]) -> FileLayout:
     """Return the layout of a file. Wider dtypes come first, so that every tensor is aligned."""
     entries: dict[str, object] = {"__metadata__": dict(metadata)}
-    begin, places = 0, {}
-    for name, shape, kind in sorted(tensors, key=lambda each: -_dtype(each[2]).itemsize):
-        end = begin + math.prod(shape) * _dtype(kind).itemsize
-        entries[name] = {"dtype": _CODES[_dtype(kind)], "shape": list(shape), "data_offsets": [begin, end]}
-        places[name], begin = (begin, shape), end
+    # Tensor name -> (first byte behind the header, whole shape).
+    relative_places: dict[str, tuple[int, Shape]] = {}
+    begin = 0
+    for name, shape, kind in sorted(tensors, key=lambda tensor: -_torch_dtype(tensor[2]).itemsize):
+        dtype = _torch_dtype(kind)
+        end = begin + math.prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        relative_places[name] = (begin, shape)
+        begin = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
-    return FileLayout(
-        header, {name: (len(header) + at, shape) for name, (at, shape) in places.items()}, len(header) + begin
-    )
+    places = {name: (len(header) + offset, shape) for name, (offset, shape) in relative_places.items()}
+    return FileLayout(header, places, nbytes=len(header) + begin)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -69,37 +72,44 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 def runs(shape: Shape, start: Shape, size: Shape) -> Iterator[tuple[int, int]]:
     """Yield (first number in the whole tensor, count) of each contiguous run of a box, in the box's own order."""
+    # From dimension `inner` on, the box spans the tensor: a run covers those dimensions and the one before.
     inner = len(shape)
     while inner and size[inner - 1] == shape[inner - 1]:
         inner -= 1
+    outer = max(inner - 1, 0)
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    count = math.prod(size[max(inner - 1, 0) :])
-    for index in product(*(range(n) for n in size[: max(inner - 1, 0)])):
-        yield sum((at + i) * step for at, i, step in zip(start, (*index, *(0,) * len(shape)), strides)), count
+    first = sum(begin * stride for begin, stride in zip(start, strides))
+    count = math.prod(size[outer:])
+    for index in product(*map(range, size[:outer])):
+        yield first + sum(position * stride for position, stride in zip(index, strides)), count
 
 
 def write_box(descriptor: int, place: tuple[int, Shape], start: Shape, part: Tensor) -> int:
     """Write a box of a tensor at its place in a file; return the sum of its bytes. Raises OSError."""
-    data, (begin, shape), width, done = bytes_of(part), place, part.element_size(), 0
+    begin, shape = place
+    content = bytes_of(part)
+    width = part.element_size()
+    written = 0
     for first, count in runs(shape, start, tuple(part.shape)):
-        write_at(descriptor, data[done : done + count * width], begin + first * width)
-        done += count * width
-    return sum_of(data)
+        write_at(descriptor, content[written : written + count * width], begin + first * width)
+        written += count * width
+    return sum_of(content)
 
 
-def sum_of(data: memoryview) -> int:
+def sum_of(content: memoryview) -> int:
     """Return the sum of some bytes."""
-    return int(torch.frombuffer(data, dtype=torch.uint8).sum(dtype=torch.int64)) if data else 0
+    return int(torch.frombuffer(content, dtype=torch.uint8).sum(dtype=torch.int64)) if content else 0
 
 
-def write_at(descriptor: int, data: memoryview | bytes, offset: int) -> None:
+def write_at(descriptor: int, content: memoryview | bytes, offset: int) -> None:
     """Write all bytes at an offset. Raises OSError."""
-    view = memoryview(data)
-    while view:
-        count = os.pwrite(descriptor, view, offset)
-        view, offset = view[count:], offset + count
+    rest = memoryview(content)
+    while rest:
+        count = os.pwrite(descriptor, rest, offset)
+        rest = rest[count:]
+        offset += count
 
 
-def _dtype(kind: str) -> torch.dtype:
-    found: torch.dtype = getattr(torch, kind)
-    return found
+def _torch_dtype(kind: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, kind)
+    return dtype

@@ -32,15 +32,15 @@ class StateFunction:
     # Package whose kernel transformers calls instead, where it is installed.
     package: str
     # Makes the reference of transformers, in plain torch, restart.
-    restarted: Callable[[Function], Function]
-    # flash-linear-attention's kernel with the signature of transformers' function and cu_seqlens. It serves where the
-    # package does not.
+    make_restarting: Callable[[Function], Function]
+    # flash-linear-attention's kernel with the signature of transformers' function and cu_seqlens. The kernel serves
+    # where the package does not.
     kernel: Function | None = None
     # Index, among its arguments, of the tensor with the shape of its output, and its number of results.
     like: int = 0
     results: int = 1
 
-    def shaped(self, *args: Any) -> Any:
+    def empty_results(self, *args: Any) -> Any:
         """Return empty results of the function's shapes."""
         out = args[self.like].new_empty(args[self.like].shape)
         return (out, None) if self.results == 2 else out
@@ -52,15 +52,15 @@ def install_restarts(lm: Any) -> list[str]:
     Models of the module that are called without boundaries compute as before. Installing twice changes nothing.
     """
     home = sys.modules[type(lm).__module__]
-    found = [name for name in FUNCTIONS if hasattr(home, name)]
-    for name in found:
+    names = [name for name in FUNCTIONS if hasattr(home, name)]
+    for name in names:
         original = getattr(home, name)
         if not hasattr(original, "restarts"):
-            setattr(home, name, _restarting(original, FUNCTIONS[name]))
+            setattr(home, name, _restart_function(original, FUNCTIONS[name]))
     fused = getattr(home, _FUSED, None)
     if fused is not None and not hasattr(fused, "restarts"):
-        setattr(home, _FUSED, _restarting(fused, StateFunction("mamba_ssm", lambda _: _none)))
-    return found
+        setattr(home, _FUSED, _restart_function(fused, StateFunction("mamba_ssm", lambda _: _none)))
+    return names
 
 
 def _none(*_: Any, **__: Any) -> None:
@@ -86,27 +86,28 @@ def _serves(function: "StateFunction") -> bool:
     return function.package != "fla" or function.kernel is None or _has_scalar_gates()
 
 
-def _restarting(original: Function, function: StateFunction) -> Function:
+def _restart_function(original: Function, function: StateFunction) -> Function:
     """Return the function that transformers' own is replaced by."""
     # transformers wraps its plain torch form in the choice of a package's kernel.
     reference = inspect.unwrap(original)
-    plain = function.restarted(reference)
+    restarting_reference = function.make_restarting(reference)
 
     # Shapes depend on data here, which torch.compile cannot follow.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @wraps(reference)
     def restarting(*args: Any, **keywords: Any) -> Any:
         ends = _boundaries(keywords)
-        half = args[0].is_cuda and args[0].dtype in (torch.float16, torch.bfloat16)
-        if half and _serves(function):
-            known = {"cu_seqlens": _long(ends)} if ends is not None and function.package == "fla" else {}
-            return original(*args, **keywords | known)
-        own = {name: value for name, value in keywords.items() if name not in _PACKING}
-        if half and function.kernel is not None and has_kernels():
-            return function.kernel(*args, cu_seqlens=None if ends is None else _long(ends), **own)
+        is_half = args[0].is_cuda and args[0].dtype in (torch.float16, torch.bfloat16)
+        if is_half and _serves(function):
+            if ends is not None and function.package == "fla":
+                keywords["cu_seqlens"] = _long(ends)
+            return original(*args, **keywords)
+        unpacked_keywords = {name: argument for name, argument in keywords.items() if name not in _PACKING}
+        if is_half and function.kernel is not None and has_kernels():
+            return function.kernel(*args, cu_seqlens=None if ends is None else _long(ends), **unpacked_keywords)
         if ends is None or len(ends) == 2:
-            return reference(*args, **own)
-        return plain(ends, *args, **own)
+            return reference(*args, **unpacked_keywords)
+        return restarting_reference(ends, *args, **unpacked_keywords)
 
     restarting.restarts = True
     return restarting  # type: ignore[no-any-return]
@@ -141,21 +142,26 @@ def _restarted_scan(reference: Function) -> Function:
 
     def scan(ends: Tensor, *args: Any, **keywords: Any) -> Any:
         tokens = args[0].shape[1]
-        out, result = None, None
-        for rows, real in length_groups(ends):
-            within = rows.clamp(max=tokens - 1)
+        out: Tensor | None = None
+        has_state = False
+        for rows, is_real in length_groups(ends):
+            readable_rows = rows.clamp(max=tokens - 1)
 
-            def take(value: Any, within: Tensor = within) -> Any:
-                along = isinstance(value, Tensor) and value.ndim > 2 and value.shape[:2] == (1, tokens)
-                return value[0][within] if along else value
+            def take_rows(argument: Any, readable_rows: Tensor = readable_rows) -> Any:
+                """Take the rows of an argument that has a row for each token."""
+                if isinstance(argument, Tensor) and argument.ndim > 2 and argument.shape[:2] == (1, tokens):
+                    return argument[0][readable_rows]
+                return argument
 
-            result = reference(*map(take, args), **{name: take(value) for name, value in keywords.items()})
-            part = result[0] if isinstance(result, tuple) else result
+            batch_keywords = {name: take_rows(argument) for name, argument in keywords.items()}
+            outcome = reference(*map(take_rows, args), **batch_keywords)
+            has_state = isinstance(outcome, tuple)
+            batch_out: Tensor = outcome[0] if has_state else outcome
             if out is None:
-                out = part.new_zeros(tokens, *part.shape[2:])
-            out = out.index_copy(0, rows[real], part[real])
+                out = batch_out.new_zeros(tokens, *batch_out.shape[2:])
+            out = out.index_copy(0, rows[is_real], batch_out[is_real])
         assert out is not None
-        return (out[None], None) if isinstance(result, tuple) else out[None]
+        return (out[None], None) if has_state else out[None]
 
     return scan
 
@@ -164,12 +170,15 @@ def _restarted_conv(reference: Function) -> Function:
     """Make a causal convolution restart: zeros between the sequences, as many as it looks back, in one call."""
 
     def convolve(ends: Tensor, hidden: Tensor, weight: Tensor, *args: Any, **keywords: Any) -> Tensor:
-        back, tokens, sequences = weight.shape[-1] - 1, hidden.shape[2], len(ends) - 1
-        at = torch.arange(tokens, device=hidden.device)
-        at = at + back * (torch.bucketize(at, ends, right=True) - 1)
-        apart = hidden.new_zeros(*hidden.shape[:2], tokens + back * (sequences - 1)).index_copy(2, at, hidden)
-        out: Tensor = reference(apart, weight, *args, **keywords)
-        return out.index_select(2, at)
+        gap = weight.shape[-1] - 1
+        tokens = hidden.shape[2]
+        sequences = len(ends) - 1
+        positions = torch.arange(tokens, device=hidden.device)
+        spread_positions = positions + gap * (torch.bucketize(positions, ends, right=True) - 1)
+        zeros = hidden.new_zeros(*hidden.shape[:2], tokens + gap * (sequences - 1))
+        spread = zeros.index_copy(2, spread_positions, hidden)
+        out: Tensor = reference(spread, weight, *args, **keywords)
+        return out.index_select(2, spread_positions)
 
     return convolve
 
@@ -246,11 +255,16 @@ def _fla_mamba2(
     if dt_softplus:
         dt = F.softplus(dt)
     dt = dt.clamp(*dt_limit).float()
-    keys, queries = (x.repeat_interleave(hidden.shape[2] // x.shape[2], 2) for x in (B, C))
+    heads_a_group = hidden.shape[2] // B.shape[2]
+    keys = B.repeat_interleave(heads_a_group, 2)
+    queries = C.repeat_interleave(heads_a_group, 2)
     values = (hidden * dt[..., None]).to(hidden.dtype)
-    gates, scan = A.float() * dt, chunk_simple_gla
-    if not _has_scalar_gates():
-        gates, scan = _each_channel(gates, keys.shape[-1]), chunk_gla
+    gates = A.float() * dt
+    if _has_scalar_gates():
+        scan = chunk_simple_gla
+    else:
+        gates = _each_channel(gates, keys.shape[-1])
+        scan = chunk_gla
     out: Tensor = scan(queries, keys, values, g=gates, scale=1.0, cu_seqlens=cu_seqlens)[0]
     return out if D is None else out + D[:, None] * hidden
 

@@ -28,9 +28,11 @@ _BITS = {
 }
 # Bytes; safetensors' own bound.
 _LONGEST_HEADER = 100_000_000
-# Read at each end of a file for its digest, and at so many places between: adapters that are added to their base leave
-# embedding, norm and head at the ends as they are.
-_END_BYTES, _BETWEEN, _PLACES = 1 << 20, 64 << 10, 128
+# Bytes that are read at each end of a file for its digest, and at each of 128 places between: adapters that are added
+# to their base leave embedding, norm and head at the ends as they are.
+_END_BYTES = 1 << 20
+_PLACE_BYTES = 64 << 10
+_PLACES = 128
 # Files of weights by other names, or in other formats.
 _OTHERS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack")
 _QUANTISED = re.compile(r"(.*\.)?(scales|qweight|qzeros|g_idx|weight_packed|SCB|absmax|quant_(map|state)(\..*)?)")
@@ -51,40 +53,48 @@ def weight_files(folder: Path) -> list[Path]:
         if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
             raise ModelError(f"{index} is no index of weights: weight_map must give each tensor's file")
         names = sorted(set(listed.values()))
-        if outside := [name for name in names if Path(name).name != name]:
-            what = f"lists {outside[0]}, which is outside its folder; allowed: names of files beside it"
-            raise ModelError(f"{index} {what}")
+        if outside_names := [name for name in names if Path(name).name != name]:
+            problem = f"lists {outside_names[0]}, which is outside its folder; allowed: names of files beside it"
+            raise ModelError(f"{index} {problem}")
         if (folder / "model.safetensors").exists() and "model.safetensors" not in names:
             # transformers reads the one, vLLM the others.
-            what = f"has model.safetensors, and {index.name} lists other files"
-            raise ModelError(f"{folder} {what}: remove the one that is not the model")
+            problem = f"has model.safetensors, and {index.name} lists other files"
+            raise ModelError(f"{folder} {problem}: remove the one that is not the model")
     if missing := [name for name in names if not (folder / name).is_file()]:
         if index.exists():
-            what = f"{index.name} lists {missing[0]}: {len(missing)} of {len(names)} files are missing"
-            raise ModelError(f"{folder}: {what}; copy or download them again")
+            problem = f"{index.name} lists {missing[0]}: {len(missing)} of {len(names)} files are missing"
+            raise ModelError(f"{folder}: {problem}; copy or download them again")
         raise ModelError(f"{folder} has no weights: {lacking(folder)}")
     return [folder / name for name in names]
 
 
 def lacking(folder: Path) -> str:
     """Return words for a folder without model.safetensors and without its index."""
-    names = (path.name for pattern in _OTHERS for path in sorted(folder.glob(pattern)))
-    if (other := next(names, None)) is None:
-        return "it needs model.safetensors, or its index"
-    if other.endswith(".safetensors"):
-        return f"{other} is there, but not named model.safetensors, nor listed in an index"
-    return f"{other} is there, but weights are read from safetensors only; transformers' save_pretrained writes those"
+    for pattern in _OTHERS:
+        other = min((path.name for path in folder.glob(pattern)), default=None)
+        if other is None:
+            continue
+        if other.endswith(".safetensors"):
+            return f"{other} is there, but not named model.safetensors, nor listed in an index"
+        advice = "weights are read from safetensors only; transformers' save_pretrained writes those"
+        return f"{other} is there, but {advice}"
+    return "it needs model.safetensors, or its index"
 
 
 def check_weights(folder: Path) -> None:
     """Raise ModelError if a file of the folder is missing, cut short, or holds a tensor of quantised weights."""
     headers = {file: file_header(file) for file in weight_files(folder)}
-    names = [name for header in headers.values() for name in header if not _SCALE.fullmatch(name)]
-    scaled = {*names, *(name.rpartition("_")[0] for name in names)}
+    # Names that a scale's name may begin with: those of tensors, and theirs up to an underscore.
+    scaled_names: set[str] = set()
+    for header in headers.values():
+        names = [name for name in header if not _SCALE.fullmatch(name)]
+        scaled_names.update(names)
+        scaled_names.update(name.rpartition("_")[0] for name in names)
     for file, header in headers.items():
-        for name, entry in header.items():
-            dtype, scale = str(entry["dtype"]), _SCALE.fullmatch(name)
-            if _QUANTISED.fullmatch(name) or (scale and scale[1] in scaled):
+        for name, tensor in header.items():
+            dtype = str(tensor["dtype"])
+            scale = _SCALE.fullmatch(name)
+            if _QUANTISED.fullmatch(name) or (scale and scale[1] in scaled_names):
                 raise ModelError(f"{file}: {name} belongs to quantised weights, which rlctl does not train; {_PLAIN}")
             if re.match(r"F[468]_|F8|F4", dtype) or (name.endswith(".weight") and re.match("[IU]", dtype)):
                 raise ModelError(f"{file}: {name} is {dtype}: rlctl does not train quantised weights; {_PLAIN}")
@@ -92,8 +102,11 @@ def check_weights(folder: Path) -> None:
 
 def weight_headers(folder: Path) -> dict[str, tuple[str, list[int]]]:
     """Return name -> (dtype as safetensors has it, shape) of each tensor of a folder. Raises ModelError."""
-    entries = (entry for file in weight_files(folder) for entry in file_header(file).items())
-    return {name: (str(entry["dtype"]), list(entry["shape"])) for name, entry in entries}
+    headers: dict[str, tuple[str, list[int]]] = {}
+    for file in weight_files(folder):
+        for name, tensor in file_header(file).items():
+            headers[name] = (str(tensor["dtype"]), list(tensor["shape"]))
+    return headers
 
 
 def digest_of_weights(folder: Path) -> str:
@@ -109,7 +122,7 @@ def digest_of_weights(folder: Path) -> str:
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())
         places = [(0, _END_BYTES), (max(0, size - _END_BYTES), _END_BYTES)]
-        places += [(size * number // (_PLACES + 1), _BETWEEN) for number in range(1, _PLACES + 1)]
+        places += [(size * number // (_PLACES + 1), _PLACE_BYTES) for number in range(1, _PLACES + 1)]
         with path.open("rb", buffering=0) as file:
             for place, count in places:
                 file.seek(place)
@@ -136,7 +149,7 @@ def file_header(file: Path) -> dict[str, Any]:
     except ModelError as error:
         raise ModelError(f"{file} is no safetensors file: its header cannot be read: {error}") from error
     metadata = tensors.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
         raise ModelError(f"{file}: __metadata__ of its header must give texts")
     _check_places(file, tensors, size - 8 - length)
     return tensors
@@ -145,11 +158,13 @@ def file_header(file: Path) -> dict[str, Any]:
 def _check_places(file: Path, tensors: dict[str, Any], nbytes: int) -> None:
     """Raise ModelError unless the tensors of a header fill the bytes behind it, without overlap and without gap."""
     ends = []
-    for name, entry in tensors.items():
+    for name, tensor in tensors.items():
         place = f"{file}: {name} in its header"
-        if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+        if not isinstance(tensor, dict) or not {"dtype", "shape", "data_offsets"} <= tensor.keys():
             raise ModelError(f"{place} must have dtype, shape and data_offsets")
-        dtype, shape, offsets = (entry[key] for key in ("dtype", "shape", "data_offsets"))
+        dtype = tensor["dtype"]
+        shape = tensor["shape"]
+        offsets = tensor["data_offsets"]
         if not isinstance(dtype, str) or dtype not in _BITS:
             raise ModelError(f"{place} has an unknown dtype; allowed: {', '.join(_BITS)}")
         for key, numbers in (("shape", shape), ("data_offsets", offsets)):

@@ -76,7 +76,7 @@ class TrainerRank(ABC):
         # Exports take these from the model's folder. It may be gone when a checkpoint is made.
         tokenizer = spec.tokenizer_path if spec.tokenizer_path != spec.model_path else None
         self._companions = Companions.read(self._folder, tokenizer) if spec.rank == 0 else None
-        self._source = WeightFiles(self._folder) if self._table.kept else None
+        self._source = WeightFiles(self._folder) if self._table.kept_rows else None
         self._join_group()
         # Weights of the other roles, each from its first use on.
         self._frozen: dict[Role, FrozenWeights] = {}
@@ -182,7 +182,7 @@ class TrainerRank(ABC):
             norm = self._clip(metrics.loss(self._device), normalizer)
             if norm:
                 rate = 0.0 if self._all_moved else lr
-                with require_moved(self._table.sent, self._shards, rate, self._attends) as is_checked:
+                with require_moved(self._table.sent_rows, self._shards, rate, self._attends) as is_checked:
                     self._move_weights(lr)
                 self._all_moved |= is_checked
         finally:
@@ -243,7 +243,7 @@ class TrainerRank(ABC):
         `AdapterTensor`.
         """
         weights_dtype = dtype or self._weights_dtype
-        return [(row.name, row.shape, self._dtype_of(row, weights_dtype)) for row in self._table.sent]
+        return [(row.name, row.shape, self._dtype_of(row, weights_dtype)) for row in self._table.sent_rows]
 
     def _table_of(self, folder: Path) -> ParameterTable:
         """Return the table that a folder of the same architecture has for its names."""
@@ -322,7 +322,7 @@ class TrainerRank(ABC):
     def _export_job(self, folder: Path, weights: Shards, dtype: str | None) -> ExportJob:
         """Return the job of writing these weights in `dtype`, and the source's tensors that the model does not hold."""
         layout = self.layout(dtype or self._config.dtype)
-        layout += [(row.name, row.shape, str(row.dtype)) for row in self._table.kept]
+        layout += [(row.name, row.shape, str(row.dtype)) for row in self._table.kept_rows]
         return WeightsJob(
             folder=folder,
             companions=self._companions,

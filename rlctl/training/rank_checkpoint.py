@@ -227,7 +227,7 @@ class WeightsJob:
                         start, view = part
                         writer.write(row.name, start, view)
             if self.source:
-                for row in self.table.kept[self.rank :: self.world]:
+                for row in self.table.kept_rows[self.rank :: self.world]:
                     writer.write(row.name, (0,) * len(row.shape), self.source.tensor(row.name))
             return writer.sync()
 

@@ -237,7 +237,7 @@ class MegatronTrainer(TrainerRank):
     def _read_mains(self) -> None:
         """Read the float32 weights that are updated from a folder of float32: Megatron makes them of rounded ones."""
         files = hf_folder.WeightFiles(self._folder)
-        if self._dtype == torch.float32 or files.dtype(self._table.sent[0].name) != torch.float32:
+        if self._dtype == torch.float32 or files.dtype(self._table.sent_rows[0].name) != torch.float32:
             return
         for name, parameter in self._parameters.items():
             if slot := self._optimizer.slots.get(parameter):

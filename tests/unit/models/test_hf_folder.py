@@ -42,7 +42,7 @@ def test_a_folder_without_safetensors_says_so(tmp_path: Path) -> None:
 def test_an_output_that_is_not_the_embedding_it_is_tied_to_is_refused(
     tmp_path: Path, row: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hf_folder, "_COMPARED", 64)
+    monkeypatch.setattr(hf_folder, "_COMPARED_ROWS", 64)
     folder = make_model(tmp_path / "m", "qwen3", tied=True, vocab=200)
     held = load_file(folder / "model.safetensors")
     head = held["model.embed_tokens.weight"].clone()

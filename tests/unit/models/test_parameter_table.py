@@ -68,7 +68,7 @@ def test_a_folder_goes_through_memory_and_back_bit_by_bit(folder: Path, table: P
         files.read_into(table.rows_of(name), tensor)
         assert not tensor.isnan().any(), name
     parts = [part for name, tensor in loaded.items() for part in table.views(name, tensor)]
-    write_folder(folder, tmp_path / "out", [(row.name, row.shape, "float32") for row in table.sent], parts)
+    write_folder(folder, tmp_path / "out", [(row.name, row.shape, "float32") for row in table.sent_rows], parts)
     copy = WeightFiles(tmp_path / "out")
     assert sorted(copy.names()) == sorted(files.names())
     assert all(torch.equal(copy.tensor(name), files.tensor(name)) for name in files.names())
@@ -107,7 +107,7 @@ def test_buffers_are_sent_and_not_trained(tmp_path: Path) -> None:
     table = table_of(causal_lm(folder), folder)
     (buffer,) = (row for row in table.rows if row.buffer)
     assert buffer.name == buffer.target == "model.layers.1.mlp.gate.e_score_correction_bias"
-    assert buffer.sent and not buffer.trained
+    assert buffer.is_sent and not buffer.is_trained
     facts = derive_facts(folder)
     assert facts.buffers == (buffer.name,) and facts.keeps_float32(buffer.name)
 
@@ -118,11 +118,11 @@ def test_below_adapters_their_rows_alone_are_trained_sent_and_saved(tmp_path: Pa
     targets, _ = choose_targets(derive_facts(folder).sizes.linears, "attention")
     spec = AdapterSpec(2, 4.0, False, 0.0, targets)
     table = own.below(spec.tensors)
-    assert [(row.name, row.shape) for row in table.sent] == [(each.name, each.shape) for each in spec.tensors]
-    assert all(row.trained and table.sends(row.name) for row in table.sent)
+    assert [(row.name, row.shape) for row in table.sent_rows] == [(each.name, each.shape) for each in spec.tensors]
+    assert all(row.is_trained and table.sends(row.name) for row in table.sent_rows)
     # The base, its buffers too, is read by its names on disk, and goes nowhere.
     assert [row.name for row in table.rows if row.frozen] == [row.name for row in own.rows]
-    assert not table.kept and not table.is_mixed
+    assert not table.kept_rows and not table.is_mixed
     assert all(table.holds(str(row.target)) and not table.sends(str(row.target)) for row in own.rows)
 
 
@@ -142,7 +142,7 @@ def test_a_text_model_is_read_under_its_prefix_and_the_rest_is_kept(tmp_path: Pa
     table = table_of(causal_lm(folder), folder)
     assert table.by_name["model.language_model.norm.weight"].target == "model.norm.weight"
     assert table.by_name["lm_head.weight"].target == "lm_head.weight"
-    assert {row.name for row in table.kept} == add.keys() == set(derive_facts(folder).kept)
+    assert {row.name for row in table.kept_rows} == add.keys() == set(derive_facts(folder).kept)
 
 
 def test_experts_that_a_folder_has_stacked_are_read_stacked(tmp_path: Path) -> None:
