@@ -83,7 +83,7 @@ class AnsweringEngines:
     def __post_init__(self) -> None:
         self.tokens = np.arange(5, 5 + _TURN, dtype=np.int32)
 
-    async def sample_turn(self, request: TurnRequest, *, ahead: bool = False, more: bool = False) -> Completion:
+    async def sample_turn(self, request: TurnRequest, *, ahead: bool = False, turns_follow: bool = False) -> Completion:
         """Return the same turn for each request."""
         return Completion(self.tokens, np.full(_TURN, -1.5, np.float32), np.zeros(_TURN, np.int32), "length")
 

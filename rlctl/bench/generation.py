@@ -238,8 +238,8 @@ class TurnLengths:
     def events(self) -> EventLoop:
         return self.engines.events
 
-    async def sample_turn(self, request: TurnRequest, *, ahead: bool = False, more: bool = False) -> Completion:
-        return await self.engines.sample_turn(self._cut_request(request), ahead=ahead, more=more)
+    async def sample_turn(self, request: TurnRequest, *, ahead: bool = False, turns_follow: bool = False) -> Completion:
+        return await self.engines.sample_turn(self._cut_request(request), ahead=ahead, turns_follow=turns_follow)
 
     def finish(self, rollouts: Iterable[RolloutId]) -> None:
         self.engines.finish(rollouts)

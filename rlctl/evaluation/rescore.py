@@ -195,7 +195,7 @@ def _rollout_of_record(task: Task, record: Record) -> Rollout:
     n = int(record["tokens"])
     ids = RequestId(RolloutId("validation", task.id, 0, int(record["index"])))
     completion = Completion(np.zeros(n, np.int32), np.zeros(n, np.float32), np.zeros(n, np.int32), record["finish"])
-    return Rollout.of_turn(TurnRequest(ids, [], n, 0.0, 0), completion)
+    return Rollout.from_turn(TurnRequest(ids, [], n, 0.0, 0), completion)
 
 
 def _rescored(record: Record, group: RolloutGroup) -> Record:

@@ -102,6 +102,12 @@ class Completion:
     versions: NDArray[np.int32]
     finish: Finish
 
+    def shorten(self, length: int) -> "Completion":
+        """Return the first `length` tokens as a turn that ended there; the turn itself if these are all."""
+        if length == len(self.tokens):
+            return self
+        return Completion(self.tokens[:length], self.log_probs[:length], self.versions[:length], "stop")
+
 
 def token_versions(stretches: Sequence[tuple[int, int]], length: int) -> NDArray[np.int32]:
     """Return the weight version of each of `length` tokens. stretches: (first token, version), ascending."""

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -53,34 +54,52 @@ class RolloutBuffer:
         emit: Emit,
         teaches_nothing: WhyNothing = lambda group: None,
     ) -> None:
-        self._config, self._source = config, source
-        self._dispatcher, self._runner, self._events = dispatcher, runner, dispatcher.events
-        self._score, self._emit, self._teaches_nothing = score, emit, teaches_nothing
-        size, asynchronous = config.grpo.num_prompts_per_step, config.async_
-        rule = StalenessRule(size, asynchronous.max_age, asynchronous.policy, asynchronous.window_fraction)
-        sampling = config.grpo.dynamic_sampling
-        self._refill = RefillRule(size, sampling.max_extra if sampling.filter else 0.0)
+        self._config = config
+        self._source = source
+        self._dispatcher = dispatcher
+        self._runner = runner
+        self._events = dispatcher.events
+        self._score = score
+        self._emit = emit
+        self._teaches_nothing = teaches_nothing
+        groups_per_step = config.grpo.num_prompts_per_step
+        rule = StalenessRule(
+            groups_per_step=groups_per_step,
+            max_age=config.async_.max_age,
+            policy=config.async_.policy,
+            window_fraction=config.async_.window_fraction,
+        )
+        dynamic_sampling = config.grpo.dynamic_sampling
+        self._refill = RefillRule(groups_per_step, dynamic_sampling.max_extra if dynamic_sampling.filter else 0.0)
         self._groups = GroupTable(rule, self._refill.budget)
-        shape = (config.grpo.num_generations_per_prompt, config.generation.max_new_tokens)
-        self._sampling = Sampling("train", config.run.seed, size, *shape, config.generation.temperature)
-        self._prefetch = AdaptivePrefetch(size, rule.capacity, adaptive=asynchronous.prefetch == "auto")
+        self._sampling = Sampling(
+            purpose="train",
+            run_seed=config.run.seed,
+            groups_per_step=groups_per_step,
+            num_rollouts=config.grpo.num_generations_per_prompt,
+            max_new_tokens=config.generation.max_new_tokens,
+            temperature=config.generation.temperature,
+        )
+        self._prefetch = AdaptivePrefetch(groups_per_step, rule.capacity, adaptive=config.async_.prefetch == "auto")
         self._wait_deadline = WaitDeadline(self._events.now, config.run, emit)
         self._version = 0
         # Tokens of every rollout of the groups that were sampled since `sampled_lengths` was last called.
         self._lengths: list[int] = []
         self._waste = Waste()
-        # Seconds that the current step waited, and when it began.
-        self._waited, self._step_began = 0.0, self._events.now()
+        # Seconds that the current step waited.
+        self._waited = 0.0
+        self._step_began = self._events.now()
         # Set when a group has changed its state.
         self._changed = dispatcher.news
-        self._scoring = self._admitting = self._closed = False
+        self._is_scoring = False
+        self._is_admitting = False
+        self._is_closed = False
         # True if a group was dropped since the last step. A hanging engine may still sample its rollouts.
-        self._dropped = False
-        dispatcher.restarted = self._restarted
+        self._has_dropped = False
+        dispatcher.restarted = self._restart_groups
 
     def admit(self, version: int) -> None:
-        """Begin as many groups as there is room for, but no more than the run still trains; the engines serve
-        `version`."""
+        """Begin as many groups as fit, but no more than the run still trains; the engines serve `version`."""
         self._runner.check()
         self._events.ask(lambda: self._admit_at(version))
 
@@ -91,15 +110,16 @@ class RolloutBuffer:
         """
         surplus: list[RolloutId] = []
 
-        def all_groups() -> list[RolloutGroup] | None:
-            if (numbers := self._groups.select(version)) is None:
+        def take_all() -> list[RolloutGroup] | None:
+            numbers = self._groups.select(version)
+            if numbers is None:
                 return None
-            groups = [_group(each) for each in self._groups.take(numbers, version)]
+            groups = [record.rollout_group() for record in self._groups.take(numbers, version)]
             surplus.extend(self._put_off_surplus())
             return groups
 
-        groups = self._wait_for_groups(version, all_groups, span)
-        if surplus or (self._dropped and not self._config.async_.enabled):
+        groups = self._wait_for_groups(version, take_all, span)
+        if surplus or (self._has_dropped and not self._config.async_.enabled):
             self._stop_surplus(surplus, span)
         return groups
 
@@ -107,7 +127,7 @@ class RolloutBuffer:
         """Wait until scored groups of the step at `version` have this number of tokens, and take them; none once the
         step's last groups are there, for `take`."""
 
-        def part() -> list[RolloutGroup] | None:
+        def take_some() -> list[RolloutGroup] | None:
             if self._groups.select(version) is not None:
                 return []
             # Cheaper than the choice, which would run after every finished group.
@@ -116,9 +136,9 @@ class RolloutBuffer:
             numbers = self._groups.select_part(version)
             if sum(self._groups[number].num_tokens for number in numbers) < tokens:
                 return None
-            return [_group(each) for each in self._groups.take(numbers, version)]
+            return [record.rollout_group() for record in self._groups.take(numbers, version)]
 
-        return self._wait_for_groups(version, part, span)
+        return self._wait_for_groups(version, take_some, span)
 
     def drain(self, span: Span) -> None:
         """Wait until nothing is being sampled; `advance` ends it.
@@ -136,8 +156,9 @@ class RolloutBuffer:
         """Release the groups of the step, now that the engines serve `version`; sample again, and in an asynchronous
         run admit the next groups."""
         now = self._events.now()
-        waited, self._waited = self._waited / max(1e-9, now - self._step_began), 0.0
-        self._events.ask(lambda: self._release(version, waited))
+        waited_share = self._waited / max(1e-9, now - self._step_began)
+        self._waited = 0.0
+        self._events.ask(lambda: self._release(version, waited_share))
         self._dispatcher.resume()
         if self._config.async_.enabled:
             self.admit(version)
@@ -154,20 +175,22 @@ class RolloutBuffer:
     def sampled_lengths(self) -> list[int]:
         """Take the number of tokens of every rollout of the groups that were sampled since the last call."""
 
-        def lengths() -> list[int]:
-            lengths, self._lengths = self._lengths, []
+        def take_lengths() -> list[int]:
+            lengths = self._lengths
+            self._lengths = []
             return lengths
 
-        return self._events.ask(lengths)
+        return self._events.ask(take_lengths)
 
     def waste(self) -> Waste:
         """Take the groups that were sampled in vain since the last call."""
 
-        def waste() -> Waste:
-            waste, self._waste = self._waste, Waste()
+        def take_waste() -> Waste:
+            waste = self._waste
+            self._waste = Waste()
             return waste
 
-        return self._events.ask(waste)
+        return self._events.ask(take_waste)
 
     def snapshot(self) -> tuple[dict[str, Any], Callable[[Path], None]]:
         """Return the state for a resume, and a function that writes the READY groups into a folder.
@@ -175,37 +198,41 @@ class RolloutBuffer:
         groups: the state of `load`. cursor: of the same moment, since a refill may draw at any time.
         """
 
-        def state() -> tuple[dict[str, Any], dict[int, list[Rollout]]]:
-            groups = {**self._groups.state_dict(), "prefetch": self._prefetch.target}
-            groups["refill"] = self._refill.state_dict()
+        def read_state() -> tuple[dict[str, Any], dict[int, list[Rollout]]]:
+            groups = {
+                **self._groups.state_dict(),
+                "prefetch": self._prefetch.target,
+                "refill": self._refill.state_dict(),
+            }
             ready = {group.number: list(group.rollouts.values()) for group in self._groups.in_state(GroupState.READY)}
             return {"groups": groups, "cursor": self._source.cursor.state_dict()}, ready
 
-        found, ready = self._events.ask(state)
-        return found, lambda folder: save_groups(folder, ready)
+        state, ready = self._events.ask(read_state)
+        return state, lambda folder: save_groups(folder, ready)
 
     def load(self, state: dict[str, Any], folder: Path, version: int) -> None:
         """Take up the groups of a `snapshot`: READY ones are so again, the others are sampled again at `version`."""
-        saved = load_groups(folder)
+        rollouts = load_groups(folder)
 
-        def take_up() -> list[GroupRecord]:
+        def load_state() -> list[GroupRecord]:
             self._version = version
             self._prefetch.resume(state["prefetch"])
             self._refill.load_state_dict(state.get("refill", []))
-            return self._groups.load_state_dict(state, version, self._source.row_at, saved)
+            return self._groups.load_state_dict(state, version, self._source.row_at, rollouts)
 
-        again = self._events.ask(take_up)
-        self._events.run(self._runner.begin_groups(map(self._begun, again), self._take_ended))
+        resampled = self._events.ask(load_state)
+        self._events.run(self._runner.begin_groups(map(self._begin_group, resampled), self._take_ended))
 
     def close(self) -> None:
         """Sample and score no more."""
-        self._closed = True
+        self._is_closed = True
         self._runner.close()
         self._dispatcher.close()
 
     def explanation(self) -> str:
         """Return the parts that wait, their partners, times and versions."""
-        return f"{self._events.ask(self._explanation)}; {self._dispatcher.describe()}{self._runner.describe()}"
+        groups = self._events.ask(lambda: self._groups.describe(self._events.now()))
+        return f"step {self._version + 1} waits for {groups}; {self._dispatcher.describe()}{self._runner.describe()}"
 
     # The training thread's waits.
 
@@ -213,32 +240,34 @@ class RolloutBuffer:
         """Wait until an attempt succeeds; return the groups that it took."""
         self._wait_deadline.note_progress()
         self._events.check()
-        taken, why = self._events.run(self._try_once(version, attempt))
-        while taken is None:
-            waited_for, began = why, self._events.now()
-            with span(waited_for):
-                while taken is None and why == waited_for:
-                    taken, why = self._events.run(self._try_once(version, attempt, waited_for))
+        groups, cause = self._events.run(self._try_once(version, attempt))
+        while groups is None:
+            began = self._events.now()
+            span_cause = cause
+            with span(span_cause):
+                while groups is None and cause == span_cause:
+                    groups, cause = self._events.run(self._try_once(version, attempt, span_cause))
                     self._events.check()
-                    if taken is None:
+                    if groups is None:
                         self._look_after()
             self._waited += self._events.now() - began
-        return taken
+        return groups
 
     async def _try_once(
-        self, version: int, attempt: Attempt, waited_for: str | None = None
+        self, version: int, attempt: Attempt, span_cause: str | None = None
     ) -> tuple[list[RolloutGroup] | None, str]:
         """Try until an attempt succeeds, the wait has another cause, an engine is lost, or a tick is over; return the
-        groups, and the cause."""
+        groups, and the cause. span_cause: the cause that is being waited for."""
         self._version = version
         end = self._events.now() + TICK_S
         while True:
             self._changed.clear()
-            taken, why = attempt(), self._groups.waits_for()
-            if taken is not None or why != waited_for or self._dispatcher.has_lost:
-                return taken, why
+            groups = attempt()
+            cause = self._groups.waits_for()
+            if groups is not None or cause != span_cause or self._dispatcher.has_lost:
+                return groups, cause
             if not await within(self._changed, end - self._events.now()):
-                return taken, why
+                return groups, cause
 
     def _look_after(self) -> None:
         """Replace lost engines, resample groups that are overdue, explain or end a long silence."""
@@ -248,19 +277,18 @@ class RolloutBuffer:
             self._wait_deadline.note_progress()
         if self._config.async_.enabled and self._config.async_.on_bound == "requeue":
             self._events.run(self._resample_overdue())
-        last_step = max(self._dispatcher.last_step(), self._runner.last_step)
-        self._wait_deadline.check(last_step, self.explanation)
+        self._wait_deadline.check(max(self._dispatcher.last_step(), self._runner.last_step), self.explanation)
 
     def _stop_surplus(self, surplus: list[RolloutId], span: Span) -> None:
         """Stop rollouts that a synchronous step does not need, and wait until no engine samples them any more."""
-        before = self._aborted_tokens
+        tokens_before = self._aborted_tokens
         with span("drain"):
             self._events.run(self._runner.stop(surplus))
-        # Not before they are gone may the same requests be submitted again.
+        # The same requests may be submitted again only once no engine has them.
         self.drain(span)
         self._dispatcher.resume()
-        self._dropped = False
-        self._waste.surplus_tokens += self._aborted_tokens - before
+        self._has_dropped = False
+        self._waste.surplus_tokens += self._aborted_tokens - tokens_before
 
     @property
     def _aborted_tokens(self) -> int:
@@ -269,51 +297,52 @@ class RolloutBuffer:
     # On the event loop.
 
     def _admit_at(self, version: int) -> None:
-        self._version, self._step_began = version, self._events.now()
+        self._version = version
+        self._step_began = self._events.now()
         self._admit()
 
     def _admit(self) -> None:
         """Begin the groups that are wanted now: a slice at once, others while the loop goes round."""
-        if self._admit_slice() and not self._admitting:
-            self._admitting = True
-            self._events.spawn(self._admit_others())
+        if self._admit_slice() and not self._is_admitting:
+            self._is_admitting = True
+            self._events.spawn(self._admit_further_slices())
 
-    async def _admit_others(self) -> None:
+    async def _admit_further_slices(self) -> None:
         try:
             await asyncio.sleep(0)
             while self._admit_slice():
                 await asyncio.sleep(0)
         finally:
-            self._admitting = False
+            self._is_admitting = False
 
     def _admit_slice(self) -> bool:
         """Begin a slice of the wanted groups, deferred ones first; return True if others may follow."""
-        most = max(1, SLICE // self._sampling.num_rollouts)
-        count = max(0, min(self._wanted(), self._groups.room, most))
-        if self._closed or not count:
+        slice_size = max(1, SLICE // self._sampling.num_rollouts)
+        count = max(0, min(self._count_wanted(), self._groups.room, slice_size))
+        if self._is_closed or not count:
             return False
         tasks = {group.number: group.task for group in self._groups.in_state(GroupState.DEFERRED)[:count]}
-        first = self._source.cursor.position
-        tasks |= dict(enumerate(self._source.draw(count - len(tasks)), first))
+        first_number = self._source.cursor.position
+        tasks |= dict(enumerate(self._source.draw(count - len(tasks)), first_number))
         self._begin_rollouts(self._groups.admit(tasks, self._version))
-        return count == most
+        return count == slice_size
 
-    def _wanted(self) -> int:
+    def _count_wanted(self) -> int:
         """Return how many groups are to be begun, if there is room."""
-        config, groups = self._config.grpo, self._groups
-        left = (config.num_steps - self._version) * config.num_prompts_per_step - groups.active
+        config = self._config.grpo
+        groups = self._groups
         if self._config.async_.enabled:
-            return min(self._prefetch.target - groups.active, left)
+            untrained = (config.num_steps - self._version) * config.num_prompts_per_step
+            return min(self._prefetch.target, untrained) - groups.active
         if not groups.places or self._version >= config.num_steps:
             return 0
-        filtered, ready = groups.count(GroupState.FILTERED), groups.count(GroupState.READY)
-        return self._refill.in_flight(filtered, ready) - groups.active
+        return self._refill.in_flight(groups.count(GroupState.FILTERED), groups.count(GroupState.READY)) - groups.active
 
     def _begin_rollouts(self, groups: Sequence[GroupRecord]) -> None:
         for group in groups:
-            self._runner.begin(self._begun(group), self._take_ended)
+            self._runner.begin(self._begin_group(group), self._take_ended)
 
-    def _begun(self, group: GroupRecord) -> list[RolloutStart]:
+    def _begin_group(self, group: GroupRecord) -> list[RolloutStart]:
         """Note that a group begins now; return its rollouts."""
         group.began = self._events.now()
         return self._starts(group)
@@ -321,109 +350,101 @@ class RolloutBuffer:
     def _starts(self, group: GroupRecord) -> list[RolloutStart]:
         return self._sampling.starts(group.task, group.number, group.attempt)
 
-    def _ids(self, groups: Sequence[GroupRecord]) -> list[RolloutId]:
-        return [start.id for group in groups for start in self._starts(group)]
+    def _rollout_ids(self, groups: Sequence[GroupRecord]) -> list[RolloutId]:
+        return [start.id for start in chain.from_iterable(map(self._starts, groups))]
 
     def _take_ended(self, rollout: Rollout) -> None:
         """Take a rollout that ended; score its group with the last one."""
         self._wait_deadline.note_progress()
         group = self._groups.get(rollout.id.group)
         # A group given up meanwhile is not being sampled any more.
-        if not group or (group.state, group.attempt) != (GroupState.SAMPLING, rollout.id.attempt):
+        if group is None or group.state is not GroupState.SAMPLING or group.attempt != rollout.id.attempt:
             return
         group.rollouts[rollout.id.index] = rollout
         if len(group.rollouts) == self._sampling.num_rollouts:
             group.rollouts = dict(sorted(group.rollouts.items()))
-            self._lengths += [one.num_sampled for one in group.rollouts.values() if one.rows]
-            self._groups.sampled(group.number)
+            self._lengths += [ended.num_sampled for ended in group.rollouts.values() if ended.rows]
+            self._groups.mark_sampled(group.number)
             self._changed.set()
-            if not self._scoring:
-                self._scoring = True
+            if not self._is_scoring:
+                self._is_scoring = True
                 self._events.spawn(self._score_sampled())
 
     async def _score_sampled(self) -> None:
         """Score every group that is SAMPLED, until none is: together they keep all reward workers busy."""
-        while not self._closed and (sampled := self._groups.in_state(GroupState.SAMPLED)):
-            scored = await self._events.in_thread("scoring", partial(self._score, [_group(each) for each in sampled]))
-            if self._note_scores(sampled, scored) and not self._closed:
+        while not self._is_closed and (records := self._groups.in_state(GroupState.SAMPLED)):
+            groups = [record.rollout_group() for record in records]
+            scored_groups = await self._events.in_thread("scoring", partial(self._score, groups))
+            if self._note_scores(records, scored_groups) and not self._is_closed:
                 self._admit()
-        self._scoring = False
+        self._is_scoring = False
 
-    def _note_scores(self, sampled: list[GroupRecord], scored: list[RolloutGroup]) -> bool:
+    def _note_scores(self, records: list[GroupRecord], scored_groups: list[RolloutGroup]) -> bool:
         """Move groups on that were scored; return True if any group is to be replaced."""
-        # Some may have been put off meanwhile; then another record has their number.
-        still = [(group, found) for group, found in zip(sampled, scored) if group.state is GroupState.SAMPLED]
-        for group, found in still:
-            group.rollouts = dict(enumerate(found.rollouts))
-            self._groups.scored(group.number, self._teaches_nothing(found))
+        scored_records = []
+        for record, scored_group in zip(records, scored_groups):
+            # A group may have been put off meanwhile. Then another record has its number.
+            if record.state is GroupState.SAMPLED:
+                record.rollouts = dict(enumerate(scored_group.rollouts))
+                self._groups.mark_scored(record.number, self._teaches_nothing(scored_group))
+                scored_records.append(record)
         self._wait_deadline.note_progress()
         self._changed.set()
-        return any(group.state is GroupState.FILTERED for group, _ in still)
+        return any(record.state is GroupState.FILTERED for record in scored_records)
 
-    async def _restarted(self, rollouts: list[RolloutId]) -> None:
+    async def _restart_groups(self, rollouts: list[RolloutId]) -> None:
         """Count the groups whose engine was lost. A group that takes engine after engine down is dropped."""
-        lost = Counter(each.group for each in rollouts if each.purpose == "train")
-        groups = [group for number in lost if (group := self._groups.get(number))]
-        dropped = list[GroupRecord]()
-        for group in [group for group in groups if group.state is GroupState.SAMPLING]:
+        lost_rollouts = Counter(rollout.group for rollout in rollouts if rollout.purpose == "train")
+        dropped: list[GroupRecord] = []
+        for number, num_lost in lost_rollouts.items():
+            group = self._groups.get(number)
+            if group is None or group.state is not GroupState.SAMPLING:
+                continue
             group.failures += 1
             if group.failures <= self._config.generation.max_generation_failures:
                 # Earlier turns that are kept, and rollouts of other engines, are as old as they were.
-                afresh = not self._runner.several_turns and lost[group.number] == self._sampling.num_rollouts
-                self._groups.restart(group.number, self._version if afresh else group.version)
+                all_lost = not self._runner.several_turns and num_lost == self._sampling.num_rollouts
+                self._groups.restart(number, self._version if all_lost else group.version)
                 continue
-            self._groups.drop(group.number)
+            self._groups.drop(number)
             dropped.append(group)
-            what = f"prompt {group.task.id} is dropped: its sampling failed {group.failures} times"
-            self._emit("warning", what=what)
+            self._emit("warning", what=f"prompt {group.task.id} is dropped: its sampling failed {group.failures} times")
         if dropped:
-            self._dropped = True
+            self._has_dropped = True
             self._changed.set()
-            await self._runner.stop(self._ids(dropped))
+            await self._runner.stop(self._rollout_ids(dropped))
 
     async def _resample_overdue(self) -> None:
         overdue = [self._groups[number] for number in self._groups.overdue(self._version)]
         if not overdue:
             return
-        stopped = {each.group for each in await self._runner.stop(self._ids(overdue))}
+        stopped_groups = {rollout_id.group for rollout_id in await self._runner.stop(self._rollout_ids(overdue))}
         # No group is completed in the meantime: its other rollouts were stopped.
-        again = [self._groups.resample(group.number, self._version) for group in overdue if group.number in stopped]
-        for group in again:
+        resampled = [
+            self._groups.resample(group.number, self._version) for group in overdue if group.number in stopped_groups
+        ]
+        for group in resampled:
             self._emit("redrawn", prompt=group.task.id, version=self._version)
-        self._begin_rollouts(again)
+        self._begin_rollouts(resampled)
 
     def _put_off_surplus(self) -> list[RolloutId]:
         """Defer groups that a synchronous step does not need; return the rollouts that are to be stopped."""
         surplus = self._groups.surplus()
         running = [group for group in surplus if group.state is GroupState.SAMPLING]
         self._waste.surplus += len(surplus)
-        self._waste.surplus_tokens += sum(one.num_sampled for group in surplus for one in group.rollouts.values())
+        for group in surplus:
+            self._waste.surplus_tokens += sum(rollout.num_sampled for rollout in group.rollouts.values())
         self._groups.put_off(surplus)
-        return self._ids(running)
+        return self._rollout_ids(running)
 
-    def _release(self, version: int, waited: float) -> None:
-        """End a step. waited: the trainer's share of waiting time in the step."""
+    def _release(self, version: int, waited_share: float) -> None:
+        """End a step. waited_share: share of the step that the trainer waited."""
         groups = self._groups
-        self._prefetch.step_over(waited, groups.count(GroupState.SAMPLED) + groups.count(GroupState.READY))
-        filtered = groups.in_state(GroupState.FILTERED)
-        self._waste.filtered += [(_group(each), each.reason) for each in filtered]
-        nothing = sum(bool(group.reason) for group in groups.in_state(GroupState.TAKEN, GroupState.FILTERED))
-        self._refill.step_over(nothing, len(groups.release()))
+        self._prefetch.note_step(waited_share, groups.count(GroupState.SAMPLED, GroupState.READY))
+        for record in groups.in_state(GroupState.FILTERED):
+            self._waste.filtered.append((record.rollout_group(), record.reason))
+        ended = groups.in_state(GroupState.TAKEN, GroupState.FILTERED)
+        groups.release()
+        self._refill.note_step(sum(bool(record.reason) for record in ended), len(ended))
         # Every group that is admitted from here on is sampled by this version.
         self._version = version
-
-    def _explanation(self) -> str:
-        groups = self._groups
-        what = f"step {self._version + 1} waits for {groups.waits_for()}"
-        if oldest := min(groups.in_state(GroupState.SAMPLING), key=lambda group: group.began, default=None):
-            since = self._events.now() - oldest.began
-            what += f"; the oldest, prompt {oldest.task.id}, began {since:.0f} s ago"
-        sampling, sampled, ready, filtered, taken = (groups.count(state) for state in list(GroupState)[1:])
-        counts = f"{sampling} groups sampling, {sampled} to score, {ready} ready"
-        counts += f", {filtered} filtered" if filtered else ""
-        held = ", ".join(f"{count} of version {version}" for version, count in groups.occupancy().items())
-        return f"{what}; {counts}, {taken} taken for the step ({held})"
-
-
-def _group(record: GroupRecord) -> RolloutGroup:
-    return RolloutGroup(record.task, list(record.rollouts.values()))

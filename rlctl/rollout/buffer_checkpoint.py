@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,9 @@ from rlctl.rollout.conversation import TrajectoryRow
 from rlctl.rollout.types import PlayedEpisode, Rollout
 from rlctl.run.checkpoints import EarlierVersion
 
-_ROLLOUTS, _SCORES = "groups.npz", "groups.json"
+# Files of a checkpoint.
+_ROLLOUTS = "groups.npz"
+_SCORES = "groups.json"
 # Fields of a row, in order.
 _COLUMNS: dict[str, type[np.generic]] = {
     "tokens": np.int32,
@@ -30,19 +32,22 @@ _COLUMNS: dict[str, type[np.generic]] = {
 
 def save_groups(folder: Path, groups: Mapping[int, list[Rollout]]) -> None:
     """Write the rollouts of groups, by number, into `folder`."""
-    rollouts = [rollout for each in groups.values() for rollout in each]
-    rows = [row for rollout in rollouts for row in rollout.rows]
+    rollouts = list(chain.from_iterable(groups.values()))
+    rows = list(chain.from_iterable(rollout.rows for rollout in rollouts))
     columns: dict[str, Any] = {
         "groups": np.array(list(groups), np.int64),
-        "counts": np.array([len(each) for each in groups.values()], np.int64),
+        "counts": np.array([len(group_rollouts) for group_rollouts in groups.values()], np.int64),
         "rows": np.array([len(rollout.rows) for rollout in rollouts], np.int64),
         "lengths": np.array([len(row.tokens) for row in rows], np.int64),
         "finishes": np.array([FINISHES.index(rollout.finish) for rollout in rollouts], np.int8),
     }
     columns |= {name: _concatenate([getattr(row, name) for row in rows], dtype) for name, dtype in _COLUMNS.items()}
     np.savez(folder / _ROLLOUTS, **columns)
-    said = [[asdict(one.id), one.score and asdict(one.score), one.episode and asdict(one.episode)] for one in rollouts]
-    (folder / _SCORES).write_text(json.dumps(said))
+    records = [
+        [asdict(rollout.id), rollout.score and asdict(rollout.score), rollout.episode and asdict(rollout.episode)]
+        for rollout in rollouts
+    ]
+    (folder / _SCORES).write_text(json.dumps(records))
 
 
 def load_groups(folder: Path) -> dict[int, list[Rollout]]:
@@ -53,23 +58,28 @@ def load_groups(folder: Path) -> dict[int, list[Rollout]]:
         columns = {name: file[name] for name in file.files}
     if "rows" not in columns:
         raise EarlierVersion(earlier_version(folder.parents[1], f"{folder.name} has answers in place of trajectories"))
-    cuts = np.cumsum(columns["lengths"])[:-1]
-    parts = {name: np.split(columns[name], cuts) if len(columns["lengths"]) else [] for name in _COLUMNS}
-    rows = iter([TrajectoryRow(*each) for each in zip(*parts.values())])
-    said = json.loads((folder / _SCORES).read_text())
-    rollouts = [
-        Rollout(
-            RolloutId(**name),
-            tuple(islice(rows, int(count))),
-            FINISHES[finish],
-            score and Score(**score),
-            episode and PlayedEpisode(**episode),
-        )
-        for (name, score, episode), count, finish in zip(said, columns["rows"], columns["finishes"], strict=True)
-    ]
-    left = iter(rollouts)
+    ends = np.cumsum(columns["lengths"]).tolist()
+    starts = [0, *ends[:-1]]
+    rows = iter(
+        [TrajectoryRow(**{name: columns[name][start:end] for name in _COLUMNS}) for start, end in zip(starts, ends)]
+    )
+    records = json.loads((folder / _SCORES).read_text())
+    rollouts = iter(
+        [
+            Rollout(
+                id=RolloutId(**rollout_id),
+                rows=tuple(islice(rows, int(num_rows))),
+                finish=FINISHES[finish],
+                score=score and Score(**score),
+                episode=episode and PlayedEpisode(**episode),
+            )
+            for (rollout_id, score, episode), num_rows, finish in zip(
+                records, columns["rows"], columns["finishes"], strict=True
+            )
+        ]
+    )
     counts = zip(columns["groups"].tolist(), columns["counts"].tolist())
-    return {number: list(islice(left, count)) for number, count in counts}
+    return {number: list(islice(rollouts, count)) for number, count in counts}
 
 
 def _concatenate(parts: list[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:

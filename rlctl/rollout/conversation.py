@@ -10,7 +10,7 @@ template that drops earlier thinking, is a separate branch. The rows that train 
 leaf; a sampled token counts in the first row alone, and trains exactly once.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,26 +73,30 @@ class Conversation:
 
     def path(self, leaf: int) -> list[int]:
         """Return the indices of the nodes from the root to `leaf`."""
-        found: list[int] = []
-        at: int | None = leaf
-        while at is not None:
-            found.append(at)
-            at = self.nodes[at].parent
-        return found[::-1]
+        indices: list[int] = []
+        index: int | None = leaf
+        while index is not None:
+            indices.append(index)
+            index = self.nodes[index].parent
+        return indices[::-1]
 
     def tokens(self, leaf: int) -> list[int]:
         """Return the tokens of the path to `leaf`: the prompt of a turn that follows it."""
-        return [token for index in self.path(leaf) for token in self.nodes[index].tokens.tolist()]
+        tokens: list[int] = []
+        for index in self.path(leaf):
+            tokens += self.nodes[index].tokens.tolist()
+        return tokens
 
     def longest_beginning(self, tokens: list[int]) -> tuple[int, int | None]:
         """Return the length of the longest path that `tokens` begin with, and its last node; (0, None) for none."""
         ends: dict[int | None, int] = {None: 0}
         for index, node in enumerate(self.nodes):
-            if (start := ends.get(node.parent)) is None:
+            start = ends.get(node.parent)
+            if start is None:
                 continue
-            own = node.tokens.tolist()
-            if tokens[start : start + len(own)] == own:
-                ends[index] = start + len(own)
+            node_tokens = node.tokens.tolist()
+            if tokens[start : start + len(node_tokens)] == node_tokens:
+                ends[index] = start + len(node_tokens)
         last = max(ends, key=ends.__getitem__)
         return ends[last], last
 
@@ -104,32 +108,38 @@ class Conversation:
     def rows(self) -> list[TrajectoryRow]:
         """Return the rows that train, each up to its last sampled token; none without a sampled token."""
         parents = {node.parent for node in self.nodes}
+        # Nodes that an earlier row trains.
         trained: set[int] = set()
-        return [
-            row for leaf in range(len(self.nodes)) if leaf not in parents for row in self._trained_row(leaf, trained)
-        ]
+        rows = []
+        for leaf in range(len(self.nodes)):
+            if leaf in parents:
+                continue
+            path = self.path(leaf)
+            sampled = [index for index in path if self.nodes[index].turn >= 0 and len(self.nodes[index].tokens)]
+            new = set(sampled) - trained
+            if new:
+                rows.append(self._make_row(path[: path.index(sampled[-1]) + 1], new))
+                trained |= new
+        return rows
 
-    def _trained_row(self, leaf: int, trained: set[int]) -> Iterator[TrajectoryRow]:
-        """Yield the row of the path to a leaf, if it trains anything that none before it does."""
-        path = self.path(leaf)
-        sampled = [index for index in path if self.nodes[index].turn >= 0 and len(self.nodes[index].tokens)]
-        own = set(sampled) - trained
-        trained |= own
-        if not own:
-            return
-        path = path[: path.index(sampled[-1]) + 1]
-        nodes = [(self.nodes[index], index in own) for index in path]
-        yield TrajectoryRow(
-            np.concatenate([node.tokens for node, _ in nodes]),
-            np.concatenate([np.full(len(node.tokens), is_own) for node, is_own in nodes]),
-            np.concatenate([_column(node, is_own, "log_probs", np.float32(0)) for node, is_own in nodes]),
-            np.concatenate([_column(node, is_own, "versions", np.int32(-1)) for node, is_own in nodes]),
-            np.concatenate(
-                [np.full(len(node.tokens), node.turn if is_own else -1, np.int16) for node, is_own in nodes]
+    def _make_row(self, path: list[int], trains: set[int]) -> TrajectoryRow:
+        """Return the row of a path. trains: indices of the nodes that this row trains."""
+        nodes = [(self.nodes[index], index in trains) for index in path]
+        return TrajectoryRow(
+            tokens=np.concatenate([node.tokens for node, _ in nodes]),
+            sampled=np.concatenate([np.full(len(node.tokens), is_trained) for node, is_trained in nodes]),
+            log_probs=np.concatenate(
+                [_read_column(node, is_trained, "log_probs", np.float32(0)) for node, is_trained in nodes]
+            ),
+            versions=np.concatenate(
+                [_read_column(node, is_trained, "versions", np.int32(-1)) for node, is_trained in nodes]
+            ),
+            turns=np.concatenate(
+                [np.full(len(node.tokens), node.turn if is_trained else -1, np.int16) for node, is_trained in nodes]
             ),
         )
 
 
-def _column(node: MessageNode, own: bool, name: str, otherwise: Any) -> NDArray[Any]:
-    """Return a completion's column, or `otherwise` for each token of a node that this row does not train."""
-    return getattr(node.completion, name) if own else np.full(len(node.tokens), otherwise)
+def _read_column(node: MessageNode, is_trained: bool, name: str, default: Any) -> NDArray[Any]:
+    """Return a completion's column, or `default` for each token of a node that this row does not train."""
+    return getattr(node.completion, name) if is_trained else np.full(len(node.tokens), default)

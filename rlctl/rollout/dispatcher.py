@@ -24,7 +24,6 @@ engines and turns. Engines are replaced on the training thread, in `repair`, whi
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from itertools import chain
 
 from rlctl.config.schema import RunSection
 from rlctl.data.tasks import Task
@@ -43,8 +42,8 @@ from rlctl.workers.errors import WorkerDied
 _CLOSE_S = 3.0
 
 
-async def _nobody(rollouts: list[RolloutId]) -> None:
-    """Tell nobody."""
+async def _ignore_restarts(rollouts: list[RolloutId]) -> None:
+    """Do nothing."""
 
 
 class RolloutDispatcher:
@@ -67,16 +66,18 @@ class RolloutDispatcher:
         events: loop that rollouts are played on; None: a new one, which `close` ends. together: all that is submitted
         is waited for as a whole, as a synchronous step is.
         """
-        self.events, self._owns_events = events or EventLoop("rollouts"), events is None
-        self._pool, self._deadline_s = pool, run.deadline_s
+        self._owns_events = events is None
+        self.events = events or EventLoop("rollouts")
+        self._pool = pool
+        self._deadline_s = run.deadline_s
         self._wait_deadline = WaitDeadline(self.events.now, run, emit)
         # Takes the rollouts of lost engines, which go on with others.
-        self.restarted: Callable[[list[RolloutId]], Awaitable[None]] = _nobody
+        self.restarted: Callable[[list[RolloutId]], Awaitable[None]] = _ignore_restarts
         # Tokens of late answers to aborted turns.
         self._late_tokens = 0
         self._closed = False
-        # Turns of this iteration of the loop.
-        self._asked: list[SubmittedTurn] = []
+        # Turns that were submitted in this iteration of the loop.
+        self._new_turns: list[SubmittedTurn] = []
         self._placement = TurnPlacement(pool.at_a_time, together=together)
         # Set when an engine has no turn any more.
         self._emptied = asyncio.Event()
@@ -93,17 +94,17 @@ class RolloutDispatcher:
 
     # On the event loop.
 
-    async def sample_turn(self, request: TurnRequest, *, ahead: bool = False, more: bool = False) -> Completion:
+    async def sample_turn(self, request: TurnRequest, *, ahead: bool = False, turns_follow: bool = False) -> Completion:
         """Sample a turn. Turns of one iteration of the loop are handed out together.
 
-        ahead: before all that is PENDING, but for later turns. more: turns of the same rollout may follow, until
-        `finish`. Raises RuntimeError while the engines are asleep. Cancelled, it ends when the engine has confirmed the
-        abort or is lost.
+        ahead: before all that is PENDING, but for later turns. turns_follow: further turns of the rollout may come,
+        until `finish`. Raises RuntimeError while the engines are asleep. Cancelled, it ends when the engine has
+        confirmed the abort or is lost.
         """
-        turn = SubmittedTurn(request, self.events.loop.create_future(), ahead, more)
-        if not self._asked:
-            self.events.loop.call_soon(self._submit_asked)
-        self._asked.append(turn)
+        turn = SubmittedTurn(request, self.events.loop.create_future(), ahead, turns_follow)
+        if not self._new_turns:
+            self.events.loop.call_soon(self._place_new_turns)
+        self._new_turns.append(turn)
         try:
             return await turn.answer
         except asyncio.CancelledError:
@@ -114,16 +115,17 @@ class RolloutDispatcher:
         """Learn that no turn of these rollouts follows: their engines may begin others."""
         self._placement.finish(rollouts)
 
-    def _submit_asked(self) -> None:
+    def _place_new_turns(self) -> None:
         """Begin, or line up, the turns of an iteration of the loop."""
-        asked, self._asked = [each for each in self._asked if not each.answer.done()], []
+        turns = [turn for turn in self._new_turns if not turn.answer.done()]
+        self._new_turns = []
         try:
             self._pool.require_awake()
         except RuntimeError as error:
-            for each in asked:
-                each.answer.set_exception(error)
+            for turn in turns:
+                turn.answer.set_exception(error)
         else:
-            self._placement.add(asked)
+            self._placement.add(turns)
 
     async def _abort(self, turn: SubmittedTurn) -> None:
         """Stop sampling a turn that nobody awaits any more; wait until its engine has confirmed, or is lost."""
@@ -137,17 +139,17 @@ class RolloutDispatcher:
         """Return the queue of a slot's engine, from which answers are collected from now on."""
         worker = self._pool.slots[index]
         assert worker
-        queue = EngineQueue(index, worker, self._pool.at_a_time, self._deadline_s, self.events, self._changed)
-        self._changed(queue)
+        queue = EngineQueue(index, worker, self._pool.at_a_time, self._deadline_s, self.events, self._note_change)
+        self._note_change(queue)
         return queue
 
-    def _changed(self, queue: EngineQueue) -> None:
+    def _note_change(self, queue: EngineQueue) -> None:
         if queue.lost:
             self.has_lost = True
             self.news.set()
         if not queue.turns or queue.lost:
             self._emptied.set()
-        self._placement.changed(queue)
+        self._placement.note_change(queue)
 
     # On the training thread.
 
@@ -161,38 +163,39 @@ class RolloutDispatcher:
         Engines that are lost meanwhile are replaced. Raises RuntimeError when nothing was sampled for
         `run.deadline_s`, or when `generation.max_restarts` are used up.
         """
-        first = version * sampling.groups_per_step + first_place
-        groups = [sampling.starts(task, first + place) for place, task in enumerate(tasks)]
-        wanted, found = sum(map(len, groups)), dict[RolloutId, Rollout]()
+        first_group = version * sampling.groups_per_step + first_place
+        groups = [sampling.starts(task, number) for number, task in enumerate(tasks, first_group)]
+        num_rollouts = sum(map(len, groups))
+        ended: dict[RolloutId, Rollout] = {}
 
-        def ended(rollout: Rollout) -> None:
-            found[rollout.id] = rollout
+        def note_ended(rollout: Rollout) -> None:
+            ended[rollout.id] = rollout
             self._wait_deadline.note_progress()
-            if len(found) == wanted:
+            if len(ended) == num_rollouts:
                 self.news.set()
 
-        async def all_ended() -> bool:
+        async def wait_a_tick() -> bool:
             """Wait until all ended, an engine is lost, or a tick is over; return True if all ended."""
             end = self.events.now() + TICK_S
-            while len(found) < wanted and not self.has_lost:
+            while len(ended) < num_rollouts and not self.has_lost:
                 self.news.clear()
                 if not await within(self.news, end - self.events.now()):
                     break
-            return len(found) == wanted
+            return len(ended) == num_rollouts
 
         self._wait_deadline.note_progress()
         runner.check()
-        self.events.run(runner.begin_groups(groups, ended, ahead=True))
-        while not self.events.run(all_ended()):
+        self.events.run(runner.begin_groups(groups, note_ended, ahead=True))
+        while not self.events.run(wait_a_tick()):
             runner.check()
             if self.repair():
                 # The time that the replacement took is no silence of the new engine.
                 self._wait_deadline.note_progress()
             self._wait_deadline.check(
                 max(self.last_step(), runner.last_step),
-                lambda: f"{sampling.purpose} waits for {wanted - len(found)} rollouts; {self.describe()}",
+                lambda: f"{sampling.purpose} waits for {num_rollouts - len(ended)} rollouts; {self.describe()}",
             )
-        return [RolloutGroup(task, [found[each.id] for each in group]) for task, group in zip(tasks, groups)]
+        return [RolloutGroup(task, [ended[start.id] for start in starts]) for task, starts in zip(tasks, groups)]
 
     def drain(self, seconds: float = 0.0) -> bool:
         """Begin no more turns until `resume`; return True once none is sampled, but by engines that are lost.
@@ -200,10 +203,10 @@ class RolloutDispatcher:
         seconds: longest wait for that.
         """
         self.events.check()
-        return self.events.run(self._drained(seconds))
+        return self.events.run(self._wait_until_drained(seconds))
 
     def resume(self) -> None:
-        """Begin turns again, after a sync; those of engines that it replaced begin again."""
+        """Begin turns again, after a sync. Turns of engines that the sync replaced begin from their first token."""
         self.events.run(self._resume())
 
     def repair(self) -> bool:
@@ -215,8 +218,9 @@ class RolloutDispatcher:
         self.events.check()
         lost = self.events.run(self._take_lost())
         if lost:
-            self._pool.replace(lost, [index for index in lost if not self._queues[index].stats.tokens])
-            self.events.run(self._adopt())
+            early = [index for index in lost if not self._queues[index].stats.tokens]
+            self._pool.replace(lost, early)
+            self.events.run(self._adopt_replaced())
         return bool(lost)
 
     @property
@@ -230,11 +234,13 @@ class RolloutDispatcher:
 
     def describe(self) -> str:
         """Return the state of every engine, for a human who wonders why a run waits."""
-        queues = [
-            f"{each.name} samples {each.sampling} rollouts, silent for {each.silent_s:.0f} s" for each in self.engines()
+        parts = [
+            f"{status.name} samples {status.sampling} rollouts, silent for {status.silent_s:.0f} s"
+            for status in self.engines()
         ]
-        pending = self.events.ask(lambda: self._placement.pending(self._queues))
-        return "; ".join([*queues, f"{pending} rollouts not begun"])
+        num_pending = self.events.ask(lambda: self._placement.count_pending(self._queues))
+        parts.append(f"{num_pending} rollouts not begun")
+        return "; ".join(parts)
 
     def stats(self) -> list[EngineStats]:
         """Return the totals of each engine, as it said when it was last collected from: at most a second ago."""
@@ -242,7 +248,7 @@ class RolloutDispatcher:
 
     def last_step(self) -> float:
         """Return when any engine last did something, by the event loop's clock."""
-        return max(queue.last for queue in self._queues)
+        return max(queue.last_step for queue in self._queues)
 
     def close(self) -> None:
         """Return no answers from now on, and call no engine.
@@ -253,15 +259,16 @@ class RolloutDispatcher:
         if self._closed:
             return
         self._closed = True
-        if not self.events.run(self._all_called()):
+        if not self.events.run(self._wait_for_calls()):
             self._pool.kill()
-            self.events.run(self._all_called())
+            self.events.run(self._wait_for_calls())
         self.events.ask(lambda: [queue.give_up() for queue in self._queues])
         if self._owns_events:
             self.events.close()
 
-    async def _drained(self, seconds: float) -> bool:
-        self._placement.held, end = True, self.events.now() + seconds
+    async def _wait_until_drained(self, seconds: float) -> bool:
+        self._placement.is_paused = True
+        end = self.events.now() + seconds
         while True:
             self._lose_silent()
             self._emptied.clear()
@@ -271,8 +278,8 @@ class RolloutDispatcher:
                 return False
 
     async def _resume(self) -> None:
-        await self._adopt()
-        self._placement.release(self._queues)
+        await self._adopt_replaced()
+        self._placement.resume(self._queues)
 
     def _lose_silent(self) -> None:
         for queue in self._queues:
@@ -280,29 +287,35 @@ class RolloutDispatcher:
 
     async def _take_lost(self) -> dict[int, Exception]:
         """Adopt engines that a sync has replaced; take the slots of those that are lost, with the reasons."""
-        await self._adopt()
+        await self._adopt_replaced()
         self._lose_silent()
         self.has_lost = False
-        return {each.index: each.lost for each in self._queues if each.lost and self._is_current(each)}
+        return {queue.index: queue.lost for queue in self._queues if queue.lost and self._is_current(queue)}
 
     def _is_current(self, queue: EngineQueue) -> bool:
         return self._pool.slots[queue.index] is queue.worker
 
-    async def _adopt(self) -> None:
+    async def _adopt_replaced(self) -> None:
         """Take note of engines that were replaced, by `repair` or by a sync: turns of the old ones begin again."""
-        again: list[SubmittedTurn] = []
-        for queue in [each for each in self._queues if not self._is_current(each)]:
+        turns: list[SubmittedTurn] = []
+        old_queues = [queue for queue in self._queues if not self._is_current(queue)]
+        for queue in old_queues:
             queue.lose(WorkerDied("collect", [queue.worker.name], "its node is gone"))
-            again += queue.give_up()
+            turns += queue.give_up()
             if self._pool.slots[queue.index]:
                 self._replaced.append(queue)
                 self._queues[queue.index] = self._open_queue(queue.index)
-        self._placement.add_again(again)
-        if again:
-            await self.restarted([*dict.fromkeys(each.request.id.rollout for each in again)])
+        self._placement.add_restarted(turns)
+        if turns:
+            await self.restarted([*dict.fromkeys(turn.request.id.rollout for turn in turns)])
 
-    async def _all_called(self) -> bool:
+    async def _wait_for_calls(self) -> bool:
         """Wait until no engine is being called, but not long for one that does not answer; return True if none is."""
-        self._placement.held = True
-        calls = set(chain(*(queue.close() for queue in [*self._queues, *self._replaced])))
-        return not calls or not (await asyncio.wait(calls, timeout=_CLOSE_S))[1]
+        self._placement.is_paused = True
+        calls: set[asyncio.Task[None]] = set()
+        for queue in [*self._queues, *self._replaced]:
+            calls |= queue.close()
+        if not calls:
+            return True
+        _, unfinished = await asyncio.wait(calls, timeout=_CLOSE_S)
+        return not unfinished

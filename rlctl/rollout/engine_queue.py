@@ -13,7 +13,8 @@ from rlctl.workers.errors import WorkerDied, WorkerError, WorkerTimeout
 from rlctl.workers.group import Worker
 
 Order = Callable[[Engine, list[Any]], int | None]
-_LOST = (WorkerDied, WorkerError, WorkerTimeout)
+# Errors of a call that lose an engine.
+_LOSSES = (WorkerDied, WorkerError, WorkerTimeout)
 _COLLECT_S = 1.0
 
 
@@ -27,7 +28,7 @@ class SubmittedTurn:
     # It comes before all that wait for an engine.
     ahead: bool = False
     # Turns of its rollout may follow, until `RolloutDispatcher.finish`.
-    more: bool = False
+    turns_follow: bool = False
     queue: "EngineQueue | None" = None
     # Done when the engine has confirmed the abort, or is lost.
     stopped: "asyncio.Future[None] | None" = None
@@ -65,10 +66,15 @@ class EngineQueue:
         events: EventLoop,
         changed: "Callable[[EngineQueue], None]",
     ) -> None:
-        self.index, self.worker = index, worker
-        self._at_a_time, self._deadline_s, self._events, self._changed = at_a_time, deadline_s, events, changed
-        # SAMPLING and ABORTING ones, and the tokens that they may have.
+        self.index = index
+        self.worker = worker
+        self._at_a_time = at_a_time
+        self._deadline_s = deadline_s
+        self._events = events
+        self._note_change = changed
+        # SAMPLING and ABORTING turns.
         self.turns: dict[RequestId, SubmittedTurn] = {}
+        # Most tokens that these turns may have.
         self.load = 0
         # Later turns of its rollouts that wait until it has room.
         self.waiting: deque[list[SubmittedTurn]] = deque()
@@ -78,33 +84,36 @@ class EngineQueue:
         # Sampled tokens of aborted turns.
         self.aborted_tokens = 0
         # When it last did anything.
-        self.last = events.now()
-        # Why it must be replaced.
+        self.last_step = events.now()
+        # Reason for which it must be replaced.
         self.lost: Exception | None = None
-        # Methods and arguments not sent yet, and since when the first one waits.
+        # Methods and arguments not sent yet.
         self._orders: deque[tuple[Order, list[Any]]] = deque()
-        self._ordered = 0.0
+        # Since when the first order waits.
+        self._orders_since = 0.0
         # Set when the orders may gather no longer.
         self._hurry = asyncio.Event()
-        self._sends = self._closed = False
+        self._is_sending = False
+        self._is_closed = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._spawn(self._collect())
 
     def begin(self, turns: list[SubmittedTurn]) -> None:
         """Sample turns."""
         for turn in turns:
-            turn.queue, self.turns[turn.request.id] = self, turn
+            turn.queue = self
+            self.turns[turn.request.id] = turn
             self.load += turn.request.max_new_tokens
-        self.last = self._events.now()
-        self._order(Engine.submit, [turn.request for turn in turns])
+        self.last_step = self._events.now()
+        self._queue_order(Engine.submit, [turn.request for turn in turns])
 
     async def abort(self, turn: SubmittedTurn) -> None:
         """Stop sampling a turn; return when the engine has confirmed, or is lost."""
-        if self.lost or self._closed:
-            self._give_up(turn)
+        if self.lost or self._is_closed:
+            self._remove_turn(turn)
             return
         turn.stopped = self._events.loop.create_future()
-        self._order(Engine.abort, [turn.request.id])
+        self._queue_order(Engine.abort, [turn.request.id])
         await turn.stopped
 
     def lose(self, error: Exception) -> None:
@@ -112,33 +121,38 @@ class EngineQueue:
         if self.lost:
             return
         self.lost = error
-        for turn in [each for each in self.turns.values() if each.answer.cancelled()]:
-            self._give_up(turn)
-        self._changed(self)
+        aborted = [turn for turn in self.turns.values() if turn.answer.cancelled()]
+        for turn in aborted:
+            self._remove_turn(turn)
+        self._note_change(self)
 
     def lose_if_silent(self) -> None:
         """Note that the engine must be replaced if it has turns and did nothing for `run.deadline_s`."""
-        if self.turns and self._events.now() - self.last >= self._deadline_s:
+        if self.turns and self._events.now() - self.last_step >= self._deadline_s:
             self.lose(WorkerTimeout("collect", [self.worker.name], self._deadline_s, "run.deadline_s"))
 
     def give_up(self) -> list[SubmittedTurn]:
         """Take the turns of a lost engine, to begin them again."""
         turns = list(self.turns.values())
         for turn in turns:
-            self._give_up(turn)
+            self._remove_turn(turn)
         return turns
 
     def status(self) -> EngineStatus:
         """Return the state of the engine."""
-        sampling = sum(not each.answer.cancelled() for each in self.turns.values())
-        silent = self._events.now() - self.last
+        sampling = sum(not turn.answer.cancelled() for turn in self.turns.values())
         return EngineStatus(
-            self.worker.name, sampling, len(self.turns) - sampling, self.load, silent, is_live=not self.lost
+            name=self.worker.name,
+            sampling=sampling,
+            aborting=len(self.turns) - sampling,
+            load=self.load,
+            silent_s=self._events.now() - self.last_step,
+            is_live=not self.lost,
         )
 
     def close(self) -> "set[asyncio.Task[None]]":
         """Answer no turn and call the engine no more; return the tasks that call it still."""
-        self._closed = True
+        self._is_closed = True
         self._hurry.set()
         return self._tasks
 
@@ -149,84 +163,89 @@ class EngineQueue:
 
     async def _collect(self) -> None:
         """Collect the engine's answers until it is lost."""
-        while not self._closed and not self.lost:
+        while not self._is_closed and not self.lost:
             try:
                 finished = await self.worker.call(self._deadline_s, Engine.collect, _COLLECT_S)
-            except _LOST as error:
+            except _LOSSES as error:
                 self.lose(error)
             else:
                 self._deliver_finished(finished)
 
     def _deliver_finished(self, finished: FinishedTurns) -> None:
         if finished.stats != self.stats:
-            self.last = self._events.now()
-        learns, self.stats = finished.stats.holds != self.stats.holds, finished.stats
-        if self._closed or not (finished.ids or learns):
+            self.last_step = self._events.now()
+        has_new_capacity = finished.stats.holds != self.stats.holds
+        self.stats = finished.stats
+        if self._is_closed or not (finished.ids or has_new_capacity):
             return
-        for name, completion in zip(finished.ids, finished.columns.unpack()):
-            if (turn := self.turns.get(name)) is None:
+        for request_id, completion in zip(finished.ids, finished.columns.unpack()):
+            turn = self.turns.get(request_id)
+            if turn is None:
                 continue
             if turn.answer.cancelled():
                 self.aborted_tokens += len(completion.tokens)
             else:
                 turn.answer.set_result(completion)
-            # One that is ABORTING stays until the engine confirms: the order must not reach it when it begins again.
+            # An ABORTING turn stays until the engine confirms. Otherwise it could begin again before the abort comes.
             if not turn.stopped:
-                self._give_up(turn)
+                self._remove_turn(turn)
         self._hurry.set()
-        self._changed(self)
+        self._note_change(self)
 
-    def _order(self, method: Order, what: list[Any]) -> None:
-        """Queue an order; join it to the one before if that is of its kind."""
+    def _queue_order(self, method: Order, arguments: list[Any]) -> None:
+        """Queue an order, or add its arguments to the last order if both call the same method."""
         if not self._orders:
-            self._ordered = self._events.now()
+            self._orders_since = self._events.now()
         if self._orders and self._orders[-1][0] == method:
-            self._orders[-1][1].extend(what)
+            self._orders[-1][1].extend(arguments)
         else:
-            self._orders.append((method, what))
+            self._orders.append((method, arguments))
         self._hurry.set()
-        if not self._sends:
-            self._sends = True
-            self._spawn(self._send())
+        if not self._is_sending:
+            self._is_sending = True
+            self._spawn(self._send_orders())
 
-    async def _send(self) -> None:
+    async def _send_orders(self) -> None:
         """Send the engine its orders while there are any."""
-        while self._orders and not self.lost and not self._closed:
-            if (left := self._gathers() - self._events.now()) > 0:
+        while self._orders and not self.lost and not self._is_closed:
+            seconds = self._gather_until() - self._events.now()
+            if seconds > 0:
                 self._hurry.clear()
-                await within(self._hurry, left)
+                await within(self._hurry, seconds)
                 continue
-            method, what = self._orders.popleft()
-            self._ordered = self._events.now()
+            method, arguments = self._orders.popleft()
+            self._orders_since = self._events.now()
             try:
-                answer = await self.worker.call(self._deadline_s, method, what)
-            except _LOST as error:
+                answer = await self.worker.call(self._deadline_s, method, arguments)
+            except _LOSSES as error:
                 self.lose(error)
                 break
             if method is Engine.abort:
-                self._confirm(what, answer or 0)
-        self._sends = False
+                self._confirm_aborts(arguments, answer or 0)
+        self._is_sending = False
 
-    def _gathers(self) -> float:
+    def _gather_until(self) -> float:
         """Return the time until which the first order waits for others like it.
 
         Only an engine that has more turns than it decodes is made to wait: each call takes time of its steps.
         """
-        (method, what), *others = self._orders
-        waits = method == Engine.submit and not others and len(what) < ENOUGH
-        spare = len(self.turns) - len(what) - self._at_a_time
-        return self._ordered + (GATHER_MOST_S if waits and spare >= len(what) else 0.0)
+        method, arguments = self._orders[0]
+        may_gather = method == Engine.submit and len(self._orders) == 1 and len(arguments) < ENOUGH
+        surplus_turns = len(self.turns) - len(arguments) - self._at_a_time
+        if may_gather and surplus_turns >= len(arguments):
+            return self._orders_since + GATHER_MOST_S
+        return self._orders_since
 
-    def _confirm(self, aborted: list[RequestId], tokens: int) -> None:
-        """Give up turns whose abort the engine has confirmed. tokens: sampled ones of these turns."""
+    def _confirm_aborts(self, aborted: list[RequestId], tokens: int) -> None:
+        """Remove turns whose abort the engine has confirmed. tokens: number of their sampled tokens."""
         self.aborted_tokens += tokens
-        for each in aborted:
-            if turn := self.turns.get(each):
-                self._give_up(turn)
-        self._changed(self)
+        for request_id in aborted:
+            if turn := self.turns.get(request_id):
+                self._remove_turn(turn)
+        self._note_change(self)
 
-    def _give_up(self, turn: SubmittedTurn) -> None:
-        """Give a turn up: it was answered, or its abort was confirmed."""
+    def _remove_turn(self, turn: SubmittedTurn) -> None:
+        """Remove a turn after its answer, or after its abort was confirmed."""
         del self.turns[turn.request.id]
         self.load -= turn.request.max_new_tokens
         turn.queue = None

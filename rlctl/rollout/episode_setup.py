@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ from rlctl.utils.user_code import looks_like_bug
 from rlctl.workers.user_logs import Emit
 
 # Keys of a rollout function and of an agent, in the config and in the pool.
-_FUNCTION, _AGENT = "rollout", "agent"
+_FUNCTION = "rollout"
+_AGENT = "agent"
 _UNWRITTEN = "data.chat_template: the template leaves out {}: the model does not see it; set another template"
 
 
@@ -48,7 +50,8 @@ class EpisodeSetup:
     @property
     def metrics(self) -> list[Metric]:
         """Metrics that the environments declare."""
-        return [from_record(record) for one in self.contracts.values() for record in one.metrics]
+        records = chain.from_iterable(contract.metrics for contract in self.contracts.values())
+        return [from_record(record) for record in records]
 
     @property
     def notes(self) -> list[str]:
@@ -59,10 +62,10 @@ class EpisodeSetup:
 def environment_pool(config: GrpoConfig, logs: Path | None = None, emit: Emit | None = None) -> EnvironmentPool:
     """Return the environments of a run, none of whose processes has started. To be made before Ray starts."""
     section = config.environment
-    rewards = tuple(each.name for each in config.rewards if ":" in each.name)
+    rewards = tuple(reward.name for reward in config.rewards if ":" in reward.name)
     specs = {
-        key: EnvironmentSpec(one.name, section.timeout_s, one.args, rewards=rewards)
-        for key, one in section.environments.items()
+        key: EnvironmentSpec(choice.name, section.timeout_s, choice.args, rewards=rewards)
+        for key, choice in section.environments.items()
     }
     if config.rollout is not None:
         specs = {_FUNCTION: EnvironmentSpec(config.rollout, section.timeout_s, is_function=True)}
@@ -77,9 +80,14 @@ def environment_pool(config: GrpoConfig, logs: Path | None = None, emit: Emit | 
 def episode_limits(settled: SettledGrpo, trains: bool) -> EpisodeLimits:
     """Return the budgets of an episode. trains: its rows become a part of a micro-batch."""
     section = settled.config.environment
-    trained = settled.trainer.micro_batch_tokens if trains and settled.whole_rollouts else None
-    own = (section.max_turns, settled.max_length, section.episode_timeout_s, section.max_retries, section.history)
-    return EpisodeLimits(*own, trained)
+    return EpisodeLimits(
+        max_turns=section.max_turns,
+        max_length=settled.max_length,
+        timeout_s=section.episode_timeout_s,
+        max_retries=section.max_retries,
+        history=section.history,
+        max_trained=settled.trainer.micro_batch_tokens if trains and settled.whole_rollouts else None,
+    )
 
 
 def read_environments(config: GrpoConfig, pool: EnvironmentPool) -> dict[str, EnvironmentContract]:
@@ -87,14 +95,14 @@ def read_environments(config: GrpoConfig, pool: EnvironmentPool) -> dict[str, En
 
     Raises UnusableEnvironmentError with every problem: (key of the config, reason).
     """
-    keys = _keys(config)
+    keys = _config_keys(config)
     try:
         return pool.contracts()
     except UnusableEnvironmentError as error:
         raise UnusableEnvironmentError([(keys[key], reason) for key, reason in error.problems]) from None
 
 
-def _keys(config: GrpoConfig) -> dict[str, str]:
+def _config_keys(config: GrpoConfig) -> dict[str, str]:
     """Return the key of the config that names each environment, by its key in the pool."""
     section = config.environment
     if config.rollout is not None:
@@ -120,44 +128,58 @@ def set_up(config: GrpoConfig, pool: EnvironmentPool, chat: Chat, first: Task, *
         note, tried = _try_agent(config, pool, chat, first, valued)
         template_notes = [_UNWRITTEN.format("a message of the agent")] if tried.unwritten else []
         return EpisodeSetup(contracts, format, first.messages, [], [note], template_notes, tried.prompt)
-    contracts, keys = read_environments(config, pool), _keys(config)
+    contracts = read_environments(config, pool)
+    keys = _config_keys(config)
     if config.rollout is not None:
         return EpisodeSetup(contracts, None, [], [], [_try_function(config, pool, chat, first, valued)], [])
     problems = _unvalued_problems(config, contracts, keys) if valued else []
-    environment_notes = [f"{keys[key]}: {note}" for key, one in contracts.items() for note in one.notes]
-    tools = [tool for one in contracts.values() for tool in one.tools]
+    environment_notes = []
+    for key, contract in contracts.items():
+        environment_notes += [f"{keys[key]}: {note}" for note in contract.notes]
+    has_tools = any(contract.tools for contract in contracts.values())
     format = format_of_calls(section.tool_format, chat)
-    if tools:
+    if has_tools:
         problems += tool_problems(chat, format)
-    key = pool.key_of(first.row)
-    messages, found = _try_reset(pool, first)
-    problems += [(keys[key], found)] if found else []
+    first_key = pool.key_of(first.row)
+    first_contract = contracts[first_key]
     row_chat = chat_of_row(chat, first.row)
-    if not found:
-        problems += _template_problems(row_chat, messages, contracts[key])
-    roles = [] if problems else UnwrittenMessages().find_roles(row_chat, messages, contracts[key].tools)
-    template_notes = [_UNWRITTEN.format(f"a message of role {role}") for role in dict.fromkeys(roles)]
-    if chat.rewrites_history():
-        kept = "they stay as they were sampled" if section.history == "keep" else "what differs trains as another row"
-        template_notes.append(
-            f"environment.history={section.history}: the chat template writes earlier turns otherwise than they were "
-            f"sampled, as one that drops thinking; {kept}"
-        )
+    messages, reset_problem = _try_reset(pool, first)
+    if reset_problem:
+        problems.append((keys[first_key], reset_problem))
+    else:
+        problems += _template_problems(row_chat, messages, first_contract)
     if problems:
         raise UnusableEnvironmentError(problems)
+    roles = UnwrittenMessages().find_roles(row_chat, messages, first_contract.tools)
+    template_notes = [_UNWRITTEN.format(f"a message of role {role}") for role in dict.fromkeys(roles)]
+    if chat.rewrites_history():
+        keeps = section.history == "keep"
+        effect = "they stay as they were sampled" if keeps else "what differs trains as another row"
+        template_notes.append(
+            f"environment.history={section.history}: the chat template writes earlier turns otherwise than they were "
+            f"sampled, as one that drops thinking; {effect}"
+        )
     return EpisodeSetup(
-        contracts, format if tools else None, messages, contracts[key].tools, environment_notes, template_notes
+        contracts=contracts,
+        tool_format=format if has_tools else None,
+        first=messages,
+        tools=first_contract.tools,
+        environment_notes=environment_notes,
+        template_notes=template_notes,
     )
 
 
 def _try_function(config: GrpoConfig, pool: EnvironmentPool, chat: Chat, first: Task, valued: bool) -> str:
     """Call the rollout function on a task, with the row's answer as the sample. Return a line on how it went.
 
-    Raises UnusableEnvironmentError if it fails. Without an own answer only a bug is one: it may refuse others.
+    Raises UnusableEnvironmentError if it fails. A row without an answer has a made-up sample, which the function may
+    refuse: then only a bug is a failure.
     """
-    end = [] if chat.ends.trained is None else [chat.ends.trained]
-    own = first.answer and chat.tokenizer(first.answer, add_special_tokens=False).input_ids
-    answer = [*own, *end] if own else []
+    answer: list[int] = []
+    if first.answer:
+        answer = list(chat.tokenizer(first.answer, add_special_tokens=False).input_ids)
+    if answer and chat.ends.trained is not None:
+        answer.append(chat.ends.trained)
     task = {"id": first.id, "prompt": first.text, "tokens": first.tokens, "answer": first.answer, "row": first.row}
     tried = try_function(pool, "first", task, 0, [answer or first.tokens[-1:]], config.environment.max_turns)
     failure = None if tried.failure is None else str(tried.failure)
@@ -179,20 +201,22 @@ def _try_agent(
     Raises UnusableEnvironmentError for a bug, a broken contract and an agent without a value. It may refuse the turns,
     but not fail before it has got one.
     """
-    end = [] if chat.ends.trained is None else [chat.ends.trained]
-    said = [*chat.tokenizer(first.answer or "yes", add_special_tokens=False).input_ids, *end]
+    turn = list(chat.tokenizer(first.answer or "yes", add_special_tokens=False).input_ids)
+    if chat.ends.trained is not None:
+        turn.append(chat.ends.trained)
     task = {"id": first.id, "prompt": first.text, "messages": first.messages, "answer": first.answer, "row": first.row}
-    tried = try_agent(pool, "first", task, 0, said, config.environment.max_turns)
-    what, failure = f"tried on row {first.id} with made-up turns", tried.failure
+    tried = try_agent(pool, "first", task, 0, turn, config.environment.max_turns)
+    failure = tried.failure
+    trial = f"agent: tried on row {first.id} with made-up turns"
     if failure is not None and failure.kind == "raised" and tried.samples and not looks_like_bug(failure.cause):
-        return f"agent: {what}: {failure}", tried
+        return f"{trial}: {failure}", tried
     reason = None if failure is None else str(failure)
     if reason is None and tried.reward is None and valued and not config.rewards:
         reason = "gave no value, and rewards is empty: nothing values its rollouts"
     if reason is not None:
-        raise UnusableEnvironmentError([(_keys(config)[_AGENT], f"row {first.id}: {reason}")])
+        raise UnusableEnvironmentError([(_config_keys(config)[_AGENT], f"row {first.id}: {reason}")])
     worth = "no reward" if tried.reward is None else f"reward {tried.reward}"
-    return f"agent: {what}: requests {len(tried.samples)}, {worth}", tried
+    return f"{trial}: requests {len(tried.samples)}, {worth}", tried
 
 
 def _unvalued_problems(
@@ -201,17 +225,17 @@ def _unvalued_problems(
     """Return a problem for each environment whose episodes nothing values."""
     if config.rewards:
         return []
-    what = (
+    problem = (
         "has no get_reward, and rewards is empty: nothing values its episodes; name a function of yours in rewards, as "
         "`def reward(environments, **kwargs)`"
     )
-    return [(keys[key], what) for key, one in contracts.items() if not one.has_reward]
+    return [(keys[key], problem) for key, contract in contracts.items() if not contract.has_reward]
 
 
-def format_of_calls(wanted: str, chat: Chat) -> str | None:
-    """Return the parser of tool calls; None if the chat template has no known format. wanted: its name, or auto."""
-    if wanted != "auto":
-        return wanted
+def format_of_calls(setting: str, chat: Chat) -> str | None:
+    """Return the parser of tool calls; None if the chat template has no known format. setting: its name, or auto."""
+    if setting != "auto":
+        return setting
     return None if chat.template is None else tool_format(choose_template(chat.template, with_tools=True))
 
 
@@ -220,9 +244,9 @@ def tool_problems(chat: Chat, format: str | None) -> list[tuple[str, str]]:
     if chat.template is None:
         return [("data.chat_template", "there is none, and tools are shown to the model by a chat template")]
     if format is None:
-        known = ", ".join(PARSERS)
+        names = ", ".join(PARSERS)
         return [
-            ("environment.tool_format", f"the chat template has no format of tool calls that is known: set {known}")
+            ("environment.tool_format", f"the chat template has no format of tool calls that is known: set {names}")
         ]
     return []
 

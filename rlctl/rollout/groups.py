@@ -32,7 +32,7 @@ from typing import Any, Literal
 
 from rlctl.data.tasks import Task
 from rlctl.rollout.staleness import StalenessRule
-from rlctl.rollout.types import Rollout
+from rlctl.rollout.types import Rollout, RolloutGroup
 
 
 class GroupState(Enum):
@@ -58,7 +58,8 @@ _NEXT = {
 _ASIDE = (GroupState.DEFERRED, GroupState.FILTERED)
 # States of groups that the current step may still take.
 _NOT_TAKEN = (GroupState.SAMPLING, GroupState.SAMPLED, GroupState.READY, GroupState.FILTERED)
-_SAVED = ("number", "version", "place", "finished", "attempt", "failures", "reason")
+# Fields of a record in a checkpoint.
+_SAVED_FIELDS = ("number", "version", "place", "finished", "attempt", "failures", "reason")
 
 
 @dataclass
@@ -91,6 +92,10 @@ class GroupRecord:
         """Tokens of the rollouts that are there."""
         return sum(rollout.num_tokens for rollout in self.rollouts.values())
 
+    def rollout_group(self) -> RolloutGroup:
+        """Return the rollouts that are there, as a group."""
+        return RolloutGroup(self.task, list(self.rollouts.values()))
+
 
 class GroupTable:
     """Groups of a run by number, in the order of their places. Raises KeyError for a number that it lacks.
@@ -99,14 +104,19 @@ class GroupTable:
     """
 
     def __init__(self, rule: StalenessRule, budget: int = 0) -> None:
-        self.rule, self._budget = rule, budget
+        self.rule = rule
+        self._budget = budget
         # Groups that an asynchronous run may still replace: it has max_age steps' worth in flight besides a step's own.
-        self._credit = self._most_credit = (rule.max_age + 1) * budget
+        self._max_credit = (rule.max_age + 1) * budget
+        self._credit = self._max_credit
         self._groups: dict[int, GroupRecord] = {}
         self._by_state: dict[GroupState, dict[int, GroupRecord]] = {state: {} for state in GroupState}
         # Tokens of READY groups.
         self.ready_tokens = 0
-        self._placed = self._sampled = 0
+        # Number of places given in the order of training.
+        self._placed = 0
+        # Number of groups that were sampled.
+        self._sampled = 0
 
     def __getitem__(self, number: int) -> GroupRecord:
         return self._groups[number]
@@ -136,7 +146,9 @@ class GroupTable:
 
     def in_state(self, *states: GroupState) -> list[GroupRecord]:
         """Return the groups in any of these states, oldest first."""
-        groups = [group for state in states for group in self._by_state[state].values()]
+        groups: list[GroupRecord] = []
+        for state in states:
+            groups += self._by_state[state].values()
         return sorted(groups, key=lambda group: group.number)
 
     def count(self, *states: GroupState) -> int:
@@ -147,6 +159,20 @@ class GroupTable:
         """Return the number of active groups by the version at which they were admitted."""
         groups = [group for group in self._groups.values() if group.state not in _ASIDE]
         return dict(sorted(Counter(group.version for group in groups).items()))
+
+    def describe(self, now: float) -> str:
+        """Return the cause of the next step's wait, and the number of groups by state and version, for a human."""
+        text: str = self.waits_for()
+        sampling = self.in_state(GroupState.SAMPLING)
+        if sampling:
+            oldest = min(sampling, key=lambda group: group.began)
+            text += f"; the oldest, prompt {oldest.task.id}, began {now - oldest.began:.0f} s ago"
+        text += f"; {len(sampling)} groups sampling, {self.count(GroupState.SAMPLED)} to score"
+        text += f", {self.count(GroupState.READY)} ready"
+        if self.count(GroupState.FILTERED):
+            text += f", {self.count(GroupState.FILTERED)} filtered"
+        versions = ", ".join(f"{count} of version {version}" for version, count in self.occupancy().items())
+        return f"{text}, {self.count(GroupState.TAKEN)} taken for the step ({versions})"
 
     def admit(self, tasks: Mapping[int, Task], version: int) -> list[GroupRecord]:
         """Begin new or deferred groups, by number, while the generator serves `version`. Raises ValueError if they do
@@ -161,28 +187,29 @@ class GroupTable:
             self._add_group(GroupRecord(number, task, version, self._next_place()))
         return [self._groups[number] for number in tasks]
 
-    def sampled(self, number: int) -> None:
+    def mark_sampled(self, number: int) -> None:
         """Note that every rollout of a group is there."""
         group = self._groups[number]
         self._move(group, GroupState.SAMPLED)
         group.finished = self._sampled
         self._sampled += 1
 
-    def scored(self, number: int, nothing: str | None) -> None:
-        """Note that every rollout of a group is scored. nothing: the reason for which it teaches nothing, if it does.
+    def mark_scored(self, number: int, reason: str | None) -> None:
+        """Note that every rollout of a group is scored. reason: why the group teaches nothing; None if it teaches.
 
-        Such a group is FILTERED while the budget lasts. In a synchronous run `select` counts the budget, in the order
-        of the draws.
+        A group that teaches nothing is FILTERED while the budget lasts. In a synchronous run `select` counts the
+        budget, in the order of the draws.
         """
         group = self._groups[number]
-        filtered = nothing and self._credit > 0
-        self._move(group, GroupState.FILTERED if filtered else GroupState.READY)
-        group.reason = nothing or ""
-        if filtered and self.rule.max_age:
+        is_filtered = bool(reason) and self._credit > 0
+        self._move(group, GroupState.FILTERED if is_filtered else GroupState.READY)
+        group.reason = reason or ""
+        if is_filtered and self.rule.max_age:
             self._credit -= 1
             # The places close up: else the window of `windowed_fifo` would hold fewer groups than a step needs.
-            for later in self._left():
-                later.place -= later.place > group.place
+            for other in self._list_waiting():
+                if other.place > group.place:
+                    other.place -= 1
             self._placed -= 1
 
     def drop(self, number: int) -> None:
@@ -194,7 +221,7 @@ class GroupTable:
         self._sampled += 1
 
     def restart(self, number: int, version: int) -> None:
-        """Note that missing rollouts begin again at `version`. Those that are there stay, and so does the
+        """Note that missing rollouts begin again at `version`. Rollouts that are there stay, and so does the
         group's age."""
         group = self._groups[number]
         self._move(group, GroupState.SAMPLING)
@@ -207,7 +234,9 @@ class GroupTable:
         self._move(group, GroupState.SAMPLING)
         self._remove_group(number)
         group.rollouts = {}
-        group.attempt, group.version, group.place = group.attempt + 1, version, self._next_place()
+        group.attempt += 1
+        group.version = version
+        group.place = self._next_place()
         self._add_group(group)
         return group
 
@@ -224,17 +253,19 @@ class GroupTable:
         """Return the numbers of groups that may train at `version`, independent of the others' fate, oldest first:
         fewer than the step has places left, if some have to be waited for."""
         if not self.rule.max_age:
-            return self._first_drawn()
-        chosen = self.rule.choose(self._left(), lambda group: group.state is GroupState.READY, version, self.places)
+            return self._select_first_drawn()
+        waiting = self._list_waiting()
+        chosen = self.rule.choose(waiting, lambda group: group.state is GroupState.READY, version, self.places)
         return sorted(group.number for group in chosen)
 
-    def _first_drawn(self) -> list[int]:
+    def _select_first_drawn(self) -> list[int]:
         """Return the groups of a synchronous step in the order of their draws, up to the first that is not scored.
 
         FILTERED ones are passed over while the budget lasts, and then take places. So the choice depends on the draws
         alone, not on who ended first.
         """
-        chosen, replaced = list[int](), 0
+        chosen: list[int] = []
+        replaced = 0
         for group in self.in_state(*_NOT_TAKEN):
             if group.state not in (GroupState.READY, GroupState.FILTERED) or len(chosen) == self.places:
                 break
@@ -256,7 +287,8 @@ class GroupTable:
         """Defer groups to the next step, with its weights and the same seeds."""
         for group in groups:
             self._move(group, GroupState.DEFERRED)
-            group.rollouts, group.reason = {}, ""
+            group.rollouts = {}
+            group.reason = ""
 
     def take(self, numbers: list[int], version: int) -> list[GroupRecord]:
         """Put groups into the step that trains at `version`. Raises RuntimeError rather than break the bound."""
@@ -269,11 +301,11 @@ class GroupTable:
 
     def release(self) -> list[int]:
         """Remove the groups of the ended step, and FILTERED ones; return their numbers."""
-        gone = [group.number for group in self.in_state(GroupState.TAKEN, GroupState.FILTERED)]
-        for number in gone:
+        released = [group.number for group in self.in_state(GroupState.TAKEN, GroupState.FILTERED)]
+        for number in released:
             self._remove_group(number)
-        self._credit = min(self._most_credit, self._credit + self._budget)
-        return gone
+        self._credit = min(self._max_credit, self._credit + self._budget)
+        return released
 
     def overdue(self, version: int) -> list[int]:
         """Return the numbers of groups that the step at `version` waits for although it could do without them.
@@ -281,10 +313,11 @@ class GroupTable:
         Resampled they need not train now. Empty while complete groups are too few anyway, and for groups that were
         resampled before.
         """
-        left = self._left()
-        due = [g for g in left if self.rule.deadline(g) == version and g.state is GroupState.SAMPLING]
-        complete = sum(group.state is not GroupState.SAMPLING for group in left)
-        if self.rule.max_age == 0 or complete < self.places or any(group.attempt for group in due):
+        waiting = self._list_waiting()
+        sampling = [group for group in waiting if group.state is GroupState.SAMPLING]
+        due = [group for group in sampling if self.rule.deadline(group) == version]
+        num_complete = len(waiting) - len(sampling)
+        if self.rule.max_age == 0 or num_complete < self.places or any(group.attempt for group in due):
             return []
         return [group.number for group in due]
 
@@ -297,10 +330,10 @@ class GroupTable:
 
     def state_dict(self) -> dict[str, Any]:
         """Return every group for a checkpoint between two steps, but for tasks and rollouts."""
-        groups = [
-            {name: getattr(group, name) for name in _SAVED} | {"state": group.state.value}
-            for group in self._groups.values()
-        ]
+        groups = []
+        for group in self._groups.values():
+            fields = {name: getattr(group, name) for name in _SAVED_FIELDS}
+            groups.append({**fields, "state": group.state.value})
         return {"placed": self._placed, "credit": self._credit, "groups": groups}
 
     def load_state_dict(
@@ -315,30 +348,35 @@ class GroupTable:
         READY groups stay so where their deadlines can be kept. Returns the others, to be sampled again at `version`.
         Groups without room are DEFERRED.
         """
-        self._placed, self._sampled = state["placed"], len(state["groups"])
-        self._credit = min(self._most_credit, state.get("credit", self._most_credit))
-        again = []
-        for fields in state["groups"]:
-            fields, was = {name: fields[name] for name in _SAVED if name in fields}, GroupState(fields["state"])
-            group = GroupRecord(task=task(fields["number"]), **fields)
-            if was in _ASIDE:
-                group.state = was
+        self._placed = state["placed"]
+        self._sampled = len(state["groups"])
+        self._credit = min(self._max_credit, state.get("credit", self._max_credit))
+        resampled = []
+        for saved in state["groups"]:
+            # A checkpoint of an earlier release may lack fields.
+            fields = {name: saved[name] for name in _SAVED_FIELDS if name in saved}
+            saved_state = GroupState(saved["state"])
+            group = GroupRecord(task=task(saved["number"]), **fields)
+            if saved_state in _ASIDE:
+                group.state = saved_state
             elif not self.room:
                 group.state = GroupState.DEFERRED
             self._add_group(group)
             if group.state in _ASIDE:
                 continue
-            if was is GroupState.READY and self.rule.is_feasible(self._left(), version):
+            if saved_state is GroupState.READY and self.rule.is_feasible(self._list_waiting(), version):
                 self._remove_group(group.number)
-                group.state, group.rollouts = was, dict(enumerate(rollouts[group.number]))
+                group.state = GroupState.READY
+                group.rollouts = dict(enumerate(rollouts[group.number]))
                 self._add_group(group)
             else:
                 self.restart(group.number, version)
-                again.append(group)
-        return again
+                resampled.append(group)
+        return resampled
 
     def _add_group(self, group: GroupRecord) -> None:
-        self._groups[group.number] = self._by_state[group.state][group.number] = group
+        self._groups[group.number] = group
+        self._by_state[group.state][group.number] = group
         self.ready_tokens += group.num_tokens if group.state is GroupState.READY else 0
 
     def _remove_group(self, number: int) -> None:
@@ -356,7 +394,8 @@ class GroupTable:
         self._by_state[state][group.number] = group
         self.ready_tokens += group.num_tokens if state is GroupState.READY else 0
 
-    def _left(self) -> list[GroupRecord]:
+    def _list_waiting(self) -> list[GroupRecord]:
+        """Return the groups on their way to a step that no step has taken yet."""
         return [group for group in self._groups.values() if group.state not in (GroupState.TAKEN, *_ASIDE)]
 
     def _next_place(self) -> int:

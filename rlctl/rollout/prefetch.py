@@ -23,30 +23,34 @@ class AdaptivePrefetch:
     """
 
     def __init__(self, num_prompts_per_step: int, capacity: int, *, adaptive: bool) -> None:
-        self._step, self._capacity, self._adaptive = num_prompts_per_step, capacity, adaptive
-        self._least = min(2 * num_prompts_per_step, capacity)
-        self.target = self._least if adaptive else capacity
-        self._spare: deque[int] = deque(maxlen=STEPS)
+        self._groups_per_step = num_prompts_per_step
+        self._capacity = capacity
+        self._is_adaptive = adaptive
+        self._min_target = min(2 * num_prompts_per_step, capacity)
+        self.target = self._min_target if adaptive else capacity
+        # Groups that were there at the end of the last steps, beyond those of the next step.
+        self._surpluses: deque[int] = deque(maxlen=STEPS)
 
     def resume(self, target: int) -> None:
         """Go on with the target of a checkpoint, as far as the bound still allows it."""
-        if self._adaptive:
-            self.target = max(self._least, min(self._capacity, target))
+        if self._is_adaptive:
+            self.target = max(self._min_target, min(self._capacity, target))
 
-    def step_over(self, waited: float, complete: int) -> None:
+    def note_step(self, waited: float, complete: int) -> None:
         """Adapt the target at the end of a step.
 
         waited: share of the step that the trainer waited for samples. complete: groups that are there for the next
         step. The target grows by half a step's worth after a wait, and shrinks by half of the least surplus of the last
         steps.
         """
-        if not self._adaptive:
+        if not self._is_adaptive:
             return
         if waited > NOISE:
-            self._spare.clear()
-            self.target = min(self._capacity, self.target + ceil(self._step / 2))
+            self._surpluses.clear()
+            self.target = min(self._capacity, self.target + ceil(self._groups_per_step / 2))
             return
-        self._spare.append(complete - self._step)
-        if len(self._spare) == STEPS and (spare := min(self._spare)) > 0:
-            self._spare.clear()
-            self.target = max(self._least, self.target - ceil(spare / 2))
+        self._surpluses.append(complete - self._groups_per_step)
+        least_surplus = min(self._surpluses)
+        if len(self._surpluses) == STEPS and least_surplus > 0:
+            self._surpluses.clear()
+            self.target = max(self._min_target, self.target - ceil(least_surplus / 2))

@@ -21,11 +21,11 @@ class RefillRule:
     """Replacements of the groups of a step: how many there may be, and how many to begin ahead of need."""
 
     def __init__(self, groups_per_step: int, max_extra: float) -> None:
-        self._step = groups_per_step
+        self._groups_per_step = groups_per_step
         # Largest number of groups of a step that are replaced.
         self.budget = int(max_extra * groups_per_step)
         # (groups filtered, groups that ended) of the last steps.
-        self._last: deque[tuple[int, int]] = deque(maxlen=STEPS)
+        self._last_steps: deque[tuple[int, int]] = deque(maxlen=STEPS)
 
     def in_flight(self, filtered: int, ready: int) -> int:
         """Return how many groups a synchronous step keeps that are not filtered: `ready` ones, and for each of the
@@ -34,19 +34,21 @@ class RefillRule:
         filtered, ready: groups of the current step that were scored so far. A step's worth of useful groups is
         presumed: the first few groups of a run do not decide alone.
         """
-        ended = sum(ended for _, ended in self._last) + filtered + ready + self._step
-        taught = ended - sum(filtered for filtered, _ in self._last) - filtered
-        wanted = ready + ceil(max(0, self._step - ready) * ended / taught)
-        return min(wanted, self._step + self.budget - filtered)
+        size = self._groups_per_step
+        all_ended = sum(ended for _, ended in self._last_steps) + filtered + ready + size
+        all_filtered = sum(filtered for filtered, _ in self._last_steps) + filtered
+        useful = all_ended - all_filtered
+        expected = ready + ceil(max(0, size - ready) * all_ended / useful)
+        return min(expected, size + self.budget - filtered)
 
-    def step_over(self, filtered: int, ended: int) -> None:
+    def note_step(self, filtered: int, ended: int) -> None:
         """Note how many of the groups that ended with a step taught nothing."""
-        self._last.append((filtered, ended))
+        self._last_steps.append((filtered, ended))
 
     def state_dict(self) -> list[list[int]]:
         """Return the last steps, for a checkpoint."""
-        return [list(each) for each in self._last]
+        return [[filtered, ended] for filtered, ended in self._last_steps]
 
     def load_state_dict(self, state: list[list[int]]) -> None:
         """Go on with the steps of a checkpoint."""
-        self._last.extend((filtered, ended) for filtered, ended in state)
+        self._last_steps.extend((filtered, ended) for filtered, ended in state)

@@ -31,7 +31,7 @@ class Engines(Protocol):
     def events(self) -> EventLoop:
         """Loop that rollouts are played on."""
 
-    async def sample_turn(self, request: TurnRequest, *, ahead: bool = False, more: bool = False) -> Completion:
+    async def sample_turn(self, request: TurnRequest, *, ahead: bool = False, turns_follow: bool = False) -> Completion:
         """Sample a turn, see `RolloutDispatcher.sample_turn`."""
 
     def finish(self, rollouts: Iterable[RolloutId]) -> None:
@@ -52,11 +52,11 @@ class RunningRollout:
     waits: int = 0
     # Tokens of the turns that have ended in this try.
     sampled: int = 0
-    stopped: bool = False
+    is_stopped: bool = False
 
     async def sample(self, request: TurnRequest) -> Completion:
-        if self.stopped:
-            raise swallowed(self)
+        if self.is_stopped:
+            raise error_of_swallowing(self)
         if request.id.turn == 0:
             self.sampled = 0
         self.waits += 1
@@ -72,7 +72,8 @@ class RolloutRunner:
     """Plays rollouts with a dispatcher's engines. `begin` and `stop` belong to the event loop."""
 
     def __init__(self, player: Player, engines: Engines) -> None:
-        self._player, self._engines = player, engines
+        self._player = player
+        self._engines = engines
         self.events = engines.events
         # Tokens of finished turns of stopped rollouts, so far.
         self.aborted_tokens = 0
@@ -93,12 +94,12 @@ class RolloutRunner:
         self, groups: Iterable[Sequence[RolloutStart]], ended: Ended, *, ahead: bool = False
     ) -> None:
         """Begin the rollouts of groups, as `begin`; let the loop go round after each `SLICE`."""
-        begun = 0
+        num_begun = 0
         for starts in groups:
             self.begin(starts, ended, ahead=ahead)
-            begun += len(starts)
-            if begun >= SLICE:
-                begun = 0
+            num_begun += len(starts)
+            if num_begun >= SLICE:
+                num_begun = 0
                 await asyncio.sleep(0)
 
     async def stop(self, ids: Iterable[RolloutId], seconds: float = _ABORT_S) -> list[RolloutId]:
@@ -107,22 +108,22 @@ class RolloutRunner:
         Waits until the engines have confirmed, but not long for one that hangs. Raises RuntimeError for a player that
         swallows its cancellation.
         """
-        stopped = [self._running.pop(each) for each in ids if each in self._running]
+        stopped = [self._running.pop(rollout_id) for rollout_id in ids if rollout_id in self._running]
         for rollout in stopped:
-            rollout.stopped = True
+            rollout.is_stopped = True
             rollout.task.cancel()
         if stopped:
             await asyncio.wait([rollout.task for rollout in stopped], timeout=seconds)
         for rollout in stopped:
             if not rollout.task.done() and not rollout.waits:
-                raise swallowed(rollout)
+                raise error_of_swallowing(rollout)
         self.aborted_tokens += sum(rollout.sampled for rollout in stopped)
         return [rollout.start.id for rollout in stopped]
 
     async def sample_turn(self, rollout: RunningRollout, request: TurnRequest) -> Completion:
         """Sample a turn of a rollout."""
-        several = self._player.several_turns
-        completion = await self._engines.sample_turn(request, ahead=rollout.ahead, more=several)
+        turns_follow = self._player.several_turns
+        completion = await self._engines.sample_turn(request, ahead=rollout.ahead, turns_follow=turns_follow)
         self._last_step = self.events.now()
         return completion
 
@@ -153,19 +154,19 @@ class RolloutRunner:
             self.events.run(self.stop(list(self._running), _CLOSE_S), 2 * _CLOSE_S)
 
     async def _play_rollout(self, rollout: RunningRollout) -> None:
-        own = rollout.start.id
+        rollout_id = rollout.start.id
         try:
             played = await self._player.play(rollout.start, rollout)
         finally:
-            # A stopped one may have been begun again.
-            if self._player.several_turns and self._running.get(own, rollout) is rollout:
-                self._engines.finish([own])
-        # One that was stopped since is handed out no more.
-        if self._running.get(own) is rollout:
-            del self._running[own]
+            # A stopped rollout may have been begun again.
+            if self._player.several_turns and self._running.get(rollout_id, rollout) is rollout:
+                self._engines.finish([rollout_id])
+        # A rollout that was stopped meanwhile is not handed out.
+        if self._running.get(rollout_id) is rollout:
+            del self._running[rollout_id]
             rollout.ended(played)
 
 
-def swallowed(rollout: RunningRollout) -> RuntimeError:
+def error_of_swallowing(rollout: RunningRollout) -> RuntimeError:
     """Return the error of a player that goes on after its cancellation."""
     return RuntimeError(f"the player of rollout {rollout.start.id} swallows its cancellation")

@@ -24,21 +24,26 @@ class GroupScorer:
 
     def __call__(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
         """Return the groups with a score for each rollout. An episode that failed has no value, and is not rewarded."""
-        pairs = [(group.task, one) for group in groups for one in group.rollouts]
-        texts = self.decode([_last_prompt(one) if one.episode else one.sampled_tokens.tolist() for _, one in pairs])
-        played = [
-            (reward_input(task, one.episode, text), environment_rewards(one.episode.reward if one.episode else None))
-            for (task, one), text in zip(pairs, texts)
-            if not _is_failed(one)
-        ]
-        values = iter(self.scorer.score([item for item, _ in played], [given for _, given in played]))
-        scores = iter([self._failure(one) if _is_failed(one) else next(values) for _, one in pairs])
-        return [
-            replace(group, rollouts=[replace(rollout, score=next(scores)) for rollout in group.rollouts])
-            for group in groups
-        ]
+        texts = iter(self.decode([_tokens_to_decode(rollout) for group in groups for rollout in group.rollouts]))
+        inputs: list[RewardInput] = []
+        episode_rewards: list[dict[str, float]] = []
+        for group in groups:
+            for rollout in group.rollouts:
+                text = next(texts)
+                if not _is_failed(rollout):
+                    inputs.append(reward_input(group.task, rollout.episode, text))
+                    episode_rewards.append(environment_rewards(rollout.episode.reward if rollout.episode else None))
+        scores = iter(self.scorer.score(inputs, episode_rewards))
+        scored_groups = []
+        for group in groups:
+            scored = [
+                replace(rollout, score=self._failure_score(rollout) if _is_failed(rollout) else next(scores))
+                for rollout in group.rollouts
+            ]
+            scored_groups.append(replace(group, rollouts=scored))
+        return scored_groups
 
-    def _failure(self, rollout: Rollout) -> Score:
+    def _failure_score(self, rollout: Rollout) -> Score:
         reason = rollout.episode.failure if rollout.episode else None
         return Score(None, dict.fromkeys(self.scorer.names), f"environment: {reason}", right=False)
 
@@ -59,8 +64,11 @@ def reward_input(task: Task, episode: PlayedEpisode | None, text: str) -> Reward
     return RewardInput(_text_of(opening), _text_of(rest), task.answer, row, opening, rest, text, last_turn)
 
 
-def _last_prompt(rollout: Rollout) -> list[int]:
-    """Return the tokens in front of an episode's last turn; only the end, which may open thinking."""
+def _tokens_to_decode(rollout: Rollout) -> list[int]:
+    """Return the sampled tokens; of an episode the tokens in front of its last turn, whose end may open thinking."""
+    if not rollout.episode:
+        sampled_tokens: list[int] = rollout.sampled_tokens.tolist()
+        return sampled_tokens
     if not rollout.rows:
         return []
     row = max(rollout.rows, key=lambda row: int(row.turns.max()))
@@ -85,8 +93,8 @@ def sample_item(task: Task) -> RewardInput:
 
     The prompt does not open thinking, for the answer is behind it.
     """
-    item = reward_input(task, None, task.answer or "")
-    return replace(item, prompt=item.prompt.rstrip().removesuffix("<think>") if item.prompt else "")
+    sample = reward_input(task, None, task.answer or "")
+    return replace(sample, prompt=sample.prompt.rstrip().removesuffix("<think>") if sample.prompt else "")
 
 
 def _is_failed(rollout: Rollout) -> bool:

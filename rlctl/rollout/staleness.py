@@ -71,9 +71,13 @@ class StalenessRule:
 
     def is_feasible(self, groups: Sequence[Aged], version: int) -> bool:
         """Return True if every deadline can be kept from `version` on, see the head of this file."""
-        deadlines = sorted(Counter(map(self.deadline, groups)).items())
-        upto = accumulate(count for _, count in deadlines)
-        return all(count <= (d - version + 1) * self.groups_per_step for (d, _), count in zip(deadlines, upto))
+        counts = Counter(map(self.deadline, groups))
+        deadlines = sorted(counts)
+        counts_so_far = accumulate(counts[deadline] for deadline in deadlines)
+        return all(
+            count <= (deadline - version + 1) * self.groups_per_step
+            for deadline, count in zip(deadlines, counts_so_far)
+        )
 
     def choose(
         self, groups: Sequence[Group], complete: Callable[[Group], bool], version: int, places: int
@@ -83,26 +87,36 @@ class StalenessRule:
         groups: all that are not in a step yet, in the order of their places.
         """
         order = sorted(groups, key=lambda group: group.finished) if self.policy == "ready_first" else groups
-        # Complete groups by deadline, the next one of the policy last.
-        lines: dict[int, list[tuple[int, Group]]] = {}
+        # Complete groups with their ranks in the order, by deadline; the first of the order is last in its list.
+        complete_groups: dict[int, list[tuple[int, Group]]] = {}
         for rank, group in reversed([*enumerate(order)]):
             if complete(group):
-                lines.setdefault(self.deadline(group), []).append((rank, group))
-        deadlines, chosen, taken = Counter(map(self.deadline, groups)), list[Group](), set[int]()
-        oldest = iter(groups)
-        first = next(oldest, None)
-        while len(chosen) < places and first is not None:
-            latest = self._latest(deadlines, version, places - len(chosen))
-            heads = [line[-1] for due, line in lines.items() if line and (latest is None or due <= latest)]
-            _, pick = min(heads, default=(0, None), key=lambda head: head[0])
-            if pick is None or pick.place >= first.place + self._window:
+                complete_groups.setdefault(self.deadline(group), []).append((rank, group))
+        # Groups that are not chosen yet, by deadline.
+        counts = Counter(map(self.deadline, groups))
+        chosen: list[Group] = []
+        chosen_places: set[int] = set()
+        remaining = iter(groups)
+        oldest = next(remaining, None)
+        while len(chosen) < places and oldest is not None:
+            latest_deadline = self._find_latest_deadline(counts, version, places - len(chosen))
+            candidates = [
+                ranked_groups[-1]
+                for deadline, ranked_groups in complete_groups.items()
+                if ranked_groups and (latest_deadline is None or deadline <= latest_deadline)
+            ]
+            if not candidates:
                 break
-            lines[self.deadline(pick)].pop()
-            deadlines[self.deadline(pick)] -= 1
-            chosen.append(pick)
-            taken.add(pick.place)
-            while first is not None and first.place in taken:
-                first = next(oldest, None)
+            _, next_group = min(candidates, key=lambda candidate: candidate[0])
+            if next_group.place >= oldest.place + self._window:
+                break
+            deadline = self.deadline(next_group)
+            complete_groups[deadline].pop()
+            counts[deadline] -= 1
+            chosen.append(next_group)
+            chosen_places.add(next_group.place)
+            while oldest is not None and oldest.place in chosen_places:
+                oldest = next(remaining, None)
         return chosen
 
     @property
@@ -110,15 +124,19 @@ class StalenessRule:
         """Number of places from the oldest group on that may train."""
         if self.policy == "ready_first":
             return inf
+        if self.policy == "in_order":
+            return 1
         # A step's worth must fit into the window, or nothing could be trained while the oldest is being sampled.
-        return 1 if self.policy == "in_order" else self.groups_per_step + ceil(self.window_fraction * self.capacity)
+        return self.groups_per_step + ceil(self.window_fraction * self.capacity)
 
-    def _latest(self, deadlines: Mapping[int, int], version: int, places: int) -> int | None:
-        """Return the latest deadline allowed for the next place so that all deadlines can be kept; None
-        if any may. deadlines: groups left by deadline."""
+    def _find_latest_deadline(self, counts: Mapping[int, int], version: int, places: int) -> int | None:
+        """Return the latest deadline of the next group with which all deadlines can be kept; None for any.
+
+        counts: groups that are not chosen yet, by deadline.
+        """
         due = 0
-        for deadline in sorted(deadlines):
-            due += deadlines[deadline]
+        for deadline in sorted(counts):
+            due += counts[deadline]
             if due - (deadline - version) * self.groups_per_step >= places:
                 return deadline
         return None

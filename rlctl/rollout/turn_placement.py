@@ -3,15 +3,14 @@
 import heapq
 from collections import deque
 from collections.abc import Iterable, Sequence
-from itertools import chain
 
-from rlctl.generation.requests import RolloutId
+from rlctl.generation.requests import RequestId, RolloutId
 from rlctl.rollout.engine_queue import EngineQueue, SubmittedTurn
 
 # Most turns of an engine, waiting ones included, over the number decoded at a time.
-_AHEAD = 2
+_TURNS_PER_PLACE = 2
 # Heaps are rebuilt when fewer than one entry in this many is of use.
-_STALE = 4
+_STALE_ENTRIES = 4
 
 
 class LeastLoaded:
@@ -33,8 +32,8 @@ class LeastLoaded:
         elif self._loads.get(queue) != queue.load:
             self._loads[queue] = queue.load
             heapq.heappush(self._heap, (queue.load, queue.index, id(queue), queue))
-            if len(self._heap) > _STALE * len(self._loads) + _STALE:
-                self._heap = [(load, each.index, id(each), each) for each, load in self._loads.items()]
+            if len(self._heap) > _STALE_ENTRIES * len(self._loads) + _STALE_ENTRIES:
+                self._heap = [(load, engine.index, id(engine), engine) for engine, load in self._loads.items()]
                 heapq.heapify(self._heap)
 
     def least(self) -> EngineQueue | None:
@@ -51,11 +50,14 @@ class TurnPlacement:
     """
 
     def __init__(self, at_a_time: int, *, together: bool) -> None:
-        self._at_a_time, self._together = at_a_time, together
+        self._at_a_time = at_a_time
+        self._together = together
         # True while nothing may begin.
-        self.held = False
-        # Groups in the order in which they begin: those of lost engines, validation, training.
-        self._again, self._ahead, self._first = (deque[list[SubmittedTurn]]() for _ in range(3))
+        self.is_paused = False
+        # Batches of turns, in the order in which the three lines begin: of lost engines, of validation, of training.
+        self._restarted: deque[list[SubmittedTurn]] = deque()
+        self._urgent: deque[list[SubmittedTurn]] = deque()
+        self._ordinary: deque[list[SubmittedTurn]] = deque()
         # Engine that sampled a rollout's last turn, where turns may follow.
         self._homes: dict[RolloutId, EngineQueue] = {}
         # Engines that take rollouts of one turn, and of several.
@@ -63,24 +65,27 @@ class TurnPlacement:
 
     def add(self, turns: Sequence[SubmittedTurn]) -> None:
         """Begin turns as engines have room: later ones before all others, on the engine of the turn before."""
-        homes = dict[EngineQueue, None]()
-        for group in handed_out_together(turns):
-            first = group[0].request.id
-            home = self._homes.get(first.rollout) if first.turn else None
+        # Ordered: an engine each, whose later turns came.
+        homes: dict[EngineQueue, None] = {}
+        for batch in batch_turns(turns):
+            first_id = batch[0].request.id
+            home = self._homes.get(first_id.rollout) if first_id.turn else None
             if home and not home.lost:
-                home.waiting.append(group)
+                home.waiting.append(batch)
                 homes[home] = None
-            elif first.turn:
-                self._again.append(group)
+            elif first_id.turn:
+                self._restarted.append(batch)
+            elif batch[0].ahead:
+                self._urgent.append(batch)
             else:
-                (self._ahead if group[0].ahead else self._first).append(group)
+                self._ordinary.append(batch)
         for home in homes:
             self._begin_waiting(home)
         self.hand_out()
 
-    def add_again(self, turns: Sequence[SubmittedTurn]) -> None:
+    def add_restarted(self, turns: Sequence[SubmittedTurn]) -> None:
         """Begin turns of a lost engine again, before all others."""
-        self._again.extendleft(reversed(handed_out_together(turns)))
+        self._restarted.extendleft(reversed(batch_turns(turns)))
         self.hand_out()
 
     def finish(self, rollouts: Iterable[RolloutId]) -> None:
@@ -91,74 +96,91 @@ class TurnPlacement:
                 self._note_room(home)
         self.hand_out()
 
-    def changed(self, queue: EngineQueue) -> None:
+    def note_change(self, queue: EngineQueue) -> None:
         """Begin turns after an engine's turns have changed, or it was opened or lost."""
         if queue.lost:
-            self._again.extend(queue.waiting)
+            self._restarted.extend(queue.waiting)
             queue.waiting.clear()
         self._note_room(queue)
         self._begin_waiting(queue)
         self.hand_out()
 
-    def release(self, queues: Sequence[EngineQueue]) -> None:
-        """Begin turns again after they were held. queues: all engines."""
-        self.held = False
+    def resume(self, queues: Sequence[EngineQueue]) -> None:
+        """Begin turns again after a pause. queues: all engines."""
+        self.is_paused = False
         for queue in queues:
             self._begin_waiting(queue)
         self.hand_out()
 
     def hand_out(self) -> None:
-        """Begin groups, each on the engine with the lowest load."""
-        for line in (self._again, self._ahead, self._first):
-            while line and not self.held:
-                group = [each for each in line[0] if not each.answer.done()]
-                queue = self._free[group[0].more].least() if group else None
-                if group and queue is None:
+        """Begin batches, each on the engine with the lowest load."""
+        for line in (self._restarted, self._urgent, self._ordinary):
+            while line and not self.is_paused:
+                batch = [turn for turn in line[0] if not turn.answer.done()]
+                queue = self._free[batch[0].turns_follow].least() if batch else None
+                if batch and queue is None:
                     return
                 line.popleft()
                 if queue:
-                    self._begin_turns(queue, group)
+                    self._begin_batch(queue, batch)
 
-    def pending(self, queues: Sequence[EngineQueue]) -> int:
+    def count_pending(self, queues: Sequence[EngineQueue]) -> int:
         """Return the number of turns that have no engine. queues: all engines."""
-        lines = [self._again, self._ahead, self._first, *(queue.waiting for queue in queues)]
-        return sum(not each.answer.done() for each in chain(*chain(*lines)))
+        count = 0
+        for line in (self._restarted, self._urgent, self._ordinary, *(queue.waiting for queue in queues)):
+            for batch in line:
+                count += sum(not turn.answer.done() for turn in batch)
+        return count
 
     def _begin_waiting(self, queue: EngineQueue) -> None:
         """Begin later turns of an engine that wait here, while it takes turns."""
-        while queue.waiting and not self.held and len(queue.turns) < _AHEAD * self._at_a_time:
-            if group := [each for each in queue.waiting.popleft() if not each.answer.done()]:
-                self._begin_turns(queue, group)
+        while queue.waiting and not self.is_paused and len(queue.turns) < _TURNS_PER_PLACE * self._at_a_time:
+            batch = [turn for turn in queue.waiting.popleft() if not turn.answer.done()]
+            if batch:
+                self._begin_batch(queue, batch)
 
-    def _begin_turns(self, queue: EngineQueue, group: list[SubmittedTurn]) -> None:
-        for each in group:
-            if each.more:
-                rollout = each.request.id.rollout
-                if (before := self._homes.get(rollout)) and before is not queue:
-                    before.episodes.discard(rollout)
-                    self._note_room(before)
+    def _begin_batch(self, queue: EngineQueue, batch: list[SubmittedTurn]) -> None:
+        for turn in batch:
+            if turn.turns_follow:
+                rollout = turn.request.id.rollout
+                old_home = self._homes.get(rollout)
+                if old_home and old_home is not queue:
+                    old_home.episodes.discard(rollout)
+                    self._note_room(old_home)
                 queue.episodes.add(rollout)
                 self._homes[rollout] = queue
-        queue.begin(group)
+        queue.begin(batch)
         self._note_room(queue)
 
     def _note_room(self, queue: EngineQueue) -> None:
         """Note if an engine takes rollouts, see the head of dispatcher.py."""
-        most, turns, lost = self._at_a_time, len(queue.turns), queue.lost is not None
-        one = turns < most and not lost
-        room = len(queue.episodes) < min(_AHEAD * most, queue.stats.holds) and turns < _AHEAD * most
-        self._free[False].note(queue, one)
-        self._free[True].note(queue, one or (self._together and room and not lost))
+        is_live = queue.lost is None
+        num_turns = len(queue.turns)
+        max_turns = _TURNS_PER_PLACE * self._at_a_time
+        # It takes rollouts of one turn.
+        takes_single = is_live and num_turns < self._at_a_time
+        takes_episodes = takes_single
+        if self._together and is_live and num_turns < max_turns:
+            takes_episodes |= len(queue.episodes) < min(max_turns, queue.stats.holds)
+        self._free[False].note(queue, takes_single)
+        self._free[True].note(queue, takes_episodes)
 
 
-def handed_out_together(submitted: Sequence[SubmittedTurn]) -> list[list[SubmittedTurn]]:
+def batch_turns(turns: Sequence[SubmittedTurn]) -> list[list[SubmittedTurn]]:
     """Return the batches that are handed out: first turns of a group in a row, and turns of one rollout in a row."""
-    groups: list[list[SubmittedTurn]] = []
-    for each in submitted:
-        own, before = each.request.id, groups[-1][-1].request.id if groups else None
-        first = before is not None and own.turn == before.turn == 0 and own.rollout.siblings == before.rollout.siblings
-        if before is not None and (first or own.rollout == before.rollout):
-            groups[-1].append(each)
+    batches: list[list[SubmittedTurn]] = []
+    previous: RequestId | None = None
+    for turn in turns:
+        current = turn.request.id
+        if previous is None:
+            continues_batch = False
+        elif current.turn == previous.turn == 0 and current.rollout.siblings == previous.rollout.siblings:
+            continues_batch = True
         else:
-            groups.append([each])
-    return groups
+            continues_batch = current.rollout == previous.rollout
+        if continues_batch:
+            batches[-1].append(turn)
+        else:
+            batches.append([turn])
+        previous = current
+    return batches

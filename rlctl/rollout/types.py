@@ -55,11 +55,17 @@ class Sampling:
     def starts(self, task: Task, group: int, attempt: int = 0) -> list[RolloutStart]:
         """Return the rollouts of a group, to begin."""
         ids = [RolloutId(self.purpose, task.id, group, index, attempt) for index in range(self.num_rollouts)]
-        environment = self._environment_seed(ids[0])
-        seeds = [rollout_seed(self.run_seed, each, self.groups_per_step) for each in ids]
+        group_seed = self._environment_seed(ids[0])
         return [
-            RolloutStart(each, task, self.max_new_tokens, self.temperature, seed, environment)
-            for each, seed in zip(ids, seeds)
+            RolloutStart(
+                id=rollout_id,
+                task=task,
+                max_new_tokens=self.max_new_tokens,
+                temperature=self.temperature,
+                seed=rollout_seed(self.run_seed, rollout_id, self.groups_per_step),
+                group_seed=group_seed,
+            )
+            for rollout_id in ids
         ]
 
     def _environment_seed(self, first: RolloutId) -> int:
@@ -123,16 +129,23 @@ class Rollout:
     episode: PlayedEpisode | None = None
 
     @classmethod
-    def of_turn(cls, request: TurnRequest, completion: Completion) -> "Rollout":
+    def from_turn(cls, request: TurnRequest, completion: Completion) -> "Rollout":
         """Return the rollout of one turn."""
-        start, length = len(request.prompt_tokens), len(request.prompt_tokens) + len(completion.tokens)
-        tokens, versions, turns = np.empty(length, np.int32), np.empty(length, np.int32), np.empty(length, np.int16)
-        sampled, log_probs = np.zeros(length, np.bool_), np.zeros(length, np.float32)
-        tokens[:start], tokens[start:] = request.prompt_tokens, completion.tokens
-        versions[:start], versions[start:] = -1, completion.versions
-        turns[:start], turns[start:] = -1, 0
-        sampled[start:], log_probs[start:] = True, completion.log_probs
-        return cls(request.id.rollout, (TrajectoryRow(tokens, sampled, log_probs, versions, turns),), completion.finish)
+        start = len(request.prompt_tokens)
+        length = start + len(completion.tokens)
+        tokens = np.empty(length, np.int32)
+        tokens[:start] = request.prompt_tokens
+        tokens[start:] = completion.tokens
+        sampled = np.zeros(length, np.bool_)
+        sampled[start:] = True
+        log_probs = np.zeros(length, np.float32)
+        log_probs[start:] = completion.log_probs
+        versions = np.full(length, -1, np.int32)
+        versions[start:] = completion.versions
+        turns = np.full(length, -1, np.int16)
+        turns[start:] = 0
+        row = TrajectoryRow(tokens=tokens, sampled=sampled, log_probs=log_probs, versions=versions, turns=turns)
+        return cls(request.id.rollout, (row,), completion.finish)
 
     @property
     def reward(self) -> float | None:

@@ -16,8 +16,11 @@ class WaitDeadline:
     """
 
     def __init__(self, now: Callable[[], float], run: RunSection, emit: Emit) -> None:
-        self._now, self._run, self._emit = now, run, emit
-        self._last_progress = self._explained = now()
+        self._now = now
+        self._run = run
+        self._emit = emit
+        self._last_progress = now()
+        self._last_explained = now()
 
     def note_progress(self) -> None:
         """Note that something came."""
@@ -26,13 +29,13 @@ class WaitDeadline:
     def check(self, last_step: float, explain: Callable[[], str]) -> None:
         """Explain a silence once, and again after as long. Raises RuntimeError at the deadline.
 
-        last_step: when an engine last did something. Engines at long answers give none for long, and are not silent.
+        last_step: when an engine last did something. An engine that samples long answers is not silent.
         """
         now = self._now()
         silence = now - self._last_progress
-        # A tick later than an engine that does nothing is lost, and replaced, for the same deadline.
+        # The run ends a tick later than an idle engine is lost, so that the engine is replaced first.
         if min(silence, now - last_step) >= self._run.deadline_s + TICK_S:
             raise RuntimeError(f"nothing was sampled or scored for {silence:.0f} s (run.deadline_s): {explain()}")
-        if now - max(self._last_progress, self._explained) >= self._run.explain_after_s:
-            self._explained = now
+        if now - max(self._last_progress, self._last_explained) >= self._run.explain_after_s:
+            self._last_explained = now
             self._emit("warning", what=f"{silence:.0f} s without a new group: {explain()}")

@@ -25,16 +25,19 @@ from rlctl.rollout.policy import Player, Policy
 from rlctl.rollout.types import Ending, Rollout, RolloutStart
 from rlctl.utils.devices import usable_cores
 
-# Rows of an episode, on average over some episodes, above which the cause is told.
-_MANY_ROWS, _EPISODES = 1.5, 8
-# Names of a run's counts, and its causes of further rows: clients choose a part of them.
-_MOST_NAMES, _OTHERS = 64, "ignored/others"
+# Mean rows of an episode, over at least this number of episodes, above which the cause is told.
+_MANY_ROWS = 1.5
+_MIN_EPISODES = 8
+# Limit of a run's names of counts, and of its causes of further rows: clients choose some names.
+_MAX_NAMES = 64
+# Name of the counts beyond the limit.
+_FURTHER_NAMES = "ignored/others"
 
 
 class AgentPlayer(Player):
     """Plays rollouts by runs of the pool's agent. Deadlines, retries, budgets and aborts are those of an episode.
 
-    must_value, vocabulary: as of `FunctionPlayer`. most: agents that run at one time; others wait for their turn.
+    must_value, vocabulary: as of `FunctionPlayer`. max_agents: number of agents that run at a time; further ones wait.
     """
 
     def __init__(
@@ -44,15 +47,19 @@ class AgentPlayer(Player):
         limits: EpisodeLimits,
         must_value: bool = False,
         vocabulary: int = 1 << 31,
-        most: int | None = None,
+        max_agents: int | None = None,
     ) -> None:
-        self.chat, self.tries = chat, EpisodeTries(pool, limits)
-        self.must_value, self.vocabulary = must_value, vocabulary
+        self.chat = chat
+        self.tries = EpisodeTries(pool, limits)
+        self.must_value = must_value
+        self.vocabulary = vocabulary
         self.several_turns = limits.max_turns > 1
-        self._room = asyncio.Semaphore(most) if most else None
-        self._rows = Counter[str]()
+        self._room = asyncio.Semaphore(max_agents) if max_agents else None
+        # Episodes that have rows, and the number of their rows.
+        self._num_episodes = 0
+        self._num_rows = 0
         self._causes = Counter[str]()
-        self._names: set[str] = {_OTHERS}
+        self._names: set[str] = {_FURTHER_NAMES}
 
     @property
     def last_step(self) -> float:
@@ -67,45 +74,46 @@ class AgentPlayer(Player):
         return rollout
 
     async def _run_once(self, episode: EpisodeState, policy: Policy) -> Reward | None:
-        """Run the agent once. Its room is free again when nothing of it runs, which may be after its failure."""
-        if self._room is None:
+        """Run the agent once. Its room is free again when its processes have ended, which may be after a failure."""
+        room = self._room
+        if room is None:
             return await AgentCall(self, episode, policy).play()
-        await self._room.acquire()
+        await room.acquire()
         episode.began = asyncio.get_running_loop().time()
+        pool = self.tries.pool
         try:
             return await AgentCall(self, episode, policy).play()
         finally:
-            self.tries.pool.close(episode.start.id).add_done_callback(lambda _: self._leave_room())
-
-    def _leave_room(self) -> None:
-        assert self._room
-        # The pool may end on another thread.
-        self.tries.pool.events.call(self._room.release)
+            # The pool may end on another thread.
+            pool.close(episode.start.id).add_done_callback(lambda _: pool.events.call(room.release))
 
     def note_causes(self, rewritten: dict[str, int]) -> None:
-        """Count why requests of an agent continued no turn."""
-        known = {why: count for why, count in rewritten.items() if why in self._causes}
-        self._causes.update(rewritten if len(self._causes) < _MOST_NAMES else known)
+        """Count the causes for which requests of an agent continued no turn."""
+        may_add = len(self._causes) < _MAX_NAMES
+        for cause, count in rewritten.items():
+            if may_add or cause in self._causes:
+                self._causes[cause] += count
 
-    def named(self, counts: Mapping[str, int]) -> dict[str, float]:
-        """Name counts by the first names of the run; those of further names are one."""
-        found = Counter[str]()
+    def merge_names(self, counts: Mapping[str, int]) -> dict[str, float]:
+        """Return the counts by name. The first names of the run stay, all further ones are one name."""
+        merged = Counter[str]()
         for name, count in counts.items():
-            if len(self._names) < _MOST_NAMES:
+            if len(self._names) < _MAX_NAMES:
                 self._names.add(name)
             # A name without a slash is rlctl's own.
-            found[name if name in self._names or "/" not in name else _OTHERS] += count
-        return dict(found)
+            merged[name if name in self._names or "/" not in name else _FURTHER_NAMES] += count
+        return dict(merged)
 
     def _note_rows(self, rollout: Rollout) -> None:
         """Tell once that episodes train as several rows, with the most common cause."""
         if rollout.rows:
-            self._rows += Counter(episodes=1, rows=len(rollout.rows))
-        mean = self._rows["rows"] / max(1, self._rows["episodes"])
-        if self._rows["episodes"] >= _EPISODES and mean > _MANY_ROWS and self._causes:
+            self._num_episodes += 1
+            self._num_rows += len(rollout.rows)
+        mean = self._num_rows / max(1, self._num_episodes)
+        if self._num_episodes >= _MIN_EPISODES and mean > _MANY_ROWS and self._causes:
             ((cause, _),) = self._causes.most_common(1)
-            what = f"its episodes train as {mean:.1f} rows each (agent/rows_per_episode), since it rewrites its history"
-            self.tries.pool.failures.note("agent", f"{what}: {cause}")
+            text = f"its episodes train as {mean:.1f} rows each (agent/rows_per_episode), since it rewrites its history"
+            self.tries.pool.failures.note("agent", f"{text}: {cause}")
 
 
 @dataclass(eq=False)
@@ -116,14 +124,15 @@ class PendingTurn:
     # The turn, or the budget that was used up; None while an engine samples.
     answer: Completion | Ending | None
     # Time of the request, by the event loop's clock.
-    asked: float
+    asked_at: float
 
 
 class AgentCall:
     """One run of an agent, as the driver sees it."""
 
     def __init__(self, player: AgentPlayer, episode: EpisodeState, policy: Policy) -> None:
-        self._player, self._episode = player, episode
+        self._player = player
+        self._episode = episode
         self._call = RunningCall[AgentMessage, PendingTurn](player.tries, episode, policy)
         # By the number of the request: turns on their way to the agent, and nodes of delivered turns.
         self._pending: dict[int, PendingTurn] = {}
@@ -136,7 +145,8 @@ class AgentCall:
 
         No engine samples for the agent any more then: the same requests may be submitted again.
         """
-        self._episode.ending, self._episode.opening = "done", 0
+        self._episode.ending = "done"
+        self._episode.opening = 0
         async with self._call:
             self._begin_agent()
             while True:
@@ -161,23 +171,23 @@ class AgentCall:
 
     def _note_sampled(self, turn: PendingTurn, completion: Completion) -> None:
         turn.answer = completion
-        waited = asyncio.get_running_loop().time() - turn.asked
+        waited = asyncio.get_running_loop().time() - turn.asked_at
         self._episode.longest_turn_s = max(self._episode.longest_turn_s, waited)
         self._ready.append(turn.ask.number)
 
-    def _take_turns(self, kept: list[tuple[int, int]]) -> None:
-        """Put the turns that the agent got into the tree. kept: number of the request, tokens that are left."""
-        one = self._episode.conversation
-        chat = self._player.chat
-        for number, length in kept:
+    def _take_turns(self, lengths: list[tuple[int, int]]) -> None:
+        """Put the turns that the agent got into the tree. lengths: (number of the request, tokens to keep)."""
+        conversation = self._episode.conversation
+        for number, length in lengths:
             turn = self._pending.pop(number, None)
             if turn is None or not isinstance(turn.answer, Completion) or length > len(turn.answer.tokens):
                 raise DataError("the agent's process kept a turn that it never got")
-            parent = one.add_context(turn.ask.tokens, self._parent(turn.ask))
-            self._nodes[number] = one.add_turn(_cut_turn(turn.answer, length), parent)
-            one.messages += turn.ask.messages
-            self._episode.opening = self._episode.opening or len(one.messages)
-            one.messages.append({"role": "assistant", "content": chat.turn_text(turn.answer.tokens[:length].tolist())})
+            parent = conversation.add_context(turn.ask.tokens, self._parent(turn.ask))
+            self._nodes[number] = conversation.add_turn(turn.answer.shorten(length), parent)
+            conversation.messages += turn.ask.messages
+            self._episode.opening = self._episode.opening or len(conversation.messages)
+            text = self._player.chat.turn_text(turn.answer.tokens[:length].tolist())
+            conversation.messages.append({"role": "assistant", "content": text})
 
     def _sample_asks(self, asks: list[AgentAsk]) -> None:
         """Sample the turns that the agent asks for, within the budgets."""
@@ -185,14 +195,16 @@ class AgentCall:
         vocabulary = self._player.vocabulary
         for ask in asks:
             parent = self._parent(ask)
-            tokens = [*(episode.conversation.tokens(parent) if parent is not None else ()), *ask.tokens]
+            tokens = [] if parent is None else episode.conversation.tokens(parent)
+            tokens += ask.tokens
             if not tokens or not 0 <= min(ask.tokens, default=0) <= max(ask.tokens, default=0) < vocabulary:
                 raise DataError("the agent's process asked for a turn after ids that are no tokens, or after none")
             now = asyncio.get_running_loop().time()
             turn = PendingTurn(ask, episode.used_up(self._call.turns, len(tokens), now), now)
             self._pending[ask.number] = turn
             if turn.answer is not None:
-                episode.ending = turn.answer if isinstance(turn.answer, str) else episode.ending
+                if isinstance(turn.answer, str):
+                    episode.ending = turn.answer
                 self._ready.append(ask.number)
                 continue
             request = replace(episode.request(self._call.turns, tokens), stops=tuple(ask.stops))
@@ -219,7 +231,7 @@ class AgentCall:
     def _take_counts(self, message: AgentEnded) -> None:
         """Take the counts of the agent's session into the episode."""
         episode = self._episode
-        counts = self._player.named(message.counts)
+        counts = self._player.merge_names(message.counts)
         episode.tool_calls += int(counts.pop("tool_calls", 0))
         malformed = int(counts.pop("malformed_calls", 0))
         episode.malformed_calls += malformed
@@ -247,7 +259,8 @@ class AgentCall:
         return message.reward
 
 
-_HOW = {
+# By the beginning of a count's name, the fate of a request's parameter.
+_PARAMETER_FATES = {
     "overridden": "is not used: the run decides how the policy samples",
     "unenforced": "is not enforced: another distribution would be sampled",
     "ignored": "is not known here",
@@ -258,15 +271,16 @@ def agent_notes(counts: Mapping[str, float], rewritten: Mapping[str, int]) -> li
     """Return lines for a person on requests that were not honoured, or continued no turn."""
     lines = []
     for name, count in counts.items():
-        how, _, parameter = name.partition("/")
-        if how in _HOW:
-            lines.append(f"requests: {parameter} {_HOW[how]}")
-        elif name in ("refused", "coalesced"):
-            what = "were refused" if name == "refused" else "repeated another, and got its turn"
-            lines.append(f"requests: {count:g} {what}")
-    lines += [f"requests: {count} began another row: {why}" for why, count in rewritten.items()]
-    if others := counts.get("rewritten", 0) - sum(rewritten.values()):
-        lines.append(f"requests: {others:g} began another row for further reasons")
+        fate, _, parameter = name.partition("/")
+        if fate in _PARAMETER_FATES:
+            lines.append(f"requests: {parameter} {_PARAMETER_FATES[fate]}")
+        elif name == "refused":
+            lines.append(f"requests: {count:g} were refused")
+        elif name == "coalesced":
+            lines.append(f"requests: {count:g} repeated another, and got its turn")
+    lines += [f"requests: {count} began another row: {cause}" for cause, count in rewritten.items()]
+    if unexplained := counts.get("rewritten", 0) - sum(rewritten.values()):
+        lines.append(f"requests: {unexplained:g} began another row for further reasons")
     return lines
 
 
@@ -275,13 +289,6 @@ def most_agents(section: AgentSection) -> int | None:
     if section.command is None:
         return None
     return 8 * usable_cores() if section.max_processes == "auto" else section.max_processes
-
-
-def _cut_turn(answer: Completion, length: int) -> Completion:
-    """Return the first tokens of a turn."""
-    if length == len(answer.tokens):
-        return answer
-    return Completion(answer.tokens[:length], answer.log_probs[:length], answer.versions[:length], "stop")
 
 
 def _agent_answer(turn: PendingTurn) -> AgentAnswer:

@@ -56,7 +56,7 @@ class TalkLimits:
 
 
 def talk_id(number: int) -> RolloutId:
-    """Return the identity of a talk; the instance of its environment has it too. number: counts those of a process."""
+    """Return the identity of a talk and of its environment's instance. number: counts the talks of a process."""
     return RolloutId("validation", "talk", number, 0)
 
 
@@ -77,10 +77,13 @@ class ChatPlayer(Player):
         tell: Callable[[Message], None],
     ) -> None:
         self._limits = EpisodeLimits(MAX_CALLS, max_length, float("inf"), 0, "keep")
-        self._schemas, self._opening = tools.contract.tools if tools else [], list(opening)
+        self._schemas = tools.contract.tools if tools else []
+        self._opening = list(opening)
         tries = EpisodeTries(tools.pool, self._limits) if tools else None
-        self._loop = ToolLoop(chat, tries, tools.format if tools else None, tell)
-        self._conversation, self._leaf = Conversation(), -1
+        self._tool_loop = ToolLoop(chat, tries, tools.format if tools else None, tell)
+        self._conversation = Conversation()
+        # Node of the policy's last turn; -1 before the first.
+        self._leaf = -1
 
     @property
     def length(self) -> int:
@@ -88,13 +91,16 @@ class ChatPlayer(Player):
         return len(self._conversation.tokens(self._leaf)) if self._leaf >= 0 else 0
 
     async def play(self, start: RolloutStart, policy: Policy) -> Rollout:
-        one, limits = self._conversation, self._limits
-        episode = EpisodeState(start, replace(limits, max_turns=one.turns + limits.max_turns), one, self._leaf)
-        self._loop.add(episode, [*([] if one.turns else self._opening), {"role": "user", "content": start.task.text}])
+        conversation = self._conversation
+        limits = replace(self._limits, max_turns=conversation.turns + self._limits.max_turns)
+        episode = EpisodeState(start, limits, conversation, self._leaf)
+        messages: list[Message] = [] if conversation.turns else list(self._opening)
+        messages.append({"role": "user", "content": start.task.text})
+        self._tool_loop.add(episode, messages)
         failure = None
         try:
-            if await self._loop.answer(episode, self._schemas, policy) is None:
-                failure = self._budget_text(episode)
+            if await self._tool_loop.answer(episode, self._schemas, policy) is None:
+                failure = self._explain_budget(episode)
         except EpisodeFailed as error:
             failure = f"the environment failed: {error}"
         except DataError as error:
@@ -103,20 +109,22 @@ class ChatPlayer(Player):
             self._forget_unanswered()
         return episode.rollout(None, EnvironmentFailure("contract", failure) if failure else None)
 
-    def _budget_text(self, episode: EpisodeState) -> str:
+    def _explain_budget(self, episode: EpisodeState) -> str:
         if episode.ending == "max_turns":
             return f"called tools {MAX_CALLS} times without an answer"
         length = len(episode.conversation.tokens(episode.leaf))
-        what = f"the conversation would have {length:,} tokens of {episode.limits.max_length:,}"
-        return f"{what}: begin another with /new"
+        return (
+            f"the conversation would have {length:,} tokens of {episode.limits.max_length:,}: begin another with /new"
+        )
 
     def _forget_unanswered(self) -> None:
         """Remove the messages after the policy's last turn."""
-        one = self._conversation
-        self._leaf = max((index for index, node in enumerate(one.nodes) if node.completion), default=-1)
-        del one.nodes[self._leaf + 1 :]
-        while one.messages and not (one.turns and one.messages[-1]["role"] == "assistant"):
-            one.messages.pop()
+        nodes = self._conversation.nodes
+        messages = self._conversation.messages
+        self._leaf = max((index for index, node in enumerate(nodes) if node.completion), default=-1)
+        del nodes[self._leaf + 1 :]
+        while messages and not (self._conversation.turns and messages[-1]["role"] == "assistant"):
+            messages.pop()
 
 
 class TalkEngines(Engines, Protocol):
@@ -141,10 +149,13 @@ class Talk:
         tools: TalkTools | None = None,
         opening: Sequence[Message] = (),
     ) -> None:
-        self._engines, self._limits, self._id = engines, limits, identity
+        self._engines = engines
+        self._limits = limits
+        self._id = identity
         # Messages, and the rollout that ends an answer.
-        self._told: queue.SimpleQueue[Message | Rollout] = queue.SimpleQueue()
-        self._player = ChatPlayer(chat, limits.max_length, tools, opening, lambda message: self._told.put(message))
+        self._news: queue.SimpleQueue[Message | Rollout] = queue.SimpleQueue()
+        # The queue is looked up at each message: `say` replaces it.
+        self._player = ChatPlayer(chat, limits.max_length, tools, opening, lambda message: self._news.put(message))
         self._runner = RolloutRunner(self._player, engines)
 
     @property
@@ -157,23 +168,31 @@ class Talk:
 
         Raises TalkError; KeyboardInterrupt stops the turn in flight. Either removes the person's last message.
         """
-        limits, task = self._limits, Task("talk", [], text, None)
-        start = RolloutStart(self._id, task, limits.max_new_tokens, limits.temperature, limits.seed, 0)
+        start = RolloutStart(
+            id=self._id,
+            task=Task("talk", [], text, None),
+            max_new_tokens=self._limits.max_new_tokens,
+            temperature=self._limits.temperature,
+            seed=self._limits.seed,
+            group_seed=0,
+        )
         try:
             self._runner.check()
-            self._runner.events.ask(lambda: self._runner.begin([start], self._told.put))
-            while not isinstance(told := self._next(), Rollout):
-                yield told
+            self._runner.events.ask(lambda: self._runner.begin([start], self._news.put))
+            news = self._wait_for_news()
+            while not isinstance(news, Rollout):
+                yield news
+                news = self._wait_for_news()
         except BaseException:
             self._runner.events.run(self._runner.stop([self._id]))
-            self._told = queue.SimpleQueue()
+            self._news = queue.SimpleQueue()
             raise
-        if told.episode and told.episode.failure:
-            raise TalkError(told.episode.failure)
+        if news.episode and news.episode.failure:
+            raise TalkError(news.episode.failure)
 
-    def _next(self) -> Message | Rollout:
+    def _wait_for_news(self) -> Message | Rollout:
         while True:
             with suppress(queue.Empty):
-                return self._told.get(timeout=TICK_S)
+                return self._news.get(timeout=TICK_S)
             self._runner.check()
             self._engines.repair()

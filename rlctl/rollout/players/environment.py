@@ -30,13 +30,15 @@ class EnvironmentPlayer(Player):
         limits: EpisodeLimits,
         tool_format: str | None,
     ) -> None:
-        self._pool, self._contracts, self._tries = pool, contracts, EpisodeTries(pool, limits)
-        self._tools = ToolLoop(
+        self._pool = pool
+        self._contracts = contracts
+        self._tries = EpisodeTries(pool, limits)
+        self._tool_loop = ToolLoop(
             chat,
             self._tries,
             tool_format,
-            spelled=self._tries.note_spelled,
-            unwritten=self._tries.note_unwritten,
+            note_spelled=self._tries.note_spelled,
+            note_unwritten=self._tries.note_unwritten,
         )
         self.several_turns = limits.max_turns > 1
 
@@ -63,11 +65,11 @@ class EnvironmentPlayer(Player):
         except ContractError as error:
             raise DataError(str(error)) from error
         if not messages:
-            what = "the row has no prompt, and reset returned None: there is nothing to answer"
-            raise DataError(f"{what}; return a message from reset, or give the row a column prompt")
-        self._tools.add(episode, messages)
+            problem = "the row has no prompt, and reset returned None: there is nothing to answer"
+            raise DataError(f"{problem}; return a message from reset, or give the row a column prompt")
+        self._tool_loop.add(episode, messages)
         episode.opening = len(messages)
-        while (text := await self._tools.answer(episode, contract.tools, policy)) is not None:
+        while (text := await self._tool_loop.answer(episode, contract.tools, policy)) is not None:
             if not contract.has_step:
                 episode.ending = "answered"
                 break
@@ -75,7 +77,7 @@ class EnvironmentPlayer(Player):
             if answer is None:
                 episode.ending = "done"
                 break
-            self._tools.add(episode, [{"role": "user", "content": answer}])
+            self._tool_loop.add(episode, [{"role": "user", "content": answer}])
         columns = None
         if contract.rewards:
             prompts = episode.messages[: episode.opening]

@@ -66,7 +66,10 @@ class EpisodeState:
 
     def begin(self, now: float) -> None:
         """Begin a try."""
-        self.conversation, self.leaf, self.added, self.opening = Conversation(), -1, [], 0
+        self.conversation = Conversation()
+        self.leaf = -1
+        self.added = []
+        self.opening = 0
         self.began = now
 
     @property
@@ -91,16 +94,16 @@ class EpisodeState:
     def count_calls(self, calls: list[Call]) -> None:
         """Count the tool calls of a turn."""
         self.tool_calls += len(calls)
-        self.malformed_calls += sum(isinstance(each, MalformedCall) for each in calls)
+        self.malformed_calls += sum(isinstance(call, MalformedCall) for call in calls)
 
     def rollout(self, reward: Reward | None, failure: EnvironmentFailure | None) -> Rollout:
         """Return the rollout that has ended; without rows if it failed. Raises nothing."""
-        one = self.conversation
+        conversation = self.conversation
         episode = PlayedEpisode(
             messages=self.messages,
             opening=self.opening,
             ending="failed" if failure else self.ending,
-            turns=one.turns,
+            turns=conversation.turns,
             reward=None if failure else reward,
             failure=str(failure) if failure else None,
             failures=self.failures,
@@ -115,5 +118,5 @@ class EpisodeState:
             counts=self.counts,
             rewritten=self.rewritten or None,
         )
-        finish = one.completions[-1].finish if one.turns else "stop"
-        return Rollout(self.start.id, [] if failure else one.rows(), finish, episode=episode)
+        finish = conversation.completions[-1].finish if conversation.turns else "stop"
+        return Rollout(self.start.id, [] if failure else conversation.rows(), finish, episode=episode)

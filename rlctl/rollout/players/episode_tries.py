@@ -33,10 +33,11 @@ class EpisodeTries:
     """Plays episodes of one pool within budgets, each again after a failure while tries are left."""
 
     def __init__(self, pool: EnvironmentPool, limits: EpisodeLimits) -> None:
-        self.pool, self.limits = pool, limits
+        self.pool = pool
+        self.limits = limits
         self.last_step = 0.0
         # Time of each action without an answer, by episode.
-        self._asked: dict[RolloutId, float] = {}
+        self._waits_since: dict[RolloutId, float] = {}
 
     async def play(self, start: RolloutStart, attempt: Callable[[EpisodeState], Awaitable[Reward | None]]) -> Rollout:
         """Play an episode, again after a failure while tries are left; return it. attempt: one try from the task."""
@@ -56,8 +57,8 @@ class EpisodeTries:
                     self.pool.failures.add("rollout", failure, fate=_EPISODE_LEFT_OUT)
                     return episode.rollout(None, failure)
         finally:
-            self._asked.pop(start.id, None)
-            # Without effect where a failure ended it.
+            self._waits_since.pop(start.id, None)
+            # Without effect where a failure ended the episode.
             self.pool.close(start.id)
 
     async def ask(
@@ -67,14 +68,14 @@ class EpisodeTries:
 
         waits: the episode waits for nothing else, so that the time is the environment's.
         """
-        asked = _now()
+        begin = _now()
         if waits:
-            self._asked[episode.start.id] = asked
+            self._waits_since[episode.start.id] = begin
         await done(action)
         self.last_step = _now()
         if waits:
-            episode.environment_s += self.last_step - asked
-            self._asked.pop(episode.start.id, None)
+            episode.environment_s += self.last_step - begin
+            self._waits_since.pop(episode.start.id, None)
         answer = POOL_CLOSED if action.cancelled() else action.result()
         if isinstance(answer, EnvironmentFailure):
             raise EpisodeFailed(answer)
@@ -82,35 +83,37 @@ class EpisodeTries:
 
     def describe(self) -> str:
         """Return how many episodes wait for their environment, and since when; empty if none does."""
-        asked = list(self._asked.values())
-        if not asked:
+        begin_times = list(self._waits_since.values())
+        if not begin_times:
             return ""
-        longest = self.pool.events.now() - min(asked)
-        return f"; {len(asked)} episodes wait for their environment, the longest for {longest:.0f} s"
+        longest_s = self.pool.events.now() - min(begin_times)
+        return f"; {len(begin_times)} episodes wait for their environment, the longest for {longest_s:.0f} s"
 
     def note_spelled(self, episode: EpisodeState, spelled: list[str]) -> None:
         """Count control tokens that were spelled to the policy; the first of an environment is told."""
         episode.spelled += len(spelled)
         if spelled:
-            what = f"spells {spelled[0]}, which is encoded as text and not as that control token"
-            mend = "counted in environment/spelled_tokens; data.special_tokens=allow makes tokens of them"
-            self.pool.failures.note(self.pool.key_of(episode.start.task.row), f"{what}; {mend}")
+            cause = f"spells {spelled[0]}, which is encoded as text and not as that control token"
+            remedy = "counted in environment/spelled_tokens; data.special_tokens=allow makes tokens of them"
+            self.pool.failures.note(self.pool.key_of(episode.start.task.row), f"{cause}; {remedy}")
 
     def note_unwritten(self, episode: EpisodeState, count: int) -> None:
         """Count messages that the chat template leaves out; the first of an environment or agent is told."""
         episode.unwritten += count
         if count:
             key = self.pool.key_of(episode.start.task.row)
-            what = "the chat template leaves some out, and the model does not see them; set another data.chat_template"
-            self.pool.failures.note(f"{key}'s messages", f"{what}; counted in environment/unwritten_messages")
+            text = "the chat template leaves some out, and the model does not see them; set another data.chat_template"
+            self.pool.failures.note(f"{key}'s messages", f"{text}; counted in environment/unwritten_messages")
 
     def _refuse_too_long(self, episode: EpisodeState, rollout: Rollout) -> Rollout:
         """Replace a rollout that no micro-batch holds by a failed one, and tell the first; leave any other."""
-        most, tokens, rows = self.limits.max_trained, rollout.num_tokens, len(rollout.rows)
-        if most is None or rows < 2 or tokens <= most or rollout.id.purpose != "train":
+        limit = self.limits.max_trained
+        num_rows = len(rollout.rows)
+        if limit is None or num_rows < 2 or rollout.num_tokens <= limit or rollout.id.purpose != "train":
             return rollout
-        cause = f"rows of an episode have more tokens than a micro-batch, {most}, and grpo.loss needs whole rollouts"
-        remedy = f"{rows} rows of {tokens}; raise trainer.micro_batch_tokens or lower environment.max_turns"
+        cause = f"rows of an episode have more tokens than a micro-batch, {limit}, and grpo.loss needs whole rollouts"
+        sizes = f"{num_rows} rows of {rollout.num_tokens}"
+        remedy = f"{sizes}; raise trainer.micro_batch_tokens or lower environment.max_turns"
         failure = EnvironmentFailure("too_long", cause, remedy)
         self.pool.failures.add("history", failure, fate=_EPISODE_LEFT_OUT)
         return episode.rollout(None, failure)

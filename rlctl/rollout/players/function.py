@@ -40,8 +40,10 @@ class FunctionPlayer(Player):
         must_value: bool = False,
         vocabulary: int = 1 << 31,
     ) -> None:
-        self.chat, self.tries = chat, EpisodeTries(pool, limits)
-        self.must_value, self.vocabulary = must_value, vocabulary
+        self.chat = chat
+        self.tries = EpisodeTries(pool, limits)
+        self.must_value = must_value
+        self.vocabulary = vocabulary
         self.several_turns = limits.max_turns > 1
 
     @property
@@ -68,7 +70,8 @@ class FunctionCall:
     """One call of a function, as the driver sees it."""
 
     def __init__(self, player: FunctionPlayer, episode: EpisodeState, policy: Policy) -> None:
-        self._player, self._episode = player, episode
+        self._player = player
+        self._episode = episode
         self._call = RunningCall[FunctionMessage, FunctionSample](player.tries, episode, policy)
         # Samples not taken yet, in the order of the requests, and the number of answers sent.
         self._samples: deque[FunctionSample] = deque()
@@ -81,7 +84,8 @@ class FunctionCall:
 
         No engine samples for the call any more then: the same requests may be submitted again.
         """
-        self._episode.ending, self._episode.opening = "done", 0
+        self._episode.ending = "done"
+        self._episode.opening = 0
         async with self._call:
             self._begin_call()
             while True:
@@ -153,19 +157,20 @@ class FunctionCall:
     def _attach(self, sample: FunctionSample) -> None:
         """Put a sample that the function took into the tree: below the longest path that its prompt begins with."""
         episode = self._episode
-        one = episode.conversation
+        conversation = episode.conversation
         answer = sample.answer
         chat = self._player.chat
         if not isinstance(answer, Completion):
-            episode.ending = answer if episode.ending == "done" and answer else episode.ending
+            if answer and episode.ending == "done":
+                episode.ending = answer
             return
-        length, parent = one.longest_beginning(sample.prompt)
+        length, parent = conversation.longest_beginning(sample.prompt)
         if parent is None or length < len(sample.prompt):
-            parent = one.add_context(sample.prompt[length:], parent)
-            one.messages.append({"role": "user", "content": chat.turn_text(sample.prompt[length:])})
+            parent = conversation.add_context(sample.prompt[length:], parent)
+            conversation.messages.append({"role": "user", "content": chat.turn_text(sample.prompt[length:])})
             episode.opening = episode.opening or 1
-        one.add_turn(answer, parent)
-        one.messages.append({"role": "assistant", "content": chat.turn_text(answer.tokens.tolist())})
+        conversation.add_turn(answer, parent)
+        conversation.messages.append({"role": "assistant", "content": chat.turn_text(answer.tokens.tolist())})
 
 
 def _function_answer(answer: Completion | Ending) -> Sampled | None:

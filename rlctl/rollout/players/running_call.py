@@ -21,11 +21,13 @@ class RunningCall(Generic[Message, Sample]):
     """Actions and samples of one call that are in flight. Use it in an `async with`, which ends them."""
 
     def __init__(self, tries: EpisodeTries, episode: EpisodeState, policy: Policy) -> None:
-        self._tries, self._episode, self._policy = tries, episode, policy
+        self._tries = tries
+        self._episode = episode
+        self._policy = policy
         # Actions that the process has not replied to, oldest first.
         self._actions: deque[asyncio.Task[Message]] = deque()
         self._sampling: dict[asyncio.Task[Completion], Sample] = {}
-        # Number of the next turn: of those that engines were asked for.
+        # Number of turns that engines were asked for.
         self.turns = 0
 
     @property
@@ -69,15 +71,16 @@ class RunningCall(Generic[Message, Sample]):
         if kind is None or issubclass(kind, Exception | asyncio.CancelledError):
             for action in self._actions:
                 action.cancel()
-            await _all_ended([*self._sampling, *self._actions])
+            await _wait_until_ended([*self._sampling, *self._actions])
 
 
-async def _all_ended(tasks: Collection["asyncio.Task[Any]"]) -> None:
+async def _wait_until_ended(tasks: Collection["asyncio.Task[Any]"]) -> None:
     """Wait until tasks have ended; cancel them if the wait is cancelled."""
     if not tasks:
         return
     try:
-        if (own := asyncio.current_task()) and own.cancelling():
+        this_task = asyncio.current_task()
+        if this_task and this_task.cancelling():
             raise asyncio.CancelledError
         await asyncio.wait(tasks)
     except asyncio.CancelledError:

@@ -9,6 +9,11 @@ class SingleTurnPlayer(Player):
     """Plays rollouts of one prompt and one answer."""
 
     async def play(self, start: RolloutStart, policy: Policy) -> Rollout:
-        own = RequestId(start.id)
-        request = TurnRequest(own, start.task.tokens, start.max_new_tokens, start.temperature, start.seed)
-        return Rollout.of_turn(request, await policy.sample(request))
+        request = TurnRequest(
+            id=RequestId(start.id),
+            prompt_tokens=start.task.tokens,
+            max_new_tokens=start.max_new_tokens,
+            temperature=start.temperature,
+            seed=start.seed,
+        )
+        return Rollout.from_turn(request, await policy.sample(request))

@@ -32,16 +32,17 @@ class ToolLoop:
     tool_format: str | None
     # Takes each message of the policy and of a tool as it comes.
     tell: Callable[[Message], None] = lambda message: None
-    # Takes control tokens that were spelled to the policy, and the number of messages that it does not see.
-    spelled: Callable[[EpisodeState, list[str]], None] = lambda episode, spelled: None
-    unwritten: Callable[[EpisodeState, int], None] = lambda episode, count: None
+    # Takes control tokens that were spelled to the policy.
+    note_spelled: Callable[[EpisodeState, list[str]], None] = lambda episode, spelled: None
+    # Takes the number of messages that the chat template leaves out.
+    note_unwritten: Callable[[EpisodeState, int], None] = lambda episode, count: None
     trials: UnwrittenMessages = field(default_factory=UnwrittenMessages)
 
     def add(self, episode: EpisodeState, messages: list[Message]) -> None:
         """Say something to the policy."""
         episode.added += messages
         if episode.leaf >= 0:
-            self.spelled(episode, self.chat.find_spelled(messages))
+            self.note_spelled(episode, self.chat.find_spelled(messages))
 
     async def answer(self, episode: EpisodeState, tools: list[Schema], policy: Policy) -> str | None:
         """Play until a turn has no call, and return it; None where a budget ended the episode, which has the ending.
@@ -49,7 +50,8 @@ class ToolLoop:
         Raises DataError for messages that the chat template refuses, EpisodeFailed if a tool's process fails.
         """
         while episode.conversation.turns < episode.limits.max_turns:
-            tokens, turn = self._prompt(episode, tools), episode.conversation.turns
+            tokens = self._extend_prompt(episode, tools)
+            turn = episode.conversation.turns
             if ending := episode.used_up(turn, len(tokens), asyncio.get_running_loop().time()):
                 episode.ending = ending
                 return None
@@ -64,35 +66,40 @@ class ToolLoop:
                 return text
             episode.count_calls(calls)
             results = await self.tries.ask(episode, self.tries.pool.call(episode.start.id, calls))
-            episode.tool_errors += sum(each.failed for each in results)
-            episode.tool_raised += sum(bool(each.raised) for each in results)
-            self.add(episode, answers := [each.message() for each in results])
-            for each in answers:
-                self.tell(each)
+            episode.tool_errors += sum(result.failed for result in results)
+            episode.tool_raised += sum(bool(result.raised) for result in results)
+            tool_messages = [result.message() for result in results]
+            self.add(episode, tool_messages)
+            for tool_message in tool_messages:
+                self.tell(tool_message)
         episode.ending = "max_turns"
         return None
 
-    def _prompt(self, episode: EpisodeState, tools: list[Schema]) -> list[int]:
+    def _extend_prompt(self, episode: EpisodeState, tools: list[Schema]) -> list[int]:
         """Move the added messages into the conversation, and return the tokens of the next turn's prompt."""
-        one, added, episode.added = episode.conversation, episode.added, []
+        conversation = episode.conversation
         chat = chat_of_row(self.chat, episode.start.task.row)
-        before = list(one.messages)
-        one.messages += added
+        earlier_messages = list(conversation.messages)
+        added = episode.added
+        episode.added = []
+        conversation.messages += added
         if episode.leaf < 0:
-            episode.leaf = one.add_context(self._rendered(episode, tools), None)
-            self.unwritten(episode, len(self.trials.find_roles(chat, added, tools)))
-            return one.tokens(episode.leaf)
-        last = one.completions[-1].tokens.tolist()
-        link = chat.link(before[:-1], added, tools).tokens_after(last, frozenset(chat.ends.stops))
-        self.unwritten(episode, len(self.trials.find_roles(chat, added, tools, follows_turn=True)))
-        tokens = one.tokens(episode.leaf) + link
-        if episode.limits.history == "strip" and (rendered := self._rendered(episode, tools)) != tokens:
-            episode.leaf = one.add_context(rendered, None)
-            return rendered
-        episode.leaf = one.add_context(link, episode.leaf)
+            episode.leaf = conversation.add_context(self._render_conversation(episode, tools), None)
+            self.note_unwritten(episode, len(self.trials.find_roles(chat, added, tools)))
+            return conversation.tokens(episode.leaf)
+        last_turn = conversation.completions[-1].tokens.tolist()
+        link = chat.link(earlier_messages[:-1], added, tools).tokens_after(last_turn, frozenset(chat.ends.stops))
+        self.note_unwritten(episode, len(self.trials.find_roles(chat, added, tools, follows_turn=True)))
+        tokens = conversation.tokens(episode.leaf) + link
+        if episode.limits.history == "strip":
+            rendered = self._render_conversation(episode, tools)
+            if rendered != tokens:
+                episode.leaf = conversation.add_context(rendered, None)
+                return rendered
+        episode.leaf = conversation.add_context(link, episode.leaf)
         return tokens
 
-    def _rendered(self, episode: EpisodeState, tools: list[Schema]) -> list[int]:
+    def _render_conversation(self, episode: EpisodeState, tools: list[Schema]) -> list[int]:
         """Return the whole conversation as the template writes it. Raises DataError for messages that it refuses."""
         try:
             chat = chat_of_row(self.chat, episode.start.task.row)
@@ -103,5 +110,5 @@ class ToolLoop:
             reason = shortened(f"{type(error).__name__}: {error}")
             raise DataError(f"the chat template refuses the messages of this episode: {reason}") from error
         if episode.leaf < 0:
-            self.spelled(episode, prompt.spelled)
+            self.note_spelled(episode, prompt.spelled)
         return prompt.tokens

@@ -41,7 +41,7 @@ class Asked:
         self.events = VirtualEvents()
         self.requests, self.finished = list[TurnRequest](), list[RolloutId]()
 
-    async def sample_turn(self, request: TurnRequest, *, ahead: bool = False, more: bool = False) -> Completion:
+    async def sample_turn(self, request: TurnRequest, *, ahead: bool = False, turns_follow: bool = False) -> Completion:
         self.requests.append(request)
         return Completion(np.zeros(1, np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), "stop")
 

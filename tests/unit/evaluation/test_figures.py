@@ -23,7 +23,7 @@ def rollout(task: str, index: int, value: float | None, length: int = 3, cut: bo
     columns = np.zeros(length, np.int32), np.zeros(length, np.float32), np.zeros(length, np.int32)
     failed = "exact: raised KeyError: 'x'" if value is None else None
     score = Score(value, {"exact": value}, failed, right=value == 1.0)
-    return replace(Rollout.of_turn(request, Completion(*columns, "length" if cut else "stop")), score=score)
+    return replace(Rollout.from_turn(request, Completion(*columns, "length" if cut else "stop")), score=score)
 
 
 def group(name: str, *values: float | None) -> RolloutGroup:

@@ -37,7 +37,7 @@ def group(name: str, values: list[float | None]) -> RolloutGroup:
     for i, value in enumerate(values):
         answer = Completion(np.full(3, i, np.int32), np.full(3, -0.5, np.float32), np.zeros(3, np.int32), "stop")
         request = turn(0, i, task.tokens)
-        whole = Rollout.of_turn(request, answer)
+        whole = Rollout.from_turn(request, answer)
         identity = replace(whole.id, task=name)
         rollouts.append(replace(whole, id=identity, score=Score(value, {}, None, False)))
     return RolloutGroup(task, rollouts)

@@ -15,7 +15,7 @@ from tests.turns import turn
 
 def rollout(turns: int, reward: float | None, ending: Any, calls: int = 0, errors: int = 0, tries: int = 0) -> Rollout:
     answer = Completion(np.array([8], np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), "stop")
-    one = Rollout.of_turn(turn(0), answer)
+    one = Rollout.from_turn(turn(0), answer)
     played = PlayedEpisode([], 0, ending, turns, reward, None, tries, 0.5 * turns, calls, errors, errors, 0, errors)
     return replace(one, rows=one.rows * (ending != "failed"), episode=played, score=Score(reward, {}, None, False))
 

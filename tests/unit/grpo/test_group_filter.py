@@ -33,7 +33,7 @@ def group(name: str, *rollouts: tuple[float | None, bool, bool]) -> RolloutGroup
     task, found = Task(name, [7, 8], "?", "!"), []
     for index, (value, right, cut) in enumerate(rollouts):
         answer = Completion(np.full(3, index, np.int32), np.full(3, -0.5, np.float32), np.zeros(3, np.int32), "stop")
-        one = Rollout.of_turn(turn(0, index, task.tokens), replace(answer, finish="length" if cut else "stop"))
+        one = Rollout.from_turn(turn(0, index, task.tokens), replace(answer, finish="length" if cut else "stop"))
         score = Score(value, {}, None, right)
         found.append(replace(one, id=replace(one.id, task=name), score=score))
     return RolloutGroup(task, found)

@@ -46,7 +46,7 @@ def test_advantages_that_differ_within_a_rollout_are_told_by_mean_and_range() ->
 def test_every_turn_is_a_text_of_its_own_marked_as_sampled_or_given() -> None:
     task = Task("t", [7, 8], "prompt", "!")
     completion = Completion(np.array([1, 2], np.int32), np.zeros(2, np.float32), np.zeros(2, np.int32), "stop")
-    one = Rollout.of_turn(turn(0, 0, task.tokens), completion)
+    one = Rollout.from_turn(turn(0, 0, task.tokens), completion)
     row = TrajectoryRow(
         np.array([7, 8, 1, 2, 30, 31, 5], np.int32),
         np.array([0, 0, 1, 1, 0, 0, 1], np.bool_),
@@ -75,7 +75,7 @@ def test_exact_tokens_come_back_bit_for_bit_with_their_log_probs_and_versions() 
                 tokens = draws.integers(0, 250_000, n).astype(np.int32)
                 rows.append(TrajectoryRow(tokens, sampled, log_probs, versions, np.zeros(n, np.int16)))
             completion = Completion(np.array([1], np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), "stop")
-            rollouts.append(replace(Rollout.of_turn(turn(index, 0, [7]), completion), rows=rows))
+            rollouts.append(replace(Rollout.from_turn(turn(index, 0, [7]), completion), rows=rows))
         groups.append(RolloutGroup(Task(name, [7], "", "!"), rollouts))
     for group_, record in zip(groups, group_records(groups, decode, "kept")):
         found = unpack(json.loads(json.dumps(record)))
@@ -98,6 +98,6 @@ def test_tokens_of_a_file_of_an_earlier_version_are_none_and_damaged_ones_an_err
 def test_a_rollout_that_began_otherwise_than_its_task_is_shown_whole() -> None:
     task = Task("t", [7, 8], "prompt", "!")
     completion = Completion(np.array([1], np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), "length")
-    other = Rollout.of_turn(turn(0, 0, [7, 9]), completion)
+    other = Rollout.from_turn(turn(0, 0, [7, 9]), completion)
     (record,) = group_records([RolloutGroup(task, [other])], decode)
     assert record["rollouts"][0]["text"] == [("7 9", False), ("1", True)]

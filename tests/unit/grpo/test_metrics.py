@@ -47,7 +47,7 @@ def group(prompt: int, rollouts: list[tuple[int, float | None, Finish]]) -> Roll
     for index, (length, value, finish) in enumerate(rollouts):
         zeros = np.zeros(length, np.int32)
         answer = Completion(zeros, np.zeros(length, np.float32), zeros, finish)
-        rollout = Rollout.of_turn(turn(0, index, task.tokens), answer)
+        rollout = Rollout.from_turn(turn(0, index, task.tokens), answer)
         found.append(replace(rollout, score=Score(value, {"exact": value}, None, value == 1.0)))
     return RolloutGroup(task, found)
 

@@ -37,7 +37,7 @@ def group(*lengths: int) -> RolloutGroup:
     answers = [
         Completion(np.zeros(n, np.int32), np.zeros(n, np.float32), np.zeros(n, np.int32), "stop") for n in lengths
     ]
-    return RolloutGroup(task, [Rollout.of_turn(turn(0, index, [7, 8]), one) for index, one in enumerate(answers)])
+    return RolloutGroup(task, [Rollout.from_turn(turn(0, index, [7, 8]), one) for index, one in enumerate(answers)])
 
 
 def score(groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:

@@ -18,7 +18,7 @@ def rollout(group: int, index: int, length: int, version: int, score: Score | No
     numbers = np.arange(length, dtype=np.int32)
     log_probs = (-numbers / 3).astype(np.float32)
     completion = Completion(numbers, log_probs, np.full(length, version, np.int32), "length")
-    whole = Rollout.of_turn(turn(group, index, [9] * group), completion)
+    whole = Rollout.from_turn(turn(group, index, [9] * group), completion)
     return replace(whole, score=score)
 
 

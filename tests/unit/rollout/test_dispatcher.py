@@ -3,9 +3,10 @@ queue."""
 
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from itertools import chain
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -43,40 +44,43 @@ class Stage:
 
     def __init__(self, engines: int, at_a_time: int, together: bool = False) -> None:
         FakeWorker.forget_all()
-        self.told: list[tuple[str, dict[str, Any]]] = []
+        self.emitted: list[tuple[str, dict[str, Any]]] = []
         self.answers: list[Answer] = []
-        self.again: list[RolloutId] = []
+        self.restarted: list[RolloutId] = []
         self.happen: Callable[[], None] = self.all_go_on
         self.events = VirtualEvents(lambda: self.happen())
         spec: Any = SimpleNamespace(
             kind="vllm", tensor_parallel_size=1, max_num_seqs=at_a_time, sleeps=True, dtype="float32", version=-1
         )
-        emit = lambda kind, **what: self.told.append((kind, what))  # noqa: E731
-        self.pool = GeneratorPool(spec, [EngineSlot({})] * engines, "", DEADLINE, 3, emit)
+        self.pool = GeneratorPool(spec, [EngineSlot({})] * engines, "", DEADLINE, 3, self.emit)
         refit: Any = FakeRefit(lambda: "", lambda: None)
         self.pool.connect(refit)
         self.pool.sync(0)
-        self.dispatcher = RolloutDispatcher(self.pool, RUN, emit, self.events, together=together)
-        self.dispatcher.restarted = self.restarted
+        self.dispatcher = RolloutDispatcher(self.pool, RUN, self.emit, self.events, together=together)
+        self.dispatcher.restarted = self.note_restarted
         self.runner = RolloutRunner(SingleTurnPlayer(), self.dispatcher)
         self.tasks: dict[RequestId, Any] = {}
 
-    async def restarted(self, rollouts: list[RolloutId]) -> None:
-        self.again += rollouts
+    def emit(self, kind: str, **fields: Any) -> None:
+        self.emitted.append((kind, fields))
 
-    def submit(self, requests: Sequence[TurnRequest], ahead: bool = False, more: bool = False) -> None:
+    async def note_restarted(self, rollouts: list[RolloutId]) -> None:
+        self.restarted += rollouts
+
+    def submit(self, requests: Sequence[TurnRequest], ahead: bool = False, turns_follow: bool = False) -> None:
         """Await the turns of these requests, each in a task, and hand them out."""
 
         async def sample(request: TurnRequest) -> None:
-            self.answers.append((request, await self.dispatcher.sample_turn(request, ahead=ahead, more=more)))
+            completion = await self.dispatcher.sample_turn(request, ahead=ahead, turns_follow=turns_follow)
+            self.answers.append((request, completion))
 
-        for each in requests:
-            self.tasks[each.id] = self.events.loop.create_task(sample(each))
+        for request in requests:
+            self.tasks[request.id] = self.events.loop.create_task(sample(request))
         self.go_on()
 
     def cancel(self, requests: Sequence[TurnRequest]) -> None:
-        for each in requests:
-            self.tasks[each.id].cancel()
+        for request in requests:
+            self.tasks[request.id].cancel()
         self.go_on()
 
     def finish(self, rollouts: Sequence[RolloutId]) -> None:
@@ -95,14 +99,14 @@ class Stage:
                 worker.engine.step()  # type: ignore[attr-defined]
         self.events.let_pass(seconds)
 
-    def at(self, index: int) -> list[tuple[int, int]]:
-        """(group, index) of the turns that an engine samples, in its order."""
+    def list_sampling(self, index: int) -> list[tuple[int, int]]:
+        """Return (group, index) of the turns that an engine samples, in its order."""
         worker: Any = self.pool.engines[index]
-        ids = [each.id.rollout for each in worker.engine.active]
-        return [(each.group, each.index) for each in ids]
+        rollouts = [request.id.rollout for request in worker.engine.active]
+        return [(rollout.group, rollout.index) for rollout in rollouts]
 
     @property
-    def answered(self) -> list[RequestId]:
+    def answered_ids(self) -> list[RequestId]:
         return [request.id for request, _ in self.answers]
 
 
@@ -111,6 +115,11 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generator_pool, "Worker", FakeWorker)
     answer(monkeypatch, lambda request: request.max_new_tokens)
     monkeypatch.setattr(active_requests, "GATHER_S", 0.0)
+
+
+def turns_of_groups(groups: Iterable[int], size: int, longest: int) -> list[TurnRequest]:
+    """Return the requests of the groups with these numbers."""
+    return list(chain.from_iterable(turns(group, size, [1], longest) for group in groups))
 
 
 groups = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 64)), min_size=1, max_size=30)
@@ -122,14 +131,15 @@ groups = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 64)), min_size=1, 
 @given(groups, st.integers(1, 4))
 def test_groups_stay_whole_in_order_and_loads_are_even(shape: list[tuple[int, int]], engines: int) -> None:
     stage = Stage(engines, at_a_time=1000)
-    requests = [one for i, (size, longest) in enumerate(shape) for one in turns(i, size, [1], longest)]
+    requests: list[TurnRequest] = []
+    for group, (size, longest) in enumerate(shape):
+        requests += turns(group, size, [1], longest)
     stage.submit(requests)
-    shares = [stage.at(index) for index in range(engines)]
-    assert sorted(one for share in shares for one in share) == sorted(
-        (i, n) for i, (size, _) in enumerate(shape) for n in range(size)
-    )
+    shares = [stage.list_sampling(index) for index in range(engines)]
+    expected = [(request.id.rollout.group, request.id.rollout.index) for request in requests]
+    assert sorted(chain.from_iterable(shares)) == sorted(expected)
     assert all(share == sorted(share) for share in shares)
-    assert len({group for share in shares for group in {g for g, _ in share}}) == len(shape)
+    assert sum(len({group for group, _ in share}) for share in shares) == len(shape)
     loads = [sum(shape[group][1] for group, _ in share) for share in shares]
     # List scheduling (Graham 1966): at most the mean and the costliest group.
     costliest = max(size * longest for size, longest in shape)
@@ -141,34 +151,36 @@ def test_an_engine_gets_what_it_decodes_at_a_time_and_room_as_each_rollout_ends(
     short = [turn(0, 0, longest=1), turn(0, 1, longest=5)]
     stage.submit([*short, *turns(1, 2, [1], 5), *turns(2, 2, [1], 5)])
     # Two are fewer than three, so a second group begins; four are not.
-    assert stage.at(0) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert stage.list_sampling(0) == [(0, 0), (0, 1), (1, 0), (1, 1)]
     stage.all_go_on()
-    assert stage.answered == [turn(0, 0).id]
-    assert (2, 0) not in stage.at(0)
+    assert stage.answered_ids == [turn(0, 0).id]
+    assert (2, 0) not in stage.list_sampling(0)
     for _ in range(4):
         stage.all_go_on()
-    assert len(stage.answers) == 4 and stage.at(0) == [(2, 0), (2, 1)]
+    assert len(stage.answers) == 4 and stage.list_sampling(0) == [(2, 0), (2, 1)]
 
 
 def test_turns_of_a_rollout_that_are_submitted_together_go_to_the_engine_that_has_its_prefix() -> None:
     stage = Stage(2, at_a_time=4)
-    first, other = turn(0, 0), turn(1, 0)
-    waves = [[replace(each, id=RequestId(each.id.rollout, number)) for number in range(6)] for each in (first, other)]
+    waves = []
+    for first in (turn(0, 0), turn(1, 0)):
+        waves.append([replace(first, id=RequestId(first.id.rollout, number)) for number in range(6)])
     for wave in waves:
-        stage.submit(wave[:3], more=True)
-    assert [set(stage.at(index)) for index in range(2)] == [{(0, 0)}, {(1, 0)}]
+        stage.submit(wave[:3], turns_follow=True)
+    assert [set(stage.list_sampling(index)) for index in range(2)] == [{(0, 0)}, {(1, 0)}]
     for wave in waves[::-1]:
-        stage.submit(wave[3:], more=True)
-    assert [stage.at(index) for index in range(2)] == [[(0, 0)] * 6, [(1, 0)] * 6]
+        stage.submit(wave[3:], turns_follow=True)
+    assert [stage.list_sampling(index) for index in range(2)] == [[(0, 0)] * 6, [(1, 0)] * 6]
 
 
 def test_validation_goes_ahead_of_what_waits_and_each_gets_its_own_answers() -> None:
     stage = Stage(1, at_a_time=2)
-    stage.submit([one for group in range(6) for one in turns(group, 2, [1], 4)])
-    found = stage.dispatcher.sample(stage.runner, SAMPLING, TASKS, 0)
-    assert [group.task for group in found] == TASKS
-    assert [[one.id.index for one in group.rollouts] for group in found] == [[0, 1]] * 3
-    assert all(one.id.purpose == "validation" and one.num_sampled == 8 for g in found for one in g.rollouts)
+    stage.submit(turns_of_groups(range(6), 2, 4))
+    validated = stage.dispatcher.sample(stage.runner, SAMPLING, TASKS, 0)
+    assert [group.task for group in validated] == TASKS
+    assert [[rollout.id.index for rollout in group.rollouts] for group in validated] == [[0, 1]] * 3
+    for group in validated:
+        assert all(rollout.id.purpose == "validation" and rollout.num_sampled == 8 for rollout in group.rollouts)
     # Running requests went on; waiting ones still wait.
     assert {request.id.rollout.group for request, _ in stage.answers} == {0}
     assert (
@@ -177,49 +189,52 @@ def test_validation_goes_ahead_of_what_waits_and_each_gets_its_own_answers() -> 
 
 
 def test_a_validation_outlives_its_engine() -> None:
-    stage, lost = Stage(2, at_a_time=4), list[bool]()
+    stage = Stage(2, at_a_time=4)
+    is_lost = False
 
     def kill_one() -> None:
-        if not lost and stage.at(0):
-            lost.append(True)
+        nonlocal is_lost
+        if not is_lost and stage.list_sampling(0):
+            is_lost = True
             stage.pool.engines[0].kill()
         stage.all_go_on()
 
     stage.happen = kill_one
-    found = stage.dispatcher.sample(stage.runner, SAMPLING, TASKS, 0)
-    assert lost and [len(group.rollouts) for group in found] == [2, 2, 2]
-    assert [kind for kind, _ in stage.told if kind != "warning"] == ["engine_lost", "engine_restarted"]
+    validated = stage.dispatcher.sample(stage.runner, SAMPLING, TASKS, 0)
+    assert is_lost and [len(group.rollouts) for group in validated] == [2, 2, 2]
+    assert [kind for kind, _ in stage.emitted if kind != "warning"] == ["engine_lost", "engine_restarted"]
 
 
-@pytest.mark.parametrize("what", ["validation", "step"])
-def test_a_lost_engine_is_replaced_at_the_moment_of_its_loss(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    stage, replaced = Stage(2, at_a_time=4), list[float]()
+@pytest.mark.parametrize("waits_for", ["validation", "step"])
+def test_a_lost_engine_is_replaced_at_the_moment_of_its_loss(waits_for: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage(2, at_a_time=4)
+    replaced_at: list[float] = []
     config = load("grpo", None, ["grpo.num_prompts_per_step=3", "grpo.num_generations_per_prompt=2"]).settled.config
     source = TaskSource(TASKS, Cursor(len(TASKS), 0, False))
     buffer = RolloutBuffer(config, source, stage.dispatcher, stage.runner, list, lambda kind, **fields: None)
 
     def kill_one() -> None:
-        if not replaced and stage.at(0):
+        if not replaced_at and stage.list_sampling(0):
             stage.pool.engines[0].kill()
         for worker in stage.pool.engines:
             if stage.events.time > 0.25:
                 worker.engine.step()  # type: ignore[attr-defined]
         stage.events.go_on()
 
-    def another(spec: Any) -> FakeWorker:
-        replaced.append(stage.events.time)
+    def start_worker(spec: Any) -> FakeWorker:
+        replaced_at.append(stage.events.time)
         return FakeWorker(spec)
 
-    monkeypatch.setattr(generator_pool, "Worker", another)
+    monkeypatch.setattr(generator_pool, "Worker", start_worker)
     stage.happen = kill_one
     # The wait looks around at 0.6. The engine's call fails at 0.25.
     stage.events.let_pass(0.1)
-    if what == "step":
+    if waits_for == "step":
         buffer.admit(0)
         groups = buffer.take(0, lambda name: nullcontext())
     else:
         groups = stage.dispatcher.sample(stage.runner, SAMPLING, TASKS, 0)
-    assert replaced == [0.25] and [len(group.rollouts) for group in groups] == [2, 2, 2]
+    assert replaced_at == [0.25] and [len(group.rollouts) for group in groups] == [2, 2, 2]
 
 
 def test_a_validation_that_gets_nothing_is_explained_and_ends_at_its_deadline() -> None:
@@ -234,30 +249,29 @@ def test_a_validation_that_gets_nothing_is_explained_and_ends_at_its_deadline() 
     stage.happen = nothing_comes
     with pytest.raises(RuntimeError, match=r"waited 10 s for engine-0 .* generation\.max_restarts=3 are used up"):
         stage.dispatcher.sample(stage.runner, SAMPLING, TASKS, 0)
-    warnings = [what["what"] for kind, what in stage.told if kind == "warning"]
-    assert any(
-        "s without a new group: validation waits for 6 rollouts; engine-0 samples 4" in what for what in warnings
-    )
+    warnings = [fields["what"] for kind, fields in stage.emitted if kind == "warning"]
+    wait = "s without a new group: validation waits for 6 rollouts; engine-0 samples 4"
+    assert any(wait in warning for warning in warnings)
 
 
 def test_sampling_on_a_sleeping_pool_is_an_error() -> None:
     stage = Stage(1, at_a_time=4)
     stage.pool.asleep = True
     stage.submit([turn(0)])
-    said = "the generator sleeps: sync it with the trainer before it samples"
-    assert str(stage.tasks[turn(0).id].exception()) == said
+    refusal = "the generator sleeps: sync it with the trainer before it samples"
+    assert str(stage.tasks[turn(0).id].exception()) == refusal
     with pytest.raises(RuntimeError, match="the generator sleeps"):
         stage.dispatcher.sample(stage.runner, SAMPLING, TASKS, 0)
 
 
 def test_a_turn_that_is_cancelled_is_answered_no_more_wherever_it_was() -> None:
     stage = Stage(1, at_a_time=2)
-    requests = [one for group in range(3) for one in turns(group, 2, [1], 3)]
+    requests = turns_of_groups(range(3), 2, 3)
     stage.submit(requests)
     stage.cancel(requests[:4])
     for _ in range(6):
         stage.all_go_on()
-    assert set(stage.answered) == {request.id for request in requests[4:]}
+    assert set(stage.answered_ids) == {request.id for request in requests[4:]}
     assert all(task.done() for task in stage.tasks.values())
 
 
@@ -280,7 +294,7 @@ def test_a_cancelled_turn_ends_when_its_engine_confirms_and_begins_again_unharme
     stage.submit([request])
     for _ in range(4):
         stage.all_go_on()
-    assert stage.answered == [request.id]
+    assert stage.answered_ids == [request.id]
 
 
 def test_a_cancelled_turn_ends_when_its_engine_is_lost() -> None:
@@ -295,7 +309,7 @@ def test_a_cancelled_turn_ends_when_its_engine_is_lost() -> None:
     stage.events.let_pass(2.0)
     assert stage.tasks[requests[0].id].cancelled()
     # The other engine did nothing for as long.
-    assert stage.dispatcher.repair() and stage.again == [requests[1].id.rollout]
+    assert stage.dispatcher.repair() and stage.restarted == [requests[1].id.rollout]
 
 
 def test_it_is_known_how_many_tokens_were_sampled_of_cancelled_turns() -> None:
@@ -348,22 +362,23 @@ async def raises() -> None:
 
 def test_tasks_sampled_in_parts_have_the_seeds_that_they_have_together() -> None:
     def seeds(parts: list[range]) -> list[int]:
-        stage, seen = Stage(1, 4), list[int]()
+        stage = Stage(1, 4)
+        sampled_seeds: list[int] = []
         sample_turn = stage.dispatcher.sample_turn
 
-        async def seeing(request: TurnRequest, **how: bool) -> Completion:
-            seen.append(request.seed)
-            return await sample_turn(request, **how)
+        async def note_seed(request: TurnRequest, **options: bool) -> Completion:
+            sampled_seeds.append(request.seed)
+            return await sample_turn(request, **options)
 
-        stage.dispatcher.sample_turn = seeing  # type: ignore[method-assign,assignment]
+        stage.dispatcher.sample_turn = note_seed  # type: ignore[method-assign,assignment]
         for part in parts:
             stage.dispatcher.sample(stage.runner, SAMPLING, [TASKS[place] for place in part], 4, part.start)
-        return seen
+        return sampled_seeds
 
     assert seeds([range(1), range(1, 3)]) == seeds([range(3)]) != []
 
 
-def holds(stage: Stage, sequences: int) -> None:
+def hold_sequences(stage: Stage, sequences: int) -> None:
     """Have the caches of all engines hold this number of sequences, and the dispatcher know."""
     for worker in stage.pool.engines:
         worker.engine.hold(sequences)  # type: ignore[attr-defined]
@@ -379,29 +394,34 @@ class Talk:
     """Conversations of a few turns each: the next one is submitted some time after the one before was answered."""
 
     def __init__(self, stage: Stage, random: Random, last: int) -> None:
-        self.stage, self.random, self.last = stage, random, last
+        self.stage = stage
+        self.random = random
+        # Number of the last turn.
+        self.last = last
         self.acting: list[TurnRequest] = []
-        self.answered: list[RequestId] = []
-        # Engine by request, as seen on the engines.
-        self.seen: dict[RequestId, str] = {}
+        self.answered_ids: list[RequestId] = []
+        # Name of the engine that was seen to sample each request.
+        self.engine_names: dict[RequestId, str] = {}
 
     def look(self) -> None:
         for worker in self.stage.pool.engines:
-            for active in worker.engine.active:  # type: ignore[attr-defined]
-                self.seen[active.id] = worker.name
+            for request in worker.engine.active:  # type: ignore[attr-defined]
+                self.engine_names[request.id] = worker.name
 
     def go_on(self) -> None:
         """Have a while pass; some of what was answered goes on."""
         self.look()
         self.stage.all_go_on()
         self.look()
-        self.answered += [request.id for request, _ in self.stage.answers]
-        self.stage.finish([r.id.rollout for r, _ in self.stage.answers if r.id.turn == self.last])
+        self.answered_ids += self.stage.answered_ids
+        self.stage.finish(
+            [request_id.rollout for request_id in self.stage.answered_ids if request_id.turn == self.last]
+        )
         self.acting += [request for request, _ in self.stage.answers if request.id.turn < self.last]
         self.stage.answers.clear()
-        ready = [each for each in self.acting if self.random.random() < 0.5]
-        self.acting = [each for each in self.acting if each not in ready]
-        self.stage.submit([next_turn(each) for each in ready], more=True)
+        ready = [request for request in self.acting if self.random.random() < 0.5]
+        self.acting = [request for request in self.acting if request not in ready]
+        self.stage.submit([next_turn(request) for request in ready], turns_follow=True)
 
 
 @settings(
@@ -411,118 +431,129 @@ class Talk:
 def test_the_turns_of_a_rollout_stay_on_its_engine_while_it_lives(
     engines: int, at_a_time: int, count: int, dies: bool, seed: int, together: bool
 ) -> None:
-    stage, random, size = Stage(engines, at_a_time, together), Random(seed), 1 + seed % 3
-    holds(stage, random.randint(0, 3 * at_a_time))
-    requests = [one for group in range(count) for one in turns(group, size, [1], random.randint(1, 4))]
-    talk, most, idle = Talk(stage, random, last=3), 0, 0
-    stage.submit(requests, more=True)
-    dies_at, moved = (random.randint(1, 12) if dies else 0), set[str]()
+    stage = Stage(engines, at_a_time, together)
+    random = Random(seed)
+    size = 1 + seed % 3
+    hold_sequences(stage, random.randint(0, 3 * at_a_time))
+    requests: list[TurnRequest] = []
+    for group in range(count):
+        requests += turns(group, size, [1], random.randint(1, 4))
+    talk = Talk(stage, random, last=3)
+    stage.submit(requests, turns_follow=True)
+    dies_at = random.randint(1, 12) if dies else 0
+    moved: set[str] = set()
+    most_turns = 0
+    idle_steps = 0
     for number in range(1, 400):
         if number == dies_at:
             lost = stage.pool.engines[0]
-            moved = {str(each.rollout) for each, name in talk.seen.items() if name == lost.name}
+            moved = {str(request_id.rollout) for request_id, name in talk.engine_names.items() if name == lost.name}
             lost.kill()
         if stage.dispatcher.repair():
-            moved |= set(map(str, stage.again))
+            moved |= set(map(str, stage.restarted))
         talk.go_on()
-        most = max(most, *(len(stage.at(index)) for index in range(engines)))
-        # Ten steps more: a turn that is answered twice would be by then.
-        idle = idle + 1 if len(talk.answered) >= 4 * len(requests) and number > dies_at else 0
-        if idle == 10:
+        most_turns = max(most_turns, *(len(stage.list_sampling(index)) for index in range(engines)))
+        # Ten further steps: a turn that is answered twice would be by then.
+        is_idle = len(talk.answered_ids) >= 4 * len(requests) and number > dies_at
+        idle_steps = idle_steps + 1 if is_idle else 0
+        if idle_steps == 10:
             break
-    assert sorted(map(str, talk.answered)) == sorted(f"{r.id}"[:-1] + str(t) for r in requests for t in range(4))
+    expected: list[RequestId] = []
+    for request in requests:
+        expected += [RequestId(request.id.rollout, number) for number in range(4)]
+    assert sorted(map(str, talk.answered_ids)) == sorted(map(str, expected))
     # A group begins while there is room for one rollout; later turns, up to the same number, wait in their engine.
-    assert most <= max(2 * at_a_time, at_a_time + size - 1) + together * (size - 1)
+    assert most_turns <= max(2 * at_a_time, at_a_time + size - 1) + (size - 1 if together else 0)
     assert [engine.load for engine in stage.dispatcher.engines()] == [0] * engines
     for request in requests:
-        homes = {talk.seen[RequestId(request.id.rollout, t)] for t in range(4)}
+        homes = {talk.engine_names[RequestId(request.id.rollout, number)] for number in range(4)}
         assert len(homes) == 1 or str(request.id.rollout) in moved
 
 
 def test_later_turns_go_to_their_engine_at_once_up_to_as_many_as_it_decodes_and_then_before_new_groups() -> None:
     stage = Stage(2, at_a_time=1)
-    stage.submit([*turns(0, 2, [1], 1), turn(1, longest=2), turn(2, longest=9), turn(3, longest=1)], more=True)
+    stage.submit([*turns(0, 2, [1], 1), turn(1, longest=2), turn(2, longest=9), turn(3, longest=1)], turns_follow=True)
     for _ in range(2):
         stage.all_go_on()
     assert [request.id.rollout.group for request, _ in stage.answers] == [0, 0, 1]
     # Engine 0 went on with another group, engine 1 is about to be free.
-    assert (stage.at(0), stage.at(1)) == ([(2, 0)], [(3, 0)])
+    assert (stage.list_sampling(0), stage.list_sampling(1)) == ([(2, 0)], [(3, 0)])
     later = [next_turn(request) for request, _ in stage.answers[:2]]
-    stage.submit([turn(4, longest=1), *later], more=True)
+    stage.submit([turn(4, longest=1), *later], turns_follow=True)
     # One more than it decodes waits in engine 0, the other here; engine 1 takes the new group.
-    assert stage.at(0) == [(2, 0), (0, 0)]
+    assert stage.list_sampling(0) == [(2, 0), (0, 0)]
     for _ in range(14):
         stage.all_go_on()
     order = [request.id for request, _ in stage.answers[3:]]
     assert order.index(later[0].id) < order.index(later[1].id) and len(order) == 5
 
 
-@pytest.mark.parametrize(("together", "kept", "begun"), [(True, 3, 3), (True, 9, 4), (True, 0, 2), (False, 9, 2)])
+@pytest.mark.parametrize(
+    ("together", "sequences", "episodes"), [(True, 3, 3), (True, 9, 4), (True, 0, 2), (False, 9, 2)]
+)
 def test_a_step_that_is_waited_for_as_a_whole_begins_as_many_episodes_as_the_cache_holds(
-    together: bool, kept: int, begun: int
+    together: bool, sequences: int, episodes: int
 ) -> None:
     stage = Stage(1, at_a_time=2, together=together)
-    holds(stage, kept)
-    stage.submit([turn(group, longest=1 + group % 2) for group in range(8)], more=True)
-    assert stage.at(0) == [(group, 0) for group in range(begun)]
+    hold_sequences(stage, sequences)
+    stage.submit([turn(group, longest=1 + group % 2) for group in range(8)], turns_follow=True)
+    assert stage.list_sampling(0) == [(group, 0) for group in range(episodes)]
     # Rollouts of one turn are as many as the engine decodes.
     single = Stage(1, at_a_time=2, together=together)
-    holds(single, kept)
+    hold_sequences(single, sequences)
     single.submit([turn(group) for group in range(8)])
-    assert len(single.at(0)) == 2
+    assert len(single.list_sampling(0)) == 2
 
 
 def test_an_engine_that_has_room_begins_episodes_while_environments_answer() -> None:
     stage = Stage(1, at_a_time=2, together=True)
-    holds(stage, 3)
-    stage.submit([turn(group, longest=1 if group < 2 else 9) for group in range(6)], more=True)
+    hold_sequences(stage, 3)
+    stage.submit([turn(group, longest=1 if group < 2 else 9) for group in range(6)], turns_follow=True)
     stage.all_go_on()
     # Two wait for their environment. One is sampled, so another begins, beyond what the cache holds.
     assert [request.id.rollout.group for request, _ in stage.answers] == [0, 1]
-    assert [group for group, _ in stage.at(0)] == [2, 3]
+    assert [group for group, _ in stage.list_sampling(0)] == [2, 3]
     stage.finish([request.id.rollout for request, _ in stage.answers])
-    assert [group for group, _ in stage.at(0)] == [2, 3, 4]
+    assert [group for group, _ in stage.list_sampling(0)] == [2, 3, 4]
 
 
 def test_nobody_remembers_the_engine_of_a_rollout_that_is_over() -> None:
     stage = Stage(1, at_a_time=4)
-    stage.submit(turns(0, 3, [1], 2), more=True)
+    stage.submit(turns(0, 3, [1], 2), turns_follow=True)
     for _ in range(4):
         stage.all_go_on()
-    kept = [weakref.ref(request.id.rollout) for request, _ in stage.answers]
+    references = [weakref.ref(request.id.rollout) for request, _ in stage.answers]
     FakeWorker.forget_all()
     stage.tasks.clear()
-    stage.finish([rollout for each in kept if (rollout := each())])
+    stage.finish([request.id.rollout for request, _ in stage.answers])
     stage.answers.clear()
-    del rollout
     gc.collect()
-    assert [each() for each in kept] == [None] * 3
+    assert [reference() for reference in references] == [None] * 3
 
 
 def test_requests_gather_on_their_way_to_an_engine_that_has_more_than_it_decodes() -> None:
     stage = Stage(1, at_a_time=4, together=True)
-    holds(stage, 100)
-    stage.submit([turn(group, longest=9) for group in range(6)], more=True)
+    hold_sequences(stage, 100)
+    stage.submit([turn(group, longest=9) for group in range(6)], turns_follow=True)
     # The engine has six: it decodes four, and two wait.
-    assert len(stage.at(0)) == 6
+    assert len(stage.list_sampling(0)) == 6
 
-    def later(group: int) -> None:
-        first = turn(group, longest=9)
-        stage.submit([replace(first, id=RequestId(first.id.rollout, 1))], more=True)
+    def submit_later_turn(group: int) -> None:
+        stage.submit([next_turn(turn(group, longest=9))], turns_follow=True)
 
-    later(6)
+    submit_later_turn(6)
     stage.events.let_pass(0.12)
-    later(7)
-    assert len(stage.at(0)) == 6
+    submit_later_turn(7)
+    assert len(stage.list_sampling(0)) == 6
     stage.events.let_pass(0.12)
-    assert [group for group, _ in stage.at(0)] == [*range(8)]
+    assert [group for group, _ in stage.list_sampling(0)] == [*range(8)]
     # A cancelled turn is told at once, and turns that were ordered before go before it.
     stage.cancel([turn(group, longest=9) for group in range(4)])
-    assert [group for group, _ in stage.at(0)] == [4, 5, 6, 7]
+    assert [group for group, _ in stage.list_sampling(0)] == [4, 5, 6, 7]
     stage.finish([turn(group).id.rollout for group in range(4)])
     # The engine has four, all that it decodes: the fifth must not wait.
-    later(8)
-    assert [group for group, _ in stage.at(0)] == [4, 5, 6, 7, 8]
+    submit_later_turn(8)
+    assert [group for group, _ in stage.list_sampling(0)] == [4, 5, 6, 7, 8]
 
 
 def test_an_engine_that_answers_no_call_keeps_no_other_from_its_work() -> None:
@@ -534,8 +565,8 @@ def test_an_engine_that_answers_no_call_keeps_no_other_from_its_work() -> None:
         stage.all_go_on()
     # Two are with the engine that is stuck.
     assert len(stage.answers) == 7
-    begun = stage.events.time
-    assert "silent for" in stage.dispatcher.describe() and stage.events.time == begun
+    time_before = stage.events.time
+    assert "silent for" in stage.dispatcher.describe() and stage.events.time == time_before
 
 
 @dataclass(eq=False)
@@ -547,12 +578,14 @@ class Loaded:
 
 
 def test_the_engine_with_the_fewest_tokens_ahead_is_chosen_whatever_happened_before() -> None:
-    random, engines = Random(7), [Loaded(index) for index in range(9)]
-    free: Any = LeastLoaded()
-    take = dict[int, bool]()
+    random = Random(7)
+    engines = [Loaded(index) for index in range(9)]
+    free_engines: Any = LeastLoaded()
+    takes: dict[int, bool] = {}
     for _ in range(5_000):
-        queue = random.choice(engines)
-        queue.load, take[queue.index] = random.randrange(40), random.random() < 0.7
-        free.note(queue, take[queue.index])
-        takes = [each for each in engines if take.get(each.index)]
-        assert free.least() is min(takes, key=lambda each: (each.load, each.index), default=None)
+        engine = random.choice(engines)
+        engine.load = random.randrange(40)
+        takes[engine.index] = random.random() < 0.7
+        free_engines.note(engine, takes[engine.index])
+        taking = [engine for engine in engines if takes.get(engine.index)]
+        assert free_engines.least() is min(taking, key=lambda engine: (engine.load, engine.index), default=None)

@@ -47,7 +47,7 @@ class ScriptedEngines:
     ahead: list[bool] = field(default_factory=list)
     events: Any = None
 
-    async def sample_turn(self, request: TurnRequest, *, ahead: bool = False, more: bool = False) -> Completion:
+    async def sample_turn(self, request: TurnRequest, *, ahead: bool = False, turns_follow: bool = False) -> Completion:
         self.ahead.append(ahead)
         try:
             await self.answers(request)

@@ -7,7 +7,7 @@ from rlctl.rollout.prefetch import STEPS, AdaptivePrefetch
 
 def after(prefetch: AdaptivePrefetch, steps: int, waited: float, complete: int) -> int:
     for _ in range(steps):
-        prefetch.step_over(waited, complete)
+        prefetch.note_step(waited, complete)
     return prefetch.target
 
 

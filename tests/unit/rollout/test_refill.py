@@ -20,7 +20,7 @@ def test_it_begins_what_is_missing_at_least_and_no_more_than_the_budget(
 ) -> None:
     rule = RefillRule(size, max_extra)
     for filtered, taught in steps:
-        rule.step_over(filtered, filtered + taught)
+        rule.note_step(filtered, filtered + taught)
     for ready in range(size + 1):
         for filtered in range(rule.budget + 1):
             most = size + rule.budget - filtered
@@ -35,7 +35,7 @@ def test_before_anything_was_filtered_it_begins_one_for_one() -> None:
 def test_it_expects_the_share_of_the_last_steps_and_less_of_it_as_places_fill() -> None:
     rule = RefillRule(10, 3.0)
     for _ in range(20):
-        rule.step_over(15, 25)
+        rule.note_step(15, 25)
     # 60 of 100 groups were filtered; with a step's worth that is presumed to teach, 60 of 110.
     assert rule.in_flight(0, 0) == 22
     assert rule.in_flight(6, 4) < rule.in_flight(0, 0)
@@ -55,8 +55,8 @@ def table(size: int, budget: int, numbers: int) -> GroupTable:
 
 def end(groups: GroupTable, number: int, nothing: bool) -> None:
     groups[number].rollouts = {0: Rollout(turn(number).id.rollout, [], "stop")}
-    groups.sampled(number)
-    groups.scored(number, "nothing" if nothing else None)
+    groups.mark_sampled(number)
+    groups.mark_scored(number, "nothing" if nothing else None)
 
 
 @given(st.integers(1, 4), st.integers(0, 6), st.lists(st.booleans(), min_size=10, max_size=10), st.randoms())

@@ -29,7 +29,7 @@ class Held:
         self.aborted = list[RequestId]()
         self.confirm = asyncio.Event()
 
-    async def sample_turn(self, request: TurnRequest, *, ahead: bool = False, more: bool = False) -> Completion:
+    async def sample_turn(self, request: TurnRequest, *, ahead: bool = False, turns_follow: bool = False) -> Completion:
         self.asked.append((request, asyncio.get_running_loop().create_future()))
         try:
             return await self.asked[-1][1]
@@ -117,7 +117,7 @@ def test_a_player_that_swallows_its_cancellation_is_a_defect(events: EventLoop) 
         request = TurnRequest(RequestId(start.id), [1], 4, 1.0, 0)
         while True:
             with suppress(asyncio.CancelledError):
-                return Rollout.of_turn(request, await policy.sample(request))
+                return Rollout.from_turn(request, await policy.sample(request))
 
     for play in (waits, samples):
         engines = Held(events)

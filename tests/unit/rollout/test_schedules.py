@@ -141,23 +141,23 @@ def nothing(*arguments: Any) -> None:
     pass
 
 
-adopt, load_state_dict, drain = RolloutDispatcher._adopt, GroupTable.load_state_dict, RolloutBuffer.drain
+adopt, load_state_dict, drain = RolloutDispatcher._adopt_replaced, GroupTable.load_state_dict, RolloutBuffer.drain
 note_scores = RolloutBuffer._note_scores
-sample, submit_asked = RunningRollout.sample, RolloutDispatcher._submit_asked
-abort, remove = EngineQueue.abort, EngineQueue._give_up
+sample, submit_asked = RunningRollout.sample, RolloutDispatcher._place_new_turns
+abort, remove = EngineQueue.abort, EngineQueue._remove_turn
 MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
-    "1 the rule keeps no deadline": (StalenessRule, "_latest", nothing),
+    "1 the rule keeps no deadline": (StalenessRule, "_find_latest_deadline", nothing),
     "1 the bound is a step wider": (StalenessRule, "deadline", lambda self, group: group.version + self.max_age + 1),
     "1 more is admitted than trains in time": (StalenessRule, "capacity", property(lambda self: 99)),  # type: ignore[dict-item]
-    "2 requests of a lost engine are forgotten": (RolloutDispatcher, "_adopt", forget_restarts),
+    "2 requests of a lost engine are forgotten": (RolloutDispatcher, "_adopt_replaced", forget_restarts),
     "2 a resume forgets what was being sampled": (GroupTable, "load_state_dict", forget_sampling),
     "2 groups that are taken may be taken again": (GroupTable, "take", take_twice),
     "2 groups that were trained stay": (GroupTable, "release", release_nothing),
     "2 surplus groups are forgotten": (GroupTable, "put_off", forget_surplus),
     "2 surplus groups go on": (RolloutBuffer, "_put_off_surplus", lambda self: []),
     "2 groups that teach nothing are not told": (RolloutBuffer, "waste", lambda self: Waste()),
-    "2 groups that teach nothing fill the step": (GroupTable, "scored", fill_every_place),
-    "2 whoever ends first trains": (GroupTable, "_first_drawn", first_to_end),
+    "2 groups that teach nothing fill the step": (GroupTable, "mark_scored", fill_every_place),
+    "2 whoever ends first trains": (GroupTable, "_select_first_drawn", first_to_end),
     "3 a torn engine goes on": (engine.VllmEngine, "_poison", nothing),
     "3 an engine that missed a version is kept": (GeneratorPool, "_rebuild", lambda *arguments: []),
     "3 engines are rebuilt beside the optimizer": (RolloutBuffer, "drain", repair_beside_the_trainer),
@@ -167,12 +167,12 @@ MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "8 no group is sampled in place of another": (RolloutBuffer, "_note_scores", replace_none),
     "8 a cancellation is swallowed": (RunningRollout, "sample", swallow_a_cancellation),
     "2 rollouts that were stopped go on": (RolloutRunner, "stop", forget_to_cancel),
-    "2 the loss of an engine is not told": (RolloutBuffer, "_restarted", tell_nobody),
-    "2 the load of an engine is not given back": (EngineQueue, "_give_up", keep_the_load),
+    "2 the loss of an engine is not told": (RolloutBuffer, "_restart_groups", tell_nobody),
+    "2 the load of an engine is not given back": (EngineQueue, "_remove_turn", keep_the_load),
     "2 a cancelled turn never ends": (EngineQueue, "abort", never_confirm),
-    "2 tasks of a rollout are leaked": (running_call, "_all_ended", forget_tasks),
-    "8 the event loop is blocked": (RolloutDispatcher, "_submit_asked", block_the_loop),
-    "8 the event loop waits for itself": (RolloutDispatcher, "_submit_asked", wait_on_the_loop),
+    "2 tasks of a rollout are leaked": (running_call, "_wait_until_ended", forget_tasks),
+    "8 the event loop is blocked": (RolloutDispatcher, "_place_new_turns", block_the_loop),
+    "8 the event loop waits for itself": (RolloutDispatcher, "_place_new_turns", wait_on_the_loop),
     "8 an engine that does nothing is trusted": (RolloutDispatcher, "_lose_silent", nothing),
 }
 

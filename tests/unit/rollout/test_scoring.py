@@ -34,7 +34,7 @@ def episode(reward: Reward | None, failure: str | None = None) -> PlayedEpisode:
 
 def rollout(played: PlayedEpisode | None) -> Rollout:
     answer = Completion(np.array([8], np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), "stop")
-    return replace(Rollout.of_turn(turn(0), answer), episode=played)
+    return replace(Rollout.from_turn(turn(0), answer), episode=played)
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ class Numbered(GroupTable):
         return numbers
 
     def ready(self, number: int) -> None:
-        self.scored(number, None)
+        self.mark_scored(number, None)
 
     def with_state(self, *states: GroupState) -> list[int]:
         return [group.number for group in self.in_state(*states)]
@@ -48,7 +48,7 @@ class Numbered(GroupTable):
 
 def finish(staleness: Numbered, *numbers: int) -> None:
     for number in numbers:
-        staleness.sampled(number)
+        staleness.mark_sampled(number)
         staleness.ready(number)
 
 
@@ -109,7 +109,7 @@ class Schedule:
         else:
             # The long tail: the oldest finish last as often as not.
             pool = running if luck < 0.8 else running[len(running) // 2 :]
-            self.staleness.sampled(self.random.choice(pool))
+            self.staleness.mark_sampled(self.random.choice(pool))
 
     def restart(self, number: int) -> None:
         self.staleness.restart(number, self.version)
@@ -276,7 +276,7 @@ def test_a_resume_keeps_what_was_ready_and_samples_the_rest_anew() -> None:
     staleness = Numbered(2, 1, "windowed_fifo", 0.3)
     staleness.fill(0)
     finish(staleness, 2)
-    staleness.sampled(1)
+    staleness.mark_sampled(1)
     state = staleness.state_dict()
     again = Numbered(2, 1, "windowed_fifo", 0.3)
     assert again.resume(state, 1) == [0, 1, 3]
@@ -313,8 +313,8 @@ def test_a_group_goes_through_its_states_in_order() -> None:
     finish(staleness, 0)
     moves = {
         "sampling": lambda: staleness.restart(0, 1),
-        "sampled": lambda: staleness.sampled(0),
-        "ready": lambda: staleness.scored(0, None),
+        "sampled": lambda: staleness.mark_sampled(0),
+        "ready": lambda: staleness.mark_scored(0, None),
     }
     for late, move in moves.items():
         with pytest.raises(RuntimeError, match=f"group 0 is ready, which {late} cannot follow"):

@@ -36,7 +36,7 @@ class Says:
         self.aborted: list[RequestId] = []
         self.pending: BaseException | None = None
 
-    async def sample_turn(self, request: TurnRequest, *, ahead: bool = False, more: bool = False) -> Completion:
+    async def sample_turn(self, request: TurnRequest, *, ahead: bool = False, turns_follow: bool = False) -> Completion:
         self.prompts.append(request.prompt_tokens)
         text = self.texts.pop(0)
         if isinstance(text, BaseException):
