@@ -256,7 +256,7 @@ def test_an_append_only_agent_trains_one_row_of_what_was_sampled(play: Play, age
         episode = episode_of(rollout)
         assert (episode.reward, episode.turns, episode.ending) == ({"x": 1, "turns": 3}, 3, "done")
         assert [each["role"] for each in episode.messages] == ["user", "assistant"] * 3 and episode.opening == 1
-        asked = [(request, tokens) for request, tokens in engines.asked if request.id.rollout == rollout.id]
+        asked = [(request, tokens) for request, tokens in engines.answered if request.id.rollout == rollout.id]
         assert [request.id.turn for request, _ in asked] == [0, 1, 2]
         last, tokens = asked[-1]
         assert row.tokens.tolist() == [*last.prompt_tokens, *tokens]
@@ -266,7 +266,7 @@ def test_an_append_only_agent_trains_one_row_of_what_was_sampled(play: Play, age
 def test_instructions_that_the_template_leaves_out_are_counted_and_a_rows_arguments_are_taken(play: Play) -> None:
     (rollout,), engines = play("instructed", arguments={"style": "of the row"})
     assert episode_of(rollout).unwritten == 1 and episode_of(rollout).counts == {}
-    ((request, _),) = engines.asked
+    ((request, _),) = engines.answered
     assert engines.chat.decode(request.prompt_tokens).endswith("assistant\nof the row")
     assert any("environment agent's messages: the chat template leaves some out" in line for line in TOLD)
 
@@ -281,7 +281,7 @@ def test_a_rewritten_history_trains_each_token_once_and_is_told(play: Play) -> N
     rollouts, engines = play("rewriting", count=8)
     assert [len(each.rows) for each in rollouts] == [3] * 8
     trained = [row.tokens.tolist() for each in rollouts for row in each.rows]
-    assert sorted(trained) == sorted([*request.prompt_tokens, *tokens] for request, tokens in engines.asked)
+    assert sorted(trained) == sorted([*request.prompt_tokens, *tokens] for request, tokens in engines.answered)
     assert all(row.sampled.sum() == 2 for each in rollouts for row in each.rows)
     told = [each for each in TOLD if "agent/rows_per_episode" in each]
     assert len(told) == 1 and "3.0 rows" in told[0] and "message 1 (assistant) has other content" in told[0]
@@ -326,13 +326,13 @@ def test_no_agent_gets_more_turns_than_its_budget(play: Play) -> None:
     """Two hundred requests side by side: each turn and each prompt is one node, and the rest is refused."""
     (rollout,), engines = play("side_by_side", max_turns=16)
     episode = episode_of(rollout)
-    assert (episode.reward, episode.turns, episode.ending, len(engines.asked)) == (32, 16, "max_turns", 16)
+    assert (episode.reward, episode.turns, episode.ending, len(engines.answered)) == (32, 16, "max_turns", 16)
     assert episode.counts and episode.counts["refused"] == 184 and len(rollout.rows) == 16
 
 
 def test_a_stop_of_one_token_ends_the_turn_in_the_engine(play: Play, tokenizer: Any) -> None:
     _, engines = play("stops")
-    assert [request.stops for request, _ in engines.asked] == [tuple(tokenizer("7").input_ids)]
+    assert [request.stops for request, _ in engines.answered] == [tuple(tokenizer("7").input_ids)]
 
 
 def test_no_more_commands_run_at_one_time_than_allowed(play: Play, tmp_path: Path) -> None:
@@ -345,7 +345,7 @@ def test_no_more_commands_run_at_one_time_than_allowed(play: Play, tmp_path: Pat
 
 def test_random_draws_are_the_groups(play: Play) -> None:
     rollouts, engines = play("draws", count=3)
-    assert len({tuple(request.prompt_tokens) for request, _ in engines.asked}) == 1
+    assert len({tuple(request.prompt_tokens) for request, _ in engines.answered}) == 1
     assert all(np.isfinite(each.log_probs).all() for each in rollouts)
 
 

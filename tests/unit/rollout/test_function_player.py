@@ -36,7 +36,7 @@ from tests.virtual_events import VirtualEvents
 
 __all__ = ["tokenizer"]
 
-Told = dict[str, Any] | EnvironmentFailure
+Action = dict[str, Any] | EnvironmentFailure
 TEXTS = ["7<|im_end|>", "", "true<eos>", "<think>cut in the midst of"]
 
 
@@ -44,18 +44,18 @@ TEXTS = ["7<|im_end|>", "", "true<eos>", "<think>cut in the midst of"]
 class Function:
     """Rollout function in this process: `asks(samples, None at first)` gives its next request."""
 
-    asks: Callable[[tuple[list[int], list[float], list[int]] | None], Told]
+    asks: Callable[[tuple[list[int], list[float], list[int]] | None], Action]
     # Three empty lists were given.
     refused: int = 0
     failures: FailureLog = field(default_factory=lambda: FailureLog("environment"))
 
     def begin(self, episode: RolloutId, task: dict[str, Any], seed: int) -> "Future[Any]":
-        return self._told(self.asks(None), 0)
+        return self._outcome(self.asks(None), 0)
 
     def resume(self, episode: RolloutId, answers: list[Any], *, waits: bool) -> "Future[Any]":
         assert len(answers) == 1 and not waits, "one sample at a time"
         self.refused += answers[0] is None
-        return self._told(self.asks(answers[0] or ([], [], [])), 1)
+        return self._outcome(self.asks(answers[0] or ([], [], [])), 1)
 
     def close(self, episode: RolloutId) -> None:
         """Nothing to free."""
@@ -63,14 +63,14 @@ class Function:
     def check(self) -> None:
         """Nothing goes wrong in this process."""
 
-    def _told(self, told: Told, taken: int) -> "Future[Any]":
+    def _outcome(self, action: Action, num_taken: int) -> "Future[Any]":
         future: Future[Any] = Future()
-        if isinstance(told, dict) and "sample" in told:
-            future.set_result(FunctionWaits([told["sample"]], taken, bool(self.refused)))
-        elif isinstance(told, dict):
-            future.set_result(FunctionEnded(taken, told["reward"]))
+        if isinstance(action, dict) and "sample" in action:
+            future.set_result(FunctionWaits([action["sample"]], num_taken, bool(self.refused)))
+        elif isinstance(action, dict):
+            future.set_result(FunctionEnded(num_taken, action["reward"]))
         else:
-            future.set_result(told)
+            future.set_result(action)
         return future
 
 
@@ -81,9 +81,7 @@ def player_of(
     return RolloutRunner(FunctionPlayer(pool, engines.chat, limits, must_value, vocabulary), engines)
 
 
-def played(
-    engines: ScriptedEngines, asks: Any, must_value: bool = False, **limits: Any
-) -> tuple[Rollout, PlayedEpisode]:
+def play(engines: ScriptedEngines, asks: Any, must_value: bool = False, **limits: Any) -> tuple[Rollout, PlayedEpisode]:
     player = player_of(engines, Function(asks), replace(LIMITS, **limits), must_value, 1000)
     ended = begin(player, start())
     go_on(player)
@@ -93,14 +91,14 @@ def played(
 
 
 def check_exact(rollout: Rollout, engines: ScriptedEngines) -> None:
-    found = []
+    trained = []
     for row in rollout.rows:
         assert row.sampled[-1] and (row.sampled == (row.turns >= 0)).all()
         for turn in sorted({*row.turns[row.sampled].tolist()}):
-            at = np.flatnonzero(row.turns == turn)
-            assert (np.diff(at) == 1).all() and (row.versions[at] == turn + 1).all()
-            found.append((row.tokens[: at[0]].tolist(), row.tokens[at].tolist()))
-    assert sorted(found) == sorted((request.prompt_tokens, tokens) for request, tokens in engines.asked if tokens)
+            places = np.flatnonzero(row.turns == turn)
+            assert (np.diff(places) == 1).all() and (row.versions[places] == turn + 1).all()
+            trained.append((row.tokens[: places[0]].tolist(), row.tokens[places].tolist()))
+    assert sorted(trained) == sorted((request.prompt_tokens, tokens) for request, tokens in engines.answered if tokens)
 
 
 @pytest.fixture
@@ -109,39 +107,41 @@ def engines(tokenizer: Any) -> ScriptedEngines:
 
 
 def test_prompts_that_go_on_with_what_was_there_train_one_row(engines: ScriptedEngines) -> None:
-    seen = [1, 2]
+    prompt = [1, 2]
 
-    def asks(sampled: Any) -> Told:
+    def asks(sampled: Any) -> Action:
         if sampled:
-            seen.extend([*sampled[0], 3])
-        return {"sample": list(seen)} if len(engines.asked) < 5 else {"reward": 0.5}
+            prompt.extend([*sampled[0], 3])
+        return {"sample": list(prompt)} if len(engines.answered) < 5 else {"reward": 0.5}
 
-    rollout, episode = played(engines, asks)
+    rollout, episode = play(engines, asks)
     check_exact(rollout, engines)
     assert len(rollout.rows) == 1 and (episode.turns, episode.ending, episode.reward) == (5, "done", 0.5)
-    assert [each["role"] for each in episode.messages] == ["user", "assistant"] * 5 and episode.opening == 1
-    assert [request.seed for request, _ in engines.asked] == [turn_seed(100, turn) for turn in range(5)]
+    assert [message["role"] for message in episode.messages] == ["user", "assistant"] * 5 and episode.opening == 1
+    assert [request.seed for request, _ in engines.answered] == [turn_seed(100, turn) for turn in range(5)]
 
 
 def test_whatever_prompts_are_chosen_what_was_sampled_trains_once_after_what_it_was_sampled(tokenizer: Any) -> None:
     for seed in range(60):
         draw = random.Random(seed)
         engines = ScriptedEngines(Chat(tokenizer, CHATML, None), lambda request, draw=draw: draw.choice(TEXTS))
-        paths, turns = [[1, 2, 3]], draw.randint(1, 16)
+        paths = [[1, 2, 3]]
+        turns = draw.randint(1, 16)
 
         def asks(
             sampled: Any, draw: Any = draw, paths: Any = paths, turns: int = turns, engines: Any = engines
-        ) -> Told:
+        ) -> Action:
             if sampled:
-                paths.append([*engines.asked[-1][0].prompt_tokens, *sampled[0]])
+                paths.append([*engines.answered[-1][0].prompt_tokens, *sampled[0]])
                 assert len(sampled[0]) == len(sampled[1]) == len(sampled[2])
-            if len(engines.asked) == turns:
+            if len(engines.answered) == turns:
                 return {"reward": {"won": 1.0}}
             path = draw.choice(paths)  # an earlier state again, its beginning, or the same and more
             cut = draw.choice([len(path), len(path), draw.randint(1, len(path))])
-            return {"sample": [*path[:cut], *(draw.randint(4, 9) for _ in range(draw.choice([0, 2])))]}
+            added = [draw.randint(4, 9) for _ in range(draw.choice([0, 2]))]
+            return {"sample": path[:cut] + added}
 
-        rollout, episode = played(engines, asks)
+        rollout, episode = play(engines, asks)
         check_exact(rollout, engines)
         assert episode.failure is None and episode.turns == turns
 
@@ -150,18 +150,18 @@ def test_whatever_prompts_are_chosen_what_was_sampled_trains_once_after_what_it_
 def test_a_used_up_budget_gives_three_empty_lists_and_then_an_error(
     engines: ScriptedEngines, limits: dict[str, int], ending: str
 ) -> None:
-    def asks(sampled: Any) -> Told:
-        return {"reward": 1.0} if sampled == ([], [], []) else {"sample": [5] * (3 + 3 * len(engines.asked))}
+    def asks(sampled: Any) -> Action:
+        return {"reward": 1.0} if sampled == ([], [], []) else {"sample": [5] * (3 + 3 * len(engines.answered))}
 
-    rollout, episode = played(engines, asks, **limits)
+    rollout, episode = play(engines, asks, **limits)
     assert (episode.ending, episode.reward, rollout.is_cut) == (ending, 1.0, True)
     check_exact(rollout, engines)
-    rollout, episode = played(engines, lambda sampled: {"sample": [5] * 20}, **limits)
+    rollout, episode = play(engines, lambda sampled: {"sample": [5] * 20}, **limits)
     assert episode.ending == "failed" and f"sampled again after {ending}" in str(episode.failure) and not rollout.rows
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("action", "failure"),
     [
         ({"sample": []}, "ids that are no tokens"),
         ({"sample": [1, 10**6]}, "ids that are no tokens"),
@@ -169,33 +169,33 @@ def test_a_used_up_budget_gives_three_empty_lists_and_then_an_error(
         (EnvironmentFailure("raised", "begin raised KeyError"), "begin raised KeyError"),
     ],
 )
-def test_a_function_that_fails_leaves_its_rollout_out(engines: ScriptedEngines, asked: Told, said: str) -> None:
-    rollout, episode = played(engines, lambda sampled: asked)
-    assert said in str(episode.failure) and episode.reward is None and not rollout.rows
+def test_a_function_that_fails_leaves_its_rollout_out(engines: ScriptedEngines, action: Action, failure: str) -> None:
+    rollout, episode = play(engines, lambda sampled: action)
+    assert failure in str(episode.failure) and episode.reward is None and not rollout.rows
 
 
 def test_what_the_player_finds_wrong_is_told_once_and_counted_by_its_cause(engines: ScriptedEngines) -> None:
-    told: list[str] = []
+    warnings: list[str] = []
     function = Function(lambda sampled: {"reward": 1.0})
-    function.failures = FailureLog("environment", emit=lambda kind, what: told.append(what))
+    function.failures = FailureLog("environment", emit=lambda kind, **fields: warnings.append(fields["what"]))
     player = player_of(engines, function, LIMITS)
     begin(player, start(0), start(1))
     go_on(player)
     assert function.failures.most_common().startswith("rollout: the rollout function returned without a sample (")
-    assert len(told) == 1 and "left out and counted" in told[0]
+    assert len(warnings) == 1 and "left out and counted" in warnings[0]
 
 
 def test_a_function_may_leave_the_value_to_rewards_where_there_are_some(engines: ScriptedEngines) -> None:
     asks = lambda sampled: {"reward": None} if sampled else {"sample": [1]}  # noqa: E731
-    assert played(engines, asks)[1].failure is None
-    assert "nothing values the rollout" in str(played(engines, asks, must_value=True)[1].failure)
+    assert play(engines, asks)[1].failure is None
+    assert "nothing values the rollout" in str(play(engines, asks, must_value=True)[1].failure)
 
 
 def test_a_failure_is_played_again_from_the_task_with_the_same_seeds(engines: ScriptedEngines) -> None:
-    told = iter([{"sample": [1]}, EnvironmentFailure("died", "it died"), {"sample": [1]}, {"reward": 1.0}])
-    rollout, episode = played(engines, lambda sampled: next(told), max_retries=1)
+    actions = iter([{"sample": [1]}, EnvironmentFailure("died", "it died"), {"sample": [1]}, {"reward": 1.0}])
+    rollout, episode = play(engines, lambda sampled: next(actions), max_retries=1)
     assert (episode.failures, episode.reward, episode.turns) == (1, 1.0, 1)
-    first, second = (request for request, _ in engines.asked)
+    ((first, _), (second, _)) = engines.answered
     assert first == second and len(rollout.rows) == 1
 
 
@@ -203,22 +203,23 @@ def test_a_failure_is_played_again_from_the_task_with_the_same_seeds(engines: Sc
 class HeldEngines(ScriptedEngines):
     """Engines that answer a request when they are told to."""
 
-    # By turn.
-    held: dict[int, asyncio.Event] = field(default_factory=dict)
-    # Most that were held at a time.
-    most: int = 0
+    # Events that let the engines answer, by turn.
+    waiting: dict[int, asyncio.Event] = field(default_factory=dict)
+    # Most turns that waited at a time.
+    most_waiting: int = 0
 
-    async def answers(self, request: TurnRequest) -> None:
-        assert request.id.turn not in self.held, "it is being sampled already"
-        told = self.held[request.id.turn] = asyncio.Event()
-        self.most = max(self.most, len(self.held))
+    async def wait_to_answer(self, request: TurnRequest) -> None:
+        assert request.id.turn not in self.waiting, "it is being sampled already"
+        may_answer = asyncio.Event()
+        self.waiting[request.id.turn] = may_answer
+        self.most_waiting = max(self.most_waiting, len(self.waiting))
         try:
-            await told.wait()
+            await may_answer.wait()
         finally:
-            self.held.pop(request.id.turn, None)
+            self.waiting.pop(request.id.turn, None)
 
     def answer(self, turn: int) -> None:
-        self.events.ask(self.held.pop(turn).set)
+        self.events.ask(self.waiting.pop(turn).set)
 
 
 class Coroutine:
@@ -228,26 +229,26 @@ class Coroutine:
         self.function = function
 
     def begin(self, episode: RolloutId, task: dict[str, Any], seed: int) -> "Future[Any]":
-        self.here = Here(self.function)
-        return self._checked(self.here.act(BeginFunction("rollout", task, seed)))
+        self.process = Here(self.function)
+        return self._read_message(self.process.act(BeginFunction("rollout", task, seed)))
 
     def resume(self, episode: RolloutId, answers: list[Any], *, waits: bool) -> "Future[Any]":
-        return self._checked(self.here.act(ResumeFunction(answers)))
+        return self._read_message(self.process.act(ResumeFunction(answers)))
 
     def check(self) -> None:
         """Nothing goes wrong in this process."""
 
     def close(self, episode: RolloutId) -> None:
-        self.here.act(CloseEpisode())
+        self.process.act(CloseEpisode())
 
-    def _checked(self, told: "Future[Any]") -> "Future[Any]":
+    def _read_message(self, action: "Future[Any]") -> "Future[Any]":
         future: Future[Any] = Future()
 
         def hand_on(done: "Future[Any]") -> None:
-            failed = isinstance(done.result(), EnvironmentFailure)
-            future.set_result(done.result() if failed else read_function_message(done.result()))
+            has_failed = isinstance(done.result(), EnvironmentFailure)
+            future.set_result(done.result() if has_failed else read_function_message(done.result()))
 
-        told.add_done_callback(hand_on)
+        action.add_done_callback(hand_on)
         return future
 
 
@@ -256,60 +257,63 @@ async def search(task: Any, policy: FunctionPolicy) -> float:
 
     async def branch(start: int) -> list[int]:
         first = await policy.sample([1, start])
-        return [1, start, *first.tokens, *(await policy.sample([1, start, *first.tokens, 5])).tokens]
+        path = [1, start, *first.tokens]
+        second = await policy.sample([*path, 5])
+        return [*path, *second.tokens]
 
-    found = await asyncio.gather(*map(branch, (3, 4, 3)))
-    last = await policy.sample(max(found))
+    paths = await asyncio.gather(*map(branch, (3, 4, 3)))
+    last = await policy.sample(max(paths))
     return float(len(last.tokens))
 
 
-def settled(player: RolloutRunner) -> bool:
-    """Let all that may happen without an engine happen; return whether anything did."""
+def settle(player: RolloutRunner) -> bool:
+    """Let all that may happen without an engine happen; return True if anything did."""
     time.sleep(0.002)  # the function runs on another thread
     return player.events.step()  # type: ignore[attr-defined,no-any-return]
 
 
-def searched(chat: Chat, function: Any, order: Callable[[Any], int], **limits: Any) -> tuple[Rollout, HeldEngines]:
-    """Play a function. `order` chooses which of the turns that are being sampled ends next."""
+def play_coroutine(
+    chat: Chat, function: Any, order: Callable[[Any], int], **limits: Any
+) -> tuple[Rollout, HeldEngines]:
+    """Play a function. order: chooses the turn that ends next among those in flight."""
     engines = HeldEngines(chat, lambda request: f"{request.seed % 97}<|im_end|>")
     player = player_of(engines, Coroutine(function), replace(LIMITS, **limits))
     ended = begin(player, start())
     end = time.monotonic() + 300
     while not ended and time.monotonic() < end:
-        if not settled(player) and engines.held:
-            engines.answer(order(engines.held))
+        if not settle(player) and engines.waiting:
+            engines.answer(order(engines.waiting))
     (rollout,) = ended
     return rollout, engines
 
 
-def drawn(seed: int) -> Callable[[Any], int]:
+def draw_order(seed: int) -> Callable[[Any], int]:
     draw = random.Random(seed)
-    return lambda held: draw.choice(list(held))
+    return lambda turns: draw.choice(list(turns))
 
 
 def facts(rollout: Rollout, engines: HeldEngines) -> Any:
     assert rollout.episode
     rows = [(row.tokens.tolist(), row.sampled.tolist(), row.turns.tolist()) for row in rollout.rows]
-    requests = sorted((request.id.turn, request.seed, request.prompt_tokens) for request, _ in engines.asked)
+    requests = sorted((request.id.turn, request.seed, request.prompt_tokens) for request, _ in engines.answered)
     return rows, requests, rollout.episode.messages, rollout.episode.reward, rollout.episode.ending
 
 
 def test_samples_side_by_side_are_sampled_side_by_side_and_whichever_ends_first_all_is_the_same(tokenizer: Any) -> None:
     chat = Chat(tokenizer, CHATML, None)
-    rollout, engines = searched(chat, search, min)
-    assert engines.most == 3 and rollout.episode and rollout.episode.turns == 7
-    assert [request.seed for request, _ in sorted(engines.asked, key=lambda each: each[0].id.turn)] == [
-        turn_seed(100, turn) for turn in range(7)
-    ]
-    for order in (max, *map(drawn, range(5))):
-        assert facts(*searched(chat, search, order)) == facts(rollout, engines)
+    rollout, engines = play_coroutine(chat, search, min)
+    assert engines.most_waiting == 3 and rollout.episode and rollout.episode.turns == 7
+    seeds = {request.id.turn: request.seed for request, _ in engines.answered}
+    assert seeds == {turn: turn_seed(100, turn) for turn in range(7)}
+    for order in (max, *map(draw_order, range(5))):
+        assert facts(*play_coroutine(chat, search, order)) == facts(rollout, engines)
 
 
 def test_a_budget_ends_the_same_branch_whichever_sample_ends_first(tokenizer: Any) -> None:
     chat = Chat(tokenizer, CHATML, None)
-    first, last = (searched(chat, search, order, max_turns=5) for order in (min, max))
-    assert facts(*first) == facts(*last)
-    assert first[0].episode and (first[0].episode.turns, first[0].episode.ending) == (5, "max_turns")
+    rollout, engines = play_coroutine(chat, search, min, max_turns=5)
+    assert facts(rollout, engines) == facts(*play_coroutine(chat, search, max, max_turns=5))
+    assert rollout.episode and (rollout.episode.turns, rollout.episode.ending) == (5, "max_turns")
 
 
 def test_a_call_that_fails_is_made_again_when_nothing_is_sampled_for_it_any_more(tokenizer: Any) -> None:
@@ -317,33 +321,33 @@ def test_a_call_that_fails_is_made_again_when_nothing_is_sampled_for_it_any_more
 
     async def function(task: Any, policy: FunctionPolicy) -> float:
         calls.append(task)
-        others = [asyncio.create_task(policy.sample([1, each])) for each in (2, 3, 4)]
-        await others[0]
+        samples = [asyncio.create_task(policy.sample([1, token])) for token in (2, 3, 4)]
+        await samples[0]
         if len(calls) == 1:
             raise ValueError("once")
-        return float(len(await asyncio.gather(*others)))
+        return float(len(await asyncio.gather(*samples)))
 
-    rollout, engines = searched(Chat(tokenizer, CHATML, None), function, min, max_retries=1)
+    rollout, engines = play_coroutine(Chat(tokenizer, CHATML, None), function, min, max_retries=1)
     assert rollout.episode and (rollout.episode.failures, rollout.episode.reward) == (1, 3.0)
-    requests = [request for request, _ in engines.asked]
-    assert requests[:3] == requests[3:] and [each.id.turn for each in requests[:3]] == [0, 1, 2]
+    requests = [request for request, _ in engines.answered]
+    assert requests[:3] == requests[3:] and [request.id.turn for request in requests[:3]] == [0, 1, 2]
 
 
 def test_no_further_try_begins_once_the_pool_is_closed(engines: ScriptedEngines) -> None:
-    told: list[Told] = [{"sample": [1, 2]}, POOL_CLOSED]
-    _, episode = played(engines, lambda answer: told.pop(0), max_retries=9)
+    actions: list[Action] = [{"sample": [1, 2]}, POOL_CLOSED]
+    _, episode = play(engines, lambda answer: actions.pop(0), max_retries=9)
     assert (episode.failures, episode.failure) == (1, "the pool was closed")
 
 
 def test_what_a_function_did_not_wait_for_trains_nothing(tokenizer: Any) -> None:
     async def function(task: Any, policy: FunctionPolicy) -> float:
-        begun = [asyncio.create_task(policy.sample([1, each])) for each in (2, 3, 4)]
-        await asyncio.wait(begun, return_when=asyncio.FIRST_COMPLETED)
+        samples = [asyncio.create_task(policy.sample([1, token])) for token in (2, 3, 4)]
+        await asyncio.wait(samples, return_when=asyncio.FIRST_COMPLETED)
         return 1.0
 
     for order in (min, max):
-        rollout, engines = searched(Chat(tokenizer, CHATML, None), function, order)
-        assert rollout.episode and rollout.episode.turns == len(rollout.rows) == 1 and not engines.held
+        rollout, engines = play_coroutine(Chat(tokenizer, CHATML, None), function, order)
+        assert rollout.episode and rollout.episode.turns == len(rollout.rows) == 1 and not engines.waiting
         assert rollout.rows[0].tokens[:2].tolist() == [1, 2]
 
 
@@ -351,9 +355,9 @@ def test_a_stop_aborts_all_samples_of_a_call(tokenizer: Any) -> None:
     engines = HeldEngines(Chat(tokenizer, CHATML, None), lambda request: "7<|im_end|>")
     player = player_of(engines, Coroutine(search))
     ended = begin(player, start())
-    while len(engines.held) < 3:
-        settled(player)
+    while len(engines.waiting) < 3:
+        settle(player)
     assert stop(player, start().id) == [start().id]
-    assert sorted(each.turn for each in engines.aborted) == [0, 1, 2] and not engines.held
+    assert sorted(request_id.turn for request_id in engines.aborted) == [0, 1, 2] and not engines.waiting
     go_on(player)
     assert not ended and not asyncio.all_tasks(player.events.loop)

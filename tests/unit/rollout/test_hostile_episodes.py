@@ -16,7 +16,7 @@ from rlctl.rollout.runner import RolloutRunner
 from tests.unit.data.conftest import CHATML, tokenizer
 from tests.unit.data.test_turn_link import TOOLS
 from tests.unit.environments.test_hostile import OWN
-from tests.unit.rollout.test_player import LIMITS, ScriptedEngines, ScriptedPool, begin, go_on, played, player_of, start
+from tests.unit.rollout.test_player import LIMITS, ScriptedEngines, ScriptedPool, begin, go_on, play, player_of, start
 
 __all__ = ["tokenizer"]
 
@@ -79,7 +79,7 @@ def test_a_turn_that_looks_like_a_call_is_answered_and_does_not_end_the_episode(
         return [ToolResult("", each.error, failed=True) for each in payload] if kind == "call" else None
 
     pool = ScriptedPool(acts)
-    _, episode = played(chat, ScriptedEngines(chat, lambda request: next(turns)), pool, False, turn=200)
+    _, episode = play(chat, ScriptedEngines(chat, lambda request: next(turns)), pool, False, turn=200)
     assert (episode.ending, episode.turns, episode.tool_errors, episode.malformed_calls) == ("answered", 2, 1, 1)
     assert episode.messages[2]["content"].startswith("JSON that names add, and no whole call; a call is JSON with name")
 
