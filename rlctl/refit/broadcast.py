@@ -11,13 +11,14 @@ Measured on two H200s, Qwen3-8B's tensors in bfloat16: groups of 1 GiB run at th
 """
 
 from collections.abc import Callable, Iterable
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from rlctl.refit.checksum import StreamingChecksums
 from rlctl.refit.pipeline import ChunkBuffers, ReceiverTransport, SenderTransport
-from rlctl.refit.process_group import BroadcastGroup, LostWatch, gather, named, rendezvous, tell_lost
+from rlctl.refit.process_group import BroadcastGroup, LostWatch, announce_loss, await_members, name_ranks, rendezvous
 from rlctl.refit.protocol import Header, PeerLost, RefitError, TransportSpec, Untouched
 from rlctl.refit.refit_plan import Chunk, RefitPlan
 from rlctl.refit.shared_counters import Deadline, digest_word
@@ -26,7 +27,7 @@ from rlctl.refit.weight_sink import WeightSink
 from rlctl.refit.weight_source import WeightSource
 from rlctl.utils.device_stream import DeviceEvent, DeviceStream, Span
 
-# Version and plan.
+# Number of words of a header: version and plan.
 _HEADER_WORDS = 2
 
 
@@ -36,23 +37,27 @@ class BroadcastSender(SenderTransport):
     buffers: ChunkBuffers
 
     def __init__(self, spec: TransportSpec, source: WeightSource, device: torch.device) -> None:
-        self._spec, self._source, self._device = spec, source, device
-        plan, rank = source.plan, source.rank
+        self._spec = spec
+        self._source = source
+        self._device = device
+        plan = source.plan
+        rank = source.rank
         self._store = rendezvous(spec, rank == 0)
         self._chunks = source.chunks
         # Owners of this rank's group; none for a rank without chunks, which has no group.
         owners = next((group for group in plan.owner_groups if rank in group), ())
-        place = owners.index(rank) if owners else 0
+        self._group: BroadcastGroup | None = None
         if owners:
-            gather(self._store, spec, len(plan.owners) + spec.receivers, PeerLost)
-        self._group = BroadcastGroup(self._store, spec, owners, place, device) if owners else None
+            await_members(self._store, spec, len(plan.owners) + spec.receivers, PeerLost)
+            self._group = BroadcastGroup(self._store, spec, owners, rank=owners.index(rank), device=device)
         self._owners = owners
         # The group's chunks in sending order, and those of other owners as they are passed on.
         self._order = [chunk for chunk in plan.chunks if chunk.owner in set(owners)]
         self._scratch = Scratch((chunk for chunk in self._order if chunk.owner != rank), device)
         self._header = _host_words(_HEADER_WORDS, device)
-        ring = StagingBuffers(plan, self._chunks, spec.num_buffers, device, source.ready_singles())
-        self._ring, self.buffers = ring, ring
+        self._ring = StagingBuffers(plan, self._chunks, spec.num_buffers, device, source.ready_singles())
+        # The ring itself: `ChunkSender` packs into it.
+        self.buffers = self._ring
         self._wire = DeviceStream(device, urgent=True)
         # By chunk and buffer, found once.
         self._pieces: dict[tuple[int, int], list[Tensor]] = {}
@@ -63,9 +68,13 @@ class BroadcastSender(SenderTransport):
         return self._ring.nbytes + self._scratch.nbytes
 
     def begin(self, header: Header, deadline: Deadline) -> None:
-        self._deadline, self._sent = deadline, list[DeviceEvent]()
-        self._announced, self._passed = header, 0
-        self._header.copy_(torch.tensor(_words(header)))
+        self._deadline = deadline
+        # Ends of this rank's broadcasts.
+        self._sent: list[DeviceEvent] = []
+        self._announced = header
+        # Chunks of the group, in `_order`, whose broadcasts are queued.
+        self._queued_chunks = 0
+        self._header.copy_(torch.tensor(_header_words(header)))
         self._wire.follow()
 
     def await_buffer(self, number: int, packing: DeviceStream) -> int:
@@ -76,45 +85,48 @@ class BroadcastSender(SenderTransport):
     def publish(self, number: int, slot: int, packed: Span) -> None:
         chunk = self._chunks[number]
         if not number:
-            self._first = packed[1]
+            self._first_packed = packed[1]
             with self._wire:
                 # The first chunk is packed while the header travels.
                 self._exchange(self._header.to(self._device, non_blocking=True), "the header", _HEADER_WORDS)
         if (number, slot) not in self._pieces:
-            self._pieces[number, slot] = _pieces(chunk, slot, self._ring, self._source.view)
+            self._pieces[number, slot] = _chunk_pieces(chunk, slot, self._ring, self._source.view)
         with self._wire as stream:
-            self._pass_on(until=chunk)
+            self._receive_until(chunk)
             stream.after(packed[1])
             self._joined_group.broadcast(self._source.rank, self._pieces[number, slot], self._source.plan.names(chunk))
-            self._passed += 1
+            self._queued_chunks += 1
             self._sent.append(stream.mark())
 
     def publish_sums(self, sums: StreamingChecksums, packing: DeviceStream) -> None:
-        values, taken = sums.all(), packing.mark()
+        checksums = sums.all()
+        summed = packing.mark()
         with self._wire as stream:
-            self._pass_on(until=None)
-            stream.after(taken)
-            self._exchange(values, "the checksums")
+            self._receive_until(None)
+            stream.after(summed)
+            self._exchange(checksums, "the checksums")
             self._sent.append(stream.mark())
 
     def finish(self) -> None:
         def message() -> str:
             done = sum(end.reached() for end in self._sent)
-            left = [self._source.plan.names(chunk) for chunk in self._chunks[done:]]
-            what = f"chunk {done + 1} of {len(self._chunks)} ({left[0]})" if left else "the checksums"
-            return f"refit: trainer rank {self._source.rank} waited {{}} for the engine workers to receive {what}"
+            part = "the checksums"
+            if done < len(self._chunks):
+                part = f"chunk {done + 1} of {len(self._chunks)} ({self._source.plan.names(self._chunks[done])})"
+            return f"refit: trainer rank {self._source.rank} waited {{}} for the engine workers to receive {part}"
 
         while not self._sent[-1].reached():
             self._deadline.check(message)
         if self._dropped:
             raise PeerLost(self._dropped)
-        self.wire = self._sent[-2].seconds_since(self._first)
+        self.wire = self._sent[-2].seconds_since(self._first_packed)
 
     def drop(self, receivers: list[int], reason: str) -> None:
-        # A broadcast cannot go on without one of its receivers. Engines learn it by the store, for they may be busy.
+        # A broadcast cannot go on without one of its receivers. Engines learn of the loss by the store: they may be
+        # busy.
         self._dropped = f"engine workers {', '.join(map(str, receivers))} dropped out: {reason}"
         if self._source.rank == 0 and self._store:
-            tell_lost(self._store, self._dropped)
+            announce_loss(self._store, self._dropped)
         self.abort()
 
     def abort(self) -> None:
@@ -125,22 +137,32 @@ class BroadcastSender(SenderTransport):
         self.abort()
         self._group = self._store = None
 
-    def _pass_on(self, until: Chunk | None) -> None:
-        """Take part in the other owners' broadcasts before that of chunk `until`, or in the rest."""
-        while self._passed < len(self._order) and (chunk := self._order[self._passed]) is not until:
+    def _receive_until(self, until: Chunk | None) -> None:
+        """Take part in the other owners' broadcasts before that of chunk `until`; None: in all that are left."""
+        while self._queued_chunks < len(self._order):
+            chunk = self._order[self._queued_chunks]
+            if chunk is until:
+                return
             self._joined_group.broadcast(chunk.owner, self._scratch.pieces(chunk), self._source.plan.names(chunk))
-            self._passed += 1
+            self._queued_chunks += 1
 
-    def _exchange(self, own: Tensor | None, what: str, count: int | None = None) -> None:
-        """Send own words while the other owners send theirs. count: of each owner; None: its checksums."""
-        plan, header, rank = self._source.plan, self._announced, self._source.rank
-        sizes = {owner: count or len(plan.checked_of(owner, header)) for owner in self._owners}
-        others = {owner: size for owner, size in sizes.items() if size and owner != rank}
-        parts = [(owner, torch.empty(size, dtype=torch.int64, device=self._device)) for owner, size in others.items()]
-        if own is not None:
-            parts = sorted([*parts, (rank, own)], key=lambda part: part[0])
+    def _exchange(self, words: Tensor | None, purpose: str, count: int | None = None) -> None:
+        """Send this owner's words while the other owners send theirs.
+
+        words: None if this owner sends none. count: words of each owner; None: as many as it has checksums.
+        """
+        parts = []
+        # All members name the owners in the same order.
+        for owner in sorted(self._owners):
+            if owner == self._source.rank:
+                if words is not None:
+                    parts.append((owner, words))
+                continue
+            size = count or len(self._source.plan.checked_items_of(owner, self._announced))
+            if size:
+                parts.append((owner, torch.empty(size, dtype=torch.int64, device=self._device)))
         if parts:
-            self._joined_group.exchange(parts, what)
+            self._joined_group.exchange(parts, purpose)
 
     @property
     def _joined_group(self) -> BroadcastGroup:
@@ -164,29 +186,31 @@ class Scratch:
 class _Wire:
     """An engine worker's part in one group: the stream of its wire, and the words received."""
 
-    def __init__(self, group: BroadcastGroup, most: int) -> None:
-        """most: words that come at a time."""
-        self.group, self.stream = group, DeviceStream(group.device, urgent=True)
+    def __init__(self, group: BroadcastGroup, capacity: int) -> None:
+        """capacity: most words that come at a time."""
+        self.group = group
+        self.stream = DeviceStream(group.device, urgent=True)
         # Now, while no refit runs: asking for memory may wait for the device, and so for a wire.
         with self.stream:
-            self._words = torch.empty(most, dtype=torch.int64, device=group.device)
-        self._host = _host_words(most, group.device)
+            self._words = torch.empty(capacity, dtype=torch.int64, device=group.device)
+        self._host = _host_words(capacity, group.device)
 
-    def listen(self, counts: dict[int, int], what: str) -> None:
-        """Queue the receiving of each owner's words, for `heard`. counts: of its words by owner."""
-        self._parts, begin = dict[int, slice](), 0
+    def queue_words(self, counts: dict[int, int], purpose: str) -> None:
+        """Queue the receiving of each owner's words, for `await_words`. counts: number of words by owner."""
+        self._parts: dict[int, slice] = {}
+        end = 0
         for owner, count in counts.items():
-            self._parts[owner] = slice(begin, begin + count)
-            begin += count
+            self._parts[owner] = slice(end, end + count)
+            end += count
         with self.stream as stream:
-            self.group.exchange([(owner, self._words[part]) for owner, part in self._parts.items()], what)
-            self._host[:begin].copy_(self._words[:begin], non_blocking=True)
-            self._come = stream.mark()
+            self.group.exchange([(owner, self._words[part]) for owner, part in self._parts.items()], purpose)
+            self._host[:end].copy_(self._words[:end], non_blocking=True)
+            self._arrival = stream.mark()
 
-    def heard(self, owner: int, deadline: Deadline, late: str) -> list[int]:
-        """Return an owner's words that were last listened for. late: message of a deadline that passes."""
-        while not self._come.reached():
-            deadline.check(lambda: late)
+    def await_words(self, owner: int, deadline: Deadline, message: str) -> list[int]:
+        """Return the words of an owner that were queued last. message: that of a deadline that passes."""
+        while not self._arrival.reached():
+            deadline.check(lambda: message)
         words: list[int] = self._host[self._parts[owner]].tolist()
         return words
 
@@ -195,16 +219,19 @@ class BroadcastReceiver(ReceiverTransport):
     """An engine worker's side: a member of every group."""
 
     def __init__(self, spec: TransportSpec, plan: RefitPlan, rank: int, device: torch.device) -> None:
-        self._spec, self._plan, self._rank, self._device = spec, plan, rank, device
+        self._spec = spec
+        self._plan = plan
+        self._rank = rank
+        self._device = device
         self.order = list(enumerate(plan.chunks))
         self._store = rendezvous(spec, False)
-        gather(self._store, spec, len(plan.owners) + spec.receivers, Untouched)
+        await_members(self._store, spec, len(plan.owners) + spec.receivers, Untouched)
         self._wires: dict[int, _Wire] = {}
         # Each group's last chunk, after which the checksums of its owners come.
         self._ends: dict[int, _Wire] = {}
         for owners in plan.owner_groups:
             try:
-                group = BroadcastGroup(self._store, spec, owners, len(owners) + rank - 1, device)
+                group = BroadcastGroup(self._store, spec, owners, rank=len(owners) + rank - 1, device=device)
             except PeerLost as error:
                 raise Untouched(str(error)) from error
             chunks = [number for number, chunk in self.order if chunk.owner in set(owners)]
@@ -212,72 +239,87 @@ class BroadcastReceiver(ReceiverTransport):
             wire = _Wire(group, max(_HEADER_WORDS * len(owners), items))
             self._wires |= dict.fromkeys(owners, wire)
             self._ends[chunks[-1]] = wire
-        self._slots = _slots(spec, plan)
+        self._slots = _slot_count(spec, plan)
         self._loading = DeviceStream(device)
         self._sink: WeightSink | None = None
         self._watch = LostWatch(spec, self.abort)
 
     def begin(self, header: Header, sink: WeightSink, deadline: Deadline) -> None:
-        self._header, self._deadline = header, deadline
+        self._header = header
+        self._deadline = deadline
         self._watch.begin()
-        self._loaded, self._announced = list[DeviceEvent](), dict[int, list[int]]()
+        # Ends of the loads of chunks, in the plan's order.
+        self._load_ends: list[DeviceEvent] = []
+        # Checked items of each owner that has some, in the order of the checksums that it sends.
+        self._summed_items: dict[int, list[int]] = {}
         if self._sink is not sink:
-            singles = (s.first for _, chunk in self.order for s in chunk.segments if s.single)
-            in_place = {n for n in singles if sink.target(n) is not None}
+            segments = chain.from_iterable(chunk.segments for chunk in self._plan.chunks)
+            singles = [segment.first for segment in segments if segment.is_single]
+            in_place = {number for number in singles if sink.target(number) is not None}
             self._ring = StagingBuffers(self._plan, self._plan.chunks, self._slots, self._device, in_place)
+            self._sink = sink
             # By chunk and buffer, found once.
-            self._sink, self._pieces = sink, dict[tuple[int, int], list[Tensor]]()
+            self._pieces: dict[tuple[int, int], list[Tensor]] = {}
             self.extra_bytes = self._ring.nbytes
         wires = list(self._ends.values())
-        for stream in (*(wire.stream for wire in wires), self._loading):
-            stream.follow()
+        for wire in wires:
+            wire.stream.follow()
+        self._loading.follow()
         # Every owner must be about to send the announced version and plan: found out before any weight is overwritten.
         for wire in wires:
-            wire.listen(dict.fromkeys(wire.group.owners, _HEADER_WORDS), "the header")
+            wire.queue_words(dict.fromkeys(wire.group.owners, _HEADER_WORDS), "the header")
         for owner, wire in self._wires.items():
-            late = f"refit: engine worker {self._rank} waited {{}} for {named(wire.group.owners)} to begin"
-            self._require_announced(owner, wire.heard(owner, deadline, late))
+            message = f"refit: engine worker {self._rank} waited {{}} for {name_ranks(wire.group.owners)} to begin"
+            self._require_announced(owner, wire.await_words(owner, deadline, message))
 
     def arrive(self, number: int, chunk: Chunk, meanwhile: Callable[[], object]) -> tuple[int, DeviceStream]:
-        slot, wire = number % self._slots, self._wires[chunk.owner]
+        slot = number % self._slots
+        wire = self._wires[chunk.owner]
         if (number, slot) not in self._pieces:
             assert self._sink
-            self._pieces[number, slot] = _pieces(chunk, slot, self._ring, self._sink.target)
+            self._pieces[number, slot] = _chunk_pieces(chunk, slot, self._ring, self._sink.target)
         with wire.stream as stream:
             if number >= self._slots:
-                stream.after(self._loaded[number - self._slots])
+                stream.after(self._load_ends[number - self._slots])
             if not number:
-                self._first = stream.mark()
+                self._wire_start = stream.mark()
             wire.group.broadcast(chunk.owner, self._pieces[number, slot], self._plan.names(chunk))
-            self._arrived = stream.mark()
-        if ending := self._ends.get(number):
-            found = {owner: self._plan.checked_of(owner, self._header) for owner in ending.group.owners}
-            checked = {owner: items for owner, items in found.items() if items}
-            self._announced |= checked
-            if checked:
-                ending.listen({owner: len(items) for owner, items in checked.items()}, "the checksums")
-        self._loading.after(self._arrived)
+            self._arrival = stream.mark()
+        if number in self._ends:
+            self._queue_sums(self._ends[number])
+        self._loading.after(self._arrival)
         return slot, self._loading
+
+    def _queue_sums(self, wire: _Wire) -> None:
+        """Queue the receiving of the checksums of a wire's owners."""
+        counts = {}
+        for owner in wire.group.owners:
+            checked = self._plan.checked_items_of(owner, self._header)
+            if checked:
+                self._summed_items[owner] = checked
+                counts[owner] = len(checked)
+        if counts:
+            wire.queue_words(counts, "the checksums")
 
     def view(self, number: int, slot: int) -> Tensor | None:
         return self._ring.view(number, slot)
 
-    def loaded(self, chunk: Chunk, end: DeviceEvent) -> None:
-        self._loaded.append(end)
+    def note_load(self, chunk: Chunk, end: DeviceEvent) -> None:
+        self._load_ends.append(end)
 
     def sums(self, owner: int, header: Header) -> dict[int, int]:
-        if owner not in self._announced:
+        if owner not in self._summed_items:
             return {}
-        late = f"refit: engine worker {self._rank} waited {{}} for trainer rank {owner}'s checksums"
-        words = self._wires[owner].heard(owner, self._deadline, late)
+        message = f"refit: engine worker {self._rank} waited {{}} for trainer rank {owner}'s checksums"
+        checksums = self._wires[owner].await_words(owner, self._deadline, message)
         self._watch.check()
-        return dict(zip(self._announced[owner], words))
+        return dict(zip(self._summed_items[owner], checksums))
 
     def times(self, loading: dict[int, float]) -> tuple[float, float]:
-        return self._arrived.seconds_since(self._first), sum(loading.values())
+        return self._arrival.seconds_since(self._wire_start), sum(loading.values())
 
     def finish(self, header: Header) -> None:
-        # An aborted wire ends as one that has arrived; without checksums nothing else tells them apart.
+        # An aborted wire ends as if its chunk had arrived. Without checksums only the watch tells the two apart.
         self._watch.end()
 
     def abort(self) -> None:
@@ -289,28 +331,29 @@ class BroadcastReceiver(ReceiverTransport):
         self.abort()
 
     def _require_announced(self, owner: int, words: list[int]) -> None:
-        header, expected = self._header, _words(self._header)
+        header = self._header
+        expected = _header_words(header)
         if words == expected:
             return
         self._watch.check()
-        known = "this plan" if words[1] == expected[1] else "another plan"
+        plan = "this plan" if words[1] == expected[1] else "another plan"
         raise RefitError(
             f"expected version {header.version} of plan {header.digest}, trainer rank {owner} sends "
-            f"version {words[0]} of {known}"
+            f"version {words[0]} of {plan}"
         )
 
 
 def receiver_bytes(spec: TransportSpec, plan: RefitPlan) -> int:
     """Return the memory of a receiver's buffers at most."""
-    return _slots(spec, plan) * max(chunk.nbytes for chunk in plan.chunks)
+    return _slot_count(spec, plan) * max(chunk.nbytes for chunk in plan.chunks)
 
 
-def _slots(spec: TransportSpec, plan: RefitPlan) -> int:
+def _slot_count(spec: TransportSpec, plan: RefitPlan) -> int:
     # Owners take turns: with no more slots than one owner has, each would wait for its last chunk to be loaded.
     return spec.num_buffers * len(plan.owner_groups)
 
 
-def _words(header: Header) -> list[int]:
+def _header_words(header: Header) -> list[int]:
     return [header.version, digest_word(header.digest)]
 
 
@@ -319,12 +362,12 @@ def _host_words(count: int, device: torch.device) -> Tensor:
     return torch.empty(count, dtype=torch.int64, pin_memory=device.type == "cuda")
 
 
-def _pieces(chunk: Chunk, slot: int, ring: StagingBuffers, place: Callable[[int], Tensor | None]) -> list[Tensor]:
+def _chunk_pieces(chunk: Chunk, slot: int, ring: StagingBuffers, place: Callable[[int], Tensor | None]) -> list[Tensor]:
     """Return the bytes that a chunk's broadcasts send or receive: in the ring's buffer, or in place."""
     pieces = []
     for segment in chunk.segments:
         if segment.first in ring.offsets:
-            pieces.append(ring.run(segment, slot))
+            pieces.append(ring.segment_bytes(segment, slot))
         else:
             tensor = place(segment.first)
             assert tensor is not None, "items without a place pass through the ring"

@@ -5,7 +5,7 @@ node's first rank, and so are ranks in messages of a node's processes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -26,69 +26,90 @@ class RefitByNode:
         folders: node id -> folder of weights in transit, in the order of the ranks. Raises RefitError if the ranks of
         two nodes hold different boxes.
         """
-        self._trainers, self.options = trainers, options
-        ranks = [[n for n, worker in enumerate(trainers.workers) if node_of(worker) == node] for node in folders]
-        layout, holdings = ask_holdings(trainers, options.dtype, ranks[0])
-        _verify_alike(holdings, ranks)
-        planned = make_plan(layout, [holdings[rank] for rank in ranks[0]], options)
-        self.plan, self.buffer_bytes = planned.plan, planned.buffer_bytes
-        self._refits = {
-            node: Refit(trainers.part(own), replace(options, folder=folder, first_rank=own[0]), planned)
-            for (node, folder), own in zip(folders.items(), ranks)
-        }
+        self._trainers = trainers
+        self.options = options
+        ranks_of_node: dict[str, list[int]] = {node: [] for node in folders}
+        for rank, worker in enumerate(trainers.workers):
+            node = node_of(worker)
+            if node in ranks_of_node:
+                ranks_of_node[node].append(rank)
+        node_ranks = list(ranks_of_node.values())
+        layout, holdings = ask_holdings(trainers, options.dtype, node_ranks[0])
+        _verify_alike(holdings, node_ranks)
+        planned = make_plan(layout, [holdings[rank] for rank in node_ranks[0]], options)
+        self.plan = planned.plan
+        self.buffer_bytes = planned.buffer_bytes
+        self._refits: dict[str, Refit] = {}
+        for node, ranks in ranks_of_node.items():
+            node_options = replace(options, folder=folders[node], first_rank=ranks[0])
+            self._refits[node] = Refit(trainers.part(ranks), node_options, planned)
 
     def open(self, engines: list[EngineEnd]) -> list[Any]:
         """Connect both ends on every node, see `Refit.open`."""
-        found = self._together(engines, lambda refit, own: list(zip(own, refit.open(own))))
-        modes = {id(engine): mode for opened in found for engine, mode in opened}
+        modes: dict[int, Any] = {}
+
+        def open_node(refit: Refit, node_engines: list[EngineEnd]) -> None:
+            for engine, mode in zip(node_engines, refit.open(node_engines)):
+                modes[id(engine)] = mode
+
+        self._run_nodes(engines, open_node)
         return [modes[id(engine)] for engine in engines]
 
     def run(self, engines: list[EngineEnd], version: int, checks: Checks | None = None) -> RefitReport:
         """Send `version` on every node, see `Refit.run`. The report is the slowest node's."""
-        reports = self._together(engines, lambda refit, own: refit.run(own, version, checks))
+        reports = self._run_nodes(engines, lambda refit, node_engines: refit.run(node_engines, version, checks))
         slowest = max(reports, key=lambda report: report.seconds)
         stall = max(report.stall for report in reports)
         return replace(slowest, pack=max(report.pack for report in reports), stall=stall)
 
     def resend(self, engines: list[EngineEnd], fresh: list[EngineEnd], behind: list[EngineEnd], version: int) -> None:
-        """Bring engines to a version on the nodes that have such, see `Refit.resend`."""
-        nodes = {node_of(each.worker) for each in (*fresh, *behind)}
-        concerned = [each for each in engines if node_of(each.worker) in nodes]
+        """Bring `fresh` engines and those `behind` to a version on their nodes, see `Refit.resend`."""
+        nodes = {node_of(engine.worker) for engine in (*fresh, *behind)}
+        engines_of_nodes = [engine for engine in engines if node_of(engine.worker) in nodes]
 
-        def send(refit: Refit, own: list[EngineEnd]) -> None:
+        def resend_to_node(refit: Refit, node_engines: list[EngineEnd]) -> None:
             refit.resend(
-                own, [each for each in own if each in fresh], [each for each in own if each in behind], version
+                node_engines,
+                fresh=[engine for engine in node_engines if engine in fresh],
+                behind=[engine for engine in node_engines if engine in behind],
+                version=version,
             )
 
         try:
-            self._together(concerned, send)
+            self._run_nodes(engines_of_nodes, resend_to_node)
         except EnginesLost as error:
-            raise EnginesLost({engines.index(concerned[n]): why for n, why in error.reasons.items()}) from error
+            reasons = {engines.index(engines_of_nodes[index]): reason for index, reason in error.reasons.items()}
+            raise EnginesLost(reasons) from error
 
     def catch_up(self, behind: list[EngineEnd], version: int) -> None:
-        """Bring engines to `version` on the nodes that have such, see `Refit.catch_up`."""
-        self._together(behind, lambda refit, own: refit.catch_up(own, version))
+        """Bring engines to `version` on their nodes, see `Refit.catch_up`."""
+        self._run_nodes(behind, lambda refit, node_engines: refit.catch_up(node_engines, version))
 
     def rest_trainers(self) -> None:
         """Have the trainers give the device's memory to engines that share it."""
         self._trainers.call(SendsWeights.rest)
 
-    def _together(self, engines: list[EngineEnd], work: Callable[[Refit, list[EngineEnd]], T]) -> list[T]:
-        """Return the results of all nodes that have engines, once all have ended.
+    def _run_nodes(self, engines: list[EngineEnd], run_node: Callable[[Refit, list[EngineEnd]], T]) -> list[T]:
+        """Call `run_node` for all nodes that have engines, side by side; return the results once all have ended.
 
         Raises EnginesLost with the lost engines of all nodes, or the first error that no engine caused.
         """
-        places: dict[str, list[int]] = {}
-        for place, engine in enumerate(engines):
-            places.setdefault(node_of(engine.worker), []).append(place)
-        lost, errors, results = dict[int, Exception](), list[Exception](), list[T]()
-        with ThreadPoolExecutor(max(1, len(places)), "refit") as threads:
-            calls = {n: threads.submit(work, self._refits[n], [engines[p] for p in own]) for n, own in places.items()}
+        indices_of_node: dict[str, list[int]] = {}
+        for index, engine in enumerate(engines):
+            indices_of_node.setdefault(node_of(engine.worker), []).append(index)
+        calls: dict[str, Future[T]] = {}
+        with ThreadPoolExecutor(max(1, len(indices_of_node)), "refit") as threads:
+            for node, indices in indices_of_node.items():
+                node_engines = [engines[index] for index in indices]
+                calls[node] = threads.submit(run_node, self._refits[node], node_engines)
+        lost: dict[int, Exception] = {}
+        errors: list[Exception] = []
+        results: list[T] = []
         for node, call in calls.items():
             try:
                 results.append(call.result())
             except EnginesLost as error:
-                lost |= {places[node][index]: why for index, why in error.reasons.items()}
+                lost |= {indices_of_node[node][index]: reason for index, reason in error.reasons.items()}
             except Exception as error:
                 errors.append(error)
         if errors:
@@ -104,10 +125,10 @@ def node_of(worker: Worker) -> str:
 
 
 def _verify_alike(holdings: Sequence[Holding], ranks: Sequence[Sequence[int]]) -> None:
-    """Raise RefitError unless the ranks of every node hold the boxes that those of the first one hold."""
-    for own in ranks[1:]:
-        if len(own) != len(ranks[0]):
-            raise RefitError(f"nodes have {len(ranks[0])} and {len(own)} trainer ranks: no plan serves both")
-        for first, rank in zip(ranks[0], own):
+    """Raise RefitError unless the ranks of every node hold the boxes that the first node's ranks hold."""
+    for node_ranks in ranks[1:]:
+        if len(node_ranks) != len(ranks[0]):
+            raise RefitError(f"nodes have {len(ranks[0])} and {len(node_ranks)} trainer ranks: no plan serves both")
+        for first, rank in zip(ranks[0], node_ranks):
             if holdings[first].boxes_digest != holdings[rank].boxes_digest:
                 raise RefitError(f"trainer ranks {first} and {rank} hold different boxes: no plan serves both nodes")

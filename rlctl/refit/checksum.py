@@ -19,7 +19,7 @@ FACTOR = 1_000_003
 _TOGETHER = 8
 
 
-def lies_right(tensor: Tensor) -> bool:
+def is_laid_out(tensor: Tensor) -> bool:
     """Return True if `lay` returns a view of the tensor's memory, False if a copy."""
     return tensor.is_contiguous() and tensor.storage_offset() * tensor.element_size() % 8 == 0
 
@@ -36,33 +36,36 @@ class ChecksumTable:
 
     def __init__(self, count: int, device: torch.device) -> None:
         """Allocate; on CUDA the memory belongs to the current stream."""
-        self._count, self._added = count, 0
-        self._there = torch.zeros(count, dtype=torch.int64, device=device) if device.type == "cuda" else None
-        self._rows: list[Tensor] = []
-        self._rests: dict[int, Tensor] = {}
+        self._count = count
+        self._added = 0
+        self._device_sums = torch.zeros(count, dtype=torch.int64, device=device) if device.type == "cuda" else None
+        # On a CPU: each tensor's sums of whole rows, and the sum of its bytes beyond them, by its number.
+        self._row_sums: list[Tensor] = []
+        self._tail_sums: dict[int, Tensor] = {}
 
     @torch.no_grad()
     def add(self, raw: Tensor) -> None:
         """Queue the pass over the bytes of the next tensor (from `lay`) on the current stream."""
         assert self._added < self._count, "a kernel would write beyond the memory"
-        if self._there is not None:
+        if self._device_sums is not None:
             from rlctl.refit.checksum_cuda import add
 
-            add(raw, self._there, self._added, ROW, FACTOR)
+            add(raw, self._device_sums, self._added, ROW, FACTOR)
         else:
-            whole = raw.numel() // (8 * ROW) * (8 * ROW)
-            self._rows.append(raw[:whole].view(torch.int64).view(-1, ROW).sum(1))
-            if whole < raw.numel():
-                self._rests[self._added] = _rest(raw[whole:])
+            row_bytes = raw.numel() // (8 * ROW) * (8 * ROW)
+            self._row_sums.append(raw[:row_bytes].view(torch.int64).view(-1, ROW).sum(1))
+            if row_bytes < raw.numel():
+                self._tail_sums[self._added] = _sum_tail(raw[row_bytes:])
         self._added += 1
 
     def add_fixed(self, fixed: "FixedTensors") -> None:
         """Queue the pass over the next tensors on the current stream."""
         assert self._added + len(fixed.tensors) <= self._count, "a kernel would write beyond the memory"
-        if self._there is not None and fixed.table:
+        if self._device_sums is not None and fixed.table:
             from rlctl.refit.checksum_cuda import add_all
 
-            add_all(*fixed.table, self._there, self._added, ROW, FACTOR)
+            table, blocks = fixed.table
+            add_all(table, blocks, self._device_sums, self._added, ROW, FACTOR)
             self._added += len(fixed.tensors)
         else:
             for tensor in fixed.tensors:
@@ -71,11 +74,11 @@ class ChecksumTable:
     @torch.no_grad()
     def all(self) -> Tensor:
         """Return int64 [n], in the order of `add`, on the device."""
-        if self._there is not None:
-            return self._there[: self._added]
-        totals = _weighted(self._rows) if self._rows else torch.zeros(0, dtype=torch.int64)
-        for number, rest in self._rests.items():
-            totals[number] += rest
+        if self._device_sums is not None:
+            return self._device_sums[: self._added]
+        totals = _weight_rows(self._row_sums) if self._row_sums else torch.zeros(0, dtype=torch.int64)
+        for number, tail_sum in self._tail_sums.items():
+            totals[number] += tail_sum
         return totals
 
 
@@ -89,9 +92,9 @@ class FixedTensors:
         self.tensors = tensors
         self.table: tuple[Tensor, Tensor] | None = None
         if tensors and tensors[0].is_cuda:
-            from rlctl.refit.checksum_cuda import table_of
+            from rlctl.refit.checksum_cuda import make_table
 
-            self.table = table_of(tensors, ROW)
+            self.table = make_table(tensors, ROW)
 
     def queue(self, device: torch.device) -> "QueuedSums":
         """Queue the checksums of all tensors on the current stream."""
@@ -101,7 +104,7 @@ class FixedTensors:
 
 
 class QueuedSums:
-    """Checksums on their way to the host. What is queued after them need not be done before they are read."""
+    """Checksums on their way to the host. Reading them does not wait for work that was queued after them."""
 
     def __init__(self, sums: Tensor) -> None:
         """sums: int64 [n] on the device."""
@@ -109,24 +112,26 @@ class QueuedSums:
         if sums.is_cuda:
             self._host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
             self._host.copy_(sums, non_blocking=True)
-        self._come = mark_here(sums.device)
+        self._arrival = mark_here(sums.device)
 
     def read(self) -> list[int]:
-        """Return them once they are there."""
-        self._come.wait()
-        return [int(value) for value in self._host.tolist()]
+        """Return the checksums once they are on the host."""
+        self._arrival.wait()
+        return [int(checksum) for checksum in self._host.tolist()]
 
 
 class StreamingChecksums:
     """Checksums of the items that one end sends or receives, one refit after the other, taken while other chunks
     travel.
 
-    Queue items with `here` and `beside`, then ask for all.
+    Queue items with `queue` and `queue_unmoved`, then ask for all.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, DeviceStream(device)
-        self._laid: dict[tuple[int, int], Tensor] = {}
+        self._device = device
+        self._stream = DeviceStream(device)
+        # Items of fixed memory as `lay` returns them, by item and slot.
+        self._laid_items: dict[tuple[int, int], Tensor] = {}
         # By slot and items.
         self._fixed: dict[tuple[int, tuple[int, ...]], FixedTensors] = {}
         self.start(0)
@@ -137,38 +142,41 @@ class StreamingChecksums:
         self._values: dict[int, int] | None = None
         with self._stream as stream:
             self._totals = ChecksumTable(count, self._device)
-            self._begun = stream.mark()
+            self._start_event = stream.mark()
 
-    def here(self, numbers: Collection[int], tensor: Callable[[int], Tensor], slot: int | None = None) -> None:
+    def queue(self, numbers: Collection[int], tensor: Callable[[int], Tensor], slot: int | None = None) -> None:
         """Queue the checksums of items in memory that is soon used again, on the current stream.
 
         tensor: returns the item of a number. slot: where an item has the same memory at every refit; None: it has new
         memory each time.
         """
         if numbers:
-            self._begun.lead()
-        if fixed := self._together(numbers, tensor, slot):
+            self._start_event.lead()
+        if fixed := self._find_fixed(numbers, tensor, slot):
             self._totals.add_fixed(fixed)
         else:
             for number in numbers:
-                self._totals.add(self._lay(number, tensor, slot))
+                self._totals.add(self._lay_item(number, tensor, slot))
         self._numbers += numbers
 
-    def beside(self, tensors: dict[int, Tensor], arrived: DeviceEvent, slot: int = 0) -> None:
+    def queue_unmoved(self, tensors: dict[int, Tensor], arrived: DeviceEvent, slot: int = 0) -> None:
         """Queue the checksums of items that are not moved, on a separate stream once `arrived` is reached."""
         if tensors:
             with self._stream as stream:
                 stream.after(arrived)
-                self.here(tensors, tensors.__getitem__, slot)
+                self.queue(tensors, tensors.__getitem__, slot)
 
     def all(self) -> Tensor | None:
-        """Return int64 [n] on the current stream, in the order of `here`, for users of `here` alone; None if empty."""
+        """Return int64 [n] on the current stream, in the order of `queue`; None if nothing was queued.
+
+        Only for a refit that called `queue` alone.
+        """
         return self._totals.all() if self._numbers else None
 
     def values(self, queued_on: DeviceStream | None = None) -> dict[int, int]:
         """Return every item's checksum, computed at the first call of a refit; nothing is queued afterwards.
 
-        queued_on: stream on which `here` was called, unless the device has finished it.
+        queued_on: stream on which `queue` was called, unless the device has finished it.
         """
         if self._values is None:
             with self._stream as stream:
@@ -179,10 +187,11 @@ class StreamingChecksums:
 
     def close(self) -> None:
         """Free all memory."""
-        self._laid, self._fixed = {}, {}
+        self._laid_items = {}
+        self._fixed = {}
         self.start(0)
 
-    def _together(
+    def _find_fixed(
         self, numbers: Collection[int], tensor: Callable[[int], Tensor], slot: int | None
     ) -> FixedTensors | None:
         """Return the tensors for one kernel, None if they go one by one."""
@@ -193,29 +202,31 @@ class StreamingChecksums:
             self._fixed[key] = FixedTensors([tensor(number) for number in numbers])
         return self._fixed[key] if self._fixed[key].table else None
 
-    def _lay(self, number: int, tensor: Callable[[int], Tensor], slot: int | None) -> Tensor:
+    def _lay_item(self, number: int, tensor: Callable[[int], Tensor], slot: int | None) -> Tensor:
         # Laid out once where that makes no copy: it takes the host as long as to queue the sum itself.
-        if slot is not None and (number, slot) in self._laid:
-            return self._laid[number, slot]
-        given = tensor(number)
-        laid = lay(given)
-        if slot is not None and lies_right(given):
-            self._laid[number, slot] = laid
+        if slot is not None and (number, slot) in self._laid_items:
+            return self._laid_items[number, slot]
+        item = tensor(number)
+        laid = lay(item)
+        if slot is not None and is_laid_out(item):
+            self._laid_items[number, slot] = laid
         return laid
 
 
-def _rest(raw: Tensor) -> Tensor:
+def _sum_tail(raw: Tensor) -> Tensor:
+    """Return the sum of bytes beyond the last whole row, int64 []: words count by one factor, bytes by its square."""
     words = raw[: raw.numel() // 8 * 8].view(torch.int64)
-    tail = raw[words.numel() * 8 :]
-    return words.sum() * FACTOR + tail.sum(dtype=torch.int64) * (FACTOR * FACTOR)
+    last_bytes = raw[words.numel() * 8 :]
+    return words.sum() * FACTOR + last_bytes.sum(dtype=torch.int64) * (FACTOR * FACTOR)
 
 
-def _weighted(sums: list[Tensor]) -> Tensor:
+def _weight_rows(row_sums: list[Tensor]) -> Tensor:
     """Return int64 [n]: each of n tensors' row sums (int64 [its rows]), folded, times the rows' factors, summed.
 
     As differences of a running sum, exact modulo 2^64: few operations, however many tensors.
     """
-    rows, counts = torch.cat(sums), [len(part) for part in sums]
+    rows = torch.cat(row_sums)
+    counts = [len(tensor_rows) for tensor_rows in row_sums]
     rows ^= rows >> 32 & 0xFFFFFFFF
     factors = torch.arange(max(counts)) * 2 + 3
     rows *= torch.cat([factors[:count] for count in counts])

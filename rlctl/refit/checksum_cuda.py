@@ -27,7 +27,7 @@ def add(raw: Tensor, totals: Tensor, place: int, row: int, factor: int) -> None:
         _add_words[(blocks,)](raw, size, totals, place, ROW=row, ROWS=_KERNEL_ROWS, FACTOR=factor, num_warps=8)
 
 
-def table_of(tensors: Sequence[Tensor], row: int) -> tuple[Tensor, Tensor] | None:
+def make_table(tensors: Sequence[Tensor], row: int) -> tuple[Tensor, Tensor] | None:
     """Return the table by which one kernel sums all tensors, and their blocks of rows; None if one lies otherwise.
 
     A tensor is contiguous, or a matrix whose rows are; rows begin at multiples of 8 bytes. Table, int64 [tensors, 4]:
@@ -35,12 +35,14 @@ def table_of(tensors: Sequence[Tensor], row: int) -> tuple[Tensor, Tensor] | Non
     """
     table = np.zeros((len(tensors), 4), np.int64)
     for number, tensor in enumerate(tensors):
-        size, step = tensor.numel() * tensor.element_size(), 0
+        size = tensor.numel() * tensor.element_size()
         run = size
+        step = 0
         if not tensor.is_contiguous():
             if tensor.ndim != 2 or tensor.stride(1) != 1:
                 return None
-            run, step = tensor.shape[1] * tensor.element_size(), tensor.stride(0) * tensor.element_size()
+            run = tensor.shape[1] * tensor.element_size()
+            step = tensor.stride(0) * tensor.element_size()
             if run % 8 or step % 8:
                 return None
         if tensor.data_ptr() % 8:

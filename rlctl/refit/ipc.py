@@ -12,6 +12,7 @@ import os
 import pickle
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +20,18 @@ import torch
 from torch import Tensor
 
 from rlctl.refit.checksum import StreamingChecksums
-from rlctl.refit.pipeline import ReceiverTransport, SenderTransport, late
+from rlctl.refit.pipeline import ReceiverTransport, SenderTransport, describe_late
 from rlctl.refit.protocol import Header, RefitError, TransportSpec
 from rlctl.refit.refit_plan import Chunk, RefitPlan
 from rlctl.refit.shared_counters import Deadline, SharedCounters, digest_word
 from rlctl.refit.staging import StagingBuffers
-from rlctl.refit.weight_sink import WeightSink, typed
+from rlctl.refit.weight_sink import WeightSink, view_typed
 from rlctl.refit.weight_source import WeightSource
 from rlctl.utils.device_stream import DeviceEvent, DeviceStream, Span
 
-# Words of an owner: version and plan sent, parts ready, then the parts taken by each receiver, then its items'
-# checksums. Parts are its chunks and, last, the checksums; they are counted over all versions.
-_VERSION, _DIGEST, _READY, _FIRST = range(4)
+# Indices of an owner's words: version and plan sent, parts ready, then the parts taken by each receiver. The checksums
+# of the owner's items follow. An owner's parts are its chunks and, last, the checksums, counted over all versions.
+_VERSION, _DIGEST, _READY, _FIRST_TAKEN = range(4)
 
 
 class IpcSender(SenderTransport):
@@ -39,9 +40,10 @@ class IpcSender(SenderTransport):
     buffers: StagingBuffers
 
     def __init__(self, spec: TransportSpec, source: WeightSource, device: torch.device) -> None:
-        self._spec, self._source = spec, source
+        self._spec = spec
+        self._source = source
         self._chunks = source.chunks
-        self._items = [n for chunk in self._chunks for n in chunk.numbers]
+        self._items = list(chain.from_iterable(chunk.numbers for chunk in self._chunks))
         # Receivers copy these from the trainer's own memory. They can convert, but only within one device.
         in_place = set(self._items) if spec.colocated else source.ready_singles()
         self.buffers = StagingBuffers(source.plan, self._chunks, spec.num_buffers, device, in_place)
@@ -50,20 +52,22 @@ class IpcSender(SenderTransport):
         # Parts of all earlier versions.
         self._sent = 0
         Path(spec.folder).mkdir(parents=True, exist_ok=True)
-        words = _FIRST + spec.receivers + len(self._items)
+        words = _FIRST_TAKEN + spec.receivers + len(self._items)
         self._words = SharedCounters(_words_file(spec, source.rank), words, create=True)
         torch.cuda.synchronize(device)
-        shared = {n: share(source.view(n)) for n in self._items if n not in self.buffers.offsets}
+        items = {number: share(source.view(number)) for number in self._items if number not in self.buffers.offsets}
         rings = [share(buffer) for buffer in self.buffers.buffers]
         file = _handles_file(spec, source.rank)
-        partial = file.with_suffix(".partial")
-        partial.write_bytes(pickle.dumps((source.plan.digest, shared, rings, self.buffers.offsets)))
-        partial.chmod(0o600)
-        os.replace(partial, file)
+        draft = file.with_suffix(".partial")
+        draft.write_bytes(pickle.dumps((source.plan.digest, items, rings, self.buffers.offsets)))
+        draft.chmod(0o600)
+        os.replace(draft, file)
 
     def begin(self, header: Header, deadline: Deadline) -> None:
-        self._deadline, self._packed = deadline, list[Span]()
-        self._words.array[_VERSION], self._words.array[_DIGEST] = header.version, digest_word(header.digest)
+        self._deadline = deadline
+        self._packed: list[Span] = []
+        self._words.array[_VERSION] = header.version
+        self._words.array[_DIGEST] = digest_word(header.digest)
 
     def await_buffer(self, number: int, packing: DeviceStream) -> int:
         self._announce()
@@ -72,18 +76,19 @@ class IpcSender(SenderTransport):
 
     def publish(self, number: int, slot: int, packed: Span) -> None:
         self._packed.append(packed)
-        # Nothing is on the link until the first chunk is there, and the last one must not wait for checksums.
-        first = number == 0 and self.buffers.used(self._chunks[0])
-        late = self._announce()
-        while late and (first or number == len(self._chunks) - 1):
+        # The link is idle until the first chunk is there, and the last chunk must not wait for checksums.
+        is_first = number == 0 and self.buffers.has_items_of(self._chunks[0])
+        unfinished = self._announce()
+        while unfinished and (is_first or number == len(self._chunks) - 1):
             self._deadline.check(lambda: f"refit: trainer rank {self._source.rank} did not finish packing in {{}}")
-            late = self._announce()
+            unfinished = self._announce()
 
     def publish_sums(self, sums: StreamingChecksums, packing: DeviceStream) -> None:
-        values, first = sums.values(packing), _FIRST + self._spec.receivers
-        for place, n in enumerate(self._items):
-            if n in values:
-                self._words.array[first + place] = values[n]
+        checksums = sums.values(packing)
+        first_sum = _FIRST_TAKEN + self._spec.receivers
+        for word, number in enumerate(self._items, first_sum):
+            if number in checksums:
+                self._words.array[word] = checksums[number]
         self._words.array[_READY] += 1
 
     def finish(self) -> None:
@@ -99,85 +104,102 @@ class IpcSender(SenderTransport):
             file.unlink(missing_ok=True)
 
     def _announce(self) -> int:
-        """Move the ready counter over the chunks that the device has finished; return how many it has not."""
-        words, packed = self._words.array, self._packed
-        while words[_READY] < self._sent + len(packed) and packed[int(words[_READY]) - self._sent][1].reached():
+        """Move the ready counter over the chunks that the device has packed; return the number of unfinished chunks."""
+        words = self._words.array
+        packed = self._packed
+        while words[_READY] < self._sent + len(packed):
+            _, end = packed[int(words[_READY]) - self._sent]
+            if not end.reached():
+                break
             words[_READY] += 1
         return self._sent + len(packed) - int(words[_READY])
 
     def _wait_taken(self, count: int) -> None:
         """Wait until every receiver has taken the first `count` parts of this version."""
-        taken = self._words.array[_FIRST : _FIRST + self._spec.receivers]
+        taken = self._words.array[_FIRST_TAKEN : _FIRST_TAKEN + self._spec.receivers]
 
-        def behind() -> list[int]:
-            lacking = taken < self._sent + count
-            ranks = range(1, self._spec.receivers + 1)
-            return [rank for rank in ranks if lacking[rank - 1] and rank not in self._dropped]
+        def find_late() -> list[int]:
+            is_late = taken < self._sent + count
+            receivers = [rank for rank in range(1, self._spec.receivers + 1) if rank not in self._dropped]
+            return [rank for rank in receivers if is_late[rank - 1]]
 
-        def message(late: list[int]) -> str:
-            done = min(int(taken[rank - 1]) for rank in late) - self._sent
+        def message(late_ranks: list[int]) -> str:
+            fewest = min(int(taken[rank - 1]) for rank in late_ranks) - self._sent
             names = [*map(self._source.plan.names, self._chunks), "checksums"]
-            place = f"part {done + 1} of {len(names)} ({names[done]})"
-            who = ", ".join(map(str, late))
-            return f"refit: trainer rank {self._source.rank} waited {{}} for engine workers {who} to take {place}"
+            part = f"part {fewest + 1} of {len(names)} ({names[fewest]})"
+            workers = ", ".join(map(str, late_ranks))
+            return f"refit: trainer rank {self._source.rank} waited {{}} for engine workers {workers} to take {part}"
 
-        while late := behind():
+        while late_ranks := find_late():
             self._announce()
-            self._deadline.check(partial(message, late))
+            self._deadline.check(partial(message, late_ranks))
 
 
 class IpcReceiver(ReceiverTransport):
     """An engine worker's side: maps the trainers' memory at the first refit, then copies chunk by chunk."""
 
     def __init__(self, spec: TransportSpec, plan: RefitPlan, rank: int, device: torch.device) -> None:
-        self._spec, self._plan, self._rank, self._device = spec, plan, rank, device
-        self.order = plan.taken_by(rank)
+        self._spec = spec
+        self._plan = plan
+        self._rank = rank
+        self._device = device
+        self.order = plan.chunks_for(rank)
         self._streams = {owner: DeviceStream(device) for owner in plan.owners}
-        self._owner_of = {n: chunk.owner for chunk in plan.chunks for n in chunk.numbers}
-        self._owners: dict[int, _Mapped] = {}
+        self._owner_of: dict[int, int] = {}
+        for chunk in plan.chunks:
+            self._owner_of.update(dict.fromkeys(chunk.numbers, chunk.owner))
+        self._memories: dict[int, _OwnerMemory] = {}
 
     def begin(self, header: Header, sink: WeightSink, deadline: Deadline) -> None:
-        self._header, self._deadline = header, deadline
+        self._header = header
+        self._deadline = deadline
         for stream in self._streams.values():
             stream.follow()
 
     def arrive(self, number: int, chunk: Chunk, meanwhile: Callable[[], object]) -> tuple[int, DeviceStream]:
-        if chunk.owner not in self._owners:
-            args = (self._spec, self._plan, chunk.owner, self._rank, self._device, self._deadline)
-            self._owners[chunk.owner] = _Mapped(*args)
-        message = lambda: late(self._plan, self._rank, chunk)  # noqa: E731
-        self._owners[chunk.owner].await_ready(self._header, message, self._deadline, meanwhile)
-        return self._owners[chunk.owner].slot(), self._streams[chunk.owner]
+        if chunk.owner not in self._memories:
+            self._memories[chunk.owner] = _OwnerMemory(
+                self._spec,
+                self._plan,
+                owner=chunk.owner,
+                rank=self._rank,
+                device=self._device,
+                deadline=self._deadline,
+            )
+        memory = self._memories[chunk.owner]
+        message = partial(describe_late, self._plan, self._rank, chunk)
+        memory.await_ready(self._header, message, self._deadline, meanwhile)
+        return memory.slot(), self._streams[chunk.owner]
 
     def view(self, number: int, slot: int) -> Tensor | None:
-        return self._owners[self._owner_of[number]].view(number, slot)
+        return self._memories[self._owner_of[number]].view(number, slot)
 
-    def loaded(self, chunk: Chunk, end: DeviceEvent) -> None:
-        self._owners[chunk.owner].begun += 1
+    def note_load(self, chunk: Chunk, end: DeviceEvent) -> None:
+        self._memories[chunk.owner].started_parts += 1
 
     def give_back(self, chunk: Chunk) -> None:
-        self._owners[chunk.owner].take()
+        self._memories[chunk.owner].take()
 
     def sums(self, owner: int, header: Header) -> dict[int, int]:
-        mapped = self._owners[owner]
+        memory = self._memories[owner]
         message = f"refit: engine worker {self._rank} waited {{}} for trainer rank {owner}'s checksums"
-        mapped.await_ready(header, lambda: message, self._deadline, lambda: None)
-        found = {n: mapped.sum(n) for n in self._plan.checked_of(owner, header)}
-        mapped.begun += 1
-        mapped.take()
-        return found
+        memory.await_ready(header, lambda: message, self._deadline, lambda: None)
+        checksums = {number: memory.sum(number) for number in self._plan.checked_items_of(owner, header)}
+        memory.started_parts += 1
+        memory.take()
+        return checksums
 
     def times(self, loading: dict[int, float]) -> tuple[float, float]:
-        # Loading crosses the link; the owners' links do so at the same time.
+        # Loading crosses the link, and all owners' links at the same time.
         return max(loading.values()), 0.0
 
     def close(self) -> None:
-        for owner in self._owners.values():
-            owner.words.close()
-        self._owners = {}
+        for memory in self._memories.values():
+            memory.words.close()
+        self._memories = {}
 
 
-class _Mapped:
+class _OwnerMemory:
     """One trainer rank's memory, as a receiver sees it."""
 
     def __init__(
@@ -186,36 +208,43 @@ class _Mapped:
         file = _handles_file(spec, owner)
         while not file.exists():
             deadline.check(lambda: f"refit: engine worker {rank} waited {{}} for trainer rank {owner} to open")
-        digest, shared, rings, self._offsets = pickle.loads(file.read_bytes())
+        digest, items, rings, self._offsets = pickle.loads(file.read_bytes())
         if digest != plan.digest:
             raise RefitError(f"trainer rank {owner} sends by plan {digest}, this end was given plan {plan.digest}")
-        self._shared = {n: opened(handle, device) for n, handle in shared.items()}
-        self._rings = [opened(handle, device) for handle in rings]
-        self._word = {n: word for word, n in enumerate(n for _, chunk in plan.chunks_of(owner) for n in chunk.numbers)}
-        self._parts = sum(1 for _ in plan.chunks_of(owner)) + 1
-        self._plan, self._first, self._rank, self._owner = plan, _FIRST + spec.receivers, rank, owner
-        self.words = SharedCounters(_words_file(spec, owner), self._first + len(self._word), create=False)
+        # Items that are read from the trainer's own memory.
+        self._items = {number: open_handle(handle, device) for number, handle in items.items()}
+        self._rings = [open_handle(handle, device) for handle in rings]
+        chunks = [chunk for _, chunk in plan.chunks_of(owner)]
+        first_sum = _FIRST_TAKEN + spec.receivers
+        numbers = chain.from_iterable(chunk.numbers for chunk in chunks)
+        self._sum_words = {number: word for word, number in enumerate(numbers, first_sum)}
+        self._parts = len(chunks) + 1
+        self._plan = plan
+        self._owner = owner
+        # Index of the word that counts the parts taken by this receiver.
+        self._taken_word = _FIRST_TAKEN + rank - 1
+        self.words = SharedCounters(_words_file(spec, owner), first_sum + len(self._sum_words), create=False)
         # Parts of all versions that this receiver has begun to copy.
-        self.begun = int(self.words.array[_FIRST + rank - 1])
+        self.started_parts = int(self.words.array[self._taken_word])
 
     def slot(self) -> int:
         """Return the buffer through which the next part passes."""
-        return self.begun % self._parts % max(1, len(self._rings))
+        return self.started_parts % self._parts % max(1, len(self._rings))
 
     def view(self, number: int, slot: int) -> Tensor:
         """Return item `number` in the trainer's memory, shaped as its box."""
-        if number in self._shared:
-            tensor: Tensor = self._shared[number]
+        if number in self._items:
+            tensor: Tensor = self._items[number]
             return tensor
         shape = self._plan.items[number].box.shape
-        return typed(self._rings[slot], self._offsets[number], self._plan.dtype(number), shape)
+        return view_typed(self._rings[slot], self._offsets[number], self._plan.dtype(number), shape)
 
     def await_ready(
         self, header: Header, message: Callable[[], str], deadline: Deadline, meanwhile: Callable[[], object]
     ) -> None:
         """Wait until the owner's next part may be read; raise RefitError if it is of another version."""
         words = self.words.array
-        while words[_READY] <= self.begun:
+        while words[_READY] <= self.started_parts:
             meanwhile()
             deadline.check(message)
         if (words[_VERSION], words[_DIGEST]) != (header.version, digest_word(header.digest)):
@@ -226,24 +255,28 @@ class _Mapped:
 
     def take(self) -> None:
         """Give one more part back to its owner."""
-        self.words.array[_FIRST + self._rank - 1] += 1
+        self.words.array[self._taken_word] += 1
 
     def sum(self, number: int) -> int:
         """Return the checksum of item `number` that the owner announced."""
-        return int(self.words.array[self._first + self._word[number]])
+        return int(self.words.array[self._sum_words[number]])
 
 
 def share(tensor: Tensor) -> Any:
+    """Return a handle by which other processes open the tensor's memory, see `open_handle`."""
     from torch.multiprocessing.reductions import reduce_tensor
 
     return reduce_tensor(tensor)  # type: ignore[no-untyped-call]
 
 
-def opened(handle: tuple[Any, tuple[Any, ...]], device: torch.device) -> Tensor:
+def open_handle(handle: tuple[Any, tuple[Any, ...]], device: torch.device) -> Tensor:
     """Return a shared tensor on this process's own device: the sender's index means nothing here."""
-    rebuild, args = handle
+    rebuild, sender_args = handle
+    # Index of the argument that is the sender's device.
     storage_device = 6
-    tensor: Tensor = rebuild(*args[:storage_device], device.index or 0, *args[storage_device + 1 :])
+    args = list(sender_args)
+    args[storage_device] = device.index or 0
+    tensor: Tensor = rebuild(*args)
     return tensor.detach()
 
 

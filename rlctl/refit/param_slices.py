@@ -26,14 +26,14 @@ class ParamSlice:
 
 @dataclass(frozen=True)
 class ItemPart:
-    """ItemPart of an item, and its place."""
+    """Part of an item, and its place in the engine."""
 
-    # ItemPart of the item.
-    inside: tuple[slice, ...]
+    # Index of the part in the item.
+    index: tuple[slice, ...]
     # Memory of the part's shape.
     view: Tensor
     # The part is all of the item.
-    whole: bool
+    is_whole: bool
 
 
 class ParamSliceSink:
@@ -45,7 +45,7 @@ class ParamSliceSink:
         by_name: dict[str, list[ParamSlice]] = {}
         for region in regions:
             by_name.setdefault(region.box.name, []).append(region)
-        self._parts = [_parts(item.box, by_name.get(item.box.name, [])) for item in plan.items]
+        self._parts = [_find_parts(item.box, by_name.get(item.box.name, [])) for item in plan.items]
         self._dtypes = [getattr(torch, plan.entries[item.entry].dtype) for item in plan.items]
 
     def parts(self, number: int) -> tuple[ItemPart, ...]:
@@ -54,13 +54,16 @@ class ParamSliceSink:
 
     def target(self, number: int) -> Tensor | None:
         parts = self._parts[number]
-        if len(parts) != 1 or not parts[0].whole:
+        if len(parts) != 1 or not parts[0].is_whole:
             return None
         view = parts[0].view
         return view if view.is_contiguous() and view.dtype == self._dtypes[number] else None
 
     def copies(self, arrived: Iterable[tuple[int, Tensor]]) -> BatchedCopy:
-        pairs = ((part.view, data[part.inside]) for number, data in arrived for part in self._parts[number])
+        pairs = []
+        for number, arrived_item in arrived:
+            for part in self._parts[number]:
+                pairs.append((part.view, arrived_item[part.index]))
         return BatchedCopy(pairs, self._beside_requests)
 
     def adopt(self, flat: Tensor) -> bool:
@@ -98,22 +101,24 @@ def verify_complete(regions: Iterable[ParamSlice], parameters: Mapping[str, Tens
             raise RefitError(f"the engine's {name} has {parameter.numel()} numbers, the trainer's tensors fill {count}")
 
 
-def _parts(item: TensorSlice, regions: list[ParamSlice]) -> tuple[ItemPart, ...]:
+def _find_parts(item: TensorSlice, regions: list[ParamSlice]) -> tuple[ItemPart, ...]:
     parts = []
+    item_ends = item.ends
     for region in regions:
-        begin = [max(a, b) for a, b in zip(item.start, region.box.start)]
-        ends = zip(item.start, item.shape, region.box.start, region.box.shape)
-        end = [min(a + n, b + m) for a, n, b, m in ends]
-        if any(stop <= start for start, stop in zip(begin, end)):
+        starts = [max(item_start, start) for item_start, start in zip(item.start, region.box.start)]
+        ends = [min(item_end, end) for item_end, end in zip(item_ends, region.box.ends)]
+        if any(end <= start for start, end in zip(starts, ends)):
             continue
-        inside = _relative(begin, end, item.start)
-        view: Any = region.view[_relative(begin, end, region.box.start)]
-        parts.append(ItemPart(inside, view, tuple(view.shape) == item.shape))
+        view: Any = region.view[_index_from(region.box.start, starts, ends)]
+        parts.append(
+            ItemPart(index=_index_from(item.start, starts, ends), view=view, is_whole=tuple(view.shape) == item.shape)
+        )
     return tuple(parts)
 
 
-def _relative(begin: list[int], end: list[int], origin: tuple[int, ...]) -> tuple[slice, ...]:
-    return tuple(slice(start - zero, stop - zero) for start, stop, zero in zip(begin, end, origin))
+def _index_from(origin: tuple[int, ...], starts: list[int], ends: list[int]) -> tuple[slice, ...]:
+    """Return the box from `starts` to `ends` as an index of a box that begins at `origin`."""
+    return tuple(slice(start - first, end - first) for start, end, first in zip(starts, ends, origin))
 
 
 def _shadow_view(view: Tensor, by_storage: dict[int, tuple[Tensor, Tensor]]) -> Tensor:

@@ -12,7 +12,6 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Literal, Protocol
 
@@ -34,7 +33,7 @@ class ChunkBuffers(Protocol):
     @property
     def nbytes(self) -> int: ...
 
-    def used(self, chunk: Chunk) -> bool: ...
+    def has_items_of(self, chunk: Chunk) -> bool: ...
 
     def view(self, number: int, slot: int) -> Tensor | None: ...
 
@@ -76,7 +75,7 @@ class SenderTransport(ABC):
     def drop(self, receivers: list[int], reason: str) -> None:  # noqa: B027
         """Wait no longer for these receivers (ranks from 1) in the current refit; called from another thread.
 
-        A transport that needs every receiver ends the refit with a RefitError of that reason.
+        A transport that needs every receiver raises a RefitError with `reason` in the refit.
         """
 
     def abort(self) -> None:  # noqa: B027
@@ -113,11 +112,11 @@ class ReceiverTransport(ABC):
         An item and slot have the same memory in every refit.
         """
 
-    def placed(self, number: int, slot: int, sink: WeightSink) -> Tensor | None:
-        """Return item `number` in its place, of which its checksum is taken; None: take it of `view`."""
+    def unmoved_item(self, number: int, slot: int, sink: WeightSink) -> Tensor | None:
+        """Return item `number` where the refit leaves it, to take its checksum there; None: take it of `view`."""
         return sink.target(number)
 
-    def loaded(self, chunk: Chunk, end: DeviceEvent) -> None:  # noqa: B027
+    def note_load(self, chunk: Chunk, end: DeviceEvent) -> None:  # noqa: B027
         """Note that loading the chunk is queued up to `end`."""
 
     def give_back(self, chunk: Chunk) -> None:  # noqa: B027
@@ -148,10 +147,16 @@ class ChunkSender:
     def __init__(
         self, transport: SenderTransport, source: WeightSource, device: torch.device, timeout_s: float
     ) -> None:
-        self._transport, self._source, self._timeout_s = transport, source, timeout_s
+        self._transport = transport
+        self._source = source
+        self._timeout_s = timeout_s
         self._chunks = source.chunks
-        self._size = sum(source.plan.items[n].nbytes for chunk in self._chunks for n in chunk.numbers)
-        self._packing, self._sums = DeviceStream(device), StreamingChecksums(device)
+        # Bytes of this rank's items.
+        self._size = 0
+        for chunk in self._chunks:
+            self._size += sum(source.plan.items[number].nbytes for number in chunk.numbers)
+        self._packing = DeviceStream(device)
+        self._sums = StreamingChecksums(device)
         # By chunk and buffer.
         self._copies: dict[tuple[int, int], BatchedCopy] = {}
         self.drop = transport.drop
@@ -162,18 +167,25 @@ class ChunkSender:
         Raises RefitError naming the receiver and tensor at fault once the deadline passed, or the reason given to
         `drop`.
         """
-        begin, packed = time.perf_counter(), list[Span]()
+        begin = time.perf_counter()
+        packed: list[Span] = []
         if self._chunks:
             try:
                 self._transport.begin(header, Deadline(self._timeout_s))
-                packed = self._queue(header)
+                packed = self._queue_chunks(header)
                 self._transport.finish()
             except PeerLost:
                 self._transport.abort()
                 raise
         seconds = time.perf_counter() - begin
-        report = SendReport(elapsed(packed), self._transport.wire, seconds, self._size, self._transport.extra_bytes)
-        return replace(report, digest=digest_of(self._sums.values())) if header.prove and self._chunks else report
+        return SendReport(
+            pack=elapsed(packed),
+            wire=self._transport.wire,
+            seconds=seconds,
+            bytes=self._size,
+            extra_bytes=self._transport.extra_bytes,
+            digest=digest_of(self._sums.values()) if header.prove and self._chunks else 0,
+        )
 
     def close(self) -> None:
         """Free buffers, files and groups."""
@@ -181,57 +193,76 @@ class ChunkSender:
         self._sums.close()
         self._copies = {}
 
-    def _queue(self, header: Header) -> list[Span]:
+    def _queue_chunks(self, header: Header) -> list[Span]:
         """Pack, publish and sum every chunk; return the spans of packing."""
-        transport, checked, packed = self._transport, self._source.plan.checked(header), list[Span]()
-        when = transport.unbuffered_sums
-        apart = [chunk for chunk in self._chunks if when != "in turn" and not transport.buffers.used(chunk)]
+        transport = self._transport
+        checked = self._source.plan.checked_items(header)
+        packed: list[Span] = []
+        order = transport.unbuffered_sums
         # Before anything is on the wire: asking for memory may wait for the device, and so for receivers.
         self._sums.start(len(checked))
         self._packing.follow()
         with self._packing as stream:
-            # Processes take turns on a device: checksums come first and to the end if receivers share it, so that
-            # nothing of this process runs while they copy; else last, since no receiver needs to wait.
-            if when == "first":
-                self._sum_unbuffered(apart, checked)
+            # Processes take turns on a device. If receivers share it, checksums of chunks without a buffer are computed
+            # first, to the end: nothing of this process then runs while receivers copy. Else these checksums come
+            # last, since no receiver needs to wait.
+            if order == "first":
+                self._sum_unbuffered(checked)
                 self._sums.values(stream)
-            begun = stream.mark()
+            packing_start = stream.mark()
             for number, chunk in enumerate(self._chunks):
-                used, slot = transport.buffers.used(chunk), 0
-                packed.append((begun, begun))
-                if used:
+                slot = 0
+                span = packing_start, packing_start
+                is_buffered = transport.buffers.has_items_of(chunk)
+                if is_buffered:
                     slot = transport.await_buffer(number, stream)
-                    packed[-1] = self._pack(number, chunk, slot)
-                transport.publish(number, slot, packed[-1])
-                # Only now, for the wire would wait while they are queued.
-                if used or when == "in turn":
-                    self._sums.here([n for n in chunk.numbers if n in checked], partial(self._sent, slot), slot)
-            if when == "last":
-                self._sum_unbuffered(apart, checked)
+                    span = self._pack_chunk(number, chunk, slot)
+                packed.append(span)
+                transport.publish(number, slot, span)
+                # After `publish`: the wire would wait while checksums are queued.
+                if is_buffered or order == "in turn":
+                    chunk_items = [item for item in chunk.numbers if item in checked]
+                    self._sums.queue(chunk_items, partial(self._sent_item, slot), slot)
+            if order == "last":
+                self._sum_unbuffered(checked)
             transport.publish_sums(self._sums, stream)
         return packed
 
-    def _pack(self, number: int, chunk: Chunk, slot: int) -> Span:
+    def _pack_chunk(self, number: int, chunk: Chunk, slot: int) -> Span:
         """Queue the copies of a chunk into its buffer, converted to the dtype that travels."""
         begin = self._packing.mark()
         if (number, slot) not in self._copies:
-            places = ((self._transport.buffers.view(n, slot), self._source.view(n)) for n in chunk.numbers)
-            self._copies[number, slot] = BatchedCopy((place, view) for place, view in places if place is not None)
+            pairs = []
+            for item in chunk.numbers:
+                place = self._transport.buffers.view(item, slot)
+                if place is not None:
+                    pairs.append((place, self._source.view(item)))
+            self._copies[number, slot] = BatchedCopy(pairs)
         self._copies[number, slot].run()
         return begin, self._packing.mark()
 
-    def _sent(self, slot: int, number: int) -> Tensor:
+    def _sent_item(self, slot: int, number: int) -> Tensor:
         """Return item `number` as it travels: in its buffer, or where it lies."""
         place = self._transport.buffers.view(number, slot)
         return self._source.view(number) if place is None else place
 
-    def _sum_unbuffered(self, chunks: list[Chunk], checked: Collection[int]) -> None:
-        """Sum items as they are delivered: receivers that share the device convert by themselves."""
+    def _sum_unbuffered(self, checked: Collection[int]) -> None:
+        """Sum items of chunks without a buffer as they are delivered: receivers on this device convert items."""
         source = self._source
-        numbers = [n for chunk in chunks for n in chunk.numbers if n in checked]
-        self._sums.here([n for n in numbers if source.ready(n)], source.view, slot=0)
-        converted = [n for n in numbers if not source.ready(n)]
-        self._sums.here(converted, lambda n: source.view(n).to(getattr(torch, source.plan.dtype(n))))
+        ready: list[int] = []
+        converted: list[int] = []
+        for chunk in self._chunks:
+            if self._transport.buffers.has_items_of(chunk):
+                continue
+            for number in chunk.numbers:
+                if number not in checked:
+                    continue
+                if source.is_ready(number):
+                    ready.append(number)
+                else:
+                    converted.append(number)
+        self._sums.queue(ready, source.view, slot=0)
+        self._sums.queue(converted, lambda number: source.view(number).to(getattr(torch, source.plan.dtype(number))))
 
 
 class ChunkReceiver:
@@ -240,13 +271,16 @@ class ChunkReceiver:
     def __init__(
         self, transport: ReceiverTransport, plan: RefitPlan, rank: int, device: torch.device, timeout_s: float
     ) -> None:
-        self._transport, self._plan, self._rank = transport, plan, rank
-        self._device, self._timeout_s = device, timeout_s
+        self._transport = transport
+        self._plan = plan
+        self._rank = rank
+        self._device = device
+        self._timeout_s = timeout_s
         self._sink: WeightSink | None = None
         self._sums = StreamingChecksums(device)
         # By chunk and buffer.
         self._copies: dict[tuple[int, int], BatchedCopy] = {}
-        # Checksums of the last version, by item, which are those that the senders announced.
+        # Checksums of the last version, by item. They equal those that the senders announced.
         self.received: dict[int, int] = {}
         # Chunks that are being loaded, by owner.
         self._loading: dict[int, deque[tuple[Chunk, Span]]] = {}
@@ -259,11 +293,15 @@ class ChunkReceiver:
         Raises RefitError: another version or plan than announced, a wrong checksum (names the tensor), a sender out of
         time (names its rank and tensor).
         """
-        begin, deadline, transport = time.perf_counter(), Deadline(self._timeout_s), self._transport
+        begin = time.perf_counter()
+        deadline = Deadline(self._timeout_s)
+        transport = self._transport
         self._plan.verify(header)
         if self._sink is not sink:
-            self._sink, self._copies, self._sums = sink, {}, StreamingChecksums(self._device)
-        checked = self._plan.checked(header)
+            self._sink = sink
+            self._copies = {}
+            self._sums = StreamingChecksums(self._device)
+        checked = self._plan.checked_items(header)
         # Before the header comes: from then on the wire waits for queued work.
         self._sums.start(len(checked))
         self._loading = {owner: deque() for owner in self._plan.owners}
@@ -272,12 +310,12 @@ class ChunkReceiver:
             transport.begin(header, sink, deadline)
             for number, chunk in transport.order:
                 self._queue_load(number, chunk, checked, sink)
-            while left := self._give_back():
-                deadline.check(partial(late, self._plan, self._rank, left))
-            self.received = received = self._sums.values()
+            while unfinished := self._give_back():
+                deadline.check(partial(describe_late, self._plan, self._rank, unfinished))
+            self.received = self._sums.values()
             for owner in self._plan.owners:
-                for number, value in transport.sums(owner, header).items():
-                    if received[number] != value:
+                for number, checksum in transport.sums(owner, header).items():
+                    if self.received[number] != checksum:
                         name = self._plan.items[number].box.name
                         raise RefitError(f"{name} arrived changed from trainer rank {owner} (version {header.version})")
             transport.finish(header)
@@ -285,8 +323,13 @@ class ChunkReceiver:
             transport.abort()
             raise
         wire, load = transport.times(self._seconds)
-        seconds = time.perf_counter() - begin
-        return ReceiveReport(wire, load, seconds, self._plan.payload, transport.extra_bytes)
+        return ReceiveReport(
+            wire=wire,
+            load=load,
+            seconds=time.perf_counter() - begin,
+            bytes=self._plan.payload,
+            extra_bytes=transport.extra_bytes,
+        )
 
     def close(self) -> None:
         """Free buffers, files and groups."""
@@ -301,27 +344,35 @@ class ChunkReceiver:
         with stream:
             begin = stream.mark()
             if (number, slot) not in self._copies:
-                views = ((n, transport.view(n, slot)) for n in chunk.numbers)
-                self._copies[number, slot] = sink.copies((n, view) for n, view in views if view is not None)
+                views = [(item, transport.view(item, slot)) for item in chunk.numbers]
+                self._copies[number, slot] = sink.copies((item, view) for item, view in views if view is not None)
             self._copies[number, slot].run()
-            taken = [n for n in chunk.numbers if n in checked]
-            placed = {n: place for n in taken if (place := transport.placed(n, slot, sink)) is not None}
-            passing = [n for n in taken if n not in placed]
-            converted = [n for n in passing if self._converts(n, slot)]
-            # A converted item is in memory of the moment.
-            self._sums.here(converted, partial(self._delivered, slot))
-            rest = passing if not converted else sorted({*passing} - {*converted})
-            self._sums.here(rest, partial(self._delivered, slot), slot)
+            unmoved: dict[int, Tensor] = {}
+            converted: list[int] = []
+            unconverted: list[int] = []
+            for item in chunk.numbers:
+                if item not in checked:
+                    continue
+                place = transport.unmoved_item(item, slot, sink)
+                if place is not None:
+                    unmoved[item] = place
+                elif self._is_converted(item, slot):
+                    converted.append(item)
+                else:
+                    unconverted.append(item)
+            # A converted item has new memory in each refit: no slot.
+            self._sums.queue(converted, partial(self._delivered_item, slot))
+            self._sums.queue(unconverted, partial(self._delivered_item, slot), slot)
             end = stream.mark()
-        self._sums.beside(placed, end, slot)
-        transport.loaded(chunk, end)
+        self._sums.queue_unmoved(unmoved, end, slot)
+        transport.note_load(chunk, end)
         self._loading[chunk.owner].append((chunk, (begin, end)))
 
-    def _converts(self, number: int, slot: int) -> bool:
+    def _is_converted(self, number: int, slot: int) -> bool:
         view = self._transport.view(number, slot)
         return view is not None and view.dtype != getattr(torch, self._plan.dtype(number))
 
-    def _delivered(self, slot: int, number: int) -> Tensor:
+    def _delivered_item(self, slot: int, number: int) -> Tensor:
         """Return item `number` where it becomes visible, in the dtype in which it is delivered."""
         view = self._transport.view(number, slot)
         assert view is not None, "an item without a place passes through a buffer"
@@ -330,20 +381,22 @@ class ChunkReceiver:
     def _give_back(self) -> Chunk | None:
         """Let go of chunks that the device has loaded; return one that it still loads.
 
-        Chunks of one owner end in order, so only its first is asked for: the engine's thread, which samples meanwhile,
-        waits while this one asks.
+        Chunks of one owner end in order, so only the first chunk of each owner is asked for: the engine's thread, which
+        samples meanwhile, waits while this thread asks.
         """
-        left = None
-        for parts in self._loading.values():
-            while parts and parts[0][1][1].reached():
-                chunk, (begin, end) = parts.popleft()
+        unfinished = None
+        for queue in self._loading.values():
+            while queue:
+                chunk, (begin, end) = queue[0]
+                if not end.reached():
+                    unfinished = unfinished or chunk
+                    break
+                queue.popleft()
                 self._transport.give_back(chunk)
                 self._seconds[chunk.owner] += end.seconds_since(begin)
-            if parts:
-                left = left or parts[0][0]
-        return left
+        return unfinished
 
 
-def late(plan: RefitPlan, rank: int, chunk: Chunk) -> str:
+def describe_late(plan: RefitPlan, rank: int, chunk: Chunk) -> str:
     """Return the message of an engine worker that waited too long for a chunk; {} becomes the time waited."""
     return f"refit: engine worker {rank} waited {{}} for trainer rank {chunk.owner} to send {plan.names(chunk)}"

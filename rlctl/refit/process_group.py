@@ -18,11 +18,13 @@ from rlctl.workers import changed_environment
 
 # NCCL's own watchdog is never to be first: rlctl's deadline names who is late, the watchdog ends the process.
 _NCCL_PATIENCE_S = 7 * 24 * 3600.0
-# Trainer ranks of a group in a message.
-_NAMED = 4
-# Key under which the store has the reason for which a refit cannot go on, and times between looks at it.
+# Most trainer ranks of a group that a message lists.
+_LISTED_RANKS = 4
+# Key under which the store has the reason for which a refit cannot go on.
 _LOST = "lost"
-_GATHER_S, _PEERS_WATCH_S = 0.02, 0.2
+# Seconds between looks at the store, of members that join and of a `LostWatch`.
+_MEMBERS_S = 0.02
+_PEERS_WATCH_S = 0.2
 
 
 class BroadcastGroup:
@@ -33,12 +35,18 @@ class BroadcastGroup:
 
     def __init__(self, store: Any, spec: TransportSpec, owners: Sequence[int], rank: int, device: torch.device) -> None:
         """owners: its trainer ranks. rank: of the member among all; a trainer's is its place in `owners`."""
-        self.device, self.owners = device, tuple(owners)
-        self._places = {owner: place for place, owner in enumerate(owners)}
-        self._senders = named(owners)
-        me = f"engine worker {rank - len(owners) + 1} and {self._senders}"
-        self._who = f"refit: {me if rank >= len(owners) else f'trainer rank {owners[rank]}'}"
-        self._aborted = threading.Lock()
+        self.device = device
+        self.owners = tuple(owners)
+        # Trainer rank -> its rank in the group.
+        self._group_ranks = {owner: group_rank for group_rank, owner in enumerate(owners)}
+        senders = name_ranks(owners)
+        # The member, for messages.
+        if rank < len(owners):
+            self._member = f"trainer rank {owners[rank]}"
+        else:
+            self._member = f"engine worker {rank - len(owners) + 1} and {senders}"
+        # Taken once, by the call that aborts.
+        self._abort_lock = threading.Lock()
         world = len(owners) + spec.receivers
         try:
             self._group = _make_group(PrefixStore(f"owner-{owners[0]}", store), rank, world, spec.timeout_s, device)
@@ -46,40 +54,40 @@ class BroadcastGroup:
             self.broadcast(owners[0], [torch.zeros(1, dtype=torch.int64, device=device)], "a first word")
         except Exception as error:
             place = f"{spec.host}:{spec.port}"
-            text = f"rank {rank} of {world} could not join the refit group of {self._senders} at {place}: {error}"
+            text = f"rank {rank} of {world} could not join the refit group of {senders} at {place}: {error}"
             raise PeerLost(text) from error
 
-    def broadcast(self, owner: int, tensors: list[Tensor], what: str) -> None:
+    def broadcast(self, owner: int, tensors: list[Tensor], contents: str) -> None:
         """Send contiguous tensors from trainer rank `owner` into the others' memory, as `exchange`."""
-        self.exchange([(owner, tensor) for tensor in tensors], what)
+        self.exchange([(owner, tensor) for tensor in tensors], contents)
 
-    def exchange(self, parts: Sequence[tuple[int, Tensor]], what: str) -> None:
+    def exchange(self, parts: Sequence[tuple[int, Tensor]], contents: str) -> None:
         """Send each contiguous tensor from its trainer rank into the others' memory; on CUDA all in one kernel, queued
         on the current stream.
 
-        Raises PeerLost, whose message names the transfer.
+        contents: what is sent, for a message. Raises PeerLost.
         """
         group = self._group
         if group is None:
-            raise PeerLost(f"{self._who}: the group was ended before {what}")
+            raise PeerLost(f"refit: {self._member}: the group was ended before {contents}")
         try:
             if self.device.type == "cpu":
                 for owner, tensor in parts:
-                    group.broadcast([tensor], self._from(owner)).wait()
+                    group.broadcast([tensor], self._options_of(owner)).wait()
                 return
             group._start_coalescing()
             for owner, tensor in parts:
-                group.broadcast([tensor], self._from(owner))
+                group.broadcast([tensor], self._options_of(owner))
             group._end_coalescing().wait()
         except RuntimeError as error:
-            raise PeerLost(f"{self._who}: the group broke at {what}: {_brief(error)}") from error
+            raise PeerLost(f"refit: {self._member}: the group broke at {contents}: {_brief(error)}") from error
         finally:
             # An error that somebody keeps has this frame: the group would stay open, and neighbours would wait for it.
             del group
 
-    def _from(self, owner: int) -> dist.BroadcastOptions:
+    def _options_of(self, owner: int) -> dist.BroadcastOptions:
         options = dist.BroadcastOptions()
-        options.rootRank = self._places[owner]
+        options.rootRank = self._group_ranks[owner]
         return options
 
     def abort(self) -> None:
@@ -88,15 +96,16 @@ class BroadcastGroup:
         gloo's transfers end when a neighbour closes its connections, as this rank's are closed with the group: so the
         end of one member ends all. Where a member hangs they end after their timeout.
         """
-        if self._aborted.acquire(blocking=False):
-            group, self._group = self._group, None
+        if self._abort_lock.acquire(blocking=False):
+            group = self._group
+            self._group = None
             group.abort()
 
 
-def gather(store: Any, spec: TransportSpec, members: int, error: type[RefitError]) -> None:
+def await_members(store: Any, spec: TransportSpec, members: int, error: type[RefitError]) -> None:
     """Wait until all members of all groups are at the store, so that none waits for a dead one while it joins.
 
-    Raises `error` once `tell_lost` was called or the time is over.
+    Raises `error` once `announce_loss` was called or the time is over.
     """
     if store.add("here", 1) == members:
         store.set("all here", "")
@@ -105,14 +114,14 @@ def gather(store: Any, spec: TransportSpec, members: int, error: type[RefitError
         if store.check([_LOST]):
             raise error(store.get(_LOST).decode())
         if time.monotonic() > end:
-            here = store.add("here", 0)
-            raise error(f"refit: {here} of {members} met at {spec.host}:{spec.port} in {spec.timeout_s:g} s")
-        time.sleep(_GATHER_S)
+            arrived = store.add("here", 0)
+            raise error(f"refit: {arrived} of {members} met at {spec.host}:{spec.port} in {spec.timeout_s:g} s")
+        time.sleep(_MEMBERS_S)
 
 
-def tell_lost(store: Any, why: str) -> None:
-    """Tell everybody who has met at the store that a member is lost."""
-    store.set(_LOST, why)
+def announce_loss(store: Any, reason: str) -> None:
+    """Tell all members at the store that a member is lost."""
+    store.set(_LOST, reason)
 
 
 class LostWatch:
@@ -122,9 +131,13 @@ class LostWatch:
     """
 
     def __init__(self, spec: TransportSpec, end_transfers: Callable[[], None]) -> None:
-        self._spec, self._end_transfers = spec, end_transfers
-        self._lost, self._closed, self._running = "", False, threading.Event()
-        threading.Thread(target=self._watch, name="refit-watch", daemon=True).start()
+        self._spec = spec
+        self._end_transfers = end_transfers
+        # Reason of the loss; empty if none is known.
+        self._loss = ""
+        self._is_closed = False
+        self._running = threading.Event()
+        threading.Thread(target=self._watch_store, name="refit-watch", daemon=True).start()
 
     def begin(self) -> None:
         """Watch from now on."""
@@ -136,35 +149,37 @@ class LostWatch:
         self.check()
 
     def check(self) -> None:
-        """Raise PeerLost if a member was lost: the words that arrived are none."""
-        if self._lost:
-            raise PeerLost(self._lost)
+        """Raise PeerLost if a member was lost: the received words then mean nothing."""
+        if self._loss:
+            raise PeerLost(self._loss)
 
     def close(self) -> None:
         """End the thread."""
-        self._closed = True
+        self._is_closed = True
         self._running.set()
 
-    def _watch(self) -> None:
-        # The store of a trainer that is gone: nothing is to be learnt from it.
+    def _watch_store(self) -> None:
+        # A store whose trainer is gone raises RuntimeError.
         with suppress(RuntimeError):
             # A second client: a store that does not answer keeps the callers of one client waiting.
             store = rendezvous(self._spec, False)
-            while not self._closed:
+            while not self._is_closed:
                 self._running.wait()
                 if store.check([_LOST]):
-                    self._lost = store.get(_LOST).decode()
+                    self._loss = store.get(_LOST).decode()
                     self._end_transfers()
                     return
                 time.sleep(_PEERS_WATCH_S)
 
 
-def named(owners: Sequence[int]) -> str:
+def name_ranks(owners: Sequence[int]) -> str:
     """Return trainer ranks in words."""
     if len(owners) == 1:
         return f"trainer rank {owners[0]}"
-    shown, more = ", ".join(map(str, owners[:_NAMED])), len(owners) - _NAMED
-    return f"trainer ranks {shown}{f' and {more} more' if more > 0 else ''}"
+    listed = ", ".join(map(str, owners[:_LISTED_RANKS]))
+    if len(owners) > _LISTED_RANKS:
+        listed += f" and {len(owners) - _LISTED_RANKS} more"
+    return f"trainer ranks {listed}"
 
 
 def rendezvous(spec: TransportSpec, server: bool) -> Any:
@@ -184,12 +199,12 @@ def _make_group(store: Any, rank: int, world: int, timeout_s: float, device: tor
     # The wire must not wait for packing kernels to leave the multiprocessors.
     options.is_high_priority_stream = True
     torch.cuda.set_device(device)
-    with _errors_stay_here():
+    with _report_errors():
         return dist.ProcessGroupNCCL(store, rank, world, options)
 
 
 @contextmanager
-def _errors_stay_here() -> Iterator[None]:
+def _report_errors() -> Iterator[None]:
     """Have a group made in this context report a dead peer as an error; by default its watchdogs end this process.
 
     Nor does the group ask the store every second whether others failed. The store is in rank 0: a question that a

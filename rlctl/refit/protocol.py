@@ -126,7 +126,7 @@ class LiveProof:
 
 def digest_of(sums: Mapping[int, int]) -> int:
     """Return one number for the checksums of items. Digests of disjoint items add up, modulo 2^64."""
-    return sum((2 * number + 3) * value for number, value in sums.items()) % 2**64
+    return sum((2 * number + 3) * checksum for number, checksum in sums.items()) % 2**64
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class EngineReport:
     received: ReceiveReport
     # From the call to live weights.
     seconds: float
-    # In which nothing could be sampled.
+    # Seconds in which nothing could be sampled.
     commit: float
     # Longest gap between two tokens of a running request beyond its ordinary gap; 0 if none ran.
     stall: float
@@ -160,7 +160,7 @@ class RefitReport:
     # Slowest engine's wire and loading, see `ReceiveReport`.
     wire: float = 0.0
     load: float = 0.0
-    # In which the slowest engine could sample nothing.
+    # Seconds in which the slowest engine could sample nothing.
     commit: float = 0.0
     # Longest gap between two tokens of any engine's running request beyond its ordinary gap, and the longest ordinary
     # gap of an engine; 0 if none ran.

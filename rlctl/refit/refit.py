@@ -19,6 +19,7 @@ from rlctl.refit.protocol import (
     Header,
     Interrupted,
     Kind,
+    LiveProof,
     Mode,
     PeerLost,
     RefitError,
@@ -39,9 +40,10 @@ MAX_BUFFER_BYTES = 5 << 30
 # Both ends give up by themselves after timeout_s; the driver waits a little longer for their reports.
 _GRACE_S = 10.0
 _SETTLE_S = 10.0
-# All weights travel in about this many chunks, and a rank's share in at least a quarter of as many, unless they become
-# so small that starting them takes longer than sending them. The first one's packing and the last one's loading hide
-# behind nothing: those are as small as pays. A broadcast starts slower (Qwen3-8B in 48.7 ms instead of 49.4 so).
+# All weights travel in about this many chunks, and a rank's share in at least a quarter of as many, unless chunks
+# become so small that starting them takes longer than sending them. Nothing hides the packing of the first chunk and
+# the loading of the last one: these two are as small as pays. A broadcast starts slower than a copy, so it has fewer
+# chunks (Qwen3-8B in 48.7 ms instead of 49.4).
 _CHUNKS = {"shm": 24, "ipc": 24, "broadcast": 12}
 # Engines that copy out of the trainer's own memory have nothing to pack: few chunks, so that starting them is nothing.
 _CHUNKS_COLOCATED = 4
@@ -115,14 +117,19 @@ class Refit:
 
     def __init__(self, trainers: WorkerGroup, options: RefitOptions, planned: Planned | None = None) -> None:
         """Make the plan, unless it is given as `make_plan` returns it."""
-        self._trainers, self.options = trainers, options
+        self._trainers = trainers
+        self.options = options
         if planned is None:
             senders = range(options.ranks_a_copy or len(trainers))
-            planned = make_plan(*ask_holdings(trainers, options.dtype, senders), options)
-        self.plan, self.buffer_bytes, self._shared_plan = planned
-        self._opened = False
+            layout, holdings = ask_holdings(trainers, options.dtype, senders)
+            planned = make_plan(layout, holdings, options)
+        self.plan = planned.plan
+        self.buffer_bytes = planned.buffer_bytes
+        self._shared_plan = planned.shared
+        self._is_open = False
         # Version of the adapters sent last, and the digest of their checksums.
-        self._sent = (-1, 0)
+        self._sent_version = -1
+        self._sent_digest = 0
 
     def open(self, engines: list[EngineEnd]) -> list[Any]:
         """Connect both ends, again after an engine was rebuilt; return each engine's `LoadMode`.
@@ -131,16 +138,18 @@ class Refit:
         """
         options = self.options
         spec = self.transport(sum(engine.ranks for engine in engines))
-        senders = []
-        if spec.rendezvous or not self._opened:
-            senders.append(self._trainers.start(SendsWeights.refit_open, spec, self._shared_plan))
-        plan, mode, in_flight = self._shared_plan, options.mode, options.in_flight
-        opening = [
-            engine.worker.start(ReceivesWeights.refit_open, spec, plan, first, mode, in_flight)
-            for engine, first in zip(engines, _first_ranks(engines))
-        ]
-        modes, _ = self._await(opening, senders, self._drop_of(engines) if options.kind == "broadcast" else None)
-        self._opened = True
+        trainer_calls = []
+        if spec.rendezvous or not self._is_open:
+            trainer_calls.append(self._trainers.start(SendsWeights.refit_open, spec, self._shared_plan))
+        engine_calls = []
+        for engine, first_rank in zip(engines, _first_ranks(engines)):
+            call = engine.worker.start(
+                ReceivesWeights.refit_open, spec, self._shared_plan, first_rank, options.mode, options.in_flight
+            )
+            engine_calls.append(call)
+        drop = self._make_drop(engines) if options.kind == "broadcast" else None
+        modes, _ = self._await_answers(engine_calls, trainer_calls, drop)
+        self._is_open = True
         return modes
 
     def run(self, engines: list[EngineEnd], version: int, checks: Checks | None = None) -> RefitReport:
@@ -152,16 +161,17 @@ class Refit:
         begin = time.perf_counter()
         sending = self._trainers.start(SendsWeights.refit_send, header)
         if not self.transport(0).rendezvous:
-            sending.wait(self._patience, KNOB)
-        written = time.perf_counter() - begin
-        receiving = [engine.worker.start(ReceivesWeights.refit_receive, header) for engine in engines]
-        served, sent = self._await(receiving, [sending], self._drop_of(engines))
+            sending.wait(self._patience_s, KNOB)
+        write_seconds = time.perf_counter() - begin
+        engine_calls = [engine.worker.start(ReceivesWeights.refit_receive, header) for engine in engines]
+        engine_reports, send_reports = self._await_answers(engine_calls, [sending], self._make_drop(engines))
         if header.prove:
-            self._sent = (version, sum(report.digest for report in sent) % 2**64)
-            self._verify(version, engines, served)
-        report = _merged_reports(served, sent)
+            self._sent_version = version
+            self._sent_digest = sum(report.digest for report in send_reports) % 2**64
+            self._verify_proofs(version, engines, engine_reports)
+        report = _merge_reports(engine_reports, send_reports)
         # Engines that read from memory do not know the time taken to write there.
-        return report if self.transport(0).rendezvous else replace(report, seconds=report.seconds + written)
+        return report if self.transport(0).rendezvous else replace(report, seconds=report.seconds + write_seconds)
 
     def resend(self, engines: list[EngineEnd], fresh: list[EngineEnd], behind: list[EngineEnd], version: int) -> None:
         """Bring `fresh` (rebuilt) engines and those `behind` to `version`, which the others already have.
@@ -175,32 +185,41 @@ class Refit:
         missing = [*fresh, *behind]
         try:
             self.open(fresh)
-            header = self._header(version)
-            served = self._await([engine.worker.start(ReceivesWeights.refit_receive, header) for engine in missing])[0]
-            self._verify(version, missing, served)
+            self._receive_again(missing, version)
         except EnginesLost as error:
             reasons = {engines.index(missing[index]): reason for index, reason in error.reasons.items()}
             raise EnginesLost(reasons) from error
 
+    def _receive_again(self, engines: list[EngineEnd], version: int) -> None:
+        """Have engines read a version that is in memory."""
+        header = self._header(version)
+        calls = [engine.worker.start(ReceivesWeights.refit_receive, header) for engine in engines]
+        reports, _ = self._await_answers(calls)
+        self._verify_proofs(version, engines, reports)
+
     def _header(self, version: int, checks: Checks | None = None) -> Header:
         return Header(version, self.plan.digest, checks or self.options.checks, self.options.adapters)
 
-    def _verify(self, version: int, engines: list[EngineEnd], reports: list[EngineReport]) -> None:
+    def _verify_proofs(self, version: int, engines: list[EngineEnd], reports: list[EngineReport]) -> None:
         """Raise EnginesLost for engines that do not prove to serve the adapters that the trainer sent."""
         if not self.options.adapters:
             return
         names = [entry.name for entry in self.plan.entries]
-        a, b = (sum(name.endswith(end) for name in names) for end in (LORA_A, LORA_B))
+        a = sum(name.endswith(LORA_A) for name in names)
+        b = sum(name.endswith(LORA_B) for name in names)
+        sent = LiveProof(version=self._sent_version, digest=self._sent_digest, a=a, b=b)
         lost: dict[int, Exception] = {}
         for index, (engine, report) in enumerate(zip(engines, reports, strict=True)):
-            proven = {(p.version, p.digest, p.a, p.b) for p in report.proofs}
-            if len(report.proofs) == engine.ranks and proven == {(*self._sent, a, b)} and self._sent[0] == version:
+            proofs = set(report.proofs)
+            if len(report.proofs) == engine.ranks and proofs == {sent} and sent.version == version:
                 continue
-            live = "; ".join(f"version {v} with {own_a} A and {own_b} B" for v, _, own_a, own_b in sorted(proven))
-            sums = ", whose checksums differ" if {v for v, *_ in proven} == {version} else ""
+            live = []
+            for proof in sorted(proofs, key=lambda proof: (proof.version, proof.digest, proof.a, proof.b)):
+                live.append(f"version {proof.version} with {proof.a} A and {proof.b} B")
+            differs = ", whose checksums differ" if {proof.version for proof in proofs} == {version} else ""
             lost[index] = RefitError(
                 f"{engine.worker.name} does not serve the adapters of version {version} with {a} A and {b} B that the "
-                f"trainer sent: it proves {live or 'nothing'}{sums}"
+                f"trainer sent: it proves {'; '.join(live) or 'nothing'}{differs}"
             )
         if lost:
             raise EnginesLost(lost)
@@ -211,87 +230,105 @@ class Refit:
             self.open(behind)
             self.run(behind, version, "all")
             return
-        header = self._header(version)
-        served, _ = self._await([engine.worker.start(ReceivesWeights.refit_receive, header) for engine in behind])
-        self._verify(version, behind, served)
+        self._receive_again(behind, version)
 
     def rest_trainers(self) -> None:
         """Have the trainers give the device's memory to engines that share it."""
         self._trainers.call(SendsWeights.rest)
 
     @property
-    def _patience(self) -> float:
+    def _patience_s(self) -> float:
         return self.options.timeout_s + _GRACE_S
 
     def transport(self, receivers: int) -> TransportSpec:
         """Return the transport of a refit to `receivers` engine workers."""
         options = self.options
-        fixed = options.kind, receivers, options.timeout_s, options.num_buffers, options.folder
-        spec = TransportSpec(*fixed, colocated=options.colocated, first_rank=options.first_rank)
+        spec = TransportSpec(
+            kind=options.kind,
+            receivers=receivers,
+            timeout_s=options.timeout_s,
+            num_buffers=options.num_buffers,
+            folder=options.folder,
+            colocated=options.colocated,
+            first_rank=options.first_rank,
+        )
         if options.kind == "broadcast" and receivers:
             # Rank 0 keeps the store where all meet.
             host, port = self._trainers.workers[0].meeting_point()
             return replace(spec, host=host, port=port)
         return spec
 
-    def _drop_of(self, engines: list[EngineEnd]) -> Callable[[int, Exception], None]:
+    def _make_drop(self, engines: list[EngineEnd]) -> Callable[[int, Exception], None]:
         """Return a function that tells the trainers of a failed engine; they tell the other engines."""
-        firsts = [*_first_ranks(engines), 0]
+        first_ranks = _first_ranks(engines)
 
         def drop(index: int, reason: Exception) -> None:
-            ranks = list(range(firsts[index], firsts[index] + engines[index].ranks)) if index < len(engines) else []
+            ranks: list[int] = []
+            if index < len(engines):
+                ranks = list(range(first_ranks[index], first_ranks[index] + engines[index].ranks))
             self._trainers.call_at_once(SendsWeights.refit_drop, ranks, str(reason))
 
         return drop
 
-    def _await(
+    def _await_answers(
         self,
-        engines: list[Pending[R]],
-        trainers: Sequence[Pending[Any]] = (),
+        engine_calls: list[Pending[R]],
+        trainer_calls: Sequence[Pending[Any]] = (),
         drop: Callable[[int, Exception], None] | None = None,
     ) -> tuple[list[R], list[Any]]:
         """Return each engine's answer, and the trainers' if engines meet them in this call.
 
-        drop: tells the trainers of a failed engine, so that nobody waits for it. Raises
-        EnginesLost by the place in `engines`, or a trainer's error.
+        drop: tells the trainers of a failed engine, so that nobody waits for it. Raises EnginesLost by the index in
+        `engine_calls`, or a trainer's error.
         """
-        answers, failed = dict[int, list[Any]](), dict[int, Exception]()
-        calls = [*engines, *trainers]
-        for index, outcome in as_completed(calls, self._patience, KNOB):
+        answers: dict[int, list[Any]] = {}
+        failures: dict[int, Exception] = {}
+        calls = [*engine_calls, *trainer_calls]
+        trainers_index = len(engine_calls)
+        for index, outcome in as_completed(calls, self._patience_s, KNOB):
             if not isinstance(outcome, Exception):
                 answers[index] = outcome
                 continue
-            failed[index] = outcome
-            if index == len(engines) and not _blames_others(outcome):
+            failures[index] = outcome
+            if index == trainers_index and not _blames_others(outcome):
                 raise outcome
             if drop:
                 drop(index, outcome)
             # Where all need each other, the others fail now too. A trainer may give up before Ray has noticed an
             # engine's death, or because an engine hangs: one that does not answer now hangs.
-            if index == len(engines) or (self.options.kind == "broadcast" and trainers):
-                failed |= self._settled(calls, len(engines), answers, failed)
+            if index == trainers_index or (self.options.kind == "broadcast" and trainer_calls):
+                failures |= self._await_failures(calls, trainers_index, answers, failures)
                 break
-            if trainers and not drop:
+            if trainer_calls and not drop:
                 break
-        if failed:
-            raise _verdict(failed, len(engines))
-        return [answers[index][0] for index in range(len(engines))], answers.get(len(engines), [])
+        if failures:
+            raise _make_verdict(failures, trainers_index)
+        return [answers[index][0] for index in range(len(engine_calls))], answers.get(trainers_index, [])
 
-    def _settled(
-        self, calls: list[Pending[Any]], trainers: int, answers: Collection[int], failed: dict[int, Exception]
+    def _await_failures(
+        self,
+        calls: list[Pending[Any]],
+        trainers_index: int,
+        answers: Collection[int],
+        failures: dict[int, Exception],
     ) -> dict[int, Exception]:
         """Return the further failures of a refit that has failed. Raises a trainer's error that blames no engine."""
-        rest = [index for index in range(len(calls)) if index not in answers and index not in failed]
-        found = dict[int, Exception]()
-        for place, outcome in as_completed([calls[index] for index in rest], _SETTLE_S, KNOB):
+        pending = [index for index in range(len(calls)) if index not in answers and index not in failures]
+        further_failures: dict[int, Exception] = {}
+        for number, outcome in as_completed([calls[index] for index in pending], _SETTLE_S, KNOB):
             if isinstance(outcome, Exception):
-                found[rest[place]] = outcome
-        error = found.get(trainers)
-        # A trainer without an answer hangs, unless an engine is gone: it may wait for that one.
-        hangs = all(_is_intact(reason) for index, reason in (failed | found).items() if index != trainers)
-        if error and not _blames_others(error) and (hangs or not isinstance(error, WorkerTimeout)):
+                further_failures[pending[number]] = outcome
+        error = further_failures.get(trainers_index)
+        if error is None or _blames_others(error):
+            return further_failures
+        # A trainer without an answer hangs, unless an engine is gone: the trainer may wait for that engine.
+        all_failures = failures | further_failures
+        is_engine_gone = any(
+            index != trainers_index and not _is_intact(reason) for index, reason in all_failures.items()
+        )
+        if not (isinstance(error, WorkerTimeout) and is_engine_gone):
             raise error
-        return found
+        return further_failures
 
 
 def ask_holdings(trainers: WorkerGroup, dtype: str, senders: Collection[int]) -> tuple[Layout, list[Holding]]:
@@ -299,8 +336,8 @@ def ask_holdings(trainers: WorkerGroup, dtype: str, senders: Collection[int]) ->
 
     Raises RefitError if ranks have different layouts.
     """
-    asked = [(dtype, rank in senders) for rank in range(len(trainers))]
-    holdings = trainers.run(SendsWeights.refit_holding, asked)
+    arguments = [(dtype, rank in senders) for rank in range(len(trainers))]
+    holdings = trainers.run(SendsWeights.refit_holding, arguments)
     (layout,) = trainers.workers[0].start(SendsWeights.refit_layout, dtype).wait(trainers.deadline_s)
     _require_one_layout(holdings)
     return layout, holdings
@@ -311,10 +348,12 @@ def make_plan(layout: Layout, holdings: list[Holding], options: RefitOptions) ->
     # The ranks of one copy fill the links of any engine. More senders would be more members of a communicator.
     senders = options.ranks_a_copy or len(holdings)
     buffer_bytes = _buffer_bytes(layout, holdings[:senders], options)
-    chunk_bytes, edge_bytes = buffer_bytes, _LEAST_BUFFER_BYTES
+    chunk_bytes = buffer_bytes
+    edge_bytes = _LEAST_BUFFER_BYTES
     if options.kind == "shm":
         longest_row = max(prod(shape[1:]) * ITEM_BYTES[dtype] for _, shape, dtype in layout)
-        chunk_bytes = edge_bytes = max(_CACHED_BYTES, longest_row)
+        chunk_bytes = max(_CACHED_BYTES, longest_row)
+        edge_bytes = chunk_bytes
     elif options.colocated:
         edge_bytes = buffer_bytes
     boxes = [holding.boxes if rank < senders else [] for rank, holding in enumerate(holdings)]
@@ -335,12 +374,16 @@ def _require_one_layout(holdings: list[Holding]) -> None:
 
 
 def _buffer_bytes(layout: Layout, holdings: list[Holding], options: RefitOptions) -> int:
-    smallest = min(holding.device_bytes for holding in holdings)
+    smallest_device = min(holding.device_bytes for holding in holdings)
+    limit = min(int(options.buffer_memory_ratio * smallest_device), MAX_BUFFER_BYTES)
     # A receiver holds buffers of several owners at a time: no more memory than those of one would take.
-    most = min(int(options.buffer_memory_ratio * smallest), MAX_BUFFER_BYTES) // min(REFIT_GROUPS, len(holdings))
-    sent = sum(prod(shape) * ITEM_BYTES[dtype] for _, shape, dtype in layout)
-    apart = min(sent, 4 * sent // len(holdings)) // _CHUNKS[options.kind]
-    return min(most, max(sent // _CHUNKS_COLOCATED if options.colocated else apart, _LEAST_BUFFER_BYTES))
+    limit //= min(REFIT_GROUPS, len(holdings))
+    sent_bytes = sum(prod(shape) * ITEM_BYTES[dtype] for _, shape, dtype in layout)
+    if options.colocated:
+        chunk_bytes = sent_bytes // _CHUNKS_COLOCATED
+    else:
+        chunk_bytes = min(sent_bytes, 4 * sent_bytes // len(holdings)) // _CHUNKS[options.kind]
+    return min(limit, max(chunk_bytes, _LEAST_BUFFER_BYTES))
 
 
 def _is_intact(reason: Exception) -> bool:
@@ -352,27 +395,27 @@ def _blames_others(failure: Exception) -> bool:
     return isinstance(failure, WorkerError) and failure.failures[0].type == PeerLost.__name__
 
 
-def _verdict(failed: dict[int, Exception], trainers: int) -> Exception:
-    """Return the error of a failed refit: engines are to blame unless only the trainers (index `trainers`) failed."""
-    lost = {index: reason for index, reason in failed.items() if index != trainers}
+def _make_verdict(failures: dict[int, Exception], trainers_index: int) -> Exception:
+    """Return the error of a failed refit: engines are to blame unless only the trainers failed."""
+    lost = {index: reason for index, reason in failures.items() if index != trainers_index}
     for index, reason in lost.items():
-        if isinstance(reason, WorkerTimeout) and trainers in failed:
-            lost[index] = RefitError(f"{reason}: {failed[trainers]}")
-    return EnginesLost(lost) if lost else failed[trainers]
+        if isinstance(reason, WorkerTimeout) and trainers_index in failures:
+            lost[index] = RefitError(f"{reason}: {failures[trainers_index]}")
+    return EnginesLost(lost) if lost else failures[trainers_index]
 
 
-def _merged_reports(engines: list[EngineReport], sent: list[SendReport]) -> RefitReport:
+def _merge_reports(engine_reports: list[EngineReport], send_reports: list[SendReport]) -> RefitReport:
     """Return the slowest engine's report, with the trainers' packing time and the memory that both ends hold."""
-    slowest = max(engines, key=lambda report: report.seconds)
+    slowest = max(engine_reports, key=lambda report: report.seconds)
     return RefitReport(
         seconds=slowest.seconds,
         bytes=slowest.received.bytes,
-        pack=max(report.pack for report in sent),
+        pack=max(report.pack for report in send_reports),
         wire=slowest.received.wire,
         load=slowest.received.load,
         commit=slowest.commit,
-        stall=max(report.stall for report in engines),
-        gap=max(report.gap for report in engines),
-        trainer_extra_bytes=max(report.extra_bytes for report in sent),
-        engine_extra_bytes=max(report.received.extra_bytes for report in engines),
+        stall=max(report.stall for report in engine_reports),
+        gap=max(report.gap for report in engine_reports),
+        trainer_extra_bytes=max(report.extra_bytes for report in send_reports),
+        engine_extra_bytes=max(report.received.extra_bytes for report in engine_reports),
     )

@@ -11,9 +11,8 @@ import pickle
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import pairwise, starmap, zip_longest
+from itertools import chain, pairwise, starmap, zip_longest
 from math import prod
-from operator import add, gt
 from typing import Any, NamedTuple, Protocol
 
 from rlctl.preflight.memory import REFIT_GROUPS
@@ -27,7 +26,7 @@ ALIGNMENT = 512
 # Grouped NCCL broadcasts of Qwen3-8B's own tensors reached 100% of a raw broadcast's rate (two H200s); a separate
 # broadcast costs a small tensor more than a copy through a buffer.
 PACKED_BYTES = 16 << 20
-# One check in this many items a refit where checks are sampled; the sample moves on with the version.
+# Where checks are sampled a refit checks one item in this many; the sample moves on with the version.
 SAMPLE = 16
 
 
@@ -55,13 +54,18 @@ class TensorSlice(NamedTuple):
     start: tuple[int, ...]
     shape: tuple[int, ...]
 
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """End of the box in each dimension."""
+        return tuple(start + size for start, size in zip(self.start, self.shape))
+
     def slices(self) -> tuple[slice, ...]:
         """Return the box as an index of the whole tensor."""
         return tuple(slice(start, start + size) for start, size in zip(self.start, self.shape))
 
 
 # Number of a tensor, one of its boxes, and the bytes of this box.
-_Sized = tuple[int, TensorSlice, int]
+_SizedBox = tuple[int, TensorSlice, int]
 
 
 class RefitItem(NamedTuple):
@@ -89,7 +93,8 @@ class Segment(NamedTuple):
         return range(self.first, self.last)
 
     @property
-    def single(self) -> bool:
+    def is_single(self) -> bool:
+        """True if the segment is one item."""
         return self.last - self.first == 1
 
 
@@ -132,35 +137,38 @@ class RefitPlan:
         Raises RefitError when the boxes do not make up every tensor exactly, or when one row of a tensor does not fit
         `buffer_bytes`.
         """
-        entries = _entries(layout)
+        entries = _make_entries(layout)
         if boxes is None:
             boxes = [[TensorSlice(entry.name, (0,) * len(entry.shape), entry.shape) for entry in entries]]
-        shares = _assign(entries, boxes)
-        return cls._in_turns(entries, [_split(share, buffer_bytes, edge_bytes) for share in shares])
+        shares = _assign_boxes(entries, boxes)
+        return cls._from_chunks(entries, [_split_share(share, buffer_bytes, edge_bytes) for share in shares])
 
     @classmethod
-    def _in_turns(cls, entries: tuple[TensorEntry, ...], parts: list[list[list[RefitItem]]]) -> "RefitPlan":
-        """Return the plan in which owners take turns. parts[r]: rank r's chunks."""
+    def _from_chunks(
+        cls, entries: tuple[TensorEntry, ...], chunks_of_ranks: list[list[list[RefitItem]]]
+    ) -> "RefitPlan":
+        """Return the plan in which owners take turns. chunks_of_ranks[r]: rank r's chunks."""
         items: list[RefitItem] = []
         chunks: list[Chunk] = []
-        for turn in range(max(map(len, parts), default=0)):
-            for owner, chunk in ((owner, own[turn]) for owner, own in enumerate(parts) if turn < len(own)):
-                segments, end = _segments(chunk, len(items))
-                items += chunk
-                chunks.append(Chunk(owner, segments, end))
+        for turn in range(max(map(len, chunks_of_ranks), default=0)):
+            for owner, owner_chunks in enumerate(chunks_of_ranks):
+                if turn < len(owner_chunks):
+                    segments, nbytes = _make_segments(owner_chunks[turn], len(items))
+                    items += owner_chunks[turn]
+                    chunks.append(Chunk(owner, segments, nbytes))
         return cls(entries, tuple(items), tuple(chunks))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # As bytes of plain values: Ray's pickler asks a Python function about every object that is none.
+        # As bytes of plain values: Ray's pickler calls a Python function for every object of another type.
         entries = [(entry.name, entry.shape, entry.dtype) for entry in self.entries]
         items = [(entry, start, shape, offset, nbytes) for entry, (_, start, shape), offset, nbytes in self.items]
-        chunks = [(owner, [tuple(each) for each in segments], nbytes) for owner, segments, nbytes in self.chunks]
-        return _unpickled, (pickle.dumps((entries, items, chunks), pickle.HIGHEST_PROTOCOL),)
+        chunks = [(owner, [tuple(segment) for segment in segments], nbytes) for owner, segments, nbytes in self.chunks]
+        return _unpickle_plan, (pickle.dumps((entries, items, chunks), pickle.HIGHEST_PROTOCOL),)
 
     @property
     def nbytes(self) -> int:
         """Size of a flat buffer that holds every tensor at its entry's offset."""
-        return self.entries[-1].offset + aligned(self.entries[-1].nbytes)
+        return self.entries[-1].offset + align_size(self.entries[-1].nbytes)
 
     @cached_property
     def payload(self) -> int:
@@ -168,20 +176,24 @@ class RefitPlan:
         return sum(entry.nbytes for entry in self.entries)
 
     @cached_property
-    def _sent_by(self) -> dict[int, frozenset[int]]:
-        return {owner: frozenset(n for _, c in chunks for n in c.numbers) for owner, chunks in self._chunks_of.items()}
+    def _items_by_owner(self) -> dict[int, frozenset[int]]:
+        items_by_owner = {}
+        for owner, numbered_chunks in self._chunks_by_owner.items():
+            items_by_owner[owner] = frozenset(chain.from_iterable(chunk.numbers for _, chunk in numbered_chunks))
+        return items_by_owner
 
     @cached_property
-    def _chunks_of(self) -> dict[int, list[tuple[int, Chunk]]]:
-        found: dict[int, list[tuple[int, Chunk]]] = {owner: [] for owner in sorted({c.owner for c in self.chunks})}
+    def _chunks_by_owner(self) -> dict[int, list[tuple[int, Chunk]]]:
+        owners = sorted({chunk.owner for chunk in self.chunks})
+        chunks_by_owner: dict[int, list[tuple[int, Chunk]]] = {owner: [] for owner in owners}
         for number, chunk in enumerate(self.chunks):
-            found[chunk.owner].append((number, chunk))
-        return found
+            chunks_by_owner[chunk.owner].append((number, chunk))
+        return chunks_by_owner
 
     @cached_property
     def owners(self) -> tuple[int, ...]:
         """Trainer ranks that send anything."""
-        return tuple(self._chunks_of)
+        return tuple(self._chunks_by_owner)
 
     @cached_property
     def owner_groups(self) -> tuple[tuple[int, ...], ...]:
@@ -195,10 +207,11 @@ class RefitPlan:
     @cached_property
     def digest(self) -> str:
         """Hash of names, shapes, dtypes, owners, order and boundaries."""
-        rows = [[e.name, e.shape, e.dtype, e.offset] for e in self.entries]
-        parts = [[i.entry, i.box.start, i.box.shape, i.offset] for i in self.items]
-        chunks = [[c.owner, [[s.first, s.last, s.offset, s.nbytes] for s in c.segments]] for c in self.chunks]
-        return _short_hash([rows, parts, chunks])
+        entries = [[entry.name, entry.shape, entry.dtype, entry.offset] for entry in self.entries]
+        items = [[item.entry, item.box.start, item.box.shape, item.offset] for item in self.items]
+        # Tuples and lists have one form in JSON.
+        chunks = [[chunk.owner, chunk.segments] for chunk in self.chunks]
+        return _short_hash([entries, items, chunks])
 
     def dtype(self, number: int) -> str:
         """Return the dtype in which item `number` travels."""
@@ -209,30 +222,31 @@ class RefitPlan:
         if self.digest != header.digest:
             raise RefitError(f"the trainer sends by plan {header.digest}, this end was given plan {self.digest}")
 
-    def checked(self, header: Header) -> frozenset[int]:
+    def checked_items(self, header: Header) -> frozenset[int]:
         """Return the indices of the items whose checksums are compared in this refit."""
         if header.checks == "off":
             return frozenset()
-        every = 1 if header.checks == "all" else SAMPLE
-        return _every(every, -header.version % every, len(self.items))
+        step = 1 if header.checks == "all" else SAMPLE
+        return _every_nth(step, -header.version % step, len(self.items))
 
-    def checked_of(self, owner: int, header: Header) -> list[int]:
+    def checked_items_of(self, owner: int, header: Header) -> list[int]:
         """Return the checked items that `owner` sends, in sending order."""
-        return sorted(self.checked(header) & self._sent_by[owner])
+        return sorted(self.checked_items(header) & self._items_by_owner[owner])
 
     def chunks_of(self, owner: int) -> list[tuple[int, Chunk]]:
         """Return the chunks that `owner` sends, with their indices."""
-        return self._chunks_of.get(owner, [])
+        return self._chunks_by_owner.get(owner, [])
 
-    def taken_by(self, receiver: int) -> list[tuple[int, Chunk]]:
+    def chunks_for(self, receiver: int) -> list[tuple[int, Chunk]]:
         """Return all chunks, with their indices, in the order in which engine worker `receiver` (from 1) reads them.
 
-        It takes one of each owner in turn. Neighbours begin with different owners, so as not to share one's link.
+        The worker reads one chunk of each owner in turn. Neighbours begin with different owners: two workers that read
+        from one owner share its link.
         """
-        by_owner = [self.chunks_of(owner) for owner in self.owners]
-        first = (receiver - 1) % len(by_owner)
-        turns = zip_longest(*by_owner[first:], *by_owner[:first])
-        return [part for turn in turns for part in turn if part is not None]
+        chunks_by_owner = [self.chunks_of(owner) for owner in self.owners]
+        first = (receiver - 1) % len(chunks_by_owner)
+        turns = zip_longest(*chunks_by_owner[first:], *chunks_by_owner[:first])
+        return [numbered_chunk for numbered_chunk in chain.from_iterable(turns) if numbered_chunk is not None]
 
     def names(self, chunk: Chunk) -> str:
         """Return the names of the first and last tensor of a chunk, for messages."""
@@ -242,12 +256,12 @@ class RefitPlan:
 
 
 @lru_cache(maxsize=2 * SAMPLE)
-def _every(step: int, first: int, count: int) -> frozenset[int]:
-    # Counted once: a mixture of experts has tens of thousands of items.
+def _every_nth(step: int, first: int, count: int) -> frozenset[int]:
+    # Made once: a mixture of experts has tens of thousands of items.
     return frozenset(range(first, count, step))
 
 
-def aligned(size: int) -> int:
+def align_size(size: int) -> int:
     """Return the size rounded up to the alignment of every place."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
@@ -262,104 +276,125 @@ def boxes_digest(boxes: list[TensorSlice]) -> str:
     return _short_hash(boxes)
 
 
-def _short_hash(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+def _short_hash(plain: Any) -> str:
+    return hashlib.sha256(json.dumps(plain).encode()).hexdigest()[:16]
 
 
-def _entries(layout: Iterable[tuple[str, tuple[int, ...], str]]) -> tuple[TensorEntry, ...]:
-    entries, offset = [], 0
+def _make_entries(layout: Iterable[tuple[str, tuple[int, ...], str]]) -> tuple[TensorEntry, ...]:
+    entries = []
+    offset = 0
     for name, shape, dtype in layout:
         entry = TensorEntry(name, tuple(shape), dtype, offset)
         entries.append(entry)
-        offset += aligned(entry.nbytes)
+        offset += align_size(entry.nbytes)
     return tuple(entries)
 
 
-def _unpickled(fields: bytes) -> RefitPlan:
+def _unpickle_plan(fields: bytes) -> RefitPlan:
     layout, items, chunks = pickle.loads(fields)
-    entries = _entries(layout)
-    return RefitPlan(
-        entries,
-        tuple(
-            RefitItem(n, TensorSlice(entries[n].name, start, shape), at, size) for n, start, shape, at, size in items
-        ),
-        tuple(Chunk(owner, tuple(starmap(Segment, segments)), nbytes) for owner, segments, nbytes in chunks),
-    )
+    entries = _make_entries(layout)
+    plan_items = []
+    for entry, start, shape, offset, nbytes in items:
+        plan_items.append(RefitItem(entry, TensorSlice(entries[entry].name, start, shape), offset, nbytes))
+    plan_chunks = []
+    for owner, segments, nbytes in chunks:
+        plan_chunks.append(Chunk(owner, tuple(starmap(Segment, segments)), nbytes))
+    return RefitPlan(entries, tuple(plan_items), tuple(plan_chunks))
 
 
-def _assign(entries: tuple[TensorEntry, ...], boxes: Sequence[Sequence[TensorSlice]]) -> list[list[_Sized]]:
+def _assign_boxes(entries: tuple[TensorEntry, ...], boxes: Sequence[Sequence[TensorSlice]]) -> list[list[_SizedBox]]:
     """Return each rank's boxes to send, in the entries' order.
 
     A box held by several ranks goes to the least loaded. Raises RefitError unless boxes make up every tensor.
     """
-    index = {entry.name: number for number, entry in enumerate(entries)}
+    entry_numbers = {entry.name: number for number, entry in enumerate(entries)}
     holders: list[dict[TensorSlice, list[int]]] = [{} for _ in entries]
-    for rank, share in enumerate(boxes):
-        for box in share:
-            if (number := index.get(box.name)) is None:
+    for rank, rank_boxes in enumerate(boxes):
+        for box in rank_boxes:
+            if box.name not in entry_numbers:
                 raise RefitError(f"trainer rank {rank} holds {box.name}, which its layout does not list")
-            holders[number].setdefault(box, []).append(rank)
-    loads, shares = [0] * len(boxes), [list[_Sized]() for _ in boxes]
+            holders[entry_numbers[box.name]].setdefault(box, []).append(rank)
+    loads = [0] * len(boxes)
+    shares: list[list[_SizedBox]] = [[] for _ in boxes]
     for number, entry in enumerate(entries):
-        held, size = 0, ITEM_BYTES[entry.dtype]
+        covered = 0
         for box in sorted(holders[number]):
-            name, begin, shape = box
-            if not (count := prod(shape)):
+            count = prod(box.shape)
+            if not count:
                 continue
-            if any(map(gt, map(add, begin, shape), entry.shape)):
-                raise RefitError(f"{name}: a trainer rank holds {shape} from {begin}, outside {entry.shape}")
-            held += count
+            if any(end > size for end, size in zip(box.ends, entry.shape)):
+                raise RefitError(
+                    f"{box.name}: a trainer rank holds {box.shape} from {box.start}, outside {entry.shape}"
+                )
+            covered += count
+            nbytes = count * ITEM_BYTES[entry.dtype]
             rank = min(holders[number][box], key=loads.__getitem__)
-            loads[rank] += count * size
-            shares[rank].append((number, box, count * size))
-        if held != prod(entry.shape):
-            raise RefitError(f"{entry.name}: the trainer ranks hold {held} of its {prod(entry.shape)} numbers")
+            loads[rank] += nbytes
+            shares[rank].append((number, box, nbytes))
+        if covered != prod(entry.shape):
+            raise RefitError(f"{entry.name}: the trainer ranks hold {covered} of its {prod(entry.shape)} numbers")
     return shares
 
 
-def _split(share: list[_Sized], limit: int, edge: int) -> list[list[RefitItem]]:
-    """Return a rank's boxes as chunks of items, each filled in order."""
+def _split_share(share: list[_SizedBox], limit: int, edge: int) -> list[list[RefitItem]]:
+    """Return a rank's boxes as chunks of items, each filled in order.
+
+    A chunk has room for `edge` bytes at the begin and the end of the share, for up to `limit` in between.
+    """
     chunks: list[list[RefitItem]] = []
-    sent, left = 0, sum(size for _, _, size in share)
-    room = end = 0
-    for number, whole, nbytes in share:
-        rest: TensorSlice | None = whole
-        while rest is not None:
+    sent = 0
+    unsent = sum(nbytes for _, _, nbytes in share)
+    room = 0
+    end = 0
+    for number, whole_box, nbytes in share:
+        box: TensorSlice | None = whole_box
+        while box is not None:
             if not chunks or end + nbytes > room:
                 chunks.append([])
-                room, end = min(limit, max(edge, min(sent, left // 2))), 0
-            (part, rest), size = (rest, None), nbytes
+                room = min(limit, max(edge, min(sent, unsent // 2)))
+                end = 0
             if nbytes > room:
-                part, rest = _cut_box(part, nbytes, room, limit)
-                size = nbytes // (part.shape[0] + (rest.shape[0] if rest else 0)) * part.shape[0]
-            chunks[-1].append(RefitItem(number, part, end, size))
-            end += aligned(size)
-            nbytes, sent, left = nbytes - size, sent + size, left - size
+                part, below = _cut_box(box, nbytes, room, limit)
+                part_bytes = nbytes // box.shape[0] * part.shape[0]
+            else:
+                part = box
+                below = None
+                part_bytes = nbytes
+            chunks[-1].append(RefitItem(number, part, end, part_bytes))
+            end += align_size(part_bytes)
+            nbytes -= part_bytes
+            sent += part_bytes
+            unsent -= part_bytes
+            box = below
     return chunks
 
 
 def _cut_box(box: TensorSlice, nbytes: int, room: int, limit: int) -> tuple[TensorSlice, TensorSlice | None]:
-    """Return as many of the box's first rows as have room, at least one, and the rest."""
+    """Return as many of the box's first rows as have room, at least one, and the rows below them."""
     name, start, shape = box
-    row = nbytes // shape[0]
-    if row > limit:
-        raise RefitError(f"{name}: one row has {row} bytes, a buffer {limit}: raise refit.buffer_memory_ratio")
-    rows = max(1, room // row)
+    row_bytes = nbytes // shape[0]
+    if row_bytes > limit:
+        raise RefitError(f"{name}: one row has {row_bytes} bytes, a buffer {limit}: raise refit.buffer_memory_ratio")
+    rows = max(1, room // row_bytes)
     if rows == shape[0]:
         return box, None
-    above = TensorSlice(name, start, (rows, *shape[1:]))
-    return above, TensorSlice(name, (start[0] + rows, *start[1:]), (shape[0] - rows, *shape[1:]))
+    part = TensorSlice(name, start, (rows, *shape[1:]))
+    return part, TensorSlice(name, (start[0] + rows, *start[1:]), (shape[0] - rows, *shape[1:]))
 
 
-def _segments(items: list[RefitItem], first: int) -> tuple[tuple[Segment, ...], int]:
+def _make_segments(items: list[RefitItem], first: int) -> tuple[tuple[Segment, ...], int]:
     """Return the segments of a chunk whose first item has index `first`, and the chunk's size."""
-    small = [item.nbytes < PACKED_BYTES for item in items]
-    ends = [place for place, both in enumerate(pairwise(small), 1) if not all(both)] + [len(items)]
+    # A segment begins at the first item, and wherever an item or the one before it is large.
+    begins = [0]
+    for index in range(1, len(items)):
+        if items[index - 1].nbytes >= PACKED_BYTES or items[index].nbytes >= PACKED_BYTES:
+            begins.append(index)
     segments = []
-    for begin, end in pairwise([0, *ends]):
-        head, last = items[begin], items[end - 1]
-        segments.append(Segment(first + begin, first + end, head.offset, last.offset + last.nbytes - head.offset))
-    return tuple(segments), aligned(items[-1].offset + items[-1].nbytes)
+    for begin, end in pairwise([*begins, len(items)]):
+        offset = items[begin].offset
+        nbytes = items[end - 1].offset + items[end - 1].nbytes - offset
+        segments.append(Segment(first + begin, first + end, offset, nbytes))
+    return tuple(segments), align_size(items[-1].offset + items[-1].nbytes)
 
 
 class ReceivesWeights(Protocol):

@@ -17,7 +17,7 @@ class Holding:
 
     # Hash of its layout (`layout_digest`), equal on every rank.
     layout_digest: str
-    # Hash of the rank's own parts of the tensors. The parts themselves are there if they were asked for.
+    # Hash of the rank's own parts of the tensors. `boxes` is empty unless the driver asked for the parts themselves.
     boxes_digest: str
     boxes: list[TensorSlice]
     # Memory of its device.
@@ -28,10 +28,12 @@ class SendsWeights:
     """Base of a hosted trainer rank: the calls that the driver's `Refit` makes."""
 
     def __init__(self, sharded: Sharded, rank: int, device: torch.device) -> None:
-        self._sharded, self._sending_rank, self._sending_device = sharded, rank, device
+        self._sharded = sharded
+        self._sending_rank = rank
+        self._sending_device = device
         self._sender: ChunkSender | None = None
-        # The transport that is being joined, or was.
-        self._opening: TransportSpec | None = None
+        # The transport of the newest `refit_open`, joined or not yet.
+        self._transport_spec: TransportSpec | None = None
 
     def refit_layout(self, dtype: str) -> Layout:
         """Return (Hugging Face name, shape, dtype) of every whole tensor; each travels as `dtype`."""
@@ -40,7 +42,7 @@ class SendsWeights:
     def refit_holding(self, dtype: str, sends: bool) -> Holding:
         """Return the rank's own input of the plan. 256 layouts of a 235B mixture of experts would be 590 MB.
 
-        sends: with its boxes, which the plan has no use for in a rank that holds the same as another.
+        sends: the rank sends, so that the plan needs its boxes. A rank with the same boxes as another sends nothing.
         """
         if self._sending_device.type == "cuda":
             memory = torch.cuda.get_device_properties(self._sending_device).total_memory
@@ -49,12 +51,17 @@ class SendsWeights:
 
             memory = int(psutil.virtual_memory().total)
         boxes = [shard.box for shard in self._sharded.shards()]
-        return Holding(layout_digest(self._sharded.layout(dtype)), boxes_digest(boxes), boxes if sends else [], memory)
+        return Holding(
+            layout_digest=layout_digest(self._sharded.layout(dtype)),
+            boxes_digest=boxes_digest(boxes),
+            boxes=boxes if sends else [],
+            device_bytes=memory,
+        )
 
     def refit_open(self, spec: TransportSpec, plan: RefitPlan) -> None:
         """Join the transport."""
         self.refit_close()
-        self._opening = spec
+        self._transport_spec = spec
         self._source = WeightSource(plan, self._sending_rank - spec.first_rank, self._sharded.shards())
         self._sender = open_sender(spec, self._source, self._sending_device)
 
@@ -74,8 +81,8 @@ class SendsWeights:
         """Wait no longer for these receivers (ranks from 1); called while `refit_open` or `refit_send` runs."""
         if self._sender:
             self._sender.drop(receivers, reason)
-        elif self._opening and self._sending_rank == 0:
-            call_off(self._opening, reason)
+        elif self._transport_spec and self._sending_rank == 0:
+            call_off(self._transport_spec, reason)
 
     def refit_close(self) -> None:
         """Leave the transport."""

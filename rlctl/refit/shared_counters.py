@@ -13,9 +13,12 @@ from numpy.typing import NDArray
 
 from rlctl.refit.protocol import PeerLost
 
-# Looks grow rarer with the time waited. Linux adds 50 us to every sleep of a thread that does not ask it not to: a
-# chunk is handed over by up to four looks, of which one took 125 us, and 43 so.
-_SHORTEST_S, _LONGEST_S, _LATE = 20e-6, 1e-3, 1e-4
+# A wait looks at a counter and sleeps, again and again; the sleeps grow with the time waited.
+_SHORTEST_SLEEP_S = 20e-6
+_LONGEST_SLEEP_S = 1e-3
+_SLEEP_SHARE = 1e-4
+# Linux adds 50 us to every sleep of a thread, unless the thread asks for less with this option. A chunk is handed over
+# by up to four looks. One look took 125 us, and 43 us with the option.
 _PR_SET_TIMERSLACK = 29
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
@@ -43,16 +46,18 @@ class Deadline:
 
     def __init__(self, seconds: float) -> None:
         """Begin to count; the calling thread sleeps precisely from now on."""
-        self._seconds, self._end = seconds, time.monotonic() + seconds
+        self._seconds = seconds
+        self._end = time.monotonic() + seconds
         if _LIBC:
             _LIBC.prctl(_PR_SET_TIMERSLACK, 1)
 
     def check(self, message: Callable[[], str]) -> None:
         """Wait a moment. Raises PeerLost when the time is over; {} in its `message` becomes the time waited."""
-        left = self._end - time.monotonic()
-        if left < 0:
+        remaining = self._end - time.monotonic()
+        if remaining < 0:
             raise PeerLost(message().replace("{}", f"{self._seconds:g} s"))
-        time.sleep(min(_LONGEST_S, max(_SHORTEST_S, (self._seconds - left) * _LATE)))
+        waited = self._seconds - remaining
+        time.sleep(min(_LONGEST_SLEEP_S, max(_SHORTEST_SLEEP_S, waited * _SLEEP_SHARE)))
 
 
 def digest_word(digest: str) -> int:

@@ -20,7 +20,7 @@ from rlctl.refit.pipeline import ReceiverTransport, SenderTransport
 from rlctl.refit.protocol import Header, RefitError, TransportSpec
 from rlctl.refit.refit_plan import Chunk, RefitPlan
 from rlctl.refit.shared_counters import Deadline, SharedCounters, digest_word
-from rlctl.refit.weight_sink import WeightSink, whole
+from rlctl.refit.weight_sink import WeightSink, view_entry
 from rlctl.refit.weight_source import WeightSource
 from rlctl.utils.device_stream import DeviceStream, Span
 
@@ -33,8 +33,10 @@ class ShmSender(SenderTransport):
     buffers: "_Slots"
 
     def __init__(self, spec: TransportSpec, source: WeightSource) -> None:
-        self._source, self._folder = source, Path(spec.folder)
-        plan, rank = source.plan, source.rank
+        self._source = source
+        self._folder = Path(spec.folder)
+        plan = source.plan
+        rank = source.rank
         if rank == 0:
             self._folder.mkdir(parents=True, exist_ok=True)
             _allocate(self._folder, plan.nbytes)
@@ -44,12 +46,14 @@ class ShmSender(SenderTransport):
             while not _words_file(self._folder).exists():
                 deadline.check(lambda: f"refit: trainer rank {rank} waited {{}} for rank 0 to open")
         self.buffers = _Slots(self._folder, plan)
-        self._place = 1 + plan.owners.index(rank) if rank in plan.owners else 0
+        # Index of this rank's word in a slot.
+        self._word = 1 + plan.owners.index(rank) if rank in plan.owners else 0
 
     def begin(self, header: Header, deadline: Deadline) -> None:
-        self._header, self._words = header, self.buffers.words(header.version)
+        self._header = header
+        self._words = self.buffers.words(header.version)
         # The part is being written.
-        self._words[self._place] = -1
+        self._words[self._word] = -1
 
     def await_buffer(self, number: int, packing: DeviceStream) -> int:
         return self._header.version % _SLOTS
@@ -58,25 +62,27 @@ class ShmSender(SenderTransport):
         """Nothing is left to do: a packed chunk is already in the slot."""
 
     def publish_sums(self, sums: StreamingChecksums, packing: DeviceStream) -> None:
-        first = 1 + len(self._source.plan.owners)
-        for number, value in sums.values().items():
-            self._words[first + number] = value
+        first_sum = 1 + len(self._source.plan.owners)
+        for number, checksum in sums.values().items():
+            self._words[first_sum + number] = checksum
         self._words[0] = digest_word(self._header.digest)
         # The last word to be written. Version 0 must differ from a slot that nobody wrote.
-        self._words[self._place] = self._header.version + 1
+        self._words[self._word] = self._header.version + 1
 
     def close(self) -> None:
         self.buffers.close()
         if self._source.rank == 0:
-            for file in (*map(self._folder.joinpath, _slot_names()), _words_file(self._folder)):
-                file.unlink(missing_ok=True)
+            for name in _slot_names():
+                (self._folder / name).unlink(missing_ok=True)
+            _words_file(self._folder).unlink(missing_ok=True)
 
 
 class ShmReceiver(ReceiverTransport):
     """An engine worker's side: maps the slots at the first refit."""
 
     def __init__(self, spec: TransportSpec, plan: RefitPlan) -> None:
-        self._plan, self._folder = plan, Path(spec.folder)
+        self._plan = plan
+        self._folder = Path(spec.folder)
         self.order = list(enumerate(plan.chunks))
         self._slots: _Slots | None = None
         self._stream = DeviceStream(torch.device("cpu"))
@@ -87,23 +93,25 @@ class ShmReceiver(ReceiverTransport):
                 raise RefitError(f"version {header.version} was never written to {self._folder}")
             self._slots = _Slots(self._folder, self._plan)
         self.finish(header)
-        self._view, self._slot = self._slots.view, header.version % _SLOTS
-        self._adopted = sink.adopt(self._slots.flats[self._slot])
+        self._view = self._slots.view
+        self._slot = header.version % _SLOTS
+        self._has_adopted = sink.adopt(self._slots.flats[self._slot])
 
     def arrive(self, number: int, chunk: Chunk, meanwhile: Callable[[], object]) -> tuple[int, DeviceStream]:
         return self._slot, self._stream
 
     def view(self, number: int, slot: int) -> Tensor | None:
-        return None if self._adopted else self._view(number, slot)
+        return None if self._has_adopted else self._view(number, slot)
 
-    def placed(self, number: int, slot: int, sink: WeightSink) -> Tensor | None:
+    def unmoved_item(self, number: int, slot: int, sink: WeightSink) -> Tensor | None:
         # Checksums are taken on the host, for a sink on any device.
-        return self._view(number, slot) if self._adopted else None
+        return self._view(number, slot) if self._has_adopted else None
 
     def sums(self, owner: int, header: Header) -> dict[int, int]:
         assert self._slots, "begin comes first"
-        words, first = self._slots.words(header.version), 1 + len(self._plan.owners)
-        return {number: int(words[first + number]) for number in self._plan.checked_of(owner, header)}
+        words = self._slots.words(header.version)
+        first_sum = 1 + len(self._plan.owners)
+        return {number: int(words[first_sum + number]) for number in self._plan.checked_items_of(owner, header)}
 
     def times(self, loading: dict[int, float]) -> tuple[float, float]:
         return 0.0, sum(loading.values())
@@ -114,10 +122,10 @@ class ShmReceiver(ReceiverTransport):
         words = self._slots.words(header.version)
         if words[0] != digest_word(header.digest):
             raise RefitError(f"version {header.version} of plan {header.digest} was never written to {self._folder}")
-        for place, owner in enumerate(self._plan.owners, 1):
-            found = int(words[place]) - 1
-            if found != header.version:
-                state = "is being written" if found < 0 else f"holds version {found}"
+        for word, owner in zip(words[1:], self._plan.owners):
+            version = int(word) - 1
+            if version != header.version:
+                state = "is being written" if version < 0 else f"holds version {version}"
                 raise RefitError(f"expected version {header.version}: the part of trainer rank {owner} {state}")
 
     def close(self) -> None:
@@ -134,7 +142,7 @@ class _Slots:
     def __init__(self, folder: Path, plan: RefitPlan) -> None:
         self._plan = plan
         # uint8 [plan.nbytes] each.
-        self.flats = [_map(folder / name, plan.nbytes) for name in _slot_names()]
+        self.flats = [_map_file(folder / name, plan.nbytes) for name in _slot_names()]
         self._counters = SharedCounters(_words_file(folder), _word_count(plan), create=False)
         self._views: dict[tuple[int, int], Tensor] = {}
 
@@ -143,7 +151,7 @@ class _Slots:
         words: NDArray[np.int64] = self._counters.array.reshape(_SLOTS, -1)[version % _SLOTS]
         return words
 
-    def used(self, chunk: Chunk) -> bool:
+    def has_items_of(self, chunk: Chunk) -> bool:
         """Return True: every item is written to the slot."""
         return True
 
@@ -151,12 +159,14 @@ class _Slots:
         """Return item `number`'s place in a slot, found once."""
         if (number, slot) not in self._views:
             item = self._plan.items[number]
-            self._views[number, slot] = whole(self.flats[slot], self._plan.entries[item.entry])[item.box.slices()]
+            tensor = view_entry(self.flats[slot], self._plan.entries[item.entry])
+            self._views[number, slot] = tensor[item.box.slices()]
         return self._views[number, slot]
 
     def close(self) -> None:
         """Let go of the mapped memory."""
-        self.flats, self._views = [], {}
+        self.flats = []
+        self._views = {}
         self._counters.close()
 
 
@@ -188,6 +198,6 @@ def _allocate(folder: Path, size: int) -> None:
         raise RefitError(f"{folder} has no room for {_SLOTS} x {size / 2**20:.0f} MiB: {error}") from error
 
 
-def _map(path: Path, size: int) -> Tensor:
+def _map_file(path: Path, size: int) -> Tensor:
     with path.open("r+b") as file:
         return torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)

@@ -5,8 +5,8 @@ from collections.abc import Collection, Iterable
 import torch
 from torch import Tensor
 
-from rlctl.refit.refit_plan import Chunk, RefitPlan, Segment, aligned
-from rlctl.refit.weight_sink import typed
+from rlctl.refit.refit_plan import Chunk, RefitPlan, Segment, align_size
+from rlctl.refit.weight_sink import view_typed
 
 
 class StagingBuffers:
@@ -20,29 +20,29 @@ class StagingBuffers:
     ) -> None:
         """in_place: items that need no place here."""
         self._plan = plan
-        # Item to the byte at which it begins in its chunk's buffer; without those in place.
+        # Item -> the byte at which it begins in its chunk's buffer. Items in place are left out.
         self.offsets: dict[int, int] = {}
-        most = 0
+        fullest = 0
         for chunk in chunks:
             end = 0
             for segment in chunk.segments:
                 if any(number not in in_place for number in segment.numbers):
                     for number in segment.numbers:
                         self.offsets[number] = end + plan.items[number].offset - segment.offset
-                    end += aligned(segment.nbytes)
-            most = max(most, end)
-        self.buffers = [torch.empty(most, dtype=torch.uint8, device=device) for _ in range(count if most else 0)]
+                    end += align_size(segment.nbytes)
+            fullest = max(fullest, end)
+        self.buffers = [torch.empty(fullest, dtype=torch.uint8, device=device) for _ in range(count if fullest else 0)]
 
     @property
     def nbytes(self) -> int:
         """Memory of all buffers."""
         return sum(buffer.numel() for buffer in self.buffers)
 
-    def used(self, chunk: Chunk) -> bool:
+    def has_items_of(self, chunk: Chunk) -> bool:
         """Return True if any of the chunk passes through a buffer."""
         return any(number in self.offsets for number in chunk.numbers)
 
-    def run(self, segment: Segment, slot: int) -> Tensor:
+    def segment_bytes(self, segment: Segment, slot: int) -> Tensor:
         """Return the segment's bytes, uint8 [segment.nbytes], in buffer `slot`."""
         offset = self.offsets[segment.first]
         return self.buffers[slot][offset : offset + segment.nbytes]
@@ -52,4 +52,4 @@ class StagingBuffers:
         if number not in self.offsets:
             return None
         shape = self._plan.items[number].box.shape
-        return typed(self.buffers[slot], self.offsets[number], self._plan.dtype(number), shape)
+        return view_typed(self.buffers[slot], self.offsets[number], self._plan.dtype(number), shape)

@@ -16,7 +16,8 @@ def open_sender(spec: TransportSpec, source: WeightSource, device: torch.device)
     if spec.kind == "shm":
         from rlctl.refit.shm import ShmSender
 
-        transport, device = ShmSender(spec, source), _HOST
+        transport = ShmSender(spec, source)
+        device = _HOST
     elif spec.kind == "ipc":
         from rlctl.refit.ipc import IpcSender
 
@@ -34,7 +35,8 @@ def open_receiver(spec: TransportSpec, plan: RefitPlan, rank: int, device: torch
     if spec.kind == "shm":
         from rlctl.refit.shm import ShmReceiver
 
-        transport, device = ShmReceiver(spec, plan), _HOST
+        transport = ShmReceiver(spec, plan)
+        device = _HOST
     elif spec.kind == "ipc":
         from rlctl.refit.ipc import IpcReceiver
 
@@ -47,11 +49,11 @@ def open_receiver(spec: TransportSpec, plan: RefitPlan, rank: int, device: torch
 
 
 def call_off(spec: TransportSpec, reason: str) -> None:
-    """Have those who still join a transport give up, where they would wait for a member that is gone."""
+    """Tell members that still join the transport to give up: they would wait for a member that is gone."""
     if spec.kind == "broadcast":
-        from rlctl.refit.process_group import rendezvous, tell_lost
+        from rlctl.refit.process_group import announce_loss, rendezvous
 
-        tell_lost(rendezvous(spec, False), reason)
+        announce_loss(rendezvous(spec, False), reason)
 
 
 def receiver_bytes(spec: TransportSpec, plan: RefitPlan) -> int:

@@ -20,13 +20,13 @@ class BatchedCopy:
         self._large: list[tuple[Tensor, Tensor]] = []
         groups: dict[tuple[object, ...], tuple[list[Tensor], list[Tensor]]] = {}
         for target, source in pairs:
-            dense = target.is_contiguous() and source.is_contiguous()
-            same = dense and target.dtype == source.dtype
-            if same and not beside_requests and target.numel() * target.element_size() >= LARGE:
+            is_dense = target.is_contiguous() and source.is_contiguous()
+            is_plain = is_dense and target.dtype == source.dtype
+            if is_plain and not beside_requests and target.numel() * target.element_size() >= LARGE:
                 self._large.append((target, source))
                 continue
             # Copies without a common kernel would keep the rest of their group from one.
-            targets, sources = groups.setdefault((target.dtype, source.dtype, dense), ([], []))
+            targets, sources = groups.setdefault((target.dtype, source.dtype, is_dense), ([], []))
             targets.append(target)
             sources.append(source)
         self._groups = list(groups.values())
@@ -60,29 +60,31 @@ class WholeTensorSink:
     """Whole tensors under their Hugging Face names, for an engine that rearranges weights itself."""
 
     def __init__(self, plan: RefitPlan, device: torch.device) -> None:
-        self._plan, self._device = plan, device
+        self._plan = plan
+        self._device = device
         self._flat: Tensor | None = None
-        self._adopted = False
+        self._has_adopted = False
 
     def target(self, number: int) -> Tensor | None:
         view = self._item_buffer(number)
         return view if view.is_contiguous() else None
 
     def copies(self, arrived: Iterable[tuple[int, Tensor]]) -> BatchedCopy:
-        return BatchedCopy((self._item_buffer(number), data) for number, data in arrived)
+        return BatchedCopy((self._item_buffer(number), arrived_item) for number, arrived_item in arrived)
 
     def adopt(self, flat: Tensor) -> bool:
-        self._flat, self._adopted = flat, True
+        self._flat = flat
+        self._has_adopted = True
         return True
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Return every tensor of the plan, in its order."""
-        return ((entry.name, whole(self._buffer, entry)) for entry in self._plan.entries)
+        return ((entry.name, view_entry(self._buffer, entry)) for entry in self._plan.entries)
 
     @property
     def extra_bytes(self) -> int:
         """Memory held besides the engine's own."""
-        return 0 if self._flat is None or self._adopted else self._flat.numel()
+        return 0 if self._flat is None or self._has_adopted else self._flat.numel()
 
     @property
     def _buffer(self) -> Tensor:
@@ -92,16 +94,16 @@ class WholeTensorSink:
 
     def _item_buffer(self, number: int) -> Tensor:
         item = self._plan.items[number]
-        view: Tensor = whole(self._buffer, self._plan.entries[item.entry])[item.box.slices()]
+        view: Tensor = view_entry(self._buffer, self._plan.entries[item.entry])[item.box.slices()]
         return view
 
 
-def whole(flat: Tensor, entry: TensorEntry) -> Tensor:
+def view_entry(flat: Tensor, entry: TensorEntry) -> Tensor:
     """Return the entry's slice of a flat uint8 buffer, with its dtype and shape."""
-    return typed(flat, entry.offset, entry.dtype, entry.shape)
+    return view_typed(flat, entry.offset, entry.dtype, entry.shape)
 
 
-def typed(flat: Tensor, offset: int, dtype: str, shape: tuple[int, ...]) -> Tensor:
+def view_typed(flat: Tensor, offset: int, dtype: str, shape: tuple[int, ...]) -> Tensor:
     """Return part of a uint8 buffer from byte `offset` on, viewed with a dtype and shape."""
     size = ITEM_BYTES[dtype] * torch.Size(shape).numel()
     return flat[offset : offset + size].view(getattr(torch, dtype)).view(shape)

@@ -1,6 +1,7 @@
 """Source of a trainer rank's items: its own shards, under Hugging Face names, wherever the backend keeps them."""
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol
 
 import torch
@@ -37,45 +38,50 @@ class WeightSource:
     """A rank's items as views of its shards, found once."""
 
     def __init__(self, plan: RefitPlan, rank: int, shards: list[Shard]) -> None:
-        self.plan, self.rank = plan, rank
+        self.plan = plan
+        self.rank = rank
         self._addresses = _addresses(shards)
         by_name: dict[str, list[Shard]] = {}
         for shard in shards:
             by_name.setdefault(shard.name, []).append(shard)
         self.chunks = [chunk for _, chunk in plan.chunks_of(rank)]
-        boxes = {number: plan.items[number].box for chunk in self.chunks for number in chunk.numbers}
-        self._views = {number: _view(box, by_name.get(box.name, [])) for number, box in boxes.items()}
+        self._views: dict[int, Tensor] = {}
+        for chunk in self.chunks:
+            for number in chunk.numbers:
+                box = plan.items[number].box
+                self._views[number] = _view_box(box, by_name.get(box.name, []))
 
     def view(self, number: int) -> Tensor:
         """Return item `number` in the trainer's own dtype and memory."""
         return self._views[number]
 
-    def ready(self, number: int) -> bool:
+    def is_ready(self, number: int) -> bool:
         """Return True if item `number` can be sent from where it lies: right dtype, contiguous."""
         view = self.view(number)
         return view.dtype == getattr(torch, self.plan.dtype(number)) and view.is_contiguous()
 
     def ready_singles(self) -> set[int]:
         """Return the items that travel each on its own and can be sent from where they lie."""
-        singles = (s.first for chunk in self.chunks for s in chunk.segments if s.single)
-        return {number for number in singles if self.ready(number)}
+        segments = chain.from_iterable(chunk.segments for chunk in self.chunks)
+        return {segment.first for segment in segments if segment.is_single and self.is_ready(segment.first)}
 
     def verify_in_place(self, shards: list[Shard]) -> None:
         """Raise RefitError if the trainer's weights moved: views of old memory hold old weights."""
-        now = _addresses(shards)
-        for name, address in self._addresses.items():
-            if now.get(name) != address:
-                raise RefitError(f"{name[0]} moved to other memory after the refit was opened")
+        addresses = _addresses(shards)
+        for (name, start), address in self._addresses.items():
+            if addresses.get((name, start)) != address:
+                raise RefitError(f"{name} moved to other memory after the refit was opened")
 
 
 def _addresses(shards: list[Shard]) -> dict[tuple[str, tuple[int, ...]], int]:
     return {(shard.name, shard.start): shard.tensor.data_ptr() for shard in shards}
 
 
-def _view(box: TensorSlice, shards: list[Shard]) -> Tensor:
+def _view_box(box: TensorSlice, shards: list[Shard]) -> Tensor:
     for shard in shards:
-        begin = [want - have for want, have in zip(box.start, shard.start)]
-        if all(b >= 0 and b + size <= n for b, size, n in zip(begin, box.shape, shard.tensor.shape)):
-            view: Tensor = shard.tensor[tuple(slice(b, b + size) for b, size in zip(begin, box.shape))]
+        starts = [box_start - shard_start for box_start, shard_start in zip(box.start, shard.start)]
+        sizes = shard.tensor.shape
+        if all(start >= 0 and start + extent <= size for start, extent, size in zip(starts, box.shape, sizes)):
+            view: Tensor = shard.tensor[tuple(slice(start, start + extent) for start, extent in zip(starts, box.shape))]
             return view
     raise RefitError(f"{box.name}: this rank does not hold {box.shape} from {box.start}")

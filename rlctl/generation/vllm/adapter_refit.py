@@ -64,7 +64,7 @@ class AdapterLoader(WeightLoader):
         self._live_parts: list[_LivePart] = []
         for number, plan_item in enumerate(plan.items):
             for place, part in enumerate(live_sink.parts(number)):
-                self._live_parts.append(_LivePart((number, place), plan_item.box.name, part.view, part.whole))
+                self._live_parts.append(_LivePart((number, place), plan_item.box.name, part.view, part.is_whole))
         self._live_tensors = FixedTensors([part.view for part in self._live_parts])
         self.sink: WeightSink = self._sink
         # The base weights are in no refit: an engine must not drop them when it sleeps.
@@ -135,9 +135,9 @@ class _ProvenSink(ParamSliceSink):
         kept_pairs = []
         for number, tensor in arrived:
             for place, part in enumerate(self.parts(number)):
-                source = tensor[part.inside]
+                source = tensor[part.index]
                 live_pairs.append((part.view, source))
-                if not part.whole:
+                if not part.is_whole:
                     contiguous = torch.empty_like(part.view).contiguous()
                     kept_pairs.append((self.cut_parts.setdefault((number, place), contiguous), source))
         return BatchedCopy(live_pairs + kept_pairs, beside_requests=True)

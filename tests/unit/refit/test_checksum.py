@@ -108,19 +108,19 @@ def test_nothing_sums_to_zero_and_several_sums_are_the_single_ones() -> None:
 _ONE_KERNEL = """
 import torch
 from rlctl.refit.checksum import FACTOR, ROW, ChecksumTable, lay
-from rlctl.refit.checksum_cuda import add_all, table_of
+from rlctl.refit.checksum_cuda import add_all, make_table
 
 random = torch.Generator().manual_seed(0)
 wide = torch.randn(300, 96, generator=random).bfloat16()
 bytes_of = lambda size: torch.randint(0, 256, (size,), dtype=torch.uint8, generator=random)
 tensors = [*map(bytes_of, (5, 4096, 1 << 17, 13, 0, 70001)), wide[:3], wide[10:200, 32:64], wide.float()[:, 2:6]]
 totals = torch.zeros(len(tensors) + 2, dtype=torch.int64)
-add_all(*table_of(tensors, ROW), totals, 1, ROW, FACTOR)
+add_all(*make_table(tensors, ROW), totals, 1, ROW, FACTOR)
 one_by_one = ChecksumTable(len(tensors), torch.device("cpu"))
 for tensor in tensors:
     one_by_one.add(lay(tensor))
 assert totals.tolist() == [0, *one_by_one.all().tolist(), 0]
-assert table_of([wide[:, 1:3]], ROW) is None
+assert make_table([wide[:, 1:3]], ROW) is None
 """
 
 

@@ -33,7 +33,7 @@ def handles_are_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
         return len(shared) - 1
 
     monkeypatch.setattr(ipc, "share", share)
-    monkeypatch.setattr(ipc, "opened", lambda handle, device: shared[handle])
+    monkeypatch.setattr(ipc, "open_handle", lambda handle, device: shared[handle])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
 
 

@@ -43,7 +43,7 @@ class Wireless(ReceiverTransport):
 
     def view(self, number: int, slot: int) -> None: ...
 
-    def loaded(self, chunk: Chunk, end: DeviceEvent) -> None:
+    def note_load(self, chunk: Chunk, end: DeviceEvent) -> None:
         assert isinstance(end, SlowEvent)
         self.ends[chunk.owner].append(end)
 

@@ -72,7 +72,7 @@ def test_segments_are_one_large_item_or_a_run_of_small_ones(rows: list[Row], wor
         for segment in chunk.segments:
             first, last = plan.items[segment.first], plan.items[segment.last - 1]
             assert (segment.offset, segment.nbytes) == (first.offset, last.offset + last.nbytes - first.offset)
-            if not segment.single:
+            if not segment.is_single:
                 assert all(plan.items[n].nbytes < PACKED_BYTES for n in range(segment.first, segment.last))
 
 
@@ -97,7 +97,7 @@ def test_owners_take_turns_and_what_all_hold_goes_to_the_least_loaded() -> None:
     assert [chunk.owner for chunk in plan.chunks] == [0, 1, 0, 1, 0]
     assert [plan.names(chunk) for chunk in plan.chunks] == ["m", "m", "m", "shared", "m"]
     assert plan.owners == (0, 1)
-    assert [[number for number, _ in plan.taken_by(receiver)] for receiver in (1, 2, 3)] == [
+    assert [[number for number, _ in plan.chunks_for(receiver)] for receiver in (1, 2, 3)] == [
         [0, 1, 2, 3, 4],
         [1, 0, 3, 2, 4],
         [0, 1, 2, 3, 4],
@@ -109,7 +109,7 @@ def test_every_receiver_takes_every_chunk_and_each_owners_in_order(rows: list[Ro
     plan = RefitPlan.build(rows, row_boxes(rows, world)[::-1], 1 << 20, 2_000)
     if not plan.chunks:
         return
-    taken = plan.taken_by(receiver)
+    taken = plan.chunks_for(receiver)
     assert sorted(number for number, _ in taken) == list(range(len(plan.chunks)))
     for owner in plan.owners:
         assert [part for part in taken if part[1].owner == owner] == list(plan.chunks_of(owner))
@@ -175,10 +175,10 @@ def test_a_header_of_another_plan_is_refused() -> None:
 
 def test_sampled_checks_reach_every_item_within_a_sample_of_versions() -> None:
     plan = plan_for(tensors(), buffer_bytes=4096 * 4)
-    parts = [plan.checked(Header(version, plan.digest, "sampled")) for version in range(SAMPLE)]
+    parts = [plan.checked_items(Header(version, plan.digest, "sampled")) for version in range(SAMPLE)]
     assert sorted(n for part in parts for n in part) == list(range(len(plan.items)))
-    assert plan.checked(Header(5, plan.digest, "all")) == frozenset(range(len(plan.items)))
-    assert plan.checked(Header(5, plan.digest, "off")) == frozenset()
+    assert plan.checked_items(Header(5, plan.digest, "all")) == frozenset(range(len(plan.items)))
+    assert plan.checked_items(Header(5, plan.digest, "off")) == frozenset()
 
 
 def test_every_rank_of_an_uneven_split_sends_its_own() -> None:

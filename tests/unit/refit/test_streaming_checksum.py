@@ -16,8 +16,8 @@ def test_every_refit_has_the_checksums_of_what_lies_there_then() -> None:
         for tensor in held.values():
             tensor.normal_()
         sums.start(len(checked))
-        sums.here(checked[:1], held.__getitem__, slot=0)
-        sums.beside({number: held[number] for number in checked[1:]}, DeviceStream(CPU).mark())
+        sums.queue(checked[:1], held.__getitem__, slot=0)
+        sums.queue_unmoved({number: held[number] for number in checked[1:]}, DeviceStream(CPU).mark())
         assert sums.values() == {number: checksum(held[number]) for number in checked}
 
 
@@ -25,7 +25,7 @@ def test_items_of_two_slots_are_not_mixed_up() -> None:
     sums, slots = StreamingChecksums(CPU), [torch.full((4096,), value) for value in (1.0, 2.0)]
     for version in range(4):
         sums.start(1)
-        sums.here([0], lambda _, slot=version % 2: slots[slot], slot=version % 2)  # type: ignore[misc]
+        sums.queue([0], lambda _, slot=version % 2: slots[slot], slot=version % 2)  # type: ignore[misc]
         assert sums.values() == {0: checksum(slots[version % 2])}
 
 
@@ -40,5 +40,5 @@ def test_what_is_made_for_a_checksum_is_let_go_before_the_next_is_made() -> None
 
     sums = StreamingChecksums(CPU)
     sums.start(4)
-    sums.here(range(4), made)
+    sums.queue(range(4), made)
     assert len(memory) == 4

@@ -28,7 +28,7 @@ def test_only_contiguous_memory_of_the_right_dtype_is_sent_as_it_lies() -> None:
     held = {"right": torch.randn(4, 4), "across": torch.randn(4, 4).T, "wide": torch.randn(4, dtype=torch.float64)}
     plan = RefitPlan.build([(name, tuple(tensor.shape), "float32") for name, tensor in held.items()])
     source = source_of(plan, held)
-    assert [source.ready(n) for n in range(3)] == [True, False, False]
+    assert [source.is_ready(n) for n in range(3)] == [True, False, False]
 
 
 def test_weights_that_moved_are_found_out() -> None:
@@ -54,7 +54,7 @@ def test_a_packed_segment_is_one_run_of_bytes_converted_on_the_way() -> None:
     slots = StagingBuffers(plan, plan.chunks, 2, CPU, in_place=())
     source = source_of(plan, held)
     BatchedCopy((slots.view(n, 1), source.view(n)) for n in chunk.numbers).run()  # type: ignore[misc]
-    assert slots.run(segment, 1).numel() == segment.nbytes
+    assert slots.segment_bytes(segment, 1).numel() == segment.nbytes
     for n, tensor in enumerate(held.values()):
         place = slots.view(n, 1)
         assert place is not None and torch.equal(place, tensor.bfloat16())
