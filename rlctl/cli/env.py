@@ -241,7 +241,7 @@ def _episode(number: int, episode: "ScriptedEpisode", is_agent: bool) -> None:
         said = f"got {count(answer, 'token')}" if answer else "got none: the script's budget is used up"
         _line("sample", f"after {count(prompt, 'token')}, {said}")
     for turn in episode.turns:
-        _line("assistant", turn.said)
+        _line("assistant", turn.action)
         if turn.answer is not None or not is_agent:
             label = "error" if turn.failed else "answer"
             _line(label, turn.answer if turn.answer is not None else "the episode has ended")

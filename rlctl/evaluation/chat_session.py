@@ -32,8 +32,10 @@ from rlctl.workers.user_logs import Emit
 _KEY = "tools"
 # Agent that leaves asking to a person's own client.
 _SERVED = "rlctl.environments.agents.runners:announce"
-# Turns that a person's client may ask for, and seconds that it may take.
-_MOST_TURNS, _NO_DEADLINE_S = 32767, 1e8
+# Turns that a person's client may ask for.
+_MOST_TURNS = 32767
+# Seconds that a person's client may take.
+_NO_DEADLINE_S = 1e8
 
 
 @dataclass
@@ -48,17 +50,18 @@ class ChatSession:
     row: Mapping[str, Any]
     # Messages that the environment began the latest conversation with.
     opening: list[Message] = field(default_factory=list)
-    _begun: int = 0
+    _num_talks: int = 0
 
     def begin(self) -> Talk:
         """Begin a conversation; one with tools has a new instance of the environment. Raises TalkError."""
-        identity, self.opening = talk_id(self._begun), []
+        identity = talk_id(self._num_talks)
+        self.opening = []
         if self.tools is not None:
-            observation = self.tools.pool.reset(identity, self.row, self._begun).result()
+            observation = self.tools.pool.reset(identity, self.row, self._num_talks).result()
             if isinstance(observation, EnvironmentFailure):
                 raise TalkError(f"the environment's reset failed: {observation}; --row gives it columns")
             self.opening = list(opening([], observation)) if observation else []
-        self._begun += 1
+        self._num_talks += 1
         return Talk(self.chat, self.engines, self.limits, identity, self.tools, self.opening)
 
 
@@ -80,13 +83,13 @@ def chat_session(
     files = ModelFiles.find(config.model, logs, config.run.seed)
     chat = load_chat(config, files.chat)
     stops = end_tokens(config, chat).stops
-    most, temperature = sampling
+    max_new_tokens, temperature = sampling
     settled = settle(config, RunMachine(), files.facts.sizes)
-    limits = TalkLimits(most, settled.max_length, temperature, config.run.seed)
+    limits = TalkLimits(max_new_tokens, settled.max_length, temperature, config.run.seed)
     with ExitStack() as stack:
         tools = None
         if environment is not None:
-            # Before Ray changes this process's variables.
+            # The pool starts before Ray changes this process's variables.
             pool = stack.enter_context(
                 EnvironmentPool({_KEY: environment}, config.environment.memory_mib, 1, logs, emit)
             )
@@ -96,16 +99,16 @@ def chat_session(
         yield ChatSession(chat, dispatcher, limits, tools, row)
 
 
-def _environment_tools(pool: EnvironmentPool, chat: Chat, wanted: str) -> TalkTools:
-    """Return the tools of the pool's environment. wanted: the format of calls, or auto.
+def _environment_tools(pool: EnvironmentPool, chat: Chat, tool_format: str) -> TalkTools:
+    """Return the tools of the pool's environment. tool_format: the format of calls, or auto.
 
     Raises UnusableEnvironmentError.
     """
     contract = pool.contracts()[_KEY]
-    format = format_of_calls(wanted, chat)
-    problems = (
-        tool_problems(chat, format) if contract.tools else [(contract.name, "has no tools to call while you talk")]
-    )
+    format = format_of_calls(tool_format, chat)
+    problems = [(contract.name, "has no tools to call while you talk")]
+    if contract.tools:
+        problems = tool_problems(chat, format)
     if problems or format is None:
         raise UnusableEnvironmentError(problems)
     return TalkTools(pool, contract, format)
@@ -143,10 +146,24 @@ def served_policy(
     stops = end_tokens(config, chat).stops
     settled = settle(config, RunMachine(), files.facts.sizes)
     spec = EnvironmentSpec(_SERVED, _NO_DEADLINE_S, agent=AgentSpec())
-    limits = EpisodeLimits(_MOST_TURNS, settled.max_length, float("inf"), 0, "keep")
+    limits = EpisodeLimits(
+        max_turns=_MOST_TURNS,
+        max_length=settled.max_length,
+        timeout_s=float("inf"),
+        max_retries=0,
+        history="keep",
+    )
     (logs / "endpoint").mkdir(mode=0o700, parents=True)
-    task = Task("endpoint", [], "", None, {"file": str(logs / "endpoint" / "address.json")})
-    start = RolloutStart(talk_id(0), task, *sampling, config.run.seed, 0)
+    address_file = logs / "endpoint" / "address.json"
+    max_new_tokens, temperature = sampling
+    start = RolloutStart(
+        id=talk_id(0),
+        task=Task(id="endpoint", tokens=[], text="", answer=None, row={"file": str(address_file)}),
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        seed=config.run.seed,
+        group_seed=0,
+    )
     with ExitStack() as stack:
         pool = stack.enter_context(EnvironmentPool({_KEY: spec}, config.environment.memory_mib, 1, logs, emit))
         pool.give_chat(ChatSpec.from_chat(chat), format_of_calls(config.environment.tool_format, chat))
@@ -154,20 +171,22 @@ def served_policy(
         dispatcher = stack.enter_context(engines(settled, files, stops, target.step, logs, emit, pool.events))
         runner = RolloutRunner(AgentPlayer(pool, chat, limits), dispatcher)
         stack.callback(runner.close)
-        ended = list[Rollout]()
+        ended: list[Rollout] = []
         runner.events.ask(lambda: runner.begin([start], ended.append))
-        while not (address := _address(Path(task.row["file"]))) and not ended:
+        address = _read_address(address_file)
+        while not address and not ended:
             runner.check()
             time.sleep(TICK_S)
+            address = _read_address(address_file)
         served = ServedPolicy(address.get("base_url", ""), address.get("api_key", ""), dispatcher, runner, ended)
         served.check()
         yield served
 
 
-def _address(file: Path) -> dict[str, str]:
+def _read_address(file: Path) -> dict[str, str]:
     """Return the address and the key in a file; empty until both are there."""
     try:
-        found: dict[str, str] = json.loads(file.read_text())
+        address: dict[str, str] = json.loads(file.read_text())
     except (OSError, ValueError):
         return {}
-    return found
+    return address

@@ -19,9 +19,11 @@ from rlctl.grpo.parity_check import BOUNDS
 
 # Largest |difference| of a log-prob in nats between two float32 passes with the same weights, or this share of the mean
 # rounding below: a model that rounds more in bfloat16 does so in float32.
-EXACT, _ROUNDING_SHARE = 1e-4, 0.05
-# Most times that a side's usual and mean rounding may be the other's.
-_USUAL, _MEAN = 2.0, 4.0
+EXACT = 1e-4
+_ROUNDING_SHARE = 0.05
+# Most times that a side's median and mean rounding may be the other's.
+_MEDIAN_RATIO = 2.0
+_MEAN_RATIO = 4.0
 # An error of a log-prob is one of its token's gradient: the sum of these may be off by twice the mean.
 _GRADIENT = 2.0
 
@@ -41,7 +43,7 @@ class Side:
 class _Rounding(NamedTuple):
     """|difference| of a side's log-probs to its float32, in nats."""
 
-    usual: float
+    median: float
     mean: float
 
     @classmethod
@@ -50,9 +52,9 @@ class _Rounding(NamedTuple):
         return cls(float(np.median(gaps)), float(gaps.mean()))
 
     def is_like(self, other: "_Rounding") -> bool:
-        """Return True if neither is much larger than the other: a side that is computes something else."""
-        figures = ((self.usual, other.usual, _USUAL), (self.mean, other.mean, _MEAN))
-        return all(max(pair) <= most * min(pair) < math.inf for *pair, most in figures)
+        """Return True if neither is much larger than the other: a side with more rounding computes something else."""
+        figures = ((self.median, other.median, _MEDIAN_RATIO), (self.mean, other.mean, _MEAN_RATIO))
+        return all(max(first, second) <= ratio * min(first, second) < math.inf for first, second, ratio in figures)
 
 
 @dataclass(frozen=True)
@@ -82,21 +84,23 @@ def compare(dtype: str, first: Side, second: Side) -> Closeness:
     exact = second.exact if first.exact is None else first.exact
     if exact is None:
         gaps = _gaps(first.rows, second.rows)
-        error, bound, worst = float(np.exp(gaps).mean()), BOUNDS[dtype], float(gaps.max())
+        error = float(np.exp(gaps).mean())
+        bound = BOUNDS[dtype]
         text = f"token_mult_prob_error {error:.4f} over {tokens} tokens; allowed: {bound:g}"
-        return Closeness(error <= bound, text, worst, bound - 1)
-    own, other = (
-        _Rounding.from_rows(each.rows, exact if each.exact is None else each.exact) for each in (first, second)
-    )
-    said = f"{dtype} is {own.usual:.1e} from that, {other.usual:.1e} {second.name}; allowed: twice as much"
+        return Closeness(error <= bound, text, float(gaps.max()), bound - 1)
+    rounding = _Rounding.from_rows(first.rows, exact if first.exact is None else first.exact)
+    other = _Rounding.from_rows(second.rows, exact if second.exact is None else second.exact)
+    is_like = rounding.is_like(other)
+    text = f"{dtype} is {rounding.median:.1e} from that, {other.median:.1e} {second.name}; allowed: twice as much"
     if first.exact is None or second.exact is None:
         worst = float(_gaps(first.rows, second.rows).max())
-        return Closeness(own.is_like(other), f"of {tokens} log-probs in float32: {said}", worst, own.mean)
-    worst, most = float(_gaps(first.exact, second.exact).max()), max(EXACT, _ROUNDING_SHARE * own.mean)
-    text = f"log-probs of {tokens} tokens differ by {worst:.1e} at most in float32; allowed: {most:.1g}; {said}"
-    return Closeness(own.is_like(other) and worst <= most, text, worst, own.mean)
+        return Closeness(is_like, f"of {tokens} log-probs in float32: {text}", worst, rounding.mean)
+    worst = float(_gaps(first.exact, second.exact).max())
+    bound = max(EXACT, _ROUNDING_SHARE * rounding.mean)
+    exact_text = f"log-probs of {tokens} tokens differ by {worst:.1e} at most in float32; allowed: {bound:.1g}"
+    return Closeness(is_like and worst <= bound, f"{exact_text}; {text}", worst, rounding.mean)
 
 
-def _gaps(one: Floats, other: Floats) -> NDArray[np.float32]:
+def _gaps(first: Floats, second: Floats) -> NDArray[np.float32]:
     """Return |difference| of the tokens that have a log-prob."""
-    return np.concatenate([np.abs(a - b)[1:] for a, b in zip(one, other, strict=True)])
+    return np.concatenate([np.abs(row - other)[1:] for row, other in zip(first, second, strict=True)])

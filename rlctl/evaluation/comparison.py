@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.config.errors import UserError
-from rlctl.evaluation.statistics import Bounds, paired
+from rlctl.evaluation.statistics import Bounds, compare_means
 from rlctl.evaluation.store import MADE_AGAIN, DamagedResult, EvaluationError, EvaluationFolder
 from rlctl.evaluation.target import find_target
 from rlctl.run.run_dir import RunDirError, find_run
@@ -32,25 +32,30 @@ def results_of(path: Path, root: Path) -> list[Result]:
     A run stands for all of its checkpoints. root: the folder of runs. Raises EvaluationError, TargetError.
     """
     folder = path.parent if path.name == "result.json" else path
-    if result := _whole_result(folder):
+    if result := _read_result(folder):
         return [result]
     if (folder / "parts").is_dir():
         raise EvaluationError(f"{path}: the evaluation is not finished; the same `rlctl eval` goes on with it")
     try:
         run = find_run(str(path), root)
-        name, folders = run.name, (run / "evals").glob("step_*--*/result.json")
+        name = run.name
+        files = (run / "evals").glob("step_*--*/result.json")
     except RunDirError:
         target = find_target(str(path), root)
-        place, parent = (f"step_{target.step}", target.run / "evals") if target.run else (target.name, Path("evals"))
-        name, folders = target.name, parent.glob(f"{escape(place)}--*/result.json")
-    files = sorted(folders, key=lambda file: -file.stat().st_mtime)
-    found = [result for file in files if (result := _whole_result(file.parent))]
-    if not found:
+        name = target.name
+        if target.run:
+            files = (target.run / "evals").glob(f"step_{target.step}--*/result.json")
+        else:
+            files = Path("evals").glob(f"{escape(name)}--*/result.json")
+    newest_first = sorted(files, key=lambda file: -file.stat().st_mtime)
+    results = [_read_result(file.parent) for file in newest_first]
+    finished = [result for result in results if result]
+    if not finished:
         raise EvaluationError(f"{path}: {name} was not evaluated yet; rlctl eval {path} does it")
-    return found
+    return finished
 
 
-def _whole_result(folder: Path) -> Result | None:
+def _read_result(folder: Path) -> Result | None:
     try:
         return EvaluationFolder(folder).result()
     except DamagedResult as error:
@@ -58,49 +63,49 @@ def _whole_result(folder: Path) -> Result | None:
 
 
 def settings_of(result: Result) -> Result:
-    """Return the settings that a result states: those of its sampling and its scores."""
+    """Return the settings of sampling and scores that a result states."""
     return {name: result[name] for name in SETTINGS if name in result}
 
 
 def pair(first: Sequence[Result], second: Sequence[Result]) -> tuple[Result, Result]:
     """Return the first pair that has the same rows and settings, else the same rows, else the first of each."""
     pairs = list(product(first, second))
-    same = [(a, b) for a, b in pairs if a["rows"] == b["rows"]]
-    equal = [(a, b) for a, b in same if not _unequal(a, b)]
-    return (equal or same or pairs)[0]
+    of_same_rows = [(result, other) for result, other in pairs if result["rows"] == other["rows"]]
+    of_same_settings = [(result, other) for result, other in of_same_rows if not _unequal_settings(result, other)]
+    return (of_same_settings or of_same_rows or pairs)[0]
 
 
-def _unequal(first: Result, second: Result) -> list[str]:
-    """Return the names of the settings that differ; one that an older result lacks is not known to."""
-    before, after = settings_of(first), settings_of(second)
-    return [name for name in SETTINGS if name in before and name in after and before[name] != after[name]]
+def _unequal_settings(first: Result, second: Result) -> list[str]:
+    """Return the names of the settings that differ. A setting that an older result lacks counts as equal."""
+    common = [name for name in SETTINGS if name in first and name in second]
+    return [name for name in common if first[name] != second[name]]
 
 
 def compare(first: Result, second: Result) -> Result:
     """Return the difference of two results, second minus first, in accuracy and in reward.
 
-    Both are of `EvaluationFolder.result`. Tasks without a score in one result are left out and counted.
+    Both come from `EvaluationFolder.result`. Tasks without a score in one result are left out and counted.
     `settings` has the settings of both, `unequal` the names of the unequal ones. Raises NotComparable for results of
     different rows, and for no common task.
     """
     if first["rows"] != second["rows"]:
-        what = f"{first['data']} of {first['target']} and {second['data']} of {second['target']}"
-        raise NotComparable(f"{what} are not the same rows: no task is in both")
-    known = {task["task"]: task for task in first["by_task"] if task["scored"]}
-    pairs = [(known[task["task"]], task) for task in second["by_task"] if task["scored"] and task["task"] in known]
-    if not pairs:
+        results = f"{first['data']} of {first['target']} and {second['data']} of {second['target']}"
+        raise NotComparable(f"{results} are not the same rows: no task is in both")
+    scored = {task["task"]: task for task in first["by_task"] if task["scored"]}
+    after = [task for task in second["by_task"] if task["scored"] and task["task"] in scored]
+    before = [scored[task["task"]] for task in after]
+    if not after:
         raise NotComparable(f"no task has a score in both {first['target']} and {second['target']}")
-    before, after = zip(*pairs)
-    accuracy = paired(_shares(before), _shares(after), (-1.0, 1.0))
-    reward = paired(_task_rewards(before), _task_rewards(after), _difference_bounds(first, second))
+    accuracy = compare_means(_shares(before), _shares(after), (-1.0, 1.0))
+    reward = compare_means(_task_rewards(before), _task_rewards(after), _difference_bounds(first, second))
     return {
         "first": first["target"],
         "second": second["target"],
         "settings": {"first": settings_of(first), "second": settings_of(second)},
-        "unequal": _unequal(first, second),
+        "unequal": _unequal_settings(first, second),
         "data": first["data"],
-        "tasks": len(pairs),
-        "left_out": max(len(first["by_task"]), len(second["by_task"])) - len(pairs),
+        "tasks": len(after),
+        "left_out": max(len(first["by_task"]), len(second["by_task"])) - len(after),
         "accuracy": asdict(accuracy) | {"more_than_chance": accuracy.p_value < LEVEL},
         "reward": asdict(reward) | {"more_than_chance": reward.p_value < LEVEL},
     }
@@ -108,13 +113,14 @@ def compare(first: Result, second: Result) -> Result:
 
 def _difference_bounds(first: Result, second: Result) -> Bounds | None:
     """Return the least and the greatest difference of a reward; None unless both results state its bounds."""
-    before, after = (each.get("figures", {}).get("reward", {}).get("bounds") for each in (first, second))
+    before = first.get("figures", {}).get("reward", {}).get("bounds")
+    after = second.get("figures", {}).get("reward", {}).get("bounds")
     return (after[0] - before[1], after[1] - before[0]) if before and after else None
 
 
 def _shares(tasks: Sequence[Result]) -> list[Fraction]:
-    return [Fraction(each["right"], each["scored"]) for each in tasks]
+    return [Fraction(task["right"], task["scored"]) for task in tasks]
 
 
 def _task_rewards(tasks: Sequence[Result]) -> list[float]:
-    return [float(each["reward"]) for each in tasks]
+    return [float(task["reward"]) for task in tasks]

@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 from rlctl.config.data_schema import DatasetSection
@@ -31,16 +32,17 @@ class PlayedEpisodes:
 
     # One group of one rollout an episode, as rollouts.jsonl has them.
     records: list[Record]
-    # One line for each thing worth knowing about the chat template, and about an agent's requests.
+    # Lines about the chat template and about an agent's requests.
     notes: list[str]
-    # Seconds until the engine was ready, and of all episodes.
+    # Seconds until the engine was ready, and seconds of all episodes.
     start_s: float
     play_s: float
 
     @property
     def failures(self) -> list[str]:
         """Reasons why episodes failed."""
-        return [str(one["failed"]) for record in self.records for one in record["rollouts"] if one["failed"]]
+        rollouts = chain.from_iterable(record["rollouts"] for record in self.records)
+        return [str(rollout["failed"]) for rollout in rollouts if rollout["failed"]]
 
 
 def play_episodes(
@@ -48,8 +50,9 @@ def play_episodes(
 ) -> PlayedEpisodes:
     """Play `count` episodes of the config's environment with its model, one a row in turn, side by side.
 
-    version: of the weights. logs: folder for the engine's; the environment prints to the standard error. Turns are
-    sampled at `generation.temperature`. The environment alone values an episode; without `get_reward` nothing does.
+    version: version of the weights. logs: folder for the engine's logs; the environment prints to the standard error.
+    Turns are sampled at `generation.temperature`. The environment alone values an episode. Without `get_reward` it has
+    no value.
     Raises DataError, ModelError, UnusableEnvironmentError, PlacementError, RuntimeError.
     """
     begin = time.perf_counter()
@@ -61,7 +64,7 @@ def play_episodes(
     tasks = [replace(tasks[index % len(tasks)], id=f"episode {index + 1}") for index in range(count)]
     generation = config.generation
     with ExitStack() as stack:
-        # Before Ray changes this process's variables.
+        # The pool starts before Ray changes this process's variables.
         pool = stack.enter_context(environment_pool(config))
         setup = set_up(config, pool, chat, tasks[0], valued=False)
         scorer = stack.enter_context(Scorer([], logs, emit))
@@ -69,11 +72,20 @@ def play_episodes(
         runner = make_runner(settled, chat, dispatcher, pool, setup, trains=False)
         stack.callback(runner.close)
         ready = time.perf_counter()
-        shape = (count, 1, generation.max_new_tokens, generation.temperature)
-        groups = dispatcher.sample(runner, Sampling("validation", config.run.seed, *shape), tasks, version)
-        ended = time.perf_counter()
+        sampling = Sampling(
+            purpose="validation",
+            run_seed=config.run.seed,
+            groups_per_step=count,
+            num_rollouts=1,
+            max_new_tokens=generation.max_new_tokens,
+            temperature=generation.temperature,
+        )
+        groups = dispatcher.sample(runner, sampling, tasks, version)
+        end = time.perf_counter()
         scored = GroupScorer(scorer, decoder(chat.tokenizer, special=False))(groups)
-    played = [rollout.episode for group in groups for rollout in group.rollouts if rollout.episode]
-    told = [line for each in played for line in agent_notes(each.counts or {}, each.rewritten or {})]
+    agent_lines: dict[str, None] = {}
+    for rollout in chain.from_iterable(group.rollouts for group in groups):
+        if rollout.episode:
+            agent_lines |= dict.fromkeys(agent_notes(rollout.episode.counts or {}, rollout.episode.rewritten or {}))
     records = group_records(scored, decoder(chat.tokenizer, special=True))
-    return PlayedEpisodes(records, [*setup.template_notes, *dict.fromkeys(told)], ready - begin, ended - ready)
+    return PlayedEpisodes(records, [*setup.template_notes, *agent_lines], ready - begin, end - ready)

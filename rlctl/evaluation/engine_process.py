@@ -17,7 +17,7 @@ DEADLINE_S = 600.0
 
 
 class EngineProcessError(RuntimeError):
-    """The engine's own error, as one line; or that it ended, or gave no answer in time."""
+    """The engine's own error as one line, or its end, or the lack of an answer in time."""
 
 
 class EngineProcess:
@@ -32,25 +32,26 @@ class EngineProcess:
         """
         context = get_context("forkserver")
         context.set_forkserver_preload(list(imports))
-        self._ours, theirs = context.Pipe()
+        self._connection, engine_connection = context.Pipe()
         self._log = log
-        self._process = context.Process(target=_serve, args=(theirs, spec, dict(environment), str(log)), daemon=True)
-        kept = dict(os.environ)
-        # The server of all these processes starts with the first, and what it imports looks at the environment.
+        arguments = (engine_connection, spec, dict(environment), str(log))
+        self._process = context.Process(target=_serve, args=arguments, daemon=True)
+        variables = dict(os.environ)
+        # The server of all these processes starts with the first process. Its imports look at the environment.
         os.environ.update(environment)
         try:
             self._process.start()
         finally:
             os.environ.clear()
-            os.environ.update(kept)
-        theirs.close()
+            os.environ.update(variables)
+        engine_connection.close()
         self._wait_for_answer("start")
 
     def __enter__(self) -> "EngineProcess":
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._ours.close()
+        self._connection.close()
         self._process.join(10.0)
         if self._process.is_alive():
             self._process.kill()
@@ -58,20 +59,20 @@ class EngineProcess:
     def call(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call a method of the engine. Raises EngineProcessError with the engine's own reason."""
         assert not kwargs
-        self._ours.send((method.__name__, args))
+        self._connection.send((method.__name__, args))
         answer: R = self._wait_for_answer(method.__name__)
         return answer
 
-    def _wait_for_answer(self, what: str) -> Any:
-        if not self._ours.poll(DEADLINE_S):
-            raise EngineProcessError(f"the engine gave no answer to {what} for {DEADLINE_S:g} s; its log: {self._log}")
+    def _wait_for_answer(self, call: str) -> Any:
+        if not self._connection.poll(DEADLINE_S):
+            raise EngineProcessError(f"the engine gave no answer to {call} for {DEADLINE_S:g} s; its log: {self._log}")
         try:
-            good, value = self._ours.recv()
+            succeeded, answer = self._connection.recv()
         except (EOFError, ConnectionError):
-            raise EngineProcessError(f"the engine's process ended in {what}; its log: {self._log}") from None
-        if not good:
-            raise EngineProcessError(value)
-        return value
+            raise EngineProcessError(f"the engine's process ended in {call}; its log: {self._log}") from None
+        if not succeeded:
+            raise EngineProcessError(answer)
+        return answer
 
 
 def _serve(connection: Connection, spec: EngineSpec, environment: dict[str, str], log: str) -> None:
@@ -84,7 +85,8 @@ def _serve(connection: Connection, spec: EngineSpec, environment: dict[str, str]
     while True:
         try:
             if engine is None:
-                engine, answer = build_engine(spec), None
+                engine = build_engine(spec)
+                answer = None
             else:
                 method, args = connection.recv()
                 answer = getattr(engine, method)(*args)
@@ -96,12 +98,12 @@ def _serve(connection: Connection, spec: EngineSpec, environment: dict[str, str]
         connection.send(message)
         if engine is None:
             break
-    # vLLM's threads would be waited for.
+    # A usual exit would wait for vLLM's threads.
     os._exit(0)
 
 
 def _in_a_line(error: BaseException) -> str:
-    """Return the reason: of a validation, the line below the number of errors and the name of the class."""
+    """Return the reason. The error of a validation has it below a line with the number of errors and the class."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reason = lines[min(1, len(lines) - 1)] if lines and lines[0].endswith("Config") else "".join(lines[:1])
     return f"{type(error).__name__}: {reason.partition(' [type=')[0]}" if reason else type(error).__name__

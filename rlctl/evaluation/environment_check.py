@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, cast
 
 from rlctl.config.data_schema import DatasetSection
@@ -42,7 +42,7 @@ AGENT_TURNS = 8
 MESSAGES = ("1", "Hello.", "I do not know.", "8", "The answer is 3.")
 # Where neither the class nor a row begins an episode, and no rows are given.
 _PROMPT: Message = {"role": "user", "content": "prompt"}
-_MADE_UP = (
+_MADE_UP_PROMPT = (
     "reset returns no message, so each row of a run needs a column prompt; no rows are given here: the episodes begin "
     "with a made-up one, and --data FILE plays rows of yours"
 )
@@ -62,7 +62,7 @@ class ScriptedTurn:
     """One action of the script and its answer."""
 
     # `increment(step=1)`, or the message itself.
-    said: str
+    action: str
     # Text that the model would read; None: the episode has ended.
     answer: str | None
     # True if the tool raised or is unknown.
@@ -77,7 +77,7 @@ class ScriptedTurn:
 class ScriptedEpisode:
     """One scripted episode."""
 
-    # Messages that it begins with.
+    # Messages that the episode begins with.
     opening: list[Message] = field(default_factory=list)
     turns: list[ScriptedTurn] = field(default_factory=list)
     # Tokens of each prompt of a rollout function and of its answer.
@@ -87,7 +87,7 @@ class ScriptedEpisode:
     rewritten: dict[str, int] = field(default_factory=dict)
     # None: the class has no `get_reward`, or the episode failed before.
     reward: Reward | None = None
-    # Reason why it ended early.
+    # Reason why the episode ended early.
     failure: str | None = None
     # Seconds that `reset`, or a whole rollout function, took.
     reset_s: float = 0.0
@@ -130,41 +130,50 @@ def check_environment(
                 episodes.append(_call_function(pool, index, row, seed + index))
             else:
                 episodes.append(_play_scripted(pool, contract, index, row, seed + index))
-        again = [] if contract.is_function or contract.is_agent else _reset_again(pool, episodes[0], rows[0], seed)
-    made_up = [_MADE_UP] * any(each.opening == [_PROMPT] for each in episodes)
-    unused = [f"{name} takes no parameter `environments`: it is not tried here" for name in _unused(spec, contract)]
-    doubts = [*_silent_tools(episodes), *([] if model_follows else _equal_rewards(episodes))]
-    notes = [*contract.notes, *unused, *made_up, *again, *doubts, *_told_of_agents(episodes)]
+        reset_notes: list[str] = []
+        if not contract.is_function and not contract.is_agent:
+            reset_notes = _reset_again(pool, episodes[0], rows[0], seed)
+    notes = list(contract.notes)
+    for name in spec.rewards:
+        if name not in contract.rewards:
+            notes.append(f"{name} takes no parameter `environments`: it is not tried here")
+    if any(episode.opening == [_PROMPT] for episode in episodes):
+        notes.append(_MADE_UP_PROMPT)
+    notes += reset_notes
+    notes += _silent_tools(episodes)
+    if not model_follows:
+        notes += _equal_rewards(episodes)
+    notes += _agent_lines(episodes)
     return CheckReport(contract, episodes, [*_failures(episodes), *_bugs(episodes)], notes, start_s)
-
-
-def _unused(spec: EnvironmentSpec, contract: EnvironmentContract) -> list[str]:
-    return [name for name in spec.rewards if name not in contract.rewards]
 
 
 def _failures(episodes: Sequence[ScriptedEpisode]) -> list[str]:
     """Return a line for each reason why episodes ended early."""
-    failed: dict[str, list[str]] = {}
-    for index, each in enumerate(episodes, 1):
-        if each.failure:
-            failed.setdefault(each.failure, []).append(str(index))
-    return [f"episode{'s' * (len(those) > 1)} {', '.join(those)}: {why}" for why, those in failed.items()]
+    by_reason: dict[str, list[str]] = {}
+    for number, episode in enumerate(episodes, 1):
+        if episode.failure:
+            by_reason.setdefault(episode.failure, []).append(str(number))
+    return [
+        f"{'episodes' if len(numbers) > 1 else 'episode'} {', '.join(numbers)}: {reason}"
+        for reason, numbers in by_reason.items()
+    ]
 
 
 def _bugs(episodes: Sequence[ScriptedEpisode]) -> list[str]:
     """Return a line for each cause for which a tool raised although the call fits its schema."""
-    turns = [turn for each in episodes for turn in each.turns if looks_like_bug(turn.raised)]
-    lines = [
-        f"tool {turn.tool} {turn.raised}: {shortened((turn.answer or '').removeprefix('Error: '))}: it looks like a "
-        f"bug, since {turn.said} fits the tool's schema"
-        for turn in turns
-    ]
-    return list({turn.raised: line for turn, line in zip(reversed(turns), reversed(lines))}.values())[::-1]
+    # Cause -> line on the first turn with this cause.
+    lines: dict[str, str] = {}
+    for turn in chain.from_iterable(episode.turns for episode in episodes):
+        if looks_like_bug(turn.raised):
+            error = shortened((turn.answer or "").removeprefix("Error: "))
+            bug = f"it looks like a bug, since {turn.action} fits the tool's schema"
+            lines.setdefault(turn.raised, f"tool {turn.tool} {turn.raised}: {error}: {bug}")
+    return list(lines.values())
 
 
 def _silent_tools(episodes: Sequence[ScriptedEpisode]) -> list[str]:
     """Return a note on each tool without an answer."""
-    turns = [turn for episode in episodes for turn in episode.turns]
+    turns = chain.from_iterable(episode.turns for episode in episodes)
     silent = dict.fromkeys(turn.tool for turn in turns if turn.tool and turn.answer == "None")
     return [f"tool {name} answered None, and the model reads that word: return its answer" for name in silent]
 
@@ -181,12 +190,15 @@ def _equal_rewards(episodes: Sequence[ScriptedEpisode]) -> list[str]:
 
 
 def _call_function(pool: EnvironmentPool, index: int, row: Mapping[str, Any], seed: int) -> ScriptedEpisode:
-    """Call a rollout function; its answers are the row's own, and others. Tokens are the bytes of the text."""
-    prompt, answer = _prompt(row), row.get("answer")
+    """Call a rollout function with scripted answers: the row's own answer, and `MESSAGES`.
+
+    Tokens are the bytes of the text.
+    """
+    prompt = _prompt(row)
     text = "\n".join(str(message.get("content", "")) for message in prompt) or "prompt"
-    answer = None if answer is None else str(answer)
+    answer = _answer(row)
     task = {"id": f"row {index}", "prompt": text, "tokens": list(text.encode()), "answer": answer, "row": dict(row)}
-    answers = [list(said.encode()) for said in (answer, *MESSAGES) if said]
+    answers = [list(message.encode()) for message in (answer, *MESSAGES) if message]
     begin = time.perf_counter()
     tried = try_function(pool, index, task, seed, answers[index:] + answers[:index])
     failure = None if tried.failure is None else str(tried.failure)
@@ -199,26 +211,29 @@ def _run_agent(pool: EnvironmentPool, index: int, row: Mapping[str, Any], seed: 
 
     Tokens are the bytes of the text. After `AGENT_TURNS` turns its budget is used up.
     """
-    prompt, answer = _prompt(row), row.get("answer")
-    said = [str(each) for each in (answer, *MESSAGES) if each is not None]
-    limits = EpisodeLimits(AGENT_TURNS, sys.maxsize, float("inf"), 0, "keep")
-    player = AgentPlayer(pool, cast(Chat, PlainChat()), limits)
-    text = "\n".join(str(each.get("content") or "") for each in prompt)
-    own_answer = None if answer is None else str(answer)
-    task = Task(f"row {index}", [], text, own_answer, dict(row), messages=prompt)
-    start = RolloutStart(RolloutId("validation", task.id, index, 0), task, sys.maxsize, 0.0, seed, seed)
-    script = AgentScript(
-        lambda tools: [call_text(each) for each in _rotated(scripted_calls(tools, row, index), index)], said
-    )
+    prompt = _prompt(row)
+    answer = _answer(row)
+    messages = [message for message in (answer, *MESSAGES) if message is not None]
+    text = "\n".join(str(message.get("content") or "") for message in prompt)
+    task = Task(id=f"row {index}", tokens=[], text=text, answer=answer, row=dict(row), messages=prompt)
+
+    def call_tools(tools: list[Schema]) -> list[str]:
+        calls = scripted_calls(tools, row, index)
+        # Another call is the first in each episode, since it may end the episode.
+        first = index % max(1, len(calls))
+        return [call_text(call) for call in calls[first:] + calls[:first]]
+
+    player = AgentPlayer(pool, cast(Chat, PlainChat()), _episode_limits(AGENT_TURNS))
     begin = time.perf_counter()
-    played = pool.events.submit(player.play(start, script)).result().episode
+    rollout = player.play(_rollout_start(task, index, seed), AgentScript(call_tools, messages))
+    played = pool.events.submit(rollout).result().episode
     assert played is not None
     turns: list[ScriptedTurn] = []
-    for number, message in enumerate(played.messages):
+    replies = [*played.messages[1:], None]
+    for message, reply in zip(played.messages, replies, strict=False):
         if message["role"] == "assistant":
-            after = played.messages[number + 1 : number + 2]
-            next_said = str(after[0]["content"]) if after and after[0]["role"] != "assistant" else None
-            turns.append(ScriptedTurn(str(message["content"]), next_said, False, 0.0))
+            reply_text = str(reply["content"]) if reply and reply["role"] != "assistant" else None
+            turns.append(ScriptedTurn(action=str(message["content"]), answer=reply_text, failed=False, seconds=0.0))
     return ScriptedEpisode(
         opening=played.messages[: played.opening],
         turns=turns,
@@ -230,20 +245,32 @@ def _run_agent(pool: EnvironmentPool, index: int, row: Mapping[str, Any], seed: 
     )
 
 
-def _rotated(calls: list[ToolCall], index: int) -> list[ToolCall]:
-    """Return calls with another one first in each episode, since that one may end it."""
-    first = index % max(1, len(calls))
-    return [*calls[first:], *calls[:first]]
+def _episode_limits(max_turns: int) -> EpisodeLimits:
+    """Return limits without a bound on tokens and time: each action has its own deadline."""
+    return EpisodeLimits(
+        max_turns=max_turns, max_length=sys.maxsize, timeout_s=float("inf"), max_retries=0, history="keep"
+    )
 
 
-def _told_of_agents(episodes: Sequence[ScriptedEpisode]) -> list[str]:
+def _rollout_start(task: Task, index: int, seed: int) -> RolloutStart:
+    return RolloutStart(
+        id=RolloutId("validation", task.id, index, 0),
+        task=task,
+        max_new_tokens=sys.maxsize,
+        temperature=0.0,
+        seed=seed,
+        group_seed=seed,
+    )
+
+
+def _agent_lines(episodes: Sequence[ScriptedEpisode]) -> list[str]:
     """Return notes on parameters that were not used, and on requests that continued no turn."""
-    lines = [line for each in episodes for line in agent_notes(each.counts, each.rewritten)]
+    lines = chain.from_iterable(agent_notes(episode.counts, episode.rewritten) for episode in episodes)
     return list(dict.fromkeys(lines))
 
 
 def scripted_calls(tools: Sequence[Schema], row: Mapping[str, Any], index: int) -> list[ToolCall]:
-    """Return one call of each tool. index: of the episode; it varies the values."""
+    """Return one call of each tool. index: number of the episode. It varies the values."""
     calls = []
     for tool in tools:
         values = {name: row.get(name, _schema_value(schema, index)) for name, schema in properties_of(tool).items()}
@@ -277,44 +304,54 @@ def _play_scripted(
 
     made_up: prompt of a row that has none.
     """
-    calls = scripted_calls(contract.tools, row, index)
-    said = [MESSAGES[(index + offset) % len(MESSAGES)] for offset in range(len(MESSAGES) * contract.has_step)]
-    limits = EpisodeLimits(len(calls) + len(said), sys.maxsize, float("inf"), 0, "keep")
-    timed, contracts = TimedPool(pool), {pool.key_of(row): contract}
-    player = EnvironmentPlayer(cast(EnvironmentPool, timed), contracts, cast(Chat, PlainChat()), limits, PLAIN_FORMAT)
-    task = Task(f"row {index}", [], "", None, dict(row), messages=_prompt(row) or [*made_up])
-    start = RolloutStart(RolloutId("validation", task.id, index, 0), task, sys.maxsize, 0.0, seed, seed)
-    policy = ScriptedPolicy([*map(call_text, calls), *said])
-    # Each action has its own deadline.
-    played = pool.events.submit(player.play(start, policy)).result().episode
+    texts = [call_text(call) for call in scripted_calls(contract.tools, row, index)]
+    if contract.has_step:
+        first = index % len(MESSAGES)
+        texts += MESSAGES[first:] + MESSAGES[:first]
+    timed = TimedPool(pool)
+    player = EnvironmentPlayer(
+        cast(EnvironmentPool, timed),
+        {pool.key_of(row): contract},
+        cast(Chat, PlainChat()),
+        _episode_limits(len(texts)),
+        PLAIN_FORMAT,
+    )
+    prompt = _prompt(row) or [*made_up]
+    task = Task(id=f"row {index}", tokens=[], text="", answer=None, row=dict(row), messages=prompt)
+    rollout = player.play(_rollout_start(task, index, seed), ScriptedPolicy(texts))
+    played = pool.events.submit(rollout).result().episode
     assert played is not None
     if not row and not played.messages and timed.actions[0].outcome.result() is None:
         return _play_scripted(pool, contract, index, row, seed, [_PROMPT])
-    actions = {kind: [each for each in timed.actions if each.kind == kind] for kind in ("reset", "reward", "close")}
-    closed = actions["close"][0].outcome.result()
+    reset = next(action for action in timed.actions if action.kind == "reset")
+    close = next(action for action in timed.actions if action.kind == "close")
+    close_failure = close.outcome.result()
+    turns = map(_scripted_turn, timed.actions)
     return ScriptedEpisode(
         opening=played.messages[: played.opening],
-        turns=[turn for each in timed.actions if (turn := _scripted_turn(each))],
+        turns=[turn for turn in turns if turn is not None],
         reward=played.reward,
-        failure=played.failure or (None if closed is None else str(closed)),
-        reset_s=actions["reset"][0].seconds,
+        failure=played.failure or (None if close_failure is None else str(close_failure)),
+        reset_s=reset.seconds,
     )
 
 
 def _scripted_turn(action: TimedAction) -> ScriptedTurn | None:
     """Return a call or a message with its answer; None for another action."""
-    outcome, seconds = action.outcome.result(), action.seconds
+    outcome = action.outcome.result()
     failed = isinstance(outcome, EnvironmentFailure)
     if action.kind == "step":
-        return ScriptedTurn(action.arguments[0], None if failed else outcome, failed, seconds)
+        answer = None if failed else outcome
+        return ScriptedTurn(action=action.arguments[0], answer=answer, failed=failed, seconds=action.seconds)
     if action.kind != "call":
         return None
     (call,) = action.arguments[0]
-    said = f"{call.name}({', '.join(f'{key}={value!r}' for key, value in call.arguments.items())})"
+    arguments = ", ".join(f"{key}={value!r}" for key, value in call.arguments.items())
+    turn = ScriptedTurn(action=f"{call.name}({arguments})", answer=None, failed=True, seconds=action.seconds)
     if failed:
-        return ScriptedTurn(said, None, True, seconds)
+        return turn
     (result,) = outcome
-    return ScriptedTurn(said, result.content, result.failed, seconds, call.name, result.raised)
+    return replace(turn, answer=result.content, failed=result.failed, tool=call.name, raised=result.raised)
 
 
 def _reset_again(pool: EnvironmentPool, first: ScriptedEpisode, row: Mapping[str, Any], seed: int) -> list[str]:
@@ -335,13 +372,20 @@ def _prompt(row: Mapping[str, Any]) -> list[Message]:
     prompt = row.get("messages", row.get("prompt"))
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
-    return [each for each in prompt if isinstance(each, dict)] if isinstance(prompt, list) else []
+    return [message for message in prompt if isinstance(message, dict)] if isinstance(prompt, list) else []
+
+
+def _answer(row: Mapping[str, Any]) -> str | None:
+    """Return the answer of a row as text."""
+    answer = row.get("answer")
+    return None if answer is None else str(answer)
 
 
 def shipped_tasks(name: str, seed: int, held_out: bool = False) -> Iterator[dict[str, Any]]:
-    """Yield tasks of an environment that ships. held_out: those that are never among the others."""
-    found: Iterator[dict[str, Any]] = load_object(f"{ENVIRONMENTS[name].partition(':')[0]}:tasks")(seed, held_out)
-    return found
+    """Yield tasks of an environment that ships. held_out: tasks that never are among those to train on."""
+    module = ENVIRONMENTS[name].partition(":")[0]
+    tasks: Iterator[dict[str, Any]] = load_object(f"{module}:tasks")(seed, held_out)
+    return tasks
 
 
 def rows_to_try(name: str, data: str | None, seed: int, count: int) -> tuple[DatasetSection, list[Row]]:
@@ -356,8 +400,8 @@ def rows_to_try(name: str, data: str | None, seed: int, count: int) -> tuple[Dat
         except FileNotFoundError as error:
             raise DataError(str(error)) from error
         return section, load_rows(replace(section, path=path))
-    own = islice(shipped_tasks(name, seed), count) if name in ENVIRONMENTS else [{}]
-    return section, [Row(number, f"task {number + 1}", values) for number, values in enumerate(own)]
+    tasks = islice(shipped_tasks(name, seed), count) if name in ENVIRONMENTS else [{}]
+    return section, [Row(number, f"task {number + 1}", values) for number, values in enumerate(tasks)]
 
 
 def signature(tool: Schema) -> str:
@@ -365,20 +409,20 @@ def signature(tool: Schema) -> str:
     function = tool["function"]
     parameters = function["parameters"]
     required = parameters.get("required", ())
-    shown = [
-        f"{name}: {_type_name(schema)}" + " = ..." * (name not in required)
-        for name, schema in parameters["properties"].items()
-    ]
+    arguments = []
+    for name, schema in parameters["properties"].items():
+        default = "" if name in required else " = ..."
+        arguments.append(f"{name}: {_type_name(schema)}{default}")
     returned = f" -> {_type_name(function['return'])}" if "return" in function else ""
-    return f"{function['name']}({', '.join(shown)}){returned}"
+    return f"{function['name']}({', '.join(arguments)}){returned}"
 
 
 def _type_name(schema: Schema) -> str:
     if "enum" in schema:
         return shortened(" | ".join(map(repr, schema["enum"])))
     if "anyOf" in schema:
-        return " | ".join(_type_name(each) for each in schema["anyOf"])
+        return " | ".join(_type_name(choice) for choice in schema["anyOf"])
     kind = schema.get("type", "any")
-    named = kind if isinstance(kind, str) else " | ".join(kind)
-    named = f"{named} of {_type_name(schema['items'])}" if "items" in schema else named
-    return f"{named} | null" if schema.get("nullable") else named
+    name = kind if isinstance(kind, str) else " | ".join(kind)
+    name += f" of {_type_name(schema['items'])}" if "items" in schema else ""
+    return f"{name} | null" if schema.get("nullable") else name

@@ -51,13 +51,14 @@ class Evaluation:
     """
 
     def __init__(self, target: Target, settings: Mapping[str, Composed[SettledGrpo]], root: Path, emit: Emit) -> None:
-        self.target, self._emit = target, emit
+        self.target = target
+        self._emit = emit
         first = next(iter(settings.values())).settled.config
         self._files = ModelFiles.find(first.model, root, first.run.seed)
         self._chat = load_chat(first, self._files.chat)
         self._stops = end_tokens(first, self._chat).stops
         weights = digest_of_weights(Path(self._files.adapter or self._files.folder))
-        self.sets = [self._data_set(name, each, root, weights) for name, each in settings.items()]
+        self.sets = [self._data_set(name, composed, root, weights) for name, composed in settings.items()]
 
     def run(self, save_every: int, progress: Progress) -> list[dict[str, Any]]:
         """Return the result of each data set. Answers that are kept as they were written are not sampled again.
@@ -65,13 +66,14 @@ class Evaluation:
         save_every: tasks between two savings. Raises PlacementError, RewardError,
         UnusableEnvironmentError, EvaluationError, RuntimeError.
         """
-        left = [each for each in self.sets if not self._has_result(each.folder)]
-        if left:
-            self._sample_sets(left, save_every, progress)
-        return [result for each in self.sets if (result := each.folder.result())]
+        unfinished = [data for data in self.sets if not self._has_result(data.folder)]
+        if unfinished:
+            self._sample_sets(unfinished, save_every, progress)
+        results = [data.folder.result() for data in self.sets]
+        return [result for result in results if result]
 
     def _has_result(self, folder: EvaluationFolder) -> bool:
-        """Return True for a whole result. One that is damaged is told, and made again from the answers."""
+        """Return True for a whole result. Warn of a damaged result: it is made again from the answers."""
         try:
             return folder.result() is not None
         except DamagedResult as error:
@@ -79,19 +81,21 @@ class Evaluation:
             return False
 
     def _sample_sets(self, sets: Sequence[DataSet], save_every: int, progress: Progress) -> None:
-        # Slow imports. Results that are there are shown without them.
+        # This import is slow. Finished results are shown without it.
         from rlctl.launch.engines import engines
 
-        settled, logs = sets[0].settled, sets[0].folder.path / "logs"
+        settled = sets[0].settled
+        logs = sets[0].folder.path / "logs"
         config = settled.config
         logs.mkdir(parents=True, exist_ok=True)
-        for each in sets:
-            with each.folder.claimed():
-                self._warn_damage(each.folder.drop_damaged())
+        for data in sets:
+            with data.folder.claim():
+                self._warn_damage(data.folder.drop_damaged())
         with ExitStack() as stack:
-            environments = setup = None
+            environments = None
+            setup = None
             if config.has_turns:
-                # Before Ray starts.
+                # The pool starts before Ray, which changes this process's variables.
                 environments = stack.enter_context(environment_pool(config, logs, self._emit))
                 setup = set_up(config, environments, self._chat, sets[0].tasks[0])
             scorer = stack.enter_context(
@@ -100,22 +104,23 @@ class Evaluation:
             if config.rewards:
                 scorer.try_on_sample(sample_item(sets[0].tasks[0]))
             score = GroupScorer(scorer, decoder(self._chat.tokenizer, special=False))
-            if any(each.folder.missing(len(each.tasks), save_every) for each in sets):
+            if any(data.folder.missing(len(data.tasks), save_every) for data in sets):
                 events = environments.events if environments else None
                 started = engines(settled, self._files, self._stops, self.target.step, logs, self._emit, events)
                 dispatcher = stack.enter_context(started)
                 runner = make_runner(settled, self._chat, dispatcher, environments, setup, trains=False)
                 stack.callback(runner.close)
-                for each in sets:
-                    validation = Validation(each.settled.config, dispatcher, runner, score, each.tasks)
-                    self._complete(each, validation, save_every, progress)
-        for each in sets:
-            self._finish_set(each)
+                for data in sets:
+                    validation = Validation(data.settled.config, dispatcher, runner, score, data.tasks)
+                    self._sample_missing(data, validation, save_every, progress)
+        for data in sets:
+            self._finish_set(data)
 
-    def _complete(self, data: DataSet, validation: Validation, save_every: int, progress: Progress) -> None:
+    def _sample_missing(self, data: DataSet, validation: Validation, save_every: int, progress: Progress) -> None:
         """Sample the groups that are missing."""
-        with data.folder.claimed():
-            missing, count = data.folder.missing(len(data.tasks), save_every), len(data.tasks)
+        with data.folder.claim():
+            count = len(data.tasks)
+            missing = data.folder.missing(count, save_every)
             done = count - sum(map(len, missing))
             progress(data.name, done, count)
             for places in missing:
@@ -124,7 +129,7 @@ class Evaluation:
                 progress(data.name, done, count)
 
     def _warn_damage(self, damage: Sequence[str]) -> None:
-        """Warn of damaged parts, of the first few by name."""
+        """Warn of damaged parts: of the first few with a line each, of the others with their number."""
         for line in damage[:_MOST_LINES]:
             self._emit("warning", what=line)
         if len(damage) > _MOST_LINES:

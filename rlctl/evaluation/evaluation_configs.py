@@ -31,24 +31,25 @@ def config_of(target: Target, seed: int, system: str | None = None) -> tuple[Grp
     Weights of no GRPO run have the tiny recipe's config, without its data, and the defaults of generation.
     """
     file = target.run / "config.yaml" if target.run else None
-    kept = RunDir(target.run).recorded_config() if target.run else {}
-    is_own = kept.get("kind") == "grpo"
-    given = [*overrides_for(target), "generation.num_engines=1", f"run.seed={seed}"]
+    recorded = RunDir(target.run).recorded_config() if target.run else {}
+    is_grpo = recorded.get("kind") == "grpo"
+    overrides = [*overrides_for(target), "generation.num_engines=1", f"run.seed={seed}"]
     defaults = plain(compose(CONFIGS / "grpo.yaml", []))["generation"]
-    if not is_own:
-        given.append(f"generation.kv_cache_mib={defaults['kv_cache_mib']}")
-        names = ("chat_template", "chat_template_kwargs", "system_prompt", "special_tokens")
-        own = {name: kept.get("data", {}).get(name) for name in names}
-        given += [f"data.{name}={json.dumps(value)}" for name, value in own.items() if value is not None]
+    if not is_grpo:
+        overrides.append(f"generation.kv_cache_mib={defaults['kv_cache_mib']}")
+        for name in ("chat_template", "chat_template_kwargs", "system_prompt", "special_tokens"):
+            setting = recorded.get("data", {}).get(name)
+            if setting is not None:
+                overrides.append(f"data.{name}={json.dumps(setting)}")
     if system is not None:
-        given.append(f"data.system_prompt={json.dumps(system)}")
+        overrides.append(f"data.system_prompt={json.dumps(system)}")
     try:
-        config = load("grpo", str(file) if is_own else None, [], resume=is_own, command_overrides=given).settled.config
+        config = load("grpo", str(file) if is_grpo else None, [], resume=is_grpo, command_overrides=overrides).settled.config
     except OtherVersionError as error:
-        what = f"the run is of another version of rlctl ({error.sign}); name its weights alone: {target.model}"
-        raise ConfigError([Problem(str(file), "", what)]) from None
+        reason = f"the run is of another version of rlctl ({error.sign}); name its weights alone: {target.model}"
+        raise ConfigError([Problem(str(file), "", reason)]) from None
     # A model of few positions could not have the default in its config.
-    return config, config.generation.max_new_tokens if is_own else defaults["max_new_tokens"]
+    return config, config.generation.max_new_tokens if is_grpo else defaults["max_new_tokens"]
 
 
 def checked_run(target: Target, scratch: Path) -> tuple[SettledGrpo, ModelFiles, Placement]:
@@ -59,8 +60,8 @@ def checked_run(target: Target, scratch: Path) -> tuple[SettledGrpo, ModelFiles,
     config, _ = config_of(target, 0)
     files = ModelFiles.find(config.model, scratch, 0)
     gpus = count_gpus()
-    wanted = ResourceRequest(1, 1, 1, colocated=gpus > 0, cpus_per_process=config.placement.cpus_per_process)
-    placement = place(this_machine(min(gpus, 1)), wanted)
+    request = ResourceRequest(1, 1, 1, colocated=gpus > 0, cpus_per_process=config.placement.cpus_per_process)
+    placement = place(this_machine(min(gpus, 1)), request)
     memory = device_memory() if placement.device == "cuda" else None
     config = replace(config, placement=replace(config.placement, colocated=gpus > 0))
     return settle(config, RunMachine(placement.device, memory), files.facts.sizes), files, placement
@@ -68,26 +69,38 @@ def checked_run(target: Target, scratch: Path) -> tuple[SettledGrpo, ModelFiles,
 
 def episodes_config(config: GrpoConfig, spec: EnvironmentSpec, memory_mib: int, max_new_tokens: int) -> GrpoConfig:
     """Return the config by which episodes of `spec` are tried once, without further rewards."""
-    rollout, name = (spec.name, None) if spec.is_function else (None, None if spec.agent else spec.name)
-    words = " ".join(map(shlex.quote, spec.agent.command)) if spec.agent else ""
-    function = spec.name if spec.agent and not words else None
-    agent = replace(config.agent, name=function, command=words or None, wrap=None)
-    own = replace(config.environment, name=name, args=spec.args, choices={}, timeout_s=spec.timeout_s)
-    own = replace(own, max_retries=0, processes=1, memory_mib=memory_mib)
-    generation = replace(config.generation, max_new_tokens=max_new_tokens)
-    return replace(config, environment=own, rollout=rollout, agent=agent, rewards=[], generation=generation)
+    command = " ".join(map(shlex.quote, spec.agent.command)) if spec.agent else ""
+    agent_function = spec.name if spec.agent and not command else None
+    environment = replace(
+        config.environment,
+        name=None if spec.is_function or spec.agent else spec.name,
+        args=spec.args,
+        choices={},
+        timeout_s=spec.timeout_s,
+        max_retries=0,
+        processes=1,
+        memory_mib=memory_mib,
+    )
+    return replace(
+        config,
+        environment=environment,
+        rollout=spec.name if spec.is_function else None,
+        agent=replace(config.agent, name=agent_function, command=command or None, wrap=None),
+        rewards=[],
+        generation=replace(config.generation, max_new_tokens=max_new_tokens),
+    )
 
 
 def arguments_of(config: GrpoConfig, environment: str) -> dict[str, Any]:
     """Return the arguments that a run gives the environment of this name; none if it plays another one."""
     names = (environment, paths.resolve(environment, "plugin", Origin()))
-    return next((each.args for each in config.environment.environments.values() if each.name in names), {})
+    return next((choice.args for choice in config.environment.environments.values() if choice.name in names), {})
 
 
 def overrides_for(target: Target) -> list[str]:
     """Return the overrides by which a config takes the weights of `target`, and belongs to no run."""
-    own = [f"model.path={json.dumps(target.model)}", "model.tokenizer=null", "model.random_init=false", "lora=null"]
-    return [*own, "telemetry.trackers=[]", "run.name=null"]
+    model = [f"model.path={json.dumps(target.model)}", "model.tokenizer=null", "model.random_init=false", "lora=null"]
+    return [*model, "telemetry.trackers=[]", "run.name=null"]
 
 
 def measured_configs(
@@ -95,49 +108,53 @@ def measured_configs(
 ) -> dict[str, Composed[SettledGrpo]]:
     """Return the config of each data set, by its name. text: the target as it was typed. Raises ConfigError.
 
-    recipe: None: the config of the run that the weights are of. data: paths of rows; empty: those of the config.
+    recipe: None: the config of the weights' run. data: paths of rows; empty: the rows of the config.
     """
-    own = overrides_for(target)
+    own_overrides = overrides_for(target)
     if samples is not None:
-        own.append(f"validation.num_generations={samples}")
-        own += ["validation.temperature=${generation.temperature}"] * (samples > 1)
+        own_overrides.append(f"validation.num_generations={samples}")
+        if samples > 1:
+            own_overrides.append("validation.temperature=${generation.temperature}")
     base = recipe or _recipe_of(target)
     composed = {}
     for name, rows in _named_paths(data):
         path = [f"data.validation.path={json.dumps(rows)}", "data.validation.fraction=null"] if rows else []
         remedy = f"rlctl eval {text} RECIPE"
-        composed[name] = load_measured(base, [*own, *path], list(overrides), recipe is None, remedy)
+        composed[name] = load_measured(
+            base, own_overrides + path, list(overrides), is_own=recipe is None, remedy=remedy
+        )
         if not composed[name].config.data.has_validation:
-            what = f"is null in {base}: there is nothing to evaluate; name rows with --data PATH"
-            raise ConfigError([Problem("data.validation.path", "", what)])
+            reason = f"is null in {base}: there is nothing to evaluate; name rows with --data PATH"
+            raise ConfigError([Problem("data.validation.path", "", reason)])
     return composed
 
 
 def _recipe_of(target: Target) -> str:
     """Return the config of the run that the weights are of. Raises ConfigError."""
     if target.run is None:
-        what = "belongs to no run: name a recipe too, whose data and rewards it is measured by"
-        raise ConfigError([Problem(target.model, "", what)])
+        reason = "belongs to no run: name a recipe too, whose data and rewards it is measured by"
+        raise ConfigError([Problem(target.model, "", reason)])
     return str(target.run / "config.yaml")
 
 
-def load_measured(base: str, own: list[str], overrides: list[str], is_own: bool, remedy: str) -> Composed[SettledGrpo]:
+def load_measured(
+    base: str, own_overrides: list[str], overrides: list[str], is_own: bool, remedy: str
+) -> Composed[SettledGrpo]:
     """Load a recipe, or a run's own config, to measure by.
 
-    own, overrides: the command's, and those that were typed. remedy: the command that names a recipe.
-
-    Raises ConfigError.
+    own_overrides: overrides that the command makes itself. overrides: the typed ones. remedy: the command that names a
+    recipe. Raises ConfigError.
     """
     # Chats and tried environments do without this import of 0.3 s.
     from rlctl.launch.prepare import RunRequest, prepare
 
     try:
         within = _measured_by(Path(base)) if is_own else ""
-        request = RunRequest("grpo", base, overrides, is_of_run=is_own, own=own, within=within)
+        request = RunRequest("grpo", base, overrides, is_of_run=is_own, own=own_overrides, within=within)
         return cast("Composed[SettledGrpo]", prepare(request, "checked").composed)
     except OtherVersionError as error:
-        what = f"the run is of another version of rlctl ({error.sign}); name a recipe that measures it: {remedy}"
-        raise ConfigError([Problem(base, "", what)]) from None
+        reason = f"the run is of another version of rlctl ({error.sign}); name a recipe that measures it: {remedy}"
+        raise ConfigError([Problem(base, "", reason)]) from None
 
 
 def _measured_by(config: Path) -> str:
@@ -145,13 +162,13 @@ def _measured_by(config: Path) -> str:
 
     Raises ConfigError without rewards.
     """
-    kept = RunDir(config.parent).recorded_config()
-    if kept.get("kind") == "grpo":
+    recorded = RunDir(config.parent).recorded_config()
+    if recorded.get("kind") == "grpo":
         return ""
-    if (kept.get("validation") or {}).get("recipe"):
+    if (recorded.get("validation") or {}).get("recipe"):
         return RECIPE
-    what = "is a run without rewards: name a GRPO recipe too, whose data and rewards it is measured by"
-    raise ConfigError([Problem(str(config.parent), "", what)])
+    reason = "is a run without rewards: name a GRPO recipe too, whose data and rewards it is measured by"
+    raise ConfigError([Problem(str(config.parent), "", reason)])
 
 
 def _named_paths(data: Sequence[str]) -> Iterator[tuple[str, str]]:

@@ -12,6 +12,7 @@ import yaml
 
 from rlctl.config.errors import UserError, first_line
 from rlctl.config.run_weights import is_adapter, local_folder
+from rlctl.dashboard.formats import count
 from rlctl.data.datasets import path_text
 from rlctl.data.templates import write_arguments
 from rlctl.evaluation.store import MADE_AGAIN, DamagedResult, EvaluationFolder
@@ -51,8 +52,8 @@ def export(
         raise ExportError(f"{to} exists: name a folder that does not")
     source = local_folder(target.model)
     if source is None:
-        what = "only a checkpoint, a run, a folder, or a hub's model that was fetched before is exported"
-        raise ExportError(f"{target.model} is not on this machine: {what}")
+        rule = "only a checkpoint, a run, a folder, or a hub's model that was fetched before is exported"
+        raise ExportError(f"{target.model} is not on this machine: {rule}")
     if merged and not is_adapter(source):
         raise ExportError(f"--merged: {source} is no adapter, it holds all weights")
     if dtype and is_adapter(source) and not merged:
@@ -73,7 +74,7 @@ def export(
             # A copy names the file that it reads.
             raise OSError(error.errno, error.strerror, str(to)) from error
         if isinstance(error, OSError):
-            raise _explained(error, source, to) from error
+            raise _explain_error(error, source, to) from error
         raise
     return to
 
@@ -86,11 +87,11 @@ def _write_arguments(folder: Path, data: Mapping[str, Any], warn: Callable[[str]
     if data["chat_template"] == "auto":
         write_arguments(folder, arguments)
         return
-    what = f"data.chat_template_kwargs={json.dumps(arguments)} belongs to {data['chat_template']}"
-    warn(f"{what}, which is not exported: name both where the model is served")
+    finding = f"data.chat_template_kwargs={json.dumps(arguments)} belongs to {data['chat_template']}"
+    warn(f"{finding}, which is not exported: name both where the model is served")
 
 
-def _explained(error: OSError, source: Path, to: Path) -> ExportError:
+def _explain_error(error: OSError, source: Path, to: Path) -> ExportError:
     """Return the error of a file that cannot be read, or of a folder that cannot be written."""
     file = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else to
     if file.is_relative_to(source):
@@ -100,14 +101,15 @@ def _explained(error: OSError, source: Path, to: Path) -> ExportError:
 
 def _copy_adapter(source: Path, folder: Path, dtype: ExportDtype | None, warn: Callable[[str], None]) -> list[str]:
     read_config(source)
-    # Not by copytree, which hides the number of an error.
+    # `copytree` would hide the number of an error.
     for file in [source, *sorted(source.rglob("*"))]:
         copy = folder / file.relative_to(source)
         if file.is_dir():
             copy.mkdir(parents=True)
         else:
             shutil.copyfile(file, copy)
-    return sorted({DTYPES.get(each["dtype"], each["dtype"]) for each in file_header(source / WEIGHTS).values()})
+    tensors = file_header(source / WEIGHTS).values()
+    return sorted({DTYPES.get(tensor["dtype"], tensor["dtype"]) for tensor in tensors})
 
 
 def _write_merged(source: Path, folder: Path, dtype: ExportDtype | None, warn: Callable[[str], None]) -> list[str]:
@@ -124,11 +126,11 @@ def _write_weights(source: Path, folder: Path, dtype: ExportDtype | None, warn: 
 
     files = WeightFiles(source)
     layout = [(name, files.shape(name), _new_dtype(files.kind(name), dtype)) for name in files.names()]
-    # config.json states the dtype of the first.
-    layout.sort(key=lambda each: each[2] not in _DIGITS)
-    found = {files.kind(name) for name in files.names()} & set(_DIGITS)
-    if dtype and found and max(_DIGITS[each] for each in found) < _DIGITS[dtype]:
-        warn(f"{source} is {', '.join(sorted(found))}: as {dtype} it takes more bytes and has no more digits")
+    # config.json states the dtype of the first tensor.
+    layout.sort(key=lambda row: row[2] not in _DIGITS)
+    dtypes = {files.kind(name) for name in files.names()} & set(_DIGITS)
+    if dtype and dtypes and max(_DIGITS[kind] for kind in dtypes) < _DIGITS[dtype]:
+        warn(f"{source} is {', '.join(sorted(dtypes))}: as {dtype} it takes more bytes and has no more digits")
     write_folder(source, folder, layout, _tensors(files, layout))
     return sorted({kind for _, _, kind in layout})
 
@@ -155,7 +157,7 @@ def model_card(
 ) -> str:
     """Return the README.md of an exported folder: the origin of the weights, their data, and their measurements.
 
-    warn: called for each damaged evaluation. Its figures are left out. adapter: that of PEFT's folder.
+    warn: called for each damaged evaluation. Its figures are left out. adapter: the config in PEFT's folder.
     """
     head: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["rlctl"]}
     config = RunDir(target.run).recorded_config() if target.run else {}
@@ -164,33 +166,35 @@ def model_card(
         base = str(config["model"]["path"])
         # An absolute path means nothing on the hub.
         head |= {} if Path(base).is_absolute() or config["model"].get("random_init") else {"base_model": base}
-    held = "Weights"
+    weights = "Weights"
     if adapter:
         # The hub's page of an adapter says how PEFT loads it.
         head |= {"library_name": "peft", "tags": [*head["tags"], "lora"]}
         head |= {} if Path(adapter.base).is_absolute() else {"base_model": adapter.base}
-        held = f"LoRA adapter of rank {adapter.rank} for {model_name(adapter.base)},"
-    parts = [f"---\n{yaml.safe_dump(head, sort_keys=False)}---", f"# {target.name}", f"{held} in {', '.join(dtypes)}."]
+        weights = f"LoRA adapter of rank {adapter.rank} for {model_name(adapter.base)},"
+    parts = [f"---\n{yaml.safe_dump(head, sort_keys=False)}---", f"# {target.name}"]
+    parts.append(f"{weights} in {', '.join(dtypes)}.")
     if target.run and config:
         start = "random weights in the shape of " if config["model"].get("random_init") else ""
         start += model_name(config["model"]["path"])
-        made = f"Trained by rlctl ({config['kind']}) from {start}, {target.step} steps."
-        parts += [made, "## Data", _data(config), "## Figures", *_figures(target, target.run, warn)]
-        recipe = yaml.safe_dump(_public(config), sort_keys=False).strip()
+        parts.append(f"Trained by rlctl ({config['kind']}) from {start}, {target.step} steps.")
+        parts += ["## Data", _list_data(config), "## Figures", *_figures(target, target.run, warn)]
+        recipe = yaml.safe_dump(_shareable(config), sort_keys=False).strip()
         parts += ["## Recipe", "Paths are shortened to their last part.", f"```yaml\n{recipe}\n```"]
     return "\n\n".join(parts) + "\n"
 
 
-def _public(value: Any) -> Any:
+def _shareable(value: Any) -> Any:
     """Return a config without the parts of one machine: its sections on the run and its folders, absolute paths."""
     if isinstance(value, dict):
-        return {key: _public(each) for key, each in value.items() if key not in ("run", "telemetry", "placement")}
+        return {key: _shareable(child) for key, child in value.items() if key not in ("run", "telemetry", "placement")}
     if isinstance(value, list):
-        return [_public(each) for each in value]
+        return [_shareable(child) for child in value]
     return model_name(value) if isinstance(value, str) and value.startswith("/") else value
 
 
-def _data(config: Mapping[str, Any]) -> str:
+def _list_data(config: Mapping[str, Any]) -> str:
+    """Return a line for each data set of a run, and one for its rewards."""
     lines = []
     for name in ("train", "validation"):
         section = config["data"].get(name) or {}
@@ -199,18 +203,22 @@ def _data(config: Mapping[str, Any]) -> str:
             lines.append(f"- {name}: `{Path(path_text(path)).name}`{limit}")
         for source, facts in (section.get("sources") or {}).items():
             lines.append(f"- {name}, {source}: `{Path(path_text(facts['path'])).name}`, weight {facts['weight']:g}")
-    rewards = ", ".join(
-        f"`{Path(each['name']).name}` (weight {each['weight']:g})" for each in config.get("rewards", [])
-    )
-    return "\n".join([*lines, *([f"- rewards: {rewards}"] if rewards else [])])
+    rewards = config.get("rewards", [])
+    if rewards:
+        names = [f"`{Path(reward['name']).name}` (weight {reward['weight']:g})" for reward in rewards]
+        lines.append(f"- rewards: {', '.join(names)}")
+    return "\n".join(lines)
 
 
 def _figures(target: Target, run: Path, warn: Callable[[str], None]) -> Iterator[str]:
     """Yield the tables of measurements of these weights."""
     records = read_records(RunDir(run).metrics)
-    own = [each for each in records if each.get("step") == target.step and each["kind"] == "validation"]
-    rows = [f"| {name} | {value:.6g} |" for each in own[-1:] for name, value in each.items() if "validation/" in name]
-    rows = [row for row in rows if "time/" not in row]
+    validation: Mapping[str, Any] = {}
+    for record in records:
+        if record.get("step") == target.step and record["kind"] == "validation":
+            validation = record
+    metrics = {name: value for name, value in validation.items() if "validation/" in name}
+    rows = [f"| {name} | {value:.6g} |" for name, value in metrics.items() if "time/" not in name]
     yield "\n".join(["| the run's own validation | |", "| --- | --- |", *rows]) if rows else "The run did not validate."
     for folder in sorted((run / "evals").glob(f"step_{target.step}--*")):
         try:
@@ -219,16 +227,17 @@ def _figures(target: Target, run: Path, warn: Callable[[str], None]) -> Iterator
             warn(f"{error}; README.md leaves its figures out; {MADE_AGAIN}")
             continue
         if result and "accuracy" in result["figures"]:
-            yield _evaluated(result)
+            yield _figures_table(result)
 
 
-def _evaluated(result: Mapping[str, Any]) -> str:
-    figures, k = result["figures"], result["generations"]
+def _figures_table(result: Mapping[str, Any]) -> str:
+    figures = result["figures"]
     how = f"temperature {result['temperature']:g}" if result["temperature"] else "greedy"
-    title = f"{result['data']}: {figures['tasks']} tasks, {k} answer{'s' * (k > 1)} each, {how}"
-    named = {"accuracy": figures["accuracy"]}
-    named |= {f"pass@{size}": each for size, each in figures["pass_at"].items() if k > 1}
-    rows = [f"| {name} | {each['value']:.1%} | {_range(each)} |" for name, each in named.items()]
+    title = f"{result['data']}: {figures['tasks']} tasks, {count(result['generations'], 'answer')} each, {how}"
+    estimates = {"accuracy": figures["accuracy"]}
+    if result["generations"] > 1:
+        estimates |= {f"pass@{size}": estimate for size, estimate in figures["pass_at"].items()}
+    rows = [f"| {name} | {estimate['value']:.1%} | {_range(estimate)} |" for name, estimate in estimates.items()]
     return "\n".join([f"| {title} | | 95% |", "| --- | --- | --- |", *rows])
 
 

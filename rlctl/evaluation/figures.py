@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -28,10 +29,10 @@ class TaskResult:
     """Scored answers to one task."""
 
     task: str
-    # Answers with a score, and the right ones.
+    # Answers with a score, and the right answers.
     scored: int
     right: int
-    # Mean reward of the scored ones; None without any.
+    # Mean reward of the scored answers; None without any.
     reward: float | None
 
     @property
@@ -44,9 +45,10 @@ def task_results(groups: Sequence[RolloutGroup]) -> list[TaskResult]:
     """Return the result of each task."""
     results = []
     for group in groups:
-        values = [(score.value, score.right) for score in group.scores if score.value is not None]
-        reward = float(np.mean([value for value, _ in values])) if values else None
-        results.append(TaskResult(group.task.id, len(values), sum(right for _, right in values), reward))
+        rewards = [score.value for score in group.scores if score.value is not None]
+        right = sum(score.right for score in group.scores if score.value is not None)
+        reward = float(np.mean(rewards)) if rewards else None
+        results.append(TaskResult(task=group.task.id, scored=len(rewards), right=right, reward=reward))
     return results
 
 
@@ -56,11 +58,12 @@ def figures(groups: Sequence[RolloutGroup]) -> dict[str, Any]:
     metrics: the run's own validation metrics. accuracy (avg@k with k answers to a task), pass_at (by k), reward,
     rewards (by name): each with its interval. length, truncated, failures (by cause) of all answers.
     """
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    metrics, lengths = validation_metrics(groups), np.array([rollout.num_sampled for rollout in rollouts])
+    rollouts = list(chain.from_iterable(group.rollouts for group in groups))
+    scores = list(chain.from_iterable(group.scores for group in groups))
+    lengths = np.array([rollout.num_sampled for rollout in rollouts])
+    metrics = validation_metrics(groups)
     tasks = [task for task in task_results(groups) if task.scored]
-    scores = [score for group in groups for score in group.scores]
-    found: dict[str, Any] = {
+    figures: dict[str, Any] = {
         "metrics": metrics,
         "tasks": len(groups),
         "answers": len(rollouts),
@@ -75,12 +78,13 @@ def figures(groups: Sequence[RolloutGroup]) -> dict[str, Any]:
         "failures": dict(Counter(_cause(score.failed) for score in scores if score.failed).most_common()),
     }
     if not tasks:
-        return found
+        return figures
     accuracy = estimate(metrics[HELD_OUT_ACCURACY.name], [float(task.accuracy) for task in tasks], _SHARE)
-    rewards, bounds = [task.reward for task in tasks if task.reward is not None], _sum_bounds(scores)
-    return found | {
+    rewards = [task.reward for task in tasks if task.reward is not None]
+    bounds = _sum_bounds(scores)
+    return figures | {
         "accuracy": asdict(accuracy),
-        "pass_at": {str(k): asdict(each) for k, each in _pass_at(tasks)},
+        "pass_at": {str(k): asdict(pass_at_k) for k, pass_at_k in _pass_at(tasks)},
         "reward": asdict(estimate(metrics[HELD_OUT_REWARD.name], rewards, bounds)) | {"bounds": bounds},
         "rewards": _reward_means(groups),
     }
@@ -100,7 +104,7 @@ def result_of(
         "top_k": config.generation.top_k,
         "max_new_tokens": config.generation.max_new_tokens,
         "seed": config.run.seed,
-        "scored_by": [f"{each.name} x {each.weight:g}" for each in config.rewards],
+        "scored_by": [f"{reward.name} x {reward.weight:g}" for reward in config.rewards],
     }
     by_task = [asdict(task) for task in task_results(groups)]
     return {**settings, **facts, "rows": rows, "figures": figures(groups), "by_task": by_task}
@@ -108,44 +112,53 @@ def result_of(
 
 def _pass_at(tasks: Sequence[TaskResult]) -> Iterator[tuple[int, Estimate]]:
     """Yield pass@k for k = 1, 2, 4, ... and the number of answers; tasks with fewer scored answers are left out."""
-    most = max(task.scored for task in tasks)
-    for k in sorted({2**power for power in range(most.bit_length()) if 2**power <= most} | {most}):
-        enough = [task for task in tasks if task.scored >= k]
-        values = [pass_at(k, task.scored, task.right) for task in enough]
-        yield k, estimate(float(np.mean(values)), values, _SHARE)
+    largest = max(task.scored for task in tasks)
+    powers = {2**exponent for exponent in range(largest.bit_length())}
+    for k in sorted(powers | {largest}):
+        shares = [pass_at(k, task.scored, task.right) for task in tasks if task.scored >= k]
+        yield k, estimate(float(np.mean(shares)), shares, _SHARE)
 
 
 def _reward_means(groups: Sequence[RolloutGroup]) -> dict[str, Any]:
     """Return the mean of each reward before its weight, and its failures, by name."""
-    names = dict.fromkeys(name for group in groups for score in group.scores for name in score.parts)
-    found: dict[str, Any] = {}
+    scores = list(chain.from_iterable(group.scores for group in groups))
+    names = dict.fromkeys(chain.from_iterable(score.parts for score in scores))
+    means: dict[str, Any] = {}
     for name in names:
         by_task = [_part_values(group.scores, name) for group in groups]
-        values = [value for part in by_task for value in part]
-        failed = sum(len(group.scores) for group in groups) - len(values)
-        means = [float(np.mean(part)) for part in by_task if part]
-        bounds = _SHARE if values and _SHARE[0] <= min(values) and max(values) <= _SHARE[1] else None
-        found[name] = {"failed": failed} | (asdict(estimate(float(np.mean(values)), means, bounds)) if values else {})
-    return found
+        rewards = list(chain.from_iterable(by_task))
+        means[name] = {"failed": len(scores) - len(rewards)}
+        if rewards:
+            task_means = [float(np.mean(task_rewards)) for task_rewards in by_task if task_rewards]
+            is_share = _SHARE[0] <= min(rewards) and max(rewards) <= _SHARE[1]
+            means[name] |= asdict(estimate(float(np.mean(rewards)), task_means, _SHARE if is_share else None))
+    return means
 
 
 def _sum_bounds(scores: Sequence[Score]) -> Bounds | None:
     """Return the least and the greatest weighted sum if every single reward is from 0 to 1; else None.
 
-    A reward from 0 to 1 is taken for one that cannot leave this range, as nearly all rewards of verifiers are.
+    A reward from 0 to 1 is taken for one that cannot leave this range. Nearly all rewards of verifiers cannot.
     """
-    scored = [score for score in scores if score.value is not None]
-    weights = {name: score.weights.get(name, 1.0) for score in scored for name in score.parts}
-    low, high = sum(min(0.0, each) for each in weights.values()), sum(max(0.0, each) for each in weights.values())
-    parts = [part for score in scored for part in score.parts.values() if part is not None]
-    # A sum beyond them is of something that is no part.
-    values = [score.value for score in scored if score.value is not None]
-    whole = all(0.0 <= part <= 1.0 for part in parts) and all(low - 1e-9 <= value <= high + 1e-9 for value in values)
-    return (low, high) if whole and low < high else None
+    weights: dict[str, float] = {}
+    parts: list[float | None] = []
+    sums: list[float] = []
+    for score in scores:
+        if score.value is not None:
+            weights |= {name: score.weights.get(name, 1.0) for name in score.parts}
+            parts += score.parts.values()
+            sums.append(score.value)
+    low = sum(min(0.0, weight) for weight in weights.values())
+    high = sum(max(0.0, weight) for weight in weights.values())
+    are_shares = all(part is None or 0.0 <= part <= 1.0 for part in parts)
+    # A sum beyond the bounds has a summand that is no part.
+    are_within = all(low - 1e-9 <= weighted_sum <= high + 1e-9 for weighted_sum in sums)
+    return (low, high) if are_shares and are_within and low < high else None
 
 
 def _part_values(scores: Sequence[Score], name: str) -> list[float]:
-    return [value for score in scores if (value := score.parts.get(name)) is not None]
+    parts = [score.parts.get(name) for score in scores]
+    return [part for part in parts if part is not None]
 
 
 def _cause(failed: str) -> str:

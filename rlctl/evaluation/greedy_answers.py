@@ -19,9 +19,10 @@ from rlctl.evaluation.closeness import EXACT
 from rlctl.evaluation.model_facts import Finding
 from rlctl.evaluation.transformers_model import plain_logits, plain_model
 
-# Most times that an engine may move a gap as far, and make another token the best as often, as transformers' own
-# rounding does; and tokens that differ by chance: one of 1,000 right engines has more.
-_AS_MUCH, _BY_CHANCE = 2.0, 3
+# transformers' own rounding moves a gap, and makes another token the best. An engine may do so twice as much.
+_ROUNDING_RATIO = 2.0
+# Tokens that may differ by chance: one of 1,000 right engines has more.
+_CHANCE_TOKENS = 3
 
 
 class GreedyAnswer(NamedTuple):
@@ -45,44 +46,52 @@ def judge_greedy(answers: Sequence[GreedyAnswer], folder: str, device: str, dtyp
 
     dtype: the engine's. A token that differs passes if it is as good as the best one up to rounding.
     """
-    sequences = [np.concatenate(each) for each in answers]
+    sequences = [np.concatenate(answer) for answer in answers]
     lm = plain_model(folder, device)
-    scores = [plain_logits(lm, each)[:-1] for each in sequences]
-    behind = torch.cat([_behind(one, each) for one, each in zip(scores, answers)])
+    logits = [plain_logits(lm, sequence)[:-1] for sequence in sequences]
+    gaps = torch.cat([_gaps_to_best(rows, answer) for rows, answer in zip(logits, answers)])
     rounding = _TieRounding(0.0, 0.0)
     if dtype != "float32":
-        best = [each.topk(2) for each in scores]
+        best_pairs = [rows.topk(2) for rows in logits]
         # Two models at a time may not fit.
         del lm
         lm = plain_model(folder, device, dtype)
-        moved, other = [], []
-        for tokens, (values, two) in zip(sequences, best):
-            rounded = plain_logits(lm, tokens)[:-1]
-            chosen = rounded.gather(1, two)
-            moved.append((chosen[:, 0] - chosen[:, 1]) - (values[:, 0] - values[:, 1]))
-            other.append(chosen[:, 0] < rounded.amax(-1))
-        rounding = _TieRounding(float(torch.cat(moved).abs().max()), float(torch.cat(other).float().mean()))
-    return _finding(behind, rounding, dtype)
+        gap_changes = []
+        has_other_best = []
+        for sequence, (best_logits, best_tokens) in zip(sequences, best_pairs):
+            rounded = plain_logits(lm, sequence)[:-1]
+            rounded_pairs = rounded.gather(1, best_tokens)
+            rounded_gaps = rounded_pairs[:, 0] - rounded_pairs[:, 1]
+            gap_changes.append(rounded_gaps - (best_logits[:, 0] - best_logits[:, 1]))
+            has_other_best.append(rounded_pairs[:, 0] < rounded.amax(-1))
+        rounding = _TieRounding(
+            gap=float(torch.cat(gap_changes).abs().max()),
+            share=float(torch.cat(has_other_best).float().mean()),
+        )
+    return _judge_gaps(gaps, rounding, dtype)
 
 
-def _behind(logits: torch.Tensor, each: GreedyAnswer) -> torch.Tensor:
-    """Return how far each token of an answer is behind the best one, in nats."""
-    logits = logits[len(each.prompt) - 1 :]
-    chosen = logits.gather(1, torch.from_numpy(each.answer.astype(np.int64))[:, None])[:, 0]
+def _gaps_to_best(logits: torch.Tensor, answer: GreedyAnswer) -> torch.Tensor:
+    """Return the distance from each token of an answer to the best token of its place, in nats."""
+    logits = logits[len(answer.prompt) - 1 :]
+    chosen = logits.gather(1, torch.from_numpy(answer.answer.astype(np.int64))[:, None])[:, 0]
     return logits.amax(-1) - chosen
 
 
-def _finding(behind: torch.Tensor, rounding: _TieRounding, dtype: str) -> Finding:
-    """Judge tokens by how far each is behind the best one: all by the largest gap, and by their number."""
-    tokens, equal = len(behind), int((behind == 0).sum())
-    allowed, most = max(EXACT, _AS_MUCH * rounding.gap), int(_AS_MUCH * rounding.share * tokens) + _BY_CHANCE
+def _judge_gaps(gaps: torch.Tensor, rounding: _TieRounding, dtype: str) -> Finding:
+    """Judge tokens by their distances to the best tokens: by the largest gap, and by the number of other tokens."""
+    tokens = len(gaps)
+    equal = int((gaps == 0).sum())
+    largest_gap = max(EXACT, _ROUNDING_RATIO * rounding.gap)
+    most_tokens = int(_ROUNDING_RATIO * rounding.share * tokens) + _CHANCE_TOKENS
     # NaN is no rounding.
-    within = int((behind <= allowed).sum()) - equal
+    within = int((gaps <= largest_gap).sum()) - equal
     beyond = tokens - equal - within
     text = f"{equal} of {tokens} greedy tokens of the engine are those of transformers with the exported folder"
-    text += f", {within} within rounding" * bool(within) + f", {beyond} beyond" * bool(beyond)
+    text += f", {within} within rounding" if within else ""
+    text += f", {beyond} beyond" if beyond else ""
     if within or beyond:
-        text += f": at most {float(behind.max()):.2g} nats behind the best; allowed: {most} by {allowed:.2g}"
-        text += f", about twice what {dtype} does in transformers" * (dtype != "float32")
+        text += f": at most {float(gaps.max()):.2g} nats behind the best; allowed: {most_tokens} by {largest_gap:.2g}"
+        text += f", about twice what {dtype} does in transformers" if dtype != "float32" else ""
     figures: dict[str, float] = {"greedy_equal": equal, "greedy_within": within, "greedy_tokens": tokens}
-    return Finding("export", text, not beyond and within <= most, figures)
+    return Finding("export", text, not beyond and within <= most_tokens, figures)

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from math import isclose
 from typing import Any
 
@@ -12,7 +13,7 @@ from rlctl.models.adapters import AdapterSpec
 from rlctl.models.facts import ModelFacts
 from rlctl.models.layer_kinds import AttentionKind, LogitTransform
 
-# Names that a line lists; of more only the number is said.
+# Names that a line lists. A line on more names has only their number and the first.
 _NAMED = 3
 
 
@@ -28,18 +29,19 @@ class Finding:
 
 
 def describe(facts: ModelFacts, adapters: AdapterSpec | None = None) -> Iterator[Finding]:
-    """Yield a line for each part of a model. adapters: those that alone are trained and sent."""
-    sizes, kinds = facts.sizes, facts.kinds
-    what = f"{facts.causal_lm}, {count(sizes.layers, 'layer')}, {_number(sizes.parameters)} parameters"
-    what += f", {_number(sizes.active_parameters)} of them for a token" if sizes.experts else ""
-    yield Finding("model", f"{what}; vocabulary {sizes.vocab:,}, sequences up to {sizes.max_positions:,} tokens")
-    attention = Counter(_attention(each) for each in kinds.attention)
-    lines = [f"{count(number, 'layer')} {what}" for what, number in attention.items()]
+    """Yield a line for each part of a model. adapters: these alone are trained and sent."""
+    sizes = facts.sizes
+    kinds = facts.kinds
+    model = f"{facts.causal_lm}, {count(sizes.layers, 'layer')}, {_number(sizes.parameters)} parameters"
+    model += f", {_number(sizes.active_parameters)} of them for a token" if sizes.experts else ""
+    yield Finding("model", f"{model}; vocabulary {sizes.vocab:,}, sequences up to {sizes.max_positions:,} tokens")
+    attention = Counter(_attention(kind) for kind in kinds.attention)
+    lines = [f"{count(number, 'layer')} {text}" for text, number in attention.items()]
     yield Finding("attention", "; ".join(lines) or ("transformers' own" if sizes.heads else "none"))
     if kinds.states:
-        names = ", ".join(sorted({name for each in kinds.states for name in each.functions}))
+        functions = sorted(set(chain.from_iterable(kind.functions for kind in kinds.states)))
         when = "" if sizes.one_sequence_a_row else ", restarted at each sequence of a pack"
-        yield Finding("states", f"{count(len(kinds.states), 'layer')}{when}: {names}")
+        yield Finding("states", f"{count(len(kinds.states), 'layer')}{when}: {', '.join(functions)}")
     if sizes.one_sequence_a_row:
         yield Finding("rows", f"one sequence each, padded, without kernels for packs: {sizes.one_sequence_a_row}")
     if sizes.experts:
@@ -50,16 +52,14 @@ def describe(facts: ModelFacts, adapters: AdapterSpec | None = None) -> Iterator
         rates = ", ".join(f"{key} {rate:g}" for key, rate in kinds.dropout)
         yield Finding("dropout", f"off in training, since engines have none: config.json has {rates}")
     if adapters:
-        names = ", ".join(dict.fromkeys(each.name.rpartition(".")[2] for each in adapters.targets))
-        what = (
-            f"rank {adapters.rank}, scale {adapters.scale:g}, {count(len(adapters.targets), 'linear layer')}: {names}"
-        )
-        yield Finding("adapter", what)
+        names = ", ".join(dict.fromkeys(target.name.rpartition(".")[2] for target in adapters.targets))
+        layers = count(len(adapters.targets), "linear layer")
+        yield Finding("adapter", f"rank {adapters.rank}, scale {adapters.scale:g}, {layers}: {names}")
         yield Finding("trained", f"its {_number(adapters.parameters)} parameters, over frozen ones")
         yield Finding("sent", "its parameters")
         return
-    kept32 = f", {_short_list(facts.float32)} always in float32" if facts.float32 else ""
-    yield Finding("trained", f"all {_number(sizes.parameters)} parameters{kept32}")
+    float32 = f", {_short_list(facts.float32)} always in float32" if facts.float32 else ""
+    yield Finding("trained", f"all {_number(sizes.parameters)} parameters{float32}")
     buffers = f", and {_short_list(facts.buffers)}, which training leaves alone" if facts.buffers else ""
     yield Finding("sent", f"all parameters{buffers}")
     if facts.kept:
@@ -68,35 +68,43 @@ def describe(facts: ModelFacts, adapters: AdapterSpec | None = None) -> Iterator
 
 def describe_tokens(chat: Chat, vocab: int) -> Iterator[Finding]:
     """Yield a line for the tokenizer, and one for each of its warnings. Raises DataError."""
-    tokens, ends = len(chat.tokenizer), chat.ends
-    unused = f"; {vocab - tokens:,} rows of the vocabulary have none" * (tokens < vocab)
+    tokens = len(chat.tokenizer)
+    ends = chat.ends
+    unused = f"; {vocab - tokens:,} rows of the vocabulary have none" if tokens < vocab else ""
     yield Finding("tokens", f"{tokens:,}{unused}; an answer ends with {ends}")
     yield from (Finding("", warning) for warning in ends.warnings)
 
 
 def _attention(kind: AttentionKind) -> str:
-    """Return a layer's attention in words, without what is usual."""
+    """Return a layer's attention in words. Usual properties are left out."""
     shared = f" over {kind.kv_heads} of keys" if kind.kv_heads != kind.heads else ""
     parts = [f"with {kind.heads} heads of {kind.dim}{shared}"]
-    parts += [f"values of {kind.v_dim}"] * (kind.v_dim != kind.dim)
-    parts += [f"the last {kind.window:,} tokens"] if kind.window is not None else []
-    parts += [f"softcap {kind.softcap:g}"] if kind.softcap else []
-    parts += ["sinks"] * kind.sinks
-    parts += [f"scores times {kind.scale:.4g}"] * (not isclose(kind.scale, kind.dim**-0.5, rel_tol=1e-6))
+    if kind.v_dim != kind.dim:
+        parts.append(f"values of {kind.v_dim}")
+    if kind.window is not None:
+        parts.append(f"the last {kind.window:,} tokens")
+    if kind.softcap:
+        parts.append(f"softcap {kind.softcap:g}")
+    if kind.sinks:
+        parts.append("sinks")
+    if not isclose(kind.scale, kind.dim**-0.5, rel_tol=1e-6):
+        parts.append(f"scores times {kind.scale:.4g}")
     return ", ".join(parts)
 
 
 def _output(logits: LogitTransform, tied: bool, bias: bool) -> str:
-    parts = ["shares the embedding's weight" if tied else "has a weight of its own", *["and a bias"] * bias]
-    parts += [f"; logits times {logits.scale:g}"] * (logits.scale != 1.0)
-    parts += [f"; logits capped at {logits.softcap:g}"] if logits.softcap else []
-    return " ".join(parts).replace(" ;", ";")
+    text = "shares the embedding's weight" if tied else "has a weight of its own"
+    text += " and a bias" if bias else ""
+    text += f"; logits times {logits.scale:g}" if logits.scale != 1.0 else ""
+    text += f"; logits capped at {logits.softcap:g}" if logits.softcap else ""
+    return text
 
 
 def _short_list(names: tuple[str, ...]) -> str:
     """Return some names, or their number and the first."""
-    shown = ", ".join(names[:_NAMED])
-    return shown if len(names) <= _NAMED else f"{len(names)} tensors ({names[0]} and others)"
+    if len(names) <= _NAMED:
+        return ", ".join(names)
+    return f"{len(names)} tensors ({names[0]} and others)"
 
 
 def _number(value: Any) -> str:

@@ -1,7 +1,8 @@
 """Stored answers scored again by other rewards: those of an evaluation, or of a run's rollouts.jsonl. No engine."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ class StoredAnswers:
 
     groups: list[Record]
     step: int
-    # Config that they were sampled by.
+    # Config that the answers were sampled by.
     config: Path
     # Name of the set of weights, and of the data set.
     target: str
@@ -72,10 +73,16 @@ def find_answers(source: Path, root: Path, step: int | None) -> StoredAnswers:
         raise EvaluationError(f"{error}; nothing is scored; {MADE_AGAIN}") from None
     if evaluation is not None:
         groups = list(read_groups(folder / "rollouts.jsonl", index(folder / "rollouts.jsonl")))
-        facts = (evaluation["target"], evaluation["data"])
-        known = ("temperature", "top_p", "top_k", "max_new_tokens", "seed")
-        sampled = {name: evaluation[name] for name in known if name in evaluation}
-        return StoredAnswers(groups, evaluation["step"], folder / "config.yaml", *facts, folder.parent, sampled)
+        settings = ("temperature", "top_p", "top_k", "max_new_tokens", "seed")
+        return StoredAnswers(
+            groups=groups,
+            step=evaluation["step"],
+            config=folder / "config.yaml",
+            target=evaluation["target"],
+            data=evaluation["data"],
+            root=folder.parent,
+            sampled={name: evaluation[name] for name in settings if name in evaluation},
+        )
     try:
         run = RunDir(find_run(str(folder), root))
     except RunDirError as error:
@@ -83,27 +90,36 @@ def find_answers(source: Path, root: Path, step: int | None) -> StoredAnswers:
     places = [place for place in index(run.rollouts) if place.purpose == "validation"]
     steps = sorted({place.step for place in places})
     if not steps or step not in (None, *steps):
-        there = f"there are those of {', '.join(map(str, steps))}" if steps else "telemetry.groups_per_validation is 0?"
+        hint = f"there are those of {', '.join(map(str, steps))}" if steps else "telemetry.groups_per_validation is 0?"
         which = f"of step {step}" if step is not None else "of any step"
-        raise EvaluationError(f"{run.rollouts}: no held-out answers {which}; {there}")
+        raise EvaluationError(f"{run.rollouts}: no held-out answers {which}; {hint}")
     chosen = steps[-1] if step is None else step
     groups = list(read_groups(run.rollouts, [place for place in places if place.step == chosen]))
-    target, missing = f"{run.name} step {chosen}", _missing(run, chosen, len(groups))
-    return StoredAnswers(groups, chosen, run.config, target, "validation", run.path / "evals", {}, missing)
+    return StoredAnswers(
+        groups=groups,
+        step=chosen,
+        config=run.config,
+        target=f"{run.name} step {chosen}",
+        data="validation",
+        root=run.path / "evals",
+        sampled={},
+        missing=_lost_answers(run, chosen, len(groups)),
+    )
 
 
-def _missing(run: RunDir, step: int, found: int) -> str:
-    """Return a line if the run's config has more answers of this validation recorded than were found."""
-    validations = [each for each in read_records(run.metrics) if each["kind"] == "validation" and each["step"] == step]
+def _lost_answers(run: RunDir, step: int, num_groups: int) -> str:
+    """Return a line if the file has fewer groups of this validation than the run recorded."""
+    records = read_records(run.metrics)
+    validations = [record for record in records if record["kind"] == "validation" and record["step"] == step]
     try:
-        most = run.recorded_config()["telemetry"]["groups_per_validation"]
-        recorded = min(int(most), int(validations[-1][HELD_OUT_PROMPTS.name]))
+        limit = int(run.recorded_config()["telemetry"]["groups_per_validation"])
+        recorded = min(limit, int(validations[-1][HELD_OUT_PROMPTS.name]))
     except (LookupError, TypeError, ValueError):
-        return ""  # Nothing says how many there were.
-    if found >= recorded:
+        return ""  # Nothing says how many groups there were.
+    if num_groups >= recorded:
         return ""
     damaged = count(damaged_lines(run.rollouts), "damaged line")
-    return f"{run.rollouts}: {found} of the {recorded} tasks recorded at step {step} are there; {damaged}"
+    return f"{run.rollouts}: {num_groups} of the {recorded} tasks recorded at step {step} are there; {damaged}"
 
 
 def rescore(answers: StoredAnswers, composed: Composed[SettledGrpo], to: Path | None, emit: Emit) -> dict[str, Any]:
@@ -114,7 +130,7 @@ def rescore(answers: StoredAnswers, composed: Composed[SettledGrpo], to: Path | 
     config = composed.settled.config
     if config.has_turns:
         raise EvaluationError("environment: episodes are not scored again: their reward is in part the environment's")
-    groups, items = _groups(answers, config)
+    groups, inputs = _groups(answers, config)
     rows = digest_of_rows([group.task for group in groups])
     name = f"step_{answers.step}--{answers.data}--rescored-{digest_of(composed.values(), answers.target, rows)}"
     folder = EvaluationFolder((to or answers.root) / name)
@@ -123,13 +139,16 @@ def rescore(answers: StoredAnswers, composed: Composed[SettledGrpo], to: Path | 
     write_whole(folder.path / "config.yaml", composed.to_yaml())
     with Scorer(config.rewards, logs, emit) as scorer:
         scorer.try_on_sample(sample_item(groups[0].task))
-        scores = iter(scorer.score(items))
-    scored = [replace(g, rollouts=[replace(one, score=next(scores)) for one in g.rollouts]) for g in groups]
+        scores = iter(scorer.score(inputs))
+    scored = []
+    for group in groups:
+        rollouts = [replace(rollout, score=next(scores)) for rollout in group.rollouts]
+        scored.append(replace(group, rollouts=rollouts))
     facts = {"target": answers.target, "step": answers.step, "data": answers.data, "path": str(folder.path)}
     if answers.missing:
         facts["missing"] = answers.missing
         emit("warning", what=answers.missing)
-    records = [_rescored(record, group) for record, group in zip(answers.groups, scored)]
+    records = [_put_scores(record, group) for record, group in zip(answers.groups, scored)]
     result = result_of(scored, config, rows, {**facts, **answers.sampled, "rescored": True})
     folder.finish(records, result)
     return result
@@ -137,19 +156,21 @@ def rescore(answers: StoredAnswers, composed: Composed[SettledGrpo], to: Path | 
 
 def _groups(answers: StoredAnswers, config: GrpoConfig) -> tuple[list[RolloutGroup], list[RewardInput]]:
     """Return the groups without scores, and the rewards' input of each rollout."""
-    tasks, texts = _tasks(answers, config), _completions(answers, config)
-    groups, items = [], []
-    for record, task in zip(answers.groups, tasks):
+    completion_text = _completions(answers, config)
+    groups: list[RolloutGroup] = []
+    inputs: list[RewardInput] = []
+    for record, task in zip(answers.groups, _tasks(answers, config)):
         groups.append(RolloutGroup(task, [_rollout_of_record(task, rollout) for rollout in record["rollouts"]]))
-        items += [reward_input(task, None, texts(rollout)) for rollout in record["rollouts"]]
-    return groups, items
+        inputs += [reward_input(task, None, completion_text(rollout)) for rollout in record["rollouts"]]
+    return groups, inputs
 
 
 def _tasks(answers: StoredAnswers, config: GrpoConfig) -> list[Task]:
     """Return the task of each group. A run's records lack the rows, which are read from the data set again."""
     rows: dict[str, dict[str, Any]] = {}
     if any("row" not in record for record in answers.groups):
-        rows = {f"r{row.number}": row.values for part in part_of(config, "validation") for row in part.rows}
+        for part in part_of(config, "validation"):
+            rows |= {f"r{row.number}": row.values for row in part.rows}
         if lost := [record["task"] for record in answers.groups if record["task"] not in rows]:
             raise EvaluationError(f"{len(lost)} tasks, first {lost[0]}, are no rows of data.validation any more")
     section: DatasetSection = config.data.validation if config.data.validation.path else config.data.train
@@ -165,7 +186,8 @@ def _tasks(answers: StoredAnswers, config: GrpoConfig) -> list[Task]:
 def _completions(answers: StoredAnswers, config: GrpoConfig) -> Callable[[Record], str]:
     """Return a function from a rollout's record to the text that rewards are given."""
     special: list[str] = []
-    if any("completion" not in rollout for record in answers.groups for rollout in record["rollouts"]):
+    rollouts = chain.from_iterable(record["rollouts"] for record in answers.groups)
+    if any("completion" not in rollout for rollout in rollouts):
         special = list(_special_tokens(Path(config.model.tokenizer or chat_folder(config.model.path))))
 
     def text(rollout: Record) -> str:
@@ -184,7 +206,7 @@ def _special_tokens(folder: Path) -> Iterator[str]:
     file = folder / "tokenizer.json"
     try:
         added = read_object(file).get("added_tokens") or []
-        contents = [str(each["content"]) for each in added if each.get("special")]
+        contents = [str(token["content"]) for token in added if token.get("special")]
     except (ModelError, KeyError, TypeError, AttributeError):
         raise EvaluationError(f"{file}: not readable, and it says which tokens are no part of an answer") from None
     yield from sorted(contents, key=len, reverse=True)
@@ -192,16 +214,22 @@ def _special_tokens(folder: Path) -> Iterator[str]:
 
 def _rollout_of_record(task: Task, record: Record) -> Rollout:
     """Return a rollout of the record's length and end; its tokens are not known, and nothing reads them."""
-    n = int(record["tokens"])
-    ids = RequestId(RolloutId("validation", task.id, 0, int(record["index"])))
-    completion = Completion(np.zeros(n, np.int32), np.zeros(n, np.float32), np.zeros(n, np.int32), record["finish"])
-    return Rollout.from_turn(TurnRequest(ids, [], n, 0.0, 0), completion)
+    length = int(record["tokens"])
+    request_id = RequestId(RolloutId("validation", task.id, 0, int(record["index"])))
+    completion = Completion(
+        tokens=np.zeros(length, np.int32),
+        log_probs=np.zeros(length, np.float32),
+        versions=np.zeros(length, np.int32),
+        finish=record["finish"],
+    )
+    return Rollout.from_turn(TurnRequest(request_id, [], length, 0.0, 0), completion)
 
 
-def _rescored(record: Record, group: RolloutGroup) -> Record:
-    rollouts: Sequence[Record] = [
-        {**old, "reward": new.reward, **_score_fields(new)} for old, new in zip(record["rollouts"], group.rollouts)
-    ]
+def _put_scores(record: Record, group: RolloutGroup) -> Record:
+    """Return a group's record with the scores of `group`."""
+    rollouts: list[Record] = []
+    for rollout_record, rollout in zip(record["rollouts"], group.rollouts):
+        rollouts.append({**rollout_record, "reward": rollout.reward, **_score_fields(rollout)})
     return {**record, "rollouts": rollouts}
 
 

@@ -38,24 +38,30 @@ class AgentScript:
 
     calls: Callable[[list[Schema]], list[str]]
     texts: Sequence[str]
-    # Texts of the tools that the agent has shown.
-    _called: list[str] | None = None
+    # Texts that call the tools of the first prompt with tools.
+    _tool_turns: list[str] | None = None
 
     async def sample(self, request: TurnRequest) -> Completion:
-        shown = bytes(request.prompt_tokens).decode(errors="replace").rpartition(TOOLS_MARK)
-        if self._called is None and shown[1]:
-            # Later messages follow the list.
-            self._called = self.calls(json.JSONDecoder().raw_decode(shown[2])[0])
-        called, turn = self._called or [], request.id.turn
-        text = called[turn] if turn < len(called) else self.texts[(turn - len(called)) % len(self.texts)]
+        prompt = bytes(request.prompt_tokens).decode(errors="replace")
+        _, mark, tools_text = prompt.rpartition(TOOLS_MARK)
+        if self._tool_turns is None and mark:
+            # Later messages follow the list of tools.
+            tools, _ = json.JSONDecoder().raw_decode(tools_text)
+            self._tool_turns = self.calls(tools)
+        tool_turns = self._tool_turns or []
+        turn = request.id.turn
+        if turn < len(tool_turns):
+            text = tool_turns[turn]
+        else:
+            text = self.texts[(turn - len(tool_turns)) % len(self.texts)]
         return await ScriptedPolicy([text] * (turn + 1)).sample(request)
 
 
 def call_text(call: ToolCall) -> str:
     """Return a turn that calls a tool."""
-    called = json.dumps({"name": call.name, "arguments": call.arguments}, default=str)
+    call_json = json.dumps({"name": call.name, "arguments": call.arguments}, default=str)
     # A text that spells the end mark must not end the call.
-    return f"<tool_call>{called.replace('<', chr(92) + 'u003c')}</tool_call>"
+    return f"<tool_call>{call_json.replace('<', chr(92) + 'u003c')}</tool_call>"
 
 
 @dataclass

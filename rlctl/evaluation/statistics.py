@@ -30,7 +30,8 @@ from numpy.typing import NDArray
 Bounds = tuple[float, float]
 
 _LEVEL = 0.95
-_ONE_TASK, _EQUAL = "one task has no interval", "all tasks are equal: no interval"
+_ONE_TASK = "one task has no interval"
+_EQUAL_TASKS = "all tasks are equal: no interval"
 # Values that the exact distribution of a test may have; beyond that signs are drawn.
 _MOST_VALUES = 4_000_000
 _DRAWS = 20_000
@@ -55,7 +56,7 @@ class Difference:
     """The mean difference of two evaluations of the same tasks, second minus first."""
 
     mean: float
-    # Interval at 95%. None where there is none; the note says why.
+    # Interval at 95%; None where there is no interval, and the note says why.
     low: float | None
     high: float | None
     note: str
@@ -92,12 +93,14 @@ def estimate(value: float, means: Sequence[float], bounds: Bounds | None = None)
     if bounds is None or bounds[0] >= bounds[1]:
         # Equal means may differ by rounding.
         if float(np.ptp(rows)) <= 1e-12 * float(np.abs(rows).max()):
-            return Estimate(value, None, None, _EQUAL)
+            return Estimate(value, None, None, _EQUAL_TASKS)
         half = t_quantile(freedom) * _standard_error(rows)
         return Estimate(value, value - half, value + half)
-    more = np.append(rows, bounds)
-    centre, half = float(more.mean()), t_quantile(freedom) * _standard_error(more)
-    low, high = max(bounds[0], centre - half), min(bounds[1], centre + half)
+    bounded_rows = np.append(rows, bounds)
+    centre = float(bounded_rows.mean())
+    half = t_quantile(freedom) * _standard_error(bounded_rows)
+    low = max(bounds[0], centre - half)
+    high = min(bounds[1], centre + half)
     return Estimate(value, min(value, low), max(value, high))
 
 
@@ -110,22 +113,30 @@ def t_quantile(freedom: int) -> float:
     odd = freedom % 2
     index = np.arange(1, (freedom - 1) // 2 if odd else freedom // 2)
     ratios = 2 * index / (2 * index + 1) if odd else (2 * index - 1) / (2 * index)
-    # Factors of cos(angle) to the powers 1, 3, 5, ... or 0, 2, 4, ...; one degree of freedom has none.
-    factors = np.cumprod(np.append(1.0, ratios)) * (freedom > 1)
+    # Factors of cos(angle) to the powers 1, 3, 5, ... or 0, 2, 4, ...; with one degree of freedom they are 0.
+    factors = np.cumprod(np.append(1.0, ratios))
+    if freedom == 1:
+        factors = np.zeros(1)
     powers = 2 * np.arange(len(factors)) + odd
-    low, high = 0.0, pi / 2
+    low = 0.0
+    high = pi / 2
     for _ in range(60):
         angle = (low + high) / 2
-        inside = sin(angle) * float(factors @ cos(angle) ** powers)
-        inside = 2 / pi * (angle + inside) if odd else inside
-        low, high = (angle, high) if inside < _LEVEL else (low, angle)
+        probability = sin(angle) * float(factors @ cos(angle) ** powers)
+        probability = 2 / pi * (angle + probability) if odd else probability
+        if probability < _LEVEL:
+            low = angle
+        else:
+            high = angle
     return sqrt(freedom) * tan(low)
 
 
-def paired(
+def compare_means(
     first: Sequence[Fraction | float], second: Sequence[Fraction | float], bounds: Bounds | None = None
 ) -> Difference:
-    """Compare two evaluations, given by their means at the same tasks, in the same order. bounds: of a difference.
+    """Compare two evaluations by their means at the same tasks, in the same order.
+
+    bounds: least and greatest value of a difference.
 
     The test is Fisher's: if both are equally good, each difference could as well have the other sign. Its distribution
     is computed exactly for fractions, and for numbers that are fractions up to rounding. With one answer to each task
@@ -134,16 +145,24 @@ def paired(
     """
     if not first or len(first) != len(second):
         raise ValueError(f"{len(first)} and {len(second)} tasks are no pairs")
-    rows = np.asarray([float(b) - float(a) for a, b in zip(first, second)], np.float64)
-    found = estimate(float(rows.mean()), rows.tolist(), bounds)
-    better, worse = int((rows > 0).sum()), int((rows < 0).sum())
+    rows = np.asarray([float(after) - float(before) for before, after in zip(first, second)], np.float64)
+    mean = estimate(float(rows.mean()), rows.tolist(), bounds)
     p_value = _exact_p_value(first, second)
     test = "exact"
     if p_value is None:
         p_value = _drawn_p_value(rows)
         test = f"{_DRAWS:,} drawn signs"
-    equal = len(rows) - better - worse
-    return Difference(found.value, found.low, found.high, found.note, p_value, test, better, worse, equal)
+    return Difference(
+        mean=mean.value,
+        low=mean.low,
+        high=mean.high,
+        note=mean.note,
+        p_value=p_value,
+        test=test,
+        better=int((rows > 0).sum()),
+        worse=int((rows < 0).sum()),
+        equal=int((rows == 0).sum()),
+    )
 
 
 def _standard_error(rows: NDArray[np.float64]) -> float:
@@ -165,7 +184,7 @@ def _exact_p_value(first: Sequence[Fraction | float], second: Sequence[Fraction 
     sums = 2 * sum(steps) + 1
     if sums > _MOST_VALUES or len(steps) * sums > _MOST_VALUES * 1000:
         return None
-    return _exact(steps, abs(int(sum(differences, Fraction(0)) * scale)))
+    return _tail_probability(steps, abs(int(sum(differences, Fraction(0)) * scale)))
 
 
 def _fraction(value: Fraction | float) -> Fraction | None:
@@ -187,8 +206,8 @@ def _drawn_p_value(rows: NDArray[np.float64]) -> float:
     return (extreme + 1) / (_DRAWS + 1)
 
 
-def _exact(steps: Sequence[int], found: int) -> float:
-    """Return the probability that a sum of `steps`, each with a random sign, is at least `found` from 0."""
+def _tail_probability(steps: Sequence[int], distance: int) -> float:
+    """Return the probability that a sum of `steps`, each with a random sign, is at least `distance` from 0."""
     total = sum(steps)
     # Probability of each sum, from -total to total.
     chance = np.zeros(2 * total + 1)
@@ -201,4 +220,4 @@ def _exact(steps: Sequence[int], found: int) -> float:
         chance[total - reach + step : total + reach + step + 1] += part / 2
         reach += step
     sums = np.abs(np.arange(-total, total + 1))
-    return min(1.0, float(chance[sums >= found].sum()))
+    return min(1.0, float(chance[sums >= distance].sum()))

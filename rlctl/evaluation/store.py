@@ -13,6 +13,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from rlctl.config.errors import UserError
 from rlctl.dashboard.formats import count
 from rlctl.data.tasks import Task
 from rlctl.rollout.buffer_checkpoint import load_groups, save_groups
-from rlctl.rollout.types import RolloutGroup
+from rlctl.rollout.types import Rollout, RolloutGroup
 from rlctl.run.file_manifest import find_damage, write_manifest
 from rlctl.telemetry.jsonl import Record
 from rlctl.utils.files import sync, write_whole
@@ -46,12 +47,13 @@ class DamagedResult(EvaluationError):
 def digest_of(config: Mapping[str, Any], weights: str, rows: str) -> str:
     """Return 8 hexadecimal digits of all that answers and scores depend on.
 
-    config: its values. weights, rows: digests of the model's files and of the tasks.
+    config: values of the config. weights, rows: digests of the model's files and of the tasks.
     """
     values = {key: value for key, value in config.items() if key not in _ASIDE}
     values["data"] = {key: value for key, value in config["data"].items() if key not in ("train", "shuffle")}
     # The model's path may change; its weights have their own digest.
-    values["model"], values["seed"] = config["model"]["max_length"], config["run"]["seed"]
+    values["model"] = config["model"]["max_length"]
+    values["seed"] = config["run"]["seed"]
     values["dtype"] = config["trainer"]["dtype"]
     text = json.dumps([values, weights, rows], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:8]
@@ -71,8 +73,8 @@ class EvaluationFolder:
         self._parts = path / "parts"
 
     @contextmanager
-    def claimed(self) -> Iterator[None]:
-        """Make the folder and hold it until the block is left. Raises EvaluationError if another process does."""
+    def claim(self) -> Iterator[None]:
+        """Make the folder and lock it until the block is left. Raises EvaluationError if another process has it."""
         self._parts.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -100,35 +102,40 @@ class EvaluationFolder:
 
     def places(self) -> set[int]:
         """Return the places of the tasks whose groups are kept."""
-        return {place for part in self._finished_parts() for place in part}
+        return set(chain.from_iterable(self._finished_parts()))
 
     def drop_damaged(self) -> list[str]:
         """Remove each part that is not as it was written; return a line on each. Only while the folder is claimed."""
         lines = []
         for folder, places in zip(self._folders(), list(self._finished_parts())):
             if damage := find_damage(folder):
-                (path, what), more = next(iter(damage.items())), len(damage) - 1
-                further = f" (and {more} more)" if more else ""
-                lines.append(f"{path}: {what}{further}; sampled again: {count(len(places), 'task')}")
+                path, problem = next(iter(damage.items()))
+                further = f" (and {len(damage) - 1} more)" if len(damage) > 1 else ""
+                lines.append(f"{path}: {problem}{further}; sampled again: {count(len(places), 'task')}")
                 shutil.rmtree(folder)
         return lines
 
     def groups(self, tasks: Sequence[Task]) -> list[RolloutGroup]:
-        """Return the group of each task. tasks: all of the evaluation's. Raises EvaluationError for any without one."""
-        found = {place: rollouts for folder in self._folders() for place, rollouts in load_groups(folder).items()}
-        if lost := [task.id for place, task in enumerate(tasks) if place not in found]:
+        """Return the group of each task. tasks: all tasks. Raises EvaluationError for a lost one."""
+        rollouts: dict[int, list[Rollout]] = {}
+        for folder in self._folders():
+            rollouts |= load_groups(folder)
+        if lost := [task.id for place, task in enumerate(tasks) if place not in rollouts]:
             raise EvaluationError(f"{self._parts}: no answers to {len(lost)} of {len(tasks)} tasks, first {lost[0]}")
-        return [RolloutGroup(tasks[place], found[place]) for place in sorted(found)]
+        return [RolloutGroup(tasks[place], rollouts[place]) for place in sorted(rollouts)]
 
     def missing(self, total: int, size: int) -> list[range]:
         """Return the places without kept groups, of `total`, in ranges of at most `size`."""
-        kept, found = self.places(), list[range]()
-        for place in (each for each in range(total) if each not in kept):
-            if found and found[-1].stop == place and len(found[-1]) < size:
-                found[-1] = range(found[-1].start, place + 1)
+        saved = self.places()
+        ranges: list[range] = []
+        for place in range(total):
+            if place in saved:
+                continue
+            if ranges and ranges[-1].stop == place and len(ranges[-1]) < size:
+                ranges[-1] = range(ranges[-1].start, place + 1)
             else:
-                found.append(range(place, place + 1))
-        return found
+                ranges.append(range(place, place + 1))
+        return ranges
 
     def finish(self, records: Sequence[Record], result: Mapping[str, Any]) -> None:
         """Write the answers for readers, the result, and the manifest of both."""
@@ -142,13 +149,13 @@ class EvaluationFolder:
         file = self.path / "result.json"
         if not file.is_file():
             return None
-        for path, what in find_damage(self.path).items():
-            raise DamagedResult(f"{path}: {what}")
+        for path, problem in find_damage(self.path).items():
+            raise DamagedResult(f"{path}: {problem}")
         try:
-            found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-            if not (found["by_task"] and found["rows"] and found["figures"]):
+            result: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+            if not (result["by_task"] and result["rows"] and result["figures"]):
                 raise KeyError
-            return found
+            return result
         except (OSError, ValueError, KeyError, TypeError):
             raise DamagedResult(f"{file}: not the result of an evaluation") from None
 

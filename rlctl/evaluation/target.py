@@ -1,4 +1,4 @@
-"""Weights to evaluate or to export: a run's, a checkpoint's, or a Hugging Face folder's."""
+"""Weights to evaluate or to export: those of a run, of a checkpoint, or of a Hugging Face folder."""
 
 import hashlib
 import json
@@ -42,29 +42,29 @@ class Target:
 def find_target(text: str, root: Path, step: int | None = None) -> Target:
     """Return the weights of `text`: a Hugging Face folder, a checkpoint or a run, by its path or below `root`.
 
-    step: of a run, the checkpoint of this step; None: the newest. Anything of the form owner/name that is not on this
+    step: step of a run's checkpoint; None: the newest checkpoint. Any text of the form owner/name that is not on this
     machine is taken for a hub name. Raises TargetError.
     """
-    path = next((each for each in (Path(text), root / text) if is_model(each) or is_checkpoint(each)), None)
+    path = next((path for path in (Path(text), root / text) if is_model(path) or is_checkpoint(path)), None)
     if path is not None:
         if not (is_checkpoint(path) or is_adapter(path) or has_weights(path)):
-            what = f"has a config.json, but no weights: {lacking(path)}"
-            raise TargetError(f"{path} {what}; a run with model.path={path} model.random_init=true makes random ones")
+            problem = f"{path} has a config.json, but no weights: {lacking(path)}"
+            raise TargetError(f"{problem}; a run with model.path={path} model.random_init=true makes random ones")
         if step is not None:
             raise TargetError(f"--step {step}: {text} is one set of weights; --step chooses a checkpoint of a run")
         if is_checkpoint(path):
-            return _of_checkpoint(path)
+            return _target_of_checkpoint(path)
         inside = path.name == "hf" and is_checkpoint(path.parent)
-        return _of_checkpoint(path.parent) if inside else Target(str(path))
+        return _target_of_checkpoint(path.parent) if inside else Target(str(path))
     try:
         run = find_run(text, root)
     except RunDirError as error:
         if _HUB_NAME.fullmatch(text) and not Path(text).exists():
             return Target(text)
         near = str(error).partition("; ")[2] or "`rlctl runs list` shows the runs"
-        what = "no run, no checkpoint, and no folder with config.json and weights"
-        raise TargetError(f"{text}: {what}; {near}") from None
-    return _of_run(run, step)
+        problem = "no run, no checkpoint, and no folder with config.json and weights"
+        raise TargetError(f"{text}: {problem}; {near}") from None
+    return _target_of_run(run, step)
 
 
 def digest_of_weights(folder: Path) -> str:
@@ -83,7 +83,7 @@ def digest_of_weights(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _of_run(run: Path, step: int | None) -> Target:
+def _target_of_run(run: Path, step: int | None) -> Target:
     """Return the checkpoint of a step, or the newest one. Raises TargetError, also if the newest is damaged."""
     checkpoints = Checkpoints(RunDir(run).checkpoints, 1, 0)
     by_step = {checkpoint.step: checkpoint for checkpoint in checkpoints.all()}
@@ -92,33 +92,34 @@ def _of_run(run: Path, step: int | None) -> Target:
             listed = ", ".join(map(str, by_step)) or "none"
             raise TargetError(f"{run} has no checkpoint of step {step}; there are {listed}")
         return _target(by_step[step], run)
-    found = checkpoints.damage_of_newest()
-    if found is None:
+    checked = checkpoints.damage_of_newest()
+    if checked is None:
         raise TargetError(f"{run} has no checkpoint yet")
-    newest, damage = found
+    newest, damage = checked
     if damage:
         # A run that still trains may have pruned the newest since, and saved another.
-        if checkpoints.damage_of_newest() != found:
-            return _of_run(run, step)
+        if checkpoints.damage_of_newest() != checked:
+            return _target_of_run(run, step)
     elif newest not in by_step or not hold(by_step[newest].path):
-        return _of_run(run, step)
-    earlier = [each for each in by_step.values() if each.step < newest and is_model(each.export)]
+        return _target_of_run(run, step)
+    earlier = [by_step[number] for number in by_step if number < newest]
+    exported = [checkpoint for checkpoint in earlier if is_model(checkpoint.export)]
     try:
         if damage:
             raise TargetError(damage)
         return _target(by_step[newest], run)
     except TargetError as error:
-        if not earlier:
+        if not exported:
             raise
-        before = earlier[-1]
-        raise TargetError(f"{error}; the one before: --step {before.step}, or {before.path}") from None
+        previous = exported[-1]
+        raise TargetError(f"{error}; the one before: --step {previous.step}, or {previous.path}") from None
 
 
-def _of_checkpoint(path: Path) -> Target:
-    found = next((each for each in Checkpoints(path.parent, 1, 0).all() if each.path == path), None)
-    if found is None or not hold(path):
+def _target_of_checkpoint(path: Path) -> Target:
+    by_path = {checkpoint.path: checkpoint for checkpoint in Checkpoints(path.parent, 1, 0).all()}
+    if path not in by_path or not hold(path):
         raise TargetError(f"{path}: no checkpoint of rlctl, or its state.json cannot be read")
-    return _target(found, path.absolute().parents[1])
+    return _target(by_path[path], path.absolute().parents[1])
 
 
 def _target(checkpoint: Checkpoint, run: Path) -> Target:

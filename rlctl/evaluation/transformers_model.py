@@ -14,9 +14,9 @@ from rlctl.models.meta_model import whole_class
 class OwnLogProbs(NamedTuple):
     """Log-probs of every token given those before it, 0 at the first: float32 [T] a sequence."""
 
-    # In the dtype that was asked for.
-    own: list[NDArray[np.float32]]
-    # In float32, with the weights that the dtype rounds.
+    # Computed in the given dtype.
+    rows: list[NDArray[np.float32]]
+    # Computed in float32, with the weights that the dtype rounds.
     exact: list[NDArray[np.float32]]
 
 
@@ -29,22 +29,22 @@ def own_log_probs(
 ) -> OwnLogProbs:
     """Compute log-probs in a dtype and in float32.
 
-    keeps_float32: says of a parameter's or buffer's name that the trainer does not round it. transformers itself rounds
-    fewer: a class that makes a parameter in float32 keeps it so (A_log of olmo_hybrid, 0.012 nats).
+    keeps_float32: True for the name of a parameter or buffer that the trainer does not round. transformers itself
+    rounds fewer: a class that makes a parameter in float32 keeps it so (A_log of olmo_hybrid, 0.012 nats).
     """
     if dtype == "float32":
         lm = plain_model(folder, device)
-        exact = [plain_log_probs(lm, each) for each in sequences]
+        exact = [plain_log_probs(lm, sequence) for sequence in sequences]
         return OwnLogProbs(exact, exact)
     lm = plain_model(folder, device, dtype)
-    own = [plain_log_probs(lm, each) for each in sequences]
-    # Both at a time may not fit.
+    rows = [plain_log_probs(lm, sequence) for sequence in sequences]
+    # Two models at a time may not fit.
     del lm
     lm = plain_model(folder, device)
     for name, tensor in lm.state_dict().items():
         if tensor.is_floating_point() and not keeps_float32(name):
             tensor.copy_(tensor.to(getattr(torch, dtype)))
-    return OwnLogProbs(own, [plain_log_probs(lm, each) for each in sequences])
+    return OwnLogProbs(rows, [plain_log_probs(lm, sequence) for sequence in sequences])
 
 
 def plain_model(folder: str, device: str, dtype: str = "float32") -> Any:

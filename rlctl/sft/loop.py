@@ -47,28 +47,32 @@ class SftComponents:
 
 
 class SftLoop(Loop):
-    """The steps of a run, see `Loop`."""
+    """The `Loop` of an SFT run."""
 
     def __init__(self, config: SftConfig, parts: SftComponents, stop: Callable[[], bool]) -> None:
-        write, health = parts.trainer.begin_save, _health(config)
-        super().__init__(config.sft.num_steps, parts.recorder, parts.source.cursor, write, stop, health)
-        self._config, self._parts = config, parts
+        write = parts.trainer.begin_save
+        super().__init__(config.sft.num_steps, parts.recorder, parts.source.cursor, write, stop, _health(config))
+        self._config = config
+        self._parts = parts
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="batches")
         self._next = self._prepare(parts.source.cursor.position)
 
     def step(self) -> None:
         """Make one step: a batch of samples, one update."""
-        number, size = self.done + 1, self._config.sft.batch_size
-        record, cursor = StepRecorder(self._parts.recorder.events, number), self._parts.source.cursor
+        number = self.done + 1
+        size = self._config.sft.batch_size
+        cursor = self._parts.source.cursor
+        record = StepRecorder(self._parts.recorder.events, number)
         with record.phase("data"):
             batch = self._next.result()
             self._next = self._prepare(cursor.position + size)
         with record.phase("train"), self._parts.trainer.update(NllLoss()) as update:
             update.accumulate(batch)
-        # After the update, which may be refused: a checkpoint counts trained samples alone.
+        # The cursor moves after the update, which may be refused: a checkpoint counts trained samples alone.
         cursor.draw(size)
         self.done = number
-        tokens, times = sum(batch.lengths), record.finish()
+        tokens = sum(batch.lengths)
+        times = record.finish()
         speed = {
             throughput.TRAINED_TOKENS.name: float(tokens),
             throughput.EFFECTIVE.name: throughput.effective(tokens, times, self._parts.devices),
@@ -88,12 +92,17 @@ class SftLoop(Loop):
 
     def _prepare(self, first: int) -> "Future[PreparedBatch]":
         """Start to prepare the batch from draw `first` on. The cursor passes it when it is trained."""
-        source, trainer, size = self._parts.source, self._parts.trainer, self._config.sft.batch_size
-        return self._threads.submit(lambda: trainer.prepare(_sequences(source.read_ahead(first, size))))
+
+        def prepare_batch() -> PreparedBatch:
+            samples = self._parts.source.read_ahead(first, self._config.sft.batch_size)
+            return self._parts.trainer.prepare(_sequences(samples))
+
+        return self._threads.submit(prepare_batch)
 
     def validate(self) -> None:
         """Measure the held-out loss, the mean over all trained-on tokens of the set, and a recipe's answers."""
-        samples, answers = self._parts.validation, self._parts.answers
+        samples = self._parts.validation
+        answers = self._parts.answers
         if not samples and not answers:
             return
         with self._parts.recorder.validation(self.done) as metrics:

@@ -6,9 +6,10 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
+from rlctl.evaluation.checked_trainer import random_sequences
 from rlctl.evaluation.engine_process import EngineProcess
 from rlctl.evaluation.greedy_answers import GreedyAnswer, judge_greedy
-from rlctl.evaluation.model_check import CheckedEngine, random_sequences
+from rlctl.evaluation.model_check import CheckedEngine
 from rlctl.generation.spec import engine_kind
 from tests.system.engines import spec_for
 from tests.zoo import VOCAB, make_family

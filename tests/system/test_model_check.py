@@ -17,13 +17,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlctl.config.errors import ModelError
+from rlctl.evaluation.checked_trainer import CheckedTrainer, checked_trainer
 from rlctl.evaluation.evaluation_configs import checked_run
 from rlctl.evaluation.model_check import (
-    CheckedTrainer,
     as_transformers,
     check_model,
     checked_sequences,
-    checked_trainer,
     engine_findings,
     faintly_as_transformers,
     packed_alone,

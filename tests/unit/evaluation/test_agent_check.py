@@ -13,9 +13,9 @@ CREATOR = """
 def creator(base_url, api_key):
     def create(**request):
         headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
-        asked = Request(f"{base_url}/chat/completions", json.dumps(request).encode(), headers)
-        with urlopen(asked) as answer:
-            return json.load(answer, object_hook=lambda each: SimpleNamespace(**each))
+        http_request = Request(f"{base_url}/chat/completions", json.dumps(request).encode(), headers)
+        with urlopen(http_request) as answer:
+            return json.load(answer, object_hook=lambda fields: SimpleNamespace(**fields))
 
     return create
 
@@ -33,8 +33,8 @@ CREATOR
 def run(task, base_url, api_key):
     create = creator(base_url, api_key)
     messages = [{"role": "user", "content": task.prompt}]
-    said = create(model="m", messages=messages, tools=[TOOL], temperature=0.5).choices[0].message
-    assert said.tool_calls[0].function.name == "add"
+    message = create(model="m", messages=messages, tools=[TOOL], temperature=0.5).choices[0].message
+    assert message.tool_calls[0].function.name == "add"
     messages += [{"role": "assistant", "content": "added"}, {"role": "user", "content": "Observation: 3"}]
     return float(create(model="m", messages=messages, tools=[TOOL]).choices[0].message.content == task.answer)
 
@@ -65,7 +65,7 @@ async def asynchronous_two(task, base_url):
     return 1.0
 
 
-def three(task, model, key, more):
+def three(task, model, key, limit):
     return 1.0
 
 if __name__ == "__main__":
@@ -82,12 +82,13 @@ def test_an_agent_is_played_past_a_proxy_and_its_requests_are_judged(
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.setenv("NO_PROXY", "example.org")
-    (file := tmp_path / "mine.py").write_text(AGENT)
+    file = tmp_path / "mine.py"
+    file.write_text(AGENT)
     agent = AgentSpec((sys.executable, str(file))) if as_command else None
     report = check_environment(EnvironmentSpec(f"{file}:run", 20.0, is_function=None, agent=agent), ROWS, 1024, 0)
     assert report.problems == [] and report.contract and report.contract.is_agent
     for episode in report.episodes:
-        assert episode.reward == 1.0 and [turn.said[:11] for turn in episode.turns] == ["<tool_call>", "added", "3"]
+        assert episode.reward == 1.0 and [turn.action[:11] for turn in episode.turns] == ["<tool_call>", "added", "3"]
     assert "requests: temperature is not used: the run decides how the policy samples" in report.notes
     assert any("1 began another row: message 1 (assistant) is not the turn" in note for note in report.notes)
 
@@ -129,8 +130,9 @@ def test_a_wrong_signature_of_an_agent_is_told_the_right_one(tmp_path: Path, nam
 def test_a_models_episodes_get_no_note_of_the_scripts_rewards(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(AGENT)
     spec = EnvironmentSpec(f"{tmp_path}/mine.py:run", 20.0, is_function=None)
-    alone, before = (check_environment(spec, ROWS, 1024, 0, model_follows=follows).notes for follows in (False, True))
-    (note,) = [note for note in alone if note not in before]
+    notes = check_environment(spec, ROWS, 1024, 0).notes
+    notes_before_model = check_environment(spec, ROWS, 1024, 0, model_follows=True).notes
+    (note,) = [note for note in notes if note not in notes_before_model]
     assert note.startswith("every episode has the same reward, 1: equal rewards teach nothing; --model plays")
 
 
@@ -151,14 +153,15 @@ def run(task, base_url, api_key):
         call = message.tool_calls[0]
         if call.function.name == "end":
             return 1
-        said = {"role": "assistant", "tool_calls": [vars(call) | {"function": vars(call.function)}]}
-        messages += [said, {"role": "tool", "tool_call_id": call.id, "content": "seen"}]
+        turn = {"role": "assistant", "tool_calls": [vars(call) | {"function": vars(call.function)}]}
+        messages += [turn, {"role": "tool", "tool_call_id": call.id, "content": "seen"}]
 """.replace("CREATOR\n", CREATOR)
 
 
 def test_a_tool_that_ends_the_episode_hides_no_other_tool(tmp_path: Path) -> None:
-    (file := tmp_path / "mine.py").write_text(TWO_TOOLS)
+    file = tmp_path / "mine.py"
+    file.write_text(TWO_TOOLS)
     report = check_environment(EnvironmentSpec(f"{file}:run", 20.0, is_function=None), ROWS, 1024, 0)
     assert report.problems == []
-    called = [[turn.said.split('"')[3] for turn in episode.turns] for episode in report.episodes]
-    assert called == [["end"], ["look", "end"], ["end"]]
+    tools = [[turn.action.split('"')[3] for turn in episode.turns] for episode in report.episodes]
+    assert tools == [["end"], ["look", "end"], ["end"]]

@@ -53,7 +53,7 @@ class Typo(Fine):
         \"\"\"Say nothing.\"\"\"
 
 class Unfit(Fine):
-    def look(self, where, far, *more):
+    def look(self, where, far, *places):
         \"\"\"Look.\"\"\"
     def see(self, a: int, b: int):
         \"\"\"See.\"\"\"
@@ -65,12 +65,12 @@ class Bad(Fine):
 
 
 @pytest.fixture(autouse=True)
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
 
 
-def checked(name: str, *rows: dict[str, Any]) -> Any:
+def check(name: str, *rows: dict[str, Any]) -> Any:
     return check_environment(EnvironmentSpec(name, 20.0), rows or [{}], memory_mib=2048, seed=0)
 
 
@@ -94,22 +94,23 @@ def test_those_that_ship_pass(name: str) -> None:
     rows = list(islice(load_object(f"{ENVIRONMENTS[name].partition(':')[0]}:tasks")(0), 3))
     report = check_environment(EnvironmentSpec(name, 20.0), rows, memory_mib=2048, seed=0)
     # The script wins no episode.
-    assert report.problems == [] and all(each.startswith("every episode has the same") for each in report.notes)
-    assert all(each.turns and each.reward is not None for each in report.episodes)
+    assert report.problems == [] and all(note.startswith("every episode has the same") for note in report.notes)
+    assert all(episode.turns and episode.reward is not None for episode in report.episodes)
 
 
 def test_what_a_tool_raises_is_an_answer_and_no_problem() -> None:
-    report = checked("own.py:Fine", {"prompt": "Say it. ", "text": "this"})
+    report = check("own.py:Fine", {"prompt": "Say it. ", "text": "this"})
     assert report.problems == [] and len(report.episodes) == 3
     (turn,) = report.episodes[0].turns
-    assert (turn.said, turn.answer, turn.failed) == ("say(text='this')", "Error: not this", True)
+    assert (turn.action, turn.answer, turn.failed) == ("say(text='this')", "Error: not this", True)
     assert report.episodes[0].opening == [{"role": "user", "content": "Say it. same"}]
     assert report.episodes[0].reward == {"a": 1.0, "b": 0.5}
 
 
 def test_without_rows_a_class_that_begins_with_no_message_is_played_after_a_made_up_one() -> None:
-    report = checked("own.py:Silent")
-    assert report.problems == [] and all(each.turns and each.reward is not None for each in report.episodes)
+    report = check("own.py:Silent")
+    assert report.problems == []
+    assert all(episode.turns and episode.reward is not None for episode in report.episodes)
     assert "each row of a run needs a column prompt" in report.notes[0] and "--data FILE" in report.notes[0]
     assert not any("began differently" in note for note in report.notes)
 
@@ -123,12 +124,12 @@ def test_a_reward_that_takes_no_environments_is_named() -> None:
 
 
 def test_a_class_that_draws_its_task_from_elsewhere_is_noted() -> None:
-    report = checked("own.py:Anew")
+    report = check("own.py:Anew")
     assert report.problems == [] and "two resets of one row with one seed began differently" in report.notes[0]
 
 
 def test_a_bug_in_a_tool_is_a_problem_with_its_line_and_silence_and_equal_rewards_are_noted() -> None:
-    report = checked("own.py:Typo")
+    report = check("own.py:Typo")
     (line,) = report.problems
     assert line.startswith("tool say raised AttributeError at own.py:36: 'Typo' object has no attribute 'cout'")
     assert line.endswith("it looks like a bug, since say(text='text') fits the tool's schema")
@@ -138,10 +139,10 @@ def test_a_bug_in_a_tool_is_a_problem_with_its_line_and_silence_and_equal_reward
 
 
 def test_all_that_breaks_the_contract_is_told_at_once() -> None:
-    assert checked("own.py:Unfit").problems == [
+    assert check("own.py:Unfit").problems == [
         "tool look: parameter where has no type hint",
         "tool look: parameter far has no type hint",
-        "tool look: parameter *more: a call gives arguments by their names; write list[...]",
+        "tool look: parameter *places: a call gives arguments by their names; write list[...]",
         "tool see: parameter a has no description: add a line `a: ...` below `Args:`",
         "tool see: parameter b has no description: add a line `b: ...` below `Args:`",
     ]
@@ -173,33 +174,31 @@ def plain(task, policy):
 def test_a_rollout_function_is_called_with_scripted_answers() -> None:
     Path("mine.py").write_text(PLAY)
 
-    def tried(name: str) -> Any:
+    def check_function(name: str) -> Any:
         spec = EnvironmentSpec(f"mine.py:{name}", 20.0, is_function=None)
         return check_environment(spec, [{"prompt": "2+2=", "answer": "4"}], memory_mib=2048, seed=0)
 
-    report = tried("play")
-    assert report.problems == [] and [len(each.samples) for each in report.episodes] == [9, 9, 9]
+    report = check_function("play")
+    assert report.problems == [] and [len(episode.samples) for episode in report.episodes] == [9, 9, 9]
     assert report.episodes[0].samples[0] == (4, 1) and report.episodes[0].samples[-1][1] == 0
     assert report.notes[0].startswith("every episode has the same reward, 0: ")
-    assert (
-        tried("typo").problems[0]
-        == "episodes 1, 2, 3: typo raised NameError at mine.py:10: name 'polcy' is not defined"
-    )
-    assert "sampled again after a budget was used up" in tried("deaf").problems[0]
-    assert "returned without a sample" in tried("silent").problems[0]
-    assert "must be `async def plain(task, policy)`" in tried("plain").problems[0]
+    problem = "episodes 1, 2, 3: typo raised NameError at mine.py:10: name 'polcy' is not defined"
+    assert check_function("typo").problems[0] == problem
+    assert "sampled again after a budget was used up" in check_function("deaf").problems[0]
+    assert "returned without a sample" in check_function("silent").problems[0]
+    assert "must be `async def plain(task, policy)`" in check_function("plain").problems[0]
 
 
 def test_every_failure_is_a_problem() -> None:
-    report = checked("own.py:Bad")
+    report = check("own.py:Bad")
     assert len(report.problems) == 1
     assert report.problems[0].startswith(
         "episodes 1, 2, 3: reward broke the contract: get_reward must return a finite number"
     )
-    assert "there is nothing to answer" in checked("own.py:Silent", {"a": 1}).problems[0]
+    assert "there is nothing to answer" in check("own.py:Silent", {"a": 1}).problems[0]
     picture = {"messages": [{"role": "user", "content": [{"type": "image"}]}]}
-    assert "content must be text" in checked("own.py:Fine", picture).problems[0]
-    assert checked("own.py:Nothing").problems == ["own.py has no Nothing"]
+    assert "content must be text" in check("own.py:Fine", picture).problems[0]
+    assert check("own.py:Nothing").problems == ["own.py has no Nothing"]
 
 
 def test_a_mistyped_file_of_tasks_is_not_looked_for_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

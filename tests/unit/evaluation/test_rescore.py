@@ -32,7 +32,8 @@ def test_answers_of_a_damaged_evaluation_are_refused_with_the_path(tmp_path: Pat
     folder = EvaluationFolder(tmp_path / "one")
     folder.path.mkdir()
     facts = {"target": "t", "data": "d", "step": 4, "temperature": 0.0, "max_new_tokens": 8, "seed": 0}
-    folder.finish([group(f"r{n}") for n in range(10)], {**facts, "rows": "r", "by_task": [{}], "figures": {"tasks": 1}})
+    result = {**facts, "rows": "r", "by_task": [{}], "figures": {"tasks": 1}}
+    folder.finish([group(f"r{number}") for number in range(10)], result)
     assert len(find_answers(folder.path, tmp_path, None).groups) == 10
     file = folder.path / "rollouts.jsonl"
     file.write_text("".join(file.read_text().splitlines(keepends=True)[:5]))
@@ -51,9 +52,9 @@ def test_answers_that_a_run_has_lost_are_counted(tmp_path: Path) -> None:
 def test_an_answer_that_was_recorded_again_counts_once(tmp_path: Path) -> None:
     """Runs of earlier versions repeated step 0 after a resume."""
     twice = [group("r0", text="old"), group("r1"), group("r0", text="new"), group("r0", step=4)]
-    found = find_answers(run(tmp_path, twice, 2), tmp_path, 0)
-    assert [each["task"] for each in found.groups] == ["r1", "r0"]
-    assert found.groups[1]["rollouts"][0]["text"] == [["new", True]] and found.missing == ""
+    answers = find_answers(run(tmp_path, twice, 2), tmp_path, 0)
+    assert [record["task"] for record in answers.groups] == ["r1", "r0"]
+    assert answers.groups[1]["rollouts"][0]["text"] == [["new", True]] and answers.missing == ""
 
 
 def test_a_validation_of_fewer_tasks_than_are_recorded_lacks_none(tmp_path: Path) -> None:

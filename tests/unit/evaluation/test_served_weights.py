@@ -15,21 +15,24 @@ from tests.tiny_models import make_model
 NAMES = ["layer.norm.weight", "layer.bias", "router.correction"]
 # An engine's own tensors: two under the names of the folder, one that it makes of another.
 BEFORE = {"0: layer.norm.weight": 1, "0: router.correction": 2, "0: layer.fused": 3}
-BETWEEN = {name: value + 10 for name, value in BEFORE.items()}
+BETWEEN = {name: checksum + 10 for name, checksum in BEFORE.items()}
 STAGED = LoadMode("staged", "it must", 0, False)
 
 
-def served(**changes: object) -> Served:
-    return Served(BEFORE, BETWEEN, BEFORE, NAMES, set(NAMES), True)._replace(**changes)
+def make_served(**changes: object) -> Served:
+    served = Served(
+        before=BEFORE, between=BETWEEN, after=BEFORE, sent=NAMES, required=set(NAMES), has_same_answers=True
+    )
+    return served._replace(**changes)
 
 
 def test_an_engine_that_took_all_in_and_came_back_holds() -> None:
-    found = judge_served(served(), STAGED)
-    assert found.holds and found.text.startswith("3 tensors sent, twice, staged (it must): "), found
+    finding = judge_served(make_served(), STAGED)
+    assert finding.holds and finding.text.startswith("3 tensors sent, twice, staged (it must): "), finding
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "text"),
     [
         ({"sent": NAMES[:2]}, "router.correction of the model's 3 tensors not sent: engines would serve others"),
         ({"sent": NAMES[1:2]}, "layer.norm.weight and 1 more of the model's 3 tensors not sent"),
@@ -37,40 +40,44 @@ def test_an_engine_that_took_all_in_and_came_back_holds() -> None:
         ({"between": BETWEEN | {"0: layer.fused": 3}}, "changed 2 of the engine's 3, but not layer.fused;"),
         ({"after": BETWEEN}, "then 0 were bit for bit those of the start, but not layer.norm.weight"),
         (
-            {"between": BEFORE, "sent": ["layer.bias"], "needed": {"layer.bias"}},
+            {"between": BEFORE, "sent": ["layer.bias"], "required": {"layer.bias"}},
             "changed 0 of the engine's 3, but not layer.fused;",
         ),
-        ({"answers": False}, "; answers were not"),
+        ({"has_same_answers": False}, "; answers were not"),
     ],
 )
-def test_each_way_to_serve_something_else_is_refused_by_name(changes: dict[str, object], said: str) -> None:
-    found = judge_served(served(**changes), STAGED)
-    assert found.holds is False and said in found.text, found.text
+def test_each_way_to_serve_something_else_is_refused_by_name(changes: dict[str, object], text: str) -> None:
+    finding = judge_served(make_served(**changes), STAGED)
+    assert finding.holds is False and text in finding.text, finding.text
 
 
 def test_a_tensor_that_an_engine_made_by_itself_may_stay_as_it_is() -> None:
-    more = {"0: layer.scale (buffer)": 4, "0: layer.backend (0)": 5}
-    assert judge_served(served(before=BEFORE | more, between=BETWEEN | more, after=BEFORE | more), STAGED).holds
+    own_tensors = {"0: layer.scale (buffer)": 4, "0: layer.backend (0)": 5}
+    before = BEFORE | own_tensors
+    assert judge_served(make_served(before=before, between=BETWEEN | own_tensors, after=before), STAGED).holds
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_tensors_that_an_update_leaves_alone_have_other_values_until_it_is_undone(dtype: str) -> None:
-    moved, rounded, buffer, zeros = (torch.full((8,), value) for value in (1.0, 1.0, 3.0, 0.0))
+    moved = torch.full((8,), 1.0)
+    rounded = torch.full((8,), 1.0)
+    buffer = torch.full((8,), 3.0)
+    zeros = torch.full((8,), 0.0)
     table = torch.arange(3)
-    shards = [Shard(str(number), (0,), each) for number, each in enumerate((moved, rounded, buffer, zeros, table))]
-    values = OtherValues(shards)
-    # An update: the second moves by less than bfloat16 tells apart.
+    tensors = {"moved": moved, "rounded": rounded, "buffer": buffer, "zeros": zeros, "table": table}
+    values = OtherValues([Shard(name, (0,), tensor) for name, tensor in tensors.items()])
+    # This is the update. `rounded` moves by less than bfloat16 tells apart.
     moved.add_(0.1)
     rounded.add_(1e-4)
     values.put(dtype)
     kind = getattr(torch, dtype)
     assert torch.equal(moved, torch.full((8,), 1.1))
-    for each, before in ((rounded, 1.0), (buffer, 3.0), (zeros, 0.0)):
-        assert (each.to(kind) != before).any() and (each - before).abs().max() < 3.0
+    for tensor, before in ((rounded, 1.0), (buffer, 3.0), (zeros, 0.0)):
+        assert (tensor.to(kind) != before).any() and (tensor - before).abs().max() < 3.0
     assert (rounded == 1.0001).all() == (dtype == "float32")
     values.undo()
-    for each, before in ((moved, 1.0), (rounded, 1.0), (buffer, 3.0), (zeros, 0.0)):
-        assert (each == before).all()
+    for tensor, before in ((moved, 1.0), (rounded, 1.0), (buffer, 3.0), (zeros, 0.0)):
+        assert (tensor == before).all()
     assert table.tolist() == [0, 1, 2]
 
 
@@ -89,6 +96,6 @@ def test_all_that_a_model_holds_must_be_sent(tmp_path: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     facts = find_facts(folder)
     assert facts.sizes.tied and names_to_send(folder, facts) == tensors.keys()
-    more = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone(), "mtp.norm.weight": torch.ones(4)}
-    save_file({**tensors, **more}, folder / "model.safetensors", {"format": "pt"})
+    further = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone(), "mtp.norm.weight": torch.ones(4)}
+    save_file({**tensors, **further}, folder / "model.safetensors", {"format": "pt"})
     assert names_to_send(folder, find_facts(folder)) == tensors.keys()

@@ -14,11 +14,12 @@ from rlctl.rollout.types import RolloutGroup
 from rlctl.run.file_manifest import write_manifest
 from tests.unit.evaluation.test_figures import rollout
 
-TASKS = [Task(f"r{n}", [1], "", "2", {"answer": "2"}) for n in range(7)]
+TASKS = [Task(f"r{place}", [1], "", "2", {"answer": "2"}) for place in range(7)]
 
 
 def groups(places: range) -> list[RolloutGroup]:
-    return [RolloutGroup(TASKS[n], [rollout(f"r{n}", 0, float(n % 2), n + 1)]) for n in places]
+    rollouts = [rollout(f"r{place}", index=0, reward=float(place % 2), length=place + 1) for place in places]
+    return [RolloutGroup(TASKS[place], [place_rollout]) for place, place_rollout in zip(places, rollouts)]
 
 
 def test_what_is_missing_is_found_in_ranges() -> None:
@@ -28,38 +29,39 @@ def test_what_is_missing_is_found_in_ranges() -> None:
 
 def test_parts_come_back_as_they_were_and_the_rest_is_missing(tmp_path: Path) -> None:
     folder = EvaluationFolder(tmp_path / "one")
-    with folder.claimed():
+    with folder.claim():
         folder.save(range(2, 5), groups(range(2, 5)))
         folder.save(range(1), groups(range(1)))
-    again = EvaluationFolder(tmp_path / "one")
-    assert again.missing(7, 10) == [range(1, 2), range(5, 7)]
-    with again.claimed():
-        again.save(range(1, 2), groups(range(1, 2)))
-    found = again.groups(TASKS[:5])
-    assert [group.task.id for group in found] == ["r0", "r1", "r2", "r3", "r4"]
-    assert [group.rollouts[0].num_sampled for group in found] == [1, 2, 3, 4, 5]
-    assert [group.rollouts[0].reward for group in found] == [0.0, 1.0, 0.0, 1.0, 0.0]
+    reopened = EvaluationFolder(tmp_path / "one")
+    assert reopened.missing(7, 10) == [range(1, 2), range(5, 7)]
+    with reopened.claim():
+        reopened.save(range(1, 2), groups(range(1, 2)))
+    loaded = reopened.groups(TASKS[:5])
+    assert [group.task.id for group in loaded] == ["r0", "r1", "r2", "r3", "r4"]
+    assert [group.rollouts[0].num_sampled for group in loaded] == [1, 2, 3, 4, 5]
+    assert [group.rollouts[0].reward for group in loaded] == [0.0, 1.0, 0.0, 1.0, 0.0]
 
 
 def test_a_part_that_was_half_written_is_sampled_again(tmp_path: Path) -> None:
     folder = EvaluationFolder(tmp_path)
     (tmp_path / "parts/tmp_000000-000003").mkdir(parents=True)
     (tmp_path / "parts/tmp_000000-000003/groups.json").write_text("[")
-    with folder.claimed():
+    with folder.claim():
         assert folder.missing(4, 4) == [range(4)]
         folder.save(range(4), groups(range(4)))
     assert folder.missing(4, 4) == []
 
 
 def test_two_processes_do_not_evaluate_into_one_folder(tmp_path: Path) -> None:
-    first, second = EvaluationFolder(tmp_path), EvaluationFolder(tmp_path)
-    with first.claimed(), pytest.raises(EvaluationError) as raised, second.claimed():
+    first = EvaluationFolder(tmp_path)
+    second = EvaluationFolder(tmp_path)
+    with first.claim(), pytest.raises(EvaluationError) as raised, second.claim():
         raise AssertionError
     assert str(raised.value) == f"{tmp_path} is being evaluated by another process"
-    with second.claimed():
+    with second.claim():
         pass
-    # As a full pipe raises that does not block, where progress is printed.
-    with pytest.raises(BlockingIOError), first.claimed():
+    # A full pipe that does not block raises this where progress is printed.
+    with pytest.raises(BlockingIOError), first.claim():
         raise BlockingIOError
 
 
@@ -86,56 +88,64 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def changed(section: str, **values: Any) -> dict[str, Any]:
+def change_config(section: str, **values: Any) -> dict[str, Any]:
     return {**CONFIG, section: {**CONFIG[section], **values}}
 
 
 def test_the_digest_changes_with_what_answers_depend_on_and_with_nothing_else() -> None:
     first = digest_of(CONFIG, "w", "r")
-    same = [changed("run", name="b"), changed("model", path="b"), changed("trainer", num_ranks=2)]
-    same.append(changed("data", train={"path": "u"}))
-    assert {digest_of(each, "w", "r") for each in same} == {first}
-    others = [changed("run", seed=1), changed("validation", temperature=1.0), changed("data", validation={"path": "w"})]
-    others.append({**CONFIG, "rewards": [{"name": "regex"}]})
-    digests = {digest_of(each, "w", "r") for each in others}
+    equal_configs = [
+        change_config("run", name="b"),
+        change_config("model", path="b"),
+        change_config("trainer", num_ranks=2),
+        change_config("data", train={"path": "u"}),
+    ]
+    assert {digest_of(config, "w", "r") for config in equal_configs} == {first}
+    other_configs = [
+        change_config("run", seed=1),
+        change_config("validation", temperature=1.0),
+        change_config("data", validation={"path": "w"}),
+        {**CONFIG, "rewards": [{"name": "regex"}]},
+    ]
+    digests = {digest_of(config, "w", "r") for config in other_configs}
     assert len({first, *digests, digest_of(CONFIG, "x", "r"), digest_of(CONFIG, "w", "s")}) == 7
 
 
 def test_rows_have_one_digest_whatever_tokens_they_are() -> None:
-    others = [Task(task.id, [7, 7], "another template", task.answer, task.row) for task in TASKS]
-    assert digest_of_rows(others) == digest_of_rows(TASKS)
+    same_rows = [Task(task.id, [7, 7], "another template", task.answer, task.row) for task in TASKS]
+    assert digest_of_rows(same_rows) == digest_of_rows(TASKS)
     assert digest_of_rows(TASKS[1:]) != digest_of_rows(TASKS)
 
 
-def kept_parts(path: Path) -> EvaluationFolder:
+def save_parts(path: Path) -> EvaluationFolder:
     folder = EvaluationFolder(path)
-    with folder.claimed():
+    with folder.claim():
         folder.save(range(3), groups(range(3)))
         folder.save(range(3, 7), groups(range(3, 7)))
     return folder
 
 
-def altered(path: Path) -> None:
+def alter_reward(path: Path) -> None:
     path.write_text(path.read_text().replace('"value": 1.0', '"value": 0.5'))
 
 
 DAMAGE: list[tuple[str, Callable[[Path], None], str]] = [
     ("groups.npz", Path.unlink, "missing"),
-    ("groups.json", altered, "its bytes are not those that were written"),
+    ("groups.json", alter_reward, "its bytes are not those that were written"),
     ("groups.npz", lambda path: os.truncate(path, 100), "cut to 100 of "),
     ("manifest.json", Path.unlink, "missing, so that nothing says"),
 ]
 
 
-@pytest.mark.parametrize(("name", "hurt", "said"), DAMAGE)
+@pytest.mark.parametrize(("name", "hurt", "problem"), DAMAGE)
 def test_a_damaged_part_is_named_with_its_path_and_is_missing_again(
-    tmp_path: Path, name: str, hurt: Callable[[Path], None], said: str
+    tmp_path: Path, name: str, hurt: Callable[[Path], None], problem: str
 ) -> None:
-    folder = kept_parts(tmp_path)
+    folder = save_parts(tmp_path)
     hurt(tmp_path / "parts/000003-000006" / name)
-    with folder.claimed():
+    with folder.claim():
         (line,) = folder.drop_damaged()
-        assert line.startswith(f"{tmp_path}/parts/000003-000006/{name}: {said}")
+        assert line.startswith(f"{tmp_path}/parts/000003-000006/{name}: {problem}")
         assert line.endswith("; sampled again: 4 tasks")
         assert folder.missing(7, 10) == [range(3, 7)]
         with pytest.raises(EvaluationError, match=r"parts: no answers to 4 of 7 tasks, first r3"):
@@ -148,7 +158,8 @@ def test_a_damaged_part_is_named_with_its_path_and_is_missing_again(
 @pytest.mark.parametrize("name", ["result.json", "rollouts.jsonl", "manifest.json"])
 def test_a_result_counts_only_as_it_was_written(tmp_path: Path, name: str) -> None:
     folder = EvaluationFolder(tmp_path)
-    folder.finish([{"task": f"r{n}"} for n in range(10)], {"rows": "r", "by_task": [{}], "figures": {"tasks": 10}})
+    result = {"rows": "r", "by_task": [{}], "figures": {"tasks": 10}}
+    folder.finish([{"task": f"r{number}"} for number in range(10)], result)
     file = tmp_path / name
     lines = file.read_text().splitlines(keepends=True)
     file.write_text("".join(lines[: len(lines) // 2])) if name != "manifest.json" else file.unlink()

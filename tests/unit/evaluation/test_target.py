@@ -14,7 +14,7 @@ from rlctl.run.checkpoints import Checkpoints
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run with checkpoints of steps 2 and 4."""
+    """Return a run with checkpoints of steps 2 and 4."""
     folder = tmp_path / "runs/sums"
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text("kind: grpo\n")
@@ -52,7 +52,8 @@ def test_a_file_that_is_not_as_it_was_written_is_named(run: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["cut", "edited", "missing", "config", "set aside"])
 def test_a_damaged_newest_checkpoint_is_said_and_the_one_before_is_taken_by_name_alone(run: Path, damage: str) -> None:
-    newest, before = (run / f"checkpoints/step_{step}" for step in (4, 2))
+    newest = run / "checkpoints/step_4"
+    previous = run / "checkpoints/step_2"
     state = newest / "state.json"
     if damage == "cut":
         state.write_text(state.read_text()[:5])
@@ -67,9 +68,9 @@ def test_a_damaged_newest_checkpoint_is_said_and_the_one_before_is_taken_by_name
     for arguments in (("sums", run.parent), (str(run), Path("/"))):
         with pytest.raises(TargetError) as raised:
             find_target(*arguments)
-        said = str(raised.value)
-        assert said.startswith(str(newest)) and said.endswith(f"; the one before: --step 2, or {before}")
-    assert find_target("sums", run.parent, 2).step == find_target(str(before), Path("/")).step == 2
+        problem = str(raised.value)
+        assert problem.startswith(str(newest)) and problem.endswith(f"; the one before: --step 2, or {previous}")
+    assert find_target("sums", run.parent, 2).step == find_target(str(previous), Path("/")).step == 2
     if damage in ("cut", "missing", "set aside"):
         with pytest.raises(FileNotFoundError, match=f"{newest}, the newest checkpoint, is damaged; the one before: "):
             exported_weights(run)
@@ -93,11 +94,11 @@ def test_a_checkpoint_that_is_pruned_before_it_is_read_is_not_damaged(
     real = run_weights.newest_folder
 
     def look(checkpoints: Path) -> tuple[int, Path] | None:
-        found = real(checkpoints)
-        if found and found[0] == 4:
+        newest = real(checkpoints)
+        if newest and newest[0] == 4:
             (run / "checkpoints/step_4").rename(run / "checkpoints/step_6")
             (run / "checkpoints/step_6/state.json").write_text('{"step": 6}')
-        return found
+        return newest
 
     monkeypatch.setattr(run_weights, "newest_folder", look)
     assert exported_weights(run) == run / "checkpoints/step_6/hf"
@@ -132,8 +133,8 @@ def test_other_folders_and_hub_names_belong_to_no_run(tmp_path: Path, run: Path)
 
 
 def test_other_weights_have_another_digest_wherever_they_are(run: Path, tmp_path: Path) -> None:
-    second, fourth = (run / f"checkpoints/step_{step}/hf" for step in (2, 4))
-    assert digest_of_weights(second) != digest_of_weights(fourth)
+    second = run / "checkpoints/step_2/hf"
+    assert digest_of_weights(second) != digest_of_weights(run / "checkpoints/step_4/hf")
     manifest = json.loads((second.parent / "manifest.json").read_text())
     assert set(manifest["files"]) >= {"hf/model.safetensors"}
     before = digest_of_weights(second)

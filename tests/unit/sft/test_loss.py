@@ -36,9 +36,9 @@ def test_is_the_mean_negative_log_likelihood_of_masked_tokens() -> None:
 
 @given(st.integers(0, 10_000), st.integers(1, 30), st.data())
 @settings(max_examples=40, deadline=None)
-def test_value_and_gradient_do_not_depend_on_the_packing(seed: int, size: int, data: st.DataObject) -> None:
+def test_value_and_gradient_do_not_depend_on_the_packing(seed: int, size: int, draws: st.DataObject) -> None:
     log_probs, mask = rows(seed, size)
-    cut = data.draw(st.integers(0, size))
+    cut = draws.draw(st.integers(0, size))
     parts = [NllLoss()(batch(log_probs[part], mask[part])).loss for part in (slice(cut), slice(cut, None))]
     torch.testing.assert_close(sum(parts), NllLoss()(batch(log_probs, mask)).loss)
     (gradient,) = torch.autograd.grad(parts[0] + parts[1], log_probs)
