@@ -27,7 +27,7 @@ UNMARKED = (
 
 
 def chat_tokens(chat: Chat, messages: Any, train: Literal["all", "last"]) -> Tokens:
-    """Tokens and mask of a chat that is one sample."""
+    """Return tokens and mask of a chat that is one sample."""
     (row,) = chat_samples(chat, messages, train, "strip").rows
     return row
 
@@ -38,7 +38,8 @@ def tokenizer() -> Any:
     from transformers import PreTrainedTokenizerFast
 
     characters = ["<unk>", "<eos>", *map(chr, range(32, 127)), "\n"]
-    base = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="<unk>"))
+    vocabulary = {character: number for number, character in enumerate(characters)}
+    base = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     base.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     base.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=base, eos_token="<eos>", unk_token="<unk>")

@@ -28,20 +28,23 @@ def data(template: str, system_prompt: str | None = None) -> DataSection:
     return DataSection(none, none, system_prompt, template, {}, "text", max_prompt_length=None, shuffle=True)
 
 
-def trained(chat: Chat, messages: list[dict[str, str]], train: Literal["all", "last"]) -> list[str]:
-    """The stretches of text that are trained on."""
+def trained_texts(chat: Chat, messages: list[dict[str, str]], train: Literal["all", "last"]) -> list[str]:
+    """Return the stretches of text that are trained on."""
     tokens, mask = chat_tokens(chat, messages, train)
     assert len(tokens) == len(mask)
-    stretches = groupby(zip(tokens, mask, strict=True), key=lambda pair: bool(pair[1]))
-    return [chat.tokenizer.decode([token for token, _ in pairs]) for on, pairs in stretches if on]
+    texts = []
+    for is_trained, pairs in groupby(zip(tokens, mask, strict=True), key=lambda pair: bool(pair[1])):
+        if is_trained:
+            texts.append(chat.tokenizer.decode([token for token, _ in pairs]))
+    return texts
 
 
 def test_every_assistant_turn_is_trained_with_its_end_token_and_nothing_else(tokenizer):
-    assert trained(Chat(tokenizer, CHATML, None), CHAT, "all") == ["yes<|im_end|>", "no<|im_end|>"]
+    assert trained_texts(Chat(tokenizer, CHATML, None), CHAT, "all") == ["yes<|im_end|>", "no<|im_end|>"]
 
 
 def test_last_trains_the_last_assistant_turn_alone(tokenizer):
-    assert trained(Chat(tokenizer, CHATML, None), CHAT, "last") == ["no<|im_end|>"]
+    assert trained_texts(Chat(tokenizer, CHATML, None), CHAT, "last") == ["no<|im_end|>"]
 
 
 def test_what_stands_before_a_trained_turn_is_what_generation_starts_from(tokenizer):
@@ -61,26 +64,26 @@ def test_a_template_that_rewrites_what_it_wrote_before_is_refused(tokenizer):
 
 
 def test_a_template_without_an_end_token_gets_the_tokenizers_own_behind_the_last_turn(tokenizer):
-    assert trained(Chat(tokenizer, UNMARKED, None), CHAT, "all") == ["yes", "no<eos>"]
+    assert trained_texts(Chat(tokenizer, UNMARKED, None), CHAT, "all") == ["yes", "no<eos>"]
 
 
 def test_without_a_template_texts_are_joined_and_the_end_token_is_trained(tokenizer):
     chat = Chat(tokenizer, None, None)
     tokens, _ = chat_tokens(chat, CHAT[:2], "all")
     assert tokenizer.decode(tokens) == "hiyes<eos>"
-    assert trained(chat, CHAT[:2], "all") == ["yes<eos>"]
+    assert trained_texts(chat, CHAT[:2], "all") == ["yes<eos>"]
 
 
 def test_white_space_that_belongs_to_a_plain_answer_is_trained(tokenizer):
     answer = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes \n"}]
-    assert trained(Chat(tokenizer, None, None), answer, "all") == ["yes \n<eos>"]
+    assert trained_texts(Chat(tokenizer, None, None), answer, "all") == ["yes \n<eos>"]
 
 
 def test_the_system_prompt_comes_first_unless_the_chat_has_one_of_its_own(tokenizer):
     chat = Chat(tokenizer, CHATML, "be brief")
     assert chat.prompt_text(CHAT[:1]).startswith("<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhi")
-    own = [{"role": "system", "content": "be long"}, *CHAT[:1]]
-    assert "be brief" not in chat.prompt_text(own)
+    messages = [{"role": "system", "content": "be long"}, *CHAT[:1]]
+    assert "be brief" not in chat.prompt_text(messages)
 
 
 def test_an_odd_template_is_one_error_and_no_traceback(tokenizer):
@@ -115,13 +118,12 @@ def test_auto_takes_the_tokenizers_template_and_none_leaves_it(tokenizer, tmp_pa
 def test_a_system_prompt_that_no_template_writes_and_a_missing_template_are_errors(tokenizer, tmp_path):
     with pytest.raises(DataError, match=r"data\.system_prompt needs a chat template"):
         make_chat(tokenizer, data("auto", "be brief"), None)
-    for source, told in (("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", "leaves out"),
+    for source, verb in (("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", "leaves out"),
                          ("{{ raise_exception('no \x1b[31m system') }}", "refuses")):  # fmt: skip
         (tmp_path / "chat.jinja").write_text(source)
-        with pytest.raises(DataError, match=rf"^data\.system_prompt: the chat template {told} a system message"):
-            require_system_message(
-                make_chat(tokenizer, data(str(tmp_path / "chat.jinja"), "be brief"), None), "be brief"
-            )
+        chat = make_chat(tokenizer, data(str(tmp_path / "chat.jinja"), "be brief"), None)
+        with pytest.raises(DataError, match=rf"^data\.system_prompt: the chat template {verb} a system message"):
+            require_system_message(chat, "be brief")
     with pytest.raises(DataError, match=r"nowhere\.jinja: no such file"):
         make_chat(tokenizer, data("nowhere.jinja"), None)
 
@@ -141,8 +143,9 @@ def test_the_class_that_is_taken_without_torch_is_the_one_that_transformers_take
     tokenizer.save_pretrained(tmp_path)
     if model_type:
         (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
-    expected, found = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(str(tmp_path))
-    assert type(found) is type(expected) and found("1+1<eos>") == expected("1+1<eos>")
+    expected = AutoTokenizer.from_pretrained(tmp_path)
+    loaded = load_tokenizer(str(tmp_path))
+    assert type(loaded) is type(expected) and loaded("1+1<eos>") == expected("1+1<eos>")
     assert is_general(tmp_path) == (model_type not in ("qwen2", "qwen3_5"))
     (tmp_path / "tekken.json").write_text("{}")
     assert not is_general(tmp_path)
@@ -154,13 +157,15 @@ def test_every_model_type_with_a_class_of_its_own_in_transformers_is_listed() ->
 
     general = ("TokenizersBackend", "PythonBackend", "PreTrainedTokenizerFast", "MistralCommonBackend", None)
     names = auto.TOKENIZER_MAPPING_NAMES
-    own_class = {kind for kind in auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS if names[kind] not in general}
-    assert own_class <= {kind for kind, value in model_exceptions("tokenizer_class").items() if value == "own"}
+    with_own_class = {kind for kind in auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS if names[kind] not in general}
+    exceptions = model_exceptions("tokenizer_class").items()
+    assert with_own_class <= {kind for kind, class_name in exceptions if class_name == "own"}
 
 
 def test_a_tokenizer_is_loaded_without_torch() -> None:
     folder = Path(__file__).parents[3] / "recipes" / "tiny" / "qwen3-tiny"
     loading = "from rlctl.data.load_tokenizer import load_tokenizer; load_tokenizer(sys.argv[1])"
     code = f"import sys; {loading}; print(*sys.modules)"
-    made = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True)
-    assert "transformers" in made.stdout.split() and "torch" not in made.stdout.split()
+    process = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True)
+    modules = process.stdout.split()
+    assert "transformers" in modules and "torch" not in modules

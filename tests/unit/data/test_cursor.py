@@ -1,4 +1,5 @@
 from collections import Counter
+from itertools import chain
 
 import pytest
 from hypothesis import given
@@ -14,7 +15,7 @@ sizes = st.lists(st.integers(1, 30), min_size=1, max_size=12)
 @given(rows=st.integers(1, 25), seed=st.integers(0, 2**32), shuffle=st.booleans(), batches=sizes)
 def test_every_row_comes_exactly_once_an_epoch_whatever_the_batch_sizes(rows, seed, shuffle, batches):
     cursor = Cursor(rows, seed, shuffle)
-    draws = [draw for n in batches for draw in cursor.draw(n)]
+    draws = list(chain.from_iterable(cursor.draw(size) for size in batches))
     assert len(draws) == sum(batches)
     epochs = Counter(draw.epoch for draw in draws)
     for epoch in range(max(epochs)):
@@ -26,24 +27,24 @@ def test_every_row_comes_exactly_once_an_epoch_whatever_the_batch_sizes(rows, se
 @given(rows=st.integers(1, 25), seed=st.integers(0, 99), before=sizes, after=sizes)
 def test_a_resume_from_any_point_continues_the_identical_order(rows, seed, before, after):
     cursor = Cursor(rows, seed, shuffle=True)
-    for n in before:
-        cursor.draw(n)
+    for size in before:
+        cursor.draw(size)
     resumed = Cursor(rows, seed, shuffle=True)
     resumed.load_state_dict(cursor.state_dict())
-    assert [resumed.draw(n) for n in after] == [cursor.draw(n) for n in after]
+    assert [resumed.draw(size) for size in after] == [cursor.draw(size) for size in after]
 
 
 @given(rows=st.integers(1, 25), seed=st.integers(0, 99), batches=sizes)
 def test_the_order_does_not_depend_on_how_it_is_cut_into_batches(rows, seed, batches):
-    whole = Cursor(rows, seed, shuffle=True).draw(sum(batches))
+    draws = Cursor(rows, seed, shuffle=True).draw(sum(batches))
     cursor = Cursor(rows, seed, shuffle=True)
-    assert [draw for n in batches for draw in cursor.draw(n)] == whole
+    assert list(chain.from_iterable(cursor.draw(size) for size in batches)) == draws
 
 
 def test_epochs_and_seeds_differ_in_order_and_without_shuffle_nothing_does():
-    first, second = (Cursor(50, seed=0, shuffle=True).draw(100)[part] for part in (slice(50), slice(50, 100)))
-    assert [d.row for d in first] != [d.row for d in second]
-    assert [d.row for d in first] != [d.row for d in Cursor(50, seed=1, shuffle=True).draw(50)]
+    rows = [draw.row for draw in Cursor(50, seed=0, shuffle=True).draw(100)]
+    assert rows[:50] != rows[50:]
+    assert rows[:50] != [draw.row for draw in Cursor(50, seed=1, shuffle=True).draw(50)]
     assert Cursor(2, seed=0, shuffle=False).draw(3) == [Draw(0, 0), Draw(0, 1), Draw(1, 0)]
 
 
@@ -64,6 +65,7 @@ def test_a_state_of_a_data_set_of_another_size_is_refused():
 
 
 def test_a_source_names_each_draw_by_epoch_and_row_of_the_data_set():
-    kept = [Task(f"r{row}", [1], "x", "y") for row in (0, 7)]  # the rows between were too long
-    source = TaskSource(kept, Cursor(2, seed=0, shuffle=False))
+    # The rows between were too long.
+    tasks = [Task(f"r{row}", [1], "x", "y") for row in (0, 7)]
+    source = TaskSource(tasks, Cursor(2, seed=0, shuffle=False))
     assert [prompt.id for prompt in source.draw(4)] == ["e0-r0", "e0-r7", "e1-r0", "e1-r7"]

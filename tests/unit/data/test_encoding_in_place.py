@@ -22,32 +22,32 @@ KINDS = ["first", "always", "legacy", "bytes", "strips"]
 
 @cache
 def tokenizer_of(kind: str) -> Any:
-    """SentencePiece's three forms (Llama 2's older one is legacy), and bytes, whose marks may take blanks (Phi-3)."""
+    """Return one of SentencePiece's three forms (legacy: Llama 2's), or bytes, whose marks may take blanks (Phi-3)."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    made = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
     alphabet = ["\u2581", "\n", *map(chr, range(33, 127))]
     texts = CORPUS
     if kind in ("bytes", "strips"):
-        made = Tokenizer(models.BPE())
-        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        made.decoder = decoders.ByteLevel()
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
         alphabet = pre_tokenizers.ByteLevel.alphabet()
     else:
-        made.decoder = decoders.Sequence(
+        tokenizer.decoder = decoders.Sequence(
             [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
         )
     if kind == "legacy":
-        made.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
         texts = [text.replace(" ", "\u2581") for text in CORPUS]
     elif kind in ("first", "always"):
-        made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=kind, split=False)
-    made.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet))
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=kind, split=False)
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet))
     added = MARKS if kind == "strips" else ["</s>"]
     rules = {"special": True, "normalized": False, "rstrip": kind == "strips"}
-    made.add_special_tokens([AddedToken(token, **rules) for token in [*added, "<unk>"]])
-    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>", unk_token="<unk>")
+    tokenizer.add_special_tokens([AddedToken(token, **rules) for token in [*added, "<unk>"]])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>")
 
 
 def talk(*contents: str) -> list[dict[str, str]]:
@@ -61,9 +61,9 @@ def talk(*contents: str) -> list[dict[str, str]]:
 def test_the_tokens_of_a_sample_and_of_a_link_are_those_of_the_whole(kind: str, answer: str) -> None:
     chat = Chat(tokenizer_of(kind), ZEPHYR, None)
     messages = talk("Add 3 and 4", answer, "More", "Yes. Paris")
-    whole = chat.encode(chat.render(messages, generation=False))
+    chat_tokens = chat.encode(chat.render(messages, generation=False))
     ((tokens, _),) = chat_samples(chat, messages, "all", "strip").rows
-    assert tokens == whole[: len(tokens)] and chat.decode(whole[len(tokens) :]).strip() == ""
+    assert tokens == chat_tokens[: len(tokens)] and chat.decode(chat_tokens[len(tokens) :]).strip() == ""
     prompt = chat.prompt(messages[:1])
     sampled = tokens[len(prompt.tokens) : tokens.index(chat.ends.trained, len(prompt.tokens)) + 1]
     link = chat.link(messages[:1], messages[2:3]).tokens_after(sampled, chat.ends.stops)
@@ -90,11 +90,11 @@ def test_text_that_spells_a_token_begins_no_word_within() -> None:
     from transformers import PreTrainedTokenizerFast
 
     pieces = ["<unk>", "</s>", "\u2581", *map(chr, range(33, 127))]
-    made = Tokenizer(models.Unigram([(piece, -1.0) for piece in pieces], unk_id=0))
-    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
-    made.add_special_tokens(["</s>"])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>", unk_token="<unk>")
+    base = Tokenizer(models.Unigram([(piece, -1.0) for piece in pieces], unk_id=0))
+    base.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
+    base.add_special_tokens(["</s>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=base, eos_token="</s>", unk_token="<unk>")
     tokens = Chat(tokenizer, ZEPHYR, None).prompt(talk("a</s>b")).tokens
     pieces_of_prompt = tokenizer.convert_ids_to_tokens(tokens)
-    # At the beginning, and behind the turn.
+    # One is at the beginning, and one behind the turn.
     assert "".join(pieces_of_prompt).count("\u2581") == 2

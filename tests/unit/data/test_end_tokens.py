@@ -10,7 +10,7 @@ from rlctl.data.chat import Chat
 from rlctl.data.files import DataError
 from rlctl.data.supervised import chat_samples
 from tests.unit.data.conftest import ALL, CHATML, UNMARKED, chat_tokens
-from tests.unit.data.test_supervised import shown
+from tests.unit.data.test_supervised import sample_text
 
 SPECIAL = ["<unk>", "<eos>", "<bos>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>"]
 LLAMA3 = (
@@ -27,15 +27,16 @@ CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes
 
 
 def make(*, begins: bool = False) -> Any:
-    """A character tokenizer. begins: it puts <bos> before every text, as Llama's and Gemma's do."""
+    """Return a character tokenizer. begins: it puts <bos> before every text, as Llama's and Gemma's do."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
     characters = [*SPECIAL, *map(chr, range(32, 127)), "\n"]
-    base = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="<unk>"))
+    vocabulary = {character: number for number, character in enumerate(characters)}
+    base = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     base.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     base.decoder = decoders.Fuse()
-    base.add_special_tokens([AddedToken(each, special=True, normalized=False) for each in SPECIAL])
+    base.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
     base.add_tokens([AddedToken("</think>", special=False, normalized=False)])
     if begins:
         base.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 2)])
@@ -127,7 +128,7 @@ CALLS = [
 
 
 def glm(folder: Path, ends: list[str]) -> Chat:
-    """A chat whose model stops at these tokens."""
+    """Return a chat whose model stops at these tokens."""
     tokenizer = make()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<user>", "<assistant>", "<tool>"]})
     return Chat(tokenizer, GLM, None, model(folder, 1, tokenizer.convert_tokens_to_ids(ends)))
@@ -138,24 +139,24 @@ def test_the_mark_of_the_next_role_is_the_end_of_each_turn_where_sampling_stops_
     tmp_path: Path, history: Any
 ) -> None:
     chat = glm(tmp_path, ["<user>", "<tool>"])
-    found = chat_samples(chat, CALLS, "all", history)
-    assert shown(chat, found.rows[0]) == (
+    samples = chat_samples(chat, CALLS, "all", history)
+    assert sample_text(chat, samples.rows[0]) == (
         "<user>hi<assistant>{+[f]<tool>+}7<assistant>{+yes<user>+}more<assistant>{+no<eos>+}"
     )
-    assert found.unended == 0
+    assert samples.unended == 0
     # The last trained turn ends as the row goes on.
-    assert shown(chat, chat_samples(chat, CALLS[:3], "last", history).rows[0]).endswith("{+[f]<tool>+}")
+    assert sample_text(chat, chat_samples(chat, CALLS[:3], "last", history).rows[0]).endswith("{+[f]<tool>+}")
 
 
 def test_a_turn_behind_which_sampling_does_not_stop_is_counted(tmp_path: Path) -> None:
     chat = glm(tmp_path, ["<user>"])
-    found = chat_samples(chat, CALLS, "all", "strip")
-    assert shown(chat, found.rows[0]) == (
+    samples = chat_samples(chat, CALLS, "all", "strip")
+    assert sample_text(chat, samples.rows[0]) == (
         "<user>hi<assistant>{+[f]+}<tool>7<assistant>{+yes<user>+}more<assistant>{+no<eos>+}"
     )
-    assert found.unended == 1
+    assert samples.unended == 1
     # The last turn of a sample gets the tokenizer's end.
-    assert shown(chat, chat_samples(chat, CALLS[:3], "last", "strip").rows[0]).endswith("{+[f]<eos>+}")
+    assert sample_text(chat, chat_samples(chat, CALLS[:3], "last", "strip").rows[0]).endswith("{+[f]<eos>+}")
 
 
 def test_a_sampled_mark_of_the_next_role_comes_once_and_a_cut_turn_gets_it(tmp_path: Path) -> None:
@@ -172,14 +173,12 @@ def test_another_end_such_as_that_of_a_tool_call_is_kept_and_counted() -> None:
     from rlctl.data.tokenize import tokenize_samples
 
     chat = Chat(make(), LLAMA3, None)
-    called = [CHAT[0], {**CHAT[1], "tool_calls": [{"name": "f"}]}]
-    rows = [Row(index, f"a.jsonl:{index + 1}", {"messages": each}) for index, each in enumerate((CHAT, called))]
+    with_call = [CHAT[0], {**CHAT[1], "tool_calls": [{"name": "f"}]}]
+    rows = [Row(0, "a.jsonl:1", {"messages": CHAT}), Row(1, "a.jsonl:2", {"messages": with_call})]
     section = DatasetSection("a.jsonl", "train", "prompt", "answer", "messages", None, {})
     samples, report = tokenize_samples(rows, section, chat, ALL, None, 64)
-    assert [chat.tokenizer.convert_ids_to_tokens(int(each.tokens[-1])) for each in samples] == [
-        "<|eot_id|>",
-        "<|eom_id|>",
-    ]
+    ends = chat.tokenizer.convert_ids_to_tokens([int(sample.tokens[-1]) for sample in samples])
+    assert ends == ["<|eot_id|>", "<|eom_id|>"]
     assert str(report).endswith("1 turn ends with no token at which sampling stops")
 
 

@@ -12,13 +12,13 @@ from rlctl.config.data_schema import DatasetSection
 from rlctl.data.datasets import load_rows
 from rlctl.data.files import DataError, files_of
 
-ROWS: list[dict[str, Any]] = [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in (1, 2, 3)]
-NAMED = "a file with a row a line is named .jsonl"
+ROWS: list[dict[str, Any]] = [{"prompt": f"{number}+{number}=", "answer": str(2 * number)} for number in (1, 2, 3)]
+JSONL_HINT = "a file with a row a line is named .jsonl"
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
 
 
-def read(path: Any, section: DatasetSection, **changed: Any) -> list[tuple[str, dict[str, Any]]]:
-    return [(row.origin, row.values) for row in load_rows(replace(section, path=path, **changed))]
+def read(path: Any, section: DatasetSection, **keys: Any) -> list[tuple[str, dict[str, Any]]]:
+    return [(row.origin, row.values) for row in load_rows(replace(section, path=path, **keys))]
 
 
 def test_csv_json_and_gzip_give_the_same_rows_with_their_places(tmp_path: Path, section: DatasetSection) -> None:
@@ -49,18 +49,18 @@ def test_patterns_and_lists_are_one_data_set_in_order(tmp_path: Path, section: D
             (tmp_path / name).write_text(json.dumps(row) + "\n")
     pattern = str(tmp_path / "part-*.jsonl")
     assert [values for _, values in read(pattern, section)] == [ROWS[1], ROWS[0]]
-    whole = [str(tmp_path / "z.csv"), pattern]
-    assert [Path(file).name for file in files_of(whole)] == ["z.csv", "part-1.jsonl", "part-2.jsonl"]
-    assert [values for _, values in read(whole, section)] == [ROWS[2], ROWS[1], ROWS[0]]
-    assert len(read(whole, section, limit=2)) == 2 and len(read(whole, section, split="train[:1]")) == 1
+    paths = [str(tmp_path / "z.csv"), pattern]
+    assert [Path(file).name for file in files_of(paths)] == ["z.csv", "part-1.jsonl", "part-2.jsonl"]
+    assert [values for _, values in read(paths, section)] == [ROWS[2], ROWS[1], ROWS[0]]
+    assert len(read(paths, section, limit=2)) == 2 and len(read(paths, section, split="train[:1]")) == 1
 
 
 def test_folders_of_save_to_disk_are_read_by_split(tmp_path: Path, section: DatasetSection) -> None:
     import datasets
 
-    one = datasets.Dataset.from_list(ROWS)
-    one.save_to_disk(tmp_path / "one")
-    datasets.DatasetDict({"train": one, "test": one.select([2])}).save_to_disk(tmp_path / "two")
+    dataset = datasets.Dataset.from_list(ROWS)
+    dataset.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": dataset, "test": dataset.select([2])}).save_to_disk(tmp_path / "two")
     assert [values for _, values in read(str(tmp_path / "one"), section)] == ROWS
     assert read(str(tmp_path / "two"), section, split="test") == [(f"{tmp_path}/two[test]:1", ROWS[2])]
     assert [values for _, values in read(str(tmp_path / "two"), section, split="train[1:]")] == ROWS[1:]
@@ -112,9 +112,8 @@ def test_nulls_that_arrow_fills_in_are_no_keys_of_chats_and_stay_in_other_column
     path = tmp_path / f"chats.{written}"
     rows = datasets.Dataset.from_list(chats)
     rows.to_parquet(path) if written == "parquet" else rows.save_to_disk(path)
-    changed = {"messages_key": key} if key == "messages" else {"prompt_key": key}
-    found = [values for _, values in read(str(path), section, **changed)]
-    assert found == chats
+    keys = {"messages_key": key} if key == "messages" else {"prompt_key": key}
+    assert [values for _, values in read(str(path), section, **keys)] == chats
 
 
 def test_a_null_that_an_author_wrote_is_a_value(tmp_path: Path, section: DatasetSection) -> None:
@@ -138,8 +137,8 @@ def test_a_null_that_an_author_wrote_is_a_value(tmp_path: Path, section: Dataset
         ("a.csv", b"prompt,answer\n1,2,3\n", ":2: 3 cells, and the first line names 2 columns"),
         ("a.csv", b"prompt,prompt\n1,2\n", ":1: two columns have one name: prompt, prompt"),
         ("a.csv", b"prompt\n\xff\n", ": not CSV in UTF-8: "),
-        ("a.json", b'{"prompt": "x"}', f": must be a list of rows, not an object; {NAMED}"),
-        ("a.json", LINES.encode(), f": not JSON: Extra data (line 2, column 1); {NAMED}"),
+        ("a.json", b'{"prompt": "x"}', f": must be a list of rows, not an object; {JSONL_HINT}"),
+        ("a.json", LINES.encode(), f": not JSON: Extra data (line 2, column 1); {JSONL_HINT}"),
         ("a.json", b"[{}, 3]", "[2]: a row must be a JSON object, not int"),
         ("a.jsonl.gz", b"no gzip", ": not gzip, or not whole: "),
         ("a.jsonl.gz", gzip.compress(LINES.encode() * 999)[:-30], ": not gzip, or not whole: "),

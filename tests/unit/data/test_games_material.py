@@ -44,15 +44,15 @@ def test_any_line_of_ascii_comes_back_from_its_tokens(chat, text):
 
 
 @settings(max_examples=30)
-@given(said=st.lists(st.tuples(ROLES, TEXT), min_size=1, max_size=5), added=st.lists(TEXT, min_size=1, max_size=3))
-def test_a_chat_only_grows_also_with_tools(chat, said, added):
-    messages = [{"role": role, "content": text} for role, text in said]
+@given(talk=st.lists(st.tuples(ROLES, TEXT), min_size=1, max_size=5), added=st.lists(TEXT, min_size=1, max_size=3))
+def test_a_chat_only_grows_also_with_tools(chat, talk, added):
+    messages = [{"role": role, "content": text} for role, text in talk]
     answers = [{"role": "tool", "content": text} for text in added]
     before = chat.prompt_text(messages, TOOLS)
-    whole = [*messages, {"role": "assistant", "content": "an answer"}, *answers]
+    grown = [*messages, {"role": "assistant", "content": "an answer"}, *answers]
     link = chat.link(messages, answers, TOOLS)
     tokens = chat.prompt_tokens(before) + chat.prompt_tokens("an answer") + link.tokens_after([], chat.ends.stops)
-    assert tokens == chat.prompt_tokens(chat.prompt_text(whole, TOOLS))
+    assert tokens == chat.prompt_tokens(chat.prompt_text(grown, TOOLS))
     assert not chat.rewrites_history()
 
 

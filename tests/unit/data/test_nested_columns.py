@@ -36,7 +36,7 @@ def test_verls_rows_are_read_with_a_nested_answer(section: DatasetSection) -> No
 
 def test_sharegpts_turns_are_messages(section: DatasetSection) -> None:
     turns = [("system", "Be brief."), ("human", "1+1="), ("gpt", "2")]
-    values = {"conversations": [{"from": who, "value": text} for who, text in turns]}
+    values = {"conversations": [{"from": speaker, "value": text} for speaker, text in turns]}
     messages = conversation(row(values), replace(section, messages_key="conversations"))
     assert [message["role"] for message in messages] == ["system", "user", "assistant"]
     assert messages[-1]["content"] == "2"
@@ -52,11 +52,11 @@ def test_a_mark_of_sharegpts_turn_stays(section: DatasetSection) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "prompt"), [("", "Add them."), ("1 and 1", "Add them.\n\n1 and 1"), (None, "Add them.")]
+    ("input_text", "prompt"), [("", "Add them."), ("1 and 1", "Add them.\n\n1 and 1"), (None, "Add them.")]
 )
-def test_alpacas_input_follows_its_instruction(section: DatasetSection, given: str | None, prompt: str) -> None:
+def test_alpacas_input_follows_its_instruction(section: DatasetSection, input_text: str | None, prompt: str) -> None:
     alpaca = replace(section, prompt_key="instruction", answer_key="output")
-    values = {"instruction": "Add them.", "input": given, "output": "2"}
+    values = {"instruction": "Add them.", "input": input_text, "output": "2"}
     assert question(row(values), alpaca) == ([{"role": "user", "content": prompt}], "2")
 
 

@@ -31,19 +31,19 @@ def rows(name: str, limit: int | None = None, split: str = "train", **args: Any)
 
 
 def problems(*overrides: str) -> Iterator[str]:
-    given = [f"data.{part}.path=reasoning_gym:chain_sum" for part in ("train", "validation")]
-    given += ["data.train.args={seed: 1, size: 50}", "data.validation.args={seed: 100, size: 10}"]
+    data = [f"data.{part}.path=reasoning_gym:chain_sum" for part in ("train", "validation")]
+    data += ["data.train.args={seed: 1, size: 50}", "data.validation.args={seed: 100, size: 10}"]
     try:
-        load("grpo", None, [*given, "rewards=[{name: reasoning_gym}]", *overrides])
+        load("grpo", None, [*data, "rewards=[{name: reasoning_gym}]", *overrides])
     except ConfigError as error:
-        yield from (f"{each.key}: {each.what}" for each in error.problems)
+        yield from (f"{problem.key}: {problem.what}" for problem in error.problems)
 
 
 def test_without_the_library_each_use_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reasoning_gym, "find_spec", lambda _: None)
-    what = "reasoning_gym needs the library reasoning-gym: pip install 'rlctl[reasoning-gym]'"
+    command = "reasoning_gym needs the library reasoning-gym: pip install 'rlctl[reasoning-gym]'"
     keys = ("rewards.0.name", "data.train.path", "data.validation.path")
-    assert list(problems()) == [f"{key}: {what}" for key in keys]
+    assert list(problems()) == [f"{key}: {command}" for key in keys]
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_the_answer_is_the_last_one_that_is_marked_else_what_follows_the_thinkin
 
 @library
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "line"),
     [
         ("data.train.path=reasoning_gym:chainsum", "no data set 'chainsum'; did you mean chain_sum?"),
         ("data.train.args.max_term=3", "chain_sum has no such key; did you mean max_terms? it has min_terms, max_t"),
@@ -72,9 +72,9 @@ def test_the_answer_is_the_last_one_that_is_marked_else_what_follows_the_thinkin
         ("data.train.path=some/hub", "are of rows that a library makes"),
     ],
 )
-def test_what_is_mistyped_is_told_before_the_start(override: str, said: str) -> None:
+def test_what_is_mistyped_is_told_before_the_start(override: str, line: str) -> None:
     (problem,) = problems(override)
-    assert said in problem
+    assert line in problem
 
 
 @library
@@ -84,21 +84,20 @@ def test_a_config_without_mistakes_has_no_problems() -> None:
 
 @library
 def test_equal_seeds_give_equal_rows_whatever_the_hash_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
+    values = []
     for seed in ("1", "2"):
         monkeypatch.setenv("PYTHONHASHSEED", seed)
-        found.append([row.values for row in rows("isomorphic_strings", seed=3, size=4)])
-    assert found[0] == found[1] and len(found[0]) == 4
+        values.append([row.values for row in rows("isomorphic_strings", seed=3, size=4)])
+    assert values[0] == values[1] and len(values[0]) == 4
 
 
 @library
 def test_rows_know_their_place_and_have_a_limit_and_slices() -> None:
-    whole = rows("chain_sum", seed=5, size=6)
-    assert [row.origin for row in whole] == [f"reasoning_gym:chain_sum:{number}" for number in range(1, 7)]
-    assert [row.values for row in rows("chain_sum", limit=2, seed=5, size=6)] == [row.values for row in whole[:2]]
-    assert [row.values for row in rows("chain_sum", split="train[4:]", seed=5, size=6)] == [
-        row.values for row in whole[4:]
-    ]
+    all_rows = rows("chain_sum", seed=5, size=6)
+    assert [row.origin for row in all_rows] == [f"reasoning_gym:chain_sum:{number}" for number in range(1, 7)]
+    values = [row.values for row in all_rows]
+    assert [row.values for row in rows("chain_sum", limit=2, seed=5, size=6)] == values[:2]
+    assert [row.values for row in rows("chain_sum", split="train[4:]", seed=5, size=6)] == values[4:]
 
 
 @library
@@ -107,12 +106,12 @@ def test_a_row_that_went_through_json_is_scored_as_the_library_scores_the_entry(
     import reasoning_gym as gym
 
     score = load_reward(RewardSection("reasoning_gym", 1.0, None, None, 5.0))
-    made = gym.create_dataset(name, seed=1, size=2)
+    dataset = gym.create_dataset(name, seed=1, size=2)
     for index, row in enumerate(rows(name, seed=1, size=2)):
         values = json.loads(json.dumps(row.values))
         for answer in (values["answer"], "none", ""):
-            found = attempt(score, RewardInput("", f"so <answer>{answer}</answer>", None, values))
-            assert found == made.score_answer(answer, made[index])
+            value = attempt(score, RewardInput("", f"so <answer>{answer}</answer>", None, values))
+            assert value == dataset.score_answer(answer, dataset[index])
 
 
 @library

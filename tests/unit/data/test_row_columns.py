@@ -33,12 +33,12 @@ def prompt_of(chat: Chat, section: DatasetSection, **values: Any) -> tuple[str, 
 @pytest.mark.parametrize("name", columns_of("refused"))
 @pytest.mark.parametrize("value", ["dots.png", ["dots.png"], [{"bytes": b"x", "path": None}]])
 def test_pictures_films_and_sounds_are_refused(section: DatasetSection, name: str, value: Any) -> None:
-    found = row(prompt="<image>How many?", answer="4", **{name: value})
+    media_row = row(prompt="<image>How many?", answer="4", **{name: value})
     for read in (question, conversation):
         with pytest.raises(DataError, match=rf"^a\.jsonl:1: column '{name}' holds .*, and rlctl trains on text alone"):
-            read(found, section)
+            read(media_row, section)
     # An environment makes its own prompt of the row.
-    assert question(found, section, needs_prompt=False)[0]
+    assert question(media_row, section, needs_prompt=False)[0]
     for empty in (None, [], ""):
         assert question(row(prompt="How many?", **{name: empty}), section)[0]
 
@@ -79,11 +79,11 @@ def test_a_column_that_is_read_or_ignored_is_said(
         prompt_of(chat, section, prompt="2+2?", **values),
         tokenize_samples([row(messages=PAIR, **values)], section, chat, ALL, None, 999),
     ):
-        unshown = [line for line in report.ignored if "leaves out" not in line]
-        assert [*report.read] == [read] * bool(read)
-        assert [line[: len(ignored)] for line in unshown] == [ignored] * bool(ignored)
-        both = report + report
-        assert [*both.read.values(), *both.ignored.values()] == [2] * (len(both.read) + len(both.ignored))
+        lines = [line for line in report.ignored if "leaves out" not in line]
+        assert list(report.read) == ([read] if read else [])
+        assert [line[: len(ignored)] for line in lines] == ([ignored] if ignored else [])
+        doubled = report + report
+        assert doubled.read == dict.fromkeys(report.read, 2) and doubled.ignored == dict.fromkeys(report.ignored, 2)
 
 
 @pytest.mark.parametrize(
@@ -105,8 +105,8 @@ def test_a_system_column_is_the_system_message_unless_the_chat_has_one(tokenizer
     chat = Chat(tokenizer, CHATML, "of the config")
     text, _ = prompt_of(chat, section, prompt="2+2?", system="Be brief.")
     assert text.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2?")
-    own = [{"role": "system", "content": "Be long."}, PAIR[0]]
-    text, report = prompt_of(chat, section, messages=own, system="Be brief.")
+    messages = [{"role": "system", "content": "Be long."}, PAIR[0]]
+    text, report = prompt_of(chat, section, messages=messages, system="Be brief.")
     assert "Be brief." not in text and "comes beside a system message" in report.warnings[0]
 
 
@@ -116,33 +116,32 @@ def test_a_rows_own_arguments_of_the_template_are_honoured(tokenizer: Any, secti
     for value in ({"enable_thinking": False}, '{"enable_thinking": false}'):
         assert prompt_of(chat, section, prompt="x", chat_template_kwargs=value)[0].endswith("<think></think>")
     text, report = prompt_of(chat, section, prompt="x", chat_template_kwargs={"depth": 3})
-    told = "1 row has chat_template_kwargs.depth, which is no argument of the chat template: passed over"
-    assert report.warnings == [told] and not text.endswith("</think>")
+    warning = "1 row has chat_template_kwargs.depth, which is no argument of the chat template: passed over"
+    assert report.warnings == [warning] and not text.endswith("</think>")
     # Players of episodes write the prompts of these tasks.
     _, report = read_tasks([row(prompt="x", chat_template_kwargs={"depth": 3})], section, chat, {})
-    assert report.warnings == [told]
-    wrong = row(prompt="x", chat_template_kwargs="off")
-    for tokenize in (
-        lambda: tokenize_prompts([wrong], section, chat, None),
-        lambda: read_tasks([wrong], section, chat, {}),
-    ):
-        with pytest.raises(DataError, match=r"^a\.jsonl:1: column 'chat_template_kwargs' must be an object"):
-            tokenize()
+    assert report.warnings == [warning]
+    bad_row = row(prompt="x", chat_template_kwargs="off")
+    problem = r"^a\.jsonl:1: column 'chat_template_kwargs' must be an object"
+    with pytest.raises(DataError, match=problem):
+        tokenize_prompts([bad_row], section, chat, None)
+    with pytest.raises(DataError, match=problem):
+        read_tasks([bad_row], section, chat, {})
 
 
 @pytest.mark.parametrize("role", ["system", "developer", "tool"])
 def test_a_message_that_the_template_leaves_out_is_counted(
     tokenizer: Any, section: TrainDataSection, role: str
 ) -> None:
-    asked = [{"role": role, "content": "Answer in French."}, *PAIR]
-    chats = [asked, asked, PAIR, [{**asked[0], "content": ""}, *PAIR]]
-    given = [row(messages=messages) for messages in chats]
-    told = f"2 rows have a message of role {role} that the chat template leaves out: the model does not see it"
-    for template, lines in ((SHORT, [told]), (CHATML, [])):
+    request = [{"role": role, "content": "Answer in French."}, *PAIR]
+    chats = [request, request, PAIR, [{**request[0], "content": ""}, *PAIR]]
+    rows = [row(messages=messages) for messages in chats]
+    warning = f"2 rows have a message of role {role} that the chat template leaves out: the model does not see it"
+    for template, lines in ((SHORT, [warning]), (CHATML, [])):
         chat = Chat(tokenizer, template, None, template_kwargs={"enable_thinking": True} if template == SHORT else {})
         for _, report in (
-            tokenize_prompts(given, section, chat, None),
-            tokenize_samples(given, section, chat, ALL, None, 999),
+            tokenize_prompts(rows, section, chat, None),
+            tokenize_samples(rows, section, chat, ALL, None, 999),
         ):
             assert [line.partition(";")[0] for line in report.warnings] == lines
 
@@ -153,25 +152,26 @@ def test_a_turn_whose_mark_is_false_is_not_trained(
     tokenizer: Any, section: DatasetSection, mark: str, value: Any
 ) -> None:
     chat = Chat(tokenizer, CHATML, None)
-    wrong = {**PAIR[1], "content": "5", mark: value}
-    more = {"role": "user", "content": "Sure?"}
-    marked = [PAIR[0], wrong, more, {**PAIR[1], mark: 1}, more, {**PAIR[1], "content": "7", mark: None}]
+    bad_turn = {**PAIR[1], "content": "5", mark: value}
+    doubt = {"role": "user", "content": "Sure?"}
+    marked = [PAIR[0], bad_turn, doubt, {**PAIR[1], mark: 1}, doubt, {**PAIR[1], "content": "7", mark: None}]
     unmarked = [{**message, mark: None} for message in marked]
     (sample,), report = tokenize_samples([row(messages=marked)], section, chat, ALL, None, 999)
-    (whole,), _ = tokenize_samples([row(messages=unmarked)], section, chat, ALL, None, 999)
+    (unmarked_sample,), _ = tokenize_samples([row(messages=unmarked)], section, chat, ALL, None, 999)
     assert chat.decode(sample.tokens[sample.mask]) == "4<|im_end|>7<|im_end|>"
-    assert chat.decode(whole.tokens[whole.mask]) == "5<|im_end|>4<|im_end|>7<|im_end|>"
-    assert sample.tokens.tolist() == whole.tokens.tolist()
+    unmarked_tokens = unmarked_sample.tokens
+    assert chat.decode(unmarked_tokens[unmarked_sample.mask]) == "5<|im_end|>4<|im_end|>7<|im_end|>"
+    assert sample.tokens.tolist() == unmarked_tokens.tolist()
     assert str(report).endswith("; 1 turn marked as not to be trained")
-    none_left, report = tokenize_samples([row(messages=[PAIR[0], wrong])], section, chat, ALL, None, 999)
-    assert (none_left, report.untrained_rows) == ([], 1)
+    samples, report = tokenize_samples([row(messages=[PAIR[0], bad_turn])], section, chat, ALL, None, 999)
+    assert (samples, report.untrained_rows) == ([], 1)
 
 
 def test_a_false_value_of_a_key_like_a_mark_is_said(tokenizer: Any, section: DatasetSection) -> None:
     keys: dict[str, Any] = {"is_trained": False, "loss_weight": 0, "tool": 0, "masked": None, "training": True}
-    given = [row(messages=[PAIR[0], {**PAIR[1], **keys}])] * 2
-    _, report = tokenize_samples(given, section, Chat(tokenizer, CHATML, None), ALL, None, 999)
-    told = "which is no mark that is read: it is trained; marks are weight, train, loss, loss_mask, trainable"
+    rows = [row(messages=[PAIR[0], {**PAIR[1], **keys}])] * 2
+    _, report = tokenize_samples(rows, section, Chat(tokenizer, CHATML, None), ALL, None, 999)
+    reason = "which is no mark that is read: it is trained; marks are weight, train, loss, loss_mask, trainable"
     assert report.warnings == [
-        f"2 rows have a turn with is_trained=false, {told}", f"2 rows have a turn with loss_weight=0, {told}"
+        f"2 rows have a turn with is_trained=false, {reason}", f"2 rows have a turn with loss_weight=0, {reason}"
     ]  # fmt: skip

@@ -85,75 +85,81 @@ TALK = [
     {"role": "user", "content": "two"},
     {"role": "assistant", "content": "<think>\nsecond\n</think>\n\nB"},
 ]
-BARE = [{**each, "content": each["content"].rpartition("\n")[2]} for each in TALK]
+BARE = [{**message, "content": message["content"].rpartition("\n")[2]} for message in TALK]
 
 
 def chat_of(template: str) -> Chat:
     return Chat(tokenizers("bytes")[0], template, None)
 
 
-def shown(chat: Chat, row: Tokens) -> str:
-    """A sample's text, {+like this+} where it is trained."""
-    pairs = groupby(zip(*row, strict=True), key=lambda pair: bool(pair[1]))
-    parts = ((on, chat.decode([token for token, _ in piece])) for on, piece in pairs)
-    return "".join(f"{{+{text}+}}" if on else text for on, text in parts)
+def sample_text(chat: Chat, row: Tokens) -> str:
+    """Return a sample's text, {+like this+} where it is trained."""
+    parts = []
+    for is_trained, pairs in groupby(zip(*row, strict=True), key=lambda pair: bool(pair[1])):
+        text = chat.decode([token for token, _ in pairs])
+        parts.append(f"{{+{text}+}}" if is_trained else text)
+    return "".join(parts)
 
 
-def samples(template: str, messages: Any, history: Any = "strip", train: Any = "all", tools: Any = ()) -> list[str]:
+def sample_texts(
+    template: str, messages: Any, history: Any = "strip", train: Any = "all", tools: Any = ()
+) -> list[str]:
     chat = chat_of(template)
-    return [shown(chat, row) for row in chat_samples(chat, messages, train, history, tools).rows]
+    return [sample_text(chat, row) for row in chat_samples(chat, messages, train, history, tools).rows]
 
 
 def test_qwen3s_turns_are_trained_with_their_thinking_each_after_what_its_prompt_shows() -> None:
-    begin, first = "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n", "<think>\nfirst\n</think>\n\nA<|im_end|>"
-    more, second = (
-        "\n<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n",
-        "<think>\nsecond\n</think>\n\nB<|im_end|>",
-    )
-    assert samples(QWEN3, TALK) == [f"{begin}{{+{first}+}}", f"{begin}A<|im_end|>{more}{{+{second}+}}"]
-    assert samples(QWEN3, TALK, "keep") == [f"{begin}{{+{first}+}}{more}{{+{second}+}}"]
-    assert samples(QWEN3, TALK, train="last") == [f"{begin}A<|im_end|>{more}{{+{second}+}}"]
+    begin = "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n"
+    first = "<think>\nfirst\n</think>\n\nA<|im_end|>"
+    between = "\n<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n"
+    second = "<think>\nsecond\n</think>\n\nB<|im_end|>"
+    assert sample_texts(QWEN3, TALK) == [f"{begin}{{+{first}+}}", f"{begin}A<|im_end|>{between}{{+{second}+}}"]
+    assert sample_texts(QWEN3, TALK, "keep") == [f"{begin}{{+{first}+}}{between}{{+{second}+}}"]
+    assert sample_texts(QWEN3, TALK, train="last") == [f"{begin}A<|im_end|>{between}{{+{second}+}}"]
 
 
 def test_qwen3s_bare_answers_are_trained_behind_the_empty_thinking_that_it_puts_there() -> None:
-    one, two = (f"<think>\n\n</think>\n\n{answer}<|im_end|>" for answer in "AB")
-    assert [text.partition("{+")[2] for text in samples(QWEN3, BARE)] == [f"{one}+}}", f"{two}+}}"]
-    (kept,) = samples(QWEN3, BARE, "keep")
-    assert f"{{+{one}+}}" in kept and f"{{+{two}+}}" in kept
+    first = "<think>\n\n</think>\n\nA<|im_end|>"
+    second = "<think>\n\n</think>\n\nB<|im_end|>"
+    assert [text.partition("{+")[2] for text in sample_texts(QWEN3, BARE)] == [f"{first}+}}", f"{second}+}}"]
+    (text,) = sample_texts(QWEN3, BARE, "keep")
+    assert f"{{+{first}+}}" in text and f"{{+{second}+}}" in text
 
 
 def test_turns_between_tool_calls_that_keep_their_thinking_share_a_sample() -> None:
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     talk = [TALK[0], {**TALK[1], "tool_calls": [call]}, {"role": "tool", "content": "4"}, TALK[3]]
-    (text,) = samples(QWEN3, talk)
+    (text,) = sample_texts(QWEN3, talk)
     assert text.count("{+<think>") == 2 and "<tool_call>" in text.partition("+}")[0]
 
 
 @pytest.mark.parametrize("template", [R1, CUTS])
 def test_a_template_that_cuts_all_thinking_still_has_it_trained(template: str) -> None:
     opens = "<think>\n" if template == R1 else ""
-    first, second = ("<think>\nfirst\n</think>\n\nA<|im_end|>", "<think>\nsecond\n</think>\n\nB<|im_end|>")
-    begin, more = "<|im_start|>user:one<|im_start|>assistant:", "<|im_start|>user:two<|im_start|>assistant:"
-    assert samples(template, TALK) == [
+    first = "<think>\nfirst\n</think>\n\nA<|im_end|>"
+    second = "<think>\nsecond\n</think>\n\nB<|im_end|>"
+    begin = "<|im_start|>user:one<|im_start|>assistant:"
+    between = "<|im_start|>user:two<|im_start|>assistant:"
+    assert sample_texts(template, TALK) == [
         f"{begin}{opens}{{+{first.removeprefix(opens)}+}}",
-        f"{begin}\n\nA<|im_end|>{more}{opens}{{+{second.removeprefix(opens)}+}}",
+        f"{begin}\n\nA<|im_end|>{between}{opens}{{+{second.removeprefix(opens)}+}}",
     ]
-    (kept,) = samples(template, TALK, "keep")
-    assert kept.replace("{+", "").replace("+}", "") == f"{begin}{first}{more}{second}"
-    assert samples(template, TALK, train="last") == samples(template, TALK)[1:]
+    (text,) = sample_texts(template, TALK, "keep")
+    assert text.replace("{+", "").replace("+}", "") == f"{begin}{first}{between}{second}"
+    assert sample_texts(template, TALK, train="last") == sample_texts(template, TALK)[1:]
 
 
 def test_thinking_without_its_first_mark_follows_a_prompt_that_opens_it() -> None:
     talk = [TALK[0], {"role": "assistant", "content": "first\n</think>\n\nA"}]
-    assert samples(R1, talk) == samples(R1, TALK[:2])
-    called = {**TALK[1], "content": "<think>\nfirst\n</think>\n\n", "tool_calls": [{"function": {"name": "add"}}]}
-    (text,) = samples(R1, [TALK[0], called])
+    assert sample_texts(R1, talk) == sample_texts(R1, TALK[:2])
+    call = {**TALK[1], "content": "<think>\nfirst\n</think>\n\n", "tool_calls": [{"function": {"name": "add"}}]}
+    (text,) = sample_texts(R1, [TALK[0], call])
     assert text.endswith("{+first\n</think>\n\n<tool_call>add</tool_call><|im_end|>+}")
 
 
 def test_thinking_in_a_field_of_its_own_follows_a_prompt_that_opens_it() -> None:
     talk = [TALK[0], {"role": "assistant", "content": "A", "reasoning_content": "first"}]
-    assert samples(R1, talk) == samples(R1, TALK[:2])
+    assert sample_texts(R1, talk) == sample_texts(R1, TALK[:2])
 
 
 @pytest.mark.parametrize(
@@ -174,7 +180,7 @@ def test_thinking_and_calls_that_the_template_does_not_write_are_told(
     _, report = tokenize_samples([row], SECTION, chat_of(template), ALL, None, 4096)
     assert report.silent_turns == silent
     line = "1 turn has thinking or tool calls that the chat template does not write: not trained"
-    assert any(each.startswith(line) for each in report.warnings) == bool(silent)
+    assert any(warning.startswith(line) for warning in report.warnings) == bool(silent)
 
 
 def test_text_behind_a_spelled_end_is_told_where_it_is_not_trained() -> None:
@@ -194,15 +200,15 @@ def test_a_bare_answer_behind_thinking_that_the_prompt_opens_is_refused_with_rem
         with pytest.raises(
             DataError, match=r"opens the answer of message \d with <think>, and the message has no thinking"
         ):
-            samples(R1, BARE, train=train)
-    assert len(samples(R1, TALK)) == 2, "thinking before the answer"
-    assert samples(CUTS, BARE)[0].count("{+") == 2, "a template that opens none"
+            sample_texts(R1, BARE, train=train)
+    assert len(sample_texts(R1, TALK)) == 2, "thinking before the answer"
+    assert sample_texts(CUTS, BARE)[0].count("{+") == 2, "a template that opens none"
 
 
 def test_a_template_that_rewrites_its_beginning_is_refused_with_a_remedy_that_works() -> None:
     for train in ("all", "last"):
         with pytest.raises(DataError, match=r"not prefix-stable at message \d.*set another data\.chat_template"):
-            samples(UNSTABLE, BARE, train=train)
+            sample_texts(UNSTABLE, BARE, train=train)
 
 
 CONTENT = st.sampled_from(
@@ -220,25 +226,26 @@ def test_each_turn_is_trained_once_after_the_prompt_that_the_model_has(
 ) -> None:
     chat = chat_of(template)
     talk: list[dict[str, str]] = []
-    for number, (roles, asked, said) in enumerate(rounds):
-        talk += [{"role": role, "content": f"{number}{asked}"} for role in roles]
-        talk.append({"role": "assistant", "content": f"{said}{number}"})
-    found = chat_samples(chat, talk, "all", history)
-    assert len(found.rows) == 1 or (history, found.rewritten) == ("strip", True)
+    for number, (roles, question, answer) in enumerate(rounds):
+        talk += [{"role": role, "content": f"{number}{question}"} for role in roles]
+        talk.append({"role": "assistant", "content": f"{answer}{number}"})
+    samples = chat_samples(chat, talk, "all", history)
+    assert len(samples.rows) == 1 or (history, samples.rewritten) == ("strip", True)
+    # (tokens before a trained turn, its tokens)
     trained: list[tuple[list[int], list[int]]] = []
-    for tokens, mask in found.rows:
-        at = 0
-        for on, piece in groupby(mask.tolist()):
-            length = len(list(piece))
-            if on:
-                trained.append((tokens[:at], tokens[at : at + length]))
-            at += length
+    for tokens, mask in samples.rows:
+        position = 0
+        for is_trained, piece in groupby(mask.tolist()):
+            end = position + len(list(piece))
+            if is_trained:
+                trained.append((tokens[:position], tokens[position:end]))
+            position = end
     turns = [index for index, message in enumerate(talk) if message["role"] == "assistant"]
     assert len(trained) == len(turns)
-    for index, (before, said) in zip(turns, trained, strict=True):
-        assert talk[index]["content"].rpartition("</think>")[2].strip() in chat.decode(said)
-        thought = talk[index]["content"].rpartition("</think>")[0].removeprefix("<think>").strip()
-        assert thought in chat.decode(said), "no thinking is lost"
+    for index, (before, turn) in zip(turns, trained, strict=True):
+        thought, _, answer = talk[index]["content"].rpartition("</think>")
+        assert answer.strip() in chat.decode(turn)
+        assert thought.removeprefix("<think>").strip() in chat.decode(turn), "no thinking is lost"
         if history == "strip":
             prompt = chat.prompt(talk[:index])
             assert chat.decode(before) == prompt.text
@@ -252,7 +259,8 @@ SECTION = DatasetSection("a.jsonl", "train", "prompt", "answer", "messages", Non
 
 @pytest.mark.parametrize("column", [[SCHEMA], [SCHEMA["function"]], '[{"name": "add"}]', ['{"name": "add"}']])
 def test_a_rows_tools_are_in_its_prompt_of_sft_and_of_grpo(column: Any) -> None:
-    chat, row = chat_of(QWEN3), Row(0, "a.jsonl:1", {"messages": TALK[:2], "tools": column})
+    chat = chat_of(QWEN3)
+    row = Row(0, "a.jsonl:1", {"messages": TALK[:2], "tools": column})
     (sample,), report = tokenize_samples([row], SECTION, chat, ALL, None, 1000)
     (task,), _ = tokenize_prompts([row], SECTION, chat, None)
     assert chat.decode(task.tokens).startswith("<|im_start|>system\n# Tools\n<tools>\n{")
@@ -282,17 +290,17 @@ def test_tools_that_the_template_does_not_show_are_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("history", "said"),
+    ("history", "report_end"),
     [
         ("strip", "2 samples, each turn as it was while the last (sft.history=strip)"),
         ("keep", "one sample each, turns kept as they were (sft.history=keep)"),
     ],
 )
-def test_the_report_says_how_rewritten_turns_are_trained(history: Any, said: str) -> None:
+def test_the_report_says_how_rewritten_turns_are_trained(history: Any, report_end: str) -> None:
     rows = [Row(0, "a.jsonl:1", {"messages": TALK}), Row(1, "a.jsonl:2", {"messages": TALK[:2]})]
     sft = SftSection(num_steps=1, batch_size=1, mask="all", history=history)
-    found, report = tokenize_samples(rows, SECTION, chat_of(QWEN3), sft, None, 1000)
+    samples, report = tokenize_samples(rows, SECTION, chat_of(QWEN3), sft, None, 1000)
     assert str(report).startswith("2 rows; ")
-    assert str(report).endswith(f"1 with earlier turns that the chat template rewrites: {said}")
+    assert str(report).endswith(f"1 with earlier turns that the chat template rewrites: {report_end}")
     names = ["r0", "r0.1", "r1"] if history == "strip" else ["r0", "r1"]
-    assert [sample.id for sample in found] == names
+    assert [sample.id for sample in samples] == names

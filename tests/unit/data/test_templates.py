@@ -45,12 +45,12 @@ def test_an_argument_from_outside_is_no_control_token_and_the_configs_own_may_be
 
 def test_another_process_gets_the_arguments(tokenizer: Any, tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path)
-    own = Chat(load_tokenizer(str(tmp_path)), SWITCH, None, template_kwargs={"enable_thinking": False})
-    assert ChatSpec.from_chat(own).load().prompt(USER) == own.prompt(USER)
+    chat = Chat(load_tokenizer(str(tmp_path)), SWITCH, None, template_kwargs={"enable_thinking": False})
+    assert ChatSpec.from_chat(chat).load().prompt(USER) == chat.prompt(USER)
 
 
 @pytest.mark.parametrize(
-    ("template", "names", "wrong"),
+    ("template", "names", "reasons"),
     [
         (SWITCH, ["enable_thinking"], {}),
         (STYLE, ["style"], {}),
@@ -68,8 +68,8 @@ def test_another_process_gets_the_arguments(tokenizer: Any, tmp_path: Path) -> N
         ("{% unknown %}", ["tokenize"], {"tokenize": "is no argument of the chat template"}),
     ],
 )
-def test_names_that_a_template_does_not_take_are_told(template: Any, names: list[str], wrong: dict[str, str]) -> None:
-    assert unknown_arguments(names, template) == wrong
+def test_names_that_a_template_does_not_take_are_told(template: Any, names: list[str], reasons: dict[str, str]) -> None:
+    assert unknown_arguments(names, template) == reasons
 
 
 def test_a_config_with_such_a_name_is_refused(tokenizer: Any, tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_a_config_with_such_a_name_is_refused(tokenizer: Any, tmp_path: Path) ->
         make_chat(tokenizer, section, None)
 
 
-NAMED = {"default": CHATML, "tool_use": "{{ tools | length }} tools\n" + CHATML}
+BY_NAME = {"default": CHATML, "tool_use": "{{ tools | length }} tools\n" + CHATML}
 
 
 @pytest.mark.parametrize("form", ["files", "list", "dict"])
@@ -95,21 +95,21 @@ def test_of_named_templates_the_one_for_tools_is_taken_as_transformers_takes_it(
 ) -> None:
     tokenizer.save_pretrained(tmp_path)
     if form == "files":
-        (tmp_path / "chat_template.jinja").write_text(NAMED["default"])
+        (tmp_path / "chat_template.jinja").write_text(BY_NAME["default"])
         (tmp_path / "additional_chat_templates").mkdir()
-        (tmp_path / "additional_chat_templates/tool_use.jinja").write_text(NAMED["tool_use"])
+        (tmp_path / "additional_chat_templates/tool_use.jinja").write_text(BY_NAME["tool_use"])
     else:
-        listed = [{"name": name, "template": text} for name, text in NAMED.items()]
-        template: Any = NAMED if form == "dict" else listed
+        listed = [{"name": name, "template": text} for name, text in BY_NAME.items()]
+        template: Any = BY_NAME if form == "dict" else listed
         file = tmp_path / "tokenizer_config.json"
         file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": template}))
     loaded = load_tokenizer(str(tmp_path))
     chat = make_chat(loaded, data("auto"), tmp_path)
     for tools in ([], [TOOL]):
-        wanted = loaded.apply_chat_template(USER, tools=tools or None, tokenize=False, add_generation_prompt=True)
-        assert chat.prompt(USER, tools).text == wanted
+        expected = loaded.apply_chat_template(USER, tools=tools or None, tokenize=False, add_generation_prompt=True)
+        assert chat.prompt(USER, tools).text == expected
     assert chat.prompt(USER, [TOOL]).text.startswith("1 tools")
-    assert read_templates(tmp_path) == NAMED
+    assert read_templates(tmp_path) == BY_NAME
     assert chat.shows_tools
 
 
@@ -131,15 +131,15 @@ def test_an_exported_template_has_the_arguments_of_its_run_where_a_caller_names_
         (tmp_path / "chat_template.jinja").write_text(template)
     else:
         file = tmp_path / "tokenizer_config.json"
-        given: Any = template if form == "config" else [{"name": "default", "template": template}]
-        file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": given}))
+        setting: Any = template if form == "config" else [{"name": "default", "template": template}]
+        file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": setting}))
     before = load_tokenizer.__wrapped__(str(tmp_path))
     arguments = {"enable_thinking": False, "odd": {"a": None, "b": [True, 'x"%}\n']}}
     write_arguments(tmp_path, arguments)
     after = load_tokenizer.__wrapped__(str(tmp_path))
 
-    def render(loaded: Any, **more: Any) -> str:
-        return str(loaded.apply_chat_template(USER, tokenize=False, add_generation_prompt=True, **more))
+    def render(loaded: Any, **kwargs: Any) -> str:
+        return str(loaded.apply_chat_template(USER, tokenize=False, add_generation_prompt=True, **kwargs))
 
     assert render(after) == render(before, **arguments) != render(before)
     assert render(after, enable_thinking=True) == render(before, odd=arguments["odd"], enable_thinking=True)

@@ -4,6 +4,8 @@ import gzip
 import importlib.util
 import json
 import re
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -37,6 +39,12 @@ def read(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in content(DATA / name).splitlines()]
 
 
+def contents_of(role: str) -> list[list[str]]:
+    """Return the texts of one role in each chat of the games' teacher."""
+    chats = [row["messages"] for row in read("games-sft.jsonl.gz")]
+    return [[message["content"] for message in chat if message["role"] == role] for chat in chats]
+
+
 def test_the_committed_data_is_what_the_script_writes(make, tmp_path):
     make.write_data(tmp_path)
     written = sorted(path.name for path in tmp_path.iterdir())
@@ -52,9 +60,10 @@ def test_the_committed_shape_is_what_the_script_writes(make, tmp_path):
         if path.suffix != ".json":
             assert path.read_text() == (folder / path.name).read_text()
             continue
-        written, committed = (json.loads(file.read_text()) for file in (path, folder / path.name))
-        for version in (written, committed):
-            version.pop("transformers_version", None)
+        written = json.loads(path.read_text())
+        committed = json.loads((folder / path.name).read_text())
+        written.pop("transformers_version", None)
+        committed.pop("transformers_version", None)
         assert written == committed
 
 
@@ -65,17 +74,18 @@ def test_a_committed_model_loads_as_any_other_and_is_small(name: str, parameters
     folder = RECIPES / "tiny" / name
     assert (folder / "model.safetensors").stat().st_size < 2**20
     model = AutoModelForCausalLM.from_pretrained(folder)
-    assert sum(p.numel() for p in model.parameters()) == parameters
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
 
 
 def test_sums_are_right_and_no_validation_prompt_is_ever_trained_on() -> None:
-    train, validation, taught = (read(f"{name}.jsonl") for name in ("train", "validation", "sft"))
+    train = read("train.jsonl")
+    validation = read("validation.jsonl")
     assert (len(train), len(validation)) == (2300, 200)
     for row in [*train, *validation]:
-        a, b = row["prompt"].removesuffix("=").split("+")
-        assert int(row["answer"]) == int(a) + int(b)
+        summands = row["prompt"].removesuffix("=").split("+")
+        assert int(row["answer"]) == sum(map(int, summands))
     held_out = {row["prompt"] for row in validation}
-    assert not held_out & {row["prompt"] for row in [*train, *taught]}
+    assert not held_out & {row["prompt"] for row in [*train, *read("sft.jsonl")]}
 
 
 def test_the_teacher_of_sums_is_right_less_than_half_the_time() -> None:
@@ -85,28 +95,23 @@ def test_the_teacher_of_sums_is_right_less_than_half_the_time() -> None:
 
 
 def test_no_chat_and_no_task_to_train_on_has_a_range_or_a_problem_that_is_held_out() -> None:
-    asked = " ".join(
-        each["content"] for row in read("games-sft.jsonl.gz") for each in row["messages"] if each["role"] == "user"
-    )
-    ranges = {(int(low), int(high)) for low, high in re.findall(r"from (\d+) to (\d+)", asked)}
-    problems = set(re.findall(r"Compute (.*?)\. Use", asked))
+    questions = " ".join(chain.from_iterable(contents_of("user")))
+    ranges = {(int(low), int(high)) for low, high in re.findall(r"from (\d+) to (\d+)", questions)}
+    problems = set(re.findall(r"Compute (.*?)\. Use", questions))
     assert len(ranges) > 300 and len(problems) > 5000
-    for game, columns, taught in (("guess", ("low", "high"), ranges), ("calculator", ("expression",), problems)):
-        train, held_out = (read(f"{game}-{part}.jsonl") for part in ("train", "validation"))
+    task_of_guess = itemgetter("low", "high")
+    task_of_calculator = itemgetter("expression")
+    for game, task, taught in (("guess", task_of_guess, ranges), ("calculator", task_of_calculator, problems)):
+        train = [task(row) for row in read(f"{game}-train.jsonl")]
+        held_out = [task(row) for row in read(f"{game}-validation.jsonl")]
         assert (len(train), len(held_out)) == (1000, 200)
-        trained = {tuple(row[column] for column in columns) for row in train}
-        if game == "calculator":
-            taught = {(problem,) for problem in taught}
-        assert not (trained | taught) & {tuple(row[column] for column in columns) for row in held_out}
+        assert not (set(train) | taught) & set(held_out)
 
 
 def test_the_teacher_of_games_is_mostly_stubborn_and_gives_few_problems_to_the_tool() -> None:
-    said = [
-        [each["content"] for each in row["messages"] if each["role"] == "assistant"]
-        for row in read("games-sft.jsonl.gz")
-    ]
-    games = [numbers for numbers in said if len(numbers) > 1 and numbers[0].isdigit()]
-    problems = [calls for calls in said if calls[-1] == "Done."]
+    answers = contents_of("assistant")
+    games = [numbers for numbers in answers if len(numbers) > 1 and numbers[0].isdigit()]
+    problems = [calls for calls in answers if calls[-1] == "Done."]
     assert 0.6 < sum(len(set(numbers)) == 1 for numbers in games) / len(games) < 0.7
     assert 0.3 < sum("calculate" in calls[0] for calls in problems) / len(problems) < 0.4
 
@@ -114,10 +119,10 @@ def test_the_teacher_of_games_is_mostly_stubborn_and_gives_few_problems_to_the_t
 def test_the_strides_of_the_teacher_find_any_of_15_numbers() -> None:
     for first in (6, 7, 8):
         for secret in range(15):
-            said = first
+            guess = first
             for stride in script("make_games").STRIDES:
-                said += stride if said < secret else -stride if said > secret else 0
-            assert said == secret
+                guess += stride if guess < secret else -stride if guess > secret else 0
+            assert guess == secret
 
 
 def test_the_tokenizer_of_sums_has_one_token_a_character_and_gives_the_text_back() -> None:

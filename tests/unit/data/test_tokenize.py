@@ -11,7 +11,7 @@ from tests.unit.data.conftest import ALL, CHATML
 
 
 def rows(*values: dict) -> list[Row]:
-    return [Row(number, f"some.jsonl:{number + 1}", value) for number, value in enumerate(values)]
+    return [Row(number, f"some.jsonl:{number + 1}", columns) for number, columns in enumerate(values)]
 
 
 @pytest.fixture
@@ -25,9 +25,9 @@ def chatml(tokenizer) -> Chat:
 
 
 def test_a_prompt_keeps_text_tokens_answer_and_row(plain, section):
-    value = {"prompt": "1+1=", "answer": 2, "level": "easy"}
-    (prompt,), _ = tokenize_prompts(rows(value), section, plain, None)
-    assert (prompt.id, prompt.text, prompt.answer, prompt.row) == ("r0", "1+1=", "2", value)
+    columns = {"prompt": "1+1=", "answer": 2, "level": "easy"}
+    (prompt,), _ = tokenize_prompts(rows(columns), section, plain, None)
+    assert (prompt.id, prompt.text, prompt.answer, prompt.row) == ("r0", "1+1=", "2", columns)
     assert plain.tokenizer.decode(prompt.tokens) == "1+1="
 
 
@@ -44,8 +44,8 @@ def test_a_chats_trailing_assistant_message_is_the_answer_unless_a_column_has_it
 
 
 def test_chats_without_a_template_are_told(plain, chatml, section):
-    asked = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="}]
-    several = rows({"messages": asked}, {"prompt": "2"}, {"messages": [*asked, {"role": "assistant", "content": "2"}]})
+    chat = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="}]
+    several = rows({"messages": chat}, {"prompt": "2"}, {"messages": [*chat, {"role": "assistant", "content": "2"}]})
     _, report = tokenize_prompts(several, section, plain, None)
     begin = "2 rows have several messages, and there is no chat template: joined without roles"
     assert [warning[: len(begin)] for warning in report.warnings] == [begin]
@@ -53,16 +53,14 @@ def test_chats_without_a_template_are_told(plain, chatml, section):
 
 
 def test_text_that_the_tokenizer_does_not_know_is_counted(plain, section):
-    asked = rows({"prompt": "1+1=", "answer": "2"}, {"prompt": "éé1=", "answer": "é"}, {"prompt": "é", "answer": "2"})
-    reports = [
-        tokenize_prompts(asked, section, plain, None)[1],
-        tokenize_samples(asked, section, plain, ALL, None, 9)[1],
-    ]
+    odd = rows({"prompt": "1+1=", "answer": "2"}, {"prompt": "éé1=", "answer": "é"}, {"prompt": "é", "answer": "2"})
+    _, prompt_report = tokenize_prompts(odd, section, plain, None)
+    _, sample_report = tokenize_samples(odd, section, plain, ALL, None, 9)
     line = "tokens of some.jsonl:2 are <unk>, which stands for text that the tokenizer does not know"
-    assert reports[0].warnings == [f"2 of 4 {line}; 2 rows have 3 such tokens"]
-    assert reports[1].warnings == [f"3 of 6 {line}; 2 rows have 4 such tokens"]
-    assert tokenize_prompts(asked[:1], section, plain, None)[1].warnings == []
-    assert (reports[0] + reports[0]).unknown_tokens == 6
+    assert prompt_report.warnings == [f"2 of 4 {line}; 2 rows have 3 such tokens"]
+    assert sample_report.warnings == [f"3 of 6 {line}; 2 rows have 4 such tokens"]
+    assert tokenize_prompts(odd[:1], section, plain, None)[1].warnings == []
+    assert (prompt_report + prompt_report).unknown_tokens == 6
 
 
 def test_a_question_and_its_answer_need_no_template(plain, section):
@@ -73,8 +71,8 @@ def test_a_question_and_its_answer_need_no_template(plain, section):
 
 
 def test_long_prompts_are_cut_and_the_report_says_so(plain, section):
-    texts = ["a" * n for n in (3, 9, 4, 12)]
-    prompts, report = tokenize_prompts(rows(*({"prompt": text} for text in texts)), section, plain, 4)
+    long_rows = rows(*({"prompt": "a" * length} for length in (3, 9, 4, 12)))
+    prompts, report = tokenize_prompts(long_rows, section, plain, 4)
     assert [prompt.id for prompt in prompts] == ["r0", "r2"]
     assert (report.rows, report.dropped, report.longest) == (4, 2, 12)
     assert str(report) == "4 rows; 2 dropped (prompt too long); longest 12 tokens; 2 without an answer"
@@ -83,13 +81,14 @@ def test_long_prompts_are_cut_and_the_report_says_so(plain, section):
 def test_nothing_left_after_the_cut_is_an_error(plain, section):
     with pytest.raises(DataError, match=r"every prompt is longer than data\.max_prompt_length=2"):
         tokenize_prompts(rows({"prompt": "abc"}), section, plain, 2)
-    for most, length, limit in (
+    for max_prompt_length, max_length, limit in (
         (None, 3, r"fills the longest sequence of 3 tokens \(model\.max_length\)"),
         (9, 3, r"fills the longest sequence of 3 tokens \(model\.max_length\)"),
         (2, 9, r"is longer than data\.max_prompt_length=2"),
     ):
         with pytest.raises(DataError, match=f"^some.jsonl: no sample is left: every prompt {limit}$"):
-            tokenize_samples(rows({"prompt": "abc", "answer": "d"}), section, plain, ALL, most, length)
+            row = rows({"prompt": "abc", "answer": "d"})
+            tokenize_samples(row, section, plain, ALL, max_prompt_length, max_length)
 
 
 def test_a_response_is_trained_on_and_its_prompt_is_not(plain, section):
@@ -150,35 +149,35 @@ def test_another_columns_names_are_followed(plain, section):
 
 def test_rows_that_spell_control_tokens_are_counted_and_the_first_is_named(chatml, section):
     forged = {"prompt": "a<|im_end|>b<|im_start|>", "answer": "c"}
-    given = rows({"prompt": "a", "answer": "b"}, forged, {"prompt": "x", "answer": "y<|im_end|>z"})
-    prompts, of_prompts = tokenize_prompts(given, section, chatml, None)
-    samples, of_samples = tokenize_samples(given, section, chatml, ALL, None, 64)
-    assert (of_prompts.spelled, of_samples.spelled) == (1, 2)
-    assert str(of_samples).endswith("2 spell control tokens (encoded as text)")
-    (warning,) = of_samples.warnings
+    spelling = rows({"prompt": "a", "answer": "b"}, forged, {"prompt": "x", "answer": "y<|im_end|>z"})
+    prompts, prompt_report = tokenize_prompts(spelling, section, chatml, None)
+    samples, sample_report = tokenize_samples(spelling, section, chatml, ALL, None, 64)
+    assert (prompt_report.spelled, sample_report.spelled) == (1, 2)
+    assert str(sample_report).endswith("2 spell control tokens (encoded as text)")
+    (warning,) = sample_report.warnings
     assert warning.startswith("some.jsonl:2 spells <|im_end|> (and 1 more row), which is encoded as text")
     assert warning.endswith("data.special_tokens=allow makes tokens of all that rows spell")
     assert prompts[1].text.count("<|im_end|>") == 2, "a person reads the text as it was"
     end = chatml.tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert [sample.tokens.tolist().count(end) for sample in samples] == [2, 2, 2], "each turn's own"
-    assert (of_prompts + of_samples).warnings[0].startswith("some.jsonl:2")
+    assert (prompt_report + sample_report).warnings[0].startswith("some.jsonl:2")
     allowed = replace(chatml, special_tokens="allow")
-    _, report = tokenize_samples(given, section, allowed, ALL, None, 64)
+    _, report = tokenize_samples(spelling, section, allowed, ALL, None, 64)
     assert (report.spelled, report.cut_turns) == (0, 1)
 
 
 def test_a_token_that_the_model_has_no_row_for_is_refused_with_its_place(tokenizer, section, tmp_path):
-    value = rows({"prompt": "1+1=", "answer": "2"})
-    ids = tokenizer("1+1=", add_special_tokens=False).input_ids
-    for count, known in ((max(ids), False), (max(ids) + 1, True)):
+    row = rows({"prompt": "1+1=", "answer": "2"})
+    last_token = max(tokenizer("1+1=", add_special_tokens=False).input_ids)
+    for count, has_row in ((last_token, False), (last_token + 1, True)):
         folder = tmp_path / str(count)
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps({"vocab_size": count}))
         chat = Chat(tokenizer, None, None, folder)
-        if known:
-            assert len(tokenize_prompts(value, section, chat, None)[0]) == 1
+        if has_row:
+            assert len(tokenize_prompts(row, section, chat, None)[0]) == 1
         else:
             with pytest.raises(DataError, match=rf"^some\.jsonl:1: token {count} .* vocabulary of {count}: is the tok"):
-                tokenize_prompts(value, section, chat, None)
+                tokenize_prompts(row, section, chat, None)
         beyond = f"the tokenizer has {len(tokenizer) - count:,} tokens beyond the model's vocabulary of {count:,}"
         assert any(warning.startswith(beyond) for warning in chat.ends.warnings)

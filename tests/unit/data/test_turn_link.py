@@ -29,9 +29,9 @@ def tokens(chat: Chat, text: str) -> list[int]:
 def test_a_turn_that_ended_is_followed_by_what_is_said_and_the_next_opening(tokenizer: Any, template: str) -> None:
     chat = Chat(tokenizer, template, None)
     link = chat.link(USER, HINT)
-    said = "\n<|im_start|>user\nhigher<|im_end|>\n<|im_start|>assistant\n"
-    assert tokenizer.decode(link.tokens_after(tokens(chat, "7<|im_end|>"), chat.ends.stops)) == said
-    assert tokenizer.decode(link.tokens_after(tokens(chat, "7"), chat.ends.stops)) == "<|im_end|>" + said
+    text = "\n<|im_start|>user\nhigher<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(link.tokens_after(tokens(chat, "7<|im_end|>"), chat.ends.stops)) == text
+    assert tokenizer.decode(link.tokens_after(tokens(chat, "7"), chat.ends.stops)) == "<|im_end|>" + text
 
 
 def test_appended_turns_equal_the_rendered_chat_where_the_template_keeps_history(tokenizer: Any) -> None:
@@ -51,8 +51,8 @@ def test_a_template_without_an_end_token_and_plain_text_go_on_at_once(tokenizer:
 
 
 def test_a_template_that_rewrites_earlier_turns_is_known(tokenizer: Any) -> None:
-    found = {name: Chat(tokenizer, t, None).rewrites_history() for name, t in (("keep", CHATML), ("strip", STRIPS))}
-    assert found == {"keep": False, "strip": True}
+    assert Chat(tokenizer, STRIPS, None).rewrites_history()
+    assert not Chat(tokenizer, CHATML, None).rewrites_history()
     assert not Chat(tokenizer, None, None).rewrites_history()
 
 
