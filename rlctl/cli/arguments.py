@@ -35,7 +35,7 @@ Lines = Annotated[int, typer.Option("--lines", "-n", help="Print the last lines 
 def split_any(arguments: list[str] | None, default: str) -> tuple[str, list[str]]:
     """Return (recipe, overrides) for a command that takes runs of every kind. default: the recipe without an argument.
 
-    A kind alone is its tiny recipe, as `rlctl train grpo` alone is, unless a file has that name.
+    A kind alone means its tiny recipe, as in `rlctl train grpo`, unless a file has that name.
     """
     from rlctl.preflight.load import TINY
 
@@ -56,8 +56,8 @@ def split(arguments: list[str] | None) -> tuple[str | None, list[str]]:
         elif recipe is None:
             recipe = text
         else:
-            what = f"a second recipe after {recipe}; an override is key=value"
-            problems.append(Problem(f"argument {number}", text, what))
+            mistake = f"a second recipe after {recipe}; an override is key=value"
+            problems.append(Problem(f"argument {number}", text, mistake))
     if problems:
         raise ConfigError(problems)
     return recipe, note_repeats(overrides)
@@ -74,7 +74,7 @@ def note_repeats(overrides: list[str] | None) -> list[str]:
 
 
 def finite(value: float | None) -> float | None:
-    """Return the number of an option. Raises BadParameter for an infinite one, which no least value refuses."""
+    """Return the number of an option. Raises BadParameter for an infinite number, which no least value refuses."""
     if value is not None and not math.isfinite(value):
         raise typer.BadParameter(f"must be a finite number, not {value}")
     return value

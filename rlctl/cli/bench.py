@@ -71,9 +71,10 @@ def refit(
     problems: list[Problem] = []
     gpus = count_gpus()
     defaults = load("grpo", None, []).settled.config.refit
-    usual_modes, usual_checks = ("direct,staged", "sampled") if gpus else ("auto", "all,off")
+    default_modes = "direct,staged" if gpus and not lora_rank else "auto"
+    default_checks = "sampled" if gpus else "all,off"
     if lora_rank:
-        usual_modes, usual_checks = "auto", "all"
+        default_checks = "all"
     words("--master", master, ("float32", "bfloat16"), problems)
     bench = RefitBench(
         model=model or ("qwen3-8b" if gpus else "tiny"),
@@ -83,9 +84,9 @@ def refit(
         tensor_parallel=tensor_parallel,
         colocated=colocated or gpus == 1,
         transports=words("--transport", transport, get_args(Kind), problems) if transport else (),
-        modes=words("--mode", mode or usual_modes, ("auto", "direct", "staged"), problems),
+        modes=words("--mode", mode or default_modes, ("auto", "direct", "staged"), problems),
         num_buffers=numbers("--num-buffers", num_buffers or str(defaults.num_buffers), "1,2,3", problems),
-        checks=words("--checksum", checksum or usual_checks, get_args(Checks), problems),
+        checks=words("--checksum", checksum or default_checks, get_args(Checks), problems),
         master=master,
         defaults=defaults,
         rounds=rounds,
@@ -130,7 +131,11 @@ def grpo(
     installed = count_gpus()
     devices = installed if gpus is None else gpus
     # On a CPU apart is colocated: the cores are shared.
-    usual = "colocated,drained,in-flight" if devices == 0 else "colocated" if devices == 1 else ",".join(MODES)
+    default_modes = ",".join(MODES)
+    if devices == 0:
+        default_modes = "colocated,drained,in-flight"
+    elif devices == 1:
+        default_modes = "colocated"
     bench = GrpoBench(
         model=model or ("qwen3-1.7b" if devices else "tiny"),
         installed=installed,
@@ -141,7 +146,7 @@ def grpo(
         steps=steps,
         age=age,
         lengths=read_lengths(lengths or ("600,1.0,4096" if devices else "32,1.0,192"), problems),
-        modes=words("--modes", modes or usual, MODES, problems),
+        modes=words("--modes", modes or default_modes, MODES, problems),
         extra=override or [],
     )
     run_bench(bench, as_json, problems)
@@ -177,7 +182,7 @@ def sft(
     from rlctl.bench.sft import MODES, SftBench
 
     gpus = count_gpus()
-    usual = list(MODES) if gpus else ["eager", "eager-graph"]
+    default_modes = list(MODES) if gpus else ["eager", "eager-graph"]
     bench = SftBench(
         model=model or ("qwen3-1.7b" if gpus else "tiny"),
         gpus=gpus,
@@ -186,7 +191,7 @@ def sft(
         batch=batch or 8 * ranks,
         micro_batch=micro_batch_tokens,
         steps=steps,
-        modes=modes.split(",") if modes else usual,
+        modes=modes.split(",") if modes else default_modes,
         extra=override or [],
     )
     run_bench(bench, as_json)
@@ -220,7 +225,8 @@ def generation(
     """Time the sampling of engines, in one turn and in several with an environment, against the device's limit."""
     from rlctl.bench.generation import GenerationBench
 
-    gpus, problems = count_gpus(), list[Problem]()
+    gpus = count_gpus()
+    problems: list[Problem] = []
     bench = GenerationBench(
         model=model or ("qwen3-1.7b" if gpus else "tiny"),
         prompts=prompts or (64 if gpus else 4),
@@ -246,8 +252,8 @@ def agents(
     from rlctl.bench.dispatch import UNITS
 
     problems: list[Problem] = []
-    sizes = numbers("--bodies", bodies, "7KB,77KB", problems, UNITS)
-    run_bench(AgentsBench(sizes, sessions), as_json, problems)
+    body_sizes = numbers("--bodies", bodies, "7KB,77KB", problems, UNITS)
+    run_bench(AgentsBench(body_sizes, sessions), as_json, problems)
 
 
 @app.command(
@@ -305,9 +311,9 @@ def dispatch(
     from rlctl.bench.dispatch import UNITS, DispatchBench
 
     problems: list[Problem] = []
-    sizes = numbers("--workers", workers, "1,2,4", problems)
-    bytes_ = numbers("--payloads", payloads, "1KB,8MB", problems, UNITS)
-    run_bench(DispatchBench(sizes, bytes_, calls), as_json, problems)
+    group_sizes = numbers("--workers", workers, "1,2,4", problems)
+    payload_sizes = numbers("--payloads", payloads, "1KB,8MB", problems, UNITS)
+    run_bench(DispatchBench(group_sizes, payload_sizes, calls), as_json, problems)
 
 
 @app.command(
@@ -327,9 +333,9 @@ def scale(
     from rlctl.bench.scale import ScaleBench
 
     problems: list[Problem] = []
-    sizes = numbers("--gpus", gpus, "8,64", problems)
-    shapes = [each.strip() for each in models.split(",")]
-    run_bench(ScaleBench(shapes, sizes), as_json, problems)
+    gpu_counts = numbers("--gpus", gpus, "8,64", problems)
+    shapes = [shape.strip() for shape in models.split(",")]
+    run_bench(ScaleBench(shapes, gpu_counts), as_json, problems)
 
 
 @app.command(
@@ -366,5 +372,12 @@ def algorithms(
     from rlctl.bench.algorithms import AlgorithmBench
     from rlctl.config.builtin import algorithm_names
 
-    bench = AlgorithmBench(algorithm or algorithm_names(), recipe, seeds, steps, target, override or [])
+    bench = AlgorithmBench(
+        algorithms=algorithm or algorithm_names(),
+        recipe=recipe,
+        seeds=seeds,
+        steps=steps,
+        target=target,
+        extra=override or [],
+    )
     run_bench(bench, as_json, plot=plot)

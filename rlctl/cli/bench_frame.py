@@ -20,9 +20,8 @@ from rlctl.config.errors import ConfigError, Problem
 if TYPE_CHECKING:
     from rich.console import Console
 
-# Columns from which tables show everything.
+# Fewest columns of a terminal on which tables show everything.
 _WIDE = 120
-
 
 TrainedModel = Annotated[
     str | None, typer.Option(help="A shape by name, or a Hugging Face folder. Default: tiny; on GPUs qwen3-1.7b.")
@@ -32,41 +31,48 @@ RunSettings = Annotated[
 ]
 
 
-def read_lengths(given: str, problems: list[Problem]) -> tuple[float, float, int]:
+def read_lengths(text: str, problems: list[Problem]) -> tuple[float, float, int]:
     """Read mean, sigma and cap of log-normal lengths, in tokens; add a problem to `problems` if there is one."""
     try:
-        mean, sigma, cap = (float(part) for part in given.split(","))
-        if all(isfinite(each) and each > 0 for each in (mean, sigma, cap)) and cap == int(cap):
-            return mean, sigma, int(cap)
+        numbers = list(map(float, text.split(",")))
+        if len(numbers) == 3 and all(isfinite(number) and number > 0 for number in numbers):
+            mean, sigma, cap = numbers
+            if cap == int(cap):
+                return mean, sigma, int(cap)
     except ValueError:
         pass
-    problems.append(Problem("--lengths", "", f"{given!r}: mean, sigma and cap above 0, like 600,1.0,4096"))
+    problems.append(Problem("--lengths", "", f"{text!r}: mean, sigma and cap above 0, like 600,1.0,4096"))
     return 1.0, 1.0, 1
 
 
 def run_bench(bench: Bench, as_json: bool, problems: Iterable[Problem] = (), plot: Path | None = None) -> None:
-    """Check, measure and show; end the command with its exit code. problems: mistakes found in its options already.
+    """Check, measure and show; end the command with its exit code. problems: known mistakes in the options.
 
     Raises ConfigError with every problem at once.
     """
-    if problems := [*_plot_problems(plot), *problems, *bench.check()]:
-        raise ConfigError(problems)
-    results = _measured(bench)
+    all_problems = list(_plot_problems(plot))
+    all_problems += problems
+    all_problems += bench.check()
+    if all_problems:
+        raise ConfigError(all_problems)
+    results = _measure(bench)
     if as_json:
         typer.echo(json.dumps(results.as_json(), indent=1))
     else:
         show(results, console())
     if plot is not None and (chart := results.chart()) is not None:
         chart.write(plot)
-    for error in (errors := results.errors()):
+    errors = results.errors()
+    for error in errors:
         typer.echo(f"error: {error}", err=True)
     if results.interrupted:
         typer.echo("interrupted: this is what was finished", err=True)
-    raise typer.Exit(INTERRUPTED if results.interrupted else FAILED if errors else OK)
+        raise typer.Exit(INTERRUPTED)
+    raise typer.Exit(FAILED if errors else OK)
 
 
 def show(results: Results, out: "Console") -> None:
-    """Print the report, as wide as the terminal is."""
+    """Print the report in the width of the terminal."""
     from rich.text import Text
 
     from rlctl.dashboard.console import PIPE_WIDTH, figures, make_table, texts
@@ -77,10 +83,12 @@ def show(results: Results, out: "Console") -> None:
         if isinstance(part, Line):
             out.print(Text(part.text, part.style))
             continue
-        first, *others = (name for name, _ in part.rows[0])
-        table = make_table(texts(first), *map(figures, others), titles="bold", gap=part.gap)
+        titles = [title for title, _ in part.rows[0]]
+        columns = [texts(titles[0])] + [figures(title) for title in titles[1:]]
+        table = make_table(*columns, titles="bold", gap=part.gap)
         for index, cells in enumerate(part.rows):
-            table.add_row(*(text for _, text in cells), style="bold" if index in part.bold else "")
+            style = "bold" if index in part.bold else ""
+            table.add_row(*[text for _, text in cells], style=style)
         out.print(table)
 
 
@@ -97,8 +105,8 @@ def _plot_problems(path: Path | None) -> Iterator[Problem]:
         yield Problem("--plot", "", "needs matplotlib: pip install 'rlctl[plot]'")
 
 
-def _measured(bench: Bench) -> Results:
-    """Measure in a folder that is removed when all is well and after Ctrl-C; after an error its logs stay."""
+def _measure(bench: Bench) -> Results:
+    """Measure in a scratch folder. Remove the folder after success and after Ctrl-C; keep its logs after an error."""
     folder = Path(tempfile.mkdtemp(prefix="rlctl-bench-"))
     try:
         with _progress() as say:

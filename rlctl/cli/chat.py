@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import typer
 
 from rlctl.cli.arguments import WEIGHTS, OfStep, finite
-from rlctl.cli.output import busy, console, examples, explained_weights, note, say, tell
+from rlctl.cli.output import busy, console, examples, explain_engine_errors, note, say, tell
 from rlctl.config.builtin import runs_folder
 from rlctl.config.errors import ConfigError, Problem
 from rlctl.utils.ports import has_proxy, past_proxies
@@ -34,8 +34,10 @@ EPILOG = examples(
     "rlctl chat sums < questions.txt                  a line, an answer",
     "rlctl chat my-run --endpoint                     an address for your client",
 )
-_NEW, _HELP, _ENDS = "/new", "/help", ("/exit", "/quit", "/bye")
-_ANSWER = f"""\
+_NEW = "/new"
+_HELP = "/help"
+_ENDS = ("/exit", "/quit", "/bye")
+_HELP_TEXT = f"""\
 {_NEW}     begins another conversation
 {_HELP}    shows this
 /exit    ends, and so does Ctrl-D
@@ -71,19 +73,21 @@ def chat(
     from rlctl.evaluation.target import find_target
     from rlctl.workers.reaper import scratch_folder
 
-    with explained_weights("interrupted"):
-        found = find_target(target, runs_folder(), step)
-        config, most = config_of(found, seed, system)
+    with explain_engine_errors("interrupted"):
+        weights = find_target(target, runs_folder(), step)
+        config, run_max_tokens = config_of(weights, seed, system)
         if endpoint and tools is not None:
             raise ConfigError([Problem("--tools", "", "are those of the client with --endpoint: leave it out")])
-        environment, columns = (None, {}) if endpoint else (_environment(tools, config), _chat_row(row, tools))
-        most = max_tokens or most
-        sampling = (most, config.generation.temperature if temperature is None else temperature)
+        if temperature is None:
+            temperature = config.generation.temperature
+        sampling = (max_tokens or run_max_tokens, temperature)
+        environment = None if endpoint else _tools_environment(tools, config)
+        columns = {} if endpoint else _chat_row(row, tools)
         with scratch_folder("rlctl-chat-") as folder:
             if endpoint:
-                _serve(found, config, sampling, folder)
-                return
-            _talk(found, config, sampling, environment, columns, folder)
+                _serve(weights, config, sampling, folder)
+            else:
+                _talk(weights, config, sampling, environment=environment, row=columns, logs=folder)
 
 
 def _talk(
@@ -101,8 +105,8 @@ def _talk(
     with ExitStack() as stack:
         with busy(f"starting an engine for {target.name}"):
             session = stack.enter_context(chat_session(target, config, sampling, environment, row, logs, tell))
-        said = f"{target.name}, temperature {sampling[1]:g}; {_NEW} begins another conversation, "
-        say(f"{said}Ctrl-D ends, {_HELP} shows more", err=True)
+        settings = f"{target.name}, temperature {sampling[1]:g}"
+        say(f"{settings}; {_NEW} begins another conversation, Ctrl-D ends, {_HELP} shows more", err=True)
         converse(session)
 
 
@@ -126,12 +130,12 @@ def _serve(target: "Target", config: "GrpoConfig", sampling: tuple[int, float], 
 
 
 def client_lines(base_url: str, api_key: str, variables: Mapping[str, str]) -> list[str]:
-    """Return the lines by which a shell tells clients of an endpoint, past the proxy that `variables` have."""
-    exempt = past_proxies(variables, str(urlsplit(base_url).hostname)) if has_proxy(variables) else {}
-    past = "".join(f" {name}={shlex.quote(hosts)}" for name, hosts in exempt.items())
+    """Return the lines of shell that set an endpoint's address and key for clients, past a proxy of `variables`."""
+    exemptions = past_proxies(variables, str(urlsplit(base_url).hostname)) if has_proxy(variables) else {}
+    no_proxy = "".join(f" {name}={shlex.quote(hosts)}" for name, hosts in exemptions.items())
     return [
-        f"export OPENAI_BASE_URL={base_url} OPENAI_API_KEY={api_key}{past}",
-        f"export ANTHROPIC_BASE_URL={base_url.removesuffix('/v1')} ANTHROPIC_API_KEY={api_key}{past}",
+        f"export OPENAI_BASE_URL={base_url} OPENAI_API_KEY={api_key}{no_proxy}",
+        f"export ANTHROPIC_BASE_URL={base_url.removesuffix('/v1')} ANTHROPIC_API_KEY={api_key}{no_proxy}",
     ]
 
 
@@ -148,13 +152,13 @@ def converse(session: "ChatSession") -> None:
             talk = None
             continue
         if re.fullmatch(r"/\w+|/\?", word):
-            say(_ANSWER if word in (_HELP, "/?") else f"no command {word}; {_HELP} shows them", err=True)
+            say(_HELP_TEXT if word in (_HELP, "/?") else f"no command {word}; {_HELP} shows them", err=True)
             continue
         try:
             if talk is None:
                 talk = session.begin()
-                for each in session.opening:
-                    _show_message(each)
+                for message in session.opening:
+                    _show_message(message)
             with suppress(KeyboardInterrupt):
                 for message in talk.say(line):
                     _show_message(message)
@@ -181,32 +185,31 @@ def _typed_lines() -> Iterator[str]:
 
 
 def _show_message(message: "Message") -> None:
-    """Print a message; tokens that a terminal would obey are visible."""
+    """Print a message, with its control characters made visible."""
     from rich.text import Text
 
-    role = "tool" if message["role"] == "tool" else "model" if message["role"] == "assistant" else "task"
-    style = {"tool": "cyan", "model": "bold green", "task": "dim"}[role]
+    labels = {"tool": ("tool", "cyan"), "assistant": ("model", "bold green")}
+    role, style = labels.get(message["role"], ("task", "dim"))
     line = Text.assemble((f"{role} > ", style), neutral(str(message["content"]).replace("\r", "")))
     if message.get("cut"):
         line.append(" (cut: --max-tokens)", style="yellow")
     console().print(line)
 
 
-def _environment(name: str | None, config: "GrpoConfig") -> "EnvironmentSpec | None":
-    """Return the environment of the tools, with the run's arguments if it is the run's. Raises ConfigError."""
+def _tools_environment(name: str | None, config: "GrpoConfig") -> "EnvironmentSpec | None":
+    """Return the environment of the tools; the run's environment with the run's arguments. Raises ConfigError."""
     from rlctl.config.plugins import ENVIRONMENTS
     from rlctl.environments.outcomes import EnvironmentSpec
     from rlctl.evaluation.evaluation_configs import arguments_of
     from rlctl.preflight.check_inputs import require_plugin
 
-    own = config.environment
     if name is None:
-        if own.is_enabled:
-            names = ", ".join(each.name for each in own.environments.values())
+        if config.environment.is_enabled:
+            names = ", ".join(choice.name for choice in config.environment.environments.values())
             note([f"the run's environment, {names}, takes no part: --tools offers the tools of one"])
         return None
     require_plugin("--tools", name, ENVIRONMENTS, "Class")
-    return EnvironmentSpec(name, own.timeout_s, arguments_of(config, name))
+    return EnvironmentSpec(name, config.environment.timeout_s, arguments_of(config, name))
 
 
 def _chat_row(text: str | None, tools: str | None) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rlctl.cli.arguments import AsJson, Follow, Lines, split
-from rlctl.cli.output import FAILED, OK, console, examples, explained
+from rlctl.cli.output import FAILED, OK, console, examples, explain_errors
 from rlctl.config.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -60,23 +60,23 @@ def up(
     cluster, overrides = split(arguments)
     config = load_cluster(cluster or "local", overrides)
     if dry_run:
-        with explained():
-            from rlctl.cluster.lifecycle import dry_run as submitted
+        with explain_errors():
+            from rlctl.cluster.lifecycle import dry_run as format_submission
 
-            typer.echo(submitted(config, job), nl=False)
+            typer.echo(format_submission(config, job), nl=False)
         return
     if job is not None:
         raise ConfigError([Problem("--job", "", "goes with --dry-run: pipe what it prints into kubectl create -f -")])
-    with explained(), Progress() as progress:
+    with explain_errors(), Progress() as progress:
         from rlctl.cluster.lifecycle import bring_up
 
         started = bring_up(config, progress.say)
     for warning in started.warnings:
         progress.say("warning", warning)
-    what = "is up already" if started.already else "is up"
+    outcome = "is up already" if started.already else "is up"
     if started.repaired:
-        what = f"has {', '.join(started.repaired)} again"
-    typer.echo(f"{started.state.name} {what}: {summary(started.state, started.status)}")
+        outcome = f"has {', '.join(started.repaired)} again"
+    typer.echo(f"{started.state.name} {outcome}: {summary(started.state, started.status)}")
     if started.already and overrides:
         progress.say("warning", f"overrides change nothing: rlctl cluster down {started.state.name} first")
     typer.echo(next_steps(started.state))
@@ -89,24 +89,24 @@ def status(
     as_json: AsJson = False,
 ) -> None:
     """Show a cluster: nodes, free devices, listeners and problems. Exit code 1 unless it is up."""
-    with explained():
+    with explain_errors():
         from rlctl.cli.cluster_view import render
         from rlctl.cluster.status import as_dict, cluster_status
 
         state = _find_cluster(name)
         while True:
-            seen = cluster_status(state)
+            current = cluster_status(state)
             if as_json:
-                typer.echo(json.dumps(as_dict(state, seen)))
+                typer.echo(json.dumps(as_dict(state, current)))
             else:
                 out = console()
                 if watch and out.is_terminal:
                     out.clear()
-                out.print(render(state, seen), soft_wrap=False)
+                out.print(render(state, current), soft_wrap=False)
             if not watch:
                 break
             time.sleep(_WATCH_S)
-    raise typer.Exit(OK if seen.condition == "up" else FAILED)
+    raise typer.Exit(OK if current.condition == "up" else FAILED)
 
 
 @app.command(epilog=examples("rlctl cluster down", "rlctl cluster down my-cluster"))
@@ -117,10 +117,10 @@ def down(
     """Stop a cluster. No process stays, and no file except logs."""
     from rlctl.cli.cluster_view import Progress
 
-    with explained(), Progress() as progress:
+    with explain_errors(), Progress() as progress:
         from rlctl.cluster.lifecycle import take_down
 
-        state = take_down(name or _only(), progress.say, forget)
+        state = take_down(name or _find_only_name(), progress.say, forget)
     typer.echo(f"{state.name} is down")
 
 
@@ -132,10 +132,10 @@ def logs(
     lines: Lines = 10,
 ) -> None:
     """Print the logs of Ray's processes and workers; of a stopped cluster, those that were kept here."""
-    with explained():
+    with explain_errors():
         from rlctl.cluster.status import show_logs
 
-        code = show_logs(name or _only(or_any=True), node, follow, lines)
+        code = show_logs(name or _find_only_name(or_stopped=True), node, follow, lines)
     raise typer.Exit(code)
 
 
@@ -144,22 +144,22 @@ def list_(as_json: AsJson = False) -> None:
     """List all clusters with their state."""
     from rlctl.cli.cluster_view import clusters_table
 
-    with explained():
+    with explain_errors():
         from rlctl.cluster.status import all_clusters
 
-        entries = all_clusters()
+        clusters = all_clusters()
     if as_json:
-        typer.echo(json.dumps(entries))
-    elif not entries:
+        typer.echo(json.dumps(clusters))
+    elif not clusters:
         typer.echo("no clusters; start one with: rlctl cluster up")
     else:
-        console().print(clusters_table(entries), soft_wrap=False)
+        console().print(clusters_table(clusters), soft_wrap=False)
 
 
 @app.command(epilog=examples('eval "$(rlctl cluster env)"'))
 def env(name: Name = "") -> None:
     """Print lines for a shell, so that Ray programs in it find a cluster and its token."""
-    with explained():
+    with explain_errors():
         from rlctl.cluster.launcher import launcher_of
 
         state = _find_cluster(name)
@@ -170,18 +170,20 @@ def env(name: Name = "") -> None:
 def _find_cluster(name: str) -> "ClusterState":
     from rlctl.cluster.state import ClusterStore, NoSuchCluster, not_up
 
-    store = ClusterStore(name or _only())
+    store = ClusterStore(name or _find_only_name())
     state = store.load()
     if state is None:
         raise NoSuchCluster(not_up(store.name))
     return state
 
 
-def _only(or_any: bool = False) -> str:
-    """Return the cluster that is meant if none is named: the one that is up. or_any: else the one that has logs."""
+def _find_only_name(or_stopped: bool = False) -> str:
+    """Return the name of the only cluster that is up. or_stopped: if none is up, the only cluster that has logs."""
     from rlctl.cluster.state import NoSuchCluster, known_clusters, running_clusters
 
-    names = running_clusters() or (known_clusters() if or_any else [])
+    names = running_clusters()
+    if or_stopped and not names:
+        names = known_clusters()
     if len(names) == 1:
         return names[0]
     if names:

@@ -1,4 +1,4 @@
-"""The output of `rlctl cluster`: a line a host while it works, a table a cluster, the next command."""
+"""The output of `rlctl cluster`: a line for each host while it starts, a table for each cluster, the next command."""
 
 from typing import Any
 
@@ -61,35 +61,32 @@ def next_steps(state: ClusterState) -> str:
     steps.append((f"rlctl cluster down {state.name}", "stop it"))
     width = max(len(command) for command, _ in steps)
     if width > 44:
-        return "\n".join(f"  {command}\n      {what}" for command, what in steps)
-    return "\n".join(f"  {command:{width}}   {what}" for command, what in steps)
+        return "\n".join(f"  {command}\n      {purpose}" for command, purpose in steps)
+    return "\n".join(f"  {command:{width}}   {purpose}" for command, purpose in steps)
 
 
-def render(state: ClusterState, seen: ClusterStatus) -> RenderableType:
+def render(state: ClusterState, status: ClusterStatus) -> RenderableType:
     """Return a cluster in 80 columns: its kind, nodes, listeners, and warnings."""
-    style = _COLOURS.get(seen.condition, "bold red")
-    head = Text.assemble((state.name, "bold"), " ", (seen.condition, style), f": {summary(state, seen)}")
-    parts: list[RenderableType] = [head, Text(""), _nodes_table(seen)]
-    if ports := open_ports(seen):
-        parts += [
-            Text(""),
-            Text("other machines can reach, with the token:", style="bold"),
-            *(Text(f"  {line}") for line in ports),
-        ]
-    elif seen.head_alive and seen.nodes[0].facts:
+    style = _COLOURS.get(status.condition, "bold red")
+    head = Text.assemble((state.name, "bold"), " ", (status.condition, style), f": {summary(state, status)}")
+    parts: list[RenderableType] = [head, Text(""), _nodes_table(status)]
+    if ports := open_ports(status):
+        parts += [Text(""), Text("other machines can reach, with the token:", style="bold")]
+        parts += [Text(f"  {line}") for line in ports]
+    elif status.head_alive and status.nodes[0].facts:
         parts += [Text(""), Text("everything listens on loopback alone", style="dim")]
     dashboard = launcher_of(state).dashboard(state)
-    if state.head.host and dashboard and seen.head_alive:
+    if state.head.host and dashboard and status.head_alive:
         parts += [Text(""), Text.assemble(("dashboard: ", "bold"), dashboard[0])]
-    if seen.runs:
-        parts += [Text(""), runs_table(seen.runs)]
-    for warning in seen.warnings:
+    if status.runs:
+        parts += [Text(""), runs_table(status.runs)]
+    for warning in status.warnings:
         parts.append(Text.assemble(("warning: ", "yellow"), warning))
     return Group(*parts)
 
 
 def runs_table(runs: list[dict[str, Any]]) -> Table:
-    """Return the runs on a cluster, a row each, with the devices that each of its pools has."""
+    """Return the runs on a cluster, a row each, with the number of devices of each pool."""
     titles = ("status", "step", "tok/s/device", "train", "generate")
     table = make_table(texts("run"), *map(figures, titles), titles="bold")
     for run in runs:
@@ -101,34 +98,38 @@ def runs_table(runs: list[dict[str, Any]]) -> Table:
     return table
 
 
-def clusters_table(entries: list[dict[str, Any]]) -> Table:
+def clusters_table(clusters: list[dict[str, Any]]) -> Table:
     """Return all clusters, a row each."""
     table = make_table(*map(texts, ("cluster", "kind", "state", "nodes", "address")), titles="bold")
-    for each in entries:
-        colour = _COLOURS.get(each["condition"], "dim" if each["condition"] == "down" else "red")
-        state = Text(each["condition"], style=colour)
-        table.add_row(Text(each["name"], style="cyan"), each["kind"], state, str(each["nodes"] or ""), each["address"])
+    for cluster in clusters:
+        condition = cluster["condition"]
+        colour = _COLOURS.get(condition, "dim" if condition == "down" else "red")
+        name = Text(cluster["name"], style="cyan")
+        nodes = str(cluster["nodes"] or "")
+        table.add_row(name, cluster["kind"], Text(condition, style=colour), nodes, cluster["address"])
     return table
 
 
-def _nodes_table(seen: ClusterStatus) -> Table:
+def _nodes_table(status: ClusterStatus) -> Table:
     free = (Column(title, justify="right") for title in ("CPUs free", "GPUs free", "GiB free", "disk"))
     table = make_table(texts("node"), names("state", ""), *free, texts("versions"), titles="bold")
-    for each in seen.nodes:
-        state = Text(each.condition, style=_COLOURS.get(each.condition, "bold red"))
-        name = Text(each.node.name + (" *" if each.node.head and len(seen.nodes) > 1 else ""), style="cyan")
+    for node in status.nodes:
+        state = Text(node.condition, style=_COLOURS.get(node.condition, "bold red"))
+        head_mark = " *" if node.node.head and len(status.nodes) > 1 else ""
         versions = ""
-        if each.facts:
-            driver = f", driver {each.facts['driver']}" if each.facts["driver"] else ""
-            versions = f"Ray {each.facts['ray']}, Python {each.facts['python']}{driver}"
-        table.add_row(name, state, *_amounts(each), versions)
+        if node.facts:
+            driver = f", driver {node.facts['driver']}" if node.facts["driver"] else ""
+            versions = f"Ray {node.facts['ray']}, Python {node.facts['python']}{driver}"
+        table.add_row(Text(node.node.name + head_mark, style="cyan"), state, *_free_amounts(node), versions)
     return table
 
 
-def _amounts(each: NodeStatus) -> list[str]:
+def _free_amounts(node: NodeStatus) -> list[str]:
     """Return the free share: CPUs and GPUs as Ray gives them out, memory and disk as the host has them."""
-    ray = [f"{each.free.get(name, 0):g}/{each.total.get(name, 0):g}" if each.in_ray else "–" for name in ("CPU", "GPU")]
-    if not each.facts:
-        return [*ray, "–", "–"]
-    memory = f"{each.facts['memory_free'] / GIB:.0f}/{each.facts['memory'] / GIB:.0f}"
-    return [*ray, memory, f"{each.facts['disk_free'] / GIB:.0f}"]
+    amounts = ["–", "–"]
+    if node.in_ray:
+        amounts = [f"{node.free.get(name, 0):g}/{node.total.get(name, 0):g}" for name in ("CPU", "GPU")]
+    if not node.facts:
+        return [*amounts, "–", "–"]
+    memory = f"{node.facts['memory_free'] / GIB:.0f}/{node.facts['memory'] / GIB:.0f}"
+    return [*amounts, memory, f"{node.facts['disk_free'] / GIB:.0f}"]

@@ -5,6 +5,7 @@ the same way (`rlctl/config/unknown_keys.py`).
 """
 
 from difflib import get_close_matches
+from itertools import chain
 from typing import Any
 
 import typer
@@ -23,7 +24,7 @@ _PREFERENCES = f"pairs of answers train nothing here: rlctl train sft RECIPE, or
 _WEIGHTS = "a checkpoint is whole already: rlctl export RUN FOLDER copies it for transformers and vLLM"
 _SERVE = "vllm serve RUN/checkpoints/step_N/hf serves a checkpoint, and rlctl chat RUN talks to it"
 _EVALUATE = "rlctl eval RUN measures it"
-# Word of another tool -> answer. A word that a group has is found there, without a row.
+# Word of another tool -> answer. A word that is a command of a group needs no row.
 WORDS = {
     # TRL
     "dpo": _PREFERENCES,
@@ -82,52 +83,60 @@ class Commands(TyperGroup):
         try:
             return super().parse_args(ctx, args)
         except _UsageError as error:
-            raise _one_line(error) from error
+            raise _as_config_error(error) from error
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
         """Run the command. Raises ConfigError for a wrong option or argument."""
         try:
             return super().invoke(ctx)
         except _UsageError as error:
-            raise _one_line(error) from error
+            raise _as_config_error(error) from error
 
     def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:  # type: ignore[override]
         """Return the command that `args` begin with. Raises ConfigError if there is none."""
         word = args[0]
         if not ctx.resilient_parsing and not word.startswith("-") and word not in self.commands:
             path = f"rlctl {ctx.info_name}" if ctx.parent else "rlctl"
-            what = _remark(path, word, list(self.list_commands(ctx)), self._inside())
-            raise ConfigError([Problem("", "", f"{path} has no `{word}`; {what}")])
+            remark = _command_remark(path, word, list(self.list_commands(ctx)), self._grouped_commands())
+            raise ConfigError([Problem("", "", f"{path} has no `{word}`; {remark}")])
         return super().resolve_command(ctx, args)
 
-    def _inside(self) -> dict[str, str]:
+    def _grouped_commands(self) -> dict[str, str]:
         """Return the commands of the groups in this one: GROUP COMMAND -> COMMAND."""
-        groups = {name: group.commands for name, group in self.commands.items() if isinstance(group, TyperGroup)}
-        return {f"{name} {each}": each for name, commands in groups.items() for each in commands}
+        grouped = dict[str, str]()
+        for name, group in self.commands.items():
+            if isinstance(group, TyperGroup):
+                grouped |= {f"{name} {command}": command for command in group.commands}
+        return grouped
 
 
-def _one_line(error: Any) -> Exception:
-    """Return a wrong option or argument as one line; as it is, an error whose text is the help."""
+def _as_config_error(error: Any) -> Exception:
+    """Return the error of a wrong option or argument as one line. An error whose text is the help stays as it is."""
     if type(error).__name__ == "NoArgsIsHelpError":
         return error  # type: ignore[no-any-return]
-    names, ctx = ["--help"], error.ctx
+    names: list[str] = []
+    context = error.ctx
     # The outermost name is that of the program, as it was started.
-    while ctx and ctx.parent:
-        names, ctx = [ctx.info_name, *names], ctx.parent
-    more = f"; see rlctl {' '.join(names)}"
+    while context and context.parent:
+        names.insert(0, context.info_name)
+        context = context.parent
+    see_help = f"; see {' '.join(['rlctl', *names, '--help'])}"
     if getattr(error, "possibilities", None) is not None:
         option = error.option_name
-        takes_keys = any(parameter.name in ("arguments", "overrides") for parameter in error.ctx.command.params)
-        options = [name for parameter in error.ctx.command.params for name in parameter.opts if name[:2] == "--"]
-        near = get_close_matches(option, options, n=1, cutoff=_NEAR_OPTION)
-        key_hint = _key_hint(option, error.ctx.info_name) if takes_keys else ""
-        hint = f"; did you mean {near[0]}?" if near else key_hint or more
-        return ConfigError([Problem(option, "", f"no such option{hint}")])
+        parameters = error.ctx.command.params
+        option_names = chain.from_iterable(parameter.opts for parameter in parameters)
+        near = get_close_matches(option, [name for name in option_names if name[:2] == "--"], n=1, cutoff=_NEAR_OPTION)
+        remark = ""
+        if near:
+            remark = f"; did you mean {near[0]}?"
+        elif any(parameter.name in ("arguments", "overrides") for parameter in parameters):
+            remark = _key_remark(option, error.ctx.info_name)
+        return ConfigError([Problem(option, "", f"no such option{remark or see_help}")])
     text = error.format_message().rstrip(".").replace("Value error, ", "")
-    return ConfigError([Problem("", "", f"{text[:1].lower()}{text[1:]}{more}")])
+    return ConfigError([Problem("", "", f"{text[:1].lower()}{text[1:]}{see_help}")])
 
 
-def _key_hint(option: str, command: str | None) -> str:
+def _key_remark(option: str, command: str | None) -> str:
     """Return a remark on a key of the config that was written as an option; empty if no key has such a name."""
     from rlctl.config.convert import known_keys
     from rlctl.config.fields import schema_keys
@@ -138,34 +147,39 @@ def _key_hint(option: str, command: str | None) -> str:
     keys = [key for key, _ in schema_keys(schema)]
     if name in keys:
         return f"; a key has no dashes: {name}=VALUE"
-    known = known_keys(schema)
-    if known.has_remark(name):
-        return f"; a key has no dashes{known.remark(name, [])}"
+    schema_names = known_keys(schema)
+    if schema_names.has_remark(name):
+        return f"; a key has no dashes{schema_names.remark(name, [])}"
     similar = [key for key in keys if key.rpartition(".")[2] in (f"num_{name}", f"max_{name}")]
     return f"; a key has no dashes: {' or '.join(similar)}" if similar else ""
 
 
-def _remark(path: str, word: str, here: list[str], inside: dict[str, str]) -> str:
+def _command_remark(path: str, word: str, commands: list[str], grouped: dict[str, str]) -> str:
     """Return the answer to an unknown `word` of the group `path`.
 
-    here: the commands of the group. inside: those of its groups, by GROUP COMMAND.
+    commands: the commands of the group. grouped: the commands of the groups in it, by GROUP COMMAND.
     """
     if word in WORDS and path in ("rlctl", "rlctl train"):
         return WORDS[word]
-    if (same := SAME.get(word)) in here:
-        return f"did you mean {same}?"
-    if owners := [f"rlctl {full}" for full, each in inside.items() if each == word]:
+    synonym = SAME.get(word)
+    if synonym in commands:
+        return f"did you mean {synonym}?"
+    if owners := [f"rlctl {full_name}" for full_name, command in grouped.items() if command == word]:
         return f"did you mean {' or '.join(owners)}?"
-    if found := _of_training(word):
-        return found
-    words = WORDS if path == "rlctl" else {}
-    for near in get_close_matches(word, [*here, *inside.values(), *words], n=1):
-        full = next((full for full, each in inside.items() if each == near), "")
-        return f"did you mean {f'rlctl {full}' if full else near}?" if near in here or full else WORDS[near]
-    return f"{path} has {', '.join(here)}"
+    if remark := _training_remark(word):
+        return remark
+    candidates = commands + list(grouped.values())
+    if path == "rlctl":
+        candidates += WORDS
+    for near in get_close_matches(word, candidates, n=1):
+        for full_name, command in grouped.items():
+            if command == near:
+                return f"did you mean rlctl {full_name}?"
+        return f"did you mean {near}?" if near in commands else WORDS[near]
+    return f"{path} has {', '.join(commands)}"
 
 
-def _of_training(word: str) -> str:
+def _training_remark(word: str) -> str:
     """Return the command for the name of an algorithm, a recipe or a file; empty for any other word."""
     if word in algorithm_names():
         return f"rlctl train grpo {word}-tiny tries it; `defaults: [my.yaml, algorithms/{word}]` is it over a recipe"

@@ -1,7 +1,6 @@
 """Completion of recipes, config keys, their values and run names, in bash, zsh and fish (`rlctl --install-completion`).
 
-A shell adds a space behind a word that is the only one. Nothing here offers `key=` alone: each value is offered as
-`key=value`.
+A shell adds a space behind the only offer. So `key=` is never the only offer: each value is offered as `key=value`.
 """
 
 from collections.abc import Iterator
@@ -33,27 +32,28 @@ def complete_config(incomplete: str) -> Offers:
 def complete_arguments(ctx: typer.Context, incomplete: str) -> Offers:
     """Offer a recipe, and then keys with their values. bash takes `key=value` apart at the `=`, zsh and fish do not."""
     kind = {"grpo": "grpo", "sft": "sft", "eval": "grpo"}.get(str(ctx.info_name))
-    given = [str(each) for each in ctx.params.get("arguments") or []]
-    if given[-1:] == ["="]:
-        given.pop()
-        return [
-            (value, doc) for value, doc in _values(given[-1] if given else "", kind) if value.startswith(incomplete)
-        ]
-    if given and given[-1] in _fields(kind) and not incomplete:
-        return _values(given[-1], kind)
+    arguments = [str(argument) for argument in ctx.params.get("arguments") or []]
+    if arguments[-1:] == ["="]:
+        arguments.pop()
+        key = arguments[-1] if arguments else ""
+        return [(value, doc) for value, doc in _offer_values(key, kind) if value.startswith(incomplete)]
+    if arguments and arguments[-1] in _fields_by_key(kind) and not incomplete:
+        return _offer_values(arguments[-1], kind)
     key, equals, _ = incomplete.partition("=")
     if equals:
-        return [(f"{key}={value}", doc) for value, doc in _values(key, kind)]
-    keys = [each for each in _fields(kind) if each.startswith(incomplete)] if incomplete else []
-    offers = [(f"{each}=", _meaning(_fields(kind)[each])) for each in keys]
+        return [(f"{key}={value}", doc) for value, doc in _offer_values(key, kind)]
+    offers: Offers = []
+    if all("=" in argument for argument in arguments):
+        offers += [(name, doc) for name, doc in complete_config(incomplete) if _may_be_of_kind(name, kind)]
+    keys = [key for key in _fields_by_key(kind) if incomplete and key.startswith(incomplete)]
+    offers += [(f"{key}=", _first_sentence(_fields_by_key(kind)[key])) for key in keys]
     if len(keys) == 1:
-        offers += [(f"{keys[0]}={value}", doc) for value, doc in _values(keys[0], kind)]
-    named = any("=" not in each for each in given)
-    return offers if named else [*(each for each in complete_config(incomplete) if _of_kind(each[0], kind)), *offers]
+        offers += [(f"{keys[0]}={value}", doc) for value, doc in _offer_values(keys[0], kind)]
+    return offers
 
 
 def complete_run(ctx: typer.Context, incomplete: str) -> Offers:
-    """Offer the runs of the folder in question, the newest first."""
+    """Offer the runs of the command's folder, the newest first."""
     from rlctl.config.builtin import runs_folder
 
     root = Path(str(ctx.params.get("root") or runs_folder()))
@@ -62,64 +62,74 @@ def complete_run(ctx: typer.Context, incomplete: str) -> Offers:
 
 
 @cache
-def _fields(kind: str | None) -> "dict[str, list[Field[Any]]]":
-    """Return every value's key with its fields, of each section that may have it; of both kinds of run for None."""
+def _fields_by_key(kind: str | None) -> "dict[str, list[Field[Any]]]":
+    """Return every value's key with its fields in all sections that may have the key. kind: None for both kinds."""
     from rlctl.config.fields import is_section, schema_keys
     from rlctl.config.schema import KINDS
 
-    found: dict[str, list[Field[Any]]] = {}
-    for each in [KINDS[kind]] if kind else KINDS.values():
-        for key, field in schema_keys(each):
+    fields: dict[str, list[Field[Any]]] = {}
+    for schema in [KINDS[kind]] if kind else KINDS.values():
+        for key, field in schema_keys(schema):
             if not is_section(field):
-                found.setdefault(key.replace(".N", ".0"), []).append(field)
-    return found
+                fields.setdefault(key.replace(".N", ".0"), []).append(field)
+    return fields
 
 
-def _values(key: str, kind: str | None) -> Offers:
+def _offer_values(key: str, kind: str | None) -> Offers:
     """Return the words that a key may have, and its default. An empty value is the user's to fill in."""
+    from itertools import chain
     from types import NoneType
 
     from rlctl.config.builtin import recipe_names
     from rlctl.config.fields import RECIPE, alternatives, literals
 
-    fields = _fields(kind).get(key, [])
-    types = {each for field in fields for each in alternatives(field.type)}
-    words = [str(word) for field in fields for word in literals(field.type)]
-    words += ["true", "false"] * (bool in types) + ["null"] * (NoneType in types)
-    words += [name for name in recipe_names() if _of_kind(name, "grpo")] if key == RECIPE else []
-    default = _defaults(kind or "grpo").get(key)
-    offers = list(dict.fromkeys([*words, *([default] if default is not None else [])]))
-    meaning = _meaning(fields)
-    return [(word, "default" if word == default else meaning) for word in offers or [""] * bool(fields)]
+    fields = _fields_by_key(kind).get(key, [])
+    types = set(chain.from_iterable(alternatives(field.type) for field in fields))
+    words = [str(word) for word in chain.from_iterable(literals(field.type) for field in fields)]
+    if bool in types:
+        words += ["true", "false"]
+    if NoneType in types:
+        words.append("null")
+    if key == RECIPE:
+        words += [name for name in recipe_names() if _may_be_of_kind(name, "grpo")]
+    default = _read_defaults(kind or "grpo").get(key)
+    if default is not None:
+        words.append(default)
+    if fields and not words:
+        words.append("")
+    meaning = _first_sentence(fields)
+    return [(word, "default" if word == default else meaning) for word in dict.fromkeys(words)]
 
 
 @cache
-def _defaults(kind: str) -> dict[str, str]:
+def _read_defaults(kind: str) -> dict[str, str]:
     """Return the default of every key that has one."""
     from rlctl.config.builtin import CONFIGS
     from rlctl.config.compose import compose
     from rlctl.config.provenance import leaves
 
-    found = leaves(compose(CONFIGS / f"{kind}.yaml", []))
-    return {key: node.text or "null" for key, node in found if not isinstance(node.value, (dict, list))}
+    root = compose(CONFIGS / f"{kind}.yaml", [])
+    return {key: node.text or "null" for key, node in leaves(root) if not isinstance(node.value, (dict, list))}
 
 
-def _meaning(fields: "list[Field[Any]]") -> str:
+def _first_sentence(fields: "list[Field[Any]]") -> str:
     return str(fields[0].metadata["doc"]).partition(". ")[0].removesuffix(".") if fields else ""
 
 
-def _of_kind(name: str, kind: str | None) -> bool:
+def _may_be_of_kind(name: str, kind: str | None) -> bool:
+    """Return True unless the name of a recipe begins with another kind."""
     return kind is None or not name.startswith(tuple({"grpo-", "sft-"} - {f"{kind}-"}))
 
 
 def _paths(incomplete: str) -> Iterator[tuple[str, str]]:
-    """Yield YAML files, run directories and folders that begin so."""
-    folder, _, _ = incomplete.rpartition("/")
-    for path in sorted(Path(folder or ("/" if incomplete.startswith("/") else ".")).glob("*")):
-        shown = f"{incomplete[: len(folder) + 1] if folder or incomplete[:1] == '/' else ''}{path.name}"
-        if not shown.startswith(incomplete) or path.name.startswith("."):
+    """Yield the YAML files, run directories and folders whose paths begin with `incomplete`."""
+    typed_folder, slash, _ = incomplete.rpartition("/")
+    folder = Path(typed_folder + slash or ".")
+    for path in sorted(folder.glob("*")):
+        name = f"{typed_folder}{slash}{path.name}"
+        if not name.startswith(incomplete) or path.name.startswith("."):
             continue
         if path.is_file() and path.suffix in _ENDS:
-            yield shown, "file"
+            yield name, "file"
         elif (path / "config.yaml").is_file():
-            yield shown, "run"
+            yield name, "run"

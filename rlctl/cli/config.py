@@ -29,12 +29,15 @@ def show(
     from rlctl.cli.config_view import lines, print_lines
     from rlctl.preflight.load import draft
 
-    root, problems = draft(None, *split_any(arguments, DEFAULT))
-    remarks = [
-        (text, "; ".join(each for each, wanted in ((where, origin), (meaning, doc)) if wanted and each))
-        for text, where, meaning in lines(root)
-    ]
-    print_lines(remarks, console())
+    recipe, overrides = split_any(arguments, DEFAULT)
+    root, problems = draft(None, recipe, overrides)
+    lines_with_remarks = []
+    for text, where, meaning in lines(root):
+        remarks = [where] if origin and where else []
+        if doc and meaning:
+            remarks.append(meaning)
+        lines_with_remarks.append((text, "; ".join(remarks)))
+    print_lines(lines_with_remarks, console())
     if problems:
         raise ConfigError(problems)
 
@@ -89,7 +92,9 @@ def diff(
     from rlctl.config.builtin import find_recipe
     from rlctl.config.compose import compose
 
-    table = difference(a, compose(find_recipe(a), []), b, compose(find_recipe(b), note_repeats(overrides)))
+    root_a = compose(find_recipe(a), [])
+    root_b = compose(find_recipe(b), note_repeats(overrides))
+    table = difference(a, root_a, b, root_b)
     if table is None:
         typer.echo("no difference")
     else:
@@ -99,6 +104,6 @@ def diff(
 @app.command(epilog=examples("rlctl config reference > configs/README.md"))
 def reference() -> None:
     """Print every key with its type, default, meaning and limits, as Markdown."""
-    from rlctl.config.key_reference import reference as text
+    from rlctl.config.key_reference import reference as reference_page
 
-    typer.echo(text(), nl=False)
+    typer.echo(reference_page(), nl=False)

@@ -15,85 +15,98 @@ from rlctl.config.provenance import ConfigNode, dump, leaves, node_at, plain
 from rlctl.config.schema import KINDS
 from rlctl.dashboard.console import make_table, names, texts
 
-_FIELDS: Mapping[str, Any] = {key: each.metadata for kind in KINDS.values() for key, each in schema_keys(kind)}
+_METADATA: dict[str, Mapping[str, Any]] = {}
+for _schema in KINDS.values():
+    _METADATA |= {key: field.metadata for key, field in schema_keys(_schema)}
 _ABSENT = object()
-MOST_INDENT = 44  # columns before the comments
+MAX_INDENT = 44  # columns before the comments
 
 
 def lines(root: ConfigNode) -> list[tuple[str, str, str]]:
     """Return (line of YAML, origin of its value, meaning of its key); the lines together are the config."""
-    return [
-        (text, str(node.origin) if node else "", _FIELDS.get(schema_key(key), {}).get("doc", "") if node else "")
-        for text, node, key in _render(root, "", "")
-    ]
+    described = []
+    for line, node, key in _render_section(root, "", ""):
+        origin = str(node.origin) if node else ""
+        meaning = _METADATA.get(schema_key(key), {}).get("doc", "") if node else ""
+        described.append((line, origin, meaning))
+    return described
 
 
-def print_lines(remarks: list[tuple[str, str]], out: Console) -> None:
+def print_lines(lines_with_remarks: list[tuple[str, str]], out: Console) -> None:
     """Print each (line, remark) as YAML with a comment: on one line in a pipe, in two columns on a terminal."""
-    width = min(MOST_INDENT, max((len(text) for text, remark in remarks if remark), default=0))
+    widths = [len(line) for line, remark in lines_with_remarks if remark]
+    width = min(MAX_INDENT, max(widths, default=0))
     if not out.soft_wrap and width:
-        columns = Column(min_width=width, max_width=MOST_INDENT, overflow="fold"), Column(style="dim")
-        rows = ((Text(text), Text(f"# {remark}" if remark else "")) for text, remark in remarks)
+        columns = (Column(min_width=width, max_width=MAX_INDENT, overflow="fold"), Column(style="dim"))
+        rows = ((Text(line), Text(f"# {remark}" if remark else "")) for line, remark in lines_with_remarks)
         out.print(make_table(*columns, rows=rows))
         return
-    for text, remark in remarks:
-        out.print(Text.assemble(text.ljust(width) if remark else text, (f"  # {remark}" if remark else "", "dim")))
+    for line, remark in lines_with_remarks:
+        text = Text(line)
+        if remark:
+            text = Text.assemble(line.ljust(width), (f"  # {remark}", "dim"))
+        out.print(text)
 
 
 def difference(name_a: str, a: ConfigNode, name_b: str, b: ConfigNode) -> Table | None:
     """Return the leaves whose values differ, or None."""
-    left, right = _values(a), _values(b)
-    keys = [key for key in {**left, **right} if left.get(key, _ABSENT) != right.get(key, _ABSENT)]
+    values_a = _resolved_values(a)
+    values_b = _resolved_values(b)
+    keys = [key for key in {**values_a, **values_b} if values_a.get(key, _ABSENT) != values_b.get(key, _ABSENT)]
     if not keys:
         return None
     table = make_table(names("key"), texts(name_a, "red"), texts(name_b, "green"), titles="bold")
     for key in keys:
-        table.add_row(key, *(_yaml(side[key]) if key in side else "–" for side in (left, right)))
+        cells = [_yaml_text(values[key]) if key in values else "–" for values in (values_a, values_b)]
+        table.add_row(key, *cells)
     return table
 
 
-def _render(node: ConfigNode, key: str, indent: str) -> list[tuple[str, ConfigNode | None, str]]:
+def _render_section(node: ConfigNode, key: str, indent: str) -> list[tuple[str, ConfigNode | None, str]]:
     """Return (line, node of a value that ends on it, dotted key) for the children of a mapping."""
     assert isinstance(node.value, dict)
     rendered: list[tuple[str, ConfigNode | None, str]] = []
     for name, child in node.value.items():
-        full = f"{key}.{name}" if key else name
+        child_key = f"{key}.{name}" if key else name
         if isinstance(child.value, dict) and child.value:
-            rendered += [(f"{indent}{name}:", None, full), *_render(child, full, indent + "  ")]
-        elif isinstance(child.value, list) and any(isinstance(entry.value, dict) for entry in child.value):
-            rendered.append((f"{indent}{name}:", None, full))
-            for index, entry in enumerate(child.value):
-                rendered += _entry(entry, f"{full}.{index}", indent)
+            rendered.append((f"{indent}{name}:", None, child_key))
+            rendered += _render_section(child, child_key, indent + "  ")
+        elif isinstance(child.value, list) and any(isinstance(grandchild.value, dict) for grandchild in child.value):
+            rendered.append((f"{indent}{name}:", None, child_key))
+            for index, grandchild in enumerate(child.value):
+                rendered += _render_list_entry(grandchild, f"{child_key}.{index}", indent)
         else:
-            rendered.append((f"{indent}{name}: {_inline(child)}", child, full))
+            rendered.append((f"{indent}{name}: {_render_inline(child)}", child, child_key))
     return rendered
 
 
-def _entry(entry: ConfigNode, key: str, indent: str) -> list[tuple[str, ConfigNode | None, str]]:
-    if not isinstance(entry.value, dict) or not entry.value:
-        return [(f"{indent}- {_inline(entry)}", entry, key)]
-    (first, node, name), *rest = _render(entry, key, indent + "  ")
-    return [(f"{indent}- {first.lstrip()}", node, name), *rest]
+def _render_list_entry(node: ConfigNode, key: str, indent: str) -> list[tuple[str, ConfigNode | None, str]]:
+    if not isinstance(node.value, dict) or not node.value:
+        return [(f"{indent}- {_render_inline(node)}", node, key)]
+    rendered = _render_section(node, key, indent + "  ")
+    first_line, first_node, first_key = rendered[0]
+    rendered[0] = (f"{indent}- {first_line.lstrip()}", first_node, first_key)
+    return rendered
 
 
-def _inline(node: ConfigNode) -> str:
+def _render_inline(node: ConfigNode) -> str:
     """Return a value on one line of YAML."""
     if isinstance(node.value, list):
-        return f"[{', '.join(_inline(entry) for entry in node.value)}]"
-    return _yaml(plain(node))
+        return f"[{', '.join(_render_inline(child) for child in node.value)}]"
+    return _yaml_text(plain(node))
 
 
-def _yaml(value: object) -> str:
+def _yaml_text(value: object) -> str:
     return dump({"key": value}).removeprefix("key: ").rstrip("\n")
 
 
-def _values(root: ConfigNode) -> dict[str, object]:
+def _resolved_values(root: ConfigNode) -> dict[str, object]:
     """Return dotted key -> value, with paths resolved as a run would, so that a run equals its recipe."""
     values: dict[str, object] = {}
     folder = node_at(root, ["run", "dir"])
     runs = Path(str(folder.value)) if folder and folder.value else None
     for key, node in leaves(root):
-        kind = _FIELDS.get(schema_key(key), {}).get("path")
+        kind = _METADATA.get(schema_key(key), {}).get("path")
         values[key] = plain(node)
         if kind and isinstance(node.value, str):
             with suppress(FileNotFoundError):

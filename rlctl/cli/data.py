@@ -56,44 +56,51 @@ def preview(
         raise ConfigError([Problem("data.validation.path", "", "is null: there is nothing to show")])
     path = path_text((validation and section.validation.path) or section.train.paths)
     with reading(f"reading {path}"):
-        seen = data_preview.preview(composed, "validation" if validation else "train", samples, tokens)
-    note(seen.notes)
+        data_view = data_preview.preview(composed, "validation" if validation else "train", samples, tokens)
+    note(data_view.notes)
     if as_json:
-        typer.echo(json.dumps({"path": path, **seen.as_json()}, indent=1))
+        typer.echo(json.dumps({"path": path, **data_view.as_json()}, indent=1))
     else:
-        _show_preview(path, seen)
+        _show_preview(path, data_view)
 
 
-def _text(name: str, parts: list["Piece"]) -> "Text":
-    """Return a row's text; the part that is trained on is in colour, or {+like this+} where there is none."""
+def _mark_trained(name: str, pieces: list["Piece"]) -> "Text":
+    """Return a row's text. The part that is trained on is coloured, or {+like this+} if colours are off."""
     from rich.text import Text
 
-    plain = not console().is_terminal or bool(console().no_color)
-    text = Text(f"{name}\n", "cyan")
-    for part in parts:
-        shown = "..." if part.truncated else part.text
-        text.append(f"{{+{shown}+}}" if plain and part.trained else shown, "bold green" if part.trained else "default")
-    return text
+    has_colours = console().is_terminal and not console().no_color
+    row_text = Text(f"{name}\n", "cyan")
+    for piece in pieces:
+        text = "..." if piece.truncated else piece.text
+        if piece.trained:
+            row_text.append(text if has_colours else f"{{+{text}+}}", "bold green")
+        else:
+            row_text.append(text, "default")
+    return row_text
 
 
-def _show_preview(path: str, seen: "DataPreview") -> None:
+def _show_preview(path: str, data_view: "DataPreview") -> None:
     from rich.padding import Padding
     from rich.text import Text
 
-    out, lengths = console(), seen.lengths
-    out.print(Text.assemble((path, "bold"), f": {seen.report}"))
-    for name, report in seen.reports.items() if len(seen.reports) > 1 else ():
-        out.print(f"  {name}: {report}")
+    from rlctl.dashboard.formats import count
+
+    out = console()
+    lengths = data_view.lengths
+    out.print(Text.assemble((path, "bold"), f": {data_view.report}"))
+    if len(data_view.reports) > 1:
+        for name, report in data_view.reports.items():
+            out.print(f"  {name}: {report}")
     out.print(
         f"tokens   {lengths.total:,}; a row has {lengths.mean:,.4g} on average, {lengths.median:,.4g} at the "
         f"median, {lengths.p90:,.4g} at the 90th percentile, at most {lengths.longest:,}"
     )
-    out.print(f"ends     {seen.ends}")
-    note([*seen.ends.warnings, *seen.report.warnings])
-    if (packs := seen.packs) is not None:
-        out.print(f"trained  {seen.trained:.1%} of the tokens")
-        out.print(f"packs    {packs}, over the first {packs.steps:,} step{'s' * (packs.steps != 1)}")
-    for title, pieces in seen.rows:
-        text = _text(title, pieces)
+    out.print(f"ends     {data_view.ends}")
+    note([*data_view.ends.warnings, *data_view.report.warnings])
+    if (packs := data_view.packs) is not None:
+        out.print(f"trained  {data_view.trained:.1%} of the tokens")
+        out.print(f"packs    {packs}, over the first {count(packs.steps, 'step')}")
+    for title, pieces in data_view.rows:
+        text = _mark_trained(title, pieces)
         out.print()
         out.print(Padding(text, (0, 0, 0, 2)) if out.is_terminal else text)

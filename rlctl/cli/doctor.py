@@ -31,10 +31,10 @@ def doctor(as_json: AsJson = False) -> None:
         table = make_table(names(style=""), names(), texts())
         for check in checks:
             sign, style = _SIGNS[check.state]
-            found = Text(check.found)
+            finding = Text(check.found)
             if check.fix:
-                found.append(f"\n{check.fix}", style="bold")
-            table.add_row(Text(sign, style=style), Text(check.name), found)
+                finding.append(f"\n{check.fix}", style="bold")
+            table.add_row(Text(sign, style=style), Text(check.name), finding)
         console().print(table, soft_wrap=False)
     if any(check.state == "broken" for check in checks):
         raise typer.Exit(FAILED)

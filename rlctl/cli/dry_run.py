@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def show_dry_run(prepared: "PreparedRun", cluster: str = "") -> None:
-    """Show a planned run. Its rows are read, and its config is written. cluster: the name of the one that gets it."""
+    """Show a planned run. Read its rows, and write its config. cluster: the name of the cluster that gets the run."""
     from rlctl.cli.plan_view import data_rows, format_plan, format_rows
     from rlctl.launch.resume import plan_of_resume
 
@@ -27,12 +27,12 @@ def show_dry_run(prepared: "PreparedRun", cluster: str = "") -> None:
         console().print(format_rows("data", data_rows(prepared.row_counts, prepared.ends)))
         note(prepared.ends.warnings if prepared.ends else [])
     kind = prepared.plan.kind
-    where = f" --cluster {cluster}" if cluster else ""
+    cluster_option = f" --cluster {cluster}" if cluster else ""
     if prepared.resumed:
         with busy("reading the newest checkpoint"):
             rows = plan_of_resume(prepared.composed, prepared.resumed.run)
         console().print(format_rows("resume", rows))
-        say(f"\nrun it: {prepared.resumed.command(kind, where)}")
+        say(f"\nrun it: {prepared.resumed.command(kind, cluster_option)}")
     else:
         path = prepared.write_config()
-        say(f"\nresolved config: {path}\nrun it: rlctl train {kind} {quote(str(path))}{where}")
+        say(f"\nresolved config: {path}\nrun it: rlctl train {kind} {quote(str(path))}{cluster_option}")

@@ -9,7 +9,7 @@ import typer
 
 from rlctl.cli.arguments import AsJson, finite
 from rlctl.cli.completion import complete_run
-from rlctl.cli.output import FAILED, busy, console, examples, explained_weights, note, say, tell
+from rlctl.cli.output import FAILED, busy, console, examples, explain_engine_errors, note, say, tell
 from rlctl.config.errors import ConfigError, Problem, locate_errors
 
 if TYPE_CHECKING:
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from rlctl.data.datasets import Row
     from rlctl.evaluation.engine_episodes import PlayedEpisodes
     from rlctl.evaluation.environment_check import CheckReport, ScriptedEpisode
-    from rlctl.evaluation.target import Target
 
 app = typer.Typer(no_args_is_help=True)
 
-_WIDEST, _LABEL = 100, 10
-_LONGEST = 400
+_MAX_WIDTH = 100
+_LABEL_WIDTH = 10
+_MAX_TEXT = 400
 Name = Annotated[
     str,
     typer.Argument(
@@ -98,15 +98,14 @@ def check(
         raise ConfigError([Problem("--episodes", "", "needs --model; without one, three scripted episodes are played")])
     with locate_errors("--data", DataError):
         section, rows = rows_to_try(name, str(data) if data else None, seed, max(EPISODES, episodes or 1))
-    own: dict[str, Any] = {}
+    arguments = _parse_arguments(arg)
     if model is not None:
-        with explained_weights("interrupted"):
+        with explain_engine_errors("interrupted"):
             target = find_target(model, runs_folder())
-            config, longest = config_of(target, seed)
-        own = arguments_of(config, name)
-    for each in reward or []:
-        require_plugin("--reward", each, (), "function")
-    arguments = _arguments(arg) if arg else own
+            config, max_new_tokens = config_of(target, seed)
+        arguments = arguments or arguments_of(config, name)
+    for function in reward or []:
+        require_plugin("--reward", function, (), "function")
     spec = EnvironmentSpec(name, timeout, arguments, is_function=None, rewards=tuple(reward or ()))
     if command:
         spec = replace(spec, agent=AgentSpec(tuple(command_of(name, None))))
@@ -118,11 +117,12 @@ def check(
         contract = report.contract
         agent = spec.agent or (AgentSpec() if contract is not None and contract.is_agent else None)
         spec = replace(spec, is_function=contract is not None and contract.is_function, agent=agent)
-        config = episodes_config(config, spec, memory, longest)
-        played = _play(config, target, name, (section, rows), episodes or 1)
+        config = episodes_config(config, spec, memory, max_new_tokens)
+        with busy(f"playing {name} with {target.name}"):
+            played = _play_episodes(config, section, rows, episodes or 1, target.step)
     if as_json:
-        found = {"name": name, **asdict(report), **({"played": asdict(played)} if played else {})}
-        typer.echo(json.dumps(found, indent=1, default=str))
+        played_fields = {"played": asdict(played)} if played else {}
+        typer.echo(json.dumps({"name": name, **asdict(report), **played_fields}, indent=1, default=str))
     else:
         _show_report(name, str(data) if data else "", report, played)
     if report.problems or (played and played.failures):
@@ -149,34 +149,30 @@ def tasks(
     from rlctl.evaluation.environment_check import shipped_tasks
 
     if name not in ENVIRONMENTS:
-        what = f"must be {', '.join(ENVIRONMENTS)}, not {name}{did_you_mean(name, ENVIRONMENTS)}"
-        raise ConfigError([Problem("NAME", "", what)])
+        mistake = f"must be {', '.join(ENVIRONMENTS)}, not {name}{did_you_mean(name, ENVIRONMENTS)}"
+        raise ConfigError([Problem("NAME", "", mistake)])
     for row in islice(shipped_tasks(name, seed, held_out), count):
         typer.echo(json.dumps(row))
 
 
-def _play(
-    config: "GrpoConfig", target: "Target", name: str, data: "tuple[DatasetSection, list[Row]]", count: int
+def _play_episodes(
+    config: "GrpoConfig", section: "DatasetSection", rows: "list[Row]", count: int, step: int
 ) -> "PlayedEpisodes":
     from rlctl.workers.reaper import scratch_folder
 
-    with (
-        explained_weights("interrupted"),
-        scratch_folder("rlctl-env-") as logs,
-        busy(f"playing {name} with {target.name}"),
-    ):
-        # It imports torch, which takes seconds.
+    with explain_engine_errors("interrupted"), scratch_folder("rlctl-env-") as logs:
+        # The import of torch takes seconds.
         from rlctl.evaluation.engine_episodes import play_episodes
 
-        return play_episodes(config, *data, count, target.step, logs, tell)
+        return play_episodes(config, section, rows, count, step, logs, tell)
 
 
-def _arguments(given: list[str] | None) -> dict[str, Any]:
-    """Return the class's arguments. Raises ConfigError for one that is no KEY=VALUE."""
+def _parse_arguments(texts: list[str] | None) -> dict[str, Any]:
+    """Return the class's arguments. Raises ConfigError for a text that is no KEY=VALUE."""
     import yaml
 
     arguments: dict[str, Any] = {}
-    for text in given or []:
+    for text in texts or []:
         key, equals, value = text.partition("=")
         try:
             arguments[key] = yaml.safe_load(value)
@@ -190,76 +186,89 @@ def _arguments(given: list[str] | None) -> dict[str, Any]:
 def _show_report(name: str, data: str, report: "CheckReport", played: "PlayedEpisodes | None") -> None:
     from rlctl.evaluation.environment_check import signature
 
-    _line("check", f"{name}{f', tasks of {data}' if data else ''}; loaded in {report.start_s:.2f} s")
+    tasks = f", tasks of {data}" if data else ""
+    _print_labelled("check", f"{name}{tasks}; loaded in {report.start_s:.2f} s")
     for tool in report.contract.tools if report.contract else ():
-        _line("tool", signature(tool))
-        _line("", tool["function"]["description"])
+        _print_labelled("tool", signature(tool))
+        _print_labelled("", tool["function"]["description"])
     if report.contract and report.contract.has_step:
-        _line("step", "answers messages that call no tool")
+        _print_labelled("step", "answers messages that call no tool")
     say("")
+    notes = list(report.notes)
+    problems = list(report.problems)
     if played:
-        _conversations(played)
+        _show_conversations(played)
+        notes += played.notes
+        problems += played.failures
     else:
-        _script(report.episodes, is_agent=report.contract is not None and report.contract.is_agent)
-    note([*report.notes, *(played.notes if played else ())])
-    for problem in (*report.problems, *(played.failures if played else ())):
+        _show_script(report.episodes, is_agent=report.contract is not None and report.contract.is_agent)
+    note(notes)
+    for problem in problems:
         from rich.text import Text
 
         console(stderr=True).print(Text.assemble(("error: ", "bold red"), problem))
 
 
-def _conversations(played: "PlayedEpisodes") -> None:
+def _show_conversations(played: "PlayedEpisodes") -> None:
     from rlctl.cli.rollouts import print_group
     from rlctl.dashboard.formats import count, duration
 
     for record in played.records:
         print_group(record, console())
-    tokens = sum(rollout["tokens"] for record in played.records for rollout in record["rollouts"])
-    what = f"{count(len(played.records), 'episode')}, {count(tokens, 'token')} sampled, in {duration(played.play_s)}"
-    _line("played", f"{what}; the engine started in {duration(played.start_s)}")
+    tokens = sum(sum(rollout["tokens"] for rollout in record["rollouts"]) for record in played.records)
+    amounts = f"{count(len(played.records), 'episode')}, {count(tokens, 'token')} sampled"
+    times = f"in {duration(played.play_s)}; the engine started in {duration(played.start_s)}"
+    _print_labelled("played", f"{amounts}, {times}")
 
 
-def _script(episodes: "Sequence[ScriptedEpisode]", is_agent: bool) -> None:
+def _show_script(episodes: "Sequence[ScriptedEpisode]", is_agent: bool) -> None:
+    seconds = list[float]()
     for number, episode in enumerate(episodes, 1):
-        _episode(number, episode, is_agent)
+        _show_episode(number, episode, is_agent)
         say("")
-    rewards = [each.reward for each in episodes if each.reward is not None]
-    actions = [] if is_agent else sorted(turn.seconds for each in episodes for turn in each.turns)
+        seconds += [turn.seconds for turn in episode.turns]
     if episodes:
-        median = f"; an action takes {_took_text(actions[len(actions) // 2])} at the median" if actions else ""
-        _line("played", f"{len(episodes)} episodes, {len(rewards)} with a reward{median}")
+        rewards = [episode.reward for episode in episodes if episode.reward is not None]
+        median = ""
+        if seconds and not is_agent:
+            median = f"; an action takes {_took_text(sorted(seconds)[len(seconds) // 2])} at the median"
+        _print_labelled("played", f"{len(episodes)} episodes, {len(rewards)} with a reward{median}")
 
 
-def _episode(number: int, episode: "ScriptedEpisode", is_agent: bool) -> None:
+def _show_episode(number: int, episode: "ScriptedEpisode", is_agent: bool) -> None:
     from rlctl.dashboard.formats import count
 
-    begun = "called for" if episode.samples else "reset in" if not is_agent else "ran for"
-    _line(f"episode {number}", f"{begun} {_took_text(episode.reset_s)}")
+    verb = "ran for" if is_agent else "reset in"
+    if episode.samples:
+        verb = "called for"
+    _print_labelled(f"episode {number}", f"{verb} {_took_text(episode.reset_s)}")
     for message in episode.opening:
-        _line(str(message["role"]), str(message.get("content", "")))
-    for prompt, answer in episode.samples:
-        said = f"got {count(answer, 'token')}" if answer else "got none: the script's budget is used up"
-        _line("sample", f"after {count(prompt, 'token')}, {said}")
+        _print_labelled(str(message["role"]), str(message.get("content", "")))
+    for prompt_tokens, answer_tokens in episode.samples:
+        answer = f"got {count(answer_tokens, 'token')}"
+        if not answer_tokens:
+            answer = "got none: the script's budget is used up"
+        _print_labelled("sample", f"after {count(prompt_tokens, 'token')}, {answer}")
     for turn in episode.turns:
-        _line("assistant", turn.action)
+        _print_labelled("assistant", turn.action)
         if turn.answer is not None or not is_agent:
             label = "error" if turn.failed else "answer"
-            _line(label, turn.answer if turn.answer is not None else "the episode has ended")
+            _print_labelled(label, turn.answer if turn.answer is not None else "the episode has ended")
     if is_agent and episode.failure is None:
-        _line("end", "the agent has ended by itself")
+        _print_labelled("end", "the agent has ended by itself")
     if episode.reward is not None:
-        parts = episode.reward.items() if isinstance(episode.reward, dict) else [("", episode.reward)]
-        _line("reward", ", ".join(f"{part} {value:g}".strip() for part, value in parts))
+        rewards = episode.reward if isinstance(episode.reward, dict) else {"": episode.reward}
+        _print_labelled("reward", ", ".join(f"{name} {reward:g}".strip() for name, reward in rewards.items()))
     if episode.failure is not None:
-        _line("failed", episode.failure)
+        _print_labelled("failed", episode.failure)
 
 
-def _took_text(taken: float) -> str:
-    return f"{1e3 * taken:.2g} ms" if taken < 0.0995 else f"{taken:.2g} s"
+def _took_text(seconds: float) -> str:
+    return f"{1e3 * seconds:.2g} ms" if seconds < 0.0995 else f"{seconds:.2g} s"
 
 
-def _line(label: str, text: str) -> None:
-    """Print a label and a text, cut where it is long, in lines of the terminal's width."""
+def _print_labelled(label: str, text: str) -> None:
+    """Print a label and a text in lines of the terminal's width. Cut a long text."""
     import shutil
     from textwrap import wrap
 
@@ -267,8 +276,11 @@ def _line(label: str, text: str) -> None:
 
     from rlctl.utils.safe_text import neutral
 
-    shown = neutral(" ".join(text.split()))
-    shown = shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]}..."
-    width = min(shutil.get_terminal_size().columns, _WIDEST) - _LABEL - 1
-    for index, line in enumerate(wrap(shown, max(width, 20)) or [""]):
-        console().print(Text.assemble((f"{label if not index else '':<{_LABEL}} ", "cyan"), line))
+    text = neutral(" ".join(text.split()))
+    if len(text) > _MAX_TEXT:
+        text = f"{text[:_MAX_TEXT]}..."
+    width = min(shutil.get_terminal_size().columns, _MAX_WIDTH) - _LABEL_WIDTH - 1
+    for line in wrap(text, max(width, 20)) or [""]:
+        console().print(Text.assemble((f"{label:<{_LABEL_WIDTH}} ", "cyan"), line))
+        # Further lines have no label.
+        label = ""

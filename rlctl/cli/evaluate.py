@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from rlctl.cli.arguments import WEIGHTS, Arguments, AsJson, OfStep, split
-from rlctl.cli.output import busy, console, examples, explained_weights, say, tell
+from rlctl.cli.output import busy, console, examples, explain_engine_errors, say, tell
 from rlctl.config.builtin import runs_folder
 from rlctl.config.errors import ConfigError, Problem
 
@@ -53,12 +53,16 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Measure a model on held-out tasks, as its run's validation does. Killed, the same command goes on."""
-    with explained_weights("interrupted; the same command goes on from what was saved"):
+    with explain_engine_errors("interrupted; the same command goes on from what was saved"):
         if compare is not None:
-            _alone("--compare", target, arguments, data, rescore)
+            if target or arguments or data or rescore:
+                raise ConfigError([Problem("--compare", "", "takes two results and nothing else")])
             results = _compare(*compare)
         elif rescore is not None:
-            results = _rescore(rescore, [*([target] if target else []), *(arguments or [])], step, to)
+            # With --rescore the first argument is a recipe or an override, not a model.
+            recipe_and_overrides = [target] if target else []
+            recipe_and_overrides += arguments or []
+            results = _rescore(rescore, recipe_and_overrides, step, to)
         elif target is None:
             raise ConfigError([Problem("CHECKPOINT | FOLDER | RUN", "", "is missing; rlctl runs list shows the runs")])
         else:
@@ -85,8 +89,9 @@ def _evaluate(
     from rlctl.evaluation.target import find_target
 
     target = find_target(text, runs_folder(), step)
-    settings = measured_configs(target, text, *split(arguments), data, samples)
-    # It imports torch, which takes seconds.
+    recipe, overrides = split(arguments)
+    settings = measured_configs(target, text, recipe, overrides, data, samples)
+    # The import of torch takes seconds.
     from rlctl.evaluation.evaluate import Evaluation
 
     root = to or (target.run / "evals" if target.run else Path("evals"))
@@ -102,8 +107,8 @@ def _rescore(source: Path, arguments: list[str], step: int | None, to: Path | No
     recipe, overrides = split(arguments)
     answers = find_answers(source, runs_folder(), step)
     remedy = f"rlctl eval --rescore {source} RECIPE"
-    own = ["telemetry.trackers=[]", "run.name=null"]
-    composed = load_measured(recipe or str(answers.config), own, overrides, recipe is None, remedy)
+    added_overrides = ["telemetry.trackers=[]", "run.name=null"]
+    composed = load_measured(recipe or str(answers.config), added_overrides, overrides, recipe is None, remedy)
     with busy("scoring"):
         return [rescore(answers, composed, to, tell)]
 
@@ -111,17 +116,13 @@ def _rescore(source: Path, arguments: list[str], step: int | None, to: Path | No
 def _compare(first: Path, second: Path) -> list[dict[str, Any]]:
     from rlctl.evaluation.comparison import compare, pair, results_of
 
-    return [compare(*pair(results_of(first, runs_folder()), results_of(second, runs_folder())))]
-
-
-def _alone(option: str, *others: object) -> None:
-    if any(others):
-        raise ConfigError([Problem(option, "", "takes two results and nothing else")])
+    first_result, second_result = pair(results_of(first, runs_folder()), results_of(second, runs_folder()))
+    return [compare(first_result, second_result)]
 
 
 @contextmanager
 def _show_progress() -> Iterator[Any]:
-    """Show how far it is: a moving line on a terminal, a line each saving elsewhere; both on stderr."""
+    """Show the number of finished tasks on stderr: a moving line on a terminal, elsewhere a line for each saving."""
     out = console(stderr=True)
     if not out.is_terminal:
         yield lambda name, done, count: say(f"{name}: {done} of {count} tasks", err=True)

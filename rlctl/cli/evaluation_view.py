@@ -13,44 +13,44 @@ from rlctl.dashboard.formats import count, number, percent
 
 def result_table(result: Mapping[str, Any]) -> Group:
     """Return the figures of one data set, with intervals at 95%."""
-    title = f"{count(result['figures']['tasks'], 'task')}, {_sampling(result)}"
+    title = f"{count(result['figures']['tasks'], 'task')}, {_describe_sampling(result)}"
     table = make_table(*_columns(), rows=_result_rows(result))
     return Group(Text.assemble((f"{result['target']} on {result['data']}", "bold"), f": {title}"), table, "")
 
 
 def comparison_table(result: Mapping[str, Any]) -> Group:
-    """Return the difference of two results, and whether it is more than chance."""
+    """Return the difference of two results, and say if it is more than chance."""
     table = make_table(*_columns())
-    for label, show in (("accuracy", _points), ("reward", _signed)):
-        found = result[label]
-        table.add_row(label, show(found["mean"]), _range(found, show))
-        verdict = "more than chance" if found["more_than_chance"] else "no more than chance"
-        table.add_row("", "", f"p = {found['p_value']:.2g} ({found['test']}): {verdict}")
-    better = result["accuracy"]
-    table.add_row("tasks", f"{result['tasks']}", f"{better['better']} better, {better['worse']} worse, rest equal")
+    for label, format_difference in (("accuracy", _points_text), ("reward", _signed_text)):
+        difference = result[label]
+        table.add_row(label, format_difference(difference["mean"]), _interval_text(difference, format_difference))
+        verdict = "more than chance" if difference["more_than_chance"] else "no more than chance"
+        table.add_row("", "", f"p = {difference['p_value']:.2g} ({difference['test']}): {verdict}")
+    accuracy = result["accuracy"]
+    table.add_row("tasks", f"{result['tasks']}", f"{accuracy['better']} better, {accuracy['worse']} worse, rest equal")
     if result["left_out"]:
         table.add_row("left out", f"{result['left_out']}", "without a score in both")
     title = Text.assemble((f"{result['second']} minus {result['first']}", "bold"), f" on {result['data']}")
-    return Group(title, *_settings(result), table, "")
+    return Group(title, *_settings_lines(result), table, "")
 
 
 def _columns() -> tuple[Column, ...]:
     return names(style="bright_black"), figures(), texts()
 
 
-def _settings(result: Mapping[str, Any]) -> Iterator[Text]:
-    """Yield the settings of both sides of a comparison: in one line where they are equal."""
-    first, second = (result["settings"][side] for side in ("first", "second"))
+def _settings_lines(result: Mapping[str, Any]) -> Iterator[Text]:
+    """Yield the settings of both sides of a comparison: in one line if they are equal."""
+    first = _describe_side(result, "first")
     if not result["unequal"]:
-        yield Text(f"both: {_side(result, first)}", "bright_black")
+        yield Text(f"both: {first}", "bright_black")
         return
-    yield Text(f"B, {result['second']}: {_side(result, second)}", "bright_black")
-    yield Text(f"A, {result['first']}: {_side(result, first)}", "bright_black")
-    differ = ", ".join(result["unequal"])
-    yield Text(f"Settings differ ({differ}): the difference is that of models and settings together.", "yellow")
+    yield Text(f"B, {result['second']}: {_describe_side(result, 'second')}", "bright_black")
+    yield Text(f"A, {result['first']}: {first}", "bright_black")
+    unequal = ", ".join(result["unequal"])
+    yield Text(f"Settings differ ({unequal}): the difference is that of models and settings together.", "yellow")
 
 
-def _sampling(settings: Mapping[str, Any]) -> str:
+def _describe_sampling(settings: Mapping[str, Any]) -> str:
     """Return how answers were sampled: `4 answers each, temperature 1, top_p 0.9`."""
     temperature = settings["temperature"]
     parts = [f"{count(settings['generations'], 'answer')} each"]
@@ -62,9 +62,10 @@ def _sampling(settings: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _side(result: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
-    """Return the settings of one side of a comparison; its rewards too if the other has different ones."""
-    parts = [_sampling(settings), f"at most {count(settings['max_new_tokens'], 'token')}"]
+def _describe_side(result: Mapping[str, Any], side: str) -> str:
+    """Return the settings of one side of a comparison. Add its rewards if the other side has different rewards."""
+    settings = result["settings"][side]
+    parts = [_describe_sampling(settings), f"at most {count(settings['max_new_tokens'], 'token')}"]
     if "scored_by" in result["unequal"]:
         parts.append(f"scored by {' + '.join(settings['scored_by'])}")
     return ", ".join(parts)
@@ -72,18 +73,21 @@ def _side(result: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
 
 def _result_rows(result: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     """Yield (label, value, interval or detail)."""
-    figures, k = result["figures"], result["generations"]
+    figures = result["figures"]
+    num_answers = result["generations"]
     if "accuracy" in figures:
-        yield (f"accuracy (avg@{k})" if k > 1 else "accuracy"), *_interval(figures["accuracy"], percent)
-        for size, estimate in figures["pass_at"].items() if k > 1 else ():
-            yield f"pass@{size}", *_interval(estimate, percent)
-        yield "reward", *_interval(figures["reward"], number)
-        for name, found in figures["rewards"].items() if len(figures["rewards"]) > 1 else ():
-            value, interval = _interval(found, number) if "value" in found else (number(None), "")
-            yield f"  {name}", value, interval
+        label = f"accuracy (avg@{num_answers})" if num_answers > 1 else "accuracy"
+        yield _estimate_row(label, figures["accuracy"], percent)
+        if num_answers > 1:
+            for size, estimate in figures["pass_at"].items():
+                yield _estimate_row(f"pass@{size}", estimate, percent)
+        yield _estimate_row("reward", figures["reward"], number)
+        if len(figures["rewards"]) > 1:
+            for name, estimate in figures["rewards"].items():
+                yield _estimate_row(f"  {name}", estimate, number)
     length = figures["length"]
-    most = f"median {number(length['median'])}, p90 {number(length['p90'])}, at most {length['max']} tokens"
-    yield "length", number(length["mean"]), most
+    quantiles = f"median {number(length['median'])}, p90 {number(length['p90'])}, at most {length['max']} tokens"
+    yield "length", number(length["mean"]), quantiles
     yield "truncated", percent(figures["truncated"]), f"at generation.max_new_tokens={result['max_new_tokens']}"
     for cause, times in figures["failures"].items():
         yield "failed", str(times), f"{cause}; left out, no reward of 0"
@@ -95,20 +99,25 @@ def _result_rows(result: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         yield "kept in", "", result["path"]
 
 
-def _interval(estimate: Mapping[str, Any], show: Callable[[float], str]) -> tuple[str, str]:
-    return show(estimate["value"]), _range(estimate, show)
+def _estimate_row(
+    label: str, estimate: Mapping[str, Any], format_number: Callable[[float], str]
+) -> tuple[str, str, str]:
+    if "value" not in estimate:
+        return label, number(None), ""
+    return label, format_number(estimate["value"]), _interval_text(estimate, format_number)
 
 
-def _range(found: Mapping[str, Any], show: Callable[[float], str]) -> str:
-    """Return the interval at 95%, or why there is none."""
-    if found["low"] is None:
-        return str(found["note"])
-    return f"95%: {show(found['low']).removesuffix(' points')} to {show(found['high'])}"
+def _interval_text(estimate: Mapping[str, Any], format_number: Callable[[float], str]) -> str:
+    """Return the interval at 95%, or the reason for its absence."""
+    if estimate["low"] is None:
+        return str(estimate["note"])
+    low = format_number(estimate["low"]).removesuffix(" points")
+    return f"95%: {low} to {format_number(estimate['high'])}"
 
 
-def _points(value: float) -> str:
-    return f"{100 * value:+.1f} points"
+def _points_text(difference: float) -> str:
+    return f"{100 * difference:+.1f} points"
 
 
-def _signed(value: float) -> str:
-    return f"{value:+.3f}"
+def _signed_text(difference: float) -> str:
+    return f"{difference:+.3f}"

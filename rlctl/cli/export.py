@@ -55,8 +55,8 @@ def export(
 
     try:
         with busy("writing"):
-            found = find_target(target, runs_folder(), step)
-            folder = exporter.export(found, to, dtype, lambda what: note([what]), merged)
+            weights = find_target(target, runs_folder(), step)
+            folder = exporter.export(weights, to, dtype, lambda remark: note([remark]), merged)
         loads = "transformers and vLLM"
         if is_adapter(folder):
             loads = f"PEFT and vLLM ({lora_options(read_config(folder).rank)})"

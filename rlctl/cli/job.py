@@ -1,6 +1,6 @@
 """The program of a Ray job that drives a run, on the cluster's head: `python -m rlctl.cli.job RUN_DIR`.
 
-Flags: --wait (for room), --probe (only that).
+Flags: --wait (until the cluster has room), --probe (compare trainer and generator, then stop).
 """
 
 import ctypes
@@ -19,7 +19,8 @@ _PR_SET_PDEATHSIG = 1
 def main() -> int:
     """Drive the run, and return its exit code."""
     _leave_group()
-    run, flags = Path(sys.argv[1]), sys.argv[2:]
+    run = Path(sys.argv[1])
+    flags = sys.argv[2:]
     record = JobRecord.read(run)
     assert record is not None, f"{run} has no job.json"
     os.chdir(record.work)
@@ -39,10 +40,10 @@ def main() -> int:
 
 
 def _leave_group() -> None:
-    """Go on as a child in a new session. The parent waits for the child, and ends as the child does.
+    """Go on as a child in a new session. The parent waits for the child, and ends with the child's exit code.
 
-    Ray kills a job's group when the cluster's head is gone: nobody would hear why the run ended. A stop reaches the
-    child, since Ray sends it to all processes of a job. The child is asked to stop when the parent is gone.
+    Ray kills a job's group when the cluster's head is gone: nobody would learn why the run ended. A stop reaches the
+    child, since Ray sends it to all processes of a job. The kernel asks the child to stop when the parent is gone.
     """
     child = os.fork()
     if child == 0:

@@ -1,4 +1,4 @@
-"""`rlctl loss`: says whether a policy loss keeps the contract of the trainers."""
+"""`rlctl loss`: checks that a policy loss keeps the contract of the trainers."""
 
 from typing import Annotated
 
@@ -37,8 +37,8 @@ def check(
     keys = [text if "." in text.partition("=")[0] else f"grpo.loss.{text}" for text in overrides or []]
     note_repeats(keys)
     settled = load("grpo", None, [f"grpo.loss.name={name}", *keys]).settled
-    results = check_loss(make_loss(settled))
-    for each in results:
-        say(f"failed  {each.name}: {each.problem}" if each.problem else f"holds   {each.name}")
-    if any(each.problem for each in results):
+    findings = check_loss(make_loss(settled))
+    for finding in findings:
+        say(f"failed  {finding.name}: {finding.problem}" if finding.problem else f"holds   {finding.name}")
+    if any(finding.problem for finding in findings):
         raise typer.Exit(FAILED)

@@ -33,6 +33,7 @@ from rlctl.cli.commands import Commands
 from rlctl.cli.output import BAD_INPUT, FAILED, examples, report, say
 from rlctl.config.errors import ConfigError, Problem, UserError
 
+# Errors of a path that cannot be used.
 _UNUSABLE = (
     errno.ENAMETOOLONG,
     errno.ENOTDIR,
@@ -43,6 +44,7 @@ _UNUSABLE = (
     errno.EROFS,
     errno.ELOOP,
 )
+# Errors of a full disk.
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 _ORDER = (
@@ -64,7 +66,7 @@ _ORDER = (
 
 
 class _InOrder(Commands):
-    """The commands in the order of a user's way; Typer would put those first that are no groups."""
+    """The commands in the order in which a user needs them; Typer would put single commands before groups."""
 
     def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
         return sorted(self.commands, key=_ORDER.index)
@@ -95,8 +97,8 @@ app.command("chat", epilog=chat.EPILOG)(chat.chat)
 app.command("doctor", epilog=doctor.EPILOG)(doctor.doctor)
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
         from rlctl.preflight.version import own_version
 
         typer.echo(f"rlctl {own_version()}")
@@ -106,7 +108,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     """Train language models with GRPO and SFT on Ray, from one command."""
@@ -118,26 +120,27 @@ def main() -> None:
     # Registered before the handlers of imported libraries, called after them.
     atexit.register(_skip_teardown, codes)
     _open_standard_streams()
-    # In a locale without UTF-8, signs that it lacks are `?`: no reason to end a command or a run.
+    # In a locale without UTF-8, a missing sign becomes `?`. It must not end a command or a run.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     try:
         answer()
     except SystemExit as end:
-        codes += [end.code] if isinstance(end.code, int) else []
+        if isinstance(end.code, int):
+            codes.append(end.code)
         raise
 
 
 def _open_standard_streams() -> None:
-    """Open each of the three standard streams that the caller closed, on nothing.
+    """Open /dev/null for each of the three standard streams that the caller closed.
 
-    The next file that the process opens would have its number, and get the output of child processes.
+    The next file that the process opens would have the stream's number, and get the output of child processes.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
         except OSError:
-            # The lowest free number, so this one.
+            # `open` takes the lowest free number, which is the closed stream's.
             os.open(os.devnull, os.O_RDWR)
             os.set_inheritable(number, True)
         if getattr(sys, name) is None:
@@ -150,7 +153,7 @@ def _skip_teardown(codes: list[int]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
     except (OSError, ValueError) as error:
-        # Output that cannot be written is the interpreter's to report. Of a closed terminal nobody reads the report.
+        # The interpreter reports output that cannot be written. Nobody reads the report on a closed terminal.
         if not isinstance(error, OSError) or error.errno != errno.EIO:
             return
     if codes:
@@ -158,7 +161,7 @@ def _skip_teardown(codes: list[int]) -> None:
 
 
 def answer() -> None:
-    """Run the command line. Bad input is one line each and exit code 2, never a traceback."""
+    """Run the command line. Report bad input in one line for each mistake, with exit code 2, never by a traceback."""
     try:
         os.getcwd()
     except OSError as error:
@@ -170,10 +173,11 @@ def answer() -> None:
         report(error.problems if isinstance(error, ConfigError) else [Problem("", "", str(error))])
         sys.exit(error.exit_code)
     except ModuleNotFoundError as error:
-        if (missing := _package(error)) is None:
+        package = _missing_package(error)
+        if package is None:
             raise
         remedy = "pip install 'rlctl[cpu]', on a GPU machine 'rlctl[gpu]'; rlctl doctor says what else is missing"
-        report([Problem("", "", f"{missing} is not installed: {remedy}")])
+        report([Problem("", "", f"{package} is not installed: {remedy}")])
         sys.exit(BAD_INPUT)
     except OSError as error:
         if error.errno in _FULL:
@@ -181,22 +185,21 @@ def answer() -> None:
             # The interpreter would report the rest of the buffer, and change the exit code.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             sys.exit(FAILED)
-        # A path that was typed and can be none, or may not be written: no defect, whose traceback would help.
+        # A typed path that is impossible or may not be written is no defect. Any other error needs its traceback.
         if error.errno not in _UNUSABLE or error.filename is None:
             raise
         report([Problem(str(error.filename), "", str(error.strerror))])
         sys.exit(BAD_INPUT)
 
 
-def _package(error: ModuleNotFoundError) -> str | None:
-    """Return the package that is missing, if one of rlctl's extras has it; another module's absence is a defect."""
+def _missing_package(error: ModuleNotFoundError) -> str | None:
+    """Return the missing package if one of rlctl's extras has it; the absence of another module is a defect."""
     from rlctl.preflight.version import requirements
 
     name = (error.name or "").partition(".")[0]
-    known = {
-        re.split(r"[^\w-]", each)[0].replace("-", "_") for extra in ("engine", "cpu") for each in requirements(extra)
-    }
-    return name if name in known else None
+    extras = [*requirements("engine"), *requirements("cpu")]
+    packages = {re.split(r"[^\w-]", requirement)[0].replace("-", "_") for requirement in extras}
+    return name if name in packages else None
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`rlctl model`: any causal language model, looked at and proven before a run."""
+"""`rlctl model`: describes any causal language model, and proves before a run that it trains exactly."""
 
 import json
 from typing import Annotated
@@ -7,10 +7,11 @@ import typer
 
 from rlctl.cli.arguments import AsJson
 from rlctl.cli.completion import complete_run
-from rlctl.cli.output import FAILED, console, examples, explained_weights
+from rlctl.cli.output import FAILED, console, examples, explain_engine_errors
 
 app = typer.Typer(no_args_is_help=True)
-_WIDEST, _LABEL = 120, 18
+_MAX_WIDTH = 120
+_LABEL_WIDTH = 18
 
 
 @app.callback()
@@ -44,19 +45,20 @@ def check(
     from rlctl.evaluation.target import find_target
     from rlctl.workers.reaper import scratch_folder
 
-    found = []
-    with explained_weights("interrupted"), scratch_folder("rlctl-model-") as scratch:
+    findings = []
+    with explain_engine_errors("interrupted"), scratch_folder("rlctl-model-") as scratch:
         run, files, placement = checked_run(find_target(name, runs_folder()), scratch)
-        # It imports torch, which takes seconds.
+        # The import of torch takes seconds.
         from rlctl.evaluation.model_check import check_model
 
         for finding in check_model(run, files, placement, engine, scratch):
-            found.append(finding)
+            findings.append(finding)
             if not as_json:
                 _show(finding.subject, finding.text, finding.holds)
-    holds = all(finding.holds is not False for finding in found)
+    holds = all(finding.holds is not False for finding in findings)
     if as_json:
-        typer.echo(json.dumps({"name": name, "holds": holds, "findings": [asdict(each) for each in found]}, indent=1))
+        fields = {"name": name, "holds": holds, "findings": [asdict(finding) for finding in findings]}
+        typer.echo(json.dumps(fields, indent=1))
     if not holds:
         raise typer.Exit(FAILED)
 
@@ -71,7 +73,9 @@ def _show(subject: str, text: str, holds: bool | None) -> None:
     from rlctl.utils.safe_text import neutral
 
     verdict, style = {None: ("", ""), True: ("ok", "green"), False: ("FAILS", "bold red")}[holds]
-    width = min(shutil.get_terminal_size().columns, _WIDEST) - _LABEL - 6
-    for index, line in enumerate(wrap(neutral(text), max(width, 20)) or [""]):
-        first = (f"{verdict:<5} ", style), (f"{subject:<{_LABEL}}", "cyan")
-        console().print(Text.assemble(*(first if not index else (" " * (_LABEL + 6),)), line))
+    width = min(shutil.get_terminal_size().columns, _MAX_WIDTH) - _LABEL_WIDTH - 6
+    label = Text.assemble((f"{verdict:<5} ", style), (f"{subject:<{_LABEL_WIDTH}}", "cyan"))
+    for line in wrap(neutral(text), max(width, 20)) or [""]:
+        console().print(Text.assemble(label, line))
+        # Further lines have no label.
+        label = Text(" " * (_LABEL_WIDTH + 6))

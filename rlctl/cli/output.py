@@ -1,4 +1,4 @@
-"""The output of the command line: results on stdout, one line a problem on stderr, colour only on a terminal."""
+"""The output of the command line: results on stdout, a line for each problem on stderr, colour only on a terminal."""
 
 import sys
 from collections.abc import Iterable, Iterator
@@ -13,15 +13,19 @@ from rlctl.utils.safe_text import neutral
 if TYPE_CHECKING:
     from rich.console import Console
 
-# Most problems of one config. Another tool's config is answered whole.
-_MOST_SHOWN = 150
-OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+# Most problems that are printed. All keys of another tool's config are.
+_MAX_PROBLEMS = 150
+# Exit codes.
+OK = 0
+FAILED = 1
+BAD_INPUT = 2
+INTERRUPTED = 130
 
 
 def examples(*lines: str) -> str:
-    """Return the epilog of a command: its examples, as they are typed, one a line."""
-    shown = "\n".join(f"  {line}" for line in lines).replace("[", r"\[")
-    return f"[bold]Examples[/bold]\n{shown}"
+    """Return the epilog of a command: its examples as a user types them, a line each."""
+    escaped = "\n".join(f"  {line}" for line in lines).replace("[", r"\[")
+    return f"[bold]Examples[/bold]\n{escaped}"
 
 
 def console(*, stderr: bool = False) -> "Console":
@@ -36,24 +40,24 @@ def console(*, stderr: bool = False) -> "Console":
 
 
 def say(text: str, *, err: bool = False) -> None:
-    """Print a line in which names and messages of others may be."""
+    """Print a line that may hold names and messages of others: their escapes are neutralised."""
     typer.echo(neutral(text), err=err)
 
 
 @contextmanager
-def busy(what: str) -> Iterator[None]:
-    """Show a moving line on a terminal's stderr while something slow is done; elsewhere nothing."""
+def busy(activity: str) -> Iterator[None]:
+    """Show a moving line on a terminal's stderr during slow work; elsewhere show nothing."""
     out = console(stderr=True)
-    with out.status(what) if out.is_terminal else nullcontext():
+    with out.status(activity) if out.is_terminal else nullcontext():
         yield
 
 
 @contextmanager
-def reading(what: str) -> Iterator[None]:
-    """Show that data are read; turn their first mistake into a ConfigError."""
+def reading(activity: str) -> Iterator[None]:
+    """Show a moving line while data are read; turn their first mistake into a ConfigError."""
     from rlctl.data.files import DataError
 
-    with locate_errors("data", DataError), busy(what):
+    with locate_errors("data", DataError), busy(activity):
         yield
 
 
@@ -61,12 +65,13 @@ def report(problems: Iterable[Problem]) -> None:
     """Print the problems, one a line, then their number."""
     from rich.text import Text
 
-    listed, out = list(problems), console(stderr=True)
-    for problem in listed[:_MOST_SHOWN]:
+    problems = list(problems)
+    out = console(stderr=True)
+    for problem in problems[:_MAX_PROBLEMS]:
         out.print(Text.assemble(("error: ", "bold red"), str(problem)))
-    if len(listed) > _MOST_SHOWN:
-        out.print(Text(f"and {len(listed) - _MOST_SHOWN} more", style="dim"))
-    count = "1 problem" if len(listed) == 1 else f"{len(listed)} problems"
+    if len(problems) > _MAX_PROBLEMS:
+        out.print(Text(f"and {len(problems) - _MAX_PROBLEMS} more", style="dim"))
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     out.print(Text(f"{count}; nothing was started", style="dim"))
 
 
@@ -79,11 +84,11 @@ def note(lines: Iterable[str]) -> None:
 
 
 class ShownProgress:
-    """Progress of a preparation on this terminal, see `PrepareProgress`."""
+    """Progress of a preparation on this terminal; the protocol is `PrepareProgress`."""
 
-    def busy(self, what: str) -> AbstractContextManager[None]:
+    def busy(self, activity: str) -> AbstractContextManager[None]:
         """Show a moving line."""
-        return busy(what)
+        return busy(activity)
 
     def note(self, lines: Iterable[str]) -> None:
         """Print remarks."""
@@ -98,8 +103,8 @@ def refuse(error: UserError) -> NoReturn:
 
 
 @contextmanager
-def explained() -> Iterator[None]:
-    """End a command that a user's error or Ctrl-C ends with one line and the right exit code."""
+def explain_errors() -> Iterator[None]:
+    """Turn a user's error or Ctrl-C into one line and the right exit code."""
     try:
         yield
     except ConfigError:
@@ -110,15 +115,15 @@ def explained() -> Iterator[None]:
         raise typer.Exit(INTERRUPTED) from None
 
 
-def tell(kind: str, **what: Any) -> None:
-    """Print warnings of engines that sample."""
+def tell(kind: str, **fields: Any) -> None:
+    """Print the warnings of engines."""
     if kind in ("warning", "engine_restarted", "engine_gone"):
-        say(f"note: {what.get('what') or f'{kind}: {what}'}", err=True)
+        say(f"note: {fields.get('what') or f'{kind}: {fields}'}", err=True)
 
 
 @contextmanager
-def explained_weights(interrupted: str) -> Iterator[None]:
-    """End a command with one line and the right exit code for bad weights, data or engines.
+def explain_engine_errors(interrupted: str) -> Iterator[None]:
+    """Turn an error of weights, data or engines into one line and the right exit code.
 
     interrupted: the line for Ctrl-C.
     """

@@ -21,97 +21,104 @@ from rlctl.preflight.trainer_settings import Choice
 if TYPE_CHECKING:
     from rlctl.data.end_tokens import EndTokens
 
-# More nodes than these share rows.
-_MOST_NODES = 8
+# Most nodes that have a row each; more nodes share rows.
+_MAX_NODES = 8
 
 
 def format_plan(plan: RunPlan) -> Group:
     """Return placement, batch, memory, the place of each state and the schedule, one under the other."""
-    parts = {"where": _two_columns(_where(plan)), "one step": _two_columns(_step(plan))}
+    parts = [format_rows("where", _placement_rows(plan)), format_rows("one step", _step_rows(plan))]
     if plan.memory:
-        parts["memory a device"] = _memory(plan.memory)
-        parts["state of a rank"] = _placed_states(plan.memory)
+        parts.append(_format_part("memory a device", _memory_table(plan.memory)))
+        parts.append(_format_part("state of a rank", _state_table(plan.memory)))
     if plan.chosen:
-        parts["chosen, where the config says auto"] = _chosen(plan.chosen)
-    parts["whole run"] = _two_columns(_run_rows(plan.schedule))
-    shown = [each for title, table in parts.items() for each in (Text(title, "bold"), Padding(table, (0, 0, 0, 2)))]
-    return Group(*shown, *(Text.assemble(("note: ", "yellow"), note) for note in plan.notes))
+        parts.append(_format_part("chosen, where the config says auto", _choice_table(plan.chosen)))
+    parts.append(format_rows("whole run", _run_rows(plan.schedule)))
+    notes = [Text.assemble(("note: ", "yellow"), note) for note in plan.notes]
+    return Group(*parts, *notes)
 
 
 def format_rows(title: str, rows: list[tuple[str, str]]) -> Group:
-    """Return one more part of a plan."""
-    return Group(Text(title, "bold"), Padding(_two_columns(rows), (0, 0, 0, 2)))
+    """Return one part of a plan from its (label, text) rows."""
+    return _format_part(title, make_table(names(width=16), texts(), rows=rows))
+
+
+def _format_part(title: str, table: Table) -> Group:
+    return Group(Text(title, "bold"), Padding(table, (0, 0, 0, 2)))
 
 
 def data_rows(counts: dict[str, int] | None, ends: "EndTokens | None") -> list[tuple[str, str]]:
-    """Return the number of rows, and the tokens at which an answer ends. Both are None where they are a hub's."""
-    known = str(ends) if ends else "not known: the model is not on this machine"
-    if counts is None:
-        return [
-            ("rows", "not read: not all are on this machine; rlctl data preview fetches"),
-            ("answers end at", known),
-        ]
-    shown = [(name, f"{count(number, 'row')}, all read and checked") for name, number in counts.items() if number]
-    return [*shown, ("answers end at", known)]
+    """Return the number of rows, and the tokens at which an answer ends. Each is None if it is on a hub alone."""
+    rows = [("rows", "not read: not all are on this machine; rlctl data preview fetches")]
+    if counts is not None:
+        rows = [(name, f"{count(number, 'row')}, all read and checked") for name, number in counts.items() if number]
+    rows.append(("answers end at", str(ends) if ends else "not known: the model is not on this machine"))
+    return rows
 
 
-def _two_columns(rows: list[tuple[str, str]]) -> Table:
-    return make_table(names(width=16), texts(), rows=rows)
-
-
-def _where(plan: RunPlan) -> list[tuple[str, str]]:
-    size = f", {plan.parameters:,} parameters" if plan.parameters else ", sizes unknown: not on this machine"
-    rows = [("model", show_path(Path(plan.model)) + size)]
+def _placement_rows(plan: RunPlan) -> list[tuple[str, str]]:
+    parameters = f"{plan.parameters:,} parameters" if plan.parameters else "sizes unknown: not on this machine"
+    rows = [("model", f"{show_path(Path(plan.model))}, {parameters}")]
     if plan.layout:
         rows.append(("layout", str(plan.layout)))
     if plan.placement is None:
         return [*rows, ("devices", f"[red]{plan.misplaced}[/red]")]
     if len(plan.placement.nodes) > 1 or plan.placement.nodes[0]:
-        return [*rows, *_on_nodes(plan.placement)]
+        return rows + _node_rows(plan.placement)
     if plan.placement.device == "cpu":
-        ranks, engines = len(plan.placement.trainers), len(plan.placement.engines)
-        share = f"{count(ranks, 'trainer rank')}" + (f" and {count(engines, 'engine')} share the cores" * bool(engines))
-        return [*rows, ("CPU", share)]
-    rows += [(f"rank {i}", f"GPU {slot.devices[0]}") for i, slot in enumerate(plan.placement.trainers)]
+        processes = count(len(plan.placement.trainers), "trainer rank")
+        if plan.placement.engines:
+            processes += f" and {count(len(plan.placement.engines), 'engine')} share the cores"
+        return [*rows, ("CPU", processes)]
+    rows += [(f"rank {rank}", f"GPU {slot.devices[0]}") for rank, slot in enumerate(plan.placement.trainers)]
     shared = ", shared with the trainer" if plan.placement.shared else ""
-    for i, slot in enumerate(plan.placement.engines):
-        rows.append((f"engine {i}", f"GPU {', '.join(map(str, slot.devices))}{shared}"))
+    for number, slot in enumerate(plan.placement.engines):
+        rows.append((f"engine {number}", f"GPU {', '.join(map(str, slot.devices))}{shared}"))
     return rows
 
 
-def _on_nodes(placement: Placement) -> list[tuple[str, str]]:
+def _node_rows(placement: Placement) -> list[tuple[str, str]]:
     """Return a row for each node in use: processes and their reserved resources. Many nodes share rows."""
-    if len(placement.used_nodes) > _MOST_NODES:
-        return _many_nodes(placement)
+    if len(placement.used_nodes) > _MAX_NODES:
+        return _shared_node_rows(placement)
     rows = []
     for node in placement.used_nodes:
-        ranks = [str(i) for i, slot in enumerate(placement.trainers) if slot.node == node]
-        engines = [str(i) for i, slot in enumerate(placement.engines) if slot.node == node]
-        who = [f"rank {', '.join(ranks)}"] * bool(ranks) + [f"engine {', '.join(engines)}"] * bool(engines)
-        rows.append((placement.nodes[node], f"{_amount(placement, node)}: {'; '.join(who)}"))
+        ranks = [str(rank) for rank, slot in enumerate(placement.trainers) if slot.node == node]
+        engines = [str(number) for number, slot in enumerate(placement.engines) if slot.node == node]
+        processes = [f"rank {', '.join(ranks)}"] if ranks else []
+        if engines:
+            processes.append(f"engine {', '.join(engines)}")
+        rows.append((placement.nodes[node], f"{_reserved_amount(placement, node)}: {'; '.join(processes)}"))
     return rows
 
 
-def _many_nodes(placement: Placement) -> list[tuple[str, str]]:
-    """Return a row for each run of nodes with equally many ranks and engines."""
+def _shared_node_rows(placement: Placement) -> list[tuple[str, str]]:
+    """Return a row for each sequence of nodes with equally many ranks and engines."""
     rows = []
-    alike = groupby(placement.used_nodes, key=lambda node: (_amount(placement, node), placement.processes_on(node)))
-    for (amount, (ranks, engines)), nodes in alike:
-        names = [placement.nodes[node] for node in nodes]
-        who = [count(ranks, "rank")] * bool(ranks) + [count(engines, "engine")] * bool(engines)
-        shown = names[0] if len(names) == 1 else f"{len(names)} nodes"
-        between = f", {names[0]} to {names[-1]}" if len(names) > 1 else ""
-        rows.append((shown, f"{amount}, {' and '.join(who)} on each{between}"))
+    sequences = groupby(
+        placement.used_nodes, key=lambda node: (_reserved_amount(placement, node), placement.processes_on(node))
+    )
+    for (amount, (num_ranks, num_engines)), nodes in sequences:
+        node_names = [placement.nodes[node] for node in nodes]
+        processes = [count(num_ranks, "rank")] if num_ranks else []
+        if num_engines:
+            processes.append(count(num_engines, "engine"))
+        text = f"{amount}, {' and '.join(processes)} on each"
+        if len(node_names) == 1:
+            rows.append((node_names[0], text))
+        else:
+            rows.append((f"{len(node_names)} nodes", f"{text}, {node_names[0]} to {node_names[-1]}"))
     return rows
 
 
-def _amount(placement: Placement, node: int) -> str:
+def _reserved_amount(placement: Placement, node: int) -> str:
     gpus = placement.gpus_on(node)
-    return f"{gpus} GPU{'s' * (gpus != 1)}" if gpus else f"{placement.cpus_on(node):g} CPUs"
+    return count(gpus, "GPU") if gpus else f"{placement.cpus_on(node):g} CPUs"
 
 
-def _step(plan: RunPlan) -> list[tuple[str, str]]:
-    batch, unit = plan.batch, "shard" if plan.layout else "rank"
+def _step_rows(plan: RunPlan) -> list[tuple[str, str]]:
+    batch = plan.batch
+    unit = "shard" if plan.layout else "rank"
     if plan.kind == "sft":
         arithmetic = f"{batch.prompts} samples, {batch.per_rank} a {unit}"
     else:
@@ -127,19 +134,19 @@ def _step(plan: RunPlan) -> list[tuple[str, str]]:
     return rows
 
 
-def _chosen(choices: Sequence[Choice]) -> Table:
-    """Return each value with its reason. Writing it into the recipe keeps it on any machine."""
+def _choice_table(choices: Sequence[Choice]) -> Table:
+    """Return each chosen value with its reason. A value that is written into the recipe holds on any machine."""
     table = make_table(names(), texts())
-    for each in choices:
-        value = str(each.value).lower() if isinstance(each.value, bool) else f"{each.value:g}"
-        table.add_row(f"{each.key}={value}", each.why)
+    for choice in choices:
+        value = str(choice.value).lower() if isinstance(choice.value, bool) else f"{choice.value:g}"
+        table.add_row(f"{choice.key}={value}", choice.why)
     return table
 
 
-def _memory(memory: Memory) -> Table:
+def _memory_table(memory: Memory) -> Table:
     table = make_table(names(width=36), figures())
-    for part, items in (("trainer: ", memory.trainer), ("engine: ", memory.engine)):
-        for name, amount in items.items():
+    for part, amounts in (("trainer: ", memory.trainer), ("engine: ", memory.engine)):
+        for name, amount in amounts.items():
             table.add_row(name if name.startswith("engines: ") else part + name, size(amount))
     for name, amount in memory.host.items():
         table.add_row(f"host, a rank: {name}", size(amount))
@@ -150,20 +157,25 @@ def _memory(memory: Memory) -> Table:
     return table
 
 
-def _placed_states(memory: Memory) -> Table:
+def _state_table(memory: Memory) -> Table:
     """Return the place of each state in each phase, and the sum on the device."""
-    on_device, columns = memory.state_peak > 0, next(iter(memory.placed_states.values()))
-    table = make_table(names(), *map(figures, (*columns, *["on the device"] * on_device)), titles="")
+    has_device = memory.state_peak > 0
+    titles: list[str] = list(next(iter(memory.placed_states.values())))
+    if has_device:
+        titles.append("on the device")
+    table = make_table(names(), *map(figures, titles), titles="")
     for phase, states in memory.placed_states.items():
-        total = size(sum(each.device for each in states.values()))
-        table.add_row(phase, *map(_place, states.values()), *[total] * on_device)
+        cells = [_place_text(state) for state in states.values()]
+        if has_device:
+            cells.append(size(sum(state.device for state in states.values())))
+        table.add_row(phase, *cells)
     return table
 
 
-def _place(placed_states: PlacedState) -> str:
+def _place_text(state: PlacedState) -> str:
     """Return `device 3.2 GiB`; a state that the host updates may be in both places."""
-    parts = {"host": placed_states.host, "device": placed_states.device}
-    return "\n".join(f"{place} {size(amount)}" for place, amount in parts.items() if amount) or placed_states.place
+    amounts = {"host": state.host, "device": state.device}
+    return "\n".join(f"{place} {size(amount)}" for place, amount in amounts.items() if amount) or state.place
 
 
 def _run_rows(schedule: Schedule) -> list[tuple[str, str]]:
@@ -178,10 +190,10 @@ def _run_rows(schedule: Schedule) -> list[tuple[str, str]]:
     ]
 
 
-def size(count: int) -> str:
+def size(num_bytes: int) -> str:
     """Return bytes in the unit that fits: 512 KiB, 12.3 MiB, 1.50 GiB."""
-    for unit, width in (("GiB", 30), ("MiB", 20)):
-        if count >= 1 << width:
-            value = count / (1 << width)
-            return f"{value:.1f} {unit}" if value >= 10 else f"{value:.2f} {unit}"
-    return f"{count / 1024:.0f} KiB"
+    for unit, unit_bytes in (("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if num_bytes >= unit_bytes:
+            amount = num_bytes / unit_bytes
+            return f"{amount:.1f} {unit}" if amount >= 10 else f"{amount:.2f} {unit}"
+    return f"{num_bytes / 1024:.0f} KiB"

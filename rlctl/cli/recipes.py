@@ -1,4 +1,4 @@
-"""`rlctl recipes`: the complete runs that come with rlctl, to look at, to run and to start one's own from."""
+"""`rlctl recipes`: lists, shows and copies the complete runs that come with rlctl."""
 
 import shlex
 import shutil
@@ -29,9 +29,9 @@ def list_() -> None:
 
     out = console()
     algorithms = [f"{ALGORITHMS.name}/{name}" for name in algorithm_names()]
-    for what, listed in (("recipe", recipe_names()), ("algorithm", algorithms)):
-        table = make_table(names(what), texts("what it is"), titles="bold")
-        for name in listed:
+    for title, file_names in (("recipe", recipe_names()), ("algorithm", algorithms)):
+        table = make_table(names(title), texts("what it is"), titles="bold")
+        for name in file_names:
             lines = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
             opening = takewhile(lambda line: line.startswith("#"), lines)
             table.add_row(name, " ".join(line.lstrip("# ") for line in opening))
@@ -56,7 +56,8 @@ def copy(
 
     source = _find_recipe_file(name)
     target = to or Path(source.name)
-    target = target / source.name if target.is_dir() else target
+    if target.is_dir():
+        target /= source.name
     if target.exists():
         raise ConfigError([Problem(str(target), "", "exists; name another file")])
     try:

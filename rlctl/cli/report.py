@@ -15,7 +15,7 @@ from rlctl.utils.files import write_whole
 
 
 def write_report(folders: Sequence[Path], output: Path | None, png: Path | None, open_it: bool) -> None:
-    """Write the report of the runs in these directories. Raises ConfigError: no library, a file that is refused."""
+    """Write the report of the runs in these directories. Raises ConfigError: no library, or a file is refused."""
     if not vega.is_installed():
         raise ConfigError([Problem("runs report", "", "needs vl-convert-python: pip install 'rlctl[report]'")])
     runs = read_runs(folders)
@@ -23,27 +23,28 @@ def write_report(folders: Sequence[Path], output: Path | None, png: Path | None,
     with busy("drawing"):
         try:
             write_whole(path, page(runs, time.strftime("written on %Y-%m-%d at %H:%M")))
-            drawn = list(_write_pictures(runs, png)) if png else []
+            picture_files = _write_pictures(runs, png) if png else []
         except OSError as error:
-            place = Path(error.filename or path)
-            drawing = png is not None and place.is_relative_to(png)
-            remedy = "--png names another folder" if drawing else "--output names another file"
-            what = f"cannot be written: {error.strerror or error}; {remedy}"
-            raise ConfigError([Problem(str(place), "", what)]) from error
+            failed_file = Path(error.filename or path)
+            is_picture = png is not None and failed_file.is_relative_to(png)
+            remedy = "--png names another folder" if is_picture else "--output names another file"
+            mistake = f"cannot be written: {error.strerror or error}; {remedy}"
+            raise ConfigError([Problem(str(failed_file), "", mistake)]) from error
     for run in runs:
         for remark in run.remarks:
             say(f"note: {run.name} {remark}", err=True)
     say(f"{path} ({path.stat().st_size / 1e6:.1f} MB)")
-    for each in drawn:
-        say(str(each))
+    for file in picture_files:
+        say(str(file))
     if open_it and not webbrowser.open(path.resolve().as_uri()):
         say("note: no browser was found here: copy the file, it is whole", err=True)
 
 
 def _write_pictures(runs: Sequence[ReportedRun], folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
-    written = []
+    files = []
     for name, picture in pictures(runs):
-        written.append(folder / f"{name}.png")
-        write_whole(written[-1], picture)
-    return written
+        file = folder / f"{name}.png"
+        write_whole(file, picture)
+        files.append(file)
+    return files

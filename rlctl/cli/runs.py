@@ -1,25 +1,22 @@
-"""`rlctl runs`: past and running runs, read from their directories; those of clusters are brought up to date first."""
+"""`rlctl runs`: reads past and running runs from their directories, and first fetches new records from clusters."""
 
 import json
 import os
 import sys
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from rlctl.cli.arguments import AsJson, Follow, Lines
 from rlctl.cli.completion import complete_run
-from rlctl.cli.output import BAD_INPUT, FAILED, INTERRUPTED, examples, explained, note, say
+from rlctl.cli.output import BAD_INPUT, FAILED, INTERRUPTED, examples, explain_errors, note, say
 from rlctl.config.builtin import runs_folder
-
-if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
 
 app = typer.Typer(help="List, show, watch and stop runs.", no_args_is_help=True)
 
-# Before the run, so that its completion knows the folder.
+# This option is eager, so that the completion of a run knows the folder.
 Root = Annotated[
     Path | None,
     typer.Option("--dir", help="The folder of the runs; if left out, the default run.dir.", is_eager=True),
@@ -39,21 +36,23 @@ def list_(root: Root = None, as_json: AsJson = False) -> None:
     root = root or runs_folder()
     for folder in root.glob("*/job.json"):
         _bring_up_to_date(folder.parent)
-    entries = catalogue(root)
-    note(f"{entry.name}: {entry.note}" for entry in entries if entry.note)
+    runs = catalogue(root)
+    note(f"{run.name}: {run.note}" for run in runs if run.note)
     if as_json:
-        typer.echo(json.dumps([vars(entry) for entry in entries]))
-    elif not entries:
+        typer.echo(json.dumps([vars(run) for run in runs]))
+    elif not runs:
         say(f"no runs in {root}; start one with: rlctl train grpo")
     else:
-        # All columns, for grep and awk.
-        console = SafeConsole(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPE_WIDTH)
-        console.print(table(entries, console.width))
+        # A pipe gets all columns, for grep and awk.
+        has_width = sys.stdout.isatty() or "COLUMNS" in os.environ
+        console = SafeConsole(width=None if has_width else PIPE_WIDTH)
+        console.print(table(runs, console.width))
 
 
 @app.command(epilog=examples("rlctl runs show", "rlctl runs show grpo--qwen3-tiny--1 --json"))
 def show(run: Run = "", root: Root = None, as_json: AsJson = False) -> None:
     """Show the summary of a run and every metric of its last step."""
+    from rlctl.dashboard.console import SafeConsole
     from rlctl.dashboard.run_list import as_dict, metrics_table
     from rlctl.dashboard.state import read_state
     from rlctl.dashboard.summary import print_next_steps, summary_table
@@ -63,7 +62,8 @@ def show(run: Run = "", root: Root = None, as_json: AsJson = False) -> None:
     if as_json:
         typer.echo(json.dumps(as_dict(state)))
         return
-    console = _print(summary_table(state))
+    console = SafeConsole()
+    console.print(summary_table(state))
     if state.steps:
         console.print()
         console.print(metrics_table(state))
@@ -102,8 +102,10 @@ def dash(
         except KeyboardInterrupt:
             raise typer.Exit(INTERRUPTED) from None
     else:
-        # The prompt that comes after it must not push the first line out.
-        rows = console.height - (height is None and console.is_terminal)
+        rows = console.height
+        if height is None and console.is_terminal:
+            # The prompt after the screen must not push the first line out.
+            rows -= 1
         console.print(render(state, console.width, rows))
 
 
@@ -115,7 +117,7 @@ def stop(run: Run = "", root: Root = None) -> None:
     from rlctl.run.run_dir import JobRecord
 
     folder = _find_run(run, root)
-    with explained():
+    with explain_errors():
         # A damaged record is an error here. Elsewhere it is a note.
         JobRecord.read(folder)
     _bring_up_to_date(folder)
@@ -123,11 +125,13 @@ def stop(run: Run = "", root: Root = None) -> None:
     if state.status not in ("new", "running"):
         say(f"{folder.name} does not run: {state.status}")
         return
-    with explained():
+    with explain_errors():
         at_once = stop_run(folder, state)
-    ends = "ends after its step, and is saved" if state.phase else "ends before its next step"
-    what = "ends now" if at_once else f"{ends}; watch: rlctl runs dash {quote(str(folder))}"
-    say(f"{folder.name} {what}")
+    outcome = "ends now"
+    if not at_once:
+        end = "ends after its step, and is saved" if state.phase else "ends before its next step"
+        outcome = f"{end}; watch: rlctl runs dash {quote(str(folder))}"
+    say(f"{folder.name} {outcome}")
 
 
 @app.command(
@@ -152,7 +156,7 @@ def logs(
     """Print the logs of a run's processes, of its newest attempt; of a run over several nodes after the node's name."""
     from rlctl.cluster.jobs.watch import show_run_logs
 
-    with explained():
+    with explain_errors():
         raise typer.Exit(show_run_logs(_find_run(run, root), process, node, follow, lines))
 
 
@@ -233,16 +237,8 @@ def _bring_up_to_date(folder: Path) -> None:
         return
     from rlctl.cluster.jobs.watch import refresh_open_run
 
-    if why := refresh_open_run(folder):
-        note([why])
-
-
-def _print(table: "RenderableType") -> "Console":
-    from rlctl.dashboard.console import SafeConsole
-
-    console = SafeConsole()
-    console.print(table)
-    return console
+    if remark := refresh_open_run(folder):
+        note([remark])
 
 
 def _find_fresh(run: str, root: Path | None) -> Path:
@@ -252,7 +248,7 @@ def _find_fresh(run: str, root: Path | None) -> Path:
 
 
 def _find_run(run: str, root: Path | None) -> Path:
-    """Return the directory of a run by name, by path, or the newest; end the command if there is none."""
+    """Return the directory of a run by name or path, of the newest without either; end the command if there is none."""
     from rlctl.dashboard.run_list import newest
     from rlctl.run.run_dir import find_run
 
@@ -263,5 +259,5 @@ def _find_run(run: str, root: Path | None) -> Path:
             say(f"no runs in {folder}; start one with: rlctl train grpo", err=True)
             raise typer.Exit(BAD_INPUT)
         return latest
-    with explained():
+    with explain_errors():
         return find_run(run, folder)

@@ -1,4 +1,4 @@
-"""`rlctl train`: prepares a run, and shows its plan or hands it over; the run itself is in `launch`."""
+"""`rlctl train`: prepares a run, then shows its plan, starts the run (`launch`) or hands it to a cluster."""
 
 from pathlib import Path
 from typing import Annotated
@@ -67,7 +67,7 @@ def grpo(
     env: Env = None,
 ) -> None:
     """Train with reinforcement learning (GRPO). Without a recipe, a tiny model learns sums on a CPU."""
-    where = Where(cluster, wait, detach, env or [], probe)
+    where = Where(cluster=cluster, wait=wait, detach=detach, secrets=env or [], probe=probe)
     raise typer.Exit(_train("grpo", arguments, resume, dry_run, where))
 
 
@@ -92,12 +92,12 @@ def sft(
     """Fine-tune (SFT) on chats, or on prompts with answers. Without a recipe, a tiny model learns sums on a CPU."""
     if compiled_graph:
         arguments = [*(arguments or []), "ray_compiled_graph.enabled=true"]
-    where = Where(cluster, wait, detach, env or [])
+    where = Where(cluster=cluster, wait=wait, detach=detach, secrets=env or [])
     raise typer.Exit(_train("sft", arguments, resume, dry_run, where))
 
 
 def _train(kind: str, arguments: list[str] | None, resume: Path | None, dry_run: bool, where: Where) -> int:
-    """Prepare the run, and launch it here or hand it to a cluster. Returns the exit code."""
+    """Prepare the run, and launch it here or hand it to a cluster; return the exit code."""
     from rlctl.launch.prepare import MissingPackagesError, RunRequest, prepare
 
     target = where.target()

@@ -9,7 +9,7 @@ from shlex import quote
 from typing import TYPE_CHECKING
 
 from rlctl.cli.dry_run import show_dry_run
-from rlctl.cli.output import FAILED, INTERRUPTED, OK, explained, note, say
+from rlctl.cli.output import FAILED, INTERRUPTED, OK, explain_errors, note, say
 from rlctl.config.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ _CODES = {"done": OK, "failed": FAILED, "died": FAILED, "interrupted": INTERRUPT
 
 @dataclass(frozen=True)
 class Where:
-    """The options that say where a run is to be, and how."""
+    """The options on the place of a run: this machine, or a cluster and how it gets the run."""
 
     cluster: str | None
     wait: bool
@@ -34,15 +34,19 @@ class Where:
     probe: bool = False
 
     def target(self) -> "TargetCluster | None":
-        """Return the cluster that gets the run; None: this process drives it. End the command if it takes no runs."""
+        """Return the cluster that gets the run; None if this process drives it. End the command if it takes no runs."""
         if self.cluster is None or self.cluster == HERE:
-            given = {"--wait": self.wait and self.cluster is None, "--detach": self.detach, "--env": bool(self.secrets)}
-            if wrong := [name for name, is_given in given.items() if is_given]:
-                raise ConfigError([Problem(name, "", "goes with --cluster NAME") for name in wrong])
+            options = {
+                "--wait": self.wait and self.cluster is None,
+                "--detach": self.detach,
+                "--env": bool(self.secrets),
+            }
+            if misplaced := [name for name, is_set in options.items() if is_set]:
+                raise ConfigError([Problem(name, "", "goes with --cluster NAME") for name in misplaced])
             return None
         from rlctl.cluster.jobs.submit import find_cluster
 
-        with explained():
+        with explain_errors():
             return find_cluster(self.cluster)
 
     def runtime(self) -> "Runtime":
@@ -64,24 +68,31 @@ def train_there(where: Where, target: "TargetCluster", prepared: "PreparedRun") 
     if prepared.request.is_dry:
         show_dry_run(prepared, target.state.name)
         return OK
-    composed, resumed = prepared.composed, prepared.resumed
+    composed = prepared.composed
     prepared.require_fit()
     note(prepared.notes)
-    flags = ["--wait"] * where.wait + ["--probe"] * where.probe
+    flags = ["--wait"] if where.wait else []
+    if where.probe:
+        flags.append("--probe")
     if unsent := [name for name in composed.variables() if name not in where.secrets]:
-        what = "the config reads it, and it is not there: add --env "
-        raise ConfigError([Problem(f"${{oc.env:{name}}}", "", f"{what}{name}") for name in unsent])
-    with explained():
-        run = submit(
-            target, Submission(composed.written(), resumed.run if resumed else None, where.secrets, flags, RECIPES)
-        )
-    say(f"{run.name} runs on {target.state.name}; {_later(run)}", err=True)
+        mistake = "the config reads it, and it is not there: add --env"
+        raise ConfigError([Problem(f"${{oc.env:{name}}}", "", f"{mistake} {name}") for name in unsent])
+    submission = Submission(
+        config=composed.written(),
+        resume=prepared.resumed.run if prepared.resumed else None,
+        secrets=where.secrets,
+        flags=flags,
+        recipes=RECIPES,
+    )
+    with explain_errors():
+        run = submit(target, submission)
+    say(f"{run.name} runs on {target.state.name}; {_next_commands(run)}", err=True)
     config = composed.config
     return OK if where.detach else watch(run, config.run.log_every, config.telemetry.dashboard)
 
 
 def watch(run: Path, every: int = 1, dashboard: str = "auto") -> int:
-    """Show a run of a job until the run ends; return its exit code. Ctrl-C leaves it running."""
+    """Show a run of a job until the run ends; return its exit code. Ctrl-C leaves the run running."""
     from rlctl.cluster.jobs.watch import follow_run, refresh_run
     from rlctl.dashboard.console import SafeConsole
     from rlctl.dashboard.state import read_state
@@ -101,12 +112,12 @@ def watch(run: Path, every: int = 1, dashboard: str = "auto") -> int:
             return FAILED
     status = read_state(run).status
     if status not in _CODES:
-        say(f"{run.name} runs on; {_later(run)}", err=True)
+        say(f"{run.name} runs on; {_next_commands(run)}", err=True)
     return _CODES.get(status, INTERRUPTED)
 
 
-def _later(run: Path) -> str:
+def _next_commands(run: Path) -> str:
     from rlctl.config.provenance import show_path
 
-    known = quote(show_path(run))
-    return f"watch: rlctl runs dash {known}, stop: rlctl runs stop {known}"
+    folder = quote(show_path(run))
+    return f"watch: rlctl runs dash {folder}, stop: rlctl runs stop {folder}"
