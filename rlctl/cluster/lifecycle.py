@@ -11,7 +11,7 @@ from rlctl.cluster.launcher import ClusterStatus, Say, launcher_of
 from rlctl.cluster.state import ClusterError, ClusterState, ClusterStore, NoSuchCluster, not_up
 from rlctl.cluster.status import cluster_status
 from rlctl.config.cluster_schema import ClusterConfig
-from rlctl.run.interrupts import stop_signals, unhurried
+from rlctl.run.interrupts import ignore_signals, stop_signals
 
 
 @dataclass
@@ -105,7 +105,7 @@ def _begin_cluster(config: ClusterConfig, store: ClusterStore, say: Say) -> UpRe
         if not status.head_alive:
             raise ClusterError(f"head {state.head.name} ended while the others started: see the logs above")
     except BaseException:
-        with unhurried():
+        with ignore_signals():
             say("doing", "stopping what was started")
             if uncleared := launcher.stop(state):
                 say("warning", f"could not stop {', '.join(uncleared)}; try again: rlctl cluster down {store.name}")

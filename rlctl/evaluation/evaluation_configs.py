@@ -150,7 +150,7 @@ def load_measured(
 
     try:
         within = _measured_by(Path(base)) if is_own else ""
-        request = RunRequest("grpo", base, overrides, is_of_run=is_own, own=own_overrides, within=within)
+        request = RunRequest("grpo", base, overrides, is_of_run=is_own, own_overrides=own_overrides, within=within)
         return cast("Composed[SettledGrpo]", prepare(request, "checked").composed)
     except OtherVersionError as error:
         reason = f"the run is of another version of rlctl ({error.sign}); name a recipe that measures it: {remedy}"

@@ -200,7 +200,8 @@ class GrpoLoop(Loop):
             self._buffer.load(checkpoint.state["groups"], checkpoint.path, checkpoint.step)
 
     def save(self) -> None:
-        self.save_with(*self._buffer.snapshot())
+        state, write_groups = self._buffer.snapshot()
+        self.save_with(state, write_groups)
 
     def close(self) -> None:
         self._buffer.close()

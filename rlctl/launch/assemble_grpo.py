@@ -58,41 +58,54 @@ class GrpoParts:
         from rlctl.grpo.parity_check import bound_of, bound_of_steps, probe
         from rlctl.launch.worker_specs import training_cost
 
-        session, settled, sampling, placement = self.session, self.settled, self.sampling, allocation.placement
+        session = self.session
+        settled = self.settled
+        sampling = self.sampling
+        placement = allocation.placement
         config = settled.config
-        pool, bound = sampling.pool, config.health.max_token_mult_prob_error
+        pool = sampling.pool
+        bound = config.health.max_token_mult_prob_error
         sampling.connect(allocation, trainer)
         if pool.sleeps and precompiles(settled):
             pool.rest()
             precompile(session, settled, trainer)
+        device_name, flops = training_cost(self.files, trainer.info())
         devices = Devices(
-            placement.trainer_devices,
-            placement.generator_devices,
-            placement.all_devices,
-            *training_cost(self.files, trainer.info()),
+            trainer=placement.trainer_devices,
+            generator=placement.generator_devices,
+            all=placement.all_devices,
+            name=device_name,
+            flops=flops,
         )
         monitor = self._monitor(placement.device, trainer)
         with ExitStack() as stack:
+            dispatcher, runner = sampling.open(stack)
             components = GrpoComponents(
-                trainer,
-                pool,
-                *sampling.open(stack),
-                source,
-                data.validation,
-                sampling.score,
-                session.recorder,
-                devices,
-                monitor,
-                sampling.decode,
-                self._failure_cause,
-                self._tool_cause,
+                trainer=trainer,
+                pool=pool,
+                dispatcher=dispatcher,
+                runner=runner,
+                source=source,
+                validation=data.validation,
+                score=sampling.score,
+                recorder=session.recorder,
+                devices=devices,
+                monitor=monitor,
+                decode=sampling.decode,
+                failure_cause=self._failure_cause,
+                tool_cause=self._tool_cause,
             )
             if config.run.probe or self.probe_only:
                 with session.starting("probe"):
-                    tasks = data.validation or data.train
-                    warn = lambda what: session.events.emit("warning", what=what)  # noqa: E731
-                    most = bound_of(settled, placement.device, pool.dtype)
-                    gap = probe(config, components, tasks, session.start, pool.dtype, warn, most)
+                    gap = probe(
+                        config,
+                        components,
+                        tasks=data.validation or data.train,
+                        version=session.start,
+                        dtype=pool.dtype,
+                        warn=lambda text: session.events.emit("warning", what=text),
+                        bound=bound_of(settled, placement.device, pool.dtype),
+                    )
                 bound = bound_of_steps(bound, gap.token_mult_prob_error, pool.dtype)
                 session.events.emit("probe", **vars(gap), bound=bound)
             else:
@@ -117,8 +130,9 @@ class GrpoParts:
 
     def _failure_cause(self) -> str:
         """Return the most frequent failure of episodes or rewards; empty where none failed."""
-        environments, scorer = self.sampling.environments, self.sampling.scorer
-        return (environments.failures.most_common() if environments else "") or scorer.failures.most_common()
+        environments = self.sampling.environments
+        cause = environments.failures.most_common() if environments else ""
+        return cause or self.sampling.scorer.failures.most_common()
 
     def _tool_cause(self) -> str:
         """Return the most common error of the environments' tools; empty where there was none."""

@@ -51,12 +51,13 @@ class SftParts:
         """Tokenize the samples, report how they pack, and load the recipe's tasks."""
         from rlctl.training.micro_batching import packing
 
-        session, config, settled = self.session, self.settled.config, self.settled
+        session = self.session
+        settled = self.settled
         with session.starting("data"):
             data = load_run_samples(settled, rows, chat, session.events.emit)
-            own = settled.trainer
-            lengths = step_lengths(data.train, config)
-            packs = packing(lengths, layout_of(own).data, own.micro_batch_tokens, own.is_padded)
+            trainer = settled.trainer
+            lengths = step_lengths(data.train, settled.config)
+            packs = packing(lengths, layout_of(trainer).data, trainer.micro_batch_tokens, trainer.is_padded)
             session.events.emit("data", what=f"packing: {packs}")
         session.depend_on_rows(digest_rows(data.train))
         if sampling := self.sampling:
@@ -76,23 +77,36 @@ class SftParts:
         from rlctl.launch.worker_specs import training_cost
         from rlctl.sft.loop import SftComponents, SftLoop
 
-        session, config = self.session, self.settled.config
+        session = self.session
+        config = self.settled.config
         with ExitStack() as stack:
-            sampled = self._sampled(stack, allocation, trainer) if self.sampling else None
+            sampled = None
+            if self.sampling:
+                sampled = self._prepare_validation(self.sampling, stack, allocation, trainer)
             if config.ray_compiled_graph.enabled:
-                self._compile(trainer, max(len(sample.tokens) for sample in [*data.train, *data.validation]))
-            devices, cost = allocation.placement.trainer_devices, training_cost(self.files, trainer.info())
-            components = SftComponents(trainer, source, data.validation, sampled, session.recorder, devices, *cost)
+                self._compile(trainer, max(len(sample.tokens) for sample in data.train + data.validation))
+            device_name, flops = training_cost(self.files, trainer.info())
+            components = SftComponents(
+                trainer=trainer,
+                source=source,
+                validation=data.validation,
+                answers=sampled,
+                recorder=session.recorder,
+                devices=allocation.placement.trainer_devices,
+                device=device_name,
+                flops=flops,
+            )
             # From here on the loop closes the sampling parts.
             stack.pop_all()
         return SftLoop(config, components, session.stops)
 
-    def _sampled(self, stack: ExitStack, allocation: Allocation, trainer: "TrainerGroup") -> "SampledValidation":
+    def _prepare_validation(
+        self, sampling: SamplingParts, stack: ExitStack, allocation: Allocation, trainer: "TrainerGroup"
+    ) -> "SampledValidation":
         """Bring the engines to the trainer's version, and let them rest where they share its devices."""
         from rlctl.grpo.validation import SampledValidation, Validation
 
-        session, sampling = self.session, self.sampling
-        assert sampling
+        session = self.session
         sampling.connect(allocation, trainer)
         sampling.pool.sync(session.start)
         if sampling.pool.sleeps:
@@ -117,10 +131,11 @@ def warm_up_passes(settled: SettledSft, longest: int) -> list[tuple[int, int]]:
     """Return (sequences, tokens of each) of the passes that warm a graph up. longest: tokens of the longest sample."""
     config = settled.config
     graph = config.ray_compiled_graph
-    length = graph.warmup_seq_len or longest
-    # Dimensions of equal size are compiled as one: a second length keeps them apart.
-    lengths = (length, max(2, length // 2 - 1)) if settled.trainer.compile else (length,)
-    return [(graph.warmup_gbs or config.sft.batch_size, each) for each in lengths]
+    lengths = [graph.warmup_seq_len or longest]
+    if settled.trainer.compile:
+        # Dimensions of equal size are compiled as one: a second length keeps them apart.
+        lengths.append(max(2, lengths[0] // 2 - 1))
+    return [(graph.warmup_gbs or config.sft.batch_size, length) for length in lengths]
 
 
 def compile_group(graph: CompiledGraphSection, group: "WorkerGroup", session: Session) -> None:
@@ -133,18 +148,18 @@ def compile_group(graph: CompiledGraphSection, group: "WorkerGroup", session: Se
     emit = session.events.emit
     cores = usable_cores()
     if len(group) + 1 > cores:
-        what = f"{len(group)} ranks and the driver share {cores} cores: calls are not much faster than ordinary ones"
-        emit("warning", what=f"ray_compiled_graph: {what}")
+        text = f"{len(group)} ranks and the driver share {cores} cores: calls are not much faster than ordinary ones"
+        emit("warning", what=f"ray_compiled_graph: {text}")
 
-    def lost(why: str) -> None:
+    def report_break(reason: str) -> None:
         if graph.enabled == "require":
-            raise GraphUnavailable(f"the compiled graph broke: {why}")
-        emit("warning", what=f"the compiled graph broke, the run goes on with ordinary calls: {why}")
+            raise GraphUnavailable(f"the compiled graph broke: {reason}")
+        emit("warning", what=f"the compiled graph broke, the run goes on with ordinary calls: {reason}")
 
     ordinary = _milliseconds(group)
     try:
         with session.starting("compiled graph"):
-            group.compile(_BUFFER_BYTES, lost)
+            group.compile(_BUFFER_BYTES, report_break)
     except GraphUnavailable as error:
         if graph.enabled == "require":
             raise
@@ -170,17 +185,17 @@ def ordinary_if_it_fails(graph: CompiledGraphSection, group: "WorkerGroup", sess
         if graph.enabled == "require":
             raise GraphUnavailable(f"the compiled graph's warm-up failed: {error}") from error
         group.uncompile()
-        what = f"the compiled graph's warm-up failed, the run goes on with ordinary calls: {error}"
-        session.events.emit("warning", what=what)
+        text = f"the compiled graph's warm-up failed, the run goes on with ordinary calls: {error}"
+        session.events.emit("warning", what=text)
 
 
 def _milliseconds(group: "WorkerGroup") -> float:
     """Return the median duration of a call that does nothing, in milliseconds."""
     from rlctl.workers.compiled_graph import idle
 
-    taken = []
+    seconds = []
     for _ in range(_CALLS):
-        began = time.perf_counter()
+        start = time.perf_counter()
         group.call(idle)
-        taken.append(time.perf_counter() - began)
-    return 1e3 * median(taken)
+        seconds.append(time.perf_counter() - start)
+    return 1e3 * median(seconds)

@@ -89,7 +89,7 @@ def assemble(settled: Settled, runtime: Runtime, reader: RowReader, probe_only: 
                 if session.checkpoint:
                     loop.resume(session.checkpoint)
                 session.go_on()
-                session.started()
+                session.end_start()
                 loop.run(session.start)
         if pool:
             # Ranks free the refit's memory. After a failure they may not answer, and are only killed.
@@ -109,12 +109,13 @@ def _start(
     processes = None
     if settled.sampling:
         processes = user_processes(settled.sampling.config, session.logs, emit, stack)
-    held = stack.enter_context(runtime.slots(session, requested_resources(settled)))
-    announce(session, held.placement)
-    placed = _settle(settled, held.machine, files, emit)
+    held_slots = stack.enter_context(runtime.slots(session, requested_resources(settled)))
+    announce(session, held_slots.placement)
+    placed = _settle(settled, held_slots.machine, files, emit)
     sampled = None
     if placed.sampling and processes:
-        sampled = SamplingParts(session, placed.sampling, files, *processes)
+        scorer, environments = processes
+        sampled = SamplingParts(session, placed.sampling, files, scorer, environments)
     parts: AlgorithmParts
     if placed.grpo and sampled:
         parts = GrpoParts(session, placed.grpo, files, sampled, probe_only)
@@ -128,7 +129,7 @@ def _start(
     # The rows are tokenized while Ray starts. Engines wait for the tokens that end an answer alone.
     chat = meanwhile(stack, lambda: load_chats(session, placed, files, sampled))
     loading = meanwhile(stack, load)
-    allocation = stack.enter_context(runtime.allocation(session, held))
+    allocation = stack.enter_context(runtime.allocation(session, held_slots))
     if loading.done():
         # An error in data or rewards is usually known by now.
         loading.result()
@@ -157,8 +158,10 @@ def _start(
     if pool:
         with session.starting("generator"):
             pool.wait_until_built()
-    workers = [*group.workers, *(pool.engines if pool else ())]
-    emit("processes", **{worker.name: worker.pid() for worker in workers})
+    pids = {worker.name: worker.pid() for worker in group.workers}
+    if pool:
+        pids |= {engine.name: engine.pid() for engine in pool.engines}
+    emit("processes", **pids)
 
     # The checkpoint comes first: engines get the weights that training continues from.
     source = RowSource(data.train, order_of(data.train, config))

@@ -40,9 +40,15 @@ class Lengths:
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int]) -> "Lengths":
-        """Return those of at least one sequence."""
+        """Return the figures of at least one sequence."""
         median, p90 = np.percentile(lengths, (50, 90))
-        return cls(sum(lengths), float(np.mean(lengths)), float(median), float(p90), max(lengths))
+        return cls(
+            total=sum(lengths),
+            mean=float(np.mean(lengths)),
+            median=float(median),
+            p90=float(p90),
+            longest=max(lengths),
+        )
 
 
 @dataclass(frozen=True)
@@ -81,58 +87,74 @@ class DataPreview:
         ends = {"trained": self.ends.trained, "stops": self.ends.stops, "warnings": self.ends.warnings}
         counts = {name: asdict(report) for name, report in self.reports.items()}
         facts = {**asdict(self.report), "ends": ends, "lengths": asdict(self.lengths)}
-        facts |= {"parts": counts} if len(counts) > 1 else {}
-        return facts if self.packs is None else facts | {"trained_share": self.trained, "packing": asdict(self.packs)}
+        if len(counts) > 1:
+            facts["parts"] = counts
+        if self.packs is not None:
+            facts |= {"trained_share": self.trained, "packing": asdict(self.packs)}
+        return facts
 
 
-def preview(composed: Composed[Settled], of: Literal["train", "validation"], count: int, most: int) -> DataPreview:
-    """Read a data set of a config. count: rows whose text is kept. most: tokens of each.
+def preview(
+    composed: Composed[Settled], of: Literal["train", "validation"], count: int, max_tokens: int
+) -> DataPreview:
+    """Read a data set of a config. count: rows whose text is kept. max_tokens: the tokens of each text, at most.
 
     Raises DataError at the first bad row, ConfigError for unusable environments and an unknown longest sequence.
     """
-    parts, chat = part_of(composed.config, of), local_chat(composed.config)
+    parts = part_of(composed.config, of)
+    chat = local_chat(composed.config)
     if sft := composed.settled.sft:
-        return _samples(sft, parts, chat, count, most)
+        return _preview_samples(sft, parts, chat, count, max_tokens)
     assert composed.settled.grpo
     config = composed.settled.grpo.config
     ends = end_tokens(config, chat)
-    rows, reports = _all(parts, lambda part: load_prompts(config, part.section, chat, part.rows))
+    rows, reports = _load_parts(parts, lambda part: load_prompts(config, part.section, chat, part.rows))
     if config.opens_prompts:
-        # The first row is begun: its prompt with the tools.
+        # The episode of the first row is begun. Its prompt has the tools.
         setup = try_environments(composed, parts[0].section, parts[0].rows[0], chat)
         tokens = setup.prompt or chat.prompt(setup.first, setup.tools).tokens
-        first = [("first row", [Piece(chat.decode(tokens), False)])] * bool(count)
-        return DataPreview(reports, ends, Lengths.from_lengths([len(tokens)]), first, notes=setup.notes)
-    shown = [
-        (_title(task), [Piece(f"{task.text}\nanswer: {task.answer}", False)]) for task in _first(rows, config, count)
+        first_rows = [("first row", [Piece(chat.decode(tokens), False)])] if count else []
+        return DataPreview(reports, ends, Lengths.from_lengths([len(tokens)]), first_rows, notes=setup.notes)
+    first_rows = [
+        (_title(task), [Piece(f"{task.text}\nanswer: {task.answer}", False)])
+        for task in _first_rows(rows, config, count)
     ]
-    return DataPreview(reports, ends, Lengths.from_lengths([len(task.tokens) for task in rows]), shown)
+    return DataPreview(reports, ends, Lengths.from_lengths([len(task.tokens) for task in rows]), first_rows)
 
 
-def _samples(settled: SettledSft, parts: list[DataPart], chat: Chat, count: int, most: int) -> DataPreview:
-    config, longest = settled.config, settled.longest_sequence
+def _preview_samples(
+    settled: SettledSft, parts: list[DataPart], chat: Chat, count: int, max_tokens: int
+) -> DataPreview:
+    config = settled.config
+    longest = settled.longest_sequence
     if longest is None:
-        what = f"{config.model.path} is not on this machine, so its longest sequence is not known; set it"
-        raise ConfigError([Problem("model.max_length", "", what)])
-    rows, reports = _all(parts, lambda part: load_samples(config, part.section, chat, part.rows, longest))
-    shown = [(_title(sample), _pieces(sample, chat, most)) for sample in _first(rows, config, count)]
-    here = settled.settle_on(RunMachine(device_of(count_gpus()), device_memory()), settled.facts)
-    own = here.trainer
-    packs = packing(step_lengths(rows, config), layout_of(config.trainer).data, own.micro_batch_tokens, own.is_padded)
+        reason = f"{config.model.path} is not on this machine, so its longest sequence is not known; set it"
+        raise ConfigError([Problem("model.max_length", "", reason)])
+    rows, reports = _load_parts(parts, lambda part: load_samples(config, part.section, chat, part.rows, longest))
+    first_rows = [(_title(sample), _pieces(sample, chat, max_tokens)) for sample in _first_rows(rows, config, count)]
+    this_machine = RunMachine(device_of(count_gpus()), device_memory())
+    trainer = settled.settle_on(this_machine, settled.facts).trainer
+    shards = layout_of(config.trainer).data
+    packs = packing(step_lengths(rows, config), shards, trainer.micro_batch_tokens, trainer.is_padded)
     lengths = Lengths.from_lengths([len(sample.tokens) for sample in rows])
     trained = sum(int(sample.mask.sum()) for sample in rows) / lengths.total
-    return DataPreview(reports, chat.ends, lengths, shown, trained, packs)
+    return DataPreview(reports, chat.ends, lengths, first_rows, trained, packs)
 
 
-def _all(
+def _load_parts(
     parts: list[DataPart], load: Callable[[DataPart], tuple[list[Drawn], LengthReport]]
 ) -> tuple[list[Drawn], dict[str, LengthReport]]:
     """Return the rows of all parts, and the report of each."""
-    loaded = [(part.name, load(part)) for part in parts]
-    return [row for _, (rows, _) in loaded for row in rows], {name: report for name, (_, report) in loaded}
+    all_rows: list[Drawn] = []
+    reports: dict[str, LengthReport] = {}
+    for part in parts:
+        rows, report = load(part)
+        all_rows += rows
+        reports[part.name] = report
+    return all_rows, reports
 
 
-def _first(rows: list[Drawn], config: RunConfig, count: int) -> list[Drawn]:
+def _first_rows(rows: list[Drawn], config: RunConfig, count: int) -> list[Drawn]:
     """Return the rows that the run draws first; of held-out rows those of each source in turn."""
     return RowSource(rows, order_of(rows, config)).draw(min(count, len(rows)))
 
@@ -141,20 +163,25 @@ def _title(row: Drawn) -> str:
     return f"{row.id} ({row.source})" if row.source else row.id
 
 
-def _pieces(sample: SupervisedSample, chat: Chat, most: int) -> list[Piece]:
-    """Return the text of a sample's first `most` tokens, cut where the mask changes.
+def _pieces(sample: SupervisedSample, chat: Chat, max_tokens: int) -> list[Piece]:
+    """Return the text of a sample's first `max_tokens` tokens, cut where the mask changes.
 
-    The text of a piece is that of its place: a decoder may drop a blank at the beginning of a text.
+    A piece is decoded behind the text before it: a decoder may drop a blank at the beginning of a text.
     """
-    mask: NDArray[np.bool_] = sample.mask[:most]
-    tokens = sample.tokens[:most].tolist()
+    mask: NDArray[np.bool_] = sample.mask[:max_tokens]
+    tokens = sample.tokens[:max_tokens].tolist()
     cuts = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(mask)]
-    pieces = list[Piece]()
-    before = ""
+    pieces: list[Piece] = []
+    text_before = ""
     for start, end in pairwise(cuts):
         if end > start:
             text = chat.decode(tokens[:end])
-            added = text.removeprefix(before) if text.startswith(before) else chat.decode(tokens[start:end])
-            pieces.append(Piece(added, bool(mask[start])))
-            before = text
-    return [*pieces, Piece("", False, truncated=True)] if len(sample.tokens) > most else pieces
+            if text.startswith(text_before):
+                piece_text = text.removeprefix(text_before)
+            else:
+                piece_text = chat.decode(tokens[start:end])
+            pieces.append(Piece(piece_text, bool(mask[start])))
+            text_before = text
+    if len(sample.tokens) > max_tokens:
+        pieces.append(Piece("", False, truncated=True))
+    return pieces

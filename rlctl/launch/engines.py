@@ -1,6 +1,6 @@
 """Engines without a trainer: Ray and vLLM on this machine, serving the weights of a folder."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -41,9 +41,14 @@ def engines(
     """
     config = settled.config
     generation = config.generation
-    sizes = (generation.num_engines, generation.tensor_parallel_size)
-    wanted = ResourceRequest(0, *sizes, colocated=False, cpus_per_process=config.placement.cpus_per_process)
-    placement = place(this_machine(count_gpus()), wanted)
+    request = ResourceRequest(
+        0,
+        generation.num_engines,
+        generation.tensor_parallel_size,
+        colocated=False,
+        cpus_per_process=config.placement.cpus_per_process,
+    )
+    placement = place(this_machine(count_gpus()), request)
     memory = device_memory() if placement.device == "cuda" else None
     # No trainer: engines have their devices to themselves.
     config = replace(config, placement=replace(config.placement, colocated=False))
@@ -54,11 +59,12 @@ def engines(
         raise ModelError(f"generation.engine={generation.engine.name} serves no adapters, and {files.adapter} is one")
     with ExitStack() as stack:
         reaper = stack.enter_context(local_ray(logs, deadline_s=config.run.deadline_s))
-        folder: Callable[[str, str | None], str] = lambda prefix, root: str(  # noqa: E731
-            stack.enter_context(reaper.folder(prefix, root))
-        )
-        allocation = Allocation(placement, [None], folder)
-        waits = Waits(config.run.explain_after_s, lambda what: emit("warning", what=what))
+
+        def make_folder(prefix: str, root: str | None) -> str:
+            return str(stack.enter_context(reaper.folder(prefix, root)))
+
+        allocation = Allocation(placement, [None], make_folder)
+        waits = Waits(config.run.explain_after_s, lambda text: emit("warning", what=text))
         stack.callback(waits.close)
         spec = replace(engine_spec(settled, files, stops, placement), version=version)
         slots = engine_slots(settled, allocation, waits)

@@ -47,14 +47,19 @@ def check_first_rows(settled: Settled) -> list[str]:
 
     The rows of a recipe are read too. Raises ConfigError with every problem.
     """
-    problems = list[Problem]()
-    notes = list[str]()
-    configs = [settled.config, *([settled.sampling.config] if settled.sampling and settled.sft else [])]
+    problems: list[Problem] = []
+    notes: list[str] = []
+    configs: list[RunConfig] = [settled.config]
+    if settled.sampling and settled.sft:
+        configs.append(settled.sampling.config)
     for config in configs:
-        held_out = [config.data.validation] * (config.validation.every > 0)
-        trained = [*(config.data.train.sources.values() or [config.data.train])] * (config is settled.config)
-        for section in (*trained, *held_out):
-            if section.path is None or not all(Path(each).is_file() for each in files_of(section.path)):
+        sections: list[DatasetSection] = []
+        if config is settled.config:
+            sections += config.data.train.sources.values() or [config.data.train]
+        if config.validation.every > 0:
+            sections.append(config.data.validation)
+        for section in sections:
+            if section.path is None or not all(Path(file).is_file() for file in files_of(section.path)):
                 continue
             try:
                 rows = read_rows(config, replace(section, limit=1))
@@ -86,10 +91,9 @@ def _needs_tokenizer(config: RunConfig, section: DatasetSection, row: Row) -> bo
         return True
     messages, _ = question(row, section, needs_prompt=False)
     read, ignored = describe_columns(row, section, messages, shows_tools=True)
-    usual = {"user", "assistant"}
-    return bool(read or ignored or first_column(row.values, "template")) or any(
-        each["role"] not in usual for each in messages
-    )
+    if read or ignored or first_column(row.values, "template"):
+        return True
+    return any(message["role"] not in ("user", "assistant") for message in messages)
 
 
 def local_chat(config: RunConfig) -> Chat:
@@ -108,10 +112,16 @@ def try_all(composed: Composed[Settled], *, rewards: bool, environments: bool, f
 
     fetch: a model or data of a hub may be fetched. Raises ConfigError with every problem of both.
     """
-    lines, problems = list[str](), list[Problem]()
-    for wanted, tried in ((rewards, _try_rewards), (environments, _try_environments)):
+    trials = []
+    if rewards:
+        trials.append(_try_rewards)
+    if environments:
+        trials.append(_try_environments)
+    lines: list[str] = []
+    problems: list[Problem] = []
+    for trial in trials:
         try:
-            lines += tried(composed, fetch) if wanted else []
+            lines += trial(composed, fetch)
         except ConfigError as error:
             problems += error.problems
     if problems:
@@ -135,8 +145,8 @@ def _try_rewards(composed: Composed[Settled], fetch: bool) -> list[str]:
     if composed.settled.sampling is None:
         return ["rewards: an SFT run has none without validation.recipe"]
     config = composed.settled.sampling.config
-    if away := _away(config, fetch):
-        return [f"rewards: not tried, {away} is not on this machine; rlctl config check --try-rewards fetches it"]
+    if absent := _absent_file(config, fetch):
+        return [f"rewards: not tried, {absent} is not on this machine; rlctl config check --try-rewards fetches it"]
     try:
         with _as_config_errors(composed):
             score = _score_of_first_row(config)
@@ -156,9 +166,14 @@ def _try_rewards(composed: Composed[Settled], fetch: bool) -> list[str]:
     tried = (
         f"rewards: tried on the first row of {path_text(config.data.train.paths)}: {parts}; its own answer is {judged}"
     )
-    with _as_config_errors(composed):
-        advantage, _ = try_advantage(config) if composed.settled.grpo else ("", False)
-    return [tried, *_readings(config), *[advantage] * bool(advantage)]
+    advantage_line = ""
+    if composed.settled.grpo:
+        with _as_config_errors(composed):
+            advantage_line, _ = try_advantage(config)
+    lines = [tried, *_readings(config)]
+    if advantage_line:
+        lines.append(advantage_line)
+    return lines
 
 
 def _try_environments(composed: Composed[Settled], fetch: bool) -> list[str]:
@@ -166,9 +181,8 @@ def _try_environments(composed: Composed[Settled], fetch: bool) -> list[str]:
     if sampling is None or not sampling.config.has_turns:
         return ["environment: rollouts have one turn, without one"]
     config = sampling.config
-    why = ""
-    if away := _away(config, fetch):
-        why = f"{away} is not on this machine; rlctl config check --try-environments fetches it"
+    if absent := _absent_file(config, fetch):
+        obstacle = f"{absent} is not on this machine; rlctl config check --try-environments fetches it"
     else:
         try:
             with _as_config_errors(composed):
@@ -176,13 +190,15 @@ def _try_environments(composed: Composed[Settled], fetch: bool) -> list[str]:
                 chat = load_chat(config, config.model.path)
             setup = try_environments(composed, section, row, chat)
         except ImportError as error:
-            why = f"{error.name or error} is not installed; see rlctl doctor"
+            obstacle = f"{error.name or error} is not installed; see rlctl doctor"
         else:
-            begun = f"begun on the first row of {path_text(config.data.train.paths)}"
-            return [*setup.notes, *[f"environment: read, and {begun}"] * config.environment.is_enabled]
+            lines = list(setup.notes)
+            if config.environment.is_enabled:
+                lines.append(f"environment: read, and begun on the first row of {path_text(config.data.train.paths)}")
+            return lines
     with _as_config_errors(composed), environment_pool(config) as pool:
         read_environments(config, pool)
-    return [f"environment: read, but not begun on a row: {why}"]
+    return [f"environment: read, but not begun on a row: {obstacle}"]
 
 
 def _readings(config: GrpoConfig) -> list[str]:
@@ -205,15 +221,17 @@ def _readings(config: GrpoConfig) -> list[str]:
                 described.append((f"row {row.number + 1}", answer))
     lines = describe_references(described)
     if unreadable:
-        many = f"{len(unreadable)} of {count} answers"
-        lines.append(f"math_verify cannot read {many}, so that their rollouts fail: first {unreadable[0]}")
+        share = f"{len(unreadable)} of {count} answers"
+        lines.append(f"math_verify cannot read {share}, so that their rollouts fail: first {unreadable[0]}")
     return lines
 
 
-def _away(config: GrpoConfig, fetch: bool) -> str:
+def _absent_file(config: GrpoConfig, fetch: bool) -> str:
     """Return the tokenizer or the data that are not on this machine and may not be fetched; empty if there is none."""
-    needed = [config.model.tokenizer or config.model.path, *files_of(config.data.train.paths)]
-    return "" if fetch else next((name for name in needed if not Path(name).exists()), "")
+    if fetch:
+        return ""
+    files = [config.model.tokenizer or config.model.path, *files_of(config.data.train.paths)]
+    return next((file for file in files if not Path(file).exists()), "")
 
 
 def _score_of_first_row(config: GrpoConfig) -> Score:
@@ -222,16 +240,16 @@ def _score_of_first_row(config: GrpoConfig) -> Score:
     Raises UnusableError for unusable rewards, DataError for a bad row or tokenizer.
     """
     section, row = _first_row(config)
-    whole = replace(config, data=replace(config.data, max_prompt_length=None))
-    prompts, _ = load_prompts(whole, section, load_chat(config, config.model.path), [row])
+    unlimited = replace(config, data=replace(config.data, max_prompt_length=None))
+    prompts, _ = load_prompts(unlimited, section, load_chat(config, config.model.path), [row])
     with Scorer(config.rewards, episodes=config.environment.is_enabled) as scorer:
         return scorer.try_on_sample(sample_item(prompts[0]))
 
 
 def _first_row(config: GrpoConfig) -> tuple[DatasetSection, Row]:
     """Return the first row of data.train, of several sources of the first one. Raises DataError."""
-    given = next(iter(config.data.train.sources.values()), config.data.train)
-    section = replace(given, limit=1)
+    first_source = next(iter(config.data.train.sources.values()), config.data.train)
+    section = replace(first_source, limit=1)
     return section, read_rows(config, section)[0]
 
 
@@ -243,8 +261,9 @@ def _as_config_errors(composed: Composed[Settled]) -> Iterator[None]:
     """
     within = "" if composed.settled.grpo else f"{RECIPE}."
 
-    def problem(key: str, reason: str, shown: str = "") -> Problem:
-        return Problem(str(composed.origins.get(f"{within}{key}", "")), f"{within}{shown or key}", reason)
+    def problem(key: str, reason: str, section: str = "") -> Problem:
+        # A problem of a whole section names the section, at the line of `key`.
+        return Problem(str(composed.origins.get(f"{within}{key}", "")), f"{within}{section or key}", reason)
 
     try:
         with locate_errors("data", DataError):
@@ -252,7 +271,7 @@ def _as_config_errors(composed: Composed[Settled]) -> Iterator[None]:
     except UnusableEnvironmentError as error:
         raise ConfigError(problem(key, reason) for key, reason in error.problems) from error
     except UnusableError as error:
-        # A problem of all is told at the first.
+        # A problem of all rewards is shown at the line of the first one.
         raise ConfigError(
             problem(f"rewards.{index or 0}.name", reason, "rewards" if index is None else "")
             for index, reason in error.problems

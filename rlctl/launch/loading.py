@@ -39,24 +39,24 @@ def load_run_tasks(settled: SettledGrpo, rows: RunRows, chat: Chat, emit: Emit) 
     Raises DataError at the first bad row, and for a prompt that leaves no room for an answer.
     """
     config = settled.config
-    found: dict[str, list[Task]] = {"train": [], "validation": []}
+    loaded: dict[str, list[Task]] = {"train": [], "validation": []}
     for part in rows.parts(config.data):
         tasks, report = load_prompts(config, part.section, chat, part.rows)
-        found[part.purpose] += tasks
+        loaded[part.purpose] += tasks
         _emit_report(part.name, report, emit)
         check_room(tasks, config.generation.max_new_tokens, settled.max_length)
-    return RunData(found["train"], first_of_each(found["validation"], config.validation.max_prompts))
+    return RunData(loaded["train"], first_of_each(loaded["validation"], config.validation.max_prompts))
 
 
 def load_run_samples(settled: SettledSft, rows: RunRows, chat: Chat, emit: Emit) -> RunData[SupervisedSample]:
     """Return the samples of a run, tokenized. emit: as in `load_run_tasks`. Raises DataError at the first bad row."""
     config = settled.config
-    found: dict[str, list[SupervisedSample]] = {"train": [], "validation": []}
+    loaded: dict[str, list[SupervisedSample]] = {"train": [], "validation": []}
     for part in rows.parts(config.data):
         samples, report = load_samples(config, part.section, chat, part.rows, settled.max_length)
-        found[part.purpose] += samples
+        loaded[part.purpose] += samples
         _emit_report(part.name, report, emit)
-    return RunData(found["train"], first_of_each(found["validation"], config.validation.max_prompts))
+    return RunData(loaded["train"], first_of_each(loaded["validation"], config.validation.max_prompts))
 
 
 def _emit_report(name: str, report: LengthReport, emit: Emit) -> None:
@@ -95,11 +95,11 @@ def load_chats(
     if sampled and not settled.grpo:
         configs["validation.recipe: "] = sampled.config
     loaded: list[tuple[Chat, EndTokens]] = []
-    for whose, config in configs.items():
-        with session.starting(f"{whose}tokenizer"):
+    for prefix, config in configs.items():
+        with session.starting(f"{prefix}tokenizer"):
             chat = load_chat(config, files.chat)
             ends = end_tokens(config, chat)
-        session.events.emit("data", what=f"{whose}answers end at {ends}")
+        session.events.emit("data", what=f"{prefix}answers end at {ends}")
         for warning in ends.warnings:
             session.events.emit("warning", what=warning)
         loaded.append((chat, ends))

@@ -35,10 +35,16 @@ _OBJECT_STORE_BYTES = 1 << 30
 # Ray refuses a smaller one.
 _LEAST_STORE_BYTES = 75 << 20
 # Ray gives its own node 30 s, a constant in its code. This is too short on a busy machine.
-_ATTEMPTS, _ATTEMPT_S = 2, 30.0
-# Most bytes of a Unix socket's path, and bytes of Ray's own part, with the name of the folder.
-_SOCKET_BYTES, _RAYS_BYTES = 107, 84
-_NEEDED, _LOOK_S = ("gcs_server", "raylet"), 0.5
+_ATTEMPT_S = 30.0
+_ATTEMPTS = 2
+# Most bytes of a Unix socket's path.
+_SOCKET_BYTES = 107
+# Bytes of Ray's own part of that path, with the name of the folder.
+_RAYS_BYTES = 84
+# Processes without which a driver cannot go on.
+_NEEDED_NAMES = ("gcs_server", "raylet")
+# Seconds between two looks at these processes.
+_LOOK_S = 0.5
 # Time that a run has to end by itself once its node of a cluster is gone.
 _GIVE_UP_S = 20.0
 # Methods by which Ray's head starts its autoscaler, its log monitor and the server of its dashboard.
@@ -69,7 +75,8 @@ def ray_session(logs: Path, *, loopback: bool = False, **options: Any) -> Iterat
 
     logs.mkdir(parents=True, exist_ok=True)
     logger = logging.getLogger("ray")
-    logger.handlers, logger.propagate = [logging.FileHandler(logs / "ray.log")], False
+    logger.handlers = [logging.FileHandler(logs / "ray.log")]
+    logger.propagate = False
     try:
         with _loopback_switch(loopback), _own_signals():
             context = ray.init(log_to_driver=False, configure_logging=False, **options)
@@ -89,7 +96,7 @@ def _own_signals() -> Iterator[None]:
     handler = signal.getsignal(signal.SIGTERM)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     try:
-        with _replaced("ray._private.utils", "set_sigterm_handler", lambda _: None):
+        with _replace_private("ray._private.utils", "set_sigterm_handler", lambda _: None):
             yield
     finally:
         # A Ray without the private function has set its handler.
@@ -106,7 +113,7 @@ def _loopback_switch(loopback: bool) -> Iterator[None]:
     """
     constants = "ray._private.ray_constants"
     clustered = _private(constants, _CLUSTER_SWITCH)
-    with _replaced(constants, _CLUSTER_SWITCH, clustered and not loopback):
+    with _replace_private(constants, _CLUSTER_SWITCH, clustered and not loopback):
         yield
 
 
@@ -118,21 +125,23 @@ def _private(module: str, name: str) -> Any:
 
 
 @contextmanager
-def _replaced(module: str, name: str, value: Any) -> Iterator[None]:
+def _replace_private(module: str, name: str, replacement: Any) -> Iterator[None]:
     """Replace a private name of Ray in the block. A Ray without it stays as it is."""
-    before = _private(module, name)
-    if before is None:
+    original = _private(module, name)
+    if original is None:
         yield
         return
-    setattr(import_module(module), name, value)
+    setattr(import_module(module), name, replacement)
     try:
         yield
     finally:
-        setattr(import_module(module), name, before)
+        setattr(import_module(module), name, original)
 
 
 @contextmanager
-def local_ray(logs: Path, lost: Callable[[str], None] = lambda why: None, deadline_s: float = 0.0) -> Iterator[Reaper]:
+def local_ray(
+    logs: Path, lost: Callable[[str], None] = lambda reason: None, deadline_s: float = 0.0
+) -> Iterator[Reaper]:
     """Run a private Ray until the block is left. Yields the reaper that guards its folders.
 
     A start that takes Ray's own 30 s is tried again: once, and for as long as another attempt ends before `deadline_s`
@@ -161,7 +170,7 @@ def local_ray(logs: Path, lost: Callable[[str], None] = lambda why: None, deadli
                     _temp_dir=str(folder / "r"),
                     _node_ip_address=LOOPBACK,
                 )
-                with changed_environment(_inherited(folder)), _without_unused():
+                with changed_environment(_ray_environment(folder)), _without_unused():
                     started.enter_context(session)
                 break
             except Exception as error:
@@ -171,7 +180,7 @@ def local_ray(logs: Path, lost: Callable[[str], None] = lambda why: None, deadli
                 spent = time.monotonic() - begin
                 if attempt >= _ATTEMPTS and spent + _ATTEMPT_S > deadline_s:
                     raise RayTooSlow(_too_slow(attempt, spent, deadline_s, logs)) from error
-        stack.enter_context(_watched(_needed(), lost))
+        stack.enter_context(_watch_processes(_needed_processes(), lost))
         yield reaper
 
 
@@ -182,7 +191,7 @@ def _too_slow(attempts: int, spent_s: float, deadline_s: float, logs: Path) -> s
 
 
 @contextmanager
-def _watched(
+def _watch_processes(
     processes: Mapping[str, psutil.Process], lost: Callable[[str], None], give_up: Callable[[], None] | None = None
 ) -> Iterator[None]:
     """Watch Ray's head and this machine's raylet until the block is left.
@@ -191,16 +200,16 @@ def _watched(
     lost: called once, with the reason. give_up: called if the raylet is gone and the block is not left in time. All
     processes on this machine have ended then, and a driver without the head hears nothing.
     """
-    left = threading.Event()
+    block_left = threading.Event()
 
     def look() -> None:
-        is_told = False
-        while not left.wait(_LOOK_S):
+        is_reported = False
+        while not block_left.wait(_LOOK_S):
             gone = [name for name, process in processes.items() if not _lives(process)]
-            if gone and not is_told:
-                is_told = True
+            if gone and not is_reported:
+                is_reported = True
                 lost(f"Ray's {gone[0]} (process {processes[gone[0]].pid}) is gone")
-            if "raylet" in gone and give_up and not left.wait(_GIVE_UP_S):
+            if "raylet" in gone and give_up and not block_left.wait(_GIVE_UP_S):
                 give_up()
                 return
             if gone and not give_up:
@@ -211,32 +220,33 @@ def _watched(
     try:
         yield
     finally:
-        left.set()
+        block_left.set()
         thread.join()
 
 
 def watch_node(
     connection: Mapping[str, Any], lost: Callable[[str], None], give_up: Callable[[], None]
 ) -> AbstractContextManager[None]:
-    """Watch the processes of a cluster's Ray on this machine, as `_watched` does. connection: of `ray_session`."""
+    """Watch a cluster's Ray on this machine as `_watch_processes` does. connection: of `ray_session`."""
     marks = {"gcs_server": connection.get("session_dir"), "raylet": connection.get("raylet_socket_name")}
-    found = {}
+    processes = {}
     for process in psutil.process_iter(["name", "cmdline"]):
         name = process.info["name"]
         mark = marks.get(name)
         if mark and any(mark in argument for argument in process.info["cmdline"] or ()):
-            found[name] = process
-    return _watched(found, lost, give_up)
+            processes[name] = process
+    return _watch_processes(processes, lost, give_up)
 
 
-def _needed() -> dict[str, psutil.Process]:
+def _needed_processes() -> dict[str, psutil.Process]:
     """Return the living processes of this Ray by name; a start that was too slow leaves ended ones of these names."""
-    found = {}
+    processes = {}
     for process in sorted(psutil.Process().children(), key=psutil.Process.create_time):
         with suppress(psutil.NoSuchProcess):
-            if (name := process.name()) in _NEEDED and _lives(process):
-                found[name] = process
-    return found
+            name = process.name()
+            if name in _NEEDED_NAMES and _lives(process):
+                processes[name] = process
+    return processes
 
 
 def _lives(process: psutil.Process) -> bool:
@@ -248,8 +258,8 @@ def _lives(process: psutil.Process) -> bool:
 
 def _root() -> str:
     """Return the parent of Ray's folder: the temporary folder, unless its path is too long for Ray's sockets."""
-    usual = tempfile.gettempdir()
-    return usual if len(os.fsencode(usual)) <= _SOCKET_BYTES - _RAYS_BYTES else "/tmp"
+    folder = tempfile.gettempdir()
+    return folder if len(os.fsencode(folder)) <= _SOCKET_BYTES - _RAYS_BYTES else "/tmp"
 
 
 def _object_store(folder: Path) -> dict[str, Any]:
@@ -259,9 +269,9 @@ def _object_store(folder: Path) -> dict[str, Any]:
         return {"object_store_memory": min(_OBJECT_STORE_BYTES, room)}
     room = free_bytes(folder) // 2
     if room < _LEAST_STORE_BYTES:
-        least = f"{2 * _LEAST_STORE_BYTES >> 20} MiB free"
+        least_room = f"{2 * _LEAST_STORE_BYTES >> 20} MiB free"
         raise PlacementError(
-            f"neither {SHARED_MEMORY} nor {folder.parent} has room for Ray's object store, which needs {least}: "
+            f"neither {SHARED_MEMORY} nor {folder.parent} has room for Ray's object store, which needs {least_room}: "
             "free some, set TMPDIR to a larger folder, or in a container: docker run --shm-size=2g"
         )
     return {"object_store_memory": min(_OBJECT_STORE_BYTES, room), "_plasma_directory": str(folder)}
@@ -308,11 +318,11 @@ def _with_idle_agent(option: str) -> str:
     return f"{name}={subprocess.list2cmdline([*program, words['--session-dir'], words['--node-id'], *names])}"
 
 
-def _inherited(folder: Path) -> dict[str, str]:
-    """Return the environment that Ray's processes, and the run's in them, inherit."""
+def _ray_environment(folder: Path) -> dict[str, str]:
+    """Return the environment that Ray's processes inherit, and the run's processes from them."""
     # By default gloo and NCCL listen at the address that the host's name resolves to.
-    faces = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": LOOPBACK}
+    interfaces = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": LOOPBACK}
     # Ray would end the driver a minute after its head, without a message and in the middle of a step.
     patience = {"RAY_gcs_rpc_server_reconnect_timeout_s": "86400"}
     # Engines leave files in the temporary folder, compiled kernels too: they are removed with the run's folder.
-    return LOOPBACK_ONLY | faces | patience | {"TMPDIR": str(folder)}
+    return LOOPBACK_ONLY | interfaces | patience | {"TMPDIR": str(folder)}

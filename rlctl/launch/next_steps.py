@@ -43,14 +43,14 @@ def next_commands(
     except RunDirError:
         # It was damaged while the run lasted.
         record = None
-    there = f" --cluster {record.cluster}" if record else ""
-    known = quote(record.called if record and record.called else str(run_dir.path))
-    resume = f"rlctl train {config.kind} --resume {known}{there}"
+    cluster_option = f" --cluster {record.cluster}" if record else ""
+    run_name = quote(record.called if record and record.called else str(run_dir.path))
+    resume = f"rlctl train {config.kind} --resume {run_name}{cluster_option}"
     if status == "failed":
-        logs = f"rlctl runs logs {known}"
+        logs = f"rlctl runs logs {run_name}"
         if fails_again:
             return [logs]
-        return [" ".join([resume, *_fewer(settled, run_dir, smaller)]), logs]
+        return [" ".join([resume, *_shrink(settled, run_dir, smaller)]), logs]
     if status != "done":
         return [resume]
     steps = config.num_steps
@@ -58,46 +58,54 @@ def next_commands(
         # A probe: it ends before the steps that are left.
         return [resume]
     # Files of a run on a cluster cannot be read from here.
-    here = [] if record and (record.remote or record.called) else list(_with_files(settled, run_dir, known))
-    return [f"rlctl runs dash {known}", *here, f"{resume} {config.kind}.num_steps={2 * steps}"]
+    is_local = record is None or not (record.remote or record.called)
+    commands = [f"rlctl runs dash {run_name}"]
+    if is_local:
+        commands += _commands_on_files(settled, run_dir, run_name)
+    return [*commands, f"{resume} {config.kind}.num_steps={2 * steps}"]
 
 
-def _fewer(settled: Settled, run_dir: RunDir, smaller: Sequence[ResourceRequest]) -> list[str]:
+def _shrink(settled: Settled, run_dir: RunDir, smaller: Sequence[ResourceRequest]) -> list[str]:
     """Return the overrides of the largest run among `smaller` that its checks admit; none for the whole run."""
-    config, whole = settled.config, requested_resources(settled)
+    config = settled.config
+    request = requested_resources(settled)
     for share in smaller:
-        changed = [f"trainer.num_ranks={share.ranks}"] * (share.ranks != whole.ranks)
-        changed += [f"generation.num_engines={share.engines}"] * (share.engines != whole.engines)
-        if changed and config.trainer.replicas not in ("auto", 1):
-            changed.append("trainer.replicas=auto")
+        overrides = []
+        if share.ranks != request.ranks:
+            overrides.append(f"trainer.num_ranks={share.ranks}")
+        if share.engines != request.engines:
+            overrides.append(f"generation.num_engines={share.engines}")
+        if overrides and config.trainer.replicas not in ("auto", 1):
+            overrides.append("trainer.replicas=auto")
         with suppress(ConfigError):
-            if changed:
-                load(config.kind, str(run_dir.config), changed, resume=True)
-            return changed
+            if overrides:
+                load(config.kind, str(run_dir.config), overrides, resume=True)
+            return overrides
     return []
 
 
-def _with_files(settled: Settled, run_dir: RunDir, known: str) -> Iterator[str]:
+def _commands_on_files(settled: Settled, run_dir: RunDir, run_name: str) -> Iterator[str]:
     """Yield commands that use the best checkpoint, the newest where none was measured, or read a tracker's files."""
     checkpoints = Checkpoints(run_dir.checkpoints, 1, 0)
     newest = checkpoints.latest()
     chosen = checkpoints.best() or newest
     if newest and chosen and chosen.export.is_dir():
         # A run's name alone is its newest checkpoint.
-        step, sampling = f" --step {chosen.step}" * (chosen.step != newest.step), settled.sampling
+        step_option = "" if chosen.step == newest.step else f" --step {chosen.step}"
+        sampling = settled.sampling
         if sampling is None or sampling.config.data.has_validation:
-            yield f"rlctl eval {known}{'' if sampling else ' RECIPE'}{step}"
+            yield f"rlctl eval {run_name}{'' if sampling else ' RECIPE'}{step_option}"
         if settled.sft:
-            yield f"rlctl train grpo RECIPE model.path={quote(str(chosen.path)) if step else known}"
+            yield f"rlctl train grpo RECIPE model.path={quote(str(chosen.path)) if step_option else run_name}"
         if is_adapter(chosen.export):
-            # One that was damaged meanwhile is not offered.
+            # An adapter that was damaged meanwhile is not offered.
             with suppress(ModelError):
                 options = lora_options(read_config(chosen.export).rank)
-                yield f"rlctl export {known} {quote(f'{run_dir.name}-hf')} --merged{step}"
-                named = quote(f"{run_dir.name}={chosen.export}")
-                yield f"vllm serve {quote(base_of(chosen.export))} {options} --lora-modules {named}"
+                yield f"rlctl export {run_name} {quote(f'{run_dir.name}-hf')} --merged{step_option}"
+                module = quote(f"{run_dir.name}={chosen.export}")
+                yield f"vllm serve {quote(base_of(chosen.export))} {options} --lora-modules {module}"
         else:
-            yield f"rlctl export {known} {quote(f'{run_dir.name}-hf')}{step}"
+            yield f"rlctl export {run_name} {quote(f'{run_dir.name}-hf')}{step_option}"
             yield f"vllm serve {quote(str(chosen.export))}"
     for section in settled.config.telemetry.trackers:
         yield from _of_tracker(section, run_dir.path)
@@ -113,6 +121,8 @@ def _of_tracker(section: TrackerSection, run: Path) -> Iterator[str]:
         case TrackioSection(space=None, project=project):
             yield f"trackio show --project {quote(project)}"
         case SwanlabSection(mode="offline"):
-            yield from (f"swanlab sync {quote(str(each))}" for each in sorted((run / "swanlab").glob("run-*"))[-1:])
+            for folder in sorted((run / "swanlab").glob("run-*"))[-1:]:
+                yield f"swanlab sync {quote(str(folder))}"
         case WandbSection():
-            yield from (f"wandb sync {quote(str(each))}" for each in sorted((run / "wandb").glob("offline-run-*"))[-1:])
+            for folder in sorted((run / "wandb").glob("offline-run-*"))[-1:]:
+                yield f"wandb sync {quote(str(folder))}"

@@ -30,5 +30,5 @@ def precompile(session: Session, settled: Settled, trainer: "TrainerGroup") -> N
     count = pack // length * layout_of(settled.trainer).data
     with session.starting("warm-up"):
         # Dimensions of equal size are compiled as one: a second length keeps them apart.
-        for each in (length, max(2, length // 2 - 1)):
-            trainer.warm_up(count, each, NllLoss(), settled.computed_columns)
+        for warm_up_length in (length, max(2, length // 2 - 1)):
+            trainer.warm_up(count, warm_up_length, NllLoss(), settled.computed_columns)

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from rlctl.config.errors import ConfigError, ModelError, Problem, UserError, locate_errors
 from rlctl.data.end_tokens import EndTokens
@@ -51,7 +51,7 @@ class MissingPackagesError(UserError):
 class PrepareProgress(Protocol):
     """Progress of a preparation, for a person who waits."""
 
-    def busy(self, what: str) -> AbstractContextManager[None]:
+    def busy(self, activity: str) -> AbstractContextManager[None]:
         """Show a line while something slow is done in the block."""
         ...
 
@@ -63,7 +63,7 @@ class PrepareProgress(Protocol):
 class SilentProgress:
     """Progress that nobody sees."""
 
-    def busy(self, what: str) -> AbstractContextManager[None]:
+    def busy(self, activity: str) -> AbstractContextManager[None]:
         """Show nothing."""
         return nullcontext()
 
@@ -93,7 +93,7 @@ class RunRequest:
     # True: the recipe is the config of a run, whose directory may exist.
     is_of_run: bool = False
     # Overrides of the command itself, and the key of a recipe within the config, see `compose`.
-    own: Sequence[str] = ()
+    own_overrides: Sequence[str] = ()
     within: str = ""
 
     @property
@@ -180,15 +180,15 @@ class PreparedRun:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, self.composed.to_yaml())
         except OSError as error:
-            why = f"cannot write {path}: {error.strerror or error}"
-            raise ConfigError([self._problem("run.dir", why)]) from error
+            reason = f"cannot write {path}: {error.strerror or error}"
+            raise ConfigError([self._problem("run.dir", reason)]) from error
         return path
 
     def _use(self, composed: Composed[Settled]) -> None:
         self.composed = composed
         self.settled = composed.settled
         self.notes = list(composed.notes)
-        # It hands the rows to the run.
+        # The reader hands the rows to the run.
         self.reader = RowReader(composed.config)
 
     def _make_plan(self) -> None:
@@ -211,8 +211,8 @@ class PreparedRun:
             self.plan = make_plan(self.settled, cluster.resources)
             self.demands = capacity_rows(self.settled, self.plan)
         else:
-            what = "is a cluster that is not there, for --dry-run alone: leave it out"
-            raise ConfigError([self._problem("placement.nodes", what)])
+            reason = "is a cluster that is not there, for --dry-run alone: leave it out"
+            raise ConfigError([self._problem("placement.nodes", reason)])
         assert self.plan
         self.problems = self._problems_of(self.plan)
         sampling = settled.sampling
@@ -245,7 +245,7 @@ class PreparedRun:
             "model.path": plan.unserved,
             "run.dir": plan.unsaved,
         }
-        return [self._problem(key, why) for key, why in reasons.items() if why]
+        return [self._problem(key, reason) for key, reason in reasons.items() if reason]
 
     def _read_for_run(self) -> None:
         """Read the rows for the run, and try its environments on the first one."""
@@ -305,10 +305,10 @@ class PreparedRun:
             with self._reading("reading the recipe's data"):
                 held_out_tasks(sampling, local_chat(sampling.config), self._note_warning)
 
-    def _note_warning(self, kind: str, what: str) -> None:
+    def _note_warning(self, kind: str, **fields: Any) -> None:
         """Take an event on rows, as the log of a run's events does."""
         if kind == "warning":
-            self.progress.note([what])
+            self.progress.note([fields["what"]])
 
     def _read_rows(self) -> RunRows:
         rows = self.reader.read()
@@ -316,12 +316,12 @@ class PreparedRun:
         return rows
 
     @contextmanager
-    def _reading(self, what: str) -> Iterator[None]:
-        with locate_errors("data", DataError), self.progress.busy(what):
+    def _reading(self, activity: str) -> Iterator[None]:
+        with locate_errors("data", DataError), self.progress.busy(activity):
             yield
 
-    def _problem(self, key: str, what: str) -> Problem:
-        return Problem(str(self.composed.origins.get(key, "")), key, what)
+    def _problem(self, key: str, reason: str) -> Problem:
+        return Problem(str(self.composed.origins.get(key, "")), key, reason)
 
 
 def prepare(request: RunRequest, last: Stage, progress: PrepareProgress | None = None) -> PreparedRun:
@@ -336,13 +336,13 @@ def prepare(request: RunRequest, last: Stage, progress: PrepareProgress | None =
     replaced: list[str] = []
     if request.resume is not None:
         if recipe is not None:
-            what = f"a run keeps its own config: leave out {recipe}"
-            raise ConfigError([Problem(f"--resume {request.resume}", "", what)])
+            reason = f"a run keeps its own config: leave out {recipe}"
+            raise ConfigError([Problem(f"--resume {request.resume}", "", reason)])
         resumed = find_resumed(request.resume, request.overrides)
         recipe = str(resumed.run / "config.yaml")
         if not request.is_away:
             replaced = replace_lost_model(resumed)
-        progress.note(f"the folder of model.path is gone: going on with {each}" for each in replaced)
+        progress.note(f"the folder of model.path is gone: going on with {override}" for override in replaced)
     composed = load(
         request.kind,
         recipe,
@@ -350,7 +350,7 @@ def prepare(request: RunRequest, last: Stage, progress: PrepareProgress | None =
         resume=resumed is not None or request.is_of_run,
         away=request.is_away,
         within=request.within,
-        command_overrides=request.own,
+        command_overrides=request.own_overrides,
     )
     if resumed:
         refuse_contradictions(composed, resumed.run)

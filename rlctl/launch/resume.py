@@ -24,12 +24,12 @@ class Resumed:
     # The run's directory.
     run: Path
     # The name or path that was typed.
-    asked: Path
+    typed: Path
     overrides: list[str]
 
     def command(self, kind: str, where: str) -> str:
         """Return the command of the run that a dry run showed. where: the options of a cluster."""
-        return shlex.join(["rlctl", "train", kind, "--resume", str(self.asked), *self.overrides]) + where
+        return shlex.join(["rlctl", "train", kind, "--resume", str(self.typed), *self.overrides]) + where
 
 
 def find_resumed(text: Path, overrides: list[str]) -> Resumed:
@@ -50,8 +50,8 @@ def replace_lost_model(resumed: Resumed) -> list[str]:
     except (RunDirError, KeyError):
         # The load of the config says more.
         return []
-    found = stand_in(model, _checkpoints(resumed.run).latest_as_written())
-    return [f"model.path={found}"] if found else []
+    folder = stand_in(model, _checkpoints(resumed.run).latest_as_written())
+    return [f"model.path={folder}"] if folder else []
 
 
 def refuse_contradictions(composed: Composed[Settled], run: Path) -> None:
@@ -65,9 +65,9 @@ def refuse_contradictions(composed: Composed[Settled], run: Path) -> None:
     newest = checkpoints.latest_as_written()
     if newest is None:
         return
-    wrong = list(_contradictions(composed.settled, newest))
-    if wrong:
-        raise ConfigError(Problem(str(composed.origins.get(key, "")), key, what) for key, what in wrong)
+    contradicted = list(_contradictions(composed.settled, newest))
+    if contradicted:
+        raise ConfigError(Problem(str(composed.origins.get(key, "")), key, reason) for key, reason in contradicted)
 
 
 def plan_of_resume(composed: Composed[Settled], run: Path) -> list[tuple[str, str]]:
@@ -75,19 +75,22 @@ def plan_of_resume(composed: Composed[Settled], run: Path) -> list[tuple[str, st
 
     Raises ConfigError if no checkpoint is whole.
     """
-    record, changes = JobRecord.read(run), list(_changes(composed, run)) or ["nothing"]
-    changed = [("changes" if not index else "", line) for index, line in enumerate(changes)]
+    record = JobRecord.read(run)
+    changes = list(_changes(composed, run)) or ["nothing"]
+    change_rows = [("changes" if not index else "", line) for index, line in enumerate(changes)]
     if record and record.remote:
-        return [("goes on after", f"the newest whole checkpoint in {record.remote} on {record.cluster}"), *changed]
+        return [("goes on after", f"the newest whole checkpoint in {record.remote} on {record.cluster}"), *change_rows]
     with locate_errors(f"--resume {run}", NoWholeCheckpoint):
-        found = _checkpoints(run).newest_whole()
-    done, steps = found.checkpoint.step if found.checkpoint else 0, composed.config.num_steps
-    rows = [("damaged", line) for line in found.damaged.values()] + [("note", line) for line in found.notes]
-    where = f"step {done}: {found.checkpoint.path}" if found.checkpoint else "the start: it has no checkpoint"
-    rows.append(("goes on after", where))
-    left = max(0, steps - done)
-    rows.append(("left", f"{left} of {steps} steps" + (f": {done + 1} to {steps}" if left else "")))
-    return [*rows, *changed]
+        newest = _checkpoints(run).newest_whole()
+    checkpoint = newest.checkpoint
+    done = checkpoint.step if checkpoint else 0
+    steps = composed.config.num_steps
+    rows = [("damaged", line) for line in newest.damaged.values()] + [("note", line) for line in newest.notes]
+    start = f"step {done}: {checkpoint.path}" if checkpoint else "the start: it has no checkpoint"
+    rows.append(("goes on after", start))
+    num_left = max(0, steps - done)
+    rows.append(("left", f"{num_left} of {steps} steps" + (f": {done + 1} to {steps}" if num_left else "")))
+    return [*rows, *change_rows]
 
 
 def _checkpoints(run: Path) -> Checkpoints:
@@ -100,8 +103,9 @@ def _contradictions(settled: Settled, newest: Checkpoint) -> Iterator[tuple[str,
     file = config_file(config.model.path)
     then = newest.state.get("made_with")
     if then:
-        for each in contradictions(then, made_with(settled, file.parent if file else None), newest.step):
-            yield each.key, str(each)
+        now = made_with(settled, file.parent if file else None)
+        for contradiction in contradictions(then, now, newest.step):
+            yield contradiction.key, str(contradiction)
     if config.num_steps < newest.step:
         yield f"{config.kind}.num_steps", f"must be at least {newest.step}, the step of the newest checkpoint"
 
@@ -111,22 +115,29 @@ def _changes(composed: Composed[Settled], run: Path) -> Iterator[str]:
     root, _ = draft(None, str(run / "config.yaml"), [])
     old = {key: node.value for key, node in leaves(root)}
     new = dict(_flat(composed.values(), ""))
-    for key in [*old, *(key for key in new if key not in old)]:
-        before, after = old.get(key, "not set"), new.get(key, "not set")
+    for key in old | new:
+        before = old.get(key, "not set")
+        after = new.get(key, "not set")
         if before != after and key in composed.secrets:
             yield f"{key}: another value of {composed.secrets[key]}"
         elif before != after:
-            yield f"{key}: {_shown(before)} -> {_shown(after)}"
+            yield f"{key}: {_yaml_text(before)} -> {_yaml_text(after)}"
 
 
-def _flat(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-    children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    found = list(children)
-    if not found:
-        yield key, value
-    for name, child in found:
+def _flat(node: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """Yield (key, value) of each leaf below a node of a config."""
+    children: list[tuple[Any, Any]] = []
+    if isinstance(node, dict):
+        children += node.items()
+    elif isinstance(node, list):
+        children += enumerate(node)
+    if not children:
+        yield key, node
+    for name, child in children:
         yield from _flat(child, f"{key}.{name}" if key else str(name))
 
 
-def _shown(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+def _yaml_text(value: Any) -> str:
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -51,7 +51,7 @@ class Runtime(Protocol):
         """Hold slots for the time of the block. Nothing slow begins on this machine."""
         ...
 
-    def allocation(self, session: "Session", held: "HeldSlots") -> AbstractContextManager["Allocation"]:
+    def allocation(self, session: "Session", held_slots: "HeldSlots") -> AbstractContextManager["Allocation"]:
         """Make the slots ready for processes, for the time of the block."""
         ...
 
@@ -89,11 +89,11 @@ class Allocation:
 
     def devices(self, slot: PlacementSlot) -> list[str]:
         """Return the GPUs of a slot, as CUDA_VISIBLE_DEVICES names them."""
-        return self._named(slot, slot.devices)
+        return self._gpu_names(slot, slot.devices)
 
-    def beside(self, slot: PlacementSlot) -> list[str]:
-        """Return the GPUs of `Placement.peer_devices`, named likewise."""
-        return self._named(slot, self.placement.peer_devices(slot))
+    def peer_devices(self, slot: PlacementSlot) -> list[str]:
+        """Return the GPUs of `Placement.peer_devices`, as CUDA_VISIBLE_DEVICES names them."""
+        return self._gpu_names(slot, self.placement.peer_devices(slot))
 
     def environment(self, slot: PlacementSlot) -> dict[str, str]:
         """Return the variables by which a process in the slot is reached from other nodes."""
@@ -115,7 +115,7 @@ class Allocation:
         host = f"[{node.address}]" if ":" in node.address else node.address
         return f"{host}:{node.free_port()}"
 
-    def _named(self, slot: PlacementSlot, devices: tuple[int, ...]) -> list[str]:
+    def _gpu_names(self, slot: PlacementSlot, devices: tuple[int, ...]) -> list[str]:
         node = self.node(slot)
         gpus = node.gpus if node else visible_gpus()
         return [gpus[index] for index in devices]
@@ -129,11 +129,11 @@ class LocalRuntime:
         record = JobRecord.read(run.path)
         if record is None:
             return
-        there = f"add --cluster {record.cluster}"
+        remedy = f"add --cluster {record.cluster}"
         if record.remote:
-            raise RunDirError(f"{run.path} is a copy of a run that lives on {record.cluster}: {there}")
+            raise RunDirError(f"{run.path} is a copy of a run that lives on {record.cluster}: {remedy}")
         if read_state(run.path).status in ("new", "running"):
-            raise RunDirError(f"{run.path} is driven by job {record.job}: stop it with `rlctl runs stop`, or {there}")
+            raise RunDirError(f"{run.path} is driven by job {record.job}: stop it with `rlctl runs stop`, or {remedy}")
 
     @contextmanager
     def slots(self, session: "Session", resources: ResourceRequest) -> Iterator[HeldSlots]:
@@ -142,21 +142,23 @@ class LocalRuntime:
         yield HeldSlots(placement, device_memory() if placement.device == "cuda" else None)
 
     @contextmanager
-    def allocation(self, session: "Session", held: HeldSlots) -> Iterator[Allocation]:
+    def allocation(self, session: "Session", held_slots: HeldSlots) -> Iterator[Allocation]:
         """Start Ray."""
         from rlctl.launch.local_ray import local_ray
 
         with ExitStack() as stack:
             forget_old_code()
-            # Drivers that were killed together with their reapers.
-            for each in leftovers():
-                sweep([each.path])
-                session.events.emit("warning", what=f"removed what a killed run left: {each}")
+            # A driver that was killed together with its reaper leaves its folders.
+            for leftover in leftovers():
+                sweep([leftover.path])
+                session.events.emit("warning", what=f"removed what a killed run left: {leftover}")
             with session.starting("ray"):
                 reaper = stack.enter_context(local_ray(session.logs, session.lose, session.config.run.deadline_s))
-            yield Allocation(
-                held.placement, [None], lambda prefix, root: str(stack.enter_context(reaper.folder(prefix, root)))
-            )
+
+            def make_folder(prefix: str, root: str | None) -> str:
+                return str(stack.enter_context(reaper.folder(prefix, root)))
+
+            yield Allocation(held_slots.placement, [None], make_folder)
 
 
 class ClusterRuntime:
@@ -183,8 +185,8 @@ class ClusterRuntime:
         with ExitStack() as stack:
             connection = stack.enter_context(ray_session(session.logs, address="auto"))
             stack.enter_context(watch_node(connection, session.lose, session.give_up))
-            placement, reservation = self._reserved(session, resources)
-            self._parts = len(placement.used_nodes)
+            placement, reservation = self._reserve(session, resources)
+            self._parts = len(placement.used)
             stack.callback(reservation.release)
             memory = min((node.memory for node in reservation.nodes if node.memory), default=None)
             try:
@@ -194,69 +196,73 @@ class ClusterRuntime:
                 raise
 
     @contextmanager
-    def allocation(self, session: "Session", held: HeldSlots) -> Iterator[Allocation]:
+    def allocation(self, session: "Session", held_slots: HeldSlots) -> Iterator[Allocation]:
         """Raise PlacementError unless the nodes share the run's files."""
-        assert held.reservation
-        placement, leases = held.placement, held.reservation.nodes
+        assert held_slots.reservation
+        placement = held_slots.placement
+        leases = held_slots.reservation.nodes
         model = Path(session.config.model.path)
-        others = [node for node in leases if not node.is_the_drivers]
-        must_share(others, session.run_dir.path.resolve(), model if model.is_dir() else None)
-        if len(placement.used_nodes) > 1:
+        other_nodes = [node for node in leases if not node.is_the_drivers]
+        must_share(other_nodes, session.run_dir.path.resolve(), model if model.is_dir() else None)
+        if len(placement.used) > 1:
             # The driver's own logs are the head's.
-            where = {**placement.node_by_process, "driver": placement.nodes[0]}
-            write_whole(session.logs / NODES, json.dumps(where))
-        nodes = dict(zip(placement.used_nodes, leases))
+            node_names = {**placement.node_by_process, "driver": placement.nodes[0]}
+            write_whole(session.logs / NODES, json.dumps(node_names))
+        lease_by_index = dict(zip(placement.used, leases))
+        nodes = [lease_by_index.get(index) for index in range(len(placement.nodes))]
         # Weights in transit are on the node of the processes, which need not be the driver's.
-        yield Allocation(placement, [nodes.get(index) for index in range(len(placement.nodes))], leases[0].folder)
+        yield Allocation(placement, nodes, leases[0].folder)
 
-    def _smaller(self, resources: ResourceRequest, own: "Sequence[NodeRequest]" = ()) -> list[ResourceRequest]:
-        """Return the run as it fits the nodes that are left, the largest first. own: what the run still holds of them.
+    def _smaller(self, resources: ResourceRequest, shares: "Sequence[NodeRequest]" = ()) -> list[ResourceRequest]:
+        """Return the run as it fits the nodes that are left, the largest first. shares: room that the run still holds.
 
         The whole run is the first if it fits.
         """
         from rlctl.workers.nodes import live_nodes
 
-        found = live_nodes()
-        held = {share.node.id: {"GPU": float(share.gpus), "CPU": share.cpus} for share in own}
+        nodes = live_nodes()
+        held_room = {share.node.id: {"GPU": float(share.gpus), "CPU": share.cpus} for share in shares}
         rooms = []
-        for each in found:
-            back = held.get(each.id, {})
-            free = {key: each.free.get(key, 0.0) + back.get(key, 0.0) for key in ("GPU", "CPU")}
-            rooms.append(NodeResources.from_free(each.name, free))
-        return list(smaller_runs(rooms, resources, self._parts, _device_of(found)))
+        for node in nodes:
+            room_back = held_room.get(node.id, {})
+            free = {key: node.free.get(key, 0.0) + room_back.get(key, 0.0) for key in ("GPU", "CPU")}
+            rooms.append(NodeResources.from_free(node.name, free))
+        return list(smaller_runs(rooms, resources, self._parts, _device_of(nodes)))
 
-    def _reserved(self, session: "Session", resources: ResourceRequest) -> tuple[Placement, "Reservation"]:
+    def _reserve(self, session: "Session", resources: ResourceRequest) -> tuple[Placement, "Reservation"]:
         from rlctl.workers.nodes import NodeRequest, NoRoom, Reservation, live_nodes
 
-        patient = self._wait or session.attempts > 1
-        end, told = time.monotonic() + session.config.placement.wait_s, ""
+        is_patient = self._wait or session.attempts > 1
+        deadline = time.monotonic() + session.config.placement.wait_s
+        reported_reason = ""
         while True:
-            found = live_nodes()
+            nodes = live_nodes()
             try:
-                rooms = [NodeResources.from_free(each.name, each.free) for each in found]
-                placement = place(rooms, resources, _device_of(found))
+                rooms = [NodeResources.from_free(node.name, node.free) for node in nodes]
+                placement = place(rooms, resources, _device_of(nodes))
                 shares = [
-                    NodeRequest(found[n], placement.gpus_on(n), placement.cpus_on(n)) for n in placement.used_nodes
+                    NodeRequest(nodes[index], placement.gpus_on(index), placement.cpus_on(index))
+                    for index in placement.used
                 ]
                 return placement, Reservation(shares, _RESERVE_S)
             except (PlacementError, NoRoom) as error:
-                why = str(error)
-                if not patient:
-                    raise PlacementError(f"{why}; --wait waits for it") from None
-            if time.monotonic() > end:
+                reason = str(error)
+                if not is_patient:
+                    raise PlacementError(f"{reason}; --wait waits for it") from None
+            if time.monotonic() > deadline:
                 session.smaller = self._smaller(resources)
-                raise TimeoutError(f"no room within placement.wait_s={session.config.placement.wait_s:g}: {why}")
-            if session.interrupts.asked:
+                raise TimeoutError(f"no room within placement.wait_s={session.config.placement.wait_s:g}: {reason}")
+            if session.interrupts.is_requested:
                 raise KeyboardInterrupt
-            if why != told:
-                told = why
-                session.events.emit("warning", what=f"waiting for room: {why}")
+            if reason != reported_reason:
+                reported_reason = reason
+                session.events.emit("warning", what=f"waiting for room: {reason}")
             time.sleep(_POLL_S)
 
 
 def _device_of(nodes: "Sequence[LiveNode]") -> Device:
     """Return the devices of a cluster's runs: one with GPUs does not train on its CPUs."""
-    return "cuda" if any(each.total.get("GPU") for each in nodes) else "cpu"
+    return "cuda" if any(node.total.get("GPU") for node in nodes) else "cpu"
 
 
 def config_of_model(folder: Path) -> Path:
@@ -269,7 +275,8 @@ def must_share(nodes: "Sequence[NodeLease]", run: Path, model: Path | None) -> N
 
     The ranks themselves write checkpoints and logs. model: None for a model of the hub.
     """
-    probe, text = run / f".shared-{token_hex(4)}", token_hex(16)
+    probe = run / f".shared-{token_hex(4)}"
+    text = token_hex(16)
     probe.write_text(text, encoding="utf-8")
     try:
         for node in nodes:

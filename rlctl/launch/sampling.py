@@ -100,7 +100,8 @@ class SamplingParts:
         from rlctl.generation.generator_pool import GeneratorPool
         from rlctl.launch.worker_specs import engine_slots, engine_spec
 
-        session, config = self.session, self.config
+        session = self.session
+        config = self.config
         self.pool = GeneratorPool(
             engine_spec(self.settled, self.files, self.ends.stops, allocation.placement),
             engine_slots(self.settled, allocation, session.waits),
@@ -117,7 +118,8 @@ class SamplingParts:
         from rlctl.refit.by_node import RefitByNode
         from rlctl.refit.refit import Refit
 
-        placement, nodes = allocation.placement, len(allocation.placement.used_nodes)
+        placement = allocation.placement
+        nodes = len(placement.used)
         with self.session.starting("refit"):
             parameters = int(trainer.info()["parameters"])
             if nodes > 1 and transport_of(self.settled, placement) != "broadcast":
@@ -158,10 +160,12 @@ class SamplingParts:
         nbytes = 2 * parameters * DTYPE_BYTES[self.settled.generation_dtype]
         root = shared_memory(nbytes + _BESIDE_BYTES) if placement.device == "cpu" else shared_memory()
         if root is None:
-            free, needed = f"{free_bytes(SHARED_MEMORY) >> 20} MiB free", f"2 x {nbytes >> 21} MiB"
-            what = f"{SHARED_MEMORY} has {free}, weights in transit take {needed}"
-            what += ": they go through the disk, which is slower; in a container: docker run --shm-size=2g"
-            self.session.events.emit("warning", what=what)
+            free_mib = free_bytes(SHARED_MEMORY) >> 20
+            text = (
+                f"{SHARED_MEMORY} has {free_mib} MiB free, weights in transit take 2 x {nbytes >> 21} MiB: they go "
+                "through the disk, which is slower; in a container: docker run --shm-size=2g"
+            )
+            self.session.events.emit("warning", what=text)
         return make_folder(f"rlctl-{self.session.run_dir.name}-", root)
 
 
@@ -174,7 +178,8 @@ def held_out_tasks(settled: SettledGrpo, chat: Chat, emit: Emit) -> list[Task]:
     loaded = [load_prompts(config, part.section, chat, part.rows) for part in part_of(config, "validation")]
     for line in chain.from_iterable(report.warnings for _, report in loaded):
         emit("warning", what=line)
-    tasks = first_of_each([task for tasks, _ in loaded for task in tasks], config.validation.max_prompts)
+    all_tasks = list(chain.from_iterable(tasks for tasks, _ in loaded))
+    tasks = first_of_each(all_tasks, config.validation.max_prompts)
     check_room(tasks, config.generation.max_new_tokens, settled.max_length)
     return tasks
 
@@ -200,7 +205,8 @@ def make_runner(
         return RolloutRunner(SingleTurnPlayer(), engines)
     from rlctl.rollout.episode_setup import episode_limits
 
-    config, limits = settled.config, episode_limits(settled, trains)
+    config = settled.config
+    limits = episode_limits(settled, trains)
     if config.rollout is not None:
         from rlctl.rollout.players.function import FunctionPlayer
 
@@ -211,8 +217,10 @@ def make_runner(
         from rlctl.rollout.players.agent import AgentPlayer, most_agents
 
         assert settled.facts
-        own = (not config.rewards, settled.facts.vocab, most_agents(config.agent))
-        return RolloutRunner(AgentPlayer(environments, chat, limits, *own), engines)
+        agent = AgentPlayer(
+            environments, chat, limits, not config.rewards, settled.facts.vocab, most_agents(config.agent)
+        )
+        return RolloutRunner(agent, engines)
     from rlctl.rollout.players.environment import EnvironmentPlayer
 
     player = EnvironmentPlayer(environments, setup.contracts, chat, limits, setup.tool_format)

@@ -86,7 +86,7 @@ class Session:
     # Seconds of each part of the start-up of this attempt.
     startup: dict[str, float] = field(default_factory=dict)
     # When this attempt began, by `time.monotonic`: at first with the process.
-    begun: float = field(default_factory=lambda: time.monotonic() - age_s())
+    start_time: float = field(default_factory=lambda: time.monotonic() - age_s())
     # The command that begins the run again, if no checkpoint is whole.
     begin_command: str = ""
     # True if a resumed run would end by the same mistake: of its input, or of a run that has saved nothing.
@@ -115,17 +115,18 @@ class Session:
         """Set `checkpoint` to the newest whole one, and report newer damaged ones. Raises NoWholeCheckpoint."""
         with self.starting("checkpoint"):
             try:
-                found = self.recorder.checkpoints.newest_whole()
+                newest = self.recorder.checkpoints.newest_whole()
             except EarlierVersion as error:
                 raise EarlierVersion(f"{self.run_dir.path}: {error}") from None
             except NoWholeCheckpoint as error:
                 command = ["rlctl", "train", self.config.kind, str(self.run_dir.config), "run.name=null"]
                 self.begin_command = shlex.join(command)
                 raise NoWholeCheckpoint(f"{error}; to begin anew: {self.begin_command}") from None
-        self.checkpoint, self.damaged = found.checkpoint, found.damaged
-        for line in found.damaged.values():
+        self.checkpoint = newest.checkpoint
+        self.damaged = newest.damaged
+        for line in newest.damaged.values():
             self.events.emit("warning", what=f"damaged checkpoint: {line}; going on after step {self.start} instead")
-        for line in found.notes:
+        for line in newest.notes:
             self.events.emit("warning", what=line)
 
     def depend_on(self, made_with: dict[str, Any]) -> None:
@@ -135,16 +136,19 @@ class Session:
             then = self.checkpoint.state.get("made_with")
             if then is None:
                 raise RunDirError(earlier_version(self.run_dir.path, "its checkpoints do not say what made them"))
-            wrong = contradictions(then, made_with, self.start)
-            if wrong:
-                raise RunDirError("; ".join(f"{each.key}: {each}" for each in wrong))
+            contradicted = contradictions(then, made_with, self.start)
+            if contradicted:
+                raise RunDirError("; ".join(f"{contradiction.key}: {contradiction}" for contradiction in contradicted))
 
     def depend_on_rows(self, digest: str) -> None:
-        """Save the digest of the training rows likewise, see `digest_rows`. Raises DataError."""
+        """Save the digest of the training rows with each checkpoint, see `digest_rows`.
+
+        Raises DataError if the checkpoint to continue from has another digest.
+        """
         self.recorder.made_with["rows"] = digest
         if self.checkpoint and self.checkpoint.state["made_with"].get("rows") != digest:
-            what = f"its rows are not those that the cursor of the checkpoint of step {self.start} counts"
-            raise DataError(f"data.train.path: {path_text(self.config.data.train.paths)}: {what}")
+            reason = f"its rows are not those that the cursor of the checkpoint of step {self.start} counts"
+            raise DataError(f"data.train.path: {path_text(self.config.data.train.paths)}: {reason}")
 
     def go_on(self) -> None:
         """Commit to this attempt once the checkpoint is loaded.
@@ -165,42 +169,45 @@ class Session:
 
     def stops(self) -> bool:
         """Return True if the run is to end after its step."""
-        return self.interrupts.asked or bool(self.lost)
+        return self.interrupts.is_requested or bool(self.lost)
 
-    def lose(self, why: str) -> None:
+    def lose(self, reason: str) -> None:
         """End the run after its step, as failed. From any thread."""
-        self.lost = why
-        self.events.emit("warning", what=f"{why}: {self.ending}")
+        self.lost = reason
+        self.events.emit("warning", what=f"{reason}: {self.ending}")
 
     def begin_again(self) -> None:
         """Start the next attempt in this process, which continues as a resume does."""
         self.recorder = RunRecorder(self.run_dir, self.events, self.recorder.metrics, self.config)
         _start_attempt(self.run_dir, self.resolved)
-        self.resumed, self.startup, self.smaller, self.begun = True, {}, [], time.monotonic()
+        self.resumed = True
+        self.startup = {}
+        self.smaller = []
+        self.start_time = time.monotonic()
         self.training = False
         self.attempts += 1
 
-    def started(self) -> None:
+    def end_start(self) -> None:
         """Emit the end of the start-up: its seconds since the command, and those of its parts, which overlap."""
         self.training = True
-        self.events.emit("started", seconds=time.monotonic() - self.begun, parts=self.startup)
+        self.events.emit("started", seconds=time.monotonic() - self.start_time, parts=self.startup)
 
     @contextlib.contextmanager
-    def starting(self, what: str) -> Iterator[None]:
+    def starting(self, part: str) -> Iterator[None]:
         """Emit startup events around a part of the start-up, with the seconds it took."""
-        if self.interrupts.asked:
+        if self.interrupts.is_requested:
             # There is nothing to save yet.
             raise KeyboardInterrupt
         if self.lost:
             raise RuntimeError(self.lost)
-        self.events.emit("startup", what=what)
+        self.events.emit("startup", what=part)
         begin = time.perf_counter()
         yield
-        if self.interrupts.asked and threading.current_thread() is not threading.main_thread():
+        if self.interrupts.is_requested and threading.current_thread() is not threading.main_thread():
             # The main thread has ended the start, and perhaps the run.
             raise KeyboardInterrupt
-        self.startup[what] = time.perf_counter() - begin
-        self.events.emit("startup", what=what, seconds=self.startup[what])
+        self.startup[part] = time.perf_counter() - begin
+        self.events.emit("startup", what=part, seconds=self.startup[part])
 
 
 def run_session(settled: Settled, resolved: str, resume: Path | None, body: Callable[[Session], None]) -> int:
@@ -213,15 +220,15 @@ def run_session(settled: Settled, resolved: str, resume: Path | None, body: Call
 
         def notify() -> None:
             if events:
-                what = f"{interrupts.by}: {session.ending if session else _NOT_BEGUN}; again: stop now"
-                events.emit("warning", what=what, asked_to_stop=True)
+                text = f"{interrupts.by}: {session.ending if session else _NOT_BEGUN}; again: stop now"
+                events.emit("warning", what=text, asked_to_stop=True)
 
-        def end_at_once(status: str, why: str) -> None:
+        def end_at_once(status: str, reason: str) -> None:
             if view:
-                view.give_back(f"{why}; go on: {go_on}")
+                view.give_back(f"{reason}; go on: {go_on}")
             if events and not (view and view.end):
                 # By a separate writer: the interrupted thread may hold the lock of the other.
-                EventLog(run_dir.events).emit("run_ended", status=status, reason=why, next=[go_on])
+                EventLog(run_dir.events).emit("run_ended", status=status, reason=reason, next=[go_on])
 
         def last_words() -> None:
             end_at_once(interrupts.status, "stopped at once, without a checkpoint of this step")
@@ -235,8 +242,8 @@ def run_session(settled: Settled, resolved: str, resume: Path | None, body: Call
                 os._exit(1)
 
         try:
-            run_dir = stack.enter_context(claimed(config, resume))
-            # Before the folder is a run's: there is none that no event tells of.
+            run_dir = stack.enter_context(claim_run_dir(config, resume))
+            # The handler is set before the folder is a run's, so that an event tells the end of every run.
             interrupts = stack.enter_context(Interrupts(notify, last_words))
             if resume is None:
                 write_whole(run_dir.config, resolved)
@@ -249,22 +256,22 @@ def run_session(settled: Settled, resolved: str, resume: Path | None, body: Call
             return 1 if error.errno in _FULL else 2
         go_on = next_commands(settled, run_dir, "interrupted")[0]
         events = EventLog(run_dir.events)
-        begun = events.now()
+        start_time = events.now()
         # Trackers get the config as it is on disk: values from the environment may be secret.
         trackers = open_trackers(config.telemetry.trackers, run_dir.path, yaml.safe_load(resolved), events)
         metrics = MetricsLog(run_dir.metrics, events, trackers)
         recorder = RunRecorder(run_dir, events, metrics, config)
         reserve = Reserve(run_dir.path / ".reserve", _LAST_WORDS_BYTES)
-        view = stack.enter_context(show_run(run_dir, config.telemetry.dashboard, config.run.log_every, begun))
-        waits = Waits(config.run.explain_after_s, lambda what: events.emit("warning", what=what))
+        view = stack.enter_context(show_run(run_dir, config.telemetry.dashboard, config.run.log_every, start_time))
+        waits = Waits(config.run.explain_after_s, lambda text: events.emit("warning", what=text))
         session = Session(
-            settled,
-            resolved,
-            run_dir,
-            events,
-            recorder,
-            interrupts,
-            reserve,
+            settled=settled,
+            resolved=resolved,
+            run_dir=run_dir,
+            events=events,
+            recorder=recorder,
+            interrupts=interrupts,
+            reserve=reserve,
             resumed=resume is not None,
             waits=waits,
             give_up=give_up,
@@ -285,7 +292,7 @@ def run_session(settled: Settled, resolved: str, resume: Path | None, body: Call
 
 
 @contextlib.contextmanager
-def claimed(config: RunConfig, resume: Path | None) -> Iterator[RunDir]:
+def claim_run_dir(config: RunConfig, resume: Path | None) -> Iterator[RunDir]:
     """Make or find the run's directory, and lock it until the block is left.
 
     Raises RunDirError if a driver on this machine is at work in it: two would ruin it.
@@ -298,8 +305,8 @@ def claimed(config: RunConfig, resume: Path | None) -> Iterator[RunDir]:
         run_dir = RunDir.open(resume)
         starts = [event for event in read_records(run_dir.events) if event.get("kind") == "run_started"]
         if starts and starts[-1].get("host") == socket.gethostname() and driver_lives(starts[-1]):
-            what = f"is still running (process {starts[-1].get('pid')}): watch it with `rlctl runs dash`"
-            raise RunDirError(f"{run_dir.path} {what}")
+            pid = starts[-1].get("pid")
+            raise RunDirError(f"{run_dir.path} is still running (process {pid}): watch it with `rlctl runs dash`")
         claim = run_dir.claim(_HANDED_OVER_S)
     try:
         yield run_dir
@@ -332,19 +339,19 @@ def _run(session: Session, body: Callable[[Session], None]) -> tuple[int, str, s
             break
         except UserError as error:
             session.fails_again = error.exit_code == _BAD_INPUT
-            return _failed(session, str(error), error.exit_code)
+            return _fail(session, str(error), error.exit_code)
         except KeyboardInterrupt:
             if session.lost:
                 # A cluster whose head is gone also asks its drivers to stop.
-                return _failed(session, session.lost, 1)
+                return _fail(session, session.lost, 1)
             return 130, session.interrupts.status, session.interrupts.by
         except Exception as error:
             _keep_traceback(session, error)
             reason = _explain(error)
             processes_lost = isinstance(error, WorkerDied | WorkerTimeout | NoEngineLeft)
             if processes_lost and session.lost:
-                return _failed(session, f"{session.lost}; then {reason}", 1)
-            if processes_lost and session.attempts <= run.max_restarts and not session.interrupts.asked:
+                return _fail(session, f"{session.lost}; then {reason}", 1)
+            if processes_lost and session.attempts <= run.max_restarts and not session.interrupts.is_requested:
                 pause = min(_LONGEST_PAUSE_S, run.restart_backoff_s * 2 ** (session.attempts - 1))
                 count = f"{session.attempts} of {run.max_restarts}"
                 session.events.emit("restart", reason=reason, count=count, pause_s=pause)
@@ -353,10 +360,10 @@ def _run(session: Session, body: Callable[[Session], None]) -> tuple[int, str, s
             session.fails_again = not (processes_lost or _has_no_room(reason) or has_saved)
             if not isinstance(error, _EXPLAINED):
                 reason = f"{type(error).__name__}: {reason}; see {session.logs / 'driver.log'}"
-            return _failed(session, reason, 1)
+            return _fail(session, reason, 1)
     if session.lost:
-        return _failed(session, session.lost, 1)
-    if session.interrupts.asked:
+        return _fail(session, session.lost, 1)
+    if session.interrupts.is_requested:
         return 130, session.interrupts.status, session.interrupts.by
     return 0, "done", ""
 
@@ -364,12 +371,13 @@ def _run(session: Session, body: Callable[[Session], None]) -> tuple[int, str, s
 def _sleep(session: Session, seconds: float) -> None:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        if session.interrupts.asked:
+        if session.interrupts.is_requested:
             raise KeyboardInterrupt
         time.sleep(0.1)
 
 
-def _failed(session: Session, reason: str, code: int) -> tuple[int, str, str]:
+def _fail(session: Session, reason: str, code: int) -> tuple[int, str, str]:
+    """Report the failure of a run. Return what `_run` returns."""
     session.reserve.release()
     session.events.emit("error", what=reason)
     return code, "failed", reason

@@ -30,12 +30,16 @@ _ROOM = 16
 
 def trainer_specs(session: Session, settled: Settled, files: ModelFiles, allocation: Allocation) -> list[WorkerSpec]:
     """Return the spec of every trainer rank."""
-    config, placement, ranks = settled.config, allocation.placement, settled.config.trainer.num_ranks
+    config = settled.config
+    placement = allocation.placement
     # Without engines on the device, nothing needs to move.
     for_engines = config.trainer.offload_optimizer_for_generation and settled.shares_devices
     init_method = f"tcp://{allocation.meeting_point()}"
     updates = config.telemetry.profile_updates
-    profile = ProfileSpec(str(session.run_dir.path / "profile"), *updates) if updates else None
+    profile = None
+    if updates:
+        first, last = updates
+        profile = ProfileSpec(str(session.run_dir.path / "profile"), first, last)
     # The reference is the policy's model at version 0: the base, or the adapter that the run starts from.
     folders: dict[Role, str] = {"reference": files.adapter or files.folder}
     roles = {role: RoleModel(folders[role]) for role in settled.frozen_roles}
@@ -48,7 +52,7 @@ def trainer_specs(session: Session, settled: Settled, files: ModelFiles, allocat
             model_path=files.folder,
             tokenizer_path=config.model.tokenizer or files.folder,
             rank=rank,
-            world=ranks,
+            world=config.trainer.num_ranks,
             init_method=init_method,
             device="cpu" if placement.device == "cpu" else "cuda:0",
             # Logits are divided by it.
@@ -63,8 +67,8 @@ def trainer_specs(session: Session, settled: Settled, files: ModelFiles, allocat
         )
         env = trainer_environment(allocation.devices(slot), threads) | allocation.environment(slot)
         log = f"{session.logs}/trainer-{rank}.log"
-        make, node = partial(TrainerWorker, spec), allocation.node(slot)
-        specs.append(WorkerSpec(f"trainer-{rank}", make, env, log, node=node, waits=session.waits))
+        make = partial(TrainerWorker, spec)
+        specs.append(WorkerSpec(f"trainer-{rank}", make, env, log, node=allocation.node(slot), waits=session.waits))
     return specs
 
 
@@ -84,17 +88,21 @@ def training_cost(files: ModelFiles, facts: dict[str, Any]) -> tuple[str, Traini
 def engine_slots(settled: SettledGrpo, allocation: Allocation, waits: Waits) -> list[EngineSlot]:
     """Return the slot of each engine. waits: explains calls that an engine does not answer."""
     reads = transport_of(settled, allocation.placement) == "ipc"
-    slots, environment = [], engine_kind(settled.config.generation.engine.name).environment
+    engine_environment = engine_kind(settled.config.generation.engine.name).environment
+    device = allocation.placement.device
+    slots = []
     for slot in allocation.placement.engines:
-        beside = allocation.beside(slot) if reads else []
-        env = environment(allocation.placement.device, allocation.devices(slot), beside) | allocation.environment(slot)
+        peers = allocation.peer_devices(slot) if reads else []
+        env = engine_environment(device, allocation.devices(slot), peers) | allocation.environment(slot)
         slots.append(EngineSlot(env, allocation.node(slot), waits))
     return slots
 
 
 def engine_spec(settled: SettledGrpo, files: ModelFiles, stops: tuple[int, ...], placement: Placement) -> EngineSpec:
     """Return the spec that every engine is built from. stops: the tokens that end an answer."""
-    config, generation, longest = settled.config, settled.generation, settled.max_length
+    config = settled.config
+    generation = settled.generation
+    longest = settled.max_length
     if config.data.max_prompt_length:
         longest = min(longest, config.data.max_prompt_length + generation.max_new_tokens + _ROOM)
     return EngineSpec(
@@ -119,15 +127,16 @@ def engine_spec(settled: SettledGrpo, files: ModelFiles, stops: tuple[int, ...],
         recompute_kv_cache=config.async_.recompute_kv_cache_after_weight_updates,
         forced_lengths=ForcedLengths(*generation.forced_lengths) if generation.forced_lengths else None,
         adapters=settled.adapters or files.adapters,
-        # In a run a refit brings them.
+        # In a run a refit brings the adapters.
         adapter_folder=None if settled.adapters else files.adapter,
     )
 
 
 def refit_options(settled: SettledGrpo, placement: Placement, folder: str) -> RefitOptions:
     """Return the options of a refit on these devices, with a value for every `auto` that asks no device."""
-    config, refit, cpu = settled.config, settled.config.refit, placement.device == "cpu"
-    engines, workers = config.generation.num_engines, config.generation.tensor_parallel_size
+    config = settled.config
+    refit = config.refit
+    is_single = config.trainer.num_ranks == config.generation.num_engines * config.generation.tensor_parallel_size == 1
     return RefitOptions(
         kind=transport_of(settled, placement),
         dtype=settled.generation_dtype,
@@ -138,7 +147,7 @@ def refit_options(settled: SettledGrpo, placement: Placement, folder: str) -> Re
         folder=folder,
         checks=settled.checksum,
         # Adapters are small tensors, which one kernel packs: engines need not convert each by itself.
-        colocated=placement.shared and not (cpu or config.lora) and config.trainer.num_ranks == engines * workers == 1,
+        colocated=placement.shared and placement.device != "cpu" and not config.lora and is_single,
         in_flight=config.async_.enabled and config.async_.in_flight_weight_updates,
         adapters=config.lora is not None,
         ranks_a_copy=backend_of(settled.trainer).ranks_a_copy(settled.trainer) if len(placement.used_nodes) > 1 else 0,

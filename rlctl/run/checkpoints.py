@@ -55,8 +55,8 @@ def damage_of_weights(model: Path) -> str:
     checkpoint = model.parent
     if model.name != "hf" or not (checkpoint / _STATE).is_file():
         return ""
-    wrong = find_damage(checkpoint, "hf/")
-    return _damage_line(wrong) if wrong else ""
+    damage = find_damage(checkpoint, "hf/")
+    return _damage_line(damage) if damage else ""
 
 
 def hold(checkpoint: Path) -> bool:
@@ -117,7 +117,9 @@ class Checkpoints:
     """The checkpoints of one run directory: written, found and pruned here."""
 
     def __init__(self, folder: Path, keep_last: int, keep_best: int) -> None:
-        self._folder, self._keep_last, self._keep_best = folder, keep_last, keep_best
+        self._folder = folder
+        self._keep_last = keep_last
+        self._keep_best = keep_best
 
     def save(self, step: int, state: dict[str, Any], write: Callable[[Path], None]) -> Checkpoint:
         """Save a checkpoint, as `begin` and `CheckpointSave.finish` do; `write` fills the folder."""
@@ -138,16 +140,13 @@ class Checkpoints:
 
         Half-written ones of a killed run are left out, and so is anything else in the folder.
         """
-        return [
-            checkpoint
-            for step, path in checkpoint_folders(self._folder)
-            if (checkpoint := _read_checkpoint(path, step))
-        ]
+        checkpoints = (_read_checkpoint(path, step) for step, path in checkpoint_folders(self._folder))
+        return [checkpoint for checkpoint in checkpoints if checkpoint]
 
     def latest(self) -> Checkpoint | None:
         """Return the newest of `all`."""
-        found = self.all()
-        return found[-1] if found else None
+        checkpoints = self.all()
+        return checkpoints[-1] if checkpoints else None
 
     def best(self) -> Checkpoint | None:
         """Return the one of `all` with the highest score; None where none was scored."""
@@ -156,7 +155,8 @@ class Checkpoints:
     def latest_as_written(self) -> Checkpoint | None:
         """Return the newest whose state is as it was written. Other files are not read."""
         for step, path in reversed(checkpoint_folders(self._folder)):
-            if is_as_written(path, _STATE) and (checkpoint := _read_checkpoint(path, step)):
+            checkpoint = _read_checkpoint(path, step) if is_as_written(path, _STATE) else None
+            if checkpoint:
                 return checkpoint
         return None
 
@@ -172,8 +172,8 @@ class Checkpoints:
         step, path = newest
         if path.name.startswith(DAMAGED):
             return step, f"{path}: damaged, as a resume has found"
-        if wrong := find_damage(path, _STATE):
-            return step, _damage_line(wrong)
+        if damage := find_damage(path, _STATE):
+            return step, _damage_line(damage)
         return step, "" if _read_checkpoint(path, step) else f"{path / _STATE}: not the state of step {step}"
 
     def newest_whole(self) -> Found:
@@ -183,21 +183,23 @@ class Checkpoints:
         """
         self.refuse_earlier()
         damaged: dict[Path, str] = {}
-        known = {path for _, path in checkpoint_folders(self._folder)}
-        strangers = sorted(path for path in self._folder.glob("step_*") if path not in known)
+        folders = {path for _, path in checkpoint_folders(self._folder)}
+        strangers = sorted(path for path in self._folder.glob("step_*") if path not in folders)
         notes = [f"{path}: no checkpoint of rlctl, left alone" for path in strangers]
         for step, path in reversed(checkpoint_folders(self._folder)):
-            wrong = find_damage(path)
-            export = {file: what for file, what in wrong.items() if path / "hf" in file.parents}
-            if len(wrong) > len(export):
-                damaged[path] = _damage_line({file: what for file, what in wrong.items() if file not in export})
+            damage = find_damage(path)
+            export_damage = {file: text for file, text in damage.items() if path / "hf" in file.parents}
+            if len(damage) > len(export_damage):
+                damaged[path] = _damage_line({file: text for file, text in damage.items() if file not in export_damage})
                 continue
             checkpoint = _read_checkpoint(path, step)
             if checkpoint is None:
                 damaged[path] = f"{path / _STATE}: not the state of step {step}"
                 continue
-            if export:
-                notes.append(f"{_damage_line(export)}; the export alone is damaged, which a resume does not read")
+            if export_damage:
+                notes.append(
+                    f"{_damage_line(export_damage)}; the export alone is damaged, which a resume does not read"
+                )
             return Found(checkpoint, damaged, notes)
         if damaged:
             raise NoWholeCheckpoint(f"{'; '.join(damaged.values())}; {self._folder} has no whole checkpoint")
@@ -221,17 +223,18 @@ class Checkpoints:
 
     def prune(self) -> None:
         """Remove checkpoints that are not to be kept, unfinished folders, and damaged ones that the run has passed."""
-        found = self.all()
-        best = _by_score(found)[: self._keep_best]
-        keep = {c.step for c in found[-self._keep_last :]} | {c.step for c in best}
-        for checkpoint in found:
-            if checkpoint.step not in keep:
+        checkpoints = self.all()
+        newest = checkpoints[-self._keep_last :]
+        best = _by_score(checkpoints)[: self._keep_best]
+        steps_to_keep = {checkpoint.step for checkpoint in newest + best}
+        for checkpoint in checkpoints:
+            if checkpoint.step not in steps_to_keep:
                 _remove_unless_held(checkpoint.path)
         for leftover in self._folder.glob("tmp_*"):
             shutil.rmtree(leftover, ignore_errors=True)
         for step, path in checkpoint_folders(self._folder, DAMAGED):
-            # The run has passed it.
-            if step <= found[-1].step:
+            # The run has passed the step of the damaged checkpoint.
+            if step <= checkpoints[-1].step:
                 shutil.rmtree(path, ignore_errors=True)
 
 
@@ -239,10 +242,14 @@ class CheckpointSave:
     """A checkpoint that is being written: `finish` may run on another thread than the one that began it."""
 
     def __init__(self, checkpoints: Checkpoints, folder: Path, step: int, state: dict[str, Any]) -> None:
-        self._checkpoints, self._step, self._folder = checkpoints, step, folder
-        # As it is now: training goes on.
-        self._state, self._text = state, ""
-        self._temporary, self._final = folder / f"tmp_step_{step}", folder / f"step_{step}"
+        self._checkpoints = checkpoints
+        self._step = step
+        self._folder = folder
+        self._state = state
+        # JSON of the state as it was at `begin`: training goes on and changes the state.
+        self._text = ""
+        self._temporary = folder / f"tmp_step_{step}"
+        self._final = folder / f"step_{step}"
         self._write: Write = dict
         self._abandoned = False
 
@@ -261,12 +268,11 @@ class CheckpointSave:
         earlier ones stay untouched.
         """
         with self._whole_or_nothing():
-            known = self._write()
+            synced_files = self._write()
             (self._temporary / _STATE).write_text(self._text)
-            write_manifest(self._temporary, known=known)
-            # The writers of known files have synced them.
+            write_manifest(self._temporary, written_files=synced_files)
             for path in (*self._temporary.rglob("*"), self._temporary):
-                if path not in known:
+                if path not in synced_files:
                     sync(path)
             if self._abandoned:
                 raise CheckpointError(f"the checkpoint of step {self._step} was given up")
@@ -319,10 +325,10 @@ def _is_earlier(path: Path, step: int) -> bool:
     return checkpoint is not None and "made_with" not in checkpoint.state
 
 
-def _damage_line(wrong: dict[Path, str]) -> str:
+def _damage_line(damage: dict[Path, str]) -> str:
     """Return the first damage, and the count of the others."""
-    (path, what), *more = wrong.items()
-    return f"{path}: {what}" + (f" (and {len(more)} more)" if more else "")
+    path, text = next(iter(damage.items()))
+    return f"{path}: {text}" + (f" (and {len(damage) - 1} more)" if len(damage) > 1 else "")
 
 
 def _remove_unless_held(checkpoint: Path) -> None:

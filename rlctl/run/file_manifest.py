@@ -19,27 +19,33 @@ _MOST_THREADS = 16
 
 
 def write_manifest(
-    folder: Path, names: Sequence[str] | None = None, known: Mapping[Path, tuple[int, str]] | None = None
+    folder: Path, names: Sequence[str] | None = None, written_files: Mapping[Path, tuple[int, str]] | None = None
 ) -> None:
     """Write the manifest of these files in `folder`, of all for None.
 
-    known: path -> (bytes, digest) of files whose writers say so; the others are read. Raises OSError, also for a known
-    file of another size.
+    written_files: path -> (bytes, digest) of files, by their writers; others are read. Raises OSError, also if such
+    a file has another size.
     """
     if names is None:
         names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-    told = known or {}
-    digests = _digests([folder / name for name in names if folder / name not in told])
-    if failed := [error for error in digests.values() if isinstance(error, OSError)]:
-        raise failed[0]
+    written_files = written_files or {}
+    digests = _digests([folder / name for name in names if folder / name not in written_files])
+    if errors := [error for error in digests.values() if isinstance(error, OSError)]:
+        raise errors[0]
     files = {}
     for name in names:
-        path, size = folder / name, (folder / name).stat().st_size
-        if path in told and told[path][0] != size:
-            raise OSError(f"{path} has {size:,} bytes as seen from here, and {told[path][0]:,} were written")
-        files[name] = {"bytes": size, "digest": told[path][1] if path in told else digests[path]}
-    if lost := [path for path in told if str(path.relative_to(folder)) not in files]:
-        raise OSError(f"{lost[0]} was written, and is not there as seen from here: is run.dir the same on every node?")
+        path = folder / name
+        size = path.stat().st_size
+        digest = digests.get(path)
+        if path in written_files:
+            written_size, digest = written_files[path]
+            if written_size != size:
+                raise OSError(f"{path} has {size:,} bytes as seen from here, and {written_size:,} were written")
+        files[name] = {"bytes": size, "digest": digest}
+    if missing := [path for path in written_files if str(path.relative_to(folder)) not in files]:
+        raise OSError(
+            f"{missing[0]} was written, and is not there as seen from here: is run.dir the same on every node?"
+        )
     content = {"digest": f"sha256 of the sha256s of pieces of {PIECE} bytes", "files": files}
     write_whole(folder / MANIFEST, json.dumps(content, indent=1))
 
@@ -53,18 +59,24 @@ def find_damage(folder: Path, part: str = "") -> dict[Path, str]:
     except (OSError, ValueError, RecursionError) as error:
         return {folder / MANIFEST: f"cannot be read: {error}"}
     # Sizes first: a file that was cut is found before any file is read.
-    wrong = {folder / name: what for name, facts in listed.items() if (what := _wrong_size(folder / name, facts))}
-    rest = {folder / name: facts["digest"] for name, facts in listed.items() if folder / name not in wrong}
-    found = _digests(rest)
-    for path, digest in rest.items():
-        now = found[path]
-        if isinstance(now, OSError):
-            wrong[path] = f"cannot be read: {now.strerror}"
-        elif now != digest:
-            wrong[path] = "its bytes are not those that were written"
+    damage: dict[Path, str] = {}
+    digests_as_written: dict[Path, str] = {}
+    for name, facts in listed.items():
+        path = folder / name
+        if size_damage := _size_damage(path, facts):
+            damage[path] = size_damage
+        else:
+            digests_as_written[path] = facts["digest"]
+    digests = _digests(digests_as_written)
+    for path, digest_as_written in digests_as_written.items():
+        digest = digests[path]
+        if isinstance(digest, OSError):
+            damage[path] = f"cannot be read: {digest.strerror}"
+        elif digest != digest_as_written:
+            damage[path] = "its bytes are not those that were written"
     # The loader reads every shard in the folder.
     shards = (path for path in (folder / "trainer").glob("*.safetensors") if f"trainer/{path.name}" not in listed)
-    return wrong if part else wrong | dict.fromkeys(shards, "not written with this checkpoint")
+    return damage if part else damage | dict.fromkeys(shards, "not written with this checkpoint")
 
 
 def is_as_written(folder: Path, name: str) -> bool:
@@ -72,7 +84,7 @@ def is_as_written(folder: Path, name: str) -> bool:
     path = folder / name
     try:
         facts = _read_manifest(folder / MANIFEST)[name]
-        return not _wrong_size(path, facts) and _digests([path])[path] == facts["digest"]
+        return not _size_damage(path, facts) and _digests([path])[path] == facts["digest"]
     except (OSError, ValueError, RecursionError, KeyError):
         return False
 
@@ -81,33 +93,39 @@ def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
     content = json.loads(path.read_text())
     try:
         return {
-            str(name): {"bytes": int(f["bytes"]), "digest": str(f["digest"])} for name, f in content["files"].items()
+            str(name): {"bytes": int(facts["bytes"]), "digest": str(facts["digest"])}
+            for name, facts in content["files"].items()
         }
     except (KeyError, TypeError, AttributeError, OverflowError):
         raise ValueError("it lists no files") from None
 
 
-def _wrong_size(path: Path, facts: dict[str, Any]) -> str:
+def _size_damage(path: Path, facts: dict[str, Any]) -> str:
+    """Return a text on a file's size if it is not as it was written; else an empty one."""
+    written_size = facts["bytes"]
     try:
-        size, whole = path.stat().st_size, facts["bytes"]
+        size = path.stat().st_size
     except FileNotFoundError:
         return "missing"
     except OSError as error:
         return f"cannot be read: {error.strerror}"
-    if size < whole:
-        return f"cut to {size:,} of {whole:,} bytes" if size else f"empty, of {whole:,} bytes"
-    return f"grown from {whole:,} to {size:,} bytes" if size > whole else ""
+    if size < written_size:
+        return f"cut to {size:,} of {written_size:,} bytes" if size else f"empty, of {written_size:,} bytes"
+    return f"grown from {written_size:,} to {size:,} bytes" if size > written_size else ""
 
 
 def _digests(paths: Iterable[Path]) -> dict[Path, str | OSError]:
     """Return the digest of each file, or the error of reading it."""
     pieces = {path: count_pieces(path.stat().st_size) for path in paths}
-    found: dict[Path, str | OSError] = {}
+    digests: dict[Path, str | OSError] = {}
     with ThreadPoolExecutor(min(_MOST_THREADS, usable_cores())) as threads:
-        parts = {path: [threads.submit(piece_digest, path, n) for n in range(count)] for path, count in pieces.items()}
-        for path, futures in parts.items():
+        futures_by_path = {
+            path: [threads.submit(piece_digest, path, index) for index in range(count)]
+            for path, count in pieces.items()
+        }
+        for path, futures in futures_by_path.items():
             try:
-                found[path] = join_pieces(future.result() for future in futures)
+                digests[path] = join_pieces(future.result() for future in futures)
             except OSError as error:
-                found[path] = error
-    return found
+                digests[path] = error
+    return digests

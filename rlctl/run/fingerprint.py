@@ -53,10 +53,10 @@ class Contradiction:
     key: str
     old: str
     new: str
-    why: str
+    reason: str
 
     def __str__(self) -> str:
-        return f"{self.old} -> {self.new}: {self.why}"
+        return f"{self.old} -> {self.new}: {self.reason}"
 
 
 def made_with(settled: Settled, model: Path | None) -> dict[str, Any]:
@@ -66,8 +66,9 @@ def made_with(settled: Settled, model: Path | None) -> dict[str, Any]:
     """
     config = settled.config
     tokenizer = Path(config.model.tokenizer) if config.model.tokenizer else model
-    dataset, template = config.data.train.paths, Path(config.data.chat_template)
-    keys = {key: _config_value(config, key) for key in [*_DATA_KEYS, *_DATASET_KEYS]}
+    dataset = config.data.train.paths
+    template = Path(config.data.chat_template)
+    keys = {key: _config_value(config, key) for key in _DATA_KEYS + _DATASET_KEYS}
     if config.data.system_prompt is not None:
         # It may come from the environment, whose values are never written to disk.
         keys["data.system_prompt"] = f"sha256 {hashlib.sha256(config.data.system_prompt.encode()).hexdigest()[:12]}"
@@ -112,34 +113,46 @@ def contradictions(then: Mapping[str, Any], now: Mapping[str, Any], step: int) -
 
 
 def _models(then: Mapping[str, Any], now: Mapping[str, Any], step: int) -> Iterator[Contradiction]:
-    of, paths = f"the checkpoint of step {step}", (then["model_path"], now["model_path"])
-    ours, theirs = then["model"] or {}, now["model"] or {}
-    sizes = [f"{key} {ours[key]} -> {theirs[key]}" for key in ours if key in theirs and ours[key] != theirs[key]]
-    if sizes:
-        yield Contradiction("model.path", *paths, f"not the model of {of}: {', '.join(sizes[:4])}")
+    checkpoint = f"the checkpoint of step {step}"
+    old_path = then["model_path"]
+    new_path = now["model_path"]
+    old_sizes = then["model"] or {}
+    new_sizes = now["model"] or {}
+    changes = []
+    for key, old_size in old_sizes.items():
+        if key in new_sizes and new_sizes[key] != old_size:
+            changes.append(f"{key} {old_size} -> {new_sizes[key]}")
+    if changes:
+        reason = f"not the model of {checkpoint}: {', '.join(changes[:4])}"
+        yield Contradiction("model.path", old_path, new_path, reason)
     elif _differ(then, now, "frozen"):
         role = "base below the adapters" if now.get("lora") else "reference policy (grpo.loss.kl_coef above 0)"
-        yield Contradiction("model.path", *paths, f"not the {role} of {of}")
-    if then.get("lora") != now.get("lora"):
-        yield Contradiction(
-            "lora", _setting_text(then.get("lora")), _setting_text(now.get("lora")), f"{of} holds the former"
-        )
+        yield Contradiction("model.path", old_path, new_path, f"not the {role} of {checkpoint}")
+    old_lora = then.get("lora")
+    new_lora = now.get("lora")
+    if old_lora != new_lora:
+        reason = f"{checkpoint} holds the former"
+        yield Contradiction("lora", _setting_text(old_lora), _setting_text(new_lora), reason)
     if _differ(then, now, "tokenizer"):
         key = "model.tokenizer" if now["tokenizer_path"] != now["model_path"] else "model.path"
-        paths = (then["tokenizer_path"], now["tokenizer_path"])
-        yield Contradiction(key, *paths, f"another vocabulary than that of {of}: its tokens mean other text")
+        reason = f"another vocabulary than that of {checkpoint}: its tokens mean other text"
+        yield Contradiction(key, then["tokenizer_path"], now["tokenizer_path"], reason)
 
 
 def _data(then: Mapping[str, Any], now: Mapping[str, Any], step: int) -> Iterator[Contradiction]:
-    old, new = then["data_path"], now["data_path"]
+    old_path = then["data_path"]
+    new_path = now["data_path"]
     # A file may have been moved; a hub data set is known by its name alone.
-    if then["data"] != now["data"] if then["data"] and now["data"] else old != new:
-        why = f"not the rows that the cursor of the checkpoint of step {step} counts"
-        yield Contradiction("data.train.path", str(old), str(new) if old != new else "other content", why)
-    for key, value in then["keys"].items():
-        if key in now["keys"] and now["keys"][key] != value:
-            why = f"the order or text of the rows changes, and the checkpoint of step {step} counts on them"
-            yield Contradiction(key, _setting_text(value), _setting_text(now["keys"][key]), why)
+    has_digests = then["data"] and now["data"]
+    is_other_data = then["data"] != now["data"] if has_digests else old_path != new_path
+    if is_other_data:
+        new_text = str(new_path) if old_path != new_path else "other content"
+        reason = f"not the rows that the cursor of the checkpoint of step {step} counts"
+        yield Contradiction("data.train.path", str(old_path), new_text, reason)
+    for key, setting in then["keys"].items():
+        if key in now["keys"] and now["keys"][key] != setting:
+            reason = f"the order or text of the rows changes, and the checkpoint of step {step} counts on them"
+            yield Contradiction(key, _setting_text(setting), _setting_text(now["keys"][key]), reason)
 
 
 def _differ(then: Mapping[str, Any], now: Mapping[str, Any], key: str) -> bool:
@@ -147,14 +160,16 @@ def _differ(then: Mapping[str, Any], now: Mapping[str, Any], key: str) -> bool:
 
 
 def _setting_text(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _config_value(config: RunConfig, key: str) -> Any:
-    value: Any = config
+    section: Any = config
     for name in key.split("."):
-        value = getattr(value, name)
-    return value
+        section = getattr(section, name)
+    return section
 
 
 def sizes_of(folder: Path) -> dict[str, Any]:
@@ -171,8 +186,8 @@ def _settings(raw: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, A
             continue
         if isinstance(value, Mapping):
             # Newer folders have `rope_parameters` for older ones' `rope_scaling` and `rope_theta`.
-            own = {"text_config": within, "rope_parameters": "rope ", "rope_scaling": "rope "}
-            yield from _settings(value, own.get(key, f"{within}{key}."))
+            prefixes = {"text_config": within, "rope_parameters": "rope ", "rope_scaling": "rope "}
+            yield from _settings(value, prefixes.get(key, f"{within}{key}."))
         else:
             yield key if (within, key) == ("rope ", "rope_theta") else within + key, value
 
@@ -197,16 +212,17 @@ def _weights_digest(settled: Settled, folder: Path | None) -> str | None:
 
 def _lora(config: RunConfig) -> dict[str, Any] | None:
     """Return the keys that adapters depend on; None where every weight is trained."""
-    own = config.lora
-    return None if own is None else {key: getattr(own, key) for key in ("rank", "alpha", "rslora", "targets")}
+    section = config.lora
+    return None if section is None else {key: getattr(section, key) for key in ("rank", "alpha", "rslora", "targets")}
 
 
 def _digest_files(dataset: str | Sequence[str] | None) -> str | None:
     """Return the digest of the files of a data set, in their order; None for one that is not of files."""
-    files = [Path(each) for each in files_of(dataset or [])]
+    files = [Path(file) for file in files_of(dataset or [])]
     if not files or not all(file.is_file() for file in files):
         return None
-    return _digest(files[0]) if len(files) == 1 else hashlib.sha256(" ".join(map(_digest, files)).encode()).hexdigest()
+    digests = [_digest(file) for file in files]
+    return digests[0] if len(files) == 1 else hashlib.sha256(" ".join(digests).encode()).hexdigest()
 
 
 def _digest(path: Path) -> str:

@@ -45,7 +45,7 @@ class HealthWarning:
     step: int
     value: float
     bound: float
-    what: str
+    text: str
     # The run stops, also without `health.stop`.
     fatal: bool
 
@@ -105,10 +105,11 @@ class Ceiling(HealthCheck):
 class ShareCeiling(Ceiling):
     """The share that `metric` has of another metric, at most `bound`."""
 
-    whole: str = field(kw_only=True)
+    # Name of the other metric.
+    total: str = field(kw_only=True)
 
     def find(self, metrics: Metrics) -> Finding:
-        return super().find({self.metric: metrics[self.metric] / max(1.0, metrics[self.whole])})
+        return super().find({self.metric: metrics[self.metric] / max(1.0, metrics[self.total])})
 
 
 @dataclass
@@ -122,16 +123,16 @@ class Jump(HealthCheck):
     values: deque[float] = field(default_factory=deque)
 
     def find(self, metrics: Metrics) -> Finding:
-        value, usual = metrics[self.metric], self.values
-        known = len(usual) >= (self.window + 1) // 2
-        middle = median(usual) if known else value
+        value = metrics[self.metric]
+        has_median = len(self.values) >= (self.window + 1) // 2
+        median_before = median(self.values) if has_median else value
         if value != 0:
-            usual.append(value)
-        while len(usual) > self.window:
-            usual.popleft()
-        if not known or value <= self.bound * middle:
+            self.values.append(value)
+        while len(self.values) > self.window:
+            self.values.popleft()
+        if not has_median or value <= self.bound * median_before:
             return None
-        ratio = value / middle
+        ratio = value / median_before
         return ratio, self.bound, self.message.format(value=value, ratio=ratio, bound=self.bound, window=self.window)
 
     def state_dict(self) -> Any:
@@ -169,22 +170,28 @@ class Health:
     """The checks of one run. stop: every warning stops the run."""
 
     def __init__(self, checks: Sequence[HealthCheck], *, stop: bool) -> None:
-        self._checks, self._stop = checks, stop
+        self._checks = checks
+        self._stop = stop
+        # Names of the checks whose bound was left in the last step that measured them.
         self._ill: set[str] = set()
 
     def look(self, step: int, metrics: Metrics) -> list[HealthWarning]:
         """Check a step's metrics; return a warning for each bound left in this step."""
-        found = []
+        warnings = []
         for check in self._checks:
             if check.metric not in metrics:
                 continue
-            wrong = check.find(metrics)
-            if wrong is None:
+            finding = check.find(metrics)
+            if finding is None:
                 self._ill.discard(check.name)
             elif check.name not in self._ill:
                 self._ill.add(check.name)
-                found.append(HealthWarning(check.name, step, *wrong, fatal=check.fatal or self._stop))
-        return found
+                value, bound, text = finding
+                fatal = check.fatal or self._stop
+                warnings.append(
+                    HealthWarning(check=check.name, step=step, value=value, bound=bound, text=text, fatal=fatal)
+                )
+        return warnings
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run continues with."""
@@ -220,5 +227,5 @@ def failed_validation(bound: float) -> ShareCeiling:
         bound,
         "{value:.0%} of the held-out answers have no score, because a reward or an environment failed, at most "
         "{bound:.0%}: the others alone say little of these weights; logs/ has the errors",
-        whole=ANSWERS.name,
+        total=ANSWERS.name,
     )

@@ -26,16 +26,18 @@ _MEANINGS = {
 
 
 class Interrupts:
-    """Handlers of the signals: the first sets `asked`, the second ends the process with exit code 130.
+    """Handlers of the signals: the first sets `is_requested`, the second ends the process with exit code 130.
 
     A SIGHUP is never the second: the kernel and the shell each send one when a terminal closes.
     last_words: called by the second before the process ends, on the main thread, which may hold any lock.
     """
 
     def __init__(self, notify: Callable[[], None], last_words: Callable[[], None] = lambda: None) -> None:
-        self.asked = False
+        # True once the run is to end.
+        self.is_requested = False
         self.by, self.status = _MEANINGS[signal.SIGINT]
-        self._notify, self._last_words = notify, last_words
+        self._notify = notify
+        self._last_words = last_words
         self._before: Mapping[signal.Signals, Any] = {}
         self._at_once = False
 
@@ -51,14 +53,14 @@ class Interrupts:
         """Have the first signal raise KeyboardInterrupt in the block, on the main thread: there is nothing to save."""
         self._at_once = True
         try:
-            if self.asked:
+            if self.is_requested:
                 raise KeyboardInterrupt
             yield
         finally:
             self._at_once = False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
+        if self.is_requested:
             if number == signal.SIGHUP:
                 return
             try:
@@ -66,11 +68,11 @@ class Interrupts:
             finally:
                 os._exit(130)
         self.by, self.status = _MEANINGS[signal.Signals(number)]
-        self.asked = True
+        self.is_requested = True
         # On a separate thread: the interrupted main thread may hold a lock that this waits for.
         threading.Thread(target=self._notify, name="interrupted").start()
         if self._at_once:
-            # Once: what follows ends the parts.
+            # Raised once: the code that follows ends the parts of the run.
             self._at_once = False
             raise KeyboardInterrupt
 
@@ -90,25 +92,24 @@ def stop_driver(run: str, start: Mapping[str, Any]) -> None:
     try:
         os.kill(int(start["pid"]), signal.SIGTERM)
     except (KeyError, ValueError, TypeError, OverflowError):
-        what = f"the events of {run} do not name its driver: stop it where it runs, with Ctrl-C"
-        raise NotStopped(what) from None
+        raise NotStopped(f"the events of {run} do not name its driver: stop it where it runs, with Ctrl-C") from None
     except OSError as error:
-        failed = NotStopped(f"process {start['pid']}, which drives {run}, cannot be told: {error.strerror}")
-        failed.exit_code = 1
-        raise failed from None
+        failure = NotStopped(f"process {start['pid']}, which drives {run}, cannot be told: {error.strerror}")
+        failure.exit_code = 1
+        raise failure from None
 
 
 @contextmanager
 def stop_signals() -> Iterator[None]:
     """Treat `kill` and a closed terminal as Ctrl-C, so that the block stops its processes."""
-    with _handled_by(signal.default_int_handler, signal.SIGTERM, signal.SIGHUP):
+    with _handle_by(signal.default_int_handler, signal.SIGTERM, signal.SIGHUP):
         yield
 
 
 @contextmanager
-def unhurried() -> Iterator[None]:
+def ignore_signals() -> Iterator[None]:
     """Ignore signals while the block clears up: it takes seconds, and nobody else would stop the rest."""
-    with _handled_by(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    with _handle_by(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         try:
             yield
         finally:
@@ -116,7 +117,7 @@ def unhurried() -> Iterator[None]:
 
 
 @contextmanager
-def _handled_by(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
+def _handle_by(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
     before = _set_handlers(handler, *numbers)
     try:
         yield
@@ -126,8 +127,12 @@ def _handled_by(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
 
 def _set_handlers(handler: Any, *numbers: signal.Signals) -> dict[signal.Signals, Any]:
     """Set the handler of the signals, and return the handlers before. A SIGHUP that is ignored is left out."""
-    heard = [each for each in numbers if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]
-    return {number: signal.signal(number, handler) for number in heard}
+    handlers_before = {}
+    for number in numbers:
+        is_ignored = number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
+        if not is_ignored:
+            handlers_before[number] = signal.signal(number, handler)
+    return handlers_before
 
 
 def _put_back(handlers: Mapping[signal.Signals, Any]) -> None:

@@ -28,8 +28,12 @@ class Loop(ABC):
         stop: Callable[[], bool],
         health: Health,
     ) -> None:
-        self._num_steps, self._recorder, self._cursor = num_steps, recorder, cursor
-        self._write, self._stop, self._health = write, stop, health
+        self._num_steps = num_steps
+        self._recorder = recorder
+        self._cursor = cursor
+        self._write = write
+        self._stop = stop
+        self._health = health
         # Name of a health check -> words added to its warning, in the step just done.
         self._details: dict[str, str] = {}
         # Steps done, which is the weight version.
@@ -61,7 +65,7 @@ class Loop(ABC):
             try:
                 self.step()
             except FloatingPointError as error:
-                raise self._stopped(f"step {self.done + 1}: {error}", start) from error
+                raise self._save_before_stop(f"step {self.done + 1}: {error}", start) from error
             self._recorder.finish_save(wait=False)
             if self._recorder.validation_due(self.done, self._last()):
                 self.validate()
@@ -84,31 +88,38 @@ class Loop(ABC):
         for cause in dict.fromkeys(skipped):
             if cause and cause not in self._warned_of_skipped:
                 self._warned_of_skipped.add(cause)
-                what = f"step {step}: no optimizer step, for {cause}; further ones are counted only"
-                self._recorder.events.emit("warning", what=f"{what} ({SKIPPED_UPDATES.name})")
+                text = f"step {step}: no optimizer step, for {cause}; further ones are counted only"
+                self._recorder.events.emit("warning", what=f"{text} ({SKIPPED_UPDATES.name})")
         return {SKIPPED_UPDATES.name: float(sum(map(bool, skipped)))}
 
     def _judge(self, start: int) -> None:
         """Warn of each bound that the step just done has left. Raises HealthStop, with a checkpoint of the step."""
         warnings = self._health.look(self.done, self._recorder.measured)
-        said = []
-        for each in warnings:
-            detail = self._details.get(each.check)
-            said.append(f"step {each.step}: {each.what}{f': {detail}' if detail else ''}")
-            fields = {"check": each.check, "step": each.step, "value": each.value, "bound": each.bound}
-            self._recorder.events.emit("warning", what=said[-1], **fields)
-        if fatal := [what for what, each in zip(said, warnings) if each.fatal]:
-            raise self._stopped(fatal[0], start)
+        fatal_texts = []
+        for warning in warnings:
+            detail = self._details.get(warning.check)
+            text = f"step {warning.step}: {warning.text}{f': {detail}' if detail else ''}"
+            fields = {
+                "check": warning.check,
+                "step": warning.step,
+                "value": warning.value,
+                "bound": warning.bound,
+            }
+            self._recorder.events.emit("warning", what=text, **fields)
+            if warning.fatal:
+                fatal_texts.append(text)
+        if fatal_texts:
+            raise self._save_before_stop(fatal_texts[0], start)
 
-    def _stopped(self, why: str, start: int) -> HealthStop:
+    def _save_before_stop(self, reason: str, start: int) -> HealthStop:
         """Save the last whole step, and return the error that ends an unhealthy run."""
         try:
             if start < self.done and self._recorder.saved != self.done:
                 self.save()
             self._recorder.finish_save()
         except (CheckpointError, WorkerDied, WorkerTimeout) as error:
-            return HealthStop(f"{why}; {error}")
-        return HealthStop(f"{why}; {self._recorder.newest}")
+            return HealthStop(f"{reason}; {error}")
+        return HealthStop(f"{reason}; {self._recorder.newest}")
 
     @abstractmethod
     def step(self) -> None:
@@ -126,9 +137,14 @@ class Loop(ABC):
         """Save a checkpoint of the step just done."""
         self.save_with({})
 
-    def save_with(self, own: dict[str, Any], write: Callable[[Path], None] | None = None) -> None:
+    def save_with(self, more_state: dict[str, Any], write: Callable[[Path], None] | None = None) -> None:
         """Save a checkpoint with more state, and with the files that `write` puts into its folder."""
-        state = {"version": self.done, "cursor": self._cursor.state_dict(), "health": self._health.state_dict(), **own}
+        state = {
+            "version": self.done,
+            "cursor": self._cursor.state_dict(),
+            "health": self._health.state_dict(),
+            **more_state,
+        }
         self._recorder.save(self.done, state, self._write, write)
 
     def _last(self) -> bool:

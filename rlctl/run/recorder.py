@@ -28,7 +28,7 @@ class BegunSave(Protocol):
     """The trainer's part of a checkpoint, begun."""
 
     @property
-    def uncopied(self) -> str:
+    def wait_cause(self) -> str:
         """Reason why no step may train before it is written; empty if one may."""
 
     def finish(self) -> Known:
@@ -56,7 +56,7 @@ class _Saving:
     error: BaseException | None = None
 
     def run(self, events: EventLog) -> None:
-        """Finish the save, and tell it."""
+        """Finish the save, and emit its end."""
         try:
             checkpoint = self.save.finish()
             self.seconds = time.perf_counter() - self.begin
@@ -81,8 +81,10 @@ class RunRecorder:
         telemetry = config.telemetry
         self.metrics = metrics
         self._rollouts = RolloutsFile(run_dir.rollouts, telemetry.rollouts_limit_mib << 20, events.emit)
-        self._checkpoint, self._validation = config.checkpoint, config.validation
-        self._shown = {"train": telemetry.groups_per_step, "validation": telemetry.groups_per_validation}
+        self._checkpoint = config.checkpoint
+        self._validation = config.validation
+        # Number of groups to record.
+        self._group_counts = {"train": telemetry.groups_per_step, "validation": telemetry.groups_per_validation}
         self._record_tokens = telemetry.record_tokens
         self.checkpoints = Checkpoints(run_dir.checkpoints, config.checkpoint.keep_last, config.checkpoint.keep_best)
         # Metrics of the step just done: a checkpoint is ranked by metrics of the saved weights alone.
@@ -118,8 +120,8 @@ class RunRecorder:
         for name in metrics.keys() - self._recorded:
             self._recorded.add(name)
             if self._declared.find(name) is None:
-                what = "is recorded, and shown without a meaning; declare it in the attribute `metrics` of your class"
-                self.events.emit("warning", what=f"metric {name} is not declared: it {what}")
+                text = "is recorded, and shown without a meaning; declare it in the attribute `metrics` of your class"
+                self.events.emit("warning", what=f"metric {name} is not declared: it {text}")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the record of one step."""
@@ -133,16 +135,17 @@ class RunRecorder:
 
     def groups(self, step: int, purpose: GroupPurpose, records: MakeRecords) -> None:
         """Write some groups of a step or a validation, whole. Trackers get them without their exact tokens."""
-        if count := self._shown[purpose]:
-            shown = records(count, self._record_tokens)
-            self._rollouts.groups(step, purpose, shown)
-            self.metrics.samples(purpose, step, [without_tokens(each) for each in shown])
+        if count := self._group_counts[purpose]:
+            groups = records(count, self._record_tokens)
+            self._rollouts.groups(step, purpose, groups)
+            self.metrics.samples(purpose, step, [without_tokens(group) for group in groups])
 
     @contextmanager
     def validation(self, step: int) -> Iterator[dict[str, float]]:
         """Write the record of one validation, which the block fills; its seconds are added."""
         self.events.emit("validation_started", step=step)
-        begin, metrics = time.perf_counter(), dict[str, float]()
+        begin = time.perf_counter()
+        metrics: dict[str, float] = {}
         yield metrics
         metrics[VALIDATION_SECONDS.name] = time.perf_counter() - begin
         self.measured |= metrics
@@ -160,34 +163,34 @@ class RunRecorder:
         self.finish_save()
         begin = time.perf_counter()
         self.events.emit("phase", step=step, name="checkpoint")
-        uncopied = ""
+        wait_cause = ""
 
         def fill(folder: Path) -> Write:
-            nonlocal uncopied
+            nonlocal wait_cause
             export = folder / "hf" if self._checkpoint.export else None
             (folder / "trainer").mkdir()
             trainer = write(folder / "trainer", export, self.export_dtype, self._checkpoint.beside_training)
-            uncopied = trainer.uncopied
+            wait_cause = trainer.wait_cause
 
             def rest() -> Known:
                 if write_own:
                     write_own(folder)
-                known = trainer.finish()
+                synced_files = trainer.finish()
                 if export and self.end_tokens:
                     list_end_tokens(export, self.end_tokens)
-                return known
+                return synced_files
 
             return rest
 
         state = {**state, "made_with": self.made_with, "score": self._score()}
         saving = _Saving(step, begin, self.checkpoints.begin(step, state, fill))
-        beside = self._checkpoint.beside_training and not uncopied
-        if uncopied and not self._warned_of_copies:
+        if wait_cause and not self._warned_of_copies:
             self._warned_of_copies = True
-            self.events.emit("warning", what=f"steps wait while checkpoints are written: {uncopied}")
+            self.events.emit("warning", what=f"steps wait while checkpoints are written: {wait_cause}")
         threading.Thread(target=saving.run, args=(self.events,), name="checkpoint", daemon=True).start()
-        self._saving, self.saved = saving, step
-        if beside:
+        self._saving = saving
+        self.saved = step
+        if self._checkpoint.beside_training and not wait_cause:
             saving.stopped = time.perf_counter() - begin
         else:
             self.finish_save()
@@ -212,7 +215,8 @@ class RunRecorder:
 
     def leave_save(self, wait_s: float) -> None:
         """Give a save at most this long to end, after an error of the run that counts more. Warn if it fails too."""
-        saving, self._saving = self._saving, None
+        saving = self._saving
+        self._saving = None
         if saving is None:
             return
         if not saving.done.wait(wait_s):
@@ -224,8 +228,8 @@ class RunRecorder:
     @property
     def newest(self) -> str:
         """Name of the newest checkpoint, in words."""
-        found = self.checkpoints.latest()
-        return f"the last checkpoint is of step {found.step}" if found else "there is no checkpoint"
+        checkpoint = self.checkpoints.latest()
+        return f"the last checkpoint is of step {checkpoint.step}" if checkpoint else "there is no checkpoint"
 
     def _score(self) -> float | None:
         name = self._checkpoint.metric

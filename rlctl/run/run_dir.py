@@ -36,8 +36,10 @@ class RunDir:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.config, self.checkpoints = path / "config.yaml", path / "checkpoints"
-        self.events, self.metrics = path / "events.jsonl", path / "metrics.jsonl"
+        self.config = path / "config.yaml"
+        self.checkpoints = path / "checkpoints"
+        self.events = path / "events.jsonl"
+        self.metrics = path / "metrics.jsonl"
         self.rollouts = path / "rollouts.jsonl"
         self.metric_rows = path / METRIC_ROWS
         # Logs of the newest attempt, one file a process.
@@ -86,33 +88,34 @@ class RunDir:
 
     def recorded_config(self) -> dict[str, Any]:
         """Return the config that the run was started with. Raises RunDirError for a damaged one."""
-        why = "no config of a run"
+        damage = "no config of a run"
         try:
-            found = yaml.safe_load(self.config.read_text(encoding="utf-8"))
-            sections = [found.get(name, {}) for name in ("model", "data")] if isinstance(found, dict) else [None]
-            if all(isinstance(each, dict) for each in sections) and isinstance(found.get("kind"), str):
-                return dict(found)
+            config = yaml.safe_load(self.config.read_text(encoding="utf-8"))
+            if isinstance(config, dict) and isinstance(config.get("kind"), str):
+                sections = (config.get("model", {}), config.get("data", {}))
+                if all(isinstance(section, dict) for section in sections):
+                    return dict(config)
         except OSError as error:
-            why = f"cannot be read: {error.strerror}"
+            damage = f"cannot be read: {error.strerror}"
         except (ValueError, yaml.YAMLError, RecursionError):
-            why = "no YAML"
-        raise RunDirError(f"{self.config}: damaged, {why}; rename it to use the run's weights without it")
+            damage = "no YAML"
+        raise RunDirError(f"{self.config}: damaged, {damage}; rename it to use the run's weights without it")
 
     def claim(self, wait_s: float = 0.0) -> int:
         """Lock the run for this process, until it closes the returned descriptor or ends.
 
         Raises RunDirError if another process still holds the lock after `wait_s` seconds.
         """
-        descriptor, end = os.open(self.path / ".driver", os.O_RDWR | os.O_CREAT, 0o644), time.monotonic() + wait_s
+        descriptor = os.open(self.path / ".driver", os.O_RDWR | os.O_CREAT, 0o644)
+        deadline = time.monotonic() + wait_s
         while True:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return descriptor
             except BlockingIOError:
-                if time.monotonic() >= end:
+                if time.monotonic() >= deadline:
                     os.close(descriptor)
-                    what = f"{self.path} is being driven already: watch it with `rlctl runs dash`"
-                    raise RunDirError(what) from None
+                    raise RunDirError(f"{self.path} is being driven already: watch it with `rlctl runs dash`") from None
             time.sleep(_CLAIM_POLL_S)
 
     def start_attempt(self) -> int:
@@ -166,9 +169,11 @@ class JobRecord:
             raise RunDirError(f"{path} cannot be read: {error.strerror}") from None
         except (ValueError, TypeError, RecursionError):
             record = None
-        if record is None or not all(isinstance(each, str) for each in (record.cluster, record.job, record.work)):
-            what = "is damaged, so that no cluster is known that drives the run; remove it to use the run without one"
-            raise RunDirError(f"{path} {what}")
+        if record is None or not all(isinstance(text, str) for text in (record.cluster, record.job, record.work)):
+            raise RunDirError(
+                f"{path} is damaged, so that no cluster is known that drives the run; "
+                "remove it to use the run without one"
+            )
         return record
 
     def write(self, run: Path) -> None:
@@ -181,8 +186,8 @@ def find_run(text: str, root: Path) -> Path:
     for path in (root / text, Path(text)):
         if is_run(path):
             return path
-    folder, typed = (root, text) if Path(text).name == text else (Path(text).parent, Path(text).name)
-    near = did_you_mean(typed, run_names(folder))
+    folder = root if Path(text).name == text else Path(text).parent
+    near = did_you_mean(Path(text).name, run_names(folder))
     if not near and Path(text).is_dir():
         raise RunDirError(f"{text} is no run directory: it has neither config.yaml nor events.jsonl")
     raise RunDirError(f"{text}: no such run{near or '; `rlctl runs list` shows what there is'}")
@@ -190,8 +195,8 @@ def find_run(text: str, root: Path) -> Path:
 
 def model_name(path: str) -> str:
     """Return a model's short name: the last part of its path or hub name; for a checkpoint, its run and step."""
-    found = _CHECKPOINT.search(path)
-    return f"{found[1]}-{found[2]}" if found else Path(path).name
+    checkpoint = _CHECKPOINT.search(path)
+    return f"{checkpoint[1]}-{checkpoint[2]}" if checkpoint else Path(path).name
 
 
 def automatic_name(kind: str, model: str, root: Path) -> str:
@@ -201,8 +206,9 @@ def automatic_name(kind: str, model: str, root: Path) -> str:
     """
     short = re.sub(r"[^\w.]+", "-", model_name(model).lower())[-_LONGEST_MODEL:].strip("-.") or "model"
     prefix = f"{kind}--{short}--"
-    used = (path.name.removeprefix(prefix) for path in root.glob(f"{prefix}*"))
-    return f"{prefix}{max((int(number) for number in used if number.isdigit()), default=0) + 1}"
+    suffixes = (path.name.removeprefix(prefix) for path in root.glob(f"{prefix}*"))
+    newest = max((int(suffix) for suffix in suffixes if suffix.isdigit()), default=0)
+    return f"{prefix}{newest + 1}"
 
 
 def _drop_after(path: Path, step: int) -> None:

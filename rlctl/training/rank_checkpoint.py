@@ -62,7 +62,7 @@ class SaveBegun:
     # Bytes that this rank writes, its export left out.
     nbytes: int
     # Reason why the state was not copied, so that it must not change before it is written; empty if it was.
-    uncopied: str
+    wait_cause: str
 
 
 @dataclass(frozen=True)
@@ -272,14 +272,14 @@ class RankSave:
         Waits for the end of the save before.
         """
         self.settle()
-        uncopied = ""
+        wait_cause = ""
         if copied:
             try:
                 copies = self._copies.take(shards_by_id(state, weights))
                 state = {name: copies[id(shard)] for name, shard in state.items()}
                 weights = {name: copies[id(shard)] for name, shard in weights.items()}
             except RuntimeError as error:
-                uncopied = str(error)
+                wait_cause = str(error)
         shards = {**state, f"rng.{self._rank}": TensorShard.from_whole(torch.get_rng_state())}
         if self._rank == 0:
             shards["updates"] = TensorShard.from_whole(torch.tensor(updates))
@@ -287,7 +287,7 @@ class RankSave:
         self._export = job.folder if job else None
         self._pieces = None
         self._written = _start_thread(lambda: self._write_files(folder, shards, job))
-        return SaveBegun(sum(shard.tensor.nbytes for shard in shards.values()), uncopied)
+        return SaveBegun(sum(shard.tensor.nbytes for shard in shards.values()), wait_cause)
 
     def settle(self) -> None:
         """Wait until no thread writes, however it ended."""

@@ -23,7 +23,7 @@ class TrainerSave:
     # Bytes of the rank that writes the most, its export left out.
     largest_bytes: int
     # Reason why no step may train before it is written; empty if one may.
-    uncopied: str
+    wait_cause: str
 
     @classmethod
     def from_answers(
@@ -35,7 +35,7 @@ class TrainerSave:
             folder=folder,
             export=export,
             largest_bytes=max(answer.nbytes for answer in answers),
-            uncopied=next((answer.uncopied for answer in answers if answer.uncopied), ""),
+            wait_cause=next((answer.wait_cause for answer in answers if answer.wait_cause), ""),
         )
 
     @property

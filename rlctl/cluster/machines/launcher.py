@@ -12,7 +12,7 @@ from rlctl.cluster.ray_start import NO_DASHBOARD, Place, is_loopback
 from rlctl.cluster.remote_scripts.node import lives
 from rlctl.cluster.state import ClusterError, ClusterNode, ClusterState, node_folder_name
 from rlctl.config.cluster_schema import CLUSTER_KINDS, LocalCluster, SshCluster
-from rlctl.run.interrupts import unhurried
+from rlctl.run.interrupts import ignore_signals
 from rlctl.workers import LOOPBACK_ONLY
 
 MachineCluster = LocalCluster | SshCluster
@@ -101,7 +101,7 @@ class MachineLauncher(Launcher):
         try:
             failed = self._start_again(config, state, lost, python=status.nodes[0].facts["python"])
         except BaseException:
-            with unhurried():
+            with ignore_signals():
                 self._say("doing", "stopping what was started; the other nodes stay")
                 stop_nodes(self._store, state, self._say, lost)
                 self._forget_processes(state, lost)

@@ -180,7 +180,7 @@ def test_an_export_written_while_training_goes_on_has_the_adapters_of_its_moment
         train(one)
         expected, saved = log_probs(one), weights(one)
         begun = one.begin_save(tmp_path / "state", tmp_path / "hf", None, beside_training=True)
-        assert not begun.uncopied
+        assert not begun.wait_cause
         # The thread may write before this update or after it.
         train(one)
         assert one.saving.wait_for_files(None)

@@ -17,11 +17,11 @@ import pytest
 
 from rlctl.launch import local_ray as module
 from rlctl.launch.local_ray import (
-    _NEEDED,
+    _NEEDED_NAMES,
     _UNUSED,
     RayTooSlow,
-    _needed,
-    _watched,
+    _needed_processes,
+    _watch_processes,
     _with_idle_agent,
     _without_unused,
     local_ray,
@@ -47,19 +47,19 @@ def test_the_ended_processes_of_a_first_attempt_are_not_missed(tmp_path: Path, m
     monkeypatch.setattr(module, "_GIVE_UP_S", 0.1)
     if Path(shutil.which("sleep") or "").resolve().name != "sleep":
         pytest.skip("sleep is one of many programs in one file here")
-    first = [sleeper(tmp_path, name) for name in _NEEDED]
+    first = [sleeper(tmp_path, name) for name in _NEEDED_NAMES]
     for each in first:
         each.kill()
         until(lambda each=each: psutil.Process(each.pid).status() == psutil.STATUS_ZOMBIE)
-    second, lost = [sleeper(tmp_path, name) for name in _NEEDED], list[str]()
+    second, lost = [sleeper(tmp_path, name) for name in _NEEDED_NAMES], list[str]()
     try:
-        with _watched(_needed(), lost.append):
+        with _watch_processes(_needed_processes(), lost.append):
             time.sleep(1.2)
             assert lost == []
             second[0].kill()
             until(lambda: lost)
             # On a cluster the run is given up once its node is gone too, and not before.
-            with _watched(_needed(), lost.append, partial(lost.append, "given up")):
+            with _watch_processes(_needed_processes(), lost.append, partial(lost.append, "given up")):
                 time.sleep(1.2)
                 second[1].kill()
                 until(lambda: "given up" in lost)
@@ -153,5 +153,5 @@ def test_a_signal_while_ray_starts_reaches_the_runs_own_handler(
     monkeypatch.setattr(ray, "shutdown", lambda: None)
     with Interrupts(lambda: None) as interrupts:
         with ray_session(tmp_path):
-            assert interrupts.asked
+            assert interrupts.is_requested
         assert blocked == [[str(int(signal.SIGHUP))]]

@@ -22,8 +22,8 @@ def settled(kind: str, *overrides: str) -> Settled:
 
 def session_in(folder: Path) -> Any:
     one: Any = Session.__new__(Session)
-    one.events, one.startup, one.begun, one.lost = EventLog(folder / "events.jsonl"), {}, 0.0, ""
-    one.interrupts = SimpleNamespace(asked=False)
+    one.events, one.startup, one.start_time, one.lost = EventLog(folder / "events.jsonl"), {}, 0.0, ""
+    one.interrupts = SimpleNamespace(is_requested=False)
     return one
 
 
@@ -67,5 +67,5 @@ def test_each_rank_goes_through_a_full_pack_of_two_lengths(kl: float, tmp_path: 
     assert count * length <= 3 * 600 < (count + 3) * length
     assert 2 <= second < length <= 50
     assert [columns for _, _, columns in seen] == [{"reference_log_prob": "reference"} if kl else {}] * 2
-    session.started()
+    session.end_start()
     assert set(list(read_records(tmp_path / "events.jsonl"))[-1]["parts"]) == {"warm-up"}

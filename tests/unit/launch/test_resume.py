@@ -30,7 +30,7 @@ Body = Callable[[Session], None]
 class Written:
     """A trainer's part of a checkpoint that is on the disk."""
 
-    uncopied = ""
+    wait_cause = ""
 
     def finish(self) -> Known:
         return {}

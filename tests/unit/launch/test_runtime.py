@@ -74,7 +74,7 @@ def test_a_run_that_waited_in_vain_for_a_lost_node_says_what_fits_the_others(mon
     session: Any = SimpleNamespace(
         logs=Path(),
         attempts=1,
-        interrupts=SimpleNamespace(asked=False),
+        interrupts=SimpleNamespace(is_requested=False),
         events=SimpleNamespace(emit=print),
         smaller=[],
         lose=print,

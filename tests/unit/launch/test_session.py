@@ -90,7 +90,7 @@ def test_a_resume_at_once_prints_nothing_of_the_attempt_before(
 def test_a_first_signal_promises_a_save_only_once_steps_are_made(tmp_path: Path, training: bool, what: str) -> None:
     def interrupted(session: Session) -> None:
         if training:
-            session.started()
+            session.end_start()
         os.kill(os.getpid(), signal.SIGINT)
         deadline = time.monotonic() + 20
         while "again: stop now" not in session.run_dir.events.read_text() and time.monotonic() < deadline:

@@ -40,7 +40,7 @@ def test_a_gradient_norm_far_above_its_neighbours_is_told() -> None:
     steps = [1.0, 1.2, 0.8, 19.0, 400.0]
     found = [health.look(step, {"g": value}) for step, value in enumerate(steps, 1)]
     assert [len(each) for each in found] == [0, 0, 0, 0, 1]
-    assert found[-1][0].what == "400 is 364 times"
+    assert found[-1][0].text == "400 is 364 times"
     assert found[-1][0].value == pytest.approx(400 / 1.1)
 
 
@@ -95,7 +95,7 @@ def test_the_bounds_are_the_configs() -> None:
         assert health.look(0, {"validation/accuracy": 0.927}) == []
         found = health.look(1, {"mismatch/token_mult_prob_error": 2.8, "validation/accuracy": 0.747})
         assert [(each.check, each.fatal) for each in found] == [("mismatch", stop), ("accuracy", stop)]
-        assert "held-out accuracy is 74.7%, 18.0% below its start of 92.7%, at most 10.0%" in found[1].what
+        assert "held-out accuracy is 74.7%, 18.0% below its start of 92.7%, at most 10.0%" in found[1].text
 
 
 def test_keys_of_the_config_move_the_bounds() -> None:
@@ -104,11 +104,11 @@ def test_keys_of_the_config_move_the_bounds() -> None:
     # Half of a window of 4 is 2 steps.
     found = [health.look(step, {"train/grad_norm": norm}) for step, norm in enumerate((1.0, 1.0, 4.9, 15.0))]
     assert [len(each) for each in found] == [0, 0, 0, 1]
-    assert found[3][0].what.endswith(
+    assert found[3][0].text.endswith(
         "15 times the median of the last 4 steps, at most 5 times (health.max_grad_norm_ratio)"
     )
     drops = [health.look(step, {"validation/accuracy": value}) for step, value in enumerate((0.9, 0.61, 0.59))]
-    assert [len(each) for each in drops] == [0, 0, 1] and "at most 30.0%" in drops[2][0].what
+    assert [len(each) for each in drops] == [0, 0, 1] and "at most 30.0%" in drops[2][0].text
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_a_loss_that_clips_before_the_policy_has_moved_is_told_once(
     health = grpo_health(run)
     found = [health.look(step, {"ratio/clipped_first": share}) for step, share in enumerate((0.05, 0.368, 0.4))]
     assert [len(each) for each in found] == [0, 1, 0]
-    assert found[1][0].what == (
+    assert found[1][0].text == (
         f"{loss} clips 37% of the tokens before the policy has moved, at most 5% (health.max_clipped_share): its "
         f"bounds hold the gap between engine and trainer; {remedy}"
     )
@@ -144,7 +144,7 @@ def test_rewards_that_fail_for_most_rollouts_stop_a_run_and_a_resumed_one_again(
     assert found[:5] == [[]] * 5
     (warning,) = found[5]
     assert warning.fatal
-    assert warning.what == (
+    assert warning.text == (
         "rewards failed for 30% of the rollouts, in 3 steps in a row for more than 25% (health.max_failed_reward_share)"
         "; most of them score: raised ValueError at mine.py:3 (96 times)"
     )
@@ -159,7 +159,7 @@ def test_tools_that_raise_in_many_of_their_calls_are_told_with_the_most_common_l
     health = grpo_health(run, tool_cause=lambda: "add: raised AttributeError at mine.py:7 (61 times)")
     found = [health.look(step, {"environment/tool_raised": share}) for step, share in enumerate([0.25, 0.42, 0.57], 1)]
     assert [len(each) for each in found] == [0, 1, 0]
-    assert not found[1][0].fatal and found[1][0].what == (
+    assert not found[1][0].fatal and found[1][0].text == (
         "tools raised in 42% of their calls, at most 25% (health.max_tool_raised_share); most of them add: raised "
         "AttributeError at mine.py:7 (61 times)"
     )
@@ -170,7 +170,7 @@ def test_calls_that_are_mostly_malformed_are_told_with_the_key_of_their_format()
     health = grpo_health(run)
     found = [health.look(step, {"environment/malformed_calls": share}) for step, share in enumerate([0.5, 0.9, 1.0], 1)]
     assert [len(each) for each in found] == [0, 1, 0]
-    assert not found[1][0].fatal and found[1][0].what == (
+    assert not found[1][0].fatal and found[1][0].text == (
         "90% of the tool calls are malformed, at most 50% (health.max_malformed_call_share): rlctl runs rollouts shows "
         "them; environment.tool_format names the format that is parsed"
     )
@@ -180,7 +180,7 @@ def test_turns_that_take_longer_than_a_client_waits_are_told_before_they_do() ->
     health = grpo_health(load("grpo", None, []).settled)
     found = [health.look(step, {"agent/longest_turn": waited}) for step, waited in enumerate([500.0, 512.4, 900.0], 1)]
     assert [len(each) for each in found] == [0, 1, 0]
-    assert not found[1][0].fatal and found[1][0].what == (
+    assert not found[1][0].fatal and found[1][0].text == (
         "an agent waited 512 s for a turn, at most 500 (health.max_agent_turn_s): clients of OpenAI and Anthropic end "
         "a request after 600 s, and give up after three; lower generation.max_new_tokens, play fewer rollouts at a "
         "time, or raise the client's timeout"
@@ -193,7 +193,7 @@ def test_a_validation_without_scores_is_told() -> None:
     of_200 = [{"validation/failed_rewards": failed, "validation/answers": 200.0} for failed in (0, 100, 200, 200)]
     found = [health.look(step, metrics) for step, metrics in enumerate(of_200)]
     assert [len(each) for each in found] == [0, 0, 1, 0]
-    assert not found[2][0].fatal and found[2][0].what.startswith("100% of the held-out answers have no score")
+    assert not found[2][0].fatal and found[2][0].text.startswith("100% of the held-out answers have no score")
 
 
 @pytest.mark.parametrize("override", ["async.enabled=true", "generation.top_p=0.8", "generation.top_k=20"])
@@ -202,14 +202,14 @@ def test_tokens_of_older_weights_or_of_a_cut_distribution_are_not_judged(overrid
     health = grpo_health(run)
     assert health.look(1, {"mismatch/token_mult_prob_error": 1.13, "mismatch/parity": 1.0}) == []
     (warning,) = health.look(2, {"mismatch/token_mult_prob_error": 1.13, "mismatch/parity": 2.8})
-    assert warning.what.startswith("mismatch/parity is 2.8, at most 1.05 (health.max_token_mult_prob_error)")
+    assert warning.text.startswith("mismatch/parity is 2.8, at most 1.05 (health.max_token_mult_prob_error)")
 
 
 def test_a_model_that_rounds_more_is_held_to_its_own_bound() -> None:
     health = grpo_health(load("grpo", None, []).settled, mismatch_bound=1.12)
     assert health.look(1, {"mismatch/token_mult_prob_error": 1.0607}) == []
     (warning,) = health.look(2, {"mismatch/token_mult_prob_error": 1.13})
-    assert "1.13, at most 1.12 (health.max_token_mult_prob_error=1.05, and twice the rounding" in warning.what
+    assert "1.13, at most 1.12 (health.max_token_mult_prob_error=1.05, and twice the rounding" in warning.text
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
@@ -221,5 +221,5 @@ def test_an_asynchronous_run_whose_rollouts_are_far_off_policy_is_told(asynchron
     found = [health.look(step, {"mismatch/kl": value}) for step, value in enumerate([0.025, 0.064, 0.23, 0.31], 6)]
     assert [len(each) for each in found] == [0, int(asynchronous), 0, 0]
     if asynchronous:
-        assert found[1][0].what.startswith("mismatch/kl is 0.064 nats a token, at most 0.05 (health.max_off_policy_kl)")
-        assert found[1][0].what.endswith("lower trainer.optimizer.lr or async.max_trajectory_age_steps")
+        assert found[1][0].text.startswith("mismatch/kl is 0.064 nats a token, at most 0.05 (health.max_off_policy_kl)")
+        assert found[1][0].text.endswith("lower trainer.optimizer.lr or async.max_trajectory_age_steps")

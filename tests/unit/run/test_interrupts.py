@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from rlctl.run.interrupts import Interrupts, NotStopped, stop_driver, stop_signals, unhurried
+from rlctl.run.interrupts import Interrupts, NotStopped, ignore_signals, stop_driver, stop_signals
 
 
 @pytest.mark.parametrize(
@@ -28,12 +28,12 @@ from rlctl.run.interrupts import Interrupts, NotStopped, stop_driver, stop_signa
 def test_ctrl_c_interrupts_and_a_request_stops(number: signal.Signals, by: str, status: str) -> None:
     before, told = signal.getsignal(number), threading.Event()
     with Interrupts(told.set) as interrupts:
-        assert not interrupts.asked
+        assert not interrupts.is_requested
         os.kill(os.getpid(), number)
         assert told.wait(300)
         # The kernel and the shell may each tell a closed terminal: only the others end the run at once.
         os.kill(os.getpid(), signal.SIGHUP)
-        assert (interrupts.asked, interrupts.by, interrupts.status) == (True, by, status)
+        assert (interrupts.is_requested, interrupts.by, interrupts.status) == (True, by, status)
     assert signal.getsignal(number) is before
 
 
@@ -45,13 +45,13 @@ def test_the_first_signal_ends_a_block_with_nothing_to_save(number: signal.Signa
         with pytest.raises(KeyboardInterrupt), interrupts.ends_block():
             os.kill(os.getpid(), number)
             threading.Event().wait(300)
-        assert interrupts.asked
+        assert interrupts.is_requested
         # A second attempt of the start is none.
         with pytest.raises(KeyboardInterrupt), interrupts.ends_block():
             pytest.fail("the block was entered")
 
 
-@pytest.mark.parametrize("handled", [lambda: Interrupts(pytest.fail), stop_signals, unhurried])
+@pytest.mark.parametrize("handled", [lambda: Interrupts(pytest.fail), stop_signals, ignore_signals])
 def test_a_hangup_that_is_ignored_stays_ignored(handled: Callable[[], AbstractContextManager[object]]) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -68,7 +68,7 @@ def test_outside_such_a_block_a_signal_only_asks() -> None:
         with interrupts.ends_block():
             pass
         os.kill(os.getpid(), signal.SIGINT)
-        assert interrupts.asked
+        assert interrupts.is_requested
 
 
 def test_the_second_ctrl_c_gives_the_terminal_back_and_says_how_to_go_on(tmp_path: Path) -> None:

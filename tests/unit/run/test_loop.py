@@ -22,7 +22,7 @@ from rlctl.telemetry.metrics import Metric
 class Saved:
     """A trainer's part that is on the disk."""
 
-    uncopied = ""
+    wait_cause = ""
 
     def finish(self) -> dict[Path, tuple[int, str]]:
         return {}

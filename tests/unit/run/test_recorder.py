@@ -42,7 +42,7 @@ def make_recorder(
 class Begun:
     """A trainer's part that is on the disk when `release` is set; `error`: raised then."""
 
-    uncopied = ""
+    wait_cause = ""
 
     def __init__(self, error: Exception | None = None, release: threading.Event | None = None) -> None:
         self._error, self._release = error, release
@@ -236,13 +236,13 @@ def test_the_error_of_a_save_beside_training_is_raised_once_by_the_next(tmp_path
 def test_a_state_that_cannot_be_copied_is_written_before_the_next_step_and_said_once(tmp_path: Path) -> None:
     recorder, run = make_recorder(tmp_path, beside=True), RunDir(tmp_path / "r")
 
-    def uncopied(*arguments: Any) -> Begun:
+    def wait_cause(*arguments: Any) -> Begun:
         begun = write(*arguments)
-        begun.uncopied = "no room"
+        begun.wait_cause = "no room"
         return begun
 
     for step in (1, 2):
-        recorder.save(step, {}, uncopied)
+        recorder.save(step, {}, wait_cause)
         assert recorder.checkpoints.all()[-1].step == step
     assert [event["what"] for event in records(run.events) if event["kind"] == "warning"] == [
         "steps wait while checkpoints are written: no room"
