@@ -33,9 +33,13 @@ from rlctl.utils.event_loop import EventLoop
 
 # An agent that only tells its address.
 _AGENT = "rlctl.environments.agents.runners:announce"
-_NO_DEADLINE_S, _DEADLINE_S, _MEMORY_MIB = 1e8, 600.0, 1 << 16
+_NO_DEADLINE_S = 1e8
+_DEADLINE_S = 600.0
+_MEMORY_MIB = 1 << 16
 # Words of a vocabulary, tokens of a turn, turns of a session.
-_VOCABULARY, _TURN, TURNS = 32_000, 128, 8
+_VOCABULARY = 32_000
+_TURN = 128
+TURNS = 8
 # Bytes of one tool's schema. Half of a body is tools, as the requests of agents at a terminal are.
 _TOOL = 1500
 # Messages as Qwen writes them, with their tools and calls.
@@ -146,7 +150,8 @@ def _start(index: int, file: Path) -> RolloutStart:
 
 def _addresses(files: list[Path], ended: list[Any]) -> list[tuple[str, str]]:
     """Return (address, key) of each agent, once all are there. Raises RuntimeError."""
-    found, end = list[tuple[str, str]](), time.monotonic() + _DEADLINE_S
+    found = list[tuple[str, str]]()
+    end = time.monotonic() + _DEADLINE_S
     for file in files:
         told: dict[str, str] = {}
         while not told:
@@ -171,7 +176,8 @@ def _spent(process: psutil.Process) -> float:
 
 def _opening(size: int) -> dict[str, Any]:
     """Return a first request of about `size` bytes, half tools."""
-    rng, tools = random.Random(0), list[dict[str, Any]]()
+    rng = random.Random(0)
+    tools = list[dict[str, Any]]()
     while len(json.dumps(tools)) < size // 2:
         words = random_words(rng, (_TOOL - 200) // 4)
         properties = {"path": {"type": "string", "description": words[:200]}, "line": {"type": "integer"}}
@@ -193,7 +199,8 @@ async def _all(addresses: list[tuple[str, str]], opening: dict[str, Any], turns:
 
 async def _play(index: int, base_url: str, key: str, opening: dict[str, Any], turns: int, waits: list[float]) -> None:
     """Ask for turns, each with all messages before it, as agents do. Raises RuntimeError for another answer."""
-    parts, body = urlsplit(base_url), dict(opening)
+    parts = urlsplit(base_url)
+    body = dict(opening)
     user = f"session {index} of many"
     # The histories of sessions differ.
     body["messages"] = [*opening["messages"], {"role": "user", "content": user}]

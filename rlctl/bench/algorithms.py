@@ -59,14 +59,18 @@ class LearningCurve:
 def learning_curve(seed: int, records: Sequence[Record], config: GrpoConfig) -> LearningCurve:
     """Return the curve of a run with this config from its metrics. Raises RuntimeError without any accuracy."""
     curve = LearningCurve(seed, [], [], [], [], tokens=0, wasted=0.0)
-    rollouts, seconds, tokens, wasted = 0, 0.0, 0.0, 0.0
+    rollouts = 0
+    seconds = 0.0
+    tokens = 0.0
+    wasted = 0.0
     for record in records:
         if record["kind"] == "step":
             extra = record.get(metric_rows.REPLACED_GROUPS.name, 0.0) + record.get(metric_rows.SURPLUS_GROUPS.name, 0.0)
             rollouts += int(config.grpo.num_prompts_per_step + extra) * config.grpo.num_generations_per_prompt
             seconds += record[STEP_SECONDS.name]
             generated = record[metric_rows.GENERATED_TOKENS.name] + record.get(metric_rows.SURPLUS_TOKENS.name, 0.0)
-            tokens, wasted = tokens + generated, wasted + generated * record.get(metric_rows.WASTED_TOKENS.name, 0.0)
+            tokens = tokens + generated
+            wasted = wasted + generated * record.get(metric_rows.WASTED_TOKENS.name, 0.0)
         elif metric_rows.HELD_OUT_ACCURACY.name in record:
             curve.steps.append(record["step"])
             curve.rollouts.append(rollouts)
@@ -136,7 +140,8 @@ class AlgorithmResults(Results):
 
     def chart(self) -> CurveChart:
         band = f", mean of {self.seeds} seeds in a band from the least to the greatest" if self.seeds > 1 else ""
-        title, label = f"{self.recipe}{band}", f"held-out accuracy; dashed: {self.target:g}"
+        title = f"{self.recipe}{band}"
+        label = f"held-out accuracy; dashed: {self.target:g}"
         return CurveChart(title, label, [_curve(row) for row in self.rows], self.target)
 
     def errors(self) -> list[str]:
@@ -144,7 +149,8 @@ class AlgorithmResults(Results):
 
     def _algorithm_cells(self, row: AlgorithmRow, wide: bool) -> Cells:
         reached, rollouts, seconds = row.to_target(self.target)
-        low, high = min(row.ends), max(row.ends)
+        low = min(row.ends)
+        high = max(row.ends)
         more = [
             ("reached", f"{reached} of {len(row.runs)}"),
             ("tokens", f"{fmean(run.tokens for run in row.runs):,.0f}"),
@@ -299,7 +305,8 @@ class _Progress:
     @contextmanager
     def run(self, label: str) -> Iterator[None]:
         """Count the run that the block makes."""
-        self._label, self._step = label, 0
+        self._label = label
+        self._step = 0
         self._tell("")
         yield
         self._done += 1
@@ -312,7 +319,8 @@ class _Progress:
                 self._tell(f": step {self._step}, accuracy {record.get(HELD_OUT_ACCURACY.name, float('nan')):.3f}")
 
     def _tell(self, what: str) -> None:
-        total, spent = sum(self.steps), time.monotonic() - self._began
+        total = sum(self.steps)
+        spent = time.monotonic() - self._began
         done = sum(self.steps[: self._done]) + self._step
         left = f"; {span(spent * (total - done) / done)} left" if done else ""
         self.say(f"{self._label} (run {self._done + 1} of {len(self.steps)}){what}{left}")

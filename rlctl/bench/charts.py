@@ -49,7 +49,8 @@ class CurveChart:
         panels = figure.subplots(1, len(labels), sharey=True, squeeze=False)[0]
         for axes, label in zip(panels, labels):
             for index, curve in enumerate(self.curves):
-                colour, style = _COLOURS[index % len(_COLOURS)], _STYLES[index // len(_COLOURS) % len(_STYLES)]
+                colour = _COLOURS[index % len(_COLOURS)]
+                style = _STYLES[index // len(_COLOURS) % len(_STYLES)]
                 axes.plot(curve.x[label], curve.mean, color=colour, linestyle=style, linewidth=1.8, label=curve.name)
                 axes.fill_between(curve.x[label], curve.least, curve.greatest, color=colour, alpha=0.13, linewidth=0)
             axes.axhline(self.bound, color=_BOUND, linewidth=1, linestyle="--")

@@ -53,7 +53,8 @@ class DispatchBench(Bench):
     def _dispatch_rows(self, workers: int, folder: Path, say: Say) -> "list[DispatchRow]":
         say(count(workers, "worker"))
         specs = [WorkerSpec(f"echo-{rank}", Echo, log=f"{folder}/echo-{rank}.log") for rank in range(workers)]
-        group, why = WorkerGroup(specs, 60), ""
+        group = WorkerGroup(specs, 60)
+        why = ""
         try:
             group.built().wait(_DISPATCH_DEADLINE_S)
             ordinary = [self._round_trips(group, size) for size in self.payloads]
@@ -76,7 +77,8 @@ class DispatchBench(Bench):
         Raises RuntimeError if a worker received something else.
         """
         payload = np.zeros(size, np.uint8)
-        taken, end = [], time.perf_counter() + _ROW_S
+        taken = []
+        end = time.perf_counter() + _ROW_S
         for _ in range(self.calls):
             began = time.perf_counter()
             answers = group.call(Echo.take, payload)

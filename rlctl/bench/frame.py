@@ -115,7 +115,8 @@ def numbers(
 
     Adds a problem with the example `like` for the first part that is no number, and then returns nothing.
     """
-    found, units = [], units or {"": 1}
+    found = []
+    units = units or {"": 1}
     for part in (part.strip() for part in given.split(",")):
         number = part.rstrip("KMBkmb")
         unit = part[len(number) :].upper()

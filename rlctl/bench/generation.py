@@ -62,7 +62,9 @@ _FAR = 1000
 # Tokens of a turn before anything is counted, for kernels that are compiled when they are first used.
 _WARM_UP = 4
 # Bytes of the copy that tells the device's bandwidth.
-_COPIED, _COPIED_CPU, _COPIES = 1 << 30, 1 << 28, 10
+_COPIED = 1 << 30
+_COPIED_CPU = 1 << 28
+_COPIES = 10
 _GENERATION_LEGEND = (
     "turns: how many, and the mean tokens of one; tok/s: sampled tokens a second and device, median of the rounds; x "
     "first: over the first row's; prefix: share of the prompts' tokens, of all turns, that caches held; at once: "
@@ -116,7 +118,9 @@ class GenerationBench(Bench):
         from rlctl.preflight.placement import PlacementError
         from rlctl.rollout.episode_setup import environment_pool, set_up
 
-        shape, logs, warnings = shape_folder(self.model, folder), folder / "logs", list[str]()
+        shape = shape_folder(self.model, folder)
+        logs = folder / "logs"
+        warnings = list[str]()
         # Mistakes are reported before weights are made, which takes minutes.
         written = self._write_config(shape, folder)
         say(f"random weights in the shape of {self.model}")
@@ -124,7 +128,8 @@ class GenerationBench(Bench):
         config = written.config
         config = replace(config, model=replace(config.model, path=str(folder / "model"), random_init=False))
         settled = settle(config, RunMachine(device_of(count_gpus())), read_sizes(shape / "config.json"))
-        files, chat = ModelFiles.find(config.model, folder, 0), load_chat(config, str(shape))
+        files = ModelFiles.find(config.model, folder, 0)
+        chat = load_chat(config, str(shape))
         prompts = _prompts(chat)
 
         def emit(kind: str, **facts: Any) -> None:
@@ -211,10 +216,12 @@ class GenerationBench(Bench):
         played.lengths.tokens = turns * length
         sampling = Sampling("train", turns, self.prompts, self.generations, length, 1.0)
         tasks = list(islice(prompts, self.prompts))
-        before, cpu = dispatcher.stats(), time.process_time()
+        before = dispatcher.stats()
+        cpu = time.process_time()
         begin = time.perf_counter()
         groups = dispatcher.sample(played.runner, sampling, tasks, version)
-        seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
+        seconds = time.perf_counter() - begin
+        cpu = time.process_time() - cpu
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         if any(rollout.num_sampled != turns * length for rollout in rollouts):
             failed = next((each.episode.failure for each in rollouts if each.episode and each.episode.failure), None)
@@ -309,14 +316,18 @@ def _generation_row(
     played: Played, rounds: list[Round], speed: float, bench: GenerationBench, settled: SettledGrpo
 ) -> GenerationRow:
     """Return the figures of a row. speed: bytes/s that a device reads."""
-    generation, sizes, seconds = settled.config.generation, settled.facts, [each.seconds for each in rounds]
+    generation = settled.config.generation
+    sizes = settled.facts
+    seconds = [each.seconds for each in rounds]
     assert sizes
-    engines, turns = generation.num_engines, played.turns
+    engines = generation.num_engines
+    turns = played.turns
 
     def total(name: str) -> float:
         return sum(each.gain(name) for each in rounds)
 
-    at_once, place = total("tokens") / total("steps"), median(each.place for each in rounds)
+    at_once = total("tokens") / total("steps")
+    place = median(each.place for each in rounds)
     weights = refit_bytes(sizes, settled.generation_dtype) / generation.tensor_parallel_size
     per_token = token_bytes(sizes, settled.generation_dtype, generation.tensor_parallel_size)
     return GenerationRow(
@@ -341,7 +352,8 @@ def copy_speed(gpu: bool) -> float:
 
     device, size = ("cuda:0", _COPIED) if gpu else ("cpu", _COPIED_CPU)
     source = torch.ones(size, dtype=torch.uint8, device=device)
-    target, best = torch.empty_like(source), float("inf")
+    target = torch.empty_like(source)
+    best = float("inf")
     for _ in range(_COPIES):
         begin = time.perf_counter()
         target.copy_(source)

@@ -220,7 +220,8 @@ def _mode_row(mode: str, steps: Sequence[Mapping[str, Any]]) -> ModeRow:
 
 
 def _ceiling(rows: Sequence[ModeRow], records: Sequence[Sequence[Mapping[str, Any]]]) -> float:
-    training, generation = max(row.training for row in rows), max(row.generation for row in rows)
+    training = max(row.training for row in rows)
+    generation = max(row.generation for row in rows)
     steps = [step for part in records for step in part]
     prompt, generated, trained = (
         sum(float(step[f"tokens/{name}"]) for step in steps) for name in ("prompt", "generated", "trained")

@@ -24,8 +24,12 @@ from rlctl.preflight.trainer_settings import TrainerSettings
 if TYPE_CHECKING:
     from rlctl.training.trainer_worker import RankBatch
 
-_COPY, _ROUNDS = 1 << 30, 5
-LEFT, MOVED, HOST, OVERLAPPED = "left", "moved", "on the host", "on the host, overlapped"
+_COPY = 1 << 30
+_ROUNDS = 5
+LEFT = "left"
+MOVED = "moved"
+HOST = "on the host"
+OVERLAPPED = "on the host, overlapped"
 # Places of optimizer state from which the host updates the weights, by backend.
 HOST_UPDATES: dict[str, tuple[str, ...]] = {"fsdp": (), "megatron": (HOST, OVERLAPPED)}
 _OFFLOAD_LEGEND = (
@@ -242,8 +246,10 @@ def measure_steps(bench: OffloadBench, place: str, folder: Path) -> StepRow:
     from rlctl.training.spec import TrainerSpec
     from rlctl.training.trainer_worker import TrainerWorker
 
-    model, meeting = str(folder / "model"), f"file://{folder / place}"
-    updated_there, count = place in (HOST, OVERLAPPED), 1 + bench.steps
+    model = str(folder / "model")
+    meeting = f"file://{folder / place}"
+    updated_there = place in (HOST, OVERLAPPED)
+    count = 1 + bench.steps
     section = replace(
         bench.section,
         num_ranks=1,
@@ -259,7 +265,9 @@ def measure_steps(bench: OffloadBench, place: str, folder: Path) -> StepRow:
     trainer = TrainerWorker(TrainerSpec(section, model, model, 0, 1, meeting, bench.device, 1.0, count, 0, None, {}))
     share = random_batch(folder / "model", bench.tokens, bench.batch, bench.section.micro_batch_tokens)
     totals = Totals((bench.tokens - 1) * bench.batch, bench.batch, bench.batch)
-    seconds, peaks, losses = [], [], []
+    seconds = []
+    peaks = []
+    losses = []
     for _ in range(count):
         if bench.device != "cpu":
             torch.cuda.synchronize()
@@ -273,7 +281,8 @@ def measure_steps(bench: OffloadBench, place: str, folder: Path) -> StepRow:
     moved = memory["moved_to_host"] / count, memory["moved_to_device"] / count
     log_probs, train = (median(each[part] for each in seconds[1:]) for part in (0, 1))
     parameters = trainer.info()["parameters"]
-    device, host = memory["device_allocated"] / parameters, (memory["host_rss"] - before) / parameters
+    device = memory["device_allocated"] / parameters
+    host = (memory["host_rss"] - before) / parameters
     return StepRow(place, log_probs, train, max(peaks[1:]), moved, device, host, losses)
 
 
@@ -288,7 +297,8 @@ def random_batch(model: Path, tokens: int, count: int, micro_batch: int) -> "Ran
     from rlctl.training.trainer_worker import RankBatch
 
     vocabulary = int(json.loads((model / "config.json").read_text())["vocab_size"])
-    rng, mask = np.random.default_rng(0), np.arange(tokens) > 0
+    rng = np.random.default_rng(0)
+    mask = np.arange(tokens) > 0
     samples = [TrainingSample(rng.integers(vocabulary, size=tokens).astype(np.int32), mask, {}) for _ in range(count)]
     [plan] = plan_micro_batches([tokens] * count, 1, micro_batch)
     return RankBatch.from_micro_batches([[samples[index] for index in batch] for batch in plan])

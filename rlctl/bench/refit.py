@@ -39,9 +39,12 @@ from rlctl.workers.group import Pending, Worker, WorkerGroup, WorkerSpec
 
 _DEADLINE_S = 600.0
 _MOST_PLAIN = 30
-_PROMPT_TOKENS, _REQUESTS, _REQUEST_TOKENS = 64, 16, 192
+_PROMPT_TOKENS = 64
+_REQUESTS = 16
+_REQUEST_TOKENS = 192
 # Steps of an engine before an update: its prompts are computed, and its requests outlast the update.
-_BEFORE_UPDATE, _POLL_S = 12, 0.005
+_BEFORE_UPDATE = 12
+_POLL_S = 0.005
 
 
 @dataclass(frozen=True)
@@ -140,7 +143,8 @@ class RefitBench(Bench):
                 engine.kill()
 
     def _start_trainers(self, model: Path, adapters: AdapterSpec | None, logs: Path) -> WorkerGroup:
-        places, specs = self.placement.trainers, []
+        places = self.placement.trainers
+        specs = []
         for rank in range(len(places)):
             device = "cpu" if self.cpu else "cuda:0"
             make = partial(BenchTrainer, str(model), adapters, rank, len(places), device, self.master)
@@ -184,7 +188,10 @@ class _Stage:
     """The processes of a bench, joined in one meeting, and one method for each kind of row."""
 
     def __init__(self, bench: RefitBench, trainers: WorkerGroup, engines: list[Worker], folder: Path) -> None:
-        self.bench, self.trainers, self.engines, self._folder = bench, trainers, engines, folder
+        self.bench = bench
+        self.trainers = trainers
+        self.engines = engines
+        self._folder = folder
         self.ends = [EngineEnd(engine, bench.tensor_parallel) for engine in engines]
         self.workers = len(engines) * bench.tensor_parallel
         self.refit = Refit(trainers, self._options(bench.kinds[0], "auto", bench.num_buffers[0]))
@@ -193,7 +200,8 @@ class _Stage:
         # The plain link needs no more rounds for a median.
         self._plain_rounds = min(bench.rounds, _MOST_PLAIN)
         self._version = 0
-        port, parties = free_port(), len(trainers) + self.workers
+        port = free_port()
+        parties = len(trainers) + self.workers
         joined = trainers.start(BenchTrainer.rendezvous, port, parties)
         self._rpc("bench_meet", port, parties)
         joined.wait(_DEADLINE_S)
@@ -247,7 +255,9 @@ class _Stage:
 
     def _while_requests_run(self, refit: Refit, checks: Checks) -> dict[str, Any]:
         """Refit as a run does, through the driver, while every engine samples."""
-        stalls, gaps, seconds = [], [], []
+        stalls = []
+        gaps = []
+        seconds = []
         for number in range(self.bench.updates):
             # Different prompts, so that no prefix is cached.
             ids = [RequestId(RolloutId("parity", "bench", number * _REQUESTS + i, 0)) for i in range(_REQUESTS)]

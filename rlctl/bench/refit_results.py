@@ -44,7 +44,8 @@ class SchemeRow:
     @property
     def overlap(self) -> float | None:
         """Share of the time that could hide behind the longest phase, and did; None if there is none to hide."""
-        total, longest = sum(self.phases.values()), max(self.phases.values(), default=0.0)
+        total = sum(self.phases.values())
+        longest = max(self.phases.values(), default=0.0)
         hideable = total - longest
         if hideable < 0.02 * self.seconds:
             return None
@@ -122,7 +123,8 @@ def make_row(
 ) -> SchemeRow:
     """Return the row of the records of every trainer rank and engine worker. wrong: None if nothing was compared."""
     rounds = range(1 if len(received[0].ends) > 1 else 0, len(received[0].ends))
-    seconds, commits = [], []
+    seconds = []
+    commits = []
     for number in rounds:
         begin = min(part.begins[number] for part in (*sent, *received))
         commit = max(part.commits[number] for part in received)

@@ -29,7 +29,8 @@ class Meeting:
     def __init__(self, port: int, parties: int, server: bool) -> None:
         patience = timedelta(seconds=_PATIENCE_S)
         self._store: Any = open_store(LOOPBACK, port, server=server, timeout=patience)
-        self._parties, self._count = parties, 0
+        self._parties = parties
+        self._count = 0
 
     def wait(self) -> None:
         """Wait until every process has called it as often as this one."""
@@ -56,7 +57,8 @@ class BenchEnd:
     """One process's means of measuring: the barrier, the plain link, and the device memory held before."""
 
     def __init__(self, device: torch.device, meeting: Meeting) -> None:
-        self.device, self.meeting = device, meeting
+        self.device = device
+        self.meeting = meeting
         self._link: BroadcastGroup | None = None
         self._before = 0
 
@@ -89,7 +91,8 @@ class BenchEnd:
 
     def measure(self, count: int, work: Callable[[int], Timing], meeting: Meeting | None = None) -> Measured:
         """Run `work(round)` `count` times, each begun together with everybody in the meeting."""
-        measured, settled = Measured(), 0
+        measured = Measured()
+        settled = 0
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         for number in range(count):

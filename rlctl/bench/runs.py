@@ -75,7 +75,8 @@ def train(name: str, command: Sequence[str], run: Path, watch: Watch | None = No
     if it fails. Ctrl-C ends it first.
     """
     output = run.parent / f"{run.name}.out"
-    metrics, records = Tail(run / "metrics.jsonl"), list[Record]()
+    metrics = Tail(run / "metrics.jsonl")
+    records = list[Record]()
     with output.open("w") as out:
         # In a new session it gets Ctrl-C once, from here.
         process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)

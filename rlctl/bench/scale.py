@@ -33,11 +33,14 @@ from rlctl.training.trainer_group import TrainerGroup
 from rlctl.workers.group import Pending, Worker, WorkerGroup, WorkerSpec
 from rlctl.workers.shared_arguments import SharedArgument, array_bytes, put_common, put_once
 
-_NODE, _CALLS, _SCALE_DEADLINE_S = 8, 512, 300.0
+_NODE = 8
+_CALLS = 512
+_SCALE_DEADLINE_S = 300.0
 # Share of a GPU that an engine's weights may take: it has as few GPUs as that needs.
 _WEIGHTS_SHARE = 0.7
 # A step's batch: sequences a trainer rank, and tokens of each.
-_SEQUENCES, _LENGTH = 4, 4096
+_SEQUENCES = 4
+_LENGTH = 4096
 _LEGEND = (
     "comms: communicators on a GPU of an engine, with the members of the largest and their memory at most; plan: bytes "
     "of the refit's plan; start, rebuild: CPU time of the driver until all ranks and engines have joined, at the start "
@@ -137,8 +140,10 @@ class _Model:
         from rlctl.models.meta_model import causal_lm
 
         lm = causal_lm(folder)
-        self.folder, self.sizes = folder, derive_facts(folder, weights=False).sizes
-        self._table, self._parameters = table_of(lm, folder), dict(lm.named_parameters())
+        self.folder = folder
+        self.sizes = derive_facts(folder, weights=False).sizes
+        self._table = table_of(lm, folder)
+        self._parameters = dict(lm.named_parameters())
 
     def layout(self, dtype: str) -> Layout:
         return [(row.name, row.shape, dtype) for row in self._table.sent_rows]
@@ -160,9 +165,12 @@ class _Model:
 def _scale_row(name: str, model: _Model, gpus: int, a_call: float) -> ScaleRow:
     settled, run = _planned(model, gpus)
     assert run.placement
-    ranks, generation = settled.trainer.num_ranks, settled.config.generation
-    options, nodes = refit_options(settled, run.placement, ""), len(run.placement.used_nodes)
-    layout, boxes = model.layout(options.dtype), model.boxes(options.ranks_a_copy or ranks)
+    ranks = settled.trainer.num_ranks
+    generation = settled.config.generation
+    options = refit_options(settled, run.placement, "")
+    nodes = len(run.placement.used_nodes)
+    layout = model.layout(options.dtype)
+    boxes = model.boxes(options.ranks_a_copy or ranks)
     digest = layout_digest(layout)
     # Ranks of one copy alone send their boxes.
     shares = [*boxes, *([] for _ in range(ranks - len(boxes)))]
@@ -171,7 +179,8 @@ def _scale_row(name: str, model: _Model, gpus: int, a_call: float) -> ScaleRow:
         plan, _, _ = plan_refit(layout, [pickle.loads(each) for each in holdings], options)
         # It travels with every refit.
         assert plan.digest
-    actors, groups = ranks + generation.num_engines, plan.owner_groups
+    actors = ranks + generation.num_engines
+    groups = plan.owner_groups
     sent, batching = _batch(settled)
     members = max(map(len, groups)) + generation.num_engines * generation.tensor_parallel_size
     return ScaleRow(
@@ -195,7 +204,8 @@ def _scale_row(name: str, model: _Model, gpus: int, a_call: float) -> ScaleRow:
 
 def _planned(model: _Model, gpus: int) -> tuple[SettledGrpo, RunPlan]:
     """Return an asynchronous run of which half of the GPUs train, and its plan."""
-    cluster, half = PlannedCluster(max(1, gpus // _NODE), min(gpus, _NODE), H100_BYTES), gpus // 2
+    cluster = PlannedCluster(max(1, gpus // _NODE), min(gpus, _NODE), H100_BYTES)
+    half = gpus // 2
     size = 1
     while refit_bytes(model.sizes, "bfloat16") > size * _WEIGHTS_SHARE * H100_BYTES and size < min(half, _NODE):
         size *= 2

@@ -15,7 +15,9 @@ from rlctl.bench.workload import longest, make_samples, model_problems
 from rlctl.config.errors import Problem, did_you_mean
 from rlctl.dashboard.formats import count
 
-_EAGER, _COMPILE, _GRAPH = "trainer.compile=false", "trainer.compile=true", "ray_compiled_graph.enabled=require"
+_EAGER = "trainer.compile=false"
+_COMPILE = "trainer.compile=true"
+_GRAPH = "ray_compiled_graph.enabled=require"
 MODES = {
     "eager": (_EAGER,),
     "eager-graph": (_EAGER, _GRAPH),

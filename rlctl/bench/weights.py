@@ -30,7 +30,9 @@ class RandomShards:
 
     def __init__(self, rows: list[NamedShape], rank: int, world: int, master: str, device: torch.device) -> None:
         """Allocate zeros. rows: every tensor. master: dtype in which the trainer keeps its weights."""
-        self._rank, self._world, self._device = rank, world, device
+        self._rank = rank
+        self._world = world
+        self._device = device
         self._dtype: torch.dtype = getattr(torch, master)
         self._rows = rows
         self._held = {

@@ -14,7 +14,7 @@ from rlctl.cli.output import BAD_INPUT, INTERRUPTED, say
 from rlctl.config.errors import ConfigError, Problem
 from rlctl.dashboard.console import SafeConsole
 from rlctl.dashboard.rollout_query import NoSuchGroup, RolloutQuery, follow, select
-from rlctl.dashboard.rollout_view import footer, plain, shown
+from rlctl.dashboard.rollout_view import footer, plain, render_group
 from rlctl.dashboard.state import read_state
 from rlctl.run.run_dir import RunDir
 from rlctl.telemetry.exact_tokens import with_lists, without_tokens
@@ -74,7 +74,7 @@ class Printer:
             for group in answer.groups:
                 self._print(group)
             if uses_pager:
-                self._console.print(footer(answer.found, len(answer.groups), answer.recorded))
+                self._console.print(footer(answer.num_found, len(answer.groups), answer.recorded))
         if not answer.groups:
             say("no group has that text", err=True)
 
@@ -104,6 +104,6 @@ class Printer:
 def print_group(group: Record, out: Console, pattern: re.Pattern[str] | None = None, tokens: bool = False) -> None:
     """Print a group for a person. pattern: mark its matches in the texts. tokens: add the exact tokens."""
     if out.is_terminal:
-        out.print(shown(group, out, pattern, tokens))
+        out.print(render_group(group, out, pattern, tokens))
     else:
         print("\n".join(plain(group, tokens)), flush=True)

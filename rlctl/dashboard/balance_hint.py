@@ -23,7 +23,7 @@ def hint(state: RunState) -> str:
     best, saved = better_division(now, 1 - idle["trainer"], 1 - idle["generator"])
     if saved < WORTH:
         return ""
-    side = max(idle, key=lambda one: idle[one] or 0.0)
+    side = "trainer" if idle["trainer"] >= idle["generator"] else "generator"
     division = f"{best[0]} to train and {best[1]} to generate"
     return f"{side} idle {idle[side]:.0%}: {division} would save {saved:.0%} of a step"
 
@@ -35,11 +35,12 @@ def better_division(now: tuple[int, int], trainer: float, generator: float) -> t
     are taken to share its work evenly; the slower side sets the pace.
     """
     work = (now[0] * trainer, now[1] * generator)
-    whole = sum(now)
+    num_devices = sum(now)
 
     def pace(train: int) -> float:
-        return max(work[0] / train, work[1] / (whole - train))
+        return max(work[0] / train, work[1] / (num_devices - train))
 
     present = pace(now[0])
-    best = min(range(1, whole), key=lambda train: (pace(train), abs(train - now[0])), default=now[0])
-    return (best, whole - best), 1 - pace(best) / present if present > 0 else 0.0
+    best = min(range(1, num_devices), key=lambda train: (pace(train), abs(train - now[0])), default=now[0])
+    saved = 1 - pace(best) / present if present > 0 else 0.0
+    return (best, num_devices - best), saved

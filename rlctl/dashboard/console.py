@@ -19,7 +19,8 @@ PIPE_WIDTH = 200
 
 
 def _colours(hexadecimal: str) -> list[tuple[int, int, int]]:
-    return [(value >> 16, value >> 8 & 255, value & 255) for value in (int(one, 16) for one in hexadecimal.split())]
+    colours = [int(word, 16) for word in hexadecimal.split()]
+    return [(colour >> 16, colour >> 8 & 255, colour & 255) for colour in colours]
 
 
 THEME = TerminalTheme(

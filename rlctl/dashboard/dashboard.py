@@ -1,7 +1,7 @@
 """The dashboard: a run's state as one screen, laid out for a terminal's size. Pure."""
 
 from rlctl.dashboard.panels.asynchronous import age_bound, ages, timeline
-from rlctl.dashboard.panels.canvas import Frame, Row, beside
+from rlctl.dashboard.panels.canvas import Frame, Row, place_side_by_side
 from rlctl.dashboard.panels.learning import curve, learning, legend, metrics_of
 from rlctl.dashboard.panels.rollout import rollout
 from rlctl.dashboard.panels.speed import idle, idle_and_memory, memory, phase_times, throughput, timing
@@ -16,7 +16,9 @@ TWO_COLUMNS = 64
 SPEED_HEIGHT = 5
 LEAST_LOG = 3
 # Rows below the other panels from which on a rollout is shown; those left to the events; the most it takes.
-TALL, LOG_HEIGHT, MOST_ROLLOUT = 16, 8, 24
+TALL = 16
+LOG_HEIGHT = 8
+MOST_ROLLOUT = 24
 TIMELINE_HEIGHT = 6
 # Without the axis, where rows are few.
 LEAST_TIMELINE = 4
@@ -36,12 +38,12 @@ def render(state: RunState, width: int, height: int) -> Frame:
         rows += [*learning(state, width, upper), *throughput(state, width, SPEED_HEIGHT)]
     else:
         rows += _narrow(state, width, room)
-    left = height - len(rows)
-    if state.steps and state.sample.get("rollouts") and left >= TALL:
-        rows += rollout(state, width, min(left - LOG_HEIGHT, MOST_ROLLOUT))
-        left = height - len(rows)
-    if left >= LEAST_LOG:
-        rows += log(state, width, left, legend(state, width - 5) if state.steps else "")
+    free_rows = height - len(rows)
+    if state.steps and state.sample.get("rollouts") and free_rows >= TALL:
+        rows += rollout(state, width, min(free_rows - LOG_HEIGHT, MOST_ROLLOUT))
+        free_rows = height - len(rows)
+    if free_rows >= LEAST_LOG:
+        rows += log(state, width, free_rows, legend(state, width - 5) if state.steps else "")
     return Frame(rows, width, height)
 
 
@@ -52,16 +54,19 @@ def _wide(state: RunState, width: int, room: int) -> list[Row]:
     """
     lower = SPEED_HEIGHT + _has_device_row(state)
     oldest = age_bound(state)
-    middle = 0 if oldest is None else min(max(TIMELINE_HEIGHT, oldest + 4), max(LEAST_TIMELINE, room - lower - 15))
-    wanted = max(len(metrics_of(state)), len(phase_times(state)), 12) + 2
-    upper = max(3, min(wanted, room - lower - middle - LEAST_LOG - 3))
-    first = third = width // 3
-    second = width - first - third
-    return [
-        *beside(learning(state, first, upper), curve(state, second, upper), timing(state, third, upper)),
-        *(beside(timeline(state, first + second, middle), ages(state, third, middle)) if middle else []),
-        *beside(throughput(state, first, lower), idle(state, second, lower), memory(state, third, lower)),
-    ]
+    middle = 0
+    if oldest is not None:
+        middle = min(max(TIMELINE_HEIGHT, oldest + 4), max(LEAST_TIMELINE, room - lower - 15))
+    content_height = max(len(metrics_of(state)), len(phase_times(state)), 12) + 2
+    upper = max(3, min(content_height, room - lower - middle - LEAST_LOG - 3))
+    # The outer columns have equal widths.
+    outer = width // 3
+    inner = width - 2 * outer
+    rows = place_side_by_side(learning(state, outer, upper), curve(state, inner, upper), timing(state, outer, upper))
+    if middle:
+        rows += place_side_by_side(timeline(state, outer + inner, middle), ages(state, outer, middle))
+    rows += place_side_by_side(throughput(state, outer, lower), idle(state, inner, lower), memory(state, outer, lower))
+    return rows
 
 
 def _narrow(state: RunState, width: int, room: int) -> list[Row]:
@@ -70,19 +75,22 @@ def _narrow(state: RunState, width: int, room: int) -> list[Row]:
     An asynchronous run has its timeline between them, and ages in place of the idle shares, which the timeline shows.
     """
     lower = SPEED_HEIGHT + (_has_device_row(state) if room > 24 else 0)
-    wanted = len(metrics_of(state)) + 2
-    asynchronous = age_bound(state) is not None
-    middle = (TIMELINE_HEIGHT if room > 28 else LEAST_TIMELINE) if asynchronous else 0
-    upper = max(3, min(wanted, room - lower - middle - LEAST_LOG - (not asynchronous)))
-    left = width // 2
-    right = width - left
-    return [
-        *beside(learning(state, left, upper), timing(state, right, upper)),
-        *(timeline(state, width, middle) if middle else []),
-        *beside(throughput(state, left, lower), (ages if asynchronous else idle_and_memory)(state, right, lower)),
-    ]
+    content_height = len(metrics_of(state)) + 2
+    is_asynchronous = age_bound(state) is not None
+    middle = 0
+    if is_asynchronous:
+        middle = TIMELINE_HEIGHT if room > 28 else LEAST_TIMELINE
+    upper = max(3, min(content_height, room - lower - middle - LEAST_LOG - (not is_asynchronous)))
+    left_width = width // 2
+    right_width = width - left_width
+    rows = place_side_by_side(learning(state, left_width, upper), timing(state, right_width, upper))
+    if is_asynchronous:
+        rows += timeline(state, width, middle)
+    lower_right = ages if is_asynchronous else idle_and_memory
+    rows += place_side_by_side(throughput(state, left_width, lower), lower_right(state, right_width, lower))
+    return rows
 
 
 def _has_device_row(state: RunState) -> bool:
-    """True where there is an MFU or a device's use to show, which takes one row more."""
+    """Return True if there is an MFU or a device's use to show, which takes one row more."""
     return state.latest(MFU.name) is not None or state.latest(UTILIZATION.name) is not None

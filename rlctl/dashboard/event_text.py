@@ -38,8 +38,12 @@ def one_line(text: object) -> str:
 
 
 def _fields(event: Record) -> str:
-    shown = {key: value for key, value in event.items() if key not in ("kind", "time")}
-    return " ".join(f"{key} {f'{value:.6g}' if isinstance(value, float) else value}" for key, value in shown.items())
+    parts = []
+    for key, field in event.items():
+        if key not in ("kind", "time"):
+            text = f"{field:.6g}" if isinstance(field, float) else str(field)
+            parts.append(f"{key} {text}")
+    return " ".join(parts)
 
 
 def _took(event: Record) -> str:
@@ -51,32 +55,37 @@ def _reason(event: Record) -> str:
 
 
 def _validation(record: Record) -> str:
-    shown = ["accuracy", "pass_at_k", "reward", "loss"]
+    names = ["accuracy", "pass_at_k", "reward", "loss"]
     if record.get(UNSCORED_ANSWERS.name):
-        shown.append("failed_rewards")
-    known = [(name.replace("_", " "), record.get(f"validation/{name}")) for name in shown]
-    values = ", ".join(f"{name} {number(value)}" for name, value in known if value is not None)
-    return f"validation of step {record.get('step')}: {values}"
+        names.append("failed_rewards")
+    parts = []
+    for name in names:
+        metric = record.get(f"validation/{name}")
+        if metric is not None:
+            parts.append(f"{name.replace('_', ' ')} {number(metric)}")
+    return f"validation of step {record.get('step')}: {', '.join(parts)}"
 
 
-def _started(event: Record) -> str:
+def _run_start(event: Record) -> str:
     done = event.get("start_step", 0)
     return f"run resumed after step {done}" if done else f"run started: {event.get('model', '')}"
 
 
 def _start_up(event: Record) -> str:
-    parts = ", ".join(f"{what} {duration(seconds)}" for what, seconds in dict(event.get("parts") or {}).items())
+    parts = ", ".join(f"{part} {duration(seconds)}" for part, seconds in dict(event.get("parts") or {}).items())
     return f"started in {duration(event['seconds'])}: {parts}"
 
 
 def _chosen(event: Record) -> str:
-    shown = {key: value for key, value in event.items() if key not in ("kind", "time")}
-    return ", ".join(
-        f"{key}={f'{value:g}' if type(value) is float else str(value).lower()}" for key, value in shown.items()
-    )
+    parts = []
+    for key, field in event.items():
+        if key not in ("kind", "time"):
+            text = f"{field:g}" if type(field) is float else str(field).lower()
+            parts.append(f"{key}={text}")
+    return ", ".join(parts)
 
 
-def _opened(event: Record) -> str:
+def _refit(event: Record) -> str:
     extra = float(event.get("extra_bytes", 0)) / 2**30
     memory = f", {extra:.1f} GiB beyond the weights" if extra else ""
     names = list(event.get("engines") or [])
@@ -85,13 +94,14 @@ def _opened(event: Record) -> str:
 
 
 def _processes(event: Record) -> str:
-    shown = _fields(event)
     count = len(event) - 2
-    return f"process ids: {shown}" if count <= MOST_IDS else f"process ids: of {count} processes, in events.jsonl"
+    if count > MOST_IDS:
+        return f"process ids: of {count} processes, in events.jsonl"
+    return f"process ids: {_fields(event)}"
 
 
 _WORDS: dict[str, Callable[[Record], str]] = {
-    "run_started": _started,
+    "run_started": _run_start,
     "started": _start_up,
     "chosen": lambda event: f"chosen: {_chosen(event)}",
     "processes": _processes,
@@ -100,7 +110,7 @@ _WORDS: dict[str, Callable[[Record], str]] = {
         "probe: trainer and generator agree, token_mult_prob_error "
         f"{event.get('token_mult_prob_error', 0.0):.6f} over {event.get('tokens')} tokens"
     ),
-    "refit_opened": _opened,
+    "refit_opened": _refit,
     "validation_started": lambda event: f"validation at step {event.get('step', '')}",
     **dict.fromkeys(("dispatch", "data", "warning", "error"), lambda event: f"{event['kind']}: {event.get('what')}"),
     "validation": _validation,

@@ -62,7 +62,7 @@ class LineFormat:
     """Turns records into lines."""
 
     def __init__(self, every: int) -> None:
-        """every: print only each so-many-th step, and the last one."""
+        """every: steps from one printed line to the next; the last step is printed too."""
         self._every = every
         # The step that a run ends with; None: not known yet.
         self._last: int | None = None
@@ -73,17 +73,17 @@ class LineFormat:
         """Yield the lines of an event, a step or a validation."""
         kind = str(record.get("kind", ""))
         if kind == "validation":
-            values = {key.partition("/")[2]: value for key, value in record.items() if key.startswith("validation/")}
-            if not values.get("failed_rewards"):
+            metrics = {key.partition("/")[2]: metric for key, metric in record.items() if key.startswith("validation/")}
+            if not metrics.get("failed_rewards"):
                 for name in ("failed_rewards", "answers"):
-                    values.pop(name, None)
-            shown = " ".join(f"{name} {number(value)}" for name, value in values.items())
-            yield f"validation  step {record['step']}  {shown}"
+                    metrics.pop(name, None)
+            text = " ".join(f"{name} {number(metric)}" for name, metric in metrics.items())
+            yield f"validation  step {record['step']}  {text}"
         elif kind == "step":
             if int(record["step"]) % self._every == 0 or record["step"] == self._last:
                 yield from self._step(record)
         elif kind == "checkpoint" and "path" not in record:
-            # The record of its times. Its event says more.
+            # The record has the checkpoint's times alone. The checkpoint's event says more.
             return
         elif kind == "startup" and record.get("seconds") is not None:
             yield f"startup     {record.get('what')} {duration(record['seconds'])}"

@@ -20,7 +20,7 @@ class NoSuchGroup(UserError):
 
 @dataclass(frozen=True)
 class RolloutQuery:
-    """A question about a run's groups. Without a step, an order, a group or a pattern: those of the newest step."""
+    """A question about a run's groups. Without a step, an order, a group or a pattern it asks for the newest step."""
 
     validation: bool = False
     # First and last step.
@@ -28,7 +28,7 @@ class RolloutQuery:
     order: Literal["worst", "best"] | None = None
     # Id of a task, or of its row: r17 means it in every epoch.
     task: str | None = None
-    # Looked for in prompts and in the text after them.
+    # Pattern to find in prompts and in the text after prompts.
     pattern: re.Pattern[str] | None = None
 
     @property
@@ -38,8 +38,9 @@ class RolloutQuery:
     def asks_for(self, place: GroupPlace) -> bool:
         """Return True if the group has the purpose, the step and the task."""
         first, last = self.steps or (place.step, place.step)
-        named = self.task is None or place.task == self.task or place.task.endswith(f"-{self.task}")
-        return place.purpose == self.purpose and first <= place.step <= last and named
+        if place.purpose != self.purpose or not first <= place.step <= last:
+            return False
+        return self.task is None or place.task == self.task or place.task.endswith(f"-{self.task}")
 
     def matches(self, group: Record) -> bool:
         """Return True if the group has the pattern's text."""
@@ -51,8 +52,9 @@ class Answer:
     """Groups that a query found."""
 
     groups: list[Record]
-    # Their number in the whole run, and the first and last step with any.
-    found: int
+    # Number of groups in the whole run that the query asks for.
+    num_found: int
+    # First and last step with a recorded group.
     recorded: tuple[int, int]
 
 
@@ -65,8 +67,9 @@ def texts(group: Record) -> Iterator[str]:
 
 def mean_reward(group: Record) -> float | None:
     """Return the mean reward of the rollouts that have one; None without any."""
-    rewards = [each["reward"] for each in group["rollouts"] if isinstance(each.get("reward"), (int, float))]
-    return sum(rewards) / len(rewards) if rewards else None
+    rewards = [rollout.get("reward") for rollout in group["rollouts"]]
+    numbers = [reward for reward in rewards if isinstance(reward, (int, float))]
+    return sum(numbers) / len(numbers) if numbers else None
 
 
 def select(path: Path, query: RolloutQuery, limit: int) -> Answer:
@@ -74,14 +77,14 @@ def select(path: Path, query: RolloutQuery, limit: int) -> Answer:
 
     Raises NoSuchGroup if none was recorded of that step or task.
     """
-    every = [place for place in index(path) if place.purpose == query.purpose]
-    if not every:
+    recorded_places = [place for place in index(path) if place.purpose == query.purpose]
+    if not recorded_places:
         key = "telemetry.groups_per_validation" if query.validation else "telemetry.groups_per_step"
         raise NoSuchGroup(f"no {query.purpose} group was recorded yet ({key})")
-    recorded = every[0].step, max(place.step for place in every)
-    places = [place for place in every if query.asks_for(place)]
+    recorded = recorded_places[0].step, max(place.step for place in recorded_places)
+    places = [place for place in recorded_places if query.asks_for(place)]
     if not places:
-        raise NoSuchGroup(_nothing(query, every))
+        raise NoSuchGroup(_no_group_message(query, recorded_places))
     if query == RolloutQuery(query.validation):
         places = [place for place in places if place.step == recorded[1]]
     if query.pattern:
@@ -90,42 +93,48 @@ def select(path: Path, query: RolloutQuery, limit: int) -> Answer:
     if query.order:
         sign = 1 if query.order == "worst" else -1
         means = [(place, mean_reward(group)) for place, group in zip(places, read_groups(path, places))]
-        places = [place for place, mean in sorted(means, key=lambda each: _key(each[1], sign))]
+        means.sort(key=lambda place_and_mean: _order_key(place_and_mean[1], sign))
+        places = [place for place, _ in means]
         return Answer(list(read_groups(path, places[:limit])), len(places), recorded)
     return Answer(list(read_groups(path, places[-limit:])), len(places), recorded)
 
 
 def follow(path: Path, query: RolloutQuery, ended: Callable[[], bool], poll_s: float = POLL_S) -> Iterator[Record]:
-    """Yield the groups of the newest step, and each that is added, until the run has ended. Ends at Ctrl-C too."""
-    seen = -1
-    last = False
-    while not last:
+    """Yield the groups of the newest step, and each group that is added, until the run has ended."""
+    last_step = -1
+    is_over = False
+    while not is_over:
         # All records from before the end are in the file by now.
-        last = ended()
+        is_over = ended()
         places = [place for place in index(path) if query.asks_for(place)]
-        newest = max((place.step for place in places), default=-1)
-        fresh = [place for place in places if (place.step > seen if seen >= 0 else place.step == newest)]
-        if fresh and not last:
+        first_new_step = last_step + 1
+        if last_step < 0:
+            first_new_step = max((place.step for place in places), default=0)
+        new_places = [place for place in places if place.step >= first_new_step]
+        if new_places and not is_over:
             # A step's groups are written one by one.
             time.sleep(poll_s)
-            fresh = [place for place in index(path) if query.asks_for(place) and place.step >= fresh[0].step]
-        yield from filter(query.matches, read_groups(path, fresh))
-        seen = max([seen, *(place.step for place in fresh)])
-        if not last:
+            first_new_step = new_places[0].step
+            new_places = [place for place in index(path) if query.asks_for(place) and place.step >= first_new_step]
+        yield from filter(query.matches, read_groups(path, new_places))
+        last_step = max([last_step, *(place.step for place in new_places)])
+        if not is_over:
             time.sleep(poll_s)
 
 
-def _key(mean: float | None, sign: int) -> tuple[bool, float]:
+def _order_key(mean: float | None, sign: int) -> tuple[bool, float]:
     # Groups without a reward come last in both orders.
     return mean is None, sign * (mean or 0.0)
 
 
-def _nothing(query: RolloutQuery, places: list[GroupPlace]) -> str:
+def _no_group_message(query: RolloutQuery, places: list[GroupPlace]) -> str:
     steps = sorted({place.step for place in places})
     if query.task is not None:
         return f"no group of task {query.task} was recorded; rlctl runs rollouts --json lists them with their tasks"
     if len(steps) > 8:
-        listed = f"{steps[0]} to {steps[-1]}" + ", not all" * (len(steps) < steps[-1] - steps[0] + 1)
+        listed = f"{steps[0]} to {steps[-1]}"
+        if len(steps) < steps[-1] - steps[0] + 1:
+            listed += ", not all"
     else:
         listed = ", ".join(map(str, steps))
     return f"no {query.purpose} group of that step was recorded; there are those of {listed}"

@@ -29,9 +29,10 @@ FOUND = "black on yellow"
 Pattern = re.Pattern[str] | None
 
 
-def shown(group: Record, console: Console, pattern: Pattern = None, tokens: bool = False) -> RenderableType:
-    """Return a group as wide as a terminal. pattern: is marked in the texts. tokens: the exact ones follow."""
-    width, rollouts = console.width, group["rollouts"]
+def render_group(group: Record, console: Console, pattern: Pattern = None, tokens: bool = False) -> RenderableType:
+    """Return a group as wide as a terminal. pattern: its matches are marked. tokens: the exact tokens follow."""
+    width = console.width
+    rollouts = group["rollouts"]
     columns = max(1, min(len(rollouts), width // LEAST_WIDTH))
     room = (width - 2 * (columns - 1)) // columns
     grid = make_table(*(Column(width=room, no_wrap=True) for _ in range(columns)))
@@ -39,16 +40,23 @@ def shown(group: Record, console: Console, pattern: Pattern = None, tokens: bool
     for start in range(0, len(cells), columns):
         grid.add_row(*cells[start : start + columns])
         grid.add_row()
-    asked = str(group.get("prompt", ""))
-    prompt = [_marked(line, "", pattern, "  ") for line in _wrapped(asked, width - 2, console)] if asked else []
-    title = Rule(Text(title_of(group), style="bold"), align="left", style="bright_black")
-    facts = [Text(line, style="bright_black") for line in [about(group)] if line]
-    exact = [line for each in token_lines(group) for line in _wrapped(each, width, console)] if tokens else []
-    return Group(title, *facts, *prompt, *[Text()] * bool(facts or prompt), grid, *exact, *[Text()] * bool(exact))
+    parts: list[RenderableType] = [Rule(Text(title_of(group), style="bold"), align="left", style="bright_black")]
+    if summary := about(group):
+        parts.append(Text(summary, style="bright_black"))
+    if prompt := str(group.get("prompt", "")):
+        parts += [_mark_matches(line, "", pattern, "  ") for line in _wrap_text(prompt, width - 2, console)]
+    if len(parts) > 1:
+        parts.append(Text())
+    parts.append(grid)
+    if tokens:
+        for line in token_lines(group):
+            parts += _wrap_text(line, width, console)
+        parts.append(Text())
+    return Group(*parts)
 
 
 def plain(group: Record, tokens: bool = False) -> Iterator[str]:
-    """Yield a group as lines for a pipe. tokens: the exact ones follow."""
+    """Yield a group as lines for a pipe. tokens: the exact tokens follow."""
     yield "== " + " · ".join(filter(None, (title_of(group), about(group))))
     if prompt := str(group.get("prompt", "")):
         yield from (f"   {line}" for line in neutral(prompt).split("\n"))
@@ -62,7 +70,7 @@ def plain(group: Record, tokens: bool = False) -> Iterator[str]:
 
 
 def token_lines(group: Record) -> Iterator[str]:
-    """Yield the exact tokens of each rollout: ids that were given, and id:log-prob of sampled ones, a line a span."""
+    """Yield the exact tokens of each rollout, a line a span: ids of given tokens, id:log-prob of sampled tokens."""
     try:
         rollouts = unpack(group)
     except ValueError as error:
@@ -75,14 +83,15 @@ def token_lines(group: Record) -> Iterator[str]:
         yield "-- keys of a prompt may be of older weights (generation.reset_prefix_cache_after_weight_updates=false)"
     for record, rows in zip(group["rollouts"], rollouts or ()):
         for number, row in enumerate(rows, 1):
-            which = f", row {number} of {len(rows)}" if len(rows) > 1 else ""
-            sampled = int(row.sampled.sum())
-            yield f"-- tokens of #{record.get('index')}{which}: {len(row.tokens) - sampled} given, {sampled} sampled"
+            position = f", row {number} of {len(rows)}" if len(rows) > 1 else ""
+            num_sampled = int(row.sampled.sum())
+            counts = f"{len(row.tokens) - num_sampled} given, {num_sampled} sampled"
+            yield f"-- tokens of #{record.get('index')}{position}: {counts}"
             yield from _row_lines(row, use)
 
 
 def _row_lines(row: TokenRow, use: KeyUse | None) -> Iterator[str]:
-    """Yield a line a span. Before it, name the weights of the keys that it read, if others computed them."""
+    """Yield a line a span. If other weights computed keys that a span read, a line before the span names them."""
     older_keys = {older.readers.start: older.keys for older in row.older_keys()}
     for span in row.spans():
         ids = row.tokens[span]
@@ -102,11 +111,11 @@ def _row_lines(row: TokenRow, use: KeyUse | None) -> Iterator[str]:
         yield f"{BAR} v{version} {pairs}"
 
 
-def footer(found: int, listed: int, recorded: tuple[int, int]) -> Text:
-    """Return the line below the groups: how many there are, and how to see others."""
+def footer(num_found: int, num_listed: int, recorded: tuple[int, int]) -> Text:
+    """Return the lines below the groups: how many groups there are, and how to see others."""
     steps = f"steps {recorded[0]} to {recorded[1]}" if recorded[0] < recorded[1] else f"step {recorded[0]}"
-    there = f"{listed} of {count(found, 'group')} · recorded: {steps} · {BAR}sampled by the policy"
-    return Text(f"{there}\nothers: --step N, --validation, --worst, --best, --group ID, --grep TEXT", "bright_black")
+    counts = f"{num_listed} of {count(num_found, 'group')} · recorded: {steps} · {BAR}sampled by the policy"
+    return Text(f"{counts}\nothers: --step N, --validation, --worst, --best, --group ID, --grep TEXT", "bright_black")
 
 
 def headline(rollout: Record) -> list[tuple[str, str]]:
@@ -122,70 +131,77 @@ def facts(rollout: Record) -> str:
 
 def title_of(group: Record) -> str:
     """Return step, task and outcome of a group."""
-    step = group.get("step")
-    where = "" if step is None else "validation of " * (group.get("purpose") == "validation") + f"step {step}"
+    origin = ""
+    if group.get("step") is not None:
+        origin = f"step {group['step']}"
+        if group.get("purpose") == "validation":
+            origin = f"validation of {origin}"
     outcome = one_line(group.get("outcome") or "")
-    return " · ".join(part for part in (where, one_line(group.get("task", "")), outcome) if part)
+    return " · ".join(part for part in (origin, one_line(group.get("task", "")), outcome) if part)
 
 
 def pieces(rollout: Record) -> list[tuple[str, bool]]:
     """Return the text after the prompt as pairs of a piece and True if it was sampled.
 
-    An episode that failed has no tokens to train on: its messages.
+    An episode that failed has no tokens to train on. The pieces are its messages then.
     """
     if text := rollout.get("text", ()):
         return [(str(part), bool(sampled)) for part, sampled in text]
-    said = (rollout.get("episode") or {}).get("messages", ())
-    return [(str(message.get("content", "")), message.get("role") == "assistant") for message in said]
+    messages = (rollout.get("episode") or {}).get("messages", ())
+    return [(str(message.get("content", "")), message.get("role") == "assistant") for message in messages]
 
 
 def about(group: Record) -> str:
     """Return the expected answer of a group and, of several rollouts, how many are right and the mean reward."""
-    rollouts, mean = group["rollouts"], mean_reward(group)
-    right = sum(each.get("right") is True for each in rollouts)
+    rollouts = group["rollouts"]
     parts = [f"answer {one_line(group['answer'])}"] if group.get("answer") is not None else []
     if len(rollouts) > 1:
-        parts += [f"{right} of {len(rollouts)} right", f"mean reward {_value(mean)}"]
+        num_right = sum(rollout.get("right") is True for rollout in rollouts)
+        parts += [f"{num_right} of {len(rollouts)} right", f"mean reward {_short_number(mean_reward(group))}"]
     return " · ".join(parts)
 
 
 def _cell(rollout: Record, width: int, console: Console, pattern: Pattern) -> Text:
     """Return a rollout as lines of at most `width` cells."""
     lines = [Text.assemble(*headline(rollout))]
-    lines += [Text(line.plain, "bright_black") for line in _wrapped(facts(rollout), width, console)]
+    lines += [Text(line.plain, "bright_black") for line in _wrap_text(facts(rollout), width, console)]
     for text, sampled in pieces(rollout):
         style = "" if sampled else "bright_black"
-        lines += [
-            _marked(line, style, pattern, BAR if sampled else "  ") for line in _wrapped(text, width - 2, console)
-        ]
+        margin = BAR if sampled else "  "
+        lines += [_mark_matches(line, style, pattern, margin) for line in _wrap_text(text, width - 2, console)]
     return Text("\n").join(lines)
 
 
-def _wrapped(text: str, width: int, console: Console) -> list[Text]:
+def _wrap_text(text: str, width: int, console: Console) -> list[Text]:
     # Tabs and control characters take a cell each before lines are broken.
     return list(Text(neutral(text).expandtabs(4)).wrap(console, max(1, width)))
 
 
-def _marked(line: Text, style: str, pattern: Pattern, before: str) -> Text:
+def _mark_matches(line: Text, style: str, pattern: Pattern, margin: str) -> Text:
+    """Style a line in place, mark the pattern's matches in it, and return it behind the margin."""
     line.stylize(style)
     if pattern:
-        for found in pattern.finditer(line.plain):
-            line.stylize(FOUND, *found.span())
-    return Text.assemble((before, "green" if before == BAR else ""), line)
+        for match in pattern.finditer(line.plain):
+            line.stylize(FOUND, match.start(), match.end())
+    return Text.assemble((margin, "green" if margin == BAR else ""), line)
 
 
-def _value(value: float | None) -> str:
+def _short_number(number: float | None) -> str:
     """Return a reward or an advantage: 1  0.25  -0.667."""
-    return f"{value:.3g}" if isinstance(value, (int, float)) else NONE
+    return f"{number:.3g}" if isinstance(number, (int, float)) else NONE
 
 
 def _worth(rollout: Record) -> list[str]:
-    advantage, varied = rollout.get("advantage"), rollout.get("advantages")
-    parts = [f"reward {_value(rollout.get('reward'))}"]
+    """Return reward and advantage of a rollout; of advantages that differ by token also the lowest and the highest."""
+    advantage = rollout.get("advantage")
+    advantage_range = rollout.get("advantages")
+    parts = [f"reward {_short_number(rollout.get('reward'))}"]
     if advantage is not None:
-        parts.append(f"advantage {'+' * (advantage > 0)}{_value(advantage)}")
-    if varied:
-        parts[-1] += f" ({_value(varied[0])} to {_value(varied[1])})"
+        sign = "+" if advantage > 0 else ""
+        parts.append(f"advantage {sign}{_short_number(advantage)}")
+    if advantage_range:
+        lowest, highest = advantage_range
+        parts[-1] += f" ({_short_number(lowest)} to {_short_number(highest)})"
     return parts
 
 
@@ -193,12 +209,18 @@ def _facts(rollout: Record) -> list[str]:
     rewards: dict[str, Any] = rollout.get("rewards") or {}
     versions: dict[str, int] = rollout.get("versions") or {}
     finish = {"stop": "ended", "length": "cut at the limit"}.get(str(rollout.get("finish")), rollout.get("finish"))
-    parts = [f"{one_line(name)} {_value(value)}" for name, value in rewards.items()] if len(rewards) > 1 else []
-    parts += [count(rollout.get("tokens", 0), "token"), str(finish)]
+    parts = []
+    if len(rewards) > 1:
+        parts += [f"{one_line(name)} {_short_number(reward)}" for name, reward in rewards.items()]
+    parts.append(count(rollout.get("tokens", 0), "token"))
     if episode := rollout.get("episode"):
-        parts[-1:] = _course(episode)
-    mixed = " ".join(f"v{version} x{tokens}" for version, tokens in versions.items())
-    parts.append(mixed if len(versions) > 1 else "".join(f"v{version}" for version in versions))
+        parts += _course(episode)
+    else:
+        parts.append(str(finish))
+    if len(versions) > 1:
+        parts.append(" ".join(f"v{version} x{tokens}" for version, tokens in versions.items()))
+    else:
+        parts += [f"v{version}" for version in versions]
     if rollout.get("failed"):
         parts.append(f"failed: {one_line(rollout['failed'])}")
     return [part for part in parts if part]

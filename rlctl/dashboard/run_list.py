@@ -35,7 +35,7 @@ class RunEntry:
     accuracy: float | None  # of the last validation, without any of the last step; None where not measured
     throughput: float | None  # effective where there is a generator, else of training
     age_s: float  # seconds since it started
-    note: str = ""  # what of its files is damaged
+    note: str = ""  # the damaged parts of its files
 
 
 def catalogue(root: Path) -> list[RunEntry]:
@@ -49,9 +49,19 @@ def _read_entry(folder: Path) -> RunEntry:
     try:
         return entry(folder, read_state(folder))
     except Exception as error:
-        why = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-        name = neutral(folder.name)
-        return RunEntry(name, str(folder), "", "unreadable", 0, 0, None, None, _age_s(folder), f"cannot be read: {why}")
+        reason = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        return RunEntry(
+            name=neutral(folder.name),
+            path=str(folder),
+            kind="",
+            status="unreadable",
+            step=0,
+            num_steps=0,
+            accuracy=None,
+            throughput=None,
+            age_s=_age_s(folder),
+            note=f"cannot be read: {reason}",
+        )
 
 
 def _age_s(folder: Path, started: float | None = None) -> float:
@@ -80,18 +90,23 @@ def table(entries: list[RunEntry], width: int) -> Table:
         }
         for entry in entries
     ]
-    widths = {title: max(len(title), *(len(row[title]) for row in rows)) + _GAP for title in rows[0]}
+    widths = {}
+    for title in rows[0]:
+        longest_text = max(len(row[title]) for row in rows)
+        widths[title] = max(len(title), longest_text) + _GAP
     for least_needed in ("tok/s/device", "kind", "started", "accuracy"):
         if sum(widths.values()) > width:
             del widths[least_needed]
-    columns = [
-        texts(title)
-        if title == "name"
-        else Column(title, justify="left" if title in ("kind", "status") else "right", min_width=least - _GAP)
-        for title, least in widths.items()
-    ]
-    shown = ([row[title] for title in widths] for row in rows)
-    return make_table(*columns, rows=shown, titles="bright_black", gap=_GAP)
+    columns = []
+    for title, column_width in widths.items():
+        if title == "name":
+            columns.append(texts(title))
+        elif title in ("kind", "status"):
+            columns.append(Column(title, justify="left", min_width=column_width - _GAP))
+        else:
+            columns.append(Column(title, justify="right", min_width=column_width - _GAP))
+    shown_rows = ([row[title] for title in widths] for row in rows)
+    return make_table(*columns, rows=shown_rows, titles="bright_black", gap=_GAP)
 
 
 def as_dict(state: RunState) -> dict[str, Any]:
@@ -104,7 +119,7 @@ def as_dict(state: RunState) -> dict[str, Any]:
         "reason": state.end.get("reason") or "",
         "step": state.step,
         "num_steps": state.num_steps,
-        "elapsed_s": state.elapsed,
+        "elapsed_s": state.elapsed_s,
         "last": state.last,
         "validation": state.validations.last,
         "best_checkpoint": None if best is None else {**state.checkpoints[best[0]], "value": best[1]},
@@ -114,15 +129,20 @@ def as_dict(state: RunState) -> dict[str, Any]:
 
 def metrics_table(state: RunState) -> Table:
     """Return every metric of the last step and validation with its meaning."""
-    values = {name: value for name, value in {**state.last, **state.validations.last}.items() if "/" in name}
-    columns = names("metric of the last step", ""), figures("value"), Column("meaning", style="bright_black")
-    rows = ((name, number(values[name]), state.declared.meaning(name)) for name in sorted(values))
-    return make_table(*columns, rows=rows, titles="bright_black")
+    records = {**state.last, **state.validations.last}
+    metrics = sorted(name for name in records if "/" in name)
+    return make_table(
+        names("metric of the last step", ""),
+        figures("value"),
+        Column("meaning", style="bright_black"),
+        rows=((name, number(records[name]), state.declared.meaning(name)) for name in metrics),
+        titles="bright_black",
+    )
 
 
 def entry(folder: Path, state: RunState) -> RunEntry:
     """Return the entry of the run in `folder` from its state."""
-    # One without scores is no reason to show an earlier one's.
+    # A validation without scores does not show the accuracy of an earlier one.
     accuracy = state.validations.last.get(HELD_OUT_ACCURACY.name)
     rate = state.mean(EFFECTIVE.name)
     damaged = [f"{file}: {count(lines, 'damaged line')} left out" for file, lines in state.damaged.items() if lines]

@@ -159,8 +159,9 @@ class RunState:
     @property
     def judged_mismatch(self) -> str:
         """Metric of the bound, over tokens sampled by the whole distribution of equal weights."""
-        apart = self.cuts_distribution or GREATEST_AGE.name in self.last
-        return PARITY.name if apart else STEP_MISMATCH.name
+        # Older weights or a cut distribution sampled the other tokens.
+        needs_parity = self.cuts_distribution or GREATEST_AGE.name in self.last
+        return PARITY.name if needs_parity else STEP_MISMATCH.name
 
     @property
     def algorithm(self) -> str:
@@ -183,7 +184,7 @@ class RunState:
         return self.steps.last
 
     @property
-    def elapsed(self) -> float:
+    def elapsed_s(self) -> float:
         """Seconds of this attempt."""
         return max(0.0, self.now - float(self.start.get("time", self.now)))
 
@@ -212,10 +213,10 @@ class RunState:
         values = self.values(name)
         return values[-1] if values else None
 
-    def generated(self, name: str) -> float | None:
-        """Return the newest value of a generator's metric, once all steps are done that of the last usual step.
+    def latest_of_generator(self, name: str) -> float | None:
+        """Return the newest value of a generator's metric; of an ended run, the value of its last usual step.
 
-        In the last steps of an asynchronous run little or nothing is left to sample, so they say nothing of the
+        In the last steps of an asynchronous run little or nothing is left to sample, so they say nothing about the
         generator. A usual step samples at least half as many tokens as it trains on.
         """
         if self.status in ("new", "running") and self.step < self.num_steps:
@@ -241,8 +242,8 @@ class RunState:
 
     def events_of_attempt(self) -> list[Record]:
         """Return the newest events since the attempt began."""
-        begun = float(self.start.get("time", 0.0))
-        return [event for event in self.events if float(event["time"]) >= begun]
+        begin = float(self.start.get("time", 0.0))
+        return [event for event in self.events if float(event["time"]) >= begin]
 
     def apply_event(self, event: Record) -> None:
         """Fold one event into the state."""
@@ -257,17 +258,17 @@ class RunState:
             self.checkpoints = {step: saved for step, saved in self.checkpoints.items() if step <= done}
             self.steps.drop_after(done)
             self.validations.drop_after(done)
-            health = {check: {step for step in steps if step <= done} for check, steps in self.health.items()}
-            self.health = {check: kept for check, kept in health.items() if kept}
+            earlier_steps = {check: {step for step in steps if step <= done} for check, steps in self.health.items()}
+            self.health = {check: steps for check, steps in earlier_steps.items() if steps}
         elif kind == "startup":
-            what = str(event.get("what"))
-            at = float(event["time"])
+            part = str(event.get("what"))
+            time_s = float(event["time"])
             seconds = event.get("seconds")
             if seconds is None:
-                self.startup[what] = (at, None)
+                self.startup[part] = (time_s, None)
             else:
-                since, _ = self.startup.get(what, (at - seconds, None))
-                self.startup[what] = (since, float(seconds))
+                since, _ = self.startup.get(part, (time_s - seconds, None))
+                self.startup[part] = (since, float(seconds))
         elif kind == "probe" and "bound" in event:
             self.probed_bound = float(event["bound"])
         elif kind == "phase":
@@ -294,10 +295,12 @@ class RunState:
     def apply_metrics(self, record: Record) -> None:
         """Fold the record of one step or validation into the state."""
         if record["step"] > self.start.get("start_step", 0) and record["time"] < self.start.get("time", 0.0):
-            # The resume will cut it off the file once its checkpoint is loaded.
+            # The resumed run will cut the record off the file once its checkpoint is loaded.
             return
-        if record.get("kind") != "checkpoint":  # its event says as much
-            (self.validations if record.get("kind") == "validation" else self.steps).add(record)
+        if record.get("kind") == "validation":
+            self.validations.add(record)
+        elif record.get("kind") != "checkpoint":  # the checkpoint's event says as much
+            self.steps.add(record)
 
 
 class RunReader:
@@ -319,7 +322,8 @@ class RunReader:
         self._checked = -math.inf
         # Records that hold no numbers where numbers belong.
         self._unsound: Counter[Tail] = Counter()
-        self._newest = self._newest_metrics = 0.0
+        self._newest = 0.0
+        self._newest_metrics = 0.0
         self.state = RunState(
             neutral(path.resolve().name), steps=History(limit=limit), validations=History(limit=limit)
         )
@@ -331,13 +335,13 @@ class RunReader:
         """
         state = self.state
         events = self._read_sound(self._events, "time", "kind")
-        metrics = [*map(_numbers, self._read_sound(self._metrics, "time", "step"))]
+        metrics = [_keep_numbers(record) for record in self._read_sound(self._metrics, "time", "step")]
         # Events first: run_started of a resumed run clears records that its metrics are about to repeat.
         for event in events:
             try:
                 state.apply_event(event)
             except (KeyError, TypeError, ValueError):
-                # A field that this kind of event needs is missing, or is another's.
+                # A field that this kind of event needs is missing, or has another type.
                 state.damaged[self._events.name] += 1
                 self._unsound[self._events] += 1
         if events and self._limit:
@@ -346,15 +350,16 @@ class RunReader:
             state.health = {check: set(sorted(steps)[newest]) for check, steps in state.health.items()}
         for record in metrics:
             state.apply_metrics(record)
-        if self._rollouts and (written := _modified(self._rollouts)) != self._sampled:
-            self._sampled = written
+        if self._rollouts and (modified := _modification_time(self._rollouts)) != self._sampled:
+            self._sampled = modified
             state.sample = newest_group(self._rollouts) or {}
-        if (written := _modified(self._rows)) != self._declared:
-            self._declared = written
+        if (modified := _modification_time(self._rows)) != self._declared:
+            self._declared = modified
             state.declared = read_rows(self._rows) or installed()
         unseen = [record for record in metrics if record["time"] > self._newest_metrics]
         self._newest_metrics = max((record["time"] for record in unseen), default=self._newest_metrics)
-        self._newest = max([self._newest, *(record["time"] for record in [*events[-1:], *metrics[-1:]])])
+        for record in [*events[-1:], *metrics[-1:]]:
+            self._newest = max(self._newest, record["time"])
         if not state.checkpoint_metric:
             state.checkpoint_metric, state.configured_bound, state.cuts_distribution = _from_config(self._config)
         if state.end:
@@ -367,12 +372,14 @@ class RunReader:
                 self._checked = time.monotonic()
                 state.status = "running" if driver_lives(state.start) else "died"
             state.now = self._newest if state.status == "died" else max(time.time(), self._newest)
-        return sorted([*events, *unseen], key=lambda record: float(record["time"]))
+        news = events + unseen
+        news.sort(key=lambda record: float(record["time"]))
+        return news
 
-    def _read_sound(self, tail: Tail, *needed: str) -> list[Record]:
+    def _read_sound(self, tail: Tail, *keys: str) -> list[Record]:
         """Read a file's new records; count damaged ones, and return the others."""
         records = tail.read()
-        sound = [record for record in records if is_sound(record, needed)]
+        sound = [record for record in records if is_sound(record, keys)]
         self._unsound[tail] += len(records) - len(sound)
         self.state.damaged[tail.name] = tail.damaged + self._unsound[tail]
         return sound
@@ -394,11 +401,11 @@ def best_checkpoint(state: RunState) -> tuple[int, float] | None:
     return max(measured, key=lambda pair: (sign * pair[1], -pair[0]), default=None)
 
 
-def _numbers(record: Record) -> Record:
+def _keep_numbers(record: Record) -> Record:
     return {name: value for name, value in record.items() if name == "kind" or isinstance(value, (int, float))}
 
 
-def _modified(path: Path) -> float:
+def _modification_time(path: Path) -> float:
     try:
         return path.stat().st_mtime
     except OSError:

@@ -19,7 +19,7 @@ from rlctl.sft.metric_rows import HELD_OUT_LOSS, NLL
 from rlctl.telemetry.clock import STEP_SECONDS
 from rlctl.telemetry.throughput import MFU, split
 
-# Mean share of groups with equal rewards from which the summary tells it.
+# Mean share of groups with equal rewards from which on the summary names the share.
 _MOSTLY = 0.9
 
 
@@ -64,7 +64,7 @@ def print_next_steps(state: RunState, console: Console) -> None:
 
 def facts_of(state: RunState) -> Iterator[tuple[str, str]]:
     """Yield (label, value) of each result and cost that the run has."""
-    yield "steps", f"{state.step} of {state.num_steps or '?'} in {span(state.elapsed)}"
+    yield "steps", f"{state.step} of {state.num_steps or '?'} in {span(state.elapsed_s)}"
     for line in state.start.get("damaged") or []:
         yield "damaged", f"{one_line(line)}; resumed after step {state.start.get('start_step', 0)} instead"
     for label, name, show in (
@@ -76,15 +76,20 @@ def facts_of(state: RunState) -> Iterator[tuple[str, str]]:
         ("loss", NLL.name, number),
     ):
         if series := state.series(name):
-            (first, start), (last, end) = series[0], series[-1]
-            told = f"{show(start)} → {show(end)}  (step {first} → {last})"
-            yield label, told if len(series) > 1 else f"{show(end)}  (step {last})"
-    if missing := _failed_validation(state):
-        yield "last validation", missing
+            first_step, first_value = series[0]
+            last_step, last_value = series[-1]
+            if len(series) > 1:
+                yield label, f"{show(first_value)} → {show(last_value)}  (step {first_step} → {last_step})"
+            else:
+                yield label, f"{show(last_value)}  (step {last_step})"
+    if problem := _failed_validation(state):
+        yield "last validation", problem
     if skipped := sum(state.values(SKIPPED_UPDATES.name)):
         yield "skipped updates", f"{skipped:,.0f} without an optimizer step ({SKIPPED_UPDATES.name})"
-    if (uniform := state.values(metric_rows.UNIFORM_GROUPS.name)) and (share := sum(uniform) / len(uniform)) >= _MOSTLY:
-        yield "little to learn", f"{percent(share)} of the groups had equal rewards: rlctl runs rollouts shows them"
+    uniform_share = state.mean(metric_rows.UNIFORM_GROUPS.name)
+    if uniform_share is not None and uniform_share >= _MOSTLY:
+        share = percent(uniform_share)
+        yield "little to learn", f"{share} of the groups had equal rewards: rlctl runs rollouts shows them"
     if failed := _failed_rewards(state):
         yield "failed rewards", failed
     if best := best_checkpoint(state):
@@ -96,27 +101,30 @@ def facts_of(state: RunState) -> Iterator[tuple[str, str]]:
         yield "checkpoint", str(newest.get("path", f"step {newest['step']}"))
     yield from _speed(state)
     # Where older weights sample, or a cut distribution, the largest value is no error.
-    apart = any(state.values(metric_rows.GREATEST_AGE.name)) or state.cuts_distribution
-    if (mismatch := state.values(STEP_MISMATCH.name)) and not apart:
+    is_comparable = not any(state.values(metric_rows.GREATEST_AGE.name)) and not state.cuts_distribution
+    if (mismatch := state.values(STEP_MISMATCH.name)) and is_comparable:
         yield "mismatch", f"{error_factor(max(mismatch))} at most (1 is exact)"
     if parity := state.values(metric_rows.PARITY.name):
         yield "parity", f"{error_factor(max(parity))} at most (1 is exact), under equal weights"
     if state.health:
         warnings = []
-        for check, said in state.health.items():
-            times = f" {len(said)} times" if len(said) > 1 else ""
-            steps = ", ".join([*map(str, sorted(said)[:3]), *["..."] * (len(said) > 3)])
-            warnings.append(f"{check.replace('_', ' ')}{times} (step {steps})")
+        for check, steps in state.health.items():
+            times = f" {len(steps)} times" if len(steps) > 1 else ""
+            listed = list(map(str, sorted(steps)[:3]))
+            if len(steps) > 3:
+                listed.append("...")
+            warnings.append(f"{check.replace('_', ' ')}{times} (step {', '.join(listed)})")
         yield "warnings", " · ".join(warnings)
-    held = {side: state.values(f"memory/{side}_gib") for side in ("trainer", "engine", "driver")}
-    if peaks := [f"{side} {gib(max(values))}" for side, values in held.items() if values]:
+    used_gib = {side: state.values(f"memory/{side}_gib") for side in ("trainer", "engine", "driver")}
+    if peaks := [f"{side} {gib(max(values))}" for side, values in used_gib.items() if values]:
         yield "peak memory", " · ".join(peaks)
 
 
 def _failed_validation(state: RunState) -> str:
     """Return how many answers of the last validation had no score; empty if all had one."""
     last = state.validations.last
-    if not (failed := last.get(UNSCORED_ANSWERS.name, 0)):
+    failed = last.get(UNSCORED_ANSWERS.name, 0)
+    if not failed:
         return ""
     unknown = "" if metric_rows.HELD_OUT_ACCURACY.name in last else ", so that it has no accuracy"
     answers = last.get(ANSWERS.name, failed)
@@ -129,9 +137,9 @@ def _failed_rewards(state: RunState) -> str:
     held_out = sum(state.values(UNSCORED_ANSWERS.name))
     parts = []
     if failed:
-        most = max(state.values(metric_rows.FAILED_SHARE.name), default=0.0)
+        greatest_share = max(state.values(metric_rows.FAILED_SHARE.name), default=0.0)
         steps = f"{len(failed)} of {len(state.steps)} steps"
-        parts.append(f"{sum(failed):,.0f} rollouts in {steps}, at most {percent(most)} of a step's")
+        parts.append(f"{sum(failed):,.0f} rollouts in {steps}, at most {percent(greatest_share)} of a step's")
     if held_out:
         parts.append(f"{held_out:,.0f} validation answers")
     return " · ".join(parts)
@@ -144,12 +152,13 @@ def _speed(state: RunState) -> Iterator[tuple[str, str]]:
         yield "MFU", percent(mfu)
     if (step := state.mean(STEP_SECONDS.name)) is not None:
         shares = split([{name: sum(state.values(name)) for name in state.steps.names}])
-        top = " · ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in shares[:6] if share >= 0.005)
-        yield "step time", f"{duration(step)}: {top}"
+        phases = " · ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in shares[:6] if share >= 0.005)
+        yield "step time", f"{duration(step)}: {phases}"
     if idle := _means(state, percent, "idle", ("trainer", "generator")):
         yield "idle", idle
     if (age := state.mean(metric_rows.AGE.name)) is not None:
-        oldest, mixed = max(state.values(metric_rows.GREATEST_AGE.name)), state.mean(metric_rows.MIXED_VERSIONS.name)
+        oldest = max(state.values(metric_rows.GREATEST_AGE.name))
+        mixed = state.mean(metric_rows.MIXED_VERSIONS.name)
         yield "age of groups", f"mean {number(age)} · at most {oldest:.0f} steps · mixed versions {percent(mixed)}"
     if advice := hint(state):
         yield "advice", advice

@@ -43,7 +43,7 @@ class RunView(ABC):
 
     def __init__(self, run: RunDir, console: Console) -> None:
         self._run = run
-        # A run may have many steps, each with many metrics: the driver must not grow by them.
+        # A run may have many steps, each with many metrics. The driver must not grow with their number.
         self.reader = RunReader(run.path, self.samples, LIVE_POINTS)
         # The run_ended event, set by the run's own process: its file may have had no room.
         self.end: Record | None = None
@@ -105,7 +105,8 @@ class LiveDashboard(RunView):
 
     def __init__(self, run: RunDir, console: Console | None = None) -> None:
         super().__init__(run, console or SafeConsole())
-        self._drawn, self._size = 0.0, self.console.size
+        self._drawn = 0.0
+        self._size = self.console.size
         self._live = Live(
             console=self.console,
             screen=True,
@@ -124,18 +125,21 @@ class LiveDashboard(RunView):
             self.console.clear()
             fresh = True
         if fresh or time.monotonic() - self._drawn >= IDLE_REDRAW_S:
-            self._drawn, self._size = time.monotonic(), self.console.size
-            self._live.update(render(self.reader.state, *self._size), refresh=True)
+            self._drawn = time.monotonic()
+            self._size = self.console.size
+            width, height = self._size
+            self._live.update(render(self.reader.state, width, height), refresh=True)
 
 
 class LineView(RunView):
     """One line a step for pipes and log files."""
 
     def __init__(self, run: RunDir, every: int, since: float, out: TextIO | None = None) -> None:
-        """every: only each so-many-th step, and the last. since: unix seconds; earlier records are not shown."""
+        """every: steps from one line to the next; the last step is shown too. since: unix seconds, see `show_run`."""
         self._out = out or sys.stdout
         super().__init__(run, SafeConsole(file=self._out, width=None if self._out.isatty() else PIPE_WIDTH))
-        self._format, self._since = LineFormat(every), since
+        self._format = LineFormat(every)
+        self._since = since
 
     def update(self) -> None:
         for record in self.reader.poll():

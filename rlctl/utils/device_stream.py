@@ -10,7 +10,8 @@ class DeviceEvent:
     """A point of a stream, reached when everything queued before it is done. event: None on a CPU."""
 
     def __init__(self, event: Any) -> None:
-        self.event, self._time = event, time.perf_counter()
+        self.event = event
+        self._time = time.perf_counter()
 
     def reached(self) -> bool:
         """Return True if the device has reached the point."""

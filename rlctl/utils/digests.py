@@ -16,17 +16,21 @@ class StreamDigest:
     """Digest of bytes that are given one after the other."""
 
     def __init__(self) -> None:
-        self._piece, self._left, self._digests = hashlib.sha256(), PIECE, list[bytes]()
+        self._piece = hashlib.sha256()
+        self._left = PIECE
+        self._digests = list[bytes]()
 
     def update(self, data: memoryview) -> None:
         """Add some bytes."""
         while data:
             part = data[: self._left]
             self._piece.update(part)
-            data, self._left = data[len(part) :], self._left - len(part)
+            data = data[len(part) :]
+            self._left = self._left - len(part)
             if not self._left:
                 self._digests.append(self._piece.digest())
-                self._piece, self._left = hashlib.sha256(), PIECE
+                self._piece = hashlib.sha256()
+                self._left = PIECE
 
     def hexdigest(self) -> str:
         """Return the digest of all bytes so far."""
@@ -41,7 +45,9 @@ def count_pieces(size: int) -> int:
 
 def piece_digest(path: Path, number: int, look: Callable[[memoryview], None] | None = None) -> bytes:
     """Return the SHA-256 of one piece of a file. look: gets all bytes too. Raises OSError."""
-    digest, buffer, left = hashlib.sha256(), bytearray(_READ), PIECE
+    digest = hashlib.sha256()
+    buffer = bytearray(_READ)
+    left = PIECE
     view = memoryview(buffer)
     with path.open("rb", buffering=0) as file:
         os.lseek(file.fileno(), number * PIECE, os.SEEK_SET)

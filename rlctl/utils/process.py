@@ -44,7 +44,8 @@ def driver_lives(started: Mapping[str, Any]) -> bool:
 
     A damaged event has no driver.
     """
-    pid, known = started.get("pid"), started.get("start_id")
+    pid = started.get("pid")
+    known = started.get("start_id")
     if started.get("host") not in (None, socket.gethostname()):
         return True
     if not isinstance(pid, int):

@@ -12,7 +12,8 @@ from pathlib import Path
 from rlctl.utils.files import write_private
 
 # Variables that Ray reads: the token itself, and its file.
-TOKEN, TOKEN_FILE = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+TOKEN = "RAY_AUTH_TOKEN"
+TOKEN_FILE = "RAY_AUTH_TOKEN_PATH"
 _ON = {"RAY_AUTH_MODE": "token"}
 
 

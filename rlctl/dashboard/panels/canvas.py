@@ -21,7 +21,14 @@ PLAIN = Style.null()
 
 def row(*parts: Part) -> Row:
     """Return a row of parts, each plain text or (text, style)."""
-    return [Segment(part, PLAIN) if isinstance(part, str) else Segment(part[0], Style.parse(part[1])) for part in parts]
+    segments = []
+    for part in parts:
+        if isinstance(part, str):
+            segments.append(Segment(part, PLAIN))
+        else:
+            text, style = part
+            segments.append(Segment(text, Style.parse(style)))
+    return segments
 
 
 def fit(content: Row, width: int) -> Row:
@@ -31,12 +38,12 @@ def fit(content: Row, width: int) -> Row:
     return Segment.adjust_line_length(content, width, style=PLAIN)
 
 
-def spread(left: Row, right: Row, width: int) -> Row:
-    """Put `left` and `right` at the two ends of a row; leave `right` out where both do not fit."""
-    room = width - Segment.get_line_length(right)
-    if Segment.get_line_length(left) + 1 > room:
-        return fit(left, width)
-    return [*fit(left, room), *right]
+def spread(begin: Row, end: Row, width: int) -> Row:
+    """Put `begin` and `end` at the two ends of a row; leave `end` out where both do not fit."""
+    room = width - Segment.get_line_length(end)
+    if Segment.get_line_length(begin) + 1 > room:
+        return fit(begin, width)
+    return [*fit(begin, room), *end]
 
 
 def box(title: str, content: Sequence[Row], width: int, height: int, aside: str = "", below: str = "") -> list[Row]:
@@ -45,33 +52,35 @@ def box(title: str, content: Sequence[Row], width: int, height: int, aside: str 
     aside: at the right of the upper edge. below: at the right of the lower edge; each only where it fits.
     """
     inner = width - 4
-    rows = [*content[: height - 2], *([[]] * (height - 2 - len(content)))]
-    side, room = Segment("│", BORDER), width - cell_len(below) - 5
+    content_height = height - 2
+    empty_rows: list[Row] = [[]] * (content_height - len(content))
+    side = Segment("│", BORDER)
+    blank = Segment(" ", PLAIN)
+    rows = [_edge(title, aside, width)]
+    for line in [*content[:content_height], *empty_rows]:
+        rows.append([side, blank, *fit(line, inner), blank, side])
+    room = width - cell_len(below) - 5
     if not below or room < 0:
-        lower = row(("╰" + "─" * (width - 2) + "╯", "bright_black"))
+        rows.append(row(("╰" + "─" * (width - 2) + "╯", "bright_black")))
     else:
-        lower = row((f"╰{'─' * room} {below} ─╯", "bright_black"))
-    return [
-        _edge(title, aside, width),
-        *([side, Segment(" ", PLAIN), *fit(line, inner), Segment(" ", PLAIN), side] for line in rows),
-        lower,
-    ][:height]
+        rows.append(row((f"╰{'─' * room} {below} ─╯", "bright_black")))
+    return rows[:height]
 
 
-def beside(*blocks: Sequence[Row]) -> list[Row]:
+def place_side_by_side(*blocks: Sequence[Row]) -> list[Row]:
     """Put blocks of equal height side by side."""
     return [list(chain.from_iterable(rows)) for rows in zip_longest(*blocks, fillvalue=[])]
 
 
 def _edge(title: str, aside: str, width: int) -> Row:
-    left = [Segment("╭─", BORDER), *row((f" {title} ", "bold"))] if title else [Segment("╭─", BORDER)]
-    right = [*row((f" {aside} ", "bright_black")), Segment("─╮", BORDER)] if aside else [Segment("─╮", BORDER)]
-    room = width - Segment.get_line_length(left) - Segment.get_line_length(right)
+    begin = [Segment("╭─", BORDER), *row((f" {title} ", "bold"))] if title else [Segment("╭─", BORDER)]
+    end = [*row((f" {aside} ", "bright_black")), Segment("─╮", BORDER)] if aside else [Segment("─╮", BORDER)]
+    room = width - Segment.get_line_length(begin) - Segment.get_line_length(end)
     if room < 0 and aside:
         return _edge(title, "", width)
     if room < 0:
         return [Segment("╭─", BORDER), *fit(row((f" {title}", "bold")), width - 4), Segment("─╮", BORDER)]
-    return [*left, Segment("─" * room, BORDER), *right]
+    return [*begin, Segment("─" * room, BORDER), *end]
 
 
 class Frame:

@@ -1,7 +1,7 @@
 """Pictures of characters: sparklines, bars in eighths of a cell, line charts in braille. Pure functions."""
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 
 # Never a full block: rows of sparklines stay apart.
 SPARKS = "▁▂▃▄▅▆▇"
@@ -13,14 +13,15 @@ Points = Sequence[tuple[float, float]]
 
 
 def spark(values: Sequence[float], width: int) -> str:
-    """Draw values as at most `width` blocks, lowest to highest; more than fit are averaged per block.
+    """Draw values as at most `width` blocks, lowest to highest; each block of a longer series is a mean.
 
     A constant series is flat at the bottom.
     """
     cells = resample(values, width)
     if not cells:
         return ""
-    low, high = min(cells), max(cells)
+    low = min(cells)
+    high = max(cells)
     if high - low <= 1e-9 * max(abs(high), abs(low)):
         return SPARKS[0] * len(cells)
     return "".join(SPARKS[min(6, int((value - low) / (high - low) * 7))] for value in cells)
@@ -52,33 +53,37 @@ def chart(
     bounds: the values at the lowest and highest dot. All series share the x axis, from the least x of any to the
     greatest. Where two meet in a cell, the later one's colour is shown.
     """
-    xs = [x for points in series for x, _ in points]
+    # Each cell is (bits of its dots, index of the series).
     cells = [[(0, -1) for _ in range(width)] for _ in range(height)]
+    xs = [x for x, _ in chain.from_iterable(series)]
     if not xs:
         return [[(" ", -1)] * width for _ in range(height)]
-    first, length = min(xs), max(max(xs) - min(xs), 1e-9)
+    first = min(xs)
+    length = max(max(xs) - min(xs), 1e-9)
     low, high = bounds
     for index, points in enumerate(series):
-        dots = [
-            (
-                round((x - first) / length * (2 * width - 1)),
-                round((high - min(high, max(low, y))) / (high - low) * (4 * height - 1)),
-            )
-            for x, y in points
-        ]
-        for x, y in _joined(dots):
-            if 0 <= x < 2 * width and 0 <= y < 4 * height:
-                bits, _ = cells[y // 4][x // 2]
-                cells[y // 4][x // 2] = (bits | DOTS[y % 4][x % 2], index)
-    return [[(chr(0x2800 + bits) if bits else " ", index) for bits, index in line] for line in cells]
+        dots = []
+        for x, y in points:
+            column = round((x - first) / length * (2 * width - 1))
+            line = round((high - min(high, max(low, y))) / (high - low) * (4 * height - 1))
+            dots.append((column, line))
+        for column, line in _connect_dots(dots):
+            if 0 <= column < 2 * width and 0 <= line < 4 * height:
+                bits, _ = cells[line // 4][column // 2]
+                cells[line // 4][column // 2] = (bits | DOTS[line % 4][column % 2], index)
+    return [[(_braille(bits), index) for bits, index in line_of_cells] for line_of_cells in cells]
 
 
-def _joined(dots: Sequence[tuple[int, int]]) -> set[tuple[int, int]]:
+def _braille(bits: int) -> str:
+    """Return the braille character with these dots; a blank for no dots."""
+    return chr(0x2800 + bits) if bits else " "
+
+
+def _connect_dots(dots: Sequence[tuple[int, int]]) -> set[tuple[int, int]]:
     """Return the dots and the straight lines between neighbours."""
-    joined = set(dots)
+    connected = set(dots)
     for (x0, y0), (x1, y1) in pairwise(dots):
         count = max(abs(x1 - x0), abs(y1 - y0), 1)
-        joined |= {
-            (round(x0 + (x1 - x0) * index / count), round(y0 + (y1 - y0) * index / count)) for index in range(count)
-        }
-    return joined
+        for index in range(count):
+            connected.add((round(x0 + (x1 - x0) * index / count), round(y0 + (y1 - y0) * index / count)))
+    return connected

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 from rlctl.dashboard.formats import error_factor, number, percent
 from rlctl.dashboard.panels.canvas import Part, Row, box, row
@@ -52,15 +53,24 @@ def metrics_of(state: RunState) -> list[ShownMetric]:
         for place in metric.panel:
             if place.algorithm in (None, _algorithm(state)):
                 listed += _rows_of(state, metric, place)
-    listed.sort(key=lambda shown: shown.place.place)
-    failures = [shown for shown in listed if shown.place.failure and (state.latest(shown.name) or 0) > 0]
-    others = [shown for shown in listed if not shown.place.failure and state.latest(shown.name) is not None]
-    return failures + [shown for shown in others if not shown.place.used or any(state.values(shown.name))]
+    listed.sort(key=lambda metric: metric.place.place)
+    failures = []
+    ordinary = []
+    for shown_metric in listed:
+        latest = state.latest(shown_metric.name)
+        if shown_metric.place.failure:
+            if latest is not None and latest > 0:
+                failures.append(shown_metric)
+        elif latest is not None and (not shown_metric.place.used or any(state.values(shown_metric.name))):
+            ordinary.append(shown_metric)
+    return failures + ordinary
 
 
 def _rows_of(state: RunState, metric: Metric, place: PanelRow) -> Iterator[ShownMetric]:
     """Yield a row for the metric, or for each of the family that the newest step recorded."""
-    names = [name for name in state.last if metric.pattern.fullmatch(name)] if metric.is_family else [metric.name]
+    names = [metric.name]
+    if metric.is_family:
+        names = [name for name in state.last if metric.pattern.fullmatch(name)]
     for name in names:
         label = place.label or name.rpartition("/")[2]
         yield ShownMetric(name, label, _SHOW.get(metric.unit, number), place)
@@ -79,21 +89,24 @@ def legend(state: RunState, width: int) -> str:
 def learning(state: RunState, width: int, height: int) -> list[Row]:
     """Draw a row for each metric: label, newest value, alarm, course."""
     # Tokens of older weights differ from the trainer's by its learning since, tokens under top_p and top_k by the cut.
-    # The bound is for the parity there. The ages panel shows older tokens apart.
+    # The bound holds for the parity in these cases. The ages panel shows older tokens apart.
     rows = []
     for metric in metrics_of(state)[: height - 2]:
-        value, values = state.latest(metric.name), state.values(metric.name)
-        exceeded = metric.name == state.judged_mismatch and value is not None and value > state.mismatch_bound
-        alarmed = metric.place.failure or exceeded
-        colour = "bold red" if alarmed else metric.place.style
-        # A series that changes by less than is shown looks constant.
-        constant = bool(values) and metric.show(min(values)) == metric.show(max(values))
+        latest = state.latest(metric.name)
+        values = state.values(metric.name)
+        is_alarming = metric.place.failure
+        if metric.name == state.judged_mismatch and latest is not None and latest > state.mismatch_bound:
+            is_alarming = True
+        colour = "bold red" if is_alarming else metric.place.style
+        # A series that changes by less than the shown digits looks constant.
+        is_constant = bool(values) and metric.show(min(values)) == metric.show(max(values))
+        course = [0.0] * len(values) if is_constant else values
         rows.append(
             row(
                 (f"{metric.label:<10.10}", "bright_black"),
-                (f"{metric.show(value):>9}", "bold red" if alarmed else "bold"),
-                (" ▲" if alarmed else "  ", colour),
-                (spark([0.0] * len(values) if constant else values, min(width - 25, 40)), colour),
+                (f"{metric.show(latest):>9}", "bold red" if is_alarming else "bold"),
+                (" ▲" if is_alarming else "  ", colour),
+                (spark(course, min(width - 25, 40)), colour),
             )
         )
     return box("Learning", rows, width, height)
@@ -102,20 +115,28 @@ def learning(state: RunState, width: int, height: int) -> list[Row]:
 def curve(state: RunState, width: int, height: int) -> list[Row]:
     """Draw accuracy or loss over steps, train and validation together."""
     title, *names = CURVES[_algorithm(state)]
-    cells_wide, cells_high = width - 4 - AXIS, height - 4
+    cells_wide = width - 4 - AXIS
+    cells_high = height - 4
     series = [_thin(state.series(name), 2 * cells_wide) for name in names]
-    bounds = (0.0, 1.0) if title == "Accuracy" else _bounds([y for points in series for _, y in points])
+    bounds = (0.0, 1.0)
+    if title != "Accuracy":
+        bounds = _bounds([y for _, y in chain.from_iterable(series)])
     labels = {0: bounds[1], cells_high // 2: sum(bounds) / 2, cells_high - 1: bounds[0]}
     rows = []
     for index, line in enumerate(chart(series, cells_wide, cells_high, bounds)):
         label = f"{labels[index]:>{AXIS - 2}.2f} ┤" if index in labels else " " * (AXIS - 1) + "│"
-        cells: list[Part] = [(character, STYLES[one]) if one >= 0 else character for character, one in line]
+        cells: list[Part] = []
+        for character, series_index in line:
+            cells.append((character, STYLES[series_index]) if series_index >= 0 else character)
         rows.append(row((label, "bright_black"), *cells))
     rows.append(row((" " * (AXIS - 1) + "└" + "─" * cells_wide, "bright_black")))
     rows.append(
         row(" " * AXIS, ("━ train", STYLES[0]), "  ", ("━ validation", STYLES[1]), ("  by step", "bright_black"))
     )
-    ends = [steps[end] for steps in (state.steps.steps, state.validations.steps) if steps for end in (0, -1)]
+    ends: list[int] = []
+    for steps in (state.steps.steps, state.validations.steps):
+        if steps:
+            ends += [steps[0], steps[-1]]
     aside = f"step {min(ends)} to {max(ends)}" if ends else ""
     return box(title, rows[-(height - 2) :], width, height, aside)
 
@@ -125,7 +146,8 @@ def _thin(points: Points, count: int) -> Points:
 
 
 def _bounds(values: list[float]) -> tuple[float, float]:
-    low, high = min(values, default=0.0), max(values, default=1.0)
+    low = min(values, default=0.0)
+    high = max(values, default=1.0)
     if low == high:
         # Flat at the bottom, as a constant sparkline.
         return low, low + 1.0

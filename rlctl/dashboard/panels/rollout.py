@@ -2,7 +2,7 @@
 
 import textwrap
 
-from rlctl.dashboard.panels.canvas import Row, beside, box, fit, row
+from rlctl.dashboard.panels.canvas import Row, box, fit, place_side_by_side, row
 from rlctl.dashboard.rollout_view import BAR, facts, headline, pieces, title_of
 from rlctl.dashboard.state import RunState
 from rlctl.telemetry.jsonl import Record
@@ -13,31 +13,43 @@ TWO = 100
 PROMPT_ROWS = 2
 
 
-def rollout(state: RunState, width: int, most: int) -> list[Row]:
-    """Draw one or two rollouts of the newest group in at most `most` rows, with the command for all."""
-    group, inner = state.sample, width - 4
-    order = sorted(group["rollouts"], key=lambda each: -(each.get("reward") or 0.0))
-    chosen = [order[0], order[-1]] if inner >= TWO and len(order) > 1 else order[:1]
+def rollout(state: RunState, width: int, limit: int) -> list[Row]:
+    """Draw one or two rollouts of the newest group in at most `limit` rows, with the command for all."""
+    group = state.sample
+    inner = width - 4
+    by_reward = sorted(group["rollouts"], key=lambda record: -(record.get("reward") or 0.0))
+    chosen = by_reward[:1]
+    if inner >= TWO and len(by_reward) > 1:
+        chosen = [by_reward[0], by_reward[-1]]
     # An environment may pose the task: the task then has no prompt.
-    prompt = _wrapped(group["prompt"], inner)[:PROMPT_ROWS] if group.get("prompt") else []
+    prompt = _wrap_lines(group["prompt"], inner)[:PROMPT_ROWS] if group.get("prompt") else []
     room = (inner - 2 * (len(chosen) - 1)) // len(chosen)
-    columns = [_column(each, room, most - 2 - len(prompt)) for each in chosen]
-    high = max(map(len, columns))
-    first, *second = ([fit(line, room) for line in [*column, *([[]] * (high - len(column)))]] for column in columns)
-    gap = [row("  ")] * high if second else []
-    rows = [*(row((line, "bright_black")) for line in prompt), *beside(first, gap, *second)]
+    columns = [_column(record, room, limit - 2 - len(prompt)) for record in chosen]
+    column_height = max(map(len, columns))
+    blocks: list[list[Row]] = []
+    for column in columns:
+        if blocks:
+            blocks.append([row("  ")] * column_height)
+        empty_rows: list[Row] = [[]] * (column_height - len(column))
+        blocks.append([fit(line, room) for line in column + empty_rows])
+    rows = [row((line, "bright_black")) for line in prompt]
+    rows += place_side_by_side(*blocks)
     return box("Rollouts", rows, width, len(rows) + 2, title_of(group), f"all: rlctl runs rollouts {state.name}")
 
 
-def _column(one: Record, width: int, most: int) -> list[Row]:
-    """Draw a rollout in at most `most` rows; "…" where its text goes on."""
-    rows = [row(*headline(one)), *(row((line, "bright_black")) for line in textwrap.wrap(facts(one), width))]
-    for text, sampled in pieces(one):
+def _column(record: Record, width: int, limit: int) -> list[Row]:
+    """Draw a rollout in at most `limit` rows; "…" where its text goes on."""
+    rows = [row(*headline(record))]
+    rows += [row((line, "bright_black")) for line in textwrap.wrap(facts(record), width)]
+    for text, sampled in pieces(record):
         bar, style = (BAR, "") if sampled else ("  ", "bright_black")
-        rows += [row((bar, "green"), (line, style)) for line in _wrapped(text, width - len(BAR))]
-    return rows if len(rows) <= most else [*rows[: most - 1], row(("…", "bright_black"))]
+        rows += [row((bar, "green"), (line, style)) for line in _wrap_lines(text, width - len(BAR))]
+    return rows if len(rows) <= limit else [*rows[: limit - 1], row(("…", "bright_black"))]
 
 
-def _wrapped(text: str, width: int) -> list[str]:
-    lines = neutral(text).expandtabs(4).split("\n")
-    return [part for line in lines for part in textwrap.wrap(line, max(1, width), replace_whitespace=False) or [""]]
+def _wrap_lines(text: str, width: int) -> list[str]:
+    """Return the lines of a text, each wrapped at `width` cells; an empty line stays."""
+    wrapped = []
+    for line in neutral(text).expandtabs(4).split("\n"):
+        wrapped += textwrap.wrap(line, max(1, width), replace_whitespace=False) or [""]
+    return wrapped

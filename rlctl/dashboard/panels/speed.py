@@ -26,50 +26,65 @@ Times = dict[str, tuple[float, float]]
 
 def timing(state: RunState, width: int, height: int) -> list[Row]:
     """Draw a bar for each phase, the last step in full and the mean of recent steps behind it."""
-    last, mean = state.latest(STEP_SECONDS.name), state.mean(STEP_SECONDS.name, RECENT)
+    last = state.latest(STEP_SECONDS.name)
+    mean = state.mean(STEP_SECONDS.name, RECENT)
     aside = f"last {duration(last)} · mean {duration(mean)}" if last is not None else ""
     times = phase_times(state)
     if len(times) > height - 2:
-        # The smallest phases share one row.
-        kept = set(sorted(times, key=lambda name: -max(times[name]))[: max(0, height - 3)])
-        small = [pair for name, pair in times.items() if name not in kept]
-        rest = (sum(last for last, _ in small), sum(mean for _, mean in small))
-        times = {**{name: pair for name, pair in times.items() if name in kept}, "rest": rest}
-    scale = max((seconds for pair in times.values() for seconds in pair), default=0.0)
-    label = max([11, *(len(name) for name in times)])
-    room, rows = width - 20 - label, []
-    for name, (last, mean) in times.items():
-        solid = bar(last / scale, room) if scale > 0 else ""
-        behind = round(mean / scale * room) if scale > 0 else 0
+        times = _merge_smallest(times, height - 2)
+    scale = max(map(max, times.values()), default=0.0)
+    label_width = max([11, *(len(name) for name in times)])
+    room = width - 20 - label_width
+    rows = []
+    for name, (last_seconds, mean_seconds) in times.items():
+        solid = bar(last_seconds / scale, room) if scale > 0 else ""
+        mean_cells = round(mean_seconds / scale * room) if scale > 0 else 0
         colour = STYLE.get(name, "white")
         rows.append(
             row(
-                (f"{name.replace('_', ' '):<{label}}", "bright_black"),
-                (f"{duration(last) if last else NONE:>7}", "bold"),
-                f"{duration(mean):>7}  ",
+                (f"{name.replace('_', ' '):<{label_width}}", "bright_black"),
+                (f"{duration(last_seconds) if last_seconds else NONE:>7}", "bold"),
+                f"{duration(mean_seconds):>7}  ",
                 (solid, colour),
-                ("░" * (behind - len(solid)), colour),
+                ("░" * (mean_cells - len(solid)), colour),
             )
         )
     return box("Step time", rows, width, height, aside)
 
 
+def _merge_smallest(times: Times, limit: int) -> Times:
+    """Return at most `limit` phases: the smallest phases become one, called rest."""
+    largest = set(sorted(times, key=lambda name: -max(times[name]))[: max(0, limit - 1)])
+    merged: Times = {}
+    rest_last = 0.0
+    rest_mean = 0.0
+    for name, (last, mean) in times.items():
+        if name in largest:
+            merged[name] = (last, mean)
+        else:
+            rest_last += last
+            rest_mean += mean
+    return {**merged, "rest": (rest_last, rest_mean)}
+
+
 def phase_times(state: RunState) -> Times:
     """Return the times of all phases, in the order of a step."""
     recent = state.steps.recent(RECENT)
-    names = {key.removeprefix("time/") for record in recent for key in record if key.startswith("time/")} - {"step"}
+    names: set[str] = set()
+    for record in recent:
+        names.update(key.removeprefix("time/") for key in record if key.startswith("time/"))
+    names.discard("step")
 
     def place(name: str) -> tuple[int, str]:
-        known = ORDER.index(name) if name in ORDER else len(ORDER)
-        return (len(ORDER) + 1 if name == "other" else known, name)
+        if name == "other":
+            return len(ORDER) + 1, name
+        return (ORDER.index(name) if name in ORDER else len(ORDER)), name
 
-    return {
-        name: (
-            float(recent[-1].get(f"time/{name}", 0.0)),
-            sum(float(record.get(f"time/{name}", 0.0)) for record in recent) / len(recent),
-        )
-        for name in sorted(names, key=place)
-    }
+    times: Times = {}
+    for name in sorted(names, key=place):
+        seconds = [float(record.get(f"time/{name}", 0.0)) for record in recent]
+        times[name] = (seconds[-1], sum(seconds) / len(seconds))
+    return times
 
 
 def throughput(state: RunState, width: int, height: int) -> list[Row]:
@@ -77,8 +92,8 @@ def throughput(state: RunState, width: int, height: int) -> list[Row]:
     rows = []
     for name in ("training",) if state.algorithm == "sft" else ("effective", "training", "generation"):
         key = f"throughput/{name}"
-        value = state.generated(key) if name == "generation" else state.latest(key)
-        rows.append(_course(state, name, key, number(value), width - 4))
+        rate = state.latest_of_generator(key) if name == "generation" else state.latest(key)
+        rows.append(_course(state, name, key, number(rate), width - 4))
     if (share := state.latest(MFU.name)) is not None:
         rows.append(_course(state, "MFU", MFU.name, percent(share), width - 4))
     return box("Throughput", rows, width, height, "tokens/s/device", _engines(state))
@@ -86,30 +101,33 @@ def throughput(state: RunState, width: int, height: int) -> list[Row]:
 
 def _engines(state: RunState) -> str:
     """Return the median and the slowest of several engines, in words; empty for one."""
-    median, slowest = (state.latest(f"engines/rate_{name}") for name in ("median", "slowest"))
+    median = state.latest("engines/rate_median")
+    slowest = state.latest("engines/rate_slowest")
     if median is None or slowest is None:
         return ""
     return f"engines {number(median)}, slowest {number(slowest)} (#{state.latest(SLOWEST_ENGINE.name):.0f})"
 
 
-def _course(state: RunState, label: str, name: str, shown: str, width: int) -> Row:
+def _course(state: RunState, label: str, name: str, latest: str, width: int) -> Row:
     course = (spark(state.values(name), min(width - 21, 40)), "blue")
-    return row((f"{label:<11}", "bright_black"), (f"{shown:>8}", "bold"), "  ", course)
+    return row((f"{label:<11}", "bright_black"), (f"{latest:>8}", "bold"), "  ", course)
 
 
 def idle(state: RunState, width: int, height: int) -> list[Row]:
     """Draw a bar for each side, as long as it was idle, and one for the most idle of several engines."""
-    most = state.latest(IDLEST_ENGINE.name)
-    worst = [] if most is None else [_share_row("idlest", "blue", most, width - 4)]
-    return box("Idle", [*_idle_rows(state, width - 4), *worst], width, height, "share of the step")
+    rows = _idle_rows(state, width - 4)
+    greatest_share = state.latest(IDLEST_ENGINE.name)
+    if greatest_share is not None:
+        rows.append(_share_row("idlest", "blue", greatest_share, width - 4))
+    return box("Idle", rows, width, height, "share of the step")
 
 
 def memory(state: RunState, width: int, height: int) -> list[Row]:
     """Draw the memory of each kind of process, and how busy the devices are."""
     rows = []
     for side, label in (("trainer", "trainer rank"), ("engine", "engine"), ("driver", "driver")):
-        if (value := state.latest(f"memory/{side}_gib")) is not None:
-            rows.append(row((f"{label:<13}", "bright_black"), (f"{gib(value):>9}", "bold")))
+        if (used_gib := state.latest(f"memory/{side}_gib")) is not None:
+            rows.append(row((f"{label:<13}", "bright_black"), (f"{gib(used_gib):>9}", "bold")))
     if (used := state.latest(UTILIZATION.name)) is not None:
         meter = (bar(used, max(0, width - 29)), "blue")
         rows.append(row((f"{'device use':<13}", "bright_black"), (f"{percent(used):>9}", "bold"), "  ", meter))
@@ -117,27 +135,29 @@ def memory(state: RunState, width: int, height: int) -> list[Row]:
 
 
 def idle_and_memory(state: RunState, width: int, height: int) -> list[Row]:
-    """Draw both in one box, for narrow terminals."""
-    held = [
-        f"{side} {value:.3g}"
-        for side in ("trainer", "engine")
-        if (value := state.latest(f"memory/{side}_gib")) is not None
-    ]
+    """Draw idle shares and memory in one box, for narrow terminals."""
+    memory_parts = []
+    for side in ("trainer", "engine"):
+        used_gib = state.latest(f"memory/{side}_gib")
+        if used_gib is not None:
+            memory_parts.append(f"{side} {used_gib:.3g}")
     used = state.latest(UTILIZATION.name)
-    rows = [*_idle_rows(state, width - 4), row(("GiB   ", "bright_black"), " · ".join(held) or NONE)]
+    rows = _idle_rows(state, width - 4)
+    rows.append(row(("GiB   ", "bright_black"), " · ".join(memory_parts) or NONE))
     return box("Idle and memory", rows, width, height, "" if used is None else f"device use {percent(used)}")
 
 
 def _idle_rows(state: RunState, width: int) -> list[Row]:
-    sides = [("trainer", "green", state.latest(TRAINER_IDLE.name))]
+    rows = [_share_row("trainer", "green", state.latest(TRAINER_IDLE.name), width)]
     if state.algorithm != "sft":
-        sides.append(("generator", "blue", state.generated(GENERATOR_IDLE.name)))
-    return [_share_row(*side, width) for side in sides]
+        generator_idle = state.latest_of_generator(GENERATOR_IDLE.name)
+        rows.append(_share_row("generator", "blue", generator_idle, width))
+    return rows
 
 
 def _share_row(name: str, style: str, share: float | None, width: int) -> Row:
     room = max(0, width - 20)
     drawn = "" if share is None else bar(share, room)
     rest = "" if share is None else "░" * (room - len(drawn))
-    shown = (f"{percent(share):>6}", "bold")
-    return row((f"{name:<10}", "bright_black"), shown, "  ", (drawn, style), (rest, "bright_black"))
+    number = (f"{percent(share):>6}", "bold")
+    return row((f"{name:<10}", "bright_black"), number, "  ", (drawn, style), (rest, "bright_black"))

@@ -32,23 +32,24 @@ def header(state: RunState, width: int) -> list[Row]:
     parts = (model_name(str(state.start.get("model", ""))), f"attempt {attempt}" if attempt > 1 else "")
     version = state.latest(WEIGHT_VERSION.name)
     weights = "" if version is None else f"weights v{version:.0f}"
-    where = " · ".join(part for part in (weights, _processes(state.start)) if part)
-    content = [_progress_row(state, width - 4), spread(_activity(state), row((where, "bright_black")), width - 4)]
+    details = " · ".join(part for part in (weights, _processes(state.start)) if part)
+    content = [_progress_row(state, width - 4), spread(_activity(state), row((details, "bright_black")), width - 4)]
     return box(f"rlctl {state.algorithm} · {state.name}", content, width, HEIGHT, " · ".join(filter(None, parts)))
 
 
 def _progress_row(state: RunState, width: int) -> Row:
-    total, done = state.num_steps, state.step
+    total = state.num_steps
+    done = state.step
     share = done / total if total else 0.0
-    left = f"step {done}/{total or '?'}"
+    step_text = f"step {done}/{total or '?'}"
     eta = f"  eta {span(state.eta)}" if state.eta is not None else ""
-    right = f"{share:4.0%}  {span(state.elapsed)}{eta}"
-    room = width - len(left) - len(right) - 4
+    time_text = f"{share:4.0%}  {span(state.elapsed_s)}{eta}"
+    room = width - len(step_text) - len(time_text) - 4
     halves = round(min(1.0, share) * room * 2)
     filled = "━" * (halves // 2) + "╸" * (halves % 2)
     colour = SIGNS[state.status][1] if state.status != "running" else "cyan"
     rest = "┈" * max(0, room - len(filled))
-    return row((left, "bold"), "  ", (filled, colour), (rest, "bright_black"), "  ", right)
+    return row((step_text, "bold"), "  ", (filled, colour), (rest, "bright_black"), "  ", time_text)
 
 
 def _activity(state: RunState) -> Row:
@@ -59,13 +60,15 @@ def _activity(state: RunState) -> Row:
     if state.phase is None:
         return row((f"{sign} ", style), "starting")
     name, step, since = state.phase
-    at = f" of step {step}" if step else ""
-    return row((f"{sign} ", style), (name.replace("_", " "), "bold"), f"{at} {ticking(state.now - since)}")
+    position = f" of step {step}" if step else ""
+    return row((f"{sign} ", style), (name.replace("_", " "), "bold"), f"{position} {ticking(state.now - since)}")
 
 
 def _processes(start: Record) -> str:
     """Return the numbers of trainer ranks and engines, and on GPUs the devices of each."""
-    ranks, engines, devices = int(start.get("ranks", 0)), int(start.get("engines", 0)), start.get("devices") or {}
+    ranks = int(start.get("ranks", 0))
+    engines = int(start.get("engines", 0))
+    devices = start.get("devices") or {}
     if not ranks:
         return ""
     trainers = count(ranks, "rank")
@@ -73,52 +76,59 @@ def _processes(start: Record) -> str:
         return trainers
     if start.get("device") == "cuda" and start.get("shared"):
         gpus = max(int(devices.get(side, 1)) for side in ("trainer", "generator"))
-        return f"{trainers} and {count(engines, 'engine')} on {'the same ' * (gpus > 1)}{count(gpus, 'GPU')}"
-    each = int(devices.get("generator", 1)) // engines if start.get("device") == "cuda" else 1
-    return f"{trainers} · {count(engines, 'engine')}" + f" x {each} GPUs" * (each > 1)
+        shared = "the same " if gpus > 1 else ""
+        return f"{trainers} and {count(engines, 'engine')} on {shared}{count(gpus, 'GPU')}"
+    gpus_an_engine = int(devices.get("generator", 1)) // engines if start.get("device") == "cuda" else 1
+    text = f"{trainers} · {count(engines, 'engine')}"
+    if gpus_an_engine > 1:
+        text += f" x {gpus_an_engine} GPUs"
+    return text
 
 
 def startup(state: RunState, width: int, height: int) -> list[Row]:
-    """Draw the starting parts, each since when, and the started ones."""
-    items = [(what, since, seconds) for what, (since, seconds) in state.startup.items()]
-    scale = max((seconds or state.now - since for _, since, seconds in items), default=0.0)
+    """Draw the parts of a start with their seconds: the started parts, and those that are still starting."""
+    # Name -> (since, seconds or None).
+    parts = dict(state.startup)
+    scale = max((seconds or state.now - since for since, seconds in parts.values()), default=0.0)
     if state.phase is not None and not state.steps:
         name, step, since = state.phase
-        items.append((f"{name.replace('_', ' ')} of step {step}", since, None))
-    label = min(max((len(what) for what, _, _ in items), default=0), max(10, width // 2))
-    room = min(30, max(0, width - label - 18))
+        parts[f"{name.replace('_', ' ')} of step {step}"] = (since, None)
+    label_width = min(max(map(len, parts), default=0), max(10, width // 2))
+    room = min(30, max(0, width - label_width - 18))
     rows = []
-    for what, since, seconds in items:
-        done = seconds is not None
+    for part, (since, seconds) in parts.items():
+        is_started = seconds is not None
         took = seconds if seconds is not None else max(0.0, state.now - since)
+        share = min(1.0, took / scale) if scale > 0 else 0.0
         rows.append(
             row(
-                ("✔ ", "green") if done else ("● ", "bold yellow"),
-                (f"{what:<{label}.{label}}", "" if done else "bold"),
-                f"{duration(took) if done else ticking(took):>9}  ",
-                (bar(min(1.0, took / scale) if scale > 0 else 0.0, room), "green" if done else "yellow"),
+                ("✔ ", "green") if is_started else ("● ", "bold yellow"),
+                (f"{part:<{label_width}.{label_width}}", "" if is_started else "bold"),
+                f"{duration(took) if is_started else ticking(took):>9}  ",
+                (bar(share, room), "green" if is_started else "yellow"),
             )
         )
-    return box("Starting", rows[-(height - 2) :], width, height, f"for {span(state.elapsed)}")
+    return box("Starting", rows[-(height - 2) :], width, height, f"for {span(state.elapsed_s)}")
 
 
 def log(state: RunState, width: int, height: int, legend: str = "") -> list[Row]:
     """Draw the last events, newest below, each whole, on several rows if need be. legend: words on the lower edge."""
     room = height - 2
-    told = [event for event in state.events if event["kind"] != "validation_started"]
-    recent = sorted([*told, *state.validations.recent(height)], key=lambda event: float(event["time"]))[-height:]
+    events = [event for event in state.events if event["kind"] != "validation_started"]
+    events += state.validations.recent(height)
+    events.sort(key=lambda event: float(event["time"]))
     rows: list[Row] = []
-    for event in reversed(recent):
+    for event in reversed(events[-height:]):
         if event["kind"] == "checkpoint":
             _, folder, step = str(event.get("path", "")).rpartition("checkpoints/")
             event = {**event, "path": folder + step}
         text, style = describe(event)
         clock = time.strftime("%H:%M:%S", time.localtime(float(event["time"])))
-        first, *more = textwrap.wrap(text, max(20, width - 4 - CLOCK)) or [""]
-        lines = [row((f"{clock:<{CLOCK}}", "bright_black"), (first, style))]
-        lines += [row(" " * CLOCK, (line, style)) for line in more]
+        first_line, *further_lines = textwrap.wrap(text, max(20, width - 4 - CLOCK)) or [""]
+        lines = [row((f"{clock:<{CLOCK}}", "bright_black"), (first_line, style))]
+        lines += [row(" " * CLOCK, (line, style)) for line in further_lines]
         if rows and len(rows) + len(lines) > room:
             break
-        # The beginning of an event longer than the panel says most.
+        # Of an event that is longer than the panel the beginning is shown.
         rows = [*lines[:room], *rows]
     return box("Events", rows, width, height, below=legend)

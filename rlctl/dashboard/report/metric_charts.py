@@ -51,7 +51,7 @@ class MetricChart:
     @property
     def meanings(self) -> dict[str, str]:
         """Return the meaning of each metric of the chart by its name."""
-        return {each.name: each.meaning for each in self.series}
+        return {metric.name: metric.meaning for metric in self.series}
 
 
 # The bound on the mismatch is drawn once the metric has come this share of the way from 1 to the bound. Before, it
@@ -62,17 +62,23 @@ NEAR = 0.2
 def charts_of(states: Sequence[RunState]) -> list[MetricChart]:
     """Return the charts that have something to draw: a section's together, in the order of their places."""
     # (section, title) -> names with their rows.
-    drawn: dict[tuple[str, str], list[tuple[str, Metric]]] = {}
-    for name in sorted({name for state in states for name in _drawn(state)}):
+    metrics_of_chart: dict[tuple[str, str], list[tuple[str, Metric]]] = {}
+    for name in sorted(_drawn_names(states)):
         row = _row_of(states, name)
         assert row.chart
-        drawn.setdefault((row.chart.section, row.chart.title or name), []).append((name, row))
-    placed: list[tuple[tuple[int, str, int, str], list[MetricChart]]] = []
-    for (section, title), metrics in drawn.items():
+        metrics_of_chart.setdefault((row.chart.section, row.chart.title or name), []).append((name, row))
+    for metrics in metrics_of_chart.values():
         metrics.sort(key=_place)
-        place = (_section_place(section), section, _place(metrics[0])[0], title)
-        placed.append((place, _charts(states, section, title, metrics)))
-    return [chart for _, charts in sorted(placed, key=lambda pair: pair[0]) for chart in charts]
+
+    def chart_place(section_and_title: tuple[str, str]) -> tuple[int, str, int, str]:
+        section, title = section_and_title
+        first_metric = metrics_of_chart[section_and_title][0]
+        return _section_place(section), section, _place(first_metric)[0], title
+
+    charts = []
+    for section, title in sorted(metrics_of_chart, key=chart_place):
+        charts += _charts(states, section, title, metrics_of_chart[section, title])
+    return charts
 
 
 def _charts(
@@ -85,16 +91,18 @@ def _charts(
         unit = "share"
     elif units == {"seconds"}:
         unit = "seconds"
-    series = [each for name, row in metrics for each in _courses(states, name, row.meaning)]
-    first = metrics[0][1].chart
-    if first and first.stacked:
+    series: list[MetricSeries] = []
+    for name, row in metrics:
+        series += _series_of_runs(states, name, row.meaning)
+    declared_chart = metrics[0][1].chart
+    if declared_chart and declared_chart.stacked:
         return _stacks(MetricChart(section, title, unit, stacked=True), series)
     bound, source = _bound(states, series)
     return [MetricChart(section, title, unit, series=series, bound=bound, bound_source=source)]
 
 
 def _row_of(states: Sequence[RunState], name: str) -> Metric:
-    """Return the row by which a metric is drawn: that of the first run that has one, else one without a meaning."""
+    """Return the row that draws a metric: the first run's row with a chart, else a row without a meaning."""
     rows = (state.declared.find(name) for state in states)
     declared = next((row for row in rows if row and row.chart), None)
     section = EPISODES if name.startswith("environment/") else OTHERS
@@ -117,11 +125,14 @@ def _section_place(section: str) -> int:
 
 def zeros(states: Sequence[RunState]) -> list[str]:
     """Return the metrics that were recorded and are 0 in every step of every run."""
-    drawn = {name for state in states for name in _drawn(state)}
-    return sorted({name for state in states for name in _recorded(state)} - drawn)
+    names: set[str] = set()
+    for state in states:
+        names.update(_recorded_names(state))
+    return sorted(names - _drawn_names(states))
 
 
-def _recorded(state: RunState) -> Iterator[str]:
+def _recorded_names(state: RunState) -> Iterator[str]:
+    """Yield the name of each recorded metric, except metrics that are declared without a chart."""
     for history in (state.steps, state.validations):
         for name in history.names:
             row = state.declared.find(name)
@@ -129,8 +140,12 @@ def _recorded(state: RunState) -> Iterator[str]:
                 yield name
 
 
-def _drawn(state: RunState) -> Iterator[str]:
-    yield from (name for name in _recorded(state) if any(_points(state, name)[1]))
+def _drawn_names(states: Sequence[RunState]) -> set[str]:
+    """Return the name of each metric that is not 0 in some step of some run."""
+    names: set[str] = set()
+    for state in states:
+        names.update(name for name in _recorded_names(state) if any(_points(state, name)[1]))
+    return names
 
 
 def _points(state: RunState, name: str) -> tuple[list[int], list[float]]:
@@ -140,16 +155,18 @@ def _points(state: RunState, name: str) -> tuple[list[int], list[float]]:
     return [step for step, _ in sound], [value for _, value in sound]
 
 
-def _courses(states: Sequence[RunState], name: str, meaning: str) -> Iterator[MetricSeries]:
+def _series_of_runs(states: Sequence[RunState], name: str, meaning: str) -> Iterator[MetricSeries]:
+    """Yield the course of a metric in each run that recorded it."""
     for run, state in enumerate(states):
-        steps, values = thinned(*_points(state, name))
+        steps, values = _points(state, name)
+        steps, values = thin_points(steps, values)
         if steps:
-            yield MetricSeries(run, name, steps, values, meaning)
+            yield MetricSeries(run=run, name=name, steps=steps, values=values, meaning=meaning)
 
 
-def thinned(steps: list[int], values: list[float], most: int = MOST_POINTS) -> tuple[list[int], list[float]]:
-    """Return at most `most` points: means over successive points, each at its last step."""
-    size = -(-len(steps) // most)
+def thin_points(steps: list[int], values: list[float], limit: int = MOST_POINTS) -> tuple[list[int], list[float]]:
+    """Return at most `limit` points: means over successive points, each at its last step."""
+    size = -(-len(steps) // limit)
     if size <= 1:
         return steps, values
     starts = range(0, len(steps), size)
@@ -160,40 +177,49 @@ def thinned(steps: list[int], values: list[float], most: int = MOST_POINTS) -> t
 def stack_sums(series: Sequence[MetricSeries]) -> dict[int, float]:
     """Return step -> sum over the series."""
     sums: dict[int, float] = {}
-    for each in series:
-        for step, value in zip(each.steps, each.values):
+    for metric in series:
+        for step, value in zip(metric.steps, metric.values):
             sums[step] = sums.get(step, 0.0) + value
     return sums
 
 
 def _stacks(chart: MetricChart, series: Sequence[MetricSeries]) -> list[MetricChart]:
     """Return a stacked chart for each run, with the same colours and axis."""
-    by_run = [_filled([each for each in series if each.run == run]) for run in sorted({each.run for each in series})]
-    names = tuple(dict.fromkeys(each.name for each in series))
-    top = max((_top(filled) for filled in by_run), default=1.0)
-    return [replace(chart, series=filled, names=names, top=top) for filled in by_run]
+    series_by_run: dict[int, list[MetricSeries]] = {}
+    for metric in series:
+        series_by_run.setdefault(metric.run, []).append(metric)
+    stacks = [_fill_steps(series_by_run[run]) for run in sorted(series_by_run)]
+    names = tuple(dict.fromkeys(metric.name for metric in series))
+    top = max(map(_axis_top, stacks), default=1.0)
+    return [replace(chart, series=stack, names=names, top=top) for stack in stacks]
 
 
-def _top(series: Sequence[MetricSeries]) -> float:
+def _axis_top(series: Sequence[MetricSeries]) -> float:
     """Return the end of the axis of a stack: above nearly every step, and not far above."""
-    ordered = sorted(stack_sums(series).values())
-    usual = ordered[min(len(ordered) - 1, len(ordered) * 98 // 100)]
-    return min(ordered[-1], MOST_OF_USUAL * usual) or 1.0
+    sums = sorted(stack_sums(series).values())
+    percentile_98 = sums[min(len(sums) - 1, len(sums) * 98 // 100)]
+    return min(sums[-1], MOST_OF_USUAL * percentile_98) or 1.0
 
 
-def _filled(series: Sequence[MetricSeries]) -> list[MetricSeries]:
+def _fill_steps(series: Sequence[MetricSeries]) -> list[MetricSeries]:
     """Return the series with a value at every step: 0 where a metric was not recorded, as of a phase that was not."""
-    steps = sorted({step for each in series for step in each.steps})
-    known = [(each, dict(zip(each.steps, each.values))) for each in series]
-    return [replace(each, steps=steps, values=[values.get(step, 0.0) for step in steps]) for each, values in known]
+    all_steps: set[int] = set()
+    for metric in series:
+        all_steps.update(metric.steps)
+    steps = sorted(all_steps)
+    filled_series = []
+    for metric in series:
+        value_at = dict(zip(metric.steps, metric.values))
+        filled_series.append(replace(metric, steps=steps, values=[value_at.get(step, 0.0) for step in steps]))
+    return filled_series
 
 
 def _bound(states: Sequence[RunState], series: Sequence[MetricSeries]) -> tuple[float | None, str]:
     """Return the smallest bound on the mismatch that a run came near, and its source; None if none did."""
-    near = [
-        (bound, states[each.run].bound_source)
-        for each in series
-        if each.name == states[each.run].judged_mismatch
-        and max(each.values) - 1 > NEAR * ((bound := states[each.run].mismatch_bound) - 1)
-    ]
-    return min(near, default=(None, ""))
+    near_bounds = []
+    for metric in series:
+        state = states[metric.run]
+        bound = state.mismatch_bound
+        if metric.name == state.judged_mismatch and max(metric.values) - 1 > NEAR * (bound - 1):
+            near_bounds.append((bound, state.bound_source))
+    return min(near_bounds, default=(None, ""))

@@ -34,19 +34,17 @@ def page(runs: Sequence[ReportedRun], written: str) -> str:
     names = [run.name for run in runs]
     title = " · ".join(names)
     sections = list(dict.fromkeys(chart.section for chart in charts))
-    body = "".join(
-        [
-            *(_section(each, _grid(charts, each, names)) for each in sections if each != OTHERS),
-            _differences(runs) if len(runs) > 1 else "",
-            _section(_HEALTH, _health_grid(runs) + _events(runs)),
-            _section("Samples", '<div id="samples"></div>') if any(any(run.samples.values()) for run in runs) else "",
-            _section(OTHERS, _grid(charts, OTHERS, names) + _zeros(runs)),
-            _config(runs),
-        ]
-    )
-    data = {
-        "themes": {name: vega.config(theme) for name, theme in (("light", vega.LIGHT), ("dark", vega.DARK))},
-        "charts": [*(_chart_data(chart, names) for chart in charts), *_health_data(runs)],
+    parts = [_section(section, _grid(charts, section, names)) for section in sections if section != OTHERS]
+    if len(runs) > 1:
+        parts.append(_differences(runs))
+    parts.append(_section(_HEALTH, _health_grid(runs) + _events(runs)))
+    if any(any(run.samples.values()) for run in runs):
+        parts.append(_section("Samples", '<div id="samples"></div>'))
+    parts.append(_section(OTHERS, _grid(charts, OTHERS, names) + _zeros(runs)))
+    parts.append(_config(runs))
+    script_data = {
+        "themes": {"light": vega.config(vega.LIGHT), "dark": vega.config(vega.DARK)},
+        "charts": [_chart_data(chart, names) for chart in charts] + _health_data(runs),
         "samples": [{"name": run.name, "groups": run.samples} for run in runs],
     }
     text = _PAGE.format(
@@ -54,9 +52,9 @@ def page(runs: Sequence[ReportedRun], written: str) -> str:
         title=escape(title),
         style=(_HERE / "report.css").read_text(),
         heads="".join(_head(run) for run in runs),
-        body=body,
+        body="".join(parts),
         written=escape(written),
-        data=json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
+        data=json.dumps(script_data, separators=(",", ":")).replace("<", "\\u003c"),
         library=vega.script(),
         script=(_HERE / "report.js").read_text(),
     )
@@ -65,31 +63,30 @@ def page(runs: Sequence[ReportedRun], written: str) -> str:
 
 
 def _chart_data(chart: MetricChart, names: Sequence[str]) -> dict[str, Any]:
-    many = len({each.run for each in chart.series}) > 1
-    return {
-        "spec": vega.spec_of(chart, names),
-        "unit": chart.unit,
-        "series": [
+    has_several_runs = len({metric.run for metric in chart.series}) > 1
+    series = []
+    for metric in chart.series:
+        run = names[metric.run]
+        series.append(
             {
-                "metric": each.name,
-                "run": names[each.run],
-                "label": f"{names[each.run]} · {each.name}" if many else each.name,
-                "meaning": each.meaning,
-                "steps": each.steps,
-                "values": [float(f"{value:.6g}") for value in each.values],
+                "metric": metric.name,
+                "run": run,
+                "label": f"{run} · {metric.name}" if has_several_runs else metric.name,
+                "meaning": metric.meaning,
+                "steps": metric.steps,
+                "values": [float(f"{value:.6g}") for value in metric.values],
             }
-            for each in chart.series
-        ],
-    }
+        )
+    return {"spec": vega.spec_of(chart, names), "unit": chart.unit, "series": series}
 
 
 def _health_data(runs: Sequence[ReportedRun]) -> list[dict[str, Any]]:
-    rows = [
-        {"step": event.step, "label": event.label, "text": event.text, "run": run.name, "kind": event.kind}
-        for run in runs
-        for event in run.events
-        if event.kind in HEALTH
-    ]
+    rows = []
+    for run in runs:
+        for event in run.events:
+            if event.kind in HEALTH:
+                row = {"step": event.step, "label": event.label, "text": event.text, "run": run.name}
+                rows.append(row | {"kind": event.kind})
     if {row["kind"] for row in rows} <= {"run_ended"}:
         return []
     labels = {row["label"] for row in rows}
@@ -112,13 +109,13 @@ def _grid(charts: Sequence[MetricChart], section: str, names: Sequence[str]) -> 
 
 def _card(number: int, chart: MetricChart, runs: Sequence[str]) -> str:
     names = list(chart.meanings)
-    shown = names if len(names) <= 4 else [*names[:3], f"and {len(names) - 3} more"]
+    listed = names if len(names) <= 4 else [*names[:3], f"and {len(names) - 3} more"]
     title = f"{chart.title}: {runs[chart.series[0].run]}" if chart.stacked and len(runs) > 1 else chart.title
     meanings = "\n".join(f"{name}: {text}" for name, text in chart.meanings.items() if text)
     wide = " wide" if chart.stacked else ""
     return (
         f'<figure class="card{wide}"><figcaption title="{escape(meanings)}"><b>{escape(title)}</b> '
-        f'<span class="names">{escape(", ".join(shown))}</span></figcaption>'
+        f'<span class="names">{escape(", ".join(listed))}</span></figcaption>'
         f'<div class="chart" data-chart="{number}"></div>{_notes(chart)}</figure>'
     )
 
@@ -127,9 +124,11 @@ def _notes(chart: MetricChart) -> str:
     notes = []
     if chart.bound is not None:
         notes.append(f"dashed: {chart.bound:.4g}, {chart.bound_source}")
-    if chart.stacked and (over := vega.steps_above(chart)):
-        listed = ", ".join(f"{step} ({value:.3g})" for step, value in over[:3])
-        notes.append(f"cut at the top: step {listed}{' and others' * (len(over) > 3)}")
+    if chart.stacked and (cut_steps := vega.steps_above(chart)):
+        listed = ", ".join(f"{step} ({value:.3g})" for step, value in cut_steps[:3])
+        if len(cut_steps) > 3:
+            listed += " and others"
+        notes.append(f"cut at the top: step {listed}")
     return "".join(f"<p class='note'>{escape(note)}</p>" for note in notes)
 
 
@@ -147,23 +146,26 @@ def _head(run: ReportedRun) -> str:
 
 
 def _differences(runs: Sequence[ReportedRun]) -> str:
-    """Return the keys in which the runs differ. Where their kinds do, a kind's own keys are folded in a table apart."""
+    """Return the keys in which the runs differ. Runs of different kinds have their own keys in a folded table apart."""
     keys = [key for key in _keys(runs) if len({run.config.get(key, _ABSENT).text for run in runs}) > 1]
-    known = [run for run in runs if run.config]
-    if len(known) < 2:
+    known_runs = [run for run in runs if run.config]
+    if len(known_runs) < 2:
         return ""
     if not keys:
         return _section("What differs", "<p>Their configs are equal.</p>")
-    owners = {key: tuple(run.name for run in known if key in run.config) for key in keys}
-    if len({run.config.get("kind", _ABSENT).text for run in known}) == 1:
-        owners = dict.fromkeys(keys, tuple(run.name for run in known))
-    shared = [key for key in keys if len(owners[key]) == len(known)]
-    parts = [_table(runs, shared) if shared else ""]
-    for some in dict.fromkeys(owner for owner in owners.values() if len(owner) < len(known)):
-        mine = [key for key in keys if owners[key] == some]
-        sections = ", ".join(dict.fromkeys(key.partition(".")[0] for key in mine))
-        title = f"{len(mine)} keys of {', '.join(some)} alone: {sections}"
-        table = _table([run for run in runs if run.name in some], mine, id_=f"only-{len(parts)}")
+    # Key -> names of the runs that have the key.
+    owners = {key: tuple(run.name for run in known_runs if key in run.config) for key in keys}
+    if len({run.config.get("kind", _ABSENT).text for run in known_runs}) == 1:
+        owners = dict.fromkeys(keys, tuple(run.name for run in known_runs))
+    shared_keys = [key for key in keys if len(owners[key]) == len(known_runs)]
+    parts = [_table(runs, shared_keys) if shared_keys else ""]
+    for names in dict.fromkeys(owners.values()):
+        if len(names) == len(known_runs):
+            continue
+        own_keys = [key for key in keys if owners[key] == names]
+        sections = ", ".join(dict.fromkeys(key.partition(".")[0] for key in own_keys))
+        title = f"{len(own_keys)} keys of {', '.join(names)} alone: {sections}"
+        table = _table([run for run in runs if run.name in names], own_keys, id_=f"only-{len(parts)}")
         parts.append(f"<details><summary>{escape(title)}</summary>{table}</details>")
     return _section("What differs", "".join(parts))
 
@@ -172,7 +174,7 @@ def _config(runs: Sequence[ReportedRun]) -> str:
     if not any(run.config for run in runs):
         return ""
     legend = ""
-    if any(value.origin for run in runs for value in run.config.values()):
+    if any(any(value.origin for value in run.config.values()) for run in runs):
         legend = (
             "<p class='note'>Bold: no default; the place where it was written is beside it. "
             "<label><input type='checkbox' id='given'> nothing else</label></p>"
@@ -181,7 +183,10 @@ def _config(runs: Sequence[ReportedRun]) -> str:
 
 
 def _keys(runs: Iterable[ReportedRun]) -> list[str]:
-    return list(dict.fromkeys(key for run in runs for key in run.config))
+    keys: dict[str, None] = {}
+    for run in runs:
+        keys |= dict.fromkeys(run.config)
+    return list(keys)
 
 
 def _table(runs: Sequence[ReportedRun], keys: Iterable[str], id_: str = "differences") -> str:
@@ -218,15 +223,15 @@ def _events(runs: Sequence[ReportedRun]) -> str:
 
 
 def _events_of(run: ReportedRun, is_open: bool) -> str:
-    shown = run.events[-MOST_EVENTS:]
+    newest = run.events[-MOST_EVENTS:]
     rows = "".join(
         f"<tr class='{escape(event.kind)}'><td>{span(event.at_s)}</td><td>{event.step}</td>"
         f"<td>{escape(event.text)}</td></tr>"
-        for event in shown
+        for event in newest
     )
-    more = f", the newest {len(shown)}" if len(shown) < len(run.events) else ""
+    limit = f", the newest {len(newest)}" if len(newest) < len(run.events) else ""
     return (
-        f"<details{' open' * is_open}><summary>{len(run.events)} events of {escape(run.name)}{more}</summary>"
+        f"<details{' open' if is_open else ''}><summary>{len(run.events)} events of {escape(run.name)}{limit}</summary>"
         f"<div class='scroll'><table class='events'><thead><tr><th>after</th><th>step</th><th>event</th></tr></thead>"
         f"<tbody>{rows}</tbody></table></div></details>"
     )

@@ -7,7 +7,9 @@ from rlctl.dashboard.report.metric_charts import MetricChart, charts_of
 from rlctl.dashboard.report.source import ReportedRun
 
 # Pixels of a chart, of a stacked one, and of a row.
-_WIDTH, _WIDE, _ROW = 380, 760, 1140
+_WIDTH = 380
+_WIDE = 760
+_ROW = 1140
 
 
 def pictures(runs: Sequence[ReportedRun]) -> Iterator[tuple[str, bytes]]:
@@ -23,7 +25,7 @@ def _rows(specs: Sequence[vega.Spec]) -> list[list[vega.Spec]]:
     """Return the charts in rows of at most `_ROW` pixels."""
     rows: list[list[vega.Spec]] = []
     for spec in specs:
-        if not rows or sum(each["width"] for each in rows[-1]) + spec["width"] > _ROW:
+        if not rows or sum(row_spec["width"] for row_spec in rows[-1]) + spec["width"] > _ROW:
             rows.append([])
         rows[-1].append(spec)
     return rows

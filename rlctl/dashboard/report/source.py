@@ -96,7 +96,8 @@ def read_runs(folders: Sequence[Path]) -> list[ReportedRun]:
 
 def read_run(folder: Path, name: str) -> ReportedRun:
     """Return the run in a directory, as far as its files can be read."""
-    run, state = RunDir(folder), read_state(folder)
+    run = RunDir(folder)
+    state = read_state(folder)
     state.name = name
     remarks = list(_remarks(run, state))
     config: dict[str, ConfigValue] = {}
@@ -108,12 +109,23 @@ def read_run(folder: Path, name: str) -> ReportedRun:
         remarks.append(f"its config is left out: {error.problems[0]}")
     events = _events(run.events, state)
     samples = {purpose: _samples(run.rollouts, purpose) for purpose in ("validation", "train")}
-    return ReportedRun(name, folder, state, config, events, samples, remarks)
+    return ReportedRun(
+        name=name,
+        path=folder,
+        state=state,
+        config=config,
+        events=events,
+        samples=samples,
+        remarks=remarks,
+    )
 
 
 def meanings_of_keys() -> dict[str, str]:
     """Return the meaning of every key of a config, the number of a list's entry as `N`."""
-    return {key: each.metadata.get("doc", "") for kind in KINDS.values() for key, each in schema_keys(kind)}
+    meanings: dict[str, str] = {}
+    for kind in KINDS.values():
+        meanings |= {key: field.metadata.get("doc", "") for key, field in schema_keys(kind)}
+    return meanings
 
 
 def meaning_of_key(key: str, meanings: dict[str, str]) -> str:
@@ -137,31 +149,41 @@ def _remarks(run: RunDir, state: RunState) -> Iterator[str]:
 
 def _config(path: Path) -> dict[str, ConfigValue]:
     """Return dotted key -> value. Raises ConfigError."""
-    tree, origins = compose(path, []), recorded_origins(path)
-    texts = ((key, dump({"key": plain(node)}).removeprefix("key: ").rstrip("\n")) for key, node in leaves(tree))
-    return {key: ConfigValue(text, origins.get(key, "")) for key, text in texts}
+    tree = compose(path, [])
+    origins = recorded_origins(path)
+    config = {}
+    for key, node in leaves(tree):
+        text = dump({"key": plain(node)}).removeprefix("key: ").rstrip("\n")
+        config[key] = ConfigValue(text, origins.get(key, ""))
+    return config
 
 
 def _events(path: Path, state: RunState) -> list[ReportedEvent]:
     """Return the events of all attempts, in order."""
-    records = [each for each in read_records(path) if isinstance(each.get("time"), (int, float)) and "kind" in each]
+    records = [
+        record for record in read_records(path) if "kind" in record and isinstance(record.get("time"), (int, float))
+    ]
     begin = float(records[0]["time"]) if records else 0.0
     done = state.steps.series("time")
-    times, steps = [at for _, at in done], [step for step, _ in done]
+    times = [end_time for _, end_time in done]
+    steps = [step for step, _ in done]
     events = []
     for record in records:
         kind = str(record["kind"])
         if kind in _UNTOLD:
             continue
-        at = float(record["time"])
-        position = bisect_right(times, at)
-        step = record["step"] if isinstance(record.get("step"), int) else steps[position - 1] if position else 0
+        time_s = float(record["time"])
+        num_done = bisect_right(times, time_s)
+        step = steps[num_done - 1] if num_done else 0
+        if isinstance(record.get("step"), int):
+            step = record["step"]
         label = str(record.get("check") or kind).replace("_", " ")
-        events.append(ReportedEvent(at - begin, step, kind, label, _in_words(record)))
+        event = ReportedEvent(at_s=time_s - begin, step=step, kind=kind, label=label, text=_describe(record))
+        events.append(event)
     return events
 
 
-def _in_words(record: Record) -> str:
+def _describe(record: Record) -> str:
     try:
         return describe(record)[0]
     except (KeyError, TypeError, ValueError):
@@ -174,26 +196,29 @@ def _samples(path: Path, purpose: str) -> list[Record]:
     for place in index(path):
         if place.purpose == purpose:
             by_step.setdefault(place.step, []).append(place)
-    most = MOST_STEPS
-    while steps := evenly(sorted(by_step), most):
-        places = [place for step in steps for place in by_step[step][: MOST_GROUPS[purpose]]]
-        groups = [_shown(group) for group in read_groups(path, places)]
+    limit = MOST_STEPS
+    while steps := evenly(sorted(by_step), limit):
+        places: list[GroupPlace] = []
+        for step in steps:
+            places += by_step[step][: MOST_GROUPS[purpose]]
+        groups = [_sample_of(group) for group in read_groups(path, places)]
         if len(json.dumps(groups)) <= MOST_SAMPLES or len(steps) == 1:
             return groups
-        most = len(steps) // 2
+        limit = len(steps) // 2
     return []
 
 
-def evenly(steps: list[int], most: int) -> list[int]:
-    """Return at most `most` of the steps, the first and the last among them."""
-    if len(steps) <= most:
+def evenly(steps: list[int], limit: int) -> list[int]:
+    """Return at most `limit` of the steps, the first and the last among them."""
+    if len(steps) <= limit:
         return steps
-    if most < 2:
+    if limit < 2:
         return steps[-1:]
-    return [steps[round(place * (len(steps) - 1) / (most - 1))] for place in range(most)]
+    return [steps[round(place * (len(steps) - 1) / (limit - 1))] for place in range(limit)]
 
 
-def _shown(group: Record) -> Record:
+def _sample_of(group: Record) -> Record:
+    """Return a group as the page shows it: some of its rollouts, and shortened texts."""
     rollouts = group["rollouts"]
     left_out = len(rollouts) - MOST_ROLLOUTS
     return {
@@ -201,13 +226,14 @@ def _shown(group: Record) -> Record:
         "title": title_of(group),
         "prompt": _cut_text(str(group.get("prompt", ""))),
         "about": _cut_text(about(group)),
-        "rollouts": [_rollout(each) for each in rollouts[:MOST_ROLLOUTS]],
+        "rollouts": [_rollout(rollout) for rollout in rollouts[:MOST_ROLLOUTS]],
         "more": max(0, left_out),
     }
 
 
 def _rollout(rollout: Record) -> dict[str, Any]:
-    text, room = [], MOST_LETTERS
+    text = []
+    room = MOST_LETTERS
     for piece, sampled in pieces(rollout):
         text.append([_cut_text(piece, room), sampled])
         room -= len(piece)
@@ -217,5 +243,5 @@ def _rollout(rollout: Record) -> dict[str, Any]:
     return {"right": rollout.get("right"), "head": head, "facts": facts(rollout), "text": text}
 
 
-def _cut_text(text: str, most: int = MOST_LETTERS) -> str:
-    return text if len(text) <= most else f"{text[:most]} … {len(text) - most:,} more letters"
+def _cut_text(text: str, limit: int = MOST_LETTERS) -> str:
+    return text if len(text) <= limit else f"{text[:limit]} … {len(text) - limit:,} more letters"

@@ -14,7 +14,8 @@ from rlctl.dashboard.report.metric_charts import MetricChart, stack_sums
 # Version of Vega-Lite, among those that the package carries.
 VERSION = "6.4"
 # From this many points on the mean over neighbours is drawn over the points, a fortieth of the points on each side.
-_SMOOTHED_FROM, _NEIGHBOURS = 40, 40
+_SMOOTHED_FROM = 40
+_NEIGHBOURS = 40
 # A series that goes more than this many times its range is noisy.
 _NOISY = 5
 
@@ -108,18 +109,18 @@ def config(theme: Spec) -> Spec:
 
 
 def rows_of(chart: MetricChart, names: Sequence[str]) -> list[Spec]:
-    """Return the values of a chart as Vega reads them. names: of the runs."""
-    return [
-        {"step": step, "value": value, "metric": each.name, "run": names[each.run], "key": f"s{number}"}
-        for number, each in enumerate(chart.series)
-        for step, value in zip(each.steps, each.values)
-    ]
+    """Return the values of a chart as Vega reads them. names: names of the runs."""
+    rows = []
+    for number, metric in enumerate(chart.series):
+        source = {"metric": metric.name, "run": names[metric.run], "key": f"s{number}"}
+        rows += [{"step": step, "value": value, **source} for step, value in zip(metric.steps, metric.values)]
+    return rows
 
 
 def spec_of(chart: MetricChart, names: Sequence[str], hover: bool = True) -> Spec:
-    """Return the specification of a chart, without its values and its width. names: of the runs."""
-    shown = [names[run] for run in dict.fromkeys(each.run for each in chart.series)]
-    metrics = list(dict.fromkeys(each.name for each in chart.series))
+    """Return the specification of a chart, without its values and its width. names: names of the runs."""
+    drawn_runs = [names[run] for run in dict.fromkeys(metric.run for metric in chart.series)]
+    metrics = list(dict.fromkeys(metric.name for metric in chart.series))
     y: Spec = {
         "field": "value",
         "type": "quantitative",
@@ -131,7 +132,7 @@ def spec_of(chart: MetricChart, names: Sequence[str], hover: bool = True) -> Spe
     colour: Spec = {"field": "run" if by_run else "metric", "type": "nominal", "sort": metrics, "legend": _STROKES}
     if by_run:
         # A run has one colour in all charts, and is named even if no other has the metric.
-        colour |= {"sort": list(names), "scale": {"domain": list(names)}, "legend": {**_STROKES, "values": shown}}
+        colour |= {"sort": list(names), "scale": {"domain": list(names)}, "legend": {**_STROKES, "values": drawn_runs}}
     elif len(metrics) == 1 and not chart.stacked:
         colour["legend"] = None
     encoding: Spec = {"y": y, "color": colour}
@@ -154,13 +155,13 @@ def spec_of(chart: MetricChart, names: Sequence[str], hover: bool = True) -> Spe
 def _line_layers(chart: MetricChart, encoding: Spec) -> list[Spec]:
     """Return the layers of lines: of noisy series faint points and their mean over neighbours, of short ones points."""
     kinds: dict[str, list[str]] = {"short": [], "smooth": [], "noisy": []}
-    for number, each in enumerate(chart.series):
-        kinds[_kind(each.values)].append(f"s{number}")
+    for number, metric in enumerate(chart.series):
+        kinds[_kind(metric.values)].append(f"s{number}")
     line: Spec = {"type": "line", "clip": True, "strokeWidth": 1.6}
     layers: list[Spec] = []
     if noisy := kinds["noisy"]:
-        only = _only(noisy)
-        reach = max(len(each.values) for each in chart.series) // _NEIGHBOURS
+        only_noisy = _series_filter(noisy)
+        reach = max(len(metric.values) for metric in chart.series) // _NEIGHBOURS
         window = {
             "window": [{"op": "mean", "field": "value", "as": "smooth"}],
             "sort": [{"field": "step"}],
@@ -168,15 +169,16 @@ def _line_layers(chart: MetricChart, encoding: Spec) -> list[Spec]:
             "groupby": ["key"],
         }
         mean = {**encoding, "y": {**encoding["y"], "field": "smooth"}}
-        layers.append({"transform": [only], "mark": {**line, "opacity": 0.28, "strokeWidth": 1}, "encoding": encoding})
-        layers.append({"transform": [only, window], "mark": line, "encoding": mean})
-    if lines := [*kinds["smooth"], *kinds["short"]]:
-        layers.append({"transform": [_only(lines)], "mark": line, "encoding": encoding})
+        faint = {**line, "opacity": 0.28, "strokeWidth": 1}
+        layers.append({"transform": [only_noisy], "mark": faint, "encoding": encoding})
+        layers.append({"transform": [only_noisy, window], "mark": line, "encoding": mean})
+    if lines := kinds["smooth"] + kinds["short"]:
+        layers.append({"transform": [_series_filter(lines)], "mark": line, "encoding": encoding})
     if kinds["short"]:
-        # Separate points: those of a line would take the dashes out of the legend.
+        # The points are a separate layer: points of a line would take the dashes out of the legend.
         point = {"type": "point", "filled": True, "size": 30, "clip": True, "opacity": 1}
         solid = {name: channel for name, channel in encoding.items() if name != "strokeDash"}
-        layers.append({"transform": [_only(kinds["short"])], "mark": point, "encoding": solid})
+        layers.append({"transform": [_series_filter(kinds["short"])], "mark": point, "encoding": solid})
     if chart.bound is not None:
         rule = {"type": "rule", "strokeDash": [4, 4], "opacity": 0.7, "clip": True}
         bound = {"y": {"field": "bound", "type": "quantitative"}}
@@ -184,7 +186,7 @@ def _line_layers(chart: MetricChart, encoding: Spec) -> list[Spec]:
     return layers
 
 
-def _only(keys: Sequence[str]) -> Spec:
+def _series_filter(keys: Sequence[str]) -> Spec:
     return {"filter": {"field": "key", "oneOf": list(keys)}}
 
 
@@ -204,7 +206,7 @@ def steps_above(chart: MetricChart) -> list[tuple[int, float]]:
 def health_spec(names: Sequence[str], rows: int) -> Spec:
     """Return the specification of the events over the steps: a row for each kind, a mark for each event.
 
-    names: of the runs. rows: number of kinds.
+    names: names of the runs. rows: number of kinds.
     """
     colour: Spec = {"field": "run", "type": "nominal", "sort": list(names)}
     if len(names) == 1:

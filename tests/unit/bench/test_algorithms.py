@@ -97,7 +97,8 @@ def test_json_has_the_curve_of_every_run_and_what_the_table_says() -> None:
 
 @pytest.mark.parametrize("ending", ["png", "svg"])
 def test_the_chart_draws_every_algorithm_against_rollouts_and_seconds(tmp_path: Path, ending: str) -> None:
-    chart, path = results(GOOD, BAD).chart(), tmp_path / f"chart.{ending}"
+    chart = results(GOOD, BAD).chart()
+    path = tmp_path / f"chart.{ending}"
     assert chart.curves[0].x == {"rollouts sampled": [0, 100, 200], "seconds of training": [0, 2, 4]}
     assert chart.curves[0].least == [0.4, 0.7, 0.88] and chart.curves[0].greatest == [0.4, 0.9, 0.96]
     chart.write(path)
@@ -112,7 +113,8 @@ class Runs:
     """Stands in for `rlctl train`: every run ends at 0.9, unless `ends` has another value."""
 
     def __init__(self, ends: dict[str, BaseException]) -> None:
-        self.ends, self.commands = ends, dict[str, list[str]]()
+        self.ends = ends
+        self.commands = dict[str, list[str]]()
 
     def __call__(
         self, name: str, command: Sequence[str], run: Path, watch: Callable[[list[Record]], None]
@@ -126,7 +128,8 @@ class Runs:
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, folder: Path, **ends: BaseException) -> tuple[Any, Runs, list[str]]:
-    runs, said = Runs({name.replace("_", " ").replace(" seed", ", seed"): error for name, error in ends.items()}), []
+    runs = Runs({name.replace("_", " ").replace(" seed", ", seed"): error for name, error in ends.items()})
+    said = []
     monkeypatch.setattr(algorithms, "train", runs)
     bench = AlgorithmBench(["grpo", "rloo"], "grpo-tiny", 2, 2, 0.9, ["trainer.optimizer.lr=1e-4"])
     assert bench.check() == []

@@ -39,7 +39,8 @@ class Asked:
 
     def __init__(self) -> None:
         self.events = VirtualEvents()
-        self.requests, self.finished = list[TurnRequest](), list[RolloutId]()
+        self.requests = list[TurnRequest]()
+        self.finished = list[RolloutId]()
 
     async def sample_turn(self, request: TurnRequest, *, ahead: bool = False, turns_follow: bool = False) -> Completion:
         self.requests.append(request)

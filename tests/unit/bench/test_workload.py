@@ -29,7 +29,8 @@ def files(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("tokenizer", [None, "{}"])
 def test_a_users_folder_is_only_read_and_a_word_is_a_token(tmp_path: Path, tokenizer: str | None) -> None:
-    mine, parent = users_folder(tmp_path), tmp_path / "bench"
+    mine = users_folder(tmp_path)
+    parent = tmp_path / "bench"
     parent.mkdir()
     if tokenizer:
         (mine / "tokenizer.json").write_text(tokenizer)

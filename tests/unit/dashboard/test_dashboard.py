@@ -174,7 +174,8 @@ def test_a_run_with_an_environment_shows_turns_tools_and_how_episodes_ended(tmp_
         run = write_run(tmp_path, name, metrics=lambda step: {**step_metrics(step), **measured})
         return "\n".join(screen(run.path, 80, 50))
 
-    game, tooled = shown("game", played), shown("with", tools)
+    game = shown("game", played)
+    tooled = shown("with", tools)
     for row in ("turns         2.500", "done          75.0%", "max_turns     25.0%"):
         assert row in game and row in tooled
     assert "tool" not in game and "env failed" not in game
@@ -331,7 +332,8 @@ def test_the_live_view_leaves_the_screen_as_it_was_and_ends_with_the_summary(tmp
         until(lambda: "step 12/20" in out.getvalue())
         EventLog(run.events).emit("run_ended", status="done", next=["rlctl runs list"])
     text = out.getvalue()
-    entered, left = text.index("\x1b[?1049h"), text.index("\x1b[?1049l")
+    entered = text.index("\x1b[?1049h")
+    left = text.index("\x1b[?1049l")
     assert entered < text.index("step 12/20") < left < text.index("Next steps")
     assert "12 of 20" in text[left:]
 

@@ -123,7 +123,8 @@ def test_the_view_prints_what_is_written_while_it_runs_and_then_the_summary(tmp_
 
 
 def test_a_restart_prints_the_steps_that_are_done_again_and_no_other(tmp_path: Path) -> None:
-    run, out = RunDir.create("a", tmp_path), io.StringIO()
+    run = RunDir.create("a", tmp_path)
+    out = io.StringIO()
     times = iter(range(101, 200))
     metrics = MetricsLog(run.metrics, EventLog(run.events), now=lambda: float(next(times)))
     view = LineView(run, 1, 100.0, out)

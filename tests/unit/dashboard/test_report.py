@@ -14,7 +14,7 @@ from rlctl.config.errors import ConfigError
 from rlctl.dashboard.dashboard import render
 from rlctl.dashboard.panels.learning import metrics_of
 from rlctl.dashboard.report import vega
-from rlctl.dashboard.report.metric_charts import MetricChart, charts_of, stack_sums, thinned, zeros
+from rlctl.dashboard.report.metric_charts import MetricChart, charts_of, stack_sums, thin_points, zeros
 from rlctl.dashboard.report.page import page
 from rlctl.dashboard.report.source import ConfigValue, evenly, read_run, read_runs
 from rlctl.dashboard.state import read_state
@@ -113,9 +113,9 @@ def test_a_slow_first_step_is_cut_and_named(tmp_path: Path) -> None:
 
 
 def test_a_long_series_is_thinned_to_means_that_end_with_its_last_step() -> None:
-    steps, values = thinned(list(range(1, 1002)), [float(step) for step in range(1, 1002)], most=100)
+    steps, values = thin_points(list(range(1, 1002)), [float(step) for step in range(1, 1002)], limit=100)
     assert len(steps) <= 100 and steps[0] == 11 and values[0] == 6.0 and steps[-1] == 1001
-    assert thinned([1, 2], [3.0, 4.0]) == ([1, 2], [3.0, 4.0])
+    assert thin_points([1, 2], [3.0, 4.0]) == ([1, 2], [3.0, 4.0])
 
 
 def test_steps_are_chosen_evenly_with_the_first_and_the_last() -> None:

@@ -10,7 +10,7 @@ import pytest
 from rlctl.dashboard.console import SafeConsole
 from rlctl.dashboard.dashboard import render
 from rlctl.dashboard.rollout_query import NoSuchGroup, RolloutQuery, follow, select
-from rlctl.dashboard.rollout_view import plain, shown
+from rlctl.dashboard.rollout_view import plain, render_group
 from rlctl.dashboard.state import read_state
 from rlctl.telemetry.rollouts_file import RolloutsFile
 from tests.unit.dashboard.synthetic import write_run
@@ -43,7 +43,8 @@ def path(tmp_path: Path) -> Path:
     file = RolloutsFile(run.rollouts, 1 << 30, lambda *_, **__: None)
     for step in (1, 2, 3, 4):
         file.outcomes(step, {"trained": []})
-        low, high = group(f"e0-r{step}", [0.0, step / 10]), group(f"e1-r{step}", [1.0, None], f"says {step}")
+        low = group(f"e0-r{step}", [0.0, step / 10])
+        high = group(f"e1-r{step}", [1.0, None], f"says {step}")
         file.groups(step, "train", [{**low, "outcome": "trained"}, {**high, "outcome": "filtered: too easy"}])
         if step % 2 == 0:
             file.groups(step, "validation", [group("r7", [1.0])])
@@ -107,7 +108,7 @@ def test_following_yields_the_newest_step_and_what_is_added_until_the_run_ends(p
 def test_on_a_terminal_rollouts_are_side_by_side_and_no_line_is_wider(path: Path, width: int) -> None:
     console = SafeConsole(width=width, record=True, file=open("/dev/null", "w"), force_terminal=True)  # noqa: SIM115
     (one,) = select(path, RolloutQuery(steps=(3, 3), task="e0-r3"), 1).groups
-    console.print(shown(one, console))
+    console.print(render_group(one, console))
     lines = console.export_text().splitlines()
     assert max(map(len, lines)) <= width
     both = [line for line in lines if "#0 ✘" in line and "#1 ✘" in line]
@@ -130,7 +131,7 @@ def test_nothing_that_was_sampled_reaches_the_terminal_as_an_order(path: Path) -
     hostile |= {"step": 1, "purpose": "train"}
     assert "\x1b" not in "\n".join(plain(hostile))
     console = SafeConsole(width=80, record=True, file=open("/dev/null", "w"), color_system=None)  # noqa: SIM115
-    console.print(shown(hostile, console))
+    console.print(render_group(hostile, console))
     screen = console.export_text()
     assert "\x1b" not in screen and "[bold]" in screen
 
@@ -155,7 +156,8 @@ def test_ten_million_tokens_open_without_being_parsed(tmp_path: Path, monkeypatc
     with path.open("w") as file:
         file.writelines(head % (line // 2, line) + rest + "\n" for line in range(2500))
     assert path.stat().st_size > 4 * tokens
-    parsed, loads = list[int](), json.loads
+    parsed = list[int]()
+    loads = json.loads
     monkeypatch.setattr(json, "loads", lambda text: parsed.append(len(text)) or loads(text))
     answer = select(path, RolloutQuery(), 10)
     lines = [line for each in answer.groups for line in plain(each)]

@@ -133,7 +133,8 @@ def test_records_that_lack_what_they_need_are_left_out(tmp_path: Path) -> None:
 
 
 def test_a_live_history_is_bounded_and_exact_in_its_newer_half() -> None:
-    live, whole = History(limit=100), History()
+    live = History(limit=100)
+    whole = History()
     # Once more: a file that is reread.
     for _ in range(2):
         for step in range(1, 2001):

@@ -69,7 +69,8 @@ def test_a_virtual_loop_closes_while_tasks_begin_others() -> None:
 
 def test_a_task_that_waits_for_an_answer_while_it_ends_is_cancelled_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlctl.utils.event_loop._AGAIN_S", 0.02)
-    events, told = EventLoop("closed"), list[str]()
+    events = EventLoop("closed")
+    told = list[str]()
 
     async def asks() -> None:
         try:

@@ -39,7 +39,8 @@ def stepped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> float:
 def test_a_clock_that_is_set_does_not_change_who_a_process_is(
     child: "subprocess.Popen[bytes]", tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    before, wall = identity(), psutil.Process().create_time()
+    before = identity()
+    wall = psutil.Process().create_time()
     node = {"folder": "/tmp/rlctl-x", "pid": child.pid, "start_id": start_id(child.pid)}
     step = request.getfixturevalue("stepped")
     assert psutil.Process().create_time() == pytest.approx(wall + step, abs=0.5)

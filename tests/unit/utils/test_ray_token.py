@@ -23,7 +23,8 @@ def test_a_process_uses_the_token_of_a_file_or_of_its_environment(
     for name in NAMES:
         monkeypatch.setenv(name, "before")
     monkeypatch.delenv("RAY_AUTH_TOKEN_PATH")
-    own, path = new_token(), tmp_path / "token"
+    own = new_token()
+    path = tmp_path / "token"
     write_token(path, own)
     use_token(None)
     assert [os.environ.get(name) for name in NAMES] == ["token", "before", None]

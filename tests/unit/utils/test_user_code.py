@@ -33,7 +33,8 @@ def test_a_plug_in_that_cannot_be_imported_names_the_users_line(
     name = f"{told.partition(':')[0].lower()}_helper"
     Path(f"{name}.py").write_text(helper)
     Path(f"{name}_mine.py").write_text(f"import {name}\n\nclass Mine: ...\n")
-    plugin, said = f"{name}_mine.py:Mine", list[str]()
+    plugin = f"{name}_mine.py:Mine"
+    said = list[str]()
     said += [load_plugin(plugin, base)[1] for base in (LOSS_BASE, ADVANTAGE_BASE)]
     with pytest.raises(RewardError) as refused:
         load_reward(RewardSection(plugin, 1.0, None, None, 5.0))

@@ -7,7 +7,8 @@ from tests.virtual_events import VirtualEvents
 
 
 def test_a_closed_loop_has_ended_its_tasks_also_those_that_never_began() -> None:
-    events, told = VirtualEvents(), list[str]()
+    events = VirtualEvents()
+    told = list[str]()
 
     async def waits() -> None:
         try:
