@@ -39,8 +39,8 @@ def keep_code(*, engine: bool = False) -> None:
     engine: vLLM, whose cache bears one writer: each engine of a user takes the first that no living one has. Variables
     that the user set stay. Where nothing can be kept, a line in the process's log says why.
     """
-    if why := _set_up(engine):
-        print(f"what this process compiles is not kept: {why}", file=sys.stderr)
+    if reason := _set_up(engine):
+        print(f"what this process compiles is not kept: {reason}", file=sys.stderr)
 
 
 def intruder(folder: Path) -> str | None:
@@ -48,18 +48,18 @@ def intruder(folder: Path) -> str | None:
 
     The folder and `cache_root` are this user's alone. The folders above may be of the user's own group, or sticky.
     """
-    me = os.geteuid()
-    strict = {folder, cache_root()}
+    user_id = os.geteuid()
+    own_folders = {folder, cache_root()}
     for path in (folder, *folder.parents):
-        found = path.lstat()
-        if found.st_uid not in ((me,) if path in strict else (0, me)):
+        status = path.lstat()
+        if status.st_uid not in ((user_id,) if path in own_folders else (0, user_id)):
             return f"{path} belongs to another user"
-        if stat.S_ISLNK(found.st_mode):
+        if stat.S_ISLNK(status.st_mode):
             # Where it leads is looked at below.
             continue
-        group = found.st_mode & stat.S_IWGRP and (path in strict or found.st_gid != os.getegid())
-        open_to_others = group or found.st_mode & stat.S_IWOTH
-        if open_to_others and (path in strict or not found.st_mode & stat.S_ISVTX):
+        writable_by_group = status.st_mode & stat.S_IWGRP and (path in own_folders or status.st_gid != os.getegid())
+        open_to_others = writable_by_group or status.st_mode & stat.S_IWOTH
+        if open_to_others and (path in own_folders or not status.st_mode & stat.S_ISVTX):
             return f"{path} can be written to by others: remove it, or take that right away"
     real = folder.resolve()
     return intruder(real) if real != folder else None
@@ -88,21 +88,21 @@ def kept_bytes() -> int:
 
 
 def _set_up(engine: bool) -> str | None:
-    """Make the folders and point the compilers at them. Returns the reason if that must not be, or cannot."""
+    """Make the folders and point the compilers at the folders. Return the reason if this is unsafe or impossible."""
     folder = cache_root() / _cache_key()
     try:
         cache_root().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         cache_root().mkdir(mode=0o700, exist_ok=True)
-        if why := intruder(cache_root()):
-            return why
+        if reason := intruder(cache_root()):
+            return reason
         folder.mkdir(mode=0o700, exist_ok=True)
-        if why := intruder(folder):
-            return why
+        if reason := intruder(folder):
+            return reason
         (folder / _USED).touch()
-        kept = {"TORCHINDUCTOR_CACHE_DIR": folder / "inductor", "TRITON_CACHE_DIR": folder / "triton"}
+        cache_folders = {"TORCHINDUCTOR_CACHE_DIR": folder / "inductor", "TRITON_CACHE_DIR": folder / "triton"}
         if engine:
-            kept["VLLM_CACHE_ROOT"] = _take_slot(folder)
-        for name, path in kept.items():
+            cache_folders["VLLM_CACHE_ROOT"] = _take_slot(folder)
+        for name, path in cache_folders.items():
             path.mkdir(mode=0o700, exist_ok=True)
             os.environ.setdefault(name, str(path))
     except OSError as error:
@@ -114,15 +114,19 @@ def _set_up(engine: bool) -> str | None:
 
 def _cache_key() -> str:
     """Return a name for all that compiled code depends on: packages, Python, the GPUs with their driver, or the CPU."""
-    found = [sys.version, platform.machine()]
+    parts = [sys.version, platform.machine()]
     for name in _PACKAGES:
         try:
-            found.append(f"{name} {version(name)}")
+            parts.append(f"{name} {version(name)}")
         except PackageNotFoundError:
             continue
     gpus, driver = read_gpus()
-    found += [*sorted({gpu.name for gpu in gpus}), str(driver)] if gpus else [_processor()]
-    return hashlib.sha256("\n".join(found).encode()).hexdigest()[:16]
+    if gpus:
+        parts += sorted({gpu.name for gpu in gpus})
+        parts.append(str(driver))
+    else:
+        parts.append(_processor())
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
 def _processor() -> str:

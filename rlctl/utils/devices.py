@@ -31,12 +31,12 @@ def visible_gpus() -> list[str]:
         # CUDA stops at the first entry that names no device.
         return list(takewhile(lambda name: name not in ("", "-1"), map(str.strip, visible.split(","))))
     tool = shutil.which("nvidia-smi")
-    return [str(index) for index in range(_installed(tool) if tool else 0)]
+    return [str(index) for index in range(_count_installed_gpus(tool) if tool else 0)]
 
 
 @cache
-def _installed(tool: str) -> int:
-    # Cached: it takes up to a second, and every slot of a run asks.
+def _count_installed_gpus(tool: str) -> int:
+    # The count is cached: the tool takes up to a second, and every slot of a run asks.
     listed = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=60, check=False)
     return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
 

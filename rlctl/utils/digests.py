@@ -17,24 +17,24 @@ class StreamDigest:
 
     def __init__(self) -> None:
         self._piece = hashlib.sha256()
-        self._left = PIECE
+        self._piece_rest = PIECE
         self._digests = list[bytes]()
 
-    def update(self, data: memoryview) -> None:
+    def update(self, unread: memoryview) -> None:
         """Add some bytes."""
-        while data:
-            part = data[: self._left]
+        while unread:
+            part = unread[: self._piece_rest]
             self._piece.update(part)
-            data = data[len(part) :]
-            self._left = self._left - len(part)
-            if not self._left:
+            unread = unread[len(part) :]
+            self._piece_rest = self._piece_rest - len(part)
+            if not self._piece_rest:
                 self._digests.append(self._piece.digest())
                 self._piece = hashlib.sha256()
-                self._left = PIECE
+                self._piece_rest = PIECE
 
     def hexdigest(self) -> str:
         """Return the digest of all bytes so far."""
-        last = [self._piece.digest()] if self._left < PIECE or not self._digests else []
+        last = [self._piece.digest()] if self._piece_rest < PIECE or not self._digests else []
         return join_pieces([*self._digests, *last])
 
 
@@ -47,15 +47,15 @@ def piece_digest(path: Path, number: int, look: Callable[[memoryview], None] | N
     """Return the SHA-256 of one piece of a file. look: gets all bytes too. Raises OSError."""
     digest = hashlib.sha256()
     buffer = bytearray(_READ)
-    left = PIECE
+    unread_bytes = PIECE
     view = memoryview(buffer)
     with path.open("rb", buffering=0) as file:
         os.lseek(file.fileno(), number * PIECE, os.SEEK_SET)
-        while left and (count := file.readinto(view[: min(left, _READ)])):
+        while unread_bytes and (count := file.readinto(view[: min(unread_bytes, _READ)])):
             digest.update(view[:count])
             if look:
                 look(view[:count])
-            left -= count
+            unread_bytes -= count
     return digest.digest()
 
 

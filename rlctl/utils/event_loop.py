@@ -113,7 +113,7 @@ class EventLoop:
             raise refusal(work, CLOSED)
         task = self.loop.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._spawned)
+        task.add_done_callback(self._forget_task)
         return task
 
     async def in_thread(self, name: str, function: Callable[[], Value]) -> Value:
@@ -160,8 +160,8 @@ class EventLoop:
             self._closed.set()
         if endless_tasks:
             names = {str(getattr(task.get_coro(), "__qualname__", task)) for task in endless_tasks}
-            what = f"{len(endless_tasks):,} tasks of the event loop swallow their cancellation"
-            raise RuntimeError(f"{what}: {', '.join(sorted(names))}")
+            problem = f"{len(endless_tasks):,} tasks of the event loop swallow their cancellation"
+            raise RuntimeError(f"{problem}: {', '.join(sorted(names))}")
 
     async def _end_tasks(self) -> "set[asyncio.Task[Any]]":
         """End every other task; return those that do not end in time."""
@@ -193,7 +193,7 @@ class EventLoop:
         except BaseException as error:  # SystemExit, say, which asyncio lets through
             self._note_defect(error)
 
-    def _spawned(self, task: "asyncio.Task[Any]") -> None:
+    def _forget_task(self, task: "asyncio.Task[Any]") -> None:
         self._tasks.discard(task)
         if not task.cancelled():
             self._note_defect(task.exception())
@@ -202,10 +202,10 @@ class EventLoop:
         self._defect = self._defect or error
 
 
-def refusal(work: Coroutine[Any, Any, Any], why: str) -> RuntimeError:
+def refusal(work: Coroutine[Any, Any, Any], reason: str) -> RuntimeError:
     """Close a coroutine that cannot begin: it would warn that nobody awaited it. Return the error."""
     work.close()
-    return RuntimeError(why)
+    return RuntimeError(reason)
 
 
 def blocked(deadline_s: float) -> RuntimeError:

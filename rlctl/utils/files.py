@@ -58,13 +58,13 @@ class Reserve:
 
 def foreign_link(path: Path) -> Path | None:
     """Return a symbolic link in `path` that another user made, and could redirect; None if there is none."""
-    for each in [path.absolute(), *path.absolute().parents]:
+    for part in [path.absolute(), *path.absolute().parents]:
         try:
-            status = each.lstat()
+            status = part.lstat()
         except OSError:
             continue
         if stat.S_ISLNK(status.st_mode) and status.st_uid not in (0, os.geteuid()):
-            return each
+            return part
     return None
 
 

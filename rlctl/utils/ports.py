@@ -51,9 +51,12 @@ def past_proxies(variables: Mapping[str, str], *addresses: str) -> dict[str, str
     """
     exempt = {}
     for name, other in (("no_proxy", "NO_PROXY"), ("NO_PROXY", "no_proxy")):
-        given = (variables.get(name) or variables.get(other) or "").split(",")
-        hosts = [host.strip() for host in given if host.strip()]
-        exempt[name] = "*" if "*" in hosts else ",".join(dict.fromkeys([*hosts, *_LOCAL_HOSTS, *addresses]))
+        words = (variables.get(name) or variables.get(other) or "").split(",")
+        hosts = [word.strip() for word in words if word.strip()]
+        if "*" in hosts:
+            exempt[name] = "*"
+        else:
+            exempt[name] = ",".join(dict.fromkeys([*hosts, *_LOCAL_HOSTS, *addresses]))
     return exempt
 
 

@@ -45,13 +45,13 @@ def driver_lives(started: Mapping[str, Any]) -> bool:
     A damaged event has no driver.
     """
     pid = started.get("pid")
-    known = started.get("start_id")
+    recorded_id = started.get("start_id")
     if started.get("host") not in (None, socket.gethostname()):
         return True
     if not isinstance(pid, int):
         return False
-    if isinstance(known, str):
-        return bool(known) and start_id(pid) == known
+    if isinstance(recorded_id, str):
+        return bool(recorded_id) and start_id(pid) == recorded_id
     return _earlier_lives(pid, started.get("create_time"))
 
 

@@ -16,8 +16,8 @@ def neutral(text: str) -> str:
     return _UNSAFE.sub(_picture, text)
 
 
-def _picture(found: re.Match[str]) -> str:
-    code = ord(found[0])
+def _picture(match: re.Match[str]) -> str:
+    code = ord(match[0])
     if code < 0x20:
         return chr(_PICTURES + code)
     return chr(_DELETE) if code == 0x7F else "\ufffd"

@@ -29,8 +29,8 @@ MAX_LEVELS = 64
 def load_object(name: str) -> Any:
     """Return the object of `module:object` or `file.py:object`. Raises the import's errors, or AttributeError."""
     module, _, attribute = name.rpartition(":")
-    own = module.startswith("rlctl.")
-    return getattr(importlib.import_module(module) if own else load_module(module), attribute)
+    imported = importlib.import_module(module) if module.startswith("rlctl.") else load_module(module)
+    return getattr(imported, attribute)
 
 
 def load_module(name: str) -> ModuleType:
@@ -72,20 +72,26 @@ def finite_number(value: object) -> float | None:
 
 def several_numbers(value: object) -> str:
     """Return the remedy for a reward that returns several values; empty for anything else."""
-    several = isinstance(value, Mapping | list | tuple | set)
-    return "; write a function for each number, with an entry of its own in rewards" * several
+    if not isinstance(value, Mapping | list | tuple | set):
+        return ""
+    return "; write a function for each number, with an entry of its own in rewards"
 
 
 def is_too_deep(value: object) -> bool:
     """Return True if lists and dicts are nested deeper than `MAX_LEVELS`. Needs no recursion itself."""
-    found = [value]
+    values_of_level = [value]
     for _ in range(MAX_LEVELS + 1):
-        found = [inner for each in found for inner in _inside(each)]
-    return bool(found)
+        inner_values: list[object] = []
+        for outer_value in values_of_level:
+            inner_values += _inner_values(outer_value)
+        values_of_level = inner_values
+    return bool(values_of_level)
 
 
-def _inside(value: object) -> Collection[object]:
-    return value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+def _inner_values(value: object) -> Collection[object]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list | tuple) else ()
 
 
 def trace_of(error: BaseException) -> str:
@@ -112,9 +118,13 @@ def import_error(error: BaseException, caller: str) -> str:
     """Return "cannot import: ..." with the place in the user's own files. caller: the file that imported."""
     loaders = (caller, __file__, importlib.__file__)
     frames = traceback.extract_tb(error.__traceback__)
-    inside = [each for each in frames if not each.filename.startswith("<frozen") and each.filename not in loaders]
-    last = place_of(inside[-1].filename, inside[-1].lineno or 0) if inside else ""
-    where = f" at {place}" if (place := users_place(error) or last) else ""
+    users_frames = [
+        frame for frame in frames if frame.filename not in loaders and not frame.filename.startswith("<frozen")
+    ]
+    place = users_place(error)
+    if not place and users_frames:
+        place = place_of(users_frames[-1].filename, users_frames[-1].lineno or 0)
+    where = f" at {place}" if place else ""
     return f"cannot import: {type(error).__name__}: {error_text(error)}{where}"
 
 
@@ -125,8 +135,8 @@ def users_place(error: BaseException) -> str:
     """
     if isinstance(error, SyntaxError) and error.filename and _is_users(error.filename):
         return place_of(error.filename, error.lineno or 0)
-    own = [each for each in traceback.extract_tb(error.__traceback__) if _is_users(each.filename)]
-    return place_of(own[-1].filename, own[-1].lineno or 0) if own else ""
+    users_frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+    return place_of(users_frames[-1].filename, users_frames[-1].lineno or 0) if users_frames else ""
 
 
 def _is_users(file: str) -> bool:
@@ -159,10 +169,10 @@ def raised_at(error: BaseException, function: Callable[..., Any], caller: str) -
     """
     frames = traceback.extract_tb(error.__traceback__)
     code = _code(function)
-    own = [frame for frame in frames if code and frame.filename == code.co_filename]
-    if not own and (place := users_place(error)):
+    function_frames = [frame for frame in frames if code and frame.filename == code.co_filename]
+    if not function_frames and (place := users_place(error)):
         return place
-    last = (own or [frame for frame in frames if frame.filename != caller])[-1:]
+    last = (function_frames or [frame for frame in frames if frame.filename != caller])[-1:]
     if last:
         return place_of(last[0].filename, last[0].lineno or 0)
     return defined_at(function)
@@ -173,7 +183,7 @@ def raised_inside(error: BaseException, *callers: str) -> bool:
 
     callers: our own files, through which the call went.
     """
-    return any(each.filename not in callers for each in traceback.extract_tb(error.__traceback__))
+    return any(frame.filename not in callers for frame in traceback.extract_tb(error.__traceback__))
 
 
 def looks_like_bug(raised: str) -> bool:
@@ -200,8 +210,9 @@ def _code(function: Callable[..., Any]) -> CodeType | None:
         plain = inspect.unwrap(function.func if isinstance(function, partial) else function)
     except Exception:  # `__wrapped__` may be the user's code
         return None
-    for each in (plain, vars(type(plain)).get("__call__")):
-        if isinstance(code := getattr(each, "__code__", None), CodeType):
+    for candidate in (plain, vars(type(plain)).get("__call__")):
+        code = getattr(candidate, "__code__", None)
+        if isinstance(code, CodeType):
             return code
     return None
 
@@ -210,7 +221,7 @@ def place_of(file: str, line: int) -> str:
     """Return file:line, the file relative to the current directory where it is inside."""
     path = Path(file)
     try:
-        here = Path.cwd()
+        current_folder = Path.cwd()
     except OSError:  # the user's code has left it, and removed it
         return f"{path}:{line}"
-    return f"{path.relative_to(here) if path.is_relative_to(here) else path}:{line}"
+    return f"{path.relative_to(current_folder) if path.is_relative_to(current_folder) else path}:{line}"
