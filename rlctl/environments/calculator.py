@@ -16,6 +16,7 @@ _OPERATORS: dict[type[ast.AST], Any] = {
     ast.UAdd: operator.pos,
     ast.USub: operator.neg,
 }
+# Characters of an expression.
 _LONGEST = 200
 _LARGEST = 1e10
 
@@ -25,8 +26,8 @@ class Calculator:
 
     def reset(self, expression: str, **row: Any) -> str:
         """Pose the problem of a row."""
-        self._right = compute(expression)
-        self._given: float | None = None
+        self._right_answer = compute(expression)
+        self._answer: float | None = None
         return f"Compute {expression}. Use the tool calculate, then give the result to the tool answer."
 
     def calculate(self, expression: str) -> str:
@@ -49,12 +50,15 @@ class Calculator:
         Returns:
             A confirmation.
         """
-        self._given = float(value)
+        self._answer = float(value)
         return "Thank you."
 
     def get_reward(self) -> float:
         """Return 1 if the last answer is right, else 0."""
-        return float(self._given is not None and abs(self._given - self._right) <= 1e-6 * max(1.0, abs(self._right)))
+        if self._answer is None:
+            return 0.0
+        tolerance = 1e-6 * max(1.0, abs(self._right_answer))
+        return float(abs(self._answer - self._right_answer) <= tolerance)
 
 
 def compute(expression: str) -> float:
@@ -71,16 +75,16 @@ def compute(expression: str) -> float:
 
 def _evaluate(node: ast.AST) -> float:
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        result: float = node.value  # type: ignore[assignment]
+        number: float = node.value  # type: ignore[assignment]
     elif isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        result = _OPERATORS[type(node.op)](_evaluate(node.left), _evaluate(node.right))
+        number = _OPERATORS[type(node.op)](_evaluate(node.left), _evaluate(node.right))
     elif isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
-        result = _OPERATORS[type(node.op)](_evaluate(node.operand))
+        number = _OPERATORS[type(node.op)](_evaluate(node.operand))
     else:
         raise ValueError("only numbers, brackets and + - * / // % are allowed")
-    if abs(result) > _LARGEST:
+    if abs(number) > _LARGEST:
         raise ValueError("a number is too large")
-    return result
+    return number
 
 
 def tasks(seed: int, held_out: bool = False) -> Iterator[dict[str, Any]]:

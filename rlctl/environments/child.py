@@ -47,16 +47,19 @@ class _Child:
     """The process: makers of episodes by key, episodes by number."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self._connection, self._lock, self._own = connection, threading.Lock(), os.getpid()
+        self._connection = connection
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
         self._makers: dict[str, Callable[[], AnyEpisode]] = {}
         self._episodes: dict[int, AnyEpisode] = {}
         self._loop = CoroutineLoop()
 
     def work(self) -> None:
         requests = self._connection.makefile("rb")
-        self._send(asdict(ProcessStarted(self._own, os.getppid())))
+        self._send(asdict(ProcessStarted(self._pid, os.getppid())))
         specs: dict[str, EnvironmentSpec] = pickle.load(requests)
-        self._send({"contracts": {key: asdict(self._load_environment(key, spec)) for key, spec in specs.items()}})
+        contracts = {key: asdict(self._load_environment(key, spec)) for key, spec in specs.items()}
+        self._send({"contracts": contracts})
         while True:
             try:
                 request: ActionRequest = pickle.load(requests)
@@ -76,7 +79,7 @@ class _Child:
         episode = self._episodes.get(request.episode)
         if isinstance(request.message, CloseEpisode):
             self._episodes.pop(request.episode, None)
-        if episode is None:  # closed after it could not be started
+        if episode is None:  # the close of an episode that could not be started
             self._reply(request.action, None)
         else:
             episode.submit(request.action, request.message)
@@ -93,29 +96,36 @@ class _Child:
             return self._load_agent(key, spec.name, spec.agent)
         name = ENVIRONMENTS.get(spec.name, spec.name)
         try:
-            found = load_object(name)
+            environment = load_object(name)
         except AttributeError as error:
-            problem = (
-                error.name and name.endswith(f":{error.name}") and f"{name.rpartition(':')[0]} has no {error.name}"
-            )
-            return _unusable(name, problem or import_error(error, __file__))
+            problem = import_error(error, __file__)
+            if error.name and name.endswith(f":{error.name}"):
+                problem = f"{name.rpartition(':')[0]} has no {error.name}"
+            return _unusable_contract(name, problem)
         except BaseException as error:  # any error of the user's module at import
-            return _unusable(name, import_error(error, __file__))
-        if spec.is_function is None and inspect.isfunction(found) and is_agent(found):
+            return _unusable_contract(name, import_error(error, __file__))
+        is_function = inspect.isfunction(environment) if spec.is_function is None else spec.is_function
+        if spec.is_function is None and is_function and is_agent(environment):
             return self._load_agent(key, name, AgentSpec())
-        is_function = inspect.isfunction(found) if spec.is_function is None else spec.is_function
-        contract = read_function(found) if is_function else read_contract(found, spec.args)
+        contract = read_function(environment) if is_function else read_contract(environment, spec.args)
         if contract.problems:
             return contract
-        own = (self._loop, self._reply)
         if is_function:
-            self._makers[key] = partial(FunctionEpisode, found, *own)
+            self._makers[key] = partial(FunctionEpisode, function=environment, loop=self._loop, reply=self._reply)
             return contract
-        rewards, tools = _environment_rewards(spec, found), [each["function"]["name"] for each in contract.tools]
-        self._makers[key] = partial(Episode, found, spec.args, tools, rewards, *own)
+        rewards = _environment_rewards(spec, environment)
+        self._makers[key] = partial(
+            Episode,
+            environment=environment,
+            arguments=spec.args,
+            tools=[tool["function"]["name"] for tool in contract.tools],
+            rewards=rewards,
+            loop=self._loop,
+            reply=self._reply,
+        )
         if not rewards:
             return contract
-        notes = [each for each in contract.notes if not each.startswith(NO_REWARD)]
+        notes = [note for note in contract.notes if not note.startswith(NO_REWARD)]
         return replace(contract, rewards=list(rewards), has_reward=True, notes=notes)
 
     def _load_agent(self, key: str, name: str, agent: AgentSpec) -> EnvironmentContract:
@@ -138,16 +148,22 @@ class _Child:
             endpoint = Endpoint(agent.bind)
         except OSError as error:
             return agent_contract(name, [f"agent.bind={agent.bind} is no address of this machine: {error}"])
-        run: Any = partial(start_function, function)
+        start: Any = partial(start_function, function)
         if agent.command:
-            run = partial(start_command, list(agent.command))
-        format = agent.tool_format if agent.chat else PLAIN_FORMAT
-        self._makers[key] = partial(AgentEpisode, run, endpoint, chat, format, self._reply)
+            start = partial(start_command, list(agent.command))
+        self._makers[key] = partial(
+            AgentEpisode,
+            start=start,
+            endpoint=endpoint,
+            chat=chat,
+            tool_format=agent.tool_format if agent.chat else PLAIN_FORMAT,
+            reply=self._reply,
+        )
         return agent_contract(name, [])
 
     def _reply(self, action: int, outcome: Any) -> None:
-        if os.getpid() != self._own:
-            os._exit(0)  # forked by the environment, however: its parent answers
+        if os.getpid() != self._pid:
+            os._exit(0)  # the environment forked this process: its parent answers
         try:
             self._send(ActionReply(action, outcome).plain())
         except BaseException as error:  # a value may be of the user's own type, whose code runs here
@@ -163,22 +179,26 @@ class _Child:
 
 
 def _environment_rewards(spec: EnvironmentSpec, environment: Any) -> dict[str, Callable[..., Any]]:
-    """Return the reward functions that take `environments`. The rewards' own process tells why another one cannot be
-    used."""
-    found = {}
+    """Return the reward functions that take `environments`. The rewards' own process says why another function cannot
+    be used."""
+    functions = {}
     for name in spec.rewards:
-        same = name.rpartition(":")[0] == spec.name.rpartition(":")[0]
+        module, _, attribute = name.rpartition(":")
         with contextlib.suppress(Exception, SystemExit):
-            # A file is not run twice: its globals are those of the environment.
-            shared = sys.modules[environment.__module__] if same else None
-            function = getattr(shared, name.rpartition(":")[2]) if shared else load_object(name)
+            if module == spec.name.rpartition(":")[0]:
+                # A file is not run twice: its globals are those of the environment.
+                function = getattr(sys.modules[environment.__module__], attribute)
+            else:
+                function = load_object(name)
             if takes_environments(function):
-                found[name] = function
-    return found
+                functions[name] = function
+    return functions
 
 
-def _unusable(name: str, problem: str) -> EnvironmentContract:
-    return EnvironmentContract(name.rpartition(":")[2], [], False, False, [problem], [])
+def _unusable_contract(name: str, problem: str) -> EnvironmentContract:
+    return EnvironmentContract(
+        name=name.rpartition(":")[2], tools=[], has_step=False, has_reward=False, problems=[problem], notes=[]
+    )
 
 
 def work(connection: socket.socket) -> None:

@@ -49,9 +49,9 @@ class EnvironmentContract:
     problems: list[str]
     # One line for each thing worth knowing.
     notes: list[str]
-    # True for a rollout function, which has none of the above.
+    # True for a rollout function, which has no tools and no methods.
     is_function: bool = False
-    # True for an agent, which has none of the above either.
+    # True for an agent, which has no tools and no methods either.
     is_agent: bool = False
     # Names of reward functions that get the instance at the end of an episode.
     rewards: list[str] = field(default_factory=list)
@@ -60,31 +60,36 @@ class EnvironmentContract:
 
 
 def read_contract(environment: object, arguments: Mapping[str, Any]) -> EnvironmentContract:
-    """Return the contract of a class. arguments: those that an instance is made with."""
+    """Return the contract of a class. arguments: keyword arguments of an instance."""
     if not inspect.isclass(environment):
         reason = f"must be a class, not a {type(environment).__name__}"
-        return EnvironmentContract(str(getattr(environment, "__name__", environment)), [], False, False, [reason], [])
+        name = str(getattr(environment, "__name__", environment))
+        return EnvironmentContract(name=name, tools=[], has_step=False, has_reward=False, problems=[reason], notes=[])
     members = _methods(environment)
     reserved = [name for name in RESERVED if not (name == "step" and is_tool(members.get(name)))]
     tools: list[Schema] = []
-    problems, notes = _construction(environment, arguments), _class_notes(environment, members, reserved)
+    problems = _construction_problems(environment, arguments)
+    notes = _class_notes(environment, members, reserved)
     for name, method in members.items():
-        if name not in reserved:
-            try:
-                tools.append(tool_schema(method))
-                for parameter, kind in foreign_classes(method).items():
-                    notes.append(f"tool {name}: parameter {parameter}: JSON has no {kind}: a call gives a dict")
-            except SchemaError as error:
-                hint = _reserved_name(name, members)
-                problems += [f"tool {name}: {each}{hint}" for each in error.args[: 1 if hint else None]]
-    problems += _reserved({name: each for name, each in members.items() if name in reserved})
+        if name in reserved:
+            continue
+        try:
+            tools.append(tool_schema(method))
+        except SchemaError as error:
+            hint = _reserved_name_hint(name, members)
+            tool_problems = error.args[:1] if hint else error.args
+            problems += [f"tool {name}: {problem}{hint}" for problem in tool_problems]
+            continue
+        for parameter, kind in foreign_classes(method).items():
+            notes.append(f"tool {name}: parameter {parameter}: JSON has no {kind}: a call gives a dict")
+    problems += _reserved_problems({name: members[name] for name in reserved if name in members})
     return EnvironmentContract(
-        environment.__name__,
-        tools,
-        "step" in members and "step" in reserved,
-        "get_reward" in members,
-        problems,
-        notes,
+        name=environment.__name__,
+        tools=tools,
+        has_step="step" in members and "step" in reserved,
+        has_reward="get_reward" in members,
+        problems=problems,
+        notes=notes,
         metrics=_metrics(environment),
     )
 
@@ -104,30 +109,35 @@ def reset_arguments(reset: Callable[..., Any], row: Mapping[str, Any], seed: int
     A row's own `seed` comes before the group's. Raises ContractError for columns that `reset` does not take.
     """
     parameters = inspect.signature(reset).parameters
-    open_ended = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-    seeds = {"seed": seed} if "seed" in parameters else {}
-    columns = {name: value for name, value in row.items() if name != ENVIRONMENT_COLUMN or name in parameters}
-    if not open_ended and "prompt" not in parameters:
-        columns.pop("prompt", None)
-    if wrong := _unmatched_columns(parameters, {**seeds, **columns}, open_ended):
-        raise ContractError(f"its parameters ({defined_at(reset)}) are not the row's columns: {wrong}")
-    return {**seeds, **columns}
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    arguments: dict[str, Any] = {"seed": seed} if "seed" in parameters else {}
+    arguments |= {name: value for name, value in row.items() if name != ENVIRONMENT_COLUMN or name in parameters}
+    if not takes_any and "prompt" not in parameters:
+        arguments.pop("prompt", None)
+    if mismatch := _describe_unmatched(parameters, arguments, takes_any):
+        raise ContractError(f"its parameters ({defined_at(reset)}) are not the row's columns: {mismatch}")
+    return arguments
 
 
-def _unmatched_columns(parameters: Mapping[str, inspect.Parameter], given: Mapping[str, Any], open_ended: bool) -> str:
+def _describe_unmatched(
+    parameters: Mapping[str, inspect.Parameter], arguments: Mapping[str, Any], takes_any: bool
+) -> str:
     """Return the parameters of `reset` without a column, and the columns without a parameter; empty if there are
     none."""
-    by_name = {
-        name: each for name, each in parameters.items() if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
-    }
-    needed = [name for name, each in by_name.items() if each.default is each.empty and name not in given]
-    wrong = [f"no column {name}{did_you_mean(name, given)}" for name in needed]
-    if not open_ended and (unknown := [name for name in given if name not in by_name]):
-        wrong.append(f"no parameter for {', '.join(unknown)}: add **row")
-    return "; ".join(wrong)
+    problems = []
+    unknown_names = dict.fromkeys(arguments)
+    for name, parameter in parameters.items():
+        if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+            continue
+        unknown_names.pop(name, None)
+        if parameter.default is parameter.empty and name not in arguments:
+            problems.append(f"no column {name}{did_you_mean(name, arguments)}")
+    if unknown_names and not takes_any:
+        problems.append(f"no parameter for {', '.join(unknown_names)}: add **row")
+    return "; ".join(problems)
 
 
-def opening(prompt: list[Message], observation: Observation) -> list[Message]:
+def opening_messages(prompt: list[Message], observation: Observation) -> list[Message]:
     """Return the messages that an episode begins with.
 
     Text is appended to the content of the last message, without a separator, as TRL does it; without a prompt it is
@@ -139,127 +149,129 @@ def opening(prompt: list[Message], observation: Observation) -> list[Message]:
         return [*prompt, *observation]
     if not prompt:
         return [{"role": "user", "content": observation}]
-    return [*prompt[:-1], {**prompt[-1], "content": _content(prompt[-1].get("content")) + observation}]
+    return [*prompt[:-1], {**prompt[-1], "content": _content_text(prompt[-1].get("content")) + observation}]
 
 
-def checked_observation(value: object) -> Observation:
+def check_observation(value: object) -> Observation:
     """Return the result of `reset`: text, messages or None. Blocks of text are joined. Raises ContractError."""
     if value is None or isinstance(value, str):
         return value
-    if isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
+    if isinstance(value, list) and value and all(isinstance(message, dict) for message in value):
         if is_too_deep(value):
             raise ContractError(f"reset must return messages of at most {MAX_LEVELS} levels of lists and dicts")
-        if all(isinstance(each.get("role"), str) for each in value):
-            return [{**each, "content": _content(each.get("content"))} for each in value]
-        return _content(value)
+        if all(isinstance(message.get("role"), str) for message in value):
+            return [{**message, "content": _content_text(message.get("content"))} for message in value]
+        return _content_text(value)
     raise ContractError(f"reset must return text, a list of messages or None, not {_value_text(value)}")
 
 
-def checked_step(value: object) -> str | None:
+def check_step(value: object) -> str | None:
     """Return the result of `step`: text, or None at the end of the episode. Raises ContractError."""
     if value is None or isinstance(value, str):
         return value
     raise ContractError(f"step must return text, or None at the end, not {_value_text(value)}")
 
 
-def checked_reward(value: object, what: str = "get_reward") -> Reward:
-    """Return the result of the method `what`: a finite number, or a dict of numbers. Raises ContractError."""
+def check_reward(value: object, source: str = "get_reward") -> Reward:
+    """Return a reward as a finite number, or a dict of numbers. source: its method. Raises ContractError."""
     if isinstance(value, dict):
         parts = {name: finite_number(part) for name, part in value.items()}
-        if long := next((name for name in parts if isinstance(name, str) and not _is_short(name)), None):
-            problem = f"names rewards of at most {MAX_NAME} printable characters, not {_value_text(long)}"
-            raise ContractError(f"{what} must return a dict that {problem}")
+        for name in parts:
+            if isinstance(name, str) and not (len(name) <= MAX_NAME and name.isprintable()):
+                problem = f"names rewards of at most {MAX_NAME} printable characters, not {_value_text(name)}"
+                raise ContractError(f"{source} must return a dict that {problem}")
         if parts and all(isinstance(name, str) for name in parts):
             numbers = {name: part for name, part in parts.items() if part is not None}
             if len(numbers) == len(parts) and math.isfinite(sum(numbers.values())):
                 return numbers
     elif (number := finite_number(value)) is not None:
         return number
-    raise ContractError(f"{what} must return a finite number or a dict of them, not {_value_text(value)}")
-
-
-def _is_short(name: str) -> bool:
-    return len(name) <= MAX_NAME and name.isprintable()
+    raise ContractError(f"{source} must return a finite number or a dict of them, not {_value_text(value)}")
 
 
 def tool_text(value: object) -> str:
     """Return a tool's result as the model reads it, by `str`; blocks of text are joined. Raises ContractError."""
-    if isinstance(value, list) and value and all(isinstance(each, dict) and "type" in each for each in value):
-        return _content(value)
+    if isinstance(value, list) and value and all(isinstance(block, dict) and "type" in block for block in value):
+        return _content_text(value)
     return str(value)
 
 
-def _content(content: object) -> str:
+def _content_text(content: object) -> str:
     """Return a message's content as text. Raises ContractError for images and the like."""
     if isinstance(content, str):
         return content
-    parts = content if isinstance(content, list) else [content]
-    texts = [each.get("text") for each in parts if isinstance(each, dict) and each.get("type") == "text"]
-    if len(texts) != len(parts) or not all(isinstance(each, str) for each in texts):
-        raise ContractError(f"content must be text or a list of {{type: text, text: ...}}, not {_value_text(content)}")
-    return "".join(str(each) for each in texts)
+    texts: list[str] = []
+    for block in content if isinstance(content, list) else [content]:
+        text = block.get("text") if isinstance(block, dict) and block.get("type") == "text" else None
+        if not isinstance(text, str):
+            description = _value_text(content)
+            raise ContractError(f"content must be text or a list of {{type: text, text: ...}}, not {description}")
+        texts.append(text)
+    return "".join(texts)
 
 
 def _methods(environment: type) -> dict[str, Callable[..., Any]]:
-    """Return the public methods by name, in alphabetical order, inherited ones too. A static method is none."""
-    found: dict[str, Callable[..., Any]] = {}
+    """Return the public methods by name, in alphabetical order, with inherited ones and without static methods."""
+    methods: dict[str, Callable[..., Any]] = {}
     for name, member in inspect.getmembers_static(environment):
         function = member.__func__ if isinstance(member, classmethod) else member
         if isinstance(function, FunctionType) and not name.startswith("_"):
-            found[name] = function
-    return found
+            methods[name] = function
+    return methods
 
 
 def _metrics(environment: type) -> list[dict[str, Any]]:
-    """Return the rows of the class's `metrics`; none where that is something of the user's own."""
+    """Return the rows of the class's `metrics`; no row if that is something of the user's own."""
     rows = getattr(environment, "metrics", ())
     return [] if rows_problem(rows) else [as_record(row) for row in rows]
 
 
-def _construction(environment: type, arguments: Mapping[str, Any]) -> list[str]:
+def _construction_problems(environment: type, arguments: Mapping[str, Any]) -> list[str]:
     try:
         inspect.signature(environment).bind(**arguments)
     except TypeError as error:
-        given = f"the arguments {', '.join(arguments)}" if arguments else "no arguments"
-        return [f"cannot be made with {given}: {error}; they are environment.args"]
+        names = f"the arguments {', '.join(arguments)}" if arguments else "no arguments"
+        return [f"cannot be made with {names}: {error}; they are environment.args"]
     except ValueError:  # a constructor that Python knows no signature of
         pass
     return []
 
 
-def _reserved(members: Mapping[str, Callable[..., Any]]) -> list[str]:
+def _reserved_problems(members: Mapping[str, Callable[..., Any]]) -> list[str]:
     """Return a line for each reserved method that is missing or cannot be called."""
     problems = [] if "reset" in members else ["has no method reset(self, **row): it begins each episode"]
-    wanted = {"get_reward": (), "close": (), "step": ("message",)}
-    for name, given in wanted.items():
-        if name in members:
-            try:
-                inspect.signature(members[name]).bind(None, *given)
-            except TypeError as error:
-                tool = "; a tool needs a docstring, and a type and a line below `Args:` for each parameter"
-                problems.append(
-                    f"{name} is called as {name}({', '.join(('self', *given))}): {error}" + tool * (name == "step")
-                )
+    for name, arguments in (("get_reward", ["self"]), ("close", ["self"]), ("step", ["self", "message"])):
+        if name not in members:
+            continue
+        try:
+            inspect.signature(members[name]).bind(*arguments)
+        except TypeError as error:
+            problem = f"{name} is called as {name}({', '.join(arguments)}): {error}"
+            if name == "step":
+                problem += "; a tool needs a docstring, and a type and a line below `Args:` for each parameter"
+            problems.append(problem)
     return problems
 
 
-def _reserved_name(name: str, members: Mapping[str, Callable[..., Any]]) -> str:
-    """Return a hint at a missing reserved method with a name near to a tool's."""
-    return did_you_mean(name, [each for each in RESERVED if each not in members])
+def _reserved_name_hint(name: str, members: Mapping[str, Callable[..., Any]]) -> str:
+    """Return a hint at a missing reserved method whose name is near to `name`, a tool's."""
+    return did_you_mean(name, [reserved for reserved in RESERVED if reserved not in members])
 
 
 def _class_notes(environment: type, members: Mapping[str, Callable[..., Any]], reserved: Sequence[str]) -> list[str]:
     notes = []
     if "get_reward" not in members:
-        what = "a reward function must value its episodes; its parameter `environments` gets the instance, as in TRL"
-        notes.append(f"{NO_REWARD}: {what}")
+        remedy = "a reward function must value its episodes; its parameter `environments` gets the instance, as in TRL"
+        notes.append(f"{NO_REWARD}: {remedy}")
     if "step" in members and "step" not in reserved:
-        what = "documented as one, as in TRL; without `Args:` it would answer messages that call no tool"
-        notes.append(f"step is a tool: it is {what}")
+        notes.append(
+            "step is a tool: it is documented as one, as in TRL; without `Args:` it would answer messages that call no "
+            "tool"
+        )
     if not set(members) - set(reserved) and "step" not in members:
         notes.append("has neither tools nor step: the model's first message ends the episode")
     for name in set(members) - set(RESERVED):
-        if hint := _reserved_name(name, members):
+        if hint := _reserved_name_hint(name, members):
             notes.append(f"{name} is a tool{hint}")
     for name, member in inspect.getmembers_static(environment):
         if isinstance(member, staticmethod) and not name.startswith("_"):

@@ -8,29 +8,29 @@ from contextvars import Context, ContextVar
 from functools import cached_property
 from typing import Any, TypeVarTuple, Unpack
 
-Given = TypeVarTuple("Given")
+Arguments = TypeVarTuple("Arguments")
 
 
 class CallbackCount:
-    """Number of callbacks that an event loop was given by one episode and its tasks, so far."""
+    """Number of callbacks that one episode and its tasks have given to an event loop so far."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self.callbacks = 0
 
 
 # Set in the context of a rollout function, and so of all tasks that it begins.
-counted_by: ContextVar[CallbackCount | None] = ContextVar("callbacks of the episode", default=None)
+callback_count: ContextVar[CallbackCount | None] = ContextVar("callbacks of the episode", default=None)
 
 
 class CountingLoop(asyncio.SelectorEventLoop):
     """Event loop that counts callbacks by episode, to tell when a function waits for something from outside."""
 
     def call_soon(
-        self, callback: Callable[[Unpack[Given]], object], *args: *Given, context: Context | None = None
+        self, callback: Callable[[Unpack[Arguments]], object], *args: *Arguments, context: Context | None = None
     ) -> asyncio.Handle:
-        counter = counted_by.get() if context is None else context.get(counted_by)
-        if counter is not None:
-            counter.count += 1
+        count = callback_count.get() if context is None else context.get(callback_count)
+        if count is not None:
+            count.callbacks += 1
         return super().call_soon(callback, *args, context=context)
 
 
@@ -52,9 +52,9 @@ class CoroutineLoop:
                 loop.run_forever()
 
     def gather(self, coroutines: list[Coroutine[Any, Any, Any]]) -> list[Any]:
-        """Return the result or exception of each, awaited side by side."""
+        """Await coroutines side by side, and return the result or exception of each."""
 
-        async def all_of_them() -> list[Any]:
+        async def gather_all() -> list[Any]:
             return await asyncio.gather(*coroutines, return_exceptions=True)
 
-        return asyncio.run_coroutine_threadsafe(all_of_them(), self.running).result()
+        return asyncio.run_coroutine_threadsafe(gather_all(), self.running).result()

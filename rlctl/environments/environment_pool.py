@@ -23,9 +23,9 @@ from rlctl.environments.contract import (
     EnvironmentContract,
     Observation,
     Reward,
-    checked_observation,
-    checked_reward,
-    checked_step,
+    check_observation,
+    check_reward,
+    check_step,
 )
 from rlctl.environments.environment_process import FAILURES_IN_A_ROW, HUNG, EnvironmentProcess
 from rlctl.environments.messages import (
@@ -109,18 +109,19 @@ class EnvironmentPool:
         logs: Path | None = None,
         emit: Emit | None = None,
     ) -> None:
-        self._specs, self._memory_bytes = dict(specs), memory_mib << 20
+        self._specs = dict(specs)
+        self._memory_bytes = memory_mib << 20
         self._size = processes or min(MAX_PROCESSES, usable_cores())
         addresses = [reached_at(spec.agent.bind) for spec in specs.values() if spec.agent]
         # A process may be replaced while Ray starts, which changes this process's own.
         self._variables = {**os.environ, **past_proxies(os.environ, *addresses)}
         self.failures = FailureLog("environment", logs / "environment-errors.log" if logs else None, emit, _THEN)
-        # Told of the first error of each cause. The model reads it, so that its episode goes on.
+        # Warns of the first error of each cause. The model reads the error, so that its episode goes on.
         self.tool_errors = FailureLog(
             "tool", logs / "tool-errors.log" if logs else None, emit, _TOOL_ERROR_THEN, TOOL_RAISED.name
         )
         self._log = OutputLog("environment", logs / "environments.log", emit) if logs else None
-        # Rollouts are played on it too, see `rollout.runner`.
+        # Event loop of the pool. Rollouts are played on it too, see `rollout.runner`.
         self.events = EventLoop("rollouts")
         self._ended = False
         # Below here everything belongs to the loop's thread.
@@ -138,10 +139,12 @@ class EnvironmentPool:
 
         Raises UnusableEnvironmentError with every problem of every environment.
         """
-        contracts = self._submit(self._contracts()).result()
+        contracts = self._submit(self._load_contracts()).result()
         if isinstance(contracts, EnvironmentFailure):
             raise UnusableEnvironmentError([(key, str(contracts)) for key in self._specs])
-        problems = [(key, problem) for key, contract in contracts.items() for problem in contract.problems]
+        problems: list[tuple[str, str]] = []
+        for key, contract in contracts.items():
+            problems += [(key, problem) for problem in contract.problems]
         if problems:
             raise UnusableEnvironmentError(problems)
         return contracts
@@ -163,11 +166,11 @@ class EnvironmentPool:
         """Give the rollout function answers to its samples, in the order in which it asked, None where a budget is used
         up; return its next message.
 
-        It is told when there is something to tell, or when the next action of the episode is submitted. waits: engines
-        still sample for the function, so that no deadline runs.
+        The message comes when there is something to tell, or when the next action of the episode is submitted. waits:
+        engines still sample for the function, so that no deadline runs.
         """
         message = ResumeFunction(list(answers))
-        return self._submit(self._act(episode, message, read_function_message, timed=not waits))
+        return self._submit(self._do_action(episode, message, read_function_message, timed=not waits))
 
     def give_chat(self, chat: ChatSpec, tool_format: str | None) -> None:
         """Give the agent the policy's tokenizer and template. Call it before the first process starts."""
@@ -186,17 +189,17 @@ class EnvironmentPool:
     def resume_agent(
         self, episode: Hashable, answers: Sequence[tuple[int, AgentAnswer]], *, waits: bool
     ) -> "Future[AgentMessage | EnvironmentFailure]":
-        """Give the agent answers by the numbers of its requests; return its next message. waits: as of `resume`."""
+        """Give the agent answers by the numbers of its requests; return its next message. waits: see `resume`."""
         message = ResumeAgent(list(answers))
-        return self._submit(self._act(episode, message, read_agent_message, timed=not waits))
+        return self._submit(self._do_action(episode, message, read_agent_message, timed=not waits))
 
     def call(self, episode: Hashable, calls: Sequence[Call]) -> "Future[list[ToolResult] | EnvironmentFailure]":
         """Call tools; one result a call, in order. An exception of a tool is a result, and so is a malformed call."""
-        return self._submit(self._call(episode, list(calls)))
+        return self._submit(self._call_tools(episode, list(calls)))
 
     def step(self, episode: Hashable, message: str) -> "Future[str | EnvironmentFailure | None]":
         """Send the assistant's message to `step`, and return its answer; None: the episode has ended."""
-        return self._submit(self._act(episode, StepEpisode(message), checked_step))
+        return self._submit(self._do_action(episode, StepEpisode(message), check_step))
 
     def reward(
         self, episode: Hashable, columns: Mapping[str, Any] | None = None
@@ -205,22 +208,22 @@ class EnvironmentPool:
 
         columns: `prompts`, `completions` and columns of the row, for its contract's `rewards`.
         """
-        return self._submit(self._act(episode, RewardEpisode(columns and dict(columns)), checked_reward))
+        return self._submit(self._do_action(episode, RewardEpisode(columns and dict(columns)), check_reward))
 
     def close(self, episode: Hashable) -> "Future[EnvironmentFailure | None]":
         """End an episode: its instance's `close` is called, if it has one. Done once nothing of the episode runs.
 
-        Of an episode that a failure ended: waits until it has left its process. Once the pool is shut down, nothing
+        For an episode that a failure ended, waits until it has left its process. Once the pool is shut down, nothing
         is left to close.
         """
         if self._ended:
-            nothing: Future[EnvironmentFailure | None] = Future()
-            nothing.set_result(None)
-            return nothing
+            future: Future[EnvironmentFailure | None] = Future()
+            future.set_result(None)
+            return future
         return self._submit(self._close(episode))
 
     def check(self) -> None:
-        """Raise the first unexpected error of the pool's own, if there was one: somebody may wait in vain."""
+        """Raise the first unexpected error of the pool's own, if there was one: a caller may wait in vain."""
         self.events.check()
 
     def pids(self) -> list[int]:
@@ -247,19 +250,19 @@ class EnvironmentPool:
             raise RuntimeError("the pool of environments is shut down")
         return self.events.submit(work)
 
-    async def _contracts(self) -> dict[str, EnvironmentContract] | EnvironmentFailure:
+    async def _load_contracts(self) -> dict[str, EnvironmentContract] | EnvironmentFailure:
         return await asyncio.shield(self._choose_process().ready)
 
     async def _reset(self, episode: Hashable, row: dict[str, Any], seed: int) -> Observation | EnvironmentFailure:
         key = self.key_of(row)
         if key not in [*self._specs]:
-            known = ", ".join(self._specs)
-            failure = EnvironmentFailure("contract", f"no such environment: a row must name one of {known}", repr(key))
+            names = ", ".join(self._specs)
+            failure = EnvironmentFailure("contract", f"no such environment: a row must name one of {names}", repr(key))
             return self._count_failure(str(key), failure)
-        return await self._start_episode(episode, ResetEpisode(key, row, seed), checked_observation)
+        return await self._start_episode(episode, ResetEpisode(key, row, seed), check_observation)
 
     async def _start_episode(
-        self, episode: Hashable, message: OpeningMessage, checked: Callable[[Any], Value]
+        self, episode: Hashable, message: OpeningMessage, check_value: Callable[[Any], Value]
     ) -> Value | EnvironmentFailure:
         """Place an episode in a process, and return the checked value of its first action."""
         key = message.key
@@ -273,16 +276,20 @@ class EnvironmentPool:
         self._episodes[episode] = placed
         ready = await asyncio.shield(process.ready)
         if self._episodes.get(episode) is not placed:
-            # It was closed meanwhile, and another may have its name.
+            # The episode was closed meanwhile, and another one may have its name.
             return EnvironmentFailure("contract", f"{message.kind} of an episode that has ended", repr(episode))
-        refused = ready if isinstance(ready, EnvironmentFailure) else _refused(ready[key])
-        if refused is None:
-            return await self._act(episode, message, checked)
+        failure = None
+        if isinstance(ready, EnvironmentFailure):
+            failure = ready
+        elif problems := ready[key].problems:
+            failure = EnvironmentFailure("contract", problems[0])
+        if failure is None:
+            return await self._do_action(episode, message, check_value)
         self._episodes.pop(episode, None)
         process.episodes.discard(placed.number)
-        return self._count_failure(key, refused)
+        return self._count_failure(key, failure)
 
-    async def _call(self, episode: Hashable, calls: list[Call]) -> list[ToolResult] | EnvironmentFailure:
+    async def _call_tools(self, episode: Hashable, calls: list[Call]) -> list[ToolResult] | EnvironmentFailure:
         formed = [call for call in calls if not isinstance(call, MalformedCall)]
 
         def read_answers(value: object) -> ToolsCalled:
@@ -294,7 +301,7 @@ class EnvironmentPool:
         called: ToolsCalled | EnvironmentFailure = ToolsCalled([], [])
         if formed:
             message = CallTools([(call.name, call.arguments) for call in formed])
-            called = await self._act(episode, message, read_answers)
+            called = await self._do_action(episode, message, read_answers)
         if isinstance(called, EnvironmentFailure):
             return called
         for failure in called.raised:
@@ -310,8 +317,8 @@ class EnvironmentPool:
                 results.append(ToolResult(call.name, answer.text, answer.failed, answer.cause))
         return results
 
-    async def _act(
-        self, episode: Hashable, message: EpisodeMessage, checked: Callable[[Any], Value], timed: bool = True
+    async def _do_action(
+        self, episode: Hashable, message: EpisodeMessage, check_value: Callable[[Any], Value], timed: bool = True
     ) -> Value | EnvironmentFailure:
         """Return the checked value of an action, which has a deadline if it is timed. A failure is counted, and ends
         the episode."""
@@ -323,7 +330,7 @@ class EnvironmentPool:
         outcome = await process.act(placed.number, message, spec.timeout_s if timed else None)
         if not isinstance(outcome, EnvironmentFailure):
             with suppress(Exception):  # any text of the user's code
-                value = checked(outcome)
+                value = check_value(outcome)
                 if not isinstance(message, OpeningMessage):
                     placed.has_acted = True
                 elif isinstance(value, AgentEnded | FunctionEnded):
@@ -338,22 +345,22 @@ class EnvironmentPool:
             return outcome
         self._note_failure(placed, outcome)
         # An agent is closed from outside of its thread.
-        hung = outcome.kind == "timeout" and spec.agent is None
-        self._begin_leaving(episode, not hung)
+        hangs = outcome.kind == "timeout" and spec.agent is None
+        self._begin_leaving(episode, closes=not hangs)
         return self._count_failure(placed.key, outcome)
 
     def _note_failure(self, placed: PlacedEpisode, failure: EnvironmentFailure) -> None:
         """Retire a process if it, and not its environment, is why its episodes fail."""
         process = placed.process
         process.failed_seeds.append(placed.seed)
-        several = len(process.failed_seeds) >= FAILURES_IN_A_ROW and len(set(process.failed_seeds)) > 1
-        # Where nothing ended well since it started, another process would fail too.
-        alone = self._successes > process.successes_before
-        if process.ended or process.retired or not (failure.lasting or (several and alone)):
+        fails_in_a_row = len(process.failed_seeds) >= FAILURES_IN_A_ROW and len(set(process.failed_seeds)) > 1
+        # If no episode ended well since it started, another process would fail too.
+        others_succeed = self._successes > process.successes_before
+        if process.has_ended or process.retired or not (failure.lasting or (fails_in_a_row and others_succeed)):
             return
         process.retired = EnvironmentFailure("died", "its process was damaged", str(failure))
-        why = "it is damaged" if failure.lasting else f"{FAILURES_IN_A_ROW} tries in a row failed in it"
-        self.failures.note("process", f"another one takes its place, since {why}: {failure}")
+        reason = "it is damaged" if failure.lasting else f"{FAILURES_IN_A_ROW} tries in a row failed in it"
+        self.failures.note("process", f"another one takes its place, since {reason}: {failure}")
 
     async def _close(self, episode: Hashable) -> EnvironmentFailure | None:
         if episode not in self._episodes:
@@ -361,7 +368,7 @@ class EnvironmentPool:
                 await asyncio.wait([leaving])
             return None
         placed = self._episodes[episode]
-        failure = await asyncio.shield(self._begin_leaving(episode, True))
+        failure = await asyncio.shield(self._begin_leaving(episode, closes=True))
         if failure is not None:
             return self._count_failure(placed.key, failure)
         if placed.has_acted:
@@ -369,39 +376,42 @@ class EnvironmentPool:
             self._successes += 1
         return None
 
-    def _begin_leaving(self, episode: Hashable, closes: bool) -> "asyncio.Task[EnvironmentFailure | None]":
-        """Begin to take an episode out of its process. closes: it does not hang, and is closed first."""
+    def _begin_leaving(self, episode: Hashable, *, closes: bool) -> "asyncio.Task[EnvironmentFailure | None]":
+        """Begin to take an episode out of its process. closes: the episode does not hang, and is closed first."""
         task = self.events.spawn(self._leave(self._episodes.pop(episode), closes))
         self._leaving[episode] = task
 
-        def left(_: object) -> None:
+        def forget_task(_: object) -> None:
             if self._leaving.get(episode) is task:
                 del self._leaving[episode]
 
-        task.add_done_callback(left)
+        task.add_done_callback(forget_task)
         return task
 
     async def _leave(self, placed: PlacedEpisode, closes: bool) -> EnvironmentFailure | None:
-        """Take an episode out of its process. closes: it does not hang, and is closed first. End a retired process
-        with its last episode."""
-        outcome, process = None, placed.process
-        if closes and not process.ended:
+        """Take an episode out of its process, and end a retired process with its last episode.
+
+        closes: the episode does not hang, and is closed first.
+        """
+        outcome = None
+        process = placed.process
+        if closes and not process.has_ended:
             outcome = await process.act(placed.number, CloseEpisode(), self._specs[placed.key].timeout_s)
         process.episodes.discard(placed.number)
-        if process.ended or (process.retired and not process.episodes):
+        if process.has_ended or (process.retired and not process.episodes):
             await process.stop(process.retired or HUNG)
         elif isinstance(outcome, EnvironmentFailure) and process.retired == HUNG:
-            await process.over.wait()
+            await process.is_over.wait()
         return outcome if isinstance(outcome, EnvironmentFailure) else None
 
     def key_of(self, row: Mapping[str, Any]) -> Any:
-        """Return the key of a row's environment: its column `environment` where there are several."""
+        """Return the key of a row's environment: with several environments, the row's column `environment`."""
         return row.get(ENVIRONMENT_COLUMN) if len(self._specs) > 1 else next(iter(self._specs))
 
     def _choose_process(self) -> EnvironmentProcess:
-        """Choose the process with the fewest episodes and failures in a row. Start one while all have some, and there
-        may be more."""
-        self._processes = [process for process in self._processes if not process.ended]
+        """Choose the process with the fewest episodes and failures in a row. Start another process if all have some,
+        and there may be more processes."""
+        self._processes = [process for process in self._processes if not process.has_ended]
         usable = [process for process in self._processes if not process.retired]
         if usable and (len(usable) >= self._size or any(process.load == 0 for process in usable)):
             return min(usable, key=lambda process: process.load)
@@ -424,11 +434,7 @@ class EnvironmentPool:
     async def _end_processes(self) -> None:
         stopped = set[EnvironmentProcess]()
         # An action that another thread submitted meanwhile may start a process.
-        while further := {*self._processes} - stopped:
-            stopped |= further
-            await asyncio.gather(*(process.stop(POOL_CLOSED) for process in further), return_exceptions=True)
+        while running := {*self._processes} - stopped:
+            stopped |= running
+            await asyncio.gather(*(process.stop(POOL_CLOSED) for process in running), return_exceptions=True)
         await asyncio.sleep(0)  # a waiter for an action gets its failure first
-
-
-def _refused(contract: EnvironmentContract) -> EnvironmentFailure | None:
-    return EnvironmentFailure("contract", contract.problems[0]) if contract.problems else None

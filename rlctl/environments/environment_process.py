@@ -1,8 +1,8 @@
 """Driver's end of a process that runs episodes: actions with deadlines, memory, and the end of the process.
 
 Everything here runs on the pool's event loop, so that many episodes wait side by side. An action past its deadline
-costs its episode. Its thread hangs, so that the process is retired: it gets no new episodes, and ends when its others
-have. So is one that is damaged and lives. A process that dies costs its episodes.
+costs its episode. Its thread hangs, so that the process is retired: it gets no new episodes, and ends when its other
+episodes have ended. A process that is damaged and lives is retired too. A process that dies costs its episodes.
 """
 
 import asyncio
@@ -36,8 +36,8 @@ from rlctl.workers.guarded_process import ENDING_TIMEOUT_S, GuardedProcess
 START_TIMEOUT_S = 120.0  # imports only, on a machine that may be busy
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 Started = dict[str, EnvironmentContract] | EnvironmentFailure
-# Tries that fail in a row in one process, of at least two tasks, until it is retired. Where half of all tries fail, a
-# process is lost in some 500 tries. A damaged one costs the tries of three rollouts.
+# Tries that fail in a row in one process, of at least two tasks, until it is retired. If half of all tries fail, a
+# process is lost in some 500 tries. A damaged process costs the tries of three rollouts.
 FAILURES_IN_A_ROW = 8
 HUNG = EnvironmentFailure("timeout", "an episode of its process hung")
 _FOREIGN = "wrote to a file descriptor that is not its own"
@@ -59,7 +59,10 @@ class EnvironmentProcess:
         spawn: Callable[[Coroutine[Any, Any, Any]], "asyncio.Task[Any]"],
         successes_before: int,
     ) -> None:
-        self._specs, self._memory_bytes, self._process, self._spawn = specs, memory_bytes, process, spawn
+        self._specs = specs
+        self._memory_bytes = memory_bytes
+        self._process = process
+        self._spawn = spawn
         self._writer: asyncio.StreamWriter | None = None
         self._actions = itertools.count()
         self._waiting: dict[int, asyncio.Future[Any]] = {}
@@ -70,25 +73,27 @@ class EnvironmentProcess:
         self._worker: int | None = None
         self._supervisor: int | None = None
         self._reason: EnvironmentFailure | None = None
-        # Numbers of the episodes that are in it.
+        # Numbers of the episodes that are in the process.
         self.episodes: set[int] = set()
-        # Seeds of the tasks whose tries failed in it since one ended well.
+        # Seeds of the tasks whose tries failed in the process since an episode ended well.
         self.failed_seeds = deque[int](maxlen=FAILURES_IN_A_ROW)
         self.successes_before = successes_before
         # Why it gets no new episodes and ends with its last one; None for a process that is well. `HUNG` from the first
         # action past its deadline on: one of its threads hangs, and cannot be ended alone.
         self.retired: EnvironmentFailure | None = None
         # An agent whose action is late is closed from outside of its thread. It hangs if its close is late too.
-        self._closable = all(each.agent is not None for each in specs.values())
-        # True when it has ended, or is about to; `over` once nothing that it started runs.
-        self.ended, self.over = False, asyncio.Event()
+        self._is_closable = all(spec.agent is not None for spec in specs.values())
+        # True when the process has ended, or is about to.
+        self.has_ended = False
+        # Set once nothing that the process started runs.
+        self.is_over = asyncio.Event()
         self._launched = asyncio.create_task(asyncio.to_thread(self._process.launch))
-        # Contracts by key, or the reason why it could not start.
+        # Contracts by key, or the reason why the process could not start.
         self.ready: asyncio.Task[Started] = spawn(self._start_process())
 
     @property
     def load(self) -> int:
-        """Number of its episodes, and of its failures in a row: others are chosen before it."""
+        """Number of its episodes and of its failures in a row: processes with a smaller load are chosen first."""
         return len(self.episodes) + len(self.failed_seeds)
 
     @property
@@ -100,7 +105,8 @@ class EnvironmentProcess:
         try:
             connection = await self._launched
         except OSError as error:  # no memory, no file descriptor, no process left
-            self._fail(failure := EnvironmentFailure("died", "no process could be started", str(error)))
+            failure = EnvironmentFailure("died", "no process could be started", str(error))
+            self._fail(failure)
             return failure
         reader, self._writer = await asyncio.open_connection(sock=connection, limit=MAX_REPLY)
         self._writer.write(pickle.dumps(self._specs))
@@ -109,14 +115,13 @@ class EnvironmentProcess:
                 started = ProcessStarted(**await _next_message(reader))
                 self._worker = int(started.pid)
                 self._supervisor = int(started.supervisor)
-                loaded = (await _next_message(reader))["contracts"]
-                contracts = {key: EnvironmentContract(**loaded[key]) for key in self._specs}
+                fields = (await _next_message(reader))["contracts"]
+                contracts = {key: EnvironmentContract(**fields[key]) for key in self._specs}
         except TimeoutError:
             failure = EnvironmentFailure("timeout", f"environments took longer than {START_TIMEOUT_S:g} s to load")
         except (EOFError, ConnectionError):
-            failure = EnvironmentFailure(
-                "died", "an environment ended its process while loading", await self._note_end()
-            )
+            ending = await self._note_end()
+            failure = EnvironmentFailure("died", "an environment ended its process while loading", ending)
         except Exception as error:  # any text: the user's code was imported there
             failure = EnvironmentFailure("died", f"an environment {_FOREIGN} while loading", _error_line(error))
         else:
@@ -127,7 +132,7 @@ class EnvironmentProcess:
 
     async def act(self, episode: int, message: EpisodeMessage, timeout_s: float | None) -> Any:
         """Act in an episode; return the value, or the EnvironmentFailure that ended it. timeout_s: None for none."""
-        if self.ended:  # without a reason it hung up just now
+        if self.has_ended:  # without a reason the process hung up just now
             return self._reason or EnvironmentFailure("died", "its process ended", await self._note_end())
         if self._writer is None:
             return EnvironmentFailure("died", "its process has not started")
@@ -137,13 +142,14 @@ class EnvironmentProcess:
         except Exception as error:  # a value of the model's or of the row, as one that is nested too deep
             cause = f"{message.kind} was given a value that cannot be sent"
             return EnvironmentFailure("contract", cause, type(error).__name__)
-        outcome = self._waiting[action] = asyncio.get_running_loop().create_future()
+        outcome: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting[action] = outcome
         self._writer.write(request)
         try:
             async with asyncio.timeout(timeout_s):
                 return await outcome
         except TimeoutError:
-            if isinstance(message, CloseEpisode) or not self._closable:
+            if isinstance(message, CloseEpisode) or not self._is_closable:
                 self.retired = HUNG
             return EnvironmentFailure("timeout", f"{message.kind} took longer than {timeout_s:g} s")
         finally:
@@ -153,14 +159,13 @@ class EnvironmentProcess:
 
     async def check_memory(self, deep: bool) -> None:
         """End the process if it uses too much memory. deep: count the memory of its children too."""
-        if self._worker is None or self.ended:
+        if self._worker is None or self.has_ended:
             return
-        used = _resident_bytes(self._worker, deep)
-        if used > self._memory_bytes:
+        used_bytes = _resident_bytes(self._worker, deep)
+        if used_bytes > self._memory_bytes:
             bound = f"{self._memory_bytes >> 20:,} MiB"
-            detail = (
-                f"{used >> 20:,} MiB in a process of {len(self.episodes)} episodes, and at most {bound} are allowed"
-            )
+            used = f"{used_bytes >> 20:,} MiB in a process of {len(self.episodes)} episodes"
+            detail = f"{used}, and at most {bound} are allowed"
             await self.stop(EnvironmentFailure("memory", f"its process used more than {bound}", detail))
 
     async def stop(self, reason: EnvironmentFailure) -> None:
@@ -170,22 +175,23 @@ class EnvironmentProcess:
         if self._ending is None:
             self._ending = self._spawn(asyncio.to_thread(self._process.stop))
         await asyncio.shield(self._ending)
-        if self._supervisor is not None and not self.over.is_set():
-            # Where the outer supervisor was killed, the inner one ends all that the process started.
+        if self._supervisor is not None and not self.is_over.is_set():
+            # If the outer supervisor was killed, the inner one ends all that the process started.
             await asyncio.to_thread(_wait_for_end, self._supervisor)
-        self.over.set()
+        self.is_over.set()
         if self._writer is not None:
             self._writer.close()
 
     def _fail(self, reason: EnvironmentFailure) -> None:
-        self.ended, self._reason = True, self._reason or reason
+        self.has_ended = True
+        self._reason = self._reason or reason
         for outcome in self._waiting.values():
             if not outcome.done():
                 outcome.set_result(self._reason)
 
     async def _note_end(self) -> str:
         """Note that the process has hung up; return in words how it ended."""
-        self.ended = True
+        self.has_ended = True
         if self._ending is None:
             self._ending = self._spawn(asyncio.to_thread(self._process.ending))
         return str(await asyncio.shield(self._ending))
@@ -202,19 +208,20 @@ class EnvironmentProcess:
         await self.stop(reason)
 
     def _deliver_reply(self, reply: ActionReply) -> None:
-        """Raises KeyError or TypeError for a reply to no action of this process."""
+        """Hand a reply to its action. Raises KeyError or TypeError for a reply to no action of this process."""
         if reply.action in self._given_up:
             self._given_up.discard(reply.action)
             return
-        waiting = self._waiting[reply.action]
-        if not waiting.done():
-            waiting.set_result(reply.outcome)
+        outcome = self._waiting[reply.action]
+        if not outcome.done():
+            outcome.set_result(reply.outcome)
 
 
 def _wait_for_end(pid: int) -> None:
     """Wait until a supervisor has ended, for as long as it may take."""
     with contextlib.suppress(psutil.Error):
-        process, end = psutil.Process(pid), time.monotonic() + ENDING_TIMEOUT_S
+        process = psutil.Process(pid)
+        end = time.monotonic() + ENDING_TIMEOUT_S
         while process.is_running() and process.status() != psutil.STATUS_ZOMBIE and time.monotonic() < end:
             time.sleep(0.005)
 
@@ -224,7 +231,7 @@ def _error_line(error: Exception) -> str:
 
 
 async def _next_message(reader: asyncio.StreamReader) -> dict[str, Any]:
-    """Return the next message. Raises EOFError at the end, ValueError or RecursionError for a line that is none."""
+    """Return the next message. Raises EOFError at the end, ValueError or RecursionError for another line."""
     line = await reader.readline()
     if not line.endswith(b"\n"):
         raise EOFError
@@ -241,15 +248,16 @@ def _resident_bytes(pid: int, deep: bool) -> int:
 
     Shared memory counts once for each process.
     """
-    total, left = 0, [pid]
-    while left:
-        folder = f"/proc/{left.pop()}"
+    total = 0
+    pids = [pid]
+    while pids:
+        folder = f"/proc/{pids.pop()}"
         try:
             with open(f"{folder}/statm", "rb") as statm:
                 total += int(statm.read().split()[1]) * _PAGE
             if deep:
                 for task in Path(folder, "task").iterdir():
-                    left += map(int, (task / "children").read_text().split())
-        except (OSError, ValueError, IndexError):  # it has ended, or the kernel keeps no list of children
+                    pids += map(int, (task / "children").read_text().split())
+        except (OSError, ValueError, IndexError):  # the process has ended, or the kernel keeps no list of children
             continue
     return total

@@ -17,7 +17,7 @@ MOST_SAMPLES = 8
 class TriedFunction:
     """One call of a rollout function with scripted answers."""
 
-    # Tokens of each prompt that it sampled after, and of the answer; 0 where the budget was used up.
+    # Number of tokens of each prompt that it sampled after, and of the answer; 0 if a budget was used up.
     samples: list[tuple[int, int]] = field(default_factory=list)
     # Tokens of an agent's first prompt.
     prompt: list[int] = field(default_factory=list)
@@ -25,7 +25,7 @@ class TriedFunction:
     unwritten: int = 0
     # The value that it returned; None leaves the value to rewards.
     reward: Reward | None = None
-    # Reason why it ended without one.
+    # Reason why it ended without a value.
     failure: EnvironmentFailure | None = None
 
 
@@ -35,16 +35,16 @@ def try_function(
     task: Mapping[str, Any],
     seed: int,
     answers: Sequence[list[int]],
-    most: int = MOST_SAMPLES,
+    most_samples: int = MOST_SAMPLES,
 ) -> TriedFunction:
     """Call the pool's rollout function once. task: fields of `PlayTask`. answers: tokens, given in turn.
 
-    most: samples that get an answer. Never raises an error of the function.
+    most_samples: samples that get an answer. Never raises an error of the function.
     """
     tried = TriedFunction()
     message = pool.begin(call, task, seed).result()
     while isinstance(message, FunctionWaits):
-        if message.again:
+        if message.asks_again:
             message = EnvironmentFailure("contract", "sampled again after a budget was used up: return on empty lists")
             break
         if not all(message.samples):
@@ -52,7 +52,7 @@ def try_function(
             break
         turns: list[Sampled | None] = []
         for prompt in message.samples:
-            tokens = answers[len(tried.samples) % len(answers)] if len(tried.samples) < most else []
+            tokens = answers[len(tried.samples) % len(answers)] if len(tried.samples) < most_samples else []
             tried.samples.append((len(prompt), len(tokens)))
             turns.append(Sampled(tokens, [-1.0] * len(tokens), [0] * len(tokens)) if tokens else None)
         message = pool.resume(call, turns, waits=False).result()
@@ -67,9 +67,10 @@ def try_function(
 
 
 def try_agent(
-    pool: EnvironmentPool, call: Hashable, task: Mapping[str, Any], seed: int, answer: list[int], most: int
+    pool: EnvironmentPool, call: Hashable, task: Mapping[str, Any], seed: int, answer: list[int], most_turns: int
 ) -> TriedFunction:
-    """Run the pool's agent once. task: fields of `AgentTask`. answer: tokens of each turn. most: turns that it gets.
+    """Run the pool's agent once. task: fields of `AgentTask`. answer: tokens of each turn. most_turns: turns that it
+    gets.
 
     Never raises an error of the agent.
     """
@@ -79,7 +80,7 @@ def try_agent(
     while isinstance(message, AgentWaits):
         answers: list[tuple[int, AgentAnswer]] = []
         for ask in message.asks:
-            answers.append((ask.number, turn if len(tried.samples) < most else "max_turns"))
+            answers.append((ask.number, turn if len(tried.samples) < most_turns else "max_turns"))
             tried.samples.append((len(ask.tokens), len(answer)))
             tried.prompt = tried.prompt or ask.tokens
         message = pool.resume_agent(call, answers, waits=False).result()

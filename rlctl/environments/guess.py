@@ -23,22 +23,26 @@ class Guess:
         lower: str = "lower",
         unclear: str = "Answer with one number.",
     ) -> None:
-        self._guesses, self._prompt = guesses, prompt
-        self._higher, self._lower, self._unclear = higher, lower, unclear
+        self._guesses = guesses
+        self._prompt = prompt
+        self._higher = higher
+        self._lower = lower
+        self._unclear = unclear
 
     def reset(self, low: int = 1, high: int = 15, secret: int | None = None, **row: Any) -> str:
         """Begin a game. The secret is drawn unless the row has one."""
         self._secret = random.randint(low, high) if secret is None else secret
-        self._left, self._won = self._guesses, False
+        self._guesses_left = self._guesses
+        self._is_won = False
         return self._prompt.format(low=low, high=high, guesses=self._guesses)
 
     def step(self, message: str) -> str | None:
         """Judge a guess, the last number of the message. A message without a number is a guess too."""
-        self._left -= 1
-        # Longer ones are no guess, and Python converts no number of thousands of digits.
+        self._guesses_left -= 1
+        # Longer numbers are no guess, and Python converts no number of thousands of digits.
         numbers = re.findall(r"-?\d{1,18}", message)
-        self._won = bool(numbers) and int(numbers[-1]) == self._secret
-        if self._won or self._left <= 0:
+        self._is_won = bool(numbers) and int(numbers[-1]) == self._secret
+        if self._is_won or self._guesses_left <= 0:
             return None
         if not numbers:
             return self._unclear
@@ -46,7 +50,7 @@ class Guess:
 
     def get_reward(self) -> float:
         """Return 1 for a game that was won, else 0."""
-        return float(self._won)
+        return float(self._is_won)
 
 
 def tasks(seed: int, held_out: bool = False, numbers: int = 15, highest: int = 99) -> Iterator[dict[str, Any]]:

@@ -3,6 +3,7 @@
 import random
 from collections import deque
 from collections.abc import Iterator
+from itertools import product
 from typing import Any, Literal
 
 Place = tuple[int, int]
@@ -13,12 +14,15 @@ class Maze:
     """One walk from the top left to the bottom right. moves: the most that count."""
 
     def __init__(self, moves: int = 60) -> None:
-        self._most = moves
+        self._most_moves = moves
 
     def reset(self, size: int = 4, maze: int = 0, **row: Any) -> str:
         """Build the maze with the number `maze`."""
-        self._ways, self._here, self._goal = build(size, maze), (0, 0), (size - 1, size - 1)
-        self._shortest, self._moves = distance(self._ways, self._here, self._goal), 0
+        self._ways = build(size, maze)
+        self._place = (0, 0)
+        self._goal = (size - 1, size - 1)
+        self._shortest = distance(self._ways, self._place, self._goal)
+        self._moves = 0
         return f"Walk through a maze of {size} rows and {size} columns, to row {size}, column {size}. {self._view()}"
 
     def move(self, direction: Literal["up", "down", "left", "right"]) -> str:
@@ -30,54 +34,57 @@ class Maze:
         Returns:
             The place, and the ways that are open there.
         """
-        if self._here == self._goal or self._moves >= self._most:
+        if self._place == self._goal or self._moves >= self._most_moves:
             raise ValueError("The walk has ended.")
         self._moves += 1
-        there = _neighbour(self._here, direction)
-        if there not in self._ways[self._here]:
+        next_place = _neighbour(self._place, direction)
+        if next_place not in self._ways[self._place]:
             return f"There is a wall. {self._view()}"
-        self._here = there
+        self._place = next_place
         return self._view()
 
     def get_reward(self) -> dict[str, float]:
         """Return 1 for the goal, and up to 0.1 for a short way there."""
-        arrived = self._here == self._goal
-        return {"goal": float(arrived), "short": 0.1 * self._shortest / self._moves if arrived and self._moves else 0.0}
+        has_arrived = self._place == self._goal
+        short = 0.1 * self._shortest / self._moves if has_arrived and self._moves else 0.0
+        return {"goal": float(has_arrived), "short": short}
 
     def _view(self) -> str:
-        if self._here == self._goal:
+        if self._place == self._goal:
             return "You have arrived."
-        ways = ", ".join(name for name in _MOVES if _neighbour(self._here, name) in self._ways[self._here])
-        return f"You are in row {self._here[0] + 1}, column {self._here[1] + 1}. Open: {ways}."
+        open_ways = ", ".join(name for name in _MOVES if _neighbour(self._place, name) in self._ways[self._place])
+        return f"You are in row {self._place[0] + 1}, column {self._place[1] + 1}. Open: {open_ways}."
 
 
 def build(size: int, seed: int) -> dict[Place, set[Place]]:
     """Return the places that each place leads to. There is one way between any two, by depth-first search."""
     draw = random.Random(seed)
-    ways: dict[Place, set[Place]] = {(row, column): set() for row in range(size) for column in range(size)}
+    ways: dict[Place, set[Place]] = {place: set() for place in product(range(size), range(size))}
     path: list[Place] = [(0, 0)]
     seen = {path[0]}
     while path:
-        ahead = [there for name in _MOVES if (there := _neighbour(path[-1], name)) in ways and there not in seen]
-        if not ahead:
+        neighbours = [_neighbour(path[-1], name) for name in _MOVES]
+        unseen = [place for place in neighbours if place in ways and place not in seen]
+        if not unseen:
             path.pop()
             continue
-        there = draw.choice(ahead)
-        ways[path[-1]].add(there)
-        ways[there].add(path[-1])
-        path.append(there)
-        seen.add(there)
+        place = draw.choice(unseen)
+        ways[path[-1]].add(place)
+        ways[place].add(path[-1])
+        path.append(place)
+        seen.add(place)
     return ways
 
 
 def distance(ways: dict[Place, set[Place]], start: Place, goal: Place) -> int:
     """Return the moves of the shortest way."""
-    moves, ahead = {start: 0}, deque([start])
+    moves = {start: 0}
+    reached = deque([start])
     while goal not in moves:
-        here = ahead.popleft()
-        for there in ways[here] - moves.keys():
-            moves[there] = moves[here] + 1
-            ahead.append(there)
+        place = reached.popleft()
+        for next_place in ways[place] - moves.keys():
+            moves[next_place] = moves[place] + 1
+            reached.append(next_place)
     return moves[goal]
 
 

@@ -7,16 +7,17 @@ The driver never unpickles a reply, since the user's code runs in the process. I
 takes nothing else: those of rollout functions and agents here, the others in `contract.py`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
-from rlctl.environments.contract import ContractError, Message, Reward, checked_reward
+from rlctl.environments.contract import ContractError, Message, Reward, check_reward
 from rlctl.environments.outcomes import EnvironmentFailure
 from rlctl.utils.user_code import shortened
 
-# Numbers that an agent's process may tell, and characters of the name of one.
-_MOST_NUMBERS, _LONGEST_NAME = 64, 400
+# Numbers that an agent's process may send, and characters of a number's name.
+_MOST_NUMBERS = 64
+_LONGEST_NAME = 400
 
 
 class Sampled(NamedTuple):
@@ -159,7 +160,7 @@ class ActionReply:
 
 
 def read_reply(message: dict[str, Any]) -> ActionReply:
-    """Return a reply from its line. Raises KeyError or TypeError for a line that is none."""
+    """Return the reply in a message. Raises KeyError or TypeError for a message that is no reply."""
     failure = message.get("failure")
     outcome = message.get("value") if failure is None else EnvironmentFailure(**failure)
     return ActionReply(message["action"], outcome)
@@ -204,16 +205,16 @@ class FunctionWaits:
     # Prompts that it asked to be sampled after since the last message, in order.
     samples: list[list[int]]
     # Answers that it got since the last message.
-    taken: int
+    answers_taken: int
     # True if it asked again after it had learned that a budget is used up.
-    again: bool = False
+    asks_again: bool = False
 
 
 @dataclass(frozen=True)
 class FunctionEnded:
     """A rollout function has returned. reward: None leaves the value to rewards."""
 
-    taken: int
+    answers_taken: int
     reward: Reward | None
 
 
@@ -223,12 +224,16 @@ FunctionMessage = FunctionWaits | FunctionEnded
 def read_function_message(value: object) -> FunctionMessage:
     """Return a rollout function's message, as its process sent it. Raises ContractError."""
     match value:
-        case {"samples": list(samples), "taken": int(taken), "again": bool(again), **rest} if not rest:
-            if all(isinstance(prompt, list) and all(type(token) is int for token in prompt) for prompt in samples):
-                return FunctionWaits(samples, taken, again)
-        case {"reward": reward, "taken": int(taken), **rest} if not rest:
-            return FunctionEnded(taken, None if reward is None else checked_reward(reward))
+        case {"samples": list(samples), "answers_taken": int(count), "asks_again": bool(again), **rest} if not rest:
+            if all(isinstance(prompt, list) and _are_tokens(prompt) for prompt in samples):
+                return FunctionWaits(samples, count, again)
+        case {"reward": reward, "answers_taken": int(count), **rest} if not rest:
+            return FunctionEnded(count, None if reward is None else check_reward(reward))
     raise ContractError("neither tokens to sample after nor a reward")
+
+
+def _are_tokens(values: Iterable[object]) -> bool:
+    return all(type(value) is int for value in values)
 
 
 @dataclass(frozen=True)
@@ -236,14 +241,14 @@ class AgentAsk:
     """A request for one turn, as the driver reads it."""
 
     number: int
-    # Number of the request whose turn it continues; None for a new conversation.
+    # Number of the earlier request whose turn this one continues; None for a new conversation.
     after: int | None
     # Tokens behind that turn.
     tokens: list[int]
     # Messages that no earlier request had.
     messages: list[Message]
-    # Tokens of the turn at most; None: those of the run.
-    most: int | None = None
+    # Most tokens of the turn; None: those of the run.
+    max_tokens: int | None = None
     # Tokens that are one of the request's stops, and end the turn.
     stops: list[int] = field(default_factory=list)
 
@@ -254,18 +259,18 @@ class AgentWaits:
 
     asks: list[AgentAsk]
     # (number, tokens) of each turn that the agent got since the last message.
-    kept: list[tuple[int, int]]
+    delivered: list[tuple[int, int]]
 
     def plain(self) -> dict[str, Any]:
         """Return the message as it is sent."""
-        return {"asks": [vars(ask) for ask in self.asks], "kept": self.kept}
+        return {"asks": [vars(ask) for ask in self.asks], "delivered": self.delivered}
 
 
 @dataclass(frozen=True)
 class AgentEnded:
     """An agent has ended."""
 
-    kept: list[tuple[int, int]]
+    delivered: list[tuple[int, int]]
     # None leaves the value to rewards.
     reward: Reward | None
     # Failure of an agent whose last request met a used-up budget.
@@ -286,13 +291,13 @@ def read_agent_message(value: object) -> AgentMessage:
     """Return an agent's message, as its process sent it. Raises ContractError."""
     fields: dict[str, Any] = dict(value) if isinstance(value, dict) else {}
     try:
-        kept = [(int(number), int(length)) for number, length in fields.pop("kept")]
+        delivered = [(int(number), int(length)) for number, length in fields.pop("delivered")]
         if not fields.pop("ended", False):
-            return AgentWaits([_read_ask(ask) for ask in fields.pop("asks")], kept, **fields)
+            return AgentWaits([_read_ask(ask) for ask in fields.pop("asks")], delivered, **fields)
         reward = fields.pop("reward")
         for name in ("counts", "rewritten"):
             fields[name] = _read_numbers(fields[name])
-        return AgentEnded(kept, None if reward is None else checked_reward(reward, "the agent"), **fields)
+        return AgentEnded(delivered, None if reward is None else check_reward(reward, "the agent"), **fields)
     except (TypeError, ValueError, KeyError) as error:
         raise ContractError(f"no message of an agent: {shortened(str(error))}") from error
 
@@ -309,9 +314,9 @@ def _read_numbers(value: Any) -> dict[str, int]:
 
 def _read_ask(value: dict[str, Any]) -> AgentAsk:
     ask = AgentAsk(**value)
-    numbers = [number for number in (ask.number, ask.after, ask.most) if number is not None]
+    numbers = [number for number in (ask.number, ask.after, ask.max_tokens) if number is not None]
     if not all(type(number) is int and number >= 0 for number in numbers) or not isinstance(ask.messages, list):
         raise ContractError("asked for a turn that is none")
-    if not all(type(token) is int for token in (*ask.tokens, *ask.stops)):
+    if not (_are_tokens(ask.tokens) and _are_tokens(ask.stops)):
         raise ContractError("asked for a turn after other values than tokens")
     return ask

@@ -48,7 +48,7 @@ class EnvironmentSpec:
     is_function: bool | None = False
     # Reward functions of the run; those with a parameter `environments` are called with the instance.
     rewards: tuple[str, ...] = ()
-    # None: it is no agent.
+    # None: the environment is no agent.
     agent: AgentSpec | None = None
 
 
@@ -88,5 +88,8 @@ class ToolResult:
 
     def message(self) -> Message:
         """Return the message of role `tool`."""
-        named = {"name": self.name} if self.name else {}
-        return {"role": "tool", **named, "content": self.content}
+        message: Message = {"role": "tool"}
+        if self.name:
+            message["name"] = self.name
+        message["content"] = self.content
+        return message

@@ -30,7 +30,7 @@ class PlainChat:
 
     def prompt(self, messages: list[Message], tools: Any = ()) -> Prompt:
         """Return the texts of all messages, and the tools behind them."""
-        text = "".join(str(each.get("content") or "") for each in messages)
+        text = "".join(str(message.get("content") or "") for message in messages)
         text += f"{TOOLS_MARK}{json.dumps(list(tools))}" if tools else ""
         return Prompt(text, list(text_bytes(text)), [])
 

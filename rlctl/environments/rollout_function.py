@@ -1,9 +1,9 @@
 """A rollout function, `async def play(task, policy)`, in the process that runs it: the child's side of its samples.
 
-    BeginFunction  -> the function runs until all of its tasks wait   -> FunctionWaits or FunctionEnded
-    ResumeFunction -> it gets answers, one at a time, and runs on     -> likewise
+    BeginFunction  -> the function runs until all of its tasks wait        -> FunctionWaits or FunctionEnded
+    ResumeFunction -> the function gets answers, one at a time, and runs   -> FunctionWaits or FunctionEnded
 
-Samples that are begun side by side are sampled side by side. The function gets the answers in the order of its
+Samples that the function begins side by side are sampled side by side. It gets the answers in the order of its
 requests, each when all of its tasks wait again. Its next action then does not depend on the faster engine.
 """
 
@@ -18,9 +18,9 @@ from functools import partial
 from typing import Any
 
 from rlctl.environments import seeding
-from rlctl.environments.contract import EnvironmentContract, checked_reward
-from rlctl.environments.coroutine_loop import CallbackCount, CoroutineLoop, counted_by
-from rlctl.environments.episode import OpenAction, Reply, attempted
+from rlctl.environments.contract import EnvironmentContract, check_reward
+from rlctl.environments.coroutine_loop import CallbackCount, CoroutineLoop, callback_count
+from rlctl.environments.episode import OpenAction, Reply, run_action
 from rlctl.environments.messages import (
     BeginFunction,
     CloseEpisode,
@@ -32,8 +32,8 @@ from rlctl.environments.messages import (
 )
 from rlctl.utils.user_code import shortened
 
-# Context of no episode.
-_OURS = Context()
+# Context that belongs to no episode.
+_NO_EPISODE = Context()
 PlayFunction = Callable[..., Coroutine[Any, Any, Any]]
 # Words in the names of an agent's parameters behind the task.
 _AGENT_WORDS = ("url", "key", "api", "endpoint", "address", "client")
@@ -85,40 +85,46 @@ def read_function(function: Any) -> EnvironmentContract:
     name = str(getattr(function, "__name__", function))
     problems = []
     if not inspect.iscoroutinefunction(function):
-        hint = (
-            "; the key agent names one of (task, base_url, api_key)"
-            if inspect.isfunction(function) and is_agent(function)
-            else ""
-        )
+        hint = ""
+        if inspect.isfunction(function) and is_agent(function):
+            hint = "; the key agent names one of (task, base_url, api_key)"
         problems.append(f"must be `async def {shortened(name)}(task, policy)`, not a {type(function).__name__}{hint}")
     else:
         try:
             inspect.signature(function).bind(None, None)
         except TypeError as error:
             problems.append(f"is called as {name}(task, policy): {error}")
-    return EnvironmentContract(name, [], False, True, problems, [], is_function=True)
+    return EnvironmentContract(
+        name=name, tools=[], has_step=False, has_reward=True, problems=problems, notes=[], is_function=True
+    )
 
 
 class FunctionEpisode:
     """One call of a rollout function, on the event loop of its process."""
 
     def __init__(self, function: PlayFunction, loop: CoroutineLoop, reply: Reply) -> None:
-        self._function, self._loop, self._reply = function, loop, reply
+        self._function = function
+        self._loop = loop
+        self._reply = reply
         self._open = OpenAction(function.__name__, reply)
         self._generator = random.Random()
-        # Callbacks of the function's own, and how many there were at the last look.
-        self._callbacks, self._seen, self._looks = CallbackCount(), 0, False
+        # Callbacks of the function's own, and their number at the last look.
+        self._count = CallbackCount()
+        self._callbacks_seen = 0
+        self._is_look_due = False
         self._task: asyncio.Task[Any] | None = None
-        # Prompts that were not told yet; samples that wait, in order; answers that wait their turn.
-        self._asked: list[list[int]] = []
+        # Prompts that no reply has brought so far; samples that wait, in order; answers that wait their turn.
+        self._new_prompts: list[list[int]] = []
         self._waiting: deque[asyncio.Future[Sampled]] = deque()
         self._answers: deque[Sampled | None] = deque()
         # Answers that were given since the last reply.
-        self._taken = 0
-        # Most samples waiting at a time, and the number of empty answers given.
-        self._most = self._refused = 0
+        self._answers_given = 0
+        # Most samples that waited at a time.
+        self._most_waiting = 0
+        # Number of empty answers given.
+        self._empty_answers = 0
         # True once the function asked again after each concurrent sample could have got an empty answer.
-        self._again = False
+        self._asks_again = False
 
     def submit(self, action: int, message: EpisodeMessage) -> None:
         """Do an action on the event loop."""
@@ -143,33 +149,34 @@ class FunctionEpisode:
         self._generator.seed(seed)
         context = copy_context()
         context.run(seeding.use, self._generator)
-        context.run(counted_by.set, self._callbacks)
-        self._task = self._loop.running.create_task(self._played(task), context=context)
+        context.run(callback_count.set, self._count)
+        self._task = self._loop.running.create_task(self._play(task), context=context)
         self._task.add_done_callback(lambda _: self._look_soon())
         self._look_soon()
 
     def _cancel(self) -> None:
         if self._task is not None:
             self._task.cancel()
-        for waiting in self._waiting:
-            waiting.cancel()
+        for sample in self._waiting:
+            sample.cancel()
 
-    async def _played(self, task: PlayTask) -> Any:
+    async def _play(self, task: PlayTask) -> Any:
         return await self._function(task, FunctionPolicy(self._ask_for_sample))
 
     def _ask_for_sample(self, tokens: list[int]) -> "asyncio.Future[Sampled]":
         future: asyncio.Future[Sampled] = asyncio.get_running_loop().create_future()
-        self._again |= 0 < self._most <= self._refused
-        self._asked.append(tokens)
+        if 0 < self._most_waiting <= self._empty_answers:
+            self._asks_again = True
+        self._new_prompts.append(tokens)
         self._waiting.append(future)
-        self._most = max(self._most, len(self._waiting))
+        self._most_waiting = max(self._most_waiting, len(self._waiting))
         self._look_soon()
         return future
 
     def _look_soon(self) -> None:
-        if not self._looks:
-            self._looks = True
-            self._loop.running.call_soon(self._open.contain, self._give_or_ask, context=_OURS)
+        if not self._is_look_due:
+            self._is_look_due = True
+            self._loop.running.call_soon(self._open.contain, self._give_or_ask, context=_NO_EPISODE)
 
     def _give_or_ask(self) -> None:
         """Once no callback of the function is left: give it its next answer, or send its requests.
@@ -178,36 +185,41 @@ class FunctionEpisode:
         none is left.
         """
         assert self._task is not None
-        if not self._task.done() and self._seen != self._callbacks.count:
-            self._seen = self._callbacks.count
+        if not self._task.done() and self._callbacks_seen != self._count.callbacks:
+            self._callbacks_seen = self._count.callbacks
         elif not self._task.done() and self._answers and self._waiting:
-            self._give(self._waiting.popleft(), self._answers.popleft())
+            self._give_answer(self._waiting.popleft(), self._answers.popleft())
         else:
-            self._looks = False
-            if self._open.is_open and (self._task.done() or self._asked):
+            self._is_look_due = False
+            if self._open.is_open and (self._task.done() or self._new_prompts):
                 self._answer_action()
             return
         self._loop.running.call_soon(self._open.contain, self._give_or_ask)
 
-    def _give(self, waiting: "asyncio.Future[Sampled]", answer: Sampled | None) -> None:
-        self._taken += 1
-        self._refused += answer is None
-        if not waiting.done():
-            waiting.set_result(Sampled([], [], []) if answer is None else Sampled(*answer))
+    def _give_answer(self, sample: "asyncio.Future[Sampled]", answer: Sampled | None) -> None:
+        self._answers_given += 1
+        if answer is None:
+            self._empty_answers += 1
+            answer = Sampled([], [], [])
+        if not sample.done():
+            sample.set_result(Sampled._make(answer))
 
     def _answer_action(self) -> None:
         """Reply to the action that is open."""
         assert self._task is not None
         if self._task.done():
-            self._open.answer(attempted(self._function.__name__, self._returned, self._function, __file__))
+            self._open.answer(run_action(self._function.__name__, self._read_result, self._function, __file__))
         else:
-            self._open.answer(vars(FunctionWaits(self._asked, self._taken, self._again)))
-            self._asked = []
-            self._taken = 0
+            message = FunctionWaits(
+                samples=self._new_prompts, answers_taken=self._answers_given, asks_again=self._asks_again
+            )
+            self._open.answer(vars(message))
+            self._new_prompts = []
+            self._answers_given = 0
 
-    def _returned(self) -> dict[str, Any]:
+    def _read_result(self) -> dict[str, Any]:
         """Return the function's result as a reply. Raises the function's exception."""
         assert self._task is not None
         value = self._task.result()
-        reward = None if value is None else checked_reward(value, "the rollout function")
-        return vars(FunctionEnded(self._taken, reward))
+        reward = None if value is None else check_reward(value, "the rollout function")
+        return vars(FunctionEnded(self._answers_given, reward))

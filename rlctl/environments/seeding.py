@@ -41,10 +41,11 @@ class _EpisodeRandom(random.Random):
 def install() -> None:
     """Replace the functions of `random`. Call it before the user's code is imported, since that may keep references to
     the old ones."""
-    shared, ours = random.seed.__self__, _EpisodeRandom()  # type: ignore[attr-defined]
+    python_generator = random.seed.__self__  # type: ignore[attr-defined]
+    episode_generator = _EpisodeRandom()
     for name in random.__all__:
-        if getattr(getattr(random, name), "__self__", None) is shared:
-            setattr(random, name, getattr(ours, name))
+        if getattr(getattr(random, name), "__self__", None) is python_generator:
+            setattr(random, name, getattr(episode_generator, name))
 
 
 def use(generator: random.Random) -> None:
@@ -52,7 +53,7 @@ def use(generator: random.Random) -> None:
     _current.set(generator)
 
 
-async def using(generator: random.Random, awaited: Awaitable[Result]) -> Result:
-    """Await something that draws from `generator`; other coroutines on the loop draw from theirs."""
+async def await_using(generator: random.Random, work: Awaitable[Result]) -> Result:
+    """Await work that draws from `generator`; other coroutines on the loop draw from their own generators."""
     use(generator)
-    return await awaited
+    return await work

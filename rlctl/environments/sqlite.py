@@ -12,8 +12,10 @@ CREATE TABLE orders (id INTEGER PRIMARY KEY, customer_id INTEGER, product TEXT, 
 _FIRST_NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gita", "Hugo", "Ines", "Jon", "Kira", "Leo")
 _CITIES = ("Oslo", "Porto", "Lyon", "Graz", "Turin")
 _PRODUCTS = ("lamp", "chair", "desk", "shelf", "rug", "clock")
-# Rows that are shown; steps of SQLite's machine that a query may take, some 0.1 s.
-_SHOWN, _STEPS = 20, 10_000_000
+# Rows that an answer shows.
+_SHOWN_ROWS = 20
+# Steps of SQLite's machine that a query may take, some 0.1 s.
+_MOST_STEPS = 10_000_000
 
 
 class Sqlite:
@@ -25,8 +27,9 @@ class Sqlite:
         self._database.executescript(SCHEMA)
         _fill(self._database, shop)
         self._database.execute("PRAGMA query_only = ON")
-        self._ordered, self._right = "order by" in sql.lower(), self._fetch_rows(sql)
-        self._given: str | None = None
+        self._is_ordered = "order by" in sql.lower()
+        self._right_rows = self._fetch_rows(sql)
+        self._submitted_sql: str | None = None
         return f"A SQLite database has these tables:{SCHEMA}\n{question}\nTry queries, then submit the right one."
 
     def query(self, sql: str) -> str:
@@ -39,8 +42,10 @@ class Sqlite:
             The rows, one a line.
         """
         rows = self._fetch_rows(sql)
-        more = [f"... and {len(rows) - _SHOWN} more"] if len(rows) > _SHOWN else []
-        return "\n".join([*("|".join(map(str, row)) for row in rows[:_SHOWN]), *more]) or "no rows"
+        lines = ["|".join(map(str, row)) for row in rows[:_SHOWN_ROWS]]
+        if len(rows) > _SHOWN_ROWS:
+            lines.append(f"... and {len(rows) - _SHOWN_ROWS} more")
+        return "\n".join(lines) or "no rows"
 
     def submit(self, sql: str) -> str:
         """Submit the statement that answers the question.
@@ -51,18 +56,18 @@ class Sqlite:
         Returns:
             A confirmation.
         """
-        self._given = sql
+        self._submitted_sql = sql
         return "Submitted."
 
     def get_reward(self) -> float:
         """Return 1 if the submitted statement gives the rows that were asked for, else 0."""
         try:
-            given = self._fetch_rows(self._given or "")
+            rows = self._fetch_rows(self._submitted_sql or "")
         except sqlite3.Error:
             return 0.0
-        return float(
-            given == self._right if self._ordered else sorted(map(repr, given)) == sorted(map(repr, self._right))
-        )
+        if self._is_ordered:
+            return float(rows == self._right_rows)
+        return float(sorted(map(repr, rows)) == sorted(map(repr, self._right_rows)))
 
     def close(self) -> None:
         """Free the database."""
@@ -70,16 +75,15 @@ class Sqlite:
 
     def _fetch_rows(self, sql: str) -> list[tuple[Any, ...]]:
         """Return all rows. Raises sqlite3.Error, also for a statement that takes too long or changes anything."""
-        self._database.set_progress_handler(lambda: 1, _STEPS)
+        self._database.set_progress_handler(lambda: 1, _MOST_STEPS)
         return self._database.execute(sql).fetchall()
 
 
 def _fill(database: sqlite3.Connection, shop: int) -> None:
     draw = random.Random(shop)
     names = draw.sample(_FIRST_NAMES, draw.randint(6, len(_FIRST_NAMES)))
-    database.executemany(
-        "INSERT INTO customers (name, city) VALUES (?, ?)", [(each, draw.choice(_CITIES)) for each in names]
-    )
+    customers = [(name, draw.choice(_CITIES)) for name in names]
+    database.executemany("INSERT INTO customers (name, city) VALUES (?, ?)", customers)
     orders = [
         (draw.randint(1, len(names)), draw.choice(_PRODUCTS), draw.randint(1, 9), draw.randint(5, 80) / 2)
         for _ in range(draw.randint(20, 40))

@@ -23,7 +23,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class MalformedCall:
-    """Something that was meant as a call. The model is told why it is none."""
+    """Text that was meant as a call. The model reads why it is no call."""
 
     error: str
 
@@ -66,52 +66,60 @@ def tool_format(template: str) -> str | None:
 _CALL_MARK = re.compile(r"</?tool_call>")
 
 
-def _hermes(text: str, parameters: Parameters) -> list[FoundCall]:
+def _find_hermes(text: str, parameters: Parameters) -> list[FoundCall]:
     """Find `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Qwen2.5, Qwen3, Hermes).
 
     A call that the end of the turn closes is taken, as serving engines take it.
     """
-    found: list[FoundCall] = []
-    at = 0
-    while (start := text.find("<tool_call>", at)) >= 0:
-        call, end = _json_call(text, start + len("<tool_call>"), "arguments")
-        # After a mistake the next call begins at its own mark: the text between belongs to the broken one.
+    calls: list[FoundCall] = []
+    position = 0
+    while (start := text.find("<tool_call>", position)) >= 0:
+        call, end = _read_json_call(text, start + len("<tool_call>"), "arguments")
+        # After a mistake the next call begins at its own mark: the text between belongs to the broken call.
         mark = _CALL_MARK.search(text, end)
-        at = len(text) if mark is None else mark.end() if mark[0] == "</tool_call>" else mark.start()
-        if isinstance(call, ToolCall) and mark and (between := text[end : mark.start()].strip()):
-            call = MalformedCall(f"not one JSON object: {shown(between)} follows it before the call's end")
-        found.append(FoundCall(call, start, end if isinstance(call, ToolCall) and mark is None else at))
-    return found
+        if mark is None:
+            position = len(text)
+        else:
+            position = mark.end() if mark[0] == "</tool_call>" else mark.start()
+            between = text[end : mark.start()].strip()
+            if isinstance(call, ToolCall) and between:
+                call = MalformedCall(f"not one JSON object: {quote_line(between)} follows it before the call's end")
+        if mark is not None or isinstance(call, MalformedCall):
+            end = position
+        calls.append(FoundCall(call, start, end))
+    return calls
 
 
-_TAG = "<|python_tag|>"
+_PYTHON_TAG = "<|python_tag|>"
 
 
-def _llama3(text: str, parameters: Parameters) -> list[FoundCall]:
+def _find_llama3(text: str, parameters: Parameters) -> list[FoundCall]:
     """Find `{"name": ..., "parameters": {...}}`, anywhere in the text, also after `<|python_tag|>`.
 
     JSON that is no call is text. The first brace that begins no JSON ends the search, with everything inside.
     """
-    found: list[FoundCall] = []
-    at = 0
-    while (start := text.find("{", at)) >= 0:
-        before = text[at:start]
-        tagged, bare = before.rstrip().endswith(_TAG), not before.strip(" \t\r\n;")
-        value, end = _json_at(text, start)
+    calls: list[FoundCall] = []
+    position = 0
+    while (start := text.find("{", position)) >= 0:
+        before = text[position:start]
+        has_tag = before.rstrip().endswith(_PYTHON_TAG)
+        # No other text stands before the brace.
+        is_bare = not before.strip(" \t\r\n;")
+        value, end = _read_json(text, start)
         if isinstance(value, MalformedCall):
-            if tagged or (bare and '"name"' in text[start:]):
-                found.append(FoundCall(value, start, len(text)))
+            if has_tag or (is_bare and '"name"' in text[start:]):
+                calls.append(FoundCall(value, start, len(text)))
             break
-        given = "parameters" in value or "arguments" in value or (bare and str(value.get("name")) in parameters)
-        if tagged or ("name" in value and given):
-            found.append(
-                FoundCall(_checked_call(value, "parameters"), text.rindex(_TAG, at, start) if tagged else start, end)
-            )
-        at = end
-    if not found and (tag := text.find(_TAG)) >= 0:
-        rest = re.sub(r"(<\|eot_id\|>|<\|eom_id\|>)\s*$", "", text[tag + len(_TAG) :])
-        found.append(FoundCall(MalformedCall(f"not a JSON object: {shown(rest)}"), tag, len(text)))
-    return found
+        names_tool = is_bare and str(value.get("name")) in parameters
+        is_call = "name" in value and ("parameters" in value or "arguments" in value or names_tool)
+        if has_tag or is_call:
+            call_start = text.rindex(_PYTHON_TAG, position, start) if has_tag else start
+            calls.append(FoundCall(_read_call(value, "parameters"), call_start, end))
+        position = end
+    if not calls and (tag := text.find(_PYTHON_TAG)) >= 0:
+        rest = re.sub(r"(<\|eot_id\|>|<\|eom_id\|>)\s*$", "", text[tag + len(_PYTHON_TAG) :])
+        calls.append(FoundCall(MalformedCall(f"not a JSON object: {quote_line(rest)}"), tag, len(text)))
+    return calls
 
 
 # Possessive: a turn of blanks alone would cost the cube of its length to go back through.
@@ -119,104 +127,109 @@ _MISTRAL_MARK = re.compile(r"\[TOOL_CALLS\](?:\s*+\[TOOL_CALLS\])*+\s*+")
 _MISTRAL_HEAD = re.compile(r"([^\[\]{}]*+)(?:\[CALL_ID\][^\[\]{}]*+)?(?:\[ARGS\]\s*+)?(?=\{)")
 
 
-def _mistral(text: str, parameters: Parameters) -> list[FoundCall]:
+def _find_mistral(text: str, parameters: Parameters) -> list[FoundCall]:
     """Find `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, and `[TOOL_CALLS]name[CALL_ID]id[ARGS]{...}`.
 
     The id and the mark before the arguments may be left out. The values behind a name are converted by its schema. A
-    list may follow words that are no list, and marks behind it are none.
+    list may follow words that are no list, and marks behind the list are no marks.
     """
-    found: list[FoundCall] = []
+    calls: list[FoundCall] = []
     mark = _MISTRAL_MARK.search(text)
     while mark:
         following = _MISTRAL_MARK.search(text, mark.end())
         head = _MISTRAL_HEAD.match(text, mark.end())
         name = head[1].strip() if head else ""
-        value, end = _json_at(text, head.end() if head and name else mark.end())
+        value, end = _read_json(text, head.end() if head and name else mark.end())
         if isinstance(value, MalformedCall) and not name:
             segment_end = following.start() if following else len(text)
-            value, end = _bracketed(text, mark.end(), segment_end) or (value, segment_end)
+            value, end = _find_list(text, mark.end(), segment_end) or (value, segment_end)
         if isinstance(value, MalformedCall):
-            found.append(FoundCall(value, mark.start(), following.start() if following else len(text)))
+            calls.append(FoundCall(value, mark.start(), following.start() if following else len(text)))
             mark = following
             continue
         if name and isinstance(value, dict):
             value = {"name": name, "arguments": convert_arguments(value, parameters.get(name, {}))}
-        begin = mark.start()
+        start = mark.start()
         for call in value if isinstance(value, list) else [value]:
-            found.append(FoundCall(_checked_call(call, "arguments"), begin, end))
-            begin = end
+            calls.append(FoundCall(_read_call(call, "arguments"), start, end))
+            start = end
         is_list = isinstance(value, list) or (not name and "name" in value)
-        # Marks within the value are none.
+        # Marks within the value are no marks.
         mark = None if is_list else _MISTRAL_MARK.search(text, end)
-    return found
+    return calls
 
 
-def _bracketed(text: str, begin: int, end: int) -> tuple[Any, int] | None:
+def _find_list(text: str, start: int, end: int) -> tuple[Any, int] | None:
     """Return the JSON list of objects between two positions, and the position after it; None if there is none."""
-    opening = text.find("[{", begin, end)
-    closing = text.rfind("}]", begin, end) + len("}]")
-    if opening < 0 or closing <= opening:
+    list_start = text.find("[{", start, end)
+    list_end = text.rfind("}]", start, end) + len("}]")
+    if list_start < 0 or list_end <= list_start:
         return None
     try:
-        return json.loads(text[opening:closing]), closing
+        return json.loads(text[list_start:list_end]), list_end
     except (ValueError, RecursionError):
         return None
 
 
 _CODER_MARK = re.compile(r"<tool_call>\s*(?:<function=)?|<function=")
 _CODER_END = re.compile(r"</tool_call>|<tool_call>|<function=")
+_CODER_NAME = re.compile(r"([^<>\n]+)>")
+_CODER_KEY = re.compile(r"<parameter=([^>\n]+)>")
 _CODER_OUTER_END = re.compile(r"\s*</tool_call>")
 _VALUE_END = re.compile(r"</parameter>|(?=<parameter=)")
 
 
-def _qwen3_coder(text: str, parameters: Parameters) -> list[FoundCall]:
+def _find_qwen3_coder(text: str, parameters: Parameters) -> list[FoundCall]:
     """Find `<tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>` (Qwen3-Coder, Qwen3.5).
 
     The outer marks may be left out, and the end of a function or of a parameter where the next one follows. Values have
     no type in the text: they are read by the parameter's schema.
     """
-    found: list[FoundCall] = []
-    at = 0
-    while mark := _CODER_MARK.search(text, at):
-        call, end = _coder_call(text, mark.end(), parameters, opened=mark[0].endswith("="))
+    calls: list[FoundCall] = []
+    position = 0
+    while mark := _CODER_MARK.search(text, position):
+        call, end = _read_coder_call(text, mark.end(), parameters, has_function_mark=mark[0].endswith("="))
         if isinstance(call, MalformedCall):
-            closing = _CODER_END.search(text, end)
-            end = len(text) if closing is None else closing.start()
-        if outer := _CODER_OUTER_END.match(text, end):
-            end = outer.end()
-        found.append(FoundCall(call, mark.start(), end))
-        at = end
-    return found
+            end_mark = _CODER_END.search(text, end)
+            end = len(text) if end_mark is None else end_mark.start()
+        if outer_end := _CODER_OUTER_END.match(text, end):
+            end = outer_end.end()
+        calls.append(FoundCall(call, mark.start(), end))
+        position = end
+    return calls
 
 
-def _coder_call(text: str, at: int, known: Parameters, *, opened: bool) -> tuple[Call, int]:
-    """Return the call whose name begins at `at`, and the position after it. opened: `<function=` is before it."""
-    name = re.compile(r"[^<>\n]+>").match(text, at) if opened else None
-    if name is None:
-        return MalformedCall("not <function=NAME><parameter=KEY>value</parameter></function>"), at
-    call = ToolCall(name[0][:-1].strip(), {})
-    at = name.end()
+def _read_coder_call(text: str, position: int, parameters: Parameters, *, has_function_mark: bool) -> tuple[Call, int]:
+    """Return the call whose name begins at a position, and the position after the call.
+
+    has_function_mark: `<function=` is before the position.
+    """
+    name_match = _CODER_NAME.match(text, position) if has_function_mark else None
+    if name_match is None:
+        return MalformedCall("not <function=NAME><parameter=KEY>value</parameter></function>"), position
+    name = name_match[1].strip()
+    arguments: dict[str, Any] = {}
+    position = name_match.end()
     while True:
-        while text[at : at + 1].isspace():
-            at += 1
-        if text.startswith("</function>", at):
-            at += len("</function>")
+        while text[position : position + 1].isspace():
+            position += 1
+        if text.startswith("</function>", position):
+            position += len("</function>")
             break
-        if _CODER_END.match(text, at):
+        if _CODER_END.match(text, position):
             break
-        key = re.compile(r"<parameter=([^>\n]+)>").match(text, at)
-        closed = _VALUE_END.search(text, key.end()) if key else None
-        if key is None or closed is None:
-            rest = text[at : at + 200]
-            what = f"{shown(rest)} is no <parameter=KEY>value</parameter>" if rest else "without </function>"
-            return MalformedCall(what), at
-        value = text[key.end() : closed.start()].removeprefix("\n").removesuffix("\n")
-        call.arguments[key[1].strip()] = value
-        at = closed.end()
-    return ToolCall(call.name, convert_arguments(call.arguments, known.get(call.name, {}))), at
+        key = _CODER_KEY.match(text, position)
+        value_end = _VALUE_END.search(text, key.end()) if key else None
+        if key is None or value_end is None:
+            rest = text[position : position + 200]
+            problem = f"{quote_line(rest)} is no <parameter=KEY>value</parameter>" if rest else "without </function>"
+            return MalformedCall(problem), position
+        arguments[key[1].strip()] = text[key.end() : value_end.start()].removeprefix("\n").removesuffix("\n")
+        position = value_end.end()
+    return ToolCall(name, convert_arguments(arguments, parameters.get(name, {}))), position
 
 
-# A call in words, as the model is told: marks in them would be text, and no tokens of the model's.
+# A call in words, as the model reads it: marks in these words would be text, and no tokens of the model's.
 FORMS = {
     "hermes": "JSON with name and arguments, between the opening and the closing mark tool_call",
     "llama3": "JSON with name and parameters",
@@ -224,37 +237,37 @@ FORMS = {
     "qwen3_coder": "<function=NAME><parameter=KEY>value</parameter></function>, within the marks tool_call",
 }
 PARSERS: dict[str, Parser] = {
-    "hermes": _hermes,
-    "llama3": _llama3,
-    "mistral": _mistral,
-    "qwen3_coder": _qwen3_coder,
+    "hermes": _find_hermes,
+    "llama3": _find_llama3,
+    "mistral": _find_mistral,
+    "qwen3_coder": _find_qwen3_coder,
 }
 
 
-def _json_call(text: str, at: int, key: str) -> tuple[Call, int]:
-    """Return the call that the JSON object at position `at` is, and the position after it.
+def _read_json_call(text: str, position: int, key: str) -> tuple[Call, int]:
+    """Read the JSON object at a position as a call; return the call and the position after it.
 
-    The object ends where JSON says, so that marks within its strings are no marks. key: that of the arguments.
+    The object ends where JSON says, so that marks within its strings are no marks. key: key of the arguments.
     """
-    while at < len(text) and text[at].isspace():
-        at += 1
-    value, end = _json_at(text, at)
-    return (value if isinstance(value, MalformedCall) else _checked_call(value, key)), end
+    while position < len(text) and text[position].isspace():
+        position += 1
+    value, end = _read_json(text, position)
+    return (value if isinstance(value, MalformedCall) else _read_call(value, key)), end
 
 
-def _json_at(text: str, at: int) -> tuple[Any, int]:
-    """Return the JSON object or list at position `at`, or a MalformedCall, and the position after it."""
-    if not text.startswith(("{", "["), at):  # the decoder would say so too, after counting all lines before
-        return MalformedCall("not valid JSON: Expecting value at character 1 of the call"), at
+def _read_json(text: str, position: int) -> tuple[Any, int]:
+    """Return the JSON object or list at a position, or a MalformedCall, and the position after it."""
+    if not text.startswith(("{", "["), position):  # the decoder would say so too, after counting all lines before
+        return MalformedCall("not valid JSON: Expecting value at character 1 of the call"), position
     try:
-        return _DECODER.raw_decode(text, at)
+        return _DECODER.raw_decode(text, position)
     except (ValueError, RecursionError) as error:
-        return MalformedCall(_not_json(error, at)), at
+        return MalformedCall(_explain_json_error(error, position)), position
 
 
-def _checked_call(value: Any, key: str) -> Call:
+def _read_call(value: Any, key: str) -> Call:
     if not isinstance(value, dict):
-        return MalformedCall(f"not a JSON object: {shown(json.dumps(value))}")
+        return MalformedCall(f"not a JSON object: {quote_line(json.dumps(value))}")
     name = value.get("name")
     arguments = value.get("arguments", value.get("parameters", {}))
     if not isinstance(name, str) or not name:
@@ -265,18 +278,18 @@ def _checked_call(value: Any, key: str) -> Call:
         except (ValueError, RecursionError):
             arguments = None
     if not isinstance(arguments, dict):
-        return MalformedCall(f"{key} of {shown(name)} must be a JSON object")
+        return MalformedCall(f"{key} of {quote_line(name)} must be a JSON object")
     return ToolCall(name, arguments)
 
 
-def _not_json(error: Exception, start: int = 0) -> str:
+def _explain_json_error(error: Exception, start: int = 0) -> str:
     """Return the reason for the model. start: position at which the call begins."""
     if isinstance(error, json.JSONDecodeError):
         return f"not valid JSON: {error.msg} at character {error.pos - start + 1} of the call"
     return f"not valid JSON: nested too deep (at most {MAX_LEVELS} levels are allowed), or a number too long"
 
 
-def shown(text: str) -> str:
+def quote_line(text: str) -> str:
     """Return a text in quotes, as one short line."""
     line = " ".join(text.split())
     return repr(line if len(line) <= 60 else f"{line[:60]}...")

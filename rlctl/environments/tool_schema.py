@@ -9,6 +9,7 @@ import json
 import re
 import types
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 from rlctl.utils.user_code import error_text
@@ -29,7 +30,7 @@ _BASIC: dict[Any, Schema] = {
 _SECTION = re.compile(r"\s*(?:Args|Returns|Raises):")
 _ARGS = re.compile(r"\n\s*Args:\n(.*?)(?:Returns:|Raises:|\Z)", re.DOTALL)
 _RETURNS = re.compile(r"\n\s*Returns:\n(.*?)(?:Raises:|\Z)", re.DOTALL)
-_ENTRY = re.compile(r"\s*(\w+):(.*)")
+_ARGUMENT = re.compile(r"\s*(\w+):(.*)")
 _CHOICES = re.compile(r"\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)
 
 
@@ -44,54 +45,59 @@ def tool_schema(tool: Callable[..., Any]) -> Schema:
     hint that JSON has no type for, or without a description below `Args:`.
     """
     doc = (inspect.getdoc(tool) or "").strip()
-    problems = (
-        []
-        if doc
-        else ["has no docstring: the model reads it as the tool's description (a method named _... is no tool)"]
-    )
-    problems += _unhinted(tool)
-    name = tool.__name__
-    description, described, returned = _docstring(doc)
-    hints = _hints(tool, problems)
+    problems: list[str] = []
+    if not doc:
+        problem = "has no docstring: the model reads it as the tool's description (a method named _... is no tool)"
+        problems.append(problem)
+    problems += _hint_problems(tool)
+    docstring = _read_docstring(doc)
+    hints = _read_hints(tool, problems)
     returns = hints.pop("return", None)
     parameters = {}
-    for each, hint in hints.items():
+    for parameter_name, hint in hints.items():
         try:
-            parameters[each] = _parameter(each, hint, described)
+            parameters[parameter_name] = _parameter_schema(parameter_name, hint, docstring.arguments)
         except SchemaError as error:
-            problems += error.args * bool(doc)
+            if doc:
+                problems += error.args
     if problems:
         raise SchemaError(*problems)
-    required = [each.name for each in _visible(tool) if each.default is each.empty]
+    required = [parameter.name for parameter in _visible_parameters(tool) if parameter.default is parameter.empty]
     schema: Schema = {"type": "object", "properties": parameters}
     if required:
         schema["required"] = required
-    function: Schema = {"name": name, "description": description, "parameters": schema}
+    function: Schema = {"name": tool.__name__, "description": docstring.description, "parameters": schema}
     if returns is not None:
-        function["return"] = _typed("return", returns) | ({} if returned is None else {"description": returned})
+        function["return"] = _read_type("return", returns)
+        if docstring.returned_value is not None:
+            function["return"]["description"] = docstring.returned_value
     return {"type": "function", "function": function}
 
 
 def foreign_classes(tool: Callable[..., Any]) -> dict[str, str]:
-    """Return the class that a parameter's hint names and JSON has no value for, by parameter.
+    """Return by parameter the name of the first class in its hint that JSON has no value for.
 
-    Its schema is an object, as transformers makes it, so that a call gives a dict. A TypedDict is one.
+    The class's schema is an object, as transformers makes it, so that a call gives a dict. A TypedDict is a dict.
     """
-    found = {name: next(_foreign(hint), None) for name, hint in _hints(tool, []).items() if name != "return"}
-    return {name: getattr(kind, "__name__", str(kind)) for name, kind in found.items() if kind is not None}
+    names: dict[str, str] = {}
+    for parameter_name, hint in _read_hints(tool, []).items():
+        foreign_class = next(_find_foreign(hint), None)
+        if parameter_name != "return" and foreign_class is not None:
+            names[parameter_name] = getattr(foreign_class, "__name__", str(foreign_class))
+    return names
 
 
-def _foreign(hint: Any) -> Iterator[Any]:
+def _find_foreign(hint: Any) -> Iterator[Any]:
     origin = get_origin(hint)
     if origin is None:
         if hint not in _BASIC and not is_typeddict(hint):
             yield hint
     elif origin is not Literal:
-        for each in get_args(hint):
-            yield from _foreign(each)
+        for argument in get_args(hint):
+            yield from _find_foreign(argument)
 
 
-def _visible(tool: Callable[..., Any]) -> list[inspect.Parameter]:
+def _visible_parameters(tool: Callable[..., Any]) -> list[inspect.Parameter]:
     """Return the parameters without an implicit `self` or `cls`."""
     parameters = list(inspect.signature(tool).parameters.values())
     if parameters and parameters[0].name in ("self", "cls") and parameters[0].annotation is inspect.Parameter.empty:
@@ -99,19 +105,22 @@ def _visible(tool: Callable[..., Any]) -> list[inspect.Parameter]:
     return parameters
 
 
-def _unhinted(tool: Callable[..., Any]) -> list[str]:
+def _hint_problems(tool: Callable[..., Any]) -> list[str]:
     """Return a line for each parameter without a type hint."""
     problems = []
-    for each in _visible(tool):
-        if each.kind is each.VAR_POSITIONAL:
-            problems.append(f"parameter *{each.name}: a call gives arguments by their names; write list[...]")
-        elif each.annotation is each.empty:
-            problems.append(f"parameter {each.name} has no type hint")
+    for parameter in _visible_parameters(tool):
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            problems.append(f"parameter *{parameter.name}: a call gives arguments by their names; write list[...]")
+        elif parameter.annotation is parameter.empty:
+            problems.append(f"parameter {parameter.name} has no type hint")
     return problems
 
 
-def _hints(tool: Callable[..., Any], problems: list[str]) -> dict[str, Any]:
-    """Read the type hint of each parameter, and of `return` if there is one. problems: gets a line if they fail."""
+def _read_hints(tool: Callable[..., Any], problems: list[str]) -> dict[str, Any]:
+    """Read the type hint of each parameter, and of `return` if there is one.
+
+    problems: gets a line if the hints cannot be read.
+    """
     try:
         hints = get_type_hints(tool)
     except (Exception, SystemExit) as error:  # a hint is code of the user's
@@ -124,58 +133,60 @@ def _is_positional(tool: Callable[..., Any], name: str) -> bool:
     return inspect.signature(tool).parameters[name].kind is inspect.Parameter.VAR_POSITIONAL
 
 
-def _parameter(name: str, hint: Any, described: dict[str, str]) -> Schema:
-    if name not in described:
+def _parameter_schema(name: str, hint: Any, descriptions: dict[str, str]) -> Schema:
+    if name not in descriptions:
         raise SchemaError(f"parameter {name} has no description: add a line `{name}: ...` below `Args:`")
-    schema, text = _typed(name, hint), described[name]
-    if choices := _CHOICES.search(text):
+    schema = _read_type(name, hint)
+    description = descriptions[name]
+    if choices := _CHOICES.search(description):
         try:
-            listed = json.loads(choices[1])
-            if not isinstance(listed, list):
+            values = json.loads(choices[1])
+            if not isinstance(values, list):
                 raise ValueError(f"it is {choices[1]}")
         except ValueError as error:
             raise SchemaError(f"parameter {name}: (choices: ...) must be a JSON list: {error}") from error
-        schema["enum"] = [each.strip() if isinstance(each, str) else each for each in listed]
-        text = text[: choices.start()].strip()
-    return {**schema, "description": text}
+        schema["enum"] = [value.strip() if isinstance(value, str) else value for value in values]
+        description = description[: choices.start()].strip()
+    return {**schema, "description": description}
 
 
-def _typed(name: str, hint: Any) -> Schema:
+def _read_type(name: str, hint: Any) -> Schema:
     try:
-        return _type(hint)
+        return _type_schema(hint)
     except TypeError as error:
         raise SchemaError(f"parameter {name}: {error}") from error
 
 
-def _type(hint: Any) -> Schema:
+def _type_schema(hint: Any) -> Schema:
     """Return the schema of a type hint. Raises TypeError for one that JSON has no type for."""
-    origin, arguments = get_origin(hint), get_args(hint)
+    origin = get_origin(hint)
+    arguments = get_args(hint)
     if origin is None:
         return dict(_BASIC.get(hint, {"type": "object"}))
     if origin in (Union, types.UnionType):
-        return _union(arguments)
+        return _union_schema(arguments)
     if origin is Literal:
-        if foreign := [each for each in arguments if type(each) not in _BASIC]:
+        if foreign := [value for value in arguments if type(value) not in _BASIC]:
             raise TypeError(f"{foreign[0]!r} of {hint} has no JSON type: use text, numbers, True, False or None")
-        names = list(dict.fromkeys(_BASIC[type(each)]["type"] for each in arguments))
+        names = list(dict.fromkeys(_BASIC[type(value)]["type"] for value in arguments))
         return {"type": names[0] if len(names) == 1 else names, "enum": list(arguments)}
     if origin is list:
-        return {"type": "array", "items": _type(arguments[0])}
+        return {"type": "array", "items": _type_schema(arguments[0])}
     if origin is tuple and len(arguments) > 1 and ... not in arguments:
-        return {"type": "array", "prefixItems": [_type(each) for each in arguments]}
+        return {"type": "array", "prefixItems": [_type_schema(argument) for argument in arguments]}
     if origin is tuple:
         raise TypeError(f"{hint} has no JSON type: use list[...]")
     if origin is dict:
-        return {"type": "object", "additionalProperties": _type(arguments[1])}
+        return {"type": "object", "additionalProperties": _type_schema(arguments[1])}
     raise TypeError(f"{hint} has no JSON type: use str, int, float, bool, list, dict, Literal or a union of them")
 
 
-def _union(members: tuple[Any, ...]) -> Schema:
-    parts = [_type(each) for each in members if each is not type(None)]
-    plain = all(part.keys() == {"type"} and isinstance(part["type"], str) for part in parts)
+def _union_schema(members: tuple[Any, ...]) -> Schema:
+    parts = [_type_schema(member) for member in members if member is not type(None)]
+    has_types_alone = all(part.keys() == {"type"} and isinstance(part["type"], str) for part in parts)
     if len(parts) == 1:
         schema = parts[0]
-    elif plain:
+    elif has_types_alone:
         names = sorted({part["type"] for part in parts})
         schema = {"type": names[0] if len(names) == 1 else names}
     else:
@@ -183,18 +194,37 @@ def _union(members: tuple[Any, ...]) -> Schema:
     return {**schema, "nullable": True} if type(None) in members else schema
 
 
-def _docstring(doc: str) -> tuple[str, dict[str, str], str | None]:
-    """Return description, description of each argument, and description of the returned value if there is one."""
-    head = _SECTION.search(doc)
-    described: dict[str, list[str]] = {}
-    last = ["text before the first argument"]
-    found = _ARGS.search(doc)
-    for line in filter(str.strip, found[1].splitlines() if found else ()):
+@dataclass(frozen=True)
+class _Docstring:
+    """Descriptions in a docstring."""
+
+    description: str
+    # By the name of an argument.
+    arguments: dict[str, str]
+    # None without a section `Returns:`.
+    returned_value: str | None
+
+
+def _read_docstring(doc: str) -> _Docstring:
+    """Return the descriptions in a docstring of Google's style."""
+    lines_by_name: dict[str, list[str]] = {}
+    # Lines of the last argument; before the first argument they belong to no name.
+    last_lines = ["text before the first argument"]
+    section = _ARGS.search(doc)
+    for line in filter(str.strip, section[1].splitlines() if section else ()):
+        argument = _ARGUMENT.match(line)
         # The line below a bare `x:` is its description, in any form.
-        if last and (entry := _ENTRY.match(line)):
-            last = described[entry[1]] = [entry[2].strip()] if entry[2].strip() else []
+        if last_lines and argument:
+            description = argument[2].strip()
+            last_lines = [description] if description else []
+            # The list goes on growing with the argument's further lines.
+            lines_by_name[argument[1]] = last_lines
         else:
-            last.append(line.strip())
-    joined = {name: " ".join(lines) for name, lines in described.items()}
-    returned = _RETURNS.search(doc)
-    return doc[: head.start()].strip() if head else doc, joined, returned[1].strip() if returned else None
+            last_lines.append(line.strip())
+    first_section = _SECTION.search(doc)
+    returns = _RETURNS.search(doc)
+    return _Docstring(
+        description=doc[: first_section.start()].strip() if first_section else doc,
+        arguments={name: " ".join(lines) for name, lines in lines_by_name.items()},
+        returned_value=returns[1].strip() if returns else None,
+    )

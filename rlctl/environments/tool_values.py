@@ -19,16 +19,16 @@ _ALIASES = {
     **dict.fromkeys(("arr", "list", "sequence"), "array"),
 }
 _CHOICES = ("anyOf", "oneOf", "allOf")
-# Result of a type that the text is no value of.
+# Result of reading a text that has no value of a type.
 _NO_VALUE = object()
 
 
 def properties_of(tool: Any) -> Properties:
-    """Return the schemas of a tool's parameters by their names; empty where the tool has none."""
-    found = tool
+    """Return the schemas of a tool's parameters by their names; empty if the tool has no parameters."""
+    schema = tool
     for key in ("function", "parameters", "properties"):
-        found = found.get(key) if isinstance(found, dict) else None
-    return found if isinstance(found, dict) else {}
+        schema = schema.get(key) if isinstance(schema, dict) else None
+    return schema if isinstance(schema, dict) else {}
 
 
 def schema_types(schema: Any) -> list[str]:
@@ -36,23 +36,23 @@ def schema_types(schema: Any) -> list[str]:
 
     A schema may be any JSON value: `true` allows everything and names nothing. Unknown names are returned too.
     """
-    named: list[str] = []
+    names: list[str] = []
     if isinstance(schema, dict):
         kinds = schema.get("type")
-        named += [
+        names += [
             _plain_name(kind) for kind in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(kind, str)
         ]
-        named += [_type_name(value) for value in listed(schema, "enum")]
+        names += map(_type_name, list_at(schema, "enum"))
         for key in _CHOICES:
-            for choice in listed(schema, key):
-                named += schema_types(choice)
-    return list(dict.fromkeys(named)) or ["string"]
+            for choice in list_at(schema, key):
+                names += schema_types(choice)
+    return list(dict.fromkeys(names)) or ["string"]
 
 
-def listed(schema: Any, key: str) -> list[Any]:
-    """Return the list of a schema's key; empty if there is none."""
-    found = schema.get(key) if isinstance(schema, dict) else None
-    return found if isinstance(found, list) else []
+def list_at(schema: Any, key: str) -> list[Any]:
+    """Return the list of a schema's key; empty if there is no list."""
+    entries = schema.get(key) if isinstance(schema, dict) else None
+    return entries if isinstance(entries, list) else []
 
 
 def convert_arguments(arguments: dict[str, Any], properties: Properties) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def convert_arguments(arguments: dict[str, Any], properties: Properties) -> dict
 
 
 def convert_text(text: str, schema: Any) -> Any:
-    """Return the value of a text: of the first type that fits, else of JSON, else the text itself.
+    """Return the value of a text by the first type that fits, else by JSON, else the text itself.
 
     Types are tried from the narrow to the wide: null, integer, number, boolean, object, array, string.
     """
@@ -87,8 +87,8 @@ def _convert_value(value: Any, schema: dict[str, Any]) -> Any:
         properties = schema.get("properties")
         return convert_arguments(value, properties) if isinstance(properties, dict) else value
     if isinstance(value, list):
-        items = schema.get("items")
-        return [_convert_value(item, items) for item in value] if isinstance(items, dict) else value
+        inner_schema = schema.get("items")
+        return [_convert_value(inner, inner_schema) for inner in value] if isinstance(inner_schema, dict) else value
     return convert_text(json.dumps(value), schema)
 
 

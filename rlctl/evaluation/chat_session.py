@@ -12,7 +12,7 @@ from rlctl.config.schema import GrpoConfig
 from rlctl.data.chat import Chat, ChatSpec
 from rlctl.data.load_data import end_tokens, load_chat
 from rlctl.data.tasks import Task
-from rlctl.environments.contract import Message, opening
+from rlctl.environments.contract import Message, opening_messages
 from rlctl.environments.environment_pool import EnvironmentPool, UnusableEnvironmentError
 from rlctl.environments.outcomes import AgentSpec, EnvironmentFailure, EnvironmentSpec
 from rlctl.evaluation.target import Target
@@ -60,7 +60,7 @@ class ChatSession:
             observation = self.tools.pool.reset(identity, self.row, self._num_talks).result()
             if isinstance(observation, EnvironmentFailure):
                 raise TalkError(f"the environment's reset failed: {observation}; --row gives it columns")
-            self.opening = list(opening([], observation)) if observation else []
+            self.opening = list(opening_messages([], observation)) if observation else []
         self._num_talks += 1
         return Talk(self.chat, self.engines, self.limits, identity, self.tools, self.opening)
 

@@ -20,14 +20,14 @@ from rlctl.data.chat import Chat
 from rlctl.data.datasets import Row, load_rows
 from rlctl.data.files import DataError
 from rlctl.data.tasks import Task
-from rlctl.environments.contract import EnvironmentContract, Message, Observation, Reward, opening
+from rlctl.environments.contract import EnvironmentContract, Message, Observation, Reward, opening_messages
 from rlctl.environments.environment_pool import EnvironmentPool, UnusableEnvironmentError
 from rlctl.environments.function_trial import try_function
 from rlctl.environments.outcomes import EnvironmentFailure, EnvironmentSpec
 from rlctl.environments.plain_chat import PLAIN_FORMAT, PlainChat
 from rlctl.environments.tool_formats import ToolCall
 from rlctl.environments.tool_schema import Schema
-from rlctl.environments.tool_values import listed, properties_of, schema_types
+from rlctl.environments.tool_values import list_at, properties_of, schema_types
 from rlctl.evaluation.scripted_policy import AgentScript, ScriptedPolicy, TimedAction, TimedPool, call_text
 from rlctl.generation.requests import RolloutId
 from rlctl.rollout.players.agent import AgentPlayer, agent_notes
@@ -280,11 +280,11 @@ def scripted_calls(tools: Sequence[Schema], row: Mapping[str, Any], index: int) 
 
 def _schema_value(schema: Any, index: int) -> Any:
     """Return a value of a schema, which may be any JSON."""
-    if values := listed(schema, "enum"):
+    if values := list_at(schema, "enum"):
         return values[index % len(values)]
-    if choices := listed(schema, "anyOf"):
+    if choices := list_at(schema, "anyOf"):
         return _schema_value(choices[0], index)
-    if parts := listed(schema, "prefixItems"):
+    if parts := list_at(schema, "prefixItems"):
         return [_schema_value(part, index) for part in parts]
     if isinstance(schema, dict) and "items" in schema:
         return [_schema_value(schema["items"], index)]
@@ -359,7 +359,7 @@ def _reset_again(pool: EnvironmentPool, first: ScriptedEpisode, row: Mapping[str
     observation: Observation | EnvironmentFailure = pool.reset("again", row, seed).result()
     if first.failure or isinstance(observation, EnvironmentFailure):
         return []
-    if (opening(_prompt(row), observation) or [_PROMPT]) == first.opening:
+    if (opening_messages(_prompt(row), observation) or [_PROMPT]) == first.opening:
         return []
     return [
         "two resets of one row with one seed began differently: the rollouts of a group would play different tasks; "

@@ -14,7 +14,7 @@ from rlctl.data.row_chat import chat_of_row
 from rlctl.data.tasks import Task
 from rlctl.data.templates import choose_template
 from rlctl.data.unwritten_messages import UnwrittenMessages
-from rlctl.environments.contract import ContractError, EnvironmentContract, Message, opening
+from rlctl.environments.contract import ContractError, EnvironmentContract, Message, opening_messages
 from rlctl.environments.environment_pool import EnvironmentPool, UnusableEnvironmentError
 from rlctl.environments.function_trial import TriedFunction, try_agent, try_function
 from rlctl.environments.outcomes import AgentSpec, EnvironmentFailure, EnvironmentSpec, command_of
@@ -258,7 +258,7 @@ def _try_reset(pool: EnvironmentPool, task: Task) -> tuple[list[Message], str]:
     if isinstance(observation, EnvironmentFailure):
         return [], f"row {task.id}: {observation}"
     try:
-        messages = opening(task.messages, observation)
+        messages = opening_messages(task.messages, observation)
     except ContractError as error:
         return [], f"row {task.id}: {error}"
     return messages, "" if messages else f"row {task.id} has no prompt, and reset returned None"

@@ -31,7 +31,7 @@ _SUBMIT_S = 60
 _SMALL_BYTES = 256 << 10
 # Readers spin this long, then sleep between looks.
 _SPIN_S = 1e-3
-# A sleep lasts this share of the time waited, so that a reader is at most that share late, within these limits.
+# A sleep lasts this share of the time waited, within these limits: a reader is late by this share at most.
 _SLEEP_SHARE = 0.02
 _SHORTEST_SLEEP_S = 20e-6
 _LONGEST_SLEEP_S = 5e-3

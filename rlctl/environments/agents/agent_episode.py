@@ -1,11 +1,11 @@
 """One call of an agent in its process: a thread, or a command, and its session at the endpoint.
 
     BeginAgent  -> the agent runs until it asks for a turn   -> AgentWaits or AgentEnded
-    ResumeAgent -> it gets turns, and runs on                -> likewise
+    ResumeAgent -> the agent gets turns, and runs on         -> AgentWaits or AgentEnded
 
-An agent may ask from any thread. Its first request is told at once: turns are numbered in the order of their
-arrival. A close is answered once the thread or the command has ended: one that never does has a deadline, and the
-process is then used no more.
+An agent may ask from any thread. The driver learns of its first request at once: turns are numbered in the order of
+their arrival. A close is answered once the thread or the command has ended. An agent that never ends has a deadline,
+and its process is then used no more.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from typing import Any
 from rlctl.data.chat import Chat
 from rlctl.environments.agents.agent_session import AgentSession
 from rlctl.environments.agents.endpoint import Endpoint
-from rlctl.environments.contract import ContractError, EnvironmentContract, Message, checked_reward
+from rlctl.environments.contract import ContractError, EnvironmentContract, Message, check_reward
 from rlctl.environments.episode import OpenAction, Reply
 from rlctl.environments.messages import AgentEnded, BeginAgent, CloseEpisode, EpisodeMessage, ResumeAgent
 from rlctl.environments.outcomes import NOT_STARTED, UNREACHED, EnvironmentFailure
@@ -47,10 +47,10 @@ class AgentLaunch:
     # Address and key of its session at the endpoint.
     base_url: str
     api_key: str
-    # Generator of its seed.
+    # Random generator, seeded for the group.
     generator: random.Random
-    # Takes the agent's value or failure, on `loop`, the endpoint's.
-    ended: Callable[[Any], None]
+    # Takes the agent's value or failure. Called on `loop`, the endpoint's.
+    on_end: Callable[[Any], None]
     loop: asyncio.AbstractEventLoop
 
 
@@ -60,7 +60,9 @@ StartAgent = Callable[[AgentLaunch], Callable[[], None]]
 
 def agent_contract(name: str, problems: list[str]) -> EnvironmentContract:
     """Return an agent's contract, without methods for the policy."""
-    return EnvironmentContract(name, [], False, True, problems, [], is_agent=True)
+    return EnvironmentContract(
+        name=name, tools=[], has_step=False, has_reward=True, problems=problems, notes=[], is_agent=True
+    )
 
 
 class AgentEpisode:
@@ -69,13 +71,16 @@ class AgentEpisode:
     def __init__(
         self, start: StartAgent, endpoint: Endpoint, chat: Chat, tool_format: str | None, reply: Reply
     ) -> None:
-        self._start, self._endpoint, self._reply = start, endpoint, reply
+        self._start = start
+        self._endpoint = endpoint
+        self._reply = reply
         self._open = OpenAction("the agent's session", reply)
         self._session = AgentSession(chat, tool_format, self._answer_when_ready, endpoint.tools)
         self._stop: Callable[[], None] = lambda: None
-        self._ended, self._outcome = False, None
-        # Called at its end, after a close.
-        self._then: Callable[[], None] = lambda: None
+        self._has_ended = False
+        self._outcome: Any = None
+        # Called at the agent's end, after a close.
+        self._on_end: Callable[[], None] = lambda: None
 
     def submit(self, action: int, message: EpisodeMessage) -> None:
         """Do an action on the endpoint's event loop."""
@@ -96,11 +101,11 @@ class AgentEpisode:
             case CloseEpisode():
                 self._endpoint.close(self._session)
                 self._stop()
-                self._when_over(partial(self._reply, action, None))
+                self._call_at_end(partial(self._reply, action, None))
 
     def _begin_agent(self, task: AgentTask, seed: int) -> None:
         if not self._endpoint.listens:
-            self._ended = True
+            self._has_ended = True
             cause = "the endpoint of its process was closed by code of the process"
             self._open.answer(EnvironmentFailure("died", cause, lasting=True))
             return
@@ -111,34 +116,35 @@ class AgentEpisode:
             base_url=self._endpoint.url(self._session),
             api_key=self._session.secret,
             generator=random.Random(seed),
-            ended=self._take_outcome,
+            on_end=self._take_outcome,
             loop=self._endpoint.loop,
         )
         self._stop = self._start(launch)
         self._answer_when_ready()
 
     def _take_outcome(self, outcome: Any) -> None:
-        """Learn that the agent has ended: its session takes nothing more."""
-        self._ended, self._outcome = True, outcome
+        """Learn that the agent has ended, and close its session."""
+        self._has_ended = True
+        self._outcome = outcome
         self._endpoint.close(self._session)
         self._answer_when_ready()
-        self._then()
+        self._on_end()
 
-    def _when_over(self, then: Callable[[], None]) -> None:
-        if self._ended:
-            then()
+    def _call_at_end(self, callback: Callable[[], None]) -> None:
+        if self._has_ended:
+            callback()
         else:
-            self._then = then
+            self._on_end = callback
 
     def _answer_when_ready(self) -> None:
-        if self._open.is_open and (self._ended or self._session.has_asked):
+        if self._open.is_open and (self._has_ended or self._session.has_asked):
             self._answer_action()
 
     def _answer_action(self) -> None:
         """Reply to the action that is open."""
         session = self._session
         waits = session.take_requests()
-        if not self._ended:
+        if not self._has_ended:
             self._open.answer(waits.plain())
             return
         outcome = self._outcome
@@ -152,18 +158,19 @@ class AgentEpisode:
                 self._open.answer(outcome if session.was_reached else _with_hint(outcome))
                 return
             # The agent met the end of a budget: that is no failure.
-            outcome, raised = None, str(outcome)
+            raised = str(outcome)
+            outcome = None
         try:
-            reward = None if outcome is None else checked_reward(outcome, "the agent")
+            reward = None if outcome is None else check_reward(outcome, "the agent")
         except ContractError as error:
             self._open.answer(EnvironmentFailure("contract", "the agent broke the contract", shortened(str(error))))
             return
         ended = AgentEnded(
-            kept=waits.kept,
+            delivered=waits.delivered,
             reward=session.reward if reward is None else reward,
             raised=raised,
             counts={name: count for name, count in session.counts.items() if count},
-            # The others are in the count `rewritten`.
+            # The count `rewritten` has the rarer reasons too.
             rewritten=dict(session.rewritten.most_common(8)),
         )
         self._open.answer(ended.plain())
@@ -172,7 +179,7 @@ class AgentEpisode:
 def _with_hint(failure: EnvironmentFailure) -> EnvironmentFailure:
     """Return the failure of an agent that nobody heard of, with the usual reason.
 
-    A bug in its code and a command that cannot be started are reasons already.
+    A bug in the agent's code and a command that cannot be started are reasons already.
     """
     if looks_like_bug(failure.cause) or failure.cause.endswith(NOT_STARTED):
         return failure

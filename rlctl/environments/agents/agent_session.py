@@ -2,8 +2,8 @@
 
     request -> place in the history -> ask (told to the driver) ... answer -> text, calls -> client
 
-It belongs to the endpoint's event loop. A turn goes on if its client leaves: the client's retry gets the same turn. A
-session that is sealed gives nothing more.
+The session belongs to the endpoint's event loop. A turn goes on if its client leaves: the client's retry gets the same
+turn. A sealed session gives nothing more.
 """
 
 import asyncio
@@ -19,10 +19,10 @@ from typing import Any, TypeVar
 from rlctl.data.chat import Chat
 from rlctl.data.files import DataError
 from rlctl.data.row_chat import chat_of_row
-from rlctl.environments.agents.client_request import ClientRequest, RefusedError, checked_messages, whole_number
+from rlctl.environments.agents.client_request import ClientRequest, RefusedError, check_messages, whole_number
 from rlctl.environments.agents.client_turn import ClientTurn, read_turn
-from rlctl.environments.agents.history import PlacedRequest, SessionHistory, ToolSets, said_message
-from rlctl.environments.contract import ContractError, Message, Reward, checked_reward
+from rlctl.environments.agents.history import PlacedRequest, SessionHistory, ToolSets, turn_message
+from rlctl.environments.contract import ContractError, Message, Reward, check_reward
 from rlctl.environments.messages import AgentAnswer, AgentAsk, AgentWaits
 from rlctl.environments.outcomes import EnvironmentFailure
 from rlctl.utils.user_code import error_text, trace_of
@@ -50,10 +50,11 @@ class Flight:
     """One turn on its way to its client, and to the client's retries."""
 
     def __init__(self, work: "asyncio.Task[ClientTurn]", stream: "asyncio.Future[bool]") -> None:
-        # The turn; True if the request asks for a stream, done once the request is read.
-        self.work, self.stream = work, stream
-        # True if a connection was lost that waited for it.
-        self.lost = False
+        self.work = work
+        # True if the request asks for a stream; done once the request is read.
+        self.stream = stream
+        # True if a connection that waited for the turn was lost.
+        self.has_lost = False
         # Each waiting connection: done once the connection is lost.
         self._waiting: set[asyncio.Future[None]] = set()
         work.add_done_callback(_has_failed)
@@ -71,24 +72,26 @@ class Flight:
         """Note that a connection waits no more."""
         if gone in self._waiting:
             self._waiting.discard(gone)
-            self.lost |= is_lost
+            self.has_lost = self.has_lost or is_lost
 
     def note_lost(self) -> bool:
         """Return True if a connection that waited was lost, also if its own handler has not learned it so far."""
-        gone = {end for end in self._waiting if end.done()}
-        self._waiting -= gone
-        self.lost |= bool(gone)
-        return self.lost
+        lost = {gone for gone in self._waiting if gone.done()}
+        self._waiting -= lost
+        if lost:
+            self.has_lost = True
+        return self.has_lost
 
 
 class AgentSession:
-    """Requests of one agent. look: called when there is something to tell the driver. tools: those of all sessions."""
+    """Requests of one agent. on_change: called when there is news for the driver. tools: those of all sessions."""
 
     def __init__(
-        self, chat: Chat, tool_format: str | None, look: Callable[[], None], tools: ToolSets | None = None
+        self, chat: Chat, tool_format: str | None, on_change: Callable[[], None], tools: ToolSets | None = None
     ) -> None:
-        self.id, self.secret = secrets.token_hex(8), secrets.token_urlsafe(24)
-        self.sealed = False
+        self.id = secrets.token_hex(8)
+        self.secret = secrets.token_urlsafe(24)
+        self.is_sealed = False
         # True once a request brought its key.
         self.was_reached = False
         self.reward: Reward | None = None
@@ -99,20 +102,24 @@ class AgentSession:
         self.counts: Counter[str] = Counter()
         # Why requests did not continue a turn, with their numbers.
         self.rewritten: Counter[str] = Counter()
-        self._chat, self._tool_format, self._look = chat, tool_format, look
+        self._chat = chat
+        self._tool_format = tool_format
+        self._on_change = on_change
         self._history = SessionHistory(chat, tools or ToolSets())
         # By the digest of a request: equal ones in their order.
         self._flights: defaultdict[bytes, list[Flight]] = defaultdict(list)
         # Held while a large request is worked on: a session takes one thread at a time.
         self._large = asyncio.Lock()
         self._answers: dict[int, asyncio.Future[AgentAnswer]] = {}
-        # With the bytes of each, about.
+        # (about the bytes of the request, the request).
         self._asks: deque[tuple[int, AgentAsk]] = deque()
         self._number = 0
-        # Turns that a client got and the driver has not heard of; known ones; those that it has heard of.
-        self._kept: list[tuple[int, int]] = []
-        self._known: dict[int, ClientTurn] = {}
-        self._told: set[int] = set()
+        # Turns by the number of their requests.
+        self._turns: dict[int, ClientTurn] = {}
+        # Numbers of the turns that a client got.
+        self._delivered_numbers: set[int] = set()
+        # (number, tokens) of those that the driver has not heard of.
+        self._delivered: list[tuple[int, int]] = []
 
     def use_row(self, row: Mapping[str, Any]) -> None:
         """Take a row's arguments of the chat template, for requests that do not name them. Raises DataError."""
@@ -139,12 +146,12 @@ class AgentSession:
         # A retry may follow a delivered turn, or come before the loss of its first connection is known.
         repeated = lost[0] if lost else idle[-1] if idle else flights[0]
         self.counts["coalesced"] += 1
-        repeated.lost = False
+        repeated.has_lost = False
         return repeated
 
     async def read(self, read: Callable[[], ClientRequest], size: int) -> ClientRequest:
         """Return a request as it is read. size: bytes of its body. Raises RefusedError."""
-        with self.guarded():
+        with self.refuse_on_defect():
             return await self._work(read, size)
 
     def begin(self, digest: bytes, read: Callable[[], ClientRequest], size: int) -> Flight:
@@ -157,51 +164,52 @@ class AgentSession:
         flight.work.add_done_callback(lambda work: self._flights[digest].remove(flight) if _has_failed(work) else None)
         return flight
 
-    async def count_tokens(self, asked: ClientRequest) -> int:
+    async def count_tokens(self, request: ClientRequest) -> int:
         """Return the tokens of a request's prompt. Raises RefusedError."""
-        with self.guarded():
-            whole = self._with_history(asked)
-            place = await self._work(partial(self._history.place, whole), whole.size)
+        with self.refuse_on_defect():
+            request = self._add_history(request)
+            place = await self._work(partial(self._history.place, request), request.size)
             return place.length
 
-    def deliver(self, said: ClientTurn) -> None:
-        """Learn that a turn reaches its client: from now on it is a part of the rollout."""
-        if said.number not in self._told and not self.sealed:
-            self._told.add(said.number)
-            self._kept.append((said.number, len(said.tokens)))
+    def deliver(self, turn: ClientTurn) -> None:
+        """Learn that a turn reaches its client: from now on the turn is a part of the rollout."""
+        if turn.number not in self._delivered_numbers and not self.is_sealed:
+            self._delivered_numbers.add(turn.number)
+            self._delivered.append((turn.number, len(turn.tokens)))
 
-    def value(self, reward: Any) -> None:
+    def take_reward(self, reward: Any) -> None:
         """Take the value that the agent gives its rollout. Raises RefusedError."""
-        if self.sealed:
+        if self.is_sealed:
             raise _ended_error()
         try:
-            self.reward = checked_reward(reward, "the agent")
+            self.reward = check_reward(reward, "the agent")
         except ContractError as error:
             raise RefusedError(str(error)) from error
 
     def answer(self, number: int, answer: AgentAnswer) -> None:
         """Take the driver's answer to a request."""
-        waiting = self._answers.pop(number, None)
-        if waiting is not None and not waiting.done():
-            waiting.set_result(answer)
+        future = self._answers.pop(number, None)
+        if future is not None and not future.done():
+            future.set_result(answer)
 
     def take_requests(self) -> AgentWaits:
         """Take the requests for the driver, as many as one reply has room for, and the turns that clients got."""
         asks = list[AgentAsk]()
         room = MAX_ASK_BYTES
         while self._asks and (not asks or room >= self._asks[0][0]):
-            length, ask = self._asks.popleft()
+            size, ask = self._asks.popleft()
             asks.append(ask)
-            room -= length
-        kept, self._kept = self._kept, []
-        return AgentWaits(asks, kept)
+            room -= size
+        delivered = self._delivered
+        self._delivered = []
+        return AgentWaits(asks, delivered)
 
     @contextmanager
-    def guarded(self) -> Iterator[None]:
-        """Turn an error of the endpoint's own into the refusal that its client gets, and remember the first.
+    def refuse_on_defect(self) -> Iterator[None]:
+        """Turn an error of the endpoint's own into the refusal that its client gets, and remember the first error.
 
-        It is a 400: the SDKs of OpenAI and Anthropic, litellm and Codex send a request again after a 5xx, and the same
-        request would meet the same error.
+        The refusal is a 400: the SDKs of OpenAI and Anthropic, litellm and Codex send a request again after a 5xx, and
+        the same request would meet the same error.
         """
         try:
             yield
@@ -211,59 +219,69 @@ class AgentSession:
             if self.defect is None:
                 cause = f"the agents' endpoint failed with {type(error).__name__}"
                 self.defect = EnvironmentFailure("raised", cause, error_text(error), trace_of(error))
-            raise _broken(self.defect) from error
+            raise _defect_error(self.defect) from error
 
     def seal(self) -> None:
-        """Take nothing more. Requests that wait are refused."""
-        self.sealed = True
-        for waiting in self._answers.values():
-            if not waiting.done():
-                waiting.set_exception(_ended_error())
-                waiting.exception()
+        """Take nothing more, and refuse the requests that wait."""
+        self.is_sealed = True
+        for future in self._answers.values():
+            if not future.done():
+                future.set_exception(_ended_error())
+                # Read, so that asyncio does not report it if nobody waits.
+                future.exception()
         self._answers.clear()
 
     async def _make_turn(
         self, read: Callable[[], ClientRequest], size: int, stream: "asyncio.Future[bool]"
     ) -> ClientTurn:
-        with self.guarded():
-            asked = await self._work(read, size)
+        with self.refuse_on_defect():
+            request = await self._work(read, size)
             self._refuse_if_over()
-            self._count(asked)
-            stream.set_result(asked.stream)
-            return await self._sample_turn(asked)
+            self._count_parameters(request)
+            stream.set_result(request.stream)
+            return await self._sample_turn(request)
 
-    def _count(self, asked: ClientRequest) -> None:
-        """Count what a request asks for in vain."""
-        if self._chat.unknown_kwargs(asked.template_kwargs):
-            asked.counted.append("ignored/chat_template_kwargs")
-        self.counts.update(asked.counted)
+    def _count_parameters(self, request: ClientRequest) -> None:
+        """Count the parameters of a request that are not honoured."""
+        if self._chat.unknown_kwargs(request.template_kwargs):
+            request.counted.append("ignored/chat_template_kwargs")
+        self.counts.update(request.counted)
 
-    async def _sample_turn(self, asked: ClientRequest) -> ClientTurn:
+    async def _sample_turn(self, request: ClientRequest) -> ClientTurn:
         if self.budget in _FINAL or self.counts["refused"] >= _MOST_REFUSED:
             self.counts["refused"] += 1
             raise RefusedError(BUDGETS.get(self.budget, "too many requests were refused before"))
         try:
-            asked = self._with_history(asked)
-            place = await self._work(partial(self._history.place, asked), asked.size)
+            request = self._add_history(request)
+            place = await self._work(partial(self._history.place, request), request.size)
             self._refuse_if_over()
         except RefusedError:
             self.counts["refused"] += 1
             raise
-        number, self._number = self._number, self._number + 1
+        number = self._number
+        self._number += 1
         self._note_place(place)
-        asked = self._history.shared(asked, place)
-        answer = await self._ask_driver(number, place, asked)
+        request = self._history.share_objects(request, place)
+        answer = await self._ask_driver(number, place, request)
         if isinstance(answer, str):
             self.budget = answer
             self.counts["refused"] += 1
             raise RefusedError(BUDGETS.get(answer, answer))
         self.budget = ""
-        said = read_turn(asked, number, self.id, place.length, answer, self._chat, self._tool_format)
-        self.counts["tool_calls"] += len(said.calls) + said.malformed
-        self.counts["malformed_calls"] += said.malformed
-        self._known[number] = said
-        self._history.add(place, said)
-        return said
+        turn = read_turn(
+            request=request,
+            number=number,
+            session=self.id,
+            prompt_length=place.length,
+            sampled=answer,
+            chat=self._chat,
+            tool_format=self._tool_format,
+        )
+        self.counts["tool_calls"] += len(turn.calls) + turn.malformed
+        self.counts["malformed_calls"] += turn.malformed
+        self._turns[number] = turn
+        self._history.add(place, turn)
+        return turn
 
     async def _work(self, function: Callable[[], Value], size: int) -> Value:
         """Call a function that reads a request of `size` bytes: for a large one in a thread, so that others go on."""
@@ -273,63 +291,66 @@ class AgentSession:
             return await asyncio.get_running_loop().run_in_executor(_THREADS, function)
 
     def _refuse_if_over(self) -> None:
-        if self.sealed:
+        if self.is_sealed:
             raise _ended_error()
         if self.defect is not None:
-            raise _broken(self.defect)
+            raise _defect_error(self.defect)
 
-    def _with_history(self, asked: ClientRequest) -> ClientRequest:
-        """Return a request with all messages, of which the session may keep the first ones. Raises RefusedError."""
-        if not asked.continues:
-            return asked
-        number = whole_number(asked.continues.removeprefix(f"{self.id}-"))
-        said = None if number is None else self._known.get(number)
-        if said is None:
+    def _add_history(self, request: ClientRequest) -> ClientRequest:
+        """Return a request with all messages of its conversation. One that continues a turn brings the new ones alone.
+
+        Raises RefusedError.
+        """
+        if not request.continues:
+            return request
+        number = whole_number(request.continues.removeprefix(f"{self.id}-"))
+        turn = None if number is None else self._turns.get(number)
+        if turn is None:
             raise RefusedError("previous_response_id is of no turn of this session", 404, "not_found")
-        # Instructions are of one request alone.
-        later = [each for each in said.asked.messages if each["role"] != "system"]
-        opening = [each for each in asked.messages if each["role"] == "system"]
-        added = [each for each in asked.messages if each["role"] != "system"]
-        messages = checked_messages([*opening, *later, said_message(said), *added])
+        previous = turn.request
+        # Instructions belong to one request alone.
+        instructions = [message for message in request.messages if message["role"] == "system"]
+        earlier = [message for message in previous.messages if message["role"] != "system"]
+        added = [message for message in request.messages if message["role"] != "system"]
         return replace(
-            asked,
-            messages=messages,
-            tools=asked.tools or said.asked.tools,
-            template_kwargs=asked.template_kwargs or said.asked.template_kwargs,
-            size=asked.size + said.asked.size,
+            request,
+            messages=check_messages([*instructions, *earlier, turn_message(turn), *added]),
+            tools=request.tools or previous.tools,
+            template_kwargs=request.template_kwargs or previous.template_kwargs,
+            size=request.size + previous.size,
         )
 
     def _note_place(self, place: PlacedRequest) -> None:
         self.counts["spelled"] += len(place.spelled)
         self.counts["unwritten"] += len(place.unwritten)
         if place.after is not None:
-            # The client has it, also if its connection broke.
-            self.deliver(self._known[place.after])
+            # The client has the turn, also if its connection broke.
+            self.deliver(self._turns[place.after])
         if place.rewritten:
             self.counts["rewritten"] += 1
             self.rewritten[place.rewritten] += 1
         self._history.note(place)
 
-    async def _ask_driver(self, number: int, place: PlacedRequest, asked: ClientRequest) -> AgentAnswer:
-        messages: list[Message] = place.messages[len(place.messages) - place.fresh :]
-        # The engine ends the turn at a stop that is one token. Others are found in its text.
+    async def _ask_driver(self, number: int, place: PlacedRequest, request: ClientRequest) -> AgentAnswer:
+        new_messages: list[Message] = place.messages[len(place.messages) - place.new_count :]
+        # The engine ends the turn at a stop that is one token. `read_turn` finds the others in its text.
         try:
-            stops = [tokens[0] for tokens in map(self._chat.encode, asked.stop) if len(tokens) == 1]
+            stops = [tokens[0] for tokens in map(self._chat.encode, request.stop) if len(tokens) == 1]
         except DataError as error:
             raise RefusedError(f"stop: {error}") from error
         ask = AgentAsk(
             number=number,
             after=place.after,
             tokens=place.tokens,
-            messages=messages,
-            most=None if asked.most is None else max(1, asked.most),
+            messages=new_messages,
+            max_tokens=None if request.max_tokens is None else max(1, request.max_tokens),
             stops=stops,
         )
-        length = sum(map(len, place.keys[-place.fresh :])) + _TOKEN_BYTES * len(place.tokens)
-        self._asks.append((length, ask))
+        size = sum(map(len, place.keys[-place.new_count :])) + _TOKEN_BYTES * len(place.tokens)
+        self._asks.append((size, ask))
         future: asyncio.Future[AgentAnswer] = asyncio.get_running_loop().create_future()
         self._answers[number] = future
-        self._look()
+        self._on_change()
         return await future
 
 
@@ -338,7 +359,7 @@ def _ended_error() -> RefusedError:
     return RefusedError("the session has ended: this agent's rollout is over", 404, "session_ended")
 
 
-def _broken(defect: EnvironmentFailure) -> RefusedError:
+def _defect_error(defect: EnvironmentFailure) -> RefusedError:
     return RefusedError(f"{defect}; the rollout has no value, and rlctl's log has the traceback", kind="internal_error")
 
 

@@ -8,9 +8,9 @@ from rlctl.environments.agents.client_request import (
     ClientRequest,
     Parameters,
     RefusedError,
-    called,
-    checked_messages,
+    check_messages,
     function_schema,
+    read_call,
     text_of,
 )
 from rlctl.environments.agents.client_turn import ClientTurn
@@ -25,52 +25,52 @@ _FINISH = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 def read(body: dict[str, Any]) -> ClientRequest:
     """Return the turn that a request asks for. Raises RefusedError."""
-    left = Parameters(dict(body))
-    system = _system(left.take("system", (str, list), ""))
+    parameters = Parameters(dict(body))
+    system = _read_system(parameters.take("system", (str, list), ""))
     messages = [{"role": "system", "content": system}] if system else []
-    for given in left.take("messages", list, []):
-        messages += _read_message(given)
-    tools = [_tool(each) for each in left.take("tools", list, [])]
-    choice = left.body.get("tool_choice") or {"type": "auto"}
+    for message in parameters.take("messages", list, []):
+        messages += _read_message(message)
+    tools = [_read_tool(tool) for tool in parameters.take("tools", list, [])]
+    choice = parameters.body.get("tool_choice") or {"type": "auto"}
     kind = choice.get("type") if isinstance(choice, dict) else None
     if kind in ("auto", "none"):
-        left.ignore(["tool_choice"])
+        parameters.ignore(["tool_choice"])
         if choice.get("disable_parallel_tool_use"):
-            left.counted.append("unenforced/disable_parallel_tool_use")
-    left.override()
-    left.leave_unenforced(("tool_choice", *_UNENFORCED))
-    left.ignore(_IGNORED_PARAMETERS)
+            parameters.counted.append("unenforced/disable_parallel_tool_use")
+    parameters.override()
+    parameters.leave_unenforced(("tool_choice", *_UNENFORCED))
+    parameters.ignore(_IGNORED_PARAMETERS)
     return ClientRequest(
-        model=left.take("model", str, "policy"),
-        messages=checked_messages(messages),
+        model=parameters.take("model", str, "policy"),
+        messages=check_messages(messages),
         tools=tools,
-        most=left.take("max_tokens", int),
-        stop=[str(each) for each in left.take("stop_sequences", list, []) if each],
-        template_kwargs=left.take_template_kwargs(),
-        calls=kind != "none",
-        stream=bool(left.take("stream", bool, False)),
-        counted=left.rest(),
+        max_tokens=parameters.take("max_tokens", int),
+        stop=[str(text) for text in parameters.take("stop_sequences", list, []) if text],
+        template_kwargs=parameters.take_template_kwargs(),
+        may_call=kind != "none",
+        stream=bool(parameters.take("stream", bool, False)),
+        counted=parameters.count_rest(),
     )
 
 
-def write(said: ClientTurn) -> dict[str, Any]:
+def write(turn: ClientTurn) -> dict[str, Any]:
     """Return the answer of a request that is not streamed."""
-    usage = {"input_tokens": said.prompt_length, "output_tokens": len(said.tokens)}
-    return {**_message_head(said), "content": _blocks(said), **_ending(said), "usage": usage}
+    usage = {"input_tokens": turn.prompt_length, "output_tokens": len(turn.tokens)}
+    return {**_message_head(turn), "content": _blocks(turn), **_ending_fields(turn), "usage": usage}
 
 
-def stream(said: ClientTurn) -> Iterator[bytes]:
+def stream(turn: ClientTurn) -> Iterator[bytes]:
     """Yield the server-sent events of a turn: each block is one delta."""
-    usage = {"input_tokens": said.prompt_length, "output_tokens": 0}
-    begun = {**_message_head(said), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
-    yield _event("message_start", {"message": begun})
-    for index, block in enumerate(_blocks(said)):
-        empty, deltas = _as_deltas(block)
-        yield _event("content_block_start", {"index": index, "content_block": empty})
+    usage = {"input_tokens": turn.prompt_length, "output_tokens": 0}
+    empty_message = {**_message_head(turn), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+    yield _event("message_start", {"message": empty_message})
+    for index, block in enumerate(_blocks(turn)):
+        empty_block, deltas = _split_block(block)
+        yield _event("content_block_start", {"index": index, "content_block": empty_block})
         for delta in deltas:
             yield _event("content_block_delta", {"index": index, "delta": delta})
         yield _event("content_block_stop", {"index": index})
-    yield _event("message_delta", {"delta": _ending(said), "usage": {"output_tokens": len(said.tokens)}})
+    yield _event("message_delta", {"delta": _ending_fields(turn), "usage": {"output_tokens": len(turn.tokens)}})
     yield _event("message_stop", {})
 
 
@@ -89,91 +89,104 @@ def stream_error(refused: RefusedError) -> bytes:
     return _event("error", {"error": error(refused)["error"]})
 
 
-def _event(kind: str, data: dict[str, Any]) -> bytes:
-    return f"event: {kind}\ndata: {json.dumps({'type': kind, **data})}\n\n".encode()
+def _event(kind: str, fields: dict[str, Any]) -> bytes:
+    return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n".encode()
 
 
-def _system(given: Any) -> str:
+def _read_system(system: Any) -> str:
     """Return the system prompt, without the line that bills a client's requests."""
-    blocks = [{"type": "text", "text": given}] if isinstance(given, str) else given
-    texts = [text_of([_plain(each)]) for each in blocks]
+    blocks = [{"type": "text", "text": system}] if isinstance(system, str) else system
+    texts = [text_of([_without_marks(block)]) for block in blocks]
     return "\n".join(text for text in texts if text and not text.startswith(_BILLING))
 
 
-def _plain(block: Any) -> Any:
+def _without_marks(block: Any) -> Any:
+    """Return a block without marks of caches and the like."""
     return {"type": block.get("type"), "text": block.get("text")} if isinstance(block, dict) else block
 
 
-def _read_message(given: Any) -> list[Message]:
+def _read_message(sent: Any) -> list[Message]:
     """Return a message in our form. Results of tools come in a user's message, and become messages of role tool."""
-    role = given.get("role") if isinstance(given, dict) else None
+    role = sent.get("role") if isinstance(sent, dict) else None
     if role not in ("user", "assistant", "system"):
         raise RefusedError("messages: each has a role of user, assistant")
-    content = given.get("content")
+    content = sent.get("content")
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content or []
-    if not isinstance(blocks, list) or not all(isinstance(each, dict) for each in blocks):
+    if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
         raise RefusedError("messages: content must be text or a list of blocks")
     if role == "assistant":
-        return [_assistant(blocks)]
-    found: list[Message] = []
+        return [_read_assistant(blocks)]
+    results: list[Message] = []
     texts: list[str] = []
     for block in blocks:
         if block.get("type") == "tool_result":
-            result = text_of(block.get("content"))
-            found.append({"role": "tool", "content": result, "tool_call_id": str(block.get("tool_use_id") or "")})
+            call_id = str(block.get("tool_use_id") or "")
+            results.append({"role": "tool", "content": text_of(block.get("content")), "tool_call_id": call_id})
         else:
-            texts.append(text_of([_plain(block)]))
-    # Results answer the calls of the turn before, whatever is said with these results.
-    return [*found, {"role": role, "content": "\n".join(texts)}] if texts or not found else found
+            texts.append(text_of([_without_marks(block)]))
+    # Results come first, since they answer the calls of the turn before.
+    if texts or not results:
+        return [*results, {"role": role, "content": "\n".join(texts)}]
+    return results
 
 
-def _assistant(blocks: list[dict[str, Any]]) -> Message:
-    texts, calls = [], []
+def _read_assistant(blocks: list[dict[str, Any]]) -> Message:
+    texts = []
+    calls = []
     for block in blocks:
         kind = block.get("type")
         if kind == "tool_use":
-            calls.append(called(block.get("name"), block.get("input") or {}, block.get("id")))
+            calls.append(read_call(block.get("name"), block.get("input") or {}, block.get("id")))
         elif kind not in ("thinking", "redacted_thinking"):
-            texts.append(text_of([_plain(block)]))
-    return {"role": "assistant", "content": "".join(texts), **({"tool_calls": calls} if calls else {})}
+            texts.append(text_of([_without_marks(block)]))
+    message: Message = {"role": "assistant", "content": "".join(texts)}
+    if calls:
+        message["tool_calls"] = calls
+    return message
 
 
-def _tool(given: Any) -> dict[str, Any]:
-    kind = given.get("type") or "custom" if isinstance(given, dict) else type(given).__name__
+def _read_tool(tool: Any) -> dict[str, Any]:
+    kind = tool.get("type") or "custom" if isinstance(tool, dict) else type(tool).__name__
     if kind != "custom":
         raise RefusedError(f"tools: this policy calls tools of yours, and no {kind}")
-    own = {"name": given.get("name"), "description": given.get("description")}
-    return function_schema({**own, "parameters": given.get("input_schema")})
+    return function_schema(
+        {
+            "name": tool.get("name"),
+            "description": tool.get("description"),
+            "parameters": tool.get("input_schema"),
+        }
+    )
 
 
-def _message_head(said: ClientTurn) -> dict[str, Any]:
-    return {"id": f"msg_{said.id}", "type": "message", "role": "assistant", "model": said.asked.model}
+def _message_head(turn: ClientTurn) -> dict[str, Any]:
+    return {"id": f"msg_{turn.id}", "type": "message", "role": "assistant", "model": turn.request.model}
 
 
-def _blocks(said: ClientTurn) -> list[dict[str, Any]]:
+def _blocks(turn: ClientTurn) -> list[dict[str, Any]]:
     blocks: list[dict[str, Any]] = []
-    if said.reasoning:
+    if turn.reasoning:
         # pydantic-ai sends thinking without a signature back as a message of the user.
-        blocks.append({"type": "thinking", "thinking": said.reasoning, "signature": said.id})
-    if said.content or not said.calls:
-        blocks.append({"type": "text", "text": said.content})
-    calls = ({"type": "tool_use", "id": each.id, "name": each.name, "input": each.arguments} for each in said.calls)
-    return [*blocks, *calls]
+        blocks.append({"type": "thinking", "thinking": turn.reasoning, "signature": turn.id})
+    if turn.content or not turn.calls:
+        blocks.append({"type": "text", "text": turn.content})
+    for call in turn.calls:
+        blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments})
+    return blocks
 
 
-def _as_deltas(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def _split_block(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return an empty block for the beginning of a stream, and the deltas to fill it."""
     if block["type"] == "text":
         return {"type": "text", "text": ""}, [{"type": "text_delta", "text": block["text"]}]
     if block["type"] == "thinking":
         signed = {"type": "signature_delta", "signature": block["signature"]}
-        empty = {"type": "thinking", "thinking": "", "signature": ""}
-        return empty, [{"type": "thinking_delta", "thinking": block["thinking"]}, signed]
+        empty_block = {"type": "thinking", "thinking": "", "signature": ""}
+        return empty_block, [{"type": "thinking_delta", "thinking": block["thinking"]}, signed]
     text = json.dumps(block["input"], ensure_ascii=False)
     return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": text}]
 
 
-def _ending(said: ClientTurn) -> dict[str, Any]:
-    if said.cut_at and said.finish == "stop":
-        return {"stop_reason": "stop_sequence", "stop_sequence": said.cut_at}
-    return {"stop_reason": _FINISH[said.finish], "stop_sequence": None}
+def _ending_fields(turn: ClientTurn) -> dict[str, Any]:
+    if turn.stop and turn.finish == "stop":
+        return {"stop_reason": "stop_sequence", "stop_sequence": turn.stop}
+    return {"stop_reason": _FINISH[turn.finish], "stop_sequence": None}

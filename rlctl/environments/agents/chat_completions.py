@@ -8,17 +8,17 @@ from rlctl.environments.agents.client_request import (
     ClientRequest,
     Parameters,
     RefusedError,
-    called,
-    checked_messages,
+    check_messages,
     function_schema,
+    read_call,
     text_of,
 )
 from rlctl.environments.agents.client_turn import ClientTurn
 from rlctl.environments.contract import Message
 
 _ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-# They change nothing that the policy would do.
-_HARMLESS = (
+# Parameters without an effect on the policy.
+_IGNORED_PARAMETERS = (
     "user",
     "metadata",
     "store",
@@ -40,66 +40,69 @@ _REFUSED = {
 
 def read(body: dict[str, Any]) -> ClientRequest:
     """Return the turn that a request asks for. Raises RefusedError."""
-    left = Parameters(dict(body))
-    messages = [_read_message(each) for each in left.take("messages", list, [])]
-    tools = [_tool(each) for each in left.take("tools", list, [])]
-    limits = [left.take("max_completion_tokens", int), left.take("max_tokens", int)]
-    stop = left.take("stop", (str, list), [])
-    if left.take("n", int, 1) != 1:
+    parameters = Parameters(dict(body))
+    messages = [_read_message(message) for message in parameters.take("messages", list, [])]
+    tools = [_read_tool(tool) for tool in parameters.take("tools", list, [])]
+    limits = [parameters.take("max_completion_tokens", int), parameters.take("max_tokens", int)]
+    stops = parameters.take("stop", (str, list), [])
+    if isinstance(stops, str):
+        stops = [stops]
+    if parameters.take("n", int, 1) != 1:
         raise RefusedError("n must be 1: ask again for another turn")
-    if any(each != "text" for each in left.take("modalities", list, [])):
+    if any(modality != "text" for modality in parameters.take("modalities", list, [])):
         raise RefusedError("modalities: this policy writes text alone")
-    if (left.body.get("response_format") or {}) == {"type": "text"}:
-        left.ignore(["response_format"])
-    if left.body.get("parallel_tool_calls"):
-        left.ignore(["parallel_tool_calls"])
-    choice = left.body.get("tool_choice")
+    if (parameters.body.get("response_format") or {}) == {"type": "text"}:
+        parameters.ignore(["response_format"])
+    if parameters.body.get("parallel_tool_calls"):
+        parameters.ignore(["parallel_tool_calls"])
+    choice = parameters.body.get("tool_choice")
     if choice in ("auto", "none"):
-        left.ignore(["tool_choice"])
-    left.override()
-    left.leave_unenforced(("tool_choice", "response_format", "parallel_tool_calls", *_UNENFORCED))
-    left.refuse(_REFUSED)
-    left.ignore(_HARMLESS)
-    stream_options = left.take("stream_options", dict, {})
+        parameters.ignore(["tool_choice"])
+    parameters.override()
+    parameters.leave_unenforced(("tool_choice", "response_format", "parallel_tool_calls", *_UNENFORCED))
+    parameters.refuse(_REFUSED)
+    parameters.ignore(_IGNORED_PARAMETERS)
+    stream_options = parameters.take("stream_options", dict, {})
     return ClientRequest(
-        model=left.take("model", str, "policy"),
-        messages=checked_messages(messages),
+        model=parameters.take("model", str, "policy"),
+        messages=check_messages(messages),
         tools=tools,
-        most=min((each for each in limits if each is not None), default=None),
-        stop=[str(each) for each in ([stop] if isinstance(stop, str) else stop) if each],
-        template_kwargs=left.take_template_kwargs(),
-        calls=choice != "none",
-        stream=bool(left.take("stream", bool, False)),
+        max_tokens=min((limit for limit in limits if limit is not None), default=None),
+        stop=[str(text) for text in stops if text],
+        template_kwargs=parameters.take_template_kwargs(),
+        may_call=choice != "none",
+        stream=bool(parameters.take("stream", bool, False)),
         form={
             "usage": bool(stream_options.get("include_usage")),
-            "logprobs": bool(left.take("logprobs", (bool, int), False)),
-            "token_ids": bool(left.take("return_token_ids", bool, False)),
+            "logprobs": bool(parameters.take("logprobs", (bool, int), False)),
+            "token_ids": bool(parameters.take("return_token_ids", bool, False)),
         },
-        counted=left.rest(),
+        counted=parameters.count_rest(),
     )
 
 
-def write(said: ClientTurn) -> dict[str, Any]:
+def write(turn: ClientTurn) -> dict[str, Any]:
     """Return the answer of a request that is not streamed."""
-    message = {"role": "assistant", "content": said.content or None, **_calls(said), **_reasoning(said)}
-    choice = {"index": 0, "message": message, "finish_reason": said.finish, **_extras(said)}
-    return {**_completion_head(said, "chat.completion"), "choices": [choice], "usage": _usage(said)}
+    message = {"role": "assistant", "content": turn.content or None, **_call_fields(turn), **_reasoning_fields(turn)}
+    choice = {"index": 0, "message": message, "finish_reason": turn.finish, **_extra_fields(turn)}
+    return {**_completion_head(turn, "chat.completion"), "choices": [choice], "usage": _usage(turn)}
 
 
-def stream(said: ClientTurn) -> Iterator[bytes]:
+def stream(turn: ClientTurn) -> Iterator[bytes]:
     """Yield the server-sent events of a turn: it is one delta."""
-    head = _completion_head(said, "chat.completion.chunk")
-    calls = [{"index": index, **each} for index, each in enumerate(_calls(said).get("tool_calls", ()))]
-    delta = {
+    head = _completion_head(turn, "chat.completion.chunk")
+    delta: dict[str, Any] = {
         "role": "assistant",
-        "content": said.content,
-        **_reasoning(said),
-        **({"tool_calls": calls} if calls else {}),
+        "content": turn.content,
+        **_reasoning_fields(turn),
+        **_call_fields(turn),
     }
-    yield _event({**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None, **_extras(said)}]})
-    yield _event({**head, "choices": [{"index": 0, "delta": {}, "finish_reason": said.finish}]})
-    if said.asked.form["usage"]:
-        yield _event({**head, "choices": [], "usage": _usage(said)})
+    if "tool_calls" in delta:
+        delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(delta["tool_calls"])]
+    yield _event({**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None, **_extra_fields(turn)}]})
+    yield _event({**head, "choices": [{"index": 0, "delta": {}, "finish_reason": turn.finish}]})
+    if turn.request.form["usage"]:
+        yield _event({**head, "choices": [], "usage": _usage(turn)})
     yield b"data: [DONE]\n\n"
 
 
@@ -118,70 +121,74 @@ def stream_error(refused: RefusedError) -> bytes:
     return _event(error(refused))
 
 
-def _event(data: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(data).encode() + b"\n\n"
+def _event(fields: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(fields).encode() + b"\n\n"
 
 
-def _read_message(given: Any) -> Message:
-    role = _ROLES.get(str(given.get("role"))) if isinstance(given, dict) else None
+def _read_message(sent: Any) -> Message:
+    role = _ROLES.get(str(sent.get("role"))) if isinstance(sent, dict) else None
     if role is None:
         raise RefusedError(f"messages: each has a role of {', '.join(_ROLES)}")
-    message: Message = {"role": role, "content": text_of(given.get("content"))}
-    if role == "assistant" and isinstance(given.get("tool_calls"), list):
-        functions = [
-            (each.get("function") or {}, each.get("id")) for each in given["tool_calls"] if isinstance(each, dict)
-        ]
-        if not all(isinstance(each, dict) for each, _ in functions):
-            raise RefusedError("messages: the function of a tool call must be an object")
-        if calls := [called(each.get("name"), each.get("arguments"), number) for each, number in functions]:
+    message: Message = {"role": role, "content": text_of(sent.get("content"))}
+    sent_calls = sent.get("tool_calls")
+    if role == "assistant" and isinstance(sent_calls, list):
+        calls = []
+        for call in sent_calls:
+            if not isinstance(call, dict):
+                continue
+            function = call.get("function") or {}
+            if not isinstance(function, dict):
+                raise RefusedError("messages: the function of a tool call must be an object")
+            calls.append(read_call(function.get("name"), function.get("arguments"), call.get("id")))
+        if calls:
             message["tool_calls"] = calls
     if role == "tool":
-        message["tool_call_id"] = str(given.get("tool_call_id") or "")
+        message["tool_call_id"] = str(sent.get("tool_call_id") or "")
     return message
 
 
-def _tool(given: Any) -> dict[str, Any]:
-    if not isinstance(given, dict) or given.get("type", "function") != "function":
-        kind = given.get("type") if isinstance(given, dict) else type(given).__name__
+def _read_tool(tool: Any) -> dict[str, Any]:
+    if not isinstance(tool, dict) or tool.get("type", "function") != "function":
+        kind = tool.get("type") if isinstance(tool, dict) else type(tool).__name__
         raise RefusedError(f"tools: this policy calls functions, and no {kind}")
-    return function_schema(given.get("function"))
+    return function_schema(tool.get("function"))
 
 
-def _completion_head(said: ClientTurn, kind: str) -> dict[str, Any]:
-    return {"id": f"chatcmpl-{said.id}", "object": kind, "created": said.created, "model": said.asked.model}
+def _completion_head(turn: ClientTurn, kind: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{turn.id}", "object": kind, "created": turn.created, "model": turn.request.model}
 
 
-def _calls(said: ClientTurn) -> dict[str, Any]:
+def _call_fields(turn: ClientTurn) -> dict[str, Any]:
     calls = [
         {
-            "id": each.id,
+            "id": call.id,
             "type": "function",
-            "function": {"name": each.name, "arguments": json.dumps(each.arguments, ensure_ascii=False)},
+            "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
         }
-        for each in said.calls
+        for call in turn.calls
     ]
     return {"tool_calls": calls} if calls else {}
 
 
-def _reasoning(said: ClientTurn) -> dict[str, Any]:
-    return {"reasoning_content": said.reasoning} if said.reasoning else {}
+def _reasoning_fields(turn: ClientTurn) -> dict[str, Any]:
+    return {"reasoning_content": turn.reasoning} if turn.reasoning else {}
 
 
-def _usage(said: ClientTurn) -> dict[str, Any]:
-    prompt, answer = said.prompt_length, len(said.tokens)
-    return {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
+def _usage(turn: ClientTurn) -> dict[str, Any]:
+    prompt_length = turn.prompt_length
+    length = len(turn.tokens)
+    return {"prompt_tokens": prompt_length, "completion_tokens": length, "total_tokens": prompt_length + length}
 
 
-def _extras(said: ClientTurn) -> dict[str, Any]:
-    """Return log-probs and token ids, where the client asks."""
-    extras: dict[str, Any] = {}
-    if said.asked.form["logprobs"]:
-        tokens = [(text, list(text.encode(errors="replace"))) for text in said.token_texts()]
-        content = [
-            {"token": text, "logprob": log_prob, "bytes": raw, "top_logprobs": []}
-            for (text, raw), log_prob in zip(tokens, said.log_probs)
-        ]
-        extras["logprobs"] = {"content": content, "refusal": None}
-    if said.asked.form["token_ids"]:
-        extras["token_ids"] = said.tokens
-    return extras
+def _extra_fields(turn: ClientTurn) -> dict[str, Any]:
+    """Return log-probs and token ids, if the client asks for them."""
+    fields: dict[str, Any] = {}
+    if turn.request.form["logprobs"]:
+        content = []
+        for text, log_prob in zip(turn.token_texts(), turn.log_probs):
+            text_bytes = list(text.encode(errors="replace"))
+            content.append({"token": text, "logprob": log_prob, "bytes": text_bytes, "top_logprobs": []})
+        fields["logprobs"] = {"content": content, "refusal": None}
+    if turn.request.form["token_ids"]:
+        fields["token_ids"] = turn.tokens
+    return fields

@@ -27,11 +27,13 @@ SAMPLING = (
 
 
 class RefusedError(Exception):
-    """A request that gets no turn. status: of HTTP; clients retry 409, 429 and 5xx, so it is none of these."""
+    """A request that gets no turn. status: of HTTP; not 409, 429 or 5xx, which clients retry."""
 
     def __init__(self, text: str, status: int = 400, kind: str = "invalid_request_error") -> None:
         super().__init__(text)
-        self.text, self.status, self.kind = text, status, kind
+        self.text = text
+        self.status = status
+        self.kind = kind
 
 
 @dataclass
@@ -43,20 +45,20 @@ class ClientRequest:
     # Conversation: role, content as text; `tool_calls` with arguments as a dict, `tool_call_id`, `name`.
     messages: list[Message]
     tools: list[Schema]
-    # Tokens that the client allows; None: those of the run.
-    most: int | None = None
+    # Most tokens that the client allows; None: those of the run.
+    max_tokens: int | None = None
     # Texts at which the turn is cut.
     stop: list[str] = field(default_factory=list)
     # Arguments of the chat template, such as enable_thinking.
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     # False: no text of the turn is a tool call.
-    calls: bool = True
+    may_call: bool = True
     stream: bool = False
     # Bytes of the request, and of earlier ones in its conversation.
     size: int = 0
     # Keys of the request that change the form of the answer alone.
     form: dict[str, Any] = field(default_factory=dict)
-    # Id of the turn whose conversation the messages go on; empty if they are all.
+    # Id of the turn whose conversation the messages continue; empty if they are the whole conversation.
     continues: str = ""
     # Names of parameters that were not honoured, as `overridden/temperature`.
     counted: list[str] = field(default_factory=list)
@@ -75,7 +77,8 @@ class Parameters:
         if value is None:
             return otherwise
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            names = " or ".join(each.__name__ for each in (kind if isinstance(kind, tuple) else (kind,)))
+            kinds = kind if isinstance(kind, tuple) else (kind,)
+            names = " or ".join(allowed.__name__ for allowed in kinds)
             raise RefusedError(f"{key} must be of type {names}, not {type(value).__name__}")
         return value
 
@@ -91,11 +94,11 @@ class Parameters:
 
     def override(self) -> None:
         """Count the parameters of sampling, which the run decides."""
-        self._count("overridden", SAMPLING)
+        self._count_keys("overridden", SAMPLING)
 
     def leave_unenforced(self, keys: Collection[str]) -> None:
         """Count parameters that only constrained decoding could enforce: it samples from another distribution."""
-        self._count("unenforced", keys)
+        self._count_keys("unenforced", keys)
 
     def refuse(self, reasons: Mapping[str, str]) -> None:
         """Raise RefusedError if a key of `reasons` is set."""
@@ -103,12 +106,12 @@ class Parameters:
             if self.body.pop(key, None):
                 raise RefusedError(f"{key}: {reason}")
 
-    def rest(self) -> list[str]:
-        """Count the keys that nothing has read; return the names of all that were not honoured."""
-        self._count("ignored", [key for key in self.body if key.isidentifier() and len(key) <= 40])
+    def count_rest(self) -> list[str]:
+        """Count the keys that nothing has read; return the names of all keys that were not honoured."""
+        self._count_keys("ignored", [key for key in self.body if key.isidentifier() and len(key) <= 40])
         return self.counted
 
-    def _count(self, how: str, keys: Collection[str]) -> None:
+    def _count_keys(self, how: str, keys: Collection[str]) -> None:
         self.counted += [f"{how}/{key}" for key in keys if self.body.pop(key, None) is not None]
 
 
@@ -140,28 +143,28 @@ def function_schema(function: Any) -> Schema:
     """
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RefusedError("tools: each must be a function with a name")
-    given = function.get("parameters")
-    parameters = dict(given) if isinstance(given, dict) else {}
+    parameters = function.get("parameters")
+    parameters = dict(parameters) if isinstance(parameters, dict) else {}
     if not isinstance(parameters.get("properties"), dict):
         parameters["properties"] = {}
-    own = {
+    schema = {
         "name": function["name"],
         "description": str(function.get("description") or ""),
         "parameters": {"type": "object", **parameters},
     }
-    return {"type": "function", "function": own}
+    return {"type": "function", "function": schema}
 
 
-def called(name: Any, arguments: Any, number: Any) -> dict[str, Any]:
+def read_call(name: Any, arguments: Any, call_id: Any) -> dict[str, Any]:
     """Return a tool call of an earlier turn as templates take it. arguments: JSON text, or an object."""
     if isinstance(arguments, str):
-        # Text that is no JSON stays: the template shows it as it is.
+        # Text that is no JSON stays text: the template writes it as it is.
         with suppress(ValueError, RecursionError):
             arguments = json.loads(arguments or "{}")
-    return {"id": str(number or ""), "type": "function", "function": {"name": str(name), "arguments": arguments}}
+    return {"id": str(call_id or ""), "type": "function", "function": {"name": str(name), "arguments": arguments}}
 
 
-def checked_messages(messages: list[Message]) -> list[Message]:
+def check_messages(messages: list[Message]) -> list[Message]:
     """Return messages that a turn can follow. Raises RefusedError."""
     if not messages:
         raise RefusedError("messages: there are none")

@@ -5,6 +5,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 from typing import Any, Literal
 
 from rlctl.data.chat import Chat
@@ -29,15 +30,15 @@ class NumberedCall:
 class ClientTurn:
     """One sampled turn, up to the text at which the client cut it."""
 
-    asked: ClientRequest
+    request: ClientRequest
     # Number of the request in its session.
     number: int
     id: str
     prompt_length: int
-    # Sampled tokens that are left, and the log-prob of each.
+    # Sampled tokens up to the cut, and the log-prob of each.
     tokens: list[int]
     log_probs: list[float]
-    # Text of the tokens without the one that ended the turn.
+    # Text of the tokens without the token that ended the turn.
     text: str
     # Thinking, and the text outside of thinking and calls.
     reasoning: str
@@ -45,8 +46,8 @@ class ClientTurn:
     calls: list[NumberedCall]
     malformed: int
     finish: FinishReason
-    # Text at which the turn was cut; empty if it was not.
-    cut_at: str
+    # Stop at which the turn was cut; empty if it was not cut.
+    stop: str
     chat: Chat
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -56,7 +57,7 @@ class ClientTurn:
 
 
 def read_turn(
-    asked: ClientRequest,
+    request: ClientRequest,
     number: int,
     session: str,
     prompt_length: int,
@@ -68,21 +69,29 @@ def read_turn(
     tokens = sampled.tokens
     log_probs = sampled.log_probs
     finish = sampled.finish
-    text, cut_at = chat.turn_text(tokens), ""
-    if (at := find_cut(chat, tokens, text, asked.stop)) is not None:
-        length, cut_at = at
-        tokens, log_probs, finish = tokens[:length], log_probs[:length], "stop"
+    text = chat.turn_text(tokens)
+    visible_text = text
+    stop = ""
+    cut = find_cut(chat, tokens, text, request.stop)
+    if cut is not None:
+        length, stop = cut
+        tokens = tokens[:length]
+        log_probs = log_probs[:length]
+        finish = "stop"
         text = chat.decode(tokens)
-    shown = text[: text.index(cut_at)] if cut_at else text
-    turn = split_turn(shown, tool_format if asked.calls and asked.tools else None, asked.tools)
-    formed = [each for each in turn.calls if isinstance(each, ToolCall)]
+        visible_text = text[: text.index(stop)]
+    turn = split_turn(visible_text, tool_format if request.may_call and request.tools else None, request.tools)
+    formed = [call for call in turn.calls if isinstance(call, ToolCall)]
     malformed = len(turn.calls) - len(formed)
-    # One call that cannot be read makes text of the whole turn: the agent sees it as it was said.
-    called = [] if malformed else formed
-    # Nine letters and digits: Mistral's template takes no other ids.
-    calls = [NumberedCall(f"c{number:05d}{index:03d}", each.name, each.arguments) for index, each in enumerate(called)]
+    calls: list[NumberedCall] = []
+    # One call that cannot be read makes text of the whole turn: the agent sees the turn as it was sampled.
+    if not malformed:
+        for index, call in enumerate(formed):
+            # Nine letters and digits: Mistral's template takes no other ids.
+            call_id = f"c{number:05d}{index:03d}"
+            calls.append(NumberedCall(call_id, call.name, call.arguments))
     return ClientTurn(
-        asked=asked,
+        request=request,
         number=number,
         id=f"{session}-{number}",
         prompt_length=prompt_length,
@@ -90,24 +99,27 @@ def read_turn(
         log_probs=log_probs,
         text=text,
         reasoning=turn.reasoning,
-        content=turn.said if malformed else turn.content,
+        content=turn.visible_text if malformed else turn.content,
         calls=calls,
         malformed=malformed,
         finish="tool_calls" if calls else "length" if finish == "length" else "stop",
-        cut_at=cut_at,
+        stop=stop,
         chat=chat,
     )
 
 
 def find_cut(chat: Chat, tokens: Sequence[int], text: str, stops: Sequence[str]) -> tuple[int, str] | None:
-    """Return the length of the shortest prefix of `tokens` with a stop in its text, and this stop; None without one."""
-    found = [stop for stop in stops if stop in text]
-    if not found:
-        return None
+    """Return the length of the shortest prefix of `tokens` with a stop in its text, and the stop; None without one."""
 
-    def has(stop: str, end: int) -> bool:
+    def has_stop(stop: str, end: int) -> bool:
         return stop in chat.decode(tokens[: end + 1])
 
-    lengths = {stop: bisect_left(range(len(tokens)), True, key=partial(has, stop)) + 1 for stop in found}
-    stop = min(found, key=lambda each: (lengths[each], text.index(each)))
-    return min(lengths[stop], len(tokens)), stop
+    cuts = []
+    for stop in stops:
+        if stop in text:
+            length = bisect_left(range(len(tokens)), True, key=partial(has_stop, stop)) + 1
+            cuts.append((length, text.index(stop), stop))
+    if not cuts:
+        return None
+    length, _, stop = min(cuts, key=itemgetter(0, 1))
+    return min(length, len(tokens)), stop

@@ -1,7 +1,7 @@
 """HTTP server of a process's agents: `/sessions/ID/v1/...`, on its own thread.
 
 A session is named in the path and guarded by its secret, so that every SDK, command line and subprocess reaches its own
-alone. The server answers wrong keys, wrong paths and bodies that are too large, and tells each cause once.
+session alone. The server refuses wrong keys, wrong paths and bodies that are too large, and prints each cause once.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ from rlctl.utils.ports import reached_at
 
 # Bytes of a request.
 MAX_BODY = 64 << 20
-# Seconds that an idle connection is kept: longer than the SDKs keep theirs.
+# Seconds that an idle connection stays open: longer than the SDKs' own limits.
 _IDLE_S = 75.0
 # Rounds of the event loop until the lost connection of a retry's first attempt is known.
 _RETRY_ROUNDS = 4
@@ -45,7 +45,9 @@ APIS: dict[str, ModuleType] = {
     "/responses": responses,
 }
 # A stream begins after this many seconds without a turn: errors before that have their own status.
-_STREAM_S, _COMMENT_S = 3.0, 10.0
+_STREAM_S = 3.0
+# Seconds between two comments in a stream without a turn.
+_COMMENT_S = 10.0
 
 
 class Endpoint:
@@ -75,7 +77,7 @@ class Endpoint:
 
     @property
     def listens(self) -> bool:
-        """True unless code of the process closed the listener, whose descriptor may be another file's since."""
+        """True unless code of the process closed the listener, whose descriptor another file may have since."""
         try:
             if os.fstat(self._listener.fileno()).st_ino != self._inode:
                 return False
@@ -96,7 +98,7 @@ class Endpoint:
         asyncio.set_event_loop(self.loop)
         try:
             self.loop.run_until_complete(self._listen())
-        except BaseException as error:  # the thread that made it raises this
+        except BaseException as error:  # the thread that made the endpoint raises it
             self._error = error
             return
         finally:
@@ -122,16 +124,17 @@ class Endpoint:
             if request.method == "GET" and path == "/models":
                 return web.json_response(_models())
             if request.method != "POST" or path not in (*APIS, "/reward", "/messages/count_tokens"):
-                has = ", ".join(("/models", *APIS))
-                raise RefusedError(f"{request.method} {path or '/'}: no such route; there are {has}", 404, "not_found")
-            body = await self._body(request)
+                routes = ", ".join(("/models", *APIS))
+                problem = f"{request.method} {path or '/'}: no such route; there are {routes}"
+                raise RefusedError(problem, 404, "not_found")
+            body = await self._read_body(request)
             if path == "/reward":
-                session.value(_reward(_json_object(body)))
+                session.take_reward(_read_reward(_read_object(body)))
                 return web.json_response({"taken": True})
             read = partial(self._read_request, api, body)
             if path.endswith("/count_tokens"):
-                asked = await session.read(read, len(body))
-                return web.json_response({"input_tokens": await session.count_tokens(asked)})
+                client_request = await session.read(read, len(body))
+                return web.json_response({"input_tokens": await session.count_tokens(client_request)})
             retries = whole_number(request.headers.get("x-stainless-retry-count", "")) or 0
             for _ in range(_RETRY_ROUNDS if retries else 0):
                 await asyncio.sleep(0)
@@ -143,31 +146,31 @@ class Endpoint:
         except RefusedError as error:
             return web.json_response(api.error(error), status=error.status)
         except ConnectionError:
-            return web.Response()  # nobody reads it
-        except Exception as error:  # our defect: the agent is told, and others go on
-            self._print_refused(request, f"a request that cannot be read: {traceback.format_exc()}")
+            return web.Response()  # nobody reads this response
+        except Exception as error:  # our defect: the agent gets an error, and others go on
+            self._print_refusal(request, f"a request that cannot be read: {traceback.format_exc()}")
             refused = RefusedError(f"the request cannot be read: {type(error).__name__}")
             return web.json_response(api.error(refused), status=refused.status)
 
     def _find_session(self, request: web.BaseRequest) -> tuple[AgentSession, str]:
         """Return the session of a request, and the path below it. Raises RefusedError."""
-        found = _PATH.fullmatch(request.path)
-        session = self._sessions.get(found["id"]) if found else None
-        if found is None:
-            self._print_refused(request, "a path outside of any session")
+        path = _PATH.fullmatch(request.path)
+        if path is None:
+            self._print_refusal(request, "a path outside of any session")
             raise RefusedError("paths begin with /sessions/ID/v1", 404, "not_found")
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ") or request.headers.get("x-api-key", "")
+        session = self._sessions.get(path["id"])
         if session is None:
             raise RefusedError("there is no such session: it has ended, or never was", 404, "session_ended")
-        head = request.method == "HEAD" and not given
-        if not head and not hmac.compare_digest(given.encode(), session.secret.encode()):
-            self._print_refused(request, "a session without its key")
-            raise RefusedError("the key is not that of the session", 401, "authentication_error")
-        if not head:
+        key = request.headers.get("Authorization", "").removeprefix("Bearer ") or request.headers.get("x-api-key", "")
+        # Clients try the address by a HEAD without a key.
+        if key or request.method != "HEAD":
+            if not hmac.compare_digest(key.encode(), session.secret.encode()):
+                self._print_refusal(request, "a session without its key")
+                raise RefusedError("the key is not that of the session", 401, "authentication_error")
             session.was_reached = True
-        return session, found["rest"] or ""
+        return session, path["rest"] or ""
 
-    async def _body(self, request: web.BaseRequest) -> bytes:
+    async def _read_body(self, request: web.BaseRequest) -> bytes:
         body = bytearray()
         if request.headers.get("Expect", "").lower() == "100-continue":
             await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -182,40 +185,41 @@ class Endpoint:
                     return bytes(body)
         except web.RequestPayloadError as error:
             raise RefusedError(f"the body cannot be read: {type(error).__name__}") from error
-        large = f"a body of more than {MAX_BODY:,} bytes"
-        self._print_refused(request, large)
-        raise RefusedError(f"the request has {large}", 413, "request_too_large")
+        problem = f"a body of more than {MAX_BODY:,} bytes"
+        self._print_refusal(request, problem)
+        raise RefusedError(f"the request has {problem}", 413, "request_too_large")
 
     @staticmethod
     def _read_request(api: ModuleType, body: bytes) -> ClientRequest:
-        asked: ClientRequest = api.read(_json_object(body))
-        return replace(asked, size=len(body))
+        client_request: ClientRequest = api.read(_read_object(body))
+        return replace(client_request, size=len(body))
 
     async def _deliver_turn(
         self, request: web.BaseRequest, session: AgentSession, api: ModuleType, flight: Flight
     ) -> web.StreamResponse:
-        """Answer with a turn once it is there."""
+        """Answer a request with a turn once the turn is sampled."""
         gone = _connection(request).gone
         waiting: list[asyncio.Future[Any]] = [flight.work, gone]
         flight.wait(gone)
         try:
             await asyncio.wait([flight.stream, *waiting], return_when=asyncio.FIRST_COMPLETED)
             if flight.stream.done() and flight.stream.result():
-                return await self._stream(request, session, api, flight)
+                return await self._stream_turn(request, session, api, flight)
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             if not flight.work.done():
                 raise ConnectionResetError
-            said = flight.work.result()
-            with session.guarded():
-                answer = web.json_response(api.write(said))
-            return await _sent(request, session, said, answer)
+            turn = flight.work.result()
+            with session.refuse_on_defect():
+                response = web.json_response(api.write(turn))
+            return await _send_turn(request, session, turn, response)
         finally:
             flight.leave(gone, gone.done() or request.transport is None or request.transport.is_closing())
 
-    async def _stream(
+    async def _stream_turn(
         self, request: web.BaseRequest, session: AgentSession, api: ModuleType, flight: Flight
     ) -> web.StreamResponse:
-        waiting: list[asyncio.Future[Any]] = [flight.work, _connection(request).gone]
+        gone = _connection(request).gone
+        waiting: list[asyncio.Future[Any]] = [flight.work, gone]
         await asyncio.wait(waiting, timeout=_STREAM_S, return_when=asyncio.FIRST_COMPLETED)
         if flight.work.done() and (error := flight.work.exception()) is not None:
             raise error
@@ -225,24 +229,23 @@ class Endpoint:
             while not flight.work.done():
                 await response.write(api.waiting())
                 await asyncio.wait(waiting, timeout=_COMMENT_S, return_when=asyncio.FIRST_COMPLETED)
-                if waiting[1].done():
+                if gone.done():
                     raise ConnectionResetError
-            said = flight.work.result()
-            with session.guarded():
-                events = b"".join(api.stream(said))
+            turn = flight.work.result()
+            with session.refuse_on_defect():
+                events = b"".join(api.stream(turn))
         except RefusedError as refused:
             await response.write(api.stream_error(refused))
             await response.write_eof()
             return response
-        return await _sent(request, session, said, response, events)
+        return await _send_turn(request, session, turn, response, events)
 
-    def _print_refused(self, request: web.BaseRequest, what: str) -> None:
-        """Print a refused request, once each cause."""
-        self._refusals.tell(_connection(request).peer, what)
+    def _print_refusal(self, request: web.BaseRequest, cause: str) -> None:
+        self._refusals.print_once(_connection(request).peer, cause)
 
 
 class Connection(web.RequestHandler):
-    """One connection. gone: done once it is lost."""
+    """One connection. gone: done once the connection is lost."""
 
     def __init__(self, http: web.Server, logger: logging.Logger) -> None:
         loop = asyncio.get_running_loop()
@@ -261,37 +264,40 @@ class Connection(web.RequestHandler):
 
 
 class RefusalLog(logging.Handler):
-    """Printer of refused requests and of the HTTP library's errors, once each cause."""
+    """Printer of refused requests and of the HTTP library's errors. Each cause is printed once."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
-        self._told: set[str] = set()
-        # Errors of the HTTP library: each has a traceback otherwise.
+        self._printed: set[str] = set()
+        # Takes the errors of the HTTP library, which would print a traceback for each.
         self.logger = logging.Logger("rlctl.agents", logging.ERROR)
         self.logger.addHandler(self)
 
-    def tell(self, peer: str, what: str) -> None:
-        """Print a refused request, unless one of this cause was printed."""
-        if what not in self._told:
-            self._told.add(what)
-            print(f"agents' endpoint: {peer} asked for {what}, and was refused", file=sys.stderr, flush=True)
+    def print_once(self, peer: str, cause: str) -> None:
+        """Print a refused request, unless a request was printed for this cause."""
+        if cause not in self._printed:
+            self._printed.add(cause)
+            print(f"agents' endpoint: {peer} asked for {cause}, and was refused", file=sys.stderr, flush=True)
 
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
-        self.tell("a client", f"{record.msg} ({type(error).__name__})")
+        self.print_once("a client", f"{record.msg} ({type(error).__name__})")
 
 
-async def _sent(
-    request: web.BaseRequest, session: AgentSession, said: ClientTurn, response: web.StreamResponse, rest: bytes = b""
+async def _send_turn(
+    request: web.BaseRequest, session: AgentSession, turn: ClientTurn, response: web.StreamResponse, events: bytes = b""
 ) -> web.StreamResponse:
-    """Send a turn. It is a part of the rollout from now on, if its client is still there."""
+    """Send a turn, a part of the rollout from now on. Raises ConnectionResetError if its client is gone.
+
+    events: those of a stream; empty for a whole response.
+    """
     transport = request.transport
     if transport is None or transport.is_closing():
         raise ConnectionResetError
-    # Before the last byte: the agent may end as soon as it has it.
-    session.deliver(said)
-    if rest:
-        await response.write(rest)
+    # Before the last byte: the agent may end as soon as it has that byte.
+    session.deliver(turn)
+    if events:
+        await response.write(events)
     else:
         await response.prepare(request)
     await response.write_eof()
@@ -302,17 +308,17 @@ def _connection(request: web.BaseRequest) -> Connection:
     return cast(Connection, request.protocol)
 
 
-def _json_object(body: bytes) -> dict[str, Any]:
+def _read_object(body: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(body)
+        parsed = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise RefusedError(f"the body is no JSON: {type(error).__name__}") from None
-    if not isinstance(found, dict):
+    if not isinstance(parsed, dict):
         raise RefusedError("the body must be a JSON object")
-    return found
+    return parsed
 
 
-def _reward(body: dict[str, Any]) -> Any:
+def _read_reward(body: dict[str, Any]) -> Any:
     return body["reward"] if set(body) == {"reward"} else body
 
 
@@ -321,6 +327,6 @@ def _models() -> dict[str, Any]:
 
 
 def _raise_file_limit() -> None:
-    """Let this process open as many files as it may: many agents have several connections each."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    """Raise this process's limit of open files as far as it may: each of many agents has several connections."""
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))

@@ -3,7 +3,7 @@
     request: system, user, assistant', tool      assistant' means the same as turn 0
           -> after turn 0: the tokens of its path, and those of the tool's message
 
-Messages are compared by meaning (`message_key`): clients drop thinking, serialise arguments again, and move marks of
+Messages are compared by meaning (`message_key`): clients drop thinking, serialise arguments anew, and move marks of
 caches. A conversation without a known turn begins a new path.
 """
 
@@ -29,8 +29,10 @@ _COMPARED = 16
 _TOOL_SETS = 64
 # Characters of new messages, as JSON: they reach the driver in one reply of the process.
 MAX_NEW = 2 << 20
-# smolagents' words before the calls of a turn, and the most characters of calls to read.
-_CALLING, _LONGEST_CALLS = "Calling tools:\n", 1 << 15
+# Words of smolagents before the calls of a turn.
+_CALLING = "Calling tools:\n"
+# Most characters of such calls that are read.
+_LONGEST_CALLS = 1 << 15
 
 
 def message_key(message: Message) -> str:
@@ -41,38 +43,43 @@ def message_key(message: Message) -> str:
     """
     content = message["content"]
     if message["role"] == "assistant":
-        functions = [each["function"] for each in message.get("tool_calls", ())]
-        text, written = _written_calls(content) if _CALLING in content else (content, [])
-        content = [text.strip(), [[each["name"], each["arguments"]] for each in functions] + written]
+        functions = [call["function"] for call in message.get("tool_calls", ())]
+        calls = [[function["name"], function["arguments"]] for function in functions]
+        text, written_calls = _read_written_calls(content) if _CALLING in content else (content, [])
+        content = [text.strip(), calls + written_calls]
     return json.dumps([message["role"], content], sort_keys=True, default=str)
 
 
 @lru_cache(maxsize=512)
-def _written_calls(content: str) -> tuple[str, list[list[Any]]]:
+def _read_written_calls(content: str) -> tuple[str, list[list[Any]]]:
     """Return a turn's text and the calls that smolagents wrote behind it.
 
-    Its code agents write the code of the text once more, as a call: that is none.
+    Its code agents write the code of the text once more, as a call: that is no call.
     """
     text, _, written = content.rpartition(_CALLING)
     try:
         if len(written) > _LONGEST_CALLS:
             raise ValueError("too long")
-        functions = [each["function"] for each in ast.literal_eval(written)]
-        calls = [[str(each["name"]), each["arguments"]] for each in functions]
+        functions = [call["function"] for call in ast.literal_eval(written)]
+        calls = [[str(function["name"]), function["arguments"]] for function in functions]
         json.dumps(calls, sort_keys=True)
     except (ValueError, SyntaxError, TypeError, KeyError, RecursionError, MemoryError):
         return content, []
-    return text, [[name, given] for name, given in calls if not (isinstance(given, str) and _has_lines(text, given))]
+    new_calls = []
+    for name, arguments in calls:
+        if not (isinstance(arguments, str) and _has_lines(text, arguments)):
+            new_calls.append([name, arguments])
+    return text, new_calls
 
 
 def _has_lines(text: str, code: str) -> bool:
     return all(line.strip() in text for line in code.splitlines())
 
 
-def said_message(said: ClientTurn, content: str | None = None) -> Message:
+def turn_message(turn: ClientTurn, content: str | None = None) -> Message:
     """Return the message that a client sends back for a turn."""
-    calls = [{"function": {"name": each.name, "arguments": each.arguments}} for each in said.calls]
-    return {"role": "assistant", "content": said.content if content is None else content, "tool_calls": calls}
+    calls = [{"function": {"name": call.name, "arguments": call.arguments}} for call in turn.calls]
+    return {"role": "assistant", "content": turn.content if content is None else content, "tool_calls": calls}
 
 
 @dataclass(frozen=True)
@@ -80,10 +87,11 @@ class KnownTurn:
     """One sampled turn and its conversation."""
 
     number: int
-    # All messages up to the turn, which is the last one, as the template is given them.
+    # All messages up to the turn, which is the last one, as the template gets them.
     messages: list[Message]
-    # Tokens of its path, and of the turn itself.
+    # Number of tokens of its path, the turn included.
     length: int
+    # Tokens of the turn.
     tokens: list[int]
 
 
@@ -96,10 +104,11 @@ class PlacedRequest:
     # Tokens that follow the turn's, and the length of the whole prompt.
     tokens: list[int]
     length: int
-    # Tools, and all messages as the template is given them, and the number of new ones.
     tools: list[Schema]
+    # All messages, as the template gets them.
     messages: list[Message]
-    fresh: int
+    # Number of messages, at the end, that no earlier request had.
+    new_count: int
     # Chained hash of the messages.
     chain: bytes
     # Reason why no row goes on although the session has turns; empty if it goes on.
@@ -120,16 +129,17 @@ class ToolSets:
 
     def __init__(self) -> None:
         self.unwritten = UnwrittenMessages()
-        self._known: dict[str, tuple[str, list[Schema]]] = {}
+        self._sets: dict[str, tuple[str, list[Schema]]] = {}
 
-    def one(self, tools: list[Schema]) -> tuple[str, list[Schema]]:
-        """Return the key of a set (equal in meaning, equal key), and the first object that was equal to it."""
-        raw = json.dumps(tools)
-        if (known := self._known.get(raw)) is None:
-            known = json.dumps(tools, sort_keys=True), tools
-            if len(self._known) < _TOOL_SETS:
-                self._known[raw] = known
-        return known
+    def share_set(self, tools: list[Schema]) -> tuple[str, list[Schema]]:
+        """Return the key of a set, shared by sets of one meaning, and the first object that was equal to the set."""
+        text = json.dumps(tools)
+        if text in self._sets:
+            return self._sets[text]
+        keyed_set = (json.dumps(tools, sort_keys=True), tools)
+        if len(self._sets) < _TOOL_SETS:
+            self._sets[text] = keyed_set
+        return keyed_set
 
 
 class SessionHistory:
@@ -141,44 +151,48 @@ class SessionHistory:
         self._turns: dict[bytes, KnownTurn] = {}
         # `PlacedRequest.keys` of earlier requests.
         self._requests: list[list[str]] = []
-        # Keys and messages, each once: each request brings them again.
+        # One object for each key and message, since each request brings them again.
         self._keys: dict[str, str] = {}
         self._messages: dict[str, Message] = {}
 
-    def place(self, asked: ClientRequest) -> PlacedRequest:
+    def place(self, request: ClientRequest) -> PlacedRequest:
         """Find the turn that a request continues, and render the messages behind it.
 
         Raises RefusedError for messages that the template refuses.
         """
-        key, tools = self._tools.one(asked.tools)
-        unknown = self.chat.unknown_kwargs(asked.template_kwargs)
-        arguments = {name: value for name, value in asked.template_kwargs.items() if name not in unknown}
+        key, tools = self._tools.share_set(request.tools)
+        unknown = self.chat.unknown_kwargs(request.template_kwargs)
+        arguments = {name: value for name, value in request.template_kwargs.items() if name not in unknown}
         chat = self.chat.with_kwargs(arguments)
-        key += json.dumps(arguments, sort_keys=True) if arguments else ""
-        keys = [key, *map(message_key, asked.messages)]
+        if arguments:
+            key += json.dumps(arguments, sort_keys=True)
+        keys = [key, *map(message_key, request.messages)]
         keys = [self._keys.get(key, key) for key in keys]
         chains = [b""]
         for key in keys:
-            chains.append(_chained(chains[-1], key))
-        # chains[k + 1] is that of the tools and the first k messages.
-        matched = next((k for k in range(len(asked.messages), 0, -1) if chains[k + 1] in self._turns), 0)
+            chains.append(_chain_hash(chains[-1], key))
+        # chains[count + 1] is the hash of the tools and the first `count` messages.
+        matched = len(request.messages)
+        while matched and chains[matched + 1] not in self._turns:
+            matched -= 1
         turn = self._turns[chains[matched + 1]] if matched else None
-        added = asked.messages[matched:]
-        if (length := sum(map(len, keys[matched + 1 if turn else 0 :]))) > MAX_NEW:
+        added = request.messages[matched:]
+        new_keys = keys[matched + 1 :] if turn else keys
+        if (length := sum(map(len, new_keys))) > MAX_NEW:
             raise RefusedError(f"the new messages have {length:,} characters as JSON, and at most {MAX_NEW:,} are read")
-        tokens = self._following(chat, turn, added, tools) if turn else self._opening(chat, added, tools)
+        tokens = self._following_tokens(chat, turn, added, tools) if turn else self._opening_tokens(chat, added, tools)
         common, nearest = self._nearest_request(keys)
         rewritten = ""
-        if self._turns and (turn is None or any(each["role"] == "assistant" for each in added)):
-            rewritten = _difference(keys, nearest, common)
-        fresh = len(added) if turn else max(1, len(keys) - max(common, 1))
+        if self._turns and (turn is None or any(message["role"] == "assistant" for message in added)):
+            rewritten = _describe_difference(keys, nearest, common)
+        new_count = len(added) if turn else max(1, len(keys) - max(common, 1))
         return PlacedRequest(
             after=turn.number if turn else None,
             tokens=tokens,
             length=len(tokens) + (turn.length if turn else 0),
             tools=tools,
-            messages=[*(turn.messages if turn else ()), *added],
-            fresh=min(fresh, len(asked.messages)),
+            messages=turn.messages + added if turn else added,
+            new_count=min(new_count, len(request.messages)),
             chain=chains[-1],
             rewritten=rewritten,
             spelled=self.chat.find_spelled(added, () if turn else tools),
@@ -187,45 +201,51 @@ class SessionHistory:
         )
 
     def note(self, place: PlacedRequest) -> None:
-        """Remember a request, to tell later how another one differs from it."""
+        """Remember a request, to describe later how another request differs from it."""
         self._keys.update(zip(place.keys, place.keys))
         self._requests = self._requests[1 - _COMPARED :]
         self._requests.append(place.keys)
 
-    def shared(self, asked: ClientRequest, place: PlacedRequest) -> ClientRequest:
-        """Return a request with the objects of earlier ones in place of equal messages and tools."""
-        known = [self._messages.setdefault(key, message) for key, message in zip(place.keys[1:], asked.messages)]
-        messages = [a if a == b else b for a, b in zip(known, asked.messages)]
-        return replace(asked, messages=messages, tools=place.tools)
+    def share_objects(self, request: ClientRequest, place: PlacedRequest) -> ClientRequest:
+        """Return a request with the objects of earlier requests in place of equal messages and tools."""
+        messages = []
+        for key, message in zip(place.keys[1:], request.messages):
+            first_message = self._messages.setdefault(key, message)
+            messages.append(first_message if first_message == message else message)
+        return replace(request, messages=messages, tools=place.tools)
 
-    def add(self, placement: PlacedRequest, said: ClientTurn) -> None:
+    def add(self, place: PlacedRequest, turn: ClientTurn) -> None:
         """Add a turn that was sampled at a place."""
-        message = {"role": "assistant", "content": said.text}
-        length = placement.length + len(said.tokens)
-        known = KnownTurn(said.number, [*placement.messages, message], length, said.tokens)
-        # Some clients put back the text at which they have turns cut, also where this turn was not.
-        for content in {said.content, *(said.content + stop for stop in said.asked.stop)}:
-            self._turns[_chained(placement.chain, message_key(said_message(said, content)))] = known
+        known_turn = KnownTurn(
+            number=turn.number,
+            messages=[*place.messages, {"role": "assistant", "content": turn.text}],
+            length=place.length + len(turn.tokens),
+            tokens=turn.tokens,
+        )
+        # Some clients put a stop back behind the text, also if the turn was not cut there.
+        for stop in ("", *turn.request.stop):
+            message = turn_message(turn, turn.content + stop)
+            self._turns[_chain_hash(place.chain, message_key(message))] = known_turn
 
-    def _opening(self, chat: Chat, messages: list[Message], tools: list[Schema]) -> list[int]:
-        return self._rendered(lambda given: chat.prompt(given, tools).tokens, messages)
+    def _opening_tokens(self, chat: Chat, messages: list[Message], tools: list[Schema]) -> list[int]:
+        return self._render(lambda variant: chat.prompt(variant, tools).tokens, messages)
 
-    def _following(self, chat: Chat, turn: KnownTurn, added: list[Message], tools: list[Schema]) -> list[int]:
+    def _following_tokens(self, chat: Chat, turn: KnownTurn, added: list[Message], tools: list[Schema]) -> list[int]:
         """Return the tokens between a turn and the next one."""
         stops = frozenset(chat.ends.stops)
         count = len(turn.messages) - 1
 
-        def render(given: list[Message]) -> list[int]:
-            return chat.link(given[:count], given[count:], tools).tokens_after(turn.tokens, stops)
+        def render(messages: list[Message]) -> list[int]:
+            return chat.link(messages[:count], messages[count:], tools).tokens_after(turn.tokens, stops)
 
         # A second system message may stand before the turn, another behind it.
-        return self._rendered(render, [*turn.messages[:-1], *added])
+        return self._render(render, [*turn.messages[:-1], *added])
 
-    def _rendered(self, render: Any, messages: list[Message]) -> list[int]:
+    def _render(self, render: Any, messages: list[Message]) -> list[int]:
         """Return the tokens of messages. A template that takes one system message gets later ones as the user's."""
-        for given in (messages, _without_later_systems(messages)):
+        for variant in (messages, _without_later_systems(messages)):
             try:
-                tokens: list[int] = render(given)
+                tokens: list[int] = render(variant)
                 return tokens
             except DataError as error:
                 reason = str(error)
@@ -234,26 +254,33 @@ class SessionHistory:
         raise RefusedError(shortened(reason))
 
     def _nearest_request(self, keys: list[str]) -> tuple[int, list[str]]:
-        """Return how many first keys an earlier request shares, and that request."""
-        best: tuple[int, list[str]] = 0, []
-        for each in reversed(self._requests):
-            common = next((k for k, (a, b) in enumerate(zip(keys, each)) if a != b), min(len(keys), len(each)))
-            if common > best[0] or not best[1]:
-                best = common, each
-        return best
+        """Return how many first keys the nearest earlier request shares, and that request's keys."""
+        most_common = 0
+        nearest: list[str] = []
+        for request_keys in reversed(self._requests):
+            common = 0
+            for key, request_key in zip(keys, request_keys):
+                if key != request_key:
+                    break
+                common += 1
+            if common > most_common or not nearest:
+                most_common = common
+                nearest = request_keys
+        return most_common, nearest
 
 
-def _chained(before: bytes, key: str) -> bytes:
-    return blake2b(before + key.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+def _chain_hash(chain: bytes, key: str) -> bytes:
+    return blake2b(chain + key.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def _without_later_systems(messages: list[Message]) -> list[Message]:
     return [
-        {**each, "role": "user"} if each["role"] == "system" and index else each for index, each in enumerate(messages)
+        {**message, "role": "user"} if message["role"] == "system" and index else message
+        for index, message in enumerate(messages)
     ]
 
 
-def _difference(keys: list[str], nearest: list[str], common: int) -> str:
+def _describe_difference(keys: list[str], nearest: list[str], common: int) -> str:
     """Return in words where a request leaves the nearest earlier one. keys: tools first, then the messages."""
     if common == 0:
         return "the tools or the arguments of the chat template are others"
@@ -263,10 +290,16 @@ def _difference(keys: list[str], nearest: list[str], common: int) -> str:
     name = f"message {common - 1} ({role})"
     if common >= len(nearest):
         return f"{name} is not the turn that was sampled there" if role == "assistant" else f"{name} is new"
-    before_role, before = json.loads(nearest[common])
-    if role != before_role:
-        return f"{name} is in the place of one of role {before_role}"
+    earlier_role, earlier_content = json.loads(nearest[common])
+    if role != earlier_role:
+        return f"{name} is in the place of one of role {earlier_role}"
     if role == "assistant":
-        parts = [what for what, a, b in zip(("content", "tool_calls"), content, before) if a != b]
+        text, calls = content
+        earlier_text, earlier_calls = earlier_content
+        parts = []
+        if text != earlier_text:
+            parts.append("content")
+        if calls != earlier_calls:
+            parts.append("tool_calls")
         return f"{name} has other {' and '.join(parts)}"
     return f"{name} has another content"

@@ -9,16 +9,16 @@ from rlctl.environments.agents.client_request import (
     ClientRequest,
     Parameters,
     RefusedError,
-    called,
-    checked_messages,
+    check_messages,
     function_schema,
+    read_call,
     text_of,
 )
 from rlctl.environments.agents.client_turn import ClientTurn
 from rlctl.environments.contract import Message
 
 _ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant"}
-_HARMLESS = (
+_IGNORED_PARAMETERS = (
     "include",
     "metadata",
     "store",
@@ -35,75 +35,80 @@ _REFUSED = {
     "conversation": "this endpoint keeps none: send the items, or previous_response_id",
     "prompt": "this endpoint keeps no prompts",
 }
-error, stream_error, waiting = chat_completions.error, chat_completions.stream_error, chat_completions.waiting
+# These are the same in both APIs.
+error = chat_completions.error
+stream_error = chat_completions.stream_error
+waiting = chat_completions.waiting
 
 
 def read(body: dict[str, Any]) -> ClientRequest:
     """Return the turn that a request asks for. Raises RefusedError."""
-    left = Parameters(dict(body))
-    instructions = left.take("instructions", str, "")
-    given = left.take("input", (str, list), [])
-    tools, hosted = _read_tools(left.take("tools", list, []))
-    left.counted += [f"unenforced/tool_{kind}" for kind in hosted]
+    parameters = Parameters(dict(body))
+    instructions = parameters.take("instructions", str, "")
+    sent = parameters.take("input", (str, list), [])
+    tools, hosted = _read_tools(parameters.take("tools", list, []))
+    parameters.counted += [f"unenforced/tool_{kind}" for kind in hosted]
     messages = [{"role": "system", "content": instructions}] if instructions else []
-    messages += [{"role": "user", "content": given}] if isinstance(given, str) else _read_items(given)
-    text = left.body.get("text")
+    messages += [{"role": "user", "content": sent}] if isinstance(sent, str) else _read_items(sent)
+    text = parameters.body.get("text")
     if isinstance(text, dict) and (text.get("format") or {"type": "text"}) == {"type": "text"}:
-        left.ignore(["text"])
-    choice = left.body.get("tool_choice")
+        parameters.ignore(["text"])
+    choice = parameters.body.get("tool_choice")
     if choice in ("auto", "none"):
-        left.ignore(["tool_choice"])
-    if left.body.get("parallel_tool_calls"):
-        left.ignore(["parallel_tool_calls"])
-    left.override()
-    left.leave_unenforced(("tool_choice", "text", "parallel_tool_calls", "reasoning", "max_tool_calls"))
-    left.refuse(_REFUSED)
-    left.ignore(_HARMLESS)
-    before = left.take("previous_response_id", str, "")
+        parameters.ignore(["tool_choice"])
+    if parameters.body.get("parallel_tool_calls"):
+        parameters.ignore(["parallel_tool_calls"])
+    parameters.override()
+    parameters.leave_unenforced(("tool_choice", "text", "parallel_tool_calls", "reasoning", "max_tool_calls"))
+    parameters.refuse(_REFUSED)
+    parameters.ignore(_IGNORED_PARAMETERS)
+    previous_id = parameters.take("previous_response_id", str, "")
     return ClientRequest(
-        model=left.take("model", str, "policy"),
+        model=parameters.take("model", str, "policy"),
         # A continued response brings no opening: the session puts it before these messages.
-        messages=messages if before else checked_messages(messages),
+        messages=messages if previous_id else check_messages(messages),
         tools=tools,
-        most=left.take("max_output_tokens", int),
-        template_kwargs=left.take_template_kwargs(),
-        calls=choice != "none",
-        stream=bool(left.take("stream", bool, False)),
-        continues=before.removeprefix("resp_"),
-        counted=left.rest(),
+        max_tokens=parameters.take("max_output_tokens", int),
+        template_kwargs=parameters.take_template_kwargs(),
+        may_call=choice != "none",
+        stream=bool(parameters.take("stream", bool, False)),
+        continues=previous_id.removeprefix("resp_"),
+        counted=parameters.count_rest(),
     )
 
 
-def write(said: ClientTurn) -> dict[str, Any]:
+def write(turn: ClientTurn) -> dict[str, Any]:
     """Return the answer of a request that is not streamed."""
-    cut = said.finish == "length"
+    is_cut = turn.finish == "length"
     usage = {
-        "input_tokens": said.prompt_length,
+        "input_tokens": turn.prompt_length,
         "input_tokens_details": {"cached_tokens": 0},
-        "output_tokens": len(said.tokens),
+        "output_tokens": len(turn.tokens),
         "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": said.prompt_length + len(said.tokens),
+        "total_tokens": turn.prompt_length + len(turn.tokens),
     }
     return {
-        **_response_head(said, "incomplete" if cut else "completed"),
-        "output": _items(said),
-        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        **_response_head(turn, "incomplete" if is_cut else "completed"),
+        "output": _output_items(turn),
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
         "usage": usage,
     }
 
 
-def stream(said: ClientTurn) -> Iterator[bytes]:
+def stream(turn: ClientTurn) -> Iterator[bytes]:
     """Yield the server-sent events of a turn: each item is one delta."""
-    whole = write(said)
-    events: list[tuple[str, dict[str, Any]]] = []
-    begun = {**_response_head(said, "in_progress"), "output": [], "usage": None}
-    events += [("response.created", {"response": begun}), ("response.in_progress", {"response": begun})]
-    for index, item in enumerate(whole["output"]):
+    response = write(turn)
+    empty_response = {**_response_head(turn, "in_progress"), "output": [], "usage": None}
+    events: list[tuple[str, dict[str, Any]]] = [
+        ("response.created", {"response": empty_response}),
+        ("response.in_progress", {"response": empty_response}),
+    ]
+    for index, item in enumerate(response["output"]):
         events += _item_events(index, item)
-    events.append((f"response.{whole['status']}", {"response": whole}))
-    for number, (kind, data) in enumerate(events):
-        told = json.dumps({"type": kind, "sequence_number": number, **data})
-        yield f"event: {kind}\ndata: {told}\n\n".encode()
+    events.append((f"response.{response['status']}", {"response": response}))
+    for number, (kind, fields) in enumerate(events):
+        event = json.dumps({"type": kind, "sequence_number": number, **fields})
+        yield f"event: {kind}\ndata: {event}\n\n".encode()
 
 
 def _item_events(index: int, item: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -111,12 +116,12 @@ def _item_events(index: int, item: dict[str, Any]) -> Iterator[tuple[str, dict[s
     place = {"output_index": index, "item_id": item["id"]}
     if item["type"] == "message":
         (part,) = item["content"]
-        at = {**place, "content_index": 0}
+        part_place = {**place, "content_index": 0}
         yield "response.output_item.added", {"output_index": index, "item": {**item, "content": []}}
-        yield "response.content_part.added", {**at, "part": {**part, "text": ""}}
-        yield "response.output_text.delta", {**at, "delta": part["text"], "logprobs": []}
-        yield "response.output_text.done", {**at, "text": part["text"], "logprobs": []}
-        yield "response.content_part.done", {**at, "part": part}
+        yield "response.content_part.added", {**part_place, "part": {**part, "text": ""}}
+        yield "response.output_text.delta", {**part_place, "delta": part["text"], "logprobs": []}
+        yield "response.output_text.done", {**part_place, "text": part["text"], "logprobs": []}
+        yield "response.content_part.done", {**part_place, "part": part}
     elif item["type"] == "function_call":
         yield "response.output_item.added", {"output_index": index, "item": {**item, "arguments": ""}}
         yield "response.function_call_arguments.delta", {**place, "delta": item["arguments"]}
@@ -128,8 +133,8 @@ def _item_events(index: int, item: dict[str, Any]) -> Iterator[tuple[str, dict[s
 
 
 def _read_items(items: list[Any]) -> list[Message]:
-    """Return items in our form: those of one turn of the assistant become one message."""
-    found: list[Message] = []
+    """Return items in our form. The items of one turn of the assistant become one message."""
+    messages: list[Message] = []
     for item in items:
         kind = item.get("type", "message") if isinstance(item, dict) else type(item).__name__
         if kind == "message":
@@ -137,72 +142,89 @@ def _read_items(items: list[Any]) -> list[Message]:
             if role is None:
                 raise RefusedError(f"input: each message has a role of {', '.join(_ROLES)}")
             message: Message = {"role": role, "content": text_of(item.get("content"))}
-            last = found[-1] if found else None
-            if role == "assistant" and last and last["role"] == "assistant":
-                last["content"] += message["content"]
+            last_message = messages[-1] if messages else None
+            if role == "assistant" and last_message and last_message["role"] == "assistant":
+                last_message["content"] += message["content"]
             else:
-                found.append(message)
+                messages.append(message)
         elif kind == "function_call":
-            if not found or found[-1]["role"] != "assistant":
-                found.append({"role": "assistant", "content": ""})
-            call = called(item.get("name"), item.get("arguments"), item.get("call_id"))
-            found[-1].setdefault("tool_calls", []).append(call)
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            call = read_call(item.get("name"), item.get("arguments"), item.get("call_id"))
+            messages[-1].setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
-            number, output = str(item.get("call_id") or ""), text_of(item.get("output"))
-            found.append({"role": "tool", "content": output, "tool_call_id": number})
+            call_id = str(item.get("call_id") or "")
+            messages.append({"role": "tool", "content": text_of(item.get("output")), "tool_call_id": call_id})
         elif kind != "reasoning":
             raise RefusedError(f"input: this policy reads no {kind}")
-    return found
+    return messages
 
 
-def _read_tools(given: list[Any]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the functions, and the kinds of tools that the policy is not shown.
+def _read_tools(tools: list[Any]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the functions, and the kinds of the other tools, which the policy does not see.
 
     Codex brings a web search, namespaces and tools of free text besides its functions, and works without them. Raises
     RefusedError if no tool is a function.
     """
-    kinds = [each.get("type") if isinstance(each, dict) else type(each).__name__ for each in given]
-    others = [
-        kind if isinstance(kind, str) and kind.isidentifier() else "other" for kind in kinds if kind != "function"
-    ]
-    if others and len(others) == len(given):
-        raise RefusedError(f"tools: this policy calls functions, and no {others[0]}")
-    return [function_schema(each) for each, kind in zip(given, kinds) if kind == "function"], others
+    functions: list[Any] = []
+    hosted_kinds: list[str] = []
+    for tool in tools:
+        kind = tool.get("type") if isinstance(tool, dict) else type(tool).__name__
+        if kind == "function":
+            functions.append(tool)
+        else:
+            hosted_kinds.append(kind if isinstance(kind, str) and kind.isidentifier() else "other")
+    if hosted_kinds and not functions:
+        raise RefusedError(f"tools: this policy calls functions, and no {hosted_kinds[0]}")
+    return [function_schema(function) for function in functions], hosted_kinds
 
 
-def _response_head(said: ClientTurn, status: str) -> dict[str, Any]:
-    asked = said.asked
-    tools = [{"type": "function", "strict": False, **each["function"]} for each in asked.tools]
+def _response_head(turn: ClientTurn, status: str) -> dict[str, Any]:
+    request = turn.request
+    tools = [{"type": "function", "strict": False, **tool["function"]} for tool in request.tools]
     return {
-        "id": f"resp_{said.id}",
+        "id": f"resp_{turn.id}",
         "object": "response",
-        "created_at": said.created,
+        "created_at": turn.created,
         "status": status,
-        "model": asked.model,
+        "model": request.model,
         "error": None,
         "incomplete_details": None,
         "instructions": None,
         "metadata": {},
         "parallel_tool_calls": True,
-        "previous_response_id": f"resp_{asked.continues}" if asked.continues else None,
-        "tool_choice": "auto" if asked.calls else "none",
+        "previous_response_id": f"resp_{request.continues}" if request.continues else None,
+        "tool_choice": "auto" if request.may_call else "none",
         "tools": tools,
         "temperature": None,
         "top_p": None,
     }
 
 
-def _items(said: ClientTurn) -> list[dict[str, Any]]:
+def _output_items(turn: ClientTurn) -> list[dict[str, Any]]:
     items: list[dict[str, Any]] = []
-    if said.reasoning:
-        thought = [{"type": "reasoning_text", "text": said.reasoning}]
-        items.append({"type": "reasoning", "id": f"rs_{said.id}", "summary": [], "content": thought})
-    if said.content or not said.calls:
-        text = [{"type": "output_text", "text": said.content, "annotations": [], "logprobs": []}]
-        own = {"type": "message", "id": f"msg_{said.id}", "role": "assistant", "status": "completed"}
-        items.append({**own, "content": text})
-    for each in said.calls:
-        text_of_call = json.dumps(each.arguments, ensure_ascii=False)
-        own = {"type": "function_call", "id": f"fc_{each.id}", "call_id": each.id, "status": "completed"}
-        items.append({**own, "name": each.name, "arguments": text_of_call})
+    if turn.reasoning:
+        content = [{"type": "reasoning_text", "text": turn.reasoning}]
+        items.append({"type": "reasoning", "id": f"rs_{turn.id}", "summary": [], "content": content})
+    if turn.content or not turn.calls:
+        items.append(
+            {
+                "type": "message",
+                "id": f"msg_{turn.id}",
+                "role": "assistant",
+                "status": "completed",
+                "content": [{"type": "output_text", "text": turn.content, "annotations": [], "logprobs": []}],
+            }
+        )
+    for call in turn.calls:
+        items.append(
+            {
+                "type": "function_call",
+                "id": f"fc_{call.id}",
+                "call_id": call.id,
+                "status": "completed",
+                "name": call.name,
+                "arguments": json.dumps(call.arguments, ensure_ascii=False),
+            }
+        )
     return items

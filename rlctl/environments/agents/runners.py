@@ -14,14 +14,15 @@ from typing import Any
 from rlctl.environments import seeding
 from rlctl.environments.agents.agent_episode import AgentLaunch, AgentTask
 from rlctl.environments.coroutine_loop import CoroutineLoop
-from rlctl.environments.episode import attempted
+from rlctl.environments.episode import run_action
 from rlctl.utils.user_code import shortened
 
 Agent = Callable[[AgentTask, str, str], Any]
 # Event loop of all agents that are coroutines.
 _COROUTINES = CoroutineLoop()
-# Seconds that one may wait to begin, before a line says so, once.
-_LATE_S, _LATE_TOLD = 5.0, threading.Event()
+# Seconds that a coroutine may wait to begin, before one line says so.
+_LATE_S = 5.0
+_late_noted = threading.Event()
 
 
 def read_agent(function: Any) -> list[str]:
@@ -37,7 +38,8 @@ def read_agent(function: Any) -> list[str]:
 
 
 def announce(task: AgentTask, base_url: str, api_key: str) -> None:
-    """Write the address and the key into the file that the row names, and wait for ever: a person's client asks."""
+    """Write the address and the key into the file that the row names, and wait for ever: a person's client asks for
+    turns."""
     Path(task.row["file"]).write_text(json.dumps({"base_url": base_url, "api_key": api_key}))
     threading.Event().wait()
 
@@ -45,35 +47,38 @@ def announce(task: AgentTask, base_url: str, api_key: str) -> None:
 def start_function(function: Agent, call: AgentLaunch) -> Callable[[], None]:
     """Call a function in its own thread: one that blocks holds up no other. A coroutine runs on the process's loop.
 
-    Clients of asyncio belong to one loop, and most SDKs keep one a process. Returns the way to stop it: a coroutine is
-    cancelled, a thread can only be cut off from its session.
+    Clients of asyncio belong to one loop, and most SDKs keep one client a process. Returns a function that stops the
+    agent: it cancels a coroutine, and cannot end a thread, which is only cut off from its session.
     """
-    stopped, tasks = threading.Event(), list[asyncio.Task[Any]]()
+    is_stopped = threading.Event()
+    # The coroutine's task, once it has begun.
+    tasks: list[asyncio.Task[Any]] = []
 
-    async def awaited(value: Coroutine[Any, Any, Any], asked: float) -> Any:
-        _note_late(time.monotonic() - asked)
-        tasks.append(asyncio.ensure_future(seeding.using(call.generator, value)))
-        if stopped.is_set():
+    async def await_coroutine(coroutine: Coroutine[Any, Any, Any], start: float) -> Any:
+        _note_late(time.monotonic() - start)
+        tasks.append(asyncio.ensure_future(seeding.await_using(call.generator, coroutine)))
+        if is_stopped.is_set():
             tasks[0].cancel()
         return await tasks[0]
 
-    def played() -> Any:
+    def call_function() -> Any:
         value = function(call.task, call.base_url, call.api_key)
         if not inspect.iscoroutine(value):
             return value
-        return asyncio.run_coroutine_threadsafe(awaited(value, time.monotonic()), _COROUTINES.running).result()
+        waiting = await_coroutine(value, time.monotonic())
+        return asyncio.run_coroutine_threadsafe(waiting, _COROUTINES.running).result()
 
     def run() -> None:
         seeding.use(call.generator)
         name = str(getattr(function, "__name__", "agent"))
-        outcome = attempted(name, played, function, __file__)
+        outcome = run_action(name, call_function, function, __file__)
         with suppress(RuntimeError):  # the process is about to end
-            call.loop.call_soon_threadsafe(call.ended, outcome)
+            call.loop.call_soon_threadsafe(call.on_end, outcome)
 
     def stop() -> None:
-        stopped.set()
-        for each in tasks:
-            _COROUTINES.running.call_soon_threadsafe(each.cancel)
+        is_stopped.set()
+        for task in tasks:
+            _COROUTINES.running.call_soon_threadsafe(task.cancel)
 
     threading.Thread(target=run, name="agent", daemon=True).start()
     return stop
@@ -81,7 +86,9 @@ def start_function(function: Agent, call: AgentLaunch) -> Callable[[], None]:
 
 def _note_late(seconds: float) -> None:
     """Print once that a coroutine waited long for the loop."""
-    if seconds > _LATE_S and not _LATE_TOLD.is_set():
-        _LATE_TOLD.set()
-        what = f"a coroutine began {seconds:.0f} s late: another one blocks the event loop that all of a process share"
-        print(f"agents: {what}; await an async client, or write `def run`", file=sys.stderr, flush=True)
+    if seconds > _LATE_S and not _late_noted.is_set():
+        _late_noted.set()
+        problem = (
+            f"a coroutine began {seconds:.0f} s late: another one blocks the event loop that all of a process share"
+        )
+        print(f"agents: {problem}; await an async client, or write `def run`", file=sys.stderr, flush=True)

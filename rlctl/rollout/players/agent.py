@@ -155,11 +155,11 @@ class AgentCall:
                     self._note_sampled(turn, completion)
                 match message:
                     case AgentEnded():
-                        self._take_turns(message.kept)
+                        self._take_turns(message.delivered)
                         self._take_counts(message)
                         return self._checked_reward(message)
                     case AgentWaits():
-                        self._take_turns(message.kept)
+                        self._take_turns(message.delivered)
                         self._sample_asks(message.asks)
                 self._send_answers()
 
@@ -208,8 +208,8 @@ class AgentCall:
                 self._ready.append(ask.number)
                 continue
             request = replace(episode.request(self._call.turns, tokens), stops=tuple(ask.stops))
-            if ask.most is not None:
-                request = replace(request, max_new_tokens=min(request.max_new_tokens, ask.most))
+            if ask.max_tokens is not None:
+                request = replace(request, max_new_tokens=min(request.max_new_tokens, ask.max_tokens))
             self._call.sample(turn, request)
 
     def _parent(self, ask: AgentAsk) -> int | None:

@@ -10,7 +10,7 @@ from functools import partial
 
 from rlctl.data.chat import Chat
 from rlctl.data.files import DataError
-from rlctl.environments.contract import ContractError, EnvironmentContract, Reward, opening
+from rlctl.environments.contract import ContractError, EnvironmentContract, Reward, opening_messages
 from rlctl.environments.environment_pool import EnvironmentPool
 from rlctl.rollout.players.episode_state import EpisodeLimits, EpisodeState
 from rlctl.rollout.players.episode_tries import EpisodeTries
@@ -61,7 +61,7 @@ class EnvironmentPlayer(Player):
         # A row that names no environment fails in its reset.
         contract = self._contracts[self._pool.key_of(row)]
         try:
-            messages = opening(episode.start.task.messages, observation)
+            messages = opening_messages(episode.start.task.messages, observation)
         except ContractError as error:
             raise DataError(str(error)) from error
         if not messages:

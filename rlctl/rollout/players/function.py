@@ -94,10 +94,10 @@ class FunctionCall:
                     sample.answer = completion
                 match message:
                     case FunctionEnded():
-                        self._take_answers(message.taken)
+                        self._take_answers(message.answers_taken)
                         return self._checked_reward(message.reward)
                     case FunctionWaits():
-                        self._take_answers(message.taken)
+                        self._take_answers(message.answers_taken)
                         self._sample_prompts(message)
                 self._send_answers()
 
@@ -127,7 +127,7 @@ class FunctionCall:
         """Sample after the function's prompts, within the budgets."""
         episode = self._episode
         vocabulary = self._player.vocabulary
-        if message.again:
+        if message.asks_again:
             raise DataError(f"the rollout function sampled again after {episode.ending}: three empty lists had come")
         if any(not tokens or not 0 <= min(tokens) <= max(tokens) < vocabulary for tokens in message.samples):
             raise DataError("the rollout function sampled after ids that are no tokens, or after none")

@@ -8,10 +8,10 @@ import pytest
 
 from rlctl.environments.contract import (
     ContractError,
-    checked_observation,
-    checked_reward,
-    checked_step,
-    opening,
+    check_observation,
+    check_reward,
+    check_step,
+    opening_messages,
     read_contract,
     reset_arguments,
     tool_text,
@@ -211,27 +211,27 @@ def test_a_tool_named_nearly_as_a_reserved_method_is_asked_about() -> None:
 
 def test_the_observation_joins_the_prompt() -> None:
     prompt = [{"role": "system", "content": "s"}, {"role": "user", "content": "Play."}]
-    assert opening(prompt, None) == prompt
-    assert opening(prompt, " Go.") == [prompt[0], {"role": "user", "content": "Play. Go."}]
-    assert opening([], "Go.") == [{"role": "user", "content": "Go."}]
-    assert opening(prompt[:1], [prompt[1]]) == prompt
+    assert opening_messages(prompt, None) == prompt
+    assert opening_messages(prompt, " Go.") == [prompt[0], {"role": "user", "content": "Play. Go."}]
+    assert opening_messages([], "Go.") == [{"role": "user", "content": "Go."}]
+    assert opening_messages(prompt[:1], [prompt[1]]) == prompt
     assert prompt[1]["content"] == "Play."
 
 
 def test_values_are_checked_and_text_blocks_joined() -> None:
     blocks = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert checked_observation(blocks) == tool_text(blocks) == "ab"
-    assert checked_observation([{"role": "user", "content": blocks}]) == [{"role": "user", "content": "ab"}]
-    assert checked_reward(True) == 1.0 and checked_reward(np.float32(0.5)) == 0.5
-    assert checked_reward({"a": 1, "b": np.int64(2)}) == {"a": 1.0, "b": 2.0}
-    assert checked_step(None) is None
+    assert check_observation(blocks) == tool_text(blocks) == "ab"
+    assert check_observation([{"role": "user", "content": blocks}]) == [{"role": "user", "content": "ab"}]
+    assert check_reward(True) == 1.0 and check_reward(np.float32(0.5)) == 0.5
+    assert check_reward({"a": 1, "b": np.int64(2)}) == {"a": 1.0, "b": 2.0}
+    assert check_step(None) is None
     assert tool_text({"a": 1}) == "{'a': 1}" and tool_text([1, 2]) == "[1, 2]" and tool_text(None) == "None"
 
 
 @pytest.mark.parametrize("value", [3, [], ["text"], [{"type": "image", "image": "x"}], [{"role": "user"}], b"text"])
 def test_an_observation_of_another_type_breaks_the_contract(value: object) -> None:
     with pytest.raises(ContractError):
-        checked_observation(value)
+        check_observation(value)
 
 
 @pytest.mark.parametrize(
@@ -240,4 +240,4 @@ def test_an_observation_of_another_type_breaks_the_contract(value: object) -> No
 )
 def test_a_reward_that_is_no_number_breaks_the_contract(value: object) -> None:
     with pytest.raises(ContractError):
-        checked_reward(value)
+        check_reward(value)

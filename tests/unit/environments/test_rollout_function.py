@@ -192,9 +192,9 @@ def test_who_asks_again_after_each_learned_that_a_budget_is_used_up_is_found_out
             await asyncio.gather(policy.sample([1]), policy.sample([2]))
 
     here = Here(function)
-    assert not here.asks().again
-    assert not here.asks(turn(1), None).again
-    assert here.asks(None, None) == FunctionWaits([[1], [2]], 2, again=True)
+    assert not here.asks().asks_again
+    assert not here.asks(turn(1), None).asks_again
+    assert here.asks(None, None) == FunctionWaits([[1], [2]], 2, asks_again=True)
     assert here.act(CloseEpisode()).result(60) is None
 
 

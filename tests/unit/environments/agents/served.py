@@ -92,7 +92,7 @@ class Served:
 
     def _look(self) -> None:
         waits = self.session.take_requests()
-        for number, length in waits.kept:
+        for number, length in waits.delivered:
             assert number not in self.kept
             self.kept[number] = length
         for ask in waits.asks:

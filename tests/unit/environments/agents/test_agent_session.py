@@ -204,7 +204,7 @@ def test_a_cut_connection_leaves_one_turn(serve: Serve, counted: bool) -> None:
     with sent_without_waiting(served, raw):
         pass
     served.answer(0, f"first{END}")
-    until(lambda: any(flight.lost for (flight,) in served.session._flights.values()))
+    until(lambda: any(flight.has_lost for (flight,) in served.session._flights.values()))
     served.settle()
     assert served.kept == {}, "nobody got it"
     headers = {"x-stainless-retry-count": "1"} if counted else {}

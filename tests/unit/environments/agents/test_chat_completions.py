@@ -111,7 +111,7 @@ def test_sampling_belongs_to_the_run_and_is_counted(serve: Serve) -> None:
         user="me",
         extra_body={"novelty": 1, "top_k": 5},
     )
-    assert served.asks[0].most == 7
+    assert served.asks[0].max_tokens == 7
     assert {name for name in served.session.counts if "/" in name} == {
         "overridden/temperature",
         "overridden/seed",
