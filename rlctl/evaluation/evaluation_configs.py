@@ -44,7 +44,8 @@ def config_of(target: Target, seed: int, system: str | None = None) -> tuple[Grp
     if system is not None:
         overrides.append(f"data.system_prompt={json.dumps(system)}")
     try:
-        config = load("grpo", str(file) if is_grpo else None, [], resume=is_grpo, command_overrides=overrides).settled.config
+        recipe = str(file) if is_grpo else None
+        config = load("grpo", recipe, [], resume=is_grpo, command_overrides=overrides).settled.config
     except OtherVersionError as error:
         reason = f"the run is of another version of rlctl ({error.sign}); name its weights alone: {target.model}"
         raise ConfigError([Problem(str(file), "", reason)]) from None

@@ -186,7 +186,7 @@ class ClusterRuntime:
             connection = stack.enter_context(ray_session(session.logs, address="auto"))
             stack.enter_context(watch_node(connection, session.lose, session.give_up))
             placement, reservation = self._reserve(session, resources)
-            self._parts = len(placement.used)
+            self._parts = len(placement.used_nodes)
             stack.callback(reservation.release)
             memory = min((node.memory for node in reservation.nodes if node.memory), default=None)
             try:
@@ -204,11 +204,11 @@ class ClusterRuntime:
         model = Path(session.config.model.path)
         other_nodes = [node for node in leases if not node.is_the_drivers]
         must_share(other_nodes, session.run_dir.path.resolve(), model if model.is_dir() else None)
-        if len(placement.used) > 1:
+        if len(placement.used_nodes) > 1:
             # The driver's own logs are the head's.
             node_names = {**placement.node_by_process, "driver": placement.nodes[0]}
             write_whole(session.logs / NODES, json.dumps(node_names))
-        lease_by_index = dict(zip(placement.used, leases))
+        lease_by_index = dict(zip(placement.used_nodes, leases))
         nodes = [lease_by_index.get(index) for index in range(len(placement.nodes))]
         # Weights in transit are on the node of the processes, which need not be the driver's.
         yield Allocation(placement, nodes, leases[0].folder)
@@ -242,7 +242,7 @@ class ClusterRuntime:
                 placement = place(rooms, resources, _device_of(nodes))
                 shares = [
                     NodeRequest(nodes[index], placement.gpus_on(index), placement.cpus_on(index))
-                    for index in placement.used
+                    for index in placement.used_nodes
                 ]
                 return placement, Reservation(shares, _RESERVE_S)
             except (PlacementError, NoRoom) as error:

@@ -119,7 +119,7 @@ class SamplingParts:
         from rlctl.refit.refit import Refit
 
         placement = allocation.placement
-        nodes = len(placement.used)
+        nodes = len(placement.used_nodes)
         with self.session.starting("refit"):
             parameters = int(trainer.info()["parameters"])
             if nodes > 1 and transport_of(self.settled, placement) != "broadcast":
