@@ -56,7 +56,9 @@ def table() -> str:
 def replace_table() -> None:
     """Replace the table of README.md by today's."""
     before, _, rest = README.read_text().partition(HEAD)
-    after = rest[rest.index("\n\n") + 1 :]
+    rows = rest.splitlines(keepends=True)
+    first_other = next(index for index, row in enumerate(rows) if not row.startswith("|"))
+    after = "".join(rows[first_other:])
     README.write_text(before + table() + after)
 
 

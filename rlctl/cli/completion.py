@@ -63,7 +63,7 @@ def complete_run(ctx: typer.Context, incomplete: str) -> Offers:
 
 @cache
 def _fields_by_key(kind: str | None) -> "dict[str, list[Field[Any]]]":
-    """Return every value's key with its fields in all sections that may have the key. kind: None for both kinds."""
+    """Return every value's key with its fields in the sections that may have it. kind: None for both kinds."""
     from rlctl.config.fields import is_section, schema_keys
     from rlctl.config.schema import KINDS
 

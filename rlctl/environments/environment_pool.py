@@ -170,7 +170,7 @@ class EnvironmentPool:
         engines still sample for the function, so that no deadline runs.
         """
         message = ResumeFunction(list(answers))
-        return self._submit(self._do_action(episode, message, read_function_message, timed=not waits))
+        return self._submit(self._send_action(episode, message, read_function_message, timed=not waits))
 
     def give_chat(self, chat: ChatSpec, tool_format: str | None) -> None:
         """Give the agent the policy's tokenizer and template. Call it before the first process starts."""
@@ -191,7 +191,7 @@ class EnvironmentPool:
     ) -> "Future[AgentMessage | EnvironmentFailure]":
         """Give the agent answers by the numbers of its requests; return its next message. waits: see `resume`."""
         message = ResumeAgent(list(answers))
-        return self._submit(self._do_action(episode, message, read_agent_message, timed=not waits))
+        return self._submit(self._send_action(episode, message, read_agent_message, timed=not waits))
 
     def call(self, episode: Hashable, calls: Sequence[Call]) -> "Future[list[ToolResult] | EnvironmentFailure]":
         """Call tools; one result a call, in order. An exception of a tool is a result, and so is a malformed call."""
@@ -199,7 +199,7 @@ class EnvironmentPool:
 
     def step(self, episode: Hashable, message: str) -> "Future[str | EnvironmentFailure | None]":
         """Send the assistant's message to `step`, and return its answer; None: the episode has ended."""
-        return self._submit(self._do_action(episode, StepEpisode(message), check_step))
+        return self._submit(self._send_action(episode, StepEpisode(message), check_step))
 
     def reward(
         self, episode: Hashable, columns: Mapping[str, Any] | None = None
@@ -208,7 +208,7 @@ class EnvironmentPool:
 
         columns: `prompts`, `completions` and columns of the row, for its contract's `rewards`.
         """
-        return self._submit(self._do_action(episode, RewardEpisode(columns and dict(columns)), check_reward))
+        return self._submit(self._send_action(episode, RewardEpisode(columns and dict(columns)), check_reward))
 
     def close(self, episode: Hashable) -> "Future[EnvironmentFailure | None]":
         """End an episode: its instance's `close` is called, if it has one. Done once nothing of the episode runs.
@@ -284,7 +284,7 @@ class EnvironmentPool:
         elif problems := ready[key].problems:
             failure = EnvironmentFailure("contract", problems[0])
         if failure is None:
-            return await self._do_action(episode, message, check_value)
+            return await self._send_action(episode, message, check_value)
         self._episodes.pop(episode, None)
         process.episodes.discard(placed.number)
         return self._count_failure(key, failure)
@@ -301,7 +301,7 @@ class EnvironmentPool:
         called: ToolsCalled | EnvironmentFailure = ToolsCalled([], [])
         if formed:
             message = CallTools([(call.name, call.arguments) for call in formed])
-            called = await self._do_action(episode, message, read_answers)
+            called = await self._send_action(episode, message, read_answers)
         if isinstance(called, EnvironmentFailure):
             return called
         for failure in called.raised:
@@ -317,7 +317,7 @@ class EnvironmentPool:
                 results.append(ToolResult(call.name, answer.text, answer.failed, answer.cause))
         return results
 
-    async def _do_action(
+    async def _send_action(
         self, episode: Hashable, message: EpisodeMessage, check_value: Callable[[Any], Value], timed: bool = True
     ) -> Value | EnvironmentFailure:
         """Return the checked value of an action, which has a deadline if it is timed. A failure is counted, and ends

@@ -105,7 +105,7 @@ def _find_llama3(text: str, parameters: Parameters) -> list[FoundCall]:
         has_tag = before.rstrip().endswith(_PYTHON_TAG)
         # No other text stands before the brace.
         is_bare = not before.strip(" \t\r\n;")
-        value, end = _read_json(text, start)
+        value, end = _decode_json(text, start)
         if isinstance(value, MalformedCall):
             if has_tag or (is_bare and '"name"' in text[start:]):
                 calls.append(FoundCall(value, start, len(text)))
@@ -139,7 +139,7 @@ def _find_mistral(text: str, parameters: Parameters) -> list[FoundCall]:
         following = _MISTRAL_MARK.search(text, mark.end())
         head = _MISTRAL_HEAD.match(text, mark.end())
         name = head[1].strip() if head else ""
-        value, end = _read_json(text, head.end() if head and name else mark.end())
+        value, end = _decode_json(text, head.end() if head and name else mark.end())
         if isinstance(value, MalformedCall) and not name:
             segment_end = following.start() if following else len(text)
             value, end = _find_list(text, mark.end(), segment_end) or (value, segment_end)
@@ -251,11 +251,11 @@ def _read_json_call(text: str, position: int, key: str) -> tuple[Call, int]:
     """
     while position < len(text) and text[position].isspace():
         position += 1
-    value, end = _read_json(text, position)
+    value, end = _decode_json(text, position)
     return (value if isinstance(value, MalformedCall) else _read_call(value, key)), end
 
 
-def _read_json(text: str, position: int) -> tuple[Any, int]:
+def _decode_json(text: str, position: int) -> tuple[Any, int]:
     """Return the JSON object or list at a position, or a MalformedCall, and the position after it."""
     if not text.startswith(("{", "["), position):  # the decoder would say so too, after counting all lines before
         return MalformedCall("not valid JSON: Expecting value at character 1 of the call"), position

@@ -193,11 +193,11 @@ _ASYNC_ROWS = (
         chart=ReportChart(AGES, "Groups kept on their way", 50)),
     GENERATOR_SEQUENCES, DECODE_STEP,
 )
+MEDIAN_ENGINE_RATE = Metric("engines/rate_median",
+    "of several engines: tokens/s of the median one while it sampled", chart=_ENGINE_RATES)
+SLOWEST_ENGINE_RATE = Metric("engines/rate_slowest", "the same of the slowest engine", chart=_ENGINE_RATES)
 _ENGINE_ROWS = (
-    Metric("engines/rate_median", "of several engines: tokens/s of the median one while it sampled",
-        chart=_ENGINE_RATES),
-    Metric("engines/rate_slowest", "the same of the slowest engine", chart=_ENGINE_RATES),
-    SLOWEST_ENGINE, IDLEST_ENGINE,
+    MEDIAN_ENGINE_RATE, SLOWEST_ENGINE_RATE, SLOWEST_ENGINE, IDLEST_ENGINE,
 )
 METRICS = (
     *rows_where(IN_GRPO, *_LEARNING_ROWS),

@@ -14,7 +14,7 @@ from rlctl.environments.metric_rows import LONGEST_TURN, TURNS
 from rlctl.generation.engine import EngineStats
 from rlctl.grpo.batch import TrainingBatch, is_uniform
 from rlctl.grpo.losses.sections import AGE_SHARE, CLIPPED_HIGH, CLIPPED_LOW, IMPORTANCE, MISMATCH_BY_AGE
-from rlctl.grpo.metric_rows import FIRST_CLIPPED
+from rlctl.grpo.metric_rows import FIRST_CLIPPED, MEDIAN_ENGINE_RATE, SLOWEST_ENGINE_RATE
 from rlctl.refit.protocol import RefitReport
 from rlctl.rewards.scorer import Score
 from rlctl.rollout.types import Rollout, RolloutGroup, Waste
@@ -271,8 +271,8 @@ def engine_metrics(interval: EngineInterval) -> dict[str, float]:
         return {}
     slowest = min(rates, key=lambda index: rates[index])
     return {
-        "engines/rate_median": float(np.median([*rates.values()])),
-        "engines/rate_slowest": rates[slowest],
+        MEDIAN_ENGINE_RATE.name: float(np.median([*rates.values()])),
+        SLOWEST_ENGINE_RATE.name: rates[slowest],
         "engines/slowest": float(slowest),
         "engines/idle_most": max(idle_shares.values()),
     }

@@ -57,27 +57,18 @@ def flash(
         values = values.repeat_interleave(repeat, 1)
     width = -(-max(queries.shape[2], v_dim) // 8) * 8
     attend: Any = varlen_attn
-    out: Tensor = attend(
-        _pad_heads(queries, width),
-        _pad_heads(keys, width),
-        _pad_heads(values, width),
-        cu_seqlens,
-        cu_seqlens,
-        max_len,
-        max_len,
-        scale=scale,
-        **options,
-    )
+    queries = _pad_heads(queries, width)
+    keys = _pad_heads(keys, width)
+    values = _pad_heads(values, width)
+    out: Tensor = attend(queries, keys, values, cu_seqlens, cu_seqlens, max_len, max_len, scale=scale, **options)
     return out[..., :v_dim]
 
 
 def _pad_heads(heads: Tensor, width: int) -> Tensor:
-    if heads.shape[2] == width:
-        return heads
-    return F.pad(heads, (0, width - heads.shape[2]))
+    return heads if heads.shape[2] == width else F.pad(heads, (0, width - heads.shape[2]))
 
 
-def attend_in_groups(
+def attend_groups(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -126,9 +117,7 @@ def length_groups(cu_seqlens: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 # Shapes depend on data here, which torch.compile cannot follow.
-attend_in_groups_eagerly: Callable[..., Tensor] = torch.compiler.disable(  # type: ignore[no-untyped-call]
-    attend_in_groups
-)
+attend_groups_eagerly: Callable[..., Tensor] = torch.compiler.disable(attend_groups)  # type: ignore[no-untyped-call]
 
 
 def _sdpa(queries: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> Tensor:

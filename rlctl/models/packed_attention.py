@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from rlctl.models.attention_kernels import (
     FLASH_HAS_WINDOWS,
     FLASH_MAX_DIM,
-    attend_in_groups_eagerly,
+    attend_groups_eagerly,
     flash,
     flex_eagerly,
 )
@@ -52,7 +52,7 @@ def packed_attention(
         if softcap is None and sinks is None and (window is None or FLASH_HAS_WINDOWS):
             return flash(queries, keys, values, cu_seqlens, max_len, scale, window)
         return flex_eagerly(queries, keys, values, cu_seqlens, scale, window, softcap, sinks)
-    return attend_in_groups_eagerly(queries, keys, values, cu_seqlens, max_len, scale, window, softcap, sinks)
+    return attend_groups_eagerly(queries, keys, values, cu_seqlens, max_len, scale, window, softcap, sinks)
 
 
 def register() -> str:

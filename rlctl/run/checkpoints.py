@@ -77,7 +77,7 @@ def hold(checkpoint: Path) -> bool:
 
 
 def stand_in(model: str, newest: Checkpoint | None) -> str | None:
-    """Return the export that stands in for a run's model whose folder is gone: that of its newest checkpoint.
+    """Return the export of the newest checkpoint in place of a run's model whose folder is gone.
 
     None for a model that is here or is no path, and where nothing stands in: adapters and a reference policy need the
     weights of the model itself.
@@ -222,7 +222,7 @@ class Checkpoints:
         return aside
 
     def prune(self) -> None:
-        """Remove checkpoints that are not to be kept, unfinished folders, and damaged ones that the run has passed."""
+        """Remove old checkpoints, unfinished folders, and damaged checkpoints of steps that the run has passed."""
         checkpoints = self.all()
         newest = checkpoints[-self._keep_last :]
         best = _by_score(checkpoints)[: self._keep_best]

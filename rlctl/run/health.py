@@ -172,7 +172,7 @@ class Health:
     def __init__(self, checks: Sequence[HealthCheck], *, stop: bool) -> None:
         self._checks = checks
         self._stop = stop
-        # Names of the checks whose bound was left in the last step that measured them.
+        # Names of checks: the last value of each was out of its bound.
         self._ill: set[str] = set()
 
     def look(self, step: int, metrics: Metrics) -> list[HealthWarning]:

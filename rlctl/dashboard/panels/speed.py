@@ -4,7 +4,7 @@ from rlctl.dashboard.formats import NONE, duration, gib, number, percent
 from rlctl.dashboard.panels.canvas import Row, box, row
 from rlctl.dashboard.panels.draw import bar, spark
 from rlctl.dashboard.state import RunState
-from rlctl.grpo.metric_rows import IDLEST_ENGINE, SLOWEST_ENGINE
+from rlctl.grpo.metric_rows import IDLEST_ENGINE, MEDIAN_ENGINE_RATE, SLOWEST_ENGINE, SLOWEST_ENGINE_RATE
 from rlctl.telemetry.clock import STEP_SECONDS
 from rlctl.telemetry.resource_monitor import UTILIZATION
 from rlctl.telemetry.throughput import GENERATOR_IDLE, MFU, TRAINER_IDLE
@@ -101,8 +101,8 @@ def throughput(state: RunState, width: int, height: int) -> list[Row]:
 
 def _engines(state: RunState) -> str:
     """Return the median and the slowest of several engines, in words; empty for one."""
-    median = state.latest("engines/rate_median")
-    slowest = state.latest("engines/rate_slowest")
+    median = state.latest(MEDIAN_ENGINE_RATE.name)
+    slowest = state.latest(SLOWEST_ENGINE_RATE.name)
     if median is None or slowest is None:
         return ""
     return f"engines {number(median)}, slowest {number(slowest)} (#{state.latest(SLOWEST_ENGINE.name):.0f})"

@@ -12,6 +12,7 @@ import json
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from hashlib import blake2b
+from itertools import takewhile
 from typing import Any
 
 from rlctl.data.chat import Chat
@@ -243,7 +244,10 @@ class SessionHistory:
 
     def _render(self, render: Any, messages: list[Message]) -> list[int]:
         """Return the tokens of messages. A template that takes one system message gets later ones as the user's."""
-        for variant in (messages, _without_later_systems(messages)):
+        later_messages = [
+            {**message, "role": "user"} if message["role"] == "system" else message for message in messages[1:]
+        ]
+        for variant in (messages, [*messages[:1], *later_messages]):
             try:
                 tokens: list[int] = render(variant)
                 return tokens
@@ -258,11 +262,8 @@ class SessionHistory:
         most_common = 0
         nearest: list[str] = []
         for request_keys in reversed(self._requests):
-            common = 0
-            for key, request_key in zip(keys, request_keys):
-                if key != request_key:
-                    break
-                common += 1
+            matches = takewhile(lambda pair: pair[0] == pair[1], zip(keys, request_keys))
+            common = sum(1 for _ in matches)
             if common > most_common or not nearest:
                 most_common = common
                 nearest = request_keys
@@ -271,13 +272,6 @@ class SessionHistory:
 
 def _chain_hash(chain: bytes, key: str) -> bytes:
     return blake2b(chain + key.encode("utf-8", "surrogatepass"), digest_size=16).digest()
-
-
-def _without_later_systems(messages: list[Message]) -> list[Message]:
-    return [
-        {**message, "role": "user"} if message["role"] == "system" and index else message
-        for index, message in enumerate(messages)
-    ]
 
 
 def _describe_difference(keys: list[str], nearest: list[str], common: int) -> str:

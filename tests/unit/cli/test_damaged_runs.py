@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from rlctl.cli.main import answer
 from rlctl.cli.runs import app
 from rlctl.cluster.jobs.watch import follow_run
-from rlctl.launch.session import claimed
+from rlctl.launch.session import claim_run_dir
 from rlctl.preflight.load import load
 from rlctl.run.run_dir import RunDir
 from rlctl.utils.process import start_id
@@ -130,7 +130,7 @@ def test_a_damaged_run_is_resumed(home: Path, name: str) -> None:
     run = write_run(home, "hurt", steps=3, ended="failed")
     run.events.write_text(run.events.read_text().replace(f'"pid": {os.getpid()}', '"pid": 4194303'))
     DAMAGE[name][0](run.path)
-    with claimed(config, run.path) as found:
+    with claim_run_dir(config, run.path) as found:
         found.truncate_metrics(2)
     assert [json.loads(each)["step"] for each in run.metrics.read_text().splitlines()] == [1, 2]
 

@@ -93,7 +93,7 @@ def test_a_client_that_leaves_holds_nothing(serve: Serve) -> None:
         one.sendall(head(served, len(raw)) + raw)
         assert served.news.wait(20)
     ((flight,),) = served.session._flights.values()
-    until(lambda: flight.lost)
+    until(lambda: flight.has_lost)
     assert not flight.work.done(), "the turn goes on: it may be asked for again"
 
 
