@@ -157,7 +157,7 @@ def test_megatron_trains_its_four_and_says_so(tmp_path: Path) -> None:
     sizes = derive_facts(folder).sizes
     what = "megatron trains llama, qwen2, qwen3, qwen3_moe, not mistral; use trainer.backend=fsdp"
     checked = {name: replace(CONFIG, backend=name) for name in ("fsdp", "megatron")}
-    found = {name: [each.what for each in backend_of(one).check_model(one, sizes)] for name, one in checked.items()}
+    found = {name: [each.message for each in backend_of(one).check_model(one, sizes)] for name, one in checked.items()}
     assert found == {"fsdp": [], "megatron": [what]}
 
 
