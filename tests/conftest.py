@@ -109,6 +109,11 @@ def pytest_configure() -> None:
     preloaded.prepare()
 
 
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    for line in preloaded.describe_lost_servers():
+        terminalreporter.write_line(line, yellow=True)
+
+
 def pytest_unconfigure() -> None:
     preloaded.remove_folder()
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import count as numbers_from
 from itertools import islice
 from pathlib import Path
@@ -89,20 +89,22 @@ class GenerationBench(Bench):
     extra: list[str]  # overrides of the GRPO config
 
     def check(self) -> list[Problem]:
-        if unknown := model_problems(self.model):
-            return unknown
-        problems = []
+        problems = model_problems(self.model)
+        if problems:
+            return problems
         for turns in self.turns:
             if self.tokens % turns:
-                what = f"{turns}: --tokens {self.tokens} does not divide into as many turns"
-                problems.append(Problem("--turns", "", what))
-        if self._length > (most := longest(self.model)):
-            what = f"{self.tokens}: {self._length} with prompt and answers, and the model's longest sequence is {most}"
-            problems.append(Problem("--tokens", "", what))
-        for key in (each.partition("=")[0] for each in self.extra):
+                reason = f"{turns}: --tokens {self.tokens} does not divide into as many turns"
+                problems.append(Problem("--turns", "", reason))
+        limit = longest(self.model)
+        if self._length > limit:
+            lengths = f"{self._length} with prompt and answers, and the model's longest sequence is {limit}"
+            problems.append(Problem("--tokens", "", f"{self.tokens}: {lengths}"))
+        for override in self.extra:
+            key = override.partition("=")[0]
             if not key.startswith(("generation.", "environment.", "run.", "placement.", "lora")):
-                what = f"{key}: keys of generation, environment, placement, lora and run are what can change"
-                problems.append(Problem("--set", "", what))
+                reason = f"{key}: keys of generation, environment, placement, lora and run are what can change"
+                problems.append(Problem("--set", "", reason))
         return problems
 
     @property
@@ -147,21 +149,31 @@ class GenerationBench(Bench):
                 dispatcher = stack.enter_context(engines(settled, files, (), 0, logs, emit, environments.events))
                 rows = []
                 for turns in self.turns:
-                    own = _in_turns(settled, turns)
+                    settled_row = _in_turns(settled, turns)
                     lengths = TurnLengths(dispatcher, turns, self.spread, self.tokens)
-                    played = environments if turns > 1 else None
-                    runner = make_runner(own, chat, lengths, played, setup, trains=False)
+                    pool = environments if turns > 1 else None
+                    runner = make_runner(settled_row, chat, lengths, pool, setup, trains=False)
                     rows.append(Played(lengths, runner))
                     stack.callback(runner.close)
                 rounds, interrupted = until_interrupted(self._measured(dispatcher, rows, prompts, say))
         except PlacementError as error:
             raise RuntimeError(str(error)) from error
         generation = config.generation
-        row = partial(_generation_row, bench=self, settled=settled)
-        own_rounds = {each: [one for one in rounds if one.played is each] for each in rows}
-        found = [row(each, own, speed) for each, own in own_rounds.items() if own]
-        devices = generation.num_engines * generation.tensor_parallel_size
-        return GenerationResults(self.model, self.tokens, self.spread, devices, speed, found, warnings, interrupted)
+        measured = []
+        for played in rows:
+            rounds_of_row = [one_round for one_round in rounds if one_round.played is played]
+            if rounds_of_row:
+                measured.append(_generation_row(played, rounds_of_row, speed, bench=self, settled=settled))
+        return GenerationResults(
+            model=self.model,
+            tokens=self.tokens,
+            spread=self.spread,
+            devices=generation.num_engines * generation.tensor_parallel_size,
+            speed=speed,
+            rows=measured,
+            warnings=warnings,
+            interrupted=interrupted,
+        )
 
     def _write_config(self, shape: Path, folder: Path) -> SettledGrpo:
         """Write data and a template; return the config of engines that serve all rows. Raises ConfigError."""
@@ -196,12 +208,12 @@ class GenerationBench(Bench):
         """Yield the rounds, all rows in each, so that a device getting slower slows all rows."""
         # The first rollouts trigger the compilation in the engines.
         say("warm-up")
-        for each in rows:
-            self._round(dispatcher, each, prompts, 0, min(_WARM_UP, self.tokens // each.turns))
+        for played in rows:
+            self._round(dispatcher, played, prompts, 0, min(_WARM_UP, self.tokens // played.turns))
         for number in range(self.rounds):
-            for each in rows:
-                say(f"{count(each.turns, 'turn')}: round {number + 1} of {self.rounds}")
-                yield self._round(dispatcher, each, prompts, 1 + number, self.tokens // each.turns)
+            for played in rows:
+                say(f"{count(played.turns, 'turn')}: round {number + 1} of {self.rounds}")
+                yield self._round(dispatcher, played, prompts, 1 + number, self.tokens // played.turns)
 
     def _round(
         self,

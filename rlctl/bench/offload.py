@@ -211,8 +211,8 @@ def measure_copies(model: Path, name: str) -> CopyRates:
 
     device = torch.device(name)
     torch.cuda.set_device(device)
-    there, here = (torch.zeros(_COPY, dtype=torch.uint8, device=where) for where in (device, "cpu"))
-    here = here.pin_memory()
+    on_device = torch.zeros(_COPY, dtype=torch.uint8, device=device)
+    on_host = torch.zeros(_COPY, dtype=torch.uint8, device="cpu").pin_memory()
 
     def copy(target: torch.Tensor, source: torch.Tensor) -> float:
         def work() -> None:
@@ -221,19 +221,25 @@ def measure_copies(model: Path, name: str) -> CopyRates:
 
         return _COPY / median(seconds_of(work) for _ in range(_ROUNDS))
 
-    link = copy(here, there), copy(there, here)
-    del there, here
-    state = [torch.zeros(shape, device=device) for _, shape in parameters_of(model) for _ in range(2)]
-    mover = OffloadedTensors(state)
+    link = copy(on_host, on_device), copy(on_device, on_host)
+    del on_device, on_host
+    moments: list[torch.Tensor] = []
+    for _, shape in parameters_of(model):
+        moments += [torch.zeros(shape, device=device), torch.zeros(shape, device=device)]
+    mover = OffloadedTensors(moments)
 
     def move(place: Any) -> None:
         mover.move(place)
         mover.settle()
 
     torch.cuda.synchronize(device)
-    times = [(seconds_of(lambda: move("host")), seconds_of(lambda: move("device"))) for _ in range(1 + _ROUNDS)]
-    out, back = (median(each[way] for each in times[1:]) for way in (0, 1))
-    return CopyRates(mover.nbytes, link, (mover.nbytes / out, mover.nbytes / back), times[0][0])
+    to_host: list[float] = []
+    to_device: list[float] = []
+    for _ in range(1 + _ROUNDS):
+        to_host.append(seconds_of(lambda: move("host")))
+        to_device.append(seconds_of(lambda: move("device")))
+    rates = (mover.nbytes / median(to_host[1:]), mover.nbytes / median(to_device[1:]))
+    return CopyRates(mover.nbytes, link, rates, first=to_host[0])
 
 
 def measure_steps(bench: OffloadBench, place: str, folder: Path) -> StepRow:
@@ -262,28 +268,49 @@ def measure_steps(bench: OffloadBench, place: str, folder: Path) -> StepRow:
         offload_optimizer_for_generation=False,
     )
     before = process_memory(torch.device("cpu"))["host_rss"]
-    trainer = TrainerWorker(TrainerSpec(section, model, model, 0, 1, meeting, bench.device, 1.0, count, 0, None, {}))
+    spec = TrainerSpec(
+        config=section,
+        model_path=model,
+        tokenizer_path=model,
+        rank=0,
+        world=1,
+        init_method=meeting,
+        device=bench.device,
+        temperature=1.0,
+        total_updates=count,
+        seed=0,
+        profile=None,
+        roles={},
+    )
+    trainer = TrainerWorker(spec)
     share = random_batch(folder / "model", bench.tokens, bench.batch, bench.section.micro_batch_tokens)
     totals = Totals((bench.tokens - 1) * bench.batch, bench.batch, bench.batch)
-    seconds = []
-    peaks = []
-    losses = []
+    scoring_seconds: list[float] = []
+    training_seconds: list[float] = []
+    peaks: list[float] = []
+    losses: list[float] = []
     for _ in range(count):
         if bench.device != "cpu":
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
-        scoring = seconds_of(lambda: trainer.log_probs(share))
+        scoring_seconds.append(seconds_of(lambda: trainer.log_probs(share)))
         peaks.append(trainer.memory()["device_peak"])
-        seconds.append(
-            (scoring, seconds_of(lambda: losses.append(trainer.train(share, NllLoss(), totals)["loss/nll"])))
-        )
+        training_seconds.append(seconds_of(lambda: losses.append(trainer.train(share, NllLoss(), totals)["loss/nll"])))
     memory = trainer.memory()
     moved = memory["moved_to_host"] / count, memory["moved_to_device"] / count
-    log_probs, train = (median(each[part] for each in seconds[1:]) for part in (0, 1))
     parameters = trainer.info()["parameters"]
     device = memory["device_allocated"] / parameters
     host = (memory["host_rss"] - before) / parameters
-    return StepRow(place, log_probs, train, max(peaks[1:]), moved, device, host, losses)
+    return StepRow(
+        kind=place,
+        log_probs=median(scoring_seconds[1:]),
+        train=median(training_seconds[1:]),
+        peak=max(peaks[1:]),
+        moved=moved,
+        device=device,
+        host=host,
+        losses=losses,
+    )
 
 
 def random_batch(model: Path, tokens: int, count: int, micro_batch: int) -> "RankBatch":

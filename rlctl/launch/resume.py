@@ -13,7 +13,7 @@ from rlctl.models.model_sizes import config_file
 from rlctl.preflight.load import Composed, draft
 from rlctl.preflight.settled import Settled
 from rlctl.run.checkpoints import Checkpoint, Checkpoints, EarlierVersion, NoWholeCheckpoint, stand_in
-from rlctl.run.fingerprint import contradictions, made_with
+from rlctl.run.fingerprint import contradictions, made_with, setting_text
 from rlctl.run.run_dir import JobRecord, RunDir, RunDirError, find_run
 
 
@@ -121,7 +121,7 @@ def _changes(composed: Composed[Settled], run: Path) -> Iterator[str]:
         if before != after and key in composed.secrets:
             yield f"{key}: another value of {composed.secrets[key]}"
         elif before != after:
-            yield f"{key}: {_yaml_text(before)} -> {_yaml_text(after)}"
+            yield f"{key}: {setting_text(before)} -> {setting_text(after)}"
 
 
 def _flat(node: Any, key: str) -> Iterator[tuple[str, Any]]:
@@ -135,9 +135,3 @@ def _flat(node: Any, key: str) -> Iterator[tuple[str, Any]]:
         yield key, node
     for name, child in children:
         yield from _flat(child, f"{key}.{name}" if key else str(name))
-
-
-def _yaml_text(value: Any) -> str:
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -132,7 +132,7 @@ def _models(then: Mapping[str, Any], now: Mapping[str, Any], step: int) -> Itera
     new_lora = now.get("lora")
     if old_lora != new_lora:
         reason = f"{checkpoint} holds the former"
-        yield Contradiction("lora", _setting_text(old_lora), _setting_text(new_lora), reason)
+        yield Contradiction("lora", setting_text(old_lora), setting_text(new_lora), reason)
     if _differ(then, now, "tokenizer"):
         key = "model.tokenizer" if now["tokenizer_path"] != now["model_path"] else "model.path"
         reason = f"another vocabulary than that of {checkpoint}: its tokens mean other text"
@@ -152,14 +152,15 @@ def _data(then: Mapping[str, Any], now: Mapping[str, Any], step: int) -> Iterato
     for key, setting in then["keys"].items():
         if key in now["keys"] and now["keys"][key] != setting:
             reason = f"the order or text of the rows changes, and the checkpoint of step {step} counts on them"
-            yield Contradiction(key, _setting_text(setting), _setting_text(now["keys"][key]), reason)
+            yield Contradiction(key, setting_text(setting), setting_text(now["keys"][key]), reason)
 
 
 def _differ(then: Mapping[str, Any], now: Mapping[str, Any], key: str) -> bool:
     return then.get(key) is not None and now[key] is not None and then[key] != now[key]
 
 
-def _setting_text(value: Any) -> str:
+def setting_text(value: Any) -> str:
+    """Return a value of a config as a person types it: null, true, false, a number or a text."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -79,6 +79,18 @@ def start_server(folder: Path, kind: str, modules: list[str]) -> None:
     (folder / f"{kind}.pid").write_text(str(server.pid))
 
 
+def describe_lost_servers() -> list[str]:
+    """Return a line for each server that has ended before the suite: later workers started as for a user."""
+    if FOLDER not in os.environ:
+        return []
+    lost = []
+    for pid_file in Path(os.environ[FOLDER]).glob("*.pid"):
+        if not Path(f"/proc/{pid_file.read_text()}").exists():
+            log = pid_file.with_suffix(".log").read_text().strip()
+            lost.append(f"the server of preloaded {pid_file.stem} processes has ended before the suite: {log[-2000:]}")
+    return lost
+
+
 def remove_folder() -> None:
     """Remove the servers' folder, in the suite's first process alone."""
     if FOLDER not in os.environ:

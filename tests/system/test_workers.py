@@ -28,6 +28,7 @@ from rlctl.utils.event_loop import EventLoop
 from rlctl.workers.compiled_graph import GraphBroken, GraphUnavailable
 from rlctl.workers.errors import WorkerDied, WorkerError, WorkerTimeout
 from rlctl.workers.group import WorkerGroup, WorkerSpec
+from tests import preloaded
 from tests.faults.runs import survivors
 from tests.waiting import PATIENCE_S, until
 
@@ -320,6 +321,18 @@ def test_a_signal_makes_a_worker_say_where_it_is(ray_here: Path, tmp_path: Path)
         assert "in linger" not in logs[1].read_text()
     finally:
         workers.kill()
+
+
+@pytest.mark.skipif("preloaded.FOLDER not in os.environ", reason="with a CUDA device workers start as for a user")
+def test_workers_of_the_suite_are_forked_from_a_server_with_their_imports_done(ray_here: Path, tmp_path: Path) -> None:
+    """A server that is lost would make the suite twice as slow, and nothing else would show it."""
+    workers = make_group(tmp_path, compiled=False)
+    try:
+        server = psutil.Process(workers.workers[0].pid()).parent()
+        assert server is not None and "tests.preloaded.server" in server.cmdline()
+    finally:
+        workers.kill()
+    assert preloaded.describe_lost_servers() == []
 
 
 def test_all_output_of_a_worker_goes_to_its_own_log(group: WorkerGroup, ray_here: Path) -> None:
