@@ -250,7 +250,7 @@ def _show_episode(number: int, episode: "ScriptedEpisode", is_agent: bool) -> No
             answer = "got none: the script's budget is used up"
         _print_labelled("sample", f"after {count(prompt_tokens, 'token')}, {answer}")
     for turn in episode.turns:
-        _print_labelled("assistant", turn.action)
+        _print_labelled("assistant", turn.said)
         if turn.answer is not None or not is_agent:
             label = "error" if turn.failed else "answer"
             _print_labelled(label, turn.answer if turn.answer is not None else "the episode has ended")

@@ -61,8 +61,8 @@ _VALUES: dict[str, tuple[Any, ...]] = {
 class ScriptedTurn:
     """One action of the script and its answer."""
 
-    # `increment(step=1)`, or the message itself.
-    action: str
+    # `increment(step=1)`, or the message itself. Scripts read this name in `rlctl env check --json`.
+    said: str
     # Text that the model would read; None: the episode has ended.
     answer: str | None
     # True if the tool raised or is unknown.
@@ -166,7 +166,7 @@ def _bugs(episodes: Sequence[ScriptedEpisode]) -> list[str]:
     for turn in chain.from_iterable(episode.turns for episode in episodes):
         if looks_like_bug(turn.raised):
             error = shortened((turn.answer or "").removeprefix("Error: "))
-            bug = f"it looks like a bug, since {turn.action} fits the tool's schema"
+            bug = f"it looks like a bug, since {turn.said} fits the tool's schema"
             lines.setdefault(turn.raised, f"tool {turn.tool} {turn.raised}: {error}: {bug}")
     return list(lines.values())
 
@@ -233,7 +233,7 @@ def _run_agent(pool: EnvironmentPool, index: int, row: Mapping[str, Any], seed: 
     for message, reply in zip(played.messages, replies, strict=False):
         if message["role"] == "assistant":
             reply_text = str(reply["content"]) if reply and reply["role"] != "assistant" else None
-            turns.append(ScriptedTurn(action=str(message["content"]), answer=reply_text, failed=False, seconds=0.0))
+            turns.append(ScriptedTurn(said=str(message["content"]), answer=reply_text, failed=False, seconds=0.0))
     return ScriptedEpisode(
         opening=played.messages[: played.opening],
         turns=turns,
@@ -342,12 +342,12 @@ def _scripted_turn(action: TimedAction) -> ScriptedTurn | None:
     failed = isinstance(outcome, EnvironmentFailure)
     if action.kind == "step":
         answer = None if failed else outcome
-        return ScriptedTurn(action=action.arguments[0], answer=answer, failed=failed, seconds=action.seconds)
+        return ScriptedTurn(said=action.arguments[0], answer=answer, failed=failed, seconds=action.seconds)
     if action.kind != "call":
         return None
     (call,) = action.arguments[0]
     arguments = ", ".join(f"{key}={value!r}" for key, value in call.arguments.items())
-    turn = ScriptedTurn(action=f"{call.name}({arguments})", answer=None, failed=True, seconds=action.seconds)
+    turn = ScriptedTurn(said=f"{call.name}({arguments})", answer=None, failed=True, seconds=action.seconds)
     if failed:
         return turn
     (result,) = outcome

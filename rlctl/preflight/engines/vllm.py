@@ -161,7 +161,7 @@ def image_refusal(path: str, file: Path) -> str | None:
         f"{architectures} has a part for images, for which vLLM imports torchvision; a CPU install has no code of it"
     )
     remedy = "use a GPU, or a folder of the text model alone"
-    return f"{path}: {cause}; a CPU install has no code of it; {remedy}"
+    return f"{path}: {cause}; {remedy}"
 
 
 def architectures_in(file: Path) -> str:

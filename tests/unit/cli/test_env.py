@@ -90,6 +90,9 @@ def test_check_in_json(rlctl: Rlctl) -> None:
     found = json.loads(rlctl("env", "check", "guess", "--json").out)
     assert found["name"] == "guess" and found["contract"]["has_step"] and found["problems"] == []
     assert len(found["episodes"]) == 3 and found["episodes"][0]["reward"] in (0.0, 1.0)
+    names = {"said", "answer", "failed", "seconds", "tool", "raised"}
+    assert all(turn.keys() == names for episode in found["episodes"] for turn in episode["turns"])
+    assert found["episodes"][0]["turns"]
 
 
 @pytest.mark.parametrize(

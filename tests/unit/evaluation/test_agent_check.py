@@ -88,7 +88,7 @@ def test_an_agent_is_played_past_a_proxy_and_its_requests_are_judged(
     report = check_environment(EnvironmentSpec(f"{file}:run", 20.0, is_function=None, agent=agent), ROWS, 1024, 0)
     assert report.problems == [] and report.contract and report.contract.is_agent
     for episode in report.episodes:
-        assert episode.reward == 1.0 and [turn.action[:11] for turn in episode.turns] == ["<tool_call>", "added", "3"]
+        assert episode.reward == 1.0 and [turn.said[:11] for turn in episode.turns] == ["<tool_call>", "added", "3"]
     assert "requests: temperature is not used: the run decides how the policy samples" in report.notes
     assert any("1 began another row: message 1 (assistant) is not the turn" in note for note in report.notes)
 
@@ -163,5 +163,5 @@ def test_a_tool_that_ends_the_episode_hides_no_other_tool(tmp_path: Path) -> Non
     file.write_text(TWO_TOOLS)
     report = check_environment(EnvironmentSpec(f"{file}:run", 20.0, is_function=None), ROWS, 1024, 0)
     assert report.problems == []
-    tools = [[turn.action.split('"')[3] for turn in episode.turns] for episode in report.episodes]
+    tools = [[turn.said.split('"')[3] for turn in episode.turns] for episode in report.episodes]
     assert tools == [["end"], ["look", "end"], ["end"]]

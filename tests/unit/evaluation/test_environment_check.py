@@ -102,7 +102,7 @@ def test_what_a_tool_raises_is_an_answer_and_no_problem() -> None:
     report = check("own.py:Fine", {"prompt": "Say it. ", "text": "this"})
     assert report.problems == [] and len(report.episodes) == 3
     (turn,) = report.episodes[0].turns
-    assert (turn.action, turn.answer, turn.failed) == ("say(text='this')", "Error: not this", True)
+    assert (turn.said, turn.answer, turn.failed) == ("say(text='this')", "Error: not this", True)
     assert report.episodes[0].opening == [{"role": "user", "content": "Say it. same"}]
     assert report.episodes[0].reward == {"a": 1.0, "b": 0.5}
 

@@ -9,7 +9,15 @@ import pytest
 
 from rlctl.config.errors import ModelError
 from rlctl.models.model_sizes import read_sizes
-from rlctl.preflight.engines.vllm import CPU_HEAD_SIZES, CPU_REFUSED, ENGINE, cpu_limit, cpu_refusal, keep_refusal
+from rlctl.preflight.engines.vllm import (
+    CPU_HEAD_SIZES,
+    CPU_REFUSED,
+    ENGINE,
+    cpu_limit,
+    cpu_refusal,
+    image_refusal,
+    keep_refusal,
+)
 from rlctl.preflight.load import load
 from rlctl.preflight.machine import RunMachine
 from rlctl.preflight.plan import require_served
@@ -55,6 +63,17 @@ def test_it_is_refused_before_anything_starts_and_on_a_cpu_alone(home: Path) -> 
     with pytest.raises(ModelError, match=r"is a gpt_oss model; on a CPU vLLM .* its experts are wrong after a change"):
         require_served(run.settle_on(RunMachine("cpu"), sizes))
     require_served(run.settle_on(RunMachine("cuda"), sizes))
+
+
+def test_a_text_model_inside_one_of_images_is_refused_with_its_reason_once(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"architectures": ["Gemma3ForConditionalGeneration"]}))
+    assert image_refusal("models/gemma", file) == (
+        "models/gemma: Gemma3ForConditionalGeneration has a part for images, for which vLLM imports torchvision; "
+        "a CPU install has no code of it; use a GPU, or a folder of the text model alone"
+    )
+    file.write_text(json.dumps({"architectures": ["Gemma3ForCausalLM"]}))
+    assert image_refusal("models/gemma", file) is None
 
 
 def test_prefixes_of_states_are_not_asked_for_on_a_cpu(home: Path) -> None:
