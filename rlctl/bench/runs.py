@@ -52,7 +52,7 @@ def run_all(
     for name, own in settings.items():
         command = [*_command(kind, run_folder(folder, name), own), *weightless]
         asked = subprocess.run(command, capture_output=True, text=True, start_new_session=True, check=False)
-        # The user has not seen the command that the override's number refers to, nor what it replaces there.
+        # The user has not seen this command: the number of an override and remarks on replaced values mean nothing.
         lines = [line for line in asked.stderr.splitlines() if not line.startswith("note: ")]
         said = [re.sub(r"^error: (override \d+: )?", "", line) for line in lines]
         if asked.returncode:

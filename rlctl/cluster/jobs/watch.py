@@ -165,7 +165,7 @@ def refresh_open_run(run: Path) -> str:
 def stop_run(run: Path, state: RunState) -> bool:
     """Stop a run after its step, or at once if it was asked before. Return True for at once.
 
-    Raises ClusterError for a job whose cluster does not answer, NotStopped for a driver that cannot be told.
+    Raises ClusterError if the cluster of a job does not answer, and NotStopped if no signal reaches the driver.
     """
     record = JobRecord.read(run)
     now = any(event.get("asked_to_stop") is True for event in state.events_of_attempt())

@@ -100,7 +100,7 @@ def _check_hosts(config: LocalCluster | SshCluster, names: list[str], ports: lis
 
 
 def _drop_unlike(replies: Replies, say: Say) -> None:
-    """Drop hosts with taken ports until one can be the head, and hosts that cannot work with that head."""
+    """Drop hosts with taken ports until the first one can be the head. Drop hosts with another Python than the head."""
     for name in list(replies):
         port_problems = taken_port_problems(replies[name])
         if not port_problems:

@@ -11,8 +11,8 @@ wait for, or null), head (host and port that it joins; null or left out: not ask
 look: reports how the node and its machine are. request: folder, pid, start_id. The reply: alive, bytes of memory,
 shared memory and disk (free ones too), GPUs and their driver, versions, and every port that its processes listen on.
 
-stop: ends the node and all processes that it started, keeps its logs and removes the rest, also what runs that were
-killed left on the machine. request: folder; keep,
+stop: ends the node and all its processes. Keeps its logs and removes its other files, and those of killed runs on this
+machine. request: folder; keep,
 cluster, node (see `kept_logs`). The reply: left (pids that would not end), logs (the folder kept, or null).
 """
 
