@@ -118,8 +118,8 @@ def check(
         agent = spec.agent or (AgentSpec() if contract is not None and contract.is_agent else None)
         spec = replace(spec, is_function=contract is not None and contract.is_function, agent=agent)
         config = episodes_config(config, spec, memory, max_new_tokens)
-        with busy(f"playing {name} with {target.name}"):
-            played = _play_episodes(config, section, rows, episodes or 1, target.step)
+        title = f"playing {name} with {target.name}"
+        played = _play_episodes(config, section, rows, episodes or 1, step=target.step, title=title)
     if as_json:
         played_fields = {"played": asdict(played)} if played else {}
         typer.echo(json.dumps({"name": name, **asdict(report), **played_fields}, indent=1, default=str))
@@ -156,11 +156,12 @@ def tasks(
 
 
 def _play_episodes(
-    config: "GrpoConfig", section: "DatasetSection", rows: "list[Row]", count: int, step: int
+    config: "GrpoConfig", section: "DatasetSection", rows: "list[Row]", count: int, *, step: int, title: str
 ) -> "PlayedEpisodes":
     from rlctl.workers.reaper import scratch_folder
 
-    with explain_engine_errors("interrupted"), scratch_folder("rlctl-env-") as logs:
+    # The line of `title` ends before an error is printed.
+    with explain_engine_errors("interrupted"), scratch_folder("rlctl-env-") as logs, busy(title):
         # The import of torch takes seconds.
         from rlctl.evaluation.engine_episodes import play_episodes
 

@@ -48,10 +48,12 @@ def render_group(group: Record, console: Console, pattern: Pattern = None, token
     if len(parts) > 1:
         parts.append(Text())
     parts.append(grid)
+    exact_tokens: list[RenderableType] = []
     if tokens:
         for line in token_lines(group):
-            parts += _wrap_text(line, width, console)
-        parts.append(Text())
+            exact_tokens += _wrap_text(line, width, console)
+    if exact_tokens:
+        parts += [*exact_tokens, Text()]
     return Group(*parts)
 
 

@@ -70,9 +70,10 @@ class CheckedTrainer:
         # True for the name of a parameter or buffer that no pass rounds. Adapters are rounded apart from their base.
         self.keeps_float32 = (lambda name: True) if self.adapts else facts.keeps_float32
         # Tensors that a refit must bring to engines.
-        self.refit_names = names_to_send(Path(folder), facts)
         if settings.adapters:
             self.refit_names = {tensor.name for tensor in settings.adapters.tensors}
+        else:
+            self.refit_names = names_to_send(Path(folder), facts)
         # True for a model whose sequences have a row each.
         self.padded = trainer.is_padded
         # Tensors that training leaves alone, and the embedding.

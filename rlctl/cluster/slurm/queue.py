@@ -89,8 +89,9 @@ def look_up(job: str) -> Job:
     options = ("--noheader", f"--jobs={job}", "--states=all", "--format=%T|%r|%N|%L")
     try:
         if queue_row := _run_command(_SLURM_ANSWER_S, "squeue", *options).strip():
-            state, reason, nodes, time_left = queue_row.splitlines()[0].split("|")
-            return Job(id=job, state=state, reason=reason, nodes=nodes, time_left=time_left)
+            # A column that this Slurm leaves out has the default of `Job`.
+            columns = queue_row.splitlines()[0].split("|")
+            return Job(job, *columns)
     except ClusterError as error:
         if "Invalid job id" not in str(error):
             raise
