@@ -27,7 +27,7 @@ from rlctl.models.derive import load_facts
 from rlctl.models.hf_folder import WeightFiles
 from rlctl.models.layer_kinds import unusual_parts
 from rlctl.refit.refit_plan import RefitPlan
-from tests.system.training.scenario import WeightedLoss, sequences, share, totals, trainer, weights
+from tests.system.training.scenario import WeightedLoss, open_trainer, sequences, share, totals, weights
 from tests.zoo import FAMILIES, make_family
 
 # Imported once for all engines: a family then takes 4 s instead of 15.
@@ -90,7 +90,7 @@ def prove(name: str, home: Path) -> Proofs:
     rows = ["one sequence a row"] if facts.sizes.one_sequence_a_row else []
     proofs.facts = [*rows, *unusual_parts(facts.kinds, facts.sizes.experts)]
     proofs.facts += [f"{len(facts.buffers)} buffers"] * bool(facts.buffers) + ["ties"] * facts.sizes.tied
-    with trainer(folder, home) as one:
+    with open_trainer(folder, home) as one:
         one.save(home / "state")
         made = []
         for _ in range(2):
@@ -106,7 +106,7 @@ def one_of_two(rank: int, home: Path, names: Sequence[str]) -> None:
     """Be one of two ranks: write this rank's boxes and the norm of an update, for each family."""
     for name in names:
         (home / f"{name}-group").mkdir(exist_ok=True)
-        with trainer(home / name / name, home / f"{name}-group", rank, 2) as one:
+        with open_trainer(home / name / name, home / f"{name}-group", rank, 2) as one:
             shards = [(each, each.tensor.clone()) for each in one.shards()]
             norm = one.train(share(DATA, 24, rank, 2), WeightedLoss(), totals(DATA))["train/grad_norm"]
             torch.save((one.layout(), shards, norm), home / f"{name}-{rank}.pt")

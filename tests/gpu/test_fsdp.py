@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.compiled import new_graphs
-from tests.system.training.scenario import WeightedLoss, sequences, share, totals, trainer
+from tests.system.training.scenario import WeightedLoss, open_trainer, sequences, share, totals
 from tests.tiny_models import Kind, make_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -18,7 +18,7 @@ LOSS = WeightedLoss()
 
 def trained(model: Path, folder: Path, **options: Any) -> tuple[list[np.ndarray], list[dict[str, float]]]:
     """Log-probs before, then the metrics of three updates whose packs have other shapes each."""
-    with trainer(model, folder, device="cuda:0", dtype="bfloat16", **options) as one:
+    with open_trainer(model, folder, device="cuda:0", dtype="bfloat16", **options) as one:
         log_probs = [row for batch in one.log_probs(share(DATA, 64)) for row in batch]
         return log_probs, [one.train(share(DATA, most), LOSS, totals(DATA)) for most in (30, 64, 100)]
 
@@ -49,7 +49,7 @@ def test_packs_of_any_size_share_what_is_compiled(kind: Kind, tmp_path: Path) ->
         return new_graphs(lambda: one.train(share(data, 16384), LOSS, totals(data)))
 
     torch.compiler.reset()
-    with trainer(model, tmp_path, device="cuda:0", dtype="bfloat16", **options) as one:
+    with open_trainer(model, tmp_path, device="cuda:0", dtype="bfloat16", **options) as one:
         assert graphs(1200) > 0
         # One more graph came with 100 sequences on an H100, and none after it.
         most = 1 if kind == "qwen3_moe" else 0

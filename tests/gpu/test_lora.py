@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.system.training.scenario import WeightedLoss, adapters_of, sequences, share, totals, trainer, weights
+from tests.system.training.scenario import WeightedLoss, adapters_of, open_trainer, sequences, share, totals, weights
 from tests.tiny_models import make_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -20,7 +20,7 @@ def log_probs(one: Any, role: str = "policy") -> np.ndarray:
 
 def trained(model: Path, folder: Path, **options: Any) -> tuple[list[dict[str, float]], np.ndarray, np.ndarray]:
     """Metrics of three updates whose packs have other shapes each, log-probs after them, and the reference's."""
-    with trainer(model, folder, device="cuda:0", dtype="bfloat16", adapters=adapters_of(model), **options) as one:
+    with open_trainer(model, folder, device="cuda:0", dtype="bfloat16", adapters=adapters_of(model), **options) as one:
         assert {(p.requires_grad, p.dtype) for p in one._policy.lm.parameters()} == {
             (False, torch.bfloat16), (True, torch.float32),
         }  # fmt: skip
@@ -40,7 +40,7 @@ def test_frozen_weights_and_adapters_share_a_group(checkpointing: bool, tmp_path
     for before, after in zip(eager[1:], compiled[1:]):
         assert np.abs(before - after).max() < 0.15
     # The adapters moved the policy, and the reference is still the base.
-    with trainer(model, tmp_path, device="cuda:0", dtype="bfloat16") as base:
+    with open_trainer(model, tmp_path, device="cuda:0", dtype="bfloat16") as base:
         expected = log_probs(base)
     assert np.abs(eager[2] - expected).max() < 0.05 < np.abs(eager[1] - expected).max()
 
@@ -51,7 +51,7 @@ def test_a_base_takes_two_bytes_a_parameter(tmp_path: Path) -> None:
     for name, adapters in (("whole", None), ("adapters", spec)):
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
-        with trainer(model, tmp_path, device="cuda:0", dtype="bfloat16", adapters=adapters) as one:
+        with open_trainer(model, tmp_path, device="cuda:0", dtype="bfloat16", adapters=adapters) as one:
             held[name] = torch.cuda.memory_allocated() - before
             count = one.info()["parameters"]
         del one

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-from tests.system.training.scenario import MEGATRON, WeightedLoss, assert_close, sequences, share, totals, trainer
+from tests.system.training.scenario import MEGATRON, WeightedLoss, assert_close, open_trainer, sequences, share, totals
 from tests.system.training.scenario import weights as exported
-from tests.system.training.test_megatron import COMPILED, STEPS, on_host, seen, two_ranks
+from tests.system.training.test_megatron import COMPILED, STEPS, copy_to_host, load_results, train_on_two_ranks
 from tests.system.training.test_megatron import DATA as SHARED
 from tests.system.training.test_megatron import LAYOUTS as SPLITS
 from tests.tiny_models import KINDS, Kind, make_model
@@ -41,24 +41,24 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(models: Path) -> Path:
     for name in LAYOUTS:
         (models / name).mkdir()
-    mp.spawn(two_ranks, (models, "cuda"), nprocs=2)
+    mp.spawn(train_on_two_ranks, (models, "cuda"), nprocs=2)
     return models
 
 
 @two
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_two_ranks_train_as_fsdp_does_on_one_in_float32(name: str, run: Path, tmp_path: Path) -> None:
-    ranks, kind = [seen(run, name, rank) for rank in (0, 1)], LAYOUTS[name][0]
+    ranks, kind = [load_results(run, name, rank) for rank in (0, 1)], LAYOUTS[name][0]
     assert ranks[0]["trained"] == ranks[1]["trained"]
     # A GPU multiplies experts in bfloat16 alone.
     device = "cpu" if kind == "qwen3_moe" else DEVICE
-    with trainer(run / kind, tmp_path, device=device) as one:
-        assert_close(ranks[0]["exported"], on_host(exported(one)), atol=0)
+    with open_trainer(run / kind, tmp_path, device=device) as one:
+        assert_close(ranks[0]["exported"], copy_to_host(exported(one)), atol=0)
         for got in ranks[0]["trained"]:
             assert_close(got, one.train(share(SHARED, 64), LOSS, totals(SHARED)), atol=1e-3)
-        assert_close(ranks[0]["weights"], on_host(exported(one)), atol=1e-3)
+        assert_close(ranks[0]["weights"], copy_to_host(exported(one)), atol=1e-3)
         one.load(run / name / "state")
-        assert_close(on_host(exported(one)), ranks[0]["weights"], atol=0)
+        assert_close(copy_to_host(exported(one)), ranks[0]["weights"], atol=0)
         assert_close(ranks[0]["next"], one.train(share(SHARED, 64), LOSS, totals(SHARED)), atol=1e-3)
     assert len(ranks[0]["trained"]) == STEPS
 
@@ -68,7 +68,7 @@ def test_bfloat16_trains_as_fsdp_does(kind: Kind, models: Path, tmp_path: Path) 
     """As near as rounding lets them: an expert chosen on a near tie moves a token's log-prob by more."""
     found: list[Any] = []
     for backend in ("fsdp", "megatron"):
-        with trainer(models / kind, tmp_path, device=DEVICE, backend=backend, dtype="bfloat16") as one:
+        with open_trainer(models / kind, tmp_path, device=DEVICE, backend=backend, dtype="bfloat16") as one:
             log_probs = np.concatenate([row for batch in one.log_probs(share(DATA, 64)) for row in batch])
             found.append((log_probs, [one.train(share(DATA, 64), LOSS, totals(DATA)) for _ in range(3)]))
     gap = np.abs(found[0][0] - found[1][0])
@@ -89,7 +89,7 @@ def test_what_the_host_updates_never_comes_to_the_device(
     results = []
     for section in sections:
         options = {"backend": "megatron", "dtype": "bfloat16", "megatron": section}
-        with trainer(models / "qwen3", tmp_path, device=DEVICE, **options) as one:
+        with open_trainer(models / "qwen3", tmp_path, device=DEVICE, **options) as one:
             places = []
             for _ in range(3):
                 one.log_probs(share(DATA, 64))
@@ -123,7 +123,7 @@ def test_gradients_make_room_while_the_optimizer_is_made(
             super().__init__(ddp, *others)
 
     monkeypatch.setattr("rlctl.training.megatron.trainer.Optimizer", Watched)
-    with trainer(models / "qwen3", tmp_path, device=DEVICE, backend="megatron", dtype="bfloat16") as one:
+    with open_trainer(models / "qwen3", tmp_path, device=DEVICE, backend="megatron", dtype="bfloat16") as one:
         assert held == [0]
         assert one.train(share(DATA, 64), LOSS, totals(DATA))["train/grad_norm"] > 0
         assert sum(tensor.untyped_storage().nbytes() for tensor in gradients(one._ddp)) > 0

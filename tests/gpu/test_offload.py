@@ -14,7 +14,7 @@ from rlctl.bench.offload import measure_copies
 from rlctl.bench.workload import model_folder
 from rlctl.training.fsdp.trainer import FsdpTrainer
 from rlctl.training.offload import OffloadedTensors
-from tests.system.training.scenario import WeightedLoss, sequences, share, totals, trainer, weights
+from tests.system.training.scenario import WeightedLoss, open_trainer, sequences, share, totals, weights
 from tests.tiny_models import make_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -61,7 +61,7 @@ def steps(one: FsdpTrainer) -> list[Any]:
 def test_three_steps_have_the_same_bits(model: Path, tmp_path: Path, switch: str) -> None:
     results = []
     for on in (False, True):
-        with trainer(model, tmp_path, device=DEVICE, **{switch: on}) as one:
+        with open_trainer(model, tmp_path, device=DEVICE, **{switch: on}) as one:
             results.append(steps(one))
             assert all(moved(one)) == on
     np.testing.assert_equal(results[0], results[1])
@@ -75,7 +75,7 @@ def allocated() -> int:
 
 
 def test_each_phase_moves_eight_bytes_a_parameter_and_frees_as_many(model: Path, tmp_path: Path) -> None:
-    with trainer(model, tmp_path, device=DEVICE, dtype="bfloat16", offload_optimizer_for_logprob=True) as one:
+    with open_trainer(model, tmp_path, device=DEVICE, dtype="bfloat16", offload_optimizer_for_logprob=True) as one:
         # Memory that libraries allocate at first use is there from here on.
         one.log_probs([DATA])
         one.train([DATA], LOSS, totals(DATA))
@@ -96,7 +96,7 @@ def test_each_phase_moves_eight_bytes_a_parameter_and_frees_as_many(model: Path,
 
 
 def test_engines_find_the_device_without_optimizer_state_until_the_update(model: Path, tmp_path: Path) -> None:
-    with trainer(model, tmp_path, device=DEVICE, dtype="bfloat16", offload_optimizer_for_generation=True) as one:
+    with open_trainer(model, tmp_path, device=DEVICE, dtype="bfloat16", offload_optimizer_for_generation=True) as one:
         size = 8 * one.info()["parameters"]
         assert moved(one) == (size, 0)
         one.log_probs([DATA])
@@ -110,14 +110,14 @@ def test_engines_find_the_device_without_optimizer_state_until_the_update(model:
 
 def test_state_on_the_host_is_saved_and_loaded_from_there(model: Path, tmp_path: Path) -> None:
     away = {"device": DEVICE, "offload_optimizer_for_generation": True}
-    with trainer(model, tmp_path, **away) as one:
+    with open_trainer(model, tmp_path, **away) as one:
         one.train([DATA], LOSS, totals(DATA))
         one.save(tmp_path / "away")
-    with trainer(model, tmp_path, device=DEVICE) as one:
+    with open_trainer(model, tmp_path, device=DEVICE) as one:
         one.train([DATA], LOSS, totals(DATA))
         one.load(tmp_path / "away")
         one.save(tmp_path / "there")
-    with trainer(model, tmp_path, **away) as one:
+    with open_trainer(model, tmp_path, **away) as one:
         one.load(tmp_path / "there")
         one.save(tmp_path / "back")
     states = [_tensors(tmp_path / name) for name in ("away", "there", "back")]

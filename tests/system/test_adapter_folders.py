@@ -13,7 +13,7 @@ import pytest
 from rlctl.config.builtin import RECIPES
 from rlctl.models.adapters import LORA_B
 from tests.faults.runs import read
-from tests.system.training.scenario import WeightedLoss, adapters_of, sequences, share, totals, trainer
+from tests.system.training.scenario import WeightedLoss, adapters_of, open_trainer, sequences, share, totals
 from tests.unit.folders import cached
 
 BASE, ADAPTER = "somebody/base", "somebody/adapter"
@@ -26,7 +26,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("hub")
     model = RECIPES / "tiny/qwen3-tiny"
     data = sequences(12, vocab=16)
-    with trainer(model, root, adapters=adapters_of(model, RANK)) as one:
+    with open_trainer(model, root, adapters=adapters_of(model, RANK)) as one:
         for _ in range(8):
             one.train(share(data, 64), WeightedLoss(), totals(data))
         one.export_folder(root / "adapter")

@@ -14,7 +14,7 @@ from rlctl.evaluation.target import Target
 from rlctl.generation.vllm.kind import environment
 from tests.system.adapters import engine_with, start_adapted
 from tests.system.engines import greedy, sample
-from tests.system.training.scenario import WeightedLoss, adapters_of, sequences, share, totals, trainer
+from tests.system.training.scenario import WeightedLoss, adapters_of, open_trainer, sequences, share, totals
 from tests.zoo import make_family
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11], [12, 3, 40]]
@@ -53,7 +53,7 @@ def test_an_export_gives_the_same_greedy_tokens_everywhere(family: str, ray_here
 
     base, data = make_family(tmp_path / "base", family), sequences(6)
     spec = adapters_of(base, rank=8)
-    with trainer(base, tmp_path, adapters=spec) as one:
+    with open_trainer(base, tmp_path, adapters=spec) as one:
         for _ in range(6):
             one.train(share(data, 64), WeightedLoss(), totals(data))
         one.export_folder(tmp_path / "trained")

@@ -10,7 +10,7 @@ import rlctl
 from rlctl.cli.main import app
 from rlctl.config.errors import ConfigError
 from tests.faults.runs import Run
-from tests.system.training.scenario import WeightedLoss, assert_close, sequences, totals, trainer, weights
+from tests.system.training.scenario import WeightedLoss, assert_close, open_trainer, sequences, totals, weights
 from tests.tiny_models import make_model
 from tests.zoo import FAMILIES, KIN, make_family
 from tests.zoo_table import findings
@@ -41,7 +41,7 @@ def test_a_family_is_proven(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", PACKED)
 def test_a_pack_has_its_sequences_gradients_and_a_resume_repeats_every_bit(name: str, tmp_path: Path) -> None:
     """With a large epsilon AdamW is smooth: equal gradients make equal weights."""
-    with trainer(make_family(tmp_path / name, name), tmp_path) as one:
+    with open_trainer(make_family(tmp_path / name, name), tmp_path) as one:
         one.save(tmp_path / "state")
         made = []
         for batches in ([DATA], [[each] for each in DATA], [DATA]):

@@ -158,7 +158,7 @@ def _fork_ranks(_: int, function: Callable[[int, Path], None], folder: Path, cou
 
 
 @contextmanager
-def trainer(
+def open_trainer(
     model: Path,
     folder: Path,
     rank: int = 0,
@@ -204,7 +204,7 @@ def assert_compiled_trains_alike(model: Path, folder: Path, data: list[TrainingS
         own.mkdir(exist_ok=True)
         with (
             torch._dynamo.config.patch(fail_on_recompile_limit_hit=True),
-            trainer(model, own, compile=on, **options) as one,
+            open_trainer(model, own, compile=on, **options) as one,
         ):
             log_probs = [one.log_probs(share(data, most)) for most in (30, 64)]
             metrics = [one.train(share(data, most), loss, totals(data)) for most in (20, 45, 64)]

@@ -19,7 +19,7 @@ from rlctl.models.hf_folder import WeightFiles
 from rlctl.preflight.backend import backend_of
 from rlctl.refit.refit_plan import RefitPlan
 from rlctl.training.fsdp.model import shard_float32
-from tests.system.training.scenario import CONFIG, WeightedLoss, plain_log_probs, sequences, totals, trainer
+from tests.system.training.scenario import CONFIG, WeightedLoss, open_trainer, plain_log_probs, sequences, totals
 from tests.tiny_models import make_model
 from tests.zoo import FAMILIES as ZOO
 from tests.zoo import make_family
@@ -61,7 +61,7 @@ def test_it_trains_as_transformers_computes_it(kind: str, tmp_path: Path) -> Non
     source = WeightFiles(folder)
     lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     expected = [plain_log_probs(lm, sequence)[0].detach().numpy() for sequence in DATA]
-    with trainer(folder, tmp_path) as one:
+    with open_trainer(folder, tmp_path) as one:
         for got, want in zip(one.log_probs([DATA])[0], expected, strict=True):
             np.testing.assert_allclose(got[1:], want, atol=2e-5)
         one.export_folder(tmp_path / "out", "float32")
@@ -91,7 +91,10 @@ def test_a_state_that_passes_on_to_the_next_sequence_is_refused(
     for name in ("causal_conv1d_fn", "mamba2_chunk_scan"):
         monkeypatch.setattr(home, name, leaking(name))
     folder = make_model(tmp_path / "model", "falcon_h1", more=FAMILIES["falcon_h1"], scale=2.0)
-    with pytest.raises(ModelError, match="a state passes from one sequence to the next"), trainer(folder, tmp_path):
+    with (
+        pytest.raises(ModelError, match="a state passes from one sequence to the next"),
+        open_trainer(folder, tmp_path),
+    ):
         pass
 
 
@@ -115,7 +118,7 @@ def test_a_parameter_that_transformers_keeps_in_float32_is_computed_in_it(tmp_pa
     assert all(torch.equal(first[name].bfloat16(), second[name].bfloat16()) for name in first)
     found = []
     for folder in folders:
-        with trainer(folder, tmp_path, dtype="bfloat16", reference=folders[1]) as one:
+        with open_trainer(folder, tmp_path, dtype="bfloat16", reference=folders[1]) as one:
             found += [np.concatenate(one.log_probs([DATA], role)[0]) for role in ("policy", "reference")]
             kinds = {kind for name, _, kind in one.layout("bfloat16") if name.endswith("gate.weight")}
             assert kinds == {"float32"}
@@ -133,7 +136,7 @@ def test_a_float32_parameter_beside_others_in_its_module_needs_a_rank_that_share
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(GptOssPreTrainedModel, "_keep_in_fp32_modules_strict", ["sinks"], raising=False)
     folder = make_model(tmp_path / "model", "gpt_oss", more=FAMILIES["gpt_oss"])
-    with trainer(folder, tmp_path, dtype="bfloat16") as one:
+    with open_trainer(folder, tmp_path, dtype="bfloat16") as one:
         one.train([DATA], WeightedLoss(), totals(DATA))
         lm, facts = one._policy.lm, one._facts
     what = r"keeps model.layers.0.self_attn.sinks in float32, beside others .* needed: trainer.dtype=float32"
@@ -146,9 +149,9 @@ def test_tensors_that_a_folder_has_in_float32_beside_bfloat16_are_sent_so(tmp_pa
     made = make_model(tmp_path / "made", "llama")
     exact = "model.norm.weight"
     folder = rewritten(made, tmp_path / "mixed", lambda name, x: x if name == exact else x.bfloat16())
-    with trainer(folder, tmp_path) as one:
+    with open_trainer(folder, tmp_path) as one:
         assert {name for name, _, kind in one.layout("bfloat16") if kind == "float32"} == {exact}
-    with trainer(made, tmp_path) as one:
+    with open_trainer(made, tmp_path) as one:
         assert {kind for _, _, kind in one.layout("bfloat16")} == {"bfloat16"}
 
 
@@ -192,7 +195,7 @@ def test_a_class_that_transformers_learns_of_later_trains_by_its_derived_facts(t
     assert {round(kind.scale, 6) for kind in facts.kinds.attention} == {0.3}
     lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     expected = [plain_log_probs(lm, sequence)[0].detach().numpy() for sequence in DATA]
-    with trainer(folder, tmp_path) as one:
+    with open_trainer(folder, tmp_path) as one:
         for got, want in zip(one.log_probs([DATA])[0], expected, strict=True):
             np.testing.assert_allclose(got[1:], want, atol=2e-5)
         assert "model.final_bias" in {name for name, _, _ in one.layout()}

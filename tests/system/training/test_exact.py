@@ -18,11 +18,11 @@ from rlctl.training.micro_batching import TrainingSample
 from tests.system.training.scenario import (
     WeightedLoss,
     adapters_of,
+    open_trainer,
     plain_log_probs,
     sequences,
     share,
     totals,
-    trainer,
 )
 from tests.tiny_models import make_model
 from tests.zoo import make_family
@@ -47,9 +47,9 @@ def flat(batches: list[list[NDArray[np.float32]]] | None) -> NDArray[np.float32]
 def test_a_pass_in_float32_is_that_of_the_rounded_weights(kind: str, tmp_path: Path) -> None:
     model, batches = make_family(tmp_path / "m", kind), share(DATA, 64)
     own = rounded(shutil.copytree(model, tmp_path / "rounded"))
-    with trainer(own, tmp_path) as exact:
+    with open_trainer(own, tmp_path) as exact:
         expected = flat(exact.log_probs(batches))
-    with trainer(model, tmp_path, dtype="bfloat16") as one:
+    with open_trainer(model, tmp_path, dtype="bfloat16") as one:
         before = flat(one.log_probs(batches))
         np.testing.assert_allclose(flat(one.exact_log_probs(batches)), expected, atol=2e-5)
         # It leaves nothing behind.
@@ -63,11 +63,11 @@ def test_a_pass_in_float32_is_that_of_the_rounded_weights(kind: str, tmp_path: P
 def test_adapters_are_rounded_too_and_options_change_nothing(options: dict[str, Any], tmp_path: Path) -> None:
     model, batches = rounded(make_model(tmp_path / "m", "qwen3")), share(DATA, 64)
     spec = adapters_of(model)
-    with trainer(model, tmp_path, dtype="bfloat16", adapters=spec, **options) as one:
+    with open_trainer(model, tmp_path, dtype="bfloat16", adapters=spec, **options) as one:
         one.train(batches, WeightedLoss(), totals(DATA))
         one.export_folder(tmp_path / "adapter")
         found = flat(one.exact_log_probs(batches))
-    with trainer(model, tmp_path, adapters=spec, adapter=rounded(tmp_path / "adapter")) as exact:
+    with open_trainer(model, tmp_path, adapters=spec, adapter=rounded(tmp_path / "adapter")) as exact:
         np.testing.assert_allclose(found, flat(exact.log_probs(batches)), atol=2e-5)
 
 
@@ -86,7 +86,7 @@ def test_two_right_sides_of_a_deep_model_agree_and_a_wrong_one_does_not(tmp_path
     """Kernels that round elsewhere are beyond the field's bound; so is a rotary embedding of another base."""
     model = rounded(make_model(tmp_path / "m", "qwen3", layers=24, hidden=64, head_dim=16, scale=12.0))
     data = [replace(each, mask=np.arange(len(each)) > 0) for each in sequences(40)]
-    with trainer(model, tmp_path, dtype="bfloat16", micro_batch_tokens=1024) as one:
+    with open_trainer(model, tmp_path, dtype="bfloat16", micro_batch_tokens=1024) as one:
         own = [row for batch in one.log_probs([data]) for row in batch]
         exact = [row for batch in one.exact_log_probs([data]) for row in batch]
     mask = [each.mask for each in data]

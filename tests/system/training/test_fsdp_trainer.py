@@ -24,6 +24,7 @@ from tests.system.training.scenario import (
     assert_close,
     assert_compiled_trains_alike,
     assert_refused,
+    open_trainer,
     plain_log_probs,
     plain_loss,
     refused,
@@ -31,7 +32,6 @@ from tests.system.training.scenario import (
     share,
     totals,
     train_in_parts,
-    trainer,
     weights,
 )
 from tests.tiny_models import KINDS, PAD, Kind, make_model
@@ -65,7 +65,7 @@ def test_log_probs_equal_transformers_one_sequence_at_a_time(
     kind: Kind, models: dict[Kind, Path], tmp_path: Path
 ) -> None:
     lm = plain(models[kind])
-    with trainer(models[kind], tmp_path) as one, torch.no_grad():
+    with open_trainer(models[kind], tmp_path) as one, torch.no_grad():
         [first, nothing, rest] = one.log_probs([DATA[:5], [], DATA[5:]])
         assert nothing == []
         for sequence, got in zip(DATA, first + rest):
@@ -84,7 +84,7 @@ def test_three_updates_equal_a_plain_loop_with_adamw(kind: Kind, models: dict[Ki
         betas=(OPTIMIZER.betas[0], OPTIMIZER.betas[1]),
         eps=OPTIMIZER.eps,
     )
-    with trainer(models[kind], tmp_path) as one:
+    with open_trainer(models[kind], tmp_path) as one:
         for update in range(3):
             lr = learning_rate(update, OPTIMIZER, TOTAL_UPDATES)
             for group in optimizer.param_groups:
@@ -104,19 +104,19 @@ def test_three_updates_equal_a_plain_loop_with_adamw(kind: Kind, models: dict[Ki
 
 
 def test_an_update_in_parts_is_the_update(models: dict[Kind, Path], tmp_path: Path) -> None:
-    with trainer(models["qwen3"], tmp_path) as whole:
+    with open_trainer(models["qwen3"], tmp_path) as whole:
         expected = [whole.train(share(DATA, 64), LOSS, totals(DATA)) for _ in range(2)]
         exported = weights(whole)
-    with trainer(models["qwen3"], tmp_path) as one:
+    with open_trainer(models["qwen3"], tmp_path) as one:
         for metrics in expected:
             assert_close(train_in_parts(one, DATA, 64), metrics, atol=1e-6)
         assert_close(weights(one), exported, atol=1e-6)
 
 
 def test_discarded_parts_leave_nothing_behind(models: dict[Kind, Path], tmp_path: Path) -> None:
-    with trainer(models["qwen3"], tmp_path) as whole:
+    with open_trainer(models["qwen3"], tmp_path) as whole:
         expected = whole.train(share(DATA, 64), LOSS, totals(DATA)), weights(whole)
-    with trainer(models["qwen3"], tmp_path) as one:
+    with open_trainer(models["qwen3"], tmp_path) as one:
         one.accumulate(share(DATA[:4], 64), LOSS)
         one.discard()
         assert one.train(share(DATA, 64), LOSS, totals(DATA)) == expected[0]
@@ -133,9 +133,9 @@ class FailingLoss(WeightedLoss):
 
 def test_an_update_that_fails_halfway_leaves_nothing_behind(models: dict[Kind, Path], tmp_path: Path) -> None:
     bad = replace(DATA[0], columns={"advantage": np.full_like(DATA[0].columns["advantage"], 7)})
-    with trainer(models["qwen3"], tmp_path) as whole:
+    with open_trainer(models["qwen3"], tmp_path) as whole:
         expected = whole.train([DATA], LOSS, totals(DATA))
-    with trainer(models["qwen3"], tmp_path) as one:
+    with open_trainer(models["qwen3"], tmp_path) as one:
         with pytest.raises(KeyError, match="seven"):
             one.train([DATA[1:], [bad]], FailingLoss(), totals(DATA))
         assert one.train([DATA], LOSS, totals(DATA)) == expected
@@ -147,7 +147,7 @@ def test_an_exported_folder_loads_bit_by_bit_and_layout_lists_it(
 ) -> None:
     from transformers import AutoTokenizer
 
-    with trainer(models[kind], tmp_path) as one:
+    with open_trainer(models[kind], tmp_path) as one:
         one.export_folder(tmp_path / "out")
         exported = [(name, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in one.export()]
         assert one.layout() == exported
@@ -170,7 +170,7 @@ def test_tied_and_untied_heads_train_alike(kind: Kind, tied: bool, tmp_path: Pat
     lm = plain(model)
     plain_loss(lm, DATA).backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in lm.parameters() if p.grad is not None])
-    with trainer(model, tmp_path) as one:
+    with open_trainer(model, tmp_path) as one:
         metrics = one.train(share(DATA, 1000), LOSS, totals(DATA))
     assert metrics["train/grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
 
@@ -182,7 +182,7 @@ def test_packing_order_and_empty_micro_batches_change_nothing(
     packings = [share(DATA, 20), share(DATA, 45), [DATA[::-1]], [[], DATA[:4], [], DATA[4:], []]]
     results = []
     for packing in packings:
-        with trainer(models[kind], tmp_path) as one:
+        with open_trainer(models[kind], tmp_path) as one:
             metrics = one.train(packing, LOSS, totals(DATA))
             results.append((metrics, weights(one)))
     for metrics, after in results[1:]:
@@ -196,7 +196,7 @@ def test_a_warm_up_changes_no_bit(models: dict[Kind, Path], tmp_path: Path) -> N
     results = []
     for warm in (False, True):
         found: list[Any] = []
-        with trainer(models["qwen3"], tmp_path) as one:
+        with open_trainer(models["qwen3"], tmp_path) as one:
             for number in range(2):
                 before = torch.get_rng_state()
                 if warm:
@@ -219,7 +219,7 @@ def test_a_warm_up_changes_no_bit(models: dict[Kind, Path], tmp_path: Path) -> N
 def test_activation_checkpointing_changes_nothing(models: dict[Kind, Path], tmp_path: Path) -> None:
     results = []
     for on in (False, True):
-        with trainer(models["qwen3"], tmp_path, activation_checkpointing=on) as one:
+        with open_trainer(models["qwen3"], tmp_path, activation_checkpointing=on) as one:
             one.train(share(DATA, 64), LOSS, totals(DATA))
             results.append(weights(one))
     assert_close(results[0], results[1], atol=0)
@@ -246,7 +246,7 @@ def test_nothing_is_compiled_anew_for_a_rank_without_work_or_a_chunk_of_one_row(
     pair = [DATA[2], DATA[5]]
     assert totals(pair).tokens == CONFIG.logprob_chunk_tokens + 1
     torch.compiler.reset()
-    with trainer(models["qwen3"], tmp_path, compile=True) as one:
+    with open_trainer(models["qwen3"], tmp_path, compile=True) as one:
         # On a CPU, attention to sequences of one length has another layout.
         assert graphs([*share(DATA, 64), [DATA[0]]]) > 0
         assert [graphs(share(DATA, most)) for most in (20, 45)] == [0, 0]
@@ -257,7 +257,7 @@ def test_nothing_is_compiled_anew_for_a_rank_without_work_or_a_chunk_of_one_row(
 def test_the_same_run_twice_gives_the_same_bits(models: dict[Kind, Path], tmp_path: Path) -> None:
     results = []
     for _ in range(2):
-        with trainer(models["qwen3_moe"], tmp_path) as one:
+        with open_trainer(models["qwen3_moe"], tmp_path) as one:
             metrics = [one.train(share(DATA, 64), LOSS, totals(DATA)) for _ in range(2)]
             results.append((metrics, weights(one)))
     assert results[0][0] == results[1][0]
@@ -265,13 +265,13 @@ def test_the_same_run_twice_gives_the_same_bits(models: dict[Kind, Path], tmp_pa
 
 
 def test_saved_and_loaded_training_continues_bit_by_bit(models: dict[Kind, Path], tmp_path: Path) -> None:
-    with trainer(models["qwen2"], tmp_path) as one:
+    with open_trainer(models["qwen2"], tmp_path) as one:
         for _ in range(2):
             one.train(share(DATA, 64), LOSS, totals(DATA))
         one.save(tmp_path / "state")
         expected = [one.train(share(DATA, 64), LOSS, totals(DATA)) for _ in range(2)], weights(one)
     assert not [file.name for file in (tmp_path / "state").iterdir() if file.suffix != ".safetensors"]
-    with trainer(models["qwen2"], tmp_path) as one:
+    with open_trainer(models["qwen2"], tmp_path) as one:
         one.train(share(DATA, 64), LOSS, totals(DATA))
         one.load(tmp_path / "state")
         assert [one.train(share(DATA, 64), LOSS, totals(DATA)) for _ in range(2)] == expected[0]
@@ -279,7 +279,7 @@ def test_saved_and_loaded_training_continues_bit_by_bit(models: dict[Kind, Path]
 
 
 def test_loading_restores_the_random_state(models: dict[Kind, Path], tmp_path: Path) -> None:
-    with trainer(models["qwen3"], tmp_path) as one:
+    with open_trainer(models["qwen3"], tmp_path) as one:
         one.save(tmp_path / "state")
         expected = torch.rand(3)
         one.load(tmp_path / "state")
@@ -287,12 +287,15 @@ def test_loading_restores_the_random_state(models: dict[Kind, Path], tmp_path: P
 
 
 def test_loading_from_an_empty_folder_says_so(models: dict[Kind, Path], tmp_path: Path) -> None:
-    with trainer(models["qwen3"], tmp_path) as one, pytest.raises(FileNotFoundError, match="holds no trainer state"):
+    with (
+        open_trainer(models["qwen3"], tmp_path) as one,
+        pytest.raises(FileNotFoundError, match="holds no trainer state"),
+    ):
         one.load(tmp_path)
 
 
 def test_the_reference_stays_at_version_0_and_leaves_the_policy_alone(models: dict[Kind, Path], tmp_path: Path) -> None:
-    with trainer(models["qwen3"], tmp_path) as one:
+    with open_trainer(models["qwen3"], tmp_path) as one:
         at_start = one.log_probs([DATA])[0]
         one.train(share(DATA, 64), LOSS, totals(DATA))
         trained, before = one.log_probs([DATA])[0], weights(one)
@@ -306,9 +309,9 @@ def test_the_reference_stays_at_version_0_and_leaves_the_policy_alone(models: di
 
 def test_a_role_has_the_weights_of_its_own_folder(models: dict[Kind, Path], tmp_path: Path) -> None:
     other = make_model(tmp_path / "other", "qwen3", seed=7)
-    with trainer(other, tmp_path) as one:
+    with open_trainer(other, tmp_path) as one:
         expected = one.log_probs([DATA])[0]
-    with trainer(models["qwen3"], tmp_path, reference=other) as one:
+    with open_trainer(models["qwen3"], tmp_path, reference=other) as one:
         own, found = one.log_probs([DATA])[0], one.log_probs([DATA], "reference")[0]
         assert all(np.array_equal(a, b) for a, b in zip(found, expected))
         assert not np.allclose(own[0], expected[0])
@@ -317,7 +320,7 @@ def test_a_role_has_the_weights_of_its_own_folder(models: dict[Kind, Path], tmp_
 
 
 def test_evaluating_gives_the_losses_metrics_and_changes_nothing(models: dict[Kind, Path], tmp_path: Path) -> None:
-    with trainer(models["llama"], tmp_path) as one:
+    with open_trainer(models["llama"], tmp_path) as one:
         before = weights(one)
         seen = one.evaluate(share(DATA, 40), LOSS)
         assert_close(weights(one), before, atol=0)
@@ -333,7 +336,7 @@ def test_a_pad_token_inside_a_sequence_trains_like_any_other(tmp_path: Path) -> 
     lm.model.embed_tokens.padding_idx = None
     plain_loss(lm, data).backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in lm.parameters() if p.grad is not None])
-    with trainer(model, tmp_path) as one:
+    with open_trainer(model, tmp_path) as one:
         metrics = one.train([data], LOSS, totals(data))
     assert metrics["train/grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
 
@@ -350,7 +353,7 @@ def test_a_gradient_that_is_not_finite_stops_the_update(
 ) -> None:
     if backend == "megatron":
         pytest.importorskip("megatron.core")
-    with trainer(models["qwen3"], tmp_path, backend=backend) as one:
+    with open_trainer(models["qwen3"], tmp_path, backend=backend) as one:
         before = weights(one)
         with pytest.raises(FloatingPointError, match=rf"loss is -inf and the gradient norm is nan \(first in {first}"):
             one.train([DATA], ExplodingLoss(), totals(DATA))
@@ -359,18 +362,18 @@ def test_a_gradient_that_is_not_finite_stops_the_update(
 
 
 def test_a_loss_that_is_not_finite_stops_it_though_the_gradient_is(models: dict[Kind, Path], tmp_path: Path) -> None:
-    with trainer(models["qwen3"], tmp_path) as one:
+    with open_trainer(models["qwen3"], tmp_path) as one:
         assert_refused(refused(one, DATA, 64))
         one.train([DATA], LOSS, totals(DATA))
 
 
 def test_an_all_masked_micro_batch_is_no_surprise(models: dict[Kind, Path], tmp_path: Path) -> None:
     silent = [TrainingSample(s.tokens, np.zeros_like(s.mask), s.columns) for s in DATA[:3]]
-    with trainer(models["qwen3"], tmp_path) as one:
+    with open_trainer(models["qwen3"], tmp_path) as one:
         with_silent = one.train([silent, DATA], LOSS, totals(DATA))
         # The share alone counts sequences without a token.
         with_silent["train/share"] *= (len(silent) + len(DATA)) / len(DATA)
-    with trainer(models["qwen3"], tmp_path) as one:
+    with open_trainer(models["qwen3"], tmp_path) as one:
         assert one.train([DATA], LOSS, totals(DATA)) == pytest.approx(with_silent, abs=1e-6)
 
 
@@ -390,7 +393,7 @@ def test_decay_reaches_matrices_that_are_neither_norms_nor_biases(backend: str, 
     made = []
     for decay in (0.0, OPTIMIZER.weight_decay):
         optimizer = replace(OPTIMIZER, weight_decay=decay)
-        with trainer(folder, tmp_path, backend=backend, optimizer=optimizer) as one:
+        with open_trainer(folder, tmp_path, backend=backend, optimizer=optimizer) as one:
             before = weights(one)
             one.train([DATA], WeightedLoss(), totals(DATA))
             made.append(weights(one))
@@ -406,14 +409,14 @@ def test_decay_reaches_matrices_that_are_neither_norms_nor_biases(backend: str, 
 def test_a_model_whose_facts_cannot_be_derived_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "t5"}')
     refused = pytest.raises(ValueError, match=r"transformers .* has no causal language model of it")
-    with refused, trainer(tmp_path, tmp_path):
+    with refused, open_trainer(tmp_path, tmp_path):
         pass
 
 
 def test_info_counts_the_weights_a_token_meets(models: dict[Kind, Path], tmp_path: Path) -> None:
     counted = {}
     for kind in ("llama", "qwen3", "qwen3_moe"):
-        with trainer(models[kind], tmp_path) as one:
+        with open_trainer(models[kind], tmp_path) as one:
             counted[kind] = one.info(), {name: t.numel() for name, t in one.export()}
             assert one.memory()["host_rss"] > 1e8
     for info, sizes in counted.values():
@@ -433,7 +436,7 @@ def test_an_update_of_nothing_makes_no_step(backend: str, models: dict[Kind, Pat
     if backend == "megatron":
         pytest.importorskip("megatron.core")
     silent = [replace(s, mask=np.zeros_like(s.mask)) for s in DATA]
-    with trainer(models["qwen3"], tmp_path, backend=backend) as one:
+    with open_trainer(models["qwen3"], tmp_path, backend=backend) as one:
         before = weights(one)
         assert one.train([], LOSS, Totals(0, 0, 0)) == one.train([silent], LOSS, totals(silent)) == {}
         assert_close(weights(one), before, atol=0)
@@ -448,7 +451,7 @@ def test_a_gradient_of_exactly_zero_makes_no_step(backend: str, models: dict[Kin
     flat = [replace(s, columns={"advantage": np.zeros_like(s.columns["advantage"])}) for s in DATA]
     curves = []
     for way in ("plain", "flat", "resumed"):
-        with trainer(models["qwen3"], tmp_path, backend=backend) as one:
+        with open_trainer(models["qwen3"], tmp_path, backend=backend) as one:
             one.train(share(DATA, 64), LOSS, totals(DATA))
             if way != "plain":
                 before = weights(one)
@@ -458,7 +461,7 @@ def test_a_gradient_of_exactly_zero_makes_no_step(backend: str, models: dict[Kin
             one.save(tmp_path / way)
             if way != "resumed":
                 curves.append((one.train(share(DATA, 64), LOSS, totals(DATA)), weights(one)))
-    with trainer(models["qwen3"], tmp_path, backend=backend) as one:
+    with open_trainer(models["qwen3"], tmp_path, backend=backend) as one:
         one.load(tmp_path / "resumed")
         curves.append((one.train(share(DATA, 64), LOSS, totals(DATA)), weights(one)))
     assert curves[0][0] == curves[1][0] == curves[2][0]
@@ -469,7 +472,7 @@ def test_a_gradient_of_exactly_zero_makes_no_step(backend: str, models: dict[Kin
 def test_bfloat16_computes_close_to_float32_and_keeps_float32_masters(models: dict[Kind, Path], tmp_path: Path) -> None:
     results = []
     for dtype in ("float32", "bfloat16"):
-        with trainer(models["qwen3"], tmp_path, dtype=dtype) as one:
+        with open_trainer(models["qwen3"], tmp_path, dtype=dtype) as one:
             values = np.concatenate(list(itertools.chain(*one.log_probs([DATA]))))
             metrics = one.train([DATA], LOSS, totals(DATA))
             assert {kind for _, _, kind in one.layout()} == {"float32"}

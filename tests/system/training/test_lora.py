@@ -18,12 +18,12 @@ from tests.system.training.scenario import (
     WeightedLoss,
     adapters_of,
     assert_close,
+    open_trainer,
     plain_log_probs,
     plain_loss,
     sequences,
     share,
     totals,
-    trainer,
     weights,
 )
 from tests.zoo import make_family
@@ -60,7 +60,7 @@ def adapter_parameters(theirs: Any) -> dict[str, torch.nn.Parameter]:
 def test_gradients_and_updates_are_those_of_peft(family: str, tmp_path: Path) -> None:
     model = make_family(tmp_path / family, family)
     spec, loss = adapters_of(model), LOSS
-    with trainer(model, tmp_path, adapters=spec) as one:
+    with open_trainer(model, tmp_path, adapters=spec) as one:
         first = weights(one)
         theirs = peft_model(model, spec, first)
         params = adapter_parameters(theirs)
@@ -108,9 +108,9 @@ def train(one: Any, data: list[Any] = DATA) -> dict[str, float]:
 
 
 def test_the_reference_is_the_base_and_costs_no_copy(model: Path, tmp_path: Path) -> None:
-    with trainer(model, tmp_path) as base:
+    with open_trainer(model, tmp_path) as base:
         expected = log_probs(base)
-    with trainer(model, tmp_path, adapters=adapters_of(model)) as one:
+    with open_trainer(model, tmp_path, adapters=adapters_of(model)) as one:
         assert_same(log_probs(one), expected)
         train(one)
         trained = log_probs(one)
@@ -122,11 +122,11 @@ def test_the_reference_is_the_base_and_costs_no_copy(model: Path, tmp_path: Path
 
 def test_a_run_that_starts_from_an_adapter_has_it_as_its_reference(model: Path, tmp_path: Path) -> None:
     spec = adapters_of(model)
-    with trainer(model, tmp_path, adapters=spec) as one:
+    with open_trainer(model, tmp_path, adapters=spec) as one:
         train(one)
         one.export_folder(tmp_path / "first")
         first, expected = weights(one), log_probs(one)
-    with trainer(model, tmp_path, adapters=spec, adapter=tmp_path / "first", reference=tmp_path / "first") as one:
+    with open_trainer(model, tmp_path, adapters=spec, adapter=tmp_path / "first", reference=tmp_path / "first") as one:
         assert_close(weights(one), first, atol=0)
         train(one)
         trained = log_probs(one)
@@ -136,7 +136,7 @@ def test_a_run_that_starts_from_an_adapter_has_it_as_its_reference(model: Path, 
 
 def test_the_base_keeps_every_bit_and_has_neither_gradient_nor_moments(model: Path, tmp_path: Path) -> None:
     spec = adapters_of(model)
-    with trainer(model, tmp_path, adapters=spec) as one:
+    with open_trainer(model, tmp_path, adapters=spec) as one:
         frozen = {name: p for name, p in one._policy.lm.named_parameters() if not p.requires_grad}
         before = {name: p.detach().clone() for name, p in frozen.items()}
         one.accumulate(share(DATA, 64), LOSS)
@@ -148,7 +148,7 @@ def test_the_base_keeps_every_bit_and_has_neither_gradient_nor_moments(model: Pa
 
 
 def test_a_frozen_base_has_the_compute_dtype_and_adapters_float32(model: Path, tmp_path: Path) -> None:
-    with trainer(model, tmp_path, adapters=adapters_of(model), dtype="bfloat16") as one:
+    with open_trainer(model, tmp_path, adapters=adapters_of(model), dtype="bfloat16") as one:
         kinds = {p.requires_grad: p.dtype for p in one._policy.lm.parameters()}
         assert kinds == {False: torch.bfloat16, True: torch.float32}
         assert {kind for _, _, kind in one.layout("bfloat16")} == {"bfloat16"}
@@ -160,13 +160,13 @@ def test_a_frozen_base_has_the_compute_dtype_and_adapters_float32(model: Path, t
 
 def test_saved_and_loaded_training_continues_bit_by_bit(model: Path, tmp_path: Path) -> None:
     spec = adapters_of(model, dropout=0.2)
-    with trainer(model, tmp_path, adapters=spec) as one:
+    with open_trainer(model, tmp_path, adapters=spec) as one:
         train(one)
         one.save(tmp_path / "state")
         expected = [train(one), train(one)]
         after = weights(one)
     assert sum(file.stat().st_size for file in (tmp_path / "state").iterdir()) < 16 * spec.parameters
-    with trainer(model, tmp_path, adapters=spec) as one:
+    with open_trainer(model, tmp_path, adapters=spec) as one:
         one.load(tmp_path / "state")
         assert [train(one), train(one)] == expected
         assert_close(weights(one), after, atol=0)
@@ -176,7 +176,7 @@ def test_an_export_written_while_training_goes_on_has_the_adapters_of_its_moment
     from transformers import AutoModelForCausalLM
 
     spec = adapters_of(model)
-    with trainer(model, tmp_path, adapters=spec) as one:
+    with open_trainer(model, tmp_path, adapters=spec) as one:
         train(one)
         expected, saved = log_probs(one), weights(one)
         begun = one.begin_save(tmp_path / "state", tmp_path / "hf", None, beside_training=True)
@@ -201,7 +201,7 @@ def test_an_export_written_while_training_goes_on_has_the_adapters_of_its_moment
 def test_dropout_is_of_training_alone(model: Path, tmp_path: Path) -> None:
     results = []
     for dropout in (0.0, 0.5):
-        with trainer(model, tmp_path, adapters=adapters_of(model, dropout=dropout)) as one:
+        with open_trainer(model, tmp_path, adapters=adapters_of(model, dropout=dropout)) as one:
             with torch.no_grad():
                 for name, p in one._parameters.items():
                     p.fill_(0.02 if ".lora_B." in name else 0.03)
@@ -217,7 +217,7 @@ def test_recomputed_and_compiled_layers_train_alike(option: str, model: Path, tm
     # A layer that is computed again drops the same inputs. Compiled ones draw others.
     spec = adapters_of(model, dropout=0.0 if option == "compile" else 0.2)
     for on in (False, True):
-        with trainer(model, tmp_path, adapters=spec, **{option: on}) as one:
+        with open_trainer(model, tmp_path, adapters=spec, **{option: on}) as one:
             metrics = [train(one), train(one)]
             found.append((metrics, weights(one), log_probs(one), log_probs(one, "reference")))
     for one, other in zip(found[0][0], found[1][0]):
@@ -229,7 +229,7 @@ def test_recomputed_and_compiled_layers_train_alike(option: str, model: Path, tm
 
 
 def test_a_layer_that_reads_its_weight_past_the_adapter_is_named(model: Path, tmp_path: Path) -> None:
-    with trainer(model, tmp_path, adapters=adapters_of(model)) as one:
+    with open_trainer(model, tmp_path, adapters=adapters_of(model)) as one:
         bypassed = one._lm.model.layers[2].self_attn.o_proj
         bypassed.forward = lambda x: torch.nn.functional.linear(x, bypassed.weight)
         with pytest.raises(RuntimeError, match=r"left 1 of 28 adapters .*2\.self_attn\.o_proj\.lora_B.* without"):
@@ -240,7 +240,7 @@ def test_the_first_step_that_needs_attention_must_move_every_adapter(tmp_path: P
     """The loss of a row's second token does not depend on queries and keys: one token has all weight."""
     model = make_family(tmp_path / "model", "gemma2")
     second = [replace(each, mask=np.arange(len(each)) == 1) for each in DATA]
-    with trainer(model, tmp_path, adapters=adapters_of(model)) as one:
+    with open_trainer(model, tmp_path, adapters=adapters_of(model)) as one:
         first = weights(one)
         one.train([second], LOSS, totals(second))
         moved = {name: not torch.equal(value, first[name]) for name, value in weights(one).items() if "lora_B" in name}
@@ -256,14 +256,14 @@ def test_the_first_step_that_needs_attention_must_move_every_adapter(tmp_path: P
 def test_a_rate_that_moves_nothing_is_named_at_the_first_step_alone(model: Path, tmp_path: Path) -> None:
     spec, tiny = adapters_of(model), replace(OPTIMIZER, lr=1e-46, warmup_steps=0)
     said = r"left 28 of 28 adapters .*q_proj\.lora_B.*the rate 1e-46 is too small"
-    with trainer(model, tmp_path, adapters=spec, optimizer=tiny) as one, pytest.raises(RuntimeError, match=said):
+    with open_trainer(model, tmp_path, adapters=spec, optimizer=tiny) as one, pytest.raises(RuntimeError, match=said):
         train(one)
-    with trainer(model, tmp_path, adapters=spec) as one:
+    with open_trainer(model, tmp_path, adapters=spec) as one:
         train(one)
         one.save(tmp_path / "moved")
     # A resumed run may end at next to nothing; a rate of 0 is one's own wish.
     for lr, load in ((1e-46, True), (0.0, False)):
-        with trainer(model, tmp_path, adapters=spec, optimizer=replace(tiny, lr=lr)) as one:
+        with open_trainer(model, tmp_path, adapters=spec, optimizer=replace(tiny, lr=lr)) as one:
             if load:
                 one.load(tmp_path / "moved")
             before = weights(one)

@@ -23,6 +23,7 @@ from tests.system.training.scenario import (
     WeightedLoss,
     assert_close,
     assert_refused,
+    open_trainer,
     refused,
     run_ranks,
     sequences,
@@ -30,7 +31,6 @@ from tests.system.training.scenario import (
     totals,
     train_in_parts,
     train_rollouts,
-    trainer,
     weights,
 )
 from tests.tiny_models import KINDS, Kind, make_model
@@ -43,7 +43,7 @@ STEPS = 3
 UNTIED: Kind = "llama"
 
 
-def on_host(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def copy_to_host(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.cpu() for name, tensor in tensors.items()}
 
 
@@ -75,7 +75,7 @@ COMPILED: dict[str, tuple[Kind, MegatronSection, dict[str, Any], int]] = {
 }
 
 
-def two_ranks(rank: int, folder: Path, device: str = "cpu") -> None:
+def train_on_two_ranks(rank: int, folder: Path, device: str = "cpu") -> None:
     """One rank of every layout; each rank writes its results."""
     layouts = LAYOUTS if device == "cpu" else LAYOUTS | COMPILED
     for name, (kind, section, options, shards) in layouts.items():
@@ -83,15 +83,15 @@ def two_ranks(rank: int, folder: Path, device: str = "cpu") -> None:
         mine = share(DATA, 48, rank % shards, shards)
         settings = {"backend": "megatron", "num_ranks": 2, "megatron": section, **options}
         place = f"{device}:{rank}" if device == "cuda" else device
-        with trainer(folder / kind, own, rank, 2, place, **settings) as one:
+        with open_trainer(folder / kind, own, rank, 2, place, **settings) as one:
             seen: dict[str, Any] = {"log_probs": [torch.from_numpy(x) for b in one.log_probs(mine) for x in b]}
-            seen["exported"] = on_host(weights(one))
+            seen["exported"] = copy_to_host(weights(one))
             seen["listed"] = one.layout() == [(n, tuple(t.shape), "float32") for n, t in one.export()]
             seen["boxes"] = [(s.name, s.start, s.tensor.cpu().clone()) for s in one.shards()]
             whole = [one.train(mine, LOSS, totals(DATA)) for _ in range(STEPS - 1)]
             seen["trained"] = [*whole, train_in_parts(one, DATA, 48, rank % shards, shards)]
             seen["evaluated"] = one.evaluate(mine, LOSS)
-            seen["weights"] = on_host(weights(one))
+            seen["weights"] = copy_to_host(weights(one))
             one.save(own / "state")
             one.export_folder(own / "exported")
             reference = one.log_probs(mine, "reference")
@@ -99,7 +99,7 @@ def two_ranks(rank: int, folder: Path, device: str = "cpu") -> None:
             seen["next"] = one.train(mine, LOSS, totals(DATA))
             refusal = refused(one, DATA, 48, rank % shards, shards)
             seen["rollouts"] = train_rollouts(one, DATA, 48, rank % shards, shards)
-            seen["refused"] = {key: on_host(each) if key != "said" else each for key, each in refusal.items()}
+            seen["refused"] = {key: copy_to_host(each) if key != "said" else each for key, each in refusal.items()}
             torch.save(seen, own / f"rank-{rank}.pt")
 
 
@@ -125,14 +125,14 @@ def rounded(
     """Log-probs and an update of a trainer whose residual is float32 if `wide`."""
     section = replace(options.pop("megatron", MEGATRON), fp32_residual_connection=wide)
     settings = {"backend": "megatron", "num_ranks": world, "megatron": section, **options}
-    with trainer(model, folder, rank, world, **settings) as one:
+    with open_trainer(model, folder, rank, world, **settings) as one:
         log_probs = [torch.from_numpy(x) for x in one.log_probs([DATA])[0]]
         return {"log_probs": log_probs, "trained": [one.train(share(DATA, 48), LOSS, totals(DATA))]}
 
 
-def all_on_two_ranks(rank: int, folder: Path) -> None:
+def train_all_on_two_ranks(rank: int, folder: Path) -> None:
     """One rank of LAYOUTS and ROUNDED."""
-    two_ranks(rank, folder)
+    train_on_two_ranks(rank, folder)
     for name, (model, section, options) in ROUNDED.items():
         for wide in (False, True):
             own = folder / f"rounded-{name}-{wide}"
@@ -154,7 +154,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
             make_deep_model(folder / "deep")
             for name in [*LAYOUTS, *(f"rounded-{name}-{wide}" for name in ROUNDED for wide in (False, True))]:
                 (folder / name).mkdir()
-            run_ranks(all_on_two_ranks, folder, 2)
+            run_ranks(train_all_on_two_ranks, folder, 2)
             (folder / "done").touch()
     return folder
 
@@ -164,7 +164,7 @@ def expected(run: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[Kind, 
     """Results of FSDP on one rank."""
     found: dict[Kind, dict[str, Any]] = {}
     for kind in KINDS:
-        with trainer(run / kind, tmp_path_factory.mktemp(kind)) as one:
+        with open_trainer(run / kind, tmp_path_factory.mktemp(kind)) as one:
             found[kind] = {
                 "log_probs": [x for batch in one.log_probs([DATA]) for x in batch],
                 "exported": weights(one),
@@ -177,13 +177,13 @@ def expected(run: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[Kind, 
     return found
 
 
-def seen(run: Path, name: str, rank: int) -> dict[str, Any]:
+def load_results(run: Path, name: str, rank: int) -> dict[str, Any]:
     return torch.load(run / name / f"rank-{rank}.pt", weights_only=True)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_two_ranks_train_as_fsdp_does_on_one(name: str, run: Path, expected: dict[Kind, dict[str, Any]]) -> None:
-    ranks, want = [seen(run, name, rank) for rank in (0, 1)], expected[LAYOUTS[name][0]]
+    ranks, want = [load_results(run, name, rank) for rank in (0, 1)], expected[LAYOUTS[name][0]]
     for key in ("trained", "evaluated", "next", "rollouts"):
         assert ranks[0][key] == ranks[1][key]
     for one, other in zip(ranks[0]["trained"], want["trained"]):
@@ -195,7 +195,7 @@ def test_two_ranks_train_as_fsdp_does_on_one(name: str, run: Path, expected: dic
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_loss_that_is_not_finite_is_refused_by_both_ranks(name: str, run: Path) -> None:
     for rank in (0, 1):
-        assert_refused(seen(run, name, rank)["refused"])
+        assert_refused(load_results(run, name, rank)["refused"])
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -204,7 +204,7 @@ def test_log_probs_and_reference_are_those_of_fsdp(name: str, run: Path, expecte
     for rank in (0, 1):
         mine = [sequence for batch in share(DATA, 48, rank % shards, shards) for sequence in batch]
         for key in ("log_probs", "reference"):
-            for sequence, got in zip(mine, seen(run, name, rank)[key], strict=True):
+            for sequence, got in zip(mine, load_results(run, name, rank)[key], strict=True):
                 [want] = [x for x, other in zip(expected[kind]["log_probs"], DATA) if other.tokens is sequence.tokens]
                 np.testing.assert_allclose(got.numpy(), want, atol=1e-5)
 
@@ -214,7 +214,7 @@ def test_weights_come_and_go_bit_by_bit(name: str, run: Path, expected: dict[Kin
     """Read from the folder, exported whole, sent as boxes, written to a folder."""
     from safetensors.torch import load_file
 
-    ranks, want = [seen(run, name, rank) for rank in (0, 1)], expected[LAYOUTS[name][0]]
+    ranks, want = [load_results(run, name, rank) for rank in (0, 1)], expected[LAYOUTS[name][0]]
     for rank in ranks:
         assert rank["listed"]
         assert_close(rank["exported"], want["exported"], atol=0)
@@ -230,8 +230,8 @@ def test_weights_come_and_go_bit_by_bit(name: str, run: Path, expected: dict[Kin
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("backend", ["fsdp", "megatron"])
 def test_either_backend_goes_on_from_any_layout(name: str, backend: str, run: Path, tmp_path: Path) -> None:
-    result = seen(run, name, 1)
-    with trainer(run / LAYOUTS[name][0], tmp_path, backend=backend) as one:
+    result = load_results(run, name, 1)
+    with open_trainer(run / LAYOUTS[name][0], tmp_path, backend=backend) as one:
         one.load(run / name / "state")
         assert_close(weights(one), result["weights"], atol=0)
         assert_close(one.train(share(DATA, 64), LOSS, totals(DATA)), result["next"], atol=1e-4)
@@ -239,7 +239,7 @@ def test_either_backend_goes_on_from_any_layout(name: str, backend: str, run: Pa
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_rank_trains_as_fsdp_does(kind: Kind, run: Path, tmp_path: Path, expected: dict[Kind, Any]) -> None:
-    with trainer(run / kind, tmp_path, backend="megatron") as one:
+    with open_trainer(run / kind, tmp_path, backend="megatron") as one:
         log_probs = one.log_probs([DATA[:5], [], DATA[5:]])
         assert log_probs[1] == []
         for got, want in zip(log_probs[0] + log_probs[2], expected[kind]["log_probs"], strict=True):
@@ -288,13 +288,13 @@ def test_a_float32_residual_brings_log_probs_nearer(on_one_rank: dict[tuple[str,
     found = {"one rank": [on_one_rank["bfloat16", wide] for wide in (False, True)]}
     for name, (model, *_) in ROUNDED.items():
         if model == "deep":
-            found[name] = [seen(run, f"rounded-{name}-{wide}", 1) for wide in (False, True)]
+            found[name] = [load_results(run, f"rounded-{name}-{wide}", 1) for wide in (False, True)]
     for name, (plain, wide) in found.items():
         assert error(wide, exact) < 0.75 * error(plain, exact), name
 
 
 def test_stages_hand_the_residual_over_unrounded(on_one_rank: dict[tuple[str, bool], Any], run: Path) -> None:
-    assert error(seen(run, "rounded-pipeline-True", 0), on_one_rank["bfloat16", True]) == 0
+    assert error(load_results(run, "rounded-pipeline-True", 0), on_one_rank["bfloat16", True]) == 0
 
 
 @pytest.mark.parametrize("name", ROUNDED)
@@ -304,14 +304,14 @@ def test_two_ranks_train_with_a_float32_residual(
     model = ROUNDED[name][0]
     [want] = on_one_rank["float32", False]["trained"] if model == "deep" else expected["qwen3_moe"]["trained"][:1]
     for rank in (0, 1):
-        [got] = seen(run, f"rounded-{name}-True", rank)["trained"]
+        [got] = load_results(run, f"rounded-{name}-True", rank)["trained"]
         assert got["train/loss"] == pytest.approx(want["train/loss"], abs=0.01)
         assert got["train/grad_norm"] == pytest.approx(want["train/grad_norm"], rel=0.05)
 
 
 def three_ranks(rank: int, folder: Path) -> None:
     """One of three data-parallel ranks, among which a layer's experts are shared out for writing."""
-    with trainer(folder / "model", folder, rank, 3, backend="megatron", num_ranks=3) as one:
+    with open_trainer(folder / "model", folder, rank, 3, backend="megatron", num_ranks=3) as one:
         seen = {"trained": one.train(share(DATA, 64, rank, 3), LOSS, totals(DATA)), "weights": weights(one)}
         one.save(folder / "state")
         torch.save(seen, folder / f"rank-{rank}.pt")
@@ -323,7 +323,7 @@ def test_three_ranks_save_experts_that_one_goes_on_with(tmp_path: Path) -> None:
     run_ranks(three_ranks, tmp_path, 3)
     result = torch.load(tmp_path / "rank-2.pt", weights_only=True)
     (tmp_path / "one").mkdir()
-    with trainer(tmp_path / "model", tmp_path / "one") as one:
+    with open_trainer(tmp_path / "model", tmp_path / "one") as one:
         assert_close(one.train(share(DATA, 64), LOSS, totals(DATA)), result["trained"], atol=1e-4)
         one.load(tmp_path / "state")
         assert_close(weights(one), result["weights"], atol=0)

@@ -15,11 +15,11 @@ from tests.system.training.scenario import (
     MEGATRON,
     WeightedLoss,
     assert_compiled_trains_alike,
+    open_trainer,
     run_ranks,
     sequences,
     share,
     totals,
-    trainer,
 )
 from tests.tiny_models import Kind, make_model
 
@@ -80,7 +80,7 @@ def test_packs_of_other_sizes_are_compiled_for_once(wide: bool, options: dict[st
     make_model(tmp_path / "qwen3", "qwen3")
     options = options | {"megatron": replace(MEGATRON, fp32_residual_connection=wide)}
     dtype = "bfloat16" if wide else "float32"
-    with trainer(tmp_path / "qwen3", tmp_path, backend="megatron", compile=True, dtype=dtype, **options) as one:
+    with open_trainer(tmp_path / "qwen3", tmp_path, backend="megatron", compile=True, dtype=dtype, **options) as one:
         graphs(64)
         # Norms of hidden states and of heads, with gradient and without.
         assert variants(rms_norm) >= 4

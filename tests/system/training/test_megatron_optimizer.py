@@ -13,10 +13,10 @@ from tests.system.training.scenario import (
     MEGATRON,
     WeightedLoss,
     assert_close,
+    open_trainer,
     sequences,
     share,
     totals,
-    trainer,
     weights,
 )
 from tests.tiny_models import make_model
@@ -53,7 +53,7 @@ def train(one: Any, updates: int) -> list[dict[str, float]]:
 def test_an_optimizer_on_the_host_makes_the_same_updates(section: Any, model: Path, tmp_path: Path) -> None:
     results = []
     for own in (MEGATRON, section):
-        with trainer(model, tmp_path, backend="megatron", dtype="bfloat16", megatron=own) as one:
+        with open_trainer(model, tmp_path, backend="megatron", dtype="bfloat16", megatron=own) as one:
             results.append((train(one, 3), weights(one)))
     assert_close(results[0][0][-1], results[1][0][-1], atol=1e-6)
     assert_close(results[0][1], results[1][1], atol=0)
@@ -61,7 +61,7 @@ def test_an_optimizer_on_the_host_makes_the_same_updates(section: Any, model: Pa
 
 def test_float32_and_an_optimizer_on_the_host_are_refused_in_one_line(model: Path, tmp_path: Path) -> None:
     refused = pytest.raises(ValueError, match=r"optimizer_cpu_offload needs trainer.dtype=bfloat16")
-    with refused, trainer(model, tmp_path, backend="megatron", megatron=HOST):
+    with refused, open_trainer(model, tmp_path, backend="megatron", megatron=HOST):
         pass
 
 
@@ -72,11 +72,11 @@ def test_a_run_goes_on_bit_by_bit_after_save_and_load(section: Any, model: Path,
     Megatron's own loading shares one step count among all parameters, so that an update moves it many times.
     """
     options = {"backend": "megatron", "dtype": "bfloat16", "megatron": section}
-    with trainer(model, tmp_path, **options) as one:
+    with open_trainer(model, tmp_path, **options) as one:
         train(one, 2)
         one.save(tmp_path / "state")
         expected = train(one, 2), weights(one)
-    with trainer(model, tmp_path, **options) as one:
+    with open_trainer(model, tmp_path, **options) as one:
         one.load(tmp_path / "state")
         assert (train(one, 2), True) == (expected[0], True)
         assert_close(weights(one), expected[1], atol=0)
@@ -87,7 +87,7 @@ def test_a_run_goes_on_bit_by_bit_after_save_and_load(section: Any, model: Path,
 def test_warming_up_leaves_every_bit_as_it_was(section: Any, before: int, model: Path, tmp_path: Path) -> None:
     results = []
     for warm in (False, True):
-        with trainer(model, tmp_path, backend="megatron", dtype="bfloat16", megatron=section) as one:
+        with open_trainer(model, tmp_path, backend="megatron", dtype="bfloat16", megatron=section) as one:
             train(one, before)
             if warm:
                 one.warm_up(share(DATA, 64), LOSS)
@@ -99,7 +99,7 @@ def test_warming_up_leaves_every_bit_as_it_was(section: Any, before: int, model:
 
 def test_the_emulation_of_a_gpu_leaves_nothing_behind(model: Path, tmp_path: Path) -> None:
     before = {name: getattr(torch.cuda, name) for name in ("current_device", "Stream", "get_rng_state")}
-    with trainer(model, tmp_path, backend="megatron"):
+    with open_trainer(model, tmp_path, backend="megatron"):
         assert torch.zeros((), device="cuda").device.type == "cpu"
     assert before == {name: getattr(torch.cuda, name) for name in before}
     with pytest.raises((AssertionError, RuntimeError)):
@@ -110,7 +110,7 @@ def test_a_float32_folder_is_not_rounded_and_a_float32_export_gives_it_back(mode
     """Weights of bfloat16 are the rounded ones; those that are updated, saved and exported in float32 are not."""
     from safetensors.torch import load_file
 
-    with trainer(model, tmp_path, backend="megatron", dtype="bfloat16") as one:
+    with open_trainer(model, tmp_path, backend="megatron", dtype="bfloat16") as one:
         one.export_folder(tmp_path / "wide", "float32")
         one.export_folder(tmp_path / "own")
     source, wide, own = (
@@ -122,7 +122,7 @@ def test_a_float32_folder_is_not_rounded_and_a_float32_export_gives_it_back(mode
 
 def test_a_state_that_is_not_there_is_an_ordinary_error(model: Path, tmp_path: Path) -> None:
     make_model(tmp_path / "other", "llama")
-    with trainer(model, tmp_path, backend="megatron") as one:
+    with open_trainer(model, tmp_path, backend="megatron") as one:
         one.save(tmp_path / "state")
-    with trainer(tmp_path / "other", tmp_path, backend="megatron") as one, pytest.raises(OSError, match="lm_head"):
+    with open_trainer(tmp_path / "other", tmp_path, backend="megatron") as one, pytest.raises(OSError, match="lm_head"):
         one.load(tmp_path / "state")

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from rlctl.training import offload
 from rlctl.training.fsdp.trainer import FsdpTrainer
-from tests.system.training.scenario import WeightedLoss, assert_close, sequences, share, totals, trainer, weights
+from tests.system.training.scenario import WeightedLoss, assert_close, open_trainer, sequences, share, totals, weights
 from tests.tiny_models import make_model
 
 DATA = sequences()
@@ -57,13 +57,13 @@ def test_three_steps_and_a_checkpoint_have_the_same_bits(model: Path, options: d
     found = []
     for own in ({}, options):
         folder = tmp_path / f"state-{len(own)}"
-        with trainer(model, tmp_path, **own) as one:
+        with open_trainer(model, tmp_path, **own) as one:
             first = steps(one, 2)
             one.save(folder)
             found.append((first, steps(one, 1), weights(one)))
             moved = one.memory()["moved_to_device"], one.memory()["moved_to_host"]
         assert all(moved) if own else not any(moved)
-        with trainer(model, tmp_path, **own) as one:
+        with open_trainer(model, tmp_path, **own) as one:
             one.load(folder)
             same(steps(one, 1), found[-1][1])
     same(found[0][:2], found[1][:2])
@@ -75,7 +75,7 @@ def test_three_steps_and_a_checkpoint_have_the_same_bits(model: Path, options: d
 @pytest.mark.usefixtures("moves")
 def test_each_phase_moves_eight_bytes_a_parameter_at_most_once(model: Path, tmp_path: Path) -> None:
     both = {"offload_optimizer_for_logprob": True, "offload_optimizer_for_generation": True}
-    with trainer(model, tmp_path, offload_optimizer_for_logprob=True) as one:
+    with open_trainer(model, tmp_path, offload_optimizer_for_logprob=True) as one:
         size = 8 * one.info()["parameters"]
         moved = [_moved(one)]
         one.log_probs([DATA])
@@ -89,7 +89,7 @@ def test_each_phase_moves_eight_bytes_a_parameter_at_most_once(model: Path, tmp_
         one.save(tmp_path / "one")
         moved.append(_moved(one))
     assert moved == [(0, 0), (size, 0), (size, size), (size, size)]
-    with trainer(model, tmp_path, **both) as one:
+    with open_trainer(model, tmp_path, **both) as one:
         moved = [_moved(one)]
         one.log_probs([DATA])
         moved.append(_moved(one))
@@ -106,7 +106,7 @@ def test_each_phase_moves_eight_bytes_a_parameter_at_most_once(model: Path, tmp_
 def test_a_warm_up_with_its_state_away_changes_no_bit(model: Path, tmp_path: Path) -> None:
     found = []
     for warm in (False, True):
-        with trainer(model, tmp_path, **OPTIONS[1]) as one:
+        with open_trainer(model, tmp_path, **OPTIONS[1]) as one:
             if warm:
                 one.warm_up(share(DATA[:5], 20), LOSS)
                 one.rest()
@@ -116,7 +116,7 @@ def test_a_warm_up_with_its_state_away_changes_no_bit(model: Path, tmp_path: Pat
 
 
 def test_on_a_cpu_nothing_moves(model: Path, tmp_path: Path) -> None:
-    with trainer(model, tmp_path, **OPTIONS[2]) as one:
+    with open_trainer(model, tmp_path, **OPTIONS[2]) as one:
         steps(one, 1)
         assert _moved(one) == (0, 0)
         assert all(torch.isfinite(t).all() for t in weights(one).values())

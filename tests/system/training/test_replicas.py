@@ -12,13 +12,13 @@ from tests.system.training.scenario import (
     WeightedLoss,
     assert_close,
     assert_refused,
+    open_trainer,
     refused,
     run_ranks,
     sequences,
     share,
     totals,
     train_in_parts,
-    trainer,
     weights,
 )
 from tests.tiny_models import make_model
@@ -30,7 +30,7 @@ LOSS = WeightedLoss()
 
 
 def four_ranks(rank: int, folder: Path) -> None:
-    with trainer(folder / "model", folder / "group", rank, RANKS, replicas=REPLICAS) as one:
+    with open_trainer(folder / "model", folder / "group", rank, RANKS, replicas=REPLICAS) as one:
         mine = share(DATA, 24, rank, RANKS)
         seen: dict[str, Any] = {"trained": [one.train(mine, LOSS, totals(DATA))]}
         seen["trained"].append(train_in_parts(one, DATA, 24, rank, RANKS))
@@ -51,7 +51,7 @@ def two_ranks(rank: int, folder: Path) -> None:
     """Go on with the state of four ranks: as two replicas of one rank, and as one of two."""
     for replicas in (1, 2):
         (folder / f"of-{replicas}").mkdir(exist_ok=True)
-        with trainer(folder / "model", folder / f"of-{replicas}", rank, 2, replicas=replicas) as one:
+        with open_trainer(folder / "model", folder / f"of-{replicas}", rank, 2, replicas=replicas) as one:
             one.load(folder / "state")
             found = {"weights": weights(one), "next": one.train([DATA] if rank else [[]], LOSS, totals(DATA))}
             torch.save(found, folder / f"of-{replicas}" / f"rank-{rank}.pt")
@@ -73,7 +73,7 @@ def seen(run: Path, rank: int) -> dict[str, Any]:
 def test_gradients_and_norm_are_those_of_one_process(run: Path, tmp_path: Path) -> None:
     ranks = [seen(run, rank) for rank in range(RANKS)]
     assert all(each["trained"] == ranks[0]["trained"] for each in ranks)
-    with trainer(run / "model", tmp_path) as one:
+    with open_trainer(run / "model", tmp_path) as one:
         # After one update the weights differ in their last bits. Norms then differ by a share of 1.4e-6.
         for metrics, atol in zip(ranks[0]["trained"], (1e-6, 5e-6), strict=True):
             assert_close(metrics, one.train(share(DATA, 64), LOSS, totals(DATA)), atol=atol)
@@ -115,7 +115,7 @@ def test_the_exported_folder_has_the_weights(run: Path) -> None:
 
 def test_the_state_continues_on_one_process_and_on_other_replicas(run: Path, tmp_path: Path) -> None:
     run_ranks(two_ranks, run, 2)
-    with trainer(run / "model", tmp_path) as one:
+    with open_trainer(run / "model", tmp_path) as one:
         one.load(run / "state")
         own = weights(one)
         assert_close(own, seen(run, 0)["weights"], atol=0)

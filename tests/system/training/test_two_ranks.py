@@ -13,6 +13,7 @@ from tests.system.training.scenario import (
     adapters_of,
     assert_close,
     assert_refused,
+    open_trainer,
     refused,
     run_ranks,
     sequences,
@@ -20,7 +21,6 @@ from tests.system.training.scenario import (
     totals,
     train_in_parts,
     train_rollouts,
-    trainer,
     weights,
 )
 from tests.tiny_models import Kind, make_model
@@ -36,7 +36,7 @@ LOSS = WeightedLoss()
 def two_ranks(rank: int, folder: Path) -> None:
     """One rank of both models; each rank writes its results."""
     for kind in KINDS:
-        with trainer(folder / kind, folder / f"{kind}-group", rank, 2) as one:
+        with open_trainer(folder / kind, folder / f"{kind}-group", rank, 2) as one:
             mine = share(DATA, 24, rank, 2)
             seen: dict[str, Any] = {"sizes": [len(batch) for batch in mine]}
             seen["log_probs"] = [torch.from_numpy(x) for batch in one.log_probs(mine) for x in batch]
@@ -53,7 +53,7 @@ def two_ranks(rank: int, folder: Path) -> None:
             seen["refused"] = refused(one, DATA, 24, rank, 2)
             seen["rollouts"] = train_rollouts(one, DATA, 40, rank, 2)
             torch.save(seen, folder / kind / f"rank-{rank}.pt")
-    with trainer(
+    with open_trainer(
         folder / "qwen3", folder / f"{ADAPTED}-group", rank, 2, adapters=adapters_of(folder / "qwen3", 1)
     ) as one:
         mine = share(DATA, 24, rank, 2)
@@ -87,7 +87,7 @@ def seen(run: Path, kind: str, rank: int) -> dict[str, Any]:
 def test_two_ranks_train_as_one(kind: Kind, run: Path, tmp_path: Path) -> None:
     ranks = [seen(run, kind, 0), seen(run, kind, 1)]
     assert ranks[0]["trained"] == ranks[1]["trained"]
-    with trainer(run / kind, tmp_path) as one:
+    with open_trainer(run / kind, tmp_path) as one:
         whole = share(DATA, 64)
         for metrics in ranks[0]["trained"]:
             assert_close(metrics, one.train(whole, LOSS, totals(DATA)), atol=1e-6)
@@ -109,7 +109,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_is_refused_by_both(kind: Kind, ru
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_log_probs_and_reference_are_the_single_ranks(kind: Kind, run: Path, tmp_path: Path) -> None:
-    with trainer(run / kind, tmp_path) as one:
+    with open_trainer(run / kind, tmp_path) as one:
         for rank in (0, 1):
             mine = share(DATA, 24, rank, 2)
             expected = [x for batch in one.log_probs(mine) for x in batch]
@@ -122,7 +122,7 @@ def test_log_probs_and_reference_are_the_single_ranks(kind: Kind, run: Path, tmp
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_state_of_two_ranks_continues_on_one(kind: Kind, run: Path, tmp_path: Path) -> None:
-    with trainer(run / kind, tmp_path) as one:
+    with open_trainer(run / kind, tmp_path) as one:
         one.load(run / kind / "state")
         result = seen(run, kind, 1)
         assert_close(weights(one), result["weights"], atol=0)
@@ -141,7 +141,7 @@ def test_the_layout_and_the_exported_folder_hold_full_tensors(kind: Kind, run: P
 def test_adapters_of_two_ranks_are_those_of_one(run: Path, tmp_path: Path) -> None:
     ranks = [seen(run, ADAPTED, 0), seen(run, ADAPTED, 1)]
     spec = adapters_of(run / "qwen3", 1)
-    with trainer(run / "qwen3", tmp_path, adapters=spec) as one:
+    with open_trainer(run / "qwen3", tmp_path, adapters=spec) as one:
         for metrics in ranks[0]["trained"]:
             assert_close(metrics, one.train(share(DATA, 64), LOSS, totals(DATA)), atol=1e-6)
         for rank in ranks:
@@ -149,7 +149,7 @@ def test_adapters_of_two_ranks_are_those_of_one(run: Path, tmp_path: Path) -> No
     sent = [dict(rank["sent"]) for rank in ranks]
     assert sent[0].keys() == {each.name for each in spec.tensors}
     assert sent[1].keys() == {each.name for each in spec.tensors if not each.is_a}
-    with trainer(run / "qwen3", tmp_path) as base:
+    with open_trainer(run / "qwen3", tmp_path) as base:
         for rank in (0, 1):
             expected = [x for batch in base.log_probs(share(DATA, 24, rank, 2)) for x in batch]
             for got, want in zip(ranks[rank]["reference"], expected, strict=True):
@@ -158,7 +158,7 @@ def test_adapters_of_two_ranks_are_those_of_one(run: Path, tmp_path: Path) -> No
 
 def test_adapters_of_two_ranks_continue_on_one_and_are_exported_whole(run: Path, tmp_path: Path) -> None:
     spec, result = adapters_of(run / "qwen3", 1), seen(run, ADAPTED, 1)
-    with trainer(run / "qwen3", tmp_path, adapters=spec) as one:
+    with open_trainer(run / "qwen3", tmp_path, adapters=spec) as one:
         one.load(run / ADAPTED / "state")
         assert_close(weights(one), result["weights"], atol=0)
         assert_close(one.train([DATA], LOSS, totals(DATA)), result["next"], atol=1e-6)

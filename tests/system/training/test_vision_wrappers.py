@@ -14,7 +14,7 @@ from rlctl.models.adapter_folder import read_spec
 from rlctl.models.derive import derive_facts
 from rlctl.models.hf_folder import WeightFiles
 from rlctl.preflight.engines.vllm import ENGINE
-from tests.system.training.scenario import WeightedLoss, adapters_of, plain_log_probs, sequences, totals, trainer
+from tests.system.training.scenario import WeightedLoss, adapters_of, open_trainer, plain_log_probs, sequences, totals
 from tests.tiny_models import EOS, PAD, make_tokenizer
 
 DATA = sequences(6)
@@ -88,7 +88,7 @@ def test_the_text_trains_as_the_whole_computes_it_and_an_export_keeps_the_rest(k
         with torch.no_grad():
             return [plain_log_probs(whole, sequence)[0].numpy() for sequence in DATA]
 
-    with trainer(folder, tmp_path) as one:
+    with open_trainer(folder, tmp_path) as one:
         for got, want in zip(one.log_probs([DATA])[0], log_probs(folder), strict=True):
             np.testing.assert_allclose(got[1:], want, atol=2e-5)
         # As `rlctl model check` compares them.
@@ -119,7 +119,7 @@ def test_an_adapter_of_the_text_has_the_names_of_the_whole(kind: str, tmp_path: 
 
     folder = make_wrapper(tmp_path / "model", kind)
     spec, out = adapters_of(folder), tmp_path / "out"
-    with trainer(folder, tmp_path, adapters=spec) as one:
+    with open_trainer(folder, tmp_path, adapters=spec) as one:
         for _ in range(3):
             one.train([DATA], WeightedLoss(), totals(DATA))
         aside = folder.rename(tmp_path / "aside")
@@ -140,7 +140,7 @@ def test_an_adapter_of_the_text_has_the_names_of_the_whole(kind: str, tmp_path: 
             np.testing.assert_allclose(got[1:], plain_log_probs(whole, sequence)[0].numpy(), atol=2e-5)
 
     assert read_spec(out, derive_facts(folder).sizes.linears) == spec
-    with trainer(folder, tmp_path, adapters=spec, adapter=out) as again:
+    with open_trainer(folder, tmp_path, adapters=spec, adapter=out) as again:
         for got, want in zip(again.log_probs([DATA])[0], trained, strict=True):
             np.testing.assert_allclose(got, want, atol=1e-6)
 

@@ -13,7 +13,7 @@ from rlctl.models.derive import load_facts, table_of
 from rlctl.models.hf_folder import WeightFiles, check_tied, write_folder
 from rlctl.models.meta_model import causal_lm
 from rlctl.models.parameter_table import TensorRow
-from tests.system.training.scenario import trainer
+from tests.system.training.scenario import open_trainer
 from tests.tiny_models import make_model
 
 
@@ -56,7 +56,7 @@ def test_an_output_that_is_not_the_embedding_it_is_tied_to_is_refused(
         return
     with pytest.raises(ModelError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight, to which"):
         check_tied(*given)
-    with pytest.raises(ModelError, match=r"set tie_word_embeddings to false"), trainer(folder, tmp_path):
+    with pytest.raises(ModelError, match=r"set tie_word_embeddings to false"), open_trainer(folder, tmp_path):
         pass
 
 
