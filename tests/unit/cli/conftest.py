@@ -22,7 +22,7 @@ Rlctl = Callable[..., Done]
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current directory, filled by `folders.write`; no GPU is visible."""
+    """Return the current directory, filled by `folders.write`. No GPU is visible."""
     monkeypatch.chdir(folders.write(tmp_path / "home"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("COLUMNS", "80")
@@ -31,13 +31,13 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def rlctl(home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Rlctl:
-    """Runs the command line in this process, as if typed in `home`."""
+    """Return a function that runs the command line in this process, as if typed in `home`."""
 
     def run(*arguments: str) -> Done:
         monkeypatch.setattr(sys, "argv", ["rlctl", *arguments])
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as exit_info:
             answer()
-        code = ended.value.code
+        code = exit_info.value.code
         out, err = capsys.readouterr()
         return Done(code if isinstance(code, int) else 0, out, err)
 
@@ -45,7 +45,7 @@ def rlctl(home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
 
 
 def write_run(home: Path, resolved: str) -> Path:
-    """A run directory that holds a config, as a started run leaves it."""
+    """Write a run directory that holds a config, as a started run leaves it."""
     folder = home / "runs/first"
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(resolved)

@@ -43,8 +43,8 @@ def test_a_bad_row_is_one_line_and_nothing_starts(
     monkeypatch.setattr(assembly, "launch", lambda *_: pytest.fail("the run was started"))
     rows = home / "rows.jsonl"
     rows.write_text(f"{GOOD}\n" * 300 + f"{line}\n{GOOD}\n")
-    for dry in ([], ["--dry-run"]):
-        done = rlctl("train", "grpo", "grpo.recipe.yaml", "data.train.path=rows.jsonl", *dry)
+    for options in ([], ["--dry-run"]):
+        done = rlctl("train", "grpo", "grpo.recipe.yaml", "data.train.path=rows.jsonl", *options)
         assert done.code == 2
         error, last = done.err.splitlines()
         assert error.startswith(f"error: data: {rows}:301: {BAD[line]}")
@@ -87,13 +87,15 @@ def test_a_corrupt_page_of_parquet_is_one_line(rlctl: Rlctl, home: Path) -> None
     from pyarrow.parquet import write_table
 
     rows = home / "rows.parquet"
-    table = pyarrow.table({"prompt": [f"{i}+1=" for i in range(5000)], "answer": [str(i + 1) for i in range(5000)]})
+    prompts = [f"{number}+1=" for number in range(5000)]
+    answers = [str(number + 1) for number in range(5000)]
+    table = pyarrow.table({"prompt": prompts, "answer": answers})
     write_table(table, rows, use_dictionary=False, write_page_checksum=True, compression="none")
     command = ("train", "grpo", "grpo.recipe.yaml", "data.train.path=rows.parquet", "--dry-run")
     assert "train 5,000 rows, all read and checked" in " ".join(rlctl(*command).out.split())
-    data = bytearray(rows.read_bytes())
-    data[2000:2004] = b"\xff\x00\xff\x00"
-    rows.write_bytes(data)
+    damaged_file = bytearray(rows.read_bytes())
+    damaged_file[2000:2004] = b"\xff\x00\xff\x00"
+    rows.write_bytes(damaged_file)
     done = rlctl(*command)
     assert done.code == 2
     assert done.err.splitlines()[0].startswith(
@@ -108,7 +110,7 @@ def test_a_mistyped_answer_column_is_refused_at_once(rlctl: Rlctl) -> None:
 
 
 @pytest.mark.parametrize(
-    ("split", "first", "count"),
+    ("split", "first_prompt", "num_rows"),
     [
         ("train[:90%]", "0", 90),
         ("train[-10%:]", "90", 10),
@@ -116,11 +118,14 @@ def test_a_mistyped_answer_column_is_refused_at_once(rlctl: Rlctl) -> None:
         ("train[:5]+train[95:]", "0", 10),
     ],
 )
-def test_a_file_is_sliced_as_a_hub_data_set_is(rlctl: Rlctl, home: Path, split: str, first: str, count: int) -> None:
-    (home / "rows.jsonl").write_text("".join(f'{{"prompt": "{i}", "answer": {i}}}\n' for i in range(100)))
+def test_a_file_is_sliced_as_a_hub_data_set_is(
+    rlctl: Rlctl, home: Path, split: str, first_prompt: str, num_rows: int
+) -> None:
+    lines = [f'{{"prompt": "{number}", "answer": {number}}}\n' for number in range(100)]
+    (home / "rows.jsonl").write_text("".join(lines))
     options = ("grpo.recipe.yaml", "data.train.path=rows.jsonl", f"data.train.split={split}", "data.shuffle=false")
-    assert json.loads(rlctl("data", "preview", *options, "--json").out)["rows"] == count
-    assert f"\n{first}\nanswer: {first}\n" in rlctl("data", "preview", *options, "--samples", "1").out
+    assert json.loads(rlctl("data", "preview", *options, "--json").out)["rows"] == num_rows
+    assert f"\n{first_prompt}\nanswer: {first_prompt}\n" in rlctl("data", "preview", *options, "--samples", "1").out
 
 
 @pytest.mark.parametrize("split", ["test", "train[", "train[50:50]"])

@@ -20,14 +20,14 @@ from rlctl.config.builtin import RECIPES, algorithm_names
 from tests.unit.cli.conftest import Rlctl
 
 
-def shown(results: Results, width: int = 80) -> str:
+def render(results: Results, width: int = 80) -> str:
     out = io.StringIO()
     show(results, Console(file=out, width=width, force_terminal=True, color_system=None))
     return out.getvalue()
 
 
 class FailingBench(Bench):
-    """Writes a log, then fails."""
+    """A bench that writes a log, then fails."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
@@ -39,7 +39,7 @@ class FailingBench(Bench):
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "said"),
+    ("error", "code", "message"),
     [(KeyboardInterrupt(), 130, "interrupted"), (RuntimeError("no memory"), 1, "error: no memory\nlogs: {folder}")],
 )
 def test_logs_stay_after_an_error_and_go_after_ctrl_c(
@@ -48,21 +48,22 @@ def test_logs_stay_after_an_error_and_go_after_ctrl_c(
     capsys: pytest.CaptureFixture[str],
     error: BaseException,
     code: int,
-    said: str,
+    message: str,
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with pytest.raises(typer.Exit) as ended:
+    with pytest.raises(typer.Exit) as exit_info:
         run_bench(FailingBench(error), as_json=False)
-    assert ended.value.exit_code == code
-    left = list(tmp_path.glob("rlctl-bench-*/worker.log"))
-    assert len(left) == (code == 1)
-    folder = left[0].parent if left else ""
-    assert capsys.readouterr().err == f"measuring\n{said.format(folder=folder)}\n"
+    assert exit_info.value.exit_code == code
+    logs = list(tmp_path.glob("rlctl-bench-*/worker.log"))
+    assert len(logs) == (1 if code == 1 else 0)
+    folder = logs[0].parent if logs else ""
+    assert capsys.readouterr().err == f"measuring\n{message.format(folder=folder)}\n"
 
 
 def test_all_mistakes_are_told_at_once(rlctl: Rlctl) -> None:
-    wrong = ["--model", "qwen3-9b", "--mode", "dirct", "--num-buffers", "0,2", "--transport", "nccl", "--master", "fp8"]
-    done = rlctl("bench", "refit", *wrong, "--checksum", "some", "--tensor-parallel", "2")
+    options = ["--model", "qwen3-9b", "--mode", "dirct", "--num-buffers", "0,2", "--transport", "nccl"]
+    options += ["--master", "fp8", "--checksum", "some", "--tensor-parallel", "2"]
+    done = rlctl("bench", "refit", *options)
     assert done.code == 2
     lines = done.err.splitlines()
     expected = [
@@ -117,8 +118,11 @@ def test_mistakes_of_bench_sft_are_told_at_once(rlctl: Rlctl) -> None:
 
 
 def test_the_table_of_bench_sft_fits_the_terminal() -> None:
-    rows = [SftRow("eager", 3.0, 2.0, 100.0, None), SftRow("compiled", 9.0, 1.0, 200.0, 0.475)]
-    lines = shown(SftResults("tiny", 2, 64, 8, rows)).splitlines()
+    rows = [
+        SftRow(mode="eager", first=3.0, step=2.0, rate=100.0, mfu=None),
+        SftRow(mode="compiled", first=9.0, step=1.0, rate=200.0, mfu=0.475),
+    ]
+    lines = render(SftResults(model="tiny", ranks=2, tokens=64, batch=8, rows=rows)).splitlines()
     assert lines[0] == "tiny on 2 ranks: 8 samples of 64 tokens a step"
     assert lines[2].split() == ["eager", "3.000", "2.000", "100", "1.00"]
     assert lines[3].split() == ["compiled", "9.000", "1.000", "200", "47.5%", "2.00"]
@@ -142,19 +146,19 @@ def test_mistakes_of_bench_generation_are_told_at_once(rlctl: Rlctl) -> None:
     done = rlctl("bench", "generation", "--turns", "x", "--set", "generation.max_num_seq=3")
     assert done.err.splitlines()[0] == "error: --turns: 'x': numbers from 1 on with commas, like 1,8"
     done = rlctl("bench", "generation", "--set", "generation.max_num_seq=3")
-    said = "error: --set generation.max_num_seq=3: unknown key; did you mean max_num_seqs?"
-    assert done.err.splitlines() == [said, "1 problem; nothing was started"] and done.code == 2
+    error = "error: --set generation.max_num_seq=3: unknown key; did you mean max_num_seqs?"
+    assert done.err.splitlines() == [error, "1 problem; nothing was started"] and done.code == 2
 
 
 def test_ctrl_c_leaves_what_was_measured() -> None:
-    def rows(count: int) -> Iterator[int]:
+    def measure_rows(count: int) -> Iterator[int]:
         yield from range(count)
         raise KeyboardInterrupt
 
-    assert until_interrupted(rows(2)) == ([0, 1], True)
+    assert until_interrupted(measure_rows(2)) == ([0, 1], True)
     assert until_interrupted(range(3)) == ([0, 1, 2], False)
     with pytest.raises(KeyboardInterrupt):
-        until_interrupted(rows(0))
+        until_interrupted(measure_rows(0))
 
 
 def test_mistakes_in_settings_are_told_before_weights_are_made(
@@ -192,18 +196,25 @@ def test_mistakes_of_bench_offload_are_told_at_once(rlctl: Rlctl) -> None:
     assert (unknown.code, "did you mean dtype?" in unknown.err) == (2, True)
 
 
-def offloaded(copies: CopyRates | None) -> OffloadResults:
-    left = StepRow("left", 1.0, 3.0, 90e9, (0.0, 0.0), 16.0, 1.0, [2.0])
-    moved = StepRow("moved", 1.1, 3.2, 25e9, (65e9, 65e9), 16.0, 9.0, [2.0])
-    return OffloadResults("qwen3-8b", "fsdp", 4096, 8, copies, [left, moved])
+def make_offload_results(copies: CopyRates | None) -> OffloadResults:
+    on_device = StepRow(
+        kind="left", log_probs=1.0, train=3.0, peak=90e9, moved=(0.0, 0.0), device=16.0, host=1.0, losses=[2.0]
+    )
+    offloaded = StepRow(
+        kind="moved", log_probs=1.1, train=3.2, peak=25e9, moved=(65e9, 65e9), device=16.0, host=9.0, losses=[2.0]
+    )
+    return OffloadResults(
+        model="qwen3-8b", backend="fsdp", tokens=4096, batch=8, copies=copies, rows=[on_device, offloaded]
+    )
 
 
 def test_the_tables_of_bench_offload_say_what_is_hidden() -> None:
-    found = offloaded(CopyRates(int(40e9), (52e9, 54e9), (50e9, 52e9), 30.0))
-    assert found.cost == pytest.approx(0.3)
+    copies = CopyRates(nbytes=int(40e9), link=(52e9, 54e9), mover=(50e9, 52e9), first=30.0)
+    results = make_offload_results(copies)
+    assert results.cost == pytest.approx(0.3)
     # The bytes of a step, not of the mover's measurement.
-    assert found.moving == pytest.approx(1.3 + 1.25)
-    lines = shown(found).splitlines()
+    assert results.moving == pytest.approx(1.3 + 1.25)
+    lines = render(results).splitlines()
     assert max(map(len, lines)) <= 80
     assert lines[0] == "qwen3-8b, backend fsdp: 8 sequences of 4,096 tokens a step"
     assert lines[2].split() == ["to", "host", "52.0", "50.0", "96%"]
@@ -211,11 +222,11 @@ def test_the_tables_of_bench_offload_say_what_is_hidden() -> None:
     assert lines[5].split() == ["left", "1.000", "3.000", "4.000", "90.00", "0.00", "16.0", "1.0"]
     assert lines[6].split() == ["moved", "1.100", "3.200", "4.300", "25.00", "130.00", "16.0", "9.0"]
     assert lines[7] == "a step takes +0.300 s longer; the moves alone take 2.550 s: 88% of them hidden"
-    assert json.loads(json.dumps(found.as_json()))["hidden"] == found.hidden
+    assert json.loads(json.dumps(results.as_json()))["hidden"] == results.hidden
 
 
 def test_bench_offload_without_a_gpu_says_that_nothing_moved() -> None:
-    assert shown(offloaded(None)).splitlines()[-1].endswith("0 bytes were moved")
+    assert render(make_offload_results(None)).splitlines()[-1].endswith("0 bytes were moved")
 
 
 def test_a_payload_without_a_unit_is_bytes() -> None:
@@ -224,44 +235,74 @@ def test_a_payload_without_a_unit_is_bytes() -> None:
 
 def test_rows_of_bench_dispatch_are_shown_with_and_without_a_graph() -> None:
     rows = [
-        DispatchRow(4, 1024, 0.0026, 0.0004, 0.06, ""),
-        DispatchRow(4, 8 << 20, 0.0026, None, 0.0, "Ray 3.0 is none of the releases"),
+        DispatchRow(workers=4, payload=1024, ordinary=0.0026, compiled=0.0004, idle=0.06, why=""),
+        DispatchRow(
+            workers=4,
+            payload=8 << 20,
+            ordinary=0.0026,
+            compiled=None,
+            idle=0.0,
+            why="Ray 3.0 is none of the releases",
+        ),
     ]
-    found = shown(DispatchResults(rows))
-    assert "…" not in found and max(map(len, found.splitlines())) <= 80
-    text = " ".join(found.split())
+    table = render(DispatchResults(rows))
+    assert "…" not in table and max(map(len, table.splitlines())) <= 80
+    text = " ".join(table.split())
     assert "4 1 KB 2.60 ms 400 us 6.5x 0.06" in text
     assert "4 8 MB 2.60 ms 0.00" in text
     assert "no compiled graph: Ray 3.0 is none of the releases" in text
 
 
-def results() -> RefitResults:
-    phases = {"pack": 0.0156, "wire": 0.0452}
+def make_refit_results() -> RefitResults:
     rows = [
-        SchemeRow("raw link", "", 0.0445, 0.0, {"wire": 0.0443}, 1 << 30, 1 << 30, 0, 0, False),
         SchemeRow(
-            "rlctl ipc, staged, 2 buffers, checks sampled",
-            "staged",
-            0.0471,
-            0.0082,
-            phases,
-            0,
-            0,
-            0,
-            0,
-            True,
-            [],
-            0.1,
-            0.02,
+            label="raw link",
+            mode="",
+            seconds=0.0445,
+            commit=0.0,
+            phases={"wire": 0.0443},
+            trainer_extra=1 << 30,
+            engine_extra=1 << 30,
+            trainer_growth=0,
+            engine_growth=0,
+            checked=False,
         ),
-        SchemeRow("rlctl shm, staged, 2 buffers, checks off", "staged", 0.05, 0.0, {}, 0, 0, 0, 0, True, ["w"]),
+        SchemeRow(
+            label="rlctl ipc, staged, 2 buffers, checks sampled",
+            mode="staged",
+            seconds=0.0471,
+            commit=0.0082,
+            phases={"pack": 0.0156, "wire": 0.0452},
+            trainer_extra=0,
+            engine_extra=0,
+            trainer_growth=0,
+            engine_growth=0,
+            checked=True,
+            driver=0.1,
+            stall=0.02,
+        ),
+        SchemeRow(
+            label="rlctl shm, staged, 2 buffers, checks off",
+            mode="staged",
+            seconds=0.05,
+            commit=0.0,
+            phases={},
+            trainer_extra=0,
+            engine_extra=0,
+            trainer_growth=0,
+            engine_growth=0,
+            checked=True,
+            wrong=["w"],
+        ),
     ]
-    return RefitResults("qwen3-8b", 16_381_000_000, 2, 2, 2, 0.0445, rows)
+    return RefitResults(
+        model="qwen3-8b", payload=16_381_000_000, trainers=2, engines=2, tensor_parallel=2, bound=0.0445, rows=rows
+    )
 
 
 @pytest.mark.parametrize("width", [80, 140])
 def test_the_table_fits_and_says_what_decides(width: int) -> None:
-    text = shown(results(), width)
+    text = render(make_refit_results(), width)
     assert max(map(len, text.splitlines())) <= width
     assert "qwen3-8b, 2 trainer ranks to 2 engines x 2 devices" in text
     for cell in ("44.5", "368.1", "100%", "94%", "8.2", "20.0", "equal", "differ"):
@@ -271,8 +312,8 @@ def test_the_table_fits_and_says_what_decides(width: int) -> None:
 
 
 def test_mistakes_of_bench_algorithms_are_told_at_once_each_with_whom_it_concerns(rlctl: Rlctl) -> None:
-    wrong = ("grp", "rloo rloo", "grpo", "grpo", "rloo grpo.loss.clip_lw=1", "--set", "grpo.num_step=3")
-    done = rlctl("bench", "algorithms", *wrong, "--plot", "x.pdf")
+    algorithms = ("grp", "rloo rloo", "grpo", "grpo", "rloo grpo.loss.clip_lw=1")
+    done = rlctl("bench", "algorithms", *algorithms, "--set", "grpo.num_step=3", "--plot", "x.pdf")
     allowed = ", ".join(algorithm_names())
     assert done.code == 2
     assert done.err.splitlines() == [

@@ -20,14 +20,14 @@ from tests.unit.cli.conftest import Rlctl
 def test_help_and_mistyped_words_are_answered_and_an_end_ends(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    typed = iter(["/help", "  ", "/reset", "/quit", "never read"])
-    monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
-    nobody: Any = None
-    converse(nobody)
-    said = capsys.readouterr().err.splitlines()
-    assert said[0].split() == ["/new", "begins", "another", "conversation"]
-    assert said[-1] == "no command /reset; /help shows them"
-    assert next(typed) == "never read"
+    typed_lines = iter(["/help", "  ", "/reset", "/quit", "never read"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(typed_lines))
+    no_session: Any = None
+    converse(no_session)
+    answers = capsys.readouterr().err.splitlines()
+    assert answers[0].split() == ["/new", "begins", "another", "conversation"]
+    assert answers[-1] == "no command /reset; /help shows them"
+    assert next(typed_lines) == "never read"
 
 
 GAME = """
@@ -59,41 +59,45 @@ def test_a_client_in_another_shell_is_led_past_its_proxy() -> None:
 
 def test_the_environment_of_the_tools_begins_each_conversation_with_the_row(tmp_path: Path) -> None:
     (tmp_path / "my_env.py").write_text(GAME)
-    nobody: Any = None
-    with EnvironmentPool({"tools": EnvironmentSpec(f"{tmp_path}/my_env.py:Game", 5.0)}, 1024, 1) as pool:
+    no_chat: Any = None
+    spec = EnvironmentSpec(f"{tmp_path}/my_env.py:Game", timeout_s=5.0)
+    with EnvironmentPool({"tools": spec}, memory_mib=1024, processes=1) as pool:
         tools = TalkTools(pool, pool.contracts()["tools"], "hermes")
         engines: Any = SimpleNamespace(events=pool.events)
-        limits = TalkLimits(8, 64, 0.0, 0)
+        limits = TalkLimits(max_new_tokens=8, max_length=64, temperature=0.0, seed=0)
+        without_row = ChatSession(chat=no_chat, engines=engines, limits=limits, tools=tools, row={})
         with pytest.raises(TalkError, match=r"reset failed: .*target.*; --row gives it columns"):
-            ChatSession(nobody, engines, limits, tools, {}).begin()
-        one = ChatSession(nobody, engines, limits, tools, {"target": 3})
+            without_row.begin()
+        session = ChatSession(chat=no_chat, engines=engines, limits=limits, tools=tools, row={"target": 3})
         for _ in range(2):
-            one.begin()
-            assert one.opening == [{"role": "user", "content": "Bring it to 3."}]
+            session.begin()
+            assert session.opening == [{"role": "user", "content": "Bring it to 3."}]
 
 
 def test_tools_and_row_reach_the_session(rlctl: Rlctl, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (home / "my_env.py").write_text(GAME)
-    seen: list[tuple[str | None, dict[str, Any]]] = []
+    begun_sessions: list[tuple[str | None, dict[str, Any]]] = []
 
     @contextmanager
-    def begin(*arguments: Any) -> Iterator[None]:
-        seen.append((arguments[3] and arguments[3].name, arguments[4]))
+    def begin_session(
+        target: Any, config: Any, sampling: Any, environment: EnvironmentSpec | None, row: dict[str, Any], *_: Any
+    ) -> Iterator[None]:
+        begun_sessions.append((environment.name if environment else None, row))
         yield
 
-    def ended(prompt: str) -> str:
+    def end_input(prompt: str) -> str:
         raise EOFError
 
-    monkeypatch.setattr("rlctl.evaluation.chat_session.chat_session", begin)
-    monkeypatch.setattr("builtins.input", ended)
+    monkeypatch.setattr("rlctl.evaluation.chat_session.chat_session", begin_session)
+    monkeypatch.setattr("builtins.input", end_input)
     assert rlctl("chat", "model", "--tools", "my_env.py:Game", "--row", json.dumps({"target": 3})).code == 0
     assert rlctl("chat", "model", "--tools", "guess").code == 0
     assert rlctl("chat", "model").code == 0
-    assert seen == [("my_env.py:Game", {"target": 3}), ("guess", {}), (None, {})]
+    assert begun_sessions == [("my_env.py:Game", {"target": 3}), ("guess", {}), (None, {})]
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (
             ["--tools", "gues"],
@@ -103,6 +107,6 @@ def test_tools_and_row_reach_the_session(rlctl: Rlctl, home: Path, monkeypatch: 
         (["--row", "{}"], "--row: needs --tools, whose environment it begins"),
     ],
 )
-def test_what_is_mistyped_is_bad_input(rlctl: Rlctl, words: list[str], said: str) -> None:
+def test_what_is_mistyped_is_bad_input(rlctl: Rlctl, words: list[str], message: str) -> None:
     done = rlctl("chat", "model", *words)
-    assert done.code == 2 and said in done.err and "Traceback" not in done.err
+    assert done.code == 2 and message in done.err and "Traceback" not in done.err

@@ -12,20 +12,20 @@ def test_show_is_yaml_with_every_value(rlctl: Rlctl) -> None:
     done = rlctl(
         "config", "show", "grpo.recipe.yaml", "rewards=[exact, {name: regex, pattern: '(a): b'}]", "run.seed=4"
     )
-    shown = yaml.safe_load(done.out)
+    config = yaml.safe_load(done.out)
     assert done.code == 0
-    assert shown["run"]["seed"] == 4
-    assert shown["rewards"][1] == {
+    assert config["run"]["seed"] == 4
+    assert config["rewards"][1] == {
         "name": "regex",
         "weight": 1.0,
         "correct_at": None,
         "pattern": "(a): b",
         "timeout_s": 5.0,
     }
-    assert shown["trainer"]["optimizer"]["betas"] == [0.9, 0.99]
+    assert config["trainer"]["optimizer"]["betas"] == [0.9, 0.99]
     sections = ["run", "model", "data", "grpo", "async", "trainer", "generation", "refit", "validation", "checkpoint"]
     sections += ["placement", "health", "environment", "rollout", "agent", "lora"]
-    assert set(shown) == {"kind", "rewards", "telemetry", *sections}
+    assert set(config) == {"kind", "rewards", "telemetry", *sections}
 
 
 def test_show_origin_names_the_line_or_the_override_behind_every_value(rlctl: Rlctl) -> None:
@@ -40,9 +40,9 @@ def test_show_origin_names_the_line_or_the_override_behind_every_value(rlctl: Rl
 def test_check_tells_of_a_first_row_that_the_tokenizer_does_not_know(rlctl: Rlctl, home: Path) -> None:
     (home / "unk.jsonl").write_text('{"prompt": "what is 1 plus 1?", "answer": "2"}\n')
     done = rlctl("config", "check", "grpo.recipe.yaml", "data.train.path=unk.jsonl")
-    row = f"{home / 'unk.jsonl'}:1"
+    place = f"{home / 'unk.jsonl'}:1"
     assert done.code == 0
-    assert f"11 of 17 tokens of {row} are <unk>, which stands for text that the tokenizer does not know" in done.err
+    assert f"11 of 17 tokens of {place} are <unk>, which stands for text that the tokenizer does not know" in done.err
     assert "unk" not in rlctl("config", "check", "grpo.recipe.yaml").err
 
 
@@ -50,11 +50,11 @@ def test_check_tells_of_a_first_rows_message_that_the_template_leaves_out(rlctl:
     (home / "users.jinja").write_text("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}")
     messages = [{"role": "developer", "content": "1+1="}, {"role": "user", "content": "1+2="}]
     (home / "rows.jsonl").write_text(json.dumps({"messages": messages, "answer": "3"}) + "\n")
-    own = ["data.train.path=rows.jsonl", "data.chat_template=users.jinja"]
-    done = rlctl("config", "check", "grpo.recipe.yaml", *own)
-    told = "1 row has a message of role developer that the chat template leaves out: the model does not see it"
-    assert done.code == 0 and told in done.err
-    done = rlctl("config", "check", "grpo.recipe.yaml", *own, "data.system_prompt=1+1=")
+    overrides = ["data.train.path=rows.jsonl", "data.chat_template=users.jinja"]
+    done = rlctl("config", "check", "grpo.recipe.yaml", *overrides)
+    note = "1 row has a message of role developer that the chat template leaves out: the model does not see it"
+    assert done.code == 0 and note in done.err
+    done = rlctl("config", "check", "grpo.recipe.yaml", *overrides, "data.system_prompt=1+1=")
     assert done.code == 2 and "data.system_prompt: the chat template leaves out a system message" in done.err
 
 
@@ -100,19 +100,19 @@ def test_diff_shows_what_only_one_side_has(rlctl: Rlctl) -> None:
 
 
 def test_commands_that_are_printed_can_be_pasted(rlctl: Rlctl, home: Path) -> None:
-    """Spaces, brackets and quotes are the shell's too."""
+    """Quote spaces, brackets and quotes, which a shell reads too."""
     (home / "my recipe.yaml").write_text((home / "grpo.recipe.yaml").read_text())
     (home / "chat.jinja").write_text("{% for message in messages %}{{ message.content }}<eos>{% endfor %}")
     words = ["my recipe.yaml", "rewards=[{name: exact}]", "data.system_prompt=It's short", "run.dir=my runs"]
     words.append("data.chat_template=chat.jinja")
-    shown = rlctl("config", "check", *words).out.split("run it: ")[1]
-    assert shlex.split(shown) == ["rlctl", "train", "grpo", *words]
-    shown = rlctl("train", "grpo", *words, "--dry-run").out.split("run it: ")[1]
-    assert shlex.split(shown) == ["rlctl", "train", "grpo", "my runs/my recipe.dry-run.yaml"]
-    copied = rlctl("recipes", "copy", "grpo-tiny", "a copy.yaml").out.split("run it: ")[1]
-    assert shlex.split(copied)[-1] == "a copy.yaml"
+    command = rlctl("config", "check", *words).out.split("run it: ")[1]
+    assert shlex.split(command) == ["rlctl", "train", "grpo", *words]
+    command = rlctl("train", "grpo", *words, "--dry-run").out.split("run it: ")[1]
+    assert shlex.split(command) == ["rlctl", "train", "grpo", "my runs/my recipe.dry-run.yaml"]
+    command = rlctl("recipes", "copy", "grpo-tiny", "a copy.yaml").out.split("run it: ")[1]
+    assert shlex.split(command)[-1] == "a copy.yaml"
     run = home / "my runs/first"
     run.mkdir()
     (run / "config.yaml").write_text("")
-    refused = rlctl("train", "grpo", *words, "run.name=first").err
-    assert "continue it with --resume 'my runs/first', or choose another name" in refused
+    error = rlctl("train", "grpo", *words, "run.name=first").err
+    assert "continue it with --resume 'my runs/first', or choose another name" in error

@@ -26,57 +26,76 @@ DEEP = '{"time": 1.0, "kind": "warning", "what": ' + "[" * 100_000 + "]" * 100_0
 STEP = '{"time": 1.0, "kind": "%s", "step": %s}'
 
 
-def line(file: str, *texts: str) -> Callable[[Path], None]:
-    def add(run: Path) -> None:
+def append_lines(file: str, *lines: str) -> Callable[[Path], None]:
+    """Return a damage to a run: these lines at the end of a file."""
+
+    def damage(run: Path) -> None:
         with (run / file).open("a") as out:
-            out.writelines(f"{text}\n" for text in texts)
+            out.writelines(f"{line}\n" for line in lines)
 
-    return add
-
-
-def job(text: str) -> Callable[[Path], None]:
-    return lambda run: (run / "job.json").write_text(text) and None  # type: ignore[func-returns-value]
+    return damage
 
 
-def started(**fields: Any) -> Callable[[Path], None]:
-    return line("events.jsonl", json.dumps({"time": 2e9, "kind": "run_started", "num_steps": 9, **fields}))
+def write_file(file: str, content: bytes) -> Callable[[Path], None]:
+    """Return a damage to a run: a file with this content."""
+
+    def damage(run: Path) -> None:
+        (run / file).write_bytes(content)
+
+    return damage
 
 
-def unreadable(run: Path) -> None:
+def append_start(**fields: Any) -> Callable[[Path], None]:
+    """Return a damage to a run: one more event of a start."""
+    return append_lines("events.jsonl", json.dumps({"time": 2e9, "kind": "run_started", "num_steps": 9, **fields}))
+
+
+def turn_events_into_folder(run: Path) -> None:
     (run / "events.jsonl").unlink()
     (run / "events.jsonl").mkdir()
 
 
-# Each with the list's text; empty for none.
+BAD_STEPS = [STEP % ("step", number) for number in ("1e400", "NaN", "null", '"7"', "9" * 400, "[]")]
+# Name -> the damage, and the note of `runs list`; an empty note for none.
 DAMAGE = {
-    "a line nested too deep": (line("events.jsonl", DEEP), "events.jsonl: 1 damaged line left out"),
-    "metrics nested too deep": (line("metrics.jsonl", DEEP), "metrics.jsonl: 1 damaged line left out"),
+    "a line nested too deep": (append_lines("events.jsonl", DEEP), "events.jsonl: 1 damaged line left out"),
+    "metrics nested too deep": (append_lines("metrics.jsonl", DEEP), "metrics.jsonl: 1 damaged line left out"),
     "a step beyond all": (
-        line("events.jsonl", STEP % ("checkpoint", "1e400")),
+        append_lines("events.jsonl", STEP % ("checkpoint", "1e400")),
         "events.jsonl: 1 damaged line left out",
     ),
     "numbers that are none": (
-        line("metrics.jsonl", *(STEP % ("step", each) for each in ("1e400", "NaN", "null", '"7"', "9" * 400, "[]"))),
+        append_lines("metrics.jsonl", *BAD_STEPS),
         "metrics.jsonl: 6 damaged lines left out",
     ),
-    "a start of no numbers": (started(start_step="many"), "events.jsonl: 1 damaged line left out"),
-    "a kind that is none": (line("events.jsonl", '{"time": 1.0, "kind": {}}'), "events.jsonl: 1 damaged line left out"),
-    "an event without host": (started(pid=4194303, start_id="b:1", start_step=0), ""),
-    "a driver that is none": (started(pid="me", host=None), ""),
-    "a checkpoint without its step": (
-        line("events.jsonl", '{"time": 1.0, "kind": "checkpoint"}'),
+    "a start of no numbers": (append_start(start_step="many"), "events.jsonl: 1 damaged line left out"),
+    "a kind that is none": (
+        append_lines("events.jsonl", '{"time": 1.0, "kind": {}}'),
         "events.jsonl: 1 damaged line left out",
     ),
-    "a job that is no JSON": (job("{"), "job.json is damaged, so that no cluster is known"),
-    "a job nested too deep": (job("[" * 100_000), "job.json is damaged"),
-    "a job of other fields": (job('{"cluster": 3, "job": [], "work": {}}'), "job.json is damaged"),
-    "a job that is no UTF-8": (lambda run: (run / "job.json").write_bytes(b"\xff"), "job.json is damaged"),
-    "a config nested too deep": (lambda run: run.joinpath("config.yaml").write_text("[" * 5000), ""),
-    "events that are a folder": (unreadable, "cannot be read: Is a directory"),
+    "an event without host": (append_start(pid=4194303, start_id="b:1", start_step=0), ""),
+    "a driver that is none": (append_start(pid="me", host=None), ""),
+    "a checkpoint without its step": (
+        append_lines("events.jsonl", '{"time": 1.0, "kind": "checkpoint"}'),
+        "events.jsonl: 1 damaged line left out",
+    ),
+    "a job that is no JSON": (write_file("job.json", b"{"), "job.json is damaged, so that no cluster is known"),
+    "a job nested too deep": (write_file("job.json", b"[" * 100_000), "job.json is damaged"),
+    "a job of other fields": (
+        write_file("job.json", b'{"cluster": 3, "job": [], "work": {}}'),
+        "job.json is damaged",
+    ),
+    "a job that is no UTF-8": (write_file("job.json", b"\xff"), "job.json is damaged"),
+    "a config nested too deep": (write_file("config.yaml", b"[" * 5000), ""),
+    "events that are a folder": (turn_events_into_folder, "cannot be read: Is a directory"),
 }
+# Names of the damages after which a run can be stopped, and of those after which it can be resumed.
+STOPPABLE = [name for name in DAMAGE if "folder" not in name]
+RESUMABLE = [name for name in STOPPABLE if "job" not in name]
 
 
 def call(*words: object) -> tuple[int, str, str]:
+    """Return the exit code, output and errors of `rlctl runs` with these words."""
     result = CliRunner().invoke(app, [str(word) for word in words], env={"COLUMNS": "300"})
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return result.exit_code, result.stdout, result.stderr
@@ -84,12 +103,15 @@ def call(*words: object) -> tuple[int, str, str]:
 
 @pytest.mark.parametrize("name", DAMAGE)
 def test_a_damaged_run_is_a_line_and_the_others_are_listed(tmp_path: Path, name: str) -> None:
-    damage, said = DAMAGE[name]
+    damage, note = DAMAGE[name]
     write_run(tmp_path, "sound", ended="done")
     damage(write_run(tmp_path, "hurt", steps=3, ended=None).path)
     code, out, err = call("list", "--dir", tmp_path)
     assert code == 0 and {row.split()[0] for row in out.splitlines()} == {"name", "sound", "hurt"}
-    assert "note: " in err and said in err and len(err.splitlines()) == 1 if said else not err
+    if note:
+        assert "note: " in err and note in err and len(err.splitlines()) == 1
+    else:
+        assert not err
     assert call("list", "--dir", tmp_path, "--json")[0] == 0
     if name != "events that are a folder":
         for command in ("show", "dash"):
@@ -103,18 +125,19 @@ def test_a_run_with_a_damaged_job_is_watched_where_it_is(tmp_path: Path) -> None
         assert not following.is_lost()
 
 
-@pytest.mark.parametrize("name", [each for each in DAMAGE if "folder" not in each])
+@pytest.mark.parametrize("name", STOPPABLE)
 def test_a_damaged_run_is_stopped_or_refused_in_a_line(tmp_path: Path, name: str) -> None:
     run = write_run(tmp_path, "hurt", steps=3, ended=None)
-    DAMAGE[name][0](run.path)
+    damage, note = DAMAGE[name]
+    damage(run.path)
     driver = subprocess.Popen(["sleep", "600"])
     try:
         text = run.events.read_text().replace(f'"pid": {os.getpid()}', f'"pid": {driver.pid}')
         run.events.write_text(text.replace(start_id(os.getpid()), start_id(driver.pid)))
         result = CliRunner().invoke(app, ["stop", "hurt", "--dir", str(tmp_path)])
-        if "job.json" in DAMAGE[name][1]:
-            (only,) = result.stderr.splitlines()
-            assert result.exit_code == 2 and only.startswith("error: ") and "job.json is damaged" in only
+        if "job.json" in note:
+            (error,) = result.stderr.splitlines()
+            assert result.exit_code == 2 and error.startswith("error: ") and "job.json is damaged" in error
         elif "driver" in name or "host" in name:
             assert result.exit_code in (0, 2) and driver.poll() is None
         else:
@@ -124,15 +147,16 @@ def test_a_damaged_run_is_stopped_or_refused_in_a_line(tmp_path: Path, name: str
         driver.wait()
 
 
-@pytest.mark.parametrize("name", [each for each in DAMAGE if "job" not in each and "folder" not in each])
+@pytest.mark.parametrize("name", RESUMABLE)
 def test_a_damaged_run_is_resumed(home: Path, name: str) -> None:
     config = load("grpo", "grpo.recipe.yaml", []).config
     run = write_run(home, "hurt", steps=3, ended="failed")
     run.events.write_text(run.events.read_text().replace(f'"pid": {os.getpid()}', '"pid": 4194303'))
-    DAMAGE[name][0](run.path)
-    with claim_run_dir(config, run.path) as found:
-        found.truncate_metrics(2)
-    assert [json.loads(each)["step"] for each in run.metrics.read_text().splitlines()] == [1, 2]
+    damage, _ = DAMAGE[name]
+    damage(run.path)
+    with claim_run_dir(config, run.path) as claimed_run:
+        claimed_run.truncate_metrics(2)
+    assert [json.loads(line)["step"] for line in run.metrics.read_text().splitlines()] == [1, 2]
 
 
 def test_a_resume_with_a_damaged_job_is_one_line(
@@ -143,7 +167,7 @@ def test_a_resume_with_a_damaged_job_is_one_line(
     (run.path / "job.json").write_text("{")
     assert yaml.safe_load(run.config.read_text())["kind"] == "grpo"
     monkeypatch.setattr(sys, "argv", ["rlctl", "train", "grpo", "--resume", "hurt", "--dry-run"])
-    with pytest.raises(SystemExit) as end:
+    with pytest.raises(SystemExit) as exit_info:
         answer()
     lines = capsys.readouterr().err.splitlines()
-    assert end.value.code == 2 and lines[-2].startswith("error: ") and "job.json is damaged" in lines[-2]
+    assert exit_info.value.code == 2 and lines[-2].startswith("error: ") and "job.json is damaged" in lines[-2]

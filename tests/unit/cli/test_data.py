@@ -26,10 +26,10 @@ def test_preview_shows_text_what_is_trained_on_lengths_and_packs(rlctl: Rlctl) -
 
 def test_preview_in_numbers_and_what_is_cut(rlctl: Rlctl) -> None:
     done = rlctl("data", "preview", "sft-tiny", "model.max_length=8", "--json")
-    found = json.loads(done.out)
-    assert 0 < found["truncated"] < found["rows"] == 4600
-    assert found["longest"] == 9 and found["lengths"]["longest"] == 8
-    assert found["packing"]["steps"] == 200 and found["packing"]["micro_batches"] == 1
+    summary = json.loads(done.out)
+    assert 0 < summary["truncated"] < summary["rows"] == 4600
+    assert summary["longest"] == 9 and summary["lengths"]["longest"] == 8
+    assert summary["packing"]["steps"] == 200 and summary["packing"]["micro_batches"] == 1
 
 
 def test_preview_of_prompts(rlctl: Rlctl) -> None:
@@ -44,8 +44,8 @@ def test_preview_of_prompts(rlctl: Rlctl) -> None:
 def test_preview_of_an_agent_shows_the_first_prompt_that_it_writes(rlctl: Rlctl) -> None:
     done = rlctl("data", "preview", "calculator-agent-tiny")
     prompt = "Compute 99 - 55 * 7. Use the tool calculate, then give the result to the tool answer."
-    begun = "<|system|>Tools: answer(value), calculate(expression).<|end|>"
-    assert done.out.splitlines()[-1] == f"{begun}<|user|>{prompt}<|end|><|assistant|>"
+    system_message = "<|system|>Tools: answer(value), calculate(expression).<|end|>"
+    assert done.out.splitlines()[-1] == f"{system_message}<|user|>{prompt}<|end|><|assistant|>"
     assert "made-up turns: requests 1" in done.err
 
 
@@ -53,7 +53,7 @@ def test_preview_derives_the_facts_of_a_model_that_no_run_has_seen(
     rlctl: Rlctl, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(home / "cache"))
-    # The real one, which looks into the cache; the fixture of all tests knows every model.
+    # The real function looks into the cache. The fixture of all tests knows every model.
     monkeypatch.setattr(model_sizes, "known_facts", facts.known_facts)
     done = rlctl("data", "preview", "sft-tiny", "--json", "data.train.limit=5")
     assert (done.code, json.loads(done.out)["rows"]) == (0, 5), done.err
@@ -81,20 +81,20 @@ def test_a_terminal_sees_what_is_read_and_a_pipe_does_not(
     (home / "few.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     command = ("data", "preview", "sft-tiny", "--json", "data.train.path=few.jsonl")
     assert rlctl(*command).err == ""
-    ours, theirs = pty.openpty()
-    seen = bytearray()
+    screen_file, terminal_file = pty.openpty()
+    screen = bytearray()
 
-    def read() -> None:
-        """Read until the other side is closed: a terminal that nobody reads is full after 4 KiB."""
+    def read_screen() -> None:
+        """Read until the terminal is closed: a terminal that nobody reads is full after 4 KiB."""
         with suppress(OSError):  # EIO, once it is closed
-            while new := os.read(ours, 1 << 16):
-                seen.extend(new)
+            while chunk := os.read(screen_file, 1 << 16):
+                screen.extend(chunk)
 
-    reader = threading.Thread(target=read)
+    reader = threading.Thread(target=read_screen)
     reader.start()
-    with open(theirs, "w") as terminal:
+    with open(terminal_file, "w") as terminal:
         monkeypatch.setattr(sys, "stderr", terminal)
         done = rlctl(*command)
     reader.join()
-    os.close(ours)
-    assert (done.code, b"reading " in seen) == (0, True), bytes(seen)
+    os.close(screen_file)
+    assert (done.code, b"reading " in screen) == (0, True), bytes(screen)

@@ -21,20 +21,22 @@ from rlctl.preflight.machine import Gpu, Machine, read_machine
 from tests.unit.cli.conftest import Rlctl
 
 GIB = 1 << 30
-GOOD = Machine("3.12.1", cores=8, memory=64 * GIB, memory_free=32 * GIB, shm=8 * GIB, disk_free=99 * GIB, gpus=[],
-               driver=None)  # fmt: skip
+GOOD = Machine(python="3.12.1", cores=8, memory=64 * GIB, memory_free=32 * GIB, shm=8 * GIB, disk_free=99 * GIB,
+               gpus=[], driver=None)  # fmt: skip
 
 
-def replaced(**values: object) -> Machine:
-    return Machine(**{**GOOD.__dict__, **values})
+def make_machine(**changes: object) -> Machine:
+    """Return `GOOD` with some fields changed."""
+    return Machine(**{**GOOD.__dict__, **changes})
 
 
 def test_a_good_machine_needs_nothing() -> None:
-    assert {check.state for check in (*check_machine(GOOD), *check_gpus(GOOD))} == {"ok"}
+    checks = check_machine(GOOD) + check_gpus(GOOD)
+    assert {check.state for check in checks} == {"ok"}
 
 
 def test_every_lack_of_the_machine_comes_with_what_mends_it() -> None:
-    poor = replaced(python="3.10.4", cores=1, memory=GIB, shm=64 << 20, disk_free=GIB)
+    poor = make_machine(python="3.10.4", cores=1, memory=GIB, shm=64 << 20, disk_free=GIB)
     checks = check_machine(poor)
     assert [check.state for check in checks] == ["broken", "warning", "warning", "warning", "warning"]
     assert all(check.fix for check in checks)
@@ -66,14 +68,14 @@ def test_either_stack_of_a_gpu_machine_is_right(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(doctor, "_package_version", installed.get)
     monkeypatch.setattr(doctor, "find_spec", lambda name: True)
     monkeypatch.setattr(doctor, "import_errors", lambda names: dict.fromkeys(names))
-    both = ("gpu", "gpu-next")
-    assert {check.state for check in check_packages(*both)} == {"ok"}
+    extras = ("gpu", "gpu-next")
+    assert {check.state for check in check_packages(*extras)} == {"ok"}
     installed["torch"] = "2.11.0"
     mixed = Check("torch", "warning", "2.11.0; rlctl is made for 2.14.0", "pip install 'rlctl[gpu-next]'")
-    assert check_packages(*both)[0] == mixed
+    assert check_packages(*extras)[0] == mixed
     installed["vllm"] = "0.30.0"
-    assert check_packages(*both)[0].state == "ok"
-    assert check_packages(*both)[3].found == "0.30.0; rlctl is made for 0.25.1"
+    assert check_packages(*extras)[0].state == "ok"
+    assert check_packages(*extras)[3].found == "0.30.0; rlctl is made for 0.25.1"
 
 
 def test_a_broken_companion_of_torch_is_uninstalled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +89,7 @@ def test_a_broken_companion_of_torch_is_uninstalled(tmp_path: Path, monkeypatch:
 
 
 def test_gpus_need_a_c_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with_gpu = replaced(gpus=[Gpu("H200", 140 * GIB)])
+    with_gpu = make_machine(gpus=[Gpu("H200", 140 * GIB)])
     assert check_compiler(GOOD) == []
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -98,7 +100,7 @@ def test_gpus_need_a_c_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_torch_for_the_cpu_beside_gpus_is_a_warning() -> None:
-    (check,) = check_gpus(replaced(gpus=[Gpu("H200", 140 * GIB)] * 2, driver="580.1"))
+    (check,) = check_gpus(make_machine(gpus=[Gpu("H200", 140 * GIB)] * 2, driver="580.1"))
     assert version("torch").endswith("+cpu") == (check.state == "warning")
     assert check.found.startswith("2 x H200 140.0 GiB, driver 580.1")
 
@@ -126,8 +128,8 @@ def test_the_command_fails_if_something_needed_is_broken(rlctl: Rlctl, monkeypat
 
 def test_bytecode_that_is_neither_there_nor_kept_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "torch.py").write_text("")
-    found = spec_from_file_location("torch", tmp_path / "torch.py")
-    monkeypatch.setattr(doctor, "find_spec", lambda name: found)
+    spec = spec_from_file_location("torch", tmp_path / "torch.py")
+    monkeypatch.setattr(doctor, "find_spec", lambda name: spec)
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     assert check_bytecode() == []
     monkeypatch.setattr(sys, "dont_write_bytecode", True)

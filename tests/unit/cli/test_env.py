@@ -65,11 +65,15 @@ def test_check_of_a_broken_class_exits_with_1_and_names_the_parameter(rlctl: Rlc
 
 
 def test_check_of_a_rollout_function_shows_what_it_sampled(rlctl: Rlctl, home: Path) -> None:
-    play = "async def play(task, policy):\n    first = await policy.sample(task.tokens)\n    return len(first.tokens)\n"
-    (home / "my_rollout.py").write_text(play)
+    source = (
+        "async def play(task, policy):\n"
+        "    completion = await policy.sample(task.tokens)\n"
+        "    return len(completion.tokens)\n"
+    )
+    (home / "my_rollout.py").write_text(source)
     done = rlctl("env", "check", "my_rollout.py:play")
     assert done.code == 0 and "sample     after 6 tokens, got 1 token" in done.out
-    (home / "my_rollout.py").write_text(play.replace("len(", "length("))
+    (home / "my_rollout.py").write_text(source.replace("len(", "length("))
     done = rlctl("env", "check", "my_rollout.py:play")
     assert done.code == 1 and "play raised NameError at my_rollout.py:3: name 'length' is" in done.err
 
@@ -80,23 +84,25 @@ def test_check_scores_episodes_by_functions_of_the_users(rlctl: Rlctl, home: Pat
     )
     done = rlctl("env", "check", "my_env.py:Game", "--reward", "mine.py:doubled")
     assert [line for line in done.out.splitlines() if "doubled" in line] == [
-        f"reward     environment {own}, mine.py:doubled {value}" for own, value in ((1, 2), (0, 4), (0, 6))
+        "reward     environment 1, mine.py:doubled 2",
+        "reward     environment 0, mine.py:doubled 4",
+        "reward     environment 0, mine.py:doubled 6",
     ]
     done = rlctl("env", "check", "my_env.py:Game", "--reward", "mine.py:double")
     assert done.code == 2 and "--reward: mine.py defines no double; did you mean doubled?" in done.err
 
 
 def test_check_in_json(rlctl: Rlctl) -> None:
-    found = json.loads(rlctl("env", "check", "guess", "--json").out)
-    assert found["name"] == "guess" and found["contract"]["has_step"] and found["problems"] == []
-    assert len(found["episodes"]) == 3 and found["episodes"][0]["reward"] in (0.0, 1.0)
-    names = {"said", "answer", "failed", "seconds", "tool", "raised"}
-    for episode in found["episodes"]:
-        assert episode["turns"] and all(turn.keys() == names for turn in episode["turns"])
+    report = json.loads(rlctl("env", "check", "guess", "--json").out)
+    assert report["name"] == "guess" and report["contract"]["has_step"] and report["problems"] == []
+    assert len(report["episodes"]) == 3 and report["episodes"][0]["reward"] in (0.0, 1.0)
+    turn_keys = {"said", "answer", "failed", "seconds", "tool", "raised"}
+    for episode in report["episodes"]:
+        assert episode["turns"] and all(turn.keys() == turn_keys for turn in episode["turns"])
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["check", "gues"], "did you mean guess?"),
         (["check", "my_env.py:Gam"], "my_env.py defines no Gam; did you mean Game?"),
@@ -109,17 +115,19 @@ def test_check_in_json(rlctl: Rlctl) -> None:
         (["tasks", "mase"], "did you mean maze?"),
     ],
 )
-def test_what_is_mistyped_is_bad_input(rlctl: Rlctl, words: list[str], said: str) -> None:
+def test_what_is_mistyped_is_bad_input(rlctl: Rlctl, words: list[str], message: str) -> None:
     done = rlctl("env", *words)
-    assert done.code == 2 and said in done.err and "Traceback" not in done.err
+    assert done.code == 2 and message in done.err and "Traceback" not in done.err
 
 
 def test_a_runs_environment_keeps_its_arguments_by_whichever_name_it_is_asked_for() -> None:
-    given = ["environment.name=my_env.py:Game", "environment.args={most: 2}", "rewards=[]"]
-    config = load("grpo", None, given).config
+    overrides = ["environment.name=my_env.py:Game", "environment.args={most: 2}", "rewards=[]"]
+    config = load("grpo", None, overrides).config
     assert isinstance(config, GrpoConfig)
-    names = ("my_env.py:Game", "./my_env.py:Game", "my_env:Game", "my_env.py:Broken", "guess")
-    assert [arguments_of(config, name) for name in names] == [{"most": 2}] * 3 + [{}] * 2
+    for name in ("my_env.py:Game", "./my_env.py:Game", "my_env:Game"):
+        assert arguments_of(config, name) == {"most": 2}
+    for name in ("my_env.py:Broken", "guess"):
+        assert arguments_of(config, name) == {}
 
 
 def test_tasks_are_rows(rlctl: Rlctl) -> None:

@@ -12,7 +12,7 @@ from tests.unit.cli.conftest import Rlctl
 
 @pytest.fixture
 def hub(home: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
-    """(repository, private) of each push, in place of the network."""
+    """Return a list of the pushes, as (repository, is private). It takes the place of the network."""
     calls: list[tuple[str, bool]] = []
 
     class Hub:
@@ -20,8 +20,8 @@ def hub(home: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
             calls.append((name, private))
             return f"there/{name}"
 
-        def upload_folder(self, **what: Any) -> None:
-            assert Path(what["folder_path"]).is_dir()
+        def upload_folder(self, **arguments: Any) -> None:
+            assert Path(arguments["folder_path"]).is_dir()
 
     monkeypatch.setattr("huggingface_hub.HfApi", Hub)
     save_file({"w": np.ones(3, np.float32)}, home / "model/model.safetensors")

@@ -32,10 +32,10 @@ def test_a_plugin_that_depends_on_packing_is_told_so(rlctl: Rlctl, tmp_path: Pat
 
 def test_unknown_losses_and_keys_are_bad_input(rlctl: Rlctl, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MINE)
-    for arguments, told in (
+    for arguments, message in (
         (["gpso"], "did you mean gspo?"),
         (["gspo", "reduction=token"], "grpo.loss.reduction=token: unknown key"),
         ([f"{tmp_path / 'mine.py'}:Mine", "scal=2"], "scal"),
     ):
         done = rlctl("loss", "check", *arguments)
-        assert done.code == 2 and told in done.err, done.err
+        assert done.code == 2 and message in done.err, done.err
