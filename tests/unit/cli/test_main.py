@@ -19,21 +19,21 @@ COMMAND = [sys.executable, "-m", "rlctl"]
 SOURCE = Path(rlctl_package.__file__).parents[1]
 
 
-def imported(code: str) -> set[str]:
-    """Modules that are there at the end of a program."""
-    told = f"{code}\nprint('\\n'.join(sys.modules), file=sys.stderr)"
-    done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True)
+def list_loaded_modules(code: str) -> set[str]:
+    """Run a program. Return the modules that are loaded at its end."""
+    program = f"{code}\nprint('\\n'.join(sys.modules), file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     return set(done.stderr.split())
 
 
 def test_help_loads_hardly_more_than_the_library_that_shows_it() -> None:
-    """Imports take all of its 0.45 s on two cores."""
-    bare = imported("import sys, typer, typer.rich_utils, rich.markdown")
-    asked = "import sys\nsys.argv = ['rlctl', '--help']\nfrom rlctl.cli.main import main"
-    help_itself = imported(f"{asked}\ntry:\n    main()\nexcept SystemExit:\n    pass")
-    packages = {name.partition(".")[0] for name in help_itself - bare} - set(sys.stdlib_module_names)
+    """Bound the imports of `rlctl --help`, which take all of its 0.45 s on two cores."""
+    library = list_loaded_modules("import sys, typer, typer.rich_utils, rich.markdown")
+    main_program = "import sys\nsys.argv = ['rlctl', '--help']\nfrom rlctl.cli.main import main"
+    added = list_loaded_modules(f"{main_program}\ntry:\n    main()\nexcept SystemExit:\n    pass") - library
+    packages = {name.partition(".")[0] for name in added} - set(sys.stdlib_module_names)
     assert packages <= {"rlctl", "typer", "rich"}
-    assert len(help_itself - bare) < 60
+    assert len(added) < 60
 
 
 def test_no_command_imports_what_is_slow_before_it_needs_it() -> None:
@@ -65,28 +65,28 @@ def test_an_error_of_the_user_that_no_command_expects_is_one_line(
         raise error
 
     monkeypatch.setattr(main, "app", fail)
-    with pytest.raises(SystemExit) as end:
+    with pytest.raises(SystemExit) as exit_info:
         main.answer()
-    assert end.value.code == code
+    assert exit_info.value.code == code
     assert capsys.readouterr().err.splitlines()[0] == f"error: {error}"
 
 
 def test_a_source_tree_that_pip_knows_nothing_of_runs_as_a_module(home: Path) -> None:
-    """Without site-packages, except for a folder: everything but rlctl's metadata, and engines, which are slow."""
+    """Run without site-packages. A folder has all packages but rlctl's metadata and the engines, which are slow."""
     packages = home / "packages"
     packages.mkdir()
     left_out = ("rlctl", "_rlctl", "torch", "vllm", "transformers", "__pycache__")
     for path in Path(sysconfig.get_paths()["purelib"]).iterdir():
         if path.suffix != ".pth" and not path.name.startswith(left_out):
             (packages / path.name).symlink_to(path)
-    bare = {**os.environ, "PYTHONPATH": f"{SOURCE}:{packages}"}
+    environment = {**os.environ, "PYTHONPATH": f"{SOURCE}:{packages}"}
 
-    def told(*words: str) -> str:
+    def run_from_source(*words: str) -> str:
         command = [sys.executable, "-S", "-m", "rlctl", *words]
-        return subprocess.run(command, env=bare, capture_output=True, text=True, check=False).stdout
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False).stdout
 
-    assert told("--version") == "rlctl 0.1.0\n"
-    checks = {check["name"]: check for check in json.loads(told("doctor", "--json"))}
+    assert run_from_source("--version") == "rlctl 0.1.0\n"
+    checks = {check["name"]: check for check in json.loads(run_from_source("doctor", "--json"))}
     assert checks["rlctl"]["found"] == "0.1.0, from a source tree"
     # Requirements are read from pyproject.toml: torch is pinned, Ray has a range.
     assert checks["torch"]["found"] == "not installed" and checks["ray"]["state"] == "ok"
@@ -135,9 +135,9 @@ def test_without_the_engines_packages_a_command_says_what_to_install(
     (home / "absent").mkdir()
     absent = f"raise ModuleNotFoundError(\"No module named '{missing}'\", name='{missing}')\n"
     (home / f"absent/{missing}.py").write_text(absent)
-    # In the processes that a command starts, too, with nothing known of the model.
-    env = {**os.environ, "PYTHONPATH": str(home / "absent"), "XDG_CACHE_HOME": str(home / "cache")}
-    done = subprocess.run([*COMMAND, *command], capture_output=True, text=True, check=False, env=env)
+    # The package is missing in the processes that a command starts too. The empty cache knows no model.
+    environment = {**os.environ, "PYTHONPATH": str(home / "absent"), "XDG_CACHE_HOME": str(home / "cache")}
+    done = subprocess.run([*COMMAND, *command], capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 2
     error, count = done.stderr.splitlines()
     assert error.startswith(f"error: {missing} is not installed: pip install 'rlctl[cpu]'")

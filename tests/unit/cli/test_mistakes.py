@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rlctl.config.fields import schema_keys
 from rlctl.config.schema import GrpoConfig
 from rlctl.launch import assembly
-from tests.unit.cli.conftest import Done, Rlctl
+from tests.unit.cli.conftest import Rlctl
 from tests.waiting import PATIENCE_S
 
 # Forty times the longest time, 0.5 s: work without end, or doubling with each line, takes longer anywhere.
@@ -90,14 +90,17 @@ COMMANDS = (["config", "check"], ["train", "grpo", "--dry-run"], ["train", "grpo
 
 
 @contextmanager
-def bounded() -> Iterator[None]:
-    """`LONGEST_S` of this process's time, and minutes of wall time: a machine may be busy, a pipe waits without end."""
+def bound_time() -> Iterator[None]:
+    """Raise TimeoutError after `LONGEST_S` of this process's time, or after minutes of wall time.
+
+    A machine may be busy, and a pipe waits without end.
+    """
 
     def stop(signum: int, frame: Any) -> NoReturn:
         raise TimeoutError(f"took over {LONGEST_S} s" if signum == signal.SIGPROF else "waits")
 
     timers = {signal.SIGPROF: (signal.ITIMER_PROF, LONGEST_S), signal.SIGALRM: (signal.ITIMER_REAL, PATIENCE_S)}
-    before = {number: signal.signal(number, stop) for number in timers}
+    old_handlers = {number: signal.signal(number, stop) for number in timers}
     for timer, seconds in timers.values():
         signal.setitimer(timer, seconds)
     try:
@@ -105,64 +108,69 @@ def bounded() -> Iterator[None]:
     finally:
         for timer, _ in timers.values():
             signal.setitimer(timer, 0)
-        for number, handler in before.items():
+        for number, handler in old_handlers.items():
             signal.signal(number, handler)
 
 
 @pytest.fixture
-def refused(rlctl: Rlctl, home: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """Asserts that every command refuses its input; returns the text of one refusal."""
+def read_refusal(rlctl: Rlctl, home: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Return a function that asserts that every command refuses its input, and returns the text of the refusal."""
 
-    def started(*_: object, **__: object) -> NoReturn:
+    def refuse_start(*_: object, **__: object) -> NoReturn:
         raise AssertionError("a run was started")
 
-    monkeypatch.setattr(assembly, "launch", started)
+    monkeypatch.setattr(assembly, "launch", refuse_start)
     for name in ("pipe.yaml", "pipe.jsonl"):
         os.mkfifo(home / name)
     (home / "loop.yaml").symlink_to("loop.yaml")
 
-    def every(*arguments: str) -> str:
-        said = {command[-1]: _refusal(rlctl, *command, *arguments) for command in COMMANDS}
-        assert len({done.err for done in said.values()}) == 1
-        return said["check"].err
+    def run_every_command(*arguments: str) -> str:
+        refusals = set[str]()
+        for command in COMMANDS:
+            refusals.add(run_refused_command(rlctl, *command, *arguments))
+        assert len(refusals) == 1
+        return refusals.pop()
 
-    return every
+    return run_every_command
 
 
-def _refusal(rlctl: Rlctl, *arguments: str) -> Done:
-    with bounded():
+def run_refused_command(rlctl: Rlctl, *arguments: str) -> str:
+    """Assert that a command refuses its arguments in bounded time and text. Return the text."""
+    with bound_time():
         done = rlctl(*arguments)
     assert (done.code, done.out) == (2, ""), arguments[:3]
     *problems, count = done.err.splitlines()
     assert count.endswith("nothing was started")
     assert len(problems) <= 151
     assert max(map(len, problems)) < 1300
-    return done
+    return done.err
 
 
 @pytest.mark.parametrize("name", OVERRIDES)
-def test_an_override(refused: Callable[..., str], name: str) -> None:
+def test_an_override(read_refusal: Callable[..., str], name: str) -> None:
     overrides, expected = OVERRIDES[name]
-    assert expected in refused(RECIPE, *overrides)
+    assert expected in read_refusal(RECIPE, *overrides)
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file(refused: Callable[..., str], home: Path, name: str) -> None:
+def test_a_file(read_refusal: Callable[..., str], home: Path, name: str) -> None:
     text, expected = FILES[name]
-    data = text.encode() if isinstance(text, str) else text
-    inherits = b"" if data.startswith(b"&a") else b"defaults: grpo.recipe.yaml\n"
-    (home / "mistaken.yaml").write_bytes(data if data.startswith(b"\xff\xfe") else inherits + data)
-    assert expected in refused("mistaken.yaml")
+    content = text.encode() if isinstance(text, str) else text
+    # The anchor and the mark of UTF-16 must be at the beginning of the file.
+    if not content.startswith((b"&a", b"\xff\xfe")):
+        content = b"defaults: grpo.recipe.yaml\n" + content
+    (home / "mistaken.yaml").write_bytes(content)
+    assert expected in read_refusal("mistaken.yaml")
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe(refused: Callable[..., str], name: str) -> None:
+def test_a_recipe(read_refusal: Callable[..., str], name: str) -> None:
     recipe, expected = RECIPES[name]
-    assert expected in refused(recipe)
+    assert expected in read_refusal(recipe)
 
 
 def test_a_folder_that_cannot_be_made_is_one_line_where_it_is_found_out(rlctl: Rlctl) -> None:
-    """A superuser may write anywhere but where the kernel refuses."""
+    """Write below /proc and /sys, where the kernel refuses even a superuser."""
     for folder in ("/proc/runs", "/sys/runs"):
         for command in ("--dry-run", "trainer.num_ranks=1"):
             done = rlctl("train", "grpo", RECIPE, f"run.dir={folder}", command)
@@ -193,7 +201,7 @@ def test_more_processes_than_a_machine_without_gpus_can_share_are_not_started(rl
     ],
 )
 def test_a_path_that_can_be_none_in_any_command(rlctl: Rlctl, arguments: list[str]) -> None:
-    with bounded():
+    with bound_time():
         done = rlctl(*arguments)
     assert (done.code, done.out) == (2, "")
     assert done.err.startswith("error: ")
@@ -201,37 +209,49 @@ def test_a_path_that_can_be_none_in_any_command(rlctl: Rlctl, arguments: list[st
 
 
 KEYS = [key.replace(".N", ".0") for key, _ in schema_keys(GrpoConfig)]
-names = st.lists(st.sampled_from(["run", "model", "rewards", "0", "1", "path", "x"]), max_size=4)
-keys = st.sampled_from(KEYS) | names.map(".".join)
+key_parts = st.lists(st.sampled_from(["run", "model", "rewards", "0", "1", "path", "x"]), max_size=4)
+keys = st.sampled_from(KEYS) | key_parts.map(".".join)
+last_key_parts = st.sampled_from(KEYS).map(lambda key: key.split(".")[-1])
 scalars = st.text(max_size=30) | st.integers().map(str) | st.floats().map(str) | st.sampled_from(
     ["[]", "{}", "null", "~", "&a [*a]", "*a", "${run}", "${a", "!!int x", "<<", "? x", "- x", "%", "@", "`", "---",
      "...", "/dev/zero", "/", "..", "~", "'", '"', "[[", "{{", "${oc.env:HOME}", "${.x}", "9" * 30, "-1", "1e400"]
 )  # fmt: skip
-nested = st.recursive(
-    scalars,
-    lambda inner: (
-        st.lists(inner, max_size=3).map(lambda each: f"[{', '.join(each)}]")
-        | st.dictionaries(st.sampled_from(KEYS).map(lambda key: key.split(".")[-1]), inner, max_size=3).map(
-            lambda each: "{" + ", ".join(f"{key}: {value}" for key, value in each.items()) + "}"
-        )
-    ),
-    max_leaves=6,
-)
-overrides = st.tuples(keys, nested).map("=".join)
+
+
+def write_list(texts: list[str]) -> str:
+    """Return a list of YAML in one line."""
+    return f"[{', '.join(texts)}]"
+
+
+def write_section(text_by_key: dict[str, str]) -> str:
+    """Return a section of YAML in one line."""
+    pairs = [f"{key}: {text}" for key, text in text_by_key.items()]
+    return "{" + ", ".join(pairs) + "}"
+
+
+def nest_values(values: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+    """Return lists and sections of values."""
+    lists = st.lists(values, max_size=3).map(write_list)
+    sections = st.dictionaries(last_key_parts, values, max_size=3).map(write_section)
+    return lists | sections
+
+
+nested_values = st.recursive(scalars, nest_values, max_leaves=6)
+overrides = st.tuples(keys, nested_values).map("=".join)
 FUZZ = settings(
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 
 
-@given(typed=st.lists(overrides, min_size=1, max_size=3))
+@given(typed_overrides=st.lists(overrides, min_size=1, max_size=3))
 @FUZZ
-def test_any_overrides(rlctl: Rlctl, typed: list[str]) -> None:
-    with bounded():
-        assert rlctl("config", "check", RECIPE, *typed).code in (0, 2)
+def test_any_overrides(rlctl: Rlctl, typed_overrides: list[str]) -> None:
+    with bound_time():
+        assert rlctl("config", "check", RECIPE, *typed_overrides).code in (0, 2)
 
 
 @given(
-    pairs=st.lists(st.tuples(keys, nested), max_size=4),
+    pairs=st.lists(st.tuples(keys, nested_values), max_size=4),
     noise=st.text("[]{}&*!|>%@`'\",:#?- \n\tax0", max_size=40),
 )
 @FUZZ
@@ -239,14 +259,14 @@ def test_any_file(rlctl: Rlctl, home: Path, pairs: list[tuple[str, str]], noise:
     lines = [f"{key.split('.')[0]}: {value}" for key, value in pairs]
     text = "\n".join(["defaults: grpo.recipe.yaml", *lines, noise])
     (home / "fuzzed.yaml").write_bytes(text.encode())
-    with bounded():
+    with bound_time():
         assert rlctl("config", "check", "fuzzed.yaml").code in (0, 2)
-    with bounded():
+    with bound_time():
         assert rlctl("config", "show", "fuzzed.yaml").code in (0, 2)
 
 
 @pytest.mark.parametrize(
-    ("overrides", "lost"),
+    ("overrides", "replaced_override"),
     [
         (["run.seed=1", "run.seed=2"], "run.seed=1"),
         (["run.seed=1", "run.seed=2", "run.seed=3"], "run.seed=2"),
@@ -265,14 +285,18 @@ def test_any_file(rlctl: Rlctl, home: Path, pairs: list[tuple[str, str]], noise:
     ],
 )
 def test_an_override_that_takes_the_place_of_an_earlier_one_is_noted(
-    rlctl: Rlctl, overrides: list[str], lost: str | None
+    rlctl: Rlctl, overrides: list[str], replaced_override: str | None
 ) -> None:
     done = rlctl("config", "check", "grpo.recipe.yaml", *overrides)
     assert done.code == 0, done.err
-    told = [line for line in done.err.splitlines() if "takes the place" in line]
-    number = f"note: override {len(overrides)}: {overrides[-1]}"
-    assert " ".join(done.err.split()).count("takes the place of") == (len(overrides) - 1 if lost else 0), told
-    assert lost is None or f"{number}: takes the place of {lost}" in " ".join(done.err.split())
+    text = " ".join(done.err.split())
+    num_notes = text.count("takes the place of")
+    if replaced_override is None:
+        assert num_notes == 0, done.err
+    else:
+        assert num_notes == len(overrides) - 1, done.err
+        last_override = f"note: override {len(overrides)}: {overrides[-1]}"
+        assert f"{last_override}: takes the place of {replaced_override}" in text
 
 
 @pytest.mark.parametrize(
@@ -287,8 +311,9 @@ def test_an_override_that_takes_the_place_of_an_earlier_one_is_noted(
     ],
 )
 def test_every_command_with_overrides_notes_a_repeated_one(rlctl: Rlctl, command: list[str]) -> None:
-    said = " ".join(rlctl(*(word.format("run.seed") for word in command)).err.split())
-    assert said.count("takes the place of run.seed=1") == said.count("takes the place of") == 1
+    words = [word.format("run.seed") for word in command]
+    text = " ".join(rlctl(*words).err.split())
+    assert text.count("takes the place of run.seed=1") == text.count("takes the place of") == 1
 
 
 def test_a_repeated_override_is_noted_beside_errors(rlctl: Rlctl) -> None:

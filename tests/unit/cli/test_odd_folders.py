@@ -4,7 +4,7 @@ import json
 import random
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,14 @@ from tests.unit.cli.conftest import Rlctl
 from tests.unit.folders import SFT
 from tests.unit.models.test_adapter_folder import make_adapter
 
-INFINITE, HUGE = float("inf"), 10**30
+INFINITE = float("inf")
+HUGE = 10**30
 VALUES: list[Any] = [
     *(None, True, -1, 0, 0.5, 3, 1 << 40, HUGE, INFINITE, float("nan")),
     *("", "odd", "\x1b[31mred", "a" * 1000, [], {}, [INFINITE], [[1]], {"a": [None]}, ["x", 1]),
 ]
 TEXTS = [b"", b"[]", b"null", b"3", b'{"a":', b"\xff\xfe{}", b"[" * 100_000, b'{"a":' * 400 + b"1" + b"}" * 400]
-# File -> number of its mutations. Templates of chats are a test's own.
+# File -> number of its mutations. Chat templates have a test of their own.
 COUNTS = {
     "model/config.json": 60,
     "model/generation_config.json": 30,
@@ -42,97 +43,109 @@ COUNTS = {
 
 
 @pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model in a file that an index lists, and an adapter."""
-    root = tmp_path_factory.mktemp("good")
+def sound_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a model, in a file that an index lists, and an adapter."""
+    root = tmp_path_factory.mktemp("sound")
     model = make_model(root / "model", "qwen3", hidden=32, layers=1, heads=2, kv_heads=1, head_dim=16)
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [1]}))
     linears = load_facts(model).sizes.linears
-    make_adapter(root / "adapter", model, AdapterSpec(2, 4.0, False, 0.0, linears[:2]))
+    spec = AdapterSpec(rank=2, alpha=4.0, rslora=False, dropout=0.0, targets=linears[:2])
+    make_adapter(root / "adapter", model, spec)
     names = json.loads((model / "model.safetensors").read_bytes()[8:].partition(b"}}")[0] + b"}}").keys()
     index = {"weight_map": dict.fromkeys(set(names) - {"__metadata__"}, "model.safetensors")}
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
     return root
 
 
-def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def walk_paths(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Yield the path of each value inside a JSON value."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, inner in items:
+    branches: Iterable[tuple[Any, Any]] = ()
+    if isinstance(tree, dict):
+        branches = tree.items()
+    elif isinstance(tree, list):
+        branches = enumerate(tree)
+    for key, branch in branches:
         yield (*path, key)
-        yield from places(inner, (*path, key))
+        yield from walk_paths(branch, (*path, key))
 
 
-def mutated(value: Any, rng: random.Random) -> tuple[str, bytes]:
+def mutate_json(original: Any, rng: random.Random) -> tuple[str, bytes]:
     """Return a change in words, and the JSON text after it."""
     if rng.random() < 0.1:
         text = rng.choice(TEXTS)
         return str(text[:20]), text
-    value = json.loads(json.dumps(value))
-    # A key of the outermost object is as likely as all that is deeper.
-    found = list(places(value)) if rng.random() < 0.5 else [(key,) for key in value]
-    *above, last = rng.choice([path for path in found if path[-1] != "chat_template"])
-    owner = value
+    tree = json.loads(json.dumps(original))
+    # A key of the outermost object is as likely as all deeper ones together.
+    paths = list(walk_paths(tree)) if rng.random() < 0.5 else [(key,) for key in tree]
+    *above, last = rng.choice([path for path in paths if path[-1] != "chat_template"])
+    owner = tree
     for key in above:
         owner = owner[key]
     if rng.random() < 0.15:
         del owner[last]
-        return f"without {above} {last}", json.dumps(value).encode()
+        return f"without {above} {last}", json.dumps(tree).encode()
     owner[last] = rng.choice(VALUES)
-    return f"{above} {last}: {owner[last]!r:.40}", json.dumps(value).encode()
+    return f"{above} {last}: {owner[last]!r:.40}", json.dumps(tree).encode()
 
 
-def mutated_weights(data: bytes, rng: random.Random) -> tuple[str, bytes]:
-    """Return a change in words, and the changed safetensors file: mostly of its header."""
-    length = int.from_bytes(data[:8], "little")
+def mutate_weights(original: bytes, rng: random.Random) -> tuple[str, bytes]:
+    """Return a change in words, and the changed safetensors file. Most changes are in its header."""
+    length = int.from_bytes(original[:8], "little")
     if rng.random() < 0.2:
-        cut = rng.randrange(len(data))
-        odd = rng.choice([data[:cut], rng.randbytes(8) + data[8:], data + b"\0", data[:8] + rng.randbytes(length)])
-        return f"{len(odd)} of {len(data)} bytes", odd
-    words, header = mutated(json.loads(data[8 : 8 + length]), rng)
-    return words, len(header).to_bytes(8, "little") + header + data[8 + length :]
+        beginning = original[: rng.randrange(len(original))]
+        other_length = rng.randbytes(8) + original[8:]
+        longer = original + b"\0"
+        noise = original[:8] + rng.randbytes(length)
+        changed = rng.choice([beginning, other_length, longer, noise])
+        return f"{len(changed)} of {len(original)} bytes", changed
+    words, header = mutate_json(json.loads(original[8 : 8 + length]), rng)
+    return words, len(header).to_bytes(8, "little") + header + original[8 + length :]
 
 
 @pytest.mark.parametrize("name", COUNTS)
 def test_generated_folders_end_in_a_line(
-    name: str, good: Path, rlctl: Rlctl, home: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, sound_folder: Path, rlctl: Rlctl, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # In this process: another process takes seconds.
+    # Facts are derived in this process, since another process takes seconds.
     monkeypatch.setattr(facts, "derive_apart", load_facts)
     monkeypatch.setattr("rlctl.models.model_sizes.find_facts", load_facts)
     shutil.rmtree(home / "model")
-    shutil.copytree(good, home, dirs_exist_ok=True)
+    shutil.copytree(sound_folder, home, dirs_exist_ok=True)
     config = home / "adapter/adapter_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "base_model_name_or_path": str(home / "model")}))
-    own = (
-        ["model.path=adapter", "lora={rank: 2, alpha: 4, targets: [q_proj, k_proj]}"]
-        if name.startswith("adapter")
-        else []
-    )
+    arguments = ["sft.recipe.yaml"]
+    if name.startswith("adapter"):
+        arguments += ["model.path=adapter", "lora={rank: 2, alpha: 4, targets: [q_proj, k_proj]}"]
     (home / "sft.recipe.yaml").write_text(SFT)
-    file, ended = home / name, list[int]()
-    before, rng = file.read_bytes(), random.Random(name)
+    file = home / name
+    original = file.read_bytes()
+    rng = random.Random(name)
+    exit_codes: list[int] = []
     for number in range(COUNTS[name] + 1):
-        change = "none", before
-        if number:
-            change = mutated_weights(before, rng) if file.suffix == ".safetensors" else mutated(json.loads(before), rng)
-        file.write_bytes(change[1])
+        # The first time the file is as it was.
+        change = "none"
+        content = original
+        if number and file.suffix == ".safetensors":
+            change, content = mutate_weights(original, rng)
+        elif number:
+            change, content = mutate_json(json.loads(original), rng)
+        file.write_bytes(content)
         for command in (("config", "check"), ("train", "sft", "--dry-run")):
             load_tokenizer.cache_clear()
             try:
-                done = rlctl(*command, "sft.recipe.yaml", *own)
+                done = rlctl(*command, *arguments)
             except Exception as error:
-                raise AssertionError(f"{change[0]}: {command}: {error!r}") from error
+                raise AssertionError(f"{change}: {command}: {error!r}") from error
             errors = [line for line in done.err.splitlines() if line.startswith("error: ")]
-            assert done.code == (2 if errors else 0), (change[0], command, done)
+            assert done.code == (2 if errors else 0), (change, command, done)
             assert all(len(line) < 1000 and line.isprintable() for line in errors), errors
-            ended.append(done.code)
-    assert ended[:2] == [0, 0], done
-    assert 2 in ended or name.endswith("rlctl_base.json")
+            exit_codes.append(done.code)
+    assert exit_codes[:2] == [0, 0], done
+    assert 2 in exit_codes or name.endswith("rlctl_base.json")
 
 
 @pytest.mark.parametrize(
-    ("name", "key", "value", "said"),
+    ("name", "key", "odd_value", "message"),
     [
         (
             "model/generation_config.json",
@@ -154,21 +167,21 @@ def test_generated_folders_end_in_a_line(
     ],
 )
 def test_an_odd_value_is_named_with_its_file_and_what_is_allowed(
-    name: str, key: str, value: Any, said: str, good: Path, rlctl: Rlctl, home: Path
+    name: str, key: str, odd_value: Any, message: str, sound_folder: Path, rlctl: Rlctl, home: Path
 ) -> None:
     shutil.rmtree(home / "model")
-    shutil.copytree(good, home, dirs_exist_ok=True)
+    shutil.copytree(sound_folder, home, dirs_exist_ok=True)
     file = home / name
-    file.write_text(json.dumps({**json.loads(file.read_text()), key: value}))
+    file.write_text(json.dumps({**json.loads(file.read_text()), key: odd_value}))
     done = rlctl("train", "sft", "--dry-run", "sft.recipe.yaml", f"model.path={name.partition('/')[0]}")
-    assert done.code == 2 and re.search(rf"{re.escape(str(file))}[: ].*{said}", done.err), done.err
+    assert done.code == 2 and re.search(rf"{re.escape(str(file))}[: ].*{message}", done.err), done.err
 
 
 REFUSED = r"the chat template refuses the row: {}; set another data\.chat_template"
 
 
 @pytest.mark.parametrize(
-    ("template", "said"),
+    ("template", "message"),
     [
         ("{{ raise_exception('no \x1b[31m') }}", REFUSED.format(r"no \u241b\[31m")),
         ("{{ messages + 1 }}", REFUSED.format("can only concatenate list .*")),
@@ -179,7 +192,7 @@ REFUSED = r"the chat template refuses the row: {}; set another data\.chat_templa
     ],
 )
 def test_an_odd_chat_template_ends_each_command_in_one_line_that_names_it(
-    template: Any, said: str, rlctl: Rlctl, home: Path
+    template: Any, message: str, rlctl: Rlctl, home: Path
 ) -> None:
     file = home / "model/tokenizer_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": template}))
@@ -194,17 +207,14 @@ def test_an_odd_chat_template_ends_each_command_in_one_line_that_names_it(
         done = rlctl(*command.split())
         errors = [line for line in done.err.splitlines() if "problem" not in line]
         assert done.code == 2 and len(errors) == 1 and errors[0].isprintable(), (command, done)
-        assert re.search(said, errors[0]), (command, done)
+        assert re.search(message, errors[0]), (command, done)
 
 
-def with_zero_adapters(adapter: Path) -> Path:
-    tensors = load_file(adapter / "adapter_model.safetensors")
-    save_file({name: torch.zeros_like(each) for name, each in tensors.items()}, adapter / "adapter_model.safetensors")
-    return adapter
-
-
-def test_an_adapter_of_zeros_is_refused_by_name(good: Path, rlctl: Rlctl, home: Path) -> None:
-    shutil.copytree(good / "adapter", home / "adapter")
-    done = rlctl("model", "check", str(with_zero_adapters(home / "adapter")))
+def test_an_adapter_of_zeros_is_refused_by_name(sound_folder: Path, rlctl: Rlctl, home: Path) -> None:
+    shutil.copytree(sound_folder / "adapter", home / "adapter")
+    weights = home / "adapter/adapter_model.safetensors"
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in load_file(weights).items()}
+    save_file(zeros, weights)
+    done = rlctl("model", "check", str(home / "adapter"))
     assert done.code == 2
     assert "A and B of model.layers.0.self_attn.q_proj are all zero, so that neither has a gradient" in done.err

@@ -11,11 +11,11 @@ from tests.unit.cli.conftest import Rlctl
 def test_list_names_every_recipe_with_what_it_is(rlctl: Rlctl) -> None:
     lines = rlctl("recipes", "list").out.splitlines()
     assert max(map(len, lines)) <= 80
-    named = [line for line in lines if line and not line.startswith(" ")]
-    first = [line.split()[0] for line in named]
+    rows = [line.split() for line in lines if line and not line.startswith(" ")]
+    names = [row[0] for row in rows]
     algorithms = [f"algorithms/{name}" for name in algorithm_names()]
-    assert first[: 2 + len(recipe_names() + algorithms)] == ["recipe", *recipe_names(), "algorithm", *algorithms]
-    assert all(len(line.split()) > 1 for line in named)
+    assert names[: 2 + len(recipe_names() + algorithms)] == ["recipe", *recipe_names(), "algorithm", *algorithms]
+    assert all(len(row) > 1 for row in rows)
     assert "defaults: [my.yaml, algorithms/NAME]" in " ".join(lines)
 
 
@@ -24,9 +24,10 @@ def test_an_algorithm_is_a_few_keys_of_the_grpo_section_and_a_tiny_recipe_is_lit
     text = (ALGORITHMS / f"{name}.yaml").read_text()
     assert list(yaml.safe_load(text)) == ["grpo"] and len(text.splitlines()) <= 12
     recipe = "grpo-tiny" if name == "grpo" else f"{name}-tiny"
-    whole = yaml.safe_load(text := (RECIPES / f"{recipe}.yaml").read_text())
+    recipe_text = (RECIPES / f"{recipe}.yaml").read_text()
     if name != "grpo":
-        assert whole["defaults"] == ["grpo-tiny", f"algorithms/{name}"] and len(text.splitlines()) <= 12
+        assert yaml.safe_load(recipe_text)["defaults"] == ["grpo-tiny", f"algorithms/{name}"]
+        assert len(recipe_text.splitlines()) <= 12
     assert load("grpo", recipe, []).config.grpo.num_steps <= 240  # type: ignore[union-attr]
 
 
@@ -36,8 +37,8 @@ def test_the_algorithm_grpo_is_what_a_recipe_does_unless_told_otherwise(home: Pa
 
 
 def test_a_copied_algorithm_says_where_it_goes(rlctl: Rlctl) -> None:
-    said = rlctl("recipes", "copy", "algorithms/rloo", "mine.yaml").out
-    assert said.startswith("mine.yaml\nAn algorithm goes over a recipe: ")
+    done = rlctl("recipes", "copy", "algorithms/rloo", "mine.yaml")
+    assert done.out.startswith("mine.yaml\nAn algorithm goes over a recipe: ")
 
 
 def test_show_prints_the_file_as_it_is(rlctl: Rlctl) -> None:
