@@ -13,35 +13,34 @@ from rlctl.preflight.settled import Settled
 _ENGINE = f"{Path(__file__).parents[2] / 'plugins' / 'torch_engine.py'}:KIND"
 
 
-def settled(kind: str, *overrides: str) -> Settled:
+def settle_run(kind: str, *overrides: str) -> Settled:
     return load(kind, None, list(overrides)).settled
 
 
 def problems(kind: str, *overrides: str) -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        settled(kind, *overrides)
+        settle_run(kind, *overrides)
     return str(caught.value).splitlines()
 
 
 @pytest.mark.parametrize("kind", ["grpo", "sft"])
 def test_without_the_section_every_weight_is_trained(kind: str) -> None:
-    assert settled(kind).adapters is None
-    assert settled(kind, "lora.rank=4", "lora=null").adapters is None
+    assert settle_run(kind).adapters is None
+    assert settle_run(kind, "lora.rank=4", "lora=null").adapters is None
 
 
 @pytest.mark.parametrize("kind", ["grpo", "sft"])
 def test_adapters_are_settled_with_their_targets_spelled_out(kind: str) -> None:
-    found = settled(kind, "lora.rank=4", "lora.targets=[q_proj, mlp.up_proj]").adapters
-    assert found and (found.rank, found.scale, found.dropout) == (4, 8.0, 0.0)
-    layers = 3
-    names = ("self_attn.q_proj", "mlp.up_proj")
-    assert [each.name for each in found.targets] == [
-        f"model.layers.{i}.{name}" for i in range(layers) for name in names
-    ]
+    adapters = settle_run(kind, "lora.rank=4", "lora.targets=[q_proj, mlp.up_proj]").adapters
+    assert adapters and (adapters.rank, adapters.scale, adapters.dropout) == (4, 8.0, 0.0)
+    expected_targets = []
+    for layer in range(3):
+        expected_targets += [f"model.layers.{layer}.self_attn.q_proj", f"model.layers.{layer}.mlp.up_proj"]
+    assert [target.name for target in adapters.targets] == expected_targets
 
 
 def test_the_recipe_that_validates_a_run_samples_with_its_adapters() -> None:
-    run = settled("sft", "lora={}", "validation.recipe=grpo-tiny")
+    run = settle_run("sft", "lora={}", "validation.recipe=grpo-tiny")
     assert run.sampling and run.sampling.adapters == run.adapters is not None
 
 
@@ -58,13 +57,14 @@ def test_the_recipe_that_validates_a_run_samples_with_its_adapters() -> None:
     ],
 )
 def test_a_wrong_section_is_refused_in_one_line(overrides: list[str], expected: str) -> None:
-    [line] = [line for line in problems("grpo", "lora={}", *overrides) if "lora" in line]
-    assert expected in line
+    lines = [line for line in problems("grpo", "lora={}", *overrides) if "lora" in line]
+    assert len(lines) == 1
+    assert expected in lines[0]
 
 
 def test_sft_may_have_dropout() -> None:
-    found = settled("sft", "lora.dropout=0.1").adapters
-    assert found and found.dropout == 0.1
+    adapters = settle_run("sft", "lora.dropout=0.1").adapters
+    assert adapters and adapters.dropout == 0.1
 
 
 @pytest.mark.parametrize(
@@ -77,8 +77,8 @@ def test_sft_may_have_dropout() -> None:
     ],
 )
 def test_an_unusual_rate_is_noted(overrides: list[str], expected: list[str]) -> None:
-    run = settled("grpo", *overrides)
+    run = settle_run("grpo", *overrides)
     assert run.facts and list(adapter_notes(run)) == [], "tiny models learn at high rates"
     large = replace(run, facts=replace(run.facts, parameters=10**9))
-    found = list(adapter_notes(large))
-    assert len(found) == len(expected) and all(line.startswith(words) for line, words in zip(found, expected))
+    notes = list(adapter_notes(large))
+    assert len(notes) == len(expected) and all(note.startswith(words) for note, words in zip(notes, expected))

@@ -9,7 +9,7 @@ from rlctl.preflight.load import load
 VALIDATED = ("data.validation.path=train.jsonl", "validation.every=10", "grpo.num_steps=100", "checkpoint.every=50")
 
 
-def notes(*overrides: str, kind: str = "grpo") -> list[str]:
+def load_notes(*overrides: str, kind: str = "grpo") -> list[str]:
     return load(kind, f"{kind}.recipe.yaml", list(overrides)).notes
 
 
@@ -24,11 +24,11 @@ def notes(*overrides: str, kind: str = "grpo") -> list[str]:
     ],
 )
 def test_a_metric_that_is_never_measured(home: Path, kind: str, metric: str, near: str | None) -> None:
-    (note,) = notes(f"checkpoint.metric={metric}", kind=kind)
+    (note,) = load_notes(f"checkpoint.metric={metric}", kind=kind)
     assert note.startswith(f"checkpoint.metric={metric}: no such metric is measured; ")
     assert note.endswith("; no best checkpoint is kept")
     assert (f"; did you mean {near}?" in note) is (near is not None)
-    assert notes(f"checkpoint.metric={metric}", "checkpoint.keep_best=0", kind=kind) == []
+    assert load_notes(f"checkpoint.metric={metric}", "checkpoint.keep_best=0", kind=kind) == []
 
 
 RECOMPUTE = "grpo.loss.proximal=recompute"
@@ -52,12 +52,11 @@ RECOMPUTE = "grpo.loss.proximal=recompute"
 def test_a_metric_of_other_runs_has_the_reason(
     home: Path, kind: str, metric: str, where: str, mend: tuple[str, ...] | None
 ) -> None:
-    told = f"checkpoint.metric={metric}: it is measured only {where}; no best checkpoint is kept"
-    assert notes(
-        f"checkpoint.metric={metric}", "grpo.loss.kl_coef=0" if kind == "grpo" else "run.seed=1", kind=kind
-    ) == [told]
+    note = f"checkpoint.metric={metric}: it is measured only {where}; no best checkpoint is kept"
+    without_effect = "grpo.loss.kl_coef=0" if kind == "grpo" else "run.seed=1"
+    assert load_notes(f"checkpoint.metric={metric}", without_effect, kind=kind) == [note]
     if mend:
-        assert [note for note in notes(f"checkpoint.metric={metric}", *mend) if "checkpoint.metric" in note] == []
+        assert [note for note in load_notes(f"checkpoint.metric={metric}", *mend) if "checkpoint.metric" in note] == []
 
 
 @pytest.mark.parametrize(
@@ -73,29 +72,29 @@ def test_a_metric_of_other_runs_has_the_reason(
     ],
 )
 def test_a_metric_of_a_step_or_a_validation_is_fine(home: Path, metric: str) -> None:
-    assert notes(*VALIDATED, f"checkpoint.metric={metric}") == []
+    assert load_notes(*VALIDATED, f"checkpoint.metric={metric}") == []
 
 
 def test_ages_and_rewards_are_those_of_the_run(home: Path) -> None:
     run = (*VALIDATED, "async.enabled=true", "async.max_trajectory_age_steps=2")
-    assert notes(*run, "checkpoint.metric=-age/groups_2") == []
-    (note,) = notes(*run, "checkpoint.metric=-age/groups_3")
+    assert load_notes(*run, "checkpoint.metric=-age/groups_2") == []
+    (note,) = load_notes(*run, "checkpoint.metric=-age/groups_3")
     assert "no such metric is measured; did you mean age/groups_" in note
-    (note,) = notes(*VALIDATED, "checkpoint.metric=reward/exakt/mean")
+    (note,) = load_notes(*VALIDATED, "checkpoint.metric=reward/exakt/mean")
     assert "no such metric is measured; did you mean reward/exact/mean?" in note
 
 
 def test_checkpoints_of_steps_that_are_not_validated(home: Path) -> None:
-    assert notes(*VALIDATED) == []
+    assert load_notes(*VALIDATED) == []
     # After 20, 40, 60 and 80; of these 20, 40 and 80 are no multiples of 30, and the last step always is validated.
     uneven = (*VALIDATED, "checkpoint.every=20", "validation.every=30")
-    assert notes(*uneven) == [
+    assert load_notes(*uneven) == [
         "checkpoint.every=20 is no multiple of validation.every=30: "
         "3 of 4 checkpoints on the way have no validation/accuracy and can never be the best"
     ]
     for mend in ("checkpoint.keep_best=0", "checkpoint.every=60", "checkpoint.every=0", "checkpoint.metric=reward/mean",
                  "grpo.num_steps=20", "data.validation.path=null"):  # fmt: skip
-        assert notes(*uneven, mend) == []
+        assert load_notes(*uneven, mend) == []
 
 
 @pytest.mark.parametrize("recipe", ["grpo-tiny", "sft-tiny", "grpo-qwen3-0.6b-1gpu", "grpo-qwen3-0.6b-2gpu"])

@@ -10,12 +10,12 @@ from rlctl.config.schema import GrpoConfig
 from rlctl.preflight.derived import NotKnownError
 from rlctl.preflight.load import load
 from rlctl.preflight.machine import RunMachine
-from rlctl.preflight.settled import settle
+from rlctl.preflight.settled import SettledGrpo, settle
 
 GAME = ["environment.name=guess", "rewards=[]", "data.max_prompt_length=null"]
 
 
-def played(*overrides: str) -> GrpoConfig:
+def load_game(*overrides: str) -> GrpoConfig:
     config = load("grpo", "grpo.recipe.yaml", [*GAME, *overrides]).config
     assert isinstance(config, GrpoConfig)
     return config
@@ -23,7 +23,7 @@ def played(*overrides: str) -> GrpoConfig:
 
 def problems(*overrides: str) -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        played(*overrides)
+        load_game(*overrides)
     return [f"{problem.key}: {problem.what}" for problem in caught.value.problems]
 
 
@@ -35,7 +35,7 @@ def test_without_a_name_there_is_no_environment(home: Path) -> None:
 
 def test_an_environment_that_values_its_episodes_needs_no_other_reward_and_rows_need_no_prompt(home: Path) -> None:
     (home / "tasks.jsonl").write_text('{"low": 1, "high": 15}\n')
-    config = played("data.train.path=tasks.jsonl", "environment.args={guesses: 4}")
+    config = load_game("data.train.path=tasks.jsonl", "environment.args={guesses: 4}")
     assert config.environment.environments == {"guess": EnvironmentChoice("guess", {"guesses": 4})}
     with pytest.raises(ConfigError, match="no column prompt or messages"):
         load("grpo", "grpo.recipe.yaml", ["data.train.path=tasks.jsonl"])
@@ -43,22 +43,27 @@ def test_an_environment_that_values_its_episodes_needs_no_other_reward_and_rows_
 
 def test_one_of_several_may_be_named_alone_or_with_arguments(home: Path) -> None:
     (home / "mine.py").write_text("class Game: ...\n")
-    config = played("environment.name=null", "environment.choices={easy: guess, own: {name: mine:Game, args: {n: 3}}}")
-    own = f"{home / 'mine.py'}:Game"
+    config = load_game(
+        "environment.name=null", "environment.choices={easy: guess, own: {name: mine:Game, args: {n: 3}}}"
+    )
+    users_class = f"{home / 'mine.py'}:Game"
     assert config.environment.environments == {
         "easy": EnvironmentChoice("guess", {}),
-        "own": EnvironmentChoice(own, {"n": 3}),
+        "own": EnvironmentChoice(users_class, {"n": 3}),
     }
 
 
 def test_the_longest_conversation_is_the_longest_sequence_of_the_run(home: Path) -> None:
-    bounded, free, away = (
-        settle(played(f"environment.max_length={most}", f"model.max_length={limit}"), RunMachine(), None)
-        for most, limit in ((100, 256), ("null", 256), ("null", "null"))
-    )
-    assert (bounded.max_length, free.max_length, away.longest_sequence) == (100, 256, None)
+    def settle_game(conversation: str, sequence: str) -> SettledGrpo:
+        config = load_game(f"environment.max_length={conversation}", f"model.max_length={sequence}")
+        return settle(config, RunMachine(), None)
+
+    assert settle_game("100", "256").max_length == 100
+    assert settle_game("null", "256").max_length == 256
+    of_unknown_model = settle_game("null", "null")
+    assert of_unknown_model.longest_sequence is None
     with pytest.raises(NotKnownError, match="is not on this machine: its longest sequence is not known"):
-        away.max_length  # noqa: B018
+        of_unknown_model.max_length  # noqa: B018
 
 
 @pytest.mark.parametrize(
@@ -86,27 +91,31 @@ def test_the_longest_conversation_is_the_longest_sequence_of_the_run(home: Path)
 )  # fmt: skip
 def test_a_wrong_value_is_one_line(home: Path, override: str, expected: str) -> None:
     (home / "mine.py").write_text("class Game: ...\nasync def play(task, policy): ...\n")
-    (found,) = problems(override)
-    assert found.replace(f"{home}/", "") == expected
+    (problem,) = problems(override)
+    assert problem.replace(f"{home}/", "") == expected
 
 
 def test_a_micro_batch_must_hold_all_rows_of_a_rollout_where_the_loss_needs_them(home: Path) -> None:
     strips = ("environment.history=strip", "environment.max_length=100", "environment.max_turns=4")
-    whole = ("grpo.loss.reduction=sequence",)
-    assert problems(*strips, *whole, "trainer.micro_batch_tokens=399") == [
+    needs_rollouts = "grpo.loss.reduction=sequence"
+    assert problems(*strips, needs_rollouts, "trainer.micro_batch_tokens=399") == [
         "trainer.micro_batch_tokens: must hold whole rollouts, which grpo.loss needs: with environment.history=strip 4 "
         "turns may be 4 rows of up to 100 tokens, 400 together, not 399; raise it, or set environment.max_turns=3 or "
         "environment.history=keep"
     ]
-    for fitting in ((*strips, *whole), (*strips,), (*strips[1:], *whole), (*strips, *whole, "environment.max_turns=3")):
-        tokens = "auto" if fitting == (*strips, *whole) else "399"
-        assert played(*fitting, f"trainer.micro_batch_tokens={tokens}").environment.max_length == 100
+    for fitting in (
+        (*strips, needs_rollouts, "trainer.micro_batch_tokens=auto"),
+        (*strips, "trainer.micro_batch_tokens=399"),
+        (*strips[1:], needs_rollouts, "trainer.micro_batch_tokens=399"),
+        (*strips, needs_rollouts, "environment.max_turns=3", "trainer.micro_batch_tokens=399"),
+    ):
+        assert load_game(*fitting).environment.max_length == 100
 
 
 def test_arguments_without_a_name_and_a_choice_that_does_not_exist_are_told_at_once(home: Path) -> None:
     choices = "environment.choices={a: {name: maz}, b: {nmae: maze}}"
-    found = problems("environment.name=null", "environment.args={n: 1}", choices)
-    assert [line.partition(": ")[0] for line in found] == [
+    lines = problems("environment.name=null", "environment.args={n: 1}", choices)
+    assert [line.partition(": ")[0] for line in lines] == [
         "environment.choices.b.nmae", "environment.choices.b.name", "environment.args", "environment.choices.a.name"
     ]  # fmt: skip
 
@@ -124,5 +133,6 @@ def test_a_rollout_function_must_be_there_and_may_value_its_rollouts_itself(
 ) -> None:
     (home / "mine.py").write_text("async def play(task, policy): ...\n")
     alone = ("environment.name=null", "data.max_prompt_length=9")
-    assert played(*alone, "rollout=mine.py:play").has_turns
-    assert [each.replace(f"{home}/", "") for each in problems(*alone, f"rollout={name}")] == [expected]
+    assert load_game(*alone, "rollout=mine.py:play").has_turns
+    (problem,) = problems(*alone, f"rollout={name}")
+    assert problem.replace(f"{home}/", "") == expected

@@ -42,7 +42,7 @@ def problems(*overrides: str) -> list[str]:
 
 @pytest.fixture
 def wandb(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An installed wandb, and a user without a login; the user's folder."""
+    """Install wandb for a user without a login. Return the user's folder."""
     (home / "site/wandb").mkdir(parents=True)
     (home / "site/wandb/__init__.py").write_text("")
     monkeypatch.syspath_prepend(home / "site")
@@ -75,9 +75,8 @@ def test_trackers_that_are_not_installed_are_errors_with_what_to_type(
 
 
 def test_each_tracker_is_an_extra_of_its_name() -> None:
-    extras = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"][
-        "optional-dependencies"
-    ]
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
     assert list(TRACKERS) == list(NAMES)
     assert all(extras[name][0].startswith(name) for name in NAMES)
     assert extras["trackers"] == [f"rlctl[{','.join(NAMES)}]"]
@@ -197,15 +196,18 @@ def test_an_entry_that_is_wrong_is_told_by_its_key(
     (wandb / "mine.py").write_text(MINE)
     (wandb / "broken.py").write_text("1 / 0\nclass Notes: ...\n")
     (wandb / "x.yaml").write_text(GRPO + f"telemetry:\n  trackers:\n    - {trackers}\n")
-    told = list[Problem]()
+    problems = list[Problem]()
     try:
         load("grpo", "x.yaml", [])
     except ConfigError as error:
-        told = error.problems
-    found = [f"{each.key.removeprefix('telemetry.trackers.0').lstrip('.')}: {each.what}" for each in told]
-    assert found == expected
-    # Where the entry is, also for a key that is not there.
-    assert {each.where for each in told} <= {"x.yaml:14", "x.yaml:15"}
+        problems = error.problems
+    messages = list[str]()
+    for problem in problems:
+        key = problem.key.removeprefix("telemetry.trackers.0").lstrip(".")
+        messages.append(f"{key}: {problem.what}")
+    assert messages == expected
+    # Each problem names a line of its entry, even if the key is missing.
+    assert {problem.where for problem in problems} <= {"x.yaml:14", "x.yaml:15"}
 
 
 def test_an_entry_of_the_users_own_comes_through_the_resolved_config(

@@ -10,17 +10,18 @@ from rlctl.preflight.load import load
 from rlctl.preflight.plan import make_plan
 
 
-def demands(*overrides: str) -> dict[str, str]:
+def capacity_of(*overrides: str) -> dict[str, str]:
+    """Return the rows of a run on 4 nodes of 8 GPUs: (subject, demand)."""
     settled = load("grpo", None, ["placement.nodes=4x8", "async.enabled=true", *overrides]).settled
     assert settled.config.placement.nodes
     cluster = planned_cluster(settled.config.placement.nodes)
-    there = settle_on_cluster(settled, cluster)
-    plan = make_plan(there, cluster.resources)
+    settled = settle_on_cluster(settled, cluster)
+    plan = make_plan(settled, cluster.resources)
     assert plan.placement, plan.misplaced
-    return dict(capacity_rows(there, plan))
+    return dict(capacity_rows(settled, plan))
 
 
-def numbers(**values: Any) -> list[str]:
+def overrides_of(**values: Any) -> list[str]:
     return [f"{key.replace('__', '.')}={value}" for key, value in values.items()]
 
 
@@ -38,7 +39,7 @@ def test_a_size_that_cannot_be_read_is_refused_with_the_form(text: str) -> None:
 
 
 def test_a_run_over_nodes_names_its_links_driver_and_disk() -> None:
-    rows = demands(*numbers(trainer__num_ranks=16, generation__num_engines=8))
+    rows = capacity_of(*overrides_of(trainer__num_ranks=16, generation__num_engines=8))
     assert "between nodes" in rows["refit, at least"]
     assert rows["communicators"] == "2 on a GPU of an engine, of 12 ranks each: at most 3.2 GiB, in the forecast"
     assert "to 1 rank of each of 16 shards" in rows["from the driver"]
@@ -46,11 +47,11 @@ def test_a_run_over_nodes_names_its_links_driver_and_disk() -> None:
 
 
 def test_a_run_within_a_node_asks_nothing_of_links_between_nodes() -> None:
-    rows = demands(*numbers(trainer__num_ranks=4, generation__num_engines=4))
+    rows = capacity_of(*overrides_of(trainer__num_ranks=4, generation__num_engines=4))
     assert "between nodes" not in rows["refit, at least"]
     assert rows["communicators"] == "2 on a GPU of an engine, of 6 ranks each: at most 1.0 GiB, in the forecast"
 
 
 def test_a_checkpoint_that_steps_wait_for_says_so() -> None:
-    rows = demands(*numbers(trainer__num_ranks=4, checkpoint__beside_training="false"))
+    rows = capacity_of(*overrides_of(trainer__num_ranks=4, checkpoint__beside_training="false"))
     assert "while it is written" in rows[""]

@@ -23,22 +23,24 @@ def config_of(*overrides: str) -> GrpoConfig:
 def problems(*overrides: str) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         config_of(*overrides)
-    return [f"{each.key}: {each.what}" for each in caught.value.problems]
+    return [f"{problem.key}: {problem.what}" for problem in caught.value.problems]
 
 
 def test_vllms_keys_are_settled_by_the_device(home: Path) -> None:
-    section = config_of().generation.engine
-    assert engine_options(section, "cpu") == {"fast_path": True, "enforce_eager": True}
-    assert engine_options(section, "cuda") == {"fast_path": True, "enforce_eager": False}
-    chosen = config_of("generation.engine.enforce_eager=true", "generation.engine.fast_path=off").generation.engine
-    assert engine_options(chosen, "cuda") == {"fast_path": False, "enforce_eager": True}
+    default_section = config_of().generation.engine
+    assert engine_options(default_section, "cpu") == {"fast_path": True, "enforce_eager": True}
+    assert engine_options(default_section, "cuda") == {"fast_path": True, "enforce_eager": False}
+    chosen_section = config_of(
+        "generation.engine.enforce_eager=true", "generation.engine.fast_path=off"
+    ).generation.engine
+    assert engine_options(chosen_section, "cuda") == {"fast_path": False, "enforce_eager": True}
 
 
 def test_a_users_engine_has_its_options_and_their_defaults(home: Path) -> None:
     assert engine_options(config_of(NAME).generation.engine, "cpu") == {"attention": "sdpa"}
-    chosen = config_of(NAME, "generation.engine.attention=eager").generation.engine
-    assert engine_options(chosen, "cpu") == {"attention": "eager"}
-    assert engine_rules(chosen).packages == ()
+    chosen_section = config_of(NAME, "generation.engine.attention=eager").generation.engine
+    assert engine_options(chosen_section, "cpu") == {"attention": "eager"}
+    assert engine_rules(chosen_section).packages == ()
 
 
 @pytest.mark.parametrize(
@@ -69,5 +71,7 @@ def test_a_wrong_key_is_answered_with_the_right_one(home: Path, overrides: list[
 
 
 def test_an_object_that_is_no_engine_is_refused(home: Path) -> None:
-    [found] = problems(f"generation.engine={TORCH}:environment")
-    assert found.startswith("generation.engine.name: must be an EngineKind, as generation/README.md has it, not <funct")
+    [problem] = problems(f"generation.engine={TORCH}:environment")
+    assert problem.startswith(
+        "generation.engine.name: must be an EngineKind, as generation/README.md has it, not <funct"
+    )

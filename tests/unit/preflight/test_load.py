@@ -26,9 +26,9 @@ def test_the_resolved_config_runs_again_as_it_is_from_anywhere(home: Path, monke
     first = load("grpo", "grpo.recipe.yaml", overrides)
     (home / "elsewhere").mkdir()
     monkeypatch.chdir(home / "elsewhere")
-    again = rerun(first, home / "elsewhere/resolved.yaml")
-    assert again.config == first.config
-    assert again.written() == first.written()
+    second = rerun(first, home / "elsewhere/resolved.yaml")
+    assert second.config == first.config
+    assert second.written() == first.written()
     assert first.config.data.system_prompt == "use ${x}: ok"
     assert first.config.run.seed == 100
 
@@ -42,8 +42,9 @@ def test_the_resolved_config_says_where_each_value_was_written_also_after_a_resu
         key: str(origin) for key, origin in first.origins.items() if not str(origin).startswith("configs/")
     }
     assert load(None, "config.yaml", [], resume=True).to_yaml() == text
-    again = load(None, "config.yaml", ["grpo.num_steps=200"], resume=True).to_yaml()
-    assert "  num_steps: 200  # from override 1: grpo.num_steps=200\n" in again and "# from override 1: run.s" in again
+    resumed = load(None, "config.yaml", ["grpo.num_steps=200"], resume=True).to_yaml()
+    assert "  num_steps: 200  # from override 1: grpo.num_steps=200\n" in resumed
+    assert "# from override 1: run.s" in resumed
 
 
 def test_an_origin_with_any_characters_is_a_comment_that_yaml_reads(home: Path) -> None:
@@ -52,12 +53,8 @@ def test_an_origin_with_any_characters_is_a_comment_that_yaml_reads(home: Path) 
     text = with_origins(dump(values), origins)
     (home / "it.yaml").write_text(text)
     assert yaml.safe_load(text) == values
-    found = recorded_origins(home / "it.yaml")
-    assert found.pop("a.b") == "override 1: a.b=?[31m c: d # é" and found == {
-        "c.0": "x.yaml:3",
-        "d": "y",
-        "e.f": "z.yaml:1",
-    }
+    read_origins = recorded_origins(home / "it.yaml")
+    assert read_origins == origins | {"a.b": "override 1: a.b=?[31m c: d # é"}
     (home / "it.yaml").write_text("a: [")
     assert recorded_origins(home / "it.yaml") == {} == recorded_origins(home / "none.yaml")
 
@@ -133,9 +130,9 @@ def test_what_comes_from_the_environment_travels_as_it_was_written(
 
 
 def test_a_model_that_is_not_on_this_machine_is_said_to_be_unchecked() -> None:
-    def said(path: str) -> list[str]:
+    def notes_on_model(path: str) -> list[str]:
         return [note for note in load("grpo", None, [f"model.path={path}"]).notes if "not checked" in note]
 
-    what = "not on this machine, its sizes are not known, and not checked; rlctl train fetches it"
-    assert said("nobody/nothing") == [f"model.path=nobody/nothing: {what}"]
-    assert said(str(RECIPES / "tiny/qwen3-tiny")) == []
+    message = "not on this machine, its sizes are not known, and not checked; rlctl train fetches it"
+    assert notes_on_model("nobody/nothing") == [f"model.path=nobody/nothing: {message}"]
+    assert notes_on_model(str(RECIPES / "tiny/qwen3-tiny")) == []

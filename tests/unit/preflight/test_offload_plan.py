@@ -9,22 +9,24 @@ from rlctl.preflight.backend import STATES
 from rlctl.preflight.load import load
 from rlctl.preflight.memory import PHASES, Phase, residency
 
-LOG_PROBS, GENERATION = "trainer.offload_optimizer_for_logprob=true", "trainer.offload_optimizer_for_generation=true"
+LOG_PROBS = "trainer.offload_optimizer_for_logprob=true"
+GENERATION = "trainer.offload_optimizer_for_generation=true"
 ON_HOST = ("trainer.backend=megatron", "trainer.megatron.optimizer_cpu_offload=true")
 
 
-def trainer(*overrides: str) -> TrainerSection:
+def load_trainer(*overrides: str) -> TrainerSection:
     return load("sft", None, list(overrides)).config.trainer
 
 
-def out(*overrides: str, shared: bool) -> set[Phase]:
-    """Phases in which the optimizer state is on the host."""
-    return {phase for phase, states in residency(trainer(*overrides), shared).items() if states["optimizer"] == "host"}
+def phases_on_host(*overrides: str, shared: bool) -> set[Phase]:
+    """Return the phases in which the optimizer state is on the host."""
+    table = residency(load_trainer(*overrides), shared)
+    return {phase for phase, states in table.items() if states["optimizer"] == "host"}
 
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_without_a_switch_nothing_is_out_and_gradients_live_for_the_update(shared: bool) -> None:
-    table = residency(trainer(), shared)
+    table = residency(load_trainer(), shared)
     assert tuple(table) == PHASES
     for phase, states in table.items():
         gradients = "device" if phase == "train" else "none"
@@ -34,20 +36,20 @@ def test_without_a_switch_nothing_is_out_and_gradients_live_for_the_update(share
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_out_for_log_probs_alone(shared: bool) -> None:
-    assert out(LOG_PROBS, shared=shared) == {"log_probs"}
+    assert phases_on_host(LOG_PROBS, shared=shared) == {"log_probs"}
 
 
 def test_out_for_engines_until_the_update_where_there_are_any() -> None:
-    assert out(GENERATION, shared=True) == {"generate", "log_probs", "refit", "checkpoint"}
-    assert out(GENERATION, shared=False) == set()
-    assert out(LOG_PROBS, GENERATION, shared=False) == {"log_probs"}
-    assert out(LOG_PROBS, GENERATION, shared=True) == out(GENERATION, shared=True)
+    assert phases_on_host(GENERATION, shared=True) == {"generate", "log_probs", "refit", "checkpoint"}
+    assert phases_on_host(GENERATION, shared=False) == set()
+    assert phases_on_host(LOG_PROBS, GENERATION, shared=False) == {"log_probs"}
+    assert phases_on_host(LOG_PROBS, GENERATION, shared=True) == phases_on_host(GENERATION, shared=True)
 
 
 def test_what_the_host_updates_is_there_at_all_times() -> None:
     for shared, share in product((False, True), ("null", "0.5")):
         part = f"trainer.megatron.optimizer_offload_fraction={share}"
-        assert out(*ON_HOST, part, shared=shared) == set(PHASES)
+        assert phases_on_host(*ON_HOST, part, shared=shared) == set(PHASES)
 
 
 @pytest.mark.parametrize(

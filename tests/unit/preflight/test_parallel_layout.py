@@ -25,12 +25,15 @@ from tests.size_formulas import sizes_by_formula
 from tests.unit.folders import MODEL
 
 MEGATRON = "trainer.backend=megatron"
-TENSOR, PIPELINE, CONTEXT, EXPERT = (
-    f"trainer.megatron.{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context", "expert_model")
-)
-SEQUENCE, OFFLOAD = "trainer.megatron.sequence_parallel", "trainer.megatron.optimizer_cpu_offload"
+TENSOR = "trainer.megatron.tensor_model_parallel_size"
+PIPELINE = "trainer.megatron.pipeline_model_parallel_size"
+CONTEXT = "trainer.megatron.context_parallel_size"
+EXPERT = "trainer.megatron.expert_model_parallel_size"
+SEQUENCE = "trainer.megatron.sequence_parallel"
 RESIDUAL = "trainer.megatron.fp32_residual_connection"
-FRACTION, OVERLAP = "trainer.megatron.optimizer_offload_fraction", "trainer.megatron.overlap_cpu_optimizer_d2h_h2d"
+OFFLOAD = "trainer.megatron.optimizer_cpu_offload"
+FRACTION = "trainer.megatron.optimizer_offload_fraction"
+OVERLAP = "trainer.megatron.overlap_cpu_optimizer_d2h_h2d"
 MIXTURE = {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 33, "num_experts_per_tok": 2}
 QWEN3_8B = sizes_by_formula(
     {
@@ -41,7 +44,7 @@ QWEN3_8B = sizes_by_formula(
 
 
 def problems(*overrides: str, kind: str = "grpo") -> list[tuple[str, str]]:
-    """(key, problem) of the recipe, under megatron unless the overrides say otherwise."""
+    """Return (key, message) of each problem of the recipe, under megatron unless the overrides say otherwise."""
     try:
         load(kind, f"{kind}.recipe.yaml", [MEGATRON, *overrides])
     except ConfigError as error:
@@ -49,12 +52,12 @@ def problems(*overrides: str, kind: str = "grpo") -> list[tuple[str, str]]:
     return []
 
 
-def model(home: Path, **sizes: object) -> None:
-    """The recipe's model, with other sizes: heads 4, key-value heads 2, layers 2, MLP 128, vocabulary 32."""
+def write_model(home: Path, **sizes: object) -> None:
+    """Write the recipe's model with other sizes than 4 heads, 2 key-value heads, 2 layers, MLP 128, vocabulary 32."""
     (home / "model/config.json").write_text(json.dumps({**MODEL, **sizes}))
 
 
-def plan(home: Path, *overrides: str, kind: str = "grpo") -> RunPlan:
+def plan_run(home: Path, *overrides: str, kind: str = "grpo") -> RunPlan:
     run = load(kind, f"{kind}.recipe.yaml", list(overrides)).settled
     return make_plan(run.settle_on(RunMachine("cpu"), read_sizes(home / "model/config.json")), this_machine(0))
 
@@ -76,19 +79,19 @@ def test_shards_are_the_ranks_of_megatrons_own_groups() -> None:
 
 def test_the_layout_of_a_config(home: Path) -> None:
     fsdp = load("grpo", "grpo.recipe.yaml", ["trainer.num_ranks=4"]).config.trainer
-    assert (layout_of(fsdp), layout_of(fsdp).shards) == (
-        Layout(4, 1, 1, 1, 1),
-        [0, 1, 2, 3],
-    )
+    assert layout_of(fsdp) == Layout(4, tensor=1, pipeline=1, context=1, expert=1)
+    assert layout_of(fsdp).shards == [0, 1, 2, 3]
     megatron = load("grpo", "grpo.recipe.yaml", [MEGATRON, "trainer.num_ranks=4", f"{TENSOR}=2"]).config.trainer
     assert layout_of(megatron) == Layout(4, tensor=2, pipeline=1, context=1, expert=1)
     assert str(layout_of(megatron)) == "tensor 2 x pipeline 1 x context 1 x data 2, experts over 1"
 
 
 def test_sequence_parallelism_follows_tensor_parallelism_unless_told() -> None:
-    two, one = Layout(2, 2, 1, 1, 1), Layout(1, 1, 1, 1, 1)
-    assert [replace(two, sequence=asked).sequence_parallel for asked in (None, True, False)] == [True, True, False]
-    assert not any(replace(one, sequence=asked).sequence_parallel for asked in (None, True, False))
+    settings = (None, True, False)
+    two_tensor_ranks = Layout(2, tensor=2, pipeline=1, context=1, expert=1)
+    assert [replace(two_tensor_ranks, sequence=value).sequence_parallel for value in settings] == [True, True, False]
+    one_rank = Layout(1, tensor=1, pipeline=1, context=1, expert=1)
+    assert not any(replace(one_rank, sequence=value).sequence_parallel for value in settings)
 
 
 @pytest.mark.parametrize(
@@ -107,13 +110,13 @@ def test_sequence_parallelism_follows_tensor_parallelism_unless_told() -> None:
 )
 def test_fsdp_has_none_of_megatrons_keys(home: Path, override: str, neutral: str) -> None:
     key, value = override.split("=")
-    what = f"{value} needs trainer.backend=megatron: fsdp has no such thing; set {neutral} here"
-    assert problems("trainer.backend=fsdp", override) == [(key, what)]
+    message = f"{value} needs trainer.backend=megatron: fsdp has no such thing; set {neutral} here"
+    assert problems("trainer.backend=fsdp", override) == [(key, message)]
 
 
 def test_one_broken_key_of_megatron_hides_no_other(home: Path) -> None:
-    found = problems("trainer.backend=fsdp", f"{TENSOR}=two", f"{CONTEXT}=2", f"{OFFLOAD}=true")
-    assert [key for key, _ in found] == [TENSOR, CONTEXT, OFFLOAD]
+    all_problems = problems("trainer.backend=fsdp", f"{TENSOR}=two", f"{CONTEXT}=2", f"{OFFLOAD}=true")
+    assert [key for key, _ in all_problems] == [TENSOR, CONTEXT, OFFLOAD]
 
 
 def test_ranks_are_a_multiple_of_the_sizes(home: Path) -> None:
@@ -125,7 +128,7 @@ def test_ranks_are_a_multiple_of_the_sizes(home: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "ranks", "override", "what"),
+    ("sizes", "ranks", "override", "message"),
     [
         ({}, 3, f"{TENSOR}=3", "must divide the model's 4 attention heads and 2 key-value heads and 128 MLP columns "
          "(intermediate_size) and 32 tokens of vocabulary, not 3: each rank needs a key-value head of its own, at most "
@@ -149,10 +152,10 @@ def test_ranks_are_a_multiple_of_the_sizes(home: Path) -> None:
     ],
 )  # fmt: skip
 def test_a_size_that_does_not_fit_the_model(
-    home: Path, sizes: dict[str, object], ranks: int, override: str, what: str
+    home: Path, sizes: dict[str, object], ranks: int, override: str, message: str
 ) -> None:
-    model(home, **sizes)
-    assert problems(f"trainer.num_ranks={ranks}", override) == [(override.split("=")[0], what)]
+    write_model(home, **sizes)
+    assert problems(f"trainer.num_ranks={ranks}", override) == [(override.split("=")[0], message)]
 
 
 def test_context_ranks_share_the_heads_that_tensor_ranks_leave(home: Path) -> None:
@@ -163,7 +166,7 @@ def test_context_ranks_share_the_heads_that_tensor_ranks_leave(home: Path) -> No
 
 
 def test_experts_are_shared_among_all_ranks_of_a_stage_and_keep_their_width(home: Path) -> None:
-    model(home, **MIXTURE)
+    write_model(home, **MIXTURE)
     assert problems("trainer.num_ranks=8", f"{TENSOR}=2", f"{CONTEXT}=2", f"{EXPERT}=8") == []
     assert problems("trainer.num_ranks=8", f"{PIPELINE}=2", f"{EXPERT}=8") == [
         (EXPERT, f"must divide the 4 ranks of a pipeline stage, not 8; try {EXPERT}=4")
@@ -171,16 +174,16 @@ def test_experts_are_shared_among_all_ranks_of_a_stage_and_keep_their_width(home
 
 
 def test_the_mlp_of_a_model_without_dense_layers_is_not_cut(home: Path) -> None:
-    model(home, **{**MIXTURE, "intermediate_size": 127})
+    write_model(home, **{**MIXTURE, "intermediate_size": 127})
     assert problems("trainer.num_ranks=2", f"{TENSOR}=2") == []
 
 
 def test_experts_with_tensor_ranks_need_sequence_parallelism(home: Path) -> None:
     off = f"{SEQUENCE}=false"
     assert problems("trainer.num_ranks=2", f"{TENSOR}=2", off) == []
-    model(home, **MIXTURE)
-    what = "must not be false: Megatron-core trains experts on 2 tensor ranks only with it"
-    assert problems("trainer.num_ranks=2", f"{TENSOR}=2", off) == [(SEQUENCE, f"{what}; try {SEQUENCE}=null")]
+    write_model(home, **MIXTURE)
+    message = "must not be false: Megatron-core trains experts on 2 tensor ranks only with it"
+    assert problems("trainer.num_ranks=2", f"{TENSOR}=2", off) == [(SEQUENCE, f"{message}; try {SEQUENCE}=null")]
     assert problems("trainer.num_ranks=2", off) == []
 
 
@@ -191,16 +194,17 @@ def test_sequence_parallelism_of_one_tensor_rank_is_a_note(home: Path) -> None:
 
 
 def test_a_float32_residual_is_a_note_where_all_is_float32(home: Path) -> None:
-    for dtype, why in (("float32", ["no effect while trainer.dtype is float32"]), ("bfloat16", [])):
+    note = f"override 2: {RESIDUAL}=true: no effect while trainer.dtype is float32"
+    for dtype, expected_notes in (("float32", [note]), ("bfloat16", [])):
         loaded = load("sft", "sft.recipe.yaml", [MEGATRON, f"{RESIDUAL}=true", f"trainer.dtype={dtype}"])
-        assert loaded.notes == [f"override 2: {RESIDUAL}=true: {each}" for each in why]
+        assert loaded.notes == expected_notes
 
 
 def test_a_model_that_is_not_here_is_checked_as_far_as_it_goes(home: Path) -> None:
     away = "model.path=acme/large"
     assert problems(away, "trainer.num_ranks=6", f"{TENSOR}=3", f"{EXPERT}=2") == []
-    found = problems(away, "trainer.num_ranks=6", f"{TENSOR}=3", f"{EXPERT}=4", f"{SEQUENCE}=false")
-    assert [key for key, _ in found] == [EXPERT, SEQUENCE]
+    all_problems = problems(away, "trainer.num_ranks=6", f"{TENSOR}=3", f"{EXPERT}=4", f"{SEQUENCE}=false")
+    assert [key for key, _ in all_problems] == [EXPERT, SEQUENCE]
 
 
 def test_a_shard_needs_a_sequence(home: Path) -> None:
@@ -217,10 +221,10 @@ def test_a_shard_needs_a_sequence(home: Path) -> None:
 
 
 def test_the_cpu_optimizer_has_its_own_rules(home: Path) -> None:
-    for name in (f"{FRACTION}=0.5", f"{OVERLAP}=true"):
-        what = f"needs {OFFLOAD}=true: without it nothing of the optimizer is on the host"
-        assert problems(name) == [(name.split("=")[0], what)]
-        assert problems(name, f"{OFFLOAD}=true") == []
+    for override in (f"{FRACTION}=0.5", f"{OVERLAP}=true"):
+        message = f"needs {OFFLOAD}=true: without it nothing of the optimizer is on the host"
+        assert problems(override) == [(override.split("=")[0], message)]
+        assert problems(override, f"{OFFLOAD}=true") == []
     assert problems(f"{OFFLOAD}=true", "trainer.dtype=float32") == [(OFFLOAD, cpu_offload_problem("float32"))]
     assert [cpu_offload_problem(dtype) for dtype in ("auto", "bfloat16")] == [None, None]
 
@@ -233,22 +237,22 @@ def test_megatron_that_is_not_installed_is_an_error(home: Path, monkeypatch: pyt
 
 def test_all_contradictions_come_at_once_and_their_advice_works(home: Path) -> None:
     sizes = [f"{TENSOR}=3", f"{PIPELINE}=5", f"{EXPERT}=2"]
-    found = problems("trainer.num_ranks=8", *sizes, f"{FRACTION}=0.5", "grpo.num_prompts_per_step=many")
-    assert [key for key, _ in found] == [
+    all_problems = problems("trainer.num_ranks=8", *sizes, f"{FRACTION}=0.5", "grpo.num_prompts_per_step=many")
+    assert [key for key, _ in all_problems] == [
         "grpo.num_prompts_per_step", "trainer.num_ranks", TENSOR, PIPELINE, EXPERT, FRACTION
     ]  # fmt: skip
-    advice = {what.rpartition("; try ")[2] for key, what in found if key in (TENSOR, PIPELINE, EXPERT)}
+    advice = {message.rpartition("; try ")[2] for key, message in all_problems if key in (TENSOR, PIPELINE, EXPERT)}
     assert len(advice) == 1
     assert problems("trainer.num_ranks=8", *sizes, *advice.pop().split()) == []
 
 
 def test_a_batch_is_shared_among_shards_in_the_plan(home: Path) -> None:
-    two = [MEGATRON, "trainer.num_ranks=4", f"{TENSOR}=2"]
-    found = plan(home, *two, "trainer.micro_batch_tokens=256")
-    assert str(found.layout) == "tensor 2 x pipeline 1 x context 1 x data 2, experts over 1"
-    assert (found.batch.per_rank, found.batch.full_sequences, found.batch.micro_batches) == (128, 2, 64)
-    assert plan(home, *two, "sft.batch_size=5", kind="sft").batch.per_rank == 3
-    assert plan(home, "trainer.num_ranks=4").layout is None
+    two_shards = [MEGATRON, "trainer.num_ranks=4", f"{TENSOR}=2"]
+    plan = plan_run(home, *two_shards, "trainer.micro_batch_tokens=256")
+    assert str(plan.layout) == "tensor 2 x pipeline 1 x context 1 x data 2, experts over 1"
+    assert (plan.batch.per_rank, plan.batch.full_sequences, plan.batch.micro_batches) == (128, 2, 64)
+    assert plan_run(home, *two_shards, "sft.batch_size=5", kind="sft").batch.per_rank == 3
+    assert plan_run(home, "trainer.num_ranks=4").layout is None
 
 
 SIZE = st.integers(1, 12)
@@ -256,10 +260,11 @@ SIZE = st.integers(1, 12)
 
 @st.composite
 def architectures(draw: st.DrawFn) -> ModelSizes:
-    keys, layers = draw(SIZE), draw(SIZE)
+    kv_heads = draw(SIZE)
+    layers = draw(SIZE)
     sparse = draw(st.sampled_from((0, 1, layers)))
     return replace(
-        QWEN3_8B, kv_heads=keys, heads=keys * draw(SIZE), layers=layers, intermediate=draw(st.integers(1, 48)),
+        QWEN3_8B, kv_heads=kv_heads, heads=kv_heads * draw(SIZE), layers=layers, intermediate=draw(st.integers(1, 48)),
         vocab=draw(st.integers(1, 48)), sparse_layers=sparse, experts=draw(SIZE) if sparse else 0,
     )  # fmt: skip
 
@@ -268,21 +273,21 @@ LAYOUTS = st.builds(Layout, st.integers(1, 48), SIZE, SIZE, SIZE, SIZE, st.sampl
 
 
 @given(LAYOUTS, st.none() | architectures())
-def test_the_nearest_layout_has_as_many_ranks_and_no_contradiction(asked: Layout, sizes: ModelSizes | None) -> None:
-    found = nearest_layout(asked, sizes)
-    assert found.world == asked.world
-    assert list(find_clashes(found, sizes)) == []
-    assert (found == asked) == (not list(find_clashes(asked, sizes)))
+def test_the_nearest_layout_has_as_many_ranks_and_no_contradiction(layout: Layout, sizes: ModelSizes | None) -> None:
+    nearest = nearest_layout(layout, sizes)
+    assert nearest.world == layout.world
+    assert list(find_clashes(nearest, sizes)) == []
+    assert (nearest == layout) == (not list(find_clashes(layout, sizes)))
 
 
 @given(LAYOUTS, st.none() | architectures(), st.integers(1, 48))
 def test_the_nearest_layout_has_a_sequence_for_each_shard(
-    asked: Layout, sizes: ModelSizes | None, sequences: int
+    layout: Layout, sizes: ModelSizes | None, sequences: int
 ) -> None:
-    found = nearest_layout(asked, sizes, sequences)
-    assert 1 <= found.data <= sequences
-    assert found.world <= asked.world
-    assert list(find_clashes(found, sizes)) == []
+    nearest = nearest_layout(layout, sizes, sequences)
+    assert 1 <= nearest.data <= sequences
+    assert nearest.world <= layout.world
+    assert list(find_clashes(nearest, sizes)) == []
 
 
 def test_the_nearest_layout_of_thousands_of_ranks_is_found_at_once() -> None:

@@ -37,53 +37,71 @@ NODES = [NodeResources("a", 4, 8.0), NodeResources("b", 4, 8.0), NodeResources("
 WAITS = Waits(60.0, print)
 
 
+def devices_of(slots: list[PlacementSlot]) -> list[tuple[int, int]]:
+    """Return (node, device) of all slots."""
+    devices = list[tuple[int, int]]()
+    for slot in slots:
+        devices += [(slot.node, device) for device in slot.devices]
+    return devices
+
+
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=4), few, few, few, st.booleans(), strategies, strategies)
 def test_every_part_has_devices_of_its_own_on_one_node_or_the_error_says_how_many_are_needed(
     gpus: list[int], ranks: int, engines: int, size: int, shared: bool, trainer: Strategy, generator: Strategy
 ) -> None:
-    rooms = [NodeResources(f"n{index}", count) for index, count in enumerate(gpus)]
-    wanted = engines * size
-    needed = max(ranks, wanted) if shared else ranks + wanted
+    nodes = [NodeResources(f"n{index}", count) for index, count in enumerate(gpus)]
+    engine_devices = engines * size
+    needed_devices = max(ranks, engine_devices) if shared else ranks + engine_devices
+    request = ResourceRequest(
+        ranks=ranks,
+        engines=engines,
+        tensor_parallel_size=size,
+        colocated=shared,
+        trainer=trainer,
+        generator=generator,
+    )
     try:
-        placement = place(rooms, ResourceRequest(ranks, engines, size, shared, trainer, generator), "cuda")
+        placement = place(nodes, request, "cuda")
     except ValueError as error:
-        if not str(error).startswith(f"{needed} GPUs needed, "):
-            assert needed <= sum(gpus)
-            wide = str(error).startswith(f"generation.tensor_parallel_size={size}: the workers of an engine are ")
-            assert wide == (size > max(gpus))
+        if not str(error).startswith(f"{needed_devices} GPUs needed, "):
+            assert needed_devices <= sum(gpus)
+            names_size = str(error).startswith(f"generation.tensor_parallel_size={size}: the workers of an engine are ")
+            assert names_size == (size > max(gpus))
             in_parts = "share GPUs (placement.colocated), but not in equal parts on nodes with room" in str(error)
-            assert wide or (in_parts and shared and max(gpus) < needed)
+            assert names_size or (in_parts and shared and max(gpus) < needed_devices)
             return
-        assert str(error).startswith(f"{needed} GPUs needed, ")
+        assert str(error).startswith(f"{needed_devices} GPUs needed, ")
         # A sufficient total is too few only where engines take several GPUs of one node.
-        assert sum(gpus) < needed or (size > 1 and not shared)
+        assert sum(gpus) < needed_devices or (size > 1 and not shared)
         return
-    trained = [(slot.node, device) for slot in placement.trainers for device in slot.devices]
-    sampled = [(slot.node, device) for slot in placement.engines for device in slot.devices]
+    trainer_devices = devices_of(placement.trainers)
+    generator_devices = devices_of(placement.engines)
     assert [len(slot.devices) for slot in placement.engines] == [size] * engines
-    assert len(set(trained)) == len(trained) == ranks == placement.trainer_devices
-    assert len(set(sampled)) == len(sampled) == wanted == placement.generator_devices
-    assert shared or not {*trained} & {*sampled}
-    assert all(index < gpus[node] for node, index in (*trained, *sampled))
+    assert len(set(trainer_devices)) == len(trainer_devices) == ranks == placement.trainer_devices
+    assert len(set(generator_devices)) == len(generator_devices) == engine_devices == placement.generator_devices
+    assert shared or not set(trainer_devices) & set(generator_devices)
+    all_devices = trainer_devices + generator_devices
+    assert all(index < gpus[node] for node, index in all_devices)
     # Reserved GPUs of a node are counted from 0, without gaps.
     for node in placement.used_nodes:
-        taken = {index for at, index in (*trained, *sampled) if at == node}
-        assert taken == set(range(placement.gpus_on(node)))
+        devices_of_node = {index for other_node, index in all_devices if other_node == node}
+        assert devices_of_node == set(range(placement.gpus_on(node)))
     assert placement.shared == shared
 
 
 @given(st.lists(st.integers(0, 8), min_size=1, max_size=4), few, few, st.sampled_from([0.5, 1.0, 2.0]), strategies)
 def test_processes_on_cpus_take_no_more_than_a_node_has(
-    cpus: list[int], ranks: int, engines: int, each: float, strategy: Strategy
+    cpus: list[int], ranks: int, engines: int, cpus_per_process: float, strategy: Strategy
 ) -> None:
-    rooms = [NodeResources(f"n{index}", 0, float(count)) for index, count in enumerate(cpus)]
-    room = sum(int(count / each) for count in cpus)
-    resources = ResourceRequest(ranks, engines, trainer=strategy, generator=strategy, cpus_per_process=each)
-    if ranks + engines > room:
-        with pytest.raises(ValueError, match=rf"^{(ranks + engines) * each:g} CPUs needed for .* the cluster has"):
-            place(rooms, resources)
+    nodes = [NodeResources(f"n{index}", 0, float(count)) for index, count in enumerate(cpus)]
+    most_processes = sum(int(count / cpus_per_process) for count in cpus)
+    resources = ResourceRequest(ranks, engines, trainer=strategy, generator=strategy, cpus_per_process=cpus_per_process)
+    if ranks + engines > most_processes:
+        needed_cpus = (ranks + engines) * cpus_per_process
+        with pytest.raises(ValueError, match=rf"^{needed_cpus:g} CPUs needed for .* the cluster has"):
+            place(nodes, resources)
         return
-    placement = place(rooms, resources)
+    placement = place(nodes, resources)
     assert (placement.device, placement.shared) == ("cpu", True)
     assert all(placement.cpus_on(node) <= cpus[node] for node in placement.used_nodes)
 
@@ -144,9 +162,9 @@ def test_colocated_engines_stay_on_one_node_with_the_trainer() -> None:
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=4), few, few, few, st.sampled_from(["cuda", "cpu"]), strategies)
 def test_several_nodes_with_engines_on_the_trainers_devices_have_equal_shares(
-    rooms: list[int], ranks: int, engines: int, size: int, device: Device, strategy: Strategy
+    devices_by_node: list[int], ranks: int, engines: int, size: int, device: Device, strategy: Strategy
 ) -> None:
-    nodes = [NodeResources(f"n{index}", count, float(count)) for index, count in enumerate(rooms)]
+    nodes = [NodeResources(f"n{index}", count, float(count)) for index, count in enumerate(devices_by_node)]
     try:
         placement = place(nodes, ResourceRequest(ranks, engines, size, trainer=strategy), device)
     except PlacementError:
@@ -177,34 +195,37 @@ def test_an_engine_over_two_nodes_is_refused_with_the_reason_and_the_remedy(rank
 
 
 def test_a_run_fits_the_nodes_that_are_left_with_the_processes_of_as_many() -> None:
-    whole = ResourceRequest(ranks=12, engines=6, tensor_parallel_size=2)
-    assert [(each.ranks, each.engines) for each in smaller_runs(NODES, whole, 3, "cuda")] == [(12, 6), (8, 4), (4, 2)]
-    assert [(each.ranks, each.engines) for each in smaller_runs(NODES[:2], whole, 3, "cuda")] == [(8, 4), (4, 2)]
-    assert list(smaller_runs([NodeResources("a", 1)], whole, 3, "cuda")) == []
+    def count_processes(
+        nodes: list[NodeResources], request: ResourceRequest, former_nodes: int, device: Device
+    ) -> list[tuple[int, int]]:
+        return [(run.ranks, run.engines) for run in smaller_runs(nodes, request, former_nodes, device)]
+
+    colocated = ResourceRequest(ranks=12, engines=6, tensor_parallel_size=2)
+    assert count_processes(NODES, colocated, 3, "cuda") == [(12, 6), (8, 4), (4, 2)]
+    assert count_processes(NODES[:2], colocated, 3, "cuda") == [(8, 4), (4, 2)]
+    assert count_processes([NodeResources("a", 1)], colocated, 3, "cuda") == []
     apart = ResourceRequest(ranks=8, engines=1, colocated=False, cpus_per_process=2.0)
-    assert [(each.ranks, each.engines) for each in smaller_runs(NODES[:2], apart, 3, "cpu")] == [(5, 1), (2, 1)]
+    assert count_processes(NODES[:2], apart, 3, "cpu") == [(5, 1), (2, 1)]
     supervised = ResourceRequest(ranks=8)
-    assert [(each.ranks, each.engines) for each in smaller_runs(NODES[:1], supervised, 2, "cuda")] == [(4, 0)]
+    assert count_processes(NODES[:1], supervised, 2, "cuda") == [(4, 0)]
 
 
 def test_weights_stay_on_nodes_that_hold_a_copy_each() -> None:
-    nodes, ranks = (
-        [NodeResources("a", 2, 4.0), NodeResources("b", 2, 4.0)],
-        ("trainer.num_ranks=4", "generation.num_engines=4"),
-    )
+    nodes = [NodeResources("a", 2, 4.0), NodeResources("b", 2, 4.0)]
 
-    def on(device: Device, *overrides: str) -> tuple[SettledGrpo, Placement]:
-        config = load("grpo", None, [*ranks, *overrides]).config
+    def place_run(device: Device, replicas: int) -> tuple[SettledGrpo, Placement]:
+        processes = ["trainer.num_ranks=4", "generation.num_engines=4"]
+        config = load("grpo", None, [*processes, f"trainer.replicas={replicas}"]).config
         assert isinstance(config, GrpoConfig)
         placement = place(nodes, requested_resources(settle(config, RunMachine(device), None)), device)
         return settle(config, RunMachine(device, None, placement.ranks_by_node), None), placement
 
     way = "ipc within each of 2 nodes, whose 2 ranks hold all weights"
-    assert refit_way(*on("cuda", "trainer.replicas=2")) == refit_way(*on("cuda", "trainer.replicas=4")) == way
-    assert refit_way(*on("cpu", "trainer.replicas=2")) == way.replace("ipc", "shm")
-    assert refit_way(*on("cpu", "trainer.replicas=1")) == "broadcast between 2 nodes"
+    assert refit_way(*place_run("cuda", replicas=2)) == refit_way(*place_run("cuda", replicas=4)) == way
+    assert refit_way(*place_run("cpu", replicas=2)) == way.replace("ipc", "shm")
+    assert refit_way(*place_run("cpu", replicas=1)) == "broadcast between 2 nodes"
     with pytest.raises(PlacementError, match=r"a node's 2 ranks hold a part .* 4 ranks share a copy"):
-        refit_way(*on("cuda", "trainer.replicas=1"))
+        refit_way(*place_run("cuda", replicas=1))
 
 
 def test_a_cluster_with_gpus_is_not_trained_on_by_its_cpus() -> None:
@@ -226,20 +247,21 @@ def test_an_engine_sees_the_devices_of_its_node_that_it_reads_from(monkeypatch: 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,3,GPU-1a,2")
     apart = place(this_machine(4), ResourceRequest(ranks=2, engines=1, colocated=False))
     config = settle(load("grpo", None, []).config, RunMachine("cuda"), None)
-    one = place(this_machine(4), ResourceRequest(ranks=1, engines=1, colocated=False))
-    (slot,) = engine_slots(config, Allocation(one, [None], lambda prefix, root: ""), WAITS)
+    pair = place(this_machine(4), ResourceRequest(ranks=1, engines=1, colocated=False))
+    (slot,) = engine_slots(config, Allocation(pair, [None], lambda prefix, root: ""), WAITS)
     assert slot.environment["CUDA_VISIBLE_DEVICES"] == "3,6"
     (slot,) = engine_slots(config, Allocation(apart, [None], lambda prefix, root: ""), WAITS)
     assert slot.environment["CUDA_VISIBLE_DEVICES"] == "GPU-1a", "by broadcast it reads no other's memory"
     shared = place(this_machine(4), ResourceRequest(ranks=2, engines=2, colocated=True))
     slots = engine_slots(config, Allocation(shared, [None], lambda prefix, root: ""), WAITS)
     assert [slot.environment["CUDA_VISIBLE_DEVICES"] for slot in slots] == ["6,3", "3,6"]
-    nodes = place([NodeResources("a", 2), NodeResources("b", 2)], ResourceRequest(ranks=2, engines=2, colocated=False))
-    assert [nodes.peer_devices(slot) for slot in nodes.engines] == [(), ()]
+    two_nodes = [NodeResources("a", 2), NodeResources("b", 2)]
+    over_nodes = place(two_nodes, ResourceRequest(ranks=2, engines=2, colocated=False))
+    assert [over_nodes.peer_devices(slot) for slot in over_nodes.engines] == [(), ()]
 
 
 @pytest.mark.parametrize(
-    ("ranks", "engines", "shared", "rooms", "expected"),
+    ("ranks", "engines", "shared", "num_nodes", "expected"),
     [
         (1, 1, False, 1, "ipc"),
         (3, 1, False, 1, "broadcast"),
@@ -249,11 +271,10 @@ def test_an_engine_sees_the_devices_of_its_node_that_it_reads_from(monkeypatch: 
     ],
 )
 def test_weights_go_by_what_was_measured_to_be_fastest(
-    ranks: int, engines: int, shared: bool, rooms: int, expected: str
+    ranks: int, engines: int, shared: bool, num_nodes: int, expected: str
 ) -> None:
-    placement = place(
-        [NodeResources(f"n{index}", 4) for index in range(rooms)], ResourceRequest(ranks, engines, 1, shared), "cuda"
-    )
+    nodes = [NodeResources(f"n{index}", 4) for index in range(num_nodes)]
+    placement = place(nodes, ResourceRequest(ranks, engines, colocated=shared), "cuda")
     assert usual_transport(placement, engines) == expected
 
 

@@ -21,27 +21,27 @@ GIB = 1 << 30
 NAMED = f"{RECIPE}=grpo-tiny"
 
 
-def sft(*overrides: str, recipe: str = "sft-tiny") -> Composed[SettledSft]:
+def load_sft(*overrides: str, recipe: str = "sft-tiny") -> Composed[SettledSft]:
     return load("sft", recipe, list(overrides))
 
 
-def sampling(*overrides: str) -> GrpoConfig:
-    found = sft(*overrides).settled.sampling
-    assert found
-    return found.config
+def sampling_config(*overrides: str) -> GrpoConfig:
+    settled = load_sft(*overrides).settled.sampling
+    assert settled
+    return settled.config
 
 
 def problems(*overrides: str) -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        sft(*overrides)
+        load_sft(*overrides)
     return [str(problem) for problem in caught.value.problems]
 
 
 def test_a_name_becomes_the_whole_recipe_whose_keys_are_set_in_any_order() -> None:
-    own = load("grpo", "grpo-tiny", ["validation.max_prompts=20"]).config
+    expected_recipe = load("grpo", "grpo-tiny", ["validation.max_prompts=20"]).config
     for overrides in ([NAMED, f"{RECIPE}.validation.max_prompts=20"], [f"{RECIPE}.validation.max_prompts=20", NAMED]):
-        config = sft(*overrides).config
-        assert isinstance(config, SftConfig) and config.validation.recipe == own
+        config = load_sft(*overrides).config
+        assert isinstance(config, SftConfig) and config.validation.recipe == expected_recipe
 
 
 def test_a_recipe_of_ones_own_is_found_beside_the_file_that_names_it(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_a_recipe_of_ones_own_is_found_beside_the_file_that_names_it(tmp_path: P
         "generation: {temperature: 0.5}\n"
     )
     (tmp_path / "run.yaml").write_text("defaults: sft-tiny\nvalidation: {recipe: mine}\n")
-    composed = sft(recipe=str(tmp_path / "run.yaml"))
+    composed = load_sft(recipe=str(tmp_path / "run.yaml"))
     assert isinstance(composed.config, SftConfig) and composed.config.validation.recipe
     # A reference is to a key of the recipe, not of the run.
     assert composed.config.validation.recipe.validation.temperature == 0.5
@@ -59,29 +59,29 @@ def test_a_recipe_of_ones_own_is_found_beside_the_file_that_names_it(tmp_path: P
 
 def test_the_runs_config_holds_the_recipe_and_needs_its_file_no_more(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("defaults: grpo-tiny\nvalidation: {num_generations: 4, temperature: 1}\n")
-    composed = sft(f"{RECIPE}={tmp_path}/mine.yaml")
+    composed = load_sft(f"{RECIPE}={tmp_path}/mine.yaml")
     (tmp_path / "config.yaml").write_text(composed.to_yaml())
     (tmp_path / "mine.yaml").unlink()
-    again = load("sft", str(tmp_path / "config.yaml"), [], resume=True)
-    assert again.config == composed.config
-    assert again.to_yaml() == composed.to_yaml()
+    resumed = load("sft", str(tmp_path / "config.yaml"), [], resume=True)
+    assert resumed.config == composed.config
+    assert resumed.to_yaml() == composed.to_yaml()
     # `rlctl eval` of the run takes it from there.
-    alone = load("grpo", str(tmp_path / "config.yaml"), ["run.seed=3"], resume=True, within=RECIPE)
-    assert isinstance(composed.config, SftConfig) and isinstance(alone.config, GrpoConfig)
-    assert alone.config.validation == composed.config.validation.recipe.validation  # type: ignore[union-attr]
-    assert f"num_generations: 4  # from {tmp_path}/mine.yaml:2" in alone.to_yaml()
-    assert load("sft", str(tmp_path / "config.yaml"), [f"{RECIPE}=null"], resume=True).config == sft().config
+    evaluation = load("grpo", str(tmp_path / "config.yaml"), ["run.seed=3"], resume=True, within=RECIPE)
+    assert isinstance(composed.config, SftConfig) and isinstance(evaluation.config, GrpoConfig)
+    assert evaluation.config.validation == composed.config.validation.recipe.validation  # type: ignore[union-attr]
+    assert f"num_generations: 4  # from {tmp_path}/mine.yaml:2" in evaluation.to_yaml()
+    assert load("sft", str(tmp_path / "config.yaml"), [f"{RECIPE}=null"], resume=True).config == load_sft().config
 
 
 def test_weights_and_trainer_are_the_runs_and_the_rest_is_the_recipes() -> None:
-    config = sft(NAMED, "run.seed=5", "run.deadline_s=60", "trainer.threads=3", f"{RECIPE}.run.seed=7").config
-    recipe = sampling(NAMED, "run.seed=5", "run.deadline_s=60", "trainer.threads=3", f"{RECIPE}.run.seed=7")
+    config = load_sft(NAMED, "run.seed=5", "run.deadline_s=60", "trainer.threads=3", f"{RECIPE}.run.seed=7").config
+    recipe = sampling_config(NAMED, "run.seed=5", "run.deadline_s=60", "trainer.threads=3", f"{RECIPE}.run.seed=7")
     assert (recipe.model, recipe.trainer, recipe.run) == (config.model, config.trainer, replace(config.run, seed=7))
-    own = load("grpo", "grpo-tiny", []).config
-    assert isinstance(own, GrpoConfig)
-    assert (recipe.data, recipe.rewards, recipe.generation) == (own.data, own.rewards, own.generation)
-    assert sft().settled.sampling is None
-    assert sft(NAMED, "validation.every=0").settled.sampling is None
+    alone = load("grpo", "grpo-tiny", []).config
+    assert isinstance(alone, GrpoConfig)
+    assert (recipe.data, recipe.rewards, recipe.generation) == (alone.data, alone.rewards, alone.generation)
+    assert load_sft().settled.sampling is None
+    assert load_sft(NAMED, "validation.every=0").settled.sampling is None
 
 
 @pytest.mark.parametrize(
@@ -113,33 +113,33 @@ def test_a_grpo_run_has_none() -> None:
 
 
 def test_what_would_make_a_figure_mean_less_is_noted() -> None:
-    assert sft(NAMED).notes == []
-    (note,) = sft(NAMED, "validation.every=0").notes
+    assert load_sft(NAMED).notes == []
+    (note,) = load_sft(NAMED, "validation.every=0").notes
     assert note == f"{RECIPE}: no effect while validation.every is 0"
-    (note,) = sft(NAMED, f"{RECIPE}.data.chat_template=none").notes
+    (note,) = load_sft(NAMED, f"{RECIPE}.data.chat_template=none").notes
     assert note == f"{RECIPE}.data.chat_template: is not the data.chat_template that the run trains with"
 
 
 def test_a_checkpoint_may_be_best_by_its_accuracy() -> None:
-    assert sft(NAMED, "checkpoint.metric=validation/accuracy").notes == []
-    assert sft(NAMED, "checkpoint.metric=-validation/loss").notes == []
-    (note,) = sft("checkpoint.metric=validation/accuracy").notes
+    assert load_sft(NAMED, "checkpoint.metric=validation/accuracy").notes == []
+    assert load_sft(NAMED, "checkpoint.metric=-validation/loss").notes == []
+    (note,) = load_sft("checkpoint.metric=validation/accuracy").notes
     assert "it is measured only where answers are sampled" in note
 
 
 def test_its_engines_are_placed_and_tuned_beside_the_trainer() -> None:
     sizes = read_sizes(RECIPES / "tiny/qwen3-tiny/config.json")
     assert sizes
-    run = sft(NAMED, f"{RECIPE}.generation.num_engines=2", "trainer.num_ranks=2").settled
-    asked = requested_resources(run)
-    assert (asked.ranks, asked.engines, asked.colocated) == (2, 2, True)
-    apart = sft(NAMED, f"{RECIPE}.placement.colocated=false").settled
+    run = load_sft(NAMED, f"{RECIPE}.generation.num_engines=2", "trainer.num_ranks=2").settled
+    request = requested_resources(run)
+    assert (request.ranks, request.engines, request.colocated) == (2, 2, True)
+    apart = load_sft(NAMED, f"{RECIPE}.placement.colocated=false").settled
     assert not requested_resources(apart).colocated
     settled = run.settle_on(RunMachine("cuda", 80 * GIB), sizes)
-    ready = settled.sampling
-    assert ready and ready.generation.sleep is False and ready.generation.cache_mib
-    assert ready.trainer == settled.trainer
-    assert {each.key for each in settled.choices} >= {"trainer.compile", f"{RECIPE}.generation.sleep"}
+    sampling = settled.sampling
+    assert sampling and sampling.generation.sleep is False and sampling.generation.cache_mib
+    assert sampling.trainer == settled.trainer
+    assert {choice.key for choice in settled.choices} >= {"trainer.compile", f"{RECIPE}.generation.sleep"}
     plan = make_plan(settled, this_machine(2))
     assert plan.placement and len(plan.placement.engines) == 2 and plan.refit == sizes.parameters * 2
     assert plan.memory and plan.memory.shared and set(plan.memory.placed_states) == {
