@@ -23,7 +23,8 @@ from rlctl.preflight.engines.sections import AnyEngineSection
 FILES = sorted([*CONFIGS.glob("*.yaml"), *RECIPES.glob("*.yaml")])
 
 
-def generic(key: str) -> str:
+def replace_numbers(key: str) -> str:
+    """Write N for the number of each list entry, as the schema does."""
     return ".".join("N" if part.isdecimal() else part for part in key.split("."))
 
 
@@ -42,9 +43,12 @@ NAMED = {
 
 @pytest.mark.parametrize("path", [path for path in FILES if path.stem not in NAMED], ids=lambda path: path.name)
 def test_every_key_is_in_the_schema(path: Path) -> None:
-    known = {key for kind in KINDS.values() for key, _ in schema_keys(kind)} | {"defaults"}
-    keys = {generic(key) for key, _ in leaves(read_file(path))}
-    assert {key for key in keys if key not in known and key.rpartition(".")[0] not in known} == set()
+    allowed_keys = {"defaults"}
+    for kind in KINDS.values():
+        allowed_keys |= {key for key, _ in schema_keys(kind)}
+    file_keys = {replace_numbers(key) for key, _ in leaves(read_file(path))}
+    unknown_keys = file_keys - allowed_keys
+    assert {key for key in unknown_keys if key.rpartition(".")[0] not in allowed_keys} == set()
 
 
 @pytest.mark.parametrize("kind", NAMED)
@@ -52,21 +56,23 @@ def test_what_is_named_has_the_defaults_of_its_keys_and_no_others(kind: str) -> 
     names = set()
     for section in sections_of(NAMED[kind]):
         keys = keys_of(section)
-        for name in (literals(keys["name"].type) if "name" in keys else []) or [""]:
+        section_names = literals(keys["name"].type) if "name" in keys else []
+        for name in section_names or [""]:
             names.add(name)
-            assert set(plain(defaults_of(kind, name))) == {key for key in keys if key != FURTHER}, name
+            assert set(plain(defaults_of(kind, name))) == set(keys) - {FURTHER}, name
     assert set(plain(read_file(CONFIGS / f"{kind}.yaml"))) - {"all"} <= names
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_field_has_a_default_or_must_be_set(kind: str) -> None:
     root = compose(CONFIGS / f"{kind}.yaml", [])
-    given = {key.removesuffix(".0").removesuffix(".1") for key, _ in leaves(root)}
-    sections = {key.rpartition(".")[0] for key, _ in schema_keys(KINDS[kind])}
-    wanted = {key for key, _ in schema_keys(KINDS[kind]) if key not in sections and ".N" not in key} - {"rewards.N"}
-    # Keys of named sections are those of one name: the test above has them all.
-    apart = tuple(f"{each}." for each in (*NAMED_SECTIONS, *OPTIONAL_SECTIONS))
-    assert {key for key in wanted - given if not key.startswith(apart)} == set()
+    default_keys = {key.removesuffix(".0").removesuffix(".1") for key, _ in leaves(root)}
+    keys = {key for key, _ in schema_keys(KINDS[kind])}
+    sections = {key.rpartition(".")[0] for key in keys}
+    expected_keys = {key for key in keys - sections if ".N" not in key}
+    # A config has the keys of only one name in each named section. The test above has them all.
+    prefixes = tuple(f"{section}." for section in [*NAMED_SECTIONS, *OPTIONAL_SECTIONS])
+    assert {key for key in expected_keys - default_keys if not key.startswith(prefixes)} == set()
 
 
 @pytest.mark.parametrize("kind", KINDS)

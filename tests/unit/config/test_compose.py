@@ -19,7 +19,7 @@ def origin_of(root: ConfigNode, key: str) -> str:
     return str(dict(leaves(root))[key].origin)
 
 
-def lines(path: Path, overrides: list[str] | None = None) -> list[str]:
+def collect_problem_lines(path: Path, overrides: list[str] | None = None) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         compose(path, overrides or [])
     return str(caught.value).splitlines()
@@ -32,13 +32,13 @@ def test_a_file_wins_over_its_parents_and_the_right_parent_over_the_left(home: P
     assert plain(compose(path, [])) == {"x": {"p": 1, "q": 2, "r": 3}}
 
 
-def advantage(path: Path, *overrides: str) -> tuple[object, str | None]:
+def compose_advantage(path: Path, *overrides: str) -> tuple[object, str | None]:
     """Return the section of the advantage, and the note of its name."""
-    found = node_at(compose(path, list(overrides)), ["grpo", "advantage"])
-    assert found is not None
-    name = node_at(found, ["name"])
+    section = node_at(compose(path, list(overrides)), ["grpo", "advantage"])
+    assert section is not None
+    name = node_at(section, ["name"])
     assert name is not None
-    return plain(found), name.note
+    return plain(section), name.note
 
 
 LEAVE_ONE_OUT = {"name": "leave_one_out", "normalize_std": False}
@@ -46,29 +46,33 @@ LEAVE_ONE_OUT = {"name": "leave_one_out", "normalize_std": False}
 
 def test_a_section_that_names_another_loss_or_advantage_begins_anew_and_says_what_it_left_out(home: Path) -> None:
     parent = write(home / "a.yaml", "defaults: grpo.yaml\ngrpo:\n  advantage: {normalize_std: true}\n")
-    assert advantage(parent) == ({"name": "group_mean", "normalize_std": True}, None)
+    assert compose_advantage(parent) == ({"name": "group_mean", "normalize_std": True}, None)
     note = "left out, since they were for group_mean: grpo.advantage.normalize_std (a.yaml:3)"
     child = write(home / "b.yaml", "defaults: a.yaml\ngrpo: {advantage: leave_one_out}\n")
-    for found in (advantage(child), advantage(parent, "grpo.advantage=leave_one_out")):
-        assert found == (LEAVE_ONE_OUT, note)
-    assert advantage(child, "grpo.advantage.name=leave_one_out") == (LEAVE_ONE_OUT, note)
+    assert compose_advantage(child) == (LEAVE_ONE_OUT, note)
+    assert compose_advantage(parent, "grpo.advantage=leave_one_out") == (LEAVE_ONE_OUT, note)
+    assert compose_advantage(child, "grpo.advantage.name=leave_one_out") == (LEAVE_ONE_OUT, note)
 
 
-@pytest.mark.parametrize("name", ["grpo.advantage=leave_one_out", "grpo.advantage.name=leave_one_out"])
-def test_the_order_of_overrides_does_not_matter_to_a_section_that_begins_anew(home: Path, name: str) -> None:
-    own = "grpo.advantage.normalize_std=true"
-    wanted = ({**LEAVE_ONE_OUT, "normalize_std": True}, None)
-    assert advantage(home / "grpo.recipe.yaml", name, own) == advantage(home / "grpo.recipe.yaml", own, name) == wanted
+@pytest.mark.parametrize("naming", ["grpo.advantage=leave_one_out", "grpo.advantage.name=leave_one_out"])
+def test_the_order_of_overrides_does_not_matter_to_a_section_that_begins_anew(home: Path, naming: str) -> None:
+    recipe = home / "grpo.recipe.yaml"
+    normalizing = "grpo.advantage.normalize_std=true"
+    expected = ({**LEAVE_ONE_OUT, "normalize_std": True}, None)
+    assert compose_advantage(recipe, naming, normalizing) == expected
+    assert compose_advantage(recipe, normalizing, naming) == expected
 
 
 def test_a_list_replaces_the_list_it_overrides(home: Path) -> None:
     write(home / "a.yaml", "x: [1, 2, 3]\n")
-    assert plain(compose(write(home / "b.yaml", "defaults: a\nx: [4]\n"), [])) == {"x": [4]}
+    path = write(home / "b.yaml", "defaults: a\nx: [4]\n")
+    assert plain(compose(path, [])) == {"x": [4]}
 
 
 def test_a_parent_beside_the_file_wins_over_a_shipped_one_of_the_same_name(home: Path) -> None:
     write(home / "base.yaml", "mine: true\n")
-    assert plain(compose(write(home / "b.yaml", "defaults: base.yaml\n"), [])) == {"mine": True}
+    path = write(home / "b.yaml", "defaults: base.yaml\n")
+    assert plain(compose(path, [])) == {"mine": True}
 
 
 @pytest.mark.parametrize("name", ["sft.yaml", "sft"])
@@ -79,12 +83,14 @@ def test_a_recipe_may_have_the_name_of_the_shipped_one_that_it_inherits(home: Pa
     assert origin_of(root, "sft.batch_size") == "sft.yaml:2"
     assert origin_of(root, "sft.num_steps").startswith("configs/sft.yaml:")
     # Other files in its folder mean this parent.
-    assert origin_of(compose(write(home / "x.yaml", f"defaults: {name}\n"), []), "sft.batch_size") == "sft.yaml:2"
+    other_path = write(home / "x.yaml", f"defaults: {name}\n")
+    assert origin_of(compose(other_path, []), "sft.batch_size") == "sft.yaml:2"
 
 
 def test_files_that_inherit_from_each_other_are_refused(home: Path) -> None:
     write(home / "grpo.yaml", "defaults: x\n")
-    assert lines(write(home / "x.yaml", "defaults: grpo.yaml\n")) == ["grpo.yaml:1: defaults: x inherits from itself"]
+    path = write(home / "x.yaml", "defaults: grpo.yaml\n")
+    assert collect_problem_lines(path) == ["grpo.yaml:1: defaults: x inherits from itself"]
 
 
 def test_every_value_knows_the_line_or_the_override_that_wrote_it(home: Path) -> None:
@@ -100,7 +106,7 @@ def test_every_value_knows_the_line_or_the_override_that_wrote_it(home: Path) ->
 
 def test_overrides_are_yaml(home: Path) -> None:
     path = write(home / "x.yaml", "a: 0\n")
-    for text, value in {
+    values = {
         "a=1": 1,
         "a=1e-6": 1e-6,
         "a=null": None,
@@ -113,8 +119,9 @@ def test_overrides_are_yaml(home: Path) -> None:
         "a=b=c": "b=c",
         "a=[0-9]+": "[0-9]+",
         "a.b.c=1": {"b": {"c": 1}},
-    }.items():
-        assert plain(compose(path, [text])) == {"a": value}, text
+    }
+    for override, expected_value in values.items():
+        assert plain(compose(path, [override])) == {"a": expected_value}, override
 
 
 def test_an_override_reaches_into_a_list(home: Path) -> None:
@@ -143,7 +150,7 @@ def test_a_variable_of_the_environment_is_text_and_may_have_a_default(
     root = compose(write(home / "x.yaml", text + "e: ${oc.env:NIX,${f}}\nf: 1\ng: ${b}\n"), [])
     assert plain(root) == {"a": "8", "b": "x-8", "c": "y z", "d": None, "e": "1", "f": 1, "g": "x-8"}
     assert {key for key, node in leaves(root) if node.secret} == {"a", "b", "c", "d", "e", "g"}
-    assert lines(write(home / "x.yaml", "a: ${oc.env:NIX}\n")) == [
+    assert collect_problem_lines(write(home / "x.yaml", "a: ${oc.env:NIX}\n")) == [
         "x.yaml:1: a: ${oc.env:NIX}: the environment has no variable NIX; set it, or write a default: "
         "${oc.env:NIX,DEFAULT}"
     ]
@@ -168,13 +175,13 @@ def test_a_section_that_is_referred_to_keeps_what_reads_the_environment_a_secret
 
 def test_interpolations_that_lead_nowhere_are_all_reported(home: Path) -> None:
     path = write(home / "x.yaml", "a: ${nix}\nb: 1\nc: ${b.d.e}\n")
-    found = lines(path)
-    assert [line.split(": ")[0] for line in found] == ["x.yaml:1", "x.yaml:3"]
-    assert found[0] == "x.yaml:1: a: ${nix}: there is no key 'nix'"
+    problem_lines = collect_problem_lines(path)
+    assert [line.split(": ")[0] for line in problem_lines] == ["x.yaml:1", "x.yaml:3"]
+    assert problem_lines[0] == "x.yaml:1: a: ${nix}: there is no key 'nix'"
 
 
 def test_malformed_overrides_are_all_reported(home: Path) -> None:
-    assert lines(home / "grpo.recipe.yaml", ["a", "+b=1", "rewards.3.weight=1"]) == [
+    assert collect_problem_lines(home / "grpo.recipe.yaml", ["a", "+b=1", "rewards.3.weight=1"]) == [
         "override 1: a: must be key=value, for example trainer.optimizer.lr=1e-6",
         "override 2: +b=1: no prefix is needed: b=1",
         "override 3: rewards.3.weight=1: no list entry 3; there are 0 to 0",
@@ -221,7 +228,7 @@ def test_overrides_that_a_command_adds_are_neither_counted_nor_named(home: Path)
     ],
 )  # fmt: skip
 def test_a_file_that_cannot_be_composed_is_one_line(home: Path, text: str, expected: str) -> None:
-    assert lines(write(home / "x.yaml", text)) == [expected]
+    assert collect_problem_lines(write(home / "x.yaml", text)) == [expected]
 
 
 def test_a_recipe_is_a_path_a_shipped_name_or_a_run_directory(home: Path) -> None:
@@ -241,12 +248,13 @@ def test_null_undoes_an_inherited_section_in_a_file_and_in_an_override(home: Pat
     (home / "again.yaml").write_text(
         "defaults: alone.yaml\nenvironment: {name: maze}\ndata: {max_prompt_length: null}\n"
     )
-    alone, defaults = load("grpo", "alone.yaml", []), load("grpo", "grpo.recipe.yaml", []).config
-    assert alone.config == defaults
+    default_config = load("grpo", "grpo.recipe.yaml", []).config
+    alone = load("grpo", "alone.yaml", [])
+    assert alone.config == default_config
     assert str(alone.origins["environment.name"]).startswith("configs/grpo.yaml:")
-    overrides = ["environment=null", "grpo.overlong=null", "grpo.loss=null"]
-    assert load("grpo", "played.yaml", overrides).config == defaults
-    overrides = ["environment=null", "environment.name=maze", "data.max_prompt_length=null"]
-    for again in (load("grpo", "again.yaml", []).config, load("grpo", "played.yaml", overrides).config):
-        assert isinstance(again, GrpoConfig)
-        assert (again.environment.name, again.environment.max_turns) == ("maze", 8)
+    undoing = ["environment=null", "grpo.overlong=null", "grpo.loss=null"]
+    assert load("grpo", "played.yaml", undoing).config == default_config
+    replacing = ["environment=null", "environment.name=maze", "data.max_prompt_length=null"]
+    for config in (load("grpo", "again.yaml", []).config, load("grpo", "played.yaml", replacing).config):
+        assert isinstance(config, GrpoConfig)
+        assert (config.environment.name, config.environment.max_turns) == ("maze", 8)

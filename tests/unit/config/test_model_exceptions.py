@@ -22,19 +22,20 @@ NO_EXCEPTION = {
 }
 
 
-def texts(path: Path) -> set[str]:
-    return {node.value for node in nodes(path) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+def read_texts(path: Path) -> set[str]:
+    constants = [node.value for node in nodes(path) if isinstance(node, ast.Constant)]
+    return {constant for constant in constants if isinstance(constant, str)}
 
 
 def test_a_model_type_is_named_in_the_file_of_exceptions_alone() -> None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-    found = set[tuple[str, str]]()
+    model_types = set[tuple[str, str]]()
     for path in FILES:
         file = path.relative_to(PACKAGE).as_posix()
         if not file.startswith(HOMES):
-            found |= {(file, text) for text in texts(path) & CONFIG_MAPPING_NAMES.keys()}
-    assert found == NO_EXCEPTION.keys()
+            model_types |= {(file, text) for text in read_texts(path) & CONFIG_MAPPING_NAMES.keys()}
+    assert model_types == NO_EXCEPTION.keys()
 
 
 def test_the_test_of_every_exception_exists() -> None:

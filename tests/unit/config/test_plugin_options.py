@@ -22,19 +22,15 @@ class Plugin(Base):
     names: list[str] = field(default_factory=list)
 
 
-def problems(given: dict[str, Any]) -> list[str]:
-    return [str(each) for each in plugin_options(Plugin, Base, given, "grpo.loss")[1]]
-
-
 def test_values_are_converted_and_defaults_stay_in_the_class() -> None:
-    values, found = plugin_options(Plugin, Base, {"beta": 1, "bounds": [0, 2]}, "grpo.loss")
-    assert (values, found) == ({"beta": 1.0, "bounds": [0.0, 2.0]}, [])
+    values, problems = plugin_options(Plugin, Base, {"beta": 1, "bounds": [0, 2]}, "grpo.loss")
+    assert (values, problems) == ({"beta": 1.0, "bounds": [0.0, 2.0]}, [])
     assert isinstance(values["beta"], float)
     assert Plugin(shared=0.5, **values).kind == "soft"
 
 
 @pytest.mark.parametrize(
-    ("given", "line"),
+    ("options", "line"),
     [
         ({}, "grpo.loss.beta: not set, and Plugin has no default"),
         ({"beta": -1.0}, "grpo.loss.beta: must be at least 0, not -1.0"),
@@ -44,8 +40,9 @@ def test_values_are_converted_and_defaults_stay_in_the_class() -> None:
         ({"beta": 1.0, "shared": 2.0}, "grpo.loss.shared: unknown key; grpo.loss has beta, kind, bounds, names"),
     ],
 )
-def test_every_mistake_is_a_line(given: dict[str, Any], line: str) -> None:
-    assert problems(given) == [line]
+def test_every_mistake_is_a_line(options: dict[str, Any], line: str) -> None:
+    _, problems = plugin_options(Plugin, Base, options, "grpo.loss")
+    assert [str(problem) for problem in problems] == [line]
 
 
 def test_a_field_that_no_config_can_hold_is_named() -> None:
@@ -53,5 +50,5 @@ def test_a_field_that_no_config_can_hold_is_named() -> None:
     class Odd(Base):
         table: dict[str, int] = field(default_factory=dict)
 
-    (problem,) = plugin_options(Odd, Base, {}, "grpo.loss")[1]
+    _, [problem] = plugin_options(Odd, Base, {}, "grpo.loss")
     assert str(problem).startswith("grpo.loss.table: Odd has it as dict[str, int]: a config holds bool, int, ")

@@ -36,8 +36,8 @@ trees = st.dictionaries(keys, values, max_size=4)
 
 @given(trees)
 @settings(max_examples=60, deadline=None)
-def test_what_is_dumped_is_read_back_unchanged(data: dict[str, Any]) -> None:
+def test_what_is_dumped_is_read_back_unchanged(tree: dict[str, Any]) -> None:
     with TemporaryDirectory() as folder:
         path = Path(folder) / "x.yaml"
-        path.write_text(dump(data), encoding="utf-8")
-        assert plain(compose(path, [])) == data
+        path.write_text(dump(tree), encoding="utf-8")
+        assert plain(compose(path, [])) == tree

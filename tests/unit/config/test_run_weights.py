@@ -17,16 +17,16 @@ from tests.unit import folders
 
 @pytest.fixture
 def run(home: Path) -> Path:
-    """A run `sums` with checkpoints of steps 2 and 10, whose weights are those of `home`'s model."""
+    """Make a run `sums` with checkpoints of steps 2 and 10, which have the weights of `home`'s model."""
     folder = home / "runs/sums"
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text("kind: grpo\n")
     for step in (2, 10):
-        save(folder, step, export=True)
+        save_checkpoint(folder, step, export=True)
     return folder
 
 
-def save(run: Path, step: int, export: bool) -> None:
+def save_checkpoint(run: Path, step: int, export: bool) -> None:
     def write(path: Path) -> None:
         if export:
             shutil.copytree(run.parents[1] / "model", path / "hf")
@@ -34,12 +34,12 @@ def save(run: Path, step: int, export: bool) -> None:
     Checkpoints(run / "checkpoints", 9, 0).save(step, {}, write)
 
 
-def with_model(text: str, *overrides: str) -> Composed:
-    return load("grpo", "grpo.recipe.yaml", [f"model.path={text}", *overrides])
+def load_with_model(model: str, *overrides: str) -> Composed:
+    return load("grpo", "grpo.recipe.yaml", [f"model.path={model}", *overrides])
 
 
 @pytest.mark.parametrize(
-    ("text", "step"),
+    ("model", "step"),
     [
         ("sums", 10),
         ("runs/sums", 10),
@@ -48,16 +48,16 @@ def with_model(text: str, *overrides: str) -> Composed:
         ("runs/sums/checkpoints/step_2/hf", 2),
     ],
 )
-def test_every_way_to_name_them_gives_the_weights_that_an_evaluation_takes(run: Path, text: str, step: int) -> None:
-    found = with_model(text).config.model.path
-    assert found == str(run / f"checkpoints/step_{step}/hf")
-    assert Path(find_target(text, Path("runs")).model).resolve() == Path(found)
+def test_every_way_to_name_them_gives_the_weights_that_an_evaluation_takes(run: Path, model: str, step: int) -> None:
+    weights = load_with_model(model).config.model.path
+    assert weights == str(run / f"checkpoints/step_{step}/hf")
+    assert Path(find_target(model, Path("runs")).model).resolve() == Path(weights)
 
 
 def test_a_run_in_another_folder_is_found_by_run_dir(run: Path, home: Path) -> None:
     run.parent.rename(home / "elsewhere")
-    found = with_model("sums", "run.dir=elsewhere").config.model.path
-    assert found == str(home / "elsewhere/sums/checkpoints/step_10/hf")
+    weights = load_with_model("sums", "run.dir=elsewhere").config.model.path
+    assert weights == str(home / "elsewhere/sums/checkpoints/step_10/hf")
 
 
 def test_a_recipe_may_name_a_run_and_the_run_keeps_the_checkpoint(run: Path, home: Path) -> None:
@@ -66,29 +66,29 @@ def test_a_recipe_may_name_a_run_and_the_run_keeps_the_checkpoint(run: Path, hom
     weights = "runs/sums/checkpoints/step_10/hf"
     assert composed.notes[0] == f"model.path=sums is {weights}"
     assert f"path: {home / weights}" in composed.to_yaml()
-    assert not with_model(weights).notes
+    assert not load_with_model(weights).notes
 
 
 def test_a_model_folder_of_that_name_comes_first(run: Path, home: Path) -> None:
     shutil.copytree(home / "model", home / "sums")
-    assert with_model("sums").config.model.path == str(home / "sums")
+    assert load_with_model("sums").config.model.path == str(home / "sums")
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    ("model", "expected"),
     [
         ("sum", "no file or folder sum; did you mean sums?"),
         ("begun", "is a run without a checkpoint: it has no weights yet"),
         ("bare", "step_1 has no hf/ folder: its run had checkpoint.export=false"),
     ],
 )
-def test_what_has_no_weights_is_said_in_one_line(run: Path, text: str, expected: str) -> None:
+def test_what_has_no_weights_is_said_in_one_line(run: Path, model: str, expected: str) -> None:
     for name in ("begun", "bare"):
         (run.parent / name).mkdir()
         (run.parent / name / "events.jsonl").write_text(json.dumps({"kind": "run_started"}) + "\n")
-    save(run.parent / "bare", 1, export=False)
+    save_checkpoint(run.parent / "bare", 1, export=False)
     with pytest.raises(ConfigError) as caught:
-        with_model(text)
+        load_with_model(model)
     [problem] = caught.value.problems
     assert problem.key == "model.path" and problem.what.endswith(expected)
 
@@ -97,7 +97,7 @@ def test_a_run_does_not_start_from_weights_that_are_not_as_they_were_written(run
     file = run / "checkpoints/step_10/hf/model.safetensors"
     file.write_bytes(folders.weights("other"))
     command = [sys.executable, "-m", "rlctl", "train", "grpo", "grpo.recipe.yaml", "model.path=sums"]
-    done = subprocess.run([*command, "run.name=next"], capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    said = f"model.path: {file}: its bytes are not those that were written; name another checkpoint"
-    assert said in " ".join(done.stdout.split())
+    process = subprocess.run([*command, "run.name=next"], capture_output=True, text=True, check=False)
+    assert process.returncode == 2
+    problem = f"model.path: {file}: its bytes are not those that were written; name another checkpoint"
+    assert problem in " ".join(process.stdout.split())

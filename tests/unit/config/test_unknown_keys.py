@@ -16,8 +16,10 @@ from rlctl.config.unknown_keys import peer_keys
 from rlctl.preflight.load import load
 from tests.unit.folders import GRPO
 
-FIELDS = {key: field for kind in KINDS.values() for key, field in schema_keys(kind)}
-OURS = set(FIELDS)
+FIELDS: dict[str, Any] = {}
+for config_class in KINDS.values():
+    FIELDS.update(schema_keys(config_class))
+RLCTL_KEYS = set(FIELDS)
 # Tool -> its key -> the kind of its default, and where the name alone leads.
 PEER_CONFIGS: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_name("peer_configs.yaml").read_text())
 
@@ -27,50 +29,54 @@ PIPELINE = (
 )
 
 
-def problems(overrides: list[str], recipe: str = "grpo.recipe.yaml") -> list[str]:
+def collect_problems(overrides: list[str], recipe: str = "grpo.recipe.yaml") -> list[str]:
     with pytest.raises(ConfigError) as caught:
         load("grpo", recipe, overrides)
     return [str(problem) for problem in caught.value.problems]
 
 
-def named(text: str) -> list[str]:
-    """The dotted keys, or top-level ones, in a row's `ours`."""
-    return [word for word in re.findall(r"[\w.]+", text) if word not in ("and", "or")]
+def split_keys(rlctl_key: str) -> list[str]:
+    """Return the keys of rlctl that a row names."""
+    return [word for word in re.findall(r"[\w.]+", rlctl_key) if word not in ("and", "or")]
 
 
 def test_every_key_of_another_tool_is_answered_with_one_of_ours_that_there_is() -> None:
-    known = known_keys(KINDS["grpo"])
+    keys = known_keys(KINDS["grpo"])
     for peer in peer_keys():
-        found = known.remark(peer.key, [])
-        assert set(named(peer.rlctl_key)) <= OURS and (peer.rlctl_key or peer.note) and peer.key not in OURS
+        remark = keys.remark(peer.key, [])
+        rlctl_keys = split_keys(peer.rlctl_key)
+        assert set(rlctl_keys) <= RLCTL_KEYS and (peer.rlctl_key or peer.note) and peer.key not in RLCTL_KEYS
         if not peer.rlctl_key:
-            assert found == f"; rlctl has no {peer.note}"
+            assert remark == f"; rlctl has no {peer.note}"
         else:
-            assert any(name in found for name in named(peer.rlctl_key)), found
-            assert peer.note in found or "did you mean" in found, found
+            assert any(key in remark for key in rlctl_keys), remark
+            assert peer.note in remark or "did you mean" in remark, remark
 
 
-def kinds_of_values(field: Any) -> set[str]:
+def list_kinds(field: Any) -> set[str]:
     """Return the kinds of defaults, in the words of peer_configs.yaml, that a key of rlctl may have."""
-    kinds = {str: "text", bool: "bool", int: "int", float: "float"}
-    found = {kinds.get(alternative, "list") for alternative in alternatives(field.type)}
-    found |= {"text"} if literals(field.type) else set()
-    return found | ({"int", "float"} if {"int", "float"} & found else set())
+    kind_by_type = {str: "text", bool: "bool", int: "int", float: "float"}
+    kinds = {kind_by_type.get(alternative, "list") for alternative in alternatives(field.type)}
+    if literals(field.type):
+        kinds.add("text")
+    if kinds & {"int", "float"}:
+        kinds |= {"int", "float"}
+    return kinds
 
 
 def test_a_row_says_where_its_peers_key_has_another_kind_of_value() -> None:
     """A switch is no number, and a list no text: without a note, the peer's value could be copied."""
     for peer in peer_keys():
-        their_kinds = {
+        peer_kinds = {
             default.split(" -> ")[0]
             for key, default in PEER_CONFIGS.get(peer.tool, {}).items()
             if f".{key}".endswith(f".{peer.key}")
         }
-        if peer.note or not their_kinds - {"any", "unset", "section"}:
+        if peer.note or not peer_kinds - {"any", "unset", "section"}:
             continue
-        for name in named(peer.rlctl_key):
-            our_kinds = kinds_of_values(FIELDS[name])
-            assert their_kinds & {*our_kinds, "any", "unset"}, (peer, their_kinds, our_kinds)
+        for key in split_keys(peer.rlctl_key):
+            rlctl_kinds = list_kinds(FIELDS[key])
+            assert peer_kinds & {*rlctl_kinds, "any", "unset"}, (peer, peer_kinds, rlctl_kinds)
 
 
 @pytest.mark.parametrize("tool", ["verl", "NeMo-RL", "TRL"])
@@ -86,19 +92,21 @@ def test_each_row_is_of_a_key_that_its_tool_has(tool: str) -> None:
 @pytest.mark.parametrize("tool", PEER_CONFIGS)
 def test_a_key_of_a_peers_own_config_is_answered_by_a_row_or_rightly_or_not_at_all(tool: str) -> None:
     """A wrong answer is worse than none. A name that leads to a key of rlctl by itself was looked at, one by one."""
-    known = known_keys(KINDS["grpo"])
+    keys = known_keys(KINDS["grpo"])
     for key, default in PEER_CONFIGS[tool].items():
-        answer = known.remark(key, [])
-        expected = default.partition(" -> ")[2]
+        answer = keys.remark(key, [])
+        expected_guess = default.partition(" -> ")[2]
         is_row = re.search("; (rlctl has no|[\\w-]+'s [\\w.]+ is) ", answer)
         is_none = re.search("^; [\\w. ]+ has $", answer)
-        guessed = "" if is_row or is_none else " or ".join(re.findall(r"\w+(?:\.\w+)+", answer))
-        assert guessed == expected, f"{key}{answer}"
+        guess = ""
+        if not (is_row or is_none):
+            guess = " or ".join(re.findall(r"\w+(?:\.\w+)+", answer))
+        assert guess == expected_guess, f"{key}{answer}"
 
 
 def test_a_former_word_for_a_value_is_answered_with_the_new_one(home: Path) -> None:
-    [found] = problems(["grpo.loss.proximal=behaviour"])
-    assert found.endswith("must be one of auto, rollout, recompute, not 'behaviour'; behaviour is now rollout")
+    [problem] = collect_problems(["grpo.loss.proximal=behaviour"])
+    assert problem.endswith("must be one of auto, rollout, recompute, not 'behaviour'; behaviour is now rollout")
 
 
 @pytest.mark.parametrize(
@@ -192,35 +200,36 @@ def test_a_former_word_for_a_value_is_answered_with_the_new_one(home: Path) -> N
     ],
 )  # fmt: skip
 def test_words_of_others_and_misplaced_ones_are_answered(home: Path, override: str, expected: str) -> None:
-    [found] = problems([override])
-    assert found.endswith(f"unknown key; {expected}")
+    [problem] = collect_problems([override])
+    assert problem.endswith(f"unknown key; {expected}")
 
 
 def test_a_section_of_another_tool_is_answered_key_by_key_with_file_and_line(home: Path) -> None:
-    theirs = "actor_rollout_ref:\n  rollout: {n: 8, free_cache_engine: true}\n  actor:\n    optim: {lr: 1e-6}\n"
-    (home / "x.yaml").write_text(GRPO + theirs + "critic:\n  optim: {lr: 1e-5}\n")
-    first = GRPO.count("\n") + 1
-    assert problems([], "x.yaml") == [
-        f"x.yaml:{first + 1}: actor_rollout_ref.rollout.n: unknown key; "
+    actor = "actor_rollout_ref:\n  rollout: {n: 8, free_cache_engine: true}\n  actor:\n    optim: {lr: 1e-6}\n"
+    (home / "x.yaml").write_text(GRPO + actor + "critic:\n  optim: {lr: 1e-5}\n")
+    first_line = GRPO.count("\n") + 1
+    assert collect_problems([], "x.yaml") == [
+        f"x.yaml:{first_line + 1}: actor_rollout_ref.rollout.n: unknown key; "
         "verl's actor_rollout_ref.rollout.n is grpo.num_generations_per_prompt",
-        f"x.yaml:{first + 3}: actor_rollout_ref.actor.optim.lr: unknown key; "
+        f"x.yaml:{first_line + 3}: actor_rollout_ref.actor.optim.lr: unknown key; "
         "verl's actor_rollout_ref.actor.optim.lr is trainer.optimizer.lr",
-        f"x.yaml:{first}: actor_rollout_ref: unknown section; rlctl has nothing for rollout.free_cache_engine",
-        f"x.yaml:{first + 4}: critic: unknown key; rlctl has no critic: baselines are of the group",
+        f"x.yaml:{first_line}: actor_rollout_ref: unknown section; rlctl has nothing for rollout.free_cache_engine",
+        f"x.yaml:{first_line + 4}: critic: unknown key; rlctl has no critic: baselines are of the group",
     ]
 
 
 def test_a_huge_section_that_nobody_knows_takes_no_time(home: Path) -> None:
     (home / "x.yaml").write_text(GRPO + "grpoo:\n" + "".join(f"  num_stepss{i}: 1\n" for i in range(2000)))
-    begin = time.process_time()
-    found = problems([], "x.yaml")
-    assert time.process_time() - begin < 60
-    assert len(found) == 501 and found[-1].endswith("grpoo: unknown section; only its first 500 keys were looked at")
+    start = time.process_time()
+    problems = collect_problems([], "x.yaml")
+    assert time.process_time() - start < 60
+    assert len(problems) == 501
+    assert problems[-1].endswith("grpoo: unknown section; only its first 500 keys were looked at")
 
 
 def test_a_file_of_another_tool_is_answered_key_by_key_though_it_has_no_kind(home: Path) -> None:
     (home / "trl.yaml").write_text("beta: 0.0\nmax_steps: 5\n")
-    assert problems([], "trl.yaml") == [
+    assert collect_problems([], "trl.yaml") == [
         "trl.yaml: kind: must be one of grpo, sft: inherit it, `defaults: grpo.yaml` or `defaults: sft.yaml`",
         "trl.yaml:1: beta: unknown key; TRL's beta is grpo.loss.kl_coef",
         "trl.yaml:2: max_steps: unknown key; TRL's max_steps is grpo.num_steps",
@@ -254,10 +263,11 @@ heartbeat = { url = "x" }
 
 def test_a_toml_file_of_prime_rl_is_answered_with_its_lines(home: Path) -> None:
     (home / "rl.toml").write_text(PRIME_RL)
-    first, *lines = problems([], "rl.toml")
-    assert first.startswith("rl.toml: is TOML; a config is YAML and inherits its kind")
-    *lines, last = sorted(lines, key=lambda line: int(line.split(":")[1]))
-    assert last.startswith("rl.toml:21: trainer.heartbeat: unknown key; trainer has backend") and lines == [
+    first_problem, *key_problems = collect_problems([], "rl.toml")
+    assert first_problem.startswith("rl.toml: is TOML; a config is YAML and inherits its kind")
+    *key_problems, last_problem = sorted(key_problems, key=lambda problem: int(problem.split(":")[1]))
+    assert last_problem.startswith("rl.toml:21: trainer.heartbeat: unknown key; trainer has backend")
+    assert key_problems == [
         "rl.toml:1: seq_len: unknown key; prime-rl's seq_len is model.max_length",
         "rl.toml:4: model.name: unknown key; prime-rl's model.name is model.path",
         "rl.toml:7: orchestrator.batch_size: unknown key; prime-rl's orchestrator.batch_size is "
@@ -272,14 +282,13 @@ def test_a_toml_file_of_prime_rl_is_answered_with_its_lines(home: Path) -> None:
 
 def test_a_toml_file_that_is_none_is_one_line(home: Path) -> None:
     (home / "x.toml").write_text("a = = 1\n")
-    [line] = problems([], "x.toml")
-    assert line.startswith("x.toml: not TOML: Invalid value (at line 1")
+    [problem] = collect_problems([], "x.toml")
+    assert problem.startswith("x.toml: not TOML: Invalid value (at line 1")
 
 
 def test_the_keys_of_a_section_that_lead_nowhere_are_all_named(home: Path) -> None:
     names = [f"key_{number:03}" for number in range(100)]
-    (home / "x.yaml").write_text(
-        GRPO + "actor_rollout_ref:\n  actor: {grad_clip: 1}\n" + "".join(f"  {each}: 1\n" for each in names)
-    )
-    rest = [line.split("rlctl has nothing for ")[1] for line in problems([], "x.yaml")[1:]]
-    assert ", ".join(rest).split(", ") == names
+    unknown_keys = "".join(f"  {name}: 1\n" for name in names)
+    (home / "x.yaml").write_text(GRPO + "actor_rollout_ref:\n  actor: {grad_clip: 1}\n" + unknown_keys)
+    name_lists = [problem.split("rlctl has nothing for ")[1] for problem in collect_problems([], "x.yaml")[1:]]
+    assert ", ".join(name_lists).split(", ") == names
