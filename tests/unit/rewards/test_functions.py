@@ -5,23 +5,24 @@ from rlctl.rewards.base import RewardError, RewardFailure, RewardInput, attempt
 from rlctl.rewards.load_rewards import load_reward
 
 
-def scored(name: str, completion: str, answer: str | None, pattern: str | None = None) -> object:
+def score_text(name: str, completion: str, answer: str | None, pattern: str | None = None) -> object:
+    """Return the value of a built-in reward, or its failure as a text."""
     section = RewardSection(name, 1.0, None, pattern, 5.0)
     outcome = attempt(load_reward(section), RewardInput("p", completion, answer, {}))
     return str(outcome) if isinstance(outcome, RewardFailure) else outcome
 
 
-@pytest.mark.parametrize(("completion", "value"), [("19", 1.0), (" 19\n", 1.0), ("019", 0.0), ("", 0.0)])
-def test_exact_compares_all_but_the_white_space_around(completion, value):
-    assert scored("exact", completion, "19 ") == value
+@pytest.mark.parametrize(("completion", "expected_value"), [("19", 1.0), (" 19\n", 1.0), ("019", 0.0), ("", 0.0)])
+def test_exact_compares_all_but_the_white_space_around(completion, expected_value):
+    assert score_text("exact", completion, "19 ") == expected_value
 
 
 @pytest.mark.parametrize(
-    ("completion", "value"),
+    ("completion", "expected_value"),
     [("so #### 19", 1.0), ("#### 1 then #### 19", 0.0), ("19", 0.0), ("#### ", 0.0)],
 )
-def test_regex_compares_the_first_group_of_the_first_match(completion, value):
-    assert scored("regex", completion, "19", r"#### ?(\d*)") == value
+def test_regex_compares_the_first_group_of_the_first_match(completion, expected_value):
+    assert score_text("regex", completion, "19", r"#### ?(\d*)") == expected_value
 
 
 @pytest.mark.parametrize(("pattern", "complaint"), [("(", "bad pattern"), (None, "no group"), (r"\d+", "no group")])
@@ -43,18 +44,18 @@ def test_a_pattern_that_cannot_work_is_refused_when_loaded(pattern, complaint):
     ],
 )
 def test_math_verify_sees_through_notation(answer, completion):
-    assert scored("math_verify", completion, answer) == 1.0
+    assert score_text("math_verify", completion, answer) == 1.0
 
 
 @pytest.mark.parametrize("completion", ["20", "", "no idea", r"\boxed{1}"])
 def test_math_verify_gives_nothing_for_another_value(completion):
-    assert scored("math_verify", completion, "19") == 0.0
+    assert score_text("math_verify", completion, "19") == 0.0
 
 
 @pytest.mark.parametrize("name", ["exact", "regex", "math_verify"])
 def test_a_row_without_an_answer_cannot_be_scored(name):
-    assert scored(name, "19", None, "(19)") == "no answer: the row has none to compare with"
+    assert score_text(name, "19", None, "(19)") == "no answer: the row has none to compare with"
 
 
 def test_math_verify_refuses_an_answer_that_is_no_mathematics():
-    assert str(scored("math_verify", "19", "")).startswith("unreadable answer")
+    assert str(score_text("math_verify", "19", "")).startswith("unreadable answer")

@@ -279,23 +279,23 @@ ENDLESS = [
 ]
 
 
-def wrongly_marked(pairs: list[tuple[str, str, int]]) -> list[tuple[str, str, int]]:
-    differing = []
-    for reference, completion, right in pairs:
-        read = read_reference(reference)
-        assert read is not None
-        if is_right(read, completion) != bool(right):
-            differing.append((reference, completion[:200], right))
-    return differing
+def find_wrong_marks(lines: list[tuple[str, str, int]]) -> list[tuple[str, str, int]]:
+    wrong_marks = []
+    for reference, completion, right in lines:
+        answer = read_reference(reference)
+        assert answer is not None
+        if is_right(answer, completion) != bool(right):
+            wrong_marks.append((reference, completion[:200], right))
+    return wrong_marks
 
 
 @pytest.mark.parametrize("group", MARKED)
 def test_an_answer_is_right_where_a_teacher_marks_it_so(group: str) -> None:
-    assert wrongly_marked(MARKED[group]) == []
+    assert find_wrong_marks(MARKED[group]) == []
 
 
 def test_an_endless_formula_is_wrong_and_not_evaluated() -> None:
-    assert wrongly_marked(ENDLESS) == []
+    assert find_wrong_marks(ENDLESS) == []
 
 
 @pytest.mark.parametrize(
@@ -314,8 +314,15 @@ def test_a_tag_that_the_prompt_opened_counts(prompt: str, completion: str, right
 
 
 def test_it_is_told_how_references_are_read() -> None:
-    answers = ["18 apples", "Paris", "(B) 12", "It is $x=2$.", "", r"\{x|x>1\}"]
-    assert describe_references([(f"row {number}", answer) for number, answer in enumerate(answers, 1)]) == [
+    references = [
+        ("row 1", "18 apples"),
+        ("row 2", "Paris"),
+        ("row 3", "(B) 12"),
+        ("row 4", "It is $x=2$."),
+        ("row 5", ""),
+        ("row 6", r"\{x|x>1\}"),
+    ]
+    assert describe_references(references) == [
         "math_verify reads 2 of 6 answers as mathematics: row 1, '18 apples', is 18",
         "math_verify reads 1 of 6 answers as words: row 2, 'Paris', is 'paris'",
         "math_verify reads 1 of 6 answers as a choice: row 3, '(B) 12', is B",

@@ -17,12 +17,13 @@ README = Path(__file__).parents[3] / "rlctl/rewards/README.md"
 
 @pytest.fixture
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """my.yaml and my_rewards.py, each the first block of its language."""
-    blocks = dict(reversed(re.findall(r"```(python|yaml)\n(.*?)```", README.read_text(), re.DOTALL)))
+    """Write my.yaml and my_rewards.py. Each is the page's first block of its language."""
+    text = README.read_text()
     for language, name in (("python", "my_rewards.py"), ("yaml", "my.yaml")):
-        assert blocks[language].startswith(f"# {name}\n")
-        assert len(blocks[language].splitlines()) < 30
-        (tmp_path / name).write_text(blocks[language])
+        block = re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)[0]
+        assert block.startswith(f"# {name}\n")
+        assert len(block.splitlines()) < 30
+        (tmp_path / name).write_text(block)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     return tmp_path / "my.yaml"
@@ -31,24 +32,26 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_example_scores_as_its_docstrings_say(recipe: Path) -> None:
     config = load("grpo", str(recipe), []).config
     assert isinstance(config, GrpoConfig)
-    answers = {"49": (1.0, True), "it is 12": (0.2, False), "none": (0.0, False)}
+    # Completion, its value by `number`, and True if it is right.
+    completions = [("49", 1.0, True), ("it is 12", 0.2, False), ("none", 0.0, False)]
+    inputs = [RewardInput("15+34=", text, "49", {"max_chars": 20}) for text, _, _ in completions]
     with Scorer(config.rewards) as scorer:
-        scores = scorer.score([RewardInput("15+34=", text, "49", {"max_chars": 20}) for text in answers])
-    for score, (text, (number, right)) in zip(scores, answers.items(), strict=True):
+        scores = scorer.score(inputs)
+    for score, (text, number, is_right) in zip(scores, completions, strict=True):
         assert score.failed is None
         assert score.parts == {"number": number, "brevity": -len(text) / 20}
         assert score.value == pytest.approx(number - 0.1 * len(text) / 20)
-        assert score.right == right
+        assert score.right == is_right
 
 
 def test_the_command_tries_them_on_the_first_row(
     recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = re.findall(r"```\n(rlctl config check .*?)\n```", README.read_text())
-    assert command == ["rlctl config check my.yaml --try-rewards"]
-    monkeypatch.setattr(sys, "argv", command[0].split())
-    with pytest.raises(SystemExit) as end:
+    commands = re.findall(r"```\n(rlctl config check .*?)\n```", README.read_text())
+    assert commands == ["rlctl config check my.yaml --try-rewards"]
+    monkeypatch.setattr(sys, "argv", commands[0].split())
+    with pytest.raises(SystemExit) as exit_info:
         answer()
-    said = capsys.readouterr().err
-    assert not end.value.code, said
-    assert "number 1, brevity -0.02; its own answer is right" in " ".join(said.split())
+    stderr = capsys.readouterr().err
+    assert not exit_info.value.code, stderr
+    assert "number 1, brevity -0.02; its own answer is right" in " ".join(stderr.split())

@@ -75,14 +75,19 @@ def hook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RewardSection:
     return RewardSection("own.py:score", 1.0, None, None, 120.0)
 
 
-def scored(scorer: Scorer, *completions: str, **row: object) -> list[Score]:
-    return scorer.score([RewardInput("p", each, None, row) for each in completions])
+def score_all(scorer: Scorer, *completions: str, **row: object) -> list[Score]:
+    """Score completions of one row."""
+    return scorer.score([RewardInput("p", completion, None, row) for completion in completions])
+
+
+def find_pids(scorer: Scorer) -> list[int | None]:
+    return [worker.pid for worker in scorer.workers]
 
 
 def test_a_text_that_is_no_utf8_costs_that_rollout_and_is_logged(hook: RewardSection, tmp_path: Path) -> None:
     events = EventLog(tmp_path / "events.jsonl")
     with Scorer([hook], logs=tmp_path, emit=events.emit) as scorer:
-        scores = scored(scorer, "surrogate", "fine")
+        scores = score_all(scorer, "surrogate", "fine")
     assert [score.value for score in scores] == [None, 1.0]
     assert scores[0].failed == "score: raised ValueError at own.py:12: bad ?"
     assert "bad ?" in read_records(tmp_path / "events.jsonl")[0]["what"]
@@ -91,7 +96,7 @@ def test_a_text_that_is_no_utf8_costs_that_rollout_and_is_logged(hook: RewardSec
 
 def test_a_value_that_is_a_scalar_of_numpy_counts_and_one_that_raises_has_its_line(hook: RewardSection) -> None:
     with Scorer([hook]) as scorer:
-        scores = scored(scorer, "numpy", "numpy int", "array", "unready")
+        scores = score_all(scorer, "numpy", "numpy int", "array", "unready")
     assert [score.value for score in scores] == [1.0, 3.0, None, None]
     assert (scores[2].failed or "").startswith("score: no finite number at own.py:10: returned array")
     assert scores[3].failed == "score: raised RuntimeError at own.py:8: not computed"
@@ -102,7 +107,7 @@ def test_a_value_that_is_a_scalar_of_numpy_counts_and_one_that_raises_has_its_li
 )
 def test_a_reply_of_any_form_costs_that_rollout_alone(hook: RewardSection, text: str) -> None:
     with Scorer([hook]) as scorer:
-        scores = scored(scorer, "nested", "fine", text=text)
+        scores = score_all(scorer, "nested", "fine", text=text)
     assert [score.value for score in scores] == [None, 1.0]
     assert (scores[0].failed or "").startswith("score: wrote to a file descriptor that is not its own")
 
@@ -110,11 +115,11 @@ def test_a_reply_of_any_form_costs_that_rollout_alone(hook: RewardSection, text:
 @pytest.mark.parametrize("how", ["dies later", "speaks later"])
 def test_what_a_process_does_between_calls_costs_no_rollout(hook: RewardSection, how: str) -> None:
     with Scorer([hook]) as scorer:
-        assert scored(scorer, how)[0].value == 1.0
+        assert score_all(scorer, how)[0].value == 1.0
         until(Path("done").exists)
         # The process's text, or its end, is there to be read.
         time.sleep(0.1)
-        assert scored(scorer, "fine", "fine")[0].failed is None
+        assert score_all(scorer, "fine", "fine")[0].failed is None
         assert not scorer.failures.counts
 
 
@@ -130,10 +135,10 @@ def test_a_driver_with_a_thousand_open_files_keeps_its_process(hook: RewardSecti
         for _ in range(1100):
             opened_files.append(os.open(os.devnull, os.O_RDONLY))
         with Scorer([hook]) as scorer:
-            scored(scorer, "fine")
-            first_pids = [worker.pid for worker in scorer.workers]
-            scored(scorer, "fine")
-            assert first_pids == [worker.pid for worker in scorer.workers]
+            score_all(scorer, "fine")
+            first_pids = find_pids(scorer)
+            score_all(scorer, "fine")
+            assert find_pids(scorer) == first_pids
     finally:
         for descriptor in opened_files:
             os.close(descriptor)
@@ -143,25 +148,27 @@ def test_a_driver_with_a_thousand_open_files_keeps_its_process(hook: RewardSecti
 def test_a_process_that_takes_no_request_is_replaced(hook: RewardSection, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reward_worker, "SEND_TIMEOUT_S", 0.5)
     with Scorer([hook]) as scorer:
-        scored(scorer, "fine")
-        (supervisor,) = (each.pid for each in scorer.workers if each.pid)
-        (inner,) = psutil.Process(supervisor).children()
-        (process,) = inner.children()
-        os.kill(process.pid, signal.SIGSTOP)
-        (worker,) = (each for each in scorer.workers if each.pid)
-        # The process that replaces it may take its time.
-        with monkeypatch.context() as watched:
+        score_all(scorer, "fine")
+        started_workers = [worker for worker in scorer.workers if worker.pid]
+        assert len(started_workers) == 1
+        worker = started_workers[0]
+        supervisor = psutil.Process(worker.pid)
+        (reward_parent,) = supervisor.children()
+        (reward_process,) = reward_parent.children()
+        os.kill(reward_process.pid, signal.SIGSTOP)
+        with monkeypatch.context() as patch_of_worker:
             stop = worker.stop
 
-            def given_up() -> None:
+            def stop_and_allow_time() -> None:
+                """The process that replaces the stopped one may be slow."""
                 monkeypatch.setattr(reward_worker, "SEND_TIMEOUT_S", 120.0)
                 stop()
 
-            watched.setattr(worker, "stop", given_up)
-            assert scored(scorer, "fine", text="x" * 5_000_000)[0].failed is None
-        # A request that is never taken is told as this.
+            patch_of_worker.setattr(worker, "stop", stop_and_allow_time)
+            assert score_all(scorer, "fine", text="x" * 5_000_000)[0].failed is None
+        # If no process takes the request, its failure says so.
         monkeypatch.setattr(reward_worker, "SEND_TIMEOUT_S", 1e-4)
-        assert scored(scorer, "fine", text="x" * 50_000_000)[0].failed == (
+        assert score_all(scorer, "fine", text="x" * 50_000_000)[0].failed == (
             "score: could not be asked: its process took no request"
         )
 
@@ -171,27 +178,28 @@ def test_a_process_that_starts_while_ray_starts_has_the_environment_from_before(
 ) -> None:
     with Scorer([hook]) as scorer:
         monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp-of-ray"))
-        assert scored(scorer, "environment")[0].value == 0.0
+        assert score_all(scorer, "environment")[0].value == 0.0
 
 
 def test_what_rewards_print_is_bounded_and_the_bound_is_told_once(hook: RewardSection, tmp_path: Path) -> None:
-    told: list[str] = []
-    with Scorer([hook], logs=tmp_path, emit=lambda kind, what: told.append(what)) as scorer:
-        scores = scored(scorer, *["chatter"] * 16, size=MAX_LOG_BYTES // 4)
+    warnings: list[str] = []
+    with Scorer([hook], logs=tmp_path, emit=lambda kind, **fields: warnings.append(fields["what"])) as scorer:
+        scores = score_all(scorer, *["chatter"] * 16, size=MAX_LOG_BYTES // 4)
     assert all(score.value == 1.0 for score in scores)
-    assert told == ["rewards printed more than 4 MiB: rewards.log has no more of it"]
+    assert warnings == ["rewards printed more than 4 MiB: rewards.log has no more of it"]
     log = tmp_path / "rewards.log"
     assert MAX_LOG_BYTES < log.stat().st_size < MAX_LOG_BYTES + 200
     assert log.read_text().endswith("\n[rewards printed more than 4 MiB: the rest is left out]\n")
 
 
 def test_a_row_that_no_pickle_takes_costs_its_own_score(hook: RewardSection) -> None:
-    deep: object = 1
+    deep_list: object = 1
     for _ in range(700):
-        deep = [deep]
-    items = [RewardInput("", "ok", None, {"deep": deep} if number in (3, 4) else {}) for number in range(12)]
+        deep_list = [deep_list]
+    inputs = [RewardInput("", "ok", None, {})] * 12
+    inputs[3] = RewardInput("", "ok", None, {"deep": deep_list})
+    inputs[4] = inputs[3]
     with Scorer([hook]) as scorer:
-        scores = scorer.score(items)
-    assert [number for number, one in enumerate(scores) if one.value is None] == [3, 4]
+        scores = scorer.score(inputs)
+    assert [score.value for score in scores] == [1.0, 1.0, 1.0, None, None, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
     assert scores[3].failed == "score: was given a value that cannot be sent: RecursionError"
-    assert {one.value for number, one in enumerate(scores) if number not in (3, 4)} == {1.0}
