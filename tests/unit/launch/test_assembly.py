@@ -38,5 +38,5 @@ def test_the_dashboard_counts_the_ranks_and_engines_of_a_placement(
 ) -> None:
     placement = place(this_machine(gpus), requested_resources(load("grpo", "grpo-tiny", overrides).settled))
     EventLog(tmp_path / "events.jsonl").emit("run_started", num_steps=1, **processes_of(placement))
-    shown = "".join(segment.text for segment in render(read_state(tmp_path), 80, 24).rows[2])
-    assert shown.endswith(f" {expected} │")
+    row = render(read_state(tmp_path), 80, 24).rows[2]
+    assert "".join(segment.text for segment in row).endswith(f" {expected} │")

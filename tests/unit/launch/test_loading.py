@@ -18,16 +18,18 @@ def test_its_value_or_error_is_the_futures() -> None:
 def test_the_end_of_the_stack_waits_for_it_unless_the_run_is_interrupted(
     error: type[BaseException] | None, waits: bool
 ) -> None:
-    may_end, begun, ended = threading.Event(), threading.Event(), list[bool]()
+    may_end = threading.Event()
+    has_begun = threading.Event()
+    has_ended = threading.Event()
 
     def work() -> None:
-        begun.set()
+        has_begun.set()
         may_end.wait(300)
-        ended.append(True)
+        has_ended.set()
 
     stack = ExitStack()
     future = meanwhile(stack, work)
-    assert begun.wait(300)
+    assert has_begun.wait(300)
     timer = threading.Timer(0.2, may_end.set)
     if waits:
         timer.start()
@@ -36,6 +38,6 @@ def test_the_end_of_the_stack_waits_for_it_unless_the_run_is_interrupted(
             raise error
     else:
         stack.close()
-    assert bool(ended) is waits
+    assert has_ended.is_set() is waits
     may_end.set()
     future.result(300)

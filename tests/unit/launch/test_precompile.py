@@ -16,15 +16,18 @@ from rlctl.telemetry.events import EventLog
 from rlctl.telemetry.jsonl import read_records
 
 
-def settled(kind: str, *overrides: str) -> Settled:
+def settle(kind: str, *overrides: str) -> Settled:
     return load(kind, None, list(overrides)).settled.settle_on(RunMachine("cpu"), None)
 
 
-def session_in(folder: Path) -> Any:
-    one: Any = Session.__new__(Session)
-    one.events, one.startup, one.start_time, one.lost = EventLog(folder / "events.jsonl"), {}, 0.0, ""
-    one.interrupts = SimpleNamespace(is_requested=False)
-    return one
+def make_session(folder: Path) -> Any:
+    session: Any = Session.__new__(Session)
+    session.events = EventLog(folder / "events.jsonl")
+    session.startup = {}
+    session.start_time = 0.0
+    session.lost = ""
+    session.interrupts = SimpleNamespace(is_requested=False)
+    return session
 
 
 @pytest.mark.parametrize(
@@ -37,7 +40,7 @@ def session_in(folder: Path) -> Any:
     ],
 )
 def test_only_a_compiled_trainer_warms_up_and_none_twice(kind: str, overrides: list[str], expected: bool) -> None:
-    assert precompiles(settled(kind, *overrides)) is expected
+    assert precompiles(settle(kind, *overrides)) is expected
 
 
 @pytest.mark.parametrize(
@@ -52,20 +55,31 @@ def test_only_a_compiled_trainer_warms_up_and_none_twice(kind: str, overrides: l
 def test_a_graph_warms_up_on_a_batch_of_the_longest_sample_unless_keys_name_sizes(
     overrides: list[str], expected: list[tuple[int, int]]
 ) -> None:
-    run: Any = settled("sft", "sft.batch_size=16", *overrides)
-    assert warm_up_passes(run, longest=40) == expected
+    settled: Any = settle("sft", "sft.batch_size=16", *overrides)
+    assert warm_up_passes(settled, longest=40) == expected
 
 
-@pytest.mark.parametrize("kl", [0.0, 0.1])
-def test_each_rank_goes_through_a_full_pack_of_two_lengths(kl: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kl_coef", "expected_columns"), [(0.0, {}), (0.1, {"reference_log_prob": "reference"})])
+def test_each_rank_goes_through_a_full_pack_of_two_lengths(
+    kl_coef: float, expected_columns: dict[str, str], tmp_path: Path
+) -> None:
     sizes = ("trainer.compile=true", "trainer.num_ranks=3", "trainer.micro_batch_tokens=600", "model.max_length=50")
-    seen: list[tuple[int, int, dict[str, str]]] = []
-    trainer: Any = SimpleNamespace(warm_up=lambda count, length, loss, columns: seen.append((count, length, columns)))
-    session = session_in(tmp_path)
-    precompile(session, settled("grpo", *sizes, "data.max_prompt_length=8", f"grpo.loss.kl_coef={kl}"), trainer)
-    [(count, length, _), (_, second, _)] = seen
-    assert count * length <= 3 * 600 < (count + 3) * length
-    assert 2 <= second < length <= 50
-    assert [columns for _, _, columns in seen] == [{"reference_log_prob": "reference"} if kl else {}] * 2
+    counts: list[int] = []
+    lengths: list[int] = []
+    columns_of_passes: list[dict[str, str]] = []
+
+    def warm_up(count: int, length: int, loss: object, columns: dict[str, str]) -> None:
+        counts.append(count)
+        lengths.append(length)
+        columns_of_passes.append(columns)
+
+    trainer: Any = SimpleNamespace(warm_up=warm_up)
+    session = make_session(tmp_path)
+    precompile(session, settle("grpo", *sizes, "data.max_prompt_length=8", f"grpo.loss.kl_coef={kl_coef}"), trainer)
+    assert len(counts) == 2
+    first_length, second_length = lengths
+    assert counts[0] * first_length <= 3 * 600 < (counts[0] + 3) * first_length
+    assert 2 <= second_length < first_length <= 50
+    assert columns_of_passes == [expected_columns, expected_columns]
     session.end_start()
     assert set(list(read_records(tmp_path / "events.jsonl"))[-1]["parts"]) == {"warm-up"}

@@ -31,7 +31,7 @@ REFUSES = """{% for m in messages %}{% if 'boom' in m['content'] %}{{ raise_exce
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current directory, filled by `folders.write`; no GPU is visible."""
+    """Fill the current directory by `folders.write`, and hide all GPUs."""
     monkeypatch.chdir(folders.write(tmp_path / "home"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     (tmp_path / "home/refuses.jinja").write_text(REFUSES)
@@ -43,22 +43,22 @@ def write_rows(home: Path, rows: list[dict[str, str]]) -> str:
     return "data.train.path=rows.jsonl"
 
 
-class Recorded:
+class RecordedProgress:
     """Progress as a list of lines."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
 
-    def busy(self, what: str) -> AbstractContextManager[None]:
-        self.lines.append(what)
+    def busy(self, activity: str) -> AbstractContextManager[None]:
+        self.lines.append(activity)
         return nullcontext()
 
     def note(self, lines: Iterable[str]) -> None:
         self.lines += lines
 
 
-def error_of_the_run(kind: str, overrides: list[str]) -> str:
-    """The error by which a run ends that tokenizes its rows while Ray starts."""
+def find_error_of_the_run(kind: str, overrides: list[str]) -> str:
+    """Return the error that ends a run which tokenizes its rows while Ray starts."""
     settled = load(kind, f"{kind}-tiny", overrides).settled
     chat = local_chat(settled.config)
     rows: RunRows = RowReader(settled.config).read()
@@ -71,7 +71,7 @@ def error_of_the_run(kind: str, overrides: list[str]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("kind", "rows", "overrides", "said"),
+    ("kind", "rows", "overrides", "expected"),
     [
         ("grpo", [*SHORT, LONG, *SHORT], [], "prompt r40 has 81 tokens; with generation.max_new_tokens="),
         ("grpo", [LONG] * 3, ["data.max_prompt_length=20"], "every prompt is longer than data.max_prompt_length=20"),
@@ -82,13 +82,13 @@ def error_of_the_run(kind: str, overrides: list[str]) -> str:
     ],
 )  # fmt: skip
 def test_a_dry_run_refuses_the_rows_that_the_run_refuses_with_the_same_words(
-    home: Path, kind: str, rows: list[dict[str, str]], overrides: list[str], said: str
+    home: Path, kind: str, rows: list[dict[str, str]], overrides: list[str], expected: str
 ) -> None:
     overrides = [write_rows(home, rows), *overrides]
     with pytest.raises(ConfigError) as raised:
         prepare(RunRequest(kind, f"{kind}-tiny", overrides, is_dry=True), "read")
-    assert [str(problem) for problem in raised.value.problems] == [f"data: {error_of_the_run(kind, overrides)}"]
-    assert said in str(raised.value)
+    assert [str(problem) for problem in raised.value.problems] == [f"data: {find_error_of_the_run(kind, overrides)}"]
+    assert expected in str(raised.value)
 
 
 def test_a_dry_run_refuses_the_rows_of_a_recipe_that_leave_no_room(home: Path) -> None:
@@ -104,12 +104,12 @@ def test_the_config_is_checked_without_torch_ray_or_an_engine(home: Path) -> Non
         "prepare(RunRequest('grpo', 'grpo.recipe.yaml', []), 'checked'); "
         "print(sorted({'torch', 'ray', 'vllm', 'transformers', 'typer'} & sys.modules.keys()))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert process.stdout == "[]\n"
 
 
 def test_each_stage_adds_to_the_one_before(home: Path) -> None:
-    progress = Recorded()
+    progress = RecordedProgress()
     prepared = prepare(RunRequest("grpo", "grpo.recipe.yaml", ["generation.num_engines=1"]), "checked", progress)
     assert (prepared.plan, prepared.row_counts, progress.lines) == (None, None, [])
     prepared.advance("planned")
@@ -138,7 +138,7 @@ def test_a_dry_run_notes_what_a_person_should_look_at_in_any_row(home: Path) -> 
     tools = [{"type": "function", "function": {"name": "add"}}]
     rows = [SHORT[0], {**SHORT[0], "tools": tools}, {**LONG, "tools": tools}]
     (home / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    progress = Recorded()
+    progress = RecordedProgress()
     request = RunRequest("grpo", "grpo.recipe.yaml", ["data.max_prompt_length=100"], is_dry=True)
     prepare(request, "read", progress)
     assert progress.lines[:2] == ["loading the tokenizer", "reading the data"]

@@ -1,10 +1,11 @@
-"""The state of a run after a resume, after success or failure: judged without Ray, by bodies that do nothing."""
+"""The state of a run after a resume, after success or failure. No test starts Ray: the bodies do nothing."""
 
 import json
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -27,7 +28,7 @@ from tests.unit import folders
 Body = Callable[[Session], None]
 
 
-class Written:
+class WrittenPart:
     """A trainer's part of a checkpoint that is on the disk."""
 
     wait_cause = ""
@@ -36,17 +37,17 @@ class Written:
         return {}
 
 
-def export_only(folder: Path, export: Path | None, dtype: str | None, beside: bool) -> Written:
+def write_export(folder: Path, export: Path | None, dtype: str | None, beside: bool) -> WrittenPart:
     """Write a checkpoint with no state of a trainer."""
     assert export
     export.mkdir()
     (export / "config.json").write_text("{}")
-    return Written()
+    return WrittenPart()
 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run that was saved after steps 2 and 4 and has recorded step 5."""
+    """Make a run that was saved after steps 2 and 4 and has recorded step 5."""
     monkeypatch.chdir(folders.write(tmp_path / "home"))
 
     def body(session: Session) -> None:
@@ -55,7 +56,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             session.recorder.step(step, {})
             session.recorder.outcomes(step, {})
             if step in (2, 4):
-                session.recorder.save(step, {}, export_only)
+                session.recorder.save(step, {}, write_export)
         raise RuntimeError("lost")
 
     config = load(
@@ -70,64 +71,67 @@ def resume(run: Path, body: Body, *overrides: str) -> int:
     return run_session(config.settled, config.to_yaml(), run, body)
 
 
-def files(run: Path) -> dict[str, bytes]:
-    names = [path for path in run.rglob("*") if path.is_file() and not path.name.startswith((".", "events"))]
-    return {str(path): path.read_bytes() for path in names if "logs" not in path.parts}
+def read_files(run: Path) -> dict[str, bytes]:
+    """Return the contents of all files but events and logs."""
+    paths = [path for path in run.rglob("*") if path.is_file() and not path.name.startswith((".", "events"))]
+    return {str(path): path.read_bytes() for path in paths if "logs" not in path.parts}
 
 
-def steps(run: Path, name: str = "metrics") -> list[int]:
+def read_steps(run: Path, name: str = "metrics") -> list[int]:
     return [record["step"] for record in read_records(run / f"{name}.jsonl") if record["kind"] != "checkpoint"]
 
 
-def rate(run: Path) -> float:
-    found: float = yaml.safe_load((run / "config.yaml").read_text())["trainer"]["optimizer"]["lr"]
-    return float(found)
+def read_learning_rate(config: Path) -> float:
+    learning_rate: float = yaml.safe_load(config.read_text())["trainer"]["optimizer"]["lr"]
+    return learning_rate
 
 
-def stands(session: Session) -> None:
+def go_on(session: Session) -> None:
     session.go_on()
 
 
-def fails(session: Session) -> None:
+def fail(session: Session) -> None:
     raise RuntimeError("the checkpoint does not load")
 
 
 def test_a_resume_that_fails_leaves_the_run_as_it_was_and_keeps_what_was_asked(run: Path) -> None:
-    before = files(run)
-    assert resume(run, fails, "trainer.optimizer.lr=0.5") == 1
-    assert files(run) == before
-    asked = yaml.safe_load((run / "logs/attempt_2/config.yaml").read_text())
-    assert asked["trainer"]["optimizer"]["lr"] == 0.5
-    assert resume(run, stands) == 0
-    assert rate(run) == 1e-6
+    files_before = read_files(run)
+    assert resume(run, fail, "trainer.optimizer.lr=0.5") == 1
+    assert read_files(run) == files_before
+    assert read_learning_rate(run / "logs/attempt_2/config.yaml") == 0.5
+    assert resume(run, go_on) == 0
+    assert read_learning_rate(run / "config.yaml") == 1e-6
 
 
 def test_a_resume_that_stands_keeps_its_config_and_cuts_what_it_does_again(run: Path) -> None:
-    assert steps(run) == steps(run, "rollouts") == [1, 2, 3, 4, 5]
+    assert read_steps(run) == read_steps(run, "rollouts") == [1, 2, 3, 4, 5]
 
     def body(session: Session) -> None:
-        assert session.start == 4 and len(steps(run)) == 5 and rate(run) == 1e-6
+        assert session.start == 4
+        assert len(read_steps(run)) == 5
+        assert read_learning_rate(run / "config.yaml") == 1e-6
         session.go_on()
 
     assert resume(run, body, "trainer.optimizer.lr=0.5") == 0
-    assert steps(run) == steps(run, "rollouts") == [1, 2, 3, 4]
-    assert rate(run) == 0.5
+    assert read_steps(run) == read_steps(run, "rollouts") == [1, 2, 3, 4]
+    assert read_learning_rate(run / "config.yaml") == 0.5
 
 
 def test_a_run_without_a_checkpoint_keeps_no_record_of_its_first_validation(run: Path) -> None:
-    """Step 0 is validated again, so that its answers would stand there twice."""
+    """Step 0 is validated again, so that a kept record of its answers would be there twice."""
     shutil.rmtree(run / "checkpoints")
     counts = []
+
+    def list_groups(count: int, tokens: int) -> list[dict[str, Any]]:
+        return [{"task": "r0", "prompt": "", "rollouts": []}]
 
     def body(session: Session) -> None:
         if session.resumed:
             session.go_on()
         with session.recorder.validation(0) as metrics:
-            session.recorder.groups(
-                0, "validation", lambda count, tokens: [{"task": "r0", "prompt": "", "rollouts": []}]
-            )
+            session.recorder.groups(0, "validation", list_groups)
             metrics["validation/prompts"] = 1
-        counts.append([len(steps(run)), len(steps(run, "rollouts"))])
+        counts.append([len(read_steps(run)), len(read_steps(run, "rollouts"))])
 
     for _ in range(3):
         assert resume(run, body) == 0
@@ -138,7 +142,7 @@ def test_a_damaged_checkpoint_is_said_and_set_aside_once_an_older_one_stands(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (run / "checkpoints/step_4/state.json").write_text("")
-    assert resume(run, fails) == 1
+    assert resume(run, fail) == 1
     assert (run / "checkpoints/step_4").is_dir()
     capsys.readouterr()
 
@@ -148,22 +152,24 @@ def test_a_damaged_checkpoint_is_said_and_set_aside_once_an_older_one_stands(
 
     assert resume(run, body) == 0
     # The view of one process shows both attempts.
-    lines = list({line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")})
-    assert len(lines) == 1
-    assert "step_4/state.json: empty, of" in lines[0] and lines[0].endswith("; going on after step 2 instead")
-    assert steps(run) == [1, 2]
+    warnings = list({line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")})
+    assert len(warnings) == 1
+    assert "step_4/state.json: empty, of" in warnings[0] and warnings[0].endswith("; going on after step 2 instead")
+    assert read_steps(run) == [1, 2]
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["damaged_step_4", "step_2"]
 
 
 def test_without_a_whole_checkpoint_nothing_starts(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for step in (2, 4):
         os.truncate(run / f"checkpoints/step_{step}/state.json", 5)
-    before = files(run)
+    files_before = read_files(run)
     assert resume(run, lambda session: pytest.fail("it started")) == 2
-    assert files(run) == before
-    (error,) = [event["what"] for event in read_records(run / "events.jsonl")[-3:] if event["kind"] == "error"]
-    assert "step_4/state.json: cut to 5 of" in error and "step_2/state.json: cut to 5 of" in error
-    assert error.endswith("; to begin anew: rlctl train grpo runs/mine/config.yaml run.name=null")
+    assert read_files(run) == files_before
+    last_events = read_records(run / "events.jsonl")[-3:]
+    errors = [event["what"] for event in last_events if event["kind"] == "error"]
+    assert len(errors) == 1
+    assert "step_4/state.json: cut to 5 of" in errors[0] and "step_2/state.json: cut to 5 of" in errors[0]
+    assert errors[0].endswith("; to begin anew: rlctl train grpo runs/mine/config.yaml run.name=null")
     out = capsys.readouterr().out
     assert "Traceback" not in out
     assert out.endswith("\nNext steps\n  rlctl train grpo runs/mine/config.yaml run.name=null\n")
@@ -181,7 +187,7 @@ def test_a_restart_goes_through_the_same_door(run: Path) -> None:
 
     assert resume(run, body, "run.max_restarts=1", "run.restart_backoff_s=0") == 0
     assert starts == [4, 2]
-    assert steps(run) == [1, 2]
+    assert read_steps(run) == [1, 2]
     # The run, its resume and the restart each have their logs.
     assert sorted(path.name for path in (run / "logs").glob("attempt_*")) == ["attempt_1", "attempt_2", "attempt_3"]
 
@@ -197,7 +203,7 @@ def test_what_a_checkpoint_depends_on_is_saved_with_it(run: Path) -> None:
     def body(session: Session) -> None:
         session.recorder.made_with = {"keys": {"run.seed": 0}}
         session.depend_on_rows("digest")
-        session.recorder.save(6, {}, export_only)
+        session.recorder.save(6, {}, write_export)
 
     for name in ("step_2", "step_4"):
         (run / "checkpoints" / name).rename(run / f"{name}_gone")
@@ -208,11 +214,11 @@ def test_what_a_checkpoint_depends_on_is_saved_with_it(run: Path) -> None:
 
 def test_a_run_that_a_cluster_drives_is_not_continued_here(run: Path) -> None:
     config = load("grpo", str(run / "config.yaml"), [], resume=True)
-    before = files(run)
+    files_before = read_files(run)
     JobRecord("lab", "sums-1", "/work", remote="/far/sums").write(run)
     with pytest.raises(RunDirError, match="is a copy of a run that lives on lab: add --cluster lab"):
         launch(config.settled, config.to_yaml(), LocalRuntime(), run)
-    assert files(run).items() >= before.items()
+    assert read_files(run).items() >= files_before.items()
 
 
 @pytest.mark.parametrize("needs", ["nothing of the model", "its weights"])
@@ -222,8 +228,10 @@ def test_a_run_whose_model_is_gone_goes_on_with_the_newest_export(run: Path, nee
     shutil.rmtree("model")
     if needs == "its weights":
         # A reference policy reads them, and so do adapters.
-        file = run / "checkpoints/step_4/state.json"
-        file.write_text(json.dumps({**json.loads(file.read_text()), "made_with": {"frozen": "abc"}}))
+        state_file = run / "checkpoints/step_4/state.json"
+        state = json.loads(state_file.read_text())
+        state["made_with"] = {"frozen": "abc"}
+        state_file.write_text(json.dumps(state))
         write_manifest(run / "checkpoints/step_4")
         assert replace_lost_model(resumed) == []
         with pytest.raises(ConfigError, match=r"model\.path: no file or folder .*/model;"):
@@ -258,12 +266,16 @@ def test_a_start_from_a_run_that_still_trains_is_noted(run: Path, end: str | Non
     if end:
         events.emit(end)
     model = run.absolute() / "checkpoints/step_4/hf"
-    notes = [note for note in load("grpo", "grpo.recipe.yaml", [f"model.path={run}"]).notes if "still trains" in note]
+    composed = load("grpo", "grpo.recipe.yaml", [f"model.path={run}"])
+    notes = [note for note in composed.notes if "still trains" in note]
     beginning = f"model.path={model}: that run still trains"
-    later = "once it has newer ones (its checkpoint.keep_last)"
-    expected = {
-        "this": f": it keeps step_4 while this run lasts, then deletes it {later}; a later resume with a reference"
-        " policy or adapters needs it: copy the folder first",
-        "far": f" on far, and deletes step_4 {later}: wait for its end, or copy the folder first",
+    condition = "once it has newer ones (its checkpoint.keep_last)"
+    expected_notes = {
+        "this": f"{beginning}: it keeps step_4 while this run lasts, then deletes it {condition}; a later resume with "
+        "a reference policy or adapters needs it: copy the folder first",
+        "far": f"{beginning} on far, and deletes step_4 {condition}: wait for its end, or copy the folder first",
     }
-    assert notes == ([] if end else [beginning + expected[host]])
+    if end:
+        assert notes == []
+    else:
+        assert notes == [expected_notes[host]]

@@ -15,62 +15,68 @@ from rlctl.workers.nodes import LiveNode, NodeRequest
 
 
 @dataclass
-class Elsewhere:
+class OtherNode:
     """A node that sees this machine's files, except below `hidden`."""
 
     name: str
     hidden: Path | None = None
-    asked: list[str] = field(default_factory=list)
+    read_paths: list[str] = field(default_factory=list)
 
     def read_file(self, path: str) -> str | None:
-        """The file, if it is seen."""
-        self.asked.append(path)
-        seen = self.hidden is None or not Path(path).is_relative_to(self.hidden)
-        return Path(path).read_text() if seen and Path(path).exists() else None
+        """Return the text of a file, or None if the node does not see it."""
+        self.read_paths.append(path)
+        is_hidden = self.hidden is not None and Path(path).is_relative_to(self.hidden)
+        if is_hidden or not Path(path).exists():
+            return None
+        return Path(path).read_text()
 
 
-def _share(nodes: list[Elsewhere], run: Path, model: Path | None) -> None:
+def check_sharing(nodes: list[OtherNode], run: Path, model: Path | None) -> None:
     must_share(cast(Any, nodes), run, model)
 
 
 @pytest.fixture
-def folders(tmp_path: Path) -> tuple[Path, Path]:
-    """(run directory, model folder)."""
-    run, model = tmp_path / "run", tmp_path / "model"
+def run(tmp_path: Path) -> Path:
+    """Make a run directory."""
+    run = tmp_path / "run"
     run.mkdir()
+    return run
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """Make a model folder."""
+    model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
-    return run, model
+    return model
 
 
-def test_every_node_is_asked_and_nothing_is_left(folders: tuple[Path, Path]) -> None:
-    run, model = folders
-    nodes = [Elsewhere("a"), Elsewhere("b")]
-    _share(nodes, run, model)
-    assert [len(node.asked) for node in nodes] == [2, 2]
+def test_every_node_is_asked_and_nothing_is_left(run: Path, model: Path) -> None:
+    nodes = [OtherNode("a"), OtherNode("b")]
+    check_sharing(nodes, run, model)
+    assert [len(node.read_paths) for node in nodes] == [2, 2]
     assert not list(run.iterdir())
 
 
-def test_a_run_directory_that_a_node_does_not_see_is_named(folders: tuple[Path, Path]) -> None:
-    run, _ = folders
+def test_a_run_directory_that_a_node_does_not_see_is_named(run: Path) -> None:
     with pytest.raises(PlacementError, match=f"run.dir: {run} is not seen from node b: put it on a file system"):
-        _share([Elsewhere("a"), Elsewhere("b", hidden=run)], run, None)
+        check_sharing([OtherNode("a"), OtherNode("b", hidden=run)], run, None)
     assert not list(run.iterdir())
 
 
-def test_a_model_that_a_node_does_not_see_is_named(folders: tuple[Path, Path]) -> None:
-    run, model = folders
+def test_a_model_that_a_node_does_not_see_is_named(run: Path, model: Path) -> None:
     with pytest.raises(PlacementError, match=f"model.path: {model} is not seen from node b"):
-        _share([Elsewhere("a"), Elsewhere("b", hidden=model)], run, model)
-    _share([Elsewhere("b", hidden=model)], run, None)
+        check_sharing([OtherNode("a"), OtherNode("b", hidden=model)], run, model)
+    check_sharing([OtherNode("b", hidden=model)], run, None)
 
 
 def test_a_run_that_waited_in_vain_for_a_lost_node_says_what_fits_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = [LiveNode(name, name, name, {"CPU": 2.0}, {"CPU": 2.0}) for name in ("a", "b")]
     monkeypatch.setattr("rlctl.workers.nodes.live_nodes", lambda: nodes)
-    monkeypatch.setattr("rlctl.workers.nodes.Reservation", Held)
+    monkeypatch.setattr("rlctl.workers.nodes.Reservation", LocalReservation)
     for name in ("ray_session", "watch_node"):
-        monkeypatch.setattr(f"rlctl.launch.local_ray.{name}", lambda *given, **more: nullcontext())
+        monkeypatch.setattr(f"rlctl.launch.local_ray.{name}", lambda *args, **kwargs: nullcontext())
     session: Any = SimpleNamespace(
         logs=Path(),
         attempts=1,
@@ -81,19 +87,25 @@ def test_a_run_that_waited_in_vain_for_a_lost_node_says_what_fits_the_others(mon
         give_up=print,
     )
     session.config = SimpleNamespace(placement=SimpleNamespace(wait_s=-1.0))
-    run, whole = ClusterRuntime(wait=False), ResourceRequest(2, 2, 1, colocated=True)
-    for attempt, error in enumerate((WorkerDied("train", ["trainer-1"], "node b is gone"), None), 1):
-        session.attempts, session.smaller = attempt, []
-        with pytest.raises((WorkerDied, TimeoutError)) as raised, run.slots(session, whole) as held:
-            assert len(held.placement.used_nodes) == 2 and error
-            nodes.pop()
-            raise error
-        assert [(each.ranks, each.engines) for each in session.smaller] == [(1, 1)]
-    assert str(raised.value).startswith("no room within placement.wait_s=-1: ")
+    runtime = ClusterRuntime(wait=False)
+    request = ResourceRequest(2, 2, 1, colocated=True)
+    with pytest.raises(WorkerDied), runtime.slots(session, request) as slots:
+        assert len(slots.placement.used_nodes) == 2
+        nodes.pop()
+        raise WorkerDied("train", ["trainer-1"], "node b is gone")
+    assert [(smaller.ranks, smaller.engines) for smaller in session.smaller] == [(1, 1)]
+    session.attempts = 2
+    session.smaller = []
+    with (
+        pytest.raises(TimeoutError, match=r"^no room within placement\.wait_s=-1: "),
+        runtime.slots(session, request),
+    ):
+        pytest.fail("the run found room")
+    assert [(smaller.ranks, smaller.engines) for smaller in session.smaller] == [(1, 1)]
 
 
-class Held:
-    """A reservation of shares of nodes that are not there."""
+class LocalReservation:
+    """A reservation of shares of nodes that do not exist."""
 
     def __init__(self, shares: list[NodeRequest], deadline_s: float) -> None:
         self.shares = shares

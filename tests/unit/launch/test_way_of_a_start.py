@@ -9,17 +9,20 @@ README = (PACKAGE / "launch/README.md").read_text(encoding="utf-8")
 STEPS = re.findall(r"^\d+\. `([\w/]+\.py):([\w.]+)` (.*)$", README, re.MULTILINE)
 
 
-def functions(file: Path) -> set[str]:
-    found = set()
+def list_functions(file: Path) -> set[str]:
+    """Return the names of a file's functions and methods."""
+    names = set()
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
-        found |= {node.name} if isinstance(node, ast.FunctionDef) else set()
+        if isinstance(node, ast.FunctionDef):
+            names.add(node.name)
         if isinstance(node, ast.ClassDef):
-            found |= {f"{node.name}.{each.name}" for each in node.body if isinstance(each, ast.FunctionDef)}
-    return found
+            methods = [member for member in node.body if isinstance(member, ast.FunctionDef)]
+            names |= {f"{node.name}.{method.name}" for method in methods}
+    return names
 
 
 def test_each_function_on_the_way_exists() -> None:
-    assert [f"{file}:{name}" for file, name, _ in STEPS if name not in functions(PACKAGE / file)] == []
+    assert [f"{file}:{name}" for file, name, _ in STEPS if name not in list_functions(PACKAGE / file)] == []
 
 
 def test_the_way_has_at_most_27_calls_down_and_3_up_as_counted() -> None:
