@@ -17,7 +17,7 @@ from rlctl.grpo.losses.sections import STEP_MISMATCH
 from rlctl.grpo.metric_rows import GENERATED_TOKENS, GREATEST_AGE, PARITY, SAMPLED_TOKENS
 from rlctl.telemetry.clock import STEP_SECONDS
 from rlctl.telemetry.jsonl import Record, Tail, is_sound
-from rlctl.telemetry.metrics import METRIC_ROWS, MetricTable, installed, read_rows
+from rlctl.telemetry.metrics import METRIC_ROWS, MetricTable, installed_rows, read_rows
 from rlctl.telemetry.rollouts_file import newest_group
 from rlctl.utils.process import driver_lives
 from rlctl.utils.safe_text import neutral
@@ -141,7 +141,7 @@ class RunState:
     configured_bound: float = float("inf")  # health.max_token_mult_prob_error
     probed_bound: float | None = None  # bound of the steps after this attempt's probe; None: the configured one
     cuts_distribution: bool = False  # generation.top_p or top_k are set
-    declared: MetricTable = field(default_factory=installed)  # the run's own rows; those installed if it has none
+    declared: MetricTable = field(default_factory=installed_rows)  # the run's own rows; those installed if it has none
 
     @property
     def mismatch_bound(self) -> float:
@@ -355,7 +355,7 @@ class RunReader:
             state.sample = newest_group(self._rollouts) or {}
         if (modified := _modification_time(self._rows)) != self._declared:
             self._declared = modified
-            state.declared = read_rows(self._rows) or installed()
+            state.declared = read_rows(self._rows) or installed_rows()
         unseen = [record for record in metrics if record["time"] > self._newest_metrics]
         self._newest_metrics = max((record["time"] for record in unseen), default=self._newest_metrics)
         for record in [*events[-1:], *metrics[-1:]]:

@@ -101,12 +101,12 @@ LENGTH = Metric("length/mean", "mean response, tokens", chart=_LENGTH, panel=[Pa
 UNIFORM_GROUPS = Metric("groups/uniform", "share of groups whose rewards are all equal", "share", chart=_NOTHING,
     panel=[PanelRow("uniform", 220)])
 GENERATED_TOKENS = Metric("tokens/generated",
-    "generated tokens of the step's rollouts, groups that were replaced included", chart=_TOKENS.at(11))
+    "generated tokens of the step's rollouts, groups that were replaced included", chart=_TOKENS.with_place(11))
 SAMPLED_TOKENS = Metric("tokens/sampled", "tokens that the generator sampled during the step, for this one or a later",
-    chart=_TOKENS.at(13))
+    chart=_TOKENS.with_place(13))
 AGE = Metric("age/mean", "mean age of the trained groups: steps since the weights of their oldest token", chart=_AGE)
 GREATEST_AGE = Metric("age/max", "greatest age of a trained group, never above async.max_trajectory_age_steps",
-    chart=_AGE.at(31))
+    chart=_AGE.with_place(31))
 MIXED_VERSIONS = Metric("age/mixed", "share of rollouts whose tokens come from more than one weight version", "share",
     chart=ReportChart(AGES, "Mixed versions", 40))
 IDLEST_ENGINE = Metric("engines/idle_most",
@@ -119,7 +119,7 @@ DECODE_STEP = Metric("generator/decode_step",
     chart=ReportChart(SPEED, "Step of an engine", 70))
 SLOWEST_ENGINE = Metric("engines/slowest", "number of the slowest engine, N in engine-N")
 REPLACED_GROUPS = Metric("groups/replaced", "those of them in whose place another group was sampled",
-    chart=_GROUPS.at(23))
+    chart=_GROUPS.with_place(23))
 SURPLUS_GROUPS = Metric("groups/surplus", "groups that a synchronous step began ahead of need and put off to the next",
     chart=ReportChart(GROUPS, "Groups put off", 30))
 SURPLUS_TOKENS = Metric("tokens/surplus", "generated tokens of groups that were put off", chart=_UNTRAINED)
@@ -132,7 +132,7 @@ _LEARNING_ROWS = (
     ACCURACY, FAILED_REWARDS, FAILED_SHARE,
     Metric("reward/NAME/mean", "mean of one reward, before its weight",
         chart=ReportChart(LEARNING, "Rewards by name", 30), parts=_rewards),
-    Metric("reward/NAME/failed", "rollouts for which it failed", chart=_FAILED.at(161), parts=_rewards),
+    Metric("reward/NAME/failed", "rollouts for which it failed", chart=_FAILED.with_place(161), parts=_rewards),
     Metric("source/NAME/share", "share of the step's groups whose task is of that source (data.train.sources)",
         "share"),
     Metric("source/NAME/accuracy", "as reward/accuracy, of one source", "share"),
@@ -142,13 +142,13 @@ _LEARNING_ROWS = (
         chart=_ADVANTAGE),
     Metric("advantage/std", "their standard deviation", chart=_ADVANTAGE),
     Metric("advantage/zero", "share of the trained rollouts whose advantage is 0: they teach nothing", "share",
-        chart=_NOTHING.at(101)),
+        chart=_NOTHING.with_place(101)),
     FIRST_CLIPPED, NON_FINITE,
     Metric("rollouts/masked", "rollouts that no update sees, since they were cut at the limit (grpo.overlong.mask)",
         chart=_LEFT_OUT, when=_WITH_MASK),
     LENGTH,
-    Metric("length/p90", "nine in ten responses are no longer, tokens", chart=_LENGTH.at(81)),
-    Metric("length/max", "longest response, tokens", chart=_LENGTH.at(82)),
+    Metric("length/p90", "nine in ten responses are no longer, tokens", chart=_LENGTH.with_place(81)),
+    Metric("length/max", "longest response, tokens", chart=_LENGTH.with_place(82)),
     Metric("length/truncated", "share of responses cut at the limit", "share",
         chart=ReportChart(LEARNING, "Truncated", 90), panel=[PanelRow("truncated", 110)]),
     PARITY,
@@ -157,7 +157,7 @@ _LEARNING_ROWS = (
 )
 _HELD_OUT_ROWS = (
     HELD_OUT_ACCURACY, PASS_AT_K, HELD_OUT_REWARD, HELD_OUT_PROMPTS,
-    Metric("validation/length", "mean held-out response, tokens", chart=_LENGTH.at(83)),
+    Metric("validation/length", "mean held-out response, tokens", chart=_LENGTH.with_place(83)),
     Metric("validation/NAME/share", "share of the held-out groups that are of one source (data.train.sources)",
         "share"),
     Metric("validation/NAME/accuracy", "as validation/accuracy, of one source", "share"),
@@ -170,9 +170,10 @@ _GROUP_ROWS = (
     *rows_where(
         _WITH_FILTER,
         Metric("groups/trained", "groups that the step trained on", chart=_GROUPS),
-        Metric("groups/missing", "places of the step without a group to train on", chart=_GROUPS.at(21),
+        Metric("groups/missing", "places of the step without a group to train on", chart=_GROUPS.with_place(21),
             panel=[PanelRow("missing", 240)]),
-        Metric("groups/filtered", "groups that teach nothing (grpo.dynamic_sampling.filter)", chart=_GROUPS.at(22)),
+        Metric("groups/filtered", "groups that teach nothing (grpo.dynamic_sampling.filter)",
+            chart=_GROUPS.with_place(22)),
         REPLACED_GROUPS, SURPLUS_GROUPS,
         Metric("tokens/filtered", "generated tokens of groups that teach nothing", chart=_UNTRAINED),
         SURPLUS_TOKENS, WASTED_TOKENS,
@@ -183,7 +184,7 @@ _ASYNC_ROWS = (
     Metric("length/sampled_mean", "mean of every response sampled during the step, trained or not yet, tokens"),
     Metric("length/sampled_p90", "nine in ten of those are no longer, tokens"),
     AGE, GREATEST_AGE,
-    Metric("age/token_mean", "mean age of the trained tokens, steps", chart=_AGE.at(32)),
+    Metric("age/token_mean", "mean age of the trained tokens, steps", chart=_AGE.with_place(32)),
     MIXED_VERSIONS,
     Metric("age/groups_K", "trained groups of age K",
         chart=ReportChart(AGES, "Trained groups by age", 10, stacked=True), parts=ages_of_run),

@@ -20,7 +20,7 @@ from rlctl.rewards.scorer import Score
 from rlctl.rollout.types import Rollout, RolloutGroup, Waste
 from rlctl.run.health import ANSWERS, UNSCORED_ANSWERS
 from rlctl.telemetry import throughput
-from rlctl.telemetry.metrics import installed
+from rlctl.telemetry.metrics import installed_rows
 
 GENERATOR_PHASES = ("generation", "refit")
 TRAINER_PHASES = ("train", "log_probs", "refit")
@@ -341,7 +341,7 @@ def update_metrics(updates: Rows[Mapping[str, float]]) -> dict[str, float]:
     for name in dict.fromkeys(chain.from_iterable(measured_updates)):
         updates_with_name = [update for update in measured_updates if name in update]
         values = [update[name] for update in updates_with_name]
-        row = installed().find(name)
+        row = installed_rows().find(name)
         age = MISMATCH_BY_AGE.pattern.fullmatch(name)
         if row and row.over_updates == "first":
             metrics[name] = values[0]

@@ -37,7 +37,7 @@ from rlctl.run.recorder import RunRecorder
 from rlctl.run.run_dir import RunDir, RunDirError, automatic_name
 from rlctl.telemetry.events import EventLog, MetricsLog
 from rlctl.telemetry.jsonl import read_records
-from rlctl.telemetry.metrics import installed, write_rows
+from rlctl.telemetry.metrics import installed_rows, write_rows
 from rlctl.telemetry.trackers.base import open_trackers
 from rlctl.utils.files import Reserve, write_whole
 from rlctl.utils.process import age_s, driver_lives
@@ -280,7 +280,7 @@ def run_session(settled: Settled, resolved: str, resume: Path | None, body: Call
         waits.close()
         metrics.close()
         reserve.release()
-        lost = events.lost + metrics.lost
+        lost = events.num_lost + metrics.num_lost
         if lost:
             reason = f"{reason + '; ' if reason else ''}{lost} records could not be written"
         commands = [session.begin_command] if session.begin_command else []
@@ -318,7 +318,7 @@ def _start_attempt(run_dir: RunDir, resolved: str) -> None:
     """Begin new logs with the config of this attempt, and write the metrics that rlctl declares."""
     run_dir.start_attempt()
     write_whole(run_dir.logs.resolve() / "config.yaml", resolved)
-    write_rows(run_dir.metric_rows, installed().rows)
+    write_rows(run_dir.metric_rows, installed_rows().rows)
 
 
 def _run(session: Session, body: Callable[[Session], None]) -> tuple[int, str, str]:

@@ -12,7 +12,7 @@ from rlctl.preflight.check_recipe import recipe_notes
 from rlctl.preflight.check_trainer import GENERATION, LOG_PROBS
 from rlctl.preflight.declared_columns import users_metrics
 from rlctl.preflight.settled import Settled, SettledGrpo
-from rlctl.telemetry.metrics import Metric, MetricTable, installed
+from rlctl.telemetry.metrics import Metric, MetricTable, installed_rows
 
 # AReaL, arXiv 2505.24298, table 3: with the decoupled objective a lag of up to 4 cost no accuracy.
 WISE_AGE = 4
@@ -150,7 +150,7 @@ def _checkpoint_notes(settled: Settled) -> list[str]:
 def _why_not_measured(settled: Settled, name: str) -> str:
     """Return why such a run does not measure a metric; empty if it does."""
     users_rows = users_metrics(settled.grpo.config) if settled.grpo else []
-    table = MetricTable([*installed().rows, *users_rows])
+    table = MetricTable([*installed_rows().rows, *users_rows])
     metric = table.find(name)
     if metric is None or not _has_part(settled, metric, name):
         measured_names: list[str] = []

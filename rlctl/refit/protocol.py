@@ -11,24 +11,25 @@ _PARTS = ReportChart(WEIGHT_UPDATES, "Parts of the weight update")
 # A table: each row fills its lines.
 # fmt: off
 REFIT_SECONDS = Metric("refit/seconds", "from the trainer's weights to live ones in the slowest engine", "seconds",
-    chart=_UPDATE.at(10))
+    chart=_UPDATE.with_place(10))
 REFIT_STALL = Metric("refit/stall",
     "longest gap between two tokens of a running request beyond its ordinary gap, seconds", "seconds",
-    chart=_UPDATE.at(14))
+    chart=_UPDATE.with_place(14))
 REFIT_REST = Metric("refit/rest", "seconds until a trainer that shares its devices with engines has given memory back",
-    "seconds", chart=_UPDATE.at(11))
-REFIT_WAKE = Metric("refit/wake", "seconds until engines that slept have their memory", "seconds", chart=_UPDATE.at(12))
+    "seconds", chart=_UPDATE.with_place(11))
+REFIT_WAKE = Metric("refit/wake", "seconds until engines that slept have their memory", "seconds",
+    chart=_UPDATE.with_place(12))
 METRICS = rows_where(
     IN_GRPO, REFIT_SECONDS, REFIT_STALL, REFIT_REST, REFIT_WAKE,
     Metric("refit/pause", "seconds in which an engine made weights live (commit) and could sample nothing", "seconds",
-        chart=_UPDATE.at(13)),
+        chart=_UPDATE.with_place(13)),
     Metric("refit/pack", "seconds in which the slowest trainer rank converted and packed weights", "seconds",
-        chart=_PARTS.at(20)),
+        chart=_PARTS.with_place(20)),
     Metric("refit/wire", "seconds in which weights were on their way to the slowest engine; 0 through host memory",
-        "seconds", chart=_PARTS.at(21)),
+        "seconds", chart=_PARTS.with_place(21)),
     Metric("refit/load",
         "seconds in which the slowest engine copied weights to their places; 0 where the wire does that", "seconds",
-        chart=_PARTS.at(22)),
+        chart=_PARTS.with_place(22)),
     Metric("refit/gb_per_s", "bytes delivered to each engine over refit/seconds, GB/s",
         chart=ReportChart(WEIGHT_UPDATES, "Bandwidth, GB/s", 30)),
 )

@@ -20,7 +20,7 @@ from rlctl.telemetry.clock import CHECKPOINT_SECONDS, VALIDATION_SECONDS
 from rlctl.telemetry.events import EventLog, MetricsLog
 from rlctl.telemetry.exact_tokens import without_tokens
 from rlctl.telemetry.jsonl import Record
-from rlctl.telemetry.metrics import Metric, MetricTable, installed, write_rows
+from rlctl.telemetry.metrics import Metric, MetricTable, installed_rows, write_rows
 from rlctl.telemetry.rollouts_file import GroupPurpose, RolloutsFile
 
 
@@ -75,7 +75,7 @@ class RunRecorder:
     def __init__(self, run_dir: RunDir, events: EventLog, metrics: MetricsLog, config: RunConfig) -> None:
         self.events = events
         self._metric_rows = run_dir.metric_rows
-        self._declared = installed()
+        self._declared = installed_rows()
         # Names of metrics that were looked up.
         self._recorded = set[str]()
         telemetry = config.telemetry

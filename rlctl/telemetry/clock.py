@@ -80,7 +80,8 @@ class StepRecorder(StepClock):
 
     def __init__(self, events: EventLog, step: int) -> None:
         super().__init__()
-        self._events, self._step = events, step
+        self._events = events
+        self._step = step
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -92,15 +92,21 @@ class MetricsLog:
         self._refused: set[str] = set()
 
     @property
-    def lost(self) -> int:
+    def num_lost(self) -> int:
         """Number of records that could not be written."""
-        return self._writer.lost
+        return self._writer.num_lost
 
     def write(self, kind: str, step: int, metrics: Mapping[str, Any]) -> None:
-        clean = {name: number for name, value in metrics.items() if (number := self._number(name, value)) is not None}
-        self._writer.write({"kind": kind, "step": step, "time": self._now(), **clean})
+        numbers = dict[str, float | int]()
+        for name, value in metrics.items():
+            number = as_number(value)
+            if number is None:
+                self._warn_once(name, value)
+            else:
+                numbers[name] = number
+        self._writer.write({"kind": kind, "step": step, "time": self._now(), **numbers})
         for tracker in self._trackers:
-            tracker.write(kind, step, clean)
+            tracker.write(kind, step, numbers)
 
     def samples(self, purpose: str, step: int, groups: Sequence[Record]) -> None:
         """Pass groups of rollouts to the trackers."""
@@ -111,13 +117,11 @@ class MetricsLog:
         for tracker in self._trackers:
             tracker.close()
 
-    def _number(self, name: str, value: Any) -> float | int | None:
-        number = as_number(value)
-        if number is None and name not in self._refused:
+    def _warn_once(self, name: str, value: Any) -> None:
+        if name not in self._refused:
             self._refused.add(name)
-            shown = repr(value)
-            self._events.emit("warning", what=f"metric {name} is no finite number and is left out: {shown[:60]}")
-        return number
+            text = repr(value)
+            self._events.emit("warning", what=f"metric {name} is no finite number and is left out: {text[:60]}")
 
 
 def as_number(value: Any) -> float | int | None:

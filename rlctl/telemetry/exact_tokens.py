@@ -95,9 +95,12 @@ class TokenRow:
 def pack(rollouts: Sequence[Sequence[TokenRow]], keys: KeyUse) -> Record:
     """Return the field `exact` of a group. rollouts: the rows of each."""
     rows = list(chain.from_iterable(rollouts))
-    columns = {name: _joined([getattr(row, name) for row in rows], dtype) for name, dtype in _COLUMNS.items()}
-    texts = {name: base64.b64encode(zlib.compress(each, _LEVEL)).decode() for name, each in columns.items()}
-    return {"rows": [[len(row.tokens) for row in each] for each in rollouts], **texts, "keys": keys}
+    texts = dict[str, str]()
+    for name, dtype in _COLUMNS.items():
+        column = b"".join(np.ascontiguousarray(getattr(row, name), dtype).tobytes() for row in rows)
+        texts[name] = base64.b64encode(zlib.compress(column, _LEVEL)).decode()
+    lengths = [[len(row.tokens) for row in rollout_rows] for rollout_rows in rollouts]
+    return {"rows": lengths, **texts, "keys": keys}
 
 
 def unpack(group: Record) -> list[list[TokenRow]] | None:
@@ -106,7 +109,8 @@ def unpack(group: Record) -> list[list[TokenRow]] | None:
         return None
     try:
         exact = group[EXACT]
-        lengths = [int(length) for rollout in exact["rows"] for length in rollout]
+        lengths = [int(length) for length in chain.from_iterable(exact["rows"])]
+        num_tokens = sum(lengths)
         columns = {
             name: np.frombuffer(zlib.decompress(base64.b64decode(exact[name])), dtype)
             for name, dtype in _COLUMNS.items()
@@ -114,20 +118,21 @@ def unpack(group: Record) -> list[list[TokenRow]] | None:
         }
         columns["sampled"] = columns["sampled"].astype(bool)
         columns.setdefault("turns", columns["sampled"].astype(np.int16) - 1)
-        if len(exact["rows"]) != len(group["rollouts"]) or any(len(each) != sum(lengths) for each in columns.values()):
+        has_all_tokens = all(len(column) == num_tokens for column in columns.values())
+        if len(exact["rows"]) != len(group["rollouts"]) or not has_all_tokens:
             raise ValueError("columns and rows differ in length")
     except (KeyError, TypeError, ValueError, binascii.Error, zlib.error) as error:
         raise ValueError(f"{EXACT}: {error}") from None
     cuts = np.cumsum(lengths)[:-1]
-    parts = zip(*(np.split(columns[name], cuts) for name in _COLUMNS))
-    rows = iter([TokenRow(*part) for part in parts])
+    parts = {name: np.split(column, cuts) for name, column in columns.items()}
+    rows = iter([TokenRow(**{name: parts[name][place] for name in _COLUMNS}) for place in range(len(lengths))])
     return [[next(rows) for _ in rollout] for rollout in exact["rows"]]
 
 
 def key_use(group: Record) -> KeyUse | None:
     """Return the fate of keys at a change of weights; None where it was not recorded."""
-    known: dict[Any, KeyUse] = {"kept": "kept", "recomputed": "recomputed", "reused": "reused"}
-    return known.get(str(group.get(EXACT, {}).get("keys")))
+    uses: dict[Any, KeyUse] = {"kept": "kept", "recomputed": "recomputed", "reused": "reused"}
+    return uses.get(str(group.get(EXACT, {}).get("keys")))
 
 
 def without_tokens(group: Record) -> Record:
@@ -159,7 +164,3 @@ def _plain_row(row: TokenRow, use: KeyUse | None) -> Record:
         keys = [[positions.start, positions.stop, version] for positions, version in older.keys]
         older_keys.append([[older.readers.start, older.readers.stop], keys])
     return {**row.plain(), "older_keys": older_keys}
-
-
-def _joined(parts: Sequence[NDArray[Any]], dtype: str) -> bytes:
-    return b"".join(np.ascontiguousarray(part, dtype).tobytes() for part in parts)

@@ -29,7 +29,7 @@ class JsonlWriter:
         self._path = path
         self._lock = threading.Lock()
         # Number of records that could not be written.
-        self.lost = 0
+        self.num_lost = 0
         self._torn = _ends_mid_line(path)
 
     def write(self, record: Record) -> None:
@@ -41,8 +41,8 @@ class JsonlWriter:
                 self._torn = False
             except OSError as error:
                 self._torn = True
-                self.lost += 1
-                if self.lost == 1:
+                self.num_lost += 1
+                if self.num_lost == 1:
                     print(f"warning: cannot write {self._path}: {error.strerror}; the run goes on", file=sys.stderr)
 
     def _append(self, data: bytes) -> None:
@@ -77,7 +77,9 @@ class Tail:
         except OSError:
             return []
         if status.st_ino != self._inode or status.st_size < self._offset:
-            self._inode, self._offset, self.damaged = status.st_ino, 0, 0
+            self._inode = status.st_ino
+            self._offset = 0
+            self.damaged = 0
         if status.st_size == self._offset:
             return []
         with self._path.open("rb") as file:
@@ -117,16 +119,17 @@ def damaged_lines(path: Path) -> int:
     return _count_lines(complete) - sum(1 for _ in _parse(complete))
 
 
-def is_sound(record: Record, needed: Iterable[str] = ()) -> bool:
-    """Return True if a record has the `needed` numbers, and each of its fields that readers know has its type.
+def is_sound(record: Record, keys: Iterable[str] = ()) -> bool:
+    """Return True if a record has all of `keys`, and each of its fields that readers know has its type.
 
     A number is finite and below 1e18, as every count and every time is.
     """
-    if any(name not in record for name in needed):
+    if any(key not in record for key in keys):
         return False
-    texts = all(isinstance(record.get(name, ""), str) for name in _TEXTS)
-    numbers = all(_is_number(record[name]) for name in _NUMBERS if name in record)
-    return texts and numbers and all(_is_number(each) for each in record.values() if isinstance(each, (int, float)))
+    has_texts = all(isinstance(record.get(key, ""), str) for key in _TEXTS)
+    has_numbers = all(_is_number(record[key]) for key in _NUMBERS if key in record)
+    numbers = [value for value in record.values() if isinstance(value, (int, float))]
+    return has_texts and has_numbers and all(map(_is_number, numbers))
 
 
 def _is_number(value: Any) -> bool:

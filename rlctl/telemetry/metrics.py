@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, fields, replace
 from functools import cache
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -52,7 +53,7 @@ class ReportChart:
     # Areas one above the other instead of lines; a chart for each run.
     stacked: bool = False
 
-    def at(self, place: int) -> "ReportChart":
+    def with_place(self, place: int) -> "ReportChart":
         """Return the same chart, with another place for a metric in it."""
         return replace(self, place=place)
 
@@ -175,9 +176,10 @@ class MetricTable:
 
 
 @cache
-def installed() -> MetricTable:
+def installed_rows() -> MetricTable:
     """Return the rows of the installed rlctl."""
-    return MetricTable(row for module in METRICS for row in import_module(module).METRICS)
+    modules = map(import_module, METRICS)
+    return MetricTable(chain.from_iterable(module.METRICS for module in modules))
 
 
 def rows_problem(rows: object) -> str:
@@ -196,7 +198,7 @@ def write_rows(path: Path, rows: Iterable[Metric]) -> None:
 def as_record(row: Metric) -> dict[str, Any]:
     """Return a row as plain containers, without the rules for the settled config."""
     chart = asdict(row.chart) if row.chart else None
-    panel = [asdict(each) for each in row.panel]
+    panel = [asdict(panel_row) for panel_row in row.panel]
     return {"name": row.name, "meaning": row.meaning, "unit": row.unit, "chart": chart, "panel": panel}
 
 
@@ -207,13 +209,13 @@ def from_record(record: dict[str, Any]) -> Metric:
         name=str(record["name"]),
         meaning=str(record["meaning"]),
         unit=record["unit"],
-        chart=None if chart is None else ReportChart(**_known(ReportChart, chart)),
-        panel=tuple(PanelRow(**_known(PanelRow, each)) for each in record["panel"]),
+        chart=None if chart is None else ReportChart(**_drop_unknown_fields(chart, ReportChart)),
+        panel=tuple(PanelRow(**_drop_unknown_fields(panel_row, PanelRow)) for panel_row in record["panel"]),
     )
 
 
-def _known(kind: type[Any], record: dict[str, Any]) -> dict[str, Any]:
-    names = {each.name for each in fields(kind)}
+def _drop_unknown_fields(record: dict[str, Any], kind: type[Any]) -> dict[str, Any]:
+    names = {field.name for field in fields(kind)}
     return {name: value for name, value in record.items() if name in names}
 
 

@@ -31,7 +31,8 @@ class ResourceMonitor:
     """Source of memory/*_gib: the largest process's peak device memory, on a CPU its resident memory."""
 
     def __init__(self, device: str, sources: dict[str, Ask], now: Callable[[], float] = time.monotonic) -> None:
-        self._sources, self._now = sources, now
+        self._sources = sources
+        self._now = now
         self._utilization = utilization_meter(device)
         self._next = now()
 
@@ -42,11 +43,10 @@ class ResourceMonitor:
         self._next = self._now() + EVERY_S
         import psutil
 
-        held = {
-            name: max((each["device_peak"] or each["host_rss"] for each in ask()), default=0.0)
-            for name, ask in self._sources.items()
-        }
-        metrics = {f"memory/{name}_gib": size / GIB for name, size in held.items()}
+        metrics = dict[str, float]()
+        for name, ask in self._sources.items():
+            sizes = [memory["device_peak"] or memory["host_rss"] for memory in ask()]
+            metrics[f"memory/{name}_gib"] = max(sizes, default=0.0) / GIB
         metrics["memory/driver_gib"] = psutil.Process().memory_info().rss / GIB
         used = self._utilization()
         return metrics if math.isnan(used) else metrics | {UTILIZATION.name: used}

@@ -39,7 +39,9 @@ class RolloutsFile:
     """
 
     def __init__(self, path: Path, max_bytes: int, emit: Callable[..., None]) -> None:
-        self._path, self._max_bytes, self._emit = path, max_bytes, emit
+        self._path = path
+        self._max_bytes = max_bytes
+        self._emit = emit
         self._writer = JsonlWriter(path)
         # Bytes of the groups in the file. They are counted at the first write: a resume may cut the file before.
         self._bytes: int | None = None
@@ -59,31 +61,33 @@ class RolloutsFile:
             self._writer.write({**head, **record})
         self._bytes += self._size() - before
         if self._bytes > self._max_bytes:
-            self._thin()
+            self._thin_out()
 
     def _size(self) -> int:
         return self._path.stat().st_size if self._path.exists() else 0
 
-    def _thin(self) -> None:
+    def _thin_out(self) -> None:
         """Leave out the groups of every second step until the others fit."""
-        places, sizes = _places(self._path), Counter[int]()
+        places = _places(self._path)
+        # Bytes of each step's groups.
+        sizes = Counter[int]()
         for place in places:
             sizes[place.step] += place.length
         steps = sorted(sizes)
         while sum(sizes[step] for step in steps) > self._max_bytes:
-            # The first and the newest stay while two do; of one that is too large alone nothing stays.
+            # The first and the newest stay while two do. A single step that is too large does not stay.
             steps = [steps[0], *steps[:0:-2][::-1]] if len(steps) > 2 else steps[1:]
-        kept = set(steps)
+        remaining_steps = set(steps)
         try:
-            _rewrite(self._path, {place.offset for place in places if place.step not in kept})
+            _rewrite(self._path, {place.offset for place in places if place.step not in remaining_steps})
         except OSError:  # A full disk: the next step tries again.
             return
         self._bytes = sum(sizes[step] for step in steps)
         if not self._warned:
             self._warned = True
-            what = f"{self._path.name}: groups took more than {self._max_bytes / 2**20:g} MiB"
-            thinned = "those of every second step are left out, now and each time it happens again"
-            self._emit("warning", what=f"{what} (telemetry.rollouts_limit_mib): {thinned}")
+            excess = f"{self._path.name}: groups took more than {self._max_bytes / 2**20:g} MiB"
+            remedy = "those of every second step are left out, now and each time it happens again"
+            self._emit("warning", what=f"{excess} (telemetry.rollouts_limit_mib): {remedy}")
 
 
 @dataclass(frozen=True)
@@ -111,14 +115,23 @@ def index(path: Path) -> list[GroupPlace]:
 
 def _places(path: Path) -> list[GroupPlace]:
     """Return the place of each group that was written whole, superseded ones too."""
-    places, offset = [], 0
+    places = []
+    offset = 0
     try:
         with path.open("rb") as file:
             for line in file:
                 if (head := _HEAD.match(line)) and line.endswith(b"\n"):
                     with suppress(ValueError):  # no JSON string, or a number of thousands of digits
                         task = json.loads(head[3])
-                        places.append(GroupPlace(int(head[1]), head[2].decode(), task, offset, len(line)))
+                        places.append(
+                            GroupPlace(
+                                step=int(head[1]),
+                                purpose=head[2].decode(),
+                                task=task,
+                                offset=offset,
+                                length=len(line),
+                            )
+                        )
                 offset += len(line)
     except FileNotFoundError:
         pass
@@ -130,7 +143,7 @@ def read_groups(path: Path, places: Sequence[GroupPlace]) -> Iterator[Record]:
     with path.open("rb") as file:
         for place in places:
             file.seek(place.offset)
-            if group := _group(file.read(place.length)):
+            if group := _parse_group(file.read(place.length)):
                 yield group
 
 
@@ -144,7 +157,7 @@ def newest_group(path: Path) -> Record | None:
                 file.seek(max(0, size - count))
                 lines = file.read(count).split(b"\n")[:-1]
                 for line in reversed(lines):
-                    if _HEAD.match(line) and (group := _group(line)):
+                    if _HEAD.match(line) and (group := _parse_group(line)):
                         return group
                 if count >= min(size, _NEWEST_BYTES):
                     return None
@@ -153,13 +166,17 @@ def newest_group(path: Path) -> Record | None:
         return None
 
 
-def _group(line: bytes) -> Record | None:
+def _parse_group(line: bytes) -> Record | None:
+    """Return the group of a line; None if the line is damaged."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    whole = isinstance(record, dict) and record.get("kind") == "group" and isinstance(record.get("rollouts"), list)
-    return record if whole and all(isinstance(each, dict) for each in record["rollouts"]) else None
+    if not isinstance(record, dict) or record.get("kind") != "group":
+        return None
+    rollouts = record.get("rollouts")
+    is_sound = isinstance(rollouts, list) and all(isinstance(rollout, dict) for rollout in rollouts)
+    return record if is_sound else None
 
 
 def _rewrite(path: Path, left_out: set[int]) -> None:

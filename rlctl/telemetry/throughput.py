@@ -7,6 +7,7 @@ passed.
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from rlctl.telemetry.clock import GENERATION_SECONDS, STEP_SECONDS, TRAIN_SECONDS, productive_seconds
@@ -89,8 +90,8 @@ class TrainingFlops:
 
     def per_token(self, length: float) -> float:
         """Return the FLOPs that a token of sequences of this length needs."""
-        each = 4.0 if self.adapters else 6.0
-        return each * self.parameters + 6.0 * self.adapters + self._attention(length)
+        flops_per_weight = 4.0 if self.adapters else 6.0
+        return flops_per_weight * self.parameters + 6.0 * self.adapters + self._attention(length)
 
     def full_per_token(self, length: float) -> float:
         """Return them as if every weight were trained."""
@@ -101,10 +102,11 @@ class TrainingFlops:
 
         training: tokens/s/device.
         """
-        share, full = (mfu(training, flops, device) for flops in (self.per_token(length), self.full_per_token(length)))
-        if share is None or full is None:
+        share = mfu(training, self.per_token(length), device)
+        full_share = mfu(training, self.full_per_token(length), device)
+        if share is None or full_share is None:
             return {}
-        return {MFU.name: share} | ({MFU_6N.name: full} if self.adapters else {})
+        return {MFU.name: share} | ({MFU_6N.name: full_share} if self.adapters else {})
 
     def _attention(self, length: float) -> float:
         return sum(12.0 * width * min(length, window or length) for width, window in self.attention)
@@ -155,7 +157,7 @@ def _rate(tokens: int, seconds: float, devices: int) -> float:
 def split(steps: Sequence[Mapping[str, Any]]) -> list[tuple[str, float]]:
     """Return (phase, share of all steps' wall time), largest first, from step records with `time/*`."""
     wall = sum(float(record.get(STEP_SECONDS.name, 0.0)) for record in steps)
-    names = {name for record in steps for name in record if name.startswith("time/")} - {STEP_SECONDS.name}
-    sums = {name: sum(float(record.get(name, 0.0)) for record in steps) for name in names}
+    phases = {name for name in chain.from_iterable(steps) if name.startswith("time/")} - {STEP_SECONDS.name}
+    sums = {name: sum(float(record.get(name, 0.0)) for record in steps) for name in phases}
     shares = [(name.removeprefix("time/"), seconds / wall if wall > 0 else 0.0) for name, seconds in sums.items()]
     return sorted(shares, key=lambda pair: (-pair[1], pair[0]))

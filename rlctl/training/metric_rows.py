@@ -16,7 +16,8 @@ METRICS = (
     Metric("offload/to_host_gb",
         "optimizer state and other state that a trainer rank moved to the host in the step, GB", chart=_OFFLOADED,
         over_updates="sum"),
-    Metric("offload/to_device_gb", "the same back to the device, GB", chart=_OFFLOADED.at(51), over_updates="sum"),
+    Metric("offload/to_device_gb", "the same back to the device, GB", chart=_OFFLOADED.with_place(51),
+        over_updates="sum"),
     Metric("offload/seconds", "seconds of those copies; computing goes on during some of them", "seconds",
         chart=ReportChart(WEIGHT_UPDATES, "Offloading, seconds", 40), over_updates="sum"),
 )

@@ -146,7 +146,7 @@ IMPORTANCE = Metric("importance/mean", "mean of proximal / rollout before it is 
     chart=_WEIGHTS, when=_WITH_WEIGHTS)
 CLIPPED_LOW = Metric("ratio/clipped_low", "share of tokens clipped below", "share", chart=_CLIPPED,
     panel=[PanelRow("clip low", 200)])
-CLIPPED_HIGH = Metric("ratio/clipped_high", "share of tokens clipped above", "share", chart=_CLIPPED.at(131),
+CLIPPED_HIGH = Metric("ratio/clipped_high", "share of tokens clipped above", "share", chart=_CLIPPED.with_place(131),
     panel=[PanelRow("clip high", 210)])
 MISMATCH_BY_AGE = Metric("mismatch/age_K", "as mismatch/token_mult_prob_error, over tokens of age K", "factor",
     chart=ReportChart(MISMATCH, "Mismatch by age", 20), parts=ages_of_run)
@@ -157,7 +157,7 @@ METRICS = rows_where(
     Metric("loss/entropy", "entropy, nats a token", chart=ReportChart(LEARNING, "Entropy", 70),
         panel=[PanelRow("entropy", 190)]),
     Metric("ratio/mean", "mean of policy / old policy", chart=_RATIO),
-    Metric("ratio/max", "greatest policy / old policy of a token", chart=_RATIO.at(141)),
+    Metric("ratio/max", "greatest policy / old policy of a token", chart=_RATIO.with_place(141)),
     CLIPPED_LOW, CLIPPED_HIGH, STEP_MISMATCH, MISMATCH_KL,
     *rows_where(IN_ASYNC, MISMATCH_BY_AGE, AGE_SHARE),
     IMPORTANCE,

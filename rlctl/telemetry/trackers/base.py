@@ -30,7 +30,8 @@ from rlctl.utils.user_code import load_object, users_place
 _LONGEST_PAUSE_S = 300.0
 # Causes that are warned of, each once; further ones are counted.
 _MOST_CAUSES = 5
-_NUMBERS, _ROLLOUTS = "numbers", "rollouts"
+_NUMBERS = "numbers"
+_ROLLOUTS = "rollouts"
 _FILES = {_NUMBERS: "metrics.jsonl", _ROLLOUTS: "rollouts.jsonl"}
 
 
@@ -54,17 +55,20 @@ class _Attempts:
     """Failures in a row of one call, and the pause after them."""
 
     def __init__(self, now: Callable[[], float]) -> None:
-        self._now, self._failures, self._until = now, 0, 0.0
+        self._now = now
+        self._failures = 0
+        # Time at which the pause ends.
+        self._until = 0.0
 
     @property
-    def due(self) -> bool:
+    def is_due(self) -> bool:
         """True unless a pause is going on."""
         return self._now() >= self._until
 
-    def succeeded(self) -> None:
+    def note_success(self) -> None:
         self._failures = 0
 
-    def failed(self) -> None:
+    def note_failure(self) -> None:
         """Begin the next pause: none after the first failure, so that one bad value costs no other."""
         if self._failures:
             self._until = self._now() + min(2.0 ** min(self._failures - 1, 30), _LONGEST_PAUSE_S)
@@ -78,22 +82,24 @@ class Guarded:
         self, name: str, make: Callable[[], Any], events: EventLog, now: Callable[[], float] = time.monotonic
     ) -> None:
         """make: starts the tracker, now and again after a failure."""
-        self._name, self._make, self._events = name, make, events
+        self._name = name
+        self._make = make
+        self._events = events
         self._tracker: Any = None
         self._missing = False
         # Starting, numbers and groups fail independently of each other.
-        self._attempts = {what: _Attempts(now) for what in ("start", _NUMBERS, _ROLLOUTS)}
+        self._attempts = {call: _Attempts(now) for call in ("start", _NUMBERS, _ROLLOUTS)}
         self._skipped: Counter[str] = Counter()
         self._causes: set[str] = set()
         self._try_start()
 
     def write(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
-        self._pass(_NUMBERS, f"{kind} {step}", lambda: self._tracker.write(kind, step, metrics))
+        self._try_call(_NUMBERS, f"{kind} {step}", lambda: self._tracker.write(kind, step, metrics))
 
     def samples(self, purpose: str, step: int, groups: Sequence[Record]) -> None:
         """Pass groups of rollouts on to a tracker that takes them."""
         if self._tracker is None or hasattr(self._tracker, "samples"):
-            self._pass(_ROLLOUTS, f"{purpose} {step}", lambda: self._tracker.samples(purpose, step, groups))
+            self._try_call(_ROLLOUTS, f"{purpose} {step}", lambda: self._tracker.samples(purpose, step, groups))
 
     def close(self) -> None:
         """Close the tracker, and say how many records it missed."""
@@ -104,45 +110,48 @@ class Guarded:
             self._warn(error, "at its end; its last records may be missing there")
         if not hasattr(self._tracker, "samples"):
             del self._skipped[_ROLLOUTS]
-        for what, count in self._skipped.items():
+        for kind, count in self._skipped.items():
             self._events.emit(
-                "warning", what=f"{self._name} missed the {what} of {count} records; {_FILES[what]} has them"
+                "warning", what=f"{self._name} missed the {kind} of {count} records; {_FILES[kind]} has them"
             )
 
     def _try_start(self) -> bool:
         """Start the tracker where that is due; return True if it is started."""
         attempts = self._attempts["start"]
-        if self._tracker is None and not self._missing and attempts.due:
+        if self._tracker is None and not self._missing and attempts.is_due:
             try:
                 self._tracker = self._make()
             except Exception as error:
-                attempts.failed()
+                attempts.note_failure()
                 self._missing = isinstance(error, ImportError)
                 hint = f"; pip install 'rlctl[{self._name}]'" if self._missing and self._name in TRACKERS else ""
-                after = f"it is off{hint}" if self._missing else "it is started again with the next records"
-                self._warn(error, f"at its start; {after}")
+                remedy = f"it is off{hint}" if self._missing else "it is started again with the next records"
+                self._warn(error, f"at its start; {remedy}")
         return self._tracker is not None
 
-    def _pass(self, what: str, which: str, call: Callable[[], None]) -> None:
-        """Make a call that is due; count it as skipped where it is not, or fails. which: the record, for a person."""
-        attempts = self._attempts[what]
-        if not self._try_start() or not attempts.due:
-            self._skipped[what] += 1
+    def _try_call(self, kind: str, record: str, call: Callable[[], None]) -> None:
+        """Make a call that is due. Count the record as skipped if the call is not due, or fails.
+
+        kind: numbers or rollouts. record: its name for a person.
+        """
+        attempts = self._attempts[kind]
+        if not self._try_start() or not attempts.is_due:
+            self._skipped[kind] += 1
             return
         try:
             call()
-            attempts.succeeded()
+            attempts.note_success()
         except Exception as error:
-            attempts.failed()
-            self._skipped[what] += 1
-            self._warn(error, f"the {what} of {which} are skipped there, and counted; the next are tried")
+            attempts.note_failure()
+            self._skipped[kind] += 1
+            self._warn(error, f"the {kind} of {record} are skipped there, and counted; the next are tried")
 
-    def _warn(self, error: Exception, what: str) -> None:
+    def _warn(self, error: Exception, consequence: str) -> None:
         """Warn once of a cause: a kind of error, with a text that differs in more than its numbers."""
-        said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        text = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         if ":" in self._name and (place := users_place(error)):
-            said = f"{said} at {place}"
-        cause = re.sub(r"\d+", "0", said)
+            text = f"{text} at {place}"
+        cause = re.sub(r"\d+", "0", text)
         if cause not in self._causes and len(self._causes) < _MOST_CAUSES:
             self._causes.add(cause)
-            self._events.emit("warning", what=f"{self._name} failed: {said}: {what}")
+            self._events.emit("warning", what=f"{self._name} failed: {text}: {consequence}")

@@ -13,7 +13,8 @@ from rlctl.telemetry.jsonl import Record
 from rlctl.telemetry.trackers.text import as_text, flat
 
 # MLflow refuses longer values, and more parameters a call.
-_LONGEST_VALUE, _MOST_PARAMS = 6000, 100
+_LONGEST_VALUE = 6000
+_MOST_PARAMS = 100
 _TAG = "rlctl.run"
 
 
@@ -24,13 +25,13 @@ class MLflow:
         run = run.resolve()
         uri = uri or os.environ.get("MLFLOW_TRACKING_URI")
         self._client = MlflowClient(uri or f"sqlite:///{run / 'mlflow.db'}")
-        found = self._client.get_experiment_by_name(experiment)
-        if found is None:
+        existing = self._client.get_experiment_by_name(experiment)
+        if existing is None:
             artifacts = None if uri else (run / "mlflow-artifacts").as_uri()
-            number = self._client.create_experiment(experiment, artifact_location=artifacts)
+            experiment_id = self._client.create_experiment(experiment, artifact_location=artifacts)
         else:
-            number = found.experiment_id
-        self._run = self._find(number, str(run)) or self._create(number, run, config)
+            experiment_id = existing.experiment_id
+        self._run = self._find_run(experiment_id, str(run)) or self._create_run(experiment_id, run, config)
 
     def write(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)
@@ -44,20 +45,21 @@ class MLflow:
     def close(self) -> None:
         self._client.set_terminated(self._run)
 
-    def _find(self, experiment: str, run: str) -> str | None:
+    def _find_run(self, experiment_id: str, run: str) -> str | None:
         """Return the id of the run that an earlier attempt made."""
         # A path with a quote in it cannot be asked for; such a run is simply made again.
         if "'" in run:
             return None
-        runs = self._client.search_runs([experiment], f"tags.`{_TAG}` = '{run}'", max_results=1)
+        runs = self._client.search_runs([experiment_id], f"tags.`{_TAG}` = '{run}'", max_results=1)
         if not runs:
             return None
         self._client.update_run(runs[0].info.run_id, status="RUNNING")
         return str(runs[0].info.run_id)
 
-    def _create(self, experiment: str, run: Path, config: Mapping[str, Any]) -> str:
-        made = self._client.create_run(experiment, run_name=run.name, tags={_TAG: str(run)}).info.run_id
+    def _create_run(self, experiment_id: str, run: Path, config: Mapping[str, Any]) -> str:
+        created = self._client.create_run(experiment_id, run_name=run.name, tags={_TAG: str(run)})
+        run_id = str(created.info.run_id)
         params = [Param(key, str(value)[:_LONGEST_VALUE]) for key, value in flat(config)]
         for start in range(0, len(params), _MOST_PARAMS):
-            self._client.log_batch(made, params=params[start : start + _MOST_PARAMS])
-        return str(made)
+            self._client.log_batch(run_id, params=params[start : start + _MOST_PARAMS])
+        return run_id

@@ -11,19 +11,25 @@ COLUMNS = ("step", "task", "rollout", "prompt", "answer", "text", "reward", "adv
 
 def rows(step: int, groups: Sequence[Record]) -> list[list[Any]]:
     """Return a row of `COLUMNS` for each rollout."""
-    return [
-        [
-            *(step, group["task"], one.get("index"), group.get("prompt"), group.get("answer"), text_of(one)),
-            *(one.get(key) for key in ("reward", "advantage", "finish", "tokens")),
-        ]
-        for group in groups
-        for one in group["rollouts"]
-    ]
+    table: list[list[Any]] = []
+    for group in groups:
+        for rollout in group["rollouts"]:
+            cells = {
+                "step": step,
+                "task": group["task"],
+                "rollout": rollout.get("index"),
+                "prompt": group.get("prompt"),
+                "answer": group.get("answer"),
+                "text": text_of(rollout),
+            }
+            cells |= {key: rollout.get(key) for key in ("reward", "advantage", "finish", "tokens")}
+            table.append([cells[column] for column in COLUMNS])
+    return table
 
 
 def as_text(groups: Sequence[Record]) -> str:
     """Return groups as a person reads them: the prompt, then each rollout below its reward and advantage."""
-    return "\n\n".join("\n".join(_lines(group)) for group in groups)
+    return "\n\n".join(_group_text(group) for group in groups)
 
 
 def text_of(rollout: Record) -> str:
@@ -42,11 +48,14 @@ def flat(config: Mapping[str, Any], key: str = "") -> Iterator[tuple[str, Any]]:
             yield full, value
 
 
-def _lines(group: Record) -> Iterator[str]:
+def _group_text(group: Record) -> str:
     outcome = f", {group['outcome']}" if group.get("outcome") else ""
-    yield f"=== {group['task']}{outcome}, answer {group.get('answer')}"
-    yield str(group.get("prompt", ""))
-    for one in group["rollouts"]:
-        worth = ", ".join(f"{key} {one[key]:.3g}" for key in ("reward", "advantage") if one.get(key) is not None)
-        yield f"--- {one.get('index')}: {worth or 'no reward'}, {one.get('tokens')} tokens, {one.get('finish')}"
-        yield text_of(one)
+    lines = [f"=== {group['task']}{outcome}, answer {group.get('answer')}", str(group.get("prompt", ""))]
+    for rollout in group["rollouts"]:
+        scores = [f"{key} {rollout[key]:.3g}" for key in ("reward", "advantage") if rollout.get(key) is not None]
+        score_text = ", ".join(scores) or "no reward"
+        lines.append(
+            f"--- {rollout.get('index')}: {score_text}, {rollout.get('tokens')} tokens, {rollout.get('finish')}"
+        )
+        lines.append(text_of(rollout))
+    return "\n".join(lines)

@@ -21,7 +21,7 @@ from rlctl.dashboard.state import read_state
 from rlctl.preflight.load import load
 from rlctl.run.run_dir import RunDir
 from rlctl.telemetry.events import EventLog
-from rlctl.telemetry.metrics import LEARNING, OTHERS, Metric, PanelRow, ReportChart, installed, write_rows
+from rlctl.telemetry.metrics import LEARNING, OTHERS, Metric, PanelRow, ReportChart, installed_rows, write_rows
 from rlctl.telemetry.rollouts_file import RolloutsFile
 from tests.unit.dashboard.synthetic import async_metrics, step_metrics, write_run
 
@@ -295,7 +295,7 @@ def test_metrics_of_a_users_part_are_shown_as_the_runs_own_rows_say(tmp_path: Pa
     )
     recorded = {"gate/mean": 0.25, "gate/spread": 0.5}
     run = write_run(tmp_path, "a", metrics=lambda step: {**step_metrics(step), **recorded})
-    write_rows(run.metric_rows, [*installed().rows, gate])
+    write_rows(run.metric_rows, [*installed_rows().rows, gate])
     state = read_state(run.path)
     (chart,) = (chart for chart in charts_of([state]) if chart.title == "Gate")
     assert (chart.section, chart.unit, chart.meanings) == (LEARNING, "share", {"gate/mean": "mean of the gate"})
@@ -313,6 +313,6 @@ def test_metrics_of_a_users_part_are_shown_as_the_runs_own_rows_say(tmp_path: Pa
 def test_a_run_without_rows_of_its_own_has_those_installed(tmp_path: Path) -> None:
     run = write_run(tmp_path, "old")
     assert not run.metric_rows.exists()
-    assert read_state(run.path).declared is installed()
+    assert read_state(run.path).declared is installed_rows()
     run.metric_rows.write_text("[")
-    assert read_state(run.path).declared is installed()
+    assert read_state(run.path).declared is installed_rows()

@@ -8,6 +8,8 @@ from rlctl.telemetry.clock import StepClock, productive_seconds
 
 
 class HandClock:
+    """A clock that a test sets."""
+
     def __init__(self) -> None:
         self.now = 100.0
 
@@ -16,18 +18,18 @@ class HandClock:
 
 
 @pytest.fixture
-def hand() -> HandClock:
+def hand_clock() -> HandClock:
     return HandClock()
 
 
-def test_phases_idle_and_other_sum_to_the_step(hand: HandClock) -> None:
-    clock = StepClock(hand)
+def test_phases_idle_and_other_sum_to_the_step(hand_clock: HandClock) -> None:
+    clock = StepClock(hand_clock)
     for name, seconds in (("generation", 3.0), ("train", 2.0), ("generation", 0.5)):
-        hand.now += 0.25
+        hand_clock.now += 0.25
         with clock.phase(name):
-            hand.now += seconds
+            hand_clock.now += seconds
     with clock.phase("idle_trainer"):
-        hand.now += 1.0
+        hand_clock.now += 1.0
     times = clock.finish()
     assert times == {
         "time/generation": 3.5,
@@ -48,19 +50,19 @@ def test_the_sum_holds_on_the_real_clock() -> None:
     assert math.fsum(times.values()) == pytest.approx(wall, rel=1e-12)
 
 
-def test_nesting_is_an_error_that_names_both(hand: HandClock) -> None:
-    clock = StepClock(hand)
+def test_nesting_is_an_error_that_names_both(hand_clock: HandClock) -> None:
+    clock = StepClock(hand_clock)
     with pytest.raises(RuntimeError, match="phase b begins inside a"), clock.phase("a"), clock.phase("b"):
         pass
 
 
-def test_a_phase_that_fails_is_counted_and_closed(hand: HandClock) -> None:
-    clock = StepClock(hand)
+def test_a_phase_that_fails_is_counted_and_closed(hand_clock: HandClock) -> None:
+    clock = StepClock(hand_clock)
     with pytest.raises(ValueError), clock.phase("a"):
-        hand.now += 1.0
+        hand_clock.now += 1.0
         raise ValueError
     with clock.phase("b"):
-        hand.now += 2.0
+        hand_clock.now += 2.0
     assert clock.finish() == {"time/a": 1.0, "time/b": 2.0, "time/other": 0.0, "time/step": 3.0}
 
 

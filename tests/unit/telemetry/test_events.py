@@ -41,19 +41,19 @@ def test_a_value_that_is_no_finite_number_is_one_warning_a_name(events: EventLog
 
 
 def test_trackers_get_what_was_written(events: EventLog, tmp_path: Path) -> None:
-    got: list[tuple[str, int, dict[str, float]]] = []
+    writes: list[tuple[str, int, dict[str, float]]] = []
 
     class Recorder:
         def write(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
-            got.append((kind, step, dict(metrics)))
+            writes.append((kind, step, dict(metrics)))
 
         def close(self) -> None:
-            got.append(("closed", 0, {}))
+            writes.append(("closed", 0, {}))
 
     log = MetricsLog(tmp_path / "m.jsonl", events, [Recorder()])
     log.write("validation", 2, {"validation/accuracy": 0.5, "bad": None})
     log.close()
-    assert got == [("validation", 2, {"validation/accuracy": 0.5}), ("closed", 0, {})]
+    assert writes == [("validation", 2, {"validation/accuracy": 0.5}), ("closed", 0, {})]
 
 
 @pytest.mark.parametrize(

@@ -43,9 +43,9 @@ def test_a_replaced_file_is_read_from_its_beginning(tmp_path: Path) -> None:
     path.write_text('{"a": 1}\n{"a": 2}\n')
     tail = Tail(path)
     tail.read()
-    new = tmp_path / "new"
-    new.write_text('{"a": 1}\n{"a": 7}\n{"a": 8}\n')
-    new.replace(path)
+    new_file = tmp_path / "new"
+    new_file.write_text('{"a": 1}\n{"a": 7}\n{"a": 8}\n')
+    new_file.replace(path)
     assert tail.read() == [{"a": 1}, {"a": 7}, {"a": 8}]
 
 
@@ -62,10 +62,12 @@ def test_a_full_disk_is_one_warning_and_no_error(capfd: pytest.CaptureFixture[st
 
 def test_records_of_many_threads_do_not_mix(tmp_path: Path) -> None:
     writer = JsonlWriter(tmp_path / "a.jsonl")
-    threads = [
-        threading.Thread(target=lambda n=n: [writer.write({"n": n, "text": "x" * 500}) for _ in range(50)])
-        for n in range(4)
-    ]
+
+    def write_records(number: int) -> None:
+        for _ in range(50):
+            writer.write({"number": number, "text": "x" * 500})
+
+    threads = [threading.Thread(target=write_records, args=[number]) for number in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -55,10 +55,11 @@ def test_a_frozen_weight_costs_4_and_an_adapters_6() -> None:
 
 
 def test_a_run_with_adapters_records_both_shares() -> None:
-    whole, adapted = TrainingFlops(10**9, ()), TrainingFlops(10**9, (), 10**6)
-    assert whole.metrics(1000, 10, "cpu") == adapted.metrics(1000, 10, "cpu") == {}
-    assert whole.metrics(1000, 10, "NVIDIA H100") == {"throughput/mfu": pytest.approx(6e12 / PEAK_FLOPS["H100"])}
-    assert adapted.metrics(1000, 10, "NVIDIA H100") == {
+    all_weights = TrainingFlops(10**9, ())
+    with_adapters = TrainingFlops(10**9, (), 10**6)
+    assert all_weights.metrics(1000, 10, "cpu") == with_adapters.metrics(1000, 10, "cpu") == {}
+    assert all_weights.metrics(1000, 10, "NVIDIA H100") == {"throughput/mfu": pytest.approx(6e12 / PEAK_FLOPS["H100"])}
+    assert with_adapters.metrics(1000, 10, "NVIDIA H100") == {
         "throughput/mfu": pytest.approx(4.006e12 / PEAK_FLOPS["H100"]),
         "throughput/mfu_6n": pytest.approx(6.006e12 / PEAK_FLOPS["H100"]),
     }

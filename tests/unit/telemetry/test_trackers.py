@@ -1,7 +1,8 @@
 """Trackers get the numbers and can do no harm."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -11,14 +12,17 @@ from rlctl.run.run_dir import RunDir
 from rlctl.telemetry.events import EventLog
 from rlctl.telemetry.jsonl import read_records
 from rlctl.telemetry.trackers.base import Guarded, open_trackers
+from tests.unit.telemetry.test_clock import HandClock
 
+# Code of a user's tracker.
 NOTES = """
 class Notes:
     def __init__(self, run, config, prefix):
-        self.file, self.line = run / "notes", prefix + config["a"]
+        self.file = run / "notes"
+        self.beginning = prefix + config["a"]
 
     def write(self, kind, step, metrics):
-        self.file.write_text(f"{self.line} {kind} {step} {metrics}")
+        self.file.write_text(f"{self.beginning} {kind} {step} {metrics}")
 
     def close(self):
         pass
@@ -30,7 +34,7 @@ def run(tmp_path: Path) -> RunDir:
     return RunDir.create("a", tmp_path)
 
 
-def warnings(run: RunDir) -> list[str]:
+def read_warnings(run: RunDir) -> list[str]:
     return [event["what"] for event in read_records(run.events)]
 
 
@@ -41,11 +45,11 @@ def test_tensorboard_files_hold_every_scalar(run: RunDir) -> None:
     tracker.close()
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    read = EventAccumulator(str(run.path / "tensorboard"))
-    read.Reload()
-    assert [(scalar.step, scalar.value) for scalar in read.Scalars("loss/policy")] == [(3, 0.5)]
-    assert [scalar.value for scalar in read.Scalars("version")] == [3.0]
-    assert warnings(run) == []
+    reader = EventAccumulator(str(run.path / "tensorboard"))
+    reader.Reload()
+    assert [(scalar.step, scalar.value) for scalar in reader.Scalars("loss/policy")] == [(3, 0.5)]
+    assert [scalar.value for scalar in reader.Scalars("version")] == [3.0]
+    assert read_warnings(run) == []
 
 
 def test_a_tracker_that_is_not_installed_is_one_warning(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,21 +60,24 @@ def test_a_tracker_that_is_not_installed_is_one_warning(run: RunDir, monkeypatch
     )
     tracker.write("step", 1, {"a": 1.0})
     tracker.close()
-    what, missed = warnings(run)
-    assert what.startswith("wandb failed: ModuleNotFoundError: ")
-    assert what.endswith(": at its start; it is off; pip install 'rlctl[wandb]'")
-    assert missed == "wandb missed the numbers of 1 records; metrics.jsonl has them"
+    failure, skipped_records = read_warnings(run)
+    assert failure.startswith("wandb failed: ModuleNotFoundError: ")
+    assert failure.endswith(": at its start; it is off; pip install 'rlctl[wandb]'")
+    assert skipped_records == "wandb missed the numbers of 1 records; metrics.jsonl has them"
 
 
 class Flaky:
-    """Raises the errors of `errors` for a call, in turn; keeps the steps of the others."""
+    """A tracker whose calls raise `errors` in turn, and take the record for None. It keeps the steps it took."""
 
-    def __init__(self, *errors: Exception | None) -> None:
-        self.errors, self.steps, self.calls = list(errors), list[int](), 0
+    def __init__(self, errors: Sequence[Exception | None] = ()) -> None:
+        self.errors = list(errors)
+        self.steps = list[int]()
+        self.calls = 0
 
     def write(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
         self.calls += 1
-        if self.errors and (error := self.errors.pop(0)):
+        error = self.errors.pop(0) if self.errors else None
+        if error is not None:
             raise error
         self.steps.append(step)
 
@@ -79,14 +86,14 @@ class Flaky:
 
 
 def test_a_record_that_a_tracker_refuses_costs_that_record_alone(run: RunDir) -> None:
-    flaky = Flaky(None, ConnectionError("no\nroute to 10.0.0.1"), None, ConnectionError("no route to 10.0.0.2"))
+    flaky = Flaky([None, ConnectionError("no\nroute to 10.0.0.1"), None, ConnectionError("no route to 10.0.0.2")])
     tracker = Guarded("flaky", lambda: flaky, EventLog(run.events))
     for step in range(1, 7):
         tracker.write("step", step, {})
     tracker.close()
     assert flaky.steps == [1, 3, 5, 6]
     # The second failure is of the same cause.
-    assert warnings(run) == [
+    assert read_warnings(run) == [
         "flaky failed: ConnectionError: no route to 10.0.0.1: the numbers of step 2 are skipped there, and counted; "
         "the next are tried",
         "flaky missed the numbers of 2 records; metrics.jsonl has them",
@@ -94,24 +101,25 @@ def test_a_record_that_a_tracker_refuses_costs_that_record_alone(run: RunDir) ->
 
 
 def test_a_tracker_that_goes_on_failing_is_tried_less_and_less_and_takes_records_again(run: RunDir) -> None:
-    clock, flaky = [0.0], Flaky(*[TimeoutError()] * 15)
-    tracker = Guarded("flaky", lambda: flaky, EventLog(run.events), lambda: clock[0])
+    clock = HandClock()
+    flaky = Flaky([TimeoutError()] * 15)
+    tracker = Guarded("flaky", lambda: flaky, EventLog(run.events), clock)
     for second in range(3600):
-        clock[0] = float(second)
+        clock.now = float(second)
         tracker.write("step", second, {})
     tracker.close()
     # 1 + 2 + 4 + ... + 256 s, and then a try every 5 minutes.
     assert flaky.calls == 15 + len(flaky.steps) and flaky.steps[0] == 0 + 1 + 511 + 5 * 300
     assert flaky.steps == list(range(flaky.steps[0], 3600))
-    assert len(warnings(run)) == 2 and f"numbers of {flaky.steps[0]} records" in warnings(run)[1]
+    assert len(read_warnings(run)) == 2 and f"numbers of {flaky.steps[0]} records" in read_warnings(run)[1]
 
 
 def test_a_tracker_whose_server_is_down_at_the_start_is_started_later(run: RunDir) -> None:
-    flaky, tries = Flaky(), list[int]()
+    flaky = Flaky()
+    starts = count(1)
 
     def start() -> Flaky:
-        tries.append(len(tries))
-        if len(tries) < 2:
+        if next(starts) == 1:
             raise ConnectionError("refused")
         return flaky
 
@@ -121,37 +129,37 @@ def test_a_tracker_whose_server_is_down_at_the_start_is_started_later(run: RunDi
         tracker.samples("train", step, [])
     tracker.close()
     assert flaky.steps == [0, 1, 2]
-    assert warnings(run) == [
+    assert read_warnings(run) == [
         "flaky failed: ConnectionError: refused: at its start; it is started again with the next records"
     ]
 
 
 def test_rollouts_that_a_tracker_cannot_take_leave_it_its_numbers_and_causes_are_bounded(run: RunDir) -> None:
-    class Numbers(Flaky):
+    class NumbersTracker(Flaky):
         def samples(self, purpose: str, step: int, groups: object) -> None:
             raise ValueError("no table " + "x" * step)
 
-    numbers = Numbers()
-    clock = [0.0]
-    tracker = Guarded("numbers", lambda: numbers, EventLog(run.events), lambda: clock[0])
+    numbers = NumbersTracker()
+    clock = HandClock()
+    tracker = Guarded("numbers", lambda: numbers, EventLog(run.events), clock)
     for step in range(20):
-        clock[0] += 1000
+        clock.now += 1000
         tracker.write("step", step, {})
         tracker.samples("train", step, [])
     tracker.close()
     assert numbers.steps == list(range(20))
-    assert len(warnings(run)) == 6 and warnings(run)[-1] == (
+    assert len(read_warnings(run)) == 6 and read_warnings(run)[-1] == (
         "numbers missed the rollouts of 20 records; rollouts.jsonl has them"
     )
 
 
 def test_wandb_gets_its_project_and_the_config(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package itself would call home: a file of its name takes its place, and writes down its calls."""
+    """Put a file of its name in the place of the package, which would call home; the file writes down its calls."""
     (run.path / "wandb.py").write_text(
         "def Settings(**_): ...\n"
         "class Run:\n    def define_metric(self, *_, **__): ...\n"
-        "def init(**told):\n"
-        "    open(told['dir'] + '/told', 'w').write(f\"{told['project']} {told['id']} {told['config']}\")\n"
+        "def init(**keys):\n"
+        "    open(keys['dir'] + '/init_call', 'w').write(f\"{keys['project']} {keys['id']} {keys['config']}\")\n"
         "    return Run()\n"
     )
     monkeypatch.syspath_prepend(run.path)
@@ -160,7 +168,7 @@ def test_wandb_gets_its_project_and_the_config(run: RunDir, monkeypatch: pytest.
     open_trackers([WandbSection("wandb", "p", None, None, [], None, None)], run.path, {"a": 1}, EventLog(run.events))
     monkeypatch.delitem(sys.modules, "wandb")
     monkeypatch.delitem(sys.modules, "rlctl.telemetry.trackers.wandb")
-    assert (run.path / "told").read_text() == "p a {'a': 1}" and warnings(run) == []
+    assert (run.path / "init_call").read_text() == "p a {'a': 1}" and read_warnings(run) == []
 
 
 def test_a_tracker_of_the_users_own_gets_the_keys_of_its_entry(run: RunDir) -> None:
@@ -171,8 +179,8 @@ def test_a_tracker_of_the_users_own_gets_the_keys_of_its_entry(run: RunDir) -> N
     tracker.write("step", 3, {"x": 1.0})
     assert (run.path / "notes").read_text() == "pb step 3 {'x': 1.0}"
     open_trackers([UserTrackerSection(f"{file}:Notes", {"sufix": "p"})], run.path, {}, EventLog(run.events))
-    (what,) = warnings(run)
-    assert "Notes failed: TypeError" in what and "sufix" in what
+    (warning,) = read_warnings(run)
+    assert "Notes failed: TypeError" in warning and "sufix" in warning
 
 
 def test_groups_of_rollouts_reach_tensorboard_as_text_and_no_tracker_without_a_place_for_them(run: RunDir) -> None:
@@ -184,15 +192,15 @@ def test_groups_of_rollouts_reach_tensorboard_as_text_and_no_tracker_without_a_p
     tracker.close()
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    read = EventAccumulator(str(run.path / "tensorboard"))
-    read.Reload()
-    (written,) = read.Tensors("rollouts/train")
-    text = written.tensor_proto.string_val[0].decode()
-    assert written.step == 3 and "    15+34=\n" in text and "49⟦ tool: 7⟧" in text
+    reader = EventAccumulator(str(run.path / "tensorboard"))
+    reader.Reload()
+    (tensor,) = reader.Tensors("rollouts/train")
+    text = tensor.tensor_proto.string_val[0].decode()
+    assert tensor.step == 3 and "    15+34=\n" in text and "49⟦ tool: 7⟧" in text
 
     (run.path / "notes_too.py").write_text(NOTES)
-    (mine,) = open_trackers(
+    (notes,) = open_trackers(
         [UserTrackerSection(f"{run.path}/notes_too.py:Notes", {"prefix": ""})], run.path, {"a": ""}, events
     )
-    mine.samples("train", 3, groups)
-    assert warnings(run) == []
+    notes.samples("train", 3, groups)
+    assert read_warnings(run) == []
